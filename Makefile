@@ -1,0 +1,68 @@
+# Everything runs in .venv, which is made on first use and renewed when pyproject.toml or
+# .ci/constraints.txt change. `make help` lists the targets.
+#   PYTHON=python3.12  the interpreter to build with     OFFLINE=1  install from .wheels, no network
+#   ARGS='-k digits'   passed on to pytest, the demo or the benchmarks
+
+export PYTHON OFFLINE
+BIN := .venv/bin
+CONSTRAINTS := .ci/constraints.txt
+
+.PHONY: help venv demo test quick deep lint format types imports proto wheels bench peers constraints clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile | expand -t 18
+
+venv:
+	@.ci/venv .venv -c $(CONSTRAINTS) -e '.[dev]'
+
+demo: venv ## train, convert, serve and fine-tune a digit reader, under a minute
+	@$(BIN)/triplane demo $(ARGS)
+
+test: venv ## the whole suite, at most 8 minutes on 2 cores
+	@$(BIN)/python -m pytest $(ARGS)
+
+quick: venv ## lint, types, imports and the fast tests, under a minute
+	@$(MAKE) --no-print-directory lint imports types
+	@$(BIN)/python -m pytest -q -m 'not deep and not slow' $(ARGS)
+
+deep: venv ## the long searches: more examples, more bytes flipped, minutes each
+	@HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m deep $(ARGS)
+
+lint: venv ## ruff: rules and format
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+
+format: venv ## let ruff mend what it can
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+
+types: venv ## mypy, strict
+	@$(BIN)/mypy
+
+imports: venv ## the direction of imports between and inside the packages
+	@$(BIN)/lint-imports --no-logo
+
+proto: ## regenerate the wire code from proto/**/*.proto
+	@.ci/proto
+
+wheels: venv ## download everything that OFFLINE=1 needs into .wheels
+	@rm -rf .wheels
+	@$(BIN)/python -m pip wheel --quiet -w .wheels -c $(CONSTRAINTS) '.[dev]' 'hatchling>=1.27'
+	@rm -f .wheels/triplane-*.whl
+	@echo ".wheels holds $$(ls .wheels | wc -l) wheels, $$(du -sm .wheels | cut -f1) MB; now: make demo OFFLINE=1"
+
+bench: venv peers ## ratios against PyTorch, written to docs/benchmarks.md
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+peers:
+	@.ci/venv .venv-peers -r benchmarks/requirements-peers.txt
+
+constraints: ## resolve both pin sets anew: with Flower's pins (protobuf 6) and without (protobuf 7)
+	@.ci/constrain .ci/constraints.txt '.[dev]'
+	@.ci/constrain .ci/constraints-flower.txt '.[dev,flower]'
+
+clean: ## remove environments, caches and build output
+	rm -rf .venv .venv-* .wheels build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	  .import_linter_cache .coverage*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
