@@ -1,0 +1,289 @@
+"""The one door to onnxruntime: load a graph, run it, and loop over it with state kept in place.
+
+Every input is checked against the graph's signature first, so onnxruntime's own errors surface
+only for what a signature cannot say, and then as our families. Graphs given as bytes read no file:
+external data that `weights` does not supply is refused. Custom-op libraries cannot be registered.
+
+onnxruntime's low-level objects (`_sess`, `SessionIOBinding`) are used on the hot path: for a tiny
+graph its Python wrappers cost as much as the run itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import onnxruntime as ort
+
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError, Unavailable
+from triplane.unified_ir.runtime.signature import (
+    DTYPES,
+    INSIDE_ONLY,
+    NEXT,
+    UNNAMED,
+    Array,
+    Signature,
+    TensorInfo,
+    next_name,
+)
+
+_C: Final = ort.capi._pybind_state  # noqa: SLF001 - the wrappers cost as much as a tiny run
+_CPU: Final = _C.OrtDevice(_C.OrtDevice.cpu(), _C.OrtDevice.default_memory(), 0)
+_FAILURES: Final[tuple[type[Exception], ...]] = (
+    *(kind for kind in vars(_C).values() if isinstance(kind, type) and issubclass(kind, Exception)),
+    RuntimeError,
+    ValueError,
+)
+
+ort.disable_telemetry_events()
+
+LOG_ERRORS: Final = 3
+"""onnxruntime's severity "error": warnings about valid graphs stay off standard error."""
+
+NO_FOLDER: Final = "/dev/null/none"
+"""A path that cannot exist: graphs given as bytes resolve external data here, hence nowhere."""
+
+_LEVELS: Final[Mapping[str, Any]] = {
+    "none": ort.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    "basic": ort.GraphOptimizationLevel.ORT_ENABLE_BASIC,
+    "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
+    "all": ort.GraphOptimizationLevel.ORT_ENABLE_ALL,
+}
+
+
+def version() -> str:
+    """Return onnxruntime's version, such as "1.31.1"."""
+    return str(ort.__version__)
+
+
+def available_providers() -> tuple[str, ...]:
+    """Return the execution providers this build of onnxruntime contains, fastest first."""
+    return tuple(ort.get_available_providers())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionOptions:
+    """How onnxruntime prepares and runs a graph; the defaults suit many processes on few cores.
+
+    threads: for one operator, >= 1. spin: threads wait by spinning, faster only on idle cores.
+    disabled_optimizers: onnxruntime's rewriter names, such as "CommonSubexpressionElimination".
+    optimized_model_path: receives the graph after fusion. profile_prefix: see `Session.profile`.
+    """
+
+    threads: int = 1
+    spin: bool = False
+    optimization: Literal["none", "basic", "extended", "all"] = "all"
+    disabled_optimizers: tuple[str, ...] = ()
+    optimized_model_path: Path | None = None
+    profile_prefix: Path | None = None
+    providers: tuple[str, ...] = ("CPUExecutionProvider",)
+
+
+class Session:
+    """A loaded graph. `run` may be called from several threads at once."""
+
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+
+    def __init__(
+        self,
+        model: bytes | Path,
+        *,
+        weights: Mapping[str, Array] | None = None,
+        options: SessionOptions = SessionOptions(),
+    ) -> None:
+        """Load `model`, filling initializers declared as external data from `weights` by name.
+
+        A path resolves external data beside its file and lets onnxruntime map it; `weights` are
+        copied once into onnxruntime's memory and may be released by the caller afterwards.
+        InvalidInput: the graph does not run here. Corrupt: it is not a graph.
+        """
+        weights = weights or {}
+        held = {name: _ortvalue(name, value) for name, value in weights.items()}
+        self._ort = _load(model, _ort_options(model, held, options), options)
+        self._c = self._ort._sess  # noqa: SLF001 - see the module's docstring
+        self.inputs = tuple(_info(arg) for arg in self._ort.get_inputs())
+        self.outputs = tuple(_info(arg) for arg in self._ort.get_outputs())
+        self._signature = Signature(self.inputs)
+        self._output_names = [tensor.name for tensor in self.outputs]
+
+    def run(
+        self, feeds: Mapping[str, Array], outputs: tuple[str, ...] | None = None
+    ) -> dict[str, Array]:
+        """Return the named outputs (all by default) for `feeds`, which must fit `inputs`."""
+        feeds = self._signature.check(feeds)
+        names = self._output_names if outputs is None else self._known(outputs)
+        try:
+            values = self._c.run(names, feeds, None)
+        except _FAILURES as error:
+            raise _run_failure(error) from error
+        return dict(zip(names, values, strict=True))
+
+    def loop(self, state: Mapping[str, Array]) -> "Loop":
+        """Return a loop that starts at a copy of `state`; see `Loop`."""
+        return Loop(self, state)
+
+    def profile(self) -> Path:
+        """Stop profiling (see `SessionOptions.profile_prefix`) and return its JSON file."""
+        return Path(self._ort.end_profiling())
+
+    def _known(self, outputs: tuple[str, ...]) -> list[str]:
+        unknown = sorted(set(outputs) - set(self._output_names))
+        if unknown or not outputs:
+            raise InvalidInput(f"outputs must be some of {self._output_names}, not {unknown}")
+        return list(outputs)
+
+
+class Loop:
+    """Steps of one graph whose state stays in two sets of buffers, used in turn.
+
+    A graph input named in `state` is state; the output `next_name(input)`, if the graph has one,
+    is its new value (without one the tensor never changes). A step reads one set and writes the
+    other: one buffer bound as both input and output is silently wrong, because kernels overwrite
+    it while later nodes still read it. A step that raises leaves the state as it was.
+    State shapes are static; batch shapes may change from step to step. Not for several threads.
+    """
+
+    def __init__(self, session: Session, state: Mapping[str, Array]) -> None:
+        self._session = session
+        by_name = {tensor.name: tensor for tensor in session.inputs}
+        _check_state_names(session, by_name, state.keys())
+        self._state = {name: Signature([by_name[name]]) for name in state}
+        self._batch = Signature(t for t in session.inputs if t.name not in state)
+        results = {tensor.name: tensor for tensor in session.outputs}
+        self._updated = tuple(name for name in state if next_name(name) in results)
+        for name in self._updated:
+            _check_update(by_name[name], results[next_name(name)])
+        self._results = tuple(name for name in results if not name.endswith(NEXT))
+        self._front = {name: np.empty(x.shape, x.dtype) for name, x in self._checked(state).items()}
+        self.load(state)
+        self._back = self._front | {name: self._front[name].copy() for name in self._updated}
+        self._read_front = self._bind(self._front, self._back)
+        self._read_back = self._bind(self._back, self._front)
+
+    def step(self, **batch: Array) -> dict[str, Array]:
+        """Run once on `batch`, advance the state and return the outputs that are not state."""
+        checked = self._batch.check(batch)
+        held = {name: np.asarray(x, order="C") for name, x in checked.items()}
+        binding = self._read_front
+        try:
+            for name, x in held.items():
+                binding.bind_input(name, x)
+            for name in self._results:
+                binding.bind_output(name, _CPU)
+            self._session._c.run_with_iobinding(binding, None)  # noqa: SLF001 - one class in two
+        except _FAILURES as error:
+            raise _run_failure(error) from error
+        self._front, self._back = self._back, self._front
+        self._read_front, self._read_back = self._read_back, binding
+        values = binding.get_outputs()
+        first = len(self._updated)
+        return {name: values[first + i].numpy() for i, name in enumerate(self._results)}
+
+    def state(self) -> dict[str, Array]:
+        """Return a copy of the state."""
+        return {name: value.copy() for name, value in self._front.items()}
+
+    def load(self, state: Mapping[str, Array]) -> None:
+        """Replace the named state tensors, all or (InvalidInput) none; the others stay."""
+        if unknown := sorted(state.keys() - self._state.keys()):
+            raise InvalidInput(f"state is {sorted(self._state)}, not {unknown}")
+        for name, x in self._checked(state).items():
+            np.copyto(self._front[name], x)
+
+    def _checked(self, state: Mapping[str, Array]) -> dict[str, Array]:
+        return {name: self._state[name].check({name: x})[name] for name, x in state.items()}
+
+    def _bind(self, read: Mapping[str, Array], write: Mapping[str, Array]) -> Any:
+        binding = _C.SessionIOBinding(self._session._c)  # noqa: SLF001 - one class in two
+        for name, buffer in read.items():
+            binding.bind_ortvalue_input(name, _C.OrtValue.ortvalue_from_numpy(buffer, _CPU))
+        for name in self._updated:
+            value = _C.OrtValue.ortvalue_from_numpy(write[name], _CPU)
+            binding.bind_ortvalue_output(next_name(name), value)
+        for name in self._results:
+            binding.bind_output(name, _CPU)
+        return binding
+
+
+def _check_state_names(session: Session, inputs: Mapping[str, TensorInfo], names: Any) -> None:
+    if unknown := sorted(names - inputs.keys()):
+        raise InvalidInput(f"state tensors must be inputs {sorted(inputs)}; {unknown} are not")
+    for output in session.outputs:
+        state = output.name.removesuffix(NEXT)
+        if state != output.name and state not in names:
+            raise InvalidInput(f"output {output.name} updates state {state}, which was not given")
+    for name in names:
+        if not inputs[name].is_static or inputs[name].dtype in INSIDE_ONLY:
+            raise InvalidInput(f"state must have a static shape and a numpy dtype: {inputs[name]}")
+
+
+def _check_update(state: TensorInfo, result: TensorInfo) -> None:
+    if (state.dtype, state.shape) != (result.dtype, result.shape):
+        raise InvalidInput(f"a state tensor keeps its type: {state} becomes {result}")
+
+
+def _ort_options(
+    model: bytes | Path, weights: Mapping[str, Any], options: SessionOptions
+) -> ort.SessionOptions:
+    made = ort.SessionOptions()
+    made.intra_op_num_threads = options.threads
+    made.inter_op_num_threads = 1
+    made.log_severity_level = LOG_ERRORS
+    made.graph_optimization_level = _LEVELS[options.optimization]
+    made.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
+    made.add_session_config_entry("session.set_denormal_as_zero", "1")
+    if isinstance(model, bytes):
+        key = "session.model_external_initializers_file_folder_path"
+        made.add_session_config_entry(key, NO_FOLDER)
+    if options.optimized_model_path is not None:
+        made.optimized_model_filepath = str(options.optimized_model_path)
+    if options.profile_prefix is not None:
+        made.enable_profiling = True
+        made.profile_file_prefix = str(options.profile_prefix)
+    if weights:
+        made.add_external_initializers(list(weights), list(weights.values()))
+    return made
+
+
+def _load(
+    model: bytes | Path, made: ort.SessionOptions, options: SessionOptions
+) -> ort.InferenceSession:
+    absent = sorted(set(options.providers) - set(available_providers()))
+    if absent:
+        raise Unavailable(f"this onnxruntime has {available_providers()}, not {absent}")
+    if isinstance(model, Path) and not model.is_file():
+        raise NotFound(f"no model file at {model}")
+    try:
+        return ort.InferenceSession(
+            model if isinstance(model, bytes) else str(model),
+            made,
+            providers=list(options.providers),
+            disabled_optimizers=list(options.disabled_optimizers) or None,
+        )
+    except _FAILURES as error:
+        raise _load_failure(error) from error
+
+
+def _ortvalue(name: str, value: Array) -> ort.OrtValue:
+    try:
+        return ort.OrtValue.ortvalue_from_numpy(np.asarray(value, order="C"))
+    except _FAILURES as error:
+        raise InvalidInput(f"weight {name} of dtype {value.dtype} is not a tensor") from error
+
+
+def _info(arg: Any) -> TensorInfo:
+    if arg.type not in DTYPES:
+        raise InvalidInput(f"{arg.name} must be a tensor of numbers, got {arg.type}")
+    shape = tuple(UNNAMED if dim is None else dim for dim in arg.shape)
+    return TensorInfo(arg.name, DTYPES[arg.type], shape)
+
+
+def _load_failure(error: Exception) -> TriplaneError:
+    family = Corrupt if isinstance(error, _C.InvalidProtobuf) else InvalidInput
+    return family(f"onnxruntime {version()} refused the model: {error}")
+
+
+def _run_failure(error: Exception) -> InvalidInput:
+    return InvalidInput(f"the graph failed on these values: {error}")

@@ -1,0 +1,139 @@
+"""Names, types and shapes of a graph's inputs and outputs, and the check of what a caller feeds.
+
+The check is the boundary: past it, a call can fail only by the values inside the tensors. It costs
+well under a microsecond per tensor, so serving and training run it on every call.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from triplane.proto.errors import InvalidInput
+
+Array = npt.NDArray[Any]
+
+NEXT: Final = ":next"
+"""An output named `w:next` is the new value of the state tensor `w`.
+
+ONNX forbids one name for an input and for a node's result (onnxruntime: "Duplicate definition of
+name"), so the new value carries this suffix; no parameter path contains a colon.
+"""
+
+UNNAMED: Final = "?"
+"""The dimension of a shape whose size the graph does not say; two of them may differ."""
+
+# fmt: off
+DTYPES: Final[Mapping[str, str]] = {
+    # onnxruntime            ours
+    "tensor(bool)":          "bool",
+    "tensor(int8)":          "int8",
+    "tensor(int16)":         "int16",
+    "tensor(int32)":         "int32",
+    "tensor(int64)":         "int64",
+    "tensor(uint8)":         "uint8",
+    "tensor(uint16)":        "uint16",
+    "tensor(uint32)":        "uint32",
+    "tensor(uint64)":        "uint64",
+    "tensor(float16)":       "float16",
+    "tensor(float)":         "float32",
+    "tensor(double)":        "float64",
+    "tensor(bfloat16)":      "bfloat16",
+    "tensor(float8e4m3fn)":  "float8_e4m3fn",
+    "tensor(float8e5m2)":    "float8_e5m2",
+    "tensor(int4)":          "int4",
+    "tensor(uint4)":         "uint4",
+}
+# fmt: on
+
+INSIDE_ONLY: Final = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4"})
+"""Dtypes that numpy lacks: they live inside a graph and do not enter or leave it here."""
+
+
+def next_name(state: str) -> str:
+    """Return the name of the output that carries the new value of the state tensor `state`."""
+    return state + NEXT
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One input or output: `shape` holds sizes, symbols such as "N", or `UNNAMED`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every dimension is a number."""
+        return all(isinstance(dim, int) for dim in self.shape)
+
+    def __str__(self) -> str:
+        dims = ", ".join(str(dim) for dim in self.shape)
+        return f"{self.name}: {self.dtype}({dims})"
+
+
+class Signature:
+    """What a call must be fed, compiled once so that checking a call is cheap."""
+
+    def __init__(self, tensors: Iterable[TensorInfo]) -> None:
+        self.tensors = tuple(tensors)
+        self.names = frozenset(tensor.name for tensor in self.tensors)
+        self._rows = tuple(_compile(tensor) for tensor in self.tensors)
+
+    def check(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
+        """Return `feeds` as arrays; InvalidInput names the tensor, what was expected and seen.
+
+        Names must match exactly, dtypes exactly, ranks and fixed sizes exactly, and one symbol
+        means one size across all inputs.
+        """
+        if feeds.keys() != self.names:
+            raise _names_differ(self.names, feeds)
+        sizes: dict[str, int] = {}
+        for name, dtype, rank, fixed, symbols in self._rows:
+            x = feeds[name]
+            if type(x) is not np.ndarray:
+                feeds = {**feeds, name: (x := np.asarray(x))}
+            if x.dtype != dtype:
+                raise self._refused(name, x)
+            shape = x.shape
+            if len(shape) != rank:
+                raise self._refused(name, x)
+            for axis, size in fixed:
+                if shape[axis] != size:
+                    raise self._refused(name, x)
+            for axis, symbol in symbols:
+                if sizes.setdefault(symbol, shape[axis]) != shape[axis]:
+                    raise self._refused(name, x, f"; {symbol} is {sizes[symbol]} in another input")
+        return feeds
+
+    def _refused(self, name: str, x: Array, more: str = "") -> InvalidInput:
+        want = next(tensor for tensor in self.tensors if tensor.name == name)
+        if want.dtype in INSIDE_ONLY:
+            more = f"; {want.dtype} does not pass through numpy, cast inside the graph"
+        return InvalidInput(f"input must be {want}, got {x.dtype}{x.shape}{more}")
+
+
+Row = tuple[
+    str, np.dtype[Any] | None, int, tuple[tuple[int, int], ...], tuple[tuple[int, str], ...]
+]
+
+
+def _compile(tensor: TensorInfo) -> Row:
+    dtype = None if tensor.dtype in INSIDE_ONLY else np.dtype(tensor.dtype)
+    fixed = tuple((axis, dim) for axis, dim in enumerate(tensor.shape) if isinstance(dim, int))
+    symbols = tuple(
+        (axis, dim)
+        for axis, dim in enumerate(tensor.shape)
+        if isinstance(dim, str) and dim != UNNAMED
+    )
+    return tensor.name, dtype, len(tensor.shape), fixed, symbols
+
+
+def _names_differ(names: frozenset[str], feeds: Mapping[str, Array]) -> InvalidInput:
+    missing, unknown = sorted(names - feeds.keys()), sorted(feeds.keys() - names)
+    return InvalidInput(
+        f"inputs must be exactly {sorted(names)}; missing {missing}, unknown {unknown}"
+    )
