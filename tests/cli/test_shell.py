@@ -1,0 +1,203 @@
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint, entry_points, metadata
+from types import ModuleType
+
+import click
+import numpy as np
+import pytest
+
+from triplane.proto import errors
+from triplane.unified_ir.cli import shell
+
+TRIPLANE = [sys.executable, "-c", "from triplane.unified_ir.cli import main; main()"]
+HEAVY = {"numpy", "onnx", "onnxruntime", "google.protobuf", "grpc", "rich", "safetensors"}
+
+
+def command_line(*argv, **env):
+    return subprocess.run(
+        [*TRIPLANE, *argv],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **env},
+        timeout=60,
+    )
+
+
+@pytest.fixture
+def verb(monkeypatch):
+    """Installs one verb under a name, as an installed package would."""
+
+    def install(name, callback, *params):
+        command = click.Command(name, callback=callback, params=list(params))
+        module = ModuleType("shell_test_verbs")
+        setattr(module, name, command)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        entry = EntryPoint(name, f"shell_test_verbs:{name}", shell.VERB_GROUP)
+        monkeypatch.setattr(shell, "_entry_points", lambda: {name: entry})
+
+    return install
+
+
+def raising(error):
+    def callback(**_):
+        raise error
+
+    return callback
+
+
+def test_help_lists_every_installed_verb_and_a_first_session():
+    result = command_line("--help")
+    assert result.returncode == 0
+    for entry in entry_points(group=shell.VERB_GROUP):
+        assert f"\n  {entry.name} " in result.stdout
+    assert "triplane edge serve" in result.stdout
+
+
+def test_no_argument_shows_the_help():
+    assert command_line().stdout == command_line("--help").stdout
+
+
+def test_version_is_the_installed_one():
+    assert command_line("--version").stdout.startswith("triplane 0.")
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["edge", "--help"]])
+def test_help_imports_click_and_nothing_heavy(argv):
+    program = f"""
+import sys
+from triplane.unified_ir.cli.shell import run
+run({argv!r})
+print("HEAVY", *sorted(set(sys.modules) & {HEAVY!r}))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout.splitlines()[-1].split() == ["HEAVY"]
+
+
+def test_unknown_verb_suggests_the_nearest():
+    result = command_line("trian")
+    assert result.returncode == 2
+    assert "did you mean 'train'?" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_verb_that_does_not_import_is_listed_with_its_reason(monkeypatch, capsys):
+    entries = {
+        "broken": EntryPoint("broken", "triplane_no_such_module:command", shell.VERB_GROUP),
+        "notaverb": EntryPoint("notaverb", "json:dumps", shell.VERB_GROUP),
+    }
+    monkeypatch.setattr(shell, "_entry_points", lambda: entries)
+    assert shell.run(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "unavailable: ModuleNotFoundError: No module named" in " ".join(out.split())
+    assert "json:dumps" in out
+    assert shell.run(["broken", "--any", "thing"]) == 1
+    assert "triplane_no_such_module" in capsys.readouterr().err
+
+
+CASES = [
+    (errors.InvalidInput("a"), 2),
+    (errors.NotFound("a"), 2),
+    (errors.Conflict("a"), 3),
+    (errors.Unavailable("a"), 4),
+    (errors.Corrupt("a"), 5),
+    (errors.MissingExtra("a"), 6),
+    (FileNotFoundError(2, "No such file", "a"), 1),
+    (KeyError("a"), 1),
+]
+
+
+@pytest.mark.parametrize(("error", "code"), CASES)
+def test_each_family_has_its_exit_code(verb, capsys, error, code):
+    verb("fail", raising(error))
+    assert shell.run(["fail"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    assert captured.err.startswith("triplane: ")
+
+
+def test_a_subclass_is_reported_under_its_family(verb, capsys):
+    class ShapeError(errors.InvalidInput):
+        pass
+
+    verb("fail", raising(ShapeError("(2, 3) @ (4, 5)")), click.Option(["--json"], is_flag=True))
+    assert shell.run(["fail", "--json"]) == 2
+    record = json.loads(capsys.readouterr().out)
+    expected = {"family": "InvalidInput", "message": "(2, 3) @ (4, 5)", "exit_code": 2}
+    assert record == {"error": expected}
+
+
+def test_every_family_of_errors_has_an_exit_code():
+    families = set(errors.TriplaneError.__subclasses__())
+    assert {f for f in families if f.__module__ == errors.__name__} <= set(shell.EXIT_CODES)
+
+
+def test_ctrl_c_exits_like_an_interrupted_program(verb, capsys):
+    verb("hang", raising(KeyboardInterrupt()))
+    assert shell.run(["hang"]) == shell.INTERRUPTED
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_traceback_comes_only_when_asked_for(verb, capsys, monkeypatch):
+    monkeypatch.delenv(shell.TRACEBACK_VARIABLE, raising=False)
+    verb("fail", raising(KeyError("deep inside")))
+    assert shell.run(["fail"]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+    monkeypatch.setenv(shell.TRACEBACK_VARIABLE, "1")
+    assert shell.run(["fail"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_debug_asks_for_tracebacks_of_child_processes_too(verb, monkeypatch):
+    monkeypatch.setenv(shell.TRACEBACK_VARIABLE, "0")
+    seen = []
+    verb("peek", lambda: seen.append(os.environ[shell.TRACEBACK_VARIABLE]))
+    assert shell.run(["--debug", "peek"]) == 0
+    assert seen == ["1"]
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    program = f"{TRIPLANE[0]} -c '{TRIPLANE[2]}' --help | head -n 1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(
+        ["bash", "-c", program], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert result.stderr == ""
+    assert result.returncode in {0, shell.BROKEN_PIPE}
+
+
+def test_a_missing_package_of_an_extra_names_the_extra(verb, capsys):
+    verb("serve", raising(ModuleNotFoundError("No module named 'grpc'", name="grpc")))
+    assert shell.run(["serve"]) == 6
+    assert "pip install 'triplane[edge]'" in capsys.readouterr().err
+
+
+def test_require_names_the_extra_but_not_for_a_fault_deeper_inside(tmp_path, monkeypatch):
+    (tmp_path / "hollow.py").write_text("import triplane_absent_dependency\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(errors.MissingExtra, match=r"triplane\[edge\]"):
+        shell.require("triplane_absent_module.part", extra="edge")
+    with pytest.raises(ModuleNotFoundError, match="triplane_absent_dependency"):
+        shell.require("hollow", extra="edge")
+    assert shell.require("json", extra="edge") is json
+
+
+def test_every_extra_in_the_table_is_declared():
+    declared = set(metadata("triplane").get_all("Provides-Extra") or ())
+    assert set(shell.EXTRA_OF.values()) <= declared
+
+
+def test_result_is_text_or_one_json_document(capsys):
+    shell.open_output(as_json=False).result({"accuracy": 0.98}, "accuracy 0.98")
+    assert capsys.readouterr().out == "accuracy 0.98\n"
+    output = shell.open_output(as_json=True)
+    output.note("working")
+    output.result({"accuracy": np.float32(0.5)}, "accuracy 0.5")
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"accuracy": 0.5}
+    assert captured.err == "working\n"

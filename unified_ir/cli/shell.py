@@ -1,0 +1,283 @@
+"""The command's shell: finds verbs, loads one when it is asked for, turns errors into one line.
+
+A verb is an entry point of the group `triplane.verbs`; its module imports only click (and this
+module) at the top, so help stays fast. A verb that does not import is listed with the reason and
+never takes the others down. Errors meet one boundary, `run`: nothing below it prints or exits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from triplane.proto.errors import (
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    MissingExtra,
+    NotFound,
+    TriplaneError,
+    Unavailable,
+)
+
+if TYPE_CHECKING:  # 25 ms that only the loading of verbs has to pay
+    from importlib.metadata import EntryPoint
+
+VERB_GROUP: Final = "triplane.verbs"
+ORDER: Final = (
+    "demo",
+    "train",
+    "convert",
+    "inspect",
+    "diff",
+    "edge",
+)  # a model's life; others after
+TRACEBACK_VARIABLE: Final = "TRIPLANE_TRACEBACK"
+INTERRUPTED: Final = 130  # 128 + SIGINT, as shells count
+BROKEN_PIPE: Final = 141  # 128 + SIGPIPE: the reader has left, as in `triplane inspect | head`
+UNEXPECTED: Final = 1
+
+# fmt: off
+EXIT_CODES: Final[Mapping[type[Exception], int]] = {
+    InvalidInput: 2,  # also what click gives a wrong option
+    NotFound:     2,
+    Conflict:     3,
+    Unavailable:  4,
+    Corrupt:      5,
+    MissingExtra: 6,
+    OSError:      1,
+}
+EXTRA_OF: Final[Mapping[str, str]] = {
+    "cryptography":      "device",
+    "grpc":              "edge",
+    "grpc_health":       "edge",
+    "grpc_reflection":   "edge",
+    "prometheus_client": "edge",
+    "starlette":         "edge",
+    "uvicorn":           "edge",
+    "tuf":               "edge",
+    "sqlalchemy":        "cloud",
+    "flwr":              "flower",
+    "dp_accounting":     "privacy",
+    "jax":               "xla",
+    "tritonclient":      "dev",
+}
+# fmt: on
+
+EPILOG: Final = """\
+\b
+From a model in Python to an answer over the network:
+  triplane train examples/digits.py:Digits --data digits --out digits.tpm
+  triplane convert digits.tpm --target ort-x64 --quantize int8 --out digits.bundle
+  triplane edge serve digits.bundle
+
+\b
+New here? `triplane demo` does all of it in a minute, on real data.
+Each verb explains itself: triplane VERB --help
+"""
+
+
+class Verbs(click.Group):
+    """The group whose commands are entry points, imported only when named or listed."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of a model's life; an installed package stores them sorted."""
+        return list(_entry_points())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The verb, imported now; a stand-in that says why where it does not import."""
+        entry = _entry_points().get(cmd_name)
+        return None if entry is None else _load(entry)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, with the nearest verb named for an unknown one."""
+        verbs = self.list_commands(ctx)
+        if args and not args[0].startswith("-") and args[0] not in verbs:
+            import difflib
+
+            nearest = difflib.get_close_matches(args[0], verbs, n=1)
+            guess = f"did you mean {nearest[0]!r}?" if nearest else f"verbs: {', '.join(verbs)}"
+            raise click.UsageError(f"there is no verb {args[0]!r}; {guess}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    cls=Verbs,
+    invoke_without_command=True,
+    subcommand_metavar="VERB ...",
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.option("--debug", is_flag=True, help=f"Show tracebacks (also {TRACEBACK_VARIABLE}=1).")
+@click.option("--version", is_flag=True, help="Print the version and exit.")
+@click.pass_context
+def triplane(ctx: click.Context, *, debug: bool, version: bool) -> None:
+    """Carry one model through three planes: cloud, edge and device.
+
+    Train it in Python, keep it as one file (NAME.tpm), convert that file to a bundle for a machine,
+    serve the bundle, and let it go on learning where it is used.
+    """
+    if debug:
+        os.environ[TRACEBACK_VARIABLE] = "1"  # child processes of a verb show theirs too
+    if version:
+        from importlib.metadata import version as version_of
+
+        click.echo(f"triplane {version_of('triplane')}")
+    elif ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one command line; returns its exit code and prints errors, the only place that does.
+
+    A verb ends early with `ctx.exit(code)`; its return value is otherwise None.
+    """
+    try:
+        code = triplane.main(list(argv), prog_name="triplane", standalone_mode=False)
+        sys.stdout.flush()
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:  # noqa: BLE001 - the process edge
+        failure = _failure(error)
+        _report(failure, error, as_json="--json" in argv)
+        return failure.exit_code
+    return code if isinstance(code, int) else 0
+
+
+def require(module: str, *, extra: str) -> ModuleType:
+    """Import `module` or raise MissingExtra naming the extra that brings it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        raise _missing(error.name, extra) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a verb's words go: the result on stdout, as text or as one JSON document."""
+
+    as_json: bool
+
+    def note(self, text: str) -> None:
+        """Progress, for people: on stderr, so a pipe gets the result alone."""
+        click.echo(text, err=True)
+
+    def result(self, record: Mapping[str, Any], text: str) -> None:
+        """The verb's answer, once: `record` under `--json`, else `text`."""
+        click.echo(_json(record) if self.as_json else text)
+
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print the result, or the error, as one JSON document."
+)
+
+
+def open_output(as_json: bool) -> Output:  # noqa: FBT001 - handed on from `json_option`
+    """The Output for the flag that `json_option` parsed."""
+    return Output(as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    family: str
+    message: str
+    exit_code: int
+    expected: bool = True
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    from importlib.metadata import entry_points
+
+    found = {entry.name: entry for entry in entry_points(group=VERB_GROUP)}
+    known = [name for name in ORDER if name in found]
+    return {name: found[name] for name in [*known, *sorted(found.keys() - set(known))]}
+
+
+def _load(entry: EntryPoint) -> click.Command:
+    try:
+        command = entry.load()
+    except Exception as error:  # noqa: BLE001 - one broken verb must not hide the others
+        return _unavailable(entry.name, error)
+    if not isinstance(command, click.Command):
+        return _unavailable(entry.name, InvalidInput(f"{entry.value} is no click command"))
+    return command
+
+
+def _unavailable(name: str, error: Exception) -> click.Command:
+    def refuse() -> None:
+        raise error
+
+    return click.Command(
+        name,
+        callback=refuse,
+        short_help=f"(unavailable: {_first_line(error)})",
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
+
+
+def _failure(error: Exception) -> _Failure:
+    """What to tell about `error`, in one line."""
+    if isinstance(error, click.UsageError):
+        where = error.ctx.command_path if error.ctx else "triplane"
+        message = f"{error.format_message()} (see {where} --help)"
+        return _Failure("InvalidInput", message, error.exit_code)
+    if isinstance(error, click.ClickException):
+        return _Failure("InvalidInput", error.format_message(), error.exit_code)
+    if isinstance(error, ModuleNotFoundError) and error.name and error.name in EXTRA_OF:
+        error = _missing(error.name, EXTRA_OF[error.name])
+    for family, code in EXIT_CODES.items():
+        if isinstance(error, family):
+            return _Failure(family.__name__, str(error), code)
+    if isinstance(error, TriplaneError):
+        return _Failure("TriplaneError", str(error), UNEXPECTED)
+    message = f"unexpected {_first_line(error)} (a fault of this program; --debug shows where)"
+    return _Failure("Unexpected", message, UNEXPECTED, expected=False)
+
+
+def _report(failure: _Failure, error: Exception, *, as_json: bool) -> None:
+    if os.environ.get(TRACEBACK_VARIABLE) == "1":
+        import traceback
+
+        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+    if as_json:
+        record = {
+            "family": failure.family,
+            "message": failure.message,
+            "exit_code": failure.exit_code,
+        }
+        click.echo(_json({"error": record}))
+    else:
+        color = False if os.environ.get("NO_COLOR") else None
+        line = " ".join(failure.message.split())
+        click.secho(f"triplane: {line}", fg="red", err=True, color=color)
+
+
+def _missing(module: str, extra: str) -> MissingExtra:
+    return MissingExtra(
+        f"{module} is not installed; it comes with: pip install 'triplane[{extra}]'"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _json(record: Mapping[str, Any]) -> str:
+    import json
+
+    return json.dumps(record, indent=2, default=lambda scalar: scalar.item())
