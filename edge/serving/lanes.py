@@ -1,0 +1,203 @@
+"""Which thread runs which call, how many may wait, and what happens to the rest.
+
+Three pools keep kinds of calls from starving each other: a full inference queue never delays a
+health check, and idle streams never take a computing thread. A call beyond its lane's queue is
+refused with UNAVAILABLE before its bytes are read. A call that stops sending is cancelled after
+`Limits.receive_s`, so slow senders cannot hold threads.
+
+grpc lets a behaviour name its own pool (`experimental_thread_pool`); if that ever goes, calls share
+the default pool and only the isolation is lost.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+
+from triplane.proto.errors import InvalidInput
+
+logger = logging.getLogger(__name__)
+
+WATCH_PERIOD_S: Final = 1.0  # how often stalled senders are looked for
+
+REST: Final = float("inf")  # a receive timeout: the caller may take its time
+
+if TYPE_CHECKING:
+    Handler = grpc.RpcMethodHandler[bytes, bytes]
+else:  # generic for type checkers only
+    Handler = grpc.RpcMethodHandler
+
+Behaviour = Callable[[Iterator[bytes], grpc.ServicerContext], Any]
+
+
+class Lane(ThreadPoolExecutor):
+    """A thread pool that knows how many calls it holds, waiting and running."""
+
+    def __init__(self, name: str, *, threads: int, queued: int) -> None:
+        super().__init__(max_workers=threads, thread_name_prefix=name)
+        self.name = name
+        self.capacity = threads + queued
+        self._held = 0
+        self._count = threading.Lock()
+        self._local = threading.local()
+
+    @property
+    def held(self) -> int:
+        """Calls in this lane."""
+        return self._held
+
+    @property
+    def full(self) -> bool:
+        """Whether the next call must be refused."""
+        return self._held >= self.capacity
+
+    @property
+    def submitted_ns(self) -> int:
+        """When the call that this thread runs entered the lane, on `time.perf_counter_ns`."""
+        return int(self._local.submitted_ns)
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Queue `fn`; counted until it is done, whatever becomes of its call."""
+        with self._count:
+            self._held += 1
+        future = super().submit(self._start, time.perf_counter_ns(), fn, args, kwargs)
+        future.add_done_callback(self._done)
+        return future
+
+    def _start(self, submitted_ns: int, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._local.submitted_ns = submitted_ns
+        return fn(*args, **kwargs)
+
+    def _done(self, _: Future[Any]) -> None:
+        with self._count:
+            self._held -= 1
+
+
+class Receiving:
+    """The calls whose next message is awaited; cancels the ones that take too long.
+
+    A stream that may rest between requests receives with the timeout `REST`. `end_rests` cancels
+    the resting ones, and lets no other rest from then on: the server is going.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, tuple[float, grpc.ServicerContext]] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._rests_end = False
+        self._watch = threading.Thread(target=self._run, name="receiving", daemon=True)
+        self._watch.start()
+
+    def receive(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext, timeout_s: float
+    ) -> bytes | None:
+        """Next message, None when the caller has no more. `timeout_s` may be `REST`."""
+        with self._lock:
+            if self._rests_end and timeout_s == REST:
+                return None
+            self._waiting[id(context)] = time.monotonic() + timeout_s, context
+        try:
+            return next(messages, None)
+        finally:
+            with self._lock:
+                del self._waiting[id(context)]
+
+    def end_rests(self) -> None:
+        """Cancel every stream that waits for its caller."""
+        with self._lock:
+            self._rests_end = True
+            for deadline, context in self._waiting.values():
+                if deadline == REST:
+                    context.cancel()
+
+    def close(self) -> None:
+        """Stop the watching thread."""
+        self._ended.set()
+        self._watch.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(WATCH_PERIOD_S):
+            now = time.monotonic()
+            with self._lock:
+                late = [context for deadline, context in self._waiting.values() if deadline < now]
+                for context in late:
+                    context.cancel()
+            if late:
+                logger.warning("stalled calls cancelled", extra={"calls": len(late)})
+
+
+class Routed:
+    """A behaviour that runs in `lane`."""
+
+    def __init__(self, behaviour: Behaviour, lane: Lane) -> None:
+        self._behaviour = behaviour
+        self.experimental_thread_pool = lane
+
+    def __call__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        """Run the behaviour."""
+        return self._behaviour(messages, context)
+
+
+class Routes(grpc.GenericRpcHandler):
+    """Full method name to handler and lane; asked on the serving thread, so it only looks up.
+
+    All handlers take a message iterator, also those of single-message methods: only so does a
+    behaviour start before the message has arrived and can give up on it. The wire is the same.
+    """
+
+    def __init__(self, control: Lane, on_refusal: Callable[[], None]) -> None:
+        self._control = control
+        self._on_refusal = on_refusal
+        self._handlers: dict[str, tuple[Lane, Handler]] = {}
+        self._services: tuple[str, ...] = ()
+        self._busy = _answering(control, grpc.StatusCode.UNAVAILABLE, "all queues are full; retry")
+        self._unknown = _answering(
+            control,
+            grpc.StatusCode.UNIMPLEMENTED,
+            "this server does not have that method; docs/serving.md lists those it has",
+        )
+
+    def add(self, service: str, methods: Mapping[str, tuple[Lane, Behaviour, bool]]) -> None:
+        """Add a service: method name to lane, behaviour and whether it answers with a stream."""
+        self._services += (f"/{service}/",)
+        for method, (lane, behaviour, streams) in methods.items():
+            self._handlers[f"/{service}/{method}"] = (
+                lane,
+                _handler(behaviour, lane, streams=streams),
+            )
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
+        """See `grpc.GenericRpcHandler`."""
+        method = handler_call_details.method
+        if (route := self._handlers.get(method)) is None:
+            return self._unknown if method.startswith(self._services) else None
+        lane, handler = route
+        if lane.full:
+            self._on_refusal()
+            return self._busy
+        return handler
+
+
+def _handler(behaviour: Behaviour, lane: Lane, *, streams: bool) -> Handler:
+    make = (
+        grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+    )
+    return make(Routed(behaviour, lane), None, None)
+
+
+def _answering(lane: Lane, code: grpc.StatusCode, text: str) -> Handler:
+    def answer(_: Iterator[bytes], context: grpc.ServicerContext) -> Any:
+        context.abort(code, text)
+
+    return _handler(answer, lane, streams=False)
+
+
+def one(message: bytes | None) -> bytes:
+    """The single message of a call that must bring one. Raises InvalidInput."""
+    if message is None:
+        raise InvalidInput("the call brought no message; send exactly one")
+    return message

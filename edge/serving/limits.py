@@ -1,0 +1,38 @@
+"""Every bound that a request meets, in one value with units.
+
+A request past a bound is refused by name before any work or allocation is done for it. What is not
+here is bounded by these: bytes per tensor by the message, values per tensor by its bytes.
+"""
+
+from dataclasses import dataclass, fields
+
+from triplane.proto.errors import InvalidInput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds of one server. Raises InvalidInput when one is below 1."""
+
+    # fmt: off
+    message_bytes: int = 64 << 20        # one request as it arrives and after decompression
+    response_bytes: int = 256 << 20      # tensors of one response
+    tensors: int = 64                    # inputs, and requested outputs, of one request
+    rank: int = 8                        # dimensions of one tensor
+    elements: int = 1 << 26              # values of one tensor, and the largest single dimension
+    rows: int = 4096                     # size of a variable first dimension
+    name_chars: int = 256                # model, version, tensor and parameter names, request id
+    parameters: int = 32                 # parameters of one request, input or output
+    classes: int = 1000                  # k of the `classification` parameter
+    classification_entries: int = 65536  # rows times k
+    threads: int = 16                    # calls that compute at once
+    queued_calls: int = 256              # calls that wait for a thread; one more is refused
+    streams: int = 16                    # open streams; each has one request in flight at a time
+    control_calls: int = 64              # health, metadata and index calls in progress
+    receive_s: int = 30                  # from the start of a call to its last request byte
+    call_s: int = 60                     # longest life of a call that sets no deadline
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise InvalidInput(f"limit {field.name} is {getattr(self, field.name)}; 1 at least")

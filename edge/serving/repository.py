@@ -1,0 +1,240 @@
+"""The versions of this process: load beside, switch in one assignment, drain, drop.
+
+A reader takes one immutable snapshot and never waits for a load. A version that is retired between
+a reader's look and its first step is looked up again, so no call ever meets a dropped session. A
+load that fails changes nothing but the index.
+"""
+
+import contextlib
+import ctypes
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from triplane.edge.serving.running import Call, Direct, Ran, Runner
+from triplane.edge.serving.servable import Array, Contract, Servable, contract_of
+from triplane.edge.serving.statistics import Statistics
+from triplane.proto.errors import Conflict, NotFound, TriplaneError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S: Final = 60.0  # how long a switch waits for the calls of the old version
+
+Plan = Callable[[Servable, Contract, Statistics], Runner]
+
+
+class Gone:
+    """The runner of a dropped version: holds nothing and runs nothing."""
+
+    merged_rows = 0
+
+    def run(self, feeds: Mapping[str, Array], rows: int, call: Call) -> Ran:
+        """Raise Unavailable."""
+        raise Unavailable("this version was unloaded while the call waited; call again")
+
+
+class Version:
+    """One loaded version and the calls inside it."""
+
+    def __init__(self, servable: Servable, plan: Plan) -> None:
+        started = time.perf_counter()
+        self.name, self.version = servable.name, servable.version
+        self.contract = contract_of(servable)
+        self.labels = servable.labels
+        self.statistics = Statistics()
+        self.runner: Runner = plan(servable, self.contract, self.statistics)
+        self.load_s = time.perf_counter() - started
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._retired = False
+        self._idle = threading.Event()
+
+    @property
+    def calls(self) -> int:
+        """Calls inside right now."""
+        return self._calls
+
+    def enter(self) -> bool:
+        """Count one call in; False when the version is retired and must be looked up again."""
+        with self._lock:
+            if self._retired:
+                return False
+            self._calls += 1
+            return True
+
+    def leave(self) -> None:
+        """Count one call out."""
+        with self._lock:
+            self._calls -= 1
+            if self._retired and not self._calls:
+                self._idle.set()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Refuse new calls and wait for the ones inside; False when some are still there."""
+        with self._lock:
+            self._retired = True
+            if not self._calls:
+                self._idle.set()
+        drained = self._idle.wait(timeout_s)
+        self.runner = Gone()  # the session goes now, or with the last call that still runs it
+        return drained
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the index."""
+
+    name: str
+    version: str
+    state: str
+    reason: str = ""
+
+
+class Repository:
+    """The models that this process serves, by name and version."""
+
+    def __init__(self, plan: Plan | None = None) -> None:
+        self._plan = plan or (lambda servable, _, statistics: Direct(servable, statistics))
+        self._ready: Mapping[str, Mapping[str, Version]] = {}  # replaced whole, never changed
+        self._others: dict[tuple[str, str], Entry] = {}  # on their way in or out, or failed
+        self._changing = threading.Lock()  # one load, switch or unload at a time
+
+    def add(self, servable: Servable) -> Version:
+        """Serve a further version beside the others. Raises Conflict when it is there already."""
+        with self._changing:
+            if servable.version in self._ready.get(servable.name, {}):
+                raise Conflict(
+                    f"model {servable.name!r} version {servable.version!r} is already loaded; "
+                    "switch to replace it"
+                )
+            version = self._load(servable)
+            self._publish(version, {**self._ready.get(version.name, {}), version.version: version})
+        return version
+
+    def switch(self, servable: Servable) -> Version:
+        """Serve this version in place of all others of its model, without a failed call.
+
+        New calls meet the new version from the one assignment on; the old ones are drained and
+        dropped before this returns. Raises what the load raises, and then nothing has changed.
+        """
+        with self._changing:
+            version = self._load(servable)
+            old = self._ready.get(version.name, {})
+            self._publish(version, {version.version: version})
+            self._drop(old.values())
+        return version
+
+    def unload(self, name: str, version: str = "") -> None:
+        """Drain and drop one version, or all of a model. Raises NotFound."""
+        with self._changing:
+            held = self._ready.get(name, {})
+            gone = [v for v in held.values() if version in {"", v.version}]
+            if not gone:
+                raise NotFound(self._unknown(name, version))
+            kept = {key: v for key, v in held.items() if v not in gone}
+            others = {key: v for key, v in self._ready.items() if key != name}
+            self._ready = {**others, name: kept} if kept else others
+            self._drop(gone)
+
+    def close(self) -> None:
+        """Unload everything."""
+        for name in [*self._ready]:
+            self.unload(name)
+
+    @contextlib.contextmanager
+    def using(self, name: str, version: str = "") -> Iterator[Version]:
+        """Hold one version for the length of a call. Raises NotFound."""
+        while not (held := self.find(name, version)).enter():
+            pass  # retired since the look: the snapshot already has its successor
+        try:
+            yield held
+        finally:
+            held.leave()
+
+    def find(self, name: str, version: str = "") -> Version:
+        """The version, the newest for an empty string. Raises NotFound."""
+        held = self._ready.get(name, {})
+        found = held.get(version) if version else next(reversed([*held.values()]), None)
+        if found is None:
+            raise NotFound(self._unknown(name, version))
+        return found
+
+    def versions(self, name: str = "") -> list[Version]:
+        """Ready versions of one model, or of all, oldest first."""
+        models = [self._ready.get(name, {})] if name else self._ready.values()
+        return [version for held in models for version in held.values()]
+
+    def index(self, *, ready_only: bool = False) -> list[Entry]:
+        """Every version and its state, by name and age."""
+        entries = {(v.name, v.version): Entry(v.name, v.version, "READY") for v in self.versions()}
+        if not ready_only:
+            entries = {**self._others.copy(), **entries}
+        return [entries[key] for key in sorted(entries, key=lambda key: (key[0], _age(key[1])))]
+
+    def _load(self, servable: Servable) -> Version:
+        key = servable.name, servable.version
+        self._others[key] = Entry(*key, "LOADING")
+        try:
+            version = Version(servable, self._plan)
+        except Exception as error:
+            # One failure per model is kept, so the index cannot grow with failing loads.
+            self._forget_failures(servable.name)
+            reason = str(error) if isinstance(error, TriplaneError) else type(error).__name__
+            self._others[key] = Entry(*key, "UNAVAILABLE", reason)
+            logger.warning(
+                "model load failed", extra={"model": key[0], "version": key[1], "reason": reason}
+            )
+            raise
+        self._others.pop(key)
+        return version
+
+    def _publish(self, version: Version, held: Mapping[str, Version]) -> None:
+        self._forget_failures(version.name)
+        by_age = {key: held[key] for key in sorted(held, key=_age)}
+        self._ready = {**self._ready, version.name: by_age}
+        logger.info(
+            "model ready",
+            extra={
+                "model": version.name,
+                "version": version.version,
+                "seconds": round(version.load_s, 6),
+            },
+        )
+
+    def _drop(self, versions: Iterable[Version]) -> None:
+        for version in [*versions]:
+            key = version.name, version.version
+            replaced = key[1] in self._ready.get(key[0], {})
+            if not replaced:
+                self._others[key] = Entry(*key, "UNLOADING")
+            drained = version.drain(DRAIN_S)
+            if not replaced:
+                self._others.pop(key)
+            logger.info(
+                "model dropped", extra={"model": key[0], "version": key[1], "drained": drained}
+            )
+        trim_memory()
+
+    def _forget_failures(self, name: str) -> None:
+        self._others = {key: entry for key, entry in self._others.items() if key[0] != name}
+
+    def _unknown(self, name: str, version: str) -> str:
+        if held := self._ready.get(name, {}):
+            return f"model {name!r} has no version {version[:64]!r}; it has {[*held]}"
+        return f"no model {name[:64]!r}; this server has {[*self._ready]}"
+
+
+def _age(version: str) -> list[tuple[int, str]]:
+    """Sort key of versions: numbers by value, so `10` is newer than `9`."""
+    parts = re.split(r"(\d+)", version)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
+def trim_memory() -> None:
+    """Give freed pages back to the system: glibc keeps a dropped session's otherwise."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

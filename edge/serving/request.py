@@ -1,0 +1,216 @@
+"""One inference request, from the wire to arrays.
+
+Counts, names, shapes and sizes are checked against the limits and the model's contract before any
+array exists. Raw contents become read-only views of the message's own bytes: nothing is copied.
+Values are not judged: NaN and infinity reach the model as they are.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.servable import Array, Contract, TensorSpec
+from triplane.proto import open_inference_pb2 as pb
+from triplane.proto.errors import InvalidInput
+from triplane.proto.status import Unimplemented
+from triplane.unified_ir.runtime.signature import UNNAMED
+
+Parameters = Mapping[str, pb.InferParameter]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One output of the response; `classes` > 0 asks for that many top classes instead."""
+
+    spec: TensorSpec
+    classes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Inference:
+    """A checked request: what to run, and which outputs to send in which order."""
+
+    feeds: dict[str, Array]
+    wanted: tuple[Wanted, ...]
+    rows: int
+
+
+def check_address(request: pb.ModelInferRequest, limits: Limits) -> None:
+    """Bound the strings that are used before the model is known."""
+    for what in ("model_name", "model_version", "id"):
+        if len(text := getattr(request, what)) > limits.name_chars:
+            raise InvalidInput(f"{what} has {len(text)} characters; {limits.name_chars} at most")
+
+
+def decode(request: pb.ModelInferRequest, contract: Contract, limits: Limits) -> Inference:
+    """Check `request` whole and give its arrays. Raises InvalidInput or Unimplemented."""
+    _check_counts(request, limits)
+    wanted = _wanted(request, contract, limits)
+    sizes: dict[str, int] = {}
+    feeds: dict[str, Array] = {}
+    for index, tensor in enumerate(request.inputs):
+        _check_parameters(tensor.parameters, limits)
+        spec = _spec(tensor, contract, feeds)
+        shape = _shape(tensor, spec, sizes, limits)
+        feeds[spec.name] = _array(request, index, spec, shape)
+    if missing := contract.inputs.keys() - feeds.keys():
+        raise InvalidInput(
+            f"inputs {sorted(missing)} are missing; send all of {[*contract.inputs]}"
+        )
+    return Inference(feeds, wanted, sizes[contract.rows] if contract.rows is not None else 1)
+
+
+def _check_counts(request: pb.ModelInferRequest, limits: Limits) -> None:
+    _check_parameters(request.parameters, limits)
+    for what, count in (
+        ("inputs", len(request.inputs)),
+        ("requested outputs", len(request.outputs)),
+        ("raw_input_contents", len(request.raw_input_contents)),
+    ):
+        if count > limits.tensors:
+            raise InvalidInput(f"the request has {count} {what}; {limits.tensors} at most")
+    raw = len(request.raw_input_contents)
+    if raw and raw != len(request.inputs):
+        raise InvalidInput(f"{raw} raw_input_contents for {len(request.inputs)} inputs; one each")
+
+
+def _check_parameters(parameters: Parameters, limits: Limits) -> None:
+    if not parameters:
+        return
+    if len(parameters) > limits.parameters:
+        raise InvalidInput(f"{len(parameters)} parameters in one map; {limits.parameters} at most")
+    if longest := max(map(len, parameters)) > limits.name_chars:
+        raise InvalidInput(
+            f"a parameter name has {longest} characters; {limits.name_chars} at most"
+        )
+    if "shared_memory_region" in parameters:
+        raise Unimplemented("shared memory is not served; send the bytes in raw_input_contents")
+
+
+def _spec(
+    tensor: pb.ModelInferRequest.InferInputTensor, contract: Contract, feeds: Mapping[str, Array]
+) -> TensorSpec:
+    if (spec := contract.inputs.get(tensor.name)) is None:
+        raise InvalidInput(f"no input {tensor.name[:64]!r}; the model has {[*contract.inputs]}")
+    if tensor.name in feeds:
+        raise InvalidInput(f"input {tensor.name!r} occurs twice; send each once")
+    if tensor.datatype != spec.datatype.name:
+        raise InvalidInput(
+            f"input {spec.name!r} is {spec.datatype.name}, not {tensor.datatype[:64]!r}"
+        )
+    return spec
+
+
+def _shape(
+    tensor: pb.ModelInferRequest.InferInputTensor,
+    spec: TensorSpec,
+    sizes: dict[str, int],
+    limits: Limits,
+) -> tuple[int, ...]:
+    """Shape of one input, held to its spec; binds the spec's symbols in `sizes`."""
+    if len(tensor.shape) > limits.rank:
+        raise InvalidInput(f"input {spec.name!r} has {len(tensor.shape)} dimensions; {limits.rank}")
+    shape = tuple(tensor.shape)
+    if len(shape) != len(spec.shape):
+        raise InvalidInput(f"input {spec.name!r} has shape {[*spec.shape]}, not {[*shape]}")
+    for axis, (size, rule) in enumerate(zip(shape, spec.shape, strict=True)):
+        if not 1 <= size <= limits.elements:
+            raise InvalidInput(
+                f"input {spec.name!r} has shape {[*shape]}; every size is 1 to {limits.elements}"
+            )
+        if axis == 0 and isinstance(rule, str) and size > limits.rows:
+            raise InvalidInput(f"input {spec.name!r} has {size} rows; {limits.rows} at most: split")
+        expected = _expected(rule, size, sizes)
+        if size != expected:
+            raise InvalidInput(
+                f"input {spec.name!r} has shape {[*spec.shape]}, not {[*shape]}: "
+                f"{rule} is {expected} here"
+            )
+    if math.prod(shape) > limits.elements:
+        raise InvalidInput(
+            f"input {spec.name!r} has {math.prod(shape)} values; {limits.elements} at most"
+        )
+    return shape
+
+
+def _expected(rule: int | str, size: int, sizes: dict[str, int]) -> int:
+    if isinstance(rule, int):
+        return rule
+    return size if rule == UNNAMED else sizes.setdefault(rule, size)
+
+
+def _array(
+    request: pb.ModelInferRequest, index: int, spec: TensorSpec, shape: tuple[int, ...]
+) -> Array:
+    typed = request.inputs[index].contents.ListFields()
+    if request.raw_input_contents:
+        if typed or request.inputs[index].HasField("contents"):
+            raise InvalidInput(f"input {spec.name!r} has contents beside raw_input_contents; one")
+        return _raw(request.raw_input_contents[index], spec, shape)
+    if not typed:
+        raise InvalidInput(f"input {spec.name!r} has no contents; fill raw_input_contents")
+    if len(typed) > 1 or typed[0][0].name != spec.datatype.contents:
+        fields = [field.name for field, _ in typed]
+        raise InvalidInput(
+            f"input {spec.name!r} is {spec.datatype.name}: its values go in "
+            f"{spec.datatype.contents or 'raw_input_contents'}, not in {fields}"
+        )
+    return _typed(typed[0][1], spec, shape)
+
+
+def _raw(content: bytes, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+    """View of `content`, whose length is decided by `shape`."""
+    dtype = spec.datatype.dtype
+    if len(content) != (expected := math.prod(shape) * dtype.itemsize):
+        raise InvalidInput(
+            f"input {spec.name!r} has {len(content)} bytes; "
+            f"{spec.datatype.name} of shape {[*shape]} has {expected}"
+        )
+    array = np.frombuffer(content, dtype).reshape(shape)
+    if dtype.kind == "b" and array.view(np.uint8).max() > 1:
+        raise InvalidInput(f"input {spec.name!r} is BOOL; every byte is 0 or 1")
+    return array
+
+
+def _typed(values: Sequence[object], spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+    if len(values) != (expected := math.prod(shape)):
+        raise InvalidInput(
+            f"input {spec.name!r} has {len(values)} values; shape {[*shape]} has {expected}"
+        )
+    try:
+        return np.array(values, spec.datatype.dtype).reshape(shape)
+    except OverflowError as error:
+        raise InvalidInput(
+            f"input {spec.name!r} has a value that {spec.datatype.name} cannot hold"
+        ) from error
+
+
+def _wanted(
+    request: pb.ModelInferRequest, contract: Contract, limits: Limits
+) -> tuple[Wanted, ...]:
+    if not request.outputs:
+        return tuple(map(Wanted, contract.outputs.values()))
+    wanted: dict[str, Wanted] = {}
+    for output in request.outputs:
+        _check_parameters(output.parameters, limits)
+        if (spec := contract.outputs.get(output.name)) is None:
+            raise InvalidInput(f"no output {output.name[:64]!r}; there are {[*contract.outputs]}")
+        if output.name in wanted:
+            raise InvalidInput(f"output {output.name!r} is requested twice; ask once")
+        wanted[output.name] = Wanted(spec, _classes(output.parameters, limits))
+    return tuple(wanted.values())
+
+
+def _classes(parameters: Parameters, limits: Limits) -> int:
+    if "classification" not in parameters:
+        return 0
+    parameter = parameters["classification"]
+    classes = parameter.int64_param
+    if parameter.WhichOneof("parameter_choice") != "int64_param" or classes < 1:
+        raise InvalidInput("the classification parameter is an int64 of 1 or more")
+    if classes > limits.classes:
+        raise InvalidInput(f"classification asks for {classes} classes; {limits.classes} at most")
+    return classes

@@ -1,0 +1,84 @@
+"""Arrays to the wire: raw contents always, one per output, in the order asked for.
+
+The protocol's clients decode nothing else for numeric outputs. A classified output becomes BYTES of
+shape (rows, k), each entry `score:index` or `score:index:label`, best first.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.request import Wanted
+from triplane.edge.serving.servable import Array
+from triplane.proto import open_inference_pb2 as pb
+from triplane.proto.errors import InvalidInput
+
+Labels = Mapping[str, Sequence[str]]
+
+
+def encode(
+    response: pb.ModelInferResponse,
+    results: Mapping[str, Array],
+    wanted: Sequence[Wanted],
+    labels: Labels,
+    limits: Limits,
+) -> None:
+    """Add the wanted outputs to `response`. Raises InvalidInput when they exceed the limits."""
+    size = sum(results[want.spec.name].nbytes for want in wanted)
+    if size > limits.response_bytes:
+        raise InvalidInput(
+            f"the outputs have {size} bytes; {limits.response_bytes} at most: "
+            "send fewer rows or ask for fewer outputs"
+        )
+    for want in wanted:
+        array = results[want.spec.name]
+        if want.classes:
+            _add_classes(response, array, want, labels.get(want.spec.name, ()), limits)
+        else:
+            _add(response, want.spec.name, want.spec.datatype.name, array.shape)
+            # The protocol is little-endian; `astype` copies only where the host is not.
+            response.raw_output_contents.append(
+                array.astype(want.spec.datatype.dtype, copy=False).tobytes()
+            )
+
+
+def _add(response: pb.ModelInferResponse, name: str, datatype: str, shape: tuple[int, ...]) -> None:
+    response.outputs.append(
+        pb.ModelInferResponse.InferOutputTensor(name=name, datatype=datatype, shape=shape)
+    )
+
+
+def _add_classes(
+    response: pb.ModelInferResponse,
+    array: Array,
+    want: Wanted,
+    labels: Sequence[str],
+    limits: Limits,
+) -> None:
+    rows = array.reshape(array.shape[0], -1) if array.ndim > 1 else array.reshape(1, -1)
+    k = min(want.classes, rows.shape[1])
+    if rows.shape[0] * k > limits.classification_entries:
+        raise InvalidInput(
+            f"classification of {rows.shape[0]} rows by {k} classes; "
+            f"{limits.classification_entries} entries at most"
+        )
+    _add(response, want.spec.name, "BYTES", (*array.shape[:1], k) if array.ndim > 1 else (k,))
+    response.raw_output_contents.append(b"".join(top_classes(rows, k, labels)))
+
+
+def top_classes(rows: Array, k: int, labels: Sequence[str]) -> list[bytes]:
+    """The k best of each row as length-prefixed entries; equal scores in class order, NaN last.
+
+    rows: (R, C) numbers;  gives R * k entries, row after row.
+    """
+    scores = rows.astype(np.float64)
+    best = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    entries = []
+    for row, indices in zip(scores, best, strict=True):
+        for index in indices:
+            label = f":{labels[index]}" if index < len(labels) else ""
+            entry = f"{row[index]:f}:{index}{label}".encode()
+            entries.append(struct.pack("<I", len(entry)) + entry)
+    return entries

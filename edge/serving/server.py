@@ -1,0 +1,161 @@
+"""The gRPC server: protocol, health and reflection on one port, and its way down.
+
+Down means: not ready, resting streams ended, no new calls, calls inside finish within the grace
+period, then threads, models and the metrics port go.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health_pb2  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha.reflection import ReflectionServicer  # type: ignore[import-untyped]
+
+from triplane.edge.serving import health
+from triplane.edge.serving.health import Health
+from triplane.edge.serving.lanes import Behaviour, Lane, Receiving, Routes
+from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.metrics import MetricsServer, ServingCollector
+from triplane.edge.serving.reflection import private_pool
+from triplane.edge.serving.repository import Repository
+from triplane.edge.serving.service import Service
+from triplane.edge.serving.wire import WIRE_NAME, Wire
+from triplane.proto.errors import NotFound, Unavailable
+
+logger = logging.getLogger(__name__)
+
+CONTROL_THREADS: Final = 4
+MAX_METADATA_BYTES: Final = 16 << 10
+MAX_STREAMS_PER_CONNECTION: Final = 512
+# One service under two names: its messages are the same in both versions.
+REFLECTION_NAMES: Final = (
+    "grpc.reflection.v1alpha.ServerReflection",
+    "grpc.reflection.v1.ServerReflection",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """Files in PEM form. With `client_ca` only callers with a certificate it signed get in."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Read the files. Raises NotFound naming the one that cannot be read."""
+        pair = _read(self.key), _read(self.cert)
+        if self.client_ca is None:
+            return grpc.ssl_server_credentials([pair])
+        return grpc.ssl_server_credentials([pair], _read(self.client_ca), True)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise NotFound(f"cannot read the TLS file {path}: {error.strerror}") from error
+
+
+class Server:
+    """Serves a repository from construction until `stop`. Raises Unavailable on a taken port.
+
+    `port` and `metrics_port` are the ones chosen when 0 was asked for; without a metrics port
+    there is no metrics page.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        *,
+        limits: Limits | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        metrics_port: int | None = None,
+        tls: Tls | None = None,
+    ) -> None:
+        self.repository = repository
+        self._limits = limits = limits or Limits()
+        self._service = Service(repository, limits)
+        self._health = Health(WIRE_NAME)
+        self._receiving = Receiving()
+        self._lanes = (
+            Lane("infer", threads=limits.threads, queued=limits.queued_calls),
+            Lane("stream", threads=limits.streams, queued=0),
+            Lane("control", threads=CONTROL_THREADS, queued=limits.control_calls),
+        )
+        self._metrics: MetricsServer | None = None
+        self._grpc = self._build()
+        try:
+            self.port = self._bind(f"{host}:{port}", tls)
+            if metrics_port is not None:
+                collector = ServingCollector(repository, self._service.unattributed, self._lanes)
+                self._metrics = MetricsServer(collector, host, metrics_port)
+        except BaseException:
+            self.stop(0)
+            raise
+        self.metrics_port = self._metrics.port if self._metrics else None
+        self._grpc.start()
+        self._service.ready = True
+        self._health.set(serving=True)
+
+    def stop(self, grace_s: float) -> None:
+        """Take no new calls, wait up to `grace_s` for those inside, then free everything."""
+        self._service.ready = False
+        self._health.set(serving=False)
+        self._health.close()
+        self._receiving.end_rests()
+        self._grpc.stop(grace_s).wait()
+        for lane in self._lanes:
+            lane.shutdown()
+        self._receiving.close()
+        if self._metrics:
+            self._metrics.close()
+        self.repository.close()
+
+    def _build(self) -> grpc.Server:
+        infer, streams, control = self._lanes
+        wire = Wire(self._service, self._receiving, self._limits)
+        routes = Routes(control, self._refused)
+        routes.add(WIRE_NAME, wire.methods(infer=infer, streams=streams, control=control))
+        check = wire.unary(health_pb2.HealthCheckRequest, self._health.check)
+        watch = wire.server_stream(health_pb2.HealthCheckRequest, self._health.watch)
+        routes.add(health.NAME, {"Check": (control, check, False), "Watch": (streams, watch, True)})
+        reflect = self._reflection(wire)
+        for name in REFLECTION_NAMES:
+            routes.add(name, {"ServerReflectionInfo": (streams, reflect, True)})
+        return grpc.server(
+            control,
+            handlers=[routes],
+            options=(
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", self._limits.message_bytes),
+                ("grpc.max_send_message_length", -1),  # bounded by Limits.response_bytes
+                ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+                ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+            ),
+            # Beyond every lane: grpc itself refuses (RESOURCE_EXHAUSTED) without a thread.
+            maximum_concurrent_rpcs=sum(lane.capacity for lane in self._lanes),
+        )
+
+    def _reflection(self, wire: Wire) -> Behaviour:
+        pool = private_pool([health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR])
+        names = WIRE_NAME, health.NAME, *REFLECTION_NAMES
+        servicer = ReflectionServicer(names, pool=pool)
+        return wire.dialogue(reflection_pb2.ServerReflectionRequest, servicer.ServerReflectionInfo)
+
+    def _bind(self, address: str, tls: Tls | None) -> int:
+        try:
+            if tls is None:
+                return self._grpc.add_insecure_port(address)
+            return self._grpc.add_secure_port(address, tls.credentials())
+        except RuntimeError as error:
+            raise Unavailable(
+                f"the address {address} is taken or not ours; choose another port, or 0 for any"
+            ) from error
+
+    def _refused(self) -> None:
+        self._service.unattributed.failed(grpc.StatusCode.UNAVAILABLE.name, 0)

@@ -1,0 +1,154 @@
+"""The protocol's methods as behaviours: bytes in, bytes out, status on the way.
+
+The method table is the service descriptor of our own schema; on the wire it is registered under the
+protocol's name. A call's only message is parsed here and not by grpc, so a broken one is the
+caller's error, and parsing never runs on the serving thread.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from triplane.edge.serving.lanes import REST, Behaviour, Lane, Receiving, one
+from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.running import Call
+from triplane.edge.serving.service import Service
+from triplane.proto import open_inference_pb2 as pb
+from triplane.proto.errors import InvalidInput
+from triplane.proto.status import describe, status_of
+
+WIRE_NAME: Final = "inference.GRPCInferenceService"
+METHODS: Final = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
+
+M = TypeVar("M", bound=Message)
+
+# Messages up to this size are parsed as they are: nothing they hold can grow past a few MB.
+SCAN_ABOVE_BYTES: Final = 64 << 10
+
+
+class Wire:
+    """Makes the behaviours of one server."""
+
+    def __init__(self, service: Service, receiving: Receiving, limits: Limits) -> None:
+        self._service = service
+        self._receiving = receiving
+        self._limits = limits
+
+    def methods(
+        self, *, infer: Lane, streams: Lane, control: Lane
+    ) -> dict[str, tuple[Lane, Behaviour, bool]]:
+        """Every method of the protocol that is served: its lane, behaviour and form."""
+        own = {
+            "ModelInfer": (infer, self._infer(infer), False),
+            "ModelStreamInfer": (streams, self._stream, True),
+        }
+        return {m.name: own.get(m.name) or (control, self._control(m), False) for m in METHODS}
+
+    def _control(self, method: MethodDescriptor) -> Behaviour:
+        message_class = GetMessageClass(method.input_type)
+        return self.unary(message_class, getattr(self._service, method.name))
+
+    def unary(self, message_class: type[Message], method: Callable[[Any], Message]) -> Behaviour:
+        """A behaviour that parses one message, calls `method` and serializes its answer."""
+
+        def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
+            message = self._receiving.receive(messages, context, self._limits.receive_s)
+            with status_of(context):
+                return method(parse(message_class, one(message), self._limits)).SerializeToString()
+
+        return behaviour
+
+    def server_stream(
+        self,
+        message_class: type[M],
+        method: Callable[[M, grpc.ServicerContext], Iterator[Message]],
+    ) -> Behaviour:
+        """A behaviour that parses one message and sends what `method` yields."""
+
+        def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            message = self._receiving.receive(messages, context, self._limits.receive_s)
+            with status_of(context):
+                request = parse(message_class, one(message), self._limits)
+            for answer in method(request, context):
+                yield answer.SerializeToString()
+
+        return behaviour
+
+    def dialogue(
+        self,
+        message_class: type[M],
+        method: Callable[[Iterator[M], grpc.ServicerContext], Iterator[Message]],
+    ) -> Behaviour:
+        """A behaviour for messages both ways; the caller may not rest beyond `receive_s`."""
+
+        def received(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[M]:
+            timeout_s = self._limits.receive_s
+            while (message := self._receiving.receive(messages, context, timeout_s)) is not None:
+                yield parse(message_class, message, self._limits)
+
+        def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+            for answer in method(received(messages, context), context):
+                yield answer.SerializeToString()
+
+        return behaviour
+
+    def _infer(self, lane: Lane) -> Behaviour:
+        def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
+            message = self._receiving.receive(messages, context, self._limits.receive_s)
+            with status_of(context):
+                request = parse(pb.ModelInferRequest, one(message), self._limits)
+                call = self._call(request, context, lane.submitted_ns)
+                return self._service.ModelInfer(request, call).SerializeToString()
+
+        return behaviour
+
+    def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Answers in order, one request in flight; a failed one is told and the stream goes on."""
+        strict = ("triton_grpc_error", "true") in context.invocation_metadata()
+        while (message := self._receiving.receive(messages, context, REST)) is not None:
+            arrived_ns = time.perf_counter_ns()
+            request = pb.ModelInferRequest()
+            try:
+                request = parse(pb.ModelInferRequest, message, self._limits)
+                answer = self._service.ModelInfer(request, self._call(request, context, arrived_ns))
+            except Exception as error:
+                if strict:
+                    with status_of(context):
+                        raise
+                failure = pb.ModelStreamInferResponse(error_message=describe(error)[1])
+                failure.infer_response.id = request.id[: self._limits.name_chars]
+                yield failure.SerializeToString()
+            else:
+                if request.parameters["triton_enable_empty_final_response"].bool_param:
+                    answer.parameters["triton_final_response"].bool_param = True
+                yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+
+    def _call(
+        self, request: pb.ModelInferRequest, context: grpc.ServicerContext, arrived_ns: int
+    ) -> Call:
+        """Deadline: the call's own, the request's `timeout` parameter in us, or the server's."""
+        left_s = min(context.time_remaining(), self._limits.call_s)
+        if "timeout" in request.parameters:
+            timeout_us = request.parameters["timeout"].int64_param
+            left_s = min(left_s, timeout_us / 1e6) if timeout_us > 0 else left_s
+        return Call(time.monotonic() + left_s, arrived_ns, context.is_active)
+
+
+def parse(message_class: type[M], data: bytes, limits: Limits) -> M:
+    """Parse one message within the limits. Raises InvalidInput."""
+    if len(data) > limits.message_bytes:
+        raise InvalidInput(f"the message has {len(data)} bytes; {limits.message_bytes} at most")
+    message = message_class()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        name = message_class.DESCRIPTOR.name
+        raise InvalidInput(
+            f"the message is no {name}; send one of the protocol's schema"
+        ) from error
+    return message
