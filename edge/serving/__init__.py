@@ -1,3 +1,5 @@
+"""The inference server: Open Inference Protocol v2 over gRPC, one model version per artefact.
+
 
 Imports `triplane.unified_ir.runtime`, `triplane.proto`, grpc, numpy, protobuf, prometheus_client
 and nothing that signs, trains or converts. Names load on first use, so importing it is free.
