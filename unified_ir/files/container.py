@@ -1,0 +1,266 @@
+"""The zip container: stored, aligned members in one canonical layout, so that no byte escapes.
+
+Layout: `manifest.pb`, then the parts in the manifest's order, then the central directory. Members
+are stored, start 64-byte aligned (zipalign's extra field 0xD935 pads), carry the date 1980-01-01.
+A loader derives every header and directory byte from the manifest and compares; the manifest is
+guarded by the CRC-32 in its own header, each part by its SHA-256. Whatever is not exactly that is
+refused, compressed members and foreign zips included; any unzip program opens the result.
+
+The file is mapped, and a part is hashed when it is first asked for. Replace a file only by rename
+(as `write` does): changing one in place changes what readers have mapped.
+"""
+
+import mmap
+import os
+import stat
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
+from triplane.unified_ir.files import digests, tensors
+from triplane.unified_ir.files import manifest as manifests
+from triplane.unified_ir.files.atomic import atomic_file
+from triplane.unified_ir.files.digests import Buffer
+from triplane.unified_ir.files.layout import LOCAL, Layout, local_header
+from triplane.unified_ir.files.manifest import (
+    MANIFEST_NAME,
+    MAX_FILE_BYTES,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    Part,
+    TensorEntry,
+    is_tensor_part,
+)
+
+_HASH_CHUNK: Final = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PartData:
+    """A part to write: its bytes in chunks, `size` of them in all, and the tensors it holds."""
+
+    name: str
+    size: int
+    chunks: Iterable[Buffer]
+    tensors: tuple[TensorEntry, ...] = ()
+
+
+def part(name: str, data: Buffer) -> PartData:
+    """Return a part made of bytes at hand."""
+    return PartData(name, memoryview(data).nbytes, (data,))
+
+
+def tensor_part(
+    name: str,
+    values: Mapping[str, tensors.Array | tensors.Tensor],
+    roles: Mapping[str, str] | None = None,
+) -> PartData:
+    """Return a part of tensors, streamed from the arrays when it is written."""
+    packed = tensors.pack(name, values, roles)
+    return PartData(name, packed.size, packed, packed.entries)
+
+
+def write(
+    path: Path,
+    kind: str,
+    parts: Iterable[PartData],
+    *,
+    properties: Mapping[str, str] | None = None,
+    parent: str = "",
+) -> str:
+    """Write the file whole or not at all and return its root digest.
+
+    Parts are streamed and hashed on the way; the manifest, whose size does not depend on digests,
+    is written last into the room kept for it.
+    """
+    parts = tuple(parts)
+    draft = _manifest(kind, parts, [bytes(digests.SIZE)] * len(parts), properties, parent)
+    room = len(manifests.encode(draft))
+    layout = Layout(room, draft.parts)
+    if layout.size > MAX_FILE_BYTES:
+        raise InvalidInput(f"a file has at most {MAX_FILE_BYTES} bytes, this takes {layout.size}")
+    with atomic_file(Path(path)) as file:
+        done = [
+            _stream(file, offset, data) for offset, data in zip(layout.data[1:], parts, strict=True)
+        ]
+        shas, crcs = [sha for sha, _ in done], [crc for _, crc in done]
+        made = _manifest(kind, parts, shas, properties, parent, crcs)
+        stored = manifests.encode(made)
+        assert len(stored) == room
+        for offset, frame in Layout(room, made.parts).frames(zlib.crc32(stored)):
+            file.seek(offset)
+            file.write(frame)
+        file.seek(layout.data[0])
+        file.write(stored)
+    return digests.sha256(stored).hex()
+
+
+class Container:
+    """A file, mapped; its directory is checked on opening, its parts when they are read.
+
+    digest: the root digest in hexadecimal.
+    """
+
+    def __init__(self, path: Path, *, kind: str, expected_digest: str | None = None) -> None:
+        """Map `path` and check its directory, its kind and, when given, its root digest.
+
+        NotFound: no such file. InvalidInput: another kind of file, or a newer format.
+        Corrupt: anything else that is not exactly what `write` produces.
+        """
+        self.path = Path(path)
+        self._map = _mapped(self.path)
+        try:
+            stored = _stored_manifest(self._map)
+            self.digest = digests.sha256(stored).hex()
+            if expected_digest is not None and not digests.same(self.digest, expected_digest):
+                raise Corrupt(f"manifest: root digest is {self.digest}, not {expected_digest}")
+            self.manifest = manifests.decode(stored)
+            self._data = _check_frames(self._map, stored, self.manifest.parts)
+        except Corrupt as error:
+            raise self._corrupt(str(error)) from error
+        if self.manifest.kind != kind:
+            raise InvalidInput(f"{self.path.name} is a {self.manifest.kind} file, not a {kind}")
+        self._read: dict[str, memoryview] = {}
+
+    def part(self, name: str) -> memoryview:
+        """Return the bytes of a part, hashed on first use; Corrupt names a damaged one."""
+        if name not in self._read:
+            row = self.manifest.part(name)
+            data = self._bytes(row)
+            if not digests.same(_hash(data), row.sha256):
+                raise self._corrupt(f"part {name!r} is damaged{self._damage(row)}")
+            self._read[name] = data
+        return self._read[name]
+
+    def tensors(self, name: str) -> dict[str, tensors.Tensor]:
+        """Return read-only views of the tensors of a part, which must be as the manifest says."""
+        found = tensors.unpack(self.part(name), f"{self.path.name}: part {name!r}")
+        listed = [(t.name, t.dtype, t.shape) for t in self.manifest.tensors_of(name)]
+        if listed != [(key, t.dtype, t.shape) for key, t in found.items()]:
+            raise self._corrupt(f"part {name!r}: its tensors are not those of the manifest")
+        return found
+
+    def verify(self) -> None:
+        """Hash every part and check every tensor; Corrupt names the first that is damaged."""
+        for row in self.manifest.parts:
+            data = self.part(row.name)
+            if not is_tensor_part(row.name):
+                continue
+            self.tensors(row.name)
+            for t in self.manifest.tensors_of(row.name):
+                if not digests.same(_hash(data[t.offset : t.offset + t.size]), t.sha256):
+                    raise self._corrupt(f"manifest: wrong digest of tensor {t.name!r}")
+
+    def _bytes(self, row: Part) -> memoryview:
+        offset = self._data[row.name]
+        return memoryview(self._map)[offset : offset + row.size].toreadonly()
+
+    def _damage(self, row: Part) -> str:
+        data = self._bytes(row)
+        hurt = [
+            t.name
+            for t in self.manifest.tensors_of(row.name)
+            if _hash(data[t.offset : t.offset + t.size]) != t.sha256
+        ]
+        return f" in tensor {', '.join(map(repr, hurt[:4]))}" if hurt else ""
+
+    def _corrupt(self, message: str) -> Corrupt:
+        return Corrupt(f"{self.path.name}: {message}")
+
+
+def _manifest(
+    kind: str,
+    parts: tuple[PartData, ...],
+    shas: list[bytes],
+    properties: Mapping[str, str] | None,
+    parent: str,
+    crcs: list[int] | None = None,
+) -> Manifest:
+    crcs = crcs or [0] * len(parts)
+    return Manifest(
+        kind=kind,
+        parts=tuple(
+            Part(data.name, data.size, sha, crc)
+            for data, sha, crc in zip(parts, shas, crcs, strict=True)
+        ),
+        tensors=tuple(t for data in parts for t in data.tensors),
+        properties=tuple(sorted((properties or {}).items())),
+        parent=parent,
+    )
+
+
+def _stream(file: BinaryIO, offset: int, data: PartData) -> tuple[bytes, int]:
+    """Write the part's chunks at `offset`; return their SHA-256 and CRC-32."""
+    file.seek(offset)
+    crc = size = 0
+
+    def counted() -> Iterable[Buffer]:
+        nonlocal crc, size
+        for chunk in data.chunks:
+            crc = zlib.crc32(chunk, crc)
+            size += memoryview(chunk).nbytes
+            if size > data.size:
+                break
+            file.write(chunk)
+            yield chunk
+
+    sha = digests.sha256_of(counted())
+    if size != data.size:
+        raise InvalidInput(f"part {data.name!r} announced {data.size} bytes and gave {size}")
+    return sha, crc
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise NotFound(f"no file at {path}") from error
+    except OSError as error:
+        raise Unavailable(f"could not open {path}: {error}") from error
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidInput(f"{path} is not a regular file")
+        if not 0 < status.st_size <= MAX_FILE_BYTES:
+            raise Corrupt(
+                f"{path.name}: container of {status.st_size} bytes, not 1 to {MAX_FILE_BYTES}"
+            )
+        return mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
+    finally:
+        os.close(handle)
+
+
+def _stored_manifest(data: mmap.mmap) -> bytes:
+    """Return the manifest's bytes, its header and CRC-32 checked; nothing else is read."""
+    start = Layout(0, ()).data[0]
+    if len(data) < start or data[:4] != b"PK\3\4":
+        raise Corrupt("manifest: its header is damaged, or this is no such file")
+    size = LOCAL.unpack_from(data)[7]
+    if size > min(MAX_MANIFEST_BYTES, len(data) - start):
+        raise Corrupt(
+            f"manifest: {size} bytes announced, at most {MAX_MANIFEST_BYTES} and the file"
+        )
+    stored = data[start : start + size]
+    if data[:start] != local_header(Part(MANIFEST_NAME, size, b"", 0), zlib.crc32(stored), start):
+        raise Corrupt("manifest: its bytes or its header are damaged")
+    return stored
+
+
+def _check_frames(data: mmap.mmap, stored: bytes, parts: tuple[Part, ...]) -> dict[str, int]:
+    """Compare every byte that is not data with what the manifest implies; return data offsets."""
+    layout = Layout(len(stored), parts)
+    if layout.size != len(data):
+        raise Corrupt(f"container directory: {layout.size} bytes implied, the file has {len(data)}")
+    where = [f"header of part {row.name!r}" for row in layout.parts] + ["container directory"]
+    for name, (offset, frame) in zip(where, layout.frames(zlib.crc32(stored)), strict=True):
+        if data[offset : offset + len(frame)] != frame:
+            raise Corrupt(f"{name}: is damaged")
+    return {row.name: at for row, at in zip(layout.parts, layout.data, strict=True)}
+
+
+def _hash(data: memoryview) -> bytes:
+    chunks = (data[at : at + _HASH_CHUNK] for at in range(0, len(data), _HASH_CHUNK))
+    return digests.sha256_of(chunks)

@@ -1,0 +1,39 @@
+"""SHA-256 as the project uses it: bytes inside files, hexadecimal text everywhere else."""
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+from typing import Final
+
+from triplane.proto.errors import InvalidInput
+
+SIZE: Final = 32
+"""Bytes of a digest; 64 hexadecimal digits as text."""
+
+Buffer = bytes | bytearray | memoryview
+
+
+def sha256(*chunks: Buffer) -> bytes:
+    """Return the digest of the chunks laid end to end."""
+    return sha256_of(chunks)
+
+
+def sha256_of(chunks: Iterable[Buffer]) -> bytes:
+    """Return the digest of the chunks laid end to end, reading each once."""
+    state = hashlib.sha256()
+    for chunk in chunks:
+        state.update(chunk)
+    return state.digest()
+
+
+def same(a: bytes | str, b: bytes | str) -> bool:
+    """Compare two digests, both bytes or both text, in time that does not depend on them."""
+    a, b = (x.encode() if isinstance(x, str) else x for x in (a, b))
+    return hmac.compare_digest(a, b)
+
+
+def from_hex(text: str) -> bytes:
+    """Return the 32 bytes that 64 lower-case hexadecimal digits stand for."""
+    if len(text) != 2 * SIZE or not set(text) <= set("0123456789abcdef"):
+        raise InvalidInput(f"a digest is 64 lower-case hexadecimal digits, got {text[:80]!r}")
+    return bytes.fromhex(text)

@@ -1,0 +1,202 @@
+"""Tensors in a safetensors part: written in one canonical way, read strictly and without a copy.
+
+Canonical: header in compact JSON padded with spaces so that the data starts 64-byte aligned in the
+part; tensors by falling element size, then by name, packed densely, so each is naturally aligned.
+Any safetensors reader opens it. The reader accepts every valid file (any order, any padding) but
+no overlap, no hole, no byte past the last tensor. Views handed out are read-only.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.files import digests
+from triplane.unified_ir.files.digests import Buffer
+from triplane.unified_ir.files.dtypes import BY_NAME, BY_SAFETENSORS
+from triplane.unified_ir.files.manifest import (
+    MAX_TENSORS,
+    TensorEntry,
+    check_shape,
+    check_tensor_name,
+)
+
+MAX_HEADER_BYTES: Final = 4 << 20
+ALIGNMENT: Final = 64
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """An array with its dtype's name: `data` holds bfloat16 as uint16 and fp8 as uint8."""
+
+    dtype: str
+    data: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the dimensions."""
+        return self.data.shape
+
+
+def as_tensor(value: Array | Tensor, name: str = "tensor") -> Tensor:
+    """Return `value` with its dtype named; InvalidInput when a file cannot hold it."""
+    tensor = value if isinstance(value, Tensor) else Tensor(value.dtype.name, value)
+    row = BY_NAME.get(tensor.dtype)
+    if row is None or tensor.data.dtype.newbyteorder("<") != row.storage:
+        raise InvalidInput(f"{name}: a file holds {', '.join(BY_NAME)}, not {value.dtype}")
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A safetensors part ready to stream: its size in bytes, its entries, its chunks in order."""
+
+    size: int
+    entries: tuple[TensorEntry, ...]
+    header: bytes
+    arrays: tuple[Array, ...]
+
+    def __iter__(self) -> Iterator[Buffer]:
+        yield self.header
+        for x in self.arrays:
+            yield _bytes_of(x)
+
+
+def pack(
+    part: str, tensors: Mapping[str, Array | Tensor], roles: Mapping[str, str] | None = None
+) -> Packed:
+    """Lay out `tensors` as the part `part`, hashing each; `roles` by tensor name."""
+    roles = roles or {}
+    named = [(name, as_tensor(value, name)) for name, value in tensors.items()]
+    named.sort(key=lambda item: (-BY_NAME[item[1].dtype].storage.itemsize, item[0]))
+    arrays = tuple(np.asarray(t.data, BY_NAME[t.dtype].storage, order="C") for _, t in named)
+    ends = np.cumsum([0, *(x.nbytes for x in arrays)], dtype=np.int64).tolist()
+    header = _header(
+        {
+            name: {
+                "dtype": BY_NAME[tensor.dtype].safetensors,
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, end],
+            }
+            for (name, tensor), begin, end in zip(named, ends[:-1], ends[1:], strict=True)
+        }
+    )
+    entries = tuple(
+        TensorEntry(
+            part, name, tensor.dtype, tensor.shape, len(header) + begin, x.nbytes,
+            digests.sha256(_bytes_of(x)), roles.get(name, ""),
+        )
+        for (name, tensor), x, begin in zip(named, arrays, ends[:-1], strict=True)
+    )  # fmt: skip
+    return Packed(len(header) + ends[-1], entries, header, arrays)
+
+
+def unpack(data: Buffer, what: str) -> dict[str, Tensor]:
+    """Return read-only views of every tensor in `data`, in the order of their bytes.
+
+    Corrupt starts with `what` and names the tensor. Nothing past the header is read.
+    """
+    view = memoryview(data).toreadonly()
+    header_size = _header_size(view, what)
+    base = 8 + header_size
+    rows = _parse_header(bytes(view[8:base]), what)
+    found = sorted(
+        (_entry(name, row, what) for name, row in rows.items()), key=lambda e: (e.begin, e.end)
+    )
+    at = 0
+    for e in found:
+        if e.begin != at:
+            raise Corrupt(
+                f"{what}: tensor {e.name!r} starts at {e.begin}, the one before ends {at}"
+            )
+        at = e.end
+    if base + at != len(view):
+        raise Corrupt(f"{what}: tensors take {at} bytes, the data has {len(view) - base}")
+    return {e.name: _view(view, base, e) for e in found}
+
+
+def _header(rows: Mapping[str, object]) -> bytes:
+    text = json.dumps(rows, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES or len(rows) > MAX_TENSORS:
+        raise InvalidInput(f"{len(rows)} tensors need a header of {len(text)} bytes: too many")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes_of(x: Array) -> Buffer:
+    return x.reshape(-1).view(np.uint8).data
+
+
+def _header_size(view: memoryview, what: str) -> int:
+    if len(view) < 8:
+        raise Corrupt(f"{what}: {len(view)} bytes hold no header")
+    size = int.from_bytes(view[:8], "little")
+    if not 2 <= size <= min(MAX_HEADER_BYTES, len(view) - 8):
+        raise Corrupt(f"{what}: header of {size} bytes, at most {MAX_HEADER_BYTES} and the file")
+    return size
+
+
+def _parse_header(text: bytes, what: str) -> dict[str, Any]:
+    if not text.startswith(b"{"):
+        raise Corrupt(f"{what}: the header is not a JSON object")
+    try:
+        rows = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{what}: the header is not JSON of tensors: {error}") from error
+    metadata = rows.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise Corrupt(f"{what}: __metadata__ must map text to text")
+    if len(rows) > MAX_TENSORS:
+        raise Corrupt(f"{what}: {len(rows)} tensors, at most {MAX_TENSORS}")
+    return rows  # type: ignore[no-any-return] # JSON
+
+
+def _unique(pairs: Any) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def _entry(name: str, row: Any, what: str) -> _Entry:
+    where = f"{what}: tensor {name[:80]!r}"
+    check_tensor_name(name, where)
+    if not isinstance(row, dict) or row.keys() != {"dtype", "shape", "data_offsets"}:
+        raise Corrupt(f"{where} must have dtype, shape and data_offsets")
+    dtype = BY_SAFETENSORS.get(row["dtype"]) if isinstance(row["dtype"], str) else None
+    if dtype is None:
+        raise Corrupt(f"{where}: dtype must be one of {', '.join(BY_SAFETENSORS)}")
+    shape, offsets = row["shape"], row["data_offsets"]
+    if not _is_sizes(shape) or not _is_sizes(offsets) or len(offsets) != 2:
+        raise Corrupt(f"{where}: shape and data_offsets must be lists of sizes")
+    check_shape(tuple(shape), where)
+    begin, end = offsets
+    if end - begin != prod(shape) * dtype.storage.itemsize:
+        raise Corrupt(f"{where}: {dtype.name}{tuple(shape)} does not take {end - begin} bytes")
+    return _Entry(name, dtype.name, tuple(shape), begin, end)
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+
+
+def _view(view: memoryview, base: int, e: _Entry) -> Tensor:
+    raw = view[base + e.begin : base + e.end]
+    flat = np.frombuffer(raw, BY_NAME[e.dtype].storage)
+    return Tensor(e.dtype, flat.reshape(e.shape))
