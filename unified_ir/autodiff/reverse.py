@@ -1,0 +1,141 @@
+"""Reverse-mode differentiation: a function in, a function out; no tape survives the call.
+
+The forward nodes are replayed into a new graph and each row's rule is applied in reverse order, in
+operators again. The result is an ordinary function: exportable, and differentiable once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.graph import Function, Meta, Node, Value
+from triplane.unified_ir.ops.build import Build, body_function
+from triplane.unified_ir.ops.inline import replay
+from triplane.unified_ir.ops.recorder import Recorder, recorder
+from triplane.unified_ir.ops.row import Op, Table
+from triplane.unified_ir.ops.structure import zeros
+from triplane.unified_ir.ops.tensor import Tensor
+
+Cotangents = Sequence[Tensor | None]
+Pullback = Callable[[Cotangents], list[Tensor | None]]
+_Step = tuple[Node, Pullback]
+
+
+def linearize(
+    function: Function, args: Sequence[Tensor], wanted: Sequence[int]
+) -> tuple[list[Tensor], Pullback]:
+    """Results of `function` in the graph being recorded, and the map from their cotangents to
+    those of the parameters numbered in `wanted` (None where there is no dependence)."""
+    build = recorder()
+    env: dict[Value, Tensor] = dict(zip(function.params, args, strict=True))
+    active = {function.params[i] for i in wanted if function.params[i].type.dtype.is_float}
+    steps: list[_Step] = []
+    for node in function.nodes:
+        if not any(v in active for v in node.inputs if v is not None):
+            env.update(zip(node.outputs, replay(build, node, env), strict=True))
+            continue
+        outputs, pullback = _linearize_node(build, node, env)
+        env.update(zip(node.outputs, outputs, strict=True))
+        active.update(v for v in node.outputs if v.type.dtype.is_float)
+        steps.append((node, pullback))
+
+    def pull(gs: Cotangents) -> list[Tensor | None]:
+        found: dict[Value, Tensor] = {}
+        for value, g in zip(function.results, gs, strict=True):
+            _accumulate(found, value, g)
+        for node, pullback in reversed(steps):
+            _pull_node(recorder(), node, pullback, found, active)
+        return [found.get(function.params[i]) for i in wanted]
+
+    return [build.admit(env[r]) for r in function.results], pull
+
+
+def _accumulate(found: dict[Value, Tensor], value: Value, g: Tensor | None) -> None:
+    if g is not None:
+        found[value] = found[value] + g if value in found else g
+
+
+def _pull_node(
+    build: Recorder,
+    node: Node,
+    pullback: Pullback,
+    found: dict[Value, Tensor],
+    active: set[Value],
+) -> None:
+    gs = [found.pop(v, None) for v in node.outputs]
+    if all(g is None for g in gs):
+        return
+    with build.at(Meta(node.meta.location, f"grad.{node.meta.scope}".rstrip("."))):
+        for value, g in zip(node.inputs, pullback(gs), strict=False):
+            if value is not None and value in active:
+                _accumulate(found, value, g)
+
+
+def _linearize_node(
+    build: Recorder, node: Node, env: Mapping[Value, Tensor]
+) -> tuple[Sequence[Tensor], Pullback]:
+    row = build.table[node.op.domain, node.op.name]
+    inputs = [None if v is None else env[v] for v in node.inputs]
+    with build.at(node.meta):
+        if row.linearize is not None:
+            return row.linearize(
+                inputs, node.attrs, node.regions, len(node.outputs), vjp_of=_vjp_of
+            )
+        if row.vjp is None and row.body is not None:
+            return _linearize_body(build.table, row, node, inputs)
+        outputs = build.apply(
+            row, inputs, node.attrs, regions=node.regions, outputs=len(node.outputs)
+        )
+    return outputs, _pullback_of_row(row, node, inputs, outputs)
+
+
+def _pullback_of_row(
+    row: Op, node: Node, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor]
+) -> Pullback:
+    attrs = row.full_attrs(node.attrs)
+
+    def pull(gs: Cotangents) -> list[Tensor | None]:
+        if row.vjp is None:
+            raise InvalidInput(
+                f"{row} is not differentiable (at {node.meta.location}); wrap its operand in "
+                "ops.stop_gradient if no gradient should pass"
+            )
+        if len(outputs) == 1:
+            return list(row.vjp(gs[0], outputs[0], *inputs, **attrs))
+        return list(row.vjp(tuple(gs), tuple(outputs), *inputs, **attrs))
+
+    return pull
+
+
+def _linearize_body(
+    table: Table, row: Op, node: Node, inputs: Sequence[Tensor | None]
+) -> tuple[Sequence[Tensor], Pullback]:
+    types = tuple(None if v is None else v.type for v in node.inputs)
+    body = body_function(table, row, types, node.attrs, len(node.outputs))
+    present = [i for i, x in enumerate(inputs) if x is not None]
+    args = [x for x in inputs if x is not None]
+    outputs, inner = linearize(body, args, range(len(args)))
+
+    def pull(gs: Cotangents) -> list[Tensor | None]:
+        at = dict(zip(present, inner(gs), strict=True))
+        return [at.get(i) for i in range(len(inputs))]
+
+    return outputs, pull
+
+
+def _vjp_of(function: Function, wanted: Sequence[int], given: Sequence[int]) -> Function:
+    """The pullback as a function of all parameters and the given results' cotangents."""
+    build = Build(recorder().table, f"{function.name}.vjp")
+    with build:
+        params = [build.param(f"p{i}", p.type) for i, p in enumerate(function.params)]
+        gs: list[Tensor | None] = [None] * len(function.results)
+        for i in given:
+            gs[i] = build.param(f"g{i}", function.results[i].type)
+        _, pull = linearize(function, params, wanted)
+        found = pull(gs)
+        results = {
+            f"d{i}": zeros(params[i].shape, params[i].dtype) if d is None else d
+            for i, d in zip(wanted, found, strict=True)
+        }
+    return build.finish(results)

@@ -1,0 +1,354 @@
+"""Dimensions: an int, or a normalized integer polynomial over named symbols.
+
+Invariant: two expressions are equal exactly when their normal forms are, so `(2*N+2)//2 == N+1` and
+equality needs no solver. Symbols stand for sizes >= 0. Floor division keeps what it cannot
+simplify as an atom; anything else (min, max, comparison) is refused rather than guessed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from triplane.proto.errors import InvalidInput
+
+MAX_EXPRESSION_CHARS: Final = 256
+MAX_NESTING: Final = 16
+MAX_DIM: Final = 2**62
+
+Monomial = tuple[tuple["str | FloorDiv", int], ...]
+"""Atoms with their powers, sorted by text; the empty monomial is the constant 1."""
+
+
+@dataclass(frozen=True)
+class FloorDiv:
+    """An irreducible `numerator // denominator`."""
+
+    numerator: Dim
+    denominator: Dim
+
+    def __str__(self) -> str:
+        return f"{_wrapped(self.numerator)}//{_wrapped(self.denominator)}"
+
+
+@dataclass(frozen=True)
+class Expr:
+    """A polynomial that is not a constant; build it with `symbol` and arithmetic, never directly."""
+
+    terms: tuple[tuple[Monomial, int], ...]
+
+    def __add__(self, other: Dim) -> Dim:
+        return _sum(self, other)
+
+    __radd__ = __add__
+
+    def __mul__(self, other: Dim) -> Dim:
+        return _product(self, other)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Dim:
+        return _product(self, -1)
+
+    def __sub__(self, other: Dim) -> Dim:
+        return _sum(self, _product(other, -1))
+
+    def __rsub__(self, other: Dim) -> Dim:
+        return _sum(other, -self)
+
+    def __floordiv__(self, other: Dim) -> Dim:
+        return floor_div(self, other)
+
+    def __rfloordiv__(self, other: Dim) -> Dim:
+        return floor_div(other, self)
+
+    def __mod__(self, other: Dim) -> Dim:
+        return self - floor_div(self, other) * other
+
+    def __str__(self) -> str:
+        return self._text
+
+    __repr__ = __str__
+
+    @cached_property
+    def _text(self) -> str:
+        text = "".join(_signed_term(m, c) for m, c in self.terms)
+        return text.removeprefix("+")
+
+
+Dim = int | Expr
+
+
+def symbol(name: str) -> Expr:
+    """The symbol `name`, an identifier such as `N`."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", name):
+        raise InvalidInput(f"a symbolic dimension is an identifier, got {name!r}; write e.g. 'N'")
+    return Expr(((((name, 1),), 1),))
+
+
+def as_dim(x: int | str | Expr) -> Dim:
+    """Reads a size: an int >= 0, a symbol or expression as text, or a Dim."""
+    if isinstance(x, Expr):
+        return x
+    if isinstance(x, str):
+        return parse(x)
+    if isinstance(x, bool) or int(x) != x or not 0 <= x <= MAX_DIM:
+        raise InvalidInput(f"a dimension is an int in 0..2**62 or a symbol, got {x!r}")
+    return int(x)
+
+
+def symbols(dim: Dim) -> frozenset[str]:
+    """Names the value of `dim` depends on."""
+    if isinstance(dim, int):
+        return frozenset()
+    found: set[str] = set()
+    for monomial, _ in dim.terms:
+        for atom, _ in monomial:
+            if isinstance(atom, str):
+                found.add(atom)
+            else:
+                found |= symbols(atom.numerator) | symbols(atom.denominator)
+    return frozenset(found)
+
+
+def is_symbol(dim: Dim) -> bool:
+    """Whether `dim` is a bare symbol, which a value of that shape then defines."""
+    return (
+        isinstance(dim, Expr)
+        and len(dim.terms) == 1
+        and dim.terms[0][1] == 1
+        and len(dim.terms[0][0]) == 1
+        and dim.terms[0][0][0][1] == 1
+        and isinstance(dim.terms[0][0][0][0], str)
+    )
+
+
+def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
+    """The value of `dim` where each symbol has the given size."""
+    if isinstance(dim, int):
+        return dim
+    return sum(
+        c * math.prod(_atom_value(atom, sizes) ** power for atom, power in monomial)
+        for monomial, c in dim.terms
+    )
+
+
+def substitute(dim: Dim, replacement: Mapping[str, Dim]) -> Dim:
+    """`dim` with symbols replaced by other dimensions."""
+    if isinstance(dim, int) or not symbols(dim) & replacement.keys():
+        return dim
+    total: Dim = 0
+    for monomial, c in dim.terms:
+        term: Dim = c
+        for atom, power in monomial:
+            for _ in range(power):
+                term = _product(term, _substitute_atom(atom, replacement))
+        total = _sum(total, term)
+    return total
+
+
+def floor_div(a: Dim, b: Dim) -> Dim:
+    """`a // b` in normal form; exact factors are divided out."""
+    if isinstance(a, int) and isinstance(b, int):
+        if b == 0:
+            raise InvalidInput(f"dimension divided by zero: {a} // 0")
+        return a // b
+    quotient = _exact_quotient(a, b)
+    if quotient is not None:
+        return quotient
+    if isinstance(b, int):
+        return _floor_div_by_int(a, b)
+    return _from_terms({((FloorDiv(a, b), 1),): 1})
+
+
+def product(dims: tuple[Dim, ...] | list[Dim]) -> Dim:
+    """The product of sizes; 1 for none."""
+    total: Dim = 1
+    for d in dims:
+        total = _product(total, d)
+    return total
+
+
+def ceil_div(a: Dim, b: int) -> Dim:
+    """The smallest integer not below a / b."""
+    return floor_div(_sum(a, b - 1), b)
+
+
+def _wrapped(dim: Dim) -> str:
+    return str(dim) if isinstance(dim, int) or is_symbol(dim) else f"({dim})"
+
+
+def _atom_value(atom: str | FloorDiv, sizes: Mapping[str, int]) -> int:
+    if isinstance(atom, str):
+        if atom not in sizes:
+            raise InvalidInput(f"symbol {atom!r} has no size here; known: {sorted(sizes)}")
+        return sizes[atom]
+    return evaluate(atom.numerator, sizes) // evaluate(atom.denominator, sizes)
+
+
+def _substitute_atom(atom: str | FloorDiv, replacement: Mapping[str, Dim]) -> Dim:
+    if isinstance(atom, str):
+        return replacement.get(atom, symbol(atom))
+    return floor_div(
+        substitute(atom.numerator, replacement), substitute(atom.denominator, replacement)
+    )
+
+
+def _terms(d: Dim) -> dict[Monomial, int]:
+    if isinstance(d, int):
+        return {(): d} if d else {}
+    return dict(d.terms)
+
+
+def _order(monomial: Monomial) -> tuple[int, str]:
+    return (-sum(power for _, power in monomial), str([(str(a), p) for a, p in monomial]))
+
+
+def _from_terms(terms: Mapping[Monomial, int]) -> Dim:
+    kept = {m: c for m, c in terms.items() if c}
+    if not kept:
+        return 0
+    if kept.keys() == {()}:
+        return kept[()]
+    return Expr(tuple(sorted(kept.items(), key=lambda item: _order(item[0]))))
+
+
+def _sum(a: Dim, b: Dim) -> Dim:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    terms = _terms(a)
+    for m, c in _terms(b).items():
+        terms[m] = terms.get(m, 0) + c
+    return _from_terms(terms)
+
+
+def _times(a: Monomial, b: Monomial) -> Monomial:
+    powers: dict[str | FloorDiv, int] = dict(a)
+    for atom, power in b:
+        powers[atom] = powers.get(atom, 0) + power
+    return tuple(sorted(powers.items(), key=lambda item: str(item[0])))
+
+
+def _product(a: Dim, b: Dim) -> Dim:
+    if isinstance(a, int) and isinstance(b, int):
+        return a * b
+    terms: dict[Monomial, int] = {}
+    for m, c in _terms(a).items():
+        for n, d in _terms(b).items():
+            mn = _times(m, n)
+            terms[mn] = terms.get(mn, 0) + c * d
+    return _from_terms(terms)
+
+
+def _divide_monomial(a: Monomial, b: Monomial) -> Monomial | None:
+    powers: dict[str | FloorDiv, int] = dict(a)
+    for atom, power in b:
+        powers[atom] = powers.get(atom, 0) - power
+        if powers[atom] < 0:
+            return None
+    return tuple((atom, p) for atom, p in powers.items() if p)
+
+
+def _exact_quotient(a: Dim, b: Dim) -> Dim | None:
+    """The polynomial q with a == q*b, or None (polynomial long division by the leading term)."""
+    rest, quotient = a, 0
+    lead, lead_coefficient = min(_terms(b).items(), key=lambda item: _order(item[0]))
+    while rest != 0:
+        m, c = min(_terms(rest).items(), key=lambda item: _order(item[0]))
+        factor = _divide_monomial(m, lead)
+        if factor is None or c % lead_coefficient:
+            return None
+        step = _from_terms({factor: c // lead_coefficient})
+        quotient = _sum(quotient, step)
+        rest = _sum(rest, _product(_product(step, b), -1))
+    return quotient
+
+
+def _floor_div_by_int(a: Dim, b: int) -> Dim:
+    """Splits (b*P + R) // b into P + R // b with the coefficients of R in 0..b-1, then reduces."""
+    if b <= 0:
+        raise InvalidInput(f"dimension divided by {b}; the divisor must be positive")
+    whole = _from_terms({m: c // b for m, c in _terms(a).items()})
+    rest = {m: c % b for m, c in _terms(a).items() if c % b}
+    constant = rest.pop((), 0)
+    if not rest:
+        return whole
+    g = math.gcd(b, *rest.values())
+    reduced = {m: c // g for m, c in rest.items()}
+    reduced[()] = constant // g
+    return _sum(whole, _from_terms({((FloorDiv(_from_terms(reduced), b // g), 1),): 1}))
+
+
+def _signed_term(monomial: Monomial, c: int) -> str:
+    factors = [str(atom) for atom, power in monomial for _ in range(power)]
+    if abs(c) != 1 or not factors:
+        factors.insert(0, str(abs(c)))
+    return ("-" if c < 0 else "+") + "*".join(factors)
+
+
+_TOKEN: Final = re.compile(r"\s*(\d+|[A-Za-z_]\w*|//|[-+*()])")
+
+
+def parse(text: str) -> Dim:
+    """Reads the text form: ints, symbols, `+ - * //` and parentheses."""
+    if len(text) > MAX_EXPRESSION_CHARS:
+        raise InvalidInput(
+            f"a dimension has at most {MAX_EXPRESSION_CHARS} characters, got {len(text)}"
+        )
+    tokens: list[str] = []
+    position = 0
+    stripped = text.strip()
+    while position < len(stripped):
+        match = _TOKEN.match(stripped, position)
+        if match is None:
+            raise InvalidInput(f"cannot read dimension {text!r} at {stripped[position:]!r}")
+        tokens.append(match[1])
+        position = match.end()
+    dim, rest = _parse_sum(tokens, 0)
+    if rest:
+        raise InvalidInput(f"cannot read dimension {text!r} after {rest[0]!r}")
+    return dim
+
+
+def _parse_sum(tokens: list[str], depth: int) -> tuple[Dim, list[str]]:
+    if depth > MAX_NESTING:
+        raise InvalidInput(f"a dimension nests at most {MAX_NESTING} parentheses")
+    sign = 1
+    if tokens and tokens[0] == "-":
+        sign, tokens = -1, tokens[1:]
+    total, tokens = _parse_product(tokens, depth)
+    total = _product(total, sign)
+    while tokens and tokens[0] in "+-":
+        sign = 1 if tokens[0] == "+" else -1
+        term, tokens = _parse_product(tokens[1:], depth)
+        total = _sum(total, _product(term, sign))
+    return total, tokens
+
+
+def _parse_product(tokens: list[str], depth: int) -> tuple[Dim, list[str]]:
+    total, tokens = _parse_atom(tokens, depth)
+    while tokens and tokens[0] in ("*", "//"):
+        factor, rest = _parse_atom(tokens[1:], depth)
+        total = _product(total, factor) if tokens[0] == "*" else floor_div(total, factor)
+        tokens = rest
+    return total, tokens
+
+
+def _parse_atom(tokens: list[str], depth: int) -> tuple[Dim, list[str]]:
+    if not tokens:
+        raise InvalidInput("a dimension ends where a size, a symbol or '(' was expected")
+    head, rest = tokens[0], tokens[1:]
+    if head == "(":
+        inner, rest = _parse_sum(rest, depth + 1)
+        if not rest or rest[0] != ")":
+            raise InvalidInput("a dimension has an unclosed '('")
+        return inner, rest[1:]
+    if head.isdigit():
+        return int(head), rest
+    if head in "+-*//)":
+        raise InvalidInput(f"a dimension has {head!r} where a size or a symbol was expected")
+    return symbol(head), rest

@@ -1,0 +1,364 @@
+"""`Build`: a function under construction.
+
+Invariant: a node goes into the innermost `Build` entered with `with`; an operand of an enclosing
+build becomes an explicit operand of the region (a capture), an operand of any other is refused.
+In eager mode each value also carries its array, computed while the function is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, Expr, symbol
+from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Location, Meta, Node, Value
+from triplane.unified_ir.ir.types import DType, TensorType, TypeMismatch, as_dtype
+from triplane.unified_ir.ops.infer import check_groups, infer
+from triplane.unified_ir.ops.recorder import stack
+from triplane.unified_ir.ops.row import DOMAIN, Known, Op, Table
+from triplane.unified_ir.ops.sizes import bind_sizes
+from triplane.unified_ir.ops.source import user_location
+from triplane.unified_ir.ops.tensor import Tensor
+
+MAX_SHARED_CONSTANT_BYTES: Final = 64
+"""Constants up to this size are stored once per graph."""
+
+RunNode = Callable[[Table, Node, Sequence[Array | None], Mapping[str, int]], tuple[Array, ...]]
+
+
+class Build:
+    """A function under construction."""
+
+    def __init__(
+        self,
+        table: Table,
+        name: str = "main",
+        *,
+        run: RunNode | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
+        self.table = table
+        self.name = name
+        self.arrays: dict[Value, Array] | None = None if run is None else {}
+        self.run = run
+        self.sizes: dict[str, int] = dict(sizes or {})
+        self.params: list[Value] = []
+        self.nodes: list[Node] = []
+        self.captures: dict[Value, Tensor] = {}
+        self.captured: list[Tensor] = []
+        self.scope = ""
+        self.meta: Meta | None = None
+        self._own: set[Value] = set()
+        self._known: dict[Value, Known] = {}
+        self._constants: dict[Any, Tensor] = {}
+        self._names: set[str] = set()
+        self._fresh = 0
+
+    def __enter__(self) -> Build:
+        stack.set((*stack.get(), self))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        stack.set(stack.get()[:-1])
+
+    def param(self, name: str, type_: TensorType, array: Array | None = None) -> Tensor:
+        """A new parameter; `array` is its value in eager mode."""
+        value = Value(type_, name)
+        self.params.append(value)
+        self._own.add(value)
+        if self.arrays is not None and array is not None:
+            self.arrays[value] = array
+            bind_sizes(self.sizes, type_, array.shape)
+        return Tensor(self, value)
+
+    def constant(self, array: Any, dtype: DType | None = None) -> Tensor:
+        """A constant; small equal ones are stored once."""
+        host = np.asarray(array, dtype=dtype.numpy if dtype else None)
+        key = (host.dtype, host.shape, host.tobytes())
+        small = host.nbytes <= MAX_SHARED_CONSTANT_BYTES
+        if small and key in self._constants:
+            return self._constants[key]
+        made = self.apply(self.table["", "Constant"], (), {"value": host})[0]
+        self._known[made.value] = host
+        if small:
+            self._constants[key] = made
+        return made
+
+    def dims(self, dims: Sequence[Dim]) -> Tensor:
+        """An int64 vector of sizes, constant where none is symbolic."""
+        if all(isinstance(d, int) for d in dims):
+            return self.constant(np.array(dims, np.int64).reshape(len(dims)))
+        made = self.apply(self.table[DOMAIN, "Dims"], (), {"dims": tuple(dims)})[0]
+        self._known[made.value] = tuple(dims)
+        return made
+
+    def known(self, tensor: Tensor) -> Known | None:
+        """The contents of a constant or size vector, if they are known now."""
+        if tensor.build is not self:
+            return tensor.build.known(tensor)
+        return self._known.get(tensor.value)
+
+    def admit(self, x: Any, dtype: DType | None = None) -> Tensor:
+        """`x` as a tensor of this build: itself, a captured operand, or a constant."""
+        if not isinstance(x, Tensor):
+            if isinstance(x, Expr):
+                return self.dims([x]).reshape(()).cast(dtype or as_dtype("int64"))
+            return self.constant(x, dtype)
+        if x.build is self:
+            return x
+        if x.value in self.captures:
+            return self.captures[x.value]
+        known = x.build.known(x)
+        if isinstance(known, np.ndarray):
+            return self.constant(known)
+        if isinstance(known, tuple):
+            return self.dims(known)
+        if not any(x.build is b for b in stack.get()):
+            raise InvalidInput(
+                f"{x!r} belongs to the graph {x.build.name!r}, which is not being recorded here; "
+                "pass it as an argument instead of keeping it across calls"
+            )
+        inner = self.param(f"capture{len(self.captured)}", x.type, self._outer_array(x))
+        self.captures[x.value] = inner
+        self.captured.append(x)
+        return inner
+
+    def _outer_array(self, x: Tensor) -> Array | None:
+        return None if x.build.arrays is None else x.build.arrays[x.value]
+
+    def position(self) -> tuple[int, ...]:
+        """Node counts from the outermost graph inwards: distinct for each place in a program."""
+        return tuple(len(b.nodes) for b in stack.get() if isinstance(b, Build))
+
+    def apply(
+        self,
+        row: Op,
+        inputs: Sequence[Any],
+        attrs: Mapping[str, Any],
+        *,
+        regions: tuple[Function, ...] = (),
+        outputs: int = 1,
+    ) -> tuple[Tensor, ...]:
+        """Adds one node of `row`: operands admitted, attributes checked, types inferred."""
+        meta = self.meta_here()
+        try:
+            operands = self._operands(row, inputs)
+            normal = row.normal_attrs(attrs)
+            types = self._infer(row, operands, normal, regions, outputs)
+        except InvalidInput as error:
+            raise _located(error, meta.location, meta.scope) from None
+        made = self.append(
+            Node(
+                row.id,
+                tuple(None if x is None else x.value for x in operands),
+                tuple(Value(t) for t in types),
+                normal,
+                regions,
+                meta,
+            )
+        )
+        if row.keeps_contents and operands[0] is not None:
+            contents = self.known(operands[0])
+            if isinstance(contents, tuple):
+                self._known[made[0].value] = contents
+        return made
+
+    def _infer(
+        self,
+        row: Op,
+        operands: Sequence[Tensor | None],
+        attrs: Mapping[str, AttrValue],
+        regions: tuple[Function, ...],
+        outputs: int,
+    ) -> tuple[TensorType, ...]:
+        types = tuple(None if x is None else x.type for x in operands)
+        if row.infer is None and row.body is not None:
+            check_groups(row, types)
+            body = body_function(self.table, row, types, attrs, outputs)
+            return tuple(v.type for v in body.results)
+        known = [None if x is None else self.known(x) for x in operands]
+        return infer(row, types, known, attrs, regions, outputs)
+
+    def _operands(self, row: Op, inputs: Sequence[Any]) -> list[Tensor | None]:
+        """Operands as tensors; a Python number takes the dtype of its type group."""
+        fewest, most = row.arity
+        while inputs and inputs[-1] is None and len(inputs) > fewest:
+            inputs = inputs[:-1]
+        if not fewest <= len(inputs) <= most:
+            raise InvalidInput(f"{row} takes {fewest} to {most} operands, got {len(inputs)}")
+        groups: dict[str, DType] = {}
+        for i, x in enumerate(inputs):
+            if isinstance(x, (Tensor, np.ndarray, np.generic)):
+                groups.setdefault(row.letter(i), as_dtype(x.dtype))
+        return [
+            None if x is None else self.admit(x, _scalar_dtype(row, x, groups.get(row.letter(i))))
+            for i, x in enumerate(inputs)
+        ]
+
+    def append(self, node: Node) -> tuple[Tensor, ...]:
+        """Adds a finished node; evaluates it in eager mode."""
+        self.nodes.append(node)
+        self._own.update(node.outputs)
+        if self.arrays is not None and self.run is not None:
+            operands = [None if v is None else self.arrays[v] for v in node.inputs]
+            results = self.run(self.table, node, operands, self.sizes)
+            for value, array in zip(node.outputs, results, strict=True):
+                self.arrays[value] = array
+                bind_sizes(self.sizes, value.type, array.shape)
+        return tuple(Tensor(self, v) for v in node.outputs)
+
+    def finish(self, results: Mapping[str, Tensor | Any]) -> Function:
+        """The immutable function with the given named results."""
+        with self:
+            values = [self.admit(r).value for r in results.values()]
+        return Function(
+            self.name, tuple(self.params), tuple(values), tuple(results), tuple(self.nodes)
+        )
+
+    @contextmanager
+    def inside(self, scope: str) -> Iterator[None]:
+        """Nodes added meanwhile carry `scope` in their meta, nested with `.`."""
+        before = self.scope
+        self.scope = f"{before}.{scope}" if before and scope else before or scope
+        try:
+            yield
+        finally:
+            self.scope = before
+
+    @contextmanager
+    def at(self, meta: Meta) -> Iterator[None]:
+        """Nodes added meanwhile carry `meta`, the place of the forward node they derive from."""
+        before, self.meta = self.meta, meta
+        try:
+            yield
+        finally:
+            self.meta = before
+
+    def meta_here(self) -> Meta:
+        """Where the node being added comes from."""
+        if self.meta is not None:
+            return self.meta
+        return Meta(user_location(), self.scope)
+
+
+def _located(error: InvalidInput, location: Location | None, scope: str) -> InvalidInput:
+    if location is None or getattr(error, "located", False):
+        return error
+    made = type(error)(f"{error} (at {location}{f', in {scope}' if scope else ''})")
+    made.located = True  # type: ignore[attr-defined]
+    return made.with_traceback(error.__traceback__)
+
+
+def _scalar_dtype(row: Op, x: Any, group: DType | None) -> DType | None:
+    if isinstance(x, (Tensor, np.ndarray, np.generic)):
+        return None
+    if isinstance(x, Expr):
+        return group
+    kind = np.asarray(x).dtype.kind
+    if kind == "f":
+        if group is not None and not group.is_float:
+            raise TypeMismatch(f"{row} mixes {group} with the float {x}; cast the tensor first")
+        return group or as_dtype("float32")
+    return group or as_dtype("bool" if kind == "b" else "int64")
+
+
+def body_function(
+    table: Table,
+    row: Op,
+    types: tuple[TensorType | None, ...],
+    attrs: Mapping[str, AttrValue],
+    outputs: int,
+) -> Function:
+    """A row's body as a function of its present operands, for the given types."""
+    frozen = tuple(sorted((k, _Frozen(v)) for k, v in attrs.items()))
+    return _body_function(_Identity(table), row, types, frozen, outputs)
+
+
+@lru_cache(maxsize=2048)
+def _body_function(
+    table: _Identity,
+    row: Op,
+    types: tuple[TensorType | None, ...],
+    attrs: tuple[tuple[str, _Frozen], ...],
+    outputs: int,
+) -> Function:
+    assert row.body is not None
+    build = Build(table.value, str(row))
+    with build:
+        operands = [
+            None if t is None else build.param(f"x{i}", t) for i, t in enumerate(types)
+        ]
+        made = row.body(*operands, **row.full_attrs({k: v.value for k, v in attrs}))
+        results: Sequence[Tensor] = (made,) if isinstance(made, Tensor) else made
+        named = {f"y{i}": r for i, r in zip(range(outputs), results, strict=False)}
+    return build.finish(named)
+
+
+def expansion(table: Table, node: Node) -> Function | None:
+    """What a node means in other nodes, as a function of its present operands; None: primitive."""
+    row = table[node.op.domain, node.op.name]
+    if row.inline_region:
+        return node.regions[0]
+    if row.body is None:
+        return None
+    types = tuple(None if v is None else v.type for v in node.inputs)
+    return body_function(table, row, types, node.attrs, len(node.outputs))
+
+
+class _Identity:
+    """Hashes a table by identity: there is one, and it never changes."""
+
+    def __init__(self, value: Table) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+class _Frozen:
+    """An attribute value with equality and hash by content."""
+
+    def __init__(self, value: AttrValue) -> None:
+        self.value = value
+        self._key: Any = (
+            (value.dtype.str, value.shape, value.tobytes())
+            if isinstance(value, np.ndarray)
+            else value
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Frozen) and other._key == self._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __lt__(self, other: _Frozen) -> bool:
+        return str(self._key) < str(other._key)
+
+
+def region(
+    name: str, types: Sequence[TensorType], f: Callable[[list[Tensor]], Any]
+) -> tuple[Build, Any]:
+    """An unfinished graph of `f` on parameters of the given types, inside the current one."""
+    outer = stack.get()[-1]
+    build = Build(outer.table, name)
+    if isinstance(outer, Build):
+        build.scope = outer.scope
+        build.meta = outer.meta
+    with build:
+        made = f([build.param(f"x{i}", t) for i, t in enumerate(types)])
+    return build, made

@@ -1,0 +1,537 @@
+"""Control flow as nodes with closed regions.
+
+Cond(p, *operands): one of two regions of the operands.
+Scan(*carry, *xs, *captures): region (carry, slice of each x, captures) -> (carry, ys), along axis 0.
+Loop(trips?, go, *carry, *captures): region (i, go, carry, captures) -> (go, carry, stacked).
+A gradient runs the region's own gradient in a node of the same kind: Scan and Loop keep the carry
+of every trip and walk back over it. Gradients are again such nodes, so any order exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import symbol
+from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_, int64
+from triplane.unified_ir.ops.build import Build, region
+from triplane.unified_ir.ops.inline import inline
+from triplane.unified_ir.ops.recorder import Recorder, recorder
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
+from triplane.unified_ir.ops.structure import dims_of, zeros
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
+from triplane.unified_ir.ops.trees import leaves, rebuild, structure
+
+Types = tuple[TensorType, ...]
+VjpOf = Callable[[Function, Sequence[int], Sequence[int]], Function]
+"""(function, parameters wanted, results given) -> its pullback as a function of (params, cotangents)."""
+Pullback = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
+
+
+def _region_types(call: Call, i: int, params: Sequence[TensorType]) -> Types:
+    """Result types of region `i` after checking that it takes `params`."""
+    found = [p.type for p in call.regions[i].params]
+    if found != list(params):
+        raise TypeMismatch(f"{call.row} passes {list(params)} to a region that takes {found}")
+    return tuple(r.type for r in call.regions[i].results)
+
+
+def _all_types(call: Call) -> list[TensorType]:
+    return [call.type(i) for i in range(len(call.types))]
+
+
+def _check_regions(call: Call, n: int) -> None:
+    if len(call.regions) != n:
+        raise InvalidInput(f"{call.row} has {n} regions, got {len(call.regions)}")
+
+
+def _cond_types(call: Call) -> Types:
+    _check_regions(call, 2)
+    if call.type(0) != TensorType(bool_, ()):
+        raise TypeMismatch(f"a condition is a bool scalar, got {call.type(0)}; reduce it with all?")
+    operands = _all_types(call)[1:]
+    yes, no = _region_types(call, 0, operands), _region_types(call, 1, operands)
+    if yes != no:
+        raise TypeMismatch(f"both branches of a condition give one type, got {yes} and {no}")
+    return yes
+
+
+def _cond_linearize(
+    inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
+    outputs: int, vjp_of: VjpOf,
+) -> tuple[tuple[Tensor, ...], Pullback]:  # fmt: skip
+    made = recorder().apply(cond_row, inputs, attrs, regions=tuple(regions), outputs=outputs)
+    wanted = [i for i, x in enumerate(inputs[1:]) if x.dtype.is_float]
+
+    def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        given = [i for i, g in enumerate(gs) if g is not None]
+        back = tuple(vjp_of(r, wanted, given) for r in regions)
+        operands = (*inputs, *(gs[i] for i in given))
+        found = recorder().apply(cond_row, operands, {}, regions=back, outputs=len(wanted))
+        return _scattered(len(inputs), {i + 1: g for i, g in zip(wanted, found, strict=True)})
+
+    return made, pullback
+
+
+def _scattered(n: int, found: Mapping[int, Tensor]) -> list[Tensor | None]:
+    return [found.get(i) for i in range(n)]
+
+
+cond_row = Op(
+    name="Cond",
+    domain=DOMAIN,
+    operands=("P", "*"),
+    infer=_cond_types,
+    reference=lambda p, *operands, regions: tuple(regions[0 if p else 1](*operands)),
+    linearize=_cond_linearize,
+)
+
+
+def _split(items: Sequence[Any], *counts: int) -> list[list[Any]]:
+    """Consecutive groups of the given sizes, then the rest."""
+    groups, start = [], 0
+    for n in counts:
+        groups.append(list(items[start : start + n]))
+        start += n
+    return [*groups, list(items[start:])]
+
+
+def _scan_types(call: Call) -> Types:
+    _check_regions(call, 1)
+    carry, xs, captures = _split(
+        _all_types(call), call.attrs["num_carry"], call.attrs["num_scanned"]
+    )
+    if not xs or any(not x.rank or x.shape[0] != xs[0].shape[0] for x in xs):
+        raise InvalidInput(f"scan walks over tensors with one first axis in common, got {xs}")
+    slices = [x.with_shape(x.shape[1:]) for x in xs]
+    results = _region_types(call, 0, [*carry, *slices, *captures])
+    after, ys = results[: len(carry)], results[len(carry) :]
+    if list(after) != carry:
+        raise TypeMismatch(f"scan keeps the carry's types, got {carry} and {list(after)} after")
+    return (*after, *(y.with_shape((xs[0].shape[0], *y.shape)) for y in ys))
+
+
+def _scan_reference(
+    *operands: Any, regions: Any, num_carry: int, num_scanned: int, reverse: int
+) -> tuple[Any, ...]:
+    carry, xs, captures = _split(operands, num_carry, num_scanned)
+    length = len(xs[0])
+    order = range(length)[:: -1 if reverse else 1]
+    rows: list[Any] = [None] * length
+    for i in order:
+        results = regions[0](*carry, *(x[i] for x in xs), *captures)
+        carry, rows[i] = results[:num_carry], results[num_carry:]
+    stacked = [np.stack(column) for column in zip(*rows, strict=True)]
+    return (*carry, *stacked)
+
+
+def _saving_carry(body: Function, num_carry: int, first: int) -> Function:
+    """`body` that also gives the carry it started from, as extra last results."""
+    build = Build(recorder().table, body.name)
+    with build:
+        params = [build.param(p.name, p.type) for p in body.params]
+        results = inline(body, params)
+        kept = [emit("Identity", p) for p in params[first : first + num_carry]]
+    return build.finish(_numbered([*results, *kept]))
+
+
+def _numbered(results: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"y{i}": r for i, r in enumerate(results)}
+
+
+def _scan_linearize(
+    inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
+    outputs: int, vjp_of: VjpOf,
+) -> tuple[tuple[Tensor, ...], Pullback]:  # fmt: skip
+    n, m = attrs["num_carry"], attrs["num_scanned"]
+    reverse = attrs.get("reverse", 0)
+    body = regions[0]
+    made = recorder().apply(
+        scan_row, inputs, attrs, regions=(_saving_carry(body, n, 0),), outputs=outputs + n
+    )
+    saved = made[outputs:]
+    carry, xs, captures = _split(inputs, n, m)
+
+    def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        walk = _Walk(body, [*carry, *(None for _ in xs), *captures], gs, n, vjp_of)
+        x_wanted = [n + i for i, x in enumerate(xs) if x.dtype.is_float]
+        step = walk.backward(x_wanted)
+        g_ys = [gs[n + i] for i in walk.y_given]
+        scanned = [*saved, *xs, *g_ys]
+        found = recorder().apply(
+            scan_row,
+            (*walk.start(), *scanned, *captures),
+            {"num_carry": walk.width, "num_scanned": len(scanned), "reverse": 1 - reverse},
+            regions=(step,),
+            outputs=walk.width + len(x_wanted),
+        )
+        return walk.result(len(inputs), found, x_wanted)
+
+    return made[:outputs], pullback
+
+
+class _Walk:
+    """The state of a backward walk: cotangents of the carry, sums of cotangents of captures."""
+
+    def __init__(
+        self, body: Function, operands: Sequence[Tensor | None],
+        gs: Sequence[Tensor | None], num_carry: int, vjp_of: VjpOf, *, lead: int = 0,
+    ) -> None:  # fmt: skip
+        self.body, self.gs, self.lead, self.vjp_of = body, gs, lead, vjp_of
+        self.operands = operands
+        floats = [i for i, x in enumerate(operands) if x is not None and x.dtype.is_float]
+        self.carry = [i for i in floats if i < num_carry]
+        self.captures = [i for i in floats if i >= num_carry]
+        self.y_given = [i - num_carry for i in range(num_carry, len(gs)) if gs[i] is not None]
+        self.num_carry = num_carry
+        self.width = len(self.carry) + len(self.captures)
+
+    def start(self) -> list[Tensor]:
+        """Cotangents of the final carry, then zeros like each capture."""
+        at = [*self.carry, *self.captures]
+        given = {i: self.gs[i] for i in self.carry}
+        starts = []
+        for i in at:
+            x, g = self.operands[i], given.get(i)
+            assert x is not None
+            starts.append(zeros(x.shape, x.dtype) if g is None else g)
+        return starts
+
+    def pulled(self, build: Recorder, params: Sequence[Tensor], state: Sequence[Tensor],
+               g_ys: Sequence[Tensor], extra: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+        """One step back: the next state, and cotangents of the `extra` parameters."""
+        wanted = [self.lead + i for i in (*self.carry, *self.captures)]
+        wanted += [self.lead + i for i in extra]
+        given = [self._result_of(i) for i in self.carry]
+        given += [self._result_of(self.num_carry + i) for i in self.y_given]
+        back = self.vjp_of(self.body, wanted, given)
+        n = len(self.carry)
+        found = inline(back, [*params, *state[:n], *g_ys])
+        sums = [a + b for a, b in zip(state[n:], found[n : self.width], strict=True)]
+        return [*found[:n], *sums], list(found[self.width :])
+
+    def _result_of(self, i: int) -> int:
+        """Position of carry or y number `i` among the body's results (a loop gives `go` first)."""
+        return i + (1 if self.lead else 0)
+
+    def backward(self, extra: Sequence[int]) -> Function:
+        """The region of the backward scan: (state, saved carry, xs, g_ys, captures)."""
+        build = Build(recorder().table, f"{self.body.name}.back")
+        num_xs = sum(x is None for x in self.operands)
+        with build:
+            state = [build.param(f"s{k}", x.type) for k, x in enumerate(self._state_operands())]
+            head = self.body.params[: self.num_carry + num_xs]
+            inner = [build.param(f"p{k}", p.type) for k, p in enumerate(head)]
+            g_ys = [
+                build.param(f"g{k}", self.body.results[self.num_carry + i].type)
+                for k, i in enumerate(self.y_given)
+            ]
+            captures = [
+                build.param(f"c{k}", p.type)
+                for k, p in enumerate(self.body.params[self.num_carry + num_xs :])
+            ]
+            after, slices = self.pulled(build, [*inner, *captures], state, g_ys, extra)
+        return build.finish(_numbered([*after, *slices]))
+
+    def _state_operands(self) -> list[Tensor]:
+        found = [self.operands[i] for i in (*self.carry, *self.captures)]
+        return [x for x in found if x is not None]
+
+    def result(
+        self, n: int, found: Sequence[Tensor], extra: Sequence[int], *, shift: int = 0
+    ) -> list[Tensor | None]:
+        """Cotangents by operand."""
+        at = [*self.carry, *self.captures, *extra]
+        return _scattered(n, {i + shift: g for i, g in zip(at, found, strict=True)})
+
+
+scan_row = Op(
+    name="Scan",
+    domain=DOMAIN,
+    operands=("*",),
+    attrs={
+        "num_carry": AttrSpec("INT", required=True),
+        "num_scanned": AttrSpec("INT", required=True),
+        "reverse": AttrSpec("INT", 0),
+    },
+    infer=_scan_types,
+    reference=_scan_reference,
+    linearize=_scan_linearize,
+)
+
+
+def _loop_types(call: Call) -> Types:
+    _check_regions(call, 1)
+    n = call.attrs["num_carry"]
+    if call.has(0) and call.type(0) != TensorType(int64, ()):
+        raise TypeMismatch(f"a trip count is an int64 scalar, got {call.type(0)}")
+    if call.type(1) != TensorType(bool_, ()):
+        raise TypeMismatch(f"a loop condition is a bool scalar, got {call.type(1)}")
+    rest = [call.type(i) for i in range(2, len(call.types))]
+    carry = rest[:n]
+    flags = [TensorType(int64, ()), TensorType(bool_, ())]
+    go, *results = _region_types(call, 0, [*flags, *rest])
+    after, ys = results[:n], results[n:]
+    if go != TensorType(bool_, ()) or after != carry:
+        raise TypeMismatch(
+            f"a loop's body gives (bool, carry like {carry}, ...), got ({go}, {after}); "
+            "keep shapes and element types the same from trip to trip"
+        )
+    trips = symbol(call.attrs["trips"]) if ys else 0
+    return (*after, *(y.with_shape((trips, *y.shape)) for y in ys))
+
+
+def _loop_reference(
+    trips: Any, go: Any, *operands: Any, regions: Any, num_carry: int, **_: Any
+) -> tuple[Any, ...]:
+    carry, captures = _split(operands, num_carry)
+    rows = []
+    i = 0
+    while go and (trips is None or i < trips):
+        go, *results = regions[0](np.array(i, np.int64), np.array(go), *carry, *captures)
+        carry = results[:num_carry]
+        rows.append(results[num_carry:])
+        i += 1
+    return (*carry, *[np.stack(column) for column in zip(*rows, strict=True)])
+
+
+def _loop_linearize(
+    inputs: Sequence[Tensor | None], attrs: Mapping[str, Any], regions: Sequence[Function],
+    outputs: int, vjp_of: VjpOf,
+) -> tuple[tuple[Tensor, ...], Pullback]:  # fmt: skip
+    n = attrs["num_carry"]
+    body = regions[0]
+    build = recorder()
+    trips = f"{attrs.get('trips') or 'trips'}_s"
+    made = build.apply(
+        loop_row,
+        inputs,
+        {**attrs, "trips": trips},
+        regions=(_saving_carry(body, n, 2),),
+        outputs=outputs + n,
+    )
+    saved = made[outputs:]
+    carry, captures = _split(inputs[2:], n)
+
+    def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        walk = _Walk(body, [*carry, *captures], gs, n, vjp_of, lead=2)
+        if not saved:
+            return [None] * len(inputs)
+        count = dims_of([symbol(trips)]).reshape(())
+        g_ys = [gs[n + i] for i in walk.y_given]
+
+        def step(i: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            j = count - 1 - i
+            here = [emit("Gather", s, j, axis=0) for s in saved]
+            g_here = [emit("Gather", g, j, axis=0) for g in g_ys]
+            params = [j, as_tensor(np.array(True)), *here, *captures]  # noqa: FBT003 - array
+            after, _ = walk.pulled(build, params, state, g_here, ())
+            return tuple(after)
+
+        found = fori_loop(count, step, tuple(walk.start()))
+        return walk.result(len(inputs), leaves(found), (), shift=2)
+
+    return made[:outputs], pullback
+
+
+loop_row = Op(
+    name="Loop",
+    domain=DOMAIN,
+    operands=("I?", "P", "*"),
+    attrs={
+        "num_carry": AttrSpec("INT", required=True),
+        "trips": AttrSpec("STRING", ""),
+    },
+    infer=_loop_types,
+    reference=_loop_reference,
+    linearize=_loop_linearize,
+)
+
+
+def cond(predicate: Tensor, then: Any, otherwise: Any, *operands: Any) -> Any:
+    """`then(*operands)` or `otherwise(*operands)`; both give trees of the same types."""
+    flat = [as_tensor(x) for x in leaves(operands)]
+    if predicate.rank:
+        predicate = predicate.reshape(())
+    trees: list[Any] = []
+    builds = []
+    for name, f in (("then", then), ("else", otherwise)):
+        build, made = region(name, [x.type for x in flat], lambda xs, f=f: f(*rebuild(operands, xs)))
+        builds.append(build)
+        trees.append(made)
+    if structure(trees[0]) != structure(trees[1]):
+        raise InvalidInput(
+            f"both branches of a condition give one structure, got {structure(trees[0])} "
+            f"and {structure(trees[1])}"
+        )
+    captured = _share_captures(builds)
+    regions = tuple(
+        b.finish(_numbered([b.admit(t) for t in _inside(b, leaves(tree))]))
+        for b, tree in zip(builds, trees, strict=True)
+    )
+    outputs = recorder().apply(
+        cond_row, (predicate, *flat, *captured), {}, regions=regions, outputs=len(leaves(trees[0]))
+    )
+    return rebuild(trees[0], outputs)
+
+
+def _inside(build: Build, items: Sequence[Any]) -> list[Tensor]:
+    with build:
+        return [build.admit(x) for x in items]
+
+
+def _share_captures(builds: Sequence[Build]) -> list[Tensor]:
+    """Gives every build the captures of all, in one order; their outer tensors."""
+    outer: dict[Any, Tensor] = {}
+    for build in builds:
+        for x in build.captured:
+            outer.setdefault(x.value, x)
+    for build in builds:
+        plain = [p for p in build.params if all(p is not c.value for c in build.captures.values())]
+        with build:
+            inner = [build.admit(x).value for x in outer.values()]
+        build.params = [*plain, *inner]
+    return list(outer.values())
+
+
+def scan(f: Any, init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any]:
+    """(carry, ys) after `carry, y = f(carry, x)` for each slice x of `xs` along axis 0."""
+    carry, scanned = [as_tensor(x) for x in leaves(init)], [as_tensor(x) for x in leaves(xs)]
+    n, m = len(carry), len(scanned)
+    types = [x.type for x in carry] + [x.type.with_shape(x.shape[1:]) for x in scanned]
+    build, made = region(
+        "scan", types, lambda ts: f(rebuild(init, ts[:n]), rebuild(xs, ts[n:]))
+    )
+    after, ys = made
+    results = _inside(build, [*leaves(after), *leaves(ys)])
+    body = build.finish(_numbered(results))
+    outputs = recorder().apply(
+        scan_row,
+        (*carry, *scanned, *build.captured),
+        {"num_carry": n, "num_scanned": m, "reverse": int(reverse)},
+        regions=(body,),
+        outputs=len(results),
+    )
+    return rebuild(init, outputs[:n]), rebuild(ys, outputs[n:])
+
+
+def while_loop(condition: Any, body: Any, init: Any) -> Any:
+    """`x = init; while condition(x): x = body(x)`; the carry keeps its types."""
+    carry = [as_tensor(x) for x in leaves(init)]
+    go = condition(rebuild(init, carry))
+
+    def trip(ts: Sequence[Tensor]) -> Any:
+        after = body(rebuild(init, ts[2:]))
+        return [condition(after), *leaves(after)]
+
+    return _loop(None, as_tensor(go).reshape(()), trip, init, carry)
+
+
+def fori_loop(count: Any, body: Any, init: Any) -> Any:
+    """`x = init; for i in range(count): x = body(i, x)`; count: int or int64 scalar tensor."""
+    carry = [as_tensor(x) for x in leaves(init)]
+
+    def trip(ts: Sequence[Tensor]) -> Any:
+        return [as_tensor(np.array(True)), *leaves(body(ts[0], rebuild(init, ts[2:])))]  # noqa: FBT003
+
+    trips = as_tensor(count, int64).cast(int64).reshape(())
+    return _loop(trips, as_tensor(np.array(True)), trip, init, carry)  # noqa: FBT003 - array
+
+
+def _loop(trips: Tensor | None, go: Tensor, trip: Any, init: Any, carry: list[Tensor]) -> Any:
+    flags = [TensorType(int64, ()), TensorType(bool_, ())]
+    build, made = region("loop", [*flags, *(x.type for x in carry)], trip)
+    body = build.finish(_numbered(_inside(build, made)))
+    outputs = recorder().apply(
+        loop_row,
+        (trips, go, *carry, *build.captured),
+        {"num_carry": len(carry), "trips": f"trips{len(build.nodes)}_{_position()}"},
+        regions=(body,),
+        outputs=len(carry),
+    )
+    return rebuild(init, outputs)
+
+
+def _position() -> str:
+    """A suffix no other loop of the enclosing graphs has."""
+    return "_".join(str(n) for n in recorder().position())
+
+
+def _custom_types(call: Call) -> Types:
+    _check_regions(call, 2)
+    operands = _all_types(call)
+    outputs = _region_types(call, 0, operands)
+    floats = [t for t in outputs if t.dtype.is_float]
+    back = _region_types(call, 1, [*operands, *outputs, *floats])
+    wanted = [t for t in operands if t.dtype.is_float]
+    if list(back) != wanted:
+        raise TypeMismatch(
+            f"bprop gives one cotangent per floating-point operand {wanted}, got {list(back)}"
+        )
+    return outputs
+
+
+def _custom_linearize(
+    inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
+    outputs: int, vjp_of: VjpOf,
+) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
+    made = inline(regions[0], list(inputs))
+    wanted = [i for i, x in enumerate(inputs) if x.dtype.is_float]
+
+    def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        given = [
+            zeros(y.shape, y.dtype) if g is None else g
+            for y, g in zip(made, gs, strict=True)
+            if y.dtype.is_float
+        ]
+        found = inline(regions[1], [*inputs, *made, *given])
+        return _scattered(len(inputs), dict(zip(wanted, found, strict=True)))
+
+    return made, pullback
+
+
+custom_row = Op(
+    name="CustomGradient",
+    domain=DOMAIN,
+    operands=("*",),
+    infer=_custom_types,
+    reference=lambda *operands, regions: tuple(regions[0](*operands)),
+    linearize=_custom_linearize,
+    inline_region=True,
+)
+
+
+def custom_gradient(f: Any, bprop: Any, *operands: Any) -> Any:
+    """`f(*operands)`, differentiated by `bprop(*operands, y, g)` instead of by the rules.
+
+    y: the result (a tree), g: cotangents of its floating-point leaves in order (one tensor if
+    there is one); `bprop` gives one cotangent per floating-point operand.
+    """
+    flat = [as_tensor(x) for x in leaves(operands)]
+    n = len(flat)
+    forward, tree = region("forward", [x.type for x in flat], lambda xs: f(*rebuild(operands, xs)))
+    results = _inside(forward, leaves(tree))
+    floats = [r.type for r in results if r.dtype.is_float]
+
+    def back(xs: list[Tensor]) -> Any:
+        y = rebuild(tree, xs[n : n + len(results)])
+        gs = xs[n + len(results) :]
+        return bprop(*rebuild(operands, xs[:n]), y, gs[0] if len(gs) == 1 else tuple(gs))
+
+    types = [*(x.type for x in flat), *(r.type for r in results), *floats]
+    backward, found = region("bprop", types, back)
+    if forward.captured or backward.captured:
+        raise InvalidInput(
+            "a function with its own bprop takes everything it uses as an argument; "
+            f"it captures {[*forward.captured, *backward.captured]}"
+        )
+    regions = (
+        forward.finish(_numbered(results)),
+        backward.finish(_numbered(_inside(backward, leaves(found)))),
+    )
+    outputs = recorder().apply(custom_row, flat, {}, regions=regions, outputs=len(results))
+    return rebuild(tree, outputs)

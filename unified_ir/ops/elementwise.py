@@ -1,0 +1,244 @@
+"""Rows that compute each element on its own, with numpy broadcasting."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_
+from triplane.unified_ir.ops.infer import broadcast
+from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
+from triplane.unified_ir.ops.structure import same, sum_to, where
+from triplane.unified_ir.ops.tensor import Tensor
+
+Types = tuple[TensorType, ...]
+_TWO_OVER_ROOT_PI = 2 / math.sqrt(math.pi)
+
+
+def broadcast_same(call: Call) -> Types:
+    """Broadcast shape, element type of the first operand."""
+    shapes = [call.type(i).shape for i in range(len(call.types))]
+    return (call.type(0).with_shape(broadcast(call.row, *shapes)),)
+
+
+def broadcast_bool(call: Call) -> Types:
+    """Broadcast shape, bool."""
+    return (broadcast_same(call)[0].with_dtype(bool_),)
+
+
+def _needs_bool(call: Call) -> Types:
+    for i in range(len(call.types)):
+        if call.type(i).dtype != bool_:
+            raise TypeMismatch(f"{call.row} takes bool operands, got {call.type(i)}")
+    return broadcast_bool(call)
+
+
+def step(y: Tensor) -> Tensor:
+    """1 where y is not zero, else 0, in y's element type (the cheapest form on onnxruntime)."""
+    return y.cast("bool").cast(y.dtype)
+
+
+def _binary(name: str, f: Any, vjp: Any, *extra: Any) -> Op:
+    samples = (sample(normal(2, 3), between(0.5, 2, 3)), *extra)
+    return Op(name=name, infer=broadcast_same, reference=f, vjp=vjp, samples=samples)
+
+
+def _unary(name: str, f: Any, vjp: Any, *samples: Any) -> Op:
+    return Op(
+        name=name, infer=same, reference=f, vjp=vjp, samples=samples or (sample(normal(2, 3)),)
+    )
+
+
+def _compare(name: str, f: Any) -> Op:
+    samples = (sample(ints(0, 3, 2, 3), ints(0, 3, 3)), sample(apart(2, 3), apart(2, 3), smooth=()))
+    return Op(name=name, infer=broadcast_bool, reference=f, samples=samples)
+
+
+def _pow_vjp(g: Tensor, y: Tensor, x: Tensor, p: Tensor) -> Any:
+    base = where(x > 0.0, x, 1.0)
+    return (
+        sum_to(g * p * pow_(x, p - 1.0), x),
+        sum_to(g * where(x > 0.0, y * log(base), 0.0), p),
+    )
+
+
+def _div_reference(a: Any, b: Any) -> Any:
+    """ONNX integer division truncates towards zero."""
+    if a.dtype.kind == "f":
+        return a / b
+    return np.trunc(np.divide(a, b)).astype(a.dtype) if a.dtype.kind == "i" else a // b
+
+
+def _flat(g: Tensor, y: Tensor, x: Tensor) -> tuple[None]:
+    """Piecewise constant: the derivative is zero almost everywhere."""
+    return (None,)
+
+
+# fmt: off
+add = _binary("Add", np.add, lambda g, y, a, b: (sum_to(g, a), sum_to(g, b)))
+sub = _binary("Sub", np.subtract, lambda g, y, a, b: (sum_to(g, a), sum_to(-g, b)))
+mul = _binary("Mul", np.multiply, lambda g, y, a, b: (sum_to(g * b, a), sum_to(g * a, b)))
+div = _binary("Div", _div_reference,
+              lambda g, y, a, b: (sum_to(g / b, a), sum_to(-(g * y) / b, b)))
+
+neg = _unary("Neg", np.negative, lambda g, y, x: (-g,))
+abs_ = _unary("Abs", np.abs, lambda g, y, x: (g * sign(x),), sample(apart(2, 3)))
+exp = _unary("Exp", np.exp, lambda g, y, x: (g * y,))
+log = _unary("Log", np.log, lambda g, y, x: (g / x,), sample(between(0.5, 3, 2, 3)))
+sqrt = _unary("Sqrt", np.sqrt, lambda g, y, x: (g * 0.5 / y,), sample(between(0.5, 3, 2, 3)))
+reciprocal = _unary("Reciprocal", np.reciprocal, lambda g, y, x: (-(g * y * y),),
+                    sample(between(0.5, 3, 2, 3)))
+tanh = _unary("Tanh", np.tanh, lambda g, y, x: (g * (1.0 - y * y),))
+sigmoid = _unary("Sigmoid", lambda x: 1 / (1 + np.exp(-x)), lambda g, y, x: (g * y * (1.0 - y),))
+softplus = _unary("Softplus", lambda x: np.logaddexp(x, 0), lambda g, y, x: (g * sigmoid(x),))
+relu = _unary("Relu", lambda x: np.maximum(x, 0), lambda g, y, x: (g * step(y),),
+              sample(apart(2, 3)))
+sin = _unary("Sin", np.sin, lambda g, y, x: (g * cos(x),))
+cos = _unary("Cos", np.cos, lambda g, y, x: (-(g * sin(x)),))
+erf = _unary("Erf", lambda x: np.vectorize(math.erf, otypes=[x.dtype])(x),
+             lambda g, y, x: (g * _TWO_OVER_ROOT_PI * exp(-(x * x)),))
+sign = _unary("Sign", np.sign, _flat, sample(apart(2, 3)))
+floor = _unary("Floor", np.floor, _flat, sample(apart(2, 3)))
+ceil = _unary("Ceil", np.ceil, _flat, sample(apart(2, 3)))
+round_ = _unary("Round", np.round, _flat, sample(given([0.5, 1.5, -2.5, 1.2])))
+not_ = _unary("Not", np.logical_not, None, sample(bools(2, 3)))
+is_nan = Op(name="IsNaN", infer=lambda call: (call.type(0).with_dtype(bool_),),
+            reference=np.isnan, samples=(sample(given([1.0, float("nan")])),))
+equal = _compare("Equal", np.equal)
+less = _compare("Less", np.less)
+less_equal = _compare("LessOrEqual", np.less_equal)
+greater = _compare("Greater", np.greater)
+greater_equal = _compare("GreaterOrEqual", np.greater_equal)
+and_ = Op(name="And", infer=_needs_bool, reference=np.logical_and,
+          samples=(sample(bools(2, 3), bools(3)),))
+or_ = Op(name="Or", infer=_needs_bool, reference=np.logical_or,
+         samples=(sample(bools(2, 3), bools(3)),))
+# fmt: on
+
+_words = ints(0, 2**32, 5, dtype="uint32")
+bitwise_xor = Op(
+    name="BitwiseXor", infer=broadcast_same, reference=np.bitwise_xor,
+    samples=(sample(_words, _words),),
+)  # fmt: skip
+bitwise_or = Op(
+    name="BitwiseOr", infer=broadcast_same, reference=np.bitwise_or,
+    samples=(sample(_words, _words),),
+)  # fmt: skip
+bit_shift = Op(
+    name="BitShift",
+    infer=broadcast_same,
+    reference=lambda x, n, direction: (np.left_shift if direction == "LEFT" else np.right_shift)(
+        x, n
+    ),
+    samples=(
+        sample(_words, given(7, "uint32"), direction="LEFT"),
+        sample(_words, given(7, "uint32"), direction="RIGHT"),
+    ),
+)
+mod = Op(
+    name="Mod",
+    infer=broadcast_same,
+    reference=lambda a, b, fmod: np.fmod(a, b) if fmod else np.mod(a, b),
+    samples=(sample(ints(-9, 9, 5), given(4)),),
+)
+pow_ = Op(
+    name="Pow",
+    infer=broadcast_same,
+    reference=np.power,
+    vjp=_pow_vjp,
+    samples=(
+        sample(between(0.5, 2, 2, 3), given(3.0)),
+        sample(between(0.5, 2, 2, 3), normal(3)),
+        sample(normal(2, 3), given(2.0), smooth=(0,)),
+    ),
+)
+
+
+def _extreme_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
+    """Ties share the cotangent equally, as PyTorch's maximum does."""
+    hits = [(x == y).cast(g.dtype) for x in xs]
+    share = g / sum(hits[1:], hits[0])
+    return [sum_to(share * hit, x) for hit, x in zip(hits, xs, strict=True)]
+
+
+def _fold(f: Any) -> Any:
+    def kernel(first: Any, *rest: Any) -> Any:
+        for x in rest:
+            first = f(first, x)
+        return first
+
+    return kernel
+
+
+_apart_pair = sample(apart(2, 3), apart(2, 3))
+maximum = Op(
+    name="Max", infer=broadcast_same, reference=_fold(np.maximum), vjp=_extreme_vjp,
+    samples=(sample(apart(2, 3), between(0.02, 0.08, 3)),),
+)  # fmt: skip
+minimum = Op(
+    name="Min", infer=broadcast_same, reference=_fold(np.minimum), vjp=_extreme_vjp,
+    samples=(sample(apart(2, 3), between(0.02, 0.08, 3)),),
+)  # fmt: skip
+
+
+def _clip_vjp(
+    g: Tensor, y: Tensor, x: Tensor, low: Tensor | None = None, high: Tensor | None = None
+) -> Any:
+    """The bounds count as constants; the cotangent passes where low <= x <= high."""
+    inside = (x == y).cast(g.dtype)
+    return (g * inside, None, None)
+
+
+clip = Op(
+    name="Clip",
+    infer=same,
+    reference=lambda x, low=None, high=None: np.clip(x, low, high),
+    vjp=_clip_vjp,
+    samples=(sample(apart(2, 3), given(-0.35), given(0.35), smooth=(0,)),),
+)
+
+
+def _leaky_vjp(g: Tensor, y: Tensor, x: Tensor, *, alpha: float) -> Any:
+    return (g * where(x > 0.0, 1.0, as_like(alpha, g)),)
+
+
+def as_like(value: float, x: Tensor) -> Tensor:
+    """A scalar in the element type of `x`."""
+    return x.build.admit(value, x.dtype)
+
+
+leaky_relu = Op(
+    name="LeakyRelu",
+    infer=same,
+    reference=lambda x, alpha: np.where(x > 0, x, alpha * x),
+    vjp=_leaky_vjp,
+    samples=(sample(apart(2, 3), alpha=0.2),),
+)
+
+
+def _gelu(x: Tensor, *, approximate: str) -> Tensor:
+    """Hendrycks and Gimpel 2016; `tanh` is their approximation."""
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+        return 0.5 * x * (1.0 + tanh(inner))
+    return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
+
+
+gelu = Op(
+    name="Gelu",
+    body=_gelu,
+    samples=(sample(normal(2, 3)), sample(normal(2, 3), approximate="tanh")),
+)
+hard_sigmoid = Op(
+    name="HardSigmoid",
+    body=lambda x, *, alpha, beta: clip(alpha * x + beta, 0.0, 1.0),
+    samples=(sample(between(-2, 2, 2, 3), smooth=(0,)),),
+)
+hard_swish = Op(
+    name="HardSwish",
+    body=lambda x: x * clip(x * (1 / 6) + 0.5, 0.0, 1.0),
+    samples=(sample(between(-2, 2, 2, 3)),),
+)

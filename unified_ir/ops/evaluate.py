@@ -1,0 +1,108 @@
+"""What a node computes, by its row's reference kernel: numpy, node by node, obvious.
+
+A row without a kernel of its own uses its body, else ONNX's reference implementation. Used by eager
+mode, constant folding and the reference engine; speed is not its purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from onnx import helper
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import evaluate, is_symbol
+from triplane.unified_ir.ir.graph import Array, Function, Node, Value
+from triplane.unified_ir.ops.build import body_function
+from triplane.unified_ir.ops.infer import onnx_attrs
+from triplane.unified_ir.ops.row import MEANING_OPSET, Table
+from triplane.unified_ir.ops.sizes import Sizes, bind_sizes
+
+
+def run_function(
+    table: Table, function: Function, args: Sequence[Array], outer: Sizes | None = None
+) -> list[Array]:
+    """Results of a function on host arrays; symbols of enclosing scopes come in `outer`."""
+    sizes = dict(outer or {})
+    arrays: dict[Value, Array] = {}
+    for param in function.params:
+        for d in param.type.shape:
+            if is_symbol(d):
+                sizes.pop(str(d), None)
+    for param, arg in zip(function.params, args, strict=True):
+        check_argument(param, arg)
+        bind_sizes(sizes, param.type, arg.shape)
+        arrays[param] = arg
+    for node in function.nodes:
+        operands = [None if v is None else arrays[v] for v in node.inputs]
+        for value, array in zip(
+            node.outputs, run_node(table, node, operands, sizes), strict=True
+        ):
+            arrays[value] = array
+            bind_sizes(sizes, value.type, array.shape)
+    return [arrays[r] for r in function.results]
+
+
+def check_argument(param: Value, arg: Array) -> None:
+    """Element type and rank of an argument, with the parameter's name in the error."""
+    if arg.dtype != param.type.dtype.numpy or arg.ndim != param.type.rank:
+        raise InvalidInput(
+            f"argument {param.name!r} is {param.type}, got {arg.dtype}{list(arg.shape)}"
+        )
+
+
+def run_node(
+    table: Table, node: Node, operands: Sequence[Array | None], sizes: Sizes
+) -> tuple[Array, ...]:
+    """Outputs of one node, checked against the inferred element types."""
+    row = table[node.op.domain, node.op.name]
+    attrs = {k: _concrete(v, sizes) for k, v in row.full_attrs(node.attrs).items()}
+    if row.reference is not None:
+        if node.regions:
+            attrs["regions"] = [_callable(table, region, sizes) for region in node.regions]
+        raw = row.reference(*operands, **attrs)
+        results = raw if isinstance(raw, tuple) else (raw,)
+    elif row.body is not None:
+        types = tuple(None if v is None else v.type for v in node.inputs)
+        body = body_function(table, row, types, node.attrs, len(node.outputs))
+        results = tuple(
+            run_function(table, body, [a for a in operands if a is not None], sizes)
+        )
+    else:
+        results = _onnx_kernel(node, operands)
+    filled = [*results, *(_empty(v, sizes) for v in node.outputs[len(results) :])]
+    return tuple(
+        np.asarray(a, v.type.dtype.numpy) for a, v in zip(filled, node.outputs, strict=False)
+    )
+
+
+def _empty(value: Value, sizes: Sizes) -> Array:
+    """The stacked output of a loop that made no trip, which no kernel knows the type of."""
+    return np.zeros(value.type.concrete({str(value.type.shape[0]): 0, **sizes}))
+
+
+def _concrete(value: Any, sizes: Sizes) -> Any:
+    if isinstance(value, tuple) and any(not isinstance(d, (int, float, str)) for d in value):
+        return tuple(evaluate(d, sizes) for d in value)
+    return value
+
+
+def _callable(table: Table, region: Function, sizes: Sizes) -> Callable[..., list[Array]]:
+    return lambda *args: run_function(table, region, args, sizes)
+
+
+def _onnx_kernel(node: Node, operands: Sequence[Array | None]) -> tuple[Array, ...]:
+    """ONNX's reference implementation of one node."""
+    from onnx.reference.ops import load_op  # noqa: PLC0415 - slow to import, used by few rows
+
+    names = ["" if a is None else f"i{k}" for k, a in enumerate(operands)]
+    outs = [f"o{k}" for k in range(len(node.outputs))]
+    proto = helper.make_node(node.op.name, names, outs, **onnx_attrs(node.attrs))
+    context = {"log": _silent, "opsets": {"": MEANING_OPSET}, "verbose": 0, "new_ops": None}
+    kernel = load_op("", node.op.name, MEANING_OPSET)(proto, context)
+    return tuple(kernel.run(*operands))
+
+
+def _silent(*_: Any) -> None: ...

@@ -1,0 +1,138 @@
+"""Types of a node's outputs: by the row's own rule, else by ONNX's inference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from onnx import TypeProto, checker, helper, numpy_helper, shape_inference
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, Expr, parse
+from triplane.unified_ir.ir.graph import AttrValue, Function
+from triplane.unified_ir.ir.types import BY_ONNX, ShapeError, TensorType, TypeMismatch
+from triplane.unified_ir.ops.row import MEANING_OPSET, Call, Known, Op
+
+
+def infer(
+    row: Op,
+    types: Sequence[TensorType | None],
+    known: Sequence[Known | None],
+    attrs: Mapping[str, AttrValue],
+    regions: tuple[Function, ...],
+    outputs: int,
+) -> tuple[TensorType, ...]:
+    """Output types; a wrong call raises ShapeError or TypeMismatch naming the operator."""
+    check_groups(row, types)
+    if row.infer is not None:
+        call = Call(row, tuple(types), tuple(known), row.full_attrs(attrs), regions, outputs)
+        return row.infer(call)
+    return _infer_by_onnx(row, types, known, attrs, outputs)
+
+
+def check_groups(row: Op, types: Sequence[TensorType | None]) -> None:
+    """Operands that share a type letter share an element type."""
+    seen: dict[str, TensorType] = {}
+    for i, t in enumerate(types):
+        letter = row.letter(i)
+        if t is None or letter.startswith("tensor(") or not letter:
+            continue
+        if row.schema and row.schema.inputs and not _homogeneous(row, i):
+            continue
+        first = seen.setdefault(letter, t)
+        if first.dtype != t.dtype:
+            raise TypeMismatch(f"{row} needs one element type, got {first} and {t}; cast one")
+
+
+def _homogeneous(row: Op, i: int) -> bool:
+    assert row.schema is not None
+    return bool(row.schema.inputs[min(i, len(row.schema.inputs) - 1)].is_homogeneous)
+
+
+def _infer_by_onnx(
+    row: Op,
+    types: Sequence[TensorType | None],
+    known: Sequence[Known | None],
+    attrs: Mapping[str, AttrValue],
+    outputs: int,
+) -> tuple[TensorType, ...]:
+    assert row.schema is not None
+    names = [f"i{k}" if t is not None else "" for k, t in enumerate(types)]
+    node = helper.make_node(row.name, names, [f"o{k}" for k in range(outputs)], **onnx_attrs(attrs))
+    protos = {n: type_proto(t) for n, t in zip(names, types, strict=True) if t is not None}
+    data = {
+        n: numpy_helper.from_array(np.ascontiguousarray(k), n)
+        for n, k in zip(names, known, strict=True)
+        if isinstance(k, np.ndarray)
+    }
+    try:
+        found = shape_inference.infer_node_outputs(
+            row.schema,
+            node,
+            protos,
+            data,
+            opset_imports=[helper.make_opsetid("", MEANING_OPSET)],
+            ir_version=10,
+        )
+    except (shape_inference.InferenceError, checker.ValidationError, RuntimeError) as error:
+        raise ShapeError(f"{row} refuses {[str(t) for t in types]}: {_short(error)}") from error
+    return tuple(_from_proto(row, found[o], types) for o in node.output)
+
+
+def _short(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def onnx_attrs(attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
+    """Attributes as `onnx.helper.make_node` takes them."""
+    return {
+        k: numpy_helper.from_array(v) if isinstance(v, np.ndarray) else v for k, v in attrs.items()
+    }
+
+
+def type_proto(t: TensorType) -> TypeProto:
+    """ONNX's form of a type; a symbolic size becomes a dim_param holding its text."""
+    shape = [d if isinstance(d, int) else str(d) for d in t.shape]
+    return helper.make_tensor_type_proto(t.dtype.onnx, shape)
+
+
+def _from_proto(row: Op, proto: TypeProto, types: Sequence[TensorType | None]) -> TensorType:
+    tensor = proto.tensor_type
+    if tensor.elem_type not in BY_ONNX or not tensor.HasField("shape"):
+        raise ShapeError(
+            f"{row} gives no static type for {[str(t) for t in types]}; its row needs a rule"
+        )
+    dims: list[Dim] = []
+    for d in tensor.shape.dim:
+        if d.HasField("dim_value"):
+            dims.append(d.dim_value)
+        elif d.dim_param:
+            dims.append(parse(d.dim_param))
+        else:
+            raise ShapeError(
+                f"{row} loses a symbolic size of {[str(t) for t in types]}; its row needs a rule"
+            )
+    return TensorType(BY_ONNX[tensor.elem_type], tuple(dims))
+
+
+def broadcast(row: Op, *shapes: tuple[Dim, ...]) -> tuple[Dim, ...]:
+    """numpy broadcasting; two different symbols never broadcast, that would be a guess."""
+    rank = max((len(s) for s in shapes), default=0)
+    padded = [(1,) * (rank - len(s)) + s for s in shapes]
+    return tuple(_broadcast_dim(row, shapes, axis) for axis in zip(*padded, strict=True))
+
+
+def _broadcast_dim(row: Op, shapes: tuple[tuple[Dim, ...], ...], dims: tuple[Dim, ...]) -> Dim:
+    wide = [d for d in dims if d != 1]
+    if not wide:
+        return 1
+    if any(d != wide[0] for d in wide[1:]):
+        other = next(d for d in wide if d != wide[0])
+        symbolic = isinstance(wide[0], Expr) or isinstance(other, Expr)
+        way_out = (
+            "give both the same symbol, or reshape" if symbolic else "reshape or transpose one"
+        )
+        shown = " and ".join(f"({', '.join(map(str, s))})" for s in shapes)
+        raise ShapeError(f"{row} cannot broadcast {shown}: {wide[0]} against {other}; {way_out}")
+    return wide[0]

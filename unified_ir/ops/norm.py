@@ -1,0 +1,162 @@
+"""Normalization rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops.elementwise import as_like, reciprocal, sqrt
+from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.samples import between, normal, sample
+from triplane.unified_ir.ops.structure import size_of
+from triplane.unified_ir.ops.tensor import Tensor
+
+Types = tuple[TensorType, ...]
+
+
+def _batch_norm(call: Call) -> Types:
+    x = call.type(0)
+    if x.rank < 2:  # noqa: PLR2004 - batch, channel
+        raise ShapeError(f"BatchNormalization takes x: (N, C, ...), got {x}")
+    vector = x.with_shape(x.shape[1:2])
+    for i in range(1, 5):
+        if call.type(i).shape != vector.shape:
+            raise ShapeError(f"BatchNormalization of {x} needs {vector}, got {call.type(i)}")
+    if call.outputs > 1 and not call.attrs["training_mode"]:
+        raise InvalidInput("BatchNormalization gives statistics only with training_mode=1")
+    return (x, vector, vector)[: call.outputs]
+
+
+def _batch_norm_kernel(
+    x: Any, scale: Any, bias: Any, mean: Any, var: Any, *,
+    epsilon: float, momentum: float, training_mode: int,
+) -> Any:  # fmt: skip
+    """Training mode normalizes by the batch and blends its mean and biased variance."""
+    axes = (0, *range(2, x.ndim))
+    shape = (-1, *[1] * (x.ndim - 2))
+    used_mean, used_var = (x.mean(axes), x.var(axes)) if training_mode else (mean, var)
+    y = (x - used_mean.reshape(shape)) / np.sqrt(used_var.reshape(shape) + epsilon)
+    y = y * scale.reshape(shape) + bias.reshape(shape)
+    if not training_mode:
+        return y
+    blend = [momentum * a + (1 - momentum) * b for a, b in ((mean, used_mean), (var, used_var))]
+    return y, *blend
+
+
+def _channels(v: Tensor, rank: int) -> Tensor:
+    return v.reshape((v.shape[0], *[1] * (rank - 2)))
+
+
+def _batch_norm_vjp(
+    g: Any, y: Any, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor,
+    *, epsilon: float, momentum: float, training_mode: int,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Training: dx = a g + B x + C per channel (linear in g and x); statistics add their share."""
+    gs, ys = (g, y) if isinstance(g, tuple) else ((g,), (y,))
+    if not training_mode:
+        return _inference_vjp(gs[0], x, scale, mean, var, epsilon)
+    axes = [0, *range(2, x.rank)]
+    count = size_of([x.shape[a] for a in axes], x.dtype)
+    batch_mean, batch_var = _batch_statistics(x, ys, axes, momentum)
+    rstd = reciprocal(sqrt(batch_var + as_like(epsilon, x)))
+    b, c = x * 0.0, None
+    dx: Tensor | None = None
+    d_scale = d_bias = None
+    if gs[0] is not None:
+        s1 = gs[0].sum(axes)
+        d_scale = rstd * ((gs[0] * x).sum(axes) - batch_mean * s1)
+        d_bias = s1
+        a = scale * rstd
+        b = -(a * rstd * d_scale) / count
+        c = -(a * s1) / count - b * batch_mean
+        dx = gs[0] * _channels(a, x.rank) + (x * _channels(b, x.rank) + _channels(c, x.rank))
+    dx = _add_statistics(dx, gs, x, batch_mean, count, 1.0 - momentum)
+    kept = [None if k is None else k * momentum for k in (*gs[1:], None, None)][:2]
+    return dx, d_scale, d_bias, kept[0], kept[1]
+
+
+def _batch_statistics(
+    x: Tensor, ys: Any, axes: list[int], momentum: float
+) -> tuple[Tensor, Tensor]:
+    if len(ys) == 3 and momentum == 0.0:  # noqa: PLR2004 - the outputs are the statistics
+        return ys[1], ys[2]
+    mean = x.mean(axes, keepdims=True)
+    centred = x - mean
+    return mean.reshape((x.shape[1],)), (centred * centred).mean(axes)
+
+
+def _add_statistics(
+    dx: Tensor | None, gs: Any, x: Tensor, mean: Tensor, count: Any, share: float
+) -> Tensor | None:
+    """Cotangents of the mean and variance outputs: 1/M and 2 (x - mean) / M per element."""
+    terms = [] if dx is None else [dx]
+    if len(gs) > 1 and gs[1] is not None:
+        terms.append(x * 0.0 + _channels(gs[1] * share / count, x.rank))
+    if len(gs) > 2 and gs[2] is not None:  # noqa: PLR2004 - variance
+        slope = _channels(gs[2] * (2.0 * share) / count, x.rank)
+        terms.append((x - _channels(mean, x.rank)) * slope)
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def _inference_vjp(
+    g: Tensor, x: Tensor, scale: Tensor, mean: Tensor, var: Tensor, epsilon: float
+) -> tuple[Tensor, ...]:
+    axes = [0, *range(2, x.rank)]
+    rstd = reciprocal(sqrt(var + as_like(epsilon, x)))
+    s1 = g.sum(axes)
+    dot = (g * (x - _channels(mean, x.rank))).sum(axes)
+    d_mean = -(s1 * scale * rstd)
+    d_var = -0.5 * dot * scale * rstd * rstd * rstd
+    return g * _channels(scale * rstd, x.rank), dot * rstd, s1, d_mean, d_var
+
+
+_vectors = (between(0.5, 2, 3), normal(3), normal(3), between(0.5, 2, 3))
+batch_norm_row = Op(
+    name="BatchNormalization",
+    infer=_batch_norm,
+    reference=_batch_norm_kernel,
+    vjp=_batch_norm_vjp,
+    samples=(
+        sample(normal(4, 3, 2, 2), *_vectors),
+        sample(normal(4, 3), *_vectors),
+        sample(
+            normal(4, 3, 2, 2), *_vectors, outputs=3, training_mode=1, momentum=0.0,
+            smooth=(0, 1, 2),
+        ),
+        sample(normal(5, 3, 2), *_vectors, outputs=3, training_mode=1, momentum=0.25),
+    ),
+)  # fmt: skip
+
+
+def _layer_norm(
+    x: Tensor, scale: Tensor, bias: Tensor | None = None, *,
+    axis: int, epsilon: float, stash_type: int,
+) -> list[Tensor]:  # fmt: skip
+    """y = (x - mean) / sqrt(var + eps) * scale + bias over the axes from `axis` on (Ba 2016)."""
+    axes = [*range(axis % x.rank, x.rank)]
+    mean = x.mean(axes, keepdims=True)
+    centred = x - mean
+    var = (centred * centred).mean(axes, keepdims=True)
+    rstd = reciprocal(sqrt(var + as_like(epsilon, x)))
+    y = centred * rstd * scale
+    return [y if bias is None else y + bias, mean, rstd]
+
+
+layer_norm_row = Op(
+    name="LayerNormalization",
+    body=_layer_norm,
+    samples=(
+        sample(normal(2, 3, 4), between(0.5, 2, 4), normal(4)),
+        sample(normal(2, 3, 4), between(0.5, 2, 3, 4), axis=1),
+    ),
+)
+
+
+def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
+    """Layer normalization over the last axis; x: (..., D), scale and bias: (D,)."""
+    return layer_norm_row(x, scale, bias, epsilon=epsilon)
+
+

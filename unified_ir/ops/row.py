@@ -1,0 +1,280 @@
+"""One operator, one row. Everything that iterates operators iterates a table of these.
+
+A row is a *primitive* (its gradient is a rule written in operators) or a *body* (written in other
+rows, from which gradient, kernel and lowering are derived). A row in domain "" means the ONNX
+operator of that name in its newest definition up to ai.onnx 26; operands, attributes, defaults and
+shape inference then come from ONNX's own schema unless the row says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from onnx import defs
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, Expr
+from triplane.unified_ir.ir.graph import Array, AttrValue, Function, OpId
+from triplane.unified_ir.ir.types import BY_ONNX, DType, TensorType
+from triplane.unified_ir.ops.recorder import recorder
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.ops.tensor import Tensor
+
+MEANING_OPSET: Final = 26
+"""Newest ai.onnx version whose definitions the IR adopts."""
+
+DOMAIN: Final = "triplane"
+"""Domain of operators that ONNX lacks; each lowers to ONNX operators."""
+
+Known = Array | tuple[Dim, ...]
+"""What inference knows of an operand's contents: a constant, or an int64 vector of dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What shape inference sees: operand types (None where absent), known contents, attributes."""
+
+    row: Op
+    types: tuple[TensorType | None, ...]
+    known: tuple[Known | None, ...]
+    attrs: Mapping[str, Any]
+    regions: tuple[Function, ...]
+    outputs: int
+
+    def type(self, i: int) -> TensorType:
+        """Type of operand `i`, which must be present."""
+        found = self.types[i] if i < len(self.types) else None
+        if found is None:
+            raise InvalidInput(f"{self.row} needs operand {i}; {len(self.types)} were given")
+        return found
+
+    def has(self, i: int) -> bool:
+        """Whether operand `i` is present."""
+        return i < len(self.types) and self.types[i] is not None
+
+    def dims(self, i: int) -> tuple[Dim, ...]:
+        """Operand `i` as a vector of dimensions; refused where its contents are not known."""
+        known = self.known[i] if i < len(self.known) else None
+        if isinstance(known, tuple):
+            return known
+        if known is None:
+            raise InvalidInput(
+                f"{self.row} needs the contents of operand {i} when the graph is built; "
+                "give a constant or sizes taken from a tensor's shape"
+            )
+        return tuple(int(d) for d in np.atleast_1d(known))
+
+
+Infer = Callable[[Call], tuple[TensorType, ...]]
+Kernel = Callable[..., Any]
+Vjp = Callable[..., Sequence["Tensor | None"]]
+Body = Callable[..., "Tensor | Sequence[Tensor]"]
+Linearize = Callable[..., tuple[Sequence["Tensor"], Callable[..., Sequence["Tensor | None"]]]]
+MakeArray = Callable[[np.random.Generator], Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One tested use of a row: operand makers (None: absent), attributes, how many outputs.
+
+    `smooth` names the operands with respect to which finite differences hold; by default all
+    floating-point operands of a differentiable row.
+    """
+
+    inputs: tuple[MakeArray | None, ...]
+    attrs: Mapping[str, AttrValue] = field(default_factory=dict)
+    outputs: int = 1
+    smooth: tuple[int, ...] | None = None
+
+    def arrays(self, seed: int = 0) -> list[Array | None]:
+        """The operands, the same for the same seed."""
+        rng = np.random.default_rng(seed)
+        return [make(rng) if make else None for make in self.inputs]
+
+
+@dataclass(frozen=True, slots=True)
+class AttrSpec:
+    """Kind (INT, FLOAT, STRING, INTS, FLOATS, STRINGS, TENSOR, DIMS) and default of an attribute."""
+
+    kind: str
+    default: AttrValue | None = None
+    required: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Op:
+    """A row of the operator table. Call it to add a node: `relu(x)`, `concat(a, b, axis=1)`.
+
+    `vjp(g, y, *x, **attrs)` gives one cotangent per operand, None where there is none; with
+    several outputs `g` and `y` are tuples. `linearize` replaces it where the gradient needs more
+    than inputs and outputs. `body(*x, **attrs)` is the row in other rows. A row with none of the
+    three is not differentiable.
+    """
+
+    name: str
+    domain: str = ""
+    operands: tuple[str, ...] = ()
+    """Own rows: type letter of each operand, `?` optional, `*` variadic; same letter, same dtype."""
+    attrs: Mapping[str, AttrSpec] = field(default_factory=dict)
+    infer: Infer | None = None
+    reference: Kernel | None = None
+    vjp: Vjp | None = None
+    body: Body | None = None
+    linearize: Linearize | None = None
+    keeps_contents: bool = False
+    """The output lists the same elements as operand 0, so known sizes stay known."""
+    inline_region: bool = False
+    """The node means its first region applied to its operands."""
+    lower_below: Mapping[int, str] = field(default_factory=dict)
+    """Opset -> name of the emission rule (`onnx/lower.py`) for targets below it."""
+    samples: tuple[Sample, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.domain}.{self.name}" if self.domain else self.name
+
+    @cached_property
+    def schema(self) -> defs.OpSchema | None:
+        """ONNX's schema; None for own rows."""
+        return None if self.domain else defs.get_schema(self.name, MEANING_OPSET, "")
+
+    @cached_property
+    def id(self) -> OpId:
+        """The identity that files carry."""
+        return OpId(self.domain, self.name, self.schema.since_version if self.schema else 1)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether a gradient exists."""
+        return bool(self.vjp or self.linearize or self.body)
+
+    @cached_property
+    def letters(self) -> tuple[str, ...]:
+        """Type letter per declared operand, markers stripped."""
+        if self.schema:
+            return tuple(i.type_str for i in self.schema.inputs)
+        return tuple(o.rstrip("?*") for o in self.operands)
+
+    @cached_property
+    def arity(self) -> tuple[int, int]:
+        """Fewest and most operands."""
+        if self.schema:
+            return self.schema.min_input, self.schema.max_input
+        optional = sum(o.endswith("?") for o in self.operands)
+        variadic = any(o.endswith("*") for o in self.operands)
+        n = len(self.operands)
+        return n - optional - variadic, 2**31 if variadic else n
+
+    def letter(self, i: int) -> str:
+        """Type letter of operand `i`; a variadic last operand repeats."""
+        return self.letters[min(i, len(self.letters) - 1)] if self.letters else ""
+
+    @cached_property
+    def attr_specs(self) -> Mapping[str, AttrSpec]:
+        """Every attribute the row takes."""
+        if self.schema is None:
+            return self.attrs
+        return {name: _spec(a) for name, a in self.schema.attributes.items()}
+
+    def full_attrs(self, attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
+        """`attrs` with defaults filled in; an attribute without default is absent or None."""
+        full: dict[str, Any] = {k: s.default for k, s in self.attr_specs.items()}
+        full.update(attrs)
+        return full
+
+    def normal_attrs(self, attrs: Mapping[str, Any]) -> dict[str, AttrValue]:
+        """Checked and normalized attributes: sorted, defaults and None left out."""
+        normal: dict[str, AttrValue] = {}
+        for name in sorted(attrs):
+            spec = self.attr_specs.get(name)
+            if spec is None:
+                known = ", ".join(self.attr_specs) or "none"
+                raise InvalidInput(f"{self} has no attribute {name!r}; it has {known}")
+            if attrs[name] is None:
+                continue
+            value = _normal_attr(f"{self}.{name}", spec.kind, attrs[name])
+            if not _same_attr(value, spec.default):
+                normal[name] = value
+        for name, spec in self.attr_specs.items():
+            if spec.required and name not in normal:
+                raise InvalidInput(f"{self} needs the attribute {name!r}")
+        return normal
+
+    def __call__(self, *inputs: Any, **attrs: Any) -> Tensor:
+        """Adds a node to the graph under construction; gives its first output."""
+        return recorder().apply(self, inputs, attrs)[0]
+
+    def all_outputs(self, *inputs: Any, outputs: int, **attrs: Any) -> tuple[Tensor, ...]:
+        """As a call, giving the first `outputs` outputs."""
+        return recorder().apply(self, inputs, attrs, outputs=outputs)
+
+
+Table = Mapping[tuple[str, str], Op]
+"""Rows by (domain, name)."""
+
+_KINDS: Final[Mapping[str, Callable[[Any], AttrValue]]] = {
+    "INT": lambda v: v.onnx if isinstance(v, DType) else _int(v),
+    "FLOAT": float,
+    "STRING": lambda v: v.decode() if isinstance(v, bytes) else _text(v),
+    "INTS": lambda v: tuple(_int(i) for i in v),
+    "FLOATS": lambda v: tuple(float(i) for i in v),
+    "STRINGS": lambda v: tuple(_text(i) for i in v),
+    "TENSOR": lambda v: _frozen(v),
+    "DIMS": lambda v: tuple(d if isinstance(d, Expr) else _int(d) for d in v),
+}
+
+
+def _int(v: Any) -> int:
+    if isinstance(v, (bool, np.bool_)) or not isinstance(v, float) or v == int(v):
+        return int(v)
+    raise TypeError
+
+
+def _text(v: Any) -> str:
+    if not isinstance(v, str):
+        raise TypeError
+    return v
+
+
+def _frozen(v: Any) -> Array:
+    array = np.ascontiguousarray(v).reshape(np.shape(v))
+    if array.base is not None or array.flags.writeable:
+        array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+def _normal_attr(where: str, kind: str, value: Any) -> AttrValue:
+    try:
+        return _KINDS[kind](value)
+    except (TypeError, ValueError, AttributeError):
+        raise InvalidInput(f"{where} is {kind}, got {value!r}") from None
+
+
+def _same_attr(a: AttrValue, b: AttrValue | None) -> bool:
+    return not isinstance(a, np.ndarray) and type(a) is type(b) and a == b
+
+
+def _spec(attribute: defs.OpSchema.Attribute) -> AttrSpec:
+    kind = attribute.type.name
+    default = attribute.default_value
+    value: AttrValue | None = {
+        "INT": lambda: int(default.i),
+        "FLOAT": lambda: float(default.f),
+        "STRING": lambda: default.s.decode(),
+        "INTS": lambda: tuple(default.ints),
+        "FLOATS": lambda: tuple(default.floats),
+        "STRINGS": lambda: tuple(s.decode() for s in default.strings),
+    }.get(kind, lambda: None)() if default.name else None
+    return AttrSpec(kind, value, attribute.required)
+
+
+def dtype_attr(number: int) -> DType:
+    """The element type an ONNX number in an attribute such as `to` stands for."""
+    if number not in BY_ONNX:
+        raise InvalidInput(f"element type {number} is not supported; known: {dict(BY_ONNX)}")
+    return BY_ONNX[number]

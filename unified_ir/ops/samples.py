@@ -1,0 +1,66 @@
+"""Makers of sample operands for rows; each takes a generator, so a seed fixes every sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from triplane.unified_ir.ir.graph import AttrValue
+from triplane.unified_ir.ops.row import MakeArray, Sample
+
+
+def normal(*shape: int) -> MakeArray:
+    """Standard normal float64; the suite casts to the element type under test."""
+    return lambda rng: rng.standard_normal(shape)
+
+
+def between(low: float, high: float, *shape: int) -> MakeArray:
+    """Uniform in [low, high)."""
+    return lambda rng: rng.uniform(low, high, shape)
+
+
+def apart(*shape: int) -> MakeArray:
+    """Values at least 0.1 away from each other and from 0, in random order: no ties, no kinks."""
+
+    def make(rng: np.random.Generator) -> np.ndarray[Any, Any]:
+        n = int(np.prod(shape))
+        values = (np.arange(n) - n // 2) * 0.2 + 0.1
+        return rng.permutation(values).reshape(shape)
+
+    return make
+
+
+def ints(low: int, high: int, *shape: int, dtype: str = "int64") -> MakeArray:
+    """Uniform integers in low..high-1."""
+    return lambda rng: rng.integers(low, high, shape).astype(dtype)
+
+
+def bools(*shape: int) -> MakeArray:
+    """Fair coin flips."""
+    return lambda rng: rng.random(shape) < 0.5
+
+
+@dataclass(frozen=True)
+class Given:
+    """Always the same array; the suites pass integers made by it as constants of the graph."""
+
+    value: Any
+    dtype: str | None = None
+
+    def __call__(self, rng: np.random.Generator) -> np.ndarray[Any, Any]:
+        return np.asarray(self.value, self.dtype)
+
+
+given = Given
+
+
+def sample(
+    *inputs: MakeArray | None,
+    outputs: int = 1,
+    smooth: tuple[int, ...] | None = None,
+    **attrs: AttrValue,
+) -> Sample:
+    """A `Sample`, with attributes as keywords."""
+    return Sample(inputs=inputs, attrs=attrs, outputs=outputs, smooth=smooth)

@@ -1,0 +1,43 @@
+"""Where the user's code called us: file and line, the file relative to its import root."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+from triplane.unified_ir.ir.graph import Location
+
+_INTERNAL: Final = tuple(
+    f"{Path(__file__).resolve().parents[1] / part}/"
+    for part in ("ops", "ir", "autodiff", "passes", "engines", "frontend", "nn", "optim", "train")
+)
+REWRITTEN: Final = "triplane:"
+"""Prefix of the file name that rewritten user code carries, followed by the real one."""
+
+
+def user_location() -> Location | None:
+    """The innermost frame outside this package's own layers; None when there is none."""
+    frame = sys._getframe(2)  # noqa: SLF001 - the one way to read the caller cheaply
+    while frame is not None:
+        file = _relative(frame.f_code.co_filename)
+        if file is not None:
+            return Location(file, frame.f_lineno)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _relative(filename: str) -> str | None:
+    """The path below its import root, or None for this package and for frames without a file."""
+    if filename.startswith("<"):
+        return None
+    path = Path(filename.removeprefix(REWRITTEN)).resolve()
+    if str(path).startswith(_INTERNAL):
+        return None
+    roots = sorted((Path(p).resolve() for p in sys.path if p), key=lambda p: -len(p.parts))
+    for root in roots:
+        if path.is_relative_to(root) and root != path:
+            return path.relative_to(root).as_posix()
+    return path.name

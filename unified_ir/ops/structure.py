@@ -1,0 +1,563 @@
+"""Rows that move or select elements without computing, and sums, which are their transposes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, ceil_div, floor_div, product
+from triplane.unified_ir.ir.types import (
+    DTYPES,
+    DType,
+    ShapeError,
+    TensorType,
+    as_dtype,
+    bool_,
+    int64,
+    type_of,
+)
+from triplane.unified_ir.ops.infer import broadcast
+from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op, dtype_attr
+from triplane.unified_ir.ops.samples import bools, given, ints, normal, sample
+from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of
+
+Types = tuple[TensorType, ...]
+
+
+def same(call: Call) -> Types:
+    """One output, typed like the first operand."""
+    return (call.type(0),)
+
+
+def sum_to(g: Tensor, like: Tensor) -> Tensor:
+    """The transpose of broadcasting `like` to the shape of `g`: sums the axes it was repeated on."""
+    if g.shape == like.shape:
+        return g
+    lead = g.rank - like.rank
+    inner = [
+        lead + i for i, (a, b) in enumerate(zip(like.shape, g.shape[lead:], strict=True)) if a != b
+    ]
+    return g.sum([*range(lead), *inner]).reshape(like.shape)
+
+
+def axes_of(rank: int, axes: Sequence[int] | None) -> tuple[int, ...]:
+    """Axes as sorted non-negative ints; all of them for None."""
+    if axes is None:
+        return tuple(range(rank))
+    bad = [a for a in axes if not -rank <= a < rank]
+    if bad:
+        raise ShapeError(f"axis {bad[0]} is outside a tensor of {rank} axes")
+    return tuple(sorted({int(a) % rank for a in axes}))
+
+
+def _constant(call: Call) -> Types:
+    return (type_of(call.attrs["value"]),)
+
+
+constant_row = Op(name="Constant", infer=_constant, reference=lambda value, **_: value)
+
+dims_row = Op(
+    name="Dims",
+    domain=DOMAIN,
+    attrs={"dims": AttrSpec("DIMS", required=True)},
+    infer=lambda call: (TensorType(int64, (len(call.attrs["dims"]),)),),
+    reference=lambda dims: np.array(dims, np.int64),
+)
+"""Sizes of the scope's symbols as an int64 vector; lowers to Shape and integer arithmetic."""
+
+identity = Op(
+    name="Identity", keeps_contents=True, infer=same, reference=lambda x: x, vjp=lambda g, y, x: (g,),
+    samples=(sample(normal(2, 3)),),
+)  # fmt: skip
+
+stop_gradient = Op(
+    name="StopGradient",
+    domain=DOMAIN,
+    operands=("T",),
+    infer=same,
+    reference=lambda x: x,
+    body=lambda x: identity(x),
+    vjp=lambda g, y, x: (None,),
+    samples=(sample(normal(2, 3), smooth=()),),
+)
+"""The operand itself; no gradient passes."""
+
+
+def _cast_reference(x: Any, *, to: int, **_: Any) -> Any:
+    return x.astype(dtype_attr(to).numpy)
+
+
+cast_row = Op(
+    name="Cast",
+    infer=lambda call: (call.type(0).with_dtype(dtype_attr(call.attrs["to"])),),
+    reference=_cast_reference,
+    vjp=lambda g, y, x, **_: (g.cast(x.dtype) if x.dtype.is_float and y.dtype.is_float else None,),
+    samples=(
+        sample(normal(2, 3), to=1),
+        sample(normal(2, 3), to=9, smooth=()),
+        sample(ints(0, 9, 4), to=1, smooth=()),
+    ),
+)
+
+
+def _reshape(call: Call) -> Types:
+    x, wanted = call.type(0), list(call.dims(1))
+    if not call.attrs["allowzero"]:
+        wanted = [x.shape[i] if d == 0 else d for i, d in enumerate(wanted)]
+    if wanted.count(-1) > 1:
+        raise ShapeError(f"Reshape takes one -1 at most, got {wanted}")
+    if -1 in wanted:
+        rest = product([d for d in wanted if d != -1])
+        wanted[wanted.index(-1)] = floor_div(x.size, rest) if rest != 0 else 0
+    if product(wanted) != x.size:
+        shown = ", ".join(map(str, call.dims(1)))
+        raise ShapeError(
+            f"Reshape of {x} to ({shown}) changes the element count "
+            f"from {x.size} to {product(wanted)}"
+        )
+    return (x.with_shape(wanted),)
+
+
+reshape_row = Op(
+    name="Reshape",
+    keeps_contents=True,
+    infer=_reshape,
+    reference=lambda x, shape, allowzero: x.reshape(
+        [x.shape[i] if d == 0 and not allowzero else d for i, d in enumerate(shape)]
+    ),
+    vjp=lambda g, y, x, shape, **_: (g.reshape(x.shape), None),
+    samples=(
+        sample(normal(2, 6), given([3, -1])),
+        sample(normal(2, 6), given([0, 3, 2])),
+    ),
+)
+
+
+def _transpose(call: Call) -> Types:
+    x = call.type(0)
+    perm = call.attrs["perm"] or tuple(reversed(range(x.rank)))
+    if sorted(perm) != list(range(x.rank)):
+        raise ShapeError(f"Transpose of {x} needs each axis once, got perm={perm}")
+    return (x.with_shape(x.shape[p] for p in perm),)
+
+
+def _transpose_vjp(g: Tensor, y: Tensor, x: Tensor, *, perm: Any) -> tuple[Tensor]:
+    return (g.transpose(*map(int, np.argsort(perm)) if perm else ()),)
+
+
+transpose = Op(
+    name="Transpose",
+    infer=_transpose,
+    reference=lambda x, perm: x.transpose(perm),
+    vjp=_transpose_vjp,
+    samples=(sample(normal(2, 3, 4), perm=(1, 2, 0)), sample(normal(2, 3))),
+)
+
+expand_row = Op(
+    name="Expand",
+    infer=lambda call: (
+        call.type(0).with_shape(broadcast(call.row, call.type(0).shape, call.dims(1))),
+    ),
+    reference=lambda x, shape: x * np.ones(shape, x.dtype) if x.dtype.kind == "f"
+    else np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(shape))),
+    vjp=lambda g, y, x, shape: (sum_to(g, x), None),
+    samples=(sample(normal(3, 1), given([2, 3, 4])),),
+)  # fmt: skip
+
+
+def _reduced(call: Call) -> Types:
+    x = call.type(0)
+    axes = axes_of(x.rank, [int(d) for d in call.dims(1)] if call.has(1) else None)
+    if call.has(1) and not call.dims(1):
+        axes = () if call.attrs["noop_with_empty_axes"] else axes_of(x.rank, None)
+    if call.attrs["keepdims"]:
+        return (x.with_shape(1 if i in axes else d for i, d in enumerate(x.shape)),)
+    return (x.with_shape(d for i, d in enumerate(x.shape) if i not in axes),)
+
+
+def reduction_kernel(f: Any) -> Any:
+    """A numpy reduction as a kernel with axes as operand."""
+
+    def kernel(x: Any, axes: Any = None, *, keepdims: int, noop_with_empty_axes: int) -> Any:
+        if axes is not None and len(axes) == 0:
+            axes = () if noop_with_empty_axes else None
+        wanted = None if axes is None else tuple(int(a) for a in axes)
+        return f(x, axis=wanted, keepdims=bool(keepdims))
+
+    return kernel
+
+
+def kept(g: Tensor, x: Tensor, axes: Tensor | None) -> Tensor:
+    """A reduced tensor with the reduced axes back as size 1."""
+    reduced = axes_of(x.rank, None if axes is None else [int(a) for a in known_ints(axes)])
+    return g.reshape([1 if i in reduced else d for i, d in enumerate(x.shape)])
+
+
+def known_ints(x: Tensor) -> list[int]:
+    """The contents of a constant int vector."""
+    found = recorder().known(x)
+    if found is None:
+        raise InvalidInput(f"{x!r} must be constant here")
+    return [int(i) for i in np.atleast_1d(np.asarray(found))]
+
+
+def broadcast_to(x: Tensor, shape: Sequence[Dim]) -> Tensor:
+    """`x` repeated to `shape`; `x` itself where nothing is repeated."""
+    return x if tuple(shape) == x.shape else expand_row(x, dims_of(shape))
+
+
+def _reduce_sum_vjp(g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None, **_: Any) -> Any:
+    return (broadcast_to(kept(g, x, axes), x.shape), None)
+
+
+reduce_sum_row = Op(
+    name="ReduceSum",
+    infer=_reduced,
+    reference=reduction_kernel(np.sum),
+    vjp=_reduce_sum_vjp,
+    samples=(
+        sample(normal(2, 3, 4), given([0, 2])),
+        sample(normal(2, 3), given([-1]), keepdims=0),
+        sample(normal(2, 3)),
+    ),
+)
+
+
+def size_of(dims: Sequence[Dim], dtype: DType) -> Tensor | float:
+    """The product of sizes as a number: a Python float where static, else a scalar tensor."""
+    n = product(list(dims))
+    return float(n) if isinstance(n, int) else dims_of([n]).reshape(()).cast(dtype)
+
+
+def _reduce_mean_vjp(g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None, **_: Any) -> Any:
+    reduced = axes_of(x.rank, None if axes is None else known_ints(axes))
+    scaled = g / size_of([x.shape[a] for a in reduced], g.dtype)
+    return (broadcast_to(kept(scaled, x, axes), x.shape), None)
+
+
+reduce_mean_row = Op(
+    name="ReduceMean",
+    infer=_reduced,
+    reference=reduction_kernel(np.mean),
+    vjp=_reduce_mean_vjp,
+    lower_below={18: "axes_as_attribute"},
+    samples=(
+        sample(normal(2, 3, 4), given([0, 2])),
+        sample(normal(2, 3), given([1]), keepdims=0),
+    ),
+)
+
+
+def _unsqueeze(call: Call) -> Types:
+    x = call.type(0)
+    new = axes_of(x.rank + len(call.dims(1)), [int(d) for d in call.dims(1)])
+    dims = iter(x.shape)
+    return (x.with_shape(1 if i in new else next(dims) for i in range(x.rank + len(new))),)
+
+
+unsqueeze_row = Op(
+    name="Unsqueeze",
+    keeps_contents=True,
+    infer=_unsqueeze,
+    reference=lambda x, axes: np.expand_dims(x, tuple(int(a) for a in axes)),
+    vjp=lambda g, y, x, axes: (g.reshape(x.shape), None),
+    samples=(sample(normal(2, 3), given([0, -1])),),
+)
+
+
+def _squeeze(call: Call) -> Types:
+    x = call.type(0)
+    if call.has(1):
+        axes = axes_of(x.rank, [int(d) for d in call.dims(1)])
+    else:
+        axes = tuple(i for i, d in enumerate(x.shape) if d == 1)
+    wide = [i for i in axes if x.shape[i] != 1]
+    if wide:
+        raise ShapeError(f"Squeeze of axis {wide[0]} of {x}, whose size is not 1")
+    return (x.with_shape(d for i, d in enumerate(x.shape) if i not in axes),)
+
+
+squeeze_row = Op(
+    name="Squeeze",
+    keeps_contents=True,
+    infer=_squeeze,
+    reference=lambda x, axes=None: np.squeeze(
+        x, None if axes is None else tuple(int(a) for a in axes)
+    ),
+    vjp=lambda g, y, x, axes=None: (g.reshape(x.shape), None),
+    samples=(sample(normal(1, 3, 1), given([0])), sample(normal(1, 3))),
+)
+
+
+def _concat(call: Call) -> Types:
+    first = call.type(0)
+    axis = axes_of(first.rank, [call.attrs["axis"]])[0]
+    total: Dim = 0
+    for i in range(len(call.types)):
+        t = call.type(i)
+        total = total + t.shape[axis] if t.rank == first.rank else total
+        others = [d for k, d in enumerate(t.shape) if k != axis]
+        if others != [d for k, d in enumerate(first.shape) if k != axis]:
+            raise ShapeError(f"Concat on axis {axis} needs equal other axes, got {first} and {t}")
+    return (first.with_shape(total if k == axis else d for k, d in enumerate(first.shape)),)
+
+
+def _concat_vjp(g: Tensor, y: Tensor, *xs: Tensor, axis: int) -> list[Tensor]:
+    start: Dim = 0
+    parts = []
+    for x in xs:
+        end = start + x.shape[axis]
+        parts.append(slice_axis(g, axis, start, end))
+        start = end
+    return parts
+
+
+concat_row = Op(
+    name="Concat",
+    infer=_concat,
+    reference=lambda *xs, axis: np.concatenate(xs, axis),
+    vjp=_concat_vjp,
+    samples=(sample(normal(2, 3), normal(2, 1), normal(2, 2), axis=1),),
+)
+
+
+def slice_bounds(call: Call) -> list[tuple[int, Dim, Dim, int]]:
+    """(axis, start, end, step) of a Slice, clipped where sizes are static."""
+    x = call.type(0)
+    starts, ends = call.dims(1), call.dims(2)
+    axes = [int(a) for a in call.dims(3)] if call.has(3) else list(range(len(starts)))
+    steps = [int(s) for s in call.dims(4)] if call.has(4) else [1] * len(starts)
+    if not len(starts) == len(ends) == len(axes) == len(steps) or 0 in steps:
+        raise ShapeError(f"Slice needs a start, end and nonzero step per axis, got {steps=}")
+    resolved = []
+    for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
+        axis = axes_of(x.rank, [axis])[0]  # noqa: PLW2901 - normalized
+        resolved.append((axis, *_clip_bounds(x.shape[axis], start, end, step), step))
+    return resolved
+
+
+def _clip_bounds(size: Dim, start: Dim, end: Dim, step: int) -> tuple[Dim, Dim]:
+    if isinstance(size, int) and isinstance(start, int) and isinstance(end, int):
+        first, last, _ = slice(start, None if end < -size and step < 0 else end, step).indices(size)
+        return first, last
+    return _symbolic_bound(size, start), _symbolic_bound(size, end)
+
+
+def _symbolic_bound(size: Dim, bound: Dim) -> Dim:
+    """A bound against a symbolic size: far beyond means the end, negative counts from it."""
+    if isinstance(bound, int) and bound >= 2**31:
+        return size
+    if isinstance(bound, int) and bound < 0:
+        return size + bound
+    return bound
+
+
+def _slice(call: Call) -> Types:
+    x = call.type(0)
+    shape = list(x.shape)
+    for axis, start, end, step in slice_bounds(call):
+        if step < 0 and not (isinstance(start, int) and isinstance(end, int)):
+            raise ShapeError(f"Slice backwards over the symbolic axis {axis} of {x} is not known")
+        length = ceil_div(end - start, step) if step > 0 else ceil_div(start - end, -step)
+        shape[axis] = max(length, 0) if isinstance(length, int) else length
+    return (x.with_shape(shape),)
+
+
+def _slice_reference(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
+    index = [slice(None)] * x.ndim
+    axes = range(len(starts)) if axes is None else axes
+    steps = [1] * len(starts) if steps is None else steps
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        stop = None if step < 0 and end < -x.shape[axis] else int(end)
+        index[axis] = slice(int(start), stop, int(step))
+    return x[tuple(index)]
+
+
+def _slice_vjp(g: Tensor, y: Tensor, x: Tensor, *bounds: Tensor) -> Any:
+    """Pads the cotangent back; strides and reversals go through a scatter of positions."""
+    known = [recorder().known(b) for b in bounds]
+    call = Call(slice_row, (x.type,), (None, *known), {}, (), 1)
+    call = Call(slice_row, (x.type, *(b.type for b in bounds)), (None, *known), {}, (), 1)
+    resolved = slice_bounds(call)
+    if all(step == 1 for *_, step in resolved):
+        before, after = [0] * x.rank, [0] * x.rank
+        for axis, start, end, _ in resolved:
+            before[axis], after[axis] = start, x.shape[axis] - end  # type: ignore[call-overload]
+        padded = pad_row(g, dims_of([*before, *after]))
+        return (padded, *(None for _ in bounds))
+    for axis, start, end, step in resolved:
+        g = _spread(g, axis, x.shape[axis], start, end, step)
+    return (g, *(None for _ in bounds))
+
+
+def _spread(g: Tensor, axis: int, size: Dim, start: Dim, end: Dim, step: int) -> Tensor:
+    """Places slices of `g` along `axis` at start, start+step, ... of an axis of zeros."""
+    if not (isinstance(size, int) and isinstance(start, int) and isinstance(end, int)):
+        raise ShapeError("the gradient of a strided Slice needs a static axis")
+    if (start, end, step) == (0, size, 1):
+        return g
+    positions = np.arange(size)[slice(start, None if step < 0 and end < 0 else end, step)]
+    take = np.full(size, len(positions))
+    take[positions] = np.arange(len(positions))
+    zeros = [(0, int(i == axis)) for i in range(g.rank)]
+    widened = pad_row(g, dims_of([b for b, _ in zeros] + [a for _, a in zeros]))
+    return gather_axis(widened, take, axis)
+
+
+def gather_axis(x: Tensor, positions: Any, axis: int) -> Tensor:
+    """Elements of `x` at constant positions along one axis."""
+    build = recorder()
+    return build.apply(build.table["", "Gather"], (x, positions), {"axis": axis})[0]
+
+
+slice_row = Op(
+    name="Slice",
+    infer=_slice,
+    reference=_slice_reference,
+    vjp=_slice_vjp,
+    samples=(
+        sample(normal(4, 5), given([1, 0]), given([3, -1]), given([0, 1])),
+        sample(normal(4, 5), given([-1]), given([-100]), given([1]), given([-2])),
+        sample(normal(7), given([1]), given([7]), given([0]), given([3])),
+    ),
+)
+
+
+def slice_axis(x: Tensor, axis: int, start: Dim, end: Dim, step: int = 1) -> Tensor:
+    """`x[..., start:end:step, ...]` along one axis; bounds may be symbolic."""
+    return slice_row(x, dims_of([start]), dims_of([end]), np.array([axis]), np.array([step]))
+
+
+def _pad(call: Call) -> Types:
+    x, pads = call.type(0), call.dims(1)
+    axes = axes_of(x.rank, [int(a) for a in call.dims(3)]) if call.has(3) else range(x.rank)
+    if len(pads) != 2 * len(axes):
+        raise ShapeError(f"Pad of {x} needs {2 * len(axes)} amounts, got {len(pads)}")
+    shape = list(x.shape)
+    for k, axis in enumerate(axes):
+        shape[axis] = shape[axis] + pads[k] + pads[k + len(axes)]
+    return (x.with_shape(shape),)
+
+
+def _pad_vjp(g: Tensor, y: Tensor, x: Tensor, pads: Tensor, *rest: Any, mode: str) -> Any:
+    if mode != "constant":
+        raise InvalidInput(f"the gradient of Pad is known for mode 'constant', got {mode!r}")
+    amounts = recorder().known(pads)
+    assert amounts is not None
+    before = [amounts[i] for i in range(x.rank)]
+    back = slice_row(
+        g,
+        dims_of(before),
+        dims_of([b + d for b, d in zip(before, x.shape, strict=True)]),
+        np.arange(x.rank),
+    )
+    return (back, *(None for _ in range(1 + len(rest))))
+
+
+pad_row = Op(
+    name="Pad",
+    infer=_pad,
+    vjp=_pad_vjp,
+    lower_below={18: "pad_without_axes"},
+    samples=(sample(normal(2, 3), given([1, 0, 0, 2])),),
+)
+
+
+def _where(call: Call) -> Types:
+    if call.type(0).dtype != bool_:
+        raise ShapeError(f"Where needs a bool condition, got {call.type(0)}")
+    shapes = [call.type(i).shape for i in range(3)]
+    return (call.type(1).with_shape(broadcast(call.row, *shapes)),)
+
+
+def _where_vjp(g: Tensor, y: Tensor, condition: Tensor, a: Tensor, b: Tensor) -> Any:
+    return (
+        None,
+        sum_to(where(condition, g, 0.0), a),
+        sum_to(where(condition, 0.0, g), b),
+    )
+
+
+where = Op(
+    name="Where",
+    infer=_where,
+    reference=np.where,
+    vjp=_where_vjp,
+    samples=(sample(bools(2, 3), normal(2, 3), normal(3)),),
+)
+
+
+def cast(x: TensorLike, dtype: DType | str) -> Tensor:
+    """The same numbers in another element type."""
+    return as_tensor(x).cast(as_dtype(dtype))
+
+
+def reshape(x: TensorLike, shape: Sequence[Dim | int]) -> Tensor:
+    """The same elements in another shape; one size may be -1."""
+    return as_tensor(x).reshape(tuple(shape))
+
+
+def flatten(x: Tensor, start: int = 1) -> Tensor:
+    """x: (B, ...) -> (B, product of the rest): axes from `start` on become one."""
+    if not 0 <= start < max(x.rank, 1):
+        raise ShapeError(f"flatten from axis {start} of {x.type}")
+    return x.reshape((*x.shape[:start], product(list(x.shape[start:]))))
+
+
+def expand(x: TensorLike, shape: Sequence[Dim | int]) -> Tensor:
+    """`x` broadcast to `shape`."""
+    return expand_row(x, dims_of(list(shape)))
+
+
+def squeeze(x: Tensor, *axes: int) -> Tensor:
+    """Drops axes of size 1."""
+    return squeeze_row(x, np.array(axes, np.int64))
+
+
+def unsqueeze(x: Tensor, *axes: int) -> Tensor:
+    """Inserts axes of size 1 at the given positions of the result."""
+    return unsqueeze_row(x, np.array(axes, np.int64))
+
+
+def concat(xs: Sequence[TensorLike], axis: int = 0) -> Tensor:
+    """Joins tensors along an existing axis."""
+    return concat_row(*xs, axis=axis)
+
+
+def stack(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Joins tensors along a new axis."""
+    return concat([unsqueeze(x, axis) for x in xs], axis)
+
+
+def pad(x: TensorLike, pads: Sequence[int], value: float = 0.0) -> Tensor:
+    """Pads with a constant; `pads`: amounts before each axis, then amounts after each."""
+    return pad_row(x, dims_of(list(pads)), value if value else None)
+
+
+def shape(x: Tensor) -> Tensor:
+    """Sizes of `x` as an int64 vector; symbolic sizes stay symbolic."""
+    return dims_of(x.shape)
+
+
+def constant(value: Any, dtype: DType | str | None = None) -> Tensor:
+    """A constant of the graph."""
+    return as_tensor(np.asarray(value), None if dtype is None else as_dtype(dtype))
+
+
+def zeros(shape: Sequence[Dim | int], dtype: DType | str = DTYPES["float32"]) -> Tensor:
+    """A tensor of zeros; sizes may be symbolic."""
+    return full(shape, 0, dtype)
+
+
+def ones(shape: Sequence[Dim | int], dtype: DType | str = DTYPES["float32"]) -> Tensor:
+    """A tensor of ones; sizes may be symbolic."""
+    return full(shape, 1, dtype)
+
+
+def full(shape: Sequence[Dim | int], value: float, dtype: DType | str) -> Tensor:
+    """A tensor of one repeated value; sizes may be symbolic."""
+    return broadcast_to(constant(np.asarray(value, as_dtype(dtype).numpy)), tuple(shape))

@@ -1,0 +1,37 @@
+"""The operator table: every row, by (domain, name). Suites, engines and documentation iterate it."""
+
+from __future__ import annotations
+
+from types import MappingProxyType, ModuleType
+from typing import Final
+
+from triplane.unified_ir.ops import (
+    control,
+    conv,
+    elementwise,
+    indexing,
+    linear,
+    norm,
+    pool,
+    quant,
+    random,
+    structure,
+)
+from triplane.unified_ir.ops.row import Op, Table
+
+_MODULES: Final = (
+    structure, elementwise, linear, indexing, conv, pool, norm, control, random, quant,
+)  # fmt: skip
+
+
+def _collect(modules: tuple[ModuleType, ...]) -> dict[tuple[str, str], Op]:
+    table: dict[tuple[str, str], Op] = {}
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, Op):
+                known = table.setdefault((value.domain, value.name), value)
+                assert known is value, f"two rows for {value}"
+    return table
+
+
+TABLE: Final[Table] = MappingProxyType(_collect(_MODULES))

@@ -1,0 +1,54 @@
+"""Nested tuples, lists and dicts of leaves, flattened in a fixed order (dicts by sorted key)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from triplane.proto.errors import InvalidInput
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree; None is an empty tree."""
+    if tree is None:
+        return []
+    if isinstance(tree, dict):
+        return [leaf for key in sorted(tree) for leaf in leaves(tree[key])]
+    if isinstance(tree, (tuple, list)):
+        return [leaf for item in tree for leaf in leaves(item)]
+    return [tree]
+
+
+def rebuild(tree: Any, values: Sequence[Any]) -> Any:
+    """A tree shaped like `tree` with its leaves replaced in order."""
+    remaining = iter(values)
+    made = _fill(tree, remaining)
+    if next(remaining, _END) is not _END:
+        raise InvalidInput(f"{len(values)} values do not fit a tree of {len(leaves(tree))} leaves")
+    return made
+
+
+_END = object()
+
+
+def _fill(tree: Any, values: Iterator[Any]) -> Any:
+    if tree is None:
+        return None
+    if isinstance(tree, dict):
+        return {key: _fill(tree[key], values) for key in sorted(tree)}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_fill(item, values) for item in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(_fill(item, values) for item in tree)
+    return next(values)
+
+
+def structure(tree: Any) -> Any:
+    """A hashable description of the nesting, equal for trees that hold the same keys and lengths."""
+    if tree is None:
+        return None
+    if isinstance(tree, dict):
+        return ("dict", tuple((key, structure(tree[key])) for key in sorted(tree)))
+    if isinstance(tree, (tuple, list)):
+        return (type(tree).__name__, tuple(structure(item) for item in tree))
+    return "leaf"

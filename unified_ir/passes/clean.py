@@ -1,0 +1,65 @@
+"""Passes that never change a result: common subexpressions, dead nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from triplane.unified_ir.ir.graph import Function, Node, Value
+
+
+def clean(function: Function) -> Function:
+    """Each expression computed once, and only what the results need."""
+    return drop_dead(share(function))
+
+
+def drop_dead(function: Function) -> Function:
+    """Without the nodes no result depends on; parameters stay, they are the signature."""
+    needed: set[Value] = set(function.results)
+    kept: list[Node] = []
+    for node in reversed(function.nodes):
+        if any(v in needed for v in node.outputs):
+            kept.append(node)
+            needed.update(v for v in node.inputs if v is not None)
+    return with_nodes(function, kept[::-1], function.results)
+
+
+def share(function: Function) -> Function:
+    """Equal nodes (same operator, operands and attributes; no regions) computed once."""
+    env: dict[Value, Value] = {}
+    seen: dict[Any, Node] = {}
+    nodes: list[Node] = []
+    for node in function.nodes:
+        inputs = tuple(None if v is None else env.get(v, v) for v in node.inputs)
+        key = None if node.regions else (node.op, inputs, len(node.outputs), attrs_key(node))
+        first = seen.get(key) if key is not None else None
+        if first is not None:
+            env.update(zip(node.outputs, first.outputs, strict=True))
+            continue
+        made = node if inputs == node.inputs else replaced(node, inputs)
+        nodes.append(made)
+        if key is not None:
+            seen[key] = made
+    return with_nodes(function, nodes, [env.get(r, r) for r in function.results])
+
+
+def replaced(node: Node, inputs: tuple[Value | None, ...]) -> Node:
+    """The same node on other operands; its outputs stay the same values."""
+    return Node(node.op, inputs, node.outputs, node.attrs, node.regions, node.meta)
+
+
+def with_nodes(function: Function, nodes: Sequence[Node], results: Sequence[Value]) -> Function:
+    """The same signature with other nodes."""
+    return Function(
+        function.name, function.params, tuple(results), function.result_names, tuple(nodes)
+    )
+
+
+def attrs_key(node: Node) -> Any:
+    """Attributes as a hashable value, arrays by content."""
+    return tuple(
+        (k, (v.dtype.str, v.shape, v.tobytes()) if isinstance(v, np.ndarray) else v)
+        for k, v in node.attrs.items()
+    )
