@@ -15,6 +15,7 @@ class Limits:
 
     # fmt: off
     message_bytes: int = 64 << 20        # one request as it arrives and after decompression
+    structure_bytes: int = 1 << 20       # all of a request but its raw contents, typed values too
     response_bytes: int = 256 << 20      # tensors of one response
     tensors: int = 64                    # inputs, and requested outputs, of one request
     rank: int = 8                        # dimensions of one tensor

@@ -13,9 +13,11 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 8001
     metrics_port: int = 8002
-    drain_s: float = 30.0
+    model_threads: int = 1  # threads of one run of a model; calls run side by side anyway
+    drain_s: float = 30.0  # how long calls inside may take to finish after a signal
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
-    json: bool = False
+    json: bool = False  # the ready line as one JSON object
+    log_level: str = "warning"
     limits: Limits = field(default_factory=Limits)

@@ -116,6 +116,10 @@ class Server:
             self._metrics.close()
         self.repository.close()
 
+    def cancel(self) -> None:
+        """End a `stop` that is waiting: cancel the calls inside."""
+        self._grpc.stop(None)
+
     def _build(self) -> grpc.Server:
         infer, streams, control = self._lanes
         wire = Wire(self._service, self._receiving, self._limits)

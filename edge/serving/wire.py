@@ -18,6 +18,7 @@ from triplane.edge.serving.lanes import REST, Behaviour, Lane, Receiving, one
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.running import Call
 from triplane.edge.serving.service import Service
+from triplane.edge.serving.structure import check_structure
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.status import describe, status_of
@@ -27,8 +28,7 @@ METHODS: Final = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
 
 M = TypeVar("M", bound=Message)
 
-# Messages up to this size are parsed as they are: nothing they hold can grow past a few MB.
-SCAN_ABOVE_BYTES: Final = 64 << 10
+CONTROL_BYTES: Final = 64 << 10  # a call that carries names only
 
 
 class Wire:
@@ -59,7 +59,7 @@ class Wire:
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
             message = self._receiving.receive(messages, context, self._limits.receive_s)
             with status_of(context):
-                return method(parse(message_class, one(message), self._limits)).SerializeToString()
+                return method(parse(message_class, one(message))).SerializeToString()
 
         return behaviour
 
@@ -73,7 +73,7 @@ class Wire:
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             message = self._receiving.receive(messages, context, self._limits.receive_s)
             with status_of(context):
-                request = parse(message_class, one(message), self._limits)
+                request = parse(message_class, one(message))
             for answer in method(request, context):
                 yield answer.SerializeToString()
 
@@ -89,7 +89,7 @@ class Wire:
         def received(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[M]:
             timeout_s = self._limits.receive_s
             while (message := self._receiving.receive(messages, context, timeout_s)) is not None:
-                yield parse(message_class, message, self._limits)
+                yield parse(message_class, message)
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             for answer in method(received(messages, context), context):
@@ -101,7 +101,7 @@ class Wire:
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
             message = self._receiving.receive(messages, context, self._limits.receive_s)
             with status_of(context):
-                request = parse(pb.ModelInferRequest, one(message), self._limits)
+                request = parse_infer(one(message), self._limits)
                 call = self._call(request, context, lane.submitted_ns)
                 return self._service.ModelInfer(request, call).SerializeToString()
 
@@ -114,7 +114,7 @@ class Wire:
             arrived_ns = time.perf_counter_ns()
             request = pb.ModelInferRequest()
             try:
-                request = parse(pb.ModelInferRequest, message, self._limits)
+                request = parse_infer(message, self._limits)
                 answer = self._service.ModelInfer(request, self._call(request, context, arrived_ns))
             except Exception as error:
                 if strict:
@@ -139,16 +139,26 @@ class Wire:
         return Call(time.monotonic() + left_s, arrived_ns, context.is_active)
 
 
-def parse(message_class: type[M], data: bytes, limits: Limits) -> M:
-    """Parse one message within the limits. Raises InvalidInput."""
+def parse(message_class: type[M], data: bytes) -> M:
+    """Parse a message that carries names only. Raises InvalidInput."""
+    if len(data) > CONTROL_BYTES:
+        raise InvalidInput(f"the message has {len(data)} bytes; {CONTROL_BYTES} at most")
+    return _parsed(message_class, data)
+
+
+def parse_infer(data: bytes, limits: Limits) -> pb.ModelInferRequest:
+    """Parse an inference request whose structure was bounded first. Raises InvalidInput."""
     if len(data) > limits.message_bytes:
         raise InvalidInput(f"the message has {len(data)} bytes; {limits.message_bytes} at most")
+    check_structure(data, limits)
+    return _parsed(pb.ModelInferRequest, data)
+
+
+def _parsed(message_class: type[M], data: bytes) -> M:
     message = message_class()
     try:
         message.ParseFromString(data)
     except DecodeError as error:
         name = message_class.DESCRIPTOR.name
-        raise InvalidInput(
-            f"the message is no {name}; send one of the protocol's schema"
-        ) from error
+        raise InvalidInput(f"the message is no {name}; follow the protocol's schema") from error
     return message

@@ -1,0 +1,73 @@
+"""`python -m triplane.edge.serving OPTIONS`: the serving process; OPTIONS is one JSON object.
+
+Its keys are the fields of `Options`, `limits` an object of `Limits` fields; what is left out has
+its default. People use `triplane edge serve`, which fills the same value and calls `main`.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.options import Options
+from triplane.proto.errors import InvalidInput, TriplaneError
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class Facts(logging.Formatter):
+    """One line per event: time, level, module, constant text, then the fields as JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        line = f"{self.formatTime(record)} {record.levelname} {record.name} {record.getMessage()}"
+        line += f" {json.dumps(fields, default=str)}" if fields else ""
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def main(options: Options) -> None:
+    """Configure logging to standard error and serve until a signal. Raises the families."""
+    log = logging.StreamHandler()
+    log.setFormatter(Facts())
+    logging.basicConfig(level=options.log_level.upper(), handlers=[log])
+    from triplane.edge.serving import process
+
+    process.run(options)
+
+
+def options_from(given: Mapping[str, Any]) -> Options:
+    """Options from plain values; limits may be strings. Raises InvalidInput naming a bad key."""
+    limits = given.get("limits", {})
+    for cls, keys in ((Options, given), (Limits, limits)):
+        if unknown := keys.keys() - {field.name for field in fields(cls)}:
+            raise InvalidInput(f"{cls.__name__} has no {sorted(unknown)}")
+    try:
+        bounds = Limits(**{name: int(value) for name, value in limits.items()})
+        return Options(**{**given, "bundles": tuple(given["bundles"]), "limits": bounds})
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"serving options need bundles, and whole numbers as limits: {error}"
+        ) from error
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Options of a command line of one JSON object. Raises InvalidInput."""
+    try:
+        (text,) = argv
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise InvalidInput('give one JSON object such as {"bundles": ["digits.bundle"]}')
+    return options_from(given)
+
+
+if __name__ == "__main__":
+    try:
+        main(parse(sys.argv[1:]))
+    except TriplaneError as error:
+        sys.exit(f"serving: {error}")

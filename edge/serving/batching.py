@@ -1,0 +1,156 @@
+"""Merging concurrent requests into one run, without a thread or a timer of its own.
+
+A call that finds no run in progress runs at once, alone: merging costs an idle server nothing.
+Calls that arrive meanwhile queue; when the run ends, the oldest of them takes all that fit beside
+it and runs those. So a request waits for at most one run that is not its own, plus the runs of a
+queue that is longer than one batch; there is no window to wait for company.
+
+Each call gets the rows it sent, by position. When a merged run fails, each of its calls is run
+alone, so one caller's values cannot fail another's request.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from triplane.edge.serving.running import Call, Ran
+from triplane.edge.serving.servable import Array, Servable
+from triplane.edge.serving.statistics import Statistics
+from triplane.proto.status import DeadlineExceeded
+
+
+class _Waiting:
+    """One queued call. `wake` is released once: to lead, or with an outcome."""
+
+    __slots__ = ("call", "error", "feeds", "infer_ns", "key", "leads", "results", "rows", "wake")
+
+    def __init__(self, feeds: Mapping[str, Array], rows: int, call: Call) -> None:
+        self.feeds, self.rows, self.call = feeds, rows, call
+        self.key = tuple((name, feeds[name].shape[1:]) for name in sorted(feeds))
+        self.wake = threading.Lock()
+        self.wake.acquire()
+        self.leads = False
+        self.results: Mapping[str, Array] | None = None
+        self.error: Exception | None = None
+        self.infer_ns = 0
+
+
+class Merged:
+    """A `Runner` that runs waiting requests together, up to `merged_rows` rows at a time."""
+
+    def __init__(self, servable: Servable, statistics: Statistics, merged_rows: int) -> None:
+        self._servable = servable
+        self._statistics = statistics
+        self.merged_rows = merged_rows
+        self._lock = threading.Lock()
+        self._queue: deque[_Waiting] = deque()
+        self._running = False
+
+    def run(self, feeds: Mapping[str, Array], rows: int, call: Call) -> Ran:
+        """See `Runner`."""
+        call.require_time()
+        started = time.perf_counter_ns()
+        mine = _Waiting(feeds, rows, call)
+        with self._lock:
+            if self._running:
+                self._queue.append(mine)
+            else:
+                self._running = mine.leads = True
+        if not mine.leads:
+            self._wait(mine)
+        if mine.leads:
+            self._lead(mine)
+        if mine.results is None:
+            raise mine.error or DeadlineExceeded("the deadline passed in the queue; nothing ran")
+        queue_ns = time.perf_counter_ns() - started - mine.infer_ns
+        return Ran(mine.results, queue_ns, mine.infer_ns)
+
+    def _wait(self, mine: _Waiting) -> None:
+        """Until `mine` has an outcome, leads, or has run out of time and left the queue."""
+        if mine.wake.acquire(timeout=max(0.0, mine.call.deadline_s - time.monotonic())):
+            return
+        with self._lock:
+            if mine in self._queue:
+                self._queue.remove(mine)
+                return
+        mine.wake.acquire()  # taken into a run or made leader just now: the wait is one run long
+
+    def _lead(self, mine: _Waiting) -> None:
+        """Run `mine` and all that fits beside it, then hand over to the next in the queue."""
+        beside = self._take(mine)
+        try:
+            self._run([one for one in (mine, *beside) if _in_time(one)])
+        finally:
+            self._hand_over()
+            for one in beside:
+                one.wake.release()
+
+    def _take(self, mine: _Waiting) -> list[_Waiting]:
+        """Queued calls of the same shapes, oldest first, while their rows fit."""
+        taken: list[_Waiting] = []
+        rows = mine.rows
+        with self._lock:
+            while self._queue and self._queue[0].key == mine.key:
+                rows += self._queue[0].rows
+                if rows > self.merged_rows:
+                    break
+                taken.append(self._queue.popleft())
+        return taken
+
+    def _hand_over(self) -> None:
+        with self._lock:
+            if self._queue:
+                heir = self._queue.popleft()
+                heir.leads = True
+                heir.wake.release()
+            else:
+                self._running = False
+
+    def _run(self, batch: Sequence[_Waiting]) -> None:
+        """Give every call of `batch` its results or its error."""
+        if len(batch) > 1 and self._run_merged(batch):
+            return
+        for one in batch:
+            try:
+                one.results, one.infer_ns = self._timed(one.feeds, one.rows)
+            except Exception as error:  # noqa: BLE001 -- raised again in the thread of its call
+                one.error = error
+
+    def _run_merged(self, batch: Sequence[_Waiting]) -> bool:
+        """Run all calls as one; False when that fails, and then each is to be run alone."""
+        rows = sum(one.rows for one in batch)
+        try:
+            feeds = {
+                name: np.concatenate([one.feeds[name] for one in batch]) for name in batch[0].feeds
+            }
+            results, infer_ns = self._timed(feeds, rows)
+        except Exception:  # noqa: BLE001 -- alone, each call meets its own error
+            return False
+        if any(result.shape[:1] != (rows,) for result in results.values()):
+            return False
+        start = 0
+        for one in batch:
+            end = start + one.rows
+            one.results = {name: result[start:end] for name, result in results.items()}
+            one.infer_ns = infer_ns
+            start = end
+        return True
+
+    def _timed(self, feeds: Mapping[str, Array], rows: int) -> tuple[dict[str, Array], int]:
+        started = time.perf_counter_ns()
+        results = self._servable.run(feeds)
+        infer_ns = time.perf_counter_ns() - started
+        self._statistics.executed(rows, infer_ns)
+        return results, infer_ns
+
+
+def _in_time(one: _Waiting) -> bool:
+    try:
+        one.call.require_time()
+    except DeadlineExceeded as error:
+        one.error = error
+        return False
+    return True

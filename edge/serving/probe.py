@@ -1,0 +1,125 @@
+"""The load-time probe: warm a model up, and merge its requests only when that is safe and pays.
+
+Safe: every row of a merged run equals the same row run alone. A model that normalizes over the
+batch, or quantizes activations by the range of the whole batch, fails this and is never merged.
+Pays: the best measured size handles rows at least `MIN_GAIN` times as fast as single rows, and
+saves more per row than it costs to hand a request to another thread. Both are measured on
+generated values, within `PROBE_S`.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+
+from triplane.edge.serving.batching import Merged
+from triplane.edge.serving.running import Direct, Runner
+from triplane.edge.serving.servable import Array, Contract, Servable, TensorSpec
+from triplane.edge.serving.statistics import Statistics
+from triplane.proto.errors import InvalidInput
+
+logger = logging.getLogger(__name__)
+
+PROBE_S: Final = 0.5
+SIZES: Final = (4, 8, 16)  # rows of a merged run that are tried
+REPEATS: Final = 7
+MIN_GAIN: Final = 1.3
+HANDOFF_S: Final = 100e-6  # waking a waiting thread and splitting the results
+FREE_SIZE: Final = 16  # stands for every symbol but the rows
+RELATIVE_TOLERANCE: Final = 1e-3  # a kernel for many rows may sum in another order than one for few
+
+
+def plan(servable: Servable, contract: Contract, statistics: Statistics) -> Runner:
+    """Choose the runner of one version; the `Plan` of a serving process's repository."""
+    rows = merged_rows(servable, contract)
+    logger.info(
+        "model probed",
+        extra={"model": servable.name, "version": servable.version, "merged_rows": rows},
+    )
+    return Merged(servable, statistics, rows) if rows else Direct(servable, statistics)
+
+
+def merged_rows(servable: Servable, contract: Contract) -> int:
+    """Rows to merge requests up to, 0 for never. Leaves the model warm."""
+    try:
+        servable.run(sample(contract, 1))
+        feeds = sample(contract, SIZES[-1])
+        if not contract.mergeable or not _rows_are_independent(servable, feeds):
+            return 0
+        return best_size(_measure(servable, feeds, time.perf_counter() + PROBE_S))
+    except InvalidInput as error:
+        # Generated values need not suit a model; real requests are judged one by one.
+        logger.info("model not probed", extra={"model": servable.name, "reason": str(error)})
+        return 0
+
+
+def best_size(seconds: Mapping[int, float]) -> int:
+    """Smallest size that is within 5 % of the best rate, 0 when none pays.
+
+    seconds: duration of a run by rows, the single row among them.
+    """
+    single = seconds[1]
+    pays = {
+        size: size * single / took
+        for size, took in seconds.items()
+        if size > 1 and size * single / took >= MIN_GAIN and single - took / size >= HANDOFF_S
+    }
+    best = max(pays.values(), default=0.0)
+    return next((size for size, gain in sorted(pays.items()) if gain >= 0.95 * best), 0)
+
+
+def sample(contract: Contract, rows: int) -> dict[str, Array]:
+    """Generated feeds of `rows` rows that differ in scale, so that a leak between rows shows."""
+    rng = np.random.default_rng(0)
+    return {name: _values(rng, spec, contract, rows) for name, spec in contract.inputs.items()}
+
+
+def _values(rng: np.random.Generator, spec: TensorSpec, contract: Contract, rows: int) -> Array:
+    shape = tuple(
+        size if isinstance(size, int) else rows if size == contract.rows else FREE_SIZE
+        for size in spec.shape
+    )
+    if spec.datatype.dtype.kind != "f":
+        return rng.integers(0, 2, shape).astype(spec.datatype.dtype)
+    values = rng.standard_normal(shape)
+    if contract.rows is not None:
+        scale = 2.0 ** (np.arange(rows) % 4 - 2)
+        values *= scale.reshape(-1, *[1] * (len(shape) - 1))
+    return values.astype(spec.datatype.dtype)
+
+
+def _rows_are_independent(servable: Servable, feeds: Mapping[str, Array]) -> bool:
+    rows = SIZES[0]
+    together = servable.run({name: values[:rows] for name, values in feeds.items()})
+    for row in range(rows):
+        alone = servable.run({name: values[row : row + 1] for name, values in feeds.items()})
+        for name, values in together.items():
+            if values.shape[:1] != (rows,) or not _close(values[row : row + 1], alone[name]):
+                return False
+    return True
+
+
+def _close(a: Array, b: Array) -> bool:
+    if a.dtype.kind != "f":
+        return np.array_equal(a, b)
+    size = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
+    return np.allclose(
+        a, b, rtol=RELATIVE_TOLERANCE, atol=RELATIVE_TOLERANCE * size, equal_nan=True
+    )
+
+
+def _measure(servable: Servable, feeds: Mapping[str, Array], until_s: float) -> dict[int, float]:
+    """Shortest duration of a run by rows, sizes in turn; sizes beyond the time are left out."""
+    seconds: dict[int, float] = {}
+    for _ in range(REPEATS):
+        for size in (1, *SIZES):
+            if time.perf_counter() > until_s and len(seconds) > 1:
+                return seconds
+            part = {name: values[:size] for name, values in feeds.items()}
+            started = time.perf_counter()
+            servable.run(part)
+            took = time.perf_counter() - started
+            seconds[size] = min(took, seconds.get(size, took))
+    return seconds

@@ -1,0 +1,95 @@
+"""The serving process: load, announce, serve until a signal, drain, exit.
+
+One line on standard output says that calls are taken and on which ports; a parent that asked for
+port 0 reads it there. SIGTERM and SIGINT drain: the calls inside finish, new ones are refused. A
+second signal stops waiting for them.
+"""
+
+import json
+import logging
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Final
+
+from triplane.edge.serving import probe
+from triplane.edge.serving.bundles import open_bundle
+from triplane.edge.serving.options import Options
+from triplane.edge.serving.repository import Repository
+from triplane.edge.serving.server import Server, Tls
+from triplane.proto.errors import InvalidInput
+
+logger = logging.getLogger(__name__)
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+def run(options: Options) -> None:
+    """Serve the bundles until a signal. Call from the main thread. Raises the families."""
+    stopping, hurrying = threading.Event(), threading.Event()
+
+    def on_signal(*_: object) -> None:
+        (hurrying if stopping.is_set() else stopping).set()
+
+    for number in SIGNALS:
+        signal.signal(number, on_signal)
+    server = start(options)
+    announce(options, server)
+    stopping.wait()
+    logger.info("draining", extra={"seconds_at_most": options.drain_s})
+    watcher = threading.Thread(target=_hurry, args=(server, hurrying), daemon=True)
+    watcher.start()
+    server.stop(options.drain_s)
+    logger.info("stopped")
+
+
+def start(options: Options) -> Server:
+    """Load every bundle, then open the ports."""
+    if not options.bundles:
+        raise InvalidInput("nothing to serve; name at least one bundle")
+    repository = Repository(probe.plan)
+    for path in options.bundles:
+        repository.add(open_bundle(Path(path), threads=options.model_threads))
+    return Server(
+        repository,
+        limits=options.limits,
+        host=options.host,
+        port=options.port,
+        metrics_port=options.metrics_port,
+        tls=_tls(options),
+    )
+
+
+def announce(options: Options, server: Server) -> None:
+    """Print the ready line, as text or as one JSON object."""
+    models = [(version.name, version.version) for version in server.repository.versions()]
+    if options.json:
+        line = json.dumps(
+            {
+                "serving": [{"model": name, "version": version} for name, version in models],
+                "host": options.host,
+                "port": server.port,
+                "metrics_port": server.metrics_port,
+                "tls": options.tls_cert is not None,
+            }
+        )
+    else:
+        named = ", ".join(f"{name} version {version}" for name, version in models)
+        line = f"serving {named} on {options.host}:{server.port} (metrics :{server.metrics_port})"
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _hurry(server: Server, hurrying: threading.Event) -> None:
+    hurrying.wait()
+    server.cancel()
+
+
+def _tls(options: Options) -> Tls | None:
+    if options.tls_cert is None or options.tls_key is None:
+        if options.tls_cert or options.tls_key or options.tls_client_ca:
+            raise InvalidInput("TLS needs both a certificate and its key; give both files")
+        return None
+    client_ca = Path(options.tls_client_ca) if options.tls_client_ca else None
+    return Tls(cert=Path(options.tls_cert), key=Path(options.tls_key), client_ca=client_ca)

@@ -1,0 +1,65 @@
+"""A look at an inference request's outermost fields before protobuf parses it.
+
+Parsed, an empty tensor of 2 bytes takes 90: a message within its size limit could still take 40
+times its size. Raw contents parse to themselves; everything else is held to a bound of its own
+here, at the cost of reading one tag and length per outermost field.
+"""
+
+from typing import Final
+
+from triplane.edge.serving.limits import Limits
+from triplane.proto.errors import InvalidInput
+
+UNCHECKED_BYTES: Final = 64 << 10  # a smaller message parses to 3 MB at most
+RAW_INPUT_CONTENTS: Final = 7
+MAX_VARINT_BYTES: Final = 10
+VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types; groups do not occur
+
+
+def check_structure(data: bytes, limits: Limits) -> None:
+    """Raise InvalidInput when `data` has too many outermost fields or too much beside raw bytes.
+
+    What is no protobuf at all may pass: the parser refuses it.
+    """
+    if len(data) <= UNCHECKED_BYTES:
+        return
+    position = structure = 0
+    for _ in range(3 * limits.tensors + limits.parameters + 16):
+        if position >= len(data):
+            return
+        tag, body = _varint(data, position)
+        end = _end(data, tag & 7, body)
+        raw = tag >> 3 == RAW_INPUT_CONTENTS and tag & 7 == DELIMITED
+        structure += _varint(data, body)[1] - position if raw else end - position
+        if structure > limits.structure_bytes:
+            raise InvalidInput(
+                f"more than {limits.structure_bytes} bytes beside the raw contents; "
+                "send large tensors in raw_input_contents"
+            )
+        position = end
+    raise InvalidInput(
+        f"the request has too many fields; {limits.tensors} tensors and "
+        f"{limits.parameters} parameters at most"
+    )
+
+
+def _end(data: bytes, wire_type: int, body: int) -> int:
+    """Where the field whose content starts at `body` ends."""
+    if wire_type == DELIMITED:
+        length, start = _varint(data, body)
+        return start + length
+    if wire_type == VARINT:
+        return _varint(data, body)[1]
+    if wire_type in {FIXED32, FIXED64}:
+        return body + (4 if wire_type == FIXED32 else 8)
+    raise InvalidInput(f"the message has a field of wire type {wire_type}; the schema has none")
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """Value at `position` and the position after it."""
+    value = 0
+    for index, byte in enumerate(data[position : position + MAX_VARINT_BYTES]):
+        value |= (byte & 0x7F) << 7 * index
+        if byte < 0x80:
+            return value, position + index + 1
+    raise InvalidInput("the message is cut off or is no protobuf")
