@@ -1,0 +1,75 @@
+"""What holds for every test: nothing leaks, and searches repeat.
+
+A test that leaves a thread, a child process or an open file behind fails, naming it. What must live
+longer than one test belongs in a fixture of wider scope, which is set up before the count is taken.
+"""
+
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+GRACE_S = 5.0  # for threads that were told to end and descriptors that close with them
+STEP_S = 0.01
+DESCRIPTORS = Path("/proc/self/fd")
+KEPT_OPEN = (
+    "anon_inode:",  # epoll and event descriptors: grpc and asyncio keep one each per process
+    "/dev/",
+    "/proc/",
+)
+
+# One seed on CI and at home: a red search is red again. `deep` looks further, with fresh examples.
+settings.register_profile(
+    "default", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "deep", deadline=None, max_examples=5000, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks():
+    before = living()
+    yield
+    deadline = time.monotonic() + GRACE_S
+    left = living() - before
+    if left:
+        gc.collect()
+        left = living() - before
+    while left and time.monotonic() < deadline:
+        threading.Event().wait(STEP_S)
+        left = living() - before
+    assert not left, f"left behind by this test: {sorted(left)}"
+
+
+def living():
+    """Names of the threads, child processes and open files of this process."""
+    threads = {f"thread {t.name} ({t.ident})" for t in threading.enumerate()}
+    return threads | children() | descriptors()
+
+
+def children():
+    found = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            found |= {f"process {pid}" for pid in task.read_text().split()}
+        except FileNotFoundError:  # the thread ended while we looked
+            continue
+    return found
+
+
+def descriptors():
+    found = set()
+    for link in DESCRIPTORS.iterdir() if DESCRIPTORS.exists() else ():
+        try:
+            target = str(link.readlink())
+        except OSError:  # the listing's own descriptor
+            continue
+        if not target.startswith(KEPT_OPEN):
+            found.add(f"descriptor {link.name} on {target}")
+    return found

@@ -1,0 +1,170 @@
+"""Labelled images in memory, and the order in which training sees them.
+
+The order depends on (seed, epoch) and nothing else, so a run that resumes at an epoch continues as
+if it had never stopped. It comes from raw Philox words, whose stream numpy keeps for ever, not from
+`Generator.permutation`, whose stream it may change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triplane.proto.errors import InvalidInput
+
+MAX_IMAGES: Final = 4 * 2**20
+MAX_PIXELS: Final = 256 * 2**20  # of all images together: 1 GiB as float32
+MAX_SIDE: Final = 1024  # pixels
+MAX_CHANNELS: Final = 4
+MAX_CLASSES: Final = 10_000
+_WORD: Final = 2**64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dataset:
+    """Images and their classes.
+
+    x: (N, C, H, W) float32, in 0..1 where the source has whole numbers; y: (N,) int64, an index
+    into `labels`. Both are read-only views. Raises InvalidInput on anything else.
+    """
+
+    x: NDArray[np.float32]
+    y: NDArray[np.int64]
+    labels: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        _check(self.x, self.y, self.labels)
+        for name in ("x", "y"):
+            view = getattr(self, name).view()
+            view.flags.writeable = False
+            object.__setattr__(self, name, view)
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def take(self, n: int) -> Dataset:
+        """The first `n` images."""
+        if not 0 < n <= len(self):
+            raise InvalidInput(f"take needs 1..{len(self)} images, got {n}")
+        return Dataset(self.x[:n], self.y[:n], self.labels)
+
+    def select(self, indices: NDArray[np.integer[Any]]) -> Dataset:
+        """The images at `indices`, in that order."""
+        return Dataset(self.x[indices], self.y[indices], self.labels)
+
+    def split(self, fraction: float = 0.2, *, seed: int = 0) -> tuple[Dataset, Dataset]:
+        """(rest, held out): every class gives its share of ceil(fraction * N) images.
+
+        The choice depends on the labels and `seed` alone; both parts keep the original order.
+        """
+        if not 0.0 < fraction < 1.0:
+            raise InvalidInput(f"split needs a fraction between 0 and 1, got {fraction}")
+        held_out = np.zeros(len(self), dtype=bool)
+        for label, count in _shares(self.y, fraction).items():
+            members = np.flatnonzero(self.y == label)
+            held_out[members[_order(len(members), seed, label)[:count]]] = True
+        if held_out.all():
+            raise InvalidInput(f"splitting {fraction} off {len(self)} images leaves none")
+        return self.select(np.flatnonzero(~held_out)), self.select(np.flatnonzero(held_out))
+
+    def batches(
+        self, size: int, *, seed: int, epoch: int = 0, drop_last: bool = False
+    ) -> Iterator[tuple[NDArray[np.float32], NDArray[np.int64]]]:
+        """(x, y) of `size` images each, every image once, in the order of (seed, epoch).
+
+        The last batch is smaller where `size` does not divide N, unless `drop_last`.
+        """
+        if size < 1:
+            raise InvalidInput(f"a batch holds at least 1 image, got size={size}")
+        order = _order(len(self), seed, epoch)
+        end = len(self) - len(self) % size if drop_last else len(self)
+        for start in range(0, end, size):
+            chosen = order[start : start + size]
+            yield self.x[chosen], self.y[chosen]
+
+
+def from_arrays(
+    x: NDArray[Any], y: NDArray[Any], *, labels: tuple[str, ...] = (), top: int = 255
+) -> Dataset:
+    """A Dataset of arrays as they come in files.
+
+    x: (N, H, W) or (N, C, H, W); unsigned bytes are divided by `top`, floats taken as they are.
+    y: (N,) whole numbers. Without `labels`, class k is called str(k).
+    """
+    if x.ndim == 3:
+        x = x[:, None]
+    if x.dtype == np.uint8:
+        scaled = x.astype(np.float32, order="C")
+        scaled /= top
+    elif x.dtype.kind == "f":
+        with np.errstate(over="ignore"):  # becomes infinite, which Dataset refuses
+            scaled = x.astype(np.float32, order="C")
+    else:
+        raise InvalidInput(f"pixels are uint8 or floating point, got {x.dtype}")
+    if y.dtype.kind not in "ui":
+        raise InvalidInput(f"labels are whole numbers, got {y.dtype}")
+    _check_labels(y)
+    return Dataset(scaled, y.astype(np.int64), labels or tuple(map(str, range(int(y.max()) + 1))))
+
+
+def check_sizes(shape: tuple[int, ...], what: str = "the dataset") -> None:
+    """Refuse (N, C, H, W) beyond the limits, before anything of that size is made."""
+    n, c, h, w = shape
+    if min(shape) < 1:
+        raise InvalidInput(f"{what} has at least one image of one pixel, got {shape}")
+    for quantity, value, limit in (
+        ("images", n, MAX_IMAGES),
+        ("channels", c, MAX_CHANNELS),
+        ("rows", h, MAX_SIDE),
+        ("columns", w, MAX_SIDE),
+        ("values in all", n * c * h * w, MAX_PIXELS),
+    ):
+        if value > limit:
+            raise InvalidInput(
+                f"{what} has {value} {quantity} in {shape}; at most {limit} are taken"
+            )
+
+
+def _check(x: NDArray[Any], y: NDArray[Any], labels: tuple[str, ...]) -> None:
+    if x.ndim != 4 or x.dtype != np.float32:
+        raise InvalidInput(f"x is (N, C, H, W) float32, got {x.shape} {x.dtype}")
+    if y.ndim != 1 or y.dtype != np.int64 or len(y) != len(x):
+        raise InvalidInput(f"y is ({len(x)},) int64, one per image, got {y.shape} {y.dtype}")
+    check_sizes(x.shape)
+    _check_labels(y)
+    if int(y.max()) >= len(labels):
+        raise InvalidInput(f"class {int(y.max())} has no name; there are {len(labels)} labels")
+    if not np.isfinite(x).all():
+        raise InvalidInput("pixels are finite numbers; x holds NaN or infinity")
+
+
+def _check_labels(y: NDArray[Any]) -> None:
+    if y.size == 0:
+        raise InvalidInput("a dataset has at least one image, got none")
+    low, high = int(y.min()), int(y.max())
+    if low < 0 or high >= MAX_CLASSES:
+        raise InvalidInput(f"classes are 0..{MAX_CLASSES - 1}, got {low}..{high}")
+
+
+def _shares(y: NDArray[np.int64], fraction: float) -> dict[int, int]:
+    """Images to hold out of each class: largest remainders, ties to the lower class."""
+    classes, counts = np.unique(y, return_counts=True)
+    wanted = math.ceil(round(fraction * len(y), 9))
+    exact = counts * (wanted / len(y))
+    shares = np.floor(exact).astype(int)
+    missing = wanted - int(shares.sum())
+    shares[np.argsort(shares - exact, kind="stable")[:missing]] += 1
+    return {int(k): int(v) for k, v in zip(classes, shares, strict=True)}
+
+
+def _order(n: int, seed: int, stream: int) -> NDArray[np.intp]:
+    """A permutation of 0..n-1 that depends on (seed, stream) alone."""
+    if not (0 <= seed < _WORD and 0 <= stream < _WORD):
+        raise InvalidInput(f"seed and epoch are in 0..2^64-1, got {seed} and {stream}")
+    key = np.array([seed, stream], dtype=np.uint64)
+    return np.argsort(np.random.Philox(key=key).random_raw(n), kind="stable")

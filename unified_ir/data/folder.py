@@ -1,0 +1,68 @@
+"""A folder of images: one sub-folder per class, named after it.
+
+Classes are numbered in the order of their names, images taken in the order of theirs. All images
+have one size and one number of channels. Names that start with a dot are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triplane.proto.errors import InvalidInput, NotFound
+from triplane.unified_ir.data import bounded, png, pnm
+from triplane.unified_ir.data.dataset import MAX_CLASSES, Dataset, check_sizes, from_arrays
+
+MAX_IMAGE_FILE_BYTES: Final = 16 * 2**20
+DECODERS: Final[dict[str, Callable[[bytes, str], NDArray[np.uint8]]]] = {
+    ".png": png.decode,
+    ".pgm": pnm.decode,
+    ".ppm": pnm.decode,
+}
+
+
+def read(folder: Path) -> Dataset:
+    """Every image below the class folders; the folders' names become the labels."""
+    classes = class_folders(folder)
+    images: list[NDArray[np.uint8]] = []
+    y: list[int] = []
+    for label, class_folder in enumerate(classes):
+        for path, image in _images(class_folder):
+            if images and image.shape != images[0].shape:
+                raise InvalidInput(
+                    f"{path} is (C, H, W) = {image.shape}, the images before {images[0].shape}; "
+                    "bring them to one size and one kind"
+                )
+            check_sizes((len(images) + 1, *image.shape), str(folder))
+            images.append(image)
+            y.append(label)
+    if not images:
+        raise NotFound(f"{folder} has no image in its class folders ({', '.join(DECODERS)})")
+    return from_arrays(np.stack(images), np.array(y), labels=tuple(c.name for c in classes))
+
+
+def class_folders(folder: Path) -> list[Path]:
+    """The sub-folders in order of name; NotFound where there are none."""
+    found = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if not found:
+        raise NotFound(f"{folder} has no sub-folders; each class has one, named after it")
+    if len(found) > MAX_CLASSES:
+        raise InvalidInput(f"{folder} has {len(found)} classes; at most {MAX_CLASSES} are read")
+    return found
+
+
+def _images(folder: Path) -> Iterator[tuple[Path, NDArray[np.uint8]]]:
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        decode = DECODERS.get(path.suffix.lower())
+        if decode is None:
+            raise InvalidInput(
+                f"{path} is no {', '.join(DECODERS)} file; convert it or move it away"
+            )
+        with bounded.opened(path, limit_bytes=MAX_IMAGE_FILE_BYTES) as file:
+            yield path, decode(file.read(), str(path))
