@@ -6,6 +6,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from triplane.unified_ir.runtime import weight_offsets
+
 
 def model(
     nodes: Sequence[onnx.NodeProto],
@@ -75,4 +77,38 @@ def sgd_step() -> bytes:
         {"w": (2, 1), "x": ("N", 2), "y": ("N", 1)},
         {"loss": (), "w:next": (2, 1)},
         {"rate": np.array(0.2, np.float32)},
+    )
+
+
+def classifier(weights: Mapping[str, np.ndarray]) -> bytes:
+    """y = x @ w + b with `w: (3, 2)` and `b: (2,)` external, at the offsets a bundle gives them."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["xw"]),
+        helper.make_node("Add", ["xw", "b"], ["y"]),
+    ]
+    stored = [
+        external(name, TensorProto.FLOAT, weights[name].shape, offset, length)
+        for name, (offset, length) in weight_offsets(weights).items()
+    ]
+    return model(nodes, {"x": ("N", 3)}, {"y": ("N", 2)}, external=stored)
+
+
+def squared_error() -> bytes:
+    """loss = mean((x w - y)^2), which changes no state."""
+    node = helper.make_node
+    nodes = [
+        node("MatMul", ["x", "w"], ["p"]),
+        node("Sub", ["p", "y"], ["e"]),
+        node("Mul", ["e", "e"], ["se"]),
+        node("ReduceMean", ["se"], ["loss"], keepdims=0),
+    ]
+    return model(nodes, {"w": (2, 1), "x": ("N", 2), "y": ("N", 1)}, {"loss": ()})
+
+
+def product() -> bytes:
+    """p = x w, with `w: (2, 1)` state."""
+    return model(
+        [helper.make_node("MatMul", ["x", "w"], ["p"])],
+        {"w": (2, 1), "x": ("N", 2)},
+        {"p": ("N", 1)},
     )

@@ -9,6 +9,7 @@ no overlap, no hole, no byte past the last tensor. Views handed out are read-onl
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any, Final
 
@@ -69,33 +70,64 @@ class Packed:
             yield _bytes_of(x)
 
 
-def pack(
-    part: str, tensors: Mapping[str, Array | Tensor], roles: Mapping[str, str] | None = None
-) -> Packed:
-    """Lay out `tensors` as the part `part`, hashing each; `roles` by tensor name."""
-    roles = roles or {}
+@dataclass(frozen=True, slots=True)
+class _Arranged:
+    """Tensors in canonical order with the header before them and where each lies in the part."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    arrays: tuple[Array, ...]
+    offsets: tuple[int, ...]
+    header: bytes
+
+
+def _arrange(tensors: Mapping[str, Array | Tensor]) -> _Arranged:
     named = [(name, as_tensor(value, name)) for name, value in tensors.items()]
     named.sort(key=lambda item: (-BY_NAME[item[1].dtype].storage.itemsize, item[0]))
     arrays = tuple(np.asarray(t.data, BY_NAME[t.dtype].storage, order="C") for _, t in named)
-    ends = np.cumsum([0, *(x.nbytes for x in arrays)], dtype=np.int64).tolist()
+    begins = tuple(accumulate((x.nbytes for x in arrays), initial=0))[:-1]
     header = _header(
         {
             name: {
                 "dtype": BY_NAME[tensor.dtype].safetensors,
                 "shape": list(tensor.shape),
-                "data_offsets": [begin, end],
+                "data_offsets": [begin, begin + x.nbytes],
             }
-            for (name, tensor), begin, end in zip(named, ends[:-1], ends[1:], strict=True)
+            for (name, tensor), x, begin in zip(named, arrays, begins, strict=True)
         }
     )
+    return _Arranged(
+        names=tuple(name for name, _ in named),
+        dtypes=tuple(tensor.dtype for _, tensor in named),
+        arrays=arrays,
+        offsets=tuple(len(header) + begin for begin in begins),
+        header=header,
+    )
+
+
+def pack(
+    part: str, tensors: Mapping[str, Array | Tensor], roles: Mapping[str, str] | None = None
+) -> Packed:
+    """Lay out `tensors` as the part `part`, hashing each; `roles` by tensor name."""
+    roles, at = roles or {}, _arrange(tensors)
     entries = tuple(
         TensorEntry(
-            part, name, tensor.dtype, tensor.shape, len(header) + begin, x.nbytes,
+            part, name, dtype, x.shape, offset, x.nbytes,
             digests.sha256(_bytes_of(x)), roles.get(name, ""),
         )
-        for (name, tensor), x, begin in zip(named, arrays, ends[:-1], strict=True)
+        for name, dtype, x, offset in zip(
+            at.names, at.dtypes, at.arrays, at.offsets, strict=True
+        )
     )  # fmt: skip
-    return Packed(len(header) + ends[-1], entries, header, arrays)
+    size = len(at.header) + sum(x.nbytes for x in at.arrays)
+    return Packed(size, entries, at.header, at.arrays)
+
+
+def offsets(tensors: Mapping[str, Array | Tensor]) -> dict[str, tuple[int, int]]:
+    """Return (offset in the part, length) in bytes by name, as ONNX external data wants them."""
+    at = _arrange(tensors)
+    sizes = (x.nbytes for x in at.arrays)
+    return dict(zip(at.names, zip(at.offsets, sizes, strict=True), strict=True))
 
 
 def unpack(data: Buffer, what: str) -> dict[str, Tensor]:

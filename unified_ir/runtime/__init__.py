@@ -8,7 +8,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from triplane.unified_ir.runtime.bundle import (
+        Bundle,
+        BundleSpec,
+        content_digest,
+        weight_offsets,
+        write_bundle,
+    )
+    from triplane.unified_ir.runtime.description import (
+        Constraints,
+        Description,
+        Preprocessing,
+        Tolerance,
+    )
+    from triplane.unified_ir.runtime.plan import Limits, Plan, PlanSpec, write_plan
     from triplane.unified_ir.runtime.session import (
+        DEFAULT_OPTIONS,
         Loop,
         Session,
         SessionOptions,
@@ -18,23 +33,51 @@ if TYPE_CHECKING:
     from triplane.unified_ir.runtime.signature import TensorInfo, next_name
 
 _HOMES: Final = {
+    "Bundle": "bundle",
+    "BundleSpec": "bundle",
+    "Constraints": "description",
+    "DEFAULT_OPTIONS": "session",
+    "Description": "description",
+    "Limits": "plan",
     "Loop": "session",
+    "Plan": "plan",
+    "PlanSpec": "plan",
+    "Preprocessing": "description",
     "Session": "session",
     "SessionOptions": "session",
     "TensorInfo": "signature",
+    "Tolerance": "description",
     "available_providers": "session",
+    "content_digest": "bundle",
     "next_name": "signature",
     "version": "session",
+    "weight_offsets": "bundle",
+    "write_bundle": "bundle",
+    "write_plan": "plan",
 }
 
 __all__ = [
+    "DEFAULT_OPTIONS",
+    "Bundle",
+    "BundleSpec",
+    "Constraints",
+    "Description",
+    "Limits",
     "Loop",
+    "Plan",
+    "PlanSpec",
+    "Preprocessing",
     "Session",
     "SessionOptions",
     "TensorInfo",
+    "Tolerance",
     "available_providers",
+    "content_digest",
     "next_name",
     "version",
+    "weight_offsets",
+    "write_bundle",
+    "write_plan",
 ]
 
 

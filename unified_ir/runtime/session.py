@@ -17,6 +17,7 @@ import numpy as np
 import onnxruntime as ort
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError, Unavailable
+from triplane.unified_ir.files.tensors import Tensor, as_tensor
 from triplane.unified_ir.runtime.signature import (
     DTYPES,
     INSIDE_ONLY,
@@ -80,6 +81,9 @@ class SessionOptions:
     providers: tuple[str, ...] = ("CPUExecutionProvider",)
 
 
+DEFAULT_OPTIONS: Final = SessionOptions()
+
+
 class Session:
     """A loaded graph. `run` may be called from several threads at once."""
 
@@ -90,8 +94,8 @@ class Session:
         self,
         model: bytes | Path,
         *,
-        weights: Mapping[str, Array] | None = None,
-        options: SessionOptions = SessionOptions(),
+        weights: Mapping[str, Array | Tensor] | None = None,
+        options: SessionOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Load `model`, filling initializers declared as external data from `weights` by name.
 
@@ -185,6 +189,10 @@ class Loop:
         """Return a copy of the state."""
         return {name: value.copy() for name, value in self._front.items()}
 
+    def view(self) -> Mapping[str, Array]:
+        """Return the state itself: to be read before the next step and never written."""
+        return self._front
+
     def load(self, state: Mapping[str, Array]) -> None:
         """Replace the named state tensors, all or (InvalidInput) none; the others stay."""
         if unknown := sorted(state.keys() - self._state.keys()):
@@ -266,11 +274,19 @@ def _load(
         raise _load_failure(error) from error
 
 
-def _ortvalue(name: str, value: Array) -> ort.OrtValue:
+_ONNX_TYPES: Final = {"bfloat16": 16, "float8_e4m3fn": 17, "float8_e5m2": 19}
+"""TensorProto's numbers for the stored dtypes that numpy lacks."""
+
+
+def _ortvalue(name: str, value: Array | Tensor) -> ort.OrtValue:
     try:
-        return ort.OrtValue.ortvalue_from_numpy(np.asarray(value, order="C"))
+        tensor = as_tensor(value, f"weight {name}")
+        x = np.asarray(tensor.data, order="C")
+        if tensor.dtype in _ONNX_TYPES:
+            return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(x, _ONNX_TYPES[tensor.dtype])
+        return ort.OrtValue.ortvalue_from_numpy(x)
     except _FAILURES as error:
-        raise InvalidInput(f"weight {name} of dtype {value.dtype} is not a tensor") from error
+        raise InvalidInput(f"weight {name} cannot enter onnxruntime: {error}") from error
 
 
 def _info(arg: Any) -> TensorInfo:

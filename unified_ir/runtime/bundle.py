@@ -1,0 +1,223 @@
+"""A bundle: one graph ready to serve on one target, with the evidence that it still computes.
+
+Parts: `bundle.pb`, `model.onnx`, `weights.safetensors`, `goldens.safetensors` (`input.NAME`,
+`output.NAME`), `report.json`, optionally `adapt.onnx`. The graph declares its weights as external
+data in `weights.safetensors`, so an unzipped bundle loads in any onnxruntime; here the mapped
+arrays are handed over without unpacking anything. Loading verifies every byte first.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.files import container, tensors
+from triplane.unified_ir.files.container import Container
+from triplane.unified_ir.files.manifest import Manifest
+from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.runtime import description
+from triplane.unified_ir.runtime.description import Description
+from triplane.unified_ir.runtime.session import DEFAULT_OPTIONS, Session, SessionOptions, version
+from triplane.unified_ir.runtime.signature import Array
+
+DESCRIPTION: Final = "bundle.pb"
+MODEL: Final = "model.onnx"
+WEIGHTS: Final = "weights.safetensors"
+GOLDENS: Final = "goldens.safetensors"
+REPORT: Final = "report.json"
+ADAPT: Final = "adapt.onnx"
+REQUIRED: Final = (DESCRIPTION, MODEL, WEIGHTS, GOLDENS, REPORT)
+
+MAX_REPORT_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundleSpec:
+    """What goes into a bundle.
+
+    model: ONNX whose weights are external data at `weight_offsets(weights)`.
+    goldens: inputs and the outputs they must give, by tensor name; at least one of each.
+    report: anything JSON; measured figures belong here, outside the content digest.
+    """
+
+    description: Description
+    model: bytes
+    weights: Mapping[str, Array | Tensor]
+    golden_inputs: Mapping[str, Array]
+    golden_outputs: Mapping[str, Array]
+    report: Mapping[str, Any] = field(default_factory=dict)
+    adapt: bytes | None = None
+
+
+def weight_offsets(weights: Mapping[str, Array | Tensor]) -> dict[str, tuple[int, int]]:
+    """Return (offset, length) by name for ONNX external data with location `WEIGHTS`."""
+    return tensors.offsets(weights)
+
+
+def write_bundle(path: Path, spec: BundleSpec) -> str:
+    """Write the bundle whole or not at all and return its root digest.
+
+    Same spec, same bytes. InvalidInput where the spec breaks a rule of the format.
+    """
+    if not spec.golden_inputs.keys() <= {info.name for info in spec.description.inputs}:
+        raise InvalidInput(f"golden inputs {sorted(spec.golden_inputs)} are not all inputs")
+    goldens = {f"input.{name}": x for name, x in spec.golden_inputs.items()}
+    goldens |= {f"output.{name}": y for name, y in spec.golden_outputs.items()}
+    report = json.dumps(spec.report, sort_keys=True, indent=1, allow_nan=False).encode()
+    parts = [
+        container.part(DESCRIPTION, description.encode(spec.description)),
+        container.part(MODEL, spec.model),
+        container.tensor_part(WEIGHTS, spec.weights),
+        container.tensor_part(GOLDENS, goldens),
+        container.part(REPORT, report),
+    ]
+    if spec.adapt is not None:
+        parts.append(container.part(ADAPT, spec.adapt))
+    return container.write(path, "bundle", parts, parent=spec.description.model_digest)
+
+
+def content_digest(manifest: Manifest) -> str:
+    """Return the digest of all that a conversion determines: everything but `report.json`.
+
+    SHA-256 over lines of text: "triplane content 1", "KIND PARENT", then "NAME SIZE SHA256" for
+    each other part in order. Two conversions of one model agree here though their timings differ.
+    """
+    lines = ["triplane content 1", f"{manifest.kind} {manifest.parent}"]
+    lines += [
+        f"{part.name} {part.size} {part.sha256.hex()}"
+        for part in manifest.parts
+        if part.name != REPORT
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class Bundle:
+    """A verified bundle; `load` makes one.
+
+    digest, content_digest: hexadecimal. name, version, target, inputs, outputs and labels (class
+    names by output) come from `description`, which also has preprocessing, constraints, tolerance.
+    """
+
+    def __init__(self, file: Container) -> None:
+        """Verify every byte of `file`; Corrupt names the damaged part."""
+        file.verify()
+        names = [part.name for part in file.manifest.parts]
+        if names not in ([*REQUIRED], [*REQUIRED, ADAPT]):
+            raise Corrupt(f"{file.path.name}: a bundle has parts {REQUIRED} in order, not {names}")
+        self._file = file
+        self.digest = file.digest
+        self.content_digest = content_digest(file.manifest)
+        self.description = description.decode(file.part(DESCRIPTION), self._what(DESCRIPTION))
+        if self.description.model_digest != file.manifest.parent:
+            raise Corrupt(f"{self._what(DESCRIPTION)}: model digest is not the manifest's parent")
+        self.name, self.version = self.description.name, self.description.version
+        self.target = self.description.target
+        self.inputs, self.outputs = self.description.inputs, self.description.outputs
+        self.labels = self.description.labels
+        self.report = _json(file.part(REPORT), self._what(REPORT))
+        self._goldens = file.tensors(GOLDENS)
+
+    @classmethod
+    def load(cls, path: Path, *, expected_digest: str | None = None) -> "Bundle":
+        """Open and verify the bundle at `path`, of that root digest when one is given."""
+        return cls(Container(Path(path), kind="bundle", expected_digest=expected_digest))
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The graph's weights: read-only views of the mapped file."""
+        return self._file.tensors(WEIGHTS)
+
+    @property
+    def model(self) -> bytes:
+        """The ONNX graph; its weights are external."""
+        return bytes(self._file.part(MODEL))
+
+    @property
+    def adapt(self) -> bytes | None:
+        """The ONNX graph that adapts the weights, where the bundle has one."""
+        has_one = self._file.manifest.parts[-1].name == ADAPT
+        return bytes(self._file.part(ADAPT)) if has_one else None
+
+    def session(self, options: SessionOptions = DEFAULT_OPTIONS) -> Session:
+        """Load the graph.
+
+        InvalidInput: it needs another runtime. Corrupt: it is not as described.
+        """
+        needs = self.description.constraints
+        if needs.runtime != "onnxruntime" or _numbers(needs.min_version) > _numbers(version()):
+            raise InvalidInput(
+                f"bundle {self.description.name} needs {needs.runtime} >= {needs.min_version}, "
+                f"here is onnxruntime {version()}"
+            )
+        session = Session(self.model, weights=self.weights, options=options)
+        described = [(info.name, info.dtype) for info in self.outputs]
+        if session.inputs != self.inputs or described != [
+            (y.name, y.dtype) for y in session.outputs
+        ]:
+            raise Corrupt(f"{self._what(MODEL)}: its inputs or outputs are not as described")
+        return session
+
+    def predict(self, **inputs: Array) -> dict[str, Array]:
+        """Run the graph once on `inputs`, by name, with a session kept for the next call."""
+        return self._session.run(inputs)
+
+    def check_goldens(self, session: Session | None = None) -> float:
+        """Run the golden inputs and return the largest |y - g|; Corrupt when out of tolerance."""
+        inputs = _prefixed(self._goldens, "input.")
+        outputs = _prefixed(self._goldens, "output.")
+        if not outputs:
+            raise Corrupt(f"{self._what(GOLDENS)}: there are no golden outputs")
+        try:
+            found = (session or self._session).run(inputs, tuple(outputs))
+        except InvalidInput as error:
+            raise Corrupt(f"{self._what(GOLDENS)}: {error}") from error
+        return max(self._error(name, found[name], golden) for name, golden in outputs.items())
+
+    @cached_property
+    def _session(self) -> Session:
+        return self.session()
+
+    def _error(self, name: str, y: Array, golden: Array) -> float:
+        where = f"{self._what(GOLDENS)}: output {name!r}"
+        if (y.dtype, y.shape) != (golden.dtype, golden.shape):
+            raise Corrupt(f"{where} is {y.dtype}{y.shape}, not {golden.dtype}{golden.shape}")
+        if not y.size:
+            return 0.0
+        t = self.description.tolerance
+        wide = golden.astype(np.float64)
+        errors = np.abs(y.astype(np.float64) - wide)
+        if not (errors <= t.absolute + t.relative * np.abs(wide)).all():
+            raise Corrupt(
+                f"{where} is off by {errors.max()}, allowed {t.absolute} + {t.relative}|g|"
+            )
+        return float(errors.max())
+
+    def _what(self, part: str) -> str:
+        return f"{self._file.path.name}: part {part!r}"
+
+
+def _prefixed(goldens: Mapping[str, Tensor], prefix: str) -> dict[str, Array]:
+    return {
+        name.removeprefix(prefix): tensor.data
+        for name, tensor in goldens.items()
+        if name.startswith(prefix)
+    }
+
+
+def _json(data: memoryview, what: str) -> Any:
+    if len(data) > MAX_REPORT_BYTES:
+        raise Corrupt(f"{what}: {len(data)} bytes, at most {MAX_REPORT_BYTES} are read")
+    try:
+        return json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{what}: not JSON: {error}") from error
+
+
+def _numbers(version_text: str) -> tuple[int, ...]:
+    return tuple(int(part[:9]) for part in version_text.split(".") if part.isdecimal())

@@ -1,0 +1,150 @@
+"""What a bundle says about its graph, as values; their form in `bundle.pb` is `files.proto`.
+
+Decoding refuses more than `MAX_DESCRIPTION_BYTES`, unknown fields, and numbers that mean nothing.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from triplane.proto import files_pb2 as pb
+from triplane.proto.errors import Corrupt
+from triplane.unified_ir.files.digests import Buffer
+from triplane.unified_ir.files.manifest import parse
+from triplane.unified_ir.runtime.signature import TensorInfo
+
+MAX_DESCRIPTION_BYTES: Final = 1 << 20
+
+Labels = Mapping[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Preprocessing:
+    """One thing done to a raw sample before it became `input`; see `Step` in files.proto."""
+
+    input: str
+    name: str
+    params: tuple[tuple[str, tuple[float, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """What the graph needs where it runs; 0 where unstated."""
+
+    runtime: str = "onnxruntime"
+    min_version: str = ""
+    opset: int = 0
+    instructions: tuple[str, ...] = ()
+    memory_bytes: int = 0
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """An output y passes against its golden g when |y - g| <= absolute + relative |g|."""
+
+    absolute: float = 1e-5
+    relative: float = 1e-4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A bundle's own words: identity, signature, labels by output name, demands."""
+
+    name: str
+    version: str
+    target: str
+    inputs: tuple[TensorInfo, ...]
+    outputs: tuple[TensorInfo, ...]
+    labels: Labels = field(default_factory=dict)
+    preprocessing: tuple[Preprocessing, ...] = ()
+    constraints: Constraints = Constraints()
+    tolerance: Tolerance = Tolerance()
+    model_digest: str = ""
+
+
+def encode(d: Description) -> bytes:
+    """Return the bytes of `bundle.pb`."""
+    c, t = d.constraints, d.tolerance
+    message = pb.Bundle(
+        name=d.name,
+        version=d.version,
+        target=d.target,
+        inputs=[_info_message(info, ()) for info in d.inputs],
+        outputs=[_info_message(info, d.labels.get(info.name, ())) for info in d.outputs],
+        preprocessing=[_step_message(step) for step in d.preprocessing],
+        constraints=pb.Constraints(
+            runtime=c.runtime,
+            min_version=c.min_version,
+            opset=c.opset,
+            instructions=c.instructions,
+            memory_bytes=c.memory_bytes,
+            latency_s=c.latency_s,
+        ),
+        tolerance=pb.Tolerance(absolute=t.absolute, relative=t.relative),
+        model_digest=bytes.fromhex(d.model_digest),
+    )
+    return message.SerializeToString(deterministic=True)
+
+
+def decode(data: Buffer, what: str) -> Description:
+    """Return the description in `bundle.pb`; Corrupt starts with `what`."""
+    m = parse(pb.Bundle(), bounded(data, what), what)
+    c = m.constraints
+    check_amounts([m.tolerance.absolute, m.tolerance.relative, c.latency_s], what)
+    return Description(
+        name=m.name,
+        version=m.version,
+        target=m.target,
+        inputs=tuple(_info(info) for info in m.inputs),
+        outputs=tuple(_info(info) for info in m.outputs),
+        labels={info.name: tuple(info.labels) for info in m.outputs if info.labels},
+        preprocessing=tuple(_step(step) for step in m.preprocessing),
+        constraints=Constraints(
+            runtime=c.runtime,
+            min_version=c.min_version,
+            opset=c.opset,
+            instructions=tuple(c.instructions),
+            memory_bytes=c.memory_bytes,
+            latency_s=c.latency_s,
+        ),
+        tolerance=Tolerance(absolute=m.tolerance.absolute, relative=m.tolerance.relative),
+        model_digest=m.model_digest.hex(),
+    )
+
+
+def bounded(data: Buffer, what: str) -> bytes:
+    """Return `data` as bytes when a description may be that long."""
+    if len(data) > MAX_DESCRIPTION_BYTES:
+        raise Corrupt(f"{what}: {len(data)} bytes, at most {MAX_DESCRIPTION_BYTES} are read")
+    return bytes(data)
+
+
+def check_amounts(values: Iterable[float], what: str) -> None:
+    """Refuse numbers that are negative, infinite or not numbers."""
+    for value in values:
+        if not (math.isfinite(value) and value >= 0):
+            raise Corrupt(f"{what}: {value} where an amount >= 0 belongs")
+
+
+def _info_message(info: TensorInfo, labels: tuple[str, ...]) -> pb.TensorInfo:
+    dims = [pb.Dim(fixed=dim) if isinstance(dim, int) else pb.Dim(symbol=dim) for dim in info.shape]
+    return pb.TensorInfo(name=info.name, dtype=info.dtype, shape=dims, labels=labels)
+
+
+def _info(message: pb.TensorInfo) -> TensorInfo:
+    shape = tuple(
+        dim.fixed if dim.WhichOneof("size") == "fixed" else dim.symbol for dim in message.shape
+    )
+    return TensorInfo(message.name, message.dtype, shape)
+
+
+def _step_message(step: Preprocessing) -> pb.Step:
+    params = [pb.Param(key=key, values=values) for key, values in step.params]
+    return pb.Step(input=step.input, name=step.name, params=params)
+
+
+def _step(message: pb.Step) -> Preprocessing:
+    params = tuple((param.key, tuple(param.values)) for param in message.params)
+    return Preprocessing(message.input, message.name, params)

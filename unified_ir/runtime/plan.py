@@ -1,0 +1,331 @@
+"""A plan: the graphs and the state a device gets, run step by step within limits.
+
+Parts: `plan.pb`, `ENTRY.onnx` for each entry, `state.safetensors` with a role for every tensor.
+One rule binds graphs to state: a graph input named like a state tensor is that tensor, and the
+output `next_name(tensor)` is its new value; every other input is batch, every other output result.
+Whatever a plan demands that this version does not offer is refused by name when it is loaded.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Final
+
+from triplane.proto import files_pb2 as pb
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+from triplane.unified_ir.files import container
+from triplane.unified_ir.files.container import Container
+from triplane.unified_ir.files.digests import Buffer
+from triplane.unified_ir.files.manifest import ROLES, parse
+from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.runtime.description import bounded, check_amounts
+from triplane.unified_ir.runtime.session import DEFAULT_OPTIONS, Loop, Session, SessionOptions
+from triplane.unified_ir.runtime.signature import INSIDE_ONLY, Array, TensorInfo, next_name
+
+DESCRIPTION: Final = "plan.pb"
+STATE: Final = "state.safetensors"
+LOSS: Final = "loss"
+"""The result that `adapt` collects."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a device may spend on a plan, 0 for no limit.
+
+    max_steps: steps that change state, over the plan's life, saved with its state. time_s: seconds
+    inside steps, likewise. memory_bytes: refused at load when two copies of the state exceed it.
+    """
+
+    max_steps: int = 0
+    memory_bytes: int = 0
+    time_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSpec:
+    """What goes into a plan.
+
+    entries: ONNX by entry name. state, roles: by tensor name; every tensor has a role.
+    steps: how many steps an entry takes when the caller does not say. parent: the model's digest.
+    """
+
+    entries: Mapping[str, bytes]
+    state: Mapping[str, Array | Tensor]
+    roles: Mapping[str, str]
+    steps: Mapping[str, int] = field(default_factory=dict)
+    limits: Limits = Limits()
+    compression: tuple[str, ...] = ()
+    privacy: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
+    parent: str = ""
+
+
+def write_plan(path: Path, spec: PlanSpec) -> str:
+    """Write the plan whole or not at all and return its root digest; same spec, same bytes."""
+    if spec.roles.keys() != spec.state.keys() or not set(spec.roles.values()) <= set(ROLES[1:]):
+        raise InvalidInput(f"every state tensor needs one role of {ROLES[1:]}: {dict(spec.roles)}")
+    message = pb.Plan(
+        entries=[
+            pb.Entry(name=name, part=f"{name}.onnx", steps=spec.steps.get(name, 0))
+            for name in sorted(spec.entries)
+        ],
+        limits=pb.Limits(
+            max_steps=spec.limits.max_steps,
+            memory_bytes=spec.limits.memory_bytes,
+            time_s=spec.limits.time_s,
+        ),
+        compression=spec.compression,
+        privacy=spec.privacy,
+        labels=spec.labels,
+    )
+    parts = [container.part(DESCRIPTION, message.SerializeToString(deterministic=True))]
+    parts += [container.part(f"{name}.onnx", spec.entries[name]) for name in sorted(spec.entries)]
+    parts.append(container.tensor_part(STATE, spec.state, spec.roles))
+    return container.write(path, "plan", parts, parent=spec.parent)
+
+
+class Plan:
+    """A verified plan with its current state. Not for several threads.
+
+    digest: the root digest. roles: by state tensor. entries: names. limits, labels: as written.
+    steps, spent_s: taken so far. Sessions are made when an entry is first run.
+    """
+
+    def __init__(
+        self,
+        file: Container,
+        *,
+        options: SessionOptions = DEFAULT_OPTIONS,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Verify every byte of `file`; InvalidInput where it demands what is not offered."""
+        file.verify()
+        self._file, self._options, self._clock = file, options, clock
+        self.digest = file.digest
+        what = f"{file.path.name}: part {DESCRIPTION!r}"
+        message = _decode(file.part(DESCRIPTION), what)
+        _refuse_demands(message)
+        self._default_steps = {entry.name: entry.steps for entry in message.entries}
+        self.entries = tuple(self._default_steps)
+        _check_parts(file, message, what)
+        self.labels = tuple(message.labels)
+        limits = message.limits
+        self.limits = Limits(
+            max_steps=limits.max_steps, memory_bytes=limits.memory_bytes, time_s=limits.time_s
+        )
+        self.roles = {t.name: t.role for t in file.manifest.tensors_of(STATE)}
+        self._state = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
+        _check_dtypes(file)
+        _check_memory(self.limits, self._state)
+        self.steps, self.spent_s = 0, 0.0
+        self._sessions: dict[str, Session] = {}
+        self._loops: dict[str, Loop] = {}
+        self._newest: Loop | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        expected_digest: str | None = None,
+        options: SessionOptions = DEFAULT_OPTIONS,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> "Plan":
+        """Open and verify the plan at `path`, of that root digest when one is given."""
+        file = Container(Path(path), kind="plan", expected_digest=expected_digest)
+        return cls(file, options=options, clock=clock)
+
+    def inputs(self, entry: str) -> tuple[TensorInfo, ...]:
+        """Return what a batch for `entry` consists of."""
+        return tuple(t for t in self._session(entry).inputs if t.name not in self.roles)
+
+    def run(
+        self, entry: str, batch: Mapping[str, Array] | None = None, /, **more: Array
+    ) -> dict[str, Array]:
+        """Do one step of `entry` on the current state and return the results that are not state.
+
+        Conflict: a limit is reached. A step that raises leaves the state as it was.
+        """
+        session = self._session(entry)
+        fed = {**(batch or {}), **more}
+        if theirs := sorted(fed.keys() & self.roles.keys()):
+            raise InvalidInput(f"{theirs} is state, not batch; assign() replaces state")
+        if not self._changes_state(session):
+            return session.run({**self._feeds(session), **fed})
+        self._check_limits()
+        loop = self._loop(entry, session)
+        started = self._clock()
+        try:
+            results = loop.step(**fed)
+        finally:
+            self.spent_s += self._clock() - started
+        self.steps += 1
+        return results
+
+    def predict(self, *x: Array, **inputs: Array) -> dict[str, Array]:
+        """Run the `predict` entry, on its only input when one array is given."""
+        return self.run("predict", self._only("predict", x), **inputs)
+
+    def evaluate(
+        self, batch: Mapping[str, Array] | None = None, /, **inputs: Array
+    ) -> dict[str, Array]:
+        """Run the `evaluate` entry."""
+        return self.run("evaluate", batch, **inputs)
+
+    def adapt(self, batches: Sequence[Mapping[str, Array]], *, steps: int = 0) -> list[float]:
+        """Step through `batches`, again from the first when they run out; return each loss.
+
+        Runs `adapt`, or `local_update` in a plan without it. steps: by default what the plan says,
+        or else one pass.
+        """
+        entry = "adapt" if "adapt" in self.entries else "local_update"
+        if not batches:
+            raise InvalidInput("adapt needs at least one batch")
+        self._session(entry)
+        count = steps or self._default_steps[entry] or len(batches)
+        return [float(self._loss(entry, batch)) for batch in islice(cycle(batches), count)]
+
+    def state(self, *roles: str) -> dict[str, Array]:
+        """Return a copy of the state, of the given roles only when some are given."""
+        self._settle()
+        return {
+            name: value.copy()
+            for name, value in self._state.items()
+            if not roles or self.roles[name] in roles
+        }
+
+    def assign(self, values: Mapping[str, Array]) -> None:
+        """Replace the named state tensors, all or (InvalidInput) none; the others stay."""
+        self._settle()
+        for name, value in values.items():
+            old = self._state.get(name)
+            if old is None or (old.dtype, old.shape) != (value.dtype, value.shape):
+                seen = "no such tensor" if old is None else f"{old.dtype}{old.shape}"
+                raise InvalidInput(f"state {name!r}: {seen} here, got {value.dtype}{value.shape}")
+        self._state |= {name: value.copy() for name, value in values.items()}
+
+    def save_state(self, path: Path) -> str:
+        """Write the state, steps and time spent whole or not at all; return the file's digest."""
+        self._settle()
+        part = container.tensor_part(STATE, self._state, self.roles)
+        properties = {"steps": str(self.steps), "spent_s": repr(self.spent_s)}
+        return container.write(
+            path, "checkpoint", [part], properties=properties, parent=self.digest
+        )
+
+    def load_state(self, path: Path) -> None:
+        """Go on from a saved state of this very plan (Conflict for another plan's)."""
+        file = Container(Path(path), kind="checkpoint")
+        file.verify()
+        if file.manifest.parent != self.digest:
+            raise Conflict(f"{file.path.name} is of plan {file.manifest.parent}, not {self.digest}")
+        values = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
+        steps, spent_s = _counters(dict(file.manifest.properties), file.path.name)
+        self.assign(values)
+        self.steps, self.spent_s = steps, spent_s
+
+    def _session(self, entry: str) -> Session:
+        if entry not in self.entries:
+            raise NotFound(f"the plan has entries {self.entries}, not {entry!r}")
+        if entry not in self._sessions:
+            model = bytes(self._file.part(f"{entry}.onnx"))
+            self._sessions[entry] = Session(model, options=self._options)
+        return self._sessions[entry]
+
+    def _changes_state(self, session: Session) -> bool:
+        results = {tensor.name for tensor in session.outputs}
+        return any(next_name(name) in results for name in self._state)
+
+    def _loop(self, entry: str, session: Session) -> Loop:
+        loop = self._loops.get(entry)
+        if loop is not None and loop is self._newest:
+            return loop
+        self._settle()
+        feeds = self._feeds(session)
+        if loop is None:
+            loop = self._loops[entry] = session.loop(feeds)
+        else:
+            loop.load(feeds)
+        self._newest = loop
+        return loop
+
+    def _feeds(self, session: Session) -> dict[str, Array]:
+        newest = self._newest.view() if self._newest else {}
+        return {
+            tensor.name: newest.get(tensor.name, self._state[tensor.name])
+            for tensor in session.inputs
+            if tensor.name in self._state
+        }
+
+    def _settle(self) -> None:
+        """Take the newest values out of the loop that has them; the next loop starts from here."""
+        if self._newest is not None:
+            self._state |= self._newest.state()
+            self._newest = None
+
+    def _check_limits(self) -> None:
+        if 0 < self.limits.max_steps <= self.steps:
+            raise Conflict(f"the plan allows {self.limits.max_steps} steps and took {self.steps}")
+        if 0 < self.limits.time_s <= self.spent_s:
+            raise Conflict(f"the plan allows {self.limits.time_s} s and took {self.spent_s:.3f} s")
+
+    def _only(self, entry: str, x: tuple[Array, ...]) -> dict[str, Array]:
+        if not x:
+            return {}
+        names = [tensor.name for tensor in self.inputs(entry)]
+        if len(x) != 1 or len(names) != 1:
+            raise InvalidInput(f"{entry} takes {names}; give them by name, not {len(x)} unnamed")
+        return {names[0]: x[0]}
+
+    def _loss(self, entry: str, batch: Mapping[str, Array]) -> Array:
+        results = self.run(entry, batch)
+        if LOSS not in results or results[LOSS].size != 1:
+            raise InvalidInput(f"{entry} must return one number named {LOSS!r}: {list(results)}")
+        return results[LOSS].reshape(())
+
+
+def _decode(data: Buffer, what: str) -> pb.Plan:
+    message = parse(pb.Plan(), bounded(data, what), what)
+    check_amounts([message.limits.time_s], what)
+    return message
+
+
+def _refuse_demands(message: pb.Plan) -> None:
+    for demand in (*message.compression, *message.privacy):
+        raise InvalidInput(f"this plan demands {demand[:80]}, which this version does not offer")
+
+
+def _check_parts(file: Container, message: pb.Plan, what: str) -> None:
+    named = [entry.part for entry in message.entries]
+    if named != [f"{entry.name}.onnx" for entry in message.entries]:
+        raise Corrupt(f"{what}: an entry NAME is the part NAME.onnx, got {named}")
+    found = [part.name for part in file.manifest.parts]
+    if found != [DESCRIPTION, *named, STATE]:
+        raise Corrupt(f"{what}: implies parts {[DESCRIPTION, *named, STATE]}, there are {found}")
+    if not all(tensor.role for tensor in file.manifest.tensors_of(STATE)):
+        raise Corrupt(f"{what}: a state tensor has no role")
+
+
+def _check_dtypes(file: Container) -> None:
+    for tensor in file.manifest.tensors_of(STATE):
+        if tensor.dtype in INSIDE_ONLY:
+            raise InvalidInput(f"state {tensor.name!r} is {tensor.dtype}, which numpy cannot hold")
+
+
+def _check_memory(limits: Limits, state: Mapping[str, Array]) -> None:
+    need = 2 * sum(value.nbytes for value in state.values())
+    if 0 < limits.memory_bytes < need:
+        raise InvalidInput(
+            f"the plan allows {limits.memory_bytes} bytes; its state alone takes {need}"
+        )
+
+
+def _counters(properties: Mapping[str, str], what: str) -> tuple[int, float]:
+    try:
+        steps, spent_s = int(properties["steps"]), float(properties["spent_s"])
+    except (KeyError, ValueError) as error:
+        raise Corrupt(f"{what}: steps or spent_s is missing or no number") from error
+    check_amounts([steps, spent_s], what)
+    return steps, spent_s
