@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# onnxruntime 1.29+ reports to its maker unless told otherwise before it is first imported.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
 GRACE_S = 5.0  # for threads that were told to end and descriptors that close with them
 STEP_S = 0.01
 DESCRIPTORS = Path("/proc/self/fd")
