@@ -82,10 +82,8 @@ def _check_parameters(parameters: Parameters, limits: Limits) -> None:
         return
     if len(parameters) > limits.parameters:
         raise InvalidInput(f"{len(parameters)} parameters in one map; {limits.parameters} at most")
-    if longest := max(map(len, parameters)) > limits.name_chars:
-        raise InvalidInput(
-            f"a parameter name has {longest} characters; {limits.name_chars} at most"
-        )
+    if (longest := max(map(len, parameters))) > limits.name_chars:
+        raise InvalidInput(f"a parameter name of {longest} characters; {limits.name_chars} at most")
     if "shared_memory_region" in parameters:
         raise Unimplemented("shared memory is not served; send the bytes in raw_input_contents")
 

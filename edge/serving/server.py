@@ -90,10 +90,11 @@ class Server:
         self._metrics: MetricsServer | None = None
         self._grpc = self._build()
         try:
-            self.port = self._bind(f"{host}:{port}", tls)
             if metrics_port is not None:
                 collector = ServingCollector(repository, self._service.unattributed, self._lanes)
                 self._metrics = MetricsServer(collector, host, metrics_port)
+            # Last, because a bound port is freed only by a server that was started.
+            self.port = self._bind(f"{host}:{port}", tls)
         except BaseException:
             self.stop(0)
             raise
