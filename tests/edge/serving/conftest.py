@@ -21,7 +21,6 @@ from triplane.unified_ir.runtime.bundle import BundleSpec, write_bundle
 from triplane.unified_ir.runtime.description import Description
 from triplane.unified_ir.runtime.session import Session
 
-OWN_THREADS = ("infer", "stream", "control", "receiving")
 WEIGHTS = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 
 
@@ -106,13 +105,6 @@ def waiting_call(seconds: float = 30.0) -> Call:
     return Call(time.monotonic() + seconds, time.perf_counter_ns(), lambda: True)
 
 
-@pytest.fixture(autouse=True)
-def _no_thread_stays() -> Iterator[None]:
-    yield
-    left = [t.name for t in threading.enumerate() if t.name.startswith(OWN_THREADS)]
-    assert not left
-
-
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Server]]:
     """Start servers over servables; all are drained at the end."""
@@ -178,7 +170,7 @@ def bundle(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def kit() -> SimpleNamespace:
     """The helpers above, for tests: a mirrored folder is no package to import from."""
     return SimpleNamespace(

@@ -1,6 +1,7 @@
 """Every call that an unmodified tritonclient makes, against a real server."""
 
 import queue
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from triplane.proto import open_inference_pb2 as pb
 X = np.arange(8, dtype=np.float32).reshape(2, 4)
 
 # Calls of the client that the server declines, each with the arguments the client needs.
-DECLINED = (
+DECLINED: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("load_model", ("linear",)),
     ("unload_model", ("linear",)),
     ("update_trace_settings", ("linear", {})),
@@ -133,7 +134,7 @@ def test_a_compressed_request_is_understood(client, kit, algorithm):
 
 
 def test_async_infer_calls_back_with_the_result(client, kit):
-    answers = queue.Queue()
+    answers: queue.Queue[Any] = queue.Queue()
     client.async_infer(
         "linear", [kit.tensor("x", X)], lambda result, error: answers.put((result, error))
     )
@@ -143,7 +144,7 @@ def test_async_infer_calls_back_with_the_result(client, kit):
 
 
 def test_a_stream_answers_in_order_and_outlives_a_failed_request(client, kit):
-    answers = queue.Queue()
+    answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
     for index in range(20):
         name = "none" if index == 7 else "linear"
@@ -162,7 +163,7 @@ def test_a_stream_answers_in_order_and_outlives_a_failed_request(client, kit):
 
 
 def test_a_stream_that_asks_for_real_errors_is_closed_by_one(client, kit):
-    answers = queue.Queue()
+    answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(
         lambda result, error: answers.put(error or result), headers={"triton_grpc_error": "true"}
     )
@@ -172,7 +173,7 @@ def test_a_stream_that_asks_for_real_errors_is_closed_by_one(client, kit):
 
 
 def test_a_stream_marks_final_responses_when_asked(client, kit):
-    answers = queue.Queue()
+    answers: queue.Queue[Any] = queue.Queue()
     client.start_stream(lambda result, error: answers.put(result or error))
     client.async_stream_infer("linear", [kit.tensor("x", X)], enable_empty_final_response=True)
     response = answers.get(timeout=30).get_response()

@@ -1,0 +1,81 @@
+import contextlib
+import time
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.structure import UNCHECKED_BYTES, check_structure
+from triplane.edge.serving.wire import parse, parse_infer
+from triplane.proto import open_inference_pb2 as pb
+from triplane.proto.errors import InvalidInput
+
+LIMITS = Limits()
+MIB = 1 << 20
+
+
+def delimited(field: int, content: bytes) -> bytes:
+    length, head = len(content), bytes([field << 3 | 2])
+    while length > 0x7F:
+        head, length = head + bytes([length & 0x7F | 0x80]), length >> 7
+    return head + bytes([length]) + content
+
+
+BOMBS = {
+    "empty inputs": b"\x2a\x00" * (8 * MIB),
+    "empty outputs": b"\x32\x00" * (8 * MIB),
+    "empty raw contents": b"\x3a\x00" * (8 * MIB),
+    "names again and again": delimited(1, b"n") * (4 * MIB),
+    "one input of many dimensions": delimited(5, delimited(3, b"\x01" * (16 * MIB))),
+    "one input of many parameters": delimited(5, b"\x22\x03\x0a\x01a" * (3 * MIB)),
+    "an unknown field": delimited(15, bytes(16 * MIB)),
+    "a cut field": b"\x3a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff" + bytes(MIB),
+    "groups": b"\x2b\x2c" * MIB,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS.keys())
+def test_a_message_that_would_swell_is_refused_at_once(bomb):
+    tracemalloc.start()
+    started = time.process_time()
+    with pytest.raises(InvalidInput):
+        parse_infer(bomb, LIMITS)
+    assert time.process_time() - started < 0.1
+    assert tracemalloc.get_traced_memory()[1] < MIB
+    tracemalloc.stop()
+
+
+def test_large_raw_contents_pass():
+    request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(40 * MIB)])
+    request.inputs.add(name="x", datatype="UINT8", shape=[40 * MIB])
+    assert parse_infer(request.SerializeToString(), LIMITS) == request
+
+
+def test_typed_contents_pass_up_to_their_bound():
+    request = pb.ModelInferRequest(model_name="m")
+    request.inputs.add(name="x").contents.fp32_contents.extend([0.0] * (MIB // 4 - 100))
+    check_structure(request.SerializeToString(), LIMITS)
+    request.inputs[0].contents.fp32_contents.extend([0.0] * 200)
+    with pytest.raises(InvalidInput, match="send large tensors in raw_input_contents"):
+        check_structure(request.SerializeToString(), LIMITS)
+
+
+def test_a_message_beyond_its_bound_is_refused():
+    with pytest.raises(InvalidInput, match="101 bytes; 100 at most"):
+        parse_infer(bytes(101), Limits(message_bytes=100))
+    with pytest.raises(InvalidInput, match="65537 bytes"):
+        parse(pb.ModelReadyRequest, bytes((64 << 10) + 1))
+
+
+def test_no_protobuf_is_refused_as_such():
+    with pytest.raises(InvalidInput, match="no ModelInferRequest"):
+        parse_infer(b"\xff" * 20, LIMITS)
+
+
+@given(st.binary(min_size=1, max_size=300))
+def test_any_large_message_passes_or_is_refused(tail):
+    data = delimited(7, bytes(UNCHECKED_BYTES)) + tail
+    with contextlib.suppress(InvalidInput):
+        parse_infer(data, LIMITS)
