@@ -144,15 +144,14 @@ class Container:
         return found
 
     def verify(self) -> None:
-        """Hash every part and check every tensor; Corrupt names the first that is damaged."""
+        """Hash every part and check every header of tensors; Corrupt names what is damaged.
+
+        A part's digest vouches for its tensors; theirs serve to name damage and to compare files.
+        """
         for row in self.manifest.parts:
-            data = self.part(row.name)
-            if not is_tensor_part(row.name):
-                continue
-            self.tensors(row.name)
-            for t in self.manifest.tensors_of(row.name):
-                if not digests.same(_hash(data[t.offset : t.offset + t.size]), t.sha256):
-                    raise self._corrupt(f"manifest: wrong digest of tensor {t.name!r}")
+            self.part(row.name)
+            if is_tensor_part(row.name):
+                self.tensors(row.name)
 
     def _bytes(self, row: Part) -> memoryview:
         offset = self._data[row.name]

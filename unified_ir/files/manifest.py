@@ -257,9 +257,10 @@ def check_tensor_name(name: str, where: str) -> None:
 
 
 def check_shape(shape: tuple[int, ...], where: str) -> None:
-    """Refuse ranks and sizes that no file of this version can hold."""
-    if len(shape) > MAX_RANK or not all(0 <= dim <= MAX_FILE_BYTES for dim in shape):
-        raise Corrupt(f"{where}: rank {len(shape)}, sizes {shape[:MAX_RANK]} out of range")
+    """Refuse ranks and sizes that no file holds, zeros beside sizes whose product overflows too."""
+    fits = len(shape) <= MAX_RANK and all(0 <= dim <= MAX_FILE_BYTES for dim in shape)
+    if not fits or prod(dim or 1 for dim in shape) > MAX_FILE_BYTES:
+        raise Corrupt(f"{where}: rank {len(shape)}, shape {shape[:MAX_RANK]} out of range")
 
 
 def _check_properties(properties: tuple[tuple[str, str], ...]) -> None:
