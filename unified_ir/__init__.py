@@ -1,4 +1,72 @@
-"""The training core: IR, autodiff, engines, converter, and the runtime that needs none of them."""
+"""The training core: IR, autodiff, engines, converter, and the runtime that needs none of them.
+
+Names are imported when first used, so `triplane.unified_ir.runtime` stays light.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if not __name__.startswith("triplane."):
     raise ImportError("import this package as triplane.unified_ir, not as a top-level package")
+
+if TYPE_CHECKING:
+    from triplane.unified_ir import convert, data, nn, ops, optim, runtime, train
+    from triplane.unified_ir.frontend import (
+        grad,
+        graph,
+        mode,
+        set_mode,
+        trace,
+        value_and_grad,
+        vjp,
+    )
+    from triplane.unified_ir.frontend.compare import compare
+    from triplane.unified_ir.ir import Module, TensorSpec
+
+_SUBPACKAGES = frozenset({"convert", "data", "nn", "ops", "optim", "runtime", "train"})
+_NAMES = {
+    "Module": "ir",
+    "TensorSpec": "ir",
+    "compare": "frontend.compare",
+    "grad": "frontend",
+    "graph": "frontend",
+    "mode": "frontend",
+    "set_mode": "frontend",
+    "trace": "frontend",
+    "value_and_grad": "frontend",
+    "vjp": "frontend",
+}
+
+__all__ = [
+    "Module",
+    "TensorSpec",
+    "compare",
+    "convert",
+    "data",
+    "grad",
+    "graph",
+    "mode",
+    "nn",
+    "ops",
+    "optim",
+    "runtime",
+    "set_mode",
+    "trace",
+    "train",
+    "value_and_grad",
+    "vjp",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return import_module(f"{__name__}.{name}")
+    if name in _NAMES:
+        return getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

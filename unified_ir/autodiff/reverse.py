@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.graph import Function, Meta, Node, Value
+from triplane.unified_ir.ir.graph import AttrValue, Function, Meta, Node, Value
 from triplane.unified_ir.ops.build import Build, body_function
-from triplane.unified_ir.ops.inline import replay
+from triplane.unified_ir.ops.inline import Replay
 from triplane.unified_ir.ops.recorder import Recorder, recorder
-from triplane.unified_ir.ops.row import Op, Table
+from triplane.unified_ir.ops.row import Op
 from triplane.unified_ir.ops.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor
 
@@ -27,16 +27,15 @@ def linearize(
 ) -> tuple[list[Tensor], Pullback]:
     """Results of `function` in the graph being recorded, and the map from their cotangents to
     those of the parameters numbered in `wanted` (None where there is no dependence)."""
-    build = recorder()
-    env: dict[Value, Tensor] = dict(zip(function.params, args, strict=True))
+    replay = Replay(function, args)
     active = {function.params[i] for i in wanted if function.params[i].type.dtype.is_float}
     steps: list[_Step] = []
     for node in function.nodes:
         if not any(v in active for v in node.inputs if v is not None):
-            env.update(zip(node.outputs, replay(build, node, env), strict=True))
+            replay.run(node)
             continue
-        outputs, pullback = _linearize_node(build, node, env)
-        env.update(zip(node.outputs, outputs, strict=True))
+        outputs, pullback = _linearize_node(replay, node)
+        replay.define(node, outputs)
         active.update(v for v in node.outputs if v.type.dtype.is_float)
         steps.append((node, pullback))
 
@@ -48,7 +47,7 @@ def linearize(
             _pull_node(recorder(), node, pullback, found, active)
         return [found.get(function.params[i]) for i in wanted]
 
-    return [build.admit(env[r]) for r in function.results], pull
+    return replay.results(), pull
 
 
 def _accumulate(found: dict[Value, Tensor], value: Value, g: Tensor | None) -> None:
@@ -72,21 +71,16 @@ def _pull_node(
                 _accumulate(found, value, g)
 
 
-def _linearize_node(
-    build: Recorder, node: Node, env: Mapping[Value, Tensor]
-) -> tuple[Sequence[Tensor], Pullback]:
-    row = build.table[node.op.domain, node.op.name]
-    inputs = [None if v is None else env[v] for v in node.inputs]
-    with build.at(node.meta):
+def _linearize_node(replay: Replay, node: Node) -> tuple[Sequence[Tensor], Pullback]:
+    row = replay.build.table[node.op.domain, node.op.name]
+    inputs, attrs = replay.inputs(node), replay.attrs(node)
+    regions, n = replay.regions(node), len(node.outputs)
+    with replay.build.at(node.meta):
         if row.linearize is not None:
-            return row.linearize(
-                inputs, node.attrs, node.regions, len(node.outputs), vjp_of=_vjp_of
-            )
+            return row.linearize(inputs, attrs, regions, n, vjp_of=_vjp_of)
         if row.vjp is None and row.body is not None:
-            return _linearize_body(build.table, row, node, inputs)
-        outputs = build.apply(
-            row, inputs, node.attrs, regions=node.regions, outputs=len(node.outputs)
-        )
+            return _linearize_body(row, attrs, inputs, n)
+        outputs = replay.build.apply(row, inputs, attrs, regions=regions, outputs=n)
     return outputs, _pullback_of_row(row, node, inputs, outputs)
 
 
@@ -109,10 +103,10 @@ def _pullback_of_row(
 
 
 def _linearize_body(
-    table: Table, row: Op, node: Node, inputs: Sequence[Tensor | None]
+    row: Op, attrs: Mapping[str, AttrValue], inputs: Sequence[Tensor | None], n: int
 ) -> tuple[Sequence[Tensor], Pullback]:
-    types = tuple(None if v is None else v.type for v in node.inputs)
-    body = body_function(table, row, types, node.attrs, len(node.outputs))
+    types = tuple(None if x is None else x.type for x in inputs)
+    body = body_function(recorder().table, row, types, attrs, n)
     present = [i for i, x in enumerate(inputs) if x is not None]
     args = [x for x in inputs if x is not None]
     outputs, inner = linearize(body, args, range(len(args)))

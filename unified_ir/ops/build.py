@@ -52,6 +52,7 @@ class Build:
         self.nodes: list[Node] = []
         self.captures: dict[Value, Tensor] = {}
         self.captured: list[Tensor] = []
+        self.effects: dict[str, Tensor] = {}
         self.scope = ""
         self.meta: Meta | None = None
         self._own: set[Value] = set()
@@ -112,6 +113,8 @@ class Build:
     def admit(self, x: Any, dtype: DType | None = None) -> Tensor:
         """`x` as a tensor of this build: itself, a captured operand, or a constant."""
         if not isinstance(x, Tensor):
+            if hasattr(x, "__tensor__"):
+                return self.admit(x.__tensor__())
             if isinstance(x, Expr):
                 return self.dims([x]).reshape(()).cast(dtype or as_dtype("int64"))
             return self.constant(x, dtype)
@@ -123,7 +126,8 @@ class Build:
         if isinstance(known, np.ndarray):
             return self.constant(known)
         if isinstance(known, tuple):
-            return self.dims(known)
+            with self:
+                return self.dims(known).reshape(x.shape)
         if not any(x.build is b for b in stack.get()):
             raise InvalidInput(
                 f"{x!r} belongs to the graph {x.build.name!r}, which is not being recorded here; "
@@ -140,6 +144,17 @@ class Build:
     def position(self) -> tuple[int, ...]:
         """Node counts from the outermost graph inwards: distinct for each place in a program."""
         return tuple(len(b.nodes) for b in stack.get() if isinstance(b, Build))
+
+    def effect(self, name: str, x: Tensor) -> None:
+        """Adds a named result beside what the function returns, such as a summary."""
+        if len([b for b in stack.get() if isinstance(b, Build)]) > 1:
+            raise InvalidInput(
+                f"{name!r} is recorded inside a branch, a loop or a differentiated function, "
+                "where it would have no single value; return the tensor and record it outside"
+            )
+        if name in self.effects:
+            raise InvalidInput(f"{name!r} is recorded twice; give each summary its own name")
+        self.effects[name] = x
 
     def apply(
         self,

@@ -286,12 +286,12 @@ def _loop_types(call: Call) -> Types:
 
 
 def _loop_reference(
-    trips: Any, go: Any, *operands: Any, regions: Any, num_carry: int, **_: Any
+    count: Any, go: Any, /, *operands: Any, regions: Any, num_carry: int, **_: Any
 ) -> tuple[Any, ...]:
     carry, captures = _split(operands, num_carry)
     rows = []
     i = 0
-    while go and (trips is None or i < trips):
+    while go and (count is None or i < count):
         go, *results = regions[0](np.array(i, np.int64), np.array(go), *carry, *captures)
         carry = results[:num_carry]
         rows.append(results[num_carry:])
@@ -306,7 +306,7 @@ def _loop_linearize(
     n = attrs["num_carry"]
     body = regions[0]
     build = recorder()
-    trips = f"{attrs.get('trips') or 'trips'}_s"
+    trips = f"trips_{_position()}"
     made = build.apply(
         loop_row,
         inputs,
@@ -449,7 +449,7 @@ def _loop(trips: Tensor | None, go: Tensor, trip: Any, init: Any, carry: list[Te
     outputs = recorder().apply(
         loop_row,
         (trips, go, *carry, *build.captured),
-        {"num_carry": len(carry), "trips": f"trips{len(build.nodes)}_{_position()}"},
+        {"num_carry": len(carry)},
         regions=(body,),
         outputs=len(carry),
     )

@@ -62,7 +62,7 @@ def _infer_by_onnx(
     node = helper.make_node(row.name, names, [f"o{k}" for k in range(outputs)], **onnx_attrs(attrs))
     protos = {n: type_proto(t) for n, t in zip(names, types, strict=True) if t is not None}
     data = {
-        n: numpy_helper.from_array(np.ascontiguousarray(k), n)
+        n: numpy_helper.from_array(np.asarray(k, order="C"), n)
         for n, k in zip(names, known, strict=True)
         if isinstance(k, np.ndarray)
     }

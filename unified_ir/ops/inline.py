@@ -1,38 +1,131 @@
-"""Replays a function's nodes into the graph being recorded."""
+"""Replays a function's nodes into the graph being recorded.
+
+Types are inferred anew. Symbols of the function's parameters take the dimensions of the arguments;
+symbols that loops introduce get new names, so one function can be inlined twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.graph import Function, Node, Value
-from triplane.unified_ir.ops.recorder import Recorder, recorder
+from triplane.unified_ir.ir.dims import Dim, is_symbol, substitute, symbol
+from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
+from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.tensor import Tensor
 
 
 def inline(function: Function, args: Sequence[Tensor]) -> list[Tensor]:
-    """The results of `function` on tensors of the graph being recorded; types are inferred anew."""
-    if len(args) != len(function.params):
-        raise InvalidInput(
-            f"function {function.name!r} takes {', '.join(function.param_names) or 'nothing'}; "
-            f"got {len(args)} arguments"
-        )
-    build = recorder()
-    env: dict[Value, Tensor] = dict(zip(function.params, args, strict=True))
+    """The results of `function` on tensors of the graph being recorded."""
+    replay = Replay(function, args)
     for node in function.nodes:
-        env.update(zip(node.outputs, replay(build, node, env), strict=True))
-    return [build.admit(env[r]) for r in function.results]
+        replay.run(node)
+    return replay.results()
 
 
-def replay(build: Recorder, node: Node, env: dict[Value, Tensor]) -> tuple[Tensor, ...]:
-    """One node again, on the tensors that stand for its inputs."""
-    if node.op.name == "Constant":
-        return (build.admit(node.attrs["value"]),)
-    if node.op.name == "Dims":
-        return (build.dims(node.attrs["dims"]),)  # type: ignore[arg-type]
-    inputs = [None if v is None else env[v] for v in node.inputs]
-    row = build.table[node.op.domain, node.op.name]
-    with build.at(node.meta):
-        return build.apply(
-            row, inputs, node.attrs, regions=node.regions, outputs=len(node.outputs)
-        )
+class Replay:
+    """Nodes of one function again, on the tensors that stand for its values."""
+
+    def __init__(self, function: Function, args: Sequence[Tensor]) -> None:
+        if len(args) != len(function.params):
+            raise InvalidInput(
+                f"function {function.name!r} takes {', '.join(function.param_names) or 'nothing'}; "
+                f"got {len(args)} arguments"
+            )
+        self.function = function
+        self.build = recorder()
+        self.values: dict[Value, Tensor] = {}
+        self.sizes: dict[str, Dim] = {}
+        for param, arg in zip(function.params, args, strict=True):
+            _bind(self.sizes, param, arg)
+            self.values[param] = arg
+
+    def run(self, node: Node) -> tuple[Tensor, ...]:
+        """The node's outputs, now also known as the values they stand for."""
+        made = self._made(node)
+        self.define(node, made)
+        return made
+
+    def define(self, node: Node, outputs: Sequence[Tensor]) -> None:
+        """Lets `outputs` stand for the node's outputs."""
+        self.values.update(zip(node.outputs, outputs, strict=True))
+
+    def _made(self, node: Node) -> tuple[Tensor, ...]:
+        if node.op.name == "Constant":
+            return (self.build.admit(node.attrs["value"]),)
+        attrs = self.attrs(node)
+        if node.op.name == "Dims":
+            return (self.build.dims(attrs["dims"]),)  # type: ignore[arg-type]
+        row = self.build.table[node.op.domain, node.op.name]
+        with self.build.at(node.meta):
+            return self.build.apply(
+                row,
+                self.inputs(node),
+                attrs,
+                regions=self.regions(node),
+                outputs=len(node.outputs),
+            )
+
+    def inputs(self, node: Node) -> list[Tensor | None]:
+        """The tensors that stand for a node's operands."""
+        return [None if v is None else self.values[v] for v in node.inputs]
+
+    def attrs(self, node: Node) -> Mapping[str, AttrValue]:
+        """Attributes with sizes substituted and a new name for the trips a loop counts."""
+        changed: dict[str, Any] = {}
+        dims = node.attrs.get("dims")
+        if isinstance(dims, tuple) and self.sizes:
+            changed["dims"] = tuple(substitute(d, self.sizes) for d in dims)  # type: ignore[arg-type]
+        trips = node.attrs.get("trips")
+        if isinstance(trips, str) and trips:
+            changed["trips"] = "trips_" + "_".join(map(str, self.build.position()))
+            self.sizes[trips] = symbol(changed["trips"])
+        return {**node.attrs, **changed}
+
+    def regions(self, node: Node) -> tuple[Function, ...]:
+        """Regions with sizes substituted; call after `attrs`."""
+        if not self.sizes:
+            return node.regions
+        return tuple(with_sizes(r, self.sizes) for r in node.regions)
+
+    def results(self) -> list[Tensor]:
+        """The tensors that stand for the function's results."""
+        return [self.build.admit(self.values[r]) for r in self.function.results]
+
+
+def _bind(sizes: dict[str, Dim], param: Value, arg: Tensor) -> None:
+    """Matches an argument's shape against a parameter's, giving symbols their dimensions."""
+    if arg.dtype != param.type.dtype or arg.rank != param.type.rank:
+        raise ShapeError(f"parameter {param.name!r} is {param.type}, got {arg.type}")
+    for wanted, given in zip(param.type.shape, arg.shape, strict=True):
+        if is_symbol(wanted) and (str(wanted) in sizes or wanted != given):
+            known = sizes.setdefault(str(wanted), given)
+            if known != given:
+                raise ShapeError(f"symbol {wanted} of {param.name!r} is both {known} and {given}")
+        elif isinstance(wanted, int) and wanted != given:
+            raise ShapeError(f"parameter {param.name!r} is {param.type}, got {arg.type}")
+
+
+def with_sizes(function: Function, sizes: Mapping[str, Dim]) -> Function:
+    """A copy with symbols replaced in all types, sizes and regions."""
+    env: dict[Value, Value] = {}
+
+    def renew(value: Value) -> Value:
+        shape = (substitute(d, sizes) for d in value.type.shape)
+        env[value] = Value(TensorType(value.type.dtype, tuple(shape)), value.name)
+        return env[value]
+
+    params = tuple(renew(p) for p in function.params)
+    nodes = []
+    for node in function.nodes:
+        inputs = tuple(None if v is None else env[v] for v in node.inputs)
+        attrs = dict(node.attrs)
+        if isinstance(attrs.get("dims"), tuple):
+            attrs["dims"] = tuple(substitute(d, sizes) for d in attrs["dims"])  # type: ignore[union-attr,arg-type]
+        regions = tuple(with_sizes(r, sizes) for r in node.regions)
+        outputs = tuple(renew(v) for v in node.outputs)
+        nodes.append(Node(node.op, inputs, outputs, attrs, regions, node.meta))
+    results = tuple(env[r] for r in function.results)
+    return Function(function.name, params, results, function.result_names, tuple(nodes))

@@ -14,7 +14,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
-from triplane.unified_ir.ops.conv import Window, conv_transpose_row, static, with_explicit_pads
+from triplane.unified_ir.ops.convolution import Window, conv_transpose_row, static, with_explicit_pads
 from triplane.unified_ir.ops.indexing import gather, scatter_elements
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
 from triplane.unified_ir.ops.samples import apart, normal, sample

@@ -53,6 +53,10 @@ class Recorder(Protocol):
         """Nodes added meanwhile carry `meta`."""
         ...
 
+    def effect(self, name: str, x: Tensor) -> None:
+        """Adds a named result beside what the function returns."""
+        ...
+
     def position(self) -> tuple[int, ...]:
         """Distinct for each place in a program."""
         ...

@@ -13,8 +13,6 @@ _INTERNAL: Final = tuple(
     f"{Path(__file__).resolve().parents[1] / part}/"
     for part in ("ops", "ir", "autodiff", "passes", "engines", "frontend", "nn", "optim", "train")
 )
-REWRITTEN: Final = "triplane:"
-"""Prefix of the file name that rewritten user code carries, followed by the real one."""
 
 
 def user_location() -> Location | None:
@@ -33,7 +31,7 @@ def _relative(filename: str) -> str | None:
     """The path below its import root, or None for this package and for frames without a file."""
     if filename.startswith("<"):
         return None
-    path = Path(filename.removeprefix(REWRITTEN)).resolve()
+    path = Path(filename).resolve()
     if str(path).startswith(_INTERNAL):
         return None
     roots = sorted((Path(p).resolve() for p in sys.path if p), key=lambda p: -len(p.parts))

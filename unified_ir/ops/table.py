@@ -7,10 +7,10 @@ from typing import Final
 
 from triplane.unified_ir.ops import (
     control,
-    conv,
+    convolution,
     elementwise,
     indexing,
-    linear,
+    matrix,
     norm,
     pool,
     quant,
@@ -20,7 +20,7 @@ from triplane.unified_ir.ops import (
 from triplane.unified_ir.ops.row import Op, Table
 
 _MODULES: Final = (
-    structure, elementwise, linear, indexing, conv, pool, norm, control, random, quant,
+    structure, elementwise, matrix, indexing, convolution, pool, norm, control, random, quant,
 )  # fmt: skip
 
 

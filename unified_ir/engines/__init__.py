@@ -1,0 +1,28 @@
+"""Engines: where a function runs. Importing this package imports no engine."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Final
+
+from triplane.proto.errors import NotFound
+from triplane.unified_ir.engines.protocol import Engine, Loop, Program
+
+ENGINES: Final = {
+    "onnx": "triplane.unified_ir.engines.onnx:OnnxEngine",
+    "reference": "triplane.unified_ir.engines.reference:ReferenceEngine",
+    "ascend": "triplane.unified_ir.engines.ascend:AscendEngine",
+}
+"""Engine names and the classes behind them."""
+
+
+def engine(name: str) -> Engine:
+    """A new engine of that name."""
+    if name not in ENGINES:
+        raise NotFound(f"no engine {name!r}; there are {', '.join(ENGINES)}")
+    module, _, cls = ENGINES[name].partition(":")
+    made: Engine = getattr(import_module(module), cls)()
+    return made
+
+
+__all__ = ["ENGINES", "Engine", "Loop", "Program", "engine"]

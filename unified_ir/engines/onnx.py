@@ -1,0 +1,70 @@
+"""The default engine: the whole function as one ONNX graph on onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.engines.protocol import by_position, check_donated
+from triplane.unified_ir.ir.graph import Array, Function
+from triplane.unified_ir.onnx.emit import emit, serialize
+from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
+from triplane.unified_ir.runtime.session import Loop, Session, SessionOptions
+from triplane.unified_ir.runtime.signature import next_name
+
+
+class OnnxProgram:
+    """A function compiled to an onnxruntime session."""
+
+    def __init__(
+        self,
+        function: Function,
+        donate: Collection[str],
+        options: SessionOptions,
+        target: OnnxTarget,
+    ) -> None:
+        check_donated(function, donate)
+        self.function = function
+        self._donate = tuple(donate)
+        self._params = set(function.param_names)
+        replaced = {n for n in function.result_names if n in self._params}
+        if donate and replaced - set(donate):
+            raise InvalidInput(
+                f"results {sorted(replaced - set(donate))} replace parameters that are not "
+                "donated; donate them or rename the results"
+            )
+        self._session = Session(serialize(emit(function, target=target)), options=options)
+        self._outputs = tuple(
+            next_name(n) if n in self._params else n for n in function.result_names
+        )
+
+    def __call__(self, *args: Array) -> tuple[Array, ...]:
+        """See `Program`."""
+        feeds = by_position(self.function, [np.asarray(a) for a in args])
+        found = self._session.run(feeds, self._outputs) if self._outputs else {}
+        return tuple(found[n] for n in self._outputs)
+
+    def loop(self, state: Mapping[str, Array]) -> Loop:
+        """See `Program`."""
+        missing = sorted(set(self._donate) ^ set(state))
+        if missing:
+            raise InvalidInput(f"a loop starts from all donated state and no more; see {missing}")
+        return self._session.loop(state)
+
+
+class OnnxEngine:
+    """onnxruntime on CPU by default; other providers through `options`."""
+
+    name = "onnx"
+
+    def __init__(
+        self, *, options: SessionOptions | None = None, target: OnnxTarget = DEFAULT
+    ) -> None:
+        self._options = options or SessionOptions()
+        self._target = target
+
+    def compile(self, function: Function, *, donate: Collection[str] = ()) -> OnnxProgram:
+        """See `Engine`."""
+        return OnnxProgram(function, donate, self._options, self._target)

@@ -1,0 +1,41 @@
+"""numpy, node by node: the obvious engine, for float64 gradient checks and as the other's judge."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from triplane.unified_ir.engines.protocol import HostLoop, by_position, check_donated
+from triplane.unified_ir.ir.graph import Array, Function
+from triplane.unified_ir.ops.evaluate import run_function
+from triplane.unified_ir.ops.table import TABLE
+
+
+class ReferenceProgram:
+    """A function interpreted by its rows' reference kernels."""
+
+    def __init__(self, function: Function, donate: Collection[str]) -> None:
+        check_donated(function, donate)
+        self.function = function
+        self._donate = tuple(donate)
+
+    def __call__(self, *args: Array) -> tuple[Array, ...]:
+        """See `Program`."""
+        arrays: Sequence[Array] = [np.asarray(a) for a in args]
+        by_position(self.function, arrays)
+        return tuple(run_function(TABLE, self.function, arrays))
+
+    def loop(self, state: Mapping[str, Array]) -> HostLoop:
+        """See `Program`."""
+        return HostLoop(self, self._donate, state)
+
+
+class ReferenceEngine:
+    """See the module."""
+
+    name = "reference"
+
+    def compile(self, function: Function, *, donate: Collection[str] = ()) -> ReferenceProgram:
+        """See `Engine`."""
+        return ReferenceProgram(function, donate)

@@ -1,0 +1,19 @@
+"""From Python to functions: cells, tracing, calling with arrays, transforms."""
+
+from triplane.unified_ir.frontend.cell import Cell, CellList, Parameter
+from triplane.unified_ir.frontend.run import graph, mode, set_mode
+from triplane.unified_ir.frontend.trace import trace
+from triplane.unified_ir.frontend.transforms import grad, value_and_grad, vjp
+
+__all__ = [
+    "Cell",
+    "CellList",
+    "Parameter",
+    "grad",
+    "graph",
+    "mode",
+    "set_mode",
+    "trace",
+    "value_and_grad",
+    "vjp",
+]

@@ -1,0 +1,321 @@
+"""A function as a plain ONNX model that stock onnxruntime runs.
+
+Invariants: the same function gives the same bytes; only ai.onnx operators appear; parameters and
+results keep their names, except that the new value of a parameter `w` is the output `w:next`.
+Rows that the target's opset lacks are replaced by their bodies; symbolic sizes are read off the
+first value that has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from onnx import (
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    ValueInfoProto,
+    defs,
+    helper,
+    numpy_helper,
+)
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, is_symbol
+from triplane.unified_ir.ir.graph import Array, Function, Node, Value
+from triplane.unified_ir.ir.types import TensorType
+from triplane.unified_ir.onnx.lower import LOWER, RULES, Context
+from triplane.unified_ir.onnx.sizes import emit_dims
+from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
+from triplane.unified_ir.ops.build import expansion
+from triplane.unified_ir.ops.infer import onnx_attrs, type_proto
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.passes.clean import clean
+from triplane.unified_ir.runtime.signature import next_name
+
+PRODUCER: Final = "triplane"
+WEIGHTS_FILE: Final = "weights.safetensors"
+"""Where external initializers say their bytes are, relative to the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class External:
+    """Where an initializer's bytes lie in the weights file."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Initializer:
+    """A parameter that the model holds itself; `external` keeps its bytes out of the graph."""
+
+    array: Array
+    external: External | None = None
+
+
+def emit(
+    function: Function,
+    *,
+    target: OnnxTarget = DEFAULT,
+    initializers: Mapping[str, Initializer] | None = None,
+) -> ModelProto:
+    """The function as a model; parameters named in `initializers` become part of it."""
+    held = initializers or {}
+    emitter = _Emitter(target, clean(function), held)
+    graph = emitter.graph()
+    return helper.make_model(
+        graph,
+        producer_name=PRODUCER,
+        ir_version=target.ir_version,
+        opset_imports=[helper.make_opsetid("", target.opset)],
+    )
+
+
+def serialize(model: ModelProto) -> bytes:
+    """The model's bytes, the same on every run."""
+    return model.SerializeToString(deterministic=True)
+
+
+class _Emitter(Context):
+    """Names, nodes and known sizes of one ONNX graph; a region's emitter also sees its parent's."""
+
+    def __init__(
+        self,
+        target: OnnxTarget,
+        function: Function,
+        held: Mapping[str, Initializer],
+        parent: _Emitter | None = None,
+    ) -> None:
+        self.target = target
+        self.function = function
+        self.held = held
+        self.parent = parent
+        self.nodes: list[NodeProto] = []
+        self.tensors: list[TensorProto] = []
+        self.names: dict[Value, str] = {}
+        self.size_sources: dict[str, tuple[str, int]] = {}
+        self.size_names: dict[str, str] = {}
+        self.counter: list[int] = parent.counter if parent else [0]
+
+    def graph(self) -> GraphProto:
+        """The whole top-level graph."""
+        for param in self.function.params:
+            self.names[param] = param.name
+            self.note_sizes(param, param.name)
+        self.body(self.function)
+        outputs = self.outputs()
+        inputs = [_info(p.name, p.type) for p in self.function.params if p.name not in self.held]
+        held = [p for p in self.function.params if p.name in self.held]
+        initializers = [_held_tensor(p, self.held[p.name]) for p in held] + self.tensors
+        return helper.make_graph(
+            self.nodes, self.function.name, inputs, outputs, initializer=initializers
+        )
+
+    def outputs(self) -> list[ValueInfoProto]:
+        """Result declarations; a result that is a parameter or repeats goes through Identity."""
+        taken = {p.name for p in self.function.params}
+        made = []
+        for name, value in zip(self.function.result_names, self.function.results, strict=True):
+            final = next_name(name) if name in taken else name
+            self.nodes.append(helper.make_node("Identity", [self.names[value]], [final]))
+            made.append(_info(final, value.type))
+        self._drop_identities([info.name for info in made])
+        return made
+
+    def _drop_identities(self, finals: Sequence[str]) -> None:
+        """Renames a producer's output to the final name where nothing else needs the old one."""
+        first = len(self.nodes) - len(finals)
+        tail = self.nodes[first:]
+        produced = {out: node for node in self.nodes[:first] for out in node.output}
+        sources = [n.input[0] for n in tail]
+        used_inside = {name for node in self.nodes[:first] for name in _region_names(node)}
+        kept = []
+        renamed: dict[str, str] = {}
+        for node in tail:
+            source = node.input[0]
+            if source in produced and sources.count(source) == 1 and source not in used_inside:
+                renamed[source] = node.output[0]
+            else:
+                kept.append(node)
+        for node in self.nodes[:first] + kept:
+            _rename(node.input, renamed)
+            _rename(node.output, renamed)
+        self.nodes = self.nodes[:first] + kept
+
+    def body(self, function: Function) -> None:
+        """Emits the nodes of a function whose parameters are already named."""
+        for node in function.nodes:
+            self.node(node)
+            for value in node.outputs:
+                self.note_sizes(value, self.names[value])
+
+    def node(self, node: Node) -> None:
+        """One IR node: structural rule, opset rule, expansion, or an ONNX node as it is."""
+        row = TABLE[node.op.domain, node.op.name]
+        rule = RULES.get((node.op.domain, node.op.name))
+        if rule is not None:
+            rule(self, node)
+            return
+        if row.domain == "" and self.available(node):
+            for below, name in row.lower_below.items():
+                if self.target.opset < below:
+                    LOWER[name](self, node)
+                    return
+            self.plain(node)
+            return
+        meaning = expansion(TABLE, node)
+        if meaning is None:
+            raise InvalidInput(
+                f"{row} does not exist in opset {self.target.opset} and has no other form "
+                f"(at {node.meta.location}); choose a target with a newer opset"
+            )
+        self.inline(node, clean(meaning))
+
+    def available(self, node: Node) -> bool:
+        """Whether the target's opset has the operator (in any version lowered by rule)."""
+        return bool(defs.has(node.op.name, self.target.opset, ""))
+
+    def plain(self, node: Node, **changes: Any) -> None:
+        """The ONNX operator of the same name."""
+        attrs = onnx_attrs({**node.attrs, **changes})
+        self.add(node.op.name, self.inputs(node), self.output_names(node), **attrs)
+
+    def inline(self, node: Node, meaning: Function) -> None:
+        """Another function's nodes in place of the node."""
+        present = [v for v in node.inputs if v is not None]
+        for param, value in zip(meaning.params, present, strict=True):
+            self.names[param] = self.name_of(value)
+        self.body(meaning)
+        for value, result in zip(node.outputs, meaning.results, strict=False):
+            self.names[value] = self.names[result]
+
+    def region(self, function: Function, names: Sequence[str], label: str) -> GraphProto:
+        """A region as a subgraph whose captures are the given outer names; no inputs declared."""
+        inner = self.child(function)
+        for param, name in zip(function.params, names, strict=True):
+            inner.names[param] = name
+            inner.note_sizes(param, name)
+        inner.body(function)
+        return helper.make_graph(inner.nodes, label, [], inner.result_infos(), inner.tensors)
+
+    def child(self, function: Function) -> _Emitter:
+        """An emitter for a subgraph, which sees this graph's names and sizes."""
+        return _Emitter(self.target, clean(function), {}, self)
+
+    def result_infos(self) -> list[ValueInfoProto]:
+        """Results of a subgraph, each under a name of its own."""
+        infos = []
+        for value in self.function.results:
+            name = self.fresh()
+            self.add("Identity", [self.name_of(value)], [name])
+            infos.append(_info(name, value.type))
+        return infos
+
+    def add(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attrs: Any) -> None:
+        """Appends an ONNX node."""
+        node = helper.make_node(op, list(inputs), list(outputs), **attrs)
+        node.name = f"n{len(self.nodes)}" if self.parent is None else ""
+        self.nodes.append(node)
+
+    def emit(self, op: str, *inputs: str, **attrs: Any) -> str:
+        """Appends a node with one new output; its name."""
+        name = self.fresh()
+        self.add(op, inputs, [name], **attrs)
+        return name
+
+    def constant(self, array: Array) -> str:
+        """An initializer of this graph."""
+        name = self.fresh("c")
+        self.tensors.append(numpy_helper.from_array(np.asarray(array, order="C"), name))
+        return name
+
+    def fresh(self, stem: str = "v") -> str:
+        """A name no other value of the model has; `/` keeps it apart from users' names."""
+        self.counter[0] += 1
+        return f"{stem}/{self.counter[0]}"
+
+    def inputs(self, node: Node) -> list[str]:
+        """Names of the operands, empty where absent."""
+        return ["" if v is None else self.name_of(v) for v in node.inputs]
+
+    def output_names(self, node: Node) -> list[str]:
+        """New names for the outputs."""
+        for value in node.outputs:
+            self.names[value] = self.fresh()
+        return [self.names[v] for v in node.outputs]
+
+    def name_of(self, value: Value) -> str:
+        """The ONNX name that stands for a value."""
+        return self.names[value]
+
+    def note_sizes(self, value: Value, name: str) -> None:
+        """Remembers where the size of each bare symbol can be read."""
+        for axis, dim in enumerate(value.type.shape):
+            if is_symbol(dim) and self.size_source(str(dim)) is None:
+                self.size_sources[str(dim)] = (name, axis)
+
+    def size_source(self, symbol: str) -> tuple[str, int] | None:
+        """(value name, axis) whose size is the symbol."""
+        found = self.size_sources.get(symbol)
+        return self.parent.size_source(symbol) if found is None and self.parent else found
+
+    def size(self, symbol: str) -> str:
+        """The name of an int64[1] holding the symbol's size."""
+        if symbol in self.size_names:
+            return self.size_names[symbol]
+        source = self.size_source(symbol)
+        if source is None:
+            raise InvalidInput(
+                f"no value in scope of {self.function.name!r} has the bare dimension {symbol}, so "
+                "its size cannot be read; give one parameter that dimension"
+            )
+        self.size_names[symbol] = self.emit("Shape", source[0], start=source[1], end=source[1] + 1)
+        return self.size_names[symbol]
+
+    def dims(self, dims: Sequence[Dim]) -> str:
+        """An int64 vector of sizes."""
+        return emit_dims(self, dims)
+
+
+def _rename(names: Any, renamed: Mapping[str, str]) -> None:
+    for i, name in enumerate(names):
+        if name in renamed:
+            names[i] = renamed[name]
+
+
+def _region_names(node: NodeProto) -> list[str]:
+    """Names read inside a node's subgraphs."""
+    found = []
+    for attribute in node.attribute:
+        for inner in attribute.g.node:
+            found += [*inner.input, *_region_names(inner)]
+    return found
+
+
+def _info(name: str, t: TensorType) -> ValueInfoProto:
+    info = ValueInfoProto(name=name)
+    info.type.CopyFrom(type_proto(t))
+    return info
+
+
+def _held_tensor(param: Value, held: Initializer) -> TensorProto:
+    if held.external is None:
+        return numpy_helper.from_array(np.asarray(held.array, order="C"), param.name)
+    tensor = TensorProto(
+        name=param.name, data_type=param.type.dtype.onnx, dims=list(held.array.shape)
+    )
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (
+        ("location", WEIGHTS_FILE),
+        ("offset", str(held.external.offset)),
+        ("length", str(held.external.length)),
+    ):
+        tensor.external_data.add(key=key, value=value)
+    return tensor
+
+

@@ -1,0 +1,197 @@
+"""Rules that turn one IR node into ONNX nodes where a copy would not do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+from onnx import GraphProto, TensorProto, ValueInfoProto
+
+from triplane.unified_ir.ir.dims import Dim, Expr
+from triplane.unified_ir.ir.graph import Array, Function, Node, Value
+from triplane.unified_ir.ops.infer import type_proto
+from triplane.unified_ir.ops.row import DOMAIN
+
+
+class Context(Protocol):
+    """The ONNX graph being emitted, as a rule sees it."""
+
+    nodes: list[Any]
+    tensors: list[TensorProto]
+    names: dict[Value, str]
+
+    # fmt: off
+    def plain(self, node: Node, **changes: Any) -> None: ...
+    def add(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attrs: Any) -> None: ...
+    def emit(self, op: str, *inputs: str, **attrs: Any) -> str: ...
+    def constant(self, array: Array) -> str: ...
+    def fresh(self, stem: str = "v") -> str: ...
+    def inputs(self, node: Node) -> list[str]: ...
+    def output_names(self, node: Node) -> list[str]: ...
+    def dims(self, dims: Sequence[Dim]) -> str: ...
+    def size(self, symbol: str) -> str: ...
+    def region(self, function: Function, names: Sequence[str], label: str) -> GraphProto: ...
+    def child(self, function: Function) -> Any: ...
+    # fmt: on
+
+
+Rule = Callable[[Context, Node], None]
+
+
+def _constant(context: Context, node: Node) -> None:
+    value = node.attrs["value"]
+    assert isinstance(value, np.ndarray)
+    context.names[node.outputs[0]] = context.constant(value)
+
+
+def _dims(context: Context, node: Node) -> None:
+    context.names[node.outputs[0]] = context.dims(node.attrs["dims"])  # type: ignore[arg-type]
+
+
+def _reshape(context: Context, node: Node) -> None:
+    """One symbolic size becomes -1: no Shape arithmetic at run time."""
+    shape = node.outputs[0].type.shape
+    symbolic = [i for i, d in enumerate(shape) if isinstance(d, Expr)]
+    if len(symbolic) > 1 or 0 in shape:
+        context.plain(node)
+        return
+    wanted = np.array([-1 if isinstance(d, Expr) else d for d in shape], np.int64)
+    data = context.inputs(node)[0]
+    context.add("Reshape", [data, context.constant(wanted)], context.output_names(node))
+
+
+def _batch_norm(context: Context, node: Node) -> None:
+    """Training mode gets a private mean and variance each: onnxruntime writes into both inputs.
+
+    Every scratch vector is scale times another constant, so that neither sharing of constants nor
+    elimination of common subexpressions makes two nodes write to one buffer. The blend with the
+    running statistics is written out.
+    """
+    if not node.attrs.get("training_mode"):
+        context.plain(node)
+        return
+    x, scale, bias, mean, var = context.inputs(node)
+    dtype = node.inputs[1].type.dtype.numpy  # type: ignore[union-attr]
+    scratch = [
+        context.emit("Mul", scale, context.constant(_distinct(context, dtype, k))) for k in (0, 1)
+    ]
+    y, batch_mean, batch_var = (context.fresh() for _ in range(3))
+    attrs = {"training_mode": 1, "momentum": 0.0}
+    attrs["epsilon"] = node.attrs.get("epsilon", 1e-5)  # type: ignore[assignment]
+    context.add(
+        "BatchNormalization", [x, scale, bias, *scratch], [y, batch_mean, batch_var], **attrs
+    )
+    momentum = node.attrs.get("momentum", 0.9)
+    names = [y, batch_mean, batch_var]
+    if momentum != 0.0:
+        names[1:] = [
+            _blend(context, old, new, momentum, dtype)
+            for old, new in ((mean, batch_mean), (var, batch_var))
+        ]
+    for value, name in zip(node.outputs, names, strict=False):
+        context.names[value] = name
+
+
+def _distinct(context: Context, dtype: Any, k: int) -> Array:
+    return np.array(2 * len(context.nodes) + k + 1, dtype)
+
+
+def _blend(context: Context, old: str, new: str, momentum: Any, dtype: Any) -> str:
+    kept = context.emit("Mul", old, context.constant(np.array(momentum, dtype)))
+    added = context.emit("Mul", new, context.constant(np.array(1 - momentum, dtype)))
+    return context.emit("Add", kept, added)
+
+
+def _cond(context: Context, node: Node) -> None:
+    predicate, *operands = context.inputs(node)
+    context.add(
+        "If",
+        [predicate],
+        context.output_names(node),
+        then_branch=context.region(node.regions[0], operands, "then"),
+        else_branch=context.region(node.regions[1], operands, "else"),
+    )
+
+
+def _declared(name: str, value: Value) -> ValueInfoProto:
+    info = ValueInfoProto(name=name)
+    info.type.CopyFrom(type_proto(value.type))
+    return info
+
+
+def _subgraph(context: Context, region: Function, own: int, captures: Sequence[str]) -> GraphProto:
+    """A region whose first `own` parameters are declared inputs and whose rest are outer names."""
+    from onnx import helper  # noqa: PLC0415
+
+    inner = context.child(region)
+    inputs = []
+    for i, param in enumerate(region.params):
+        name = context.fresh() if i < own else captures[i - own]
+        inner.names[param] = name
+        inner.note_sizes(param, name)
+        if i < own:
+            inputs.append(_declared(name, param))
+    inner.body(inner.function)
+    infos = inner.result_infos()
+    return helper.make_graph(inner.nodes, region.name, inputs, infos, inner.tensors)
+
+
+def _scan(context: Context, node: Node) -> None:
+    n, m = int(node.attrs["num_carry"]), int(node.attrs["num_scanned"])  # type: ignore[arg-type]
+    names = context.inputs(node)
+    backwards = int(bool(node.attrs.get("reverse", 0)))
+    stacked = len(node.outputs) - n
+    attrs: dict[str, Any] = {"num_scan_inputs": m}
+    if backwards:
+        attrs["scan_input_directions"] = [1] * m
+        if stacked:
+            attrs["scan_output_directions"] = [1] * stacked
+    body = _subgraph(context, node.regions[0], n + m, names[n + m :])
+    context.add("Scan", names[: n + m], context.output_names(node), body=body, **attrs)
+
+
+def _loop(context: Context, node: Node) -> None:
+    n = int(node.attrs["num_carry"])  # type: ignore[arg-type]
+    names = context.inputs(node)
+    body = _subgraph(context, node.regions[0], 2 + n, names[2 + n :])
+    context.add("Loop", names[: 2 + n], context.output_names(node), body=body)
+
+
+RULES: Final[Mapping[tuple[str, str], Rule]] = {
+    ("", "Constant"): _constant,
+    ("", "Reshape"): _reshape,
+    ("", "BatchNormalization"): _batch_norm,
+    (DOMAIN, "Dims"): _dims,
+    (DOMAIN, "Cond"): _cond,
+    (DOMAIN, "Scan"): _scan,
+    (DOMAIN, "Loop"): _loop,
+}
+"""Operators whose emission is never a copy."""
+
+
+def _axes_as_attribute(context: Context, node: Node) -> None:
+    """Before opset 18 reductions other than the sum take their axes as an attribute."""
+    names = context.inputs(node)
+    attrs: dict[str, Any] = {"keepdims": node.attrs.get("keepdims", 1)}
+    if len(names) > 1:
+        attrs["axes"] = [int(a) for a in _initializer(context, names[1])]
+    context.add(node.op.name, names[:1], context.output_names(node), **attrs)
+
+
+def _initializer(context: Context, name: str) -> Array:
+    from onnx import numpy_helper  # noqa: PLC0415
+
+    return next(numpy_helper.to_array(t) for t in context.tensors if t.name == name)
+
+
+def _pad_without_axes(context: Context, node: Node) -> None:
+    """Before opset 18 Pad has no axes operand; ours never uses it."""
+    context.plain(node)
+
+
+LOWER: Final[Mapping[str, Rule]] = {
+    "axes_as_attribute": _axes_as_attribute,
+    "pad_without_axes": _pad_without_axes,
+}
+"""Rules by name, for rows whose form changed between opsets (`Op.lower_below`)."""
