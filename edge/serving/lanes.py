@@ -154,6 +154,11 @@ class Routes(grpc.GenericRpcHandler):
         self._on_refusal = on_refusal
         self._handlers: dict[str, tuple[Lane, Handler]] = {}
         self._services: tuple[str, ...] = ()
+        self._leaving = False
+        self.last_call_s = 0.0  # when a call was last looked up, on `time.monotonic`
+        self._gone = _answering(
+            control, grpc.StatusCode.UNAVAILABLE, "the server is shutting down; call again later"
+        )
         self._busy = _answering(control, grpc.StatusCode.UNAVAILABLE, "all queues are full; retry")
         self._unknown = _answering(
             control,
@@ -170,12 +175,19 @@ class Routes(grpc.GenericRpcHandler):
                 _handler(behaviour, lane, streams=streams),
             )
 
+    def refuse_new(self) -> None:
+        """From now on answer UNAVAILABLE to all but control calls."""
+        self._leaving = True
+
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         """See `grpc.GenericRpcHandler`."""
+        self.last_call_s = time.monotonic()
         method = handler_call_details.method
         if (route := self._handlers.get(method)) is None:
             return self._unknown if method.startswith(self._services) else None
         lane, handler = route
+        if self._leaving and lane is not self._control:
+            return self._gone
         if lane.full:
             self._on_refusal()
             return self._busy

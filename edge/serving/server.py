@@ -1,10 +1,12 @@
 """The gRPC server: protocol, health and reflection on one port, and its way down.
 
-Down means: not ready, resting streams ended, no new calls, calls inside finish within the grace
-period, then threads, models and the metrics port go.
+Down means: not ready, resting streams ended, new calls refused, calls inside finish within the
+grace period, then the port, threads, models and the metrics page go.
 """
 
 import logging
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -28,6 +30,9 @@ from triplane.proto.errors import NotFound, Unavailable
 logger = logging.getLogger(__name__)
 
 CONTROL_THREADS: Final = 4
+QUIET_S: Final = 0.05  # without a call: callers have heard that none is taken
+QUIET_AT_MOST_S: Final = 1.0  # how long callers that never stop can delay the end
+QUIET_STEP_S: Final = 0.005
 MAX_METADATA_BYTES: Final = 16 << 10
 MAX_STREAMS_PER_CONNECTION: Final = 512
 # One service under two names: its messages are the same in both versions.
@@ -88,6 +93,7 @@ class Server:
             Lane("control", threads=CONTROL_THREADS, queued=limits.control_calls),
         )
         self._metrics: MetricsServer | None = None
+        self._hurried = threading.Event()
         self._grpc = self._build()
         try:
             if metrics_port is not None:
@@ -105,11 +111,14 @@ class Server:
 
     def stop(self, grace_s: float) -> None:
         """Take no new calls, wait up to `grace_s` for those inside, then free everything."""
+        until_s = time.monotonic() + grace_s
         self._service.ready = False
         self._health.set(serving=False)
-        self._health.close()
+        self._routes.refuse_new()
         self._receiving.end_rests()
-        self._grpc.stop(grace_s).wait()
+        self._wait_until_quiet(until_s)
+        self._health.close()
+        self._grpc.stop(max(0.0, until_s - time.monotonic())).wait()
         for lane in self._lanes:
             lane.shutdown()
         self._receiving.close()
@@ -119,12 +128,29 @@ class Server:
 
     def cancel(self) -> None:
         """End a `stop` that is waiting: cancel the calls inside."""
+        self._hurried.set()
         self._grpc.stop(None)
+
+    def _wait_until_quiet(self, until_s: float) -> None:
+        """Until no call is inside and callers have heard that none is taken.
+
+        Before the port closes, because a call that meets the closing itself gets CANCELLED from
+        grpc, which callers do not retry, where a refusal is UNAVAILABLE, which they do.
+        """
+        quiet_until_s = min(until_s, time.monotonic() + QUIET_AT_MOST_S)
+        while not self._hurried.wait(QUIET_STEP_S):
+            now = time.monotonic()
+            if any(lane.held for lane in self._lanes[:2]):
+                quiet_until_s = min(until_s, now + QUIET_AT_MOST_S)
+            elif now - self._routes.last_call_s > QUIET_S:
+                return
+            if now > quiet_until_s:
+                return
 
     def _build(self) -> grpc.Server:
         infer, streams, control = self._lanes
         wire = Wire(self._service, self._receiving, self._limits)
-        routes = Routes(control, self._refused)
+        self._routes = routes = Routes(control, self._refused)
         routes.add(WIRE_NAME, wire.methods(infer=infer, streams=streams, control=control))
         check = wire.unary(health_pb2.HealthCheckRequest, self._health.check)
         watch = wire.server_stream(health_pb2.HealthCheckRequest, self._health.watch)
