@@ -1,0 +1,181 @@
+"""The serving process as a parent, a shell and an operator meet it."""
+
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+
+from triplane.edge.serving.__main__ import options_from, parse
+from triplane.edge.serving.bundles import open_bundle
+from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.options import Options
+from triplane.proto.errors import Corrupt, InvalidInput
+
+X = np.ones((1, 4), np.float32)
+FORBIDDEN = ("onnx", "tuf", "securesystemslib", "cryptography", "click", "rich", "jax")
+
+
+@pytest.fixture
+def start():
+    """Start serving processes; all are gone at the end."""
+    processes = []
+
+    def run(*bundles: Any, **options: Any) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+        given = {"bundles": [*map(str, bundles)], "port": 0, "metrics_port": 0, "json": True}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "triplane.edge.serving", json.dumps({**given, **options})],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        return process, json.loads(process.stdout.readline() or "{}")
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_the_ready_line_names_the_ports_and_the_process_answers_on_them(start, bundle, kit):
+    process, ready = start(bundle("1"), bundle("2", weights=kit.WEIGHTS * 2))
+    assert ready["serving"] == [
+        {"model": "linear", "version": "1"},
+        {"model": "linear", "version": "2"},
+    ]
+    with triton.InferenceServerClient(f"{ready['host']}:{ready['port']}") as client:
+        result = client.infer("linear", [kit.tensor("x", X)])
+        np.testing.assert_allclose(result.as_numpy("y"), X @ (kit.WEIGHTS * 2), rtol=1e-5)
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert log == ""
+
+
+def test_labels_of_the_bundle_reach_the_client(start, bundle, kit):
+    _, ready = start(bundle())
+    with triton.InferenceServerClient(f"127.0.0.1:{ready['port']}") as client:
+        wanted = [triton.InferRequestedOutput("y", class_count=1)]
+        x = kit.tensor("x", np.eye(4, dtype=np.float32)[:1])
+        (entry,) = client.infer("linear", [x], outputs=wanted).as_numpy("y")[0]
+    best = int(np.argmax(kit.WEIGHTS[0]))
+    assert entry.decode().endswith(f":{best}:{('ant', 'bee', 'cat')[best]}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_under_load_fails_no_call_that_was_taken(start, bundle, kit, number):
+    """Callers keep asking through the signal; after it only "not taken" may be an answer."""
+    process, ready = start(bundle())
+    loaded, outcomes = threading.Barrier(5), queue.Queue[Any]()
+
+    def ask(client):
+        for index in range(100_000):
+            if index == 20:
+                loaded.wait(30)
+            x = np.full((1, 4), index, np.float32)
+            try:
+                result = client.infer("linear", [kit.tensor("x", x)])
+            except triton.InferenceServerException as error:
+                outcomes.put(error.status())
+                return
+            np.testing.assert_allclose(result.as_numpy("y"), x @ kit.WEIGHTS, rtol=1e-5)
+
+    with triton.InferenceServerClient(f"127.0.0.1:{ready['port']}") as client:
+        askers = [threading.Thread(target=ask, args=(client,)) for _ in range(4)]
+        for asker in askers:
+            asker.start()
+        loaded.wait(30)
+        process.send_signal(number)
+        ended = [outcomes.get(timeout=30) for _ in askers]
+        for asker in askers:
+            asker.join(30)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert ended == ["StatusCode.UNAVAILABLE"] * 4
+
+
+def test_a_damaged_bundle_is_refused_in_one_line_before_any_port_opens(start, bundle):
+    path = bundle()
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    process, ready = start(path)
+    _, log = process.communicate(timeout=30)
+    assert ready == {}
+    assert process.returncode == 1
+    assert log.startswith("serving: ")
+    assert log.count("\n") == 1
+
+
+def test_a_bundle_whose_goldens_do_not_come_out_is_not_opened(bundle, kit, monkeypatch):
+    from triplane.unified_ir.runtime.session import Session
+
+    path = bundle()
+    run = Session.run
+    monkeypatch.setattr(
+        Session, "run", lambda *a, **kw: {k: v + 1 for k, v in run(*a, **kw).items()}
+    )
+    with pytest.raises(Corrupt, match="off by"):
+        open_bundle(path)
+
+
+def test_events_are_logged_as_a_constant_text_and_fields(start, bundle):
+    process, _ = start(bundle(), log_level="info")
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=30)
+    (line,) = [line for line in log.splitlines() if "model ready" in line]
+    assert json.loads(line[line.index("{") :])["model"] == "linear"
+    assert log.splitlines()[-1].endswith("stopped")
+
+
+def test_serving_imports_nothing_that_trains_signs_or_converts():
+    code = (
+        "import sys, triplane.edge.serving.process, triplane.edge.serving.__main__\n"
+        f"print([m for m in {FORBIDDEN} if m in sys.modules])\n"
+        "print([m for m in sys.modules if m.startswith('triplane.unified_ir.')])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    forbidden, ours = ran.stdout.splitlines()
+    assert forbidden == "[]"
+    parts = {name.split(".")[2] for name in eval(ours)}
+    assert parts == {"runtime", "files"}
+
+
+def test_the_verb_imports_click_only_until_it_runs():
+    code = (
+        "import sys, triplane.edge.cli\n"
+        "print([m for m in ('grpc', 'numpy', 'google.protobuf', 'onnxruntime', 'json')"
+        " if m in sys.modules and m != 'json'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "one JSON object"),
+        (["nonsense"], "one JSON object"),
+        (["[]"], "one JSON object"),
+        (["{}"], "need bundles"),
+        (['{"bundles": ["a"], "color": 1}'], r"Options has no \['color'\]"),
+        (['{"bundles": ["a"], "limits": {"speed": 1}}'], r"Limits has no \['speed'\]"),
+        (['{"bundles": ["a"], "limits": {"rows": "many"}}'], "whole numbers"),
+    ],
+)
+def test_bad_options_are_refused_by_name(argv, message):
+    with pytest.raises(InvalidInput, match=message):
+        parse(argv)
+
+
+def test_options_take_limits_as_text_and_keep_the_other_defaults():
+    options = options_from({"bundles": ["a"], "limits": {"rows": "7"}})
+    assert options == Options(bundles=("a",), limits=Limits(rows=7))

@@ -1,0 +1,71 @@
+from dataclasses import fields
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from triplane.edge.cli import edge, serve
+from triplane.edge.serving import __main__ as process
+from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.options import Options
+from triplane.proto.errors import InvalidInput
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What the verb hands to the process."""
+    seen: list[Options] = []
+    monkeypatch.setattr(process, "main", seen.append)
+    return seen
+
+
+def run(*args):
+    return CliRunner().invoke(edge, ["serve", *args], catch_exceptions=False)
+
+
+def test_the_verbs_defaults_are_the_options_defaults(told):
+    assert run("digits.bundle").exit_code == 0
+    assert told == [Options(bundles=("digits.bundle",))]
+
+
+def test_every_option_reaches_the_process(told):
+    run("a", "b", "--host", "::1", "--port", "0", "--metrics-port", "0", "--threads", "3",
+        "--model-threads", "2", "--max-message-mb", "5", "--limit", "rows=9",
+        "--drain-seconds", "1.5", "--tls-cert", "c", "--tls-key", "k", "--tls-client-ca", "a",
+        "--log-level", "info", "--json")  # fmt: skip
+    assert told == [
+        Options(
+            bundles=("a", "b"),
+            host="::1",
+            port=0,
+            metrics_port=0,
+            model_threads=2,
+            drain_s=1.5,
+            tls_cert="c",
+            tls_key="k",
+            tls_client_ca="a",
+            json=True,
+            log_level="info",
+            limits=Limits(threads=3, message_bytes=5 << 20, rows=9),
+        )
+    ]
+
+
+def test_every_field_of_the_options_can_be_given_on_the_command_line():
+    names = {parameter.name for parameter in serve.params}
+    assert {field.name for field in fields(Options)} - names == {"json", "limits"}
+
+
+def test_an_unknown_limit_is_refused_by_name(told):
+    with pytest.raises(InvalidInput, match="speed"):
+        run("digits.bundle", "--limit", "speed=1")
+
+
+def test_help_shows_an_example_that_the_parser_accepts(told):
+    text = run("--help").output
+    assert "triplane edge serve digits.bundle --port 0 --metrics-port 0 --json" in text
+    assert run("digits.bundle", "--port", "0", "--metrics-port", "0", "--json").exit_code == 0
+
+
+def test_nothing_to_serve_is_a_usage_error(told):
+    assert run().exit_code == click.UsageError.exit_code
