@@ -1,6 +1,8 @@
 """Hostile files: sound wherever the attack does not need them broken."""
 
+import os
 import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from triplane.proto import files_pb2 as pb
@@ -45,3 +47,23 @@ def write(path: Path, message: pb.Manifest | bytes, data: dict[str, bytes] | Non
         for chunk, offset in zip((stored, *(data or {}).values()), layout.data, strict=False):
             file.seek(offset)
             file.write(chunk)
+
+
+def flips(path: Path, positions: Iterable[int] | None = None) -> Iterator[int]:
+    """Yield each position while one bit of its byte is flipped in place, then mend it."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        for at in range(os.fstat(handle).st_size) if positions is None else positions:
+            byte = os.pread(handle, 1, at)
+            os.pwrite(handle, bytes([byte[0] ^ 1 << at % 8]), at)
+            yield at
+            os.pwrite(handle, byte, at)
+    finally:
+        os.close(handle)
+
+
+def truncations(path: Path) -> Iterator[int]:
+    """Yield each smaller size, the largest first, while the file has it."""
+    for size in reversed(range(path.stat().st_size)):
+        os.truncate(path, size)
+        yield size

@@ -147,6 +147,14 @@ def test_optimized_graph_and_profile_are_written_where_asked(tmp_path):
     assert session.profile().parent == tmp_path
 
 
+def test_sessions_leave_the_callers_floating_point_mode_alone():
+    tiny = np.full(4, 5e-324)
+    session = Session(linear())
+    session.run({"x": np.ones((1, 2), np.float32)})
+    assert (tiny * 1.0 == tiny).all()
+    assert tiny.any()
+
+
 def test_disabled_optimizer_leaves_common_subexpressions_apart(tmp_path):
     nodes = [node("Exp", ["x"], ["a"]), node("Exp", ["x"], ["b"]), node("Mul", ["a", "b"], ["y"])]
     graph = model(nodes, {"x": ("N",)}, {"y": ("N",)})

@@ -3,6 +3,8 @@
 Every input is checked against the graph's signature first, so onnxruntime's own errors surface
 only for what a signature cannot say, and then as our families. Graphs given as bytes read no file:
 external data that `weights` does not supply is refused. Custom-op libraries cannot be registered.
+`session.set_denormal_as_zero` stays off: it puts the creating thread, and every thread started from
+it, into flush-to-zero for good, so numpy's results would depend on which thread made a session.
 
 onnxruntime's low-level objects (`_sess`, `SessionIOBinding`) are used on the hot path: for a tiny
 graph its Python wrappers cost as much as the run itself.
@@ -241,7 +243,6 @@ def _ort_options(
     made.log_severity_level = LOG_ERRORS
     made.graph_optimization_level = _LEVELS[options.optimization]
     made.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
-    made.add_session_config_entry("session.set_denormal_as_zero", "1")
     if isinstance(model, bytes):
         key = "session.model_external_initializers_file_folder_path"
         made.add_session_config_entry(key, NO_FOLDER)
