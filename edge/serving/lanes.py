@@ -2,29 +2,19 @@
 
 Three pools keep kinds of calls from starving each other: a full inference queue never delays a
 health check, and idle streams never take a computing thread. A call beyond its lane's queue is
-refused with UNAVAILABLE before its bytes are read. A call that stops sending is cancelled after
-`Limits.receive_s`, so slow senders cannot hold threads.
+refused with UNAVAILABLE before its bytes are read.
 
 grpc lets a behaviour name its own pool (`experimental_thread_pool`); if that ever goes, calls share
 the default pool and only the isolation is lost.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import grpc
-
-from triplane.proto.errors import InvalidInput
-
-logger = logging.getLogger(__name__)
-
-WATCH_PERIOD_S: Final = 1.0  # how often stalled senders are looked for
-
-REST: Final = float("inf")  # a receive timeout: the caller may take its time
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[bytes, bytes]
@@ -75,59 +65,6 @@ class Lane(ThreadPoolExecutor):
     def _done(self, _: Future[Any]) -> None:
         with self._count:
             self._held -= 1
-
-
-class Receiving:
-    """The calls whose next message is awaited; cancels the ones that take too long.
-
-    A stream that may rest between requests receives with the timeout `REST`. `end_rests` cancels
-    the resting ones, and lets no other rest from then on: the server is going.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, tuple[float, grpc.ServicerContext]] = {}
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._rests_end = False
-        self._watch = threading.Thread(target=self._run, name="receiving", daemon=True)
-        self._watch.start()
-
-    def receive(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, timeout_s: float
-    ) -> bytes | None:
-        """Next message, None when the caller has no more. `timeout_s` may be `REST`."""
-        with self._lock:
-            if self._rests_end and timeout_s == REST:
-                return None
-            self._waiting[id(context)] = time.monotonic() + timeout_s, context
-        try:
-            return next(messages, None)
-        finally:
-            with self._lock:
-                del self._waiting[id(context)]
-
-    def end_rests(self) -> None:
-        """Cancel every stream that waits for its caller."""
-        with self._lock:
-            self._rests_end = True
-            for deadline, context in self._waiting.values():
-                if deadline == REST:
-                    context.cancel()
-
-    def close(self) -> None:
-        """Stop the watching thread."""
-        self._ended.set()
-        self._watch.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(WATCH_PERIOD_S):
-            now = time.monotonic()
-            with self._lock:
-                late = [context for deadline, context in self._waiting.values() if deadline < now]
-                for context in late:
-                    context.cancel()
-            if late:
-                logger.warning("stalled calls cancelled", extra={"calls": len(late)})
 
 
 class Routed:
@@ -206,10 +143,3 @@ def _answering(lane: Lane, code: grpc.StatusCode, text: str) -> Handler:
         context.abort(code, text)
 
     return _handler(answer, lane, streams=False)
-
-
-def one(message: bytes | None) -> bytes:
-    """The single message of a call that must bring one. Raises InvalidInput."""
-    if message is None:
-        raise InvalidInput("the call brought no message; send exactly one")
-    return message

@@ -18,9 +18,10 @@ from grpc_reflection.v1alpha.reflection import ReflectionServicer  # type: ignor
 
 from triplane.edge.serving import health
 from triplane.edge.serving.health import Health
-from triplane.edge.serving.lanes import Behaviour, Lane, Receiving, Routes
+from triplane.edge.serving.lanes import Behaviour, Lane, Routes
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.metrics import MetricsServer, ServingCollector
+from triplane.edge.serving.receiving import Receiving
 from triplane.edge.serving.reflection import private_pool
 from triplane.edge.serving.repository import Repository
 from triplane.edge.serving.service import Service
@@ -115,9 +116,9 @@ class Server:
         self._service.ready = False
         self._health.set(serving=False)
         self._routes.refuse_new()
+        self._health.close()
         self._receiving.end_rests()
         self._wait_until_quiet(until_s)
-        self._health.close()
         self._grpc.stop(max(0.0, until_s - time.monotonic())).wait()
         for lane in self._lanes:
             lane.shutdown()

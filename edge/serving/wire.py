@@ -14,8 +14,9 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from triplane.edge.serving.lanes import REST, Behaviour, Lane, Receiving, one
+from triplane.edge.serving.lanes import Behaviour, Lane
 from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.receiving import REST, Receiving, one
 from triplane.edge.serving.running import Call
 from triplane.edge.serving.service import Service
 from triplane.edge.serving.structure import check_structure
@@ -57,7 +58,7 @@ class Wire:
         """A behaviour that parses one message, calls `method` and serializes its answer."""
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
-            message = self._receiving.receive(messages, context, self._limits.receive_s)
+            message = self._receiving.only(messages, context, self._limits.receive_s)
             with status_of(context):
                 return method(parse(message_class, one(message))).SerializeToString()
 
@@ -71,7 +72,7 @@ class Wire:
         """A behaviour that parses one message and sends what `method` yields."""
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            message = self._receiving.receive(messages, context, self._limits.receive_s)
+            message = self._receiving.only(messages, context, self._limits.receive_s)
             with status_of(context):
                 request = parse(message_class, one(message))
             for answer in method(request, context):
@@ -88,7 +89,7 @@ class Wire:
 
         def received(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[M]:
             timeout_s = self._limits.receive_s
-            while (message := self._receiving.receive(messages, context, timeout_s)) is not None:
+            while (message := self._receiving.following(messages, context, timeout_s)) is not None:
                 yield parse(message_class, message)
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -99,7 +100,7 @@ class Wire:
 
     def _infer(self, lane: Lane) -> Behaviour:
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
-            message = self._receiving.receive(messages, context, self._limits.receive_s)
+            message = self._receiving.only(messages, context, self._limits.receive_s)
             with status_of(context):
                 request = parse_infer(one(message), self._limits)
                 call = self._call(request, context, lane.submitted_ns)
@@ -110,7 +111,7 @@ class Wire:
     def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answers in order, one request in flight; a failed one is told and the stream goes on."""
         strict = ("triton_grpc_error", "true") in context.invocation_metadata()
-        while (message := self._receiving.receive(messages, context, REST)) is not None:
+        while (message := self._receiving.following(messages, context, REST)) is not None:
             arrived_ns = time.perf_counter_ns()
             request = pb.ModelInferRequest()
             try:

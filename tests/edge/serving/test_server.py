@@ -16,7 +16,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from triplane.edge.serving.lanes import Receiving
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.server import Server, Tls
 from triplane.edge.serving.wire import WIRE_NAME
@@ -250,13 +249,6 @@ def test_a_taken_port_is_unavailable_and_leaves_nothing_running(serve, kit):
 def test_a_limit_below_one_is_refused():
     with pytest.raises(InvalidInput, match="limit rank is 0; 1 at least"):
         Limits(rank=0)
-
-
-def test_a_stream_may_not_rest_once_the_server_goes():
-    receiving = Receiving()
-    receiving.end_rests()
-    assert receiving.receive(iter([b"more"]), object(), float("inf")) is None  # type: ignore[arg-type]
-    receiving.close()
 
 
 def authority() -> tuple[Any, Any]:
