@@ -1,0 +1,56 @@
+"""One side of a comparison as a process: it makes ready, then steps when told to.
+
+Commands and replies are JSON, one per line, on standard input and output. Both sides run this same
+loop, each in its own interpreter, so that a harness can let them take turns within one run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks import networks
+
+POOL: Final = 20
+"""Batches made beforehand and repeated, so that making them is not measured."""
+
+Step = Callable[[networks.Array, networks.Array], float]
+Side = Callable[[networks.Case], tuple[Step, dict[str, Any]]]
+
+
+def serve(side: Side) -> None:
+    """Answers `{"do": "start" | "run" | "report", ...}` until standard input ends."""
+    step: Step | None = None
+    pool: Any = None
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order["do"] == "start":
+            case = networks.CASES[order["case"]]
+            pool = itertools.cycle(list(itertools.islice(networks.batches(case), POOL)))
+            step, reply = side(case)
+        elif order["do"] == "run":
+            assert step is not None
+            reply = _run(step, pool, order["steps"])
+        else:
+            reply = {"peak_bytes": peak_bytes()}
+        print(json.dumps(reply), flush=True)
+
+
+def peak_bytes() -> int:
+    """Largest resident memory of this process; getrusage would count its parent's before exec."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+def _run(step: Step, pool: Any, steps: int) -> dict[str, Any]:
+    batches = [next(pool) for _ in range(steps)]
+    wall, cpu = time.perf_counter(), time.process_time()
+    losses = [step(*batch) for batch in batches]
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    return {"cpu_s": cpu / steps, "wall_s": wall / steps, "losses": losses}
