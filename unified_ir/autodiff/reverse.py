@@ -18,15 +18,18 @@ from triplane.unified_ir.ops.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor
 
 Cotangents = Sequence[Tensor | None]
-Pullback = Callable[[Cotangents], list[Tensor | None]]
+Pullback = Callable[..., Sequence[Tensor | None]]
 _Step = tuple[Node, Pullback]
 
 
 def linearize(
     function: Function, args: Sequence[Tensor], wanted: Sequence[int]
 ) -> tuple[list[Tensor], Pullback]:
-    """Results of `function` in the graph being recorded, and the map from their cotangents to
-    those of the parameters numbered in `wanted` (None where there is no dependence)."""
+    """Results of `function` in the graph being recorded, and their pullback.
+
+    The pullback maps cotangents of the results to those of the parameters numbered in `wanted`,
+    None where there is no dependence.
+    """
     replay = Replay(function, args)
     active = {function.params[i] for i in wanted if function.params[i].type.dtype.is_float}
     steps: list[_Step] = []

@@ -15,6 +15,7 @@ from triplane.unified_ir.ops.structure import zeros
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.passes.clean import clean
+from triplane.unified_ir.passes.simplify import pool_before_relu
 
 GRAD = "grad."
 """Prefix of the name of a gradient result: the gradient for `w` is the result `grad.w`."""
@@ -29,6 +30,7 @@ def value_and_grad(
     to differentiate (the first by default). A parameter the result does not depend on has
     gradient zero.
     """
+    function = pool_before_relu(function)
     names = _wanted(function, wrt)
     target = function.result_names[0] if of is None else of
     if function.result(target).type.shape != ():
@@ -67,6 +69,7 @@ def grad(
 
 def vjp(function: Function, wrt: Sequence[str] | None = None) -> Function:
     """Adds a parameter `cotangent.RESULT` per floating-point result; gives results and grads."""
+    function = pool_before_relu(function)
     names = _wanted(function, wrt)
     build = Build(TABLE, f"{function.name}.vjp")
     with build:

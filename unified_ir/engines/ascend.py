@@ -49,9 +49,7 @@ def round_cube_operands(function: Function) -> Function:
     for node in function.nodes:
         _round_node(node, nodes, rounded, env)
     results = tuple(env.get(r, r) for r in function.results)
-    return Function(
-        function.name, function.params, results, function.result_names, tuple(nodes)
-    )
+    return Function(function.name, function.params, results, function.result_names, tuple(nodes))
 
 
 def _round_node(

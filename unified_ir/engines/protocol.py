@@ -45,8 +45,11 @@ class Engine(Protocol):
     name: str
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> Program:
-        """`donate` names parameters that a loop keeps: where a result has a parameter's name, it
-        is that parameter's value in the next step; without such a result it stays."""
+        """A program; `donate` names the parameters that a loop keeps.
+
+        Where a result has such a parameter's name, it is its value in the next step; without
+        such a result the parameter stays.
+        """
         ...
 
 
@@ -74,7 +77,9 @@ def by_position(function: Function, args: Sequence[Array]) -> dict[str, Array]:
 class HostLoop:
     """A loop for engines whose buffers are host arrays."""
 
-    def __init__(self, program: Program, donate: Collection[str], state: Mapping[str, Array]) -> None:
+    def __init__(
+        self, program: Program, donate: Collection[str], state: Mapping[str, Array]
+    ) -> None:
         missing = sorted(set(donate) ^ set(state))
         if missing:
             raise InvalidInput(f"a loop starts from all donated state and no more; see {missing}")

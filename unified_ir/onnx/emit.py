@@ -35,6 +35,7 @@ from triplane.unified_ir.ops.build import expansion
 from triplane.unified_ir.ops.infer import onnx_attrs, type_proto
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.clean import clean
+from triplane.unified_ir.passes.fuse import fuse
 from triplane.unified_ir.runtime.signature import next_name
 
 PRODUCER: Final = "triplane"
@@ -66,7 +67,7 @@ def emit(
 ) -> ModelProto:
     """The function as a model; parameters named in `initializers` become part of it."""
     held = initializers or {}
-    emitter = _Emitter(target, clean(function), held)
+    emitter = _Emitter(target, fuse(clean(function)), held)
     graph = emitter.graph()
     return helper.make_model(
         graph,
@@ -317,5 +318,3 @@ def _held_tensor(param: Value, held: Initializer) -> TensorProto:
     ):
         tensor.external_data.add(key=key, value=value)
     return tensor
-
-

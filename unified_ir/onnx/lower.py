@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
-from onnx import GraphProto, TensorProto, ValueInfoProto
+from onnx import GraphProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
@@ -21,19 +21,49 @@ class Context(Protocol):
     tensors: list[TensorProto]
     names: dict[Value, str]
 
-    # fmt: off
-    def plain(self, node: Node, **changes: Any) -> None: ...
-    def add(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attrs: Any) -> None: ...
-    def emit(self, op: str, *inputs: str, **attrs: Any) -> str: ...
-    def constant(self, array: Array) -> str: ...
-    def fresh(self, stem: str = "v") -> str: ...
-    def inputs(self, node: Node) -> list[str]: ...
-    def output_names(self, node: Node) -> list[str]: ...
-    def dims(self, dims: Sequence[Dim]) -> str: ...
-    def size(self, symbol: str) -> str: ...
-    def region(self, function: Function, names: Sequence[str], label: str) -> GraphProto: ...
-    def child(self, function: Function) -> Any: ...
-    # fmt: on
+    def plain(self, node: Node, **changes: Any) -> None:
+        """The ONNX operator of the same name."""
+        ...
+
+    def add(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attrs: Any) -> None:
+        """Appends an ONNX node."""
+        ...
+
+    def emit(self, op: str, *inputs: str, **attrs: Any) -> str:
+        """Appends a node with one new output; its name."""
+        ...
+
+    def constant(self, array: Array) -> str:
+        """An initializer."""
+        ...
+
+    def fresh(self, stem: str = "v") -> str:
+        """A name no other value has."""
+        ...
+
+    def inputs(self, node: Node) -> list[str]:
+        """Names of the operands, empty where absent."""
+        ...
+
+    def output_names(self, node: Node) -> list[str]:
+        """New names for the outputs."""
+        ...
+
+    def dims(self, dims: Sequence[Dim]) -> str:
+        """An int64 vector of sizes."""
+        ...
+
+    def size(self, symbol: str) -> str:
+        """An int64[1] holding a symbol's size."""
+        ...
+
+    def region(self, function: Function, names: Sequence[str], label: str) -> GraphProto:
+        """A region as a subgraph without inputs."""
+        ...
+
+    def child(self, function: Function) -> Any:
+        """An emitter for a subgraph."""
+        ...
 
 
 Rule = Callable[[Context, Node], None]
@@ -122,8 +152,6 @@ def _declared(name: str, value: Value) -> ValueInfoProto:
 
 def _subgraph(context: Context, region: Function, own: int, captures: Sequence[str]) -> GraphProto:
     """A region whose first `own` parameters are declared inputs and whose rest are outer names."""
-    from onnx import helper  # noqa: PLC0415
-
     inner = context.child(region)
     inputs = []
     for i, param in enumerate(region.params):
@@ -180,7 +208,6 @@ def _axes_as_attribute(context: Context, node: Node) -> None:
 
 
 def _initializer(context: Context, name: str) -> Array:
-    from onnx import numpy_helper  # noqa: PLC0415
 
     return next(numpy_helper.to_array(t) for t in context.tensors if t.name == name)
 

@@ -32,9 +32,7 @@ def _one(context: Context, dim: Dim) -> str:
     return total
 
 
-def _term(
-    context: Context, monomial: tuple[tuple[str | FloorDiv, int], ...], c: int
-) -> str:
+def _term(context: Context, monomial: tuple[tuple[str | FloorDiv, int], ...], c: int) -> str:
     factors = [_atom(context, atom) for atom, power in monomial for _ in range(power)]
     if c != 1 or not factors:
         factors.append(context.constant(np.array([c], np.int64)))

@@ -22,8 +22,7 @@ class OnnxTarget:
     def __post_init__(self) -> None:
         if not OLDEST_OPSET <= self.opset <= NEWEST_OPSET:
             raise InvalidInput(
-                f"graphs are emitted for opsets {OLDEST_OPSET} to {NEWEST_OPSET}, "
-                f"got {self.opset}"
+                f"graphs are emitted for opsets {OLDEST_OPSET} to {NEWEST_OPSET}, got {self.opset}"
             )
 
     @property

@@ -52,8 +52,8 @@ from triplane.unified_ir.ops.indexing import (
     scatter_elements,
     scatter_nd,
 )
-from triplane.unified_ir.ops.matrix import gemm, linear, log_softmax, matmul, softmax
 from triplane.unified_ir.ops.losses import binary_cross_entropy, cross_entropy, scalar_summary
+from triplane.unified_ir.ops.matrix import gemm, linear, log_softmax, matmul, softmax
 from triplane.unified_ir.ops.norm import layer_norm
 from triplane.unified_ir.ops.pool import avg_pool, global_average_pool, max_pool
 from triplane.unified_ir.ops.random import dropout, next_key, random_bits, random_uniform

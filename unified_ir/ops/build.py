@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, Expr, symbol
+from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Location, Meta, Node, Value
 from triplane.unified_ir.ir.types import DType, TensorType, TypeMismatch, as_dtype
 from triplane.unified_ir.ops.infer import check_groups, infer
@@ -61,7 +61,7 @@ class Build:
         self._names: set[str] = set()
         self._fresh = 0
 
-    def __enter__(self) -> Build:
+    def __enter__(self) -> Self:
         stack.set((*stack.get(), self))
         return self
 
@@ -311,9 +311,7 @@ def _body_function(
     assert row.body is not None
     build = Build(table.value, str(row))
     with build:
-        operands = [
-            None if t is None else build.param(f"x{i}", t) for i, t in enumerate(types)
-        ]
+        operands = [None if t is None else build.param(f"x{i}", t) for i, t in enumerate(types)]
         made = row.body(*operands, **row.full_attrs({k: v.value for k, v in attrs}))
         results: Sequence[Tensor] = (made,) if isinstance(made, Tensor) else made
         named = {f"y{i}": r for i, r in zip(range(outputs), results, strict=False)}

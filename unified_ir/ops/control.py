@@ -1,7 +1,7 @@
 """Control flow as nodes with closed regions.
 
 Cond(p, *operands): one of two regions of the operands.
-Scan(*carry, *xs, *captures): region (carry, slice of each x, captures) -> (carry, ys), along axis 0.
+Scan(*carry, *xs, *captures): region (carry, slice of each x along axis 0, captures) -> (carry, ys).
 Loop(trips?, go, *carry, *captures): region (i, go, carry, captures) -> (go, carry, stacked).
 A gradient runs the region's own gradient in a node of the same kind: Scan and Loop keep the carry
 of every trip and walk back over it. Gradients are again such nodes, so any order exists.
@@ -10,6 +10,7 @@ of every trip and walk back over it. Gradients are again such nodes, so any orde
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,15 @@ from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_, int64
 from triplane.unified_ir.ops.build import Build, region
 from triplane.unified_ir.ops.inline import inline
-from triplane.unified_ir.ops.recorder import Recorder, recorder
+from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
-from triplane.unified_ir.ops.structure import dims_of, zeros
-from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
+from triplane.unified_ir.ops.structure import zeros
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 from triplane.unified_ir.ops.trees import leaves, rebuild, structure
 
 Types = tuple[TensorType, ...]
 VjpOf = Callable[[Function, Sequence[int], Sequence[int]], Function]
-"""(function, parameters wanted, results given) -> its pullback as a function of (params, cotangents)."""
+"""(function, parameters wanted, results given) -> its pullback as a function."""
 Pullback = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
 
 
@@ -201,8 +202,13 @@ class _Walk:
             starts.append(zeros(x.shape, x.dtype) if g is None else g)
         return starts
 
-    def pulled(self, build: Recorder, params: Sequence[Tensor], state: Sequence[Tensor],
-               g_ys: Sequence[Tensor], extra: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    def pulled(
+        self,
+        params: Sequence[Tensor],
+        state: Sequence[Tensor],
+        g_ys: Sequence[Tensor],
+        extra: Sequence[int],
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """One step back: the next state, and cotangents of the `extra` parameters."""
         wanted = [self.lead + i for i in (*self.carry, *self.captures)]
         wanted += [self.lead + i for i in extra]
@@ -234,7 +240,7 @@ class _Walk:
                 build.param(f"c{k}", p.type)
                 for k, p in enumerate(self.body.params[self.num_carry + num_xs :])
             ]
-            after, slices = self.pulled(build, [*inner, *captures], state, g_ys, extra)
+            after, slices = self.pulled([*inner, *captures], state, g_ys, extra)
         return build.finish(_numbered([*after, *slices]))
 
     def _state_operands(self) -> list[Tensor]:
@@ -328,8 +334,8 @@ def _loop_linearize(
             j = count - 1 - i
             here = [emit("Gather", s, j, axis=0) for s in saved]
             g_here = [emit("Gather", g, j, axis=0) for g in g_ys]
-            params = [j, as_tensor(np.array(True)), *here, *captures]  # noqa: FBT003 - array
-            after, _ = walk.pulled(build, params, state, g_here, ())
+            params = [j, as_tensor(np.array(True)), *here, *captures]
+            after, _ = walk.pulled(params, state, g_here, ())
             return tuple(after)
 
         found = fori_loop(count, step, tuple(walk.start()))
@@ -360,7 +366,8 @@ def cond(predicate: Tensor, then: Any, otherwise: Any, *operands: Any) -> Any:
     trees: list[Any] = []
     builds = []
     for name, f in (("then", then), ("else", otherwise)):
-        build, made = region(name, [x.type for x in flat], lambda xs, f=f: f(*rebuild(operands, xs)))
+        branch = partial(_applied, f, operands)
+        build, made = region(name, [x.type for x in flat], branch)
         builds.append(build)
         trees.append(made)
     if structure(trees[0]) != structure(trees[1]):
@@ -377,6 +384,10 @@ def cond(predicate: Tensor, then: Any, otherwise: Any, *operands: Any) -> Any:
         cond_row, (predicate, *flat, *captured), {}, regions=regions, outputs=len(leaves(trees[0]))
     )
     return rebuild(trees[0], outputs)
+
+
+def _applied(f: Any, operands: Any, xs: Sequence[Tensor]) -> Any:
+    return f(*rebuild(operands, xs))
 
 
 def _inside(build: Build, items: Sequence[Any]) -> list[Tensor]:
@@ -403,9 +414,7 @@ def scan(f: Any, init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any
     carry, scanned = [as_tensor(x) for x in leaves(init)], [as_tensor(x) for x in leaves(xs)]
     n, m = len(carry), len(scanned)
     types = [x.type for x in carry] + [x.type.with_shape(x.shape[1:]) for x in scanned]
-    build, made = region(
-        "scan", types, lambda ts: f(rebuild(init, ts[:n]), rebuild(xs, ts[n:]))
-    )
+    build, made = region("scan", types, lambda ts: f(rebuild(init, ts[:n]), rebuild(xs, ts[n:])))
     after, ys = made
     results = _inside(build, [*leaves(after), *leaves(ys)])
     body = build.finish(_numbered(results))
@@ -436,10 +445,10 @@ def fori_loop(count: Any, body: Any, init: Any) -> Any:
     carry = [as_tensor(x) for x in leaves(init)]
 
     def trip(ts: Sequence[Tensor]) -> Any:
-        return [as_tensor(np.array(True)), *leaves(body(ts[0], rebuild(init, ts[2:])))]  # noqa: FBT003
+        return [as_tensor(np.array(True)), *leaves(body(ts[0], rebuild(init, ts[2:])))]
 
     trips = as_tensor(count, int64).cast(int64).reshape(())
-    return _loop(trips, as_tensor(np.array(True)), trip, init, carry)  # noqa: FBT003 - array
+    return _loop(trips, as_tensor(np.array(True)), trip, init, carry)
 
 
 def _loop(trips: Tensor | None, go: Tensor, trip: Any, init: Any, carry: list[Tensor]) -> Any:

@@ -41,7 +41,7 @@ class Window:
 
     def span(self, i: int) -> int:
         """Extent of the dilated kernel along axis `i`."""
-        return (self.kernel[i] - 1) * self.dilations[i] + 1
+        return int((self.kernel[i] - 1) * self.dilations[i] + 1)
 
     def out_size(self, i: int, size: Dim, *, ceil_mode: bool = False) -> Dim:
         """Number of window positions along axis `i` of the given size."""
@@ -61,6 +61,12 @@ class Window:
             and (out - 1) * self.strides[i] >= size + self.pads[i]
         )
         return out - 1 if starts_past_end else out
+
+    def out_ints(self, sizes: Sequence[int], *, ceil_mode: bool = False) -> list[int]:
+        """Window positions along each axis of static sizes."""
+        return list(
+            static([self.out_size(i, s, ceil_mode=ceil_mode) for i, s in enumerate(sizes)], "sizes")
+        )
 
     def attrs(self) -> dict[str, Any]:
         """As node attributes."""
@@ -87,7 +93,7 @@ def _same_total(window: Window, i: int, size: Dim) -> int:
     if isinstance(size, Expr):
         raise ShapeError(f"SAME padding with stride over the symbolic size {size} is not static")
     out = -(-size // window.strides[i])
-    return max(0, (out - 1) * window.strides[i] + window.span(i) - size)
+    return max(0, int((out - 1) * window.strides[i] + window.span(i) - size))
 
 
 def static(dims: Sequence[Dim], what: str) -> tuple[int, ...]:
@@ -107,7 +113,7 @@ def conv_window(attrs: Mapping[str, Any], x: TensorType, w: TensorType) -> Windo
 
 def _conv(call: Call) -> Types:
     x, w, group = call.type(0), call.type(1), call.attrs["group"]
-    if x.rank != w.rank or x.rank < 3:  # noqa: PLR2004 - batch, channel, one spatial axis
+    if x.rank != w.rank or x.rank < 3:
         raise ShapeError(f"Conv takes x: (N, C, ...) and w: (O, C/groups, ...), got {x} and {w}")
     if x.shape[1] != w.shape[1] * group:
         raise ShapeError(
@@ -123,9 +129,7 @@ def _conv_vjp(
 ) -> tuple[Tensor | None, ...]:
     window = conv_window(attrs, x.type, w.type)
     d_x = conv_grad_input(g, w, x.shape[2:], window, attrs["group"])
-    d_w = conv_grad_weight(
-        x, g, kernel_shape=window.kernel, group=attrs["group"], **window.attrs()
-    )
+    d_w = conv_grad_weight(x, g, kernel_shape=window.kernel, group=attrs["group"], **window.attrs())
     if b is None:
         return d_x, d_w
     return d_x, d_w, g.sum([*range(2, g.rank)]).sum([0])
@@ -155,16 +159,21 @@ def _conv_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
     attrs = with_explicit_pads(attrs, kernel, x.shape[2:])
     window, group = Window(kernel, attrs), attrs["group"]
     n = len(kernel)
-    out = [int(window.out_size(i, s)) for i, s in enumerate(x.shape[2:])]
+    out = window.out_ints(x.shape[2:])
     padded = np.pad(x, [(0, 0), (0, 0), *zip(window.pads[:n], window.pads[n:], strict=True)])
     grouped = padded.reshape(x.shape[0], group, -1, *padded.shape[2:])
     weights = w.reshape(group, -1, *w.shape[1:])
     y = np.zeros((x.shape[0], group, weights.shape[1], *out), x.dtype)
     for tap in np.ndindex(*kernel):
-        view = grouped[(..., *_tap_slices(window, tap, out))]
-        y += np.einsum("ngc...,goc->ngo...", view, weights[(..., *tap)])
+        view = at_tap(grouped, window, tap, out)
+        y += np.einsum("ngc...,goc->ngo...", view, weights[(Ellipsis, *tap)])
     y = y.reshape(x.shape[0], w.shape[0], *out)
     return y if b is None else y + b.reshape(-1, *[1] * n)
+
+
+def at_tap(x: Any, window: Window, tap: Sequence[int], out: Sequence[int]) -> Any:
+    """The view of the padded input (..., *S) that kernel position `tap` multiplies."""
+    return x[(Ellipsis, *_tap_slices(window, tap, out))]
 
 
 def _tap_slices(window: Window, tap: Sequence[int], out: Sequence[int]) -> list[slice]:
@@ -198,9 +207,7 @@ def _conv_transpose(call: Call) -> Types:
     if attrs["output_shape"] or attrs["auto_pad"] != "NOTSET":
         raise InvalidInput("ConvTranspose takes explicit pads and output_padding here")
     if x.rank != w.rank or x.shape[1] != w.shape[0]:
-        raise ShapeError(
-            f"ConvTranspose takes x: (N, C, ...), w: (C, O/groups, ...), got {x}, {w}"
-        )
+        raise ShapeError(f"ConvTranspose takes x: (N, C, ...), w: (C, O/groups, ...), got {x}, {w}")
     window = Window(static(w.shape[2:], "a kernel's size"), attrs)
     n = len(window.kernel)
     extra = attrs["output_padding"] or (0,) * n
@@ -218,20 +225,18 @@ def _conv_transpose_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
     n = len(window.kernel)
     extra = attrs.get("output_padding") or (0,) * n
     full = [
-        (s - 1) * window.strides[i] + window.span(i) + extra[i]
-        for i, s in enumerate(x.shape[2:])
+        (s - 1) * window.strides[i] + window.span(i) + extra[i] for i, s in enumerate(x.shape[2:])
     ]
     grouped = x.reshape(x.shape[0], group, -1, *x.shape[2:])
     weights = w.reshape(group, -1, *w.shape[1:])
     y = np.zeros((x.shape[0], group, w.shape[1], *full), x.dtype)
     for tap in np.ndindex(*window.kernel):
-        view = y[(..., *_tap_slices(window, tap, x.shape[2:]))]
-        view += np.einsum("ngc...,gco->ngo...", grouped, weights[(..., *tap)])
+        view = at_tap(y, window, tap, x.shape[2:])
+        view += np.einsum("ngc...,gco->ngo...", grouped, weights[(Ellipsis, *tap)])
     y = y.reshape(x.shape[0], -1, *full)
-    crop = [
-        slice(window.pads[i], full[i] - window.pads[n + i]) for i in range(n)
-    ]
-    y = y[(..., *crop)]
+    crop: list[Any] = [Ellipsis]
+    crop += [slice(window.pads[i], full[i] - window.pads[n + i]) for i in range(n)]
+    y = y[tuple(crop)]
     return y if b is None else y + b.reshape(-1, *[1] * n)
 
 
@@ -287,9 +292,9 @@ def _conv_grad_weight_kernel(x: Any, g: Any, *, kernel_shape: Any, group: int, *
     w = np.zeros((group, cotangents.shape[2], grouped.shape[2], *kernel_shape), x.dtype)
     spatial = "xyz"[:n]
     for tap in np.ndindex(*kernel_shape):
-        view = grouped[(..., *_tap_slices(window, tap, g.shape[2:]))]
+        view = at_tap(grouped, window, tap, g.shape[2:])
         rule = f"ngc{spatial},ngo{spatial}->goc"
-        w[(..., *tap)] = np.einsum(rule, view, cotangents)
+        w[(Ellipsis, *tap)] = np.einsum(rule, view, cotangents)
     return w.reshape(g.shape[1], -1, *kernel_shape)
 
 
@@ -306,7 +311,7 @@ def _conv_grad_weight_body(
 ) -> Tensor:
     """The fastest form on onnxruntime's CPU kernels for the case at hand."""
     window = Window(kernel_shape, attrs)
-    planar = len(kernel_shape) == 2 and group == 1  # noqa: PLR2004 - height, width
+    planar = len(kernel_shape) == 2 and group == 1
     fixed = all(isinstance(d, int) for d in (*x.shape[1:], *g.shape[1:]))
     if planar and fixed and (x.shape[1] == 1 or window.kernel == (1, 1)):
         return _grad_weight_by_columns(x, g, window)
@@ -414,7 +419,7 @@ def _pair(value: int | Sequence[int], n: int) -> tuple[int, ...]:
     return (value,) * n if isinstance(value, int) else tuple(value)
 
 
-def conv(  # noqa: PLR0913 - the operator's own options
+def conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -445,5 +450,3 @@ def conv(  # noqa: PLR0913 - the operator's own options
 
 
 _NEUTRAL = {"strides": 1, "dilations": 1, "pads": 0}
-
-

@@ -9,7 +9,7 @@ import numpy as np
 
 from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Op, Vjp
 from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.structure import same, sum_to, where
 from triplane.unified_ir.ops.tensor import Tensor
@@ -46,7 +46,7 @@ def _binary(name: str, f: Any, vjp: Any, *extra: Any) -> Op:
     return Op(name=name, infer=broadcast_same, reference=f, vjp=vjp, samples=samples)
 
 
-def _unary(name: str, f: Any, vjp: Any, *samples: Any) -> Op:
+def _unary(name: str, f: Any, vjp: Vjp | None, *samples: Any) -> Op:
     return Op(
         name=name, infer=same, reference=f, vjp=vjp, samples=samples or (sample(normal(2, 3)),)
     )
@@ -97,13 +97,14 @@ softplus = _unary("Softplus", lambda x: np.logaddexp(x, 0), lambda g, y, x: (g *
 relu = _unary("Relu", lambda x: np.maximum(x, 0), lambda g, y, x: (g * step(y),),
               sample(apart(2, 3)))
 sin = _unary("Sin", np.sin, lambda g, y, x: (g * cos(x),))
-cos = _unary("Cos", np.cos, lambda g, y, x: (-(g * sin(x)),))
+cos: Op = _unary("Cos", np.cos, lambda g, y, x: (-(g * sin(x)),))
 erf = _unary("Erf", lambda x: np.vectorize(math.erf, otypes=[x.dtype])(x),
              lambda g, y, x: (g * _TWO_OVER_ROOT_PI * exp(-(x * x)),))
-sign = _unary("Sign", np.sign, _flat, sample(apart(2, 3)))
+sign: Op = _unary("Sign", np.sign, _flat, sample(apart(2, 3)))
 floor = _unary("Floor", np.floor, _flat, sample(apart(2, 3)))
 ceil = _unary("Ceil", np.ceil, _flat, sample(apart(2, 3)))
-round_ = _unary("Round", np.round, _flat, sample(given([0.5, 1.5, -2.5, 1.2])))
+round_ = _unary("Round", np.round, _flat, sample(apart(2, 3)),
+                sample(given([0.5, 1.5, -2.5, 1.2]), smooth=()))
 not_ = _unary("Not", np.logical_not, None, sample(bools(2, 3)))
 is_nan = Op(name="IsNaN", infer=lambda call: (call.type(0).with_dtype(bool_),),
             reference=np.isnan, samples=(sample(given([1.0, float("nan")])),))

@@ -37,9 +37,7 @@ def run_function(
         arrays[param] = arg
     for node in function.nodes:
         operands = [None if v is None else arrays[v] for v in node.inputs]
-        for value, array in zip(
-            node.outputs, run_node(table, node, operands, sizes), strict=True
-        ):
+        for value, array in zip(node.outputs, run_node(table, node, operands, sizes), strict=True):
             arrays[value] = array
             bind_sizes(sizes, value.type, array.shape)
     return [arrays[r] for r in function.results]
@@ -67,9 +65,7 @@ def run_node(
     elif row.body is not None:
         types = tuple(None if v is None else v.type for v in node.inputs)
         body = body_function(table, row, types, node.attrs, len(node.outputs))
-        results = tuple(
-            run_function(table, body, [a for a in operands if a is not None], sizes)
-        )
+        results = tuple(run_function(table, body, [a for a in operands if a is not None], sizes))
     else:
         results = _onnx_kernel(node, operands)
     filled = [*results, *(_empty(v, sizes) for v in node.outputs[len(results) :])]
@@ -95,7 +91,7 @@ def _callable(table: Table, region: Function, sizes: Sizes) -> Callable[..., lis
 
 def _onnx_kernel(node: Node, operands: Sequence[Array | None]) -> tuple[Array, ...]:
     """ONNX's reference implementation of one node."""
-    from onnx.reference.ops import load_op  # noqa: PLC0415 - slow to import, used by few rows
+    from onnx.reference.ops import load_op
 
     names = ["" if a is None else f"i{k}" for k, a in enumerate(operands)]
     outs = [f"o{k}" for k in range(len(node.outputs))]

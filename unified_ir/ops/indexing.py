@@ -197,7 +197,8 @@ def _range_length(call: Call) -> Any:
     if delta == 1:
         return limit - start
     if all(isinstance(d, int) for d in (start, limit, delta)):
-        return max(0, -(-(limit - start) // delta))  # type: ignore[operator]
+        start, limit, delta = (int(d) for d in (start, limit, delta))  # type: ignore[arg-type]
+        return max(0, -(-(limit - start) // delta))
     raise InvalidInput(f"Range with a symbolic length needs delta 1, got {delta}")
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from onnx import TypeProto, checker, helper, numpy_helper, shape_inference
 
-from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, parse
 from triplane.unified_ir.ir.graph import AttrValue, Function
 from triplane.unified_ir.ir.types import BY_ONNX, ShapeError, TensorType, TypeMismatch

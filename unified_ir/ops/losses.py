@@ -35,5 +35,3 @@ def scalar_summary(name: str, x: Tensor) -> None:
     if x.rank:
         raise InvalidInput(f"scalar_summary({name!r}) takes a scalar, got {x.type}; reduce it")
     recorder().effect(SUMMARY + name, stop_gradient(x))
-
-

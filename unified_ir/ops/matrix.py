@@ -24,9 +24,7 @@ def _matmul(call: Call) -> Types:
     left = a.shape if a.rank > 1 else (1, *a.shape)
     right = b.shape if b.rank > 1 else (*b.shape, 1)
     if left[-1] != right[-2]:
-        raise ShapeError(
-            f"MatMul needs a.shape[-1] == b.shape[-2], got {a} @ {b}; transpose one?"
-        )
+        raise ShapeError(f"MatMul needs a.shape[-1] == b.shape[-2], got {a} @ {b}; transpose one?")
     batch = broadcast(call.row, left[:-2], right[:-2])
     rows = left[-2:-1] if a.rank > 1 else ()
     columns = right[-1:] if b.rank > 1 else ()
@@ -47,7 +45,7 @@ def _matmul_vjp(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Ten
     columns = right.shape[-1:]
     wide = g.reshape((*batch, *rows, *columns))
     d_left = sum_to(wide @ swap_last(right), left)
-    if right.rank == 2 and left.rank > 2:  # noqa: PLR2004 - matrix
+    if right.rank == 2 and left.rank > 2:
         flat = left.reshape((-1, left.shape[-1]))
         d_right = swap_last(flat) @ wide.reshape((-1, right.shape[-1]))
     else:
@@ -71,7 +69,7 @@ matmul = Op(
 
 def _gemm(call: Call) -> Types:
     a, b, attrs = call.type(0), call.type(1), call.attrs
-    if a.rank != 2 or b.rank != 2:  # noqa: PLR2004 - matrices
+    if a.rank != 2 or b.rank != 2:
         raise ShapeError(f"Gemm takes matrices, got {a} and {b}; flatten first?")
     m, k = reversed(a.shape) if attrs["transA"] else a.shape
     inner, n = reversed(b.shape) if attrs["transB"] else b.shape
@@ -137,7 +135,7 @@ gemm = Op(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x: (..., I), weight: (O, I), bias: (O,) -> (..., O): x weight^T + bias."""
-    if x.rank == 2:  # noqa: PLR2004 - one Gemm
+    if x.rank == 2:
         return gemm(x, weight, bias, transB=1)
     y = x @ swap_last(weight)
     return y if bias is None else y + bias

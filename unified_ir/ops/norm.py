@@ -19,7 +19,7 @@ Types = tuple[TensorType, ...]
 
 def _batch_norm(call: Call) -> Types:
     x = call.type(0)
-    if x.rank < 2:  # noqa: PLR2004 - batch, channel
+    if x.rank < 2:
         raise ShapeError(f"BatchNormalization takes x: (N, C, ...), got {x}")
     vector = x.with_shape(x.shape[1:2])
     for i in range(1, 5):
@@ -50,7 +50,7 @@ def _channels(v: Tensor, rank: int) -> Tensor:
     return v.reshape((v.shape[0], *[1] * (rank - 2)))
 
 
-def _batch_norm_vjp(
+def _batch_norm_vjp(  # noqa: PLR0917 - the operator's own operands
     g: Any, y: Any, x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, var: Tensor,
     *, epsilon: float, momentum: float, training_mode: int,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
@@ -81,7 +81,7 @@ def _batch_norm_vjp(
 def _batch_statistics(
     x: Tensor, ys: Any, axes: list[int], momentum: float
 ) -> tuple[Tensor, Tensor]:
-    if len(ys) == 3 and momentum == 0.0:  # noqa: PLR2004 - the outputs are the statistics
+    if len(ys) == 3 and momentum == 0.0:
         return ys[1], ys[2]
     mean = x.mean(axes, keepdims=True)
     centred = x - mean
@@ -95,7 +95,7 @@ def _add_statistics(
     terms = [] if dx is None else [dx]
     if len(gs) > 1 and gs[1] is not None:
         terms.append(x * 0.0 + _channels(gs[1] * share / count, x.rank))
-    if len(gs) > 2 and gs[2] is not None:  # noqa: PLR2004 - variance
+    if len(gs) > 2 and gs[2] is not None:
         slope = _channels(gs[2] * (2.0 * share) / count, x.rank)
         terms.append((x - _channels(mean, x.rank)) * slope)
     return sum(terms[1:], terms[0]) if terms else None
@@ -158,5 +158,3 @@ layer_norm_row = Op(
 def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
     """Layer normalization over the last axis; x: (..., D), scale and bias: (D,)."""
     return layer_norm_row(x, scale, bias, epsilon=epsilon)
-
-

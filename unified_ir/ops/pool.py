@@ -7,14 +7,20 @@ images with a constant background; windows therefore carry a key that makes the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
-from triplane.unified_ir.ops.convolution import Window, conv_transpose_row, static, with_explicit_pads
+from triplane.unified_ir.ops.convolution import (
+    Window,
+    at_tap,
+    conv_transpose_row,
+    static,
+    with_explicit_pads,
+)
 from triplane.unified_ir.ops.indexing import gather, scatter_elements
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
 from triplane.unified_ir.ops.samples import apart, normal, sample
@@ -41,27 +47,45 @@ def _pool(call: Call) -> Types:
     return (y, y.with_dtype(int64))[: call.outputs]
 
 
+class _Padded:
+    """A host array under a sliding window, for the reference kernels."""
+
+    def __init__(self, x: Any, kernel: Any, ceil_mode: int, attrs: Mapping[str, Any]) -> None:
+        self.window = Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
+        self.out = self.window.out_ints(x.shape[2:], ceil_mode=bool(ceil_mode))
+        self.n = len(kernel)
+        self.before = self.window.pads[: self.n]
+        self.after = [
+            max(0, (o - 1) * w.strides[i] + w.span(i) - x.shape[2 + i] - w.pads[i])
+            for w in (self.window,)
+            for i, o in enumerate(self.out)
+        ]
+
+    def pad(self, x: Any, value: Any) -> Any:
+        """The spatial axes of `x` padded as far as any window reaches."""
+        lead = [(0, 0)] * (x.ndim - self.n)
+        spread = [*lead, *zip(self.before, self.after, strict=True)]
+        return np.pad(x, spread, constant_values=value)
+
+    def taps(self) -> Iterator[tuple[int, ...]]:
+        """Kernel positions in row-major order."""
+        return iter(np.ndindex(*self.window.kernel))
+
+    def at(self, x: Any, tap: tuple[int, ...]) -> Any:
+        """What kernel position `tap` sees at each window position of the padded array."""
+        return at_tap(x, self.window, tap, self.out)
+
+
 def _max_pool_kernel(x: Any, *, kernel_shape: Any, ceil_mode: int, **attrs: Any) -> Any:
     """Maximum and its first flat position over (N, C, *S), window by window."""
-    window = Window(kernel_shape, with_explicit_pads(attrs, kernel_shape, x.shape[2:]))
-    n = len(kernel_shape)
-    out = [int(window.out_size(i, s, ceil_mode=bool(ceil_mode))) for i, s in enumerate(x.shape[2:])]
+    padded = _Padded(x, kernel_shape, ceil_mode, attrs)
     low = -np.inf if x.dtype.kind == "f" else np.iinfo(x.dtype).min
-    room = [
-        max(0, (o - 1) * window.strides[i] + window.span(i) - x.shape[2 + i] - window.pads[i])
-        for i, o in enumerate(out)
-    ]
-    spread = [(0, 0), (0, 0), *zip(window.pads[:n], room, strict=True)]
-    padded = np.pad(x, spread, constant_values=low)
-    position = np.pad(np.arange(x.size).reshape(x.shape), spread, constant_values=-1)
-    best = np.full((*x.shape[:2], *out), low, x.dtype)
+    values = padded.pad(x, low)
+    positions = padded.pad(np.arange(x.size).reshape(x.shape), -1)
+    best = np.full((*x.shape[:2], *padded.out), low, x.dtype)
     where = np.full(best.shape, -1)
-    for tap in np.ndindex(*kernel_shape):
-        at = tuple(
-            slice(t * d, t * d + (o - 1) * s + 1, s)
-            for t, d, o, s in zip(tap, window.dilations, out, window.strides, strict=True)
-        )
-        value, here = padded[(..., *at)], position[(..., *at)]
+    for tap in padded.taps():
+        value, here = padded.at(values, tap), padded.at(positions, tap)
         better = (value > best) | ((where < 0) & (here >= 0))
         best, where = np.where(better, value, best), np.where(better, here, where)
     return best, where
@@ -113,7 +137,7 @@ def _disjoint(window: Window, x: Tensor, attrs: Mapping[str, Any]) -> bool:
     """Whether the windows tile a static plane without overlap, so that the key trick applies."""
     return (
         window.kernel == window.strides
-        and len(window.kernel) == 2  # noqa: PLR2004 - height, width
+        and len(window.kernel) == 2
         and not any(window.pads)
         and not attrs["ceil_mode"]
         and set(window.dilations) == {1}
@@ -180,7 +204,11 @@ def _positions(x: Tensor, attrs: Mapping[str, Any]) -> Tensor:
     return index
 
 
-_overlapping = {"kernel_shape": (3, 3), "strides": (2, 2), "pads": (1, 1, 1, 1)}
+_overlapping: Final[Mapping[str, Any]] = {
+    "kernel_shape": (3, 3),
+    "strides": (2, 2),
+    "pads": (1, 1, 1, 1),
+}
 
 
 def _pooled(f: Any, **attrs: Any) -> Any:
@@ -196,7 +224,7 @@ def _fixed(f: Any) -> Any:
     return lambda _: f(np.random.default_rng(7))
 
 
-_tiled = {"kernel_shape": (2, 2), "strides": (2, 2)}
+_tiled: Final[Mapping[str, Any]] = {"kernel_shape": (2, 2), "strides": (2, 2)}
 _x, _x_odd, _x_over = apart(2, 3, 4, 6), apart(2, 3, 5, 5), apart(1, 2, 6, 6)
 
 max_unpool = Op(
@@ -209,7 +237,9 @@ max_unpool = Op(
     body=_max_unpool_body,
     samples=(
         sample(normal(2, 3, 2, 3), _fixed(_x), _pooled(_x, **_tiled), smooth=(0,), **_tiled),
-        sample(normal(2, 3, 2, 2), _fixed(_x_odd), _pooled(_x_odd, **_tiled), smooth=(0,), **_tiled),
+        sample(
+            normal(2, 3, 2, 2), _fixed(_x_odd), _pooled(_x_odd, **_tiled), smooth=(0,), **_tiled
+        ),
         sample(
             normal(1, 2, 3, 3), _fixed(_x_over), _pooled(_x_over, **_overlapping),
             smooth=(0,), **_overlapping,
@@ -218,7 +248,7 @@ max_unpool = Op(
 )  # fmt: skip
 """g: like y -> like x: each element of g at the first maximum of its window of x, the rest 0."""
 
-max_select = Op(
+max_select: Op = Op(
     name="MaxSelectFirst",
     domain=DOMAIN,
     operands=("T", "T", "T"),
@@ -240,30 +270,18 @@ max_select = Op(
 def _average_kernel(
     x: Any, *, kernel_shape: Any, ceil_mode: int, count_include_pad: int, **attrs: Any
 ) -> Any:
-    window = Window(kernel_shape, with_explicit_pads(attrs, kernel_shape, x.shape[2:]))
-    n = len(kernel_shape)
-    out = [int(window.out_size(i, s, ceil_mode=bool(ceil_mode))) for i, s in enumerate(x.shape[2:])]
-    room = [
-        max(0, (o - 1) * window.strides[i] + window.span(i) - x.shape[2 + i] - window.pads[i])
-        for i, o in enumerate(out)
-    ]
-    spread = [(0, 0), (0, 0), *zip(window.pads[:n], room, strict=True)]
-    padded = np.pad(x, spread)
-    inside = np.pad(np.ones(x.shape[2:]), spread[2:])
+    """Sum over each window divided by how many of its elements count."""
+    padded = _Padded(x, kernel_shape, ceil_mode, attrs)
+    values, inside = padded.pad(x, 0), padded.pad(np.ones(x.shape[2:]), 0)
     if count_include_pad:
-        real = [(p, p) for p in ()] or [
-            (window.pads[i], min(window.pads[n + i], r)) for i, r in enumerate(room)
-        ]
-        inside = np.pad(np.ones(x.shape[2:]), real, constant_values=1)
-        inside = np.pad(inside, [(0, r - q) for (_, q), r in zip(real, room, strict=True)])
-    total, count = np.zeros((*x.shape[:2], *out), x.dtype), np.zeros(out)
-    for tap in np.ndindex(*kernel_shape):
-        at = tuple(
-            slice(t * d, t * d + (o - 1) * s + 1, s)
-            for t, d, o, s in zip(tap, window.dilations, out, window.strides, strict=True)
-        )
-        total += padded[(..., *at)]
-        count += inside[at]
+        declared = zip(padded.window.pads[padded.n :], padded.after, strict=True)
+        stop = [size - max(0, room - own) for size, (own, room) in
+                zip(inside.shape, declared, strict=True)]  # fmt: skip
+        inside[tuple(slice(0, end) for end in stop)] = 1
+    total, count = np.zeros((*x.shape[:2], *padded.out), x.dtype), np.zeros(padded.out)
+    for tap in padded.taps():
+        total += padded.at(values, tap)
+        count += padded.at(inside, tap)
     return total / count.astype(x.dtype)
 
 
@@ -305,9 +323,7 @@ average_pool_row = Op(
     samples=(
         sample(normal(2, 3, 4, 6), kernel_shape=(2, 2), strides=(2, 2)),
         sample(normal(1, 2, 6, 5), kernel_shape=(3, 3), strides=(2, 2), pads=(1, 1, 1, 1)),
-        sample(
-            normal(1, 2, 6, 5), kernel_shape=(3, 3), pads=(1, 1, 1, 1), count_include_pad=1
-        ),
+        sample(normal(1, 2, 6, 5), kernel_shape=(3, 3), pads=(1, 1, 1, 1), count_include_pad=1),
     ),
 )
 

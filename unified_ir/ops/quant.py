@@ -41,9 +41,7 @@ quantize_linear = Op(
     reference=_quantize,
     samples=(
         sample(normal(2, 3), given(0.05, "float32"), given(128, "uint8")),
-        sample(
-            normal(2, 3), given([0.05, 0.1], "float32"), given([0, 0], "int8"), axis=0
-        ),
+        sample(normal(2, 3), given([0.05, 0.1], "float32"), given([0, 0], "int8"), axis=0),
     ),
 )
 dequantize_linear = Op(

@@ -84,7 +84,7 @@ threefry = Op(
 
 
 def random_bits(key: Tensor, shape: Sequence[Dim]) -> Tensor:
-    """key: uint32[2] -> uint32 of `shape`, uniform; block i has counter (0, i) and gives 2 words."""
+    """key: uint32[2] -> uint32 of `shape`, uniform; block i (counter (0, i)) gives 2."""
     n = product(list(shape))
     low = arange(ceil_div(n, 2)).cast(uint32)
     words = concat(threefry.all_outputs(key, low * np.uint32(0), low, outputs=2))

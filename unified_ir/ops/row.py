@@ -69,6 +69,13 @@ class Call:
             )
         return tuple(int(d) for d in np.atleast_1d(known))
 
+    def ints(self, i: int) -> tuple[int, ...]:
+        """Operand `i` as static ints; refused where a size is symbolic."""
+        dims = self.dims(i)
+        if any(isinstance(d, Expr) for d in dims):
+            raise InvalidInput(f"{self.row} needs static values in operand {i}, got {dims}")
+        return tuple(d for d in dims if isinstance(d, int))
+
 
 Infer = Callable[[Call], tuple[TensorType, ...]]
 Kernel = Callable[..., Any]
@@ -99,7 +106,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class AttrSpec:
-    """Kind (INT, FLOAT, STRING, INTS, FLOATS, STRINGS, TENSOR, DIMS) and default of an attribute."""
+    """Kind and default; kinds: INT, FLOAT, STRING, INTS, FLOATS, STRINGS, TENSOR, DIMS."""
 
     kind: str
     default: AttrValue | None = None
@@ -119,7 +126,7 @@ class Op:
     name: str
     domain: str = ""
     operands: tuple[str, ...] = ()
-    """Own rows: type letter of each operand, `?` optional, `*` variadic; same letter, same dtype."""
+    """Own rows: a type letter per operand, `?` optional, `*` variadic; one letter, one dtype."""
     attrs: Mapping[str, AttrSpec] = field(default_factory=dict)
     infer: Infer | None = None
     reference: Kernel | None = None
@@ -259,18 +266,22 @@ def _same_attr(a: AttrValue, b: AttrValue | None) -> bool:
     return not isinstance(a, np.ndarray) and type(a) is type(b) and a == b
 
 
-def _spec(attribute: defs.OpSchema.Attribute) -> AttrSpec:
-    kind = attribute.type.name
-    default = attribute.default_value
-    value: AttrValue | None = {
-        "INT": lambda: int(default.i),
-        "FLOAT": lambda: float(default.f),
-        "STRING": lambda: default.s.decode(),
-        "INTS": lambda: tuple(default.ints),
-        "FLOATS": lambda: tuple(default.floats),
-        "STRINGS": lambda: tuple(s.decode() for s in default.strings),
-    }.get(kind, lambda: None)() if default.name else None
-    return AttrSpec(kind, value, attribute.required)
+_DEFAULTS: Final[Mapping[str, Callable[[Any], AttrValue]]] = {
+    "INT": lambda proto: int(proto.i),
+    "FLOAT": lambda proto: float(proto.f),
+    "STRING": lambda proto: str(proto.s.decode()),
+    "INTS": lambda proto: tuple(int(i) for i in proto.ints),
+    "FLOATS": lambda proto: tuple(float(f) for f in proto.floats),
+    "STRINGS": lambda proto: tuple(str(s.decode()) for s in proto.strings),
+}
+
+
+def _spec(attribute: Any) -> AttrSpec:
+    """An attribute of an ONNX schema."""
+    kind = str(attribute.type.name)
+    proto = attribute.default_value
+    default = _DEFAULTS[kind](proto) if proto.name and kind in _DEFAULTS else None
+    return AttrSpec(kind, default, bool(attribute.required))
 
 
 def dtype_attr(number: int) -> DType:

@@ -50,6 +50,7 @@ class Given:
     dtype: str | None = None
 
     def __call__(self, rng: np.random.Generator) -> np.ndarray[Any, Any]:
+        """The array."""
         return np.asarray(self.value, self.dtype)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 from triplane.unified_ir.ir.graph import Location
@@ -17,12 +18,12 @@ _INTERNAL: Final = tuple(
 
 def user_location() -> Location | None:
     """The innermost frame outside this package's own layers; None when there is none."""
-    frame = sys._getframe(2)  # noqa: SLF001 - the one way to read the caller cheaply
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - cheapest way to the caller
     while frame is not None:
         file = _relative(frame.f_code.co_filename)
         if file is not None:
             return Location(file, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None
 
 

@@ -34,7 +34,7 @@ def same(call: Call) -> Types:
 
 
 def sum_to(g: Tensor, like: Tensor) -> Tensor:
-    """The transpose of broadcasting `like` to the shape of `g`: sums the axes it was repeated on."""
+    """The transpose of broadcasting `like` to the shape of `g`: sums the repeated axes."""
     if g.shape == like.shape:
         return g
     lead = g.rank - like.rank
@@ -70,7 +70,11 @@ dims_row = Op(
 """Sizes of the scope's symbols as an int64 vector; lowers to Shape and integer arithmetic."""
 
 identity = Op(
-    name="Identity", keeps_contents=True, infer=same, reference=lambda x: x, vjp=lambda g, y, x: (g,),
+    name="Identity",
+    keeps_contents=True,
+    infer=same,
+    reference=lambda x: x,
+    vjp=lambda g, y, x: (g,),
     samples=(sample(normal(2, 3)),),
 )  # fmt: skip
 
@@ -171,7 +175,7 @@ expand_row = Op(
 
 def _reduced(call: Call) -> Types:
     x = call.type(0)
-    axes = axes_of(x.rank, [int(d) for d in call.dims(1)] if call.has(1) else None)
+    axes = axes_of(x.rank, call.ints(1) if call.has(1) else None)
     if call.has(1) and not call.dims(1):
         axes = () if call.attrs["noop_with_empty_axes"] else axes_of(x.rank, None)
     if call.attrs["keepdims"]:
@@ -254,7 +258,7 @@ reduce_mean_row = Op(
 
 def _unsqueeze(call: Call) -> Types:
     x = call.type(0)
-    new = axes_of(x.rank + len(call.dims(1)), [int(d) for d in call.dims(1)])
+    new = axes_of(x.rank + len(call.dims(1)), call.ints(1))
     dims = iter(x.shape)
     return (x.with_shape(1 if i in new else next(dims) for i in range(x.rank + len(new))),)
 
@@ -272,7 +276,7 @@ unsqueeze_row = Op(
 def _squeeze(call: Call) -> Types:
     x = call.type(0)
     if call.has(1):
-        axes = axes_of(x.rank, [int(d) for d in call.dims(1)])
+        axes = axes_of(x.rank, call.ints(1))
     else:
         axes = tuple(i for i, d in enumerate(x.shape) if d == 1)
     wide = [i for i in axes if x.shape[i] != 1]
@@ -329,13 +333,13 @@ def slice_bounds(call: Call) -> list[tuple[int, Dim, Dim, int]]:
     """(axis, start, end, step) of a Slice, clipped where sizes are static."""
     x = call.type(0)
     starts, ends = call.dims(1), call.dims(2)
-    axes = [int(a) for a in call.dims(3)] if call.has(3) else list(range(len(starts)))
-    steps = [int(s) for s in call.dims(4)] if call.has(4) else [1] * len(starts)
+    axes = call.ints(3) if call.has(3) else tuple(range(len(starts)))
+    steps = call.ints(4) if call.has(4) else (1,) * len(starts)
     if not len(starts) == len(ends) == len(axes) == len(steps) or 0 in steps:
         raise ShapeError(f"Slice needs a start, end and nonzero step per axis, got {steps=}")
     resolved = []
     for axis, start, end, step in zip(axes, starts, ends, steps, strict=True):
-        axis = axes_of(x.rank, [axis])[0]  # noqa: PLW2901 - normalized
+        axis = axes_of(x.rank, [axis])[0]
         resolved.append((axis, *_clip_bounds(x.shape[axis], start, end, step), step))
     return resolved
 
@@ -380,13 +384,13 @@ def _slice_reference(x: Any, starts: Any, ends: Any, axes: Any = None, steps: An
 def _slice_vjp(g: Tensor, y: Tensor, x: Tensor, *bounds: Tensor) -> Any:
     """Pads the cotangent back; strides and reversals go through a scatter of positions."""
     known = [recorder().known(b) for b in bounds]
-    call = Call(slice_row, (x.type,), (None, *known), {}, (), 1)
     call = Call(slice_row, (x.type, *(b.type for b in bounds)), (None, *known), {}, (), 1)
     resolved = slice_bounds(call)
     if all(step == 1 for *_, step in resolved):
-        before, after = [0] * x.rank, [0] * x.rank
+        before: list[Dim] = [0] * x.rank
+        after: list[Dim] = [0] * x.rank
         for axis, start, end, _ in resolved:
-            before[axis], after[axis] = start, x.shape[axis] - end  # type: ignore[call-overload]
+            before[axis], after[axis] = start, x.shape[axis] - end
         padded = pad_row(g, dims_of([*before, *after]))
         return (padded, *(None for _ in bounds))
     for axis, start, end, step in resolved:
@@ -434,7 +438,7 @@ def slice_axis(x: Tensor, axis: int, start: Dim, end: Dim, step: int = 1) -> Ten
 
 def _pad(call: Call) -> Types:
     x, pads = call.type(0), call.dims(1)
-    axes = axes_of(x.rank, [int(a) for a in call.dims(3)]) if call.has(3) else range(x.rank)
+    axes = axes_of(x.rank, call.ints(3)) if call.has(3) else range(x.rank)
     if len(pads) != 2 * len(axes):
         raise ShapeError(f"Pad of {x} needs {2 * len(axes)} amounts, got {len(pads)}")
     shape = list(x.shape)
@@ -535,7 +539,7 @@ def stack(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 def pad(x: TensorLike, pads: Sequence[int], value: float = 0.0) -> Tensor:
     """Pads with a constant; `pads`: amounts before each axis, then amounts after each."""
-    return pad_row(x, dims_of(list(pads)), value if value else None)
+    return pad_row(x, dims_of(list(pads)), value or None)
 
 
 def shape(x: Tensor) -> Tensor:

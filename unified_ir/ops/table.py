@@ -1,4 +1,4 @@
-"""The operator table: every row, by (domain, name). Suites, engines and documentation iterate it."""
+"""The operator table: every row by (domain, name). Suites, engines and docs iterate it."""
 
 from __future__ import annotations
 

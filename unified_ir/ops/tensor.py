@@ -170,7 +170,7 @@ def getitem(x: Tensor, index: Any) -> Tensor:
     if isinstance(index, (Tensor, np.ndarray)):
         return emit("Gather", x, index, axis=0)
     items = _expanded(x, index if isinstance(index, tuple) else (index,))
-    starts, ends, axes, steps = [], [], [], []
+    bounds: list[tuple[int, int, int, int]] = []
     drop: list[int] = []
     new: list[int] = []
     axis = 0
@@ -180,13 +180,13 @@ def getitem(x: Tensor, index: Any) -> Tensor:
             continue
         start, end, step = _bounds(x, axis, item)
         if (start, end, step) != (0, _END, 1):
-            starts.append(start), ends.append(end), axes.append(axis), steps.append(step)
+            bounds.append((start, end, axis, step))
         if isinstance(item, (int, np.integer)):
             drop.append(axis)
         axis += 1
     y = x
-    if axes:
-        y = emit("Slice", y, *(np.array(v, np.int64) for v in (starts, ends, axes, steps)))
+    if bounds:
+        y = emit("Slice", y, *(np.array(v, np.int64) for v in zip(*bounds, strict=True)))
     if drop:
         y = emit("Squeeze", y, np.array(drop, np.int64))
     return emit("Unsqueeze", y, np.array(new, np.int64)) if new else y

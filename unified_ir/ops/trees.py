@@ -44,7 +44,7 @@ def _fill(tree: Any, values: Iterator[Any]) -> Any:
 
 
 def structure(tree: Any) -> Any:
-    """A hashable description of the nesting, equal for trees that hold the same keys and lengths."""
+    """The nesting as a hashable value, equal for trees with the same keys and lengths."""
     if tree is None:
         return None
     if isinstance(tree, dict):

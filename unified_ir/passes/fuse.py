@@ -1,0 +1,153 @@
+"""Fusions for a runtime whose Gemm is Y = alpha A B + beta C (onnxruntime's among them).
+
+They save passes over large weights: an update `w - lr * (a^T b)` becomes one Gemm that reads `w` as
+its C, a momentum `m v + a^T b` likewise. Results differ from the unfused ones by rounding only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from triplane.unified_ir.ir.dims import Dim
+from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.passes.clean import drop_dead, with_nodes
+from triplane.unified_ir.passes.simplify import uses
+
+LARGE_SIDE: Final = 512
+"""From this many rows and columns on, a weight matrix goes to the left of its product."""
+
+
+def fuse(function: Function) -> Function:
+    """All fusions of this module."""
+    return large_weights_left(fuse_updates(function))
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A function's nodes by what they produce, with use counts."""
+
+    producer: Mapping[Value, Node]
+    count: Mapping[Value, int]
+
+    def node(self, value: Value | None, op: str) -> Node | None:
+        """The node `op` that makes `value`, if nothing else reads it."""
+        made = self.producer.get(value) if value is not None else None
+        alone = made is not None and value is not None and self.count[value] == 1
+        return made if alone and made is not None and made.op.name == op else None
+
+    def scalar(self, value: Value | None) -> float | None:
+        """The value of a constant scalar."""
+        made = self.producer.get(value) if value is not None else None
+        if made is None or made.op.name != "Constant" or made.outputs[0].type.shape != ():
+            return None
+        return float(np.asarray(made.attrs["value"]))
+
+
+def _view(function: Function) -> _View:
+    producer = {v: node for node in function.nodes for v in node.outputs}
+    return _View(producer, uses(function))
+
+
+def fuse_updates(function: Function) -> Function:
+    """Sub(w, Mul(Gemm(a, b), lr)) and Add(Mul(v, m), Gemm(a, b)) with constant lr and m."""
+    return _rewrite(function, lambda view, node: _as_update(view, node) or _as_momentum(view, node))
+
+
+def _rewrite(function: Function, rule: Callable[[_View, Node], list[Node] | None]) -> Function:
+    view = _view(function)
+    nodes: list[Node] = []
+    changed = False
+    for node in function.nodes:
+        made = rule(view, node)
+        changed = changed or made is not None
+        nodes.extend([node] if made is None else made)
+    if not changed:
+        return function
+    return drop_dead(with_nodes(function, nodes, function.results))
+
+
+def _plain_gemm(view: _View, value: Value | None) -> Node | None:
+    """A Gemm without C whose result is read once."""
+    found = view.node(value, "Gemm")
+    return found if found is not None and len(found.inputs) == 2 else None
+
+
+def _as_update(view: _View, node: Node) -> list[Node] | None:
+    if node.op.name != "Sub":
+        return None
+    weight, step = node.inputs
+    scaled = view.node(step, "Mul")
+    if scaled is None or weight is None:
+        return None
+    for gradient, rate in (scaled.inputs, scaled.inputs[::-1]):
+        product, lr = _plain_gemm(view, gradient), view.scalar(rate)
+        if product is not None and lr is not None and weight.type == node.outputs[0].type:
+            return [_onto(product, weight, node, alpha=-lr, beta=1.0)]
+    return None
+
+
+def _as_momentum(view: _View, node: Node) -> list[Node] | None:
+    if node.op.name != "Add":
+        return None
+    for kept, gradient in (node.inputs, node.inputs[::-1]):
+        decayed, product = view.node(kept, "Mul"), _plain_gemm(view, gradient)
+        if decayed is None or product is None:
+            continue
+        for velocity, factor in (decayed.inputs, decayed.inputs[::-1]):
+            m = view.scalar(factor)
+            if m is not None and velocity is not None and velocity.type == node.outputs[0].type:
+                return [_onto(product, velocity, node, alpha=1.0, beta=m)]
+    return None
+
+
+def _onto(product: Node, base: Value, node: Node, *, alpha: float, beta: float) -> Node:
+    """The Gemm `product` scaled by alpha and added to beta * base, as the outputs of `node`."""
+    scale = float(product.attrs.get("alpha", 1.0)) * alpha  # type: ignore[arg-type]
+    attrs = {**product.attrs, "alpha": scale, "beta": beta}
+    inputs = (*product.inputs, base)
+    return Node(product.op, inputs, node.outputs, dict(sorted(attrs.items())), (), node.meta)
+
+
+def large_weights_left(function: Function) -> Function:
+    """Gemm(x, w, b, transB=1) -> Transpose(w x^T) + b for a large w.
+
+    A matrix product packs its right operand; with a small batch, packing the weights costs as much
+    as the product, and as the left operand they are read in place.
+    """
+    return _rewrite(function, _weight_left)
+
+
+def _weight_left(view: _View, node: Node) -> list[Node] | None:
+    plain = {k: v for k, v in node.attrs.items() if k != "transB"}
+    if node.op.name != "Gemm" or plain or not node.attrs.get("transB"):
+        return None
+    x, w = node.inputs[0], node.inputs[1]
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    if x is None or w is None or not _large(w.type.shape) or w in view.producer:
+        return None
+    (y,) = node.outputs
+    flipped = Value(x.type.with_shape(x.type.shape[::-1]))
+    product = Value(y.type.with_shape(y.type.shape[::-1]))
+    back = y if bias is None else Value(y.type)
+    made = [
+        _node("Transpose", (x,), flipped, node),
+        _node("MatMul", (w, flipped), product, node),
+        _node("Transpose", (product,), back, node),
+    ]
+    if bias is not None:
+        made.append(_node("Add", (back, bias), y, node))
+    return made
+
+
+def _large(shape: tuple[Dim, ...]) -> bool:
+    return all(isinstance(d, int) and d >= LARGE_SIDE for d in shape)
+
+
+def _node(op: str, inputs: tuple[Value, ...], output: Value, origin: Node) -> Node:
+    attrs: dict[str, AttrValue] = {"perm": (1, 0)} if op == "Transpose" else {}
+    return Node(TABLE["", op].id, inputs, (output,), attrs, (), origin.meta)
