@@ -18,6 +18,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 GRACE_S = 5.0  # for threads that were told to end and descriptors that close with them
 STEP_S = 0.01
+QUICK_S = 1.0  # a test that takes longer belongs under the marker `slow`
 DESCRIPTORS = Path("/proc/self/fd")
 KEPT_OPEN = (
     "anon_inode:",  # epoll and event descriptors: grpc and asyncio keep one each per process
@@ -48,6 +49,16 @@ def nothing_leaks():
         threading.Event().wait(STEP_S)
         left = living() - before
     assert not left, f"left behind by this test: {sorted(left)}"
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Name the tests that make `make quick` slow, where they are met."""
+    if "not slow" not in config.option.markexpr:
+        return
+    passed = terminalreporter.getreports("passed")
+    for report in sorted(passed, key=lambda r: -r.duration):
+        if report.duration > QUICK_S:
+            terminalreporter.line(f"{report.duration:.1f} s, mark it slow: {report.nodeid}")
 
 
 def living():
