@@ -78,6 +78,7 @@ def test_hostile_header_is_refused(data, match):
         tensors.unpack(data, "part")
 
 
+@pytest.mark.slow
 def test_worst_header_stays_within_a_multiple_of_its_limit():
     text = b'{"a":[' + b"[]," * ((MAX_HEADER_BYTES - 16) // 3) + b"[]]}"
     with refused("must have dtype", memory_bytes=40 * MAX_HEADER_BYTES):

@@ -18,6 +18,7 @@ def chunks(count: int) -> Iterator[bytes]:
         yield bytes([i]) * MIB
 
 
+@pytest.mark.slow
 def test_parts_are_streamed_and_read_in_bounded_memory(tmp_path):
     tracemalloc.start()
     try:

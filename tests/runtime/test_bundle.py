@@ -126,6 +126,11 @@ def test_golden_input_that_is_no_input_is_refused_when_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_golden_outputs_without_elements_pass(tmp_path):
+    make_bundle(tmp_path / "b", golden_inputs={"x": X[:0]}, golden_outputs={"y": Y[:0]})
+    assert Bundle.load(tmp_path / "b").check_goldens() == 0
+
+
 def parts_of(path) -> dict[str, bytes]:
     with zipfile.ZipFile(path) as file:
         return {name: file.read(name) for name in file.namelist() if name != "manifest.pb"}

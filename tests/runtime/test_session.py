@@ -178,8 +178,27 @@ def test_bfloat16_input_is_named_and_refused_at_run():
     )
     session = Session(graph)
     assert session.inputs[0].dtype == "bfloat16"
-    with pytest.raises(InvalidInput, match="cast inside the graph"):
-        session.run({"x": np.zeros(2, np.uint16)})
+    for dtype in (np.uint16, np.float64, np.float32):
+        with pytest.raises(InvalidInput, match="cast inside the graph"):
+            session.run({"x": np.zeros(2, dtype)})
+
+
+def test_numbers_that_are_no_arrays_are_taken_by_their_own_dtype():
+    graph = model([node("Neg", ["x"], ["y"])], {"x": ()}, {"y": ()}, types=dict.fromkeys("xy", 7))
+    assert Session(graph).run({"x": 3})["y"] == -3  # type: ignore[dict-item] # on purpose
+    with pytest.raises(InvalidInput, match="x: int64"):
+        Session(graph).run({"x": np.float32(3)})  # type: ignore[dict-item] # on purpose
+
+
+def test_graph_over_text_is_refused_at_load():
+    graph = model(
+        [node("Identity", ["x"], ["y"])],
+        {"x": (1,)},
+        {"y": (1,)},
+        types=dict.fromkeys("xy", TensorProto.STRING),
+    )
+    with pytest.raises(InvalidInput, match=r"x must be a tensor of numbers, got tensor\(string\)"):
+        Session(graph)
 
 
 def batch(rows: int, seed: int = 0) -> dict[str, np.ndarray]:

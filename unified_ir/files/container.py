@@ -138,8 +138,13 @@ class Container:
     def tensors(self, name: str) -> dict[str, tensors.Tensor]:
         """Return read-only views of the tensors of a part, which must be as the manifest says."""
         found = tensors.unpack(self.part(name), f"{self.path.name}: part {name!r}")
-        listed = [(t.name, t.dtype, t.shape) for t in self.manifest.tensors_of(name)]
-        if listed != [(key, t.dtype, t.shape) for key, t in found.items()]:
+        at = len(self.part(name)) - sum(t.data.nbytes for t in found.values())
+        actual = []
+        for key, t in found.items():
+            actual.append((key, t.dtype, t.shape, at))
+            at += t.data.nbytes
+        listed = self.manifest.tensors_of(name)
+        if actual != [(t.name, t.dtype, t.shape, t.offset) for t in listed]:
             raise self._corrupt(f"part {name!r}: its tensors are not those of the manifest")
         return found
 

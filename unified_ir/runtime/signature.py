@@ -51,6 +51,9 @@ DTYPES: Final[Mapping[str, str]] = {
 INSIDE_ONLY: Final = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4"})
 """Dtypes that numpy lacks: they live inside a graph and do not enter or leave it here."""
 
+_NO_ARRAY: Final = np.dtype([("no array has this dtype", "V1")])
+"""Stands for the dtypes above in a check; not None, which numpy takes for float64."""
+
 
 def next_name(state: str) -> str:
     """Return the name of the output that carries the new value of the state tensor `state`."""
@@ -122,7 +125,7 @@ Row = tuple[
 
 
 def _compile(tensor: TensorInfo) -> Row:
-    dtype = None if tensor.dtype in INSIDE_ONLY else np.dtype(tensor.dtype)
+    dtype = _NO_ARRAY if tensor.dtype in INSIDE_ONLY else np.dtype(tensor.dtype)
     fixed = tuple((axis, dim) for axis, dim in enumerate(tensor.shape) if isinstance(dim, int))
     symbols = tuple(
         (axis, dim)
