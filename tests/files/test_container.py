@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -76,6 +77,16 @@ def test_any_unzip_opens_it(tmp_path):
     with zipfile.ZipFile(tmp_path / "m.tpm") as file:
         assert file.testzip() is None
         assert {info.compress_type for info in file.infolist()} == {zipfile.ZIP_STORED}
+
+
+@pytest.mark.skipif(not shutil.which("unzip"), reason="no unzip program here")
+def test_the_unzip_program_finds_no_fault(tmp_path):
+    small(tmp_path / "m.tpm")
+    done = subprocess.run(
+        ["unzip", "-t", tmp_path / "m.tpm"], check=False, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "No errors detected" in done.stdout
 
 
 def test_every_part_starts_aligned_in_the_file(tmp_path):

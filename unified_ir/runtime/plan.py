@@ -121,6 +121,7 @@ class Plan:
         _check_memory(self.limits, self._state)
         self.steps, self.spent_s = 0, 0.0
         self._sessions: dict[str, Session] = {}
+        self._looping: set[str] = set()
         self._loops: dict[str, Loop] = {}
         self._newest: Loop | None = None
 
@@ -152,7 +153,7 @@ class Plan:
         fed = {**(batch or {}), **more}
         if theirs := sorted(fed.keys() & self.roles.keys()):
             raise InvalidInput(f"{theirs} is state, not batch; assign() replaces state")
-        if not self._changes_state(session):
+        if entry not in self._looping:
             return session.run({**self._feeds(session), **fed})
         self._check_limits()
         loop = self._loop(entry, session)
@@ -231,7 +232,9 @@ class Plan:
             raise NotFound(f"the plan has entries {self.entries}, not {entry!r}")
         if entry not in self._sessions:
             model = bytes(self._file.part(f"{entry}.onnx"))
-            self._sessions[entry] = Session(model, options=self._options)
+            session = self._sessions[entry] = Session(model, options=self._options)
+            if self._changes_state(session):
+                self._looping.add(entry)
         return self._sessions[entry]
 
     def _changes_state(self, session: Session) -> bool:
