@@ -48,7 +48,7 @@ proto: ## regenerate the wire code from proto/**/*.proto
 
 wheels: venv ## download everything that OFFLINE=1 needs into .wheels
 	@rm -rf .wheels
-	@$(BIN)/python -m pip wheel --quiet -w .wheels -c $(CONSTRAINTS) '.[dev]' 'hatchling>=1.27' editables
+	@$(BIN)/python -m pip wheel -qq -w .wheels -c $(CONSTRAINTS) '.[dev]' 'hatchling>=1.27' editables
 	@rm -f .wheels/triplane-*.whl
 	@echo ".wheels holds $$(ls .wheels | wc -l) wheels, $$(du -sm .wheels | cut -f1) MB; now: make demo OFFLINE=1"
 
