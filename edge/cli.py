@@ -18,6 +18,8 @@ Raise one bound (docs/serving.md lists all of them):
   triplane edge serve digits.bundle --limit rows=10000 --limit queued_calls=1000
 """
 
+PORT = click.IntRange(0, 65535)
+
 
 @click.group()
 def edge() -> None:
@@ -27,9 +29,15 @@ def edge() -> None:
 @edge.command(epilog=EXAMPLE)
 @click.argument("bundles", nargs=-1, required=True, metavar="BUNDLE...")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8001, show_default=True, help="gRPC port; 0 takes a free one.")
 @click.option(
-    "--metrics-port", default=8002, show_default=True, help="Prometheus page; 0 takes a free one."
+    "--port", type=PORT, default=8001, show_default=True, help="gRPC port; 0 takes a free one."
+)
+@click.option(
+    "--metrics-port",
+    type=PORT,
+    default=8002,
+    show_default=True,
+    help="Prometheus page; 0: any free one.",
 )
 @click.option("--threads", type=int, help="Calls that compute at once.  [default: 16]")
 @click.option("--model-threads", default=1, show_default=True, help="Threads of one model run.")

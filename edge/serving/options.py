@@ -1,13 +1,20 @@
 """What a serving process is told, as one value; the command line and a parent write the same."""
 
 from dataclasses import dataclass, field
+from typing import Final
 
 from triplane.edge.serving.limits import Limits
+from triplane.proto.errors import InvalidInput
+
+LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """One serving process. Port 0 means any free port; the chosen one is in the ready line."""
+    """One serving process. Port 0 means any free port; the chosen one is in the ready line.
+
+    Raises InvalidInput for a value that no server can have.
+    """
 
     bundles: tuple[str, ...]
     host: str = "127.0.0.1"
@@ -21,3 +28,20 @@ class Options:
     json: bool = False  # the ready line as one JSON object
     log_level: str = "warning"
     limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not self.bundles:
+            raise InvalidInput("nothing to serve; name at least one bundle")
+        ports: dict[str, object] = {"port": self.port, "metrics_port": self.metrics_port}
+        for what, port in ports.items():
+            if not isinstance(port, int) or not 0 <= port <= 65535:
+                raise InvalidInput(f"{what} is {port!r}; 0 to 65535, 0 for any free one")
+        if self.log_level not in LOG_LEVELS:
+            raise InvalidInput(f"log_level is {self.log_level!r}; one of {', '.join(LOG_LEVELS)}")
+        if not self.drain_s >= 0 or not self.model_threads >= 1:
+            raise InvalidInput(
+                f"drain_s is {self.drain_s}, model_threads {self.model_threads}; "
+                "0 or more, and 1 or more"
+            )
+        if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
+            raise InvalidInput("TLS needs both a certificate and its key; give both files")

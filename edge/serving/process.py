@@ -2,14 +2,16 @@
 
 One line on standard output says that calls are taken and on which ports; a parent that asked for
 port 0 reads it there. SIGTERM and SIGINT drain: the calls inside finish, new ones are refused. A
-second signal stops waiting for them.
+second signal cancels the calls inside, and ends the process if their runs go on regardless.
 """
 
 import json
 import logging
+import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Final
 
@@ -18,10 +20,10 @@ from triplane.edge.serving.bundles import open_bundle
 from triplane.edge.serving.options import Options
 from triplane.edge.serving.repository import Repository
 from triplane.edge.serving.server import Server, Tls
-from triplane.proto.errors import InvalidInput
 
 logger = logging.getLogger(__name__)
 
+HURRY_S: Final = 3.0  # from the second signal to the end, whatever still runs
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -38,16 +40,13 @@ def run(options: Options) -> None:
     announce(options, server)
     stopping.wait()
     logger.info("draining", extra={"seconds_at_most": options.drain_s})
-    watcher = threading.Thread(target=_hurry, args=(server, hurrying), daemon=True)
-    watcher.start()
+    threading.Thread(target=_hurry, args=(server, hurrying), daemon=True).start()
     server.stop(options.drain_s)
     logger.info("stopped")
 
 
 def start(options: Options) -> Server:
     """Load every bundle, then open the ports."""
-    if not options.bundles:
-        raise InvalidInput("nothing to serve; name at least one bundle")
     repository = Repository(probe.plan)
     for path in options.bundles:
         repository.add(open_bundle(Path(path), threads=options.model_threads))
@@ -84,12 +83,13 @@ def announce(options: Options, server: Server) -> None:
 def _hurry(server: Server, hurrying: threading.Event) -> None:
     hurrying.wait()
     server.cancel()
+    time.sleep(HURRY_S)
+    logger.warning("a run did not end; exiting regardless")
+    os._exit(1)
 
 
 def _tls(options: Options) -> Tls | None:
     if options.tls_cert is None or options.tls_key is None:
-        if options.tls_cert or options.tls_key or options.tls_client_ca:
-            raise InvalidInput("TLS needs both a certificate and its key; give both files")
         return None
     client_ca = Path(options.tls_client_ca) if options.tls_client_ca else None
     return Tls(cert=Path(options.tls_cert), key=Path(options.tls_key), client_ca=client_ca)

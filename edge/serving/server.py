@@ -101,7 +101,7 @@ class Server:
                 collector = ServingCollector(repository, self._service.unattributed, self._lanes)
                 self._metrics = MetricsServer(collector, host, metrics_port)
             # Last, because a bound port is freed only by a server that was started.
-            self.port = self._bind(f"{host}:{port}", tls)
+            self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls)
         except BaseException:
             self.stop(0)
             raise

@@ -2,6 +2,7 @@
 
 import json
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -102,6 +103,18 @@ def test_a_signal_under_load_fails_no_call_that_was_taken(start, bundle, kit, nu
     assert ended == ["StatusCode.UNAVAILABLE"] * 4
 
 
+def test_the_verb_prints_the_ready_line_in_words(bundle):
+    command = [sys.executable, "-m", "triplane.edge.cli", "serve", str(bundle())]
+    with subprocess.Popen(
+        [*command, "--port", "0", "--metrics-port", "0"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+    assert re.fullmatch(r"serving linear version 1 on 127\.0\.0\.1:\d+ \(metrics :\d+\)\n", line)
+    assert process.returncode == 0
+
+
 def test_a_damaged_bundle_is_refused_in_one_line_before_any_port_opens(start, bundle):
     path = bundle()
     data = bytearray(path.read_bytes())
@@ -169,6 +182,13 @@ def test_the_verb_imports_click_only_until_it_runs():
         (['{"bundles": ["a"], "color": 1}'], r"Options has no \['color'\]"),
         (['{"bundles": ["a"], "limits": {"speed": 1}}'], r"Limits has no \['speed'\]"),
         (['{"bundles": ["a"], "limits": {"rows": "many"}}'], "whole numbers"),
+        (['{"bundles": []}'], "at least one bundle"),
+        (['{"bundles": ["a"], "port": 70000}'], "port is 70000; 0 to 65535"),
+        (['{"bundles": ["a"], "metrics_port": "x"}'], "metrics_port is 'x'"),
+        (['{"bundles": ["a"], "log_level": "loud"}'], "one of debug"),
+        (['{"bundles": ["a"], "drain_s": -1}'], "drain_s is -1"),
+        (['{"bundles": ["a"], "tls_cert": "c"}'], "certificate and its key"),
+        (['{"bundles": ["a"], "tls_client_ca": "c"}'], "certificate and its key"),
     ],
 )
 def test_bad_options_are_refused_by_name(argv, message):
