@@ -91,6 +91,25 @@ def _reshape(context: Context, node: Node) -> None:
     context.add("Reshape", [data, context.constant(wanted)], context.output_names(node))
 
 
+def _matmul(context: Context, node: Node) -> None:
+    """A vector operand becomes a matrix: onnxruntime 1.31 fuses Transpose(x) @ v wrongly."""
+    a, b = (v.type.rank if v is not None else 0 for v in node.inputs)
+    if min(a, b) > 1:
+        context.plain(node)
+        return
+    left, right = context.inputs(node)
+    axes = []
+    if a == 1:
+        left = context.emit("Unsqueeze", left, context.constant(np.array([0])))
+        axes.append(-2)
+    if b == 1:
+        right = context.emit("Unsqueeze", right, context.constant(np.array([1])))
+        axes.append(-1)
+    product = context.emit("MatMul", left, right)
+    squeezed = [product, context.constant(np.array(axes))]
+    context.add("Squeeze", squeezed, context.output_names(node))
+
+
 def _batch_norm(context: Context, node: Node) -> None:
     """Training mode gets a private mean and variance each: onnxruntime writes into both inputs.
 
@@ -189,6 +208,7 @@ def _loop(context: Context, node: Node) -> None:
 RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "Constant"): _constant,
     ("", "Reshape"): _reshape,
+    ("", "MatMul"): _matmul,
     ("", "BatchNormalization"): _batch_norm,
     (DOMAIN, "Dims"): _dims,
     (DOMAIN, "Cond"): _cond,
