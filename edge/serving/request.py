@@ -12,21 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from triplane.edge.serving.limits import Limits
-from triplane.edge.serving.servable import Array, Contract, TensorSpec
+from triplane.edge.serving.servable import Array, Contract, TensorSpec, Wanted
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.status import Unimplemented
 from triplane.unified_ir.runtime.signature import UNNAMED
 
 Parameters = Mapping[str, pb.InferParameter]
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """One output of the response; `classes` > 0 asks for that many top classes instead."""
-
-    spec: TensorSpec
-    classes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +43,17 @@ def decode(request: pb.ModelInferRequest, contract: Contract, limits: Limits) ->
     wanted = _wanted(request, contract, limits)
     sizes: dict[str, int] = {}
     feeds: dict[str, Array] = {}
+    raw = request.raw_input_contents
     for index, tensor in enumerate(request.inputs):
         _check_parameters(tensor.parameters, limits)
         spec = _spec(tensor, contract, feeds)
         shape = _shape(tensor, spec, sizes, limits)
-        feeds[spec.name] = _array(request, index, spec, shape)
+        if not raw:
+            feeds[spec.name] = _typed(tensor, spec, shape)
+        elif tensor.HasField("contents"):
+            raise InvalidInput(f"input {spec.name!r} has contents beside raw_input_contents; one")
+        else:
+            feeds[spec.name] = _raw(raw[index], spec, shape)
     if missing := contract.inputs.keys() - feeds.keys():
         raise InvalidInput(
             f"inputs {sorted(missing)} are missing; send all of {[*contract.inputs]}"
@@ -65,16 +63,14 @@ def decode(request: pb.ModelInferRequest, contract: Contract, limits: Limits) ->
 
 def _check_counts(request: pb.ModelInferRequest, limits: Limits) -> None:
     _check_parameters(request.parameters, limits)
-    for what, count in (
-        ("inputs", len(request.inputs)),
-        ("requested outputs", len(request.outputs)),
-        ("raw_input_contents", len(request.raw_input_contents)),
-    ):
-        if count > limits.tensors:
-            raise InvalidInput(f"the request has {count} {what}; {limits.tensors} at most")
+    inputs, outputs = len(request.inputs), len(request.outputs)
+    if inputs > limits.tensors:
+        raise InvalidInput(f"the request has {inputs} inputs; {limits.tensors} at most")
+    if outputs > limits.tensors:
+        raise InvalidInput(f"the request has {outputs} requested outputs; {limits.tensors} at most")
     raw = len(request.raw_input_contents)
-    if raw and raw != len(request.inputs):
-        raise InvalidInput(f"{raw} raw_input_contents for {len(request.inputs)} inputs; one each")
+    if raw and raw != inputs:
+        raise InvalidInput(f"{raw} raw_input_contents for {inputs} inputs; one each")
 
 
 def _check_parameters(parameters: Parameters, limits: Limits) -> None:
@@ -110,23 +106,24 @@ def _shape(
 ) -> tuple[int, ...]:
     """Shape of one input, held to its spec; binds the spec's symbols in `sizes`."""
     if len(tensor.shape) > limits.rank:
-        raise InvalidInput(f"input {spec.name!r} has {len(tensor.shape)} dimensions; {limits.rank}")
+        raise InvalidInput(
+            f"input {spec.name!r} has {len(tensor.shape)} dimensions; {limits.rank} at most"
+        )
     shape = tuple(tensor.shape)
     if len(shape) != len(spec.shape):
         raise InvalidInput(f"input {spec.name!r} has shape {[*spec.shape]}, not {[*shape]}")
-    for axis, (size, rule) in enumerate(zip(shape, spec.shape, strict=True)):
+    for size, rule in zip(shape, spec.shape, strict=True):
         if not 1 <= size <= limits.elements:
             raise InvalidInput(
                 f"input {spec.name!r} has shape {[*shape]}; every size is 1 to {limits.elements}"
             )
-        if axis == 0 and isinstance(rule, str) and size > limits.rows:
-            raise InvalidInput(f"input {spec.name!r} has {size} rows; {limits.rows} at most: split")
-        expected = _expected(rule, size, sizes)
-        if size != expected:
+        if size != rule and size != (expected := _expected(rule, size, sizes)):
             raise InvalidInput(
                 f"input {spec.name!r} has shape {[*spec.shape]}, not {[*shape]}: "
                 f"{rule} is {expected} here"
             )
+    if shape and shape[0] > limits.rows and isinstance(spec.shape[0], str):
+        raise InvalidInput(f"input {spec.name!r} has {shape[0]} rows; {limits.rows} at most: split")
     if math.prod(shape) > limits.elements:
         raise InvalidInput(
             f"input {spec.name!r} has {math.prod(shape)} values; {limits.elements} at most"
@@ -138,25 +135,6 @@ def _expected(rule: int | str, size: int, sizes: dict[str, int]) -> int:
     if isinstance(rule, int):
         return rule
     return size if rule == UNNAMED else sizes.setdefault(rule, size)
-
-
-def _array(
-    request: pb.ModelInferRequest, index: int, spec: TensorSpec, shape: tuple[int, ...]
-) -> Array:
-    typed = request.inputs[index].contents.ListFields()
-    if request.raw_input_contents:
-        if typed or request.inputs[index].HasField("contents"):
-            raise InvalidInput(f"input {spec.name!r} has contents beside raw_input_contents; one")
-        return _raw(request.raw_input_contents[index], spec, shape)
-    if not typed:
-        raise InvalidInput(f"input {spec.name!r} has no contents; fill raw_input_contents")
-    if len(typed) > 1 or typed[0][0].name != spec.datatype.contents:
-        fields = [field.name for field, _ in typed]
-        raise InvalidInput(
-            f"input {spec.name!r} is {spec.datatype.name}: its values go in "
-            f"{spec.datatype.contents or 'raw_input_contents'}, not in {fields}"
-        )
-    return _typed(typed[0][1], spec, shape)
 
 
 def _raw(content: bytes, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
@@ -173,7 +151,20 @@ def _raw(content: bytes, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
     return array
 
 
-def _typed(values: Sequence[object], spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+def _typed(
+    tensor: pb.ModelInferRequest.InferInputTensor, spec: TensorSpec, shape: tuple[int, ...]
+) -> Array:
+    """Array of the one typed field that fits the datatype."""
+    fields = tensor.contents.ListFields()
+    if not fields:
+        raise InvalidInput(f"input {spec.name!r} has no contents; fill raw_input_contents")
+    if len(fields) > 1 or fields[0][0].name != spec.datatype.contents:
+        raise InvalidInput(
+            f"input {spec.name!r} is {spec.datatype.name}: its values go in "
+            f"{spec.datatype.contents or 'raw_input_contents'}, not in "
+            f"{[field.name for field, _ in fields]}"
+        )
+    values: Sequence[object] = fields[0][1]
     if len(values) != (expected := math.prod(shape)):
         raise InvalidInput(
             f"input {spec.name!r} has {len(values)} values; shape {[*shape]} has {expected}"
@@ -190,7 +181,7 @@ def _wanted(
     request: pb.ModelInferRequest, contract: Contract, limits: Limits
 ) -> tuple[Wanted, ...]:
     if not request.outputs:
-        return tuple(map(Wanted, contract.outputs.values()))
+        return contract.all_outputs
     wanted: dict[str, Wanted] = {}
     for output in request.outputs:
         _check_parameters(output.parameters, limits)

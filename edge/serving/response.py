@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from triplane.edge.serving.limits import Limits
-from triplane.edge.serving.request import Wanted
-from triplane.edge.serving.servable import Array
+from triplane.edge.serving.servable import Array, Wanted
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
 

@@ -75,6 +75,14 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """One output of a response; `classes` > 0 asks for that many top classes instead."""
+
+    spec: TensorSpec
+    classes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Contract:
     """Inputs and outputs of one servable by name, and its row symbol.
 
@@ -85,6 +93,7 @@ class Contract:
     inputs: dict[str, TensorSpec]
     outputs: dict[str, TensorSpec]
     rows: str | None
+    all_outputs: tuple[Wanted, ...]
 
     @property
     def mergeable(self) -> bool:
@@ -102,7 +111,9 @@ def contract_of(servable: Servable) -> Contract:
     firsts = {spec.shape[0] if spec.shape else 1 for spec in inputs.values()}
     rows = firsts.pop() if len(firsts) == 1 else None
     named = isinstance(rows, str) and rows != UNNAMED
-    return Contract(inputs, outputs, str(rows) if named else None)
+    return Contract(
+        inputs, outputs, str(rows) if named else None, tuple(map(Wanted, outputs.values()))
+    )
 
 
 def _specs(tensors: Sequence[TensorInfo]) -> dict[str, TensorSpec]:

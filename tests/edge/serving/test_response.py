@@ -5,9 +5,8 @@ import pytest
 
 from triplane.edge.serving.datatypes import datatype_of
 from triplane.edge.serving.limits import Limits
-from triplane.edge.serving.request import Wanted
 from triplane.edge.serving.response import encode, top_classes
-from triplane.edge.serving.servable import TensorSpec
+from triplane.edge.serving.servable import TensorSpec, Wanted
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
 
