@@ -110,6 +110,7 @@ class _Emitter(Context):
             self.note_sizes(param, param.name)
         self.body(self.function)
         outputs = self.outputs()
+        self._drop_unread([info.name for info in outputs])
         inputs = [_info(p.name, p.type) for p in self.function.params if p.name not in self.held]
         held = [p for p in self.function.params if p.name in self.held]
         initializers = [_held_tensor(p, self.held[p.name]) for p in held] + self.tensors
@@ -147,6 +148,17 @@ class _Emitter(Context):
             _rename(node.input, renamed)
             _rename(node.output, renamed)
         self.nodes = self.nodes[:first] + kept
+
+    def _drop_unread(self, finals: Sequence[str]) -> None:
+        """Drops what rules left unread, such as the sizes behind a Reshape to -1."""
+        read = set(finals)
+        kept = []
+        for node in reversed(self.nodes):
+            if read.intersection(node.output):
+                kept.append(node)
+                read.update([*node.input, *_region_names(node)])
+        self.nodes = kept[::-1]
+        self.tensors = [t for t in self.tensors if t.name in read]
 
     def body(self, function: Function) -> None:
         """Emits the nodes of a function whose parameters are already named."""
