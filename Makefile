@@ -6,6 +6,7 @@
 export PYTHON OFFLINE
 BIN := .venv/bin
 CONSTRAINTS := .ci/constraints.txt
+BENCHES := train_step serving
 
 .PHONY: help venv demo test quick deep lint format types imports proto wheels bench peers constraints clean
 .DEFAULT_GOAL := help
@@ -52,10 +53,10 @@ wheels: venv ## download everything that OFFLINE=1 needs into .wheels
 	@rm -f .wheels/triplane-*.whl
 	@echo ".wheels holds $$(ls .wheels | wc -l) wheels, $$(du -sm .wheels | cut -f1) MB; now: make demo OFFLINE=1"
 
-bench: venv peers ## ratios against PyTorch, written to docs/benchmarks.md
-	@$(BIN)/python -m benchmarks $(ARGS)
+bench: venv peers ## ratios against PyTorch and others; docs/benchmarks.md tells how to read them
+	@for bench in $(BENCHES); do $(BIN)/python benchmarks/$$bench.py $(ARGS) || exit 1; done
 
-peers:
+peers: ## the environment of the benchmarks' other side, with PyTorch
 	@.ci/venv .venv-peers -r benchmarks/requirements-peers.txt
 
 constraints: ## resolve both pin sets anew: with Flower's pins (protobuf 6) and without (protobuf 7)
