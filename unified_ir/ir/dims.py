@@ -1,8 +1,10 @@
 """Dimensions: an int, or a normalized integer polynomial over named symbols.
 
-Invariant: two expressions are equal exactly when their normal forms are, so `(2*N+2)//2 == N+1` and
-equality needs no solver. Symbols stand for sizes >= 0. Floor division keeps what it cannot
-simplify as an atom; anything else (min, max, comparison) is refused rather than guessed.
+Invariant: dimensions are compared by normal form, so `(2*N+2)//2 == N+1` and equality needs no
+solver. Equal forms always mean equal sizes; without floor division different forms mean different
+sizes too. Symbols stand for sizes >= 0. Floor division keeps what it cannot simplify as an atom;
+anything else (min, max, comparison) is refused rather than guessed. Text reads back as the same
+dimension. Every expression stays within the limits below, so no text of a file makes it explode.
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ from triplane.proto.errors import InvalidInput
 
 MAX_EXPRESSION_CHARS: Final = 256
 MAX_NESTING: Final = 16
+"""Floor divisions inside one another."""
+MAX_TERMS: Final = 64
+MAX_DEGREE: Final = 32
 MAX_DIM: Final = 2**62
+_MAX_COEFFICIENT: Final = 2**63
+_MAX_PARENTHESES: Final = 2 * MAX_NESTING + 2
 
 Monomial = tuple[tuple["str | FloorDiv", int], ...]
 """Atoms with their powers, sorted by text; the empty monomial is the constant 1."""
@@ -32,12 +39,18 @@ class FloorDiv:
     denominator: Dim
 
     def __str__(self) -> str:
+        return self._text
+
+    __repr__ = __str__
+
+    @cached_property
+    def _text(self) -> str:
         return f"{_wrapped(self.numerator)}//{_wrapped(self.denominator)}"
 
 
 @dataclass(frozen=True)
 class Expr:
-    """A polynomial that is not a constant; build it with `symbol` and arithmetic, never directly."""
+    """A polynomial that is not a constant; made by `symbol` and arithmetic, never directly."""
 
     terms: tuple[tuple[Monomial, int], ...]
 
@@ -153,16 +166,16 @@ def substitute(dim: Dim, replacement: Mapping[str, Dim]) -> Dim:
 
 def floor_div(a: Dim, b: Dim) -> Dim:
     """`a // b` in normal form; exact factors are divided out."""
+    if isinstance(b, int) and b == 0:
+        raise InvalidInput(f"dimension divided by zero: {a} // 0")
     if isinstance(a, int) and isinstance(b, int):
-        if b == 0:
-            raise InvalidInput(f"dimension divided by zero: {a} // 0")
         return a // b
     quotient = _exact_quotient(a, b)
     if quotient is not None:
         return quotient
     if isinstance(b, int):
         return _floor_div_by_int(a, b)
-    return _from_terms({((FloorDiv(a, b), 1),): 1})
+    return _irreducible(a, b)
 
 
 def product(dims: tuple[Dim, ...] | list[Dim]) -> Dim:
@@ -179,7 +192,20 @@ def ceil_div(a: Dim, b: int) -> Dim:
 
 
 def _wrapped(dim: Dim) -> str:
-    return str(dim) if isinstance(dim, int) or is_symbol(dim) else f"({dim})"
+    plain = dim >= 0 if isinstance(dim, int) else is_symbol(dim)
+    return str(dim) if plain else f"({dim})"
+
+
+def _irreducible(a: Dim, b: Dim) -> Dim:
+    if max(_nesting(a), _nesting(b)) >= MAX_NESTING:
+        raise InvalidInput(f"a dimension nests at most {MAX_NESTING} floor divisions")
+    return _from_terms({((FloorDiv(a, b), 1),): 1})
+
+
+def _nesting(dim: Dim) -> int:
+    atoms = [] if isinstance(dim, int) else [atom for m, _ in dim.terms for atom, _ in m]
+    inner = [a for a in atoms if isinstance(a, FloorDiv)]
+    return max((1 + max(_nesting(a.numerator), _nesting(a.denominator)) for a in inner), default=0)
 
 
 def _atom_value(atom: str | FloorDiv, sizes: Mapping[str, int]) -> int:
@@ -187,7 +213,10 @@ def _atom_value(atom: str | FloorDiv, sizes: Mapping[str, int]) -> int:
         if atom not in sizes:
             raise InvalidInput(f"symbol {atom!r} has no size here; known: {sorted(sizes)}")
         return sizes[atom]
-    return evaluate(atom.numerator, sizes) // evaluate(atom.denominator, sizes)
+    divisor = evaluate(atom.denominator, sizes)
+    if divisor == 0:
+        raise InvalidInput(f"dimension {atom} divides by zero for sizes {dict(sizes)}")
+    return evaluate(atom.numerator, sizes) // divisor
 
 
 def _substitute_atom(atom: str | FloorDiv, replacement: Mapping[str, Dim]) -> Dim:
@@ -204,8 +233,13 @@ def _terms(d: Dim) -> dict[Monomial, int]:
     return dict(d.terms)
 
 
-def _order(monomial: Monomial) -> tuple[int, str]:
-    return (-sum(power for _, power in monomial), str([(str(a), p) for a, p in monomial]))
+def _order(monomial: Monomial) -> tuple[int, tuple[tuple[str, int], ...]]:
+    """Graded lexicographic, largest first: products keep the order, so long division ends."""
+    return (-_degree(monomial), tuple((str(atom), -power) for atom, power in monomial))
+
+
+def _degree(monomial: Monomial) -> int:
+    return sum(power for _, power in monomial)
 
 
 def _from_terms(terms: Mapping[Monomial, int]) -> Dim:
@@ -214,6 +248,15 @@ def _from_terms(terms: Mapping[Monomial, int]) -> Dim:
         return 0
     if kept.keys() == {()}:
         return kept[()]
+    if (
+        len(kept) > MAX_TERMS
+        or any(abs(c) >= _MAX_COEFFICIENT for c in kept.values())
+        or any(_degree(m) > MAX_DEGREE for m in kept)
+    ):
+        raise InvalidInput(
+            f"a dimension has at most {MAX_TERMS} terms of degree {MAX_DEGREE} with 63-bit "
+            f"coefficients, this one has {len(kept)} terms"
+        )
     return Expr(tuple(sorted(kept.items(), key=lambda item: _order(item[0]))))
 
 
@@ -255,9 +298,11 @@ def _divide_monomial(a: Monomial, b: Monomial) -> Monomial | None:
 
 def _exact_quotient(a: Dim, b: Dim) -> Dim | None:
     """The polynomial q with a == q*b, or None (polynomial long division by the leading term)."""
-    rest, quotient = a, 0
+    rest, quotient = a, _from_terms({})
     lead, lead_coefficient = min(_terms(b).items(), key=lambda item: _order(item[0]))
-    while rest != 0:
+    for _ in range(MAX_TERMS):
+        if rest == 0:
+            return quotient
         m, c = min(_terms(rest).items(), key=lambda item: _order(item[0]))
         factor = _divide_monomial(m, lead)
         if factor is None or c % lead_coefficient:
@@ -265,11 +310,14 @@ def _exact_quotient(a: Dim, b: Dim) -> Dim | None:
         step = _from_terms({factor: c // lead_coefficient})
         quotient = _sum(quotient, step)
         rest = _sum(rest, _product(_product(step, b), -1))
-    return quotient
+    return None
 
 
 def _floor_div_by_int(a: Dim, b: int) -> Dim:
-    """Splits (b*P + R) // b into P + R // b with the coefficients of R in 0..b-1, then reduces."""
+    """Splits (b*P + R) // b into P + R // b with the coefficients of R in 0..b-1, then reduces.
+
+    What is left of the form (x // d + c) // b becomes (x + c*d) // (b*d), so nested strides merge.
+    """
     if b <= 0:
         raise InvalidInput(f"dimension divided by {b}; the divisor must be positive")
     whole = _from_terms({m: c // b for m, c in _terms(a).items()})
@@ -280,17 +328,31 @@ def _floor_div_by_int(a: Dim, b: int) -> Dim:
     g = math.gcd(b, *rest.values())
     reduced = {m: c // g for m, c in rest.items()}
     reduced[()] = constant // g
-    return _sum(whole, _from_terms({((FloorDiv(_from_terms(reduced), b // g), 1),): 1}))
+    return _sum(whole, _merged(_from_terms(reduced), b // g))
+
+
+def _merged(a: Dim, b: int) -> Dim:
+    terms = _terms(a)
+    c = terms.pop((), 0)
+    for monomial, coefficient in terms.items():
+        atom, power = monomial[0]
+        single = len(terms) == coefficient == len(monomial) == power == 1
+        if single and isinstance(atom, FloorDiv) and isinstance(atom.denominator, int):
+            return floor_div(_sum(atom.numerator, c * atom.denominator), b * atom.denominator)
+    return _irreducible(a, b)
 
 
 def _signed_term(monomial: Monomial, c: int) -> str:
-    factors = [str(atom) for atom, power in monomial for _ in range(power)]
+    factors = [atom for atom, power in monomial for _ in range(power)]
+    texts = [str(a) for a in factors]
+    if len(factors) > 1 or abs(c) != 1:
+        texts = [f"({a})" if isinstance(a, FloorDiv) else a for a in factors]
     if abs(c) != 1 or not factors:
-        factors.insert(0, str(abs(c)))
-    return ("-" if c < 0 else "+") + "*".join(factors)
+        texts.insert(0, str(abs(c)))
+    return ("-" if c < 0 else "+") + "*".join(texts)
 
 
-_TOKEN: Final = re.compile(r"\s*(\d+|[A-Za-z_]\w*|//|[-+*()])")
+_TOKEN: Final = re.compile(r"\s*(\d+|[A-Za-z_]\w*|//|[-+*()])", re.ASCII)
 
 
 def parse(text: str) -> Dim:
@@ -311,12 +373,14 @@ def parse(text: str) -> Dim:
     dim, rest = _parse_sum(tokens, 0)
     if rest:
         raise InvalidInput(f"cannot read dimension {text!r} after {rest[0]!r}")
+    if isinstance(dim, int) and abs(dim) > MAX_DIM:
+        raise InvalidInput(f"a dimension is at most 2**62, got {text!r}")
     return dim
 
 
 def _parse_sum(tokens: list[str], depth: int) -> tuple[Dim, list[str]]:
-    if depth > MAX_NESTING:
-        raise InvalidInput(f"a dimension nests at most {MAX_NESTING} parentheses")
+    if depth > _MAX_PARENTHESES:
+        raise InvalidInput(f"a dimension nests at most {_MAX_PARENTHESES} parentheses")
     sign = 1
     if tokens and tokens[0] == "-":
         sign, tokens = -1, tokens[1:]

@@ -39,7 +39,8 @@ class DType:
     @cached_property
     def numpy(self) -> np.dtype[Any]:
         """The numpy dtype; sub-byte and 8-bit float types come from ml_dtypes."""
-        return np.dtype(self.host)
+        dtype: np.dtype[Any] = np.dtype(self.host)
+        return dtype
 
     def __str__(self) -> str:
         return self.name
@@ -141,7 +142,7 @@ class TensorType:
         return TensorType(dtype, self.shape)
 
 
-def TensorSpec(  # noqa: N802 - reads as the type it makes, the customary name in this field
+def TensorSpec(
     shape: Iterable[int | str | Dim], dtype: DType | DTypeLike | str = float32
 ) -> TensorType:
     """A tensor type from sizes and symbol names: `TensorSpec(("N", 1, 28, 28))`."""
