@@ -5,13 +5,13 @@ from triplane.unified_ir.ir.graph import (
     Function,
     Location,
     Meta,
-    Module,
     Node,
     OpId,
     Role,
     StateTensor,
     Value,
 )
+from triplane.unified_ir.ir.module import Module
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorSpec, TensorType, TypeMismatch
 
 __all__ = [

@@ -1,9 +1,8 @@
-"""The graph: values, nodes, functions, modules. Immutable once built.
+"""The graph: values, nodes, functions, state. Immutable once built.
 
 Invariants: a `Function` is in static single assignment form and closed (regions take what they use
 as operands); the symbols in its types are implicit size parameters, each defined by the first value
-in scope that has the bare symbol as a dimension. In a `Module` a parameter named like a state
-tensor *is* that state, and a result of that name is its new value.
+in scope that has the bare symbol as a dimension.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ NO_META: Final = Meta()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """One SSA value, equal only to itself; `name` matters for parameters, elsewhere it is a hint."""
+    """One SSA value, equal only to itself; only the names of parameters mean anything."""
 
     type: TensorType
     name: str = ""
@@ -109,7 +108,8 @@ class Function:
             if p.name == name:
                 return p
         raise InvalidInput(
-            f"function {self.name!r} has no parameter {name!r}; it has {', '.join(self.param_names)}"
+            f"function {self.name!r} has no parameter {name!r}; "
+            f"it has {', '.join(self.param_names)}"
         )
 
     def result(self, name: str) -> Value:
@@ -152,44 +152,6 @@ class StateTensor:
         return type_of(self.array)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Module:
-    """Functions, the entries that name them, and the state they share.
-
-    `entries` maps an entry (`predict`, `train_step`, ...) to a function name; `meta` is free text
-    by key (class names, preprocessing, how it was made).
-    """
-
-    functions: Mapping[str, Function]
-    entries: Mapping[str, str]
-    state: Mapping[str, StateTensor]
-    meta: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for entry, name in self.entries.items():
-            if name not in self.functions:
-                raise InvalidInput(
-                    f"entry {entry!r} names function {name!r}; the module has "
-                    f"{', '.join(self.functions) or 'none'}"
-                )
-        for function in self.functions.values():
-            _check_state(function, self.state)
-
-    def entry(self, name: str) -> Function:
-        """The function of an entry."""
-        if name not in self.entries:
-            raise InvalidInput(f"no entry {name!r}; the module has {', '.join(self.entries)}")
-        return self.functions[self.entries[name]]
-
-    def inputs(self, entry: str) -> tuple[Value, ...]:
-        """Parameters of an entry that the caller supplies (all but state)."""
-        return tuple(p for p in self.entry(entry).params if p.name not in self.state)
-
-    def assigned(self, entry: str) -> tuple[str, ...]:
-        """State that one call of the entry replaces."""
-        return tuple(r for r in self.entry(entry).result_names if r in self.state)
-
-
 def _check_names(function: str, kind: str, names: list[str] | tuple[str, ...]) -> None:
     seen: set[str] = set()
     for name in names:
@@ -199,14 +161,3 @@ def _check_names(function: str, kind: str, names: list[str] | tuple[str, ...]) -
                 f"{'twice' if name else 'empty'}"
             )
         seen.add(name)
-
-
-def _check_state(function: Function, state: Mapping[str, StateTensor]) -> None:
-    named = [(p.name, p.type) for p in function.params]
-    named += [(n, v.type) for n, v in zip(function.result_names, function.results, strict=True)]
-    for name, type_ in named:
-        if name in state and type_ != state[name].type:
-            raise InvalidInput(
-                f"function {function.name!r} uses state {name!r} as {type_}, "
-                f"but the state tensor is {state[name].type}"
-            )

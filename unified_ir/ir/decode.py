@@ -1,0 +1,317 @@
+"""Messages to modules, every index and length checked: the bytes are hostile until they pass.
+
+What comes out is closed, in order, and within limits, its names printable and unique, its sizes in
+normal form, its constants of their types; each tensor of the weights is used. Whether the operators
+exist and the types are true is for `ops.check`, which knows them. Corrupt says where it broke.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from triplane.proto import ir_pb2 as pb
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.ir import limits
+from triplane.unified_ir.ir.arrays import (
+    CONSTANT_PREFIX,
+    constant_name,
+    from_raw,
+    from_stored,
+    static_shape,
+)
+from triplane.unified_ir.ir.dims import MAX_DIM, Dim, parse
+from triplane.unified_ir.ir.graph import (
+    NO_META,
+    Array,
+    AttrValue,
+    Function,
+    Location,
+    Meta,
+    Node,
+    OpId,
+    Role,
+    StateTensor,
+    Value,
+)
+from triplane.unified_ir.ir.types import BY_ONNX, MAX_RANK, DType, TensorType
+
+_T = TypeVar("_T")
+
+
+class Decoder:
+    """One message being read; `tensors` are those of the weights."""
+
+    def __init__(self, message: pb.Module, tensors: Mapping[str, Tensor]) -> None:
+        self.message = message
+        self.tensors = tensors
+        self.used: set[str] = set()
+        self.nodes = 0
+        self.strings = [_string(s) for s in message.strings]
+        self.dims = _dims(message.dims)
+        self.ops = [self._op(op) for op in message.ops]
+        self.types = [self._type(t) for t in message.types]
+        self.places = [self._place(p) for p in message.places]
+
+    def functions(self) -> dict[str, Function]:
+        """Every function, by the name the module gives it."""
+        _at_most(limits.MAX_FUNCTIONS, self.message.functions, "functions")
+        found: dict[str, Function] = {}
+        for named in self.message.functions:
+            name = self.name(named.name)
+            if name in found:
+                raise Corrupt(f"two functions are named {name!r}")
+            found[name] = self.function(named.function, f"function {name!r}")
+        return found
+
+    def entries(self) -> dict[str, str]:
+        """Function names by entry."""
+        names = [self.name(f.name) for f in self.message.functions]
+        pairs = [
+            (self.name(e.name), _pick(names, e.function, "function")) for e in self.message.entries
+        ]
+        return _unique(pairs, "entries")
+
+    def state(self) -> dict[str, StateTensor]:
+        """State by name."""
+        return _unique([self._state(s) for s in self.message.state], "state tensors")
+
+    def meta(self) -> dict[str, str]:
+        """Properties by key."""
+        _at_most(limits.MAX_PROPERTIES, self.message.meta, "properties")
+        pairs = [(p.key, _string(p.value)) for p in self.message.meta]
+        if [k for k, _ in pairs] != sorted({_name(k) for k, _ in pairs}):
+            raise Corrupt("properties are sorted by key, each key once")
+        return dict(pairs)
+
+    def function(self, message: pb.Function, label: str, depth: int = 0) -> Function:
+        """A function or region; `label` begins every error."""
+        try:
+            if depth > limits.MAX_REGION_DEPTH:
+                raise Corrupt(f"regions nest deeper than {limits.MAX_REGION_DEPTH}")
+            self.nodes += len(message.nodes)
+            if self.nodes > limits.MAX_NODES:
+                raise Corrupt(f"the module has more than {limits.MAX_NODES} nodes")
+            params = self._params(message)
+            values = list(params)
+            nodes = self._nodes(message, values, depth)
+            names = self._names(message.result_names)
+            results = tuple(_pick(values, i, "value") for i in message.results)
+            return Function(self.name(message.name), params, results, names, nodes)
+        except (Corrupt, InvalidInput) as error:
+            raise Corrupt(f"{label}: {error}") from error
+
+    def _params(self, message: pb.Function) -> tuple[Value, ...]:
+        names = self._names(message.param_names)
+        _at_most(limits.MAX_OPERANDS, message.param_types, "parameters")
+        types = [_pick(self.types, t, "type") for t in message.param_types]
+        if len(names) != len(types):
+            raise Corrupt(f"{len(names)} parameter names for {len(types)} parameters")
+        return tuple(Value(t, n) for n, t in zip(names, types, strict=True))
+
+    def _names(self, indices: Sequence[int]) -> tuple[str, ...]:
+        _at_most(limits.MAX_OPERANDS, indices, "names")
+        return tuple(self.name(i) for i in indices)
+
+    def _nodes(self, message: pb.Function, values: list[Value], depth: int) -> tuple[Node, ...]:
+        made = []
+        for i, item in enumerate(message.nodes):
+            try:
+                node = self._node(item, values, depth)
+            except (Corrupt, InvalidInput) as error:
+                op = f" ({self.ops[item.op]})" if item.op < len(self.ops) else ""
+                raise Corrupt(f"node {i}{op}: {error}") from error
+            values.extend(node.outputs)
+            made.append(node)
+        return tuple(made)
+
+    def _node(self, message: pb.Node, values: Sequence[Value], depth: int) -> Node:
+        op = _pick(self.ops, message.op, "operator")
+        _at_most(limits.MAX_OPERANDS, message.inputs, "operands")
+        _at_most(limits.MAX_OPERANDS, message.outputs, "outputs")
+        types, n = self.types, len(values)
+        inputs = []
+        for i in message.inputs:
+            if i > n:
+                raise Corrupt(f"operand is value {i - 1}, which is not computed before it")
+            inputs.append(values[i - 1] if i else None)
+        outputs = tuple([Value(_pick(types, t, "type")) for t in message.outputs])
+        attrs = self._attributes(message) if message.attributes else {}
+        regions = tuple(
+            self.function(r, f"region {k}", depth + 1) for k, r in enumerate(message.regions)
+        )
+        meta = _pick(self.places, message.place - 1, "place") if message.place else NO_META
+        return Node(op, tuple(inputs), outputs, attrs, regions, meta)
+
+    def _attributes(self, message: pb.Node) -> dict[str, AttrValue]:
+        found: dict[str, AttrValue] = {}
+        before = ""
+        for item in message.attributes:
+            name = self.name(item.name)
+            if name <= before:
+                raise Corrupt(f"attribute {name!r} is out of order or occurs twice")
+            before = name
+            kind = item.WhichOneof("value")
+            if kind is None:
+                raise Corrupt(f"attribute {name!r} has no value")
+            try:
+                found[name] = _READ[kind](self, item)
+            except (Corrupt, InvalidInput) as error:
+                raise Corrupt(f"attribute {name!r}: {error}") from error
+        return found
+
+    def name(self, i: int) -> str:
+        """A name from the strings."""
+        return _name(self.string(i))
+
+    def string(self, i: int) -> str:
+        """A text from the strings."""
+        return _pick(self.strings, i, "string")
+
+    def dim(self, n: int) -> Dim:
+        """A size as `TensorType.shape` writes it."""
+        if n < 0:
+            return _pick(self.dims, -1 - n, "symbolic size")
+        return n
+
+    def tensor(self, message: pb.Tensor) -> Array:
+        """A constant that lies in the message."""
+        return from_raw(message.data, _pick(self.types, message.type, "type"))
+
+    def tensor_ref(self, message: pb.TensorRef) -> Array:
+        """A constant that lies in the weights."""
+        name = self.string(message.name)
+        type_ = _pick(self.types, message.type, "type")
+        if not name.startswith(CONSTANT_PREFIX):
+            raise Corrupt(f"a constant is named {CONSTANT_PREFIX}..., not {name[:80]!r}")
+        array = self._weight(name, type_)
+        if constant_name(array) != name:
+            raise Corrupt(f"{name!r} is not the constant of that digest")
+        return array
+
+    def _weight(self, name: str, type_: TensorType) -> Array:
+        if name not in self.tensors:
+            raise Corrupt(f"the weights have no tensor {name[:80]!r}")
+        self.used.add(name)
+        return from_stored(self.tensors[name], type_)
+
+    def _op(self, message: pb.Op) -> OpId:
+        domain = self.string(message.domain)
+        return OpId(domain and _name(domain), self.name(message.name), message.since)
+
+    def _type(self, message: pb.TensorType) -> TensorType:
+        _at_most(MAX_RANK, message.shape, "axes")
+        shape = tuple(self.dim(n) for n in message.shape)
+        if any(isinstance(d, int) and d > MAX_DIM for d in shape):
+            raise Corrupt(f"a size is at most {MAX_DIM}, got {shape}")
+        return TensorType(_dtype(message.dtype), shape)
+
+    def _place(self, message: pb.Place) -> Meta:
+        scope, file = self.string(message.scope), self.string(message.file)
+        if not (scope + file).isprintable():
+            raise Corrupt(f"a place is printable, got {file[:80]!r} {scope[:80]!r}")
+        if not message.line and not file:
+            return Meta(None, scope)
+        path = PurePosixPath(file)
+        if path.is_absolute() or ".." in path.parts or PureWindowsPath(file).drive:
+            raise Corrupt(f"a source file is relative to its import root, got {file[:80]!r}")
+        return Meta(Location(file, message.line), scope)
+
+    def _state(self, message: pb.State) -> tuple[str, StateTensor]:
+        name = self.name(message.name)
+        type_ = _pick(self.types, message.type, "type")
+        if message.role not in _ROLES:
+            raise Corrupt(f"state {name!r} has role number {message.role}, which is none")
+        role = _ROLES[message.role]
+        try:
+            if role is Role.PERSONAL:
+                return name, StateTensor(role, _zeros(type_))
+            return name, StateTensor(role, self._weight(name, type_))
+        except (Corrupt, InvalidInput) as error:
+            raise Corrupt(f"state {name!r}: {error}") from error
+
+
+_Read = Callable[[Decoder, pb.Attribute], AttrValue]
+# fmt: off
+_READ: Final[Mapping[str, _Read]] = {
+    "int":        lambda _, a: a.int,
+    "float":      lambda _, a: a.float,
+    "string":     lambda d, a: d.string(a.string),
+    "ints":       lambda _, a: tuple(a.ints.values),
+    "floats":     lambda _, a: tuple(a.floats.values),
+    "strings":    lambda d, a: tuple(d.string(i) for i in a.strings.values),
+    "tensor":     lambda d, a: d.tensor(a.tensor),
+    "tensor_ref": lambda d, a: d.tensor_ref(a.tensor_ref),
+    "dims":       lambda d, a: tuple(d.dim(n) for n in a.dims.values),
+    "dtype":      lambda _, a: _dtype(a.dtype),
+}
+# fmt: on
+_ROLES: Final[Mapping[int, Role]] = {pb.Role.Value(f"ROLE_{r.name}"): r for r in Role}
+
+
+def _dtype(number: int) -> DType:
+    if number not in BY_ONNX:
+        raise Corrupt(f"element type number {number} is none")
+    return BY_ONNX[number]
+
+
+def _dims(texts: Sequence[str]) -> list[Dim]:
+    total = 0
+    found: list[Dim] = []
+    for text in texts:
+        total += len(text)
+        if total > limits.MAX_DIMS_CHARS:
+            raise Corrupt(f"symbolic sizes take more than {limits.MAX_DIMS_CHARS} characters")
+        try:
+            dim = parse(text)
+        except InvalidInput as error:
+            raise Corrupt(f"a symbolic size: {error}") from error
+        if isinstance(dim, int) or str(dim) != text:
+            raise Corrupt(f"the size {text[:80]!r} is not in normal form, which is {dim}")
+        found.append(dim)
+    return found
+
+
+def _zeros(type_: TensorType) -> Array:
+    """Zeros that take no memory, however large the type."""
+    shape = static_shape(type_)
+    bits = type_.dtype.bits
+    for size in shape:
+        bits *= size or 1
+    if bits > 8 * limits.MAX_TENSOR_BYTES:
+        raise Corrupt(f"a tensor has at most {limits.MAX_TENSOR_BYTES} bytes, not {type_}")
+    return np.broadcast_to(np.zeros((), type_.dtype.numpy), shape)
+
+
+def _pick(table: Sequence[_T], i: int, what: str) -> _T:
+    if i >= len(table):
+        raise Corrupt(f"{what} {i} of {len(table)}")
+    return table[i]
+
+
+def _at_most(limit: int, items: Sequence[Any], what: str) -> None:
+    if len(items) > limit:
+        raise Corrupt(f"{len(items)} {what}, at most {limit}")
+
+
+def _name(text: str) -> str:
+    if not text or not text.isprintable() or len(text.encode()) > limits.MAX_NAME_BYTES:
+        raise Corrupt(f"a name has 1 to {limits.MAX_NAME_BYTES} printable bytes, got {text[:80]!r}")
+    return text
+
+
+def _string(text: str) -> str:
+    if len(text.encode()) > limits.MAX_STRING_BYTES:
+        raise Corrupt(f"a string has at most {limits.MAX_STRING_BYTES} bytes")
+    return text
+
+
+def _unique(pairs: Sequence[tuple[str, _T]], what: str) -> dict[str, _T]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise Corrupt(f"two {what} have one name")
+    return found

@@ -1,0 +1,204 @@
+"""Modules to messages: tables filled in order of first use, so equal modules give equal bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from triplane.proto import ir_pb2 as pb
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.arrays import constant_name, raw
+from triplane.unified_ir.ir.dims import Dim, Expr
+from triplane.unified_ir.ir.graph import (
+    Array,
+    AttrValue,
+    Function,
+    Meta,
+    Node,
+    OpId,
+    StateTensor,
+    Value,
+)
+from triplane.unified_ir.ir.types import DType, TensorType, type_of
+
+FORMAT_VERSION: Final = 1
+MAX_INLINE_BYTES: Final = 1024
+"""Constants above this size lie in the weights, where they map in place and are stored once."""
+
+_K = TypeVar("_K", bound=Hashable)
+
+
+class Encoder:
+    """One message being filled, its tables, and the constants that belong in the weights."""
+
+    def __init__(self, max_inline_bytes: int = MAX_INLINE_BYTES) -> None:
+        self.message = pb.Module(format_version=FORMAT_VERSION)
+        self.constants: dict[str, Array] = {}
+        self._max_inline_bytes = max_inline_bytes
+        self._strings: dict[str, int] = {}
+        self._dims: dict[Expr, int] = {}
+        self._ops: dict[OpId, int] = {}
+        self._types: dict[TensorType, int] = {}
+        self._places: dict[Meta, int] = {}
+
+    def module(
+        self,
+        functions: Mapping[str, Function],
+        entries: Mapping[str, str],
+        state: Mapping[str, StateTensor],
+        meta: Mapping[str, str],
+    ) -> None:
+        """Fills the message."""
+        for key, function in functions.items():
+            named = self.message.functions.add(name=self.string(key))
+            self.function(function, named.function)
+        order = {key: i for i, key in enumerate(functions)}
+        for entry, key in entries.items():
+            self.message.entries.add(name=self.string(entry), function=order[key])
+        for name, tensor in state.items():
+            role = pb.Role.Value(f"ROLE_{tensor.role.name}")
+            self.message.state.add(name=self.string(name), type=self.type(tensor.type), role=role)
+        for key in sorted(meta):
+            self.message.meta.add(key=key, value=meta[key])
+
+    def function(self, function: Function, out: pb.Function) -> None:
+        """Fills `out` with a function, its values numbered in order."""
+        out.name = self.string(function.name)
+        numbers: dict[Value, int] = {}
+        for param in function.params:
+            numbers[param] = len(numbers)
+        out.param_names.extend(self.string(p.name) for p in function.params)
+        out.param_types.extend(self.type(p.type) for p in function.params)
+        for node in function.nodes:
+            self.node(node, out.nodes.add(), numbers, function.name)
+            for value in node.outputs:
+                numbers[value] = len(numbers)
+        out.result_names.extend(self.string(n) for n in function.result_names)
+        out.results.extend(_number(numbers, r, function.name) for r in function.results)
+
+    def node(self, node: Node, out: pb.Node, numbers: Mapping[Value, int], function: str) -> None:
+        """Fills `out` with a node."""
+        out.op = self.op(node.op)
+        out.inputs.extend(
+            0 if v is None else 1 + _number(numbers, v, function) for v in node.inputs
+        )
+        out.outputs.extend(self.type(v.type) for v in node.outputs)
+        for name in sorted(node.attrs):
+            self.attribute(node, name, out.attributes.add(name=self.string(name)))
+        for region in node.regions:
+            self.function(region, out.regions.add())
+        if node.meta.location is not None or node.meta.scope:
+            out.place = 1 + self.place(node.meta)
+
+    def attribute(self, node: Node, name: str, out: pb.Attribute) -> None:
+        """Fills `out` with one attribute."""
+        value = node.attrs[name]
+        kind = _kind(value)
+        if kind is None:
+            raise InvalidInput(
+                f"attribute {name!r} of {node.op} is a {type(value).__name__}; files hold int, "
+                "float, str, tuples of one of them, tensors, sizes and element types"
+            )
+        _WRITE[kind](self, out, value)
+
+    def tensor(self, array: Array, out: pb.Attribute) -> None:
+        """A tensor: inline where small, else in the weights."""
+        type_ = self.type(type_of(array))
+        if array.nbytes <= self._max_inline_bytes:
+            out.tensor.type = type_
+            out.tensor.data = raw(array)
+            return
+        name = constant_name(array)
+        held = self.constants.setdefault(name, array)
+        if held is not array and raw(held) != raw(array):
+            raise InvalidInput(f"two constants share the digest of {name!r}; change one of them")
+        out.tensor_ref.type = type_
+        out.tensor_ref.name = self.string(name)
+
+    def string(self, text: str) -> int:
+        """Index of a text."""
+        return _index(self._strings, text, self.message.strings.append)
+
+    def dim(self, dim: Dim) -> int:
+        """A size as `TensorType.shape` writes it."""
+        if isinstance(dim, int):
+            return dim
+        return -1 - _index(self._dims, dim, lambda d: self.message.dims.append(str(d)))
+
+    def op(self, op: OpId) -> int:
+        """Index of an operator."""
+
+        def add(op: OpId) -> None:
+            domain, name = self.string(op.domain), self.string(op.name)
+            self.message.ops.add(domain=domain, name=name, since=op.since)
+
+        return _index(self._ops, op, add)
+
+    def type(self, type_: TensorType) -> int:
+        """Index of a type."""
+
+        def add(type_: TensorType) -> None:
+            shape = [self.dim(d) for d in type_.shape]
+            self.message.types.add(dtype=type_.dtype.onnx, shape=shape)
+
+        return _index(self._types, type_, add)
+
+    def place(self, meta: Meta) -> int:
+        """Index of a place."""
+
+        def add(meta: Meta) -> None:
+            file, line = (meta.location.file, meta.location.line) if meta.location else ("", 0)
+            scope = self.string(meta.scope)
+            self.message.places.add(file=self.string(file), line=line, scope=scope)
+
+        return _index(self._places, meta, add)
+
+
+def _index(table: dict[_K, int], key: _K, add: Callable[[_K], object]) -> int:
+    found = table.get(key)
+    if found is None:
+        add(key)
+        found = table[key] = len(table)
+    return found
+
+
+def _number(numbers: Mapping[Value, int], value: Value, function: str) -> int:
+    if value not in numbers:
+        raise InvalidInput(
+            f"function {function!r} uses a value of type {value.type} before it is computed, or "
+            "one of another function; a function is closed and in order"
+        )
+    return numbers[value]
+
+
+def _kind(value: AttrValue) -> str | None:
+    if isinstance(value, np.ndarray):
+        return "tensor"
+    if isinstance(value, tuple):
+        return next((k for t, k in _TUPLES if all(isinstance(v, t) for v in value)), None)
+    return _SCALARS.get(type(value))
+
+
+_SCALARS: Final[Mapping[type, str]] = {int: "int", float: "float", str: "string", DType: "dtype"}
+_TUPLES: Final[tuple[tuple[Any, str], ...]] = (
+    (int, "ints"),
+    (float, "floats"),
+    (str, "strings"),
+    (int | Expr, "dims"),
+)
+_Write = Callable[[Encoder, pb.Attribute, Any], object]
+
+
+_WRITE: Final[Mapping[str, _Write]] = {
+    "int": lambda _, out, v: setattr(out, "int", v),
+    "float": lambda _, out, v: setattr(out, "float", v),
+    "string": lambda e, out, v: setattr(out, "string", e.string(v)),
+    "ints": lambda _, out, v: out.ints.CopyFrom(pb.Ints(values=v)),
+    "floats": lambda _, out, v: out.floats.CopyFrom(pb.Floats(values=v)),
+    "strings": lambda e, out, v: out.strings.CopyFrom(pb.Strings(values=[e.string(s) for s in v])),
+    "tensor": lambda e, out, v: e.tensor(v, out),
+    "dims": lambda e, out, v: out.dims.values.extend(e.dim(d) for d in v),
+    "dtype": lambda _, out, v: setattr(out, "dtype", v.onnx),
+}

@@ -1,0 +1,98 @@
+"""What `module.pb` may hold at most, and the counting that keeps to it before a byte is decoded.
+
+The figures are several times what the largest model known to need them has (a training step of
+100,000 nodes takes 4 MiB); a file beyond them is refused, never half read.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from triplane.proto import ir_pb2 as pb
+from triplane.proto.errors import Corrupt
+
+MAX_MODULE_BYTES: Final = 32 << 20
+MAX_MESSAGES: Final = 2_000_000
+"""A message of two bytes on the wire takes about a hundred in memory."""
+MAX_FIELDS: Final = 6_000_000
+MAX_NODES: Final = 250_000
+"""In all functions and regions of a module together."""
+MAX_REGION_DEPTH: Final = 16
+MAX_OPERANDS: Final = 65_536
+"""Operands or outputs of a node, parameters or results of a function."""
+MAX_FUNCTIONS: Final = 1_024
+MAX_NAME_BYTES: Final = 512
+MAX_STRING_BYTES: Final = 64 << 10
+MAX_DIMS_CHARS: Final = 32 << 10
+"""Symbolic sizes of a module, their texts together."""
+MAX_PROPERTIES: Final = 1_024
+MAX_TENSOR_BYTES: Final = 2**32 - 1
+
+_MAX_DEPTH: Final = 2 * MAX_REGION_DEPTH + 6
+_Fields = dict[int, "Descriptor | None"]
+
+
+def check_counts(data: bytes) -> None:
+    """Refuse more bytes, fields, messages or nesting than the limits; malformed ones pass.
+
+    Those are the parser's to refuse, which comes next.
+    """
+    if len(data) > MAX_MODULE_BYTES:
+        raise Corrupt(f"{len(data)} bytes, at most {MAX_MODULE_BYTES} are read")
+    fields = messages = at = 0
+    end, kinds = len(data), _kinds(pb.Module.DESCRIPTOR)
+    stack: list[tuple[int, _Fields]] = []
+    while True:
+        while at >= end:
+            if not stack:
+                return
+            end, kinds = stack.pop()
+        tag, at = _varint(data, at)
+        fields += 1
+        wire = tag & 7
+        if wire == 0:
+            at = _varint(data, at)[1]
+        elif wire == 2:
+            size, at = _varint(data, at)
+            inner = kinds.get(tag >> 3)
+            if inner is None or at + size > end:
+                at += size
+                continue
+            messages += 1
+            stack.append((end, kinds))
+            end, kinds = at + size, _kinds(inner)
+            if len(stack) > _MAX_DEPTH:
+                raise Corrupt(f"regions nest deeper than {MAX_REGION_DEPTH}")
+        elif wire in {1, 5}:
+            at += 8 if wire == 1 else 4
+        else:
+            return
+        if fields > MAX_FIELDS or messages > MAX_MESSAGES:
+            raise Corrupt(f"more than {MAX_FIELDS} fields or {MAX_MESSAGES} messages")
+
+
+@cache
+def _kinds(message: Descriptor) -> _Fields:
+    return {
+        f.number: f.message_type for f in message.fields if f.type == FieldDescriptor.TYPE_MESSAGE
+    }
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at `at` and where the next one starts; past the end where there is none."""
+    if at >= len(data):
+        return 0, len(data)
+    byte = data[at]
+    if byte < 0x80:
+        return byte, at + 1
+    value, shift = byte & 0x7F, 7
+    for after in range(at + 1, min(at + 10, len(data))):
+        byte = data[after]
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        if byte < 0x80:
+            return value, after + 1
+    return value, len(data)

@@ -1,0 +1,113 @@
+"""Modules, and the model file that carries one.
+
+In a `Module` a parameter named like a state tensor *is* that state, and a result of that name is
+its new value. Personal state never enters a file: the file names it with its type, and a module
+that is read back starts it at zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.files import container
+from triplane.unified_ir.ir import codec
+from triplane.unified_ir.ir.graph import Function, StateTensor, Value
+
+KIND: Final = "model"
+WEIGHTS_PART: Final = "weights.safetensors"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Module:
+    """Functions, the entries that name them, and the state they share.
+
+    `entries` maps an entry (`predict`, `train_step`, ...) to a function name; `meta` is free text
+    by key (class names, preprocessing, how it was made).
+    """
+
+    functions: Mapping[str, Function]
+    entries: Mapping[str, str]
+    state: Mapping[str, StateTensor]
+    meta: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for entry, name in self.entries.items():
+            if name not in self.functions:
+                raise InvalidInput(
+                    f"entry {entry!r} names function {name!r}; the module has "
+                    f"{', '.join(self.functions) or 'none'}"
+                )
+        for function in self.functions.values():
+            _check_state(function, self.state)
+
+    def entry(self, name: str) -> Function:
+        """The function of an entry."""
+        if name not in self.entries:
+            raise InvalidInput(f"no entry {name!r}; the module has {', '.join(self.entries)}")
+        return self.functions[self.entries[name]]
+
+    def inputs(self, entry: str) -> tuple[Value, ...]:
+        """Parameters of an entry that the caller supplies (all but state)."""
+        return tuple(p for p in self.entry(entry).params if p.name not in self.state)
+
+    def assigned(self, entry: str) -> tuple[str, ...]:
+        """State that one call of the entry replaces."""
+        return tuple(r for r in self.entry(entry).result_names if r in self.state)
+
+    def save(self, path: str | Path, *, parent: str = "") -> str:
+        """Write a model file whole or not at all; its root digest in hexadecimal.
+
+        `parent`: root digest of the file this model was made from. Personal state is declared in
+        the file and its contents left out. Equal modules give equal bytes.
+        """
+        contents = codec.Contents(self.functions, self.entries, self.state, self.meta)
+        data, tensors = codec.encode(contents)
+        roles = {name: str(t.role) for name, t in self.state.items() if name in tensors}
+        weights = container.tensor_part(WEIGHTS_PART, tensors, roles)
+        parts = [container.part(codec.PART, data), weights]
+        return container.write(Path(path), KIND, parts, parent=parent)
+
+
+def read(path: str | Path, expected_digest: str | None = None) -> Module:
+    """The module in a model file, its arrays read-only views of the mapped file.
+
+    The bytes are what the manifest says, and the module is well formed; that its operators exist
+    and its types hold is not known here: `ops.check.load` reads and checks.
+    Corrupt names the damaged part; `expected_digest` is the root digest in hexadecimal.
+    """
+    file = container.Container(Path(path), kind=KIND, expected_digest=expected_digest)
+    names = [part.name for part in file.manifest.parts]
+    if names != [codec.PART, WEIGHTS_PART]:
+        raise Corrupt(f"{file.path.name}: a model has module.pb and weights, not {names}")
+    data, tensors = bytes(file.part(codec.PART)), file.tensors(WEIGHTS_PART)
+    try:
+        module = _module(codec.decode(data, tensors))
+    except Corrupt as error:
+        raise Corrupt(f"{file.path.name}: {error}") from error
+    roles = {t.name: t.role for t in file.manifest.tensors}
+    known = {n: str(module.state[n].role) if n in module.state else "" for n in roles}
+    if roles != known:
+        raise Corrupt(f"{file.path.name}: roles in the manifest are not those of {codec.PART}")
+    return module
+
+
+def _module(found: codec.Contents) -> Module:
+    try:
+        return Module(found.functions, found.entries, found.state, found.meta)
+    except InvalidInput as error:
+        raise Corrupt(f"{codec.PART}: {error}") from error
+
+
+def _check_state(function: Function, state: Mapping[str, StateTensor]) -> None:
+    named = [(p.name, p.type) for p in function.params]
+    named += [(n, v.type) for n, v in zip(function.result_names, function.results, strict=True)]
+    for name, type_ in named:
+        if name in state and type_ != state[name].type:
+            raise InvalidInput(
+                f"function {function.name!r} uses state {name!r} as {type_}, "
+                f"but the state tensor is {state[name].type}"
+            )
