@@ -279,6 +279,8 @@ def _conv_grad_weight(call: Call) -> Types:
     channels = static(x.shape[1:2], "channels")[0]
     if channels % attrs["group"]:
         raise ShapeError(f"{attrs['group']} groups do not divide {channels} channels")
+    if x.rank != g.rank or x.shape[0] != g.shape[0]:
+        raise ShapeError(f"ConvGradWeight takes x and g of one batch, got {x} and {g}")
     shape = (g.shape[1], channels // attrs["group"], *attrs["kernel_shape"])
     return (x.with_shape(shape),)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim
-from triplane.unified_ir.ir.types import DType, TensorType, as_dtype, int64
+from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, int64
 from triplane.unified_ir.ops.row import Call, Op
 from triplane.unified_ir.ops.samples import apart, given, ints, normal, sample
 from triplane.unified_ir.ops.structure import (
@@ -100,6 +100,15 @@ gather_nd = Op(
 )
 
 
+def _gather_elements(call: Call) -> Types:
+    x, index = call.type(0), call.type(1)
+    axis = axes_of(x.rank, [call.attrs["axis"]])[0]
+    others = [[d for i, d in enumerate(t.shape) if i != axis] for t in (x, index)]
+    if x.rank != index.rank or others[0] != others[1]:
+        raise ShapeError(f"GatherElements along axis {axis} needs equal other axes: {x}, {index}")
+    return (x.with_shape(index.shape),)
+
+
 def _gather_elements_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis: int) -> Any:
     base = zeros(x.shape, x.dtype)
     return scatter_elements(base, index, g, axis=axis, reduction="add"), None
@@ -107,7 +116,7 @@ def _gather_elements_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis
 
 gather_elements = Op(
     name="GatherElements",
-    infer=lambda call: (call.type(0).with_shape(call.type(1).shape),),
+    infer=_gather_elements,
     reference=lambda x, index, axis: np.take_along_axis(x, index, axis),
     vjp=_gather_elements_vjp,
     samples=(sample(normal(3, 4), ints(0, 4, 3, 2), axis=1),),

@@ -38,13 +38,35 @@ def pool_window(attrs: Mapping[str, Any], x: TensorType) -> Window:
     return Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
 
 
-def _pool(call: Call) -> Types:
-    x = call.type(0)
-    window = pool_window(call.attrs, x)
-    ceil_mode = bool(call.attrs["ceil_mode"])
+def _pooled_type(x: TensorType, attrs: Mapping[str, Any]) -> TensorType:
+    window = pool_window(attrs, x)
+    ceil_mode = bool(attrs["ceil_mode"])
     spatial = [window.out_size(i, d, ceil_mode=ceil_mode) for i, d in enumerate(x.shape[2:])]
-    y = x.with_shape((*x.shape[:2], *spatial))
+    return x.with_shape((*x.shape[:2], *spatial))
+
+
+def _pool(call: Call) -> Types:
+    y = _pooled_type(call.type(0), call.attrs)
     return (y, y.with_dtype(int64))[: call.outputs]
+
+
+def _check_winners(call: Call, *, like_x: TensorType, like_y: TensorType) -> TensorType:
+    """The type of operand x, after holding the operands to x and to its pooled shape."""
+    x = call.type(1)
+    pooled = _pooled_type(x, call.attrs)
+    if like_x.shape != x.shape or like_y.shape != pooled.shape or call.type(2) != pooled:
+        found = [str(call.type(i)) for i in range(3)]
+        raise ShapeError(f"{call.row} takes x as {x} and its pool as {pooled}, got {found}")
+    return x
+
+
+def _max_unpool(call: Call) -> Types:
+    return (_check_winners(call, like_x=call.type(1), like_y=call.type(0)),)
+
+
+def _max_select(call: Call) -> Types:
+    _check_winners(call, like_x=call.type(0), like_y=call.type(2))
+    return (call.type(2),)
 
 
 class _Padded:
@@ -232,7 +254,7 @@ max_unpool = Op(
     domain=DOMAIN,
     operands=("T", "T", "T"),
     attrs=_WINDOW,
-    infer=lambda call: (call.type(1),),
+    infer=_max_unpool,
     vjp=lambda u, out, g, x, y, **a: (max_select(u, x, y, **_window_attrs(a)), None, None),
     body=_max_unpool_body,
     samples=(
@@ -253,7 +275,7 @@ max_select: Op = Op(
     domain=DOMAIN,
     operands=("T", "T", "T"),
     attrs=_WINDOW,
-    infer=lambda call: (call.type(2),),
+    infer=_max_select,
     vjp=lambda g, out, t, x, y, **a: (max_unpool(g, x, y, **_window_attrs(a)), None, None),
     body=_max_select_body,
     samples=(

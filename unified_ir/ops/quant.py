@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from triplane.unified_ir.ir.types import TensorType, uint8
+from triplane.unified_ir.ir.types import ShapeError, TensorType, uint8
 from triplane.unified_ir.ops.row import Call, Op
 from triplane.unified_ir.ops.samples import given, ints, normal, sample
+from triplane.unified_ir.ops.structure import axes_of
 
 Types = tuple[TensorType, ...]
 
@@ -31,8 +32,24 @@ def _dequantize(q: Any, scale: Any, zero: Any = None, *, axis: int, **_: Any) ->
     return (q.astype(scale.dtype) - shift) * _along(scale, q, axis)
 
 
+def _check_scale(call: Call) -> None:
+    """One scale in all, or one per slice of `axis`; the zero point likewise."""
+    x, scale = call.type(0), call.type(1)
+    axis = axes_of(x.rank, [call.attrs["axis"]])[0] if scale.rank else 0
+    zero_fits = not call.has(2) or call.type(2).shape == scale.shape
+    if scale.rank > 1 or (scale.rank and scale.shape[0] != x.shape[axis]) or not zero_fits:
+        found = [str(call.type(i)) for i in range(len(call.types))]
+        raise ShapeError(f"{call.row} takes one scale or one per slice of axis {axis}, got {found}")
+
+
 def _quantized(call: Call) -> Types:
+    _check_scale(call)
     return (call.type(0).with_dtype(call.type(2).dtype if call.has(2) else uint8),)
+
+
+def _dequantized(call: Call) -> Types:
+    _check_scale(call)
+    return (call.type(0).with_dtype(call.type(1).dtype),)
 
 
 quantize_linear = Op(
@@ -46,7 +63,7 @@ quantize_linear = Op(
 )
 dequantize_linear = Op(
     name="DequantizeLinear",
-    infer=lambda call: (call.type(0).with_dtype(call.type(1).dtype),),
+    infer=_dequantized,
     reference=_dequantize,
     samples=(
         sample(ints(0, 255, 2, 3, dtype="uint8"), given(0.05, "float32"), given(128, "uint8")),

@@ -277,8 +277,10 @@ def _squeeze(call: Call) -> Types:
     x = call.type(0)
     if call.has(1):
         axes = axes_of(x.rank, call.ints(1))
-    else:
+    elif all(isinstance(d, int) for d in x.shape):
         axes = tuple(i for i, d in enumerate(x.shape) if d == 1)
+    else:
+        raise ShapeError(f"Squeeze of {x} needs axes: a symbolic size may turn out to be 1")
     wide = [i for i in axes if x.shape[i] != 1]
     if wide:
         raise ShapeError(f"Squeeze of axis {wide[0]} of {x}, whose size is not 1")
