@@ -1,0 +1,171 @@
+"""What must hold for one use of one row: each check raises AssertionError naming the row."""
+
+import numpy as np
+from tests.conformance.uses import naming, recorded, slope, weighted_sum
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.autodiff import value_and_grad
+from triplane.unified_ir.engines.ascend import AscendEngine, round_cube_operands
+from triplane.unified_ir.engines.onnx import OnnxEngine
+from triplane.unified_ir.engines.reference import ReferenceEngine
+from triplane.unified_ir.ir.dims import evaluate
+from triplane.unified_ir.onnx import OnnxTarget
+from triplane.unified_ir.ops.evaluate import run_function
+
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+"""float32 on different kernels; sums have at most some hundred terms of order one."""
+
+FIRST, SECOND = 1e-6, 1e-5
+"""Error of a central difference relative to max(1, |slope|), float64 throughout."""
+
+STEP, COARSE_STEP = 1e-5, 1e-2
+"""Finite difference steps; the coarse one where a use passes through float32."""
+
+
+def agree(found, wanted, what, *, close=None):
+    """Equal element types, shapes and values."""
+    for i, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        label = f"{what}, result {i}"
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), (
+            f"{label}: {a.dtype}{a.shape} against {b.dtype}{b.shape}"
+        )
+        if a.dtype.kind in "iub":
+            np.testing.assert_array_equal(a, b, err_msg=label)
+        else:
+            np.testing.assert_allclose(a, b, err_msg=label, **(close or CLOSE))
+
+
+def reference_runs_as_inferred(use):
+    """The reference kernel gives what inference promised, in float32 and float64."""
+    for dtype in (np.float32, np.float64):
+        with naming(f"{use} in {np.dtype(dtype)} on reference"):
+            function, args = recorded(use, dtype)
+            results = ReferenceEngine().compile(function)(*args.values())
+            for result, array in zip(function.results, results, strict=True):
+                made = (array.dtype, array.shape)
+                assert made == (result.type.dtype.numpy, result.type.shape), f"{result.type} {made}"
+
+
+def onnx_agrees(use, opset):
+    """The emitted graph, on onnxruntime, computes what the reference kernel computes."""
+    with naming(f"{use} at opset {opset}"):
+        function, args = recorded(use, np.float32)
+        wanted = ReferenceEngine().compile(function)(*args.values())
+        program = OnnxEngine(target=OnnxTarget(opset)).compile(function)
+        agree(program(*args.values()), wanted, str(use))
+
+
+def onnx_refuses_by_name(use, opset):
+    """A row the opset cannot express is refused, naming row and opset."""
+    function, _ = recorded(use, np.float32)
+    with naming(f"{use} at opset {opset}"):
+        try:
+            OnnxEngine(target=OnnxTarget(opset)).compile(function)
+        except InvalidInput as error:
+            assert f"opset {opset}" in str(error), error
+            assert "does not exist in" in str(error), error
+        else:
+            raise AssertionError(f"opset {opset} was expected to lack a row that {use} needs")
+
+
+def ascend_agrees(use):
+    """The ascend engine equals the reference on the function with rounded cube operands."""
+    with naming(f"{use} on ascend"):
+        function, args = recorded(use, np.float32)
+        wanted = ReferenceEngine().compile(round_cube_operands(function))(*args.values())
+        agree(AscendEngine().compile(function)(*args.values()), wanted, str(use))
+
+
+def symbolic_form(use):
+    """(function, arguments, numbers of operands) with a symbolic first axis, where allowed.
+
+    Tried in turn: the first operand alone, then all operands whose first axes are equally long.
+    """
+    leads = {
+        i: a.shape[0]
+        for i, a in enumerate(use.arrays(np.float32))
+        if a is not None and a.ndim and not use.is_constant(i, a)
+    }
+    together = [tuple(i for i in leads if leads[i] == n) for n in dict.fromkeys(leads.values())]
+    for operands in [(0,), *together] if 0 in leads else together:
+        try:
+            return (*recorded(use, np.float32, symbolic=operands), operands)
+        except InvalidInput:
+            continue
+    return None
+
+
+def symbolic_axis_keeps_types(use):
+    """With N for the first axis, one program runs at two sizes, as inferred, on both engines."""
+    form = symbolic_form(use)
+    assert form is not None, f"{use} refuses a symbolic first axis"
+    function, args, operands = form
+    with naming(f"{use} with a symbolic first axis"):
+        program = OnnxEngine().compile(function)
+        for times in (1, 2):
+            given = [
+                np.concatenate([a] * times) if int(name[1:]) in operands else a
+                for name, a in args.items()
+            ]
+            sizes = {"N": times * len(args[f"x{operands[0]}"])}
+            wanted = ReferenceEngine().compile(function)(*given)
+            for result, array in zip(function.results, wanted, strict=True):
+                inferred = tuple(evaluate(d, sizes) for d in result.type.shape)
+                assert inferred == array.shape, f"inferred {result.type}, produced {array.shape}"
+            agree(program(*given), wanted, f"{use} at N={sizes['N']}")
+        if use.sample.outputs == 1:
+            static = ReferenceEngine().compile(recorded(use, np.float32)[0])
+            once = ReferenceEngine().compile(function)(*args.values())
+            agree(once, static(*args.values()), f"{use}, static against symbolic")
+
+
+def gradients_hold(use):
+    """First and second order: slopes along random directions equal central differences."""
+    function, args = recorded(use, np.float64)
+    scalar = weighted_sum(function, np.float64, table=use.table)
+    names = use.smooth(args)
+    if scalar is None or not names:
+        return
+    rng = np.random.default_rng(1)
+    directions = {n: rng.standard_normal(args[n].shape) for n in names}
+    coarse = any(r.type.dtype.name == "float32" for r in function.results)
+    with naming(f"gradient of {use}"):
+        _slopes_hold(use, scalar, args, directions, FIRST, coarse=coarse)
+    with naming(f"second-order gradient of {use}"):
+        first = slope(scalar, names, directions, table=use.table)
+        _slopes_hold(use, first, args, directions, SECOND, coarse=coarse)
+
+
+def _slopes_hold(use, scalar, args, directions, tolerance, *, coarse):
+    gradients = value_and_grad(scalar, list(directions))
+    results = run_function(use.table, gradients, list(args.values()))
+    found = dict(zip(gradients.result_names, results, strict=True))
+    for name, direction in directions.items():
+        got = float((found[f"grad.{name}"] * direction).sum())
+        want = central_difference(use.table, scalar, args, name, direction, coarse=coarse)
+        bound = (1e-4 if coarse else tolerance) * max(1.0, abs(want))
+        assert abs(got - want) <= bound, f"along {name}: {got} by rule, {want} by differences"
+
+
+def central_difference(table, scalar, args, name, direction, *, coarse=False):
+    """(f(x + h v) - f(x - h v)) / 2h on the reference kernels."""
+    step = COARSE_STEP if coarse else STEP
+    ends = []
+    for sign in (1, -1):
+        moved = {**args, name: args[name] + sign * step * direction}
+        ends.append(float(run_function(table, scalar, list(moved.values()))[0]))
+    return (ends[0] - ends[1]) / (2 * step)
+
+
+def gradient_graph_agrees(use):
+    """The gradient as a graph gives on onnxruntime what it gives on reference, in float32."""
+    function, args = recorded(use, np.float32)
+    scalar = weighted_sum(function, np.float32, table=use.table)
+    names = use.smooth(args)
+    if scalar is None or not names:
+        return
+    with naming(f"gradient graph of {use}"):
+        gradients = value_and_grad(scalar, names)
+        wanted = ReferenceEngine().compile(gradients)(*args.values())
+        found = OnnxEngine().compile(gradients)(*args.values())
+        agree(found, wanted, str(use), close={"rtol": 1e-4, "atol": 1e-4})

@@ -1,0 +1,106 @@
+"""Every row, every sample, every engine: a new row is covered by having a sample."""
+
+import numpy as np
+import pytest
+from tests.conformance import checks
+from tests.conformance.uses import differentiable, naming, recorded, uses_of, weighted_sum
+
+from triplane.unified_ir.autodiff import value_and_grad
+from triplane.unified_ir.engines.reference import ReferenceEngine
+from triplane.unified_ir.ops.table import TABLE
+
+OPSETS = (17, 21, 26)
+
+# fmt: off
+NO_SAMPLES = {  # tested with regions or sizes of their own
+    "Constant": "test_rows, as constants of the other rows", "triplane.Dims": "tests/onnx",
+    "triplane.Cond": "test_control", "triplane.Scan": "test_control",
+    "triplane.Loop": "test_control", "triplane.CustomGradient": "test_control",
+}
+MISSING = {  # rows an opset lacks and that have no other form in it
+    17: {"BitwiseOr", "BitwiseXor", "triplane.Threefry2x32"},
+    21: set(),
+    26: set(),
+}
+NO_GRADIENT = {
+    "And", "ArgMax", "BitShift", "BitwiseOr", "BitwiseXor", "Constant", "DequantizeLinear",
+    "Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Mod", "Not", "Or",
+    "QuantizeLinear", "Range", "triplane.Dims",
+}
+FLAT = {"Ceil", "Floor", "Round", "Sign", "triplane.StopGradient"}  # slope 0 where there is one
+INTEGERS = {"triplane.Threefry2x32"}  # a body of integer rows: nothing to differentiate
+NO_SYMBOL = {  # literal sizes, axes of size 1, literals only
+    "Expand-0", "QuantizeLinear-1", "Range-0", "Squeeze-0", "Squeeze-1", "triplane.Threefry2x32-1",
+}
+# fmt: on
+
+
+def ids(uses):
+    return [str(use) for use in uses]
+
+
+EVERY = uses_of()
+SMOOTH = [use for use in differentiable() if str(use.row) not in FLAT]
+
+
+@pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
+def test_reference_gives_the_inferred_types(use):
+    checks.reference_runs_as_inferred(use)
+
+
+@pytest.mark.parametrize("opset", OPSETS)
+@pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
+def test_onnx_agrees_with_reference(use, opset):
+    if str(use.row) in MISSING[opset]:
+        checks.onnx_refuses_by_name(use, opset)
+    else:
+        checks.onnx_agrees(use, opset)
+
+
+@pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
+def test_ascend_agrees_with_rounded_operands_on_reference(use):
+    checks.ascend_agrees(use)
+
+
+def test_every_row_has_samples_or_a_test_named_here():
+    assert {str(row) for row in TABLE.values() if not row.samples} == NO_SAMPLES.keys()
+
+
+def test_rows_without_gradient_are_these():
+    assert {str(row) for row in TABLE.values() if not row.differentiable} == NO_GRADIENT
+
+
+@pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
+def test_a_symbolic_first_axis_keeps_types_and_values(use):
+    if str(use) in NO_SYMBOL:
+        assert checks.symbolic_form(use) is None, "this sample now takes a symbol: unlist it"
+    else:
+        checks.symbolic_axis_keeps_types(use)
+
+
+@pytest.mark.parametrize("use", SMOOTH, ids=ids(SMOOTH))
+def test_gradients_of_both_orders_equal_central_differences(use):
+    checks.gradients_hold(use)
+
+
+@pytest.mark.parametrize("use", SMOOTH, ids=ids(SMOOTH))
+def test_gradient_graph_on_onnx_agrees_with_reference(use):
+    checks.gradient_graph_agrees(use)
+
+
+def test_every_differentiable_row_has_a_sample_with_finite_differences():
+    covered = {str(use.row) for use in SMOOTH if use.smooth(recorded(use, np.float64)[1])}
+    wanted = {str(row) for row in TABLE.values() if row.differentiable}
+    assert wanted - covered == FLAT | INTEGERS | (NO_SAMPLES.keys() - NO_GRADIENT)
+
+
+@pytest.mark.parametrize("name", sorted(FLAT))
+def test_a_flat_row_has_gradient_zero(name):
+    for use in differentiable():
+        if str(use.row) == name:
+            with naming(use):
+                function, args = recorded(use, np.float64)
+                scalar = value_and_grad(weighted_sum(function, np.float64))
+                _, *found = ReferenceEngine().compile(scalar)(*args.values())
+                assert found
+                assert not any(g.any() for g in found)
