@@ -3,6 +3,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import pytest
 import tritonclient.grpc as triton
 
@@ -149,3 +150,13 @@ def test_no_call_fails_and_none_is_answered_wrongly_over_20_switches(serve, conn
             asker.result(30)
     assert not failures
     assert server.repository.find("linear").version == "21"
+
+
+def test_memory_does_not_grow_with_switches(kit):
+    weights = np.zeros((2048, 2048), np.float32)  # 16 MiB
+    process, repository = psutil.Process(), Repository()
+    repository.add(kit.linear(weights=weights))
+    before = process.memory_info().rss
+    for version in range(2, 8):
+        repository.switch(kit.linear(weights=weights, version=str(version)))
+    assert process.memory_info().rss - before < 2 * weights.nbytes
