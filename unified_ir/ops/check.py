@@ -1,0 +1,249 @@
+"""Whether a function means what it says: every node's types are inferred again and compared.
+
+A function from a file claims its types; engines and passes believe them. Here each node must be a
+known operator in the version this program means, with operands, attributes and regions as its row
+declares, and its output types must be those the row infers. Work is bounded before it is done.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from onnx import defs
+
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.ir import module as modules
+from triplane.unified_ir.ir.dims import Dim, FloorDiv
+from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
+from triplane.unified_ir.ir.module import Module
+from triplane.unified_ir.ir.types import DType, TensorType
+from triplane.unified_ir.ops.build import body_function
+from triplane.unified_ir.ops.infer import check_groups, infer
+from triplane.unified_ir.ops.row import DOMAIN, Known, Op
+from triplane.unified_ir.ops.table import TABLE
+
+MAX_SIZES: Final = 64
+"""Contents of a longer constant are never sizes: a shape has 16 axes, bounds two per axis."""
+MAX_WORK: Final = 4_000_000
+"""Operands' symbolic terms, squared, over all nodes; an operand with one symbol counts 1."""
+
+_Types = tuple["TensorType | None", ...]
+
+
+def load(path: str | Path, expected_digest: str | None = None) -> Module:
+    """The module of a model file, every function checked; arrays are views of the mapped file.
+
+    Corrupt names the damaged part, or the function and node that is not what it claims; `read` and
+    `check_module` in one. `expected_digest`: the root digest, in hexadecimal.
+    """
+    module = modules.read(path, expected_digest)
+    try:
+        check_module(module)
+    except Corrupt as error:
+        raise Corrupt(f"{Path(path).name}: {error}") from error
+    return module
+
+
+def check_module(module: Module) -> None:
+    """Corrupt unless every function of the module passes `check_function`."""
+    checker = _Checker()
+    for name, function in module.functions.items():
+        _labelled(f"function {name!r}", checker, function)
+
+
+def check_function(function: Function) -> None:
+    """Corrupt, naming node and operator, unless inference gives the types the function has."""
+    _labelled(f"function {function.name!r}", _Checker(), function)
+
+
+def _labelled(label: str, checker: _Checker, function: Function) -> None:
+    try:
+        checker.function(function)
+    except Corrupt as error:
+        raise Corrupt(f"{label}: {error}") from error
+
+
+class _Checker:
+    """Inferred types by question, and the work done so far."""
+
+    def __init__(self) -> None:
+        self.work = 0
+        self.seen: dict[Any, tuple[TensorType, ...]] = {}
+
+    def function(self, function: Function) -> None:
+        """Checks nodes in order, each value computed before it is used."""
+        known: dict[Value, Known] = {}
+        computed = set(function.params)
+        symbols = set().union(*(p.type.symbols for p in function.params))
+        for i, node in enumerate(function.nodes):
+            try:
+                if not computed.issuperset(v for v in node.inputs if v is not None):
+                    raise Corrupt("an operand is not computed before it")
+                self.node(node, known, symbols)
+            except Corrupt as error:
+                raise Corrupt(f"node {i} ({node.op}): {error}") from error
+            computed.update(node.outputs)
+            for value in node.outputs:
+                symbols |= value.type.symbols
+        if not computed.issuperset(function.results):
+            raise Corrupt("a result is not computed in it")
+
+    def node(self, node: Node, known: dict[Value, Known], symbols: set[str]) -> None:
+        """Checks one node and notes what is known of its contents."""
+        row = _row(node)
+        _check_operands(row, node)
+        for name, value in node.attrs.items():
+            _check_attr(row, name, value)
+        _check_required(row, node)
+        if node.attrs.get("trips") in symbols:
+            raise Corrupt(f"the size {node.attrs['trips']!r} it introduces is another's")
+        for k, region in enumerate(node.regions):
+            _labelled(f"region {k}", self, region)
+        given = tuple(None if v is None else v.type for v in node.inputs)
+        contents = tuple(None if v is None else known.get(v) for v in node.inputs)
+        found, claimed = self.infer(row, node, given, contents), tuple(v.type for v in node.outputs)
+        if found != claimed:
+            raise Corrupt(f"claims {_shown(claimed)}, of {_shown(given)} it is {_shown(found)}")
+        _note_contents(row, node, known)
+
+    def infer(
+        self, row: Op, node: Node, types: _Types, known: Sequence[Known | None]
+    ) -> tuple[TensorType, ...]:
+        """Output types, each question asked once."""
+        attrs = tuple((k, _hashable(v)) for k, v in node.attrs.items())
+        key = (row.id, types, tuple(map(_hashable, known)), attrs, len(node.outputs))
+        found = None if node.regions else self.seen.get(key)
+        if found is None:
+            self.work += sum(_weight(t) for t in types if t is not None)
+            if self.work > MAX_WORK:
+                raise Corrupt("the symbolic sizes of the module are more than can be checked")
+            found = self.seen[key] = _inferred(row, node, types, known)
+        return found
+
+
+def _row(node: Node) -> Op:
+    row = TABLE.get((node.op.domain, node.op.name))
+    if row is None:
+        raise Corrupt("there is no such operator")
+    if row.id.since != node.op.since:
+        raise Corrupt(
+            f"version {node.op.since} of the operator is not the one this program means, "
+            f"{row.id.since}; convert the model again with a triplane that wrote this one"
+        )
+    if node.regions and not _takes_regions(row):
+        raise Corrupt(f"it takes no regions, {len(node.regions)} are given")
+    return row
+
+
+def _check_operands(row: Op, node: Node) -> None:
+    fewest, most = row.arity
+    if not fewest <= len(node.inputs) <= most:
+        raise Corrupt(f"it takes {fewest} to {most} operands, not {len(node.inputs)}")
+    for i, value in enumerate(node.inputs):
+        if value is None and not _optional(row, i):
+            raise Corrupt(f"operand {i} is absent")
+
+
+def _optional(row: Op, i: int) -> bool:
+    if row.schema is None:
+        return i < len(row.operands) and row.operands[i].endswith("?")
+    declared = row.schema.inputs[min(i, len(row.schema.inputs) - 1)]
+    return bool(declared.option == defs.OpSchema.FormalParameterOption.Optional)
+
+
+def _check_required(row: Op, node: Node) -> None:
+    for name, spec in row.attr_specs.items():
+        if spec.required and name not in node.attrs:
+            raise Corrupt(f"its attribute {name!r} is absent")
+
+
+def _check_attr(row: Op, name: str, value: AttrValue) -> None:
+    spec = row.attr_specs.get(name)
+    if spec is None:
+        raise Corrupt(f"it has no attribute {name!r}")
+    if not _HOLDS[spec.kind](value):
+        raise Corrupt(f"its attribute {name!r} is {spec.kind}, not {type(value).__name__}")
+
+
+def _tuple_of(value: Any, kind: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(v, kind) for v in value)
+
+
+# fmt: off
+_HOLDS: Final[Mapping[str, Any]] = {
+    "INT":     lambda v: type(v) is int,
+    "FLOAT":   lambda v: type(v) is float,
+    "STRING":  lambda v: type(v) is str,
+    "INTS":    lambda v: _tuple_of(v, int),
+    "FLOATS":  lambda v: _tuple_of(v, float),
+    "STRINGS": lambda v: _tuple_of(v, str),
+    "TENSOR":  lambda v: isinstance(v, np.ndarray),
+    "DIMS":    lambda v: _tuple_of(v, Dim),
+    "DTYPE":   lambda v: isinstance(v, DType),
+}
+# fmt: on
+
+
+@cache
+def _takes_regions(row: Op) -> bool:
+    kernel = row.reference
+    return kernel is not None and "regions" in inspect.signature(kernel).parameters
+
+
+def _inferred(
+    row: Op, node: Node, types: _Types, known: Sequence[Known | None]
+) -> tuple[TensorType, ...]:
+    """The row's own rule; rules are written for sound calls and may fail in any way on others."""
+    try:
+        if row.infer is None and row.body is not None:
+            check_groups(row, types)
+            body = body_function(TABLE, row, types, node.attrs, len(node.outputs))
+            return tuple(v.type for v in body.results)
+        return tuple(infer(row, types, known, node.attrs, node.regions, len(node.outputs)))
+    except InvalidInput as error:
+        raise Corrupt(str(error)) from error
+    except Exception as error:
+        raise Corrupt(f"its types do not follow: {type(error).__name__}: {error}") from error
+
+
+def _note_contents(row: Op, node: Node, known: dict[Value, Known]) -> None:
+    """As a build does: constants, vectors of sizes, and what only rearranges the latter."""
+    value = node.attrs.get("value")
+    if row.name == "Constant" and isinstance(value, np.ndarray):
+        if value.ndim <= 1 and value.size <= MAX_SIZES:
+            known[node.outputs[0]] = value
+    elif (row.domain, row.name) == (DOMAIN, "Dims"):
+        known[node.outputs[0]] = node.attrs["dims"]  # type: ignore[assignment]
+    elif row.keeps_contents and node.inputs[0] is not None:
+        contents = known.get(node.inputs[0])
+        if isinstance(contents, tuple):
+            known[node.outputs[0]] = contents
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= MAX_SIZES * 8
+        return (str(value.dtype), value.shape, value.tobytes() if small else id(value))
+    return value
+
+
+@lru_cache(maxsize=65_536)
+def _weight(type_: TensorType) -> int:
+    return sum(_terms(d) for d in type_.shape) ** 2
+
+
+def _terms(dim: Dim) -> int:
+    if isinstance(dim, int):
+        return 0
+    atoms = [atom for monomial, _ in dim.terms for atom, _ in monomial]
+    inner = [a for a in atoms if isinstance(a, FloorDiv)]
+    return len(dim.terms) + sum(_terms(a.numerator) + _terms(a.denominator) for a in inner)
+
+
+def _shown(types: _Types) -> str:
+    return ", ".join("none" if t is None else str(t) for t in types[:8]) or "nothing"
