@@ -1,9 +1,9 @@
 """Merging concurrent requests into one run, without a thread or a timer of its own.
 
-A call that finds no run in progress runs at once, alone: merging costs an idle server nothing.
-Calls that arrive meanwhile queue; when the run ends, the oldest of them takes all that fit beside
-it and runs those. So a request waits for at most one run that is not its own, plus the runs of a
-queue that is longer than one batch; there is no window to wait for company.
+A call that finds a run free (of `runs` at a time) runs at once, alone: merging costs an idle server
+nothing. Calls that arrive meanwhile queue; when a run ends, the oldest of them takes all that fit
+beside it and runs those. So a request waits for at most one run that is not its own, plus the runs
+of a queue that is longer than one batch; there is no window to wait for company.
 
 Each call gets the rows it sent, by position. When a merged run fails, each of its calls is run
 alone, so one caller's values cannot fail another's request.
@@ -41,13 +41,15 @@ class _Waiting:
 class Merged:
     """A `Runner` that runs waiting requests together, up to `merged_rows` rows at a time."""
 
-    def __init__(self, servable: Servable, statistics: Statistics, merged_rows: int) -> None:
+    def __init__(
+        self, servable: Servable, statistics: Statistics, merged_rows: int, *, runs: int = 1
+    ) -> None:
         self._servable = servable
         self._statistics = statistics
         self.merged_rows = merged_rows
+        self._free = runs
         self._lock = threading.Lock()
         self._queue: deque[_Waiting] = deque()
-        self._running = False
 
     def run(self, feeds: Mapping[str, Array], rows: int, call: Call) -> Ran:
         """See `Runner`."""
@@ -55,10 +57,11 @@ class Merged:
         started = time.perf_counter_ns()
         mine = _Waiting(feeds, rows, call)
         with self._lock:
-            if self._running:
-                self._queue.append(mine)
+            if self._free:
+                self._free -= 1
+                mine.leads = True
             else:
-                self._running = mine.leads = True
+                self._queue.append(mine)
         if not mine.leads:
             self._wait(mine)
         if mine.leads:
@@ -107,7 +110,7 @@ class Merged:
                 heir.leads = True
                 heir.wake.release()
             else:
-                self._running = False
+                self._free += 1
 
     def _run(self, batch: Sequence[_Waiting]) -> None:
         """Give every call of `batch` its results or its error."""

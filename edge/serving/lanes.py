@@ -123,11 +123,10 @@ class Routes(grpc.GenericRpcHandler):
         if (route := self._handlers.get(method)) is None:
             return self._unknown if method.startswith(self._services) else None
         lane, handler = route
-        if self._leaving and lane is not self._control:
-            return self._gone
-        if lane.full:
+        leaving = self._leaving and lane is not self._control
+        if leaving or lane.full:
             self._on_refusal()
-            return self._busy
+            return self._gone if leaving else self._busy
         return handler
 
 

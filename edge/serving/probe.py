@@ -8,6 +8,7 @@ generated values, within `PROBE_S`.
 """
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from typing import Final
@@ -38,15 +39,26 @@ def plan(servable: Servable, contract: Contract, statistics: Statistics) -> Runn
         "model probed",
         extra={"model": servable.name, "version": servable.version, "merged_rows": rows},
     )
-    return Merged(servable, statistics, rows) if rows else Direct(servable, statistics)
+    if not rows:
+        return Direct(servable, statistics)
+    # Half of the cores run models, the other half does the work of the network.
+    return Merged(servable, statistics, rows, runs=max(1, _cores() // 2))
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # Linux: what this process may use
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def merged_rows(servable: Servable, contract: Contract) -> int:
     """Rows to merge requests up to, 0 for never. Leaves the model warm."""
     try:
         servable.run(sample(contract, 1))
+        if not contract.mergeable:
+            return 0
         feeds = sample(contract, SIZES[-1])
-        if not contract.mergeable or not _rows_are_independent(servable, feeds):
+        if not _rows_are_independent(servable, feeds):
             return 0
         return best_size(_measure(servable, feeds, time.perf_counter() + PROBE_S))
     except InvalidInput as error:

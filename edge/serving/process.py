@@ -29,18 +29,15 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 def run(options: Options) -> None:
     """Serve the bundles until a signal. Call from the main thread. Raises the families."""
-    stopping, hurrying = threading.Event(), threading.Event()
-
-    def on_signal(*_: object) -> None:
-        (hurrying if stopping.is_set() else stopping).set()
-
+    # A pipe, because a signal that arrives while an event's own lock is held would wait for ever.
+    signals, told = os.pipe()
     for number in SIGNALS:
-        signal.signal(number, on_signal)
+        signal.signal(number, lambda *_: os.write(told, b"."))
     server = start(options)
     announce(options, server)
-    stopping.wait()
+    os.read(signals, 1)
     logger.info("draining", extra={"seconds_at_most": options.drain_s})
-    threading.Thread(target=_hurry, args=(server, hurrying), daemon=True).start()
+    threading.Thread(target=_hurry, args=(server, signals), daemon=True).start()
     server.stop(options.drain_s)
     logger.info("stopped")
 
@@ -80,8 +77,8 @@ def announce(options: Options, server: Server) -> None:
     sys.stdout.flush()
 
 
-def _hurry(server: Server, hurrying: threading.Event) -> None:
-    hurrying.wait()
+def _hurry(server: Server, signals: int) -> None:
+    os.read(signals, 1)
     server.cancel()
     time.sleep(HURRY_S)
     logger.warning("a run did not end; exiting regardless")

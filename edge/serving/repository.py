@@ -18,10 +18,11 @@ from typing import Final
 from triplane.edge.serving.running import Call, Direct, Ran, Runner
 from triplane.edge.serving.servable import Array, Contract, Servable, contract_of
 from triplane.edge.serving.statistics import Statistics
-from triplane.proto.errors import Conflict, NotFound, TriplaneError, Unavailable
+from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
 
 logger = logging.getLogger(__name__)
 
+MAX_NAME_CHARS: Final = 256  # of a model, and of a version
 DRAIN_S: Final = 60.0  # how long a switch waits for the calls of the old version
 
 Plan = Callable[[Servable, Contract, Statistics], Runner]
@@ -177,6 +178,11 @@ class Repository:
 
     def _load(self, servable: Servable) -> Version:
         key = servable.name, servable.version
+        for what, text in zip(("name", "version"), key, strict=True):
+            if not 1 <= len(text) <= MAX_NAME_CHARS:
+                raise InvalidInput(
+                    f"a model's {what} has {len(text)} characters; 1 to {MAX_NAME_CHARS}"
+                )
         self._others[key] = Entry(*key, "LOADING")
         try:
             version = Version(servable, self._plan)

@@ -125,6 +125,7 @@ class Server:
         self._receiving.close()
         if self._metrics:
             self._metrics.close()
+            self._metrics = None
         self.repository.close()
 
     def cancel(self) -> None:

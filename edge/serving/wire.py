@@ -22,7 +22,7 @@ from triplane.edge.serving.service import Service
 from triplane.edge.serving.structure import check_structure
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
-from triplane.proto.status import describe, status_of
+from triplane.proto.status import code_of, describe, status_of
 
 WIRE_NAME: Final = "inference.GRPCInferenceService"
 METHODS: Final = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods
@@ -90,7 +90,9 @@ class Wire:
         def received(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[M]:
             timeout_s = self._limits.receive_s
             while (message := self._receiving.following(messages, context, timeout_s)) is not None:
-                yield parse(message_class, message)
+                with status_of(context):
+                    parsed = parse(message_class, message)
+                yield parsed
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             for answer in method(received(messages, context), context):
@@ -102,7 +104,7 @@ class Wire:
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
             message = self._receiving.only(messages, context, self._limits.receive_s)
             with status_of(context):
-                request = parse_infer(one(message), self._limits)
+                request = self._request(one(message))
                 call = self._call(request, context, lane.submitted_ns)
                 return self._service.ModelInfer(request, call).SerializeToString()
 
@@ -115,7 +117,7 @@ class Wire:
             arrived_ns = time.perf_counter_ns()
             request = pb.ModelInferRequest()
             try:
-                request = parse_infer(message, self._limits)
+                request = self._request(message)
                 answer = self._service.ModelInfer(request, self._call(request, context, arrived_ns))
             except Exception as error:
                 if strict:
@@ -128,6 +130,13 @@ class Wire:
                 if request.parameters["triton_enable_empty_final_response"].bool_param:
                     answer.parameters["triton_final_response"].bool_param = True
                 yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+
+    def _request(self, data: bytes) -> pb.ModelInferRequest:
+        try:
+            return parse_infer(data, self._limits)
+        except InvalidInput as error:
+            self._service.unattributed.failed(code_of(error).name, 0)
+            raise
 
     def _call(
         self, request: pb.ModelInferRequest, context: grpc.ServicerContext, arrived_ns: int

@@ -70,6 +70,23 @@ def test_what_queues_during_a_run_is_one_run_afterwards(kit):
     assert {rows: batch.count for rows, batch in counted.batches.items()} == {1: 1, 4: 1}
 
 
+def test_as_many_runs_go_at_once_as_are_free(kit):
+    gated = kit.Gated(kit.linear())
+    runner = Merged(gated, Statistics(), MERGED_ROWS, runs=2)
+    feeds = {"x": np.ones((1, 4), np.float32)}
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(runner.run, feeds, 1, kit.call()) for _ in range(2)]
+        gated.wait_for_runs(2)
+        calls += [pool.submit(runner.run, feeds, 1, kit.call()) for _ in range(3)]
+        while len(runner._queue) < 3:
+            time.sleep(0)
+        gated.gate.set()
+        for call in calls:
+            call.result(30)
+    assert gated.runs == 3
+    assert runner._free == 2
+
+
 def test_a_lone_caller_never_waits_for_company(kit):
     counted = Statistics()
     runner = Merged(kit.linear(), counted, MERGED_ROWS)

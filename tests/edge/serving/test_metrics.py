@@ -1,11 +1,14 @@
 import urllib.request
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from prometheus_client.parser import text_string_to_metric_families
 
 from triplane.edge.serving.metrics import GAUGES, HISTOGRAMS, LANE_CALLS
+from triplane.edge.serving.wire import WIRE_NAME
 
 X = np.ones((3, 4), np.float32)
 
@@ -29,11 +32,16 @@ def test_calls_are_counted_by_model_version_and_code(serve, connect, kit):
     for model, name in (("linear", "z"), ("other-1", "x"), ("other-2", "x")):
         with pytest.raises(triton.InferenceServerException):
             client.infer(model, [kit.tensor(name, X)])
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        ask: Any = channel.unary_unary(f"/{WIRE_NAME}/ModelInfer")
+        with pytest.raises(grpc.RpcError):
+            ask(b"no message")
     seen = scrape(server)
     calls = {key[1:4]: value for key, value in seen.items() if key[0].endswith("calls_total")}
     assert calls == {
         ("linear", "1", "OK"): 2,
         ("linear", "1", "INVALID_ARGUMENT"): 1,
+        ("", "", "INVALID_ARGUMENT"): 1,
         ("", "", "NOT_FOUND"): 2,  # names of callers never become labels
     }
 

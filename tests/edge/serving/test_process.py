@@ -9,6 +9,7 @@ import sys
 import threading
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
@@ -17,6 +18,7 @@ from triplane.edge.serving.__main__ import options_from, parse
 from triplane.edge.serving.bundles import open_bundle
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.options import Options
+from triplane.edge.serving.wire import WIRE_NAME
 from triplane.proto.errors import Corrupt, InvalidInput
 
 X = np.ones((1, 4), np.float32)
@@ -101,6 +103,30 @@ def test_a_signal_under_load_fails_no_call_that_was_taken(start, bundle, kit, nu
     process.communicate(timeout=30)
     assert process.returncode == 0
     assert ended == ["StatusCode.UNAVAILABLE"] * 4
+
+
+def test_a_second_signal_ends_a_process_whose_caller_never_finishes(start, bundle):
+    process, ready = start(bundle(), drain_s=3600)
+    stalled = threading.Event()
+
+    def nothing():
+        stalled.wait(60)
+        yield b""
+
+    with grpc.insecure_channel(f"127.0.0.1:{ready['port']}") as channel:
+        ask: Any = channel.stream_unary(f"/{WIRE_NAME}/ModelInfer")
+        call = ask.future(nothing())
+        with triton.InferenceServerClient(f"127.0.0.1:{ready['port']}") as client:
+            while not client.is_server_ready():
+                pass
+            process.send_signal(signal.SIGTERM)
+            while client.is_server_ready():
+                pass
+        process.send_signal(signal.SIGTERM)
+        assert call.code() in {grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE}
+        stalled.set()
+    process.communicate(timeout=30)
+    assert process.returncode in {0, 1}
 
 
 def test_the_verb_prints_the_ready_line_in_words(bundle):

@@ -93,6 +93,14 @@ def test_failing_loads_do_not_grow_the_index(kit):
     assert len(repository.index()) == 1
 
 
+@pytest.mark.parametrize(("name", "version"), [("", "1"), ("m", ""), ("m", "9" * 5000)])
+def test_a_model_without_a_usable_name_is_refused(kit, name, version):
+    repository = Repository()
+    with pytest.raises(InvalidInput, match="characters; 1 to 256"):
+        repository.add(kit.linear(name=name, version=version))
+    assert repository.index() == []
+
+
 def test_an_unloaded_version_is_not_found_and_the_message_names_what_is_there(kit):
     repository = Repository()
     repository.add(kit.linear(version="1"))
