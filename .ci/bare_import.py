@@ -1,4 +1,4 @@
-"""Imports every package of `triplane.unified_ir` but the command, where only the base set is installed.
+"""Imports `triplane.unified_ir`, all but the command, where only the base set is installed.
 
 Run by `.ci/run` in an environment without grpcio, click, rich and jax: a module that reaches for
 one of them outside its door fails here with its own name.
