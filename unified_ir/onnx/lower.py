@@ -232,13 +232,7 @@ def _initializer(context: Context, name: str) -> Array:
     return next(numpy_helper.to_array(t) for t in context.tensors if t.name == name)
 
 
-def _pad_without_axes(context: Context, node: Node) -> None:
-    """Before opset 18 Pad has no axes operand; ours never uses it."""
-    context.plain(node)
-
-
 LOWER: Final[Mapping[str, Rule]] = {
     "axes_as_attribute": _axes_as_attribute,
-    "pad_without_axes": _pad_without_axes,
 }
 """Rules by name, for rows whose form changed between opsets (`Op.lower_below`)."""

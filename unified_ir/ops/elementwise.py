@@ -42,7 +42,11 @@ def step(y: Tensor) -> Tensor:
 
 
 def _binary(name: str, f: Any, vjp: Any, *extra: Any) -> Op:
-    samples = (sample(normal(2, 3), between(0.5, 2, 3)), *extra)
+    samples = (
+        sample(normal(2, 3), between(0.5, 2, 3)),
+        sample(normal(3), between(0.5, 2, 2, 1)),
+        *extra,
+    )
     return Op(name=name, infer=broadcast_same, reference=f, vjp=vjp, samples=samples)
 
 
