@@ -141,7 +141,9 @@ def _slopes_hold(use, scalar, args, directions, tolerance, *, coarse):
     results = run_function(use.table, gradients, list(args.values()))
     found = dict(zip(gradients.result_names, results, strict=True))
     for name, direction in directions.items():
-        got = float((found[f"grad.{name}"] * direction).sum())
+        g = found[f"grad.{name}"]
+        assert g.shape == direction.shape, f"gradient {g.shape} of {name} {direction.shape}"
+        got = float((g * direction).sum())
         want = central_difference(use.table, scalar, args, name, direction, coarse=coarse)
         bound = (1e-4 if coarse else tolerance) * max(1.0, abs(want))
         assert abs(got - want) <= bound, f"along {name}: {got} by rule, {want} by differences"
@@ -155,6 +157,19 @@ def central_difference(table, scalar, args, name, direction, *, coarse=False):
         moved = {**args, name: args[name] + sign * step * direction}
         ends.append(float(run_function(table, scalar, list(moved.values()))[0]))
     return (ends[0] - ends[1]) / (2 * step)
+
+
+def gradient_is_zero(use):
+    """Where the rule says the slope is zero, every gradient is exactly zero."""
+    function, args = recorded(use, np.float64)
+    scalar = weighted_sum(function, np.float64, table=use.table)
+    if scalar is None:
+        return
+    with naming(f"gradient of {use}"):
+        gradients = value_and_grad(scalar)
+        _, *found = ReferenceEngine().compile(gradients)(*args.values())
+        assert found
+        assert not any(g.any() for g in found), "a flat row has gradient zero"
 
 
 def gradient_graph_agrees(use):
