@@ -10,12 +10,17 @@ onnxruntime's low-level objects (`_sess`, `SessionIOBinding`) are used on the ho
 graph its Python wrappers cost as much as the run itself.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
+
+# Read on import: onnxruntime would open a database in the home folder and start an uploader.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
 import onnxruntime as ort
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError, Unavailable
