@@ -1,0 +1,83 @@
+"""Fully connected and table layers, and cells in a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from triplane.unified_ir import ops
+from triplane.unified_ir.frontend.cell import Cell, CellList, Parameter
+from triplane.unified_ir.nn.init import STANDARD_NORMAL, WEIGHT, Initializer, bias_of
+from triplane.unified_ir.nn.random import generator
+from triplane.unified_ir.nn.sizes import positive
+from triplane.unified_ir.nn.state import State
+
+
+class Dense(Cell):
+    """y = x weight^T + bias; weight: (outputs, inputs), bias: (outputs,).
+
+    Both start uniform within 1 / sqrt(inputs); `init` makes another weight.
+    """
+
+    weight: State
+    bias: State
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        *,
+        bias: bool = True,
+        init: Initializer = WEIGHT,
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        shape = positive("Dense", outputs=outputs, inputs=inputs)
+        self.weight = Parameter(init(shape, generator(rng)))
+        self.bias = Parameter(bias_of(shape)(shape[:1], generator(rng))) if bias else None
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (..., inputs) -> (..., outputs)."""
+        return ops.linear(x, self.weight, self.bias)
+
+
+class Embedding(Cell):
+    """Rows of a table; weight: (count, size), standard normal unless `init` says otherwise."""
+
+    weight: State
+
+    def __init__(
+        self,
+        count: int,
+        size: int,
+        *,
+        init: Initializer = STANDARD_NORMAL,
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        shape = positive("Embedding", count=count, size=size)
+        self.weight = Parameter(init(shape, generator(rng)))
+
+    def construct(self, ids: ops.Tensor) -> ops.Tensor:
+        """ids: (...) ints in 0..count-1 -> (..., size)."""
+        return ops.embedding(self.weight, ids)
+
+
+class Sequential(CellList):
+    """Cells one after another, each taking what the one before gave.
+
+    >>> from triplane.unified_ir import nn
+    >>> net = nn.Sequential(nn.Dense(4, 8), nn.ReLU(), nn.Dense(8, 3))
+    >>> net(np.zeros((2, 4), np.float32)).shape
+    (2, 3)
+    """
+
+    def __init__(self, *cells: Cell) -> None:
+        super().__init__(cells)
+
+    def construct(self, x: Any) -> Any:
+        """x: what the first cell takes."""
+        for cell in self:
+            x = cell(x)
+        return x

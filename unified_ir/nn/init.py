@@ -1,0 +1,144 @@
+"""Starting values of parameters, drawn from an explicit generator.
+
+Numbers come from the generator's raw 64-bit words, whose streams numpy keeps for ever, not from
+methods such as `Generator.normal`, whose streams it may change: the same seed gives the same
+weights with every numpy.
+
+Fans of a weight of shape (O, I, *K): fan_in = I prod(K), fan_out = O prod(K).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.graph import Array
+
+
+class Initializer(Protocol):
+    """Makes the starting array of a parameter, float32."""
+
+    def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
+        """An array of `shape`, from `rng` alone."""
+        ...
+
+
+def unit_uniform(shape: Sequence[int], rng: np.random.Generator) -> Array:
+    """Multiples of 2^-24 in [0, 1), one raw word each."""
+    if isinstance(rng.bit_generator, np.random.MT19937):
+        raise InvalidInput("initializers need 64-bit raw words; use Philox or PCG64, not MT19937")
+    words = np.asarray(rng.bit_generator.random_raw(math.prod(shape)), np.uint64)
+    return ((words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)).reshape(shape)
+
+
+def unit_normal(shape: Sequence[int], rng: np.random.Generator) -> Array:
+    """Standard normal by Box and Muller 1958, in float64, rounded once."""
+    u = 1.0 - unit_uniform(shape, rng).astype(np.float64)
+    angle = 2.0 * np.pi * unit_uniform(shape, rng).astype(np.float64)
+    drawn: Array = (np.sqrt(-2.0 * np.log(u)) * np.cos(angle)).astype(np.float32)
+    return drawn
+
+
+def fans(shape: Sequence[int]) -> tuple[int, int]:
+    """(fan_in, fan_out) of a weight; a vector or scalar has none."""
+    if len(shape) < 2:
+        raise InvalidInput(
+            f"fans are of a weight (O, I, ...), got shape {tuple(shape)}; use Uniform or Constant"
+        )
+    field = math.prod(shape[2:])
+    return shape[1] * field, shape[0] * field
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every element is `value`."""
+
+    value: float = 0.0
+
+    def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
+        """See `Initializer`."""
+        return np.full(shape, self.value, np.float32)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform in [-reach, reach)."""
+
+    reach: float
+
+    def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
+        """See `Initializer`."""
+        reach = np.float32(self.reach)
+        made: Array = unit_uniform(shape, rng) * (np.float32(2) * reach) - reach
+        return made
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal with mean 0."""
+
+    std: float = 1.0
+
+    def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
+        """See `Initializer`."""
+        made: Array = unit_normal(shape, rng) * np.float32(self.std)
+        return made
+
+
+@dataclass(frozen=True)
+class KaimingUniform:
+    """Uniform with variance gain^2 / fan_in (He et al. 2015; gain sqrt(2) is for ReLU)."""
+
+    gain: float = math.sqrt(2.0)
+
+    def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
+        """See `Initializer`."""
+        return Uniform(self.gain * math.sqrt(3.0 / fans(shape)[0]))(shape, rng)
+
+
+@dataclass(frozen=True)
+class KaimingNormal:
+    """Normal with variance gain^2 / fan_in (He et al. 2015)."""
+
+    gain: float = math.sqrt(2.0)
+
+    def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
+        """See `Initializer`."""
+        return Normal(self.gain / math.sqrt(fans(shape)[0]))(shape, rng)
+
+
+@dataclass(frozen=True)
+class GlorotUniform:
+    """Uniform with variance 2 gain^2 / (fan_in + fan_out) (Glorot and Bengio 2010)."""
+
+    gain: float = 1.0
+
+    def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
+        """See `Initializer`."""
+        return Uniform(self.gain * math.sqrt(6.0 / sum(fans(shape))))(shape, rng)
+
+
+@dataclass(frozen=True)
+class GlorotNormal:
+    """Normal with variance 2 gain^2 / (fan_in + fan_out) (Glorot and Bengio 2010)."""
+
+    gain: float = 1.0
+
+    def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
+        """See `Initializer`."""
+        return Normal(self.gain * math.sqrt(2.0 / sum(fans(shape))))(shape, rng)
+
+
+STANDARD_NORMAL: Final = Normal()
+WEIGHT: Final = KaimingUniform(gain=math.sqrt(1 / 3))
+"""The layers' default: uniform within 1 / sqrt(fan_in), PyTorch's default as well."""
+
+
+def bias_of(weight: Sequence[int]) -> Uniform:
+    """The default for the bias beside a weight: uniform within 1 / sqrt(fan_in)."""
+    return Uniform(1.0 / math.sqrt(fans(weight)[0]))

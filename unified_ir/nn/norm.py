@@ -1,0 +1,108 @@
+"""Normalization layers."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import ops
+from triplane.unified_ir.frontend.cell import Cell, Parameter
+from triplane.unified_ir.ir.dims import Dim, product
+from triplane.unified_ir.ir.types import ShapeError
+from triplane.unified_ir.nn.sizes import positive
+from triplane.unified_ir.nn.state import Buffer, State
+from triplane.unified_ir.ops.norm import batch_norm_row
+from triplane.unified_ir.ops.tensor import dims_of
+
+
+class _BatchNorm(Cell):
+    """weight, bias, running_mean, running_var: (C,), as PyTorch names them.
+
+    y = (x - mean) / sqrt(var + epsilon) weight + bias per channel (Ioffe and Szegedy 2015). In
+    training mean and var are the batch's, var biased, and the running statistics move towards them:
+    r <- (1 - momentum) r + momentum s, with the unbiased variance (times M / (M - 1) over M
+    elements per channel, unchanged for M = 1). In evaluation they are the running statistics.
+    """
+
+    ranks: ClassVar[tuple[int, ...]]
+    weight: State
+    bias: State
+    running_mean: State
+    running_var: State
+
+    def __init__(self, channels: int, *, momentum: float = 0.1, epsilon: float = 1e-5) -> None:
+        super().__init__()
+        shape = positive(type(self).__name__, channels=channels)
+        if not 0.0 <= momentum <= 1.0:
+            raise InvalidInput(f"momentum is in [0, 1], got {momentum}")
+        self.momentum, self.epsilon = momentum, epsilon
+        self.weight = Parameter(np.ones(shape, np.float32))
+        self.bias = Parameter(np.zeros(shape, np.float32))
+        self.running_mean = Buffer(np.zeros(shape, np.float32))
+        self.running_var = Buffer(np.ones(shape, np.float32))
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (N, C, ...) -> the same shape."""
+        if x.rank not in self.ranks:
+            raise ShapeError(
+                f"{type(self).__name__} takes {' or '.join(map(str, self.ranks))} axes, "
+                f"got {x.type}"
+            )
+        mean, var = self.running_mean, self.running_var
+        if not self.training:
+            return batch_norm_row(x, self.weight, self.bias, mean, var, epsilon=self.epsilon)
+        y, batch_mean, batch_var = batch_norm_row.all_outputs(
+            x, self.weight, self.bias, mean, var,
+            outputs=3, training_mode=1, momentum=0.0, epsilon=self.epsilon,
+        )  # fmt: skip
+        kept = 1.0 - self.momentum
+        self.running_mean = mean * kept + batch_mean * self.momentum
+        count = product([x.shape[0], *x.shape[2:]])
+        self.running_var = var * kept + batch_var * _unbiased(count, self.momentum)
+        return y
+
+
+def _unbiased(count: Dim, momentum: float) -> ops.Tensor | float:
+    """momentum M / (M - 1), and momentum itself for M = 1, where no variance is estimated."""
+    if isinstance(count, int):
+        return momentum * count / max(count - 1, 1)
+    m = dims_of([count]).reshape(()).cast("float32")
+    return m * momentum / ops.maximum(m - 1.0, 1.0)
+
+
+class BatchNorm1d(_BatchNorm):
+    """Batch normalization of x: (N, C) or (N, C, L); see `BatchNorm2d`."""
+
+    ranks = (2, 3)
+
+
+class BatchNorm2d(_BatchNorm):
+    """Batch normalization of x: (N, C, H, W); weight, bias, running_mean, running_var: (C,).
+
+    y = (x - mean) / sqrt(var + epsilon) weight + bias per channel (Ioffe and Szegedy 2015). In
+    training mean and var are the batch's, var biased, and the running statistics move towards them:
+    r <- (1 - momentum) r + momentum s, with the unbiased variance (times M / (M - 1) over M
+    elements per channel, unchanged for M = 1). In evaluation they are the running statistics.
+    """
+
+    ranks = (4,)
+
+
+class LayerNorm(Cell):
+    """Normalizes the last axis (Ba et al. 2016); weight, bias: (size,)."""
+
+    weight: State
+    bias: State
+
+    def __init__(self, size: int, *, epsilon: float = 1e-5) -> None:
+        super().__init__()
+        shape = positive("LayerNorm", size=size)
+        self.epsilon = epsilon
+        self.weight = Parameter(np.ones(shape, np.float32))
+        self.bias = Parameter(np.zeros(shape, np.float32))
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (..., size) -> the same shape."""
+        return ops.layer_norm(x, self.weight, self.bias, epsilon=self.epsilon)

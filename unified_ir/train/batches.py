@@ -1,0 +1,144 @@
+"""From what a user calls data to batches in a reproducible order.
+
+Data is a `data.Dataset` (anything with `batches(size, seed=, epoch=)`), a tuple of arrays whose
+last is the target, or an iterable of batches that starts anew with each epoch. The order of the
+first two depends on (seed, epoch) alone, so a run resumes in the middle of an epoch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.graph import Array
+
+Batch = tuple[Array, ...]
+"""The arrays of one batch, the target last; all with the same first axis."""
+
+_WORD: Final = 2**64
+FORMS: Final = "a Dataset, a tuple of arrays (x, y), or an iterable of batches (x, y)"
+
+
+@runtime_checkable
+class Batched(Protocol):
+    """Data that orders its own batches, as `data.Dataset` does."""
+
+    def batches(self, size: int, *, seed: int, epoch: int) -> Iterator[Batch]:
+        """Batches of one epoch, in the order of (seed, epoch)."""
+        ...
+
+    def __len__(self) -> int: ...
+
+
+class Source:
+    """Batches of any accepted data, epoch by epoch.
+
+    count: batches in an epoch, None where only iterating tells. samples: rows in an epoch, or None.
+    """
+
+    def __init__(self, data: Any, size: int, seed: int) -> None:
+        if size < 1:
+            raise InvalidInput(f"a batch holds at least 1 sample, got batch_size={size}")
+        if not 0 <= seed < _WORD:
+            raise InvalidInput(f"a seed is in 0..2^64-1, got {seed}")
+        self._data, self.size, self.seed = _accepted(data), size, seed
+        self.samples = _samples(self._data)
+        self.count = None if self.samples is None else math.ceil(self.samples / size)
+        if self.samples is None and isinstance(data, (list, tuple)):
+            self.count = len(data)
+
+    def peek(self) -> Batch:
+        """A batch, without using it up."""
+        first = next(self._all(0), None)
+        if first is None:
+            raise InvalidInput(f"there is no data; give {FORMS}")
+        if isinstance(self._data, Iterator):
+            self._data = itertools.chain([first], self._data)
+        return first
+
+    def epoch(self, number: int, *, first: int = 0) -> Iterator[Batch]:
+        """Batches of one epoch from batch `first` on."""
+        found = self._all(number)
+        for _ in range(first):
+            if next(found, None) is None:
+                raise InvalidInput(
+                    f"the run stopped after {first} batches of epoch {number}, and the data has "
+                    "fewer; resume with the data it was trained on"
+                )
+        return found
+
+    def _all(self, number: int) -> Iterator[Batch]:
+        if isinstance(self._data, Batched):
+            batches = self._data.batches(self.size, seed=self.seed, epoch=number)
+            return (as_batch(b) for b in batches)
+        if _is_arrays(self._data):
+            return self._slices(number)
+        return (as_batch(b) for b in self._data)
+
+    def _slices(self, number: int) -> Iterator[Batch]:
+        assert self.samples is not None
+        key = np.array([self.seed, number], np.uint64)
+        words = np.random.Philox(key=key).random_raw(self.samples)
+        order = np.argsort(words, kind="stable")
+        for start in range(0, self.samples, self.size):
+            chosen = order[start : start + self.size]
+            yield as_batch(tuple(a[chosen] for a in self._data))
+
+    def repeats(self) -> bool:
+        """Whether an epoch can be gone through again."""
+        return not isinstance(self._data, Iterator)
+
+
+def in_order(data: Any, size: int) -> Iterator[Batch]:
+    """Batches of at most `size` in the data's own order, for evaluation."""
+    accepted = _accepted(data)
+    if isinstance(accepted, Batched) and hasattr(data, "x") and hasattr(data, "y"):
+        accepted = (np.asarray(data.x), np.asarray(data.y))
+    if isinstance(accepted, Batched):
+        yield from (as_batch(b) for b in accepted.batches(size, seed=0, epoch=0))
+    elif _is_arrays(accepted):
+        for start in range(0, len(accepted[0]), size):
+            yield as_batch(tuple(a[start : start + size] for a in accepted))
+    else:
+        yield from (as_batch(b) for b in accepted)
+
+
+def as_batch(batch: Any) -> Batch:
+    """Arrays of one length; float64 becomes float32."""
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+        raise InvalidInput(f"a batch is a tuple of arrays (x, y), got {type(batch).__name__}")
+    arrays = tuple(_single(np.asarray(a)) for a in batch)
+    lengths = [a.shape[0] if a.ndim else 0 for a in arrays]
+    if len(set(lengths)) != 1 or not lengths[0]:
+        raise InvalidInput(
+            f"the arrays of a batch have one first axis of at least 1, got "
+            f"{[list(a.shape) for a in arrays]}"
+        )
+    return arrays
+
+
+def _single(a: Array) -> Array:
+    return a.astype(np.float32) if a.dtype == np.float64 else a
+
+
+def _accepted(data: Any) -> Any:
+    if _is_arrays(data):
+        return as_batch(data)
+    if isinstance(data, (Batched, Iterable)):
+        return data
+    raise InvalidInput(f"data is {FORMS}, got {type(data).__name__}")
+
+
+def _is_arrays(data: Any) -> bool:
+    return isinstance(data, tuple) and all(isinstance(a, np.ndarray) for a in data)
+
+
+def _samples(data: Any) -> int | None:
+    if _is_arrays(data):
+        return len(data[0])
+    return len(data) if isinstance(data, Batched) else None

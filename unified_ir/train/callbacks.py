@@ -1,0 +1,91 @@
+"""What may happen beside training: a protocol of moments, and the common cases."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Final, Protocol
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.files.atomic import write_atomic
+from triplane.unified_ir.train.history import Row
+from triplane.unified_ir.train.run import Run
+
+
+class Callback(Protocol):
+    """Called at the moments of a run; subclass it and write those that matter.
+
+    A callback that raises ends the run; the state up to then is in the cell.
+    """
+
+    def on_start(self, run: Run) -> None:
+        """Before the first step, after a checkpoint was loaded."""
+
+    def on_step(self, run: Run) -> None:
+        """After each update; `run.results` are its results."""
+
+    def on_epoch(self, run: Run) -> None:
+        """After each epoch; `run.history.last` is its row."""
+
+    def on_end(self, run: Run) -> None:
+        """After the last epoch or an early stop, not after an error."""
+
+
+class Record(Callback):
+    """Keeps the results of every step in `steps`."""
+
+    def __init__(self) -> None:
+        self.steps: list[Row] = []
+
+    def on_step(self, run: Run) -> None:
+        """See `Callback`."""
+        self.steps.append(dict(run.results))
+
+
+class EarlyStop(Callback):
+    """Stops when `measure` has not become smaller (for accuracies: larger) for `patience` epochs.
+
+    It looks at the history alone, so a resumed run stops where an undisturbed one would.
+    """
+
+    def __init__(
+        self, measure: str = "validation.loss", *, patience: int = 3, min_change: float = 0.0
+    ) -> None:
+        if patience < 1 or min_change < 0:
+            raise InvalidInput(
+                f"EarlyStop needs patience >= 1 and min_change >= 0, got {patience}, {min_change}"
+            )
+        self.measure, self.patience, self.min_change = measure, patience, min_change
+        self.sign = -1.0 if measure.rpartition(".")[2] == "accuracy" else 1.0
+
+    def on_start(self, run: Run) -> None:
+        """See `Callback`."""
+        if len(run.history):
+            self.on_epoch(run)
+
+    def on_epoch(self, run: Run) -> None:
+        """See `Callback`."""
+        best, since = math.inf, 0
+        for value in run.history[self.measure]:
+            better = self.sign * value < best - self.min_change
+            best, since = (self.sign * value, 0) if better else (best, since + 1)
+        if since >= self.patience:
+            run.stop()
+
+
+class HistoryFile(Callback):
+    """Keeps the history in a file, whole at any moment: CSV or JSON, by its suffix."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if self.path.suffix not in _FORMATS:
+            raise InvalidInput(
+                f"a history file ends in {' or '.join(_FORMATS)}, got {self.path.name}"
+            )
+
+    def on_epoch(self, run: Run) -> None:
+        """See `Callback`."""
+        write_atomic(self.path, _FORMATS[self.path.suffix](run.history).encode())
+
+
+_FORMATS: Final = {".csv": lambda h: h.csv(), ".json": lambda h: h.json()}

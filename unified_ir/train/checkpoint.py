@@ -1,0 +1,108 @@
+"""Checkpoints: the newest whole snapshots of a run in a folder of their own.
+
+A process killed at any instant leaves whole files only. A damaged one is passed over with a warning
+and the one before is taken; what was trained since is trained again, to the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from pathlib import Path
+from typing import Final
+
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.train.callbacks import Callback
+from triplane.unified_ir.train.run import Run
+from triplane.unified_ir.train.snapshot import Snapshot, read
+
+NAME: Final = re.compile(r"step-(\d{12})\.tpc")
+LEFTOVER: Final = ".step-*.tmp"
+"""What a process killed while writing leaves behind."""
+
+
+class Checkpoint(Callback):
+    """Saves a run in `folder` after every `every_epochs` epochs and, if given, `every_steps` steps.
+
+    Keeps the newest `keep` files. One run at a time uses a folder.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        every_steps: int | None = None,
+        every_epochs: int = 1,
+        keep: int = 2,
+    ) -> None:
+        if min(every_epochs, keep, every_steps or 1) < 1:
+            raise InvalidInput(
+                "Checkpoint needs every_epochs, every_steps and keep >= 1, got "
+                f"{every_epochs}, {every_steps}, {keep}"
+            )
+        self.folder = Path(folder)
+        self.every_steps, self.every_epochs, self.keep = every_steps, every_epochs, keep
+        self._saved: tuple[int, int] | None = None
+
+    def files(self) -> list[Path]:
+        """Checkpoints in the folder, oldest first."""
+        found = self.folder.glob("step-*.tpc") if self.folder.is_dir() else ()
+        return sorted(path for path in found if NAME.fullmatch(path.name))
+
+    def newest(self) -> Snapshot | None:
+        """The newest snapshot that is whole, None in an empty folder.
+
+        Corrupt when there are files and all are damaged: starting anew would hide the loss.
+        """
+        damaged = []
+        for path in reversed(self.files()):
+            try:
+                return read(path)
+            except Corrupt as error:
+                damaged.append(path)
+                warnings.warn(
+                    f"checkpoint {path.name} is damaged and passed over: {error}", stacklevel=4
+                )
+        if damaged:
+            raise Corrupt(
+                f"all {len(damaged)} checkpoints in {self.folder} are damaged; move them away "
+                "to start anew"
+            )
+        return None
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Writes one more checkpoint, then drops the oldest beyond `keep`."""
+        path = self.folder / f"step-{snapshot.place.step:012d}.tpc"
+        snapshot.write(path)
+        for old in self.files()[: -self.keep]:
+            old.unlink(missing_ok=True)
+        return path
+
+    def on_start(self, run: Run) -> None:
+        """See `Callback`."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob(LEFTOVER):
+            with contextlib.suppress(OSError):
+                left.unlink()
+        self._saved = None
+
+    def on_step(self, run: Run) -> None:
+        """See `Callback`."""
+        if self.every_steps is not None and run.step % self.every_steps == 0:
+            self._save(run)
+
+    def on_epoch(self, run: Run) -> None:
+        """See `Callback`."""
+        if run.epoch % self.every_epochs == 0:
+            self._save(run)
+
+    def on_end(self, run: Run) -> None:
+        """See `Callback`."""
+        self._save(run)
+
+    def _save(self, run: Run) -> None:
+        here = (run.step, run.epoch)
+        if here != self._saved:
+            self.save(run.snapshot())
+            self._saved = here

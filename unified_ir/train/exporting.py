@@ -1,0 +1,79 @@
+"""A trained model as an IR module: functions by entry, state with roles, and what it is."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Final, Literal, get_args
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir import Function, Module, Role, StateTensor
+from triplane.unified_ir.optim import SGD, Constant, Optimizer
+from triplane.unified_ir.train import step
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.train.trainer import Trainer
+
+Entry = Literal["predict", "evaluate", "train_step", "local_update", "adapt", "gradients"]
+ENTRIES: Final[tuple[str, ...]] = get_args(Entry)
+DEFAULT_LOCAL_LR: Final = 0.01
+
+
+def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | None) -> Module:
+    """See `Trainer.export`."""
+    unknown = [e for e in entries if e not in ENTRIES]
+    if unknown or not entries:
+        raise InvalidInput(f"entries are some of {', '.join(ENTRIES)}, got {unknown or 'none'}")
+    functions = {name: _function(trainer, name, local_lr) for name in dict.fromkeys(entries)}
+    return Module(
+        functions=functions,
+        entries={name: name for name in functions},
+        state=_state(trainer, with_optimizer="train_step" in functions),
+        meta=_meta(trainer),
+    )
+
+
+def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
+    model = trainer.model
+    match name:
+        case "predict":
+            return step.predict(model.cell, list(model.inputs.values()), model.loss.output)
+        case "evaluate":
+            return step.evaluate(model)
+        case "train_step":
+            return trainer.train_function()
+        case "gradients":
+            return step.gradients(model)
+    lr = local_rate(trainer.optimizer) if local_lr is None else local_lr
+    return step.local_update(model, SGD(lr), name=name)
+
+
+def local_rate(optimizer: Optimizer) -> float:
+    """The rate of plain gradient descent that stands for an optimizer on a device."""
+    if isinstance(optimizer, SGD) and not optimizer.counts():
+        return optimizer.lr.value if isinstance(optimizer.lr, Constant) else float(optimizer.lr)  # type: ignore[arg-type]
+    return DEFAULT_LOCAL_LR
+
+
+def _state(trainer: Trainer, *, with_optimizer: bool) -> dict[str, StateTensor]:
+    roles = trainer.roles()
+    return {
+        name: StateTensor(roles[name], array.copy())
+        for name, array in trainer.state().items()
+        if with_optimizer or roles[name] is not Role.OPTIMIZER
+    }
+
+
+def _meta(trainer: Trainer) -> dict[str, str]:
+    """Text by key; lists and mappings as JSON."""
+    model, cell = trainer.model, type(trainer.cell)
+    inputs = {name: str(type_) for name, type_ in model.inputs.items()}
+    return {
+        "cell": f"{cell.__module__}:{cell.__qualname__}",
+        "inputs": json.dumps(inputs),
+        "labels": json.dumps(list(trainer.labels)),
+        "loss": type(model.loss).__name__,
+        "metrics": json.dumps(list(model.metrics)),
+        "optimizer": repr(trainer.optimizer),
+        "output": model.loss.output,
+        "target": json.dumps({model.target[0]: str(model.target[1])}),
+    }

@@ -1,0 +1,140 @@
+"""One run of a trainer: the loop over epochs and batches, with the state on the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.engines import Loop
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.train import step
+from triplane.unified_ir.train.batches import Batch, Source
+from triplane.unified_ir.train.callbacks import Callback
+from triplane.unified_ir.train.diagnosis import NonFinite, finite, first_nonfinite
+from triplane.unified_ir.train.history import Row, scalars
+from triplane.unified_ir.train.run import Run
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.train.trainer import Trainer
+
+
+class Fit:
+    """One run: the loop over epochs and batches with the state on the engine."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        source: Source,
+        validation: Any,
+        callbacks: Sequence[Callback],
+        goal: int,
+    ) -> None:
+        self.trainer, self.source, self.validation = trainer, source, validation
+        self.callbacks, self.goal = callbacks, goal
+        self.program = trainer.training_program()
+        self.names = trainer.model.batch_names()
+        held = trainer.state_names(self.program.function)
+        state = trainer.state()
+        self.anchor = {k: state[k] for k in held}
+        self.start = trainer.place.position
+        self.loop: Loop = self.program.loop(self.anchor)
+        self.info = Run(
+            trainer.place,
+            trainer.history,
+            epochs=goal,
+            batches=source.count,
+            snapshot=lambda: trainer.snapshot(
+                self.loop.state(), batch_size=source.size, samples=source.samples or 0
+            ),
+        )
+
+    def run(self) -> None:
+        """Trains to the goal; the state is written back unless the loss was not finite."""
+        try:
+            self._call("on_start")
+            while self.trainer.place.epoch < self.goal and not self.info.stopped:
+                if self._epoch():
+                    self._finish_epoch()
+        except NonFinite:
+            raise
+        except BaseException:
+            self.trainer.write_back(self.loop.state())
+            raise
+        self.trainer.write_back(self.loop.state())
+        self._call("on_end")
+
+    def _call(self, moment: str) -> None:
+        for callback in self.callbacks:
+            getattr(callback, moment)(self.info)
+
+    def _epoch(self) -> bool:
+        """The rest of an epoch; False when it was stopped in between."""
+        place = self.trainer.place
+        for batch in self.source.epoch(place.epoch, first=place.position):
+            results = self.loop.step(**dict(zip(self.names, batch, strict=True)))
+            self.info.results = scalars(results)
+            if not np.isfinite(self.info.results[step.LOSS]):
+                self._explain()
+            place.advance(self.info.results, len(batch[-1]))
+            self._call("on_step")
+            if self.info.stopped:
+                return False
+        if not place.rows:
+            raise InvalidInput(f"epoch {place.epoch + 1} has no batches; {_ONCE}")
+        return True
+
+    def _finish_epoch(self) -> None:
+        trainer, place = self.trainer, self.trainer.place
+        row: Row = {"epoch": place.epoch + 1, "step": place.step, **place.means()}
+        state = self.loop.state()
+        trainer.write_back(state)
+        self.anchor, self.start = state, 0
+        if self.validation is not None:
+            measured = trainer.measure(self.validation, trainer.state())
+            row |= {f"validation.{k}": v for k, v in measured.items()}
+        place.next_epoch()
+        trainer.history.rows.append(row)
+        self._call("on_epoch")
+
+    def _explain(self) -> None:
+        """Raises NonFinite, after going through the epoch again to the first bad step."""
+        place = self.trainer.place
+        number = place.step + 1
+        step_number, cause = number, ""
+        if self.source.repeats():
+            for i, (state, batch) in enumerate(self._replayed()):
+                named = dict(zip(self.names, batch, strict=True))
+                cause = first_nonfinite(self.program.function, {**state, **named})
+                step_number = number - (place.position - self.start) + i
+        raise NonFinite(
+            f"the loss of step {number} (epoch {place.epoch + 1}) is "
+            f"{self.info.results[step.LOSS]}; {_cause(cause, step_number)}; a smaller learning "
+            "rate, clip_norm, or data without extremes usually helps",
+            step=number,
+            cause=cause,
+        )
+
+    def _replayed(self) -> Iterator[tuple[dict[str, Array], Batch]]:
+        """State before and batch of the first step of this epoch after which all is not finite."""
+        place = self.trainer.place
+        loop = self.program.loop(self.anchor)
+        before = loop.state()
+        for batch in self.source.epoch(place.epoch, first=self.start):
+            results = loop.step(**dict(zip(self.names, batch, strict=True)))
+            after = loop.state()
+            if not all(finite(a) for a in (*after.values(), *results.values())):
+                yield before, batch
+                return
+            before = after
+
+
+_ONCE: Final = "give data that can be gone through once per epoch, not an iterator that ends"
+
+
+def _cause(cause: str, number: int) -> str:
+    if not cause:
+        return "the reference engine finds every value of that step finite"
+    return f"first, at step {number}: {cause}"

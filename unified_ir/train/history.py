@@ -1,0 +1,98 @@
+"""Where a run stands, and what its epochs gave."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from triplane.proto.errors import NotFound
+from triplane.unified_ir.ir.graph import Array
+
+Row = dict[str, float]
+
+
+@dataclass
+class Place:
+    """Where a run stands: what comes next is batch `position` of epoch `epoch`, both from 0.
+
+    step: updates done. rows: samples seen in this epoch; sums: each result summed over them.
+    """
+
+    epoch: int = 0
+    position: int = 0
+    step: int = 0
+    rows: int = 0
+    sums: Row = field(default_factory=dict)
+
+    def advance(self, results: Mapping[str, float], rows: int) -> None:
+        """One batch of `rows` samples is done; `results` are means over it."""
+        self.position += 1
+        self.step += 1
+        self.rows += rows
+        for name, value in results.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value * rows
+
+    def means(self) -> Row:
+        """Means over the samples of this epoch so far."""
+        return {name: total / self.rows for name, total in self.sums.items()}
+
+    def next_epoch(self) -> None:
+        """The epoch is over."""
+        self.epoch += 1
+        self.position = self.rows = 0
+        self.sums = {}
+
+
+def scalars(results: Mapping[str, Array]) -> Row:
+    """The results with one element, as numbers."""
+    return {name: float(v.reshape(())) for name, v in results.items() if v.size == 1}
+
+
+class History:
+    """One row per epoch, from 1.
+
+    Columns: `epoch`, `step`, the means of the training results over the epoch, and
+    `validation.NAME` for each measure on held-out data.
+    """
+
+    def __init__(self, rows: list[Row] | None = None) -> None:
+        self.rows: list[Row] = list(rows or [])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __getitem__(self, name: str) -> list[float]:
+        """The column `name`, one value per epoch that has it."""
+        found = [row[name] for row in self.rows if name in row]
+        if not found:
+            raise NotFound(f"no epoch has {name!r}; there are {', '.join(self.columns())}")
+        return found
+
+    @property
+    def last(self) -> Row:
+        """The newest row."""
+        if not self.rows:
+            raise NotFound("no epoch is finished yet")
+        return dict(self.rows[-1])
+
+    def columns(self) -> list[str]:
+        """Names that occur, in order of appearance."""
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    def csv(self) -> str:
+        """As comma-separated values with a header."""
+        out = io.StringIO()
+        writer = csv.DictWriter(out, self.columns(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        return out.getvalue()
+
+    def json(self) -> str:
+        """As a JSON list of rows."""
+        return json.dumps(self.rows, indent=1) + "\n"

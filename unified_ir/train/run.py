@@ -1,0 +1,56 @@
+"""What callbacks see of a run under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.train.history import History, Place, Row
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.train.snapshot import Snapshot
+
+
+class Run:
+    """One call of `Trainer.fit` under way.
+
+    epochs: the epoch at which it ends. batches: batches per epoch, None where unknown.
+    results: of the newest step, scalars by name.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        history: History,
+        *,
+        epochs: int,
+        batches: int | None,
+        snapshot: Callable[[], Snapshot],
+    ) -> None:
+        self.place = place
+        self.history = history
+        self.epochs = epochs
+        self.batches = batches
+        self.results: Row = {}
+        self.stopped = False
+        self.snapshot = snapshot
+        """Everything a checkpoint holds, copied now."""
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self.place.step
+
+    @property
+    def epoch(self) -> int:
+        """Epochs finished."""
+        return self.place.epoch
+
+    def state(self) -> Mapping[str, Array]:
+        """A copy of the whole state: parameters, buffers, keys, optimizer."""
+        return self.snapshot().state
+
+    def stop(self) -> None:
+        """Ends the run after this step or epoch; it can be resumed."""
+        self.stopped = True

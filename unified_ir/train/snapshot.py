@@ -1,0 +1,116 @@
+"""Everything a run needs to go on as if it had never stopped, and its file.
+
+The file is a container of kind "checkpoint" with `state.safetensors` (every tensor with its role)
+and `progress.json`; it is written whole or not at all. Reading copies the arrays.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from triplane.proto.errors import Corrupt
+from triplane.unified_ir.files import container
+from triplane.unified_ir.files.container import Container
+from triplane.unified_ir.ir.graph import Array, Role
+from triplane.unified_ir.train.history import History, Place, Row
+
+STATE: Final = "state.safetensors"
+PROGRESS: Final = "progress.json"
+MAX_PROGRESS_BYTES: Final = 64 << 20
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A run's state and place.
+
+    samples: rows per epoch of its data, 0 where unknown; the order of batches depends on it, on
+    `seed` and on `batch_size`.
+    """
+
+    state: Mapping[str, Array]
+    roles: Mapping[str, Role]
+    place: Place
+    history: History
+    seed: int
+    batch_size: int
+    samples: int
+
+    def write(self, path: Path) -> None:
+        """Writes the file whole or not at all."""
+        progress = {
+            "format": FORMAT,
+            "place": asdict(self.place),
+            "history": self.history.rows,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "samples": self.samples,
+        }
+        parts = [
+            container.part(PROGRESS, json.dumps(progress, sort_keys=True).encode()),
+            container.tensor_part(STATE, self.state, {k: str(r) for k, r in self.roles.items()}),
+        ]
+        container.write(path, "checkpoint", parts)
+
+
+def read(path: Path) -> Snapshot:
+    """The snapshot in a file; Corrupt names what is damaged, NotFound where there is none."""
+    file = Container(path, kind="checkpoint")
+    file.verify()
+    progress = _progress(file)
+    state = {name: tensor.data.copy() for name, tensor in file.tensors(STATE).items()}
+    try:
+        roles = {t.name: Role(t.role) for t in file.manifest.tensors_of(STATE)}
+        return Snapshot(
+            state=state,
+            roles=roles,
+            place=_place(progress["place"]),
+            history=History([_row(row) for row in progress["history"]]),
+            seed=_count(progress["seed"]),
+            batch_size=_count(progress["batch_size"]),
+            samples=_count(progress["samples"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"{path.name}: part {PROGRESS!r} is not a run's progress: {error}") from error
+
+
+def _progress(file: Container) -> dict[str, Any]:
+    where = f"{file.path.name}: part {PROGRESS!r}"
+    data = file.part(PROGRESS)
+    if len(data) > MAX_PROGRESS_BYTES:
+        raise Corrupt(f"{where}: {len(data)} bytes, at most {MAX_PROGRESS_BYTES} are read")
+    try:
+        found = json.loads(bytes(data))
+    except (ValueError, RecursionError) as error:
+        raise Corrupt(f"{where} is not JSON: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise Corrupt(f"{where} is not of format {FORMAT}")
+    return found
+
+
+def _place(found: Any) -> Place:
+    counts = {k: _count(found[k]) for k in ("epoch", "position", "step", "rows")}
+    return Place(**counts, sums=_row(found["sums"]))
+
+
+def _row(found: Any) -> Row:
+    if not isinstance(found, dict):
+        raise TypeError("a row maps names to numbers")
+    return {str(k): _number(v) for k, v in found.items()}
+
+
+def _number(x: Any) -> float:
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise TypeError(f"{x!r} is no number")
+    return x
+
+
+def _count(x: Any) -> int:
+    if _number(x) < 0 or not math.isfinite(x) or x != int(x):
+        raise ValueError(f"{x!r} is no count")
+    return int(x)

@@ -1,0 +1,244 @@
+"""The functions of a model in training, each one closed graph.
+
+`train_step` is forward, loss, backward, clipping, optimizer and schedule in one: it takes a batch
+and the state and gives the loss, metrics, summaries, and every state tensor's new value under its
+own name. The batch axis is the symbol N everywhere, so one graph takes any batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.autodiff import GRAD, value_and_grad
+from triplane.unified_ir.frontend.cell import Cell
+from triplane.unified_ir.frontend.trace import traced
+from triplane.unified_ir.ir.graph import Array, Function, Node, Value
+from triplane.unified_ir.ir.types import TensorSpec, TensorType
+from triplane.unified_ir.nn.losses import Loss, Metric
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.inline import inline
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.optim import Optimizer, clip_by_global_norm
+from triplane.unified_ir.passes.clean import clean
+from triplane.unified_ir.train.batches import Batch
+
+BATCH: Final = "N"
+"""The symbol of the batch axis."""
+LOSS: Final = "loss"
+"""The result to be made small."""
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A cell with its loss, metrics and the types of its inputs and target.
+
+    inputs: type by the name the cell's `construct` gives it. target: its name and type.
+    """
+
+    cell: Cell
+    loss: Loss
+    metrics: Mapping[str, Metric]
+    inputs: Mapping[str, TensorType]
+    target: tuple[str, TensorType]
+
+    def batch_names(self) -> tuple[str, ...]:
+        """Names of a batch's arrays, the target's last."""
+        return (*self.inputs, self.target[0])
+
+    def trainable(self) -> tuple[str, ...]:
+        """Paths of the state that training changes by gradients."""
+        return tuple(k for k, p in self.cell.parameters().items() if p.trainable)
+
+
+def model_of(cell: Cell, loss: Loss, metrics: Mapping[str, Metric] | None, batch: Batch) -> Model:
+    """The model for batches such as this one."""
+    *inputs, target = (batch_type(a) for a in batch)
+    names = _input_names(cell, len(inputs))
+    target_name = "y" if "y" not in names else "target"
+    chosen = loss.metrics() if metrics is None else metrics
+    model = Model(
+        cell, loss, dict(chosen), dict(zip(names, inputs, strict=True)), (target_name, target)
+    )
+    _check_names(model)
+    return model
+
+
+def batch_type(array: Array) -> TensorType:
+    """The type of arrays like this one with any number of rows."""
+    return TensorSpec((BATCH, *array.shape[1:]), array.dtype)
+
+
+def _input_names(cell: Cell, count: int) -> list[str]:
+    """Names of `count` positional arguments of the cell's `construct`."""
+    try:
+        bound = inspect.signature(cell.construct).bind(*range(count))
+    except TypeError as error:
+        raise InvalidInput(
+            f"a batch of {count + 1} arrays gives {type(cell).__name__}.construct {count} inputs "
+            f"(the last array is the target): {error}"
+        ) from None
+    names = []
+    for name, value in bound.arguments.items():
+        many = isinstance(value, tuple)
+        names += [f"{name}{i}" for i in range(len(value))] if many else [name]
+    return names
+
+
+def _check_names(model: Model) -> None:
+    taken = {*model.batch_names(), LOSS, *model.metrics}
+    clash = sorted(taken & model.cell.parameters().keys())
+    clash += [k for k in model.cell.parameters() if k.startswith("optimizer.")]
+    if clash:
+        raise InvalidInput(
+            f"state {clash[0]!r} of {type(model.cell).__name__} has a name that the training step "
+            f"uses ({', '.join(sorted(taken))}, optimizer.*); rename the attribute"
+        )
+
+
+@contextmanager
+def training(cell: Cell, *, on: bool) -> Iterator[None]:
+    """The cell and those below it in training or evaluation mode; each mode returns afterwards."""
+    before = [(c, c.__dict__["training"]) for _, c in cell.cells()]
+    if on:
+        cell.train()
+    else:
+        cell.eval()
+    try:
+        yield
+    finally:
+        for c, mode in before:
+            c.__dict__["training"] = mode
+
+
+def predict(cell: Cell, inputs: Sequence[TensorType], output: str) -> Function:
+    """Inputs and state -> what the cell gives in evaluation mode; a single tensor is `output`."""
+    with training(cell, on=False):
+        found = traced(cell, tuple(inputs), {}, name="predict").function
+    state = cell.parameters()
+    kept = [
+        (n, r) for n, r in zip(found.result_names, found.results, strict=True) if n not in state
+    ]
+    names = tuple(output if n == "y" else n for n, _ in kept)
+    return clean(Function("predict", found.params, tuple(r for _, r in kept), names, found.nodes))
+
+
+def evaluate(model: Model) -> Function:
+    """A batch and state -> loss and metrics, in evaluation mode."""
+    with training(model.cell, on=False):
+        return _only_measures(_objective(model, "evaluate"), model)
+
+
+def gradients(model: Model) -> Function:
+    """A batch and state -> loss, metrics, and `grad.PATH` of each trained parameter."""
+    return _differentiated(model, "gradients")
+
+
+def train_step(model: Model, optimizer: Optimizer, *, clip_norm: float | None = None) -> Function:
+    """One update; see the module."""
+    return _updated(model, optimizer, clip_norm, "train_step")
+
+
+def local_update(model: Model, optimizer: Optimizer, *, name: str = "local_update") -> Function:
+    """One update by an optimizer that needs no state of its own, such as SGD without momentum."""
+    if optimizer.used_slots():
+        raise InvalidInput(
+            f"{name} runs where no optimizer state is kept; {optimizer} keeps "
+            f"{', '.join(optimizer.used_slots())}; use optim.SGD(lr) without momentum"
+        )
+    return _updated(model, optimizer, None, name)
+
+
+def _objective(model: Model, name: str) -> Function:
+    """Results: loss, metrics, assigned state, summaries."""
+
+    def measure(self: Cell, **batch: Tensor) -> dict[str, Any]:
+        arrays = [batch[n] for n in model.batch_names()]
+        output = self(*arrays[:-1])
+        loss = model.loss(output, arrays[-1])
+        if loss.shape != ():
+            raise InvalidInput(
+                f"a loss is a scalar, {type(model.loss).__name__} gave {loss.type}; take the mean"
+            )
+        return {LOSS: loss} | {k: f(output, arrays[-1]) for k, f in model.metrics.items()}
+
+    specs = {**model.inputs, model.target[0]: model.target[1]}
+    found = traced(MethodType(measure, model.cell), (), specs, name=name).function
+    return _reordered(found, [LOSS, *model.metrics])
+
+
+def _reordered(function: Function, first: Sequence[str]) -> Function:
+    """The results named in `first` before the others."""
+    names = [*first, *(n for n in function.result_names if n not in first)]
+    results = tuple(function.result(n) for n in names)
+    return Function(function.name, function.params, results, tuple(names), function.nodes)
+
+
+def _only_measures(function: Function, model: Model) -> Function:
+    """Without state: evaluation changes nothing, whatever a cell assigns."""
+    state = model.cell.parameters().keys()
+    names = [n for n in function.result_names if n not in state]
+    results = tuple(function.result(n) for n in names)
+    return clean(Function(function.name, function.params, results, tuple(names), function.nodes))
+
+
+def _differentiated(model: Model, name: str) -> Function:
+    with training(model.cell, on=True):
+        forward = _objective(model, name)
+    wanted = model.trainable()
+    if not wanted:
+        raise InvalidInput(f"{type(model.cell).__name__} has no trainable parameter")
+    unused = [k for k in wanted if k not in forward.param_names]
+    if not unused:
+        found = value_and_grad(forward, wanted, of=LOSS)
+        unused = [k for k in wanted if _is_zero(found, found.result(GRAD + k))]
+    if unused:
+        raise InvalidInput(
+            f"the loss does not depend on {', '.join(map(repr, unused))}, whose gradient is zero "
+            "by construction; use it, remove it, or create it with trainable=False"
+        )
+    return Function(name, found.params, found.results, found.result_names, found.nodes)
+
+
+def _is_zero(function: Function, value: Value) -> bool:
+    """Whether a gradient is the constant zero that stands for `no dependence`."""
+    producer: dict[Value, Node] = {v: node for node in function.nodes for v in node.outputs}
+    node = producer.get(value)
+    while node is not None and node.op.name in ("Expand", "Identity", "Reshape", "Cast"):
+        node = producer.get(node.inputs[0]) if node.inputs[0] is not None else None
+    if node is None or node.op.name != "Constant":
+        return False
+    return not np.any(np.asarray(node.attrs["value"]))
+
+
+def _updated(model: Model, optimizer: Optimizer, clip_norm: float | None, name: str) -> Function:
+    """Gradients, then the optimizer, recorded into one graph."""
+    source = _differentiated(model, name)
+    paths = model.trainable()
+    build = Build(TABLE, name)
+    with build:
+        params = {p.name: build.param(p.name, p.type) for p in source.params}
+        found = dict(zip(source.result_names, inline(source, list(params.values())), strict=True))
+        grads = {k: found.pop(GRAD + k) for k in paths}
+        if clip_norm is not None:
+            grads = clip_by_global_norm(grads, clip_norm)
+        moved = _apply(build, optimizer, {k: params[k] for k in paths}, grads)
+    return clean(build.finish({**found, **moved}))
+
+
+def _apply(
+    build: Build, optimizer: Optimizer, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Next parameters, then next optimizer state."""
+    types = optimizer.state_types({k: p.type for k, p in params.items()})
+    state = {k: build.param(k, t) for k, t in types.items()}
+    moved, after = optimizer.update(params, grads, state)
+    return {**moved, **after}

@@ -1,0 +1,330 @@
+"""`Trainer`: a cell, a loss and an optimizer become one graph per step, run on an engine.
+
+The cell owns parameters, buffers and keys; the trainer owns the optimizer's state and the place in
+the run. During `fit` all of it lives in the engine's buffers; it is written back after each epoch,
+and when `fit` ends in any way but a loss that is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import Conflict, InvalidInput
+from triplane.unified_ir.engines import Engine, Program, engine
+from triplane.unified_ir.frontend.cell import Cell
+from triplane.unified_ir.ir import Function, Module, Role
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.nn.losses import Loss, Metric
+from triplane.unified_ir.optim import Optimizer
+from triplane.unified_ir.train import step
+from triplane.unified_ir.train.batches import Batch, Source, as_batch, in_order
+from triplane.unified_ir.train.callbacks import Callback
+from triplane.unified_ir.train.checkpoint import Checkpoint
+from triplane.unified_ir.train.exporting import Entry, build_module
+from triplane.unified_ir.train.fitting import Fit
+from triplane.unified_ir.train.history import History, Place, Row, scalars
+from triplane.unified_ir.train.progress import Progress, Style
+from triplane.unified_ir.train.snapshot import Snapshot, read
+
+EVALUATION_BATCH: Final = 256
+"""Samples that evaluation and prediction take at once."""
+_LAST_KEY: Final = 2**64 - 1
+"""Keys of random state count down from here; the order of epoch e uses stream e."""
+
+
+class Trainer:
+    """Trains `cell` to make `loss` small.
+
+    loss: an `nn.Loss`, or a function of (output, target) that gives a scalar. metrics: functions
+    of the same by name; by default those that go with the loss. seed: of the order of batches and
+    of random keys (starting weights are `nn.seed`'s). clip_norm: largest norm of all gradients
+    together.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        *,
+        loss: Loss | Metric,
+        optimizer: Optimizer,
+        engine: str | Engine = "onnx",
+        seed: int = 0,
+        metrics: Mapping[str, Metric] | None = None,
+        callbacks: Sequence[Callback] = (),
+        clip_norm: float | None = None,
+        labels: Sequence[str] = (),
+    ) -> None:
+        self.cell = cell
+        self.loss = loss if isinstance(loss, Loss) else _Function(loss)
+        self.optimizer = optimizer
+        self.engine = engine
+        self.seed = seed
+        self.metrics = metrics
+        self.callbacks = tuple(callbacks)
+        self.clip_norm = clip_norm
+        self.labels = tuple(labels)
+        self.place = Place()
+        self.history = History()
+        self._model: step.Model | None = None
+        self._optimizer_state: dict[str, Array] | None = None
+        self._programs: dict[Any, Program] = {}
+        _set_keys(cell, seed)
+
+    def fit(
+        self,
+        data: Any,
+        epochs: int,
+        *,
+        batch_size: int = 32,
+        validation: Any = None,
+        checkpoint: str | Path | Checkpoint | None = None,
+        resume: bool = True,
+        progress: Style | Progress = "auto",
+    ) -> History:
+        """Trains for `epochs` more epochs and gives the history of all.
+
+        data, validation: a `data.Dataset`, a tuple of arrays (x, y), or an iterable of batches.
+        checkpoint: a folder; with `resume` the run goes on from its newest checkpoint to the same
+        bits as if it had never stopped, without it the folder must hold none (else Conflict).
+        NonFinite: the loss became NaN or infinite; the error names the first operator that did.
+        """
+        source = Source(data, batch_size, self.seed)
+        self._prepare(source.peek(), data)
+        goal = self.place.epoch + epochs
+        keeper = Checkpoint(checkpoint) if isinstance(checkpoint, (str, Path)) else checkpoint
+        if keeper is not None:
+            self._resume(keeper, source, resume=resume)
+        shown = progress if isinstance(progress, Progress) else Progress(progress)
+        callbacks = [*self.callbacks, *([keeper] if keeper else []), shown]
+        try:
+            Fit(self, source, validation, callbacks, goal).run()
+        finally:
+            shown.close()
+        return self.history
+
+    def evaluate(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Row:
+        """Means of loss and metrics over all samples of `data`, in evaluation mode."""
+        return self.measure(data, self.state(), batch_size)
+
+    def measure(
+        self, data: Any, state: Mapping[str, Array], batch_size: int = EVALUATION_BATCH
+    ) -> Row:
+        """As `evaluate`, on a given state."""
+        place = Place()
+        for batch in in_order(data, batch_size):
+            program = self._evaluation(batch)
+            given = {**state, **dict(zip(self.model.batch_names(), batch, strict=True))}
+            values = program(*(given[n] for n in program.function.param_names))
+            named = dict(zip(program.function.result_names, values, strict=True))
+            place.advance(scalars(named), len(batch[-1]))
+        if not place.rows:
+            raise InvalidInput("there is no data to evaluate on")
+        return place.means()
+
+    def predict(self, *inputs: Any, batch_size: int = EVALUATION_BATCH) -> Any:
+        """The output in evaluation mode: one array, or a dict by name where there are several."""
+        arrays = as_batch((*inputs, np.zeros(len(inputs[0]))) if inputs else ())[:-1]
+        function, program = self._prediction(arrays)
+        state = self.state()
+        names = [n for n in function.param_names if n not in state]
+        parts = []
+        for start in range(0, len(arrays[0]), batch_size):
+            rows = [a[start : start + batch_size] for a in arrays]
+            given = {**state, **dict(zip(names, rows, strict=True))}
+            parts.append(program(*(given[n] for n in function.param_names)))
+        joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        if len(joined) == 1:
+            return joined[0]
+        return dict(zip(function.result_names, joined, strict=True))
+
+    def export(
+        self,
+        entries: Iterable[Entry] = ("predict", "evaluate", "train_step"),
+        *,
+        local_lr: float | None = None,
+    ) -> Module:
+        """The functions and state as an IR module.
+
+        entries: of "predict", "evaluate", "train_step", "local_update", "adapt" and "gradients";
+        the optimizer's state comes along with `train_step`. `local_update` and `adapt` are plain
+        gradient descent at the constant rate `local_lr` (by default the optimizer's where that is
+        constant, else 0.01): a device keeps no optimizer state.
+        """
+        return build_module(self, tuple(entries), local_lr)
+
+    def save(self, path: str | Path) -> None:
+        """Writes everything a run needs to go on; see `load`."""
+        self.snapshot(self.state(), batch_size=0, samples=0).write(Path(path))
+
+    def load(self, path: str | Path) -> None:
+        """Goes on from what `save` or a checkpoint wrote; the model and optimizer are the same."""
+        self._restore(read(Path(path)))
+
+    @property
+    def model(self) -> step.Model:
+        """Cell, loss and types of a batch, known from the first data seen."""
+        if self._model is None:
+            raise InvalidInput(
+                "the trainer has not seen data yet, so sizes are unknown; call fit or evaluate "
+                "first, or prepare(x, y) with one batch"
+            )
+        return self._model
+
+    def prepare(self, *batch: Any) -> None:
+        """Fixes the types of a batch from an example (x, y), for `export` without training."""
+        self._prepare(as_batch(batch), None)
+
+    def _prepare(self, batch: Batch, data: Any) -> None:
+        """Traces for batches like this one; a change of type traces again."""
+        self.labels = self.labels or tuple(getattr(data, "labels", ()))
+        types = tuple(step.batch_type(a) for a in batch)
+        known = self._model
+        if known is None or types != (*known.inputs.values(), known.target[1]):
+            self._model = step.model_of(self.cell, self.loss, self.metrics, batch)
+            self._programs.clear()
+
+    def train_function(self) -> Function:
+        """The training step as an IR function."""
+        return step.train_step(self.model, self.optimizer, clip_norm=self.clip_norm)
+
+    def training_program(self) -> Program:
+        """The training step on the engine, its state donated."""
+        key = ("train", self._signature())
+        if key not in self._programs:
+            function = self.train_function()
+            state = self.state_names(function)
+            self._programs[key] = self._engine().compile(function, donate=state)
+        return self._programs[key]
+
+    def _evaluation(self, batch: Batch) -> Program:
+        if self._model is None:
+            self._prepare(batch, None)
+        return self._compiled("evaluate", lambda: step.evaluate(self.model))
+
+    def _prediction(self, arrays: Sequence[Array]) -> tuple[Function, Program]:
+        types = [step.batch_type(a) for a in arrays]
+        program = self._compiled(
+            ("predict", str(types)), lambda: step.predict(self.cell, types, self.loss.output)
+        )
+        return program.function, program
+
+    def _compiled(self, name: Any, make: Callable[[], Function]) -> Program:
+        key = (name, self._signature())
+        if key not in self._programs:
+            self._programs[key] = self._engine().compile(make())
+        return self._programs[key]
+
+    def _signature(self) -> Any:
+        """What of the cell is fixed in its graphs."""
+        return tuple((k, str(p.type), p.trainable) for k, p in self.cell.parameters().items())
+
+    def _engine(self) -> Engine:
+        return engine(self.engine) if isinstance(self.engine, str) else self.engine
+
+    def state_names(self, function: Function) -> tuple[str, ...]:
+        """State that a function of batches reads."""
+        batch = self.model.batch_names()
+        return tuple(n for n in function.param_names if n not in batch)
+
+    def _trainable(self) -> dict[str, Array]:
+        return {k: p.array for k, p in self.cell.parameters().items() if p.trainable}
+
+    def optimizer_state(self) -> dict[str, Array]:
+        """The optimizer's state by name, zeros before the first step."""
+        if self._optimizer_state is None:
+            self._optimizer_state = self.optimizer.init(self._trainable())
+        return self._optimizer_state
+
+    def state(self) -> dict[str, Array]:
+        """All state: the cell's and the optimizer's."""
+        own = {k: p.array for k, p in self.cell.parameters().items()}
+        return {**own, **self.optimizer_state()}
+
+    def roles(self) -> dict[str, Role]:
+        """The role of every state tensor."""
+        own = {k: p.role for k, p in self.cell.parameters().items()}
+        return {**own, **dict.fromkeys(self.optimizer_state(), Role.OPTIMIZER)}
+
+    def write_back(self, state: Mapping[str, Array]) -> None:
+        """Takes state from an engine's buffers into the cell and the trainer."""
+        own = self.cell.parameters()
+        kept = self.optimizer_state()
+        for name, array in state.items():
+            if name in own:
+                own[name].array = array
+            else:
+                kept[name] = array
+
+    def snapshot(self, state: Mapping[str, Array], *, batch_size: int, samples: int) -> Snapshot:
+        """Everything a run needs to go on, with `state` in place of what is here."""
+        return Snapshot(
+            state={**self.state(), **state},
+            roles=self.roles(),
+            place=self.place,
+            history=self.history,
+            seed=self.seed,
+            batch_size=batch_size,
+            samples=samples,
+        )
+
+    def _resume(self, keeper: Checkpoint, source: Source, *, resume: bool) -> None:
+        if not resume and keeper.files():
+            raise Conflict(
+                f"{keeper.folder} holds checkpoints of a run; resume it, or name another folder"
+            )
+        found = keeper.newest() if resume else None
+        if found is None:
+            return
+        _check_order(found, source)
+        self._restore(found)
+
+    def _restore(self, found: Snapshot) -> None:
+        """Takes a snapshot of the same model and optimizer, or (Conflict) nothing."""
+        own = {k: (a.dtype, a.shape) for k, a in self.state().items()}
+        theirs = {k: (a.dtype, a.shape) for k, a in found.state.items()}
+        odd = sorted(k for k in own.keys() | theirs.keys() if own.get(k) != theirs.get(k))
+        if odd:
+            raise Conflict(
+                f"the checkpoint is of another model or optimizer: {odd[0]!r} is "
+                f"{theirs.get(odd[0], 'absent')} there and {own.get(odd[0], 'absent')} here"
+            )
+        if found.seed != self.seed:
+            raise Conflict(
+                f"the checkpoint is of a run with seed {found.seed}, this trainer has {self.seed}"
+            )
+        self.write_back(found.state)
+        self.place, self.history = found.place, found.history
+
+
+def _check_order(found: Snapshot, source: Source) -> None:
+    """In the middle of an epoch, the batches that follow must be those that were to follow."""
+    now = (source.size, source.samples or 0)
+    if found.place.position and (found.batch_size, found.samples) != now:
+        raise Conflict(
+            f"the checkpoint lies within an epoch of {found.samples} samples in batches of "
+            f"{found.batch_size}, this run has {now[1]} in batches of {now[0]}"
+        )
+
+
+class _Function(Loss):
+    """A function of (output, target) as a loss."""
+
+    def __init__(self, function: Metric) -> None:
+        super().__init__()
+        self.function = function
+
+    def construct(self, output: Any, target: Any) -> Any:
+        """See the class."""
+        return self.function(output, target)
+
+
+def _set_keys(cell: Cell, seed: int) -> None:
+    """Gives each random key of the cell its start from (seed, its number)."""
+    keys = [p for p in cell.parameters().values() if p.role is Role.KEY]
+    for i, parameter in enumerate(keys):
+        words = np.random.Philox(key=np.array([seed, _LAST_KEY - i], np.uint64)).random_raw(1)
+        parameter.array = np.asarray(words, np.uint64).view(np.uint32).copy()
