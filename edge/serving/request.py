@@ -170,7 +170,8 @@ def _typed(
             f"input {spec.name!r} has {len(values)} values; shape {[*shape]} has {expected}"
         )
     try:
-        return np.array(values, spec.datatype.dtype).reshape(shape)
+        # a list: as an array, protobuf 7 fields would wrap numbers that do not fit
+        return np.array(list(values), spec.datatype.dtype).reshape(shape)
     except OverflowError as error:
         raise InvalidInput(
             f"input {spec.name!r} has a value that {spec.datatype.name} cannot hold"
