@@ -62,11 +62,13 @@ def _compare(name: str, f: Any) -> Op:
 
 
 def _pow_vjp(g: Tensor, y: Tensor, x: Tensor, p: Tensor) -> Any:
+    """The exponent may have an element type of its own; its cotangent has it too."""
     base = where(x > 0.0, x, 1.0)
-    return (
-        sum_to(g * p * pow_(x, p - 1.0), x),
-        sum_to(g * where(x > 0.0, y * log(base), 0.0), p),
-    )
+    exponent = p.cast(x.dtype)
+    d_p = None
+    if p.dtype.is_float:
+        d_p = sum_to(g * where(x > 0.0, y * log(base), 0.0), p).cast(p.dtype)
+    return sum_to(g * exponent * pow_(x, exponent - 1.0), x), d_p
 
 
 def _div_reference(a: Any, b: Any) -> Any:
