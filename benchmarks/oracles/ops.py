@@ -1,0 +1,295 @@
+"""PyTorch's values and gradients of operators, as golden files for the conformance suite.
+
+`python -m benchmarks.oracles.ops FOLDER`, in the peers' interpreter, writes one npz per case in
+float64: operands `x.NAME`, results `y.I`, random cotangents `v.I` of the floating-point results,
+gradients `g.NAME` of sum(v y), directions `u.NAME`, and second-order gradients `h.NAME` of
+sum(u g). The same machine and PyTorch give the same bytes; others differ in the last digits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Make = Callable[[np.random.Generator], Mapping[str, Array]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Operands and PyTorch's function of them; `second` where a second derivative is compared."""
+
+    make: Make
+    function: Callable[..., Any]
+    second: bool = True
+
+
+def normal(**shapes: tuple[int, ...]) -> Make:
+    """Standard normal operands."""
+    return lambda rng: {k: rng.standard_normal(s) for k, s in shapes.items()}
+
+
+def positive(**shapes: tuple[int, ...]) -> Make:
+    """Operands in 0.5..2."""
+    return lambda rng: {k: rng.uniform(0.5, 2, s) for k, s in shapes.items()}
+
+
+def fixed(**values: Any) -> Make:
+    """The operands themselves."""
+    return lambda _: {k: np.asarray(v) for k, v in values.items()}
+
+
+def both(*makers: Make) -> Make:
+    """Operands of several makers."""
+
+    def make(rng: np.random.Generator) -> dict[str, Array]:
+        return {k: v for maker in makers for k, v in maker(rng).items()}
+
+    return make
+
+
+def coarse(**shapes: tuple[int, ...]) -> Make:
+    """Whole numbers from a small range: ties everywhere."""
+    return lambda rng: {k: rng.integers(-1, 2, s).astype(float) for k, s in shapes.items()}
+
+
+def _first_max(x: Any, kernel: Any, **options: Any) -> Any:
+    return F.max_pool2d(x, kernel, **options, return_indices=True)[1].flatten(2)
+
+
+def _unpool(g: Any, x: Any) -> Any:
+    index = _first_max(x.detach(), 2)
+    return torch.zeros_like(x).flatten(2).scatter_add(2, index, g.flatten(2)).reshape(x.shape)
+
+
+def _select(t: Any, x: Any) -> Any:
+    index = _first_max(x.detach(), 2)
+    return t.flatten(2).gather(2, index).reshape(*x.shape[:2], 2, 2)
+
+
+def _batch_norm_training(x: Any, scale: Any, bias: Any, mean: Any, var: Any) -> Any:
+    """Output and blended statistics, 0.75 of the running ones; the variance is the biased one."""
+    y = F.batch_norm(x, None, None, scale, bias, training=True)
+    batch_var, batch_mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    return y, 0.75 * mean + 0.25 * batch_mean, 0.75 * var + 0.25 * batch_var
+
+
+def _blank_corner(rng: np.random.Generator) -> dict[str, Array]:
+    """An image with a constant background, as scans have: whole windows tie."""
+    x = np.zeros((1, 2, 6, 6))
+    x[:, :, 2:5, 1:4] = np.round(rng.standard_normal((1, 2, 3, 3)), 1)
+    return {"x": x}
+
+
+_conv = normal(x=(2, 4, 7, 6), w=(6, 4, 3, 3), b=(6,))
+_grouped = normal(x=(2, 4, 7, 6), w=(6, 2, 3, 3))
+_labels = fixed(labels=np.array([2, 0, 2, 4]))
+
+# fmt: off
+CASES: Final[Mapping[str, Case]] = {
+    # arithmetic
+    "identity": Case(normal(x=(2, 3)), lambda x: x.clone()),
+    "stop_gradient": Case(normal(x=(2, 3)), lambda x: x * x.detach()),
+    "cast": Case(normal(x=(2, 3)), lambda x: x.float().double(), second=False),
+    "add": Case(normal(a=(2, 1, 3), b=(4, 1)), torch.add),
+    "sub": Case(normal(a=(3,), b=(2, 3)), torch.sub),
+    "mul": Case(normal(a=(2, 1, 3), b=(4, 1)), torch.mul),
+    "div": Case(both(normal(a=(3,)), positive(b=(2, 3))), torch.div),
+    "neg": Case(normal(x=(2, 3)), torch.neg),
+    "abs_at_0": Case(fixed(x=[-1.5, 0.0, 2.0]), torch.abs),
+    "exp": Case(normal(x=(2, 3)), torch.exp),
+    "log": Case(positive(x=(2, 3)), torch.log),
+    "sqrt": Case(positive(x=(2, 3)), torch.sqrt),
+    "reciprocal": Case(positive(x=(2, 3)), torch.reciprocal),
+    "tanh": Case(normal(x=(2, 3)), torch.tanh),
+    "sigmoid": Case(fixed(x=[-40.0, -1.0, 0.0, 2.0, 40.0]), torch.sigmoid),
+    "softplus": Case(fixed(x=[-40.0, -1.0, 0.0, 2.0, 15.0]), F.softplus),
+    "relu_at_0": Case(fixed(x=[-1.0, -0.0, 0.0, 2.0]), torch.relu),
+    "leaky_relu_at_0": Case(fixed(x=[-1.0, 0.0, 2.0]), lambda x: F.leaky_relu(x, 0.2)),
+    "sin": Case(normal(x=(2, 3)), torch.sin),
+    "cos": Case(normal(x=(2, 3)), torch.cos),
+    "erf": Case(normal(x=(2, 3)), torch.erf),
+    "sign": Case(fixed(x=[-1.5, 0.0, 2.0]), torch.sign),
+    "floor": Case(fixed(x=[-1.5, 0.0, 2.7]), torch.floor),
+    "ceil": Case(fixed(x=[-1.5, 0.0, 2.7]), torch.ceil),
+    "round_at_ties": Case(fixed(x=[-1.5, 0.5, 1.5, 2.5, 2.7]), torch.round),
+    "pow": Case(both(positive(x=(2, 3)), normal(p=(3,))), torch.pow),
+    "square_of_negatives": Case(normal(x=(2, 3)), lambda x: x**2),
+    "gelu": Case(normal(x=(2, 3)), F.gelu),
+    "gelu_tanh": Case(normal(x=(2, 3)), lambda x: F.gelu(x, approximate="tanh")),
+    "hard_sigmoid": Case(fixed(x=[-4.0, -1.0, 0.5, 2.0, 4.0]), F.hardsigmoid, second=False),
+    "hard_swish": Case(fixed(x=[-4.0, -1.0, 0.5, 2.0, 4.0]), F.hardswish, second=False),
+    "clip_at_its_bounds": Case(
+        fixed(x=[-2.0, -1.0, 0.3, 1.0, 2.0]), lambda x: torch.clamp(x, -1.0, 1.0)),
+    "maximum_of_ties": Case(coarse(a=(3, 4), b=(4,)), torch.maximum, second=False),
+    "minimum_of_ties": Case(coarse(a=(3, 4), b=(4,)), torch.minimum, second=False),
+    "where": Case(
+        both(fixed(p=[[True, False, True], [False, False, True]]), normal(a=(2, 3), b=(3,))),
+        torch.where),
+    # shape
+    "reshape": Case(normal(x=(2, 6)), lambda x: x.reshape(3, 4)),
+    "transpose": Case(normal(x=(2, 3, 4)), lambda x: x.permute(1, 2, 0)),
+    "expand": Case(normal(x=(3, 1)), lambda x: x.expand(2, 3, 4)),
+    "unsqueeze": Case(normal(x=(2, 3)), lambda x: x[None, :, :, None]),
+    "squeeze": Case(normal(x=(1, 3, 1)), lambda x: x.squeeze(0)),
+    "concat": Case(normal(a=(2, 3), b=(2, 1)), lambda a, b: torch.cat([a, b], 1)),
+    "slice": Case(normal(x=(4, 5)), lambda x: x[1:3, :-1]),
+    "slice_with_steps": Case(normal(x=(7, 2)), lambda x: x[1:7:3]),
+    "pad": Case(normal(x=(2, 3)), lambda x: F.pad(x, (0, 2, 1, 0))),
+    # reductions
+    "sum": Case(normal(x=(2, 3, 4)), lambda x: x.sum((0, 2), keepdim=True)),
+    "mean": Case(normal(x=(2, 3, 4)), lambda x: x.mean((0, 2))),
+    "amax_of_ties": Case(coarse(x=(3, 4, 3)), lambda x: x.amax((0, 2)), second=False),
+    "amin_of_ties": Case(coarse(x=(3, 4, 3)), lambda x: x.amin(1), second=False),
+    "softmax": Case(normal(x=(2, 3, 4)), lambda x: x.softmax(1)),
+    "log_softmax": Case(normal(x=(2, 5)), lambda x: x.log_softmax(-1)),
+    "masked_softmax": Case(
+        normal(x=(2, 5)), lambda x: (x + torch.tensor([0, 0, -torch.inf, 0, -1e9])).softmax(-1)),
+    "cross_entropy": Case(
+        both(normal(logits=(4, 5)), _labels), lambda logits, labels: F.cross_entropy(
+            logits, labels, reduction="none")),
+    "binary_cross_entropy": Case(
+        both(fixed(logits=[-30.0, -1.0, 0.5, 30.0]), fixed(targets=[0.0, 1.0, 0.25, 1.0])),
+        lambda logits, targets: F.binary_cross_entropy_with_logits(
+            logits, targets.detach(), reduction="none")),
+    # indexing
+    "embedding_of_repeated_ids": Case(
+        both(normal(table=(5, 3)), fixed(ids=[[1, 4, 1], [1, 0, 4]])),
+        lambda table, ids: F.embedding(ids, table)),
+    "gather_along_1": Case(
+        both(normal(x=(2, 5, 3)), fixed(ids=[4, 4, 0])), lambda x, ids: x[:, ids]),
+    "gather_elements": Case(
+        both(normal(x=(3, 4)), fixed(ids=[[0, 0], [3, 1], [2, 2]])),
+        lambda x, ids: x.gather(1, ids)),
+    "scatter_elements_add": Case(
+        both(normal(x=(3, 4), updates=(3, 2)), fixed(ids=[[0, 0], [3, 1], [2, 2]])),
+        lambda x, updates, ids: x.scatter_add(1, ids, updates)),
+    "scatter_elements": Case(
+        both(normal(x=(3, 4), updates=(3, 2)), fixed(ids=[[0, 1], [3, 1], [2, 0]])),
+        lambda x, updates, ids: x.scatter(1, ids, updates)),
+    "gather_nd": Case(
+        both(normal(x=(4, 3)), fixed(ids=[[0, 1], [3, 2], [0, 1]])),
+        lambda x, ids: x[ids[:, 0], ids[:, 1]]),
+    "scatter_nd_add": Case(
+        both(normal(x=(5, 2), updates=(3, 2)), fixed(ids=[[1], [3], [1]])),
+        lambda x, updates, ids: x.index_add(0, ids[:, 0], updates)),
+    "scatter_nd": Case(
+        both(normal(x=(5, 2), updates=(2, 2)), fixed(ids=[[1], [3]])),
+        lambda x, updates, ids: x.index_copy(0, ids[:, 0], updates)),
+    # products
+    "matmul": Case(normal(a=(2, 1, 3, 4), b=(5, 4, 2)), torch.matmul),
+    "vector_matmul": Case(normal(a=(4,), b=(4, 2)), torch.matmul),
+    "gemm": Case(
+        normal(a=(4, 3), b=(2, 4), c=(3, 1)), lambda a, b, c: 0.5 * a.T @ b.T + 2.0 * c),
+    "linear": Case(normal(x=(3, 4), w=(2, 4), b=(2,)), F.linear),
+    "conv": Case(_conv, F.conv2d),
+    "conv_stride_2": Case(_conv, lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1)),
+    "conv_dilated": Case(_conv, lambda x, w, b: F.conv2d(x, w, b, dilation=2)),
+    "conv_groups": Case(_grouped, lambda x, w: F.conv2d(x, w, groups=2, padding=1)),
+    "conv_depthwise": Case(
+        normal(x=(2, 3, 5, 5), w=(3, 1, 3, 3)), lambda x, w: F.conv2d(x, w, groups=3)),
+    "conv_asymmetric_pads": Case(
+        normal(x=(2, 3, 5, 6), w=(4, 3, 3, 2)),
+        lambda x, w: F.conv2d(F.pad(x, (0, 1, 2, 0)), w, stride=(2, 1))),
+    "conv_1d": Case(
+        normal(x=(2, 3, 8), w=(4, 3, 3)), lambda x, w: F.conv1d(x, w, stride=2, padding=1)),
+    "conv_1x1": Case(normal(x=(2, 3, 4, 4), w=(5, 3, 1, 1)), F.conv2d),
+    "conv_one_channel": Case(
+        normal(x=(2, 1, 6, 6), w=(4, 1, 5, 5)), lambda x, w: F.conv2d(x, w, padding=2)),
+    "conv_transpose": Case(
+        normal(x=(2, 4, 3, 3), w=(4, 2, 3, 3), b=(4,)),
+        lambda x, w, b: F.conv_transpose2d(
+            x, w, b, stride=2, padding=1, output_padding=1, groups=2)),
+    "conv_grad_weight": Case(
+        normal(x=(2, 3, 6, 6), g=(2, 4, 3, 3)),
+        lambda x, g: torch.nn.grad.conv2d_weight(x, (4, 3, 3, 3), g, stride=2, padding=1)),
+    # pools
+    "max_pool": Case(normal(x=(2, 3, 4, 6)), lambda x: F.max_pool2d(x, 2), second=False),
+    "max_pool_of_ties": Case(coarse(x=(2, 3, 6, 6)), lambda x: F.max_pool2d(x, 2), second=False),
+    "max_pool_of_background": Case(_blank_corner, lambda x: F.max_pool2d(x, 2), second=False),
+    "max_pool_3_stride_2_of_ties": Case(
+        coarse(x=(2, 2, 7, 7)), lambda x: F.max_pool2d(x, 3, 2, 1), second=False),
+    "max_pool_odd_of_ties": Case(
+        coarse(x=(2, 2, 5, 7)), lambda x: F.max_pool2d(x, 2), second=False),
+    "max_unpool_of_ties": Case(both(normal(g=(2, 2, 2, 2)), coarse(x=(2, 2, 4, 4))), _unpool),
+    "max_select_of_ties": Case(both(normal(t=(2, 2, 4, 4)), coarse(x=(2, 2, 4, 4))), _select),
+    "avg_pool": Case(normal(x=(2, 3, 4, 6)), lambda x: F.avg_pool2d(x, 2)),
+    "avg_pool_padded": Case(
+        normal(x=(1, 2, 6, 5)),
+        lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False)),
+    "global_avg_pool": Case(normal(x=(2, 3, 4, 5)), lambda x: F.adaptive_avg_pool2d(x, 1)),
+    # normalization
+    "batch_norm_training": Case(
+        both(normal(x=(4, 3, 2, 2)), positive(scale=(3,)), normal(bias=(3,), mean=(3,)),
+             positive(var=(3,))), _batch_norm_training),
+    "batch_norm_inference": Case(
+        both(normal(x=(4, 3, 2, 2)), positive(scale=(3,)), normal(bias=(3,), mean=(3,)),
+             positive(var=(3,))),
+        lambda x, scale, bias, mean, var: (x - mean[:, None, None])
+        / torch.sqrt(var[:, None, None] + 1e-5) * scale[:, None, None] + bias[:, None, None]),
+    "layer_norm": Case(
+        both(normal(x=(2, 3, 4)), positive(scale=(4,)), normal(bias=(4,))),
+        lambda x, scale, bias: F.layer_norm(x, (4,), scale, bias)),
+}
+# fmt: on
+
+
+def evaluate(case: Case, seed: int) -> dict[str, Array]:
+    """Everything one golden file holds."""
+    rng = np.random.default_rng(seed)
+    arrays = case.make(rng)
+    xs = {k: torch.from_numpy(np.array(a)).requires_grad_(_is_float(a)) for k, a in arrays.items()}
+    made = case.function(**xs) if _named(case) else case.function(*xs.values())
+    ys = list(made) if isinstance(made, Sequence) else [made]
+    found = {f"x.{k}": np.array(a) for k, a in arrays.items()}
+    vs = [torch.from_numpy(rng.standard_normal(y.shape)) for y in ys]
+    for i, (y, v) in enumerate(zip(ys, vs, strict=True)):
+        found |= {f"y.{i}": y.numpy(force=True), f"v.{i}": v.numpy()}
+    wanted = {k: x for k, x in xs.items() if x.requires_grad}
+    total = sum((y * v).sum() for y, v in zip(ys, vs, strict=True))
+    gs = _gradients(total, wanted)
+    found |= {f"g.{k}": g.numpy(force=True) for k, g in gs.items()}
+    if case.second:
+        us = {k: torch.from_numpy(rng.standard_normal(g.shape)) for k, g in gs.items()}
+        hs = _gradients(sum((gs[k] * us[k]).sum() for k in gs), wanted)
+        found |= {f"u.{k}": u.numpy() for k, u in us.items()}
+        found |= {f"h.{k}": h.numpy(force=True) for k, h in hs.items()}
+    return found
+
+
+def _is_float(array: Array) -> bool:
+    return array.dtype.kind == "f"
+
+
+def _named(case: Case) -> bool:
+    return getattr(case.function, "__name__", "") == "<lambda>"
+
+
+def _gradients(total: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    if not total.requires_grad:
+        return {k: torch.zeros_like(x) for k, x in wanted.items()}
+    found = torch.autograd.grad(total, list(wanted.values()), create_graph=True, allow_unused=True)
+    return {
+        k: torch.zeros_like(x) if g is None else g
+        for (k, x), g in zip(wanted.items(), found, strict=True)
+    }
+
+
+def write(folder: Path) -> None:
+    """All cases, in the order of the table; a case's seed is its place."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(mode=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for seed, (name, case) in enumerate(CASES.items()):
+        np.savez_compressed(folder / f"{name}.npz", **evaluate(case, seed))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

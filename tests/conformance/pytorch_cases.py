@@ -1,0 +1,96 @@
+"""Our side of the golden cases of benchmarks/oracles/ops.py, by name."""
+
+import numpy as np
+
+from triplane.unified_ir import ops
+from triplane.unified_ir.ops.table import TABLE
+
+
+def row(name, domain=""):
+    return TABLE[domain, name]
+
+
+def _conv(**options):
+    return lambda x, w, b=None: ops.conv(x, w, b, **options)
+
+
+def _max_pool(x, kernel=2, stride=None, padding=0):
+    return ops.max_pool(x, kernel, stride=stride, padding=padding)
+
+
+TILED = {"kernel_shape": (2, 2), "strides": (2, 2)}
+
+
+def _masked(x):
+    return ops.softmax(x + np.array([0, 0, -np.inf, 0, -1e9], x.dtype.numpy))
+
+
+# fmt: off
+OURS = {
+    "identity": row("Identity"),
+    "stop_gradient": lambda x: x * ops.stop_gradient(x),
+    "cast": lambda x: x.cast("float32").cast("float64"),
+    "add": ops.add, "sub": ops.sub, "mul": ops.mul, "div": ops.div, "neg": ops.neg,
+    "abs_at_0": ops.abs_, "exp": ops.exp, "log": ops.log, "sqrt": ops.sqrt,
+    "reciprocal": row("Reciprocal"), "tanh": ops.tanh, "sigmoid": ops.sigmoid,
+    "softplus": ops.softplus, "relu_at_0": ops.relu,
+    "leaky_relu_at_0": lambda x: ops.leaky_relu(x, alpha=0.2),
+    "sin": ops.sin, "cos": ops.cos, "erf": ops.erf, "sign": ops.sign, "floor": ops.floor,
+    "ceil": ops.ceil, "round_at_ties": ops.round_, "pow": ops.power,
+    "square_of_negatives": lambda x: x**2.0, "gelu": ops.gelu,
+    "gelu_tanh": lambda x: ops.gelu(x, approximate="tanh"),
+    "hard_sigmoid": lambda x: ops.hard_sigmoid(x, alpha=1 / 6),
+    "hard_swish": ops.hard_swish,
+    "clip_at_its_bounds": lambda x: ops.clip(x, -1.0, 1.0),
+    "maximum_of_ties": ops.maximum, "minimum_of_ties": ops.minimum,
+    "where": ops.where,
+    "reshape": lambda x: x.reshape(3, 4), "transpose": lambda x: x.transpose(1, 2, 0),
+    "expand": lambda x: ops.expand(x, (2, 3, 4)),
+    "unsqueeze": lambda x: ops.unsqueeze(x, 0, -1), "squeeze": lambda x: ops.squeeze(x, 0),
+    "concat": lambda a, b: ops.concat([a, b], 1), "slice": lambda x: x[1:3, :-1],
+    "slice_with_steps": lambda x: x[1:7:3], "pad": lambda x: ops.pad(x, (1, 0, 0, 2)),
+    "sum": lambda x: x.sum((0, 2), keepdims=True), "mean": lambda x: x.mean((0, 2)),
+    "amax_of_ties": lambda x: x.max((0, 2)),
+    "amin_of_ties": lambda x: row("ReduceMin")(x, np.array([1]), keepdims=0),
+    "softmax": lambda x: ops.softmax(x, axis=1), "log_softmax": ops.log_softmax,
+    "masked_softmax": _masked, "cross_entropy": ops.cross_entropy,
+    "binary_cross_entropy": lambda logits, targets: ops.binary_cross_entropy(
+        logits, ops.stop_gradient(targets)),
+    "embedding_of_repeated_ids": ops.embedding,
+    "gather_along_1": lambda x, ids: ops.gather(x, ids, axis=1),
+    "gather_elements": lambda x, ids: ops.gather_elements(x, ids, axis=1),
+    "scatter_elements_add": lambda x, updates, ids: ops.scatter_elements(
+        x, ids, updates, axis=1, reduction="add"),
+    "scatter_elements": lambda x, updates, ids: ops.scatter_elements(x, ids, updates, axis=1),
+    "gather_nd": ops.gather_nd,
+    "scatter_nd_add": lambda x, updates, ids: ops.scatter_nd(x, ids, updates, reduction="add"),
+    "scatter_nd": lambda x, updates, ids: ops.scatter_nd(x, ids, updates),
+    "matmul": ops.matmul, "vector_matmul": ops.matmul,
+    "gemm": lambda a, b, c: ops.gemm(a, b, c, alpha=0.5, beta=2.0, transA=1, transB=1),
+    "linear": ops.linear,
+    "conv": _conv(), "conv_stride_2": _conv(stride=2, padding=1),
+    "conv_dilated": _conv(dilation=2), "conv_groups": _conv(groups=2, padding=1),
+    "conv_depthwise": _conv(groups=3),
+    "conv_asymmetric_pads": lambda x, w: row("Conv")(x, w, pads=(2, 0, 0, 1), strides=(2, 1)),
+    "conv_1d": _conv(stride=2, padding=1), "conv_1x1": _conv(),
+    "conv_one_channel": _conv(padding=2),
+    "conv_transpose": lambda x, w, b: row("ConvTranspose")(
+        x, w, b, strides=(2, 2), pads=(1, 1, 1, 1), output_padding=(1, 1), group=2),
+    "conv_grad_weight": lambda x, g: row("ConvGradWeight", "triplane")(
+        x, g, kernel_shape=(3, 3), strides=(2, 2), pads=(1, 1, 1, 1)),
+    "max_pool": _max_pool, "max_pool_of_ties": _max_pool, "max_pool_of_background": _max_pool,
+    "max_pool_odd_of_ties": _max_pool,
+    "max_pool_3_stride_2_of_ties": lambda x: _max_pool(x, 3, 2, 1),
+    "max_unpool_of_ties": lambda g, x: row("MaxUnpoolFirst", "triplane")(
+        g, ops.stop_gradient(x), ops.stop_gradient(_max_pool(x)), **TILED),
+    "max_select_of_ties": lambda t, x: row("MaxSelectFirst", "triplane")(
+        t, ops.stop_gradient(x), ops.stop_gradient(_max_pool(x)), **TILED),
+    "avg_pool": lambda x: ops.avg_pool(x, 2),
+    "avg_pool_padded": lambda x: ops.avg_pool(x, 3, stride=2, padding=1),
+    "global_avg_pool": ops.global_average_pool,
+    "batch_norm_training": lambda *xs: row("BatchNormalization").all_outputs(
+        *xs, outputs=3, training_mode=1, momentum=0.75),
+    "batch_norm_inference": row("BatchNormalization"),
+    "layer_norm": ops.layer_norm,
+}
+# fmt: on
