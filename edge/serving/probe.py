@@ -28,13 +28,15 @@ SIZES: Final = (4, 8, 16)  # rows of a merged run that are tried
 REPEATS: Final = 7
 MIN_GAIN: Final = 1.3
 HANDOFF_S: Final = 100e-6  # waking a waiting thread and splitting the results
+PAUSE_SHARE: Final = 0.5  # of a single run: how long a run may pause for callers to come back
+PAUSE_AT_MOST_S: Final = 2e-3
 FREE_SIZE: Final = 16  # stands for every symbol but the rows
 RELATIVE_TOLERANCE: Final = 1e-3  # a kernel for many rows may sum in another order than one for few
 
 
 def plan(servable: Servable, contract: Contract, statistics: Statistics) -> Runner:
     """Choose the runner of one version; the `Plan` of a serving process's repository."""
-    rows = merged_rows(servable, contract)
+    rows, single_s = merged_rows(servable, contract)
     logger.info(
         "model probed",
         extra={"model": servable.name, "version": servable.version, "merged_rows": rows},
@@ -42,7 +44,8 @@ def plan(servable: Servable, contract: Contract, statistics: Statistics) -> Runn
     if not rows:
         return Direct(servable, statistics)
     # Half of the cores run models, the other half does the work of the network.
-    return Merged(servable, statistics, rows, runs=max(1, _cores() // 2))
+    runs, pause_s = max(1, _cores() // 2), min(PAUSE_AT_MOST_S, PAUSE_SHARE * single_s)
+    return Merged(servable, statistics, rows, runs=runs, pause_s=pause_s)
 
 
 def _cores() -> int:
@@ -51,20 +54,21 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def merged_rows(servable: Servable, contract: Contract) -> int:
-    """Rows to merge requests up to, 0 for never. Leaves the model warm."""
+def merged_rows(servable: Servable, contract: Contract) -> tuple[int, float]:
+    """Rows to merge requests up to, 0 for never, and seconds of a single row. Warms the model."""
     try:
         servable.run(sample(contract, 1))
         if not contract.mergeable:
-            return 0
+            return 0, 0.0
         feeds = sample(contract, SIZES[-1])
         if not _rows_are_independent(servable, feeds):
-            return 0
-        return best_size(_measure(servable, feeds, time.perf_counter() + PROBE_S))
+            return 0, 0.0
+        seconds = _measure(servable, feeds, time.perf_counter() + PROBE_S)
+        return best_size(seconds), seconds[1]
     except InvalidInput as error:
         # Generated values need not suit a model; real requests are judged one by one.
         logger.info("model not probed", extra={"model": servable.name, "reason": str(error)})
-        return 0
+        return 0, 0.0
 
 
 def best_size(seconds: Mapping[int, float]) -> int:
