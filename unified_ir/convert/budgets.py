@@ -1,0 +1,82 @@
+"""What a conversion may cost. Only a stated budget refuses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.convert.report import Report
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """Limits; None for no budget.
+
+    accuracy_drop: percentage points, held where an evaluation set is given. latency_ratio,
+    size_ratio: int8 / float32.
+    """
+
+    accuracy_drop: float = 1.0
+    latency_ratio: float | None = None
+    size_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("max_accuracy_drop", self.accuracy_drop),
+            ("max_latency_ratio", self.latency_ratio),
+            ("max_size_ratio", self.size_ratio),
+        ):
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise InvalidInput(f"{name} is a number >= 0, got {value}")
+
+    def check(self, report: Report) -> tuple[str, ...]:
+        """Notes on budgets that could not be decided; InvalidInput where one is passed."""
+        self._check_accuracy(report)
+        self._check_size(report)
+        return self._check_latency(report)
+
+    def _check_accuracy(self, report: Report) -> None:
+        a = report.accuracy
+        if a is not None and a.drop_points > self.accuracy_drop + 1e-9:
+            raise InvalidInput(
+                f"max_accuracy_drop is {self.accuracy_drop} points, but accuracy went from "
+                f"{100 * a.before:.2f} % to {100 * a.after:.2f} % ({a.drop_points:.2f} points lost "
+                f"on {a.samples} samples); calibrate on more typical samples, allow a larger drop, "
+                "or convert without quantize"
+            )
+
+    def _check_size(self, report: Report) -> None:
+        s = report.size
+        if self.size_ratio is None or s.int8 is None:
+            return
+        ratio = s.int8 / s.float32
+        if ratio > self.size_ratio:
+            raise InvalidInput(
+                f"max_size_ratio is {self.size_ratio}, but int8 takes {s.int8} bytes of "
+                f"{s.float32} ({ratio:.3f}); allow a larger ratio or convert without quantize"
+            )
+
+    def _check_latency(self, report: Report) -> tuple[str, ...]:
+        if self.latency_ratio is None or report.latency is None or report.latency.ratio is None:
+            return ()
+        r = report.latency.ratio
+        if not report.latency.on_target:
+            note = (
+                f"max_latency_ratio {self.latency_ratio} could not be checked: this machine is "
+                f"not a {report.target} one"
+            )
+            return (note,)
+        if r.q1 > self.latency_ratio:
+            raise InvalidInput(
+                f"max_latency_ratio is {self.latency_ratio}, but int8 takes {r.median:.2f} times "
+                f"as long as float32 here ({r.q1:.2f} to {r.q3:.2f} in {report.latency.rounds} "
+                "interleaved runs); allow a larger ratio or convert without quantize"
+            )
+        if r.q3 > self.latency_ratio:
+            note = (
+                f"max_latency_ratio {self.latency_ratio} is undecided: int8 / float32 is "
+                f"{r.q1:.2f} to {r.q3:.2f} here"
+            )
+            return (note,)
+        return ()

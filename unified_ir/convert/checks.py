@@ -1,0 +1,68 @@
+"""The converted graph against the float reference, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+
+from triplane.proto.errors import Conflict, InvalidInput
+from triplane.unified_ir.ir import Module
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.ops.evaluate import run_function
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.quantize import Frozen, Samples
+from triplane.unified_ir.runtime import Session
+
+MAX_ERROR: Final = 1e-3
+"""Largest difference between onnxruntime and the reference, relative to the largest output."""
+
+
+def first(frozen: Frozen, samples: Samples, count: int) -> dict[str, Array]:
+    """The first `count` samples, or one static batch."""
+    sizes = [p.type.shape[0] for p in frozen.inputs]
+    wanted = next((d for d in sizes if isinstance(d, int)), count)
+    return {name: x[:wanted] for name, x in samples.items()}
+
+
+def check_against_reference(module: Module, entry: str, session: Session, samples: Samples) -> None:
+    """Holds the float graph on onnxruntime to the module itself, interpreted node by node.
+
+    InvalidInput where the module gives no finite numbers on these samples; Conflict where the two
+    differ, a fault of the conversion.
+    """
+    function = module.entry(entry)
+    held = {name: tensor.array for name, tensor in module.state.items()}
+    args = [samples[p.name] if p.name in samples else held[p.name] for p in function.params]
+    expected = dict(zip(function.result_names, run_function(TABLE, function, args), strict=True))
+    for name, y in session.run(samples).items():
+        check_finite({name: expected[name]})
+        _compare(name, y, expected[name])
+
+
+def check_finite(results: Mapping[str, Array]) -> None:
+    """InvalidInput where a result holds NaN or infinity."""
+    for name, y in results.items():
+        if y.dtype.kind == "f" and not np.isfinite(y).all():
+            raise InvalidInput(
+                f"result {name!r} is not finite on the first samples; look at the model or the "
+                "samples before converting"
+            )
+
+
+def _compare(name: str, y: Array, expected: Array) -> None:
+    if y.shape != expected.shape or y.dtype != expected.dtype:
+        raise Conflict(
+            f"result {name!r} is {y.dtype}{y.shape} after conversion and "
+            f"{expected.dtype}{expected.shape} before; please report this"
+        )
+    if not y.size:
+        return
+    error = np.abs(y.astype(np.float64) - expected).max()
+    scale = max(1.0, float(np.abs(expected.astype(np.float64)).max()))
+    if error > MAX_ERROR * scale:
+        raise Conflict(
+            f"result {name!r} differs by {error:.3g} from the reference on the first samples, "
+            f"allowed {MAX_ERROR * scale:.3g}; please report this"
+        )

@@ -1,0 +1,307 @@
+"""From a module to a bundle: fold, quantize, check, measure, judge, and only then write.
+
+Invariants: nothing is written unless every check passed and every stated budget holds; what is
+written, but for `report.json`, depends on the module, the calibration samples and the arguments
+alone, on one kind of machine. A conversion is refused only for a budget, never for being slow.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.convert.accuracy import measure_accuracy
+from triplane.unified_ir.convert.budgets import Budgets
+from triplane.unified_ir.convert.checks import check_against_reference, check_finite, first
+from triplane.unified_ir.convert.describe import Labels, describe
+from triplane.unified_ir.convert.fold import FOLDED, fold
+from triplane.unified_ir.convert.latency import Latency, measure_latency
+from triplane.unified_ir.convert.report import Accuracy, Layer, Report, Size
+from triplane.unified_ir.convert.residency import INTEGER, Resident, product_nodes, residency
+from triplane.unified_ir.convert.samples import (
+    Given,
+    as_labelled,
+    as_samples,
+    digest,
+    generated,
+)
+from triplane.unified_ir.convert.targets import (
+    Target,
+    cpu_flags,
+    instruction_note,
+    int8_scheme,
+    target_row,
+)
+from triplane.unified_ir.data import Dataset
+from triplane.unified_ir.ir import Module
+from triplane.unified_ir.ir.graph import Array, Node
+from triplane.unified_ir.quantize import (
+    Artifact,
+    Frozen,
+    Samples,
+    Scheme,
+    Sites,
+    artifact,
+    find_sites,
+    freeze,
+    insert,
+    noise,
+    observe,
+    site_ranges,
+)
+from triplane.unified_ir.runtime import (
+    Bundle,
+    BundleSpec,
+    Session,
+    write_bundle,
+)
+from triplane.unified_ir.runtime import (
+    version as runtime_version,
+)
+
+GOLDENS: Final = 4
+"""Samples kept in a bundle."""
+NOISE_SAMPLES: Final = 64
+"""Samples on which rounding noise is measured."""
+NO_VNNI_FLAGS: Final = "no int8 dot products"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Form:
+    """One precision of the graph: its function, its bytes, a session on them."""
+
+    frozen: Frozen
+    artifact: Artifact
+    session: Session
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Int8(_Form):
+    """The integer form and what was learnt on the way."""
+
+    sites: Sites
+    scheme: Scheme
+    snr_db: Mapping[Node, float | None]
+
+
+def convert(
+    module: Module,
+    target: str = "ort-x64",
+    *,
+    entry: str = "predict",
+    quantize: Literal["int8"] | None = None,
+    calibration: Given | None = None,
+    evaluation: tuple[Given, Array] | Dataset | None = None,
+    name: str = "model",
+    version: str = "1",
+    labels: Labels | None = None,
+    max_accuracy_drop: float = 1.0,
+    max_latency_ratio: float | None = None,
+    max_size_ratio: float | None = None,
+    reduce_range: bool = False,
+    model_digest: str = "",
+    out: str | Path | None = None,
+) -> Report:
+    """Convert one entry of a module for a target; write a bundle to `out` when one is given.
+
+    calibration: what int8 learns its ranges from, an array (N, ...) or arrays by input name.
+    evaluation: (samples, classes), for accuracy before and after. labels: class names of the first
+    output, or by output. max_accuracy_drop: percentage points, needs an evaluation set.
+    max_latency_ratio, max_size_ratio: int8 / float32. reduce_range: 7-bit weights, for processors
+    without VNNI. model_digest: root digest of the model file, the bundle's parent.
+    Raises InvalidInput, with nothing written, where a budget is passed or samples do not fit.
+    """
+    row = target_row(target)
+    budgets = Budgets(max_accuracy_drop, max_latency_ratio, max_size_ratio)
+    _check_arguments(quantize, calibration, budgets)
+    frozen = fold(freeze(module, entry))
+    samples = _samples(calibration, frozen)
+    labelled = None if evaluation is None else as_labelled(evaluation, frozen.inputs)
+    shown = first(frozen, samples, GOLDENS)
+    plain = _form(frozen, row)
+    check_against_reference(module, entry, plain.session, shown)
+    int8 = None
+    if quantize == "int8":
+        int8 = _quantized(frozen, row, int8_scheme(row, reduce_range=reduce_range), samples)
+    shipped = int8 or plain
+    goldens = shipped.session.run(shown)
+    check_finite(goldens)
+    description = describe(
+        module,
+        row,
+        shipped.session,
+        goldens,
+        name=name,
+        version=version,
+        labels=labels,
+        is_int8=int8 is not None,
+        size_bytes=shipped.artifact.size_bytes,
+        model_digest=model_digest,
+    )
+    resident = residency(shipped.artifact)
+    report = Report(
+        name=name,
+        version=version,
+        target=row.name,
+        precision="int8" if int8 else "float32",
+        size=_size(plain, int8),
+        latency=_latency(frozen, row, plain, int8, samples),
+        accuracy=_accuracy(frozen, plain, shipped, labelled),
+        layers=_layers(frozen, int8, resident, row),
+        residency=resident,
+        machine=_machine(),
+        calibration=_calibration_record(calibration, samples),
+        notes=_notes(row, int8),
+    )
+    report = replace(report, notes=(*report.notes, *budgets.check(report)))
+    if out is None:
+        return report
+    spec = BundleSpec(
+        description=description,
+        model=shipped.artifact.model,
+        weights=shipped.artifact.weights,
+        golden_inputs=shown,
+        golden_outputs=goldens,
+        report=report.record(),
+    )
+    return _written(Path(out), spec, report)
+
+
+def _check_arguments(quantize: str | None, calibration: Any, budgets: Budgets) -> None:
+    if quantize not in {None, "int8"}:
+        raise InvalidInput(f"quantize is 'int8' or None for float32, got {quantize!r}")
+    if quantize == "int8" and calibration is None:
+        raise InvalidInput(
+            "int8 learns the range of each tensor from samples; give calibration, some hundred "
+            "typical inputs"
+        )
+    if quantize is None and (budgets.latency_ratio, budgets.size_ratio) != (None, None):
+        raise InvalidInput(
+            "max_latency_ratio and max_size_ratio compare int8 with float32; ask for quantize"
+        )
+
+
+def _samples(calibration: Given | None, frozen: Frozen) -> dict[str, Array]:
+    if calibration is None:
+        return generated(frozen.inputs)
+    return as_samples(calibration, frozen.inputs, "the calibration set")
+
+
+def _form(frozen: Frozen, row: Target) -> _Form:
+    made = artifact(frozen, row.onnx)
+    return _Form(frozen, made, made.session())
+
+
+def _quantized(frozen: Frozen, row: Target, scheme: Scheme, samples: Samples) -> _Int8:
+    sites = find_sites(frozen)
+    ranges = site_ranges(sites, observe(frozen, sites.roots, samples))
+    made = insert(frozen, sites, ranges, scheme)
+    products = [node for node in product_nodes(frozen.function) if node in sites.products]
+    watched = [node.outputs[0] for node in products]
+    few = first(frozen, samples, NOISE_SAMPLES)
+    levels = noise(frozen, sites, ranges, scheme, watched, few)
+    form = _form(made, row)
+    snr_db = dict(zip(products, levels, strict=True))
+    return _Int8(made, form.artifact, form.session, sites, scheme, snr_db)
+
+
+def _size(plain: _Form, int8: _Int8 | None) -> Size:
+    return Size(
+        float32=plain.artifact.size_bytes,
+        float32_weights=plain.artifact.weight_bytes,
+        int8=int8.artifact.size_bytes if int8 else None,
+        int8_weights=int8.artifact.weight_bytes if int8 else None,
+    )
+
+
+def _latency(
+    frozen: Frozen, row: Target, plain: _Form, int8: _Int8 | None, samples: Samples
+) -> Latency:
+    return measure_latency(
+        plain.session,
+        plain.artifact.session(),
+        int8.session if int8 else None,
+        first(frozen, samples, 1),
+        on_target=row.is_here,
+    )
+
+
+def _accuracy(
+    frozen: Frozen, plain: _Form, shipped: _Form, labelled: tuple[Samples, Array] | None
+) -> Accuracy | None:
+    if labelled is None:
+        return None
+    return measure_accuracy(frozen, plain.session, shipped.session, *labelled)
+
+
+def _layers(
+    frozen: Frozen, int8: _Int8 | None, resident: Resident, row: Target
+) -> tuple[Layer, ...]:
+    """One row per product, in the function's order."""
+    return tuple(
+        Layer(
+            name=_layer_name(node),
+            op=node.op.name,
+            location=str(node.meta.location or ""),
+            kernel=kernel,
+            int8=kernel in INTEGER,
+            reason=_reason(node, kernel, int8, row),
+            snr_db=int8.snr_db.get(node) if int8 else None,
+        )
+        for node, kernel in zip(product_nodes(frozen.function), resident.products, strict=True)
+    )
+
+
+def _layer_name(node: Node) -> str:
+    """The cell's path, else the weight's name, else the operator."""
+    weight = node.inputs[1].name if node.inputs[1] is not None else ""
+    for suffix in FOLDED:
+        weight = weight.removesuffix(suffix)
+    return node.meta.scope or weight or node.op.name
+
+
+def _reason(node: Node, kernel: str, int8: _Int8 | None, row: Target) -> str:
+    """Why a product stays in float; empty where it does not."""
+    if int8 is None or kernel in INTEGER:
+        return ""
+    if node in int8.sites.refused:
+        return int8.sites.refused[node]
+    if not row.is_here:
+        return f"this machine's onnxruntime has no such kernel; a {row.name} one may"
+    return "onnxruntime found no integer kernel for it"
+
+
+def _machine() -> dict[str, str]:
+    flags = sorted(f for f in cpu_flags() if "vnni" in f or f in {"amx_int8", "i8mm", "asimddp"})
+    return {
+        "architecture": platform.machine(),
+        "runtime": f"onnxruntime {runtime_version()}",
+        "threads": "1 thread",
+        "int8_instructions": " ".join(flags) or NO_VNNI_FLAGS,
+    }
+
+
+def _calibration_record(given: Given | None, samples: Samples) -> dict[str, Any]:
+    if given is None:
+        return {}
+    return {"samples": len(next(iter(samples.values()))), "sha256": digest(samples)}
+
+
+def _notes(row: Target, int8: _Int8 | None) -> tuple[str, ...]:
+    if int8 is None:
+        return ()
+    bits = "7-bit weights" if int8.scheme.name == "u8s7" else "8-bit weights"
+    notes = [f"scheme {int8.scheme.name}: {bits}, one scale per channel; {instruction_note(row)}"]
+    if not row.is_here:
+        notes.append("kernels and times above are this machine's, not the target's")
+    return tuple(notes)
+
+
+def _written(out: Path, spec: BundleSpec, report: Report) -> Report:
+    root = write_bundle(out, spec)
+    made = Bundle.load(out, expected_digest=root)
+    return replace(report, digest=root, content_digest=made.content_digest, path=out)

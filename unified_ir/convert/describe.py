@@ -1,0 +1,118 @@
+"""A bundle's own words about its graph, taken from the arguments and the module's meta.
+
+Two keys of `Module.meta` are read, both JSON: `labels`, class names of the first result, and
+`preprocessing`, a list of `{"input": ..., "name": ..., "params": {key: [numbers]}}`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.convert.targets import Target
+from triplane.unified_ir.ir import Module
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.runtime import (
+    Constraints,
+    Description,
+    Preprocessing,
+    Session,
+    Tolerance,
+)
+
+FLOAT_TOLERANCE: Final = 1e-4
+INT8_TOLERANCE: Final = 0.02
+"""Allowed error of golden outputs, relative to the largest: other machines' kernels round
+otherwise, and a rounding step of int8 is large."""
+COPIES: Final = 2
+"""Of its weights that onnxruntime may hold at once: as loaded and as prepacked."""
+
+Labels = Sequence[str] | Mapping[str, Sequence[str]]
+
+
+def describe(
+    module: Module,
+    target: Target,
+    session: Session,
+    goldens: Mapping[str, Array],
+    *,
+    name: str,
+    version: str,
+    labels: Labels | None,
+    is_int8: bool,
+    size_bytes: int,
+    model_digest: str,
+) -> Description:
+    """What `bundle.pb` says. Determined by the arguments alone."""
+    relative = INT8_TOLERANCE if is_int8 else FLOAT_TOLERANCE
+    largest = max(float(np.abs(y.astype(np.float64)).max()) for y in goldens.values() if y.size)
+    return Description(
+        name=name,
+        version=version,
+        target=target.name,
+        inputs=session.inputs,
+        outputs=session.outputs,
+        labels=_labels(module, session, labels),
+        preprocessing=_preprocessing(module),
+        constraints=Constraints(
+            runtime=target.runtime,
+            min_version=target.min_version,
+            opset=target.opset,
+            memory_bytes=COPIES * size_bytes,
+        ),
+        tolerance=Tolerance(absolute=relative * max(largest, 1e-3), relative=relative),
+        model_digest=model_digest,
+    )
+
+
+def _labels(module: Module, session: Session, given: Labels | None) -> dict[str, tuple[str, ...]]:
+    """Class names by output, as many as the output's last axis counts."""
+    if given is None:
+        given = _json(module, "labels") or {}
+    if not isinstance(given, Mapping):
+        given = {session.outputs[0].name: given}
+    sizes = {info.name: info.shape[-1] if info.shape else None for info in session.outputs}
+    for output, names in given.items():
+        if output not in sizes:
+            raise InvalidInput(f"labels name the output {output!r}; there are {sorted(sizes)}")
+        if isinstance(sizes[output], int) and len(names) != sizes[output]:
+            raise InvalidInput(
+                f"output {output!r} has {sizes[output]} classes and {len(names)} labels; "
+                "give one name each"
+            )
+    return {output: tuple(map(str, names)) for output, names in given.items()}
+
+
+def _preprocessing(module: Module) -> tuple[Preprocessing, ...]:
+    steps = _json(module, "preprocessing") or []
+    try:
+        return tuple(
+            Preprocessing(
+                input=str(step["input"]),
+                name=str(step["name"]),
+                params=tuple(
+                    (str(key), tuple(float(v) for v in values))
+                    for key, values in sorted(step.get("params", {}).items())
+                ),
+            )
+            for step in steps
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InvalidInput(
+            "the module's meta 'preprocessing' is a JSON list of objects with input, name and "
+            f"params, got {str(steps)[:80]!r}"
+        ) from error
+
+
+def _json(module: Module, key: str) -> Any:
+    text = module.meta.get(key)
+    if text is None:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidInput(f"the module's meta {key!r} is JSON, got {text[:80]!r}") from error

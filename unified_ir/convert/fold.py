@@ -1,0 +1,142 @@
+"""Passes that move work from every inference to the conversion: constants, batch normalization.
+
+Each keeps the function's meaning up to float rounding; shapes and names of inputs and results stay.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from triplane.unified_ir.ir.graph import Array, Node, Value
+from triplane.unified_ir.ops.evaluate import run_node
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.quantize.frozen import Frozen, Rewrite, uses
+
+MAX_GROWTH_BYTES: Final = 64 << 10
+"""A folded result may be this much larger than its operands; a broadcast stays in the graph."""
+FOLDED: Final = (".folded", ".normed", ".shift")
+"""What follows the name of the tensor that a new weight was made from."""
+
+
+def fold(frozen: Frozen) -> Frozen:
+    """All folding: constants first, since weights may be computed from the state."""
+    return fold_batch_norm(fold_constants(frozen))
+
+
+def fold_constants(frozen: Frozen) -> Frozen:
+    """Nodes that depend on nothing but weights and constants become weights or constants."""
+    known = frozen.known()
+    made = Rewrite(frozen)
+    with made:
+        for node in frozen.function.nodes:
+            results = None if node.op.name == "Constant" else _evaluated(node, known)
+            if results is None:
+                made.keep(node)
+                continue
+            known.update(zip(node.outputs, results, strict=True))
+            for value, array in zip(node.outputs, results, strict=True):
+                made.put(value, made.hold(_name(node), array))
+        return made.finish()
+
+
+def _name(node: Node) -> str:
+    """The first named operand's name: a transposed `head.weight` is still that."""
+    named = [v.name for v in node.inputs if v is not None and v.name]
+    return f"{named[0]}.folded" if named else "folded"
+
+
+def _evaluated(node: Node, known: Mapping[Value, Array]) -> list[Array] | None:
+    if node.regions or not node.inputs or not node.outputs[0].type.dtype.is_float:
+        return None
+    if not all(v is None or v in known for v in node.inputs):
+        return None
+    operands = [None if v is None else known[v] for v in node.inputs]
+    results = [np.asarray(y) for y in run_node(TABLE, node, operands, {})]
+    before = sum(x.nbytes for x in operands if x is not None)
+    after = sum(y.nbytes for y in results)
+    return results if after <= before + MAX_GROWTH_BYTES else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Folded:
+    norm: Node
+    weight: Array
+    bias: Array
+
+
+def fold_batch_norm(frozen: Frozen) -> Frozen:
+    """Normalization by stored statistics right after a Conv or Gemm moves into its weights.
+
+    gamma (W x + b - mean) / sqrt(var + eps) + beta = (a W) x + a (b - mean) + beta, per output
+    channel with a = gamma / sqrt(var + eps). Computed in float64, rounded once.
+    """
+    folded = _foldable(frozen)
+    gone = {f.norm for f in folded.values()}
+    made = Rewrite(frozen)
+    with made:
+        for node in frozen.function.nodes:
+            if node in folded:
+                _put_product(made, node, folded[node])
+            elif node not in gone:
+                made.keep(node)
+        return made.finish()
+
+
+def _put_product(made: Rewrite, node: Node, f: _Folded) -> None:
+    x, w = node.inputs[:2]
+    assert x is not None
+    assert w is not None
+    stem = w.name or "folded"
+    operands = [made[x], made.hold(f"{stem}.normed", f.weight)]
+    made.replace(node, [*operands, made.hold(f"{stem}.shift", f.bias)])
+    made.put(f.norm.outputs[0], made[node.outputs[0]])
+
+
+def _foldable(frozen: Frozen) -> dict[Node, _Folded]:
+    known, counted = frozen.known(), uses(frozen.function)
+    producer = {v: node for node in frozen.function.nodes for v in node.outputs}
+    found: dict[Node, _Folded] = {}
+    for norm in frozen.function.nodes:
+        if norm.op.name != "BatchNormalization" or norm.attrs.get("training_mode"):
+            continue
+        node = producer.get(norm.inputs[0])  # type: ignore[arg-type]
+        folded = None if node is None else _fold_into(node, norm, known, counted)
+        if node is not None and folded is not None:
+            found[node] = folded
+    return found
+
+
+def _fold_into(
+    node: Node, norm: Node, known: Mapping[Value, Array], counted: Counter[Value]
+) -> _Folded | None:
+    vectors = [known.get(v) for v in norm.inputs[1:] if v is not None]
+    w = known.get(node.inputs[1]) if len(node.inputs) > 1 else None  # type: ignore[arg-type]
+    axis = _channel_axis(node)
+    if axis is None or w is None or any(v is None for v in vectors):
+        return None
+    bias: Array | None = np.zeros(w.shape[axis])
+    if len(node.inputs) > 2:
+        bias = known.get(node.inputs[2])  # type: ignore[arg-type]
+    if bias is None or bias.size != w.shape[axis] or counted[node.outputs[0]] != 1:
+        return None
+    gamma, beta, mean, var = (np.asarray(v, np.float64) for v in vectors)
+    epsilon = norm.attrs.get("epsilon", 1e-5)
+    a = gamma / np.sqrt(var + epsilon)  # type: ignore[operator]
+    along = a.reshape([-1 if i == axis else 1 for i in range(w.ndim)])
+    shift = a * (bias.reshape(-1) - mean) + beta
+    return _Folded(norm, (w * along).astype(w.dtype), shift.astype(w.dtype))
+
+
+def _channel_axis(node: Node) -> int | None:
+    """The weight's axis that counts output channels; None where the fold does not apply."""
+    if node.op.name == "Conv":
+        return 0
+    plain = node.attrs.get("alpha", 1.0) == 1.0 and node.attrs.get("beta", 1.0) == 1.0
+    if node.op.name == "Gemm" and plain:
+        return 0 if node.attrs.get("transB") else 1
+    return None

@@ -1,0 +1,151 @@
+"""How long graphs take on the same input, measured so that noise cannot decide.
+
+Runs alternate float, int8, control in one process; the control is a second session of the float
+graph. Times are of the processor (one thread), which other processes disturb least; the wall clock
+stands beside. A verdict needs quartiles that do not overlap, and a control whose quartiles do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.runtime import Session
+
+ROUNDS: Final = 41
+RUN_S: Final = 0.004
+"""A timed run repeats the call until it takes about this long: clocks tick in microseconds."""
+WARM_UPS: Final = 5
+MAX_CALLS: Final = 1000
+BUDGET_S: Final = 20.0
+"""Slow networks get fewer rounds, so that measuring ends about here."""
+MIN_ROUNDS: Final = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Quartiles:
+    """First quartile, median, third quartile."""
+
+    q1: float
+    median: float
+    q3: float
+
+    def overlaps(self, other: Quartiles) -> bool:
+        """Whether the boxes share a point."""
+        return self.q1 <= other.q3 and other.q1 <= self.q3
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds per call: of the processor, and by the wall clock."""
+
+    cpu: Quartiles
+    wall: Quartiles
+
+    def record(self) -> dict[str, list[float]]:
+        """As JSON, in milliseconds."""
+        return {"cpu_ms": _ms(self.cpu), "wall_ms": _ms(self.wall)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latency:
+    """Timings on one batch; ratio: int8 / float32 in processor time, by round."""
+
+    batch: int
+    rounds: int
+    float32: Timing
+    control: Timing
+    int8: Timing | None = None
+    ratio: Quartiles | None = None
+    on_target: bool = True
+    """Whether this machine is of the target's kind."""
+
+    @property
+    def verdict(self) -> str:
+        """What int8 is, compared with float: faster, slower, or undecided."""
+        if self.int8 is None or not self.on_target:
+            return "undecided"
+        a, b = self.float32.cpu, self.int8.cpu
+        if a.overlaps(b) or not a.overlaps(self.control.cpu):
+            return "undecided"
+        return "faster" if b.median < a.median else "slower"
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        made: dict[str, Any] = {
+            "batch": self.batch,
+            "rounds": self.rounds,
+            "threads": 1,
+            "on_target": self.on_target,
+            "float32": self.float32.record(),
+            "control": self.control.record(),
+        }
+        if self.int8 is not None and self.ratio is not None:
+            ratio = [round(x, 4) for x in (self.ratio.q1, self.ratio.median, self.ratio.q3)]
+            made |= {"int8": self.int8.record(), "ratio": ratio, "verdict": self.verdict}
+        return made
+
+
+def measure_latency(
+    float32: Session,
+    control: Session,
+    int8: Session | None,
+    feeds: Mapping[str, Array],
+    *,
+    on_target: bool = True,
+) -> Latency:
+    """Times the sessions on the same feeds, interleaved."""
+    sessions = [float32, control] if int8 is None else [float32, int8, control]
+    calls = [_calls(s, feeds) for s in sessions]
+    once_s = sum(n * s for n, s in calls)
+    rounds = max(MIN_ROUNDS, min(ROUNDS, round(BUDGET_S / max(once_s, 1e-9))))
+    timed = np.array(
+        [
+            [_timed(s, feeds, n) for s, (n, _) in zip(sessions, calls, strict=True)]
+            for _ in range(rounds)
+        ]
+    )
+    timings = [
+        Timing(cpu=quartiles(timed[:, i, 1]), wall=quartiles(timed[:, i, 0]))
+        for i in range(len(sessions))
+    ]
+    return Latency(
+        batch=len(next(iter(feeds.values()))),
+        rounds=rounds,
+        float32=timings[0],
+        control=timings[-1],
+        int8=None if int8 is None else timings[1],
+        ratio=None if int8 is None else quartiles(timed[:, 1, 1] / timed[:, 0, 1]),
+        on_target=on_target,
+    )
+
+
+def quartiles(values: Sequence[float] | Array) -> Quartiles:
+    """Quartiles by linear interpolation."""
+    q1, median, q3 = np.percentile(values, [25, 50, 75])
+    return Quartiles(float(q1), float(median), float(q3))
+
+
+def _calls(session: Session, feeds: Mapping[str, Array]) -> tuple[int, float]:
+    """(how many calls take about RUN_S, seconds per call), after warming up."""
+    for _ in range(WARM_UPS):
+        session.run(feeds)
+    wall, _ = _timed(session, feeds, 3)
+    return max(1, min(MAX_CALLS, round(RUN_S / max(wall, 1e-9)))), wall
+
+
+def _timed(session: Session, feeds: Mapping[str, Array], calls: int) -> tuple[float, float]:
+    """(wall, processor) seconds per call."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    for _ in range(calls):
+        session.run(feeds)
+    return (time.perf_counter() - wall) / calls, (time.process_time() - cpu) / calls
+
+
+def _ms(q: Quartiles) -> list[float]:
+    return [round(1e3 * x, 6) for x in (q.q1, q.median, q.q3)]

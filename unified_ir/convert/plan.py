@@ -1,0 +1,88 @@
+"""From a module to a plan: each entry as a graph whose weights stay inputs, so that it can learn.
+
+Personal state goes in by name, type and role; its contents stay where they are, and a device starts
+it at zero, as a model file does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir import Module, Role
+from triplane.unified_ir.ir.graph import Array, Function, Value
+from triplane.unified_ir.onnx import OnnxTarget, emit, serialize
+from triplane.unified_ir.runtime import Limits, PlanSpec, write_plan
+
+PLAN_ENTRIES: Final = ("local_update", "evaluate", "predict", "adapt")
+"""What a device may run."""
+LEARNING: Final = ("local_update", "adapt")
+
+
+def export_plan(
+    module: Module,
+    path: str | Path,
+    *,
+    limits: Limits | None = None,
+    entries: Sequence[str] | None = None,
+    steps: Mapping[str, int] | None = None,
+    opset: int = 21,
+    model_digest: str = "",
+) -> str:
+    """Write a plan whole or not at all; its root digest.
+
+    entries: by default those of `PLAN_ENTRIES` that the module has, one of which must learn.
+    steps: how many steps an entry takes where the caller does not say.
+    """
+    chosen = _entries(module, entries)
+    functions = {name: with_state(module, name) for name in chosen}
+    used = {p.name for f in functions.values() for p in f.params} & module.state.keys()
+    spec = PlanSpec(
+        entries={
+            name: serialize(emit(function, target=OnnxTarget(opset)))
+            for name, function in functions.items()
+        },
+        state={name: _initial(module, name) for name in sorted(used)},
+        roles={name: str(module.state[name].role) for name in sorted(used)},
+        steps=steps or {},
+        limits=limits or Limits(),
+        labels=tuple(map(str, json.loads(module.meta.get("labels", "[]")))),
+        parent=model_digest,
+    )
+    return write_plan(Path(path), spec)
+
+
+def _entries(module: Module, entries: Sequence[str] | None) -> tuple[str, ...]:
+    if entries is not None:
+        unknown = [name for name in entries if name not in PLAN_ENTRIES]
+        if unknown or not entries:
+            raise InvalidInput(f"a plan has some of {', '.join(PLAN_ENTRIES)}, got {list(entries)}")
+        return tuple(entries)
+    found = tuple(name for name in PLAN_ENTRIES if name in module.entries)
+    if not set(found) & set(LEARNING):
+        raise InvalidInput(
+            f"a device learns with one of {', '.join(LEARNING)}; the module has "
+            f"{', '.join(module.entries)}: export it with one"
+        )
+    return found
+
+
+def with_state(module: Module, entry: str) -> Function:
+    """The entry with a parameter for each state tensor it assigns without reading.
+
+    The graph's output `NAME:next` then has its input NAME, by which a device knows it as state.
+    """
+    function = module.entry(entry)
+    missing = [n for n in module.assigned(entry) if n not in function.param_names]
+    params = (*function.params, *(Value(module.state[n].type, n) for n in missing))
+    return Function(function.name, params, function.results, function.result_names, function.nodes)
+
+
+def _initial(module: Module, name: str) -> Array:
+    tensor = module.state[name]
+    return np.zeros_like(tensor.array) if tensor.role is Role.PERSONAL else tensor.array

@@ -1,0 +1,301 @@
+"""What a conversion cost and brought, with a verdict in words first.
+
+A report is a value: `text` for people, `record` for programs, `svg` for a page. Measured figures
+stand only here, so the rest of a bundle stays the same from run to run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from triplane.unified_ir.convert.chart import bar_chart, stack
+from triplane.unified_ir.convert.latency import Latency, Quartiles
+from triplane.unified_ir.convert.residency import Resident
+
+TINY_S: Final = 200e-6
+"""A float inference shorter than this is mostly overhead, which int8 adds to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """Bytes of graph and weights, and of the weights alone; int8: None for a float bundle."""
+
+    float32: int
+    float32_weights: int
+    int8: int | None = None
+    int8_weights: int | None = None
+
+    @property
+    def times_smaller(self) -> float:
+        """float32 / int8 bytes."""
+        return self.float32 / self.int8 if self.int8 else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accuracy:
+    """Share of right answers before (float) and after; agreement: share of equal answers."""
+
+    samples: int
+    before: float
+    after: float
+    agreement: float
+
+    @property
+    def drop_points(self) -> float:
+        """Percentage points lost; negative where accuracy rose."""
+        return 100.0 * (self.before - self.after)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One product: where it comes from, the kernel that runs it, why it stayed in float.
+
+    snr_db: noise at its output; None where there is none or it was not measured.
+    """
+
+    name: str
+    op: str
+    location: str
+    kernel: str
+    int8: bool
+    reason: str = ""
+    snr_db: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `convert` found; digest and path are empty where nothing was written."""
+
+    name: str
+    version: str
+    target: str
+    precision: str
+    size: Size
+    latency: Latency | None
+    accuracy: Accuracy | None
+    layers: tuple[Layer, ...]
+    residency: Resident
+    machine: Mapping[str, str]
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    digest: str = ""
+    content_digest: str = ""
+    path: Path | None = None
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether the bundle computes on integers."""
+        return self.precision == "int8"
+
+    @property
+    def verdict(self) -> str:
+        """The first line: what this conversion means, in words."""
+        if not self.is_int8:
+            time = f", {_duration(self.latency.float32.cpu)} a call here" if self.latency else ""
+            return f"float32 for {self.target}: {_bytes(self.size.float32)}{time}"
+        smaller = _size_words(self.size)
+        if self.latency is None or self.latency.verdict == "undecided":
+            return f"int8 is {smaller}; its speed is UNDECIDED here{self._undecided_why()}"
+        assert self.latency.ratio is not None
+        ratio = self.latency.ratio.median
+        if self.latency.verdict == "faster":
+            return f"int8 is faster here ({1 / ratio:.1f}x) and {smaller}"
+        return f"int8 is SLOWER here ({ratio:.1f}x) and {smaller}: {self._slower_why()}"
+
+    def _slower_why(self) -> str:
+        assert self.latency is not None
+        in_float = sum(not layer.int8 for layer in self.layers)
+        if self.latency.float32.cpu.median < TINY_S:
+            return "the network is too small for int8 to pay"
+        if in_float:
+            return f"{in_float} of {len(self.layers)} layers stayed in float"
+        return "converting to bytes and back costs more than the products save"
+
+    def _undecided_why(self) -> str:
+        if self.latency is None:
+            return ""
+        if not self.latency.on_target:
+            return f" (this machine is not a {self.target} one; measure there)"
+        return " (the quartiles of interleaved runs overlap)"
+
+    def text(self) -> str:
+        """For people, plain."""
+        lines = [self.verdict, ""]
+        lines += [f"  {name:<12}{value}" for name, value in self._rows()]
+        if self.layers:
+            lines += ["", *_layer_lines(self.layers, self.is_int8)]
+        lines += ["", *self._kernel_lines()]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines) + "\n"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        s, rows = self.size, [("bundle", f"{self.name} {self.version} for {self.target}")]
+        size = f"{_bytes(s.float32)} float32 (weights {_bytes(s.float32_weights)})"
+        if s.int8 is not None and s.int8_weights is not None:
+            size += f" -> {_bytes(s.int8)} int8 (weights {_bytes(s.int8_weights)})"
+        rows.append(("size", size))
+        if self.latency:
+            rows += _latency_rows(self.latency)
+        if self.accuracy:
+            rows.append(("accuracy", _accuracy_words(self.accuracy, self.is_int8)))
+        elif self.is_int8:
+            rows.append(("accuracy", "not measured: no evaluation set was given"))
+        if self.calibration:
+            c = self.calibration
+            rows.append(("calibration", f"{c['samples']} samples, sha256 {c['sha256'][:12]}"))
+        rows.append(("machine", ", ".join(self.machine.values())))
+        if self.digest:
+            rows.append(("digest", self.digest))
+        return rows
+
+    def _kernel_lines(self) -> list[str]:
+        groups = [
+            ("int8 kernels", self.residency.integer),
+            ("conversions", self.residency.casts),
+            ("other", self.residency.other),
+        ]
+        return [
+            f"  {title:<12} " + ", ".join(f"{k} x{n}" if n > 1 else k for k, n in counts.items())
+            for title, counts in groups
+            if counts
+        ]
+
+    def record(self) -> dict[str, Any]:
+        """As JSON, without digests and path: a file cannot hold its own."""
+        s, a = self.size, self.accuracy
+        return {
+            "verdict": self.verdict,
+            "name": self.name,
+            "version": self.version,
+            "target": self.target,
+            "precision": self.precision,
+            "size_bytes": {
+                "float32": s.float32,
+                "float32_weights": s.float32_weights,
+                "int8": s.int8,
+                "int8_weights": s.int8_weights,
+            },
+            "latency": self.latency.record() if self.latency else None,
+            "accuracy": None
+            if a is None
+            else {
+                "samples": a.samples,
+                "before": a.before,
+                "after": a.after,
+                "drop_points": a.drop_points,
+                "agreement": a.agreement,
+            },
+            "layers": [_layer_record(layer) for layer in self.layers],
+            "residency": self.residency.record(),
+            "calibration": dict(self.calibration),
+            "machine": dict(self.machine),
+            "notes": list(self.notes),
+        }
+
+    def svg(self) -> str:
+        """Charts of size, latency, accuracy and noise, under the verdict."""
+        head, _, why = self.verdict.partition(": ")
+        rows = [why] if why else []
+        return stack(self._charts(), head, [*rows, f"{self.name} {self.version}, {self.target}"])
+
+    def _charts(self) -> list[str]:
+        s, charts = self.size, []
+        sizes = {"float32": s.float32 / 1e3}
+        if s.int8 is not None:
+            sizes["int8"] = s.int8 / 1e3
+        charts.append(bar_chart(sizes, "Size of graph and weights", "kB"))
+        if self.latency:
+            charts.append(_latency_chart(self.latency))
+        if self.accuracy:
+            a = self.accuracy
+            shares = {"float32": 100 * a.before} | ({"int8": 100 * a.after} if self.is_int8 else {})
+            charts.append(bar_chart(shares, f"Accuracy on {a.samples:,} samples", "%"))
+        measured = Counter(layer.name for layer in self.layers)
+        levels = {
+            layer.name if measured[layer.name] == 1 else f"{layer.name} {i}": layer.snr_db
+            for i, layer in enumerate(self.layers)
+            if layer.snr_db is not None
+        }
+        if levels:
+            note = "Signal over rounding noise at each layer's output; every 6 dB is one bit."
+            bars = {name: max(0.0, snr) for name, snr in levels.items()}
+            charts.append(bar_chart(bars, "Signal-to-noise ratio by layer", "dB", note=note))
+        return charts
+
+
+def _latency_chart(latency: Latency) -> str:
+    times = {"float32": 1e3 * latency.float32.cpu.median}
+    if latency.int8:
+        times["int8"] = 1e3 * latency.int8.cpu.median
+    note = f"Median of {latency.rounds} interleaved runs, batch {latency.batch}, one thread."
+    return bar_chart(times, "Processor time per call", "ms", note=note)
+
+
+def _latency_rows(latency: Latency) -> list[tuple[str, str]]:
+    rows = [("float32", _timing_words(latency.float32.cpu, latency.float32.wall))]
+    if latency.int8 is not None and latency.ratio is not None:
+        rows.append(("int8", _timing_words(latency.int8.cpu, latency.int8.wall)))
+        r = latency.ratio
+        what = f"int8 / float32 = {r.median:.2f} ({r.q1:.2f} to {r.q3:.2f}): {latency.verdict}"
+        rows.append(("latency", what))
+    rows.append(("control", _timing_words(latency.control.cpu, latency.control.wall)))
+    return rows
+
+
+def _timing_words(cpu: Quartiles, wall: Quartiles) -> str:
+    return (
+        f"{_duration(cpu)} a call ({1e3 * cpu.q1:.4g} to {1e3 * cpu.q3:.4g} ms, "
+        f"wall {_duration(wall)})"
+    )
+
+
+def _accuracy_words(a: Accuracy, int8: bool) -> str:  # noqa: FBT001 - private
+    if not int8:
+        return f"{100 * a.before:.2f} % on {a.samples} samples"
+    return (
+        f"{100 * a.before:.2f} % -> {100 * a.after:.2f} % on {a.samples} samples "
+        f"({a.drop_points:+.2f} points lost, {100 * a.agreement:.2f} % equal answers)"
+    )
+
+
+def _layer_lines(layers: tuple[Layer, ...], int8: bool) -> list[str]:  # noqa: FBT001 - private
+    width = max(len(layer.name) for layer in layers)
+    lines = []
+    for layer in layers:
+        noise = f"{layer.snr_db:5.1f} dB" if layer.snr_db is not None else " " * 8
+        why = f"in float: {layer.reason}" if int8 and not layer.int8 else ""
+        line = f"  {layer.name:<{width}}  {layer.kernel:<20} {noise}  {layer.location}  {why}"
+        lines.append(line.rstrip())
+    return lines
+
+
+def _layer_record(layer: Layer) -> dict[str, Any]:
+    return {
+        "name": layer.name,
+        "op": layer.op,
+        "location": layer.location,
+        "kernel": layer.kernel,
+        "int8": layer.int8,
+        "reason": layer.reason,
+        "snr_db": None if layer.snr_db is None else round(layer.snr_db, 2),
+    }
+
+
+def _size_words(size: Size) -> str:
+    times = size.times_smaller
+    return f"{times:.1f}x smaller" if times >= 1.05 else f"no smaller ({_bytes(size.int8 or 0)})"
+
+
+def _bytes(n: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= scale:
+            return f"{n / scale:.1f} {unit}"
+    return f"{n} bytes"
+
+
+def _duration(q: Quartiles) -> str:
+    return f"{1e3 * q.median:.4g} ms"

@@ -1,0 +1,103 @@
+"""Which nodes really run on integers: read off the graph that onnxruntime made of ours.
+
+Q/DQ form is a wish; onnxruntime's optimizer decides. It saves the graph it will run, whose fused
+kernels keep the name of the product they absorbed.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import onnx
+
+from triplane.unified_ir.ir.graph import Function, Node
+from triplane.unified_ir.quantize import Artifact
+from triplane.unified_ir.runtime import SessionOptions
+
+PRODUCTS: Final = ("Conv", "Gemm", "MatMul")
+INTEGER: Final = frozenset(
+    {
+        "QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "MatMulInteger",
+        "ConvInteger", "DynamicQuantizeMatMul", "QLinearAdd", "QLinearMul", "QLinearAveragePool",
+        "QLinearGlobalAveragePool", "QLinearConcat", "QLinearSoftmax", "QLinearSigmoid",
+        "QLinearLeakyRelu", "NhwcMaxPool",
+    }
+)  # fmt: skip
+"""onnxruntime's kernels that compute on integers."""
+UNKNOWN: Final = "unknown"
+"""The kernel of a node whose name did not survive fusion."""
+_NAME: Final = re.compile(r"(?<![a-zA-Z0-9])n\d+(?![0-9])")
+"""A node's name as emitted: onnxruntime makes `n7_token_2`, `fused n7` and `n7_nchwc` of `n7`."""
+CASTS: Final = frozenset({"QuantizeLinear", "DequantizeLinear"})
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Kernels of an optimized graph. products: kernel by product node, in the function's order."""
+
+    integer: Mapping[str, int]
+    casts: Mapping[str, int]
+    other: Mapping[str, int]
+    products: tuple[str, ...]
+
+    @property
+    def all_int8(self) -> bool:
+        """Whether every product runs on integers."""
+        return all(kernel in INTEGER for kernel in self.products)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "int8_kernels": dict(self.integer),
+            "conversions": dict(self.casts),
+            "other_kernels": dict(self.other),
+            "products": list(self.products),
+        }
+
+
+def product_nodes(function: Function) -> list[Node]:
+    """The nodes that multiply matrices, in order."""
+    return [node for node in function.nodes if node.op.name in PRODUCTS]
+
+
+def residency(artifact: Artifact) -> Resident:
+    """What this machine's onnxruntime makes of a graph."""
+    ours = onnx.load_from_string(artifact.model).graph.node
+    products = [node for node in ours if node.op_type in PRODUCTS]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "optimized.onnx"
+        artifact.session(SessionOptions(optimized_model_path=path))
+        optimized = onnx.load(path, load_external_data=False).graph
+    kernels = {_original(node.name): node.op_type for node in optimized.node}
+    counted = Counter(node.op_type for node in optimized.node)
+    return Resident(
+        integer=_most_first({k: n for k, n in counted.items() if k in INTEGER}),
+        casts=_most_first({k: n for k, n in counted.items() if k in CASTS}),
+        other=_most_first({k: n for k, n in counted.items() if k not in INTEGER | CASTS}),
+        products=tuple(_kernel(node, ours, kernels) for node in products),
+    )
+
+
+def _original(name: str) -> str:
+    found = _NAME.search(name)
+    return found.group() if found else name.removesuffix("_nchwc")
+
+
+def _kernel(node: Any, nodes: Sequence[Any], kernels: Mapping[str, str]) -> str:
+    """By the product's name.
+
+    A blocked float convolution is named by its output instead, that of what it absorbed.
+    """
+    readers = [reader for reader in nodes if node.output[0] in reader.input]
+    names = [node.name, node.output[0], *(r.output[0] for r in readers[:1])]
+    return next((kernels[name] for name in names if name in kernels), UNKNOWN)
+
+
+def _most_first(counts: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

@@ -1,0 +1,120 @@
+"""What a machine needs of a graph, one row per target.
+
+Figures and traps were measured on onnxruntime 1.31; `docs/converting.md` tells how.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Final
+
+from triplane.proto.errors import NotFound
+from triplane.unified_ir.onnx import OnnxTarget
+from triplane.unified_ir.quantize import Scheme, scheme
+
+_CPUINFO: Final = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A row.
+
+    min_version: of the runtime. scheme: of int8. machines: what `platform.machine()` says there.
+    dot_products: processor flags, any of which sums int8 products in 32 bits.
+    """
+
+    name: str
+    runtime: str
+    min_version: str
+    opset: int
+    scheme: str
+    machines: tuple[str, ...]
+    dot_products: tuple[str, ...]
+    traps: tuple[str, ...]
+
+    @property
+    def onnx(self) -> OnnxTarget:
+        """What an emitted graph may use."""
+        return OnnxTarget(self.opset)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this machine is of the target's kind, so that measurements mean something."""
+        return platform.machine().lower() in self.machines
+
+
+_ROWS: Final = (
+    Target(
+        name="ort-x64",
+        runtime="onnxruntime",
+        min_version="1.23.2",
+        opset=21,
+        scheme="u8s8",
+        machines=("x86_64", "amd64"),
+        dot_products=("avx512_vnni", "avx_vnni", "amx_int8"),
+        traps=(
+            "S8 activations have no fast convolution here: 11 of 20 in a ResNet-18 stay in float",
+            "without VNNI sums of two U8 x S8 saturate 16 bits; reduce_range (7-bit weights) helps",
+            "fp16 is computed in float32 and bf16 does not run",
+        ),
+    ),
+    Target(
+        name="ort-arm64",
+        runtime="onnxruntime",
+        min_version="1.23.2",
+        opset=21,
+        scheme="s8s8",
+        machines=("aarch64", "arm64"),
+        dot_products=("asimddp", "i8mm"),
+        traps=(
+            "U8 activations cost an extra correction per product; S8 x S8 is the native form",
+            "measured only on an arm64 machine; elsewhere the report leaves latency undecided",
+        ),
+    ),
+)
+TARGETS: Final[Mapping[str, Target]] = {row.name: row for row in _ROWS}
+assert len(TARGETS) == len(_ROWS)
+
+
+def target_row(name: str) -> Target:
+    """The target of that name; NotFound names those that exist."""
+    if name not in TARGETS:
+        raise NotFound(f"no target {name!r}; this version converts for {', '.join(TARGETS)}")
+    return TARGETS[name]
+
+
+def int8_scheme(target: Target, *, reduce_range: bool = False) -> Scheme:
+    """The scheme of int8 on a target; `reduce_range` asks for 7-bit weights beside U8."""
+    seven_bits = reduce_range and target.scheme == "u8s8"
+    return scheme("u8s7" if seven_bits else target.scheme)
+
+
+@lru_cache(maxsize=1)
+def cpu_flags(source: Path = _CPUINFO) -> frozenset[str]:
+    """Instruction sets of this machine's first core; empty where the kernel does not tell."""
+    try:
+        text = source.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in {"flags", "Features"}:
+            return frozenset(value.split())
+    return frozenset()
+
+
+def instruction_note(target: Target) -> str:
+    """What this machine's instruction sets mean for int8; empty where it is not the target."""
+    if not target.is_here:
+        return f"this machine is {platform.machine()}, not a {target.name} one"
+    found = [flag for flag in target.dot_products if flag in cpu_flags()]
+    if found:
+        return f"int8 products run on {', '.join(found)}"
+    wanted = ", ".join(target.dot_products)
+    note = f"none of {wanted} here: int8 gains little"
+    saturates = target.scheme == "u8s8"
+    return f"{note}, and U8 x S8 may saturate: try --reduce-range" if saturates else note

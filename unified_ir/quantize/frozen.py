@@ -1,0 +1,200 @@
+"""A function with its weights fixed, and how passes rewrite one.
+
+A converter's passes need weights as arrays, not as operands that could be anything; they stay
+parameters of the function, so a graph emitted from it keeps them under their own names, outside the
+graph. Invariant: every name in `weights` is a parameter of the array's type.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir import Module, Role
+from triplane.unified_ir.ir.graph import Array, Function, Node, Value
+from triplane.unified_ir.ir.types import type_of
+from triplane.unified_ir.ops.build import Build, expansion
+from triplane.unified_ir.ops.inline import Replay, inline
+from triplane.unified_ir.ops.row import DOMAIN
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.passes.clean import clean
+
+MAX_CONSTANT_BYTES: Final = 64
+"""Arrays up to this size, and all that are no floats, lie in the graph; others beside it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Frozen:
+    """A function and the arrays of some of its parameters."""
+
+    function: Function
+    weights: Mapping[str, Array]
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """Parameters that the caller supplies."""
+        return tuple(p for p in self.function.params if p.name not in self.weights)
+
+    def known(self) -> dict[Value, Array]:
+        """The array of every weight and every constant."""
+        found = {p: self.weights[p.name] for p in self.function.params if p.name in self.weights}
+        for node in self.function.nodes:
+            if node.op.name == "Constant":
+                found[node.outputs[0]] = node.attrs["value"]  # type: ignore[assignment]
+        return found
+
+
+def freeze(module: Module, entry: str) -> Frozen:
+    """An entry with the module's state as its weights; what it assigns to state is left out.
+
+    InvalidInput where it needs a personal tensor, which never leaves its device, or a random key,
+    which means it was traced for training.
+    """
+    function = module.entry(entry)
+    kept = [name not in module.state for name in function.result_names]
+    function = Function(
+        function.name,
+        function.params,
+        tuple(v for v, keep in zip(function.results, kept, strict=True) if keep),
+        tuple(n for n, keep in zip(function.result_names, kept, strict=True) if keep),
+        function.nodes,
+    )
+    if not function.results:
+        raise InvalidInput(f"entry {entry!r} returns nothing but state; there is nothing to serve")
+    held = {p.name: module.state[p.name] for p in function.params if p.name in module.state}
+    frozen = pruned(Frozen(function, {name: held[name].array for name in held}))
+    for name in frozen.weights:
+        if held[name].role is Role.PERSONAL:
+            raise InvalidInput(
+                f"entry {entry!r} uses the personal tensor {name!r}, which never leaves its "
+                "device; convert an entry without it"
+            )
+        if held[name].role is Role.KEY:
+            raise InvalidInput(
+                f"entry {entry!r} draws random numbers with {name!r}; export it for evaluation"
+            )
+    return expanded(frozen)
+
+
+def pruned(frozen: Frozen) -> Frozen:
+    """Without nodes that no result needs and weights that no node reads."""
+    function = clean(frozen.function)
+    used = {v for node in function.nodes for v in node.inputs} | set(function.results)
+    params = tuple(p for p in function.params if p in used or p.name not in frozen.weights)
+    names = {p.name for p in params}
+    weights = {name: array for name, array in frozen.weights.items() if name in names}
+    return Frozen(
+        Function(function.name, params, function.results, function.result_names, function.nodes),
+        weights,
+    )
+
+
+def uses(function: Function) -> Counter[Value]:
+    """How often each value is read, by nodes and as a result."""
+    counted = Counter(v for node in function.nodes for v in node.inputs if v is not None)
+    counted.update(function.results)
+    return counted
+
+
+class Rewrite:
+    """A new function grown from a frozen one: replay its nodes, or put others in their place.
+
+    with Rewrite(frozen) as made:
+        for node in frozen.function.nodes:
+            made.keep(node)
+    frozen = made.finish()
+    """
+
+    def __init__(self, frozen: Frozen) -> None:
+        self.frozen = frozen
+        self.weights: dict[str, Array] = dict(frozen.weights)
+        self._build = Build(TABLE, frozen.function.name)
+        self._names = set(frozen.function.param_names)
+
+    def __enter__(self) -> Self:
+        self._build.__enter__()
+        function = self.frozen.function
+        params = [self._build.param(p.name, p.type) for p in function.params]
+        self._replay = Replay(function, params)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._build.__exit__(kind, error, trace)
+
+    def __getitem__(self, value: Value) -> Tensor:
+        """The tensor that stands for a value of the old function."""
+        return self._replay.values[value]
+
+    def keep(self, node: Node) -> None:
+        """The node as it is, on what now stands for its operands."""
+        self._replay.run(node)
+
+    def replace(self, node: Node, operands: Sequence[Tensor | None]) -> None:
+        """The node on other operands."""
+        row = TABLE[node.op.domain, node.op.name]
+        with self._build.at(node.meta):
+            outputs = len(node.outputs)
+            made = self._build.apply(row, operands, node.attrs, outputs=outputs)
+        self._replay.define(node, made)
+
+    def put(self, value: Value, tensor: Tensor) -> None:
+        """From here on `tensor` stands for the old value."""
+        self._replay.values[value] = tensor
+
+    def expand(self, node: Node, meaning: Function) -> None:
+        """Another function's nodes in place of the node."""
+        operands = [self[v] for v in node.inputs if v is not None]
+        with self._build.at(node.meta):
+            made = inline(meaning, operands)
+        for value, tensor in zip(node.outputs, made, strict=False):
+            self.put(value, tensor)
+
+    def weight(self, name: str, array: Array) -> Tensor:
+        """A new weight called `name`, or `name.1`, `name.2` where that is taken."""
+        unique, n = name, 0
+        while unique in self._names:
+            n += 1
+            unique = f"{name}.{n}"
+        self._names.add(unique)
+        self.weights[unique] = array
+        return self._build.param(unique, type_of(array))
+
+    def hold(self, name: str, array: Array) -> Tensor:
+        """A weight, or a constant where the array is small or counts something."""
+        if array.dtype.kind != "f" or array.nbytes <= MAX_CONSTANT_BYTES:
+            return self._build.constant(array)
+        return self.weight(name, array)
+
+    def finish(self, more: Mapping[str, Tensor] | None = None) -> Frozen:
+        """The new function, pruned; `more` are results beside the old ones."""
+        named = dict(zip(self.frozen.function.result_names, self._replay.results(), strict=True))
+        named.update(more or {})
+        return pruned(Frozen(self._build.finish(named), self.weights))
+
+
+def expanded(frozen: Frozen) -> Frozen:
+    """Own rows that are made of others opened up, so that passes see the products inside."""
+    while any(_meaning(node) for node in frozen.function.nodes):
+        with Rewrite(frozen) as made:
+            for node in frozen.function.nodes:
+                meaning = _meaning(node)
+                if meaning is None:
+                    made.keep(node)
+                else:
+                    made.expand(node, meaning)
+            frozen = made.finish()
+    return frozen
+
+
+def _meaning(node: Node) -> Function | None:
+    return expansion(TABLE, node) if node.op.domain == DOMAIN else None

@@ -1,0 +1,134 @@
+"""From float to Q/DQ form: each site rounded once, each weight stored in integers.
+
+The result is an ordinary function: DequantizeLinear feeds the float operator and QuantizeLinear
+follows it, which onnxruntime fuses into one integer kernel. Where it does not fuse, the graph means
+the same and runs slower; `convert.residency` tells which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from triplane.unified_ir.ir.graph import Array, Node, Value
+from triplane.unified_ir.ops.quant import dequantize_linear, quantize_linear
+from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.quantize.frozen import Frozen, Rewrite
+from triplane.unified_ir.quantize.scheme import (
+    Quantizer,
+    Range,
+    Scheme,
+    activation_quantizer,
+    quantize_weight,
+)
+from triplane.unified_ir.quantize.sites import KINDS, MIX, Product, Sites
+
+
+def insert(
+    frozen: Frozen,
+    sites: Sites,
+    ranges: Mapping[Value, Range],
+    row: Scheme,
+    *,
+    watch: Sequence[Value] = (),
+) -> Frozen:
+    """The function in integers; `ranges` has the range of each of `sites.roots`.
+
+    What stands for the watched values is returned too, as float results `watched/0`, `watched/1`...
+    """
+    return _Inserter(frozen, sites, ranges, row).run(watch)
+
+
+def site_ranges(sites: Sites, seen: Mapping[Value, Range]) -> dict[Value, Range]:
+    """Observed ranges with the clamps that vanished applied."""
+    ranges = dict(seen)
+    for value, clamp in sites.clamps.items():
+        high = max(seen[value].high, clamp.low)
+        top = high if clamp.top is None else min(high, clamp.top)
+        ranges[value] = Range(clamp.low, top)
+    return ranges
+
+
+class _Inserter:
+    def __init__(
+        self, frozen: Frozen, sites: Sites, ranges: Mapping[Value, Range], row: Scheme
+    ) -> None:
+        self.frozen = frozen
+        self.sites = sites
+        self.row = row
+        self.known = frozen.known()
+        self.quantizers = {v: activation_quantizer(r, row) for v, r in ranges.items()}
+        self.vanished = {v for node in sites.dropped for v in node.outputs}
+        self.made = Rewrite(frozen)
+
+    def run(self, watch: Sequence[Value]) -> Frozen:
+        with self.made:
+            for param in self.frozen.inputs:
+                self.round(param)
+            for node in self.frozen.function.nodes:
+                self.node(node)
+                for value in node.outputs:
+                    self.round(value)
+            return self.made.finish({f"watched/{i}": self.made[v] for i, v in enumerate(watch)})
+
+    def node(self, node: Node) -> None:
+        """One node in the new function."""
+        product = self.sites.products.get(node)
+        if node in self.sites.dropped:
+            self.made.put(node.outputs[0], self.made[self.first(node)])
+        elif product is not None:
+            self.product(node, product)
+        else:
+            if KINDS.get(node.op.name) == MIX and node.outputs[0] in self.sites.root:
+                self.round_constants(node)
+            self.made.keep(node)
+
+    def first(self, node: Node) -> Value:
+        x = node.inputs[0]
+        assert x is not None
+        return x
+
+    def round(self, value: Value) -> None:
+        """Lets what an integer kernel makes of a value stand for it."""
+        root = self.sites.root.get(value)
+        if root is not None and value not in self.vanished:
+            self.made.put(value, _rounded(self.made[value], self.quantizers[root]))
+
+    def round_constants(self, node: Node) -> None:
+        """Constant operands of a sum or product of integer tensors."""
+        for value in node.inputs:
+            if value is not None and value in self.known and value not in self.sites.root:
+                array = self.known[value]
+                seen = Range(float(array.min()), float(array.max()))
+                quantizer = activation_quantizer(seen, self.row)
+                self.made.put(value, _rounded(self.made[value], quantizer))
+
+    def product(self, node: Node, product: Product) -> None:
+        """A product with its weight and bias in integers."""
+        x, w, *rest = node.inputs
+        assert x is not None
+        assert w is not None
+        x_scale = self.quantizers[self.sites.root[x]].scale
+        made = quantize_weight(
+            product.weight, product.axis, self.row, x_scale=x_scale, bias=product.bias
+        )
+        operands = [self.made[x], self.stored(w, made.q, made.scale, product.axis)]
+        if made.bias is not None:
+            assert rest[0] is not None
+            operands.append(self.stored(rest[0], made.bias, made.bias_scale, 0))
+        self.made.replace(node, operands)
+
+    def stored(self, value: Value, q: Array, scale: Array, axis: int) -> Tensor:
+        """An array kept in integers and read as float.
+
+        The zero point is spelled out: without it onnxruntime leaves a Gemm in float.
+        """
+        name = f"{value.name or 'constant'}.{q.dtype}"
+        zero = np.zeros(scale.shape, q.dtype)
+        return dequantize_linear(self.made.weight(name, q), scale, zero, axis=axis)
+
+
+def _rounded(x: Tensor, quantizer: Quantizer) -> Tensor:
+    q = quantize_linear(x, quantizer.scale, quantizer.zero)
+    return dequantize_linear(q, quantizer.scale, quantizer.zero)

@@ -1,0 +1,132 @@
+"""How real numbers become small integers: x ~ s (q - z), scale s > 0, zero point z.
+
+Every range includes 0, so that 0 is exact: padding and the floor of a ReLU cost no error. For x
+between s (q_min - z) and s (q_max - z) rounding gives |x - s (q - z)| <= s / 2; outside, q
+saturates. Formulas as in Jacob et al. 2018, arXiv:1712.05877, sections 2.1 to 2.4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput, NotFound
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.ir.types import DType, int8, uint8
+
+INT32_MAX: Final = 2**31 - 1
+NARROW: Final = 64
+"""Largest weight magnitude in 7 bits: two products U8 x S8 then fit the 16-bit sums of AVX2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Integer types of activations and weights.
+
+    Activations: asymmetric, one scale per tensor. Weights: symmetric (z = 0), one scale per output
+    channel, |q| <= weight_limit; -128 stays unused so that a weight and its negative are alike.
+    """
+
+    name: str
+    activation: DType
+    weight: DType
+    weight_limit: int = 127
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Smallest and largest integer of an activation."""
+        limits = np.iinfo(self.activation.numpy)
+        return int(limits.min), int(limits.max)
+
+
+# fmt: off
+_ROWS: Final = (
+    Scheme("u8s8",  uint8, int8),
+    Scheme("u8s7",  uint8, int8, NARROW),
+    Scheme("s8s8",  int8,  int8),
+)
+# fmt: on
+SCHEMES: Final[Mapping[str, Scheme]] = {row.name: row for row in _ROWS}
+assert len(SCHEMES) == len(_ROWS)
+
+
+def scheme(name: str) -> Scheme:
+    """The scheme of that name."""
+    if name not in SCHEMES:
+        raise NotFound(f"no quantization scheme {name!r}; there are {', '.join(SCHEMES)}")
+    return SCHEMES[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Smallest and largest value seen; finite."""
+
+    low: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.low) and np.isfinite(self.high) and self.low <= self.high):
+            raise InvalidInput(f"a range has finite ends in order, got {self.low} to {self.high}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantizer:
+    """Scale and zero point of one tensor."""
+
+    scale: Array
+    zero: Array
+
+
+def activation_quantizer(seen: Range, row: Scheme) -> Quantizer:
+    """s = (high - low) / (q_max - q_min) over the range widened to 0; z = round(q_min - low / s).
+
+    s is float32; 1 where the range is empty or too small to divide by.
+    """
+    q_min, q_max = row.grid
+    low, high = np.float32(min(seen.low, 0.0)), np.float32(max(seen.high, 0.0))
+    scale = np.float32((np.float64(high) - np.float64(low)) / (q_max - q_min))
+    if scale < np.finfo(np.float32).tiny:
+        scale = np.float32(1.0)
+    zero = np.clip(np.rint(q_min - low / scale), q_min, q_max)
+    return Quantizer(np.array(scale), np.array(zero, row.activation.numpy))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantizedWeight:
+    """q: int8 like w; scale: (C,) float32 along `axis`; bias: (C,) int32 in units of s_x scale."""
+
+    q: Array
+    scale: Array
+    bias: Array | None
+    bias_scale: Array
+
+
+def quantize_weight(
+    w: Array, axis: int, row: Scheme, *, x_scale: Array, bias: Array | None = None
+) -> QuantizedWeight:
+    """One scale per slice of `axis`: s = max|w| / L, q = clip(round(w / s), -L, L).
+
+    The bias joins the 32-bit sum of products, so its scale is s_x s and it has no zero point. Where
+    |bias| / (s_x s) would pass 2^31 - 1, which a channel of nearly zero weights brings about, s
+    grows until it fits. Raises InvalidInput on NaN or infinity.
+    """
+    if not (np.isfinite(w).all() and (bias is None or np.isfinite(bias).all())):
+        raise InvalidInput("weights and biases are finite numbers; one holds NaN or infinity")
+    limit = row.weight_limit
+    others = tuple(i for i in range(w.ndim) if i != axis)
+    scale = np.abs(w).max(axis=others, initial=0.0).astype(np.float64) / limit
+    if bias is not None:
+        scale = np.maximum(scale, np.abs(bias) / (np.float64(x_scale) * (INT32_MAX - 256)))
+    scale32 = scale.astype(np.float32)
+    scale32[scale32 < np.finfo(np.float32).tiny] = 1.0
+    along = scale32.reshape([-1 if i == axis else 1 for i in range(w.ndim)])
+    q = np.clip(np.rint(w / along), -limit, limit).astype(row.weight.numpy)
+    bias_scale = x_scale * scale32
+    whole = None
+    if bias is not None:
+        sums = np.rint(bias.astype(np.float64) / bias_scale)
+        whole = np.clip(sums, -INT32_MAX, INT32_MAX).astype(np.int32)
+    return QuantizedWeight(q, scale32, whole, bias_scale)

@@ -1,0 +1,212 @@
+"""Which products run on integers, and which tensors must therefore carry a scale.
+
+A *site* is a tensor that is rounded to integers once, where it is made, for all its readers. A node
+that only moves or compares elements shares the site of its operand. A ReLU or Clip at 0 vanishes:
+with z = q_min the integers cannot go below 0, and maximum and layout commute with that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from triplane.unified_ir.ir.graph import Array, Node, Value
+from triplane.unified_ir.ir.types import float32
+from triplane.unified_ir.quantize.frozen import Frozen, uses
+
+PRODUCT, COPY, MIX, CLAMP = "product", "copy", "mix", "clamp"
+
+# fmt: off
+KINDS: Final[Mapping[str, str]] = {
+    "Conv": PRODUCT, "Gemm": PRODUCT, "MatMul": PRODUCT,
+    # elements keep their values, so they keep the scale
+    "MaxPool": COPY, "Reshape": COPY, "Transpose": COPY, "Squeeze": COPY, "Unsqueeze": COPY,
+    # onnxruntime has an integer kernel; worth it only between integer tensors
+    "Add": MIX, "Mul": MIX, "AveragePool": MIX, "GlobalAveragePool": MIX, "Concat": MIX,
+    "Relu": CLAMP, "Clip": CLAMP,
+}
+"""What a node in integers asks of its tensors; anything else runs in float."""
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """A node whose weight is known: `axis` counts output channels; bias: (C,) or None."""
+
+    weight: Array
+    axis: int
+    bias: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """What a vanished ReLU (top None) or Clip does to a site."""
+
+    low: float
+    top: float | None
+
+
+@dataclass(slots=True)
+class Sites:
+    """What becomes of each tensor and product.
+
+    root: site of each rounded tensor. clamps: by site. products: None where both operands are
+    activations. refused: why a product stays in float. dropped: clamps that vanish.
+    """
+
+    root: dict[Value, Value] = field(default_factory=dict)
+    clamps: dict[Value, Clamp] = field(default_factory=dict)
+    products: dict[Node, Product | None] = field(default_factory=dict)
+    refused: dict[Node, str] = field(default_factory=dict)
+    dropped: set[Node] = field(default_factory=set)
+
+    @property
+    def roots(self) -> list[Value]:
+        """The sites, in the order in which they were found."""
+        return list(dict.fromkeys(self.root.values()))
+
+
+def find_sites(frozen: Frozen) -> Sites:
+    """The sites of a function whose nodes are already folded."""
+    return _Finder(frozen).sites
+
+
+class _Finder:
+    def __init__(self, frozen: Frozen) -> None:
+        self.sites = Sites()
+        self.known = frozen.known()
+        self.uses: Counter[Value] = uses(frozen.function)
+        self.producer = {v: node for node in frozen.function.nodes for v in node.outputs}
+        for node in frozen.function.nodes:
+            if KINDS.get(node.op.name) == PRODUCT:
+                self.judge(node)
+        self.wanted = self.find_wanted(frozen.function.nodes)
+        for node in frozen.function.nodes:
+            self.visit(node)
+
+    def judge(self, node: Node) -> None:
+        """Decides whether a product can run on integers."""
+        found = _product(node, self.known)
+        if isinstance(found, str):
+            self.sites.refused[node] = found
+        else:
+            self.sites.products[node] = found
+
+    def operands(self, node: Node) -> tuple[Value, ...]:
+        """Activations of a product."""
+        count = 2 if self.sites.products[node] is None else 1
+        return tuple(v for v in node.inputs[:count] if v is not None)
+
+    def find_wanted(self, nodes: tuple[Node, ...]) -> set[Value]:
+        """Values that some integer product reads, directly or through nodes with integer forms."""
+        wanted: set[Value] = set()
+        for node in reversed(nodes):
+            if node in self.sites.products:
+                wanted.update(self.operands(node))
+            elif node.op.name in KINDS and node.outputs[0] in wanted:
+                wanted.update(v for v in node.inputs if v is not None)
+        return wanted
+
+    def visit(self, node: Node) -> None:
+        """Marks the sites around one node."""
+        y = node.outputs[0]
+        kind = KINDS.get(node.op.name)
+        if node in self.sites.products:
+            for x in self.operands(node):
+                self.sites.root.setdefault(x, x)
+            if node.op.name == "Conv" or y in self.wanted:
+                self.sites.root[y] = y
+        elif kind == COPY and self.on_site(node) and len(node.outputs) == 1:
+            self.sites.root[y] = self.sites.root[self.first(node)]
+        elif kind == MIX and y in self.wanted and self.mixes_sites(node):
+            self.sites.root[y] = y
+        elif kind == CLAMP:
+            self.clamp(node)
+
+    def first(self, node: Node) -> Value:
+        x = node.inputs[0]
+        assert x is not None
+        return x
+
+    def on_site(self, node: Node) -> bool:
+        return self.first(node) in self.sites.root
+
+    def mixes_sites(self, node: Node) -> bool:
+        """Whether each operand is a site or a constant, and one a site."""
+        xs = [v for v in node.inputs if v is not None]
+        return any(x in self.sites.root for x in xs) and all(
+            x in self.sites.root or (x in self.known and self.known[x].dtype == "float32")
+            for x in xs
+        )
+
+    def clamp(self, node: Node) -> None:
+        """Drops a ReLU whose operand nobody else reads, back to where the operand is made."""
+        x = self.first(node)
+        bounds = _bounds(node, self.known)
+        if x not in self.sites.root or bounds is None or not self.alone(x):
+            return
+        root = self.sites.root[x]
+        self.sites.clamps[root] = _tighter(self.sites.clamps.get(root), bounds)
+        self.sites.dropped.add(node)
+        self.sites.root[node.outputs[0]] = root
+
+    def alone(self, x: Value) -> bool:
+        """Whether each value from a site's making to `x` has one reader, and a node makes it."""
+        root = self.sites.root[x]
+        while self.uses[x] == 1 and x in self.producer:
+            if x is root:
+                return True
+            x = self.first(self.producer[x])
+        return False
+
+
+def _tighter(a: Clamp | None, b: Clamp) -> Clamp:
+    tops = [c.top for c in (a, b) if c is not None and c.top is not None]
+    return replace(b, top=min(tops) if tops else None)
+
+
+def _bounds(node: Node, known: Mapping[Value, Array]) -> Clamp | None:
+    """The clamp of a ReLU, or of a Clip from 0 to a constant."""
+    if node.op.name == "Relu":
+        return Clamp(0.0, None)
+    low, top = [*node.inputs[1:], None, None][:2]
+    if low is None or low not in known or float(known[low]) != 0.0:
+        return None
+    if top is None:
+        return Clamp(0.0, None)
+    return Clamp(0.0, float(known[top])) if top in known else None
+
+
+def _product(node: Node, known: Mapping[Value, Array]) -> Product | str | None:
+    """How a product is quantized, or why it is not."""
+    x, w, *rest = node.inputs
+    assert x is not None
+    assert w is not None
+    if x.type.dtype != float32 or w.type.dtype != float32:
+        return f"it computes in {x.type.dtype}"
+    if x in known:
+        return "its first operand is a constant"
+    if w not in known:
+        return None if node.op.name == "MatMul" else "its weight is computed while it runs"
+    if node.op.name == "MatMul":
+        if w.type.rank != 2:
+            return f"its weight has {w.type.rank} axes; 2 have an integer kernel"
+        return Product(known[w], 1, None)
+    bias = rest[0] if rest else None
+    if bias is not None and bias not in known:
+        return "its bias is computed while it runs"
+    if node.op.name == "Gemm":
+        return _gemm(node, known[w], None if bias is None else known[bias])
+    return Product(known[w], 0, None if bias is None else known[bias])
+
+
+def _gemm(node: Node, w: Array, bias: Array | None) -> Product | str:
+    attrs = node.attrs
+    if attrs.get("alpha", 1.0) != 1.0 or attrs.get("beta", 1.0) != 1.0 or attrs.get("transA"):
+        return "it scales or transposes its operands"
+    axis = 0 if attrs.get("transB") else 1
+    if bias is not None and bias.size != w.shape[axis]:
+        return f"its bias has shape {bias.shape}, not one number per output"
+    return Product(w, axis, None if bias is None else bias.reshape(-1))
