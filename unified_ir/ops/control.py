@@ -410,7 +410,10 @@ def _share_captures(builds: Sequence[Build]) -> list[Tensor]:
 
 
 def scan(f: Any, init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any]:
-    """(carry, ys) after `carry, y = f(carry, x)` for each slice x of `xs` along axis 0."""
+    """(carry, ys) after `carry, y = f(carry, x)` for each slice x of `xs` along axis 0.
+
+    An axis of length 0 runs on `reference`; onnxruntime's Scan refuses it (InvalidInput).
+    """
     carry, scanned = [as_tensor(x) for x in leaves(init)], [as_tensor(x) for x in leaves(xs)]
     n, m = len(carry), len(scanned)
     types = [x.type for x in carry] + [x.type.with_shape(x.shape[1:]) for x in scanned]
