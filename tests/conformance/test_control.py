@@ -1,0 +1,275 @@
+# ruff: noqa: ARG005 - a bprop takes operands, results and cotangents, used or not
+"""Control flow: values, first and second order gradients, on reference and onnxruntime."""
+
+import numpy as np
+import pytest
+from tests.conformance.checks import FIRST, SECOND, agree, central_difference
+from tests.conformance.uses import naming, slope
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import ops
+from triplane.unified_ir.autodiff import value_and_grad
+from triplane.unified_ir.engines import engine
+from triplane.unified_ir.engines.onnx import OnnxEngine
+from triplane.unified_ir.ir import TensorSpec
+from triplane.unified_ir.onnx import OnnxTarget
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.evaluate import run_function
+from triplane.unified_ir.ops.inline import inline
+from triplane.unified_ir.ops.table import TABLE
+
+SINGLE = {"rtol": 1e-3, "atol": 1e-4}
+
+
+def scan_forward(h, xs, w):
+    def step(h, x):
+        h = ops.tanh(h @ w + x)
+        return h, h * h
+
+    h, ys = ops.scan(step, h, xs)
+    return h.sum() + (ys * ys).sum()
+
+
+def scan_reverse(h, xs, w):
+    def step(h, x):
+        return ops.tanh(h @ w + x), h
+
+    h, ys = ops.scan(step, h, xs, reverse=True)
+    return (h * h).sum() + (ys * ys).sum()
+
+
+def scan_of_tree(h, xs, w):
+    """Two carries, two scanned tensors, and a carry the result ignores."""
+
+    def step(carry, item):
+        a, b = carry
+        x, y = item
+        return (ops.tanh(a @ w + x), b + a * y), a * b
+
+    (a, _), ys = ops.scan(step, (h, h * 0.5), (xs, xs * 2.0))
+    return (a * a).sum() + ys.sum()
+
+
+def while_by_value(x, w):
+    def go(c):
+        return c[1] < 3.0
+
+    def body(c):
+        return ops.sin(c[0] @ w), c[1] + 1.0
+
+    y, _ = ops.while_loop(go, body, (x, ops.constant(0.0, x.dtype)))
+    return (y * y).sum()
+
+
+def never(x):
+    return ops.while_loop(lambda c: c.sum() > 1e9, ops.exp, x)
+
+
+def fori(x, w):
+    def body(i, c):
+        return ops.tanh(c @ w) * (i.cast(c.dtype) + 1.0)
+
+    return ops.exp(ops.fori_loop(4, body, x)).sum()
+
+
+def branch(x, w):
+    return ops.cond(x.sum() > 0.0, lambda x: (ops.sin(x) @ w).sum(), lambda x: (x * x).sum(), x)
+
+
+def branch_with_captures(x, w):
+    scaled = x * 2.0
+    return ops.cond(x.sum() > 0.0, lambda: (scaled @ w).sum() + 1.0, lambda: (w * w).sum() + 2.0)
+
+
+def branch_in_loop(x, w):
+    def body(i, c):
+        return ops.cond(i == 1, lambda c: ops.tanh(c @ w), lambda c: c * c, c)
+
+    return ops.fori_loop(3, body, x).sum()
+
+
+def loop_in_scan(h, xs, w):
+    def step(h, x):
+        h = ops.fori_loop(2, lambda _, c: ops.tanh(c @ w + x), h)
+        return h, h.sum()
+
+    h, ys = ops.scan(step, h, xs)
+    return (h * h).sum() + (ys * ys).sum()
+
+
+def own_gradient(x, w):
+    def bprop(x, w, y, g):
+        return g @ w.transpose(), x.transpose() @ g
+
+    y = ops.custom_gradient(lambda x, w: x @ w, bprop, x, w)
+    cube = ops.custom_gradient(lambda x: (x * x * x).sum(), lambda x, y, g: g * 3.0 * x * x, x)
+    return (y * y).sum() + cube
+
+
+def random(*shape):
+    return lambda rng: rng.standard_normal(shape) * 0.5
+
+
+STATE = {"h": random(3), "xs": random(4, 3), "w": random(3, 3)}
+PAIR = {"x": random(2, 3), "w": random(3, 3)}
+LIFTED = {"x": lambda rng: rng.standard_normal((2, 3)) + 5, "w": random(3, 3)}
+SUNK = {"x": lambda rng: rng.standard_normal((2, 3)) - 5, "w": random(3, 3)}
+
+CASES = {
+    "scan forward": (scan_forward, STATE),
+    "scan backward": (scan_reverse, STATE),
+    "scan of trees": (scan_of_tree, STATE),
+    "scan without trips": (scan_forward, {**STATE, "xs": random(0, 3)}),
+    "while": (while_by_value, PAIR),
+    "while that never starts": (
+        lambda x, w: while_by_value(x, w) + never(x).sum(),
+        PAIR,
+    ),
+    "for": (fori, PAIR),
+    "for without trips": (lambda x, w: ops.fori_loop(0, lambda _, c: c @ w, x).sum(), PAIR),
+    "if taken": (branch, LIFTED),
+    "if not taken": (branch, SUNK),
+    "if with captures": (branch_with_captures, LIFTED),
+    "else with captures": (branch_with_captures, SUNK),
+    "if inside for": (branch_in_loop, PAIR),
+    "for inside scan": (loop_in_scan, STATE),
+    "own gradient": (own_gradient, PAIR),
+}  # fmt: skip
+
+
+def recorded(name, dtype, *, symbolic=True):
+    """The case as a function, `xs` of a symbolic length, and its arguments by name."""
+    function, makers = CASES[name]
+    rng = np.random.default_rng(0)
+    args = {k: make(rng).astype(dtype) for k, make in makers.items()}
+    build = Build(TABLE, "f")
+    with build:
+        params = []
+        for k, a in args.items():
+            shape = ("T", *a.shape[1:]) if k == "xs" and symbolic else a.shape
+            params.append(build.param(k, TensorSpec(shape, a.dtype)))
+        made = function(*params)
+    return build.finish({"loss": made}), args
+
+
+def squares(function):
+    """The scalar sum of squared gradients of a scalar function."""
+    gradients = value_and_grad(function)
+    build = Build(TABLE, "squares")
+    with build:
+        params = [build.param(p.name, p.type) for p in gradients.params]
+        _, *found = inline(gradients, params)
+        terms = [(g * g).sum() for g in found]
+        total = sum(terms[1:], terms[0])
+    return build.finish({"loss": total})
+
+
+def slopes_hold(scalar, args, tolerance):
+    gradients = value_and_grad(scalar)
+    _, *found = run_function(TABLE, gradients, list(args.values()))
+    rng = np.random.default_rng(1)
+    for (name, x), g in zip(args.items(), found, strict=True):
+        direction = rng.standard_normal(x.shape)
+        assert g.shape == x.shape
+        want = central_difference(TABLE, scalar, args, name, direction)
+        assert abs((g * direction).sum() - want) <= tolerance * max(1.0, abs(want)), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_both_orders_equal_central_differences(name):
+    function, args = recorded(name, np.float64)
+    with naming(name):
+        slopes_hold(function, args, FIRST)
+        slopes_hold(squares(function), args, SECOND)
+
+
+ON_ONNX = [
+    name for name in CASES if name != "scan without trips"
+]  # refused, see below
+
+
+@pytest.mark.parametrize("opset", [17, 21, 26])
+@pytest.mark.parametrize("name", ON_ONNX)
+def test_onnx_agrees_with_reference_up_to_second_order(name, opset):
+    function, args = recorded(name, np.float32)
+    with naming(name):
+        for derived in (function, value_and_grad(function), value_and_grad(squares(function))):
+            wanted = engine("reference").compile(derived)(*args.values())
+            program = OnnxEngine(target=OnnxTarget(opset)).compile(derived)
+            agree(program(*args.values()), wanted, name, close=SINGLE)
+
+
+@pytest.mark.parametrize("name", ON_ONNX)
+def test_ascend_runs_every_case_near_reference(name):
+    function, args = recorded(name, np.float32)
+    wanted = engine("reference").compile(function)(*args.values())
+    found = engine("ascend").compile(function)(*args.values())
+    agree(found, wanted, name, close={"rtol": 0.02, "atol": 0.02})
+
+
+@pytest.mark.parametrize("engine_name", ["reference", "onnx"])
+@pytest.mark.parametrize("name", ["scan forward", "scan backward", "for inside scan"])
+def test_one_program_runs_at_any_length(name, engine_name):
+    function, args = recorded(name, np.float32)
+    program = engine(engine_name).compile(value_and_grad(function))
+    rng = np.random.default_rng(2)
+    for length in (1, 2, 7) if engine_name == "onnx" else (0, 1, 2, 7):
+        xs = rng.standard_normal((length, 3)).astype(np.float32)
+        loss, d_h, d_xs, d_w = program(args["h"], xs, args["w"])
+        assert d_xs.shape == (length, 3)
+        assert (d_h.shape, d_w.shape) == ((3,), (3, 3))
+        assert np.isfinite(loss)
+
+
+def test_onnx_refuses_to_scan_nothing():
+    function, args = recorded("scan without trips", np.float32)
+    with pytest.raises(InvalidInput, match="Scan node"):
+        engine("onnx").compile(function)(*args.values())
+
+
+@pytest.mark.parametrize("engine_name", ["reference", "onnx"])
+@pytest.mark.parametrize("name", ["scan forward", "while", "for", "if inside for"])
+def test_a_function_with_loops_inlines_twice(name, engine_name):
+    function, args = recorded(name, np.float32, symbolic=False)
+    gradients = value_and_grad(function)
+    build = Build(TABLE, "twice")
+    with build:
+        params = [build.param(p.name, p.type) for p in function.params]
+        once = inline(gradients, params)
+        again = inline(gradients, [p * 0.5 for p in params])
+    twice = build.finish({f"y{i}": y for i, y in enumerate([*once, *again])})
+    halves = [a * np.float32(0.5) for a in args.values()]
+    run = engine(engine_name).compile(gradients)
+    wanted = [*run(*args.values()), *run(*halves)]
+    agree(engine(engine_name).compile(twice)(*args.values()), wanted, name)
+
+
+def test_slope_of_a_slope_through_a_loop_is_a_loop_again():
+    function, args = recorded("for", np.float64)
+    ones = {k: np.ones_like(a) for k, a in args.items()}
+    second = slope(slope(function, list(args), ones), list(args), ones)
+    third = value_and_grad(second)
+    assert any(n.op.name == "Loop" for n in third.nodes)
+    slopes_hold(second, args, SECOND)
+
+
+def test_loops_that_change_their_state_are_refused():
+    build = Build(TABLE, "f")
+    with build:
+        x = build.param("x", TensorSpec((2, 3)))
+        with pytest.raises(InvalidInput, match="keep shapes and element types the same"):
+            ops.fori_loop(2, lambda _, c: ops.concat([c, c]), x)
+        with pytest.raises(InvalidInput, match="keeps the carry's types"):
+            ops.scan(lambda h, _: (h.cast("float64"), h), x[0], x)
+        with pytest.raises(InvalidInput, match="both branches"):
+            ops.cond(x.sum() > 0.0, lambda: x, lambda: x[0])
+        with pytest.raises(InvalidInput, match="condition is a bool scalar"):
+            ops.cond(x.sum(), lambda: x, lambda: x)
+
+
+def test_own_gradients_take_everything_as_argument():
+    build = Build(TABLE, "f")
+    with build:
+        x = build.param("x", TensorSpec((3,)))
+        with pytest.raises(InvalidInput, match="takes everything it uses as an argument"):
+            ops.custom_gradient(lambda y: y * x, lambda y, z, g: g, x * 2.0)
