@@ -73,6 +73,7 @@ def test_labels_of_the_bundle_reach_the_client(start, bundle, kit):
     assert entry.decode().endswith(f":{best}:{('ant', 'bee', 'cat')[best]}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_under_load_fails_no_call_that_was_taken(start, bundle, kit, number):
     """Callers keep asking through the signal; after it only "not taken" may be an answer."""
@@ -105,6 +106,7 @@ def test_a_signal_under_load_fails_no_call_that_was_taken(start, bundle, kit, nu
     assert ended == ["StatusCode.UNAVAILABLE"] * 4
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_process_whose_caller_never_finishes(start, bundle):
     process, ready = start(bundle(), drain_s=3600)
     stalled = threading.Event()
@@ -129,6 +131,7 @@ def test_a_second_signal_ends_a_process_whose_caller_never_finishes(start, bundl
     assert process.returncode in {0, 1}
 
 
+@pytest.mark.slow
 def test_the_verb_prints_the_ready_line_in_words(bundle):
     command = [sys.executable, "-m", "triplane.edge.cli", "serve", str(bundle())]
     with subprocess.Popen(
@@ -166,6 +169,7 @@ def test_a_bundle_whose_goldens_do_not_come_out_is_not_opened(bundle, kit, monke
         open_bundle(path)
 
 
+@pytest.mark.slow
 def test_events_are_logged_as_a_constant_text_and_fields(start, bundle):
     process, _ = start(bundle(), log_level="info")
     process.send_signal(signal.SIGTERM)

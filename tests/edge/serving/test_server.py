@@ -112,6 +112,7 @@ def test_streams_beyond_the_limit_are_refused_and_idle_ones_do_not_block_inferen
         client.stop_stream()
 
 
+@pytest.mark.slow
 def test_a_sender_that_stalls_is_cancelled_and_frees_its_thread(serve, channel, connect, kit):
     server = serve(kit.linear(), limits=Limits(threads=1, receive_s=1))
     stalled = threading.Event()
