@@ -15,9 +15,9 @@ from triplane.proto import ir_pb2 as pb
 from triplane.proto.errors import Corrupt
 
 MAX_MODULE_BYTES: Final = 32 << 20
-MAX_MESSAGES: Final = 2_000_000
+MAX_MESSAGES: Final = 1_000_000
 """A message of two bytes on the wire takes about a hundred in memory."""
-MAX_FIELDS: Final = 6_000_000
+MAX_FIELDS: Final = 4_000_000
 MAX_NODES: Final = 250_000
 """In all functions and regions of a module together."""
 MAX_REGION_DEPTH: Final = 16

@@ -1,0 +1,89 @@
+"""Arrays as bytes: every element type comes back with its bits, nothing else is accepted."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.ir.arrays import constant_name, from_raw, from_stored, raw, stored
+from triplane.unified_ir.ir.types import DTYPES, TensorSpec, type_of
+
+
+def any_bits(dtype, shape, seed=0):
+    """An array of the type with random bits in every element."""
+    rng = np.random.default_rng(seed)
+    if dtype.name == "bool":
+        return rng.random(shape) < 0.5
+    if dtype.bits == 4:
+        low = -8 if dtype.kind == "int" else 0
+        return rng.integers(low, low + 16, shape).astype(dtype.numpy)
+    data = rng.integers(0, 256, (*shape, dtype.bits // 8), np.uint8)
+    return data.view(dtype.numpy).reshape(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (4,), (2, 3), (3, 1, 5)])
+def test_every_element_type_comes_back_with_its_bits(dtype, shape):
+    array = any_bits(dtype, shape)
+    for found in (from_raw(raw(array), type_of(array)), from_stored(stored(array), type_of(array))):
+        assert found.dtype == array.dtype
+        assert found.shape == array.shape
+        assert found.tobytes() == array.tobytes()
+        assert not found.flags.writeable
+
+
+def test_strided_arrays_are_written_in_row_major_order():
+    array = np.arange(12, dtype=np.float32).reshape(3, 4).T[::2]
+    assert raw(array) == np.ascontiguousarray(array).tobytes()
+    assert np.array_equal(from_stored(stored(array), type_of(array)), array)
+
+
+def test_big_endian_arrays_are_no_tensors():
+    with pytest.raises(InvalidInput, match="no element type"):
+        raw(np.arange(3, dtype=">i4"))
+
+
+def test_views_of_a_file_are_not_copied():
+    data = np.arange(8, dtype=np.uint16)
+    view = from_stored(Tensor("bfloat16", data), TensorSpec((8,), ml_dtypes.bfloat16))
+    assert np.shares_memory(view, data)
+
+
+@given(st.integers(0, 40), st.sampled_from(["int4", "uint4"]))
+def test_four_bit_elements_take_half_a_byte(n, name):
+    array = any_bits(DTYPES[name], (n,), n)
+    assert len(raw(array)) == (n + 1) // 2
+
+
+@pytest.mark.parametrize(
+    ("data", "type_", "match"),
+    [
+        (b"\x02", TensorSpec((1,), "bool"), "0 or 1"),
+        (b"\x10", TensorSpec((1,), "int4"), "padding"),
+        (b"123", TensorSpec((1,)), "takes 4 bytes, got 3"),
+        (b"", TensorSpec((2**40, 2**22)), "takes"),
+    ],
+)
+def test_bytes_that_are_no_such_array_are_refused(data, type_, match):
+    with pytest.raises(Corrupt, match=match):
+        from_raw(data, type_)
+
+
+def test_a_symbolic_size_has_no_contents():
+    with pytest.raises(InvalidInput, match="sizes that are numbers"):
+        from_raw(b"", TensorSpec(("N",)))
+
+
+def test_a_tensor_of_another_type_is_refused():
+    with pytest.raises(Corrupt, match=r"float32\[2\] is stored as"):
+        from_stored(Tensor("float32", np.zeros(3, np.float32)), TensorSpec((2,)))
+
+
+def test_the_name_of_a_constant_tells_type_and_contents_apart():
+    a = np.zeros(4, np.float32)
+    names = [constant_name(x) for x in (a, a.reshape(2, 2), a.view(np.int32), a + 1, a.copy())]
+    assert len(set(names)) == 4
+    assert names[0] == names[4]

@@ -1,0 +1,147 @@
+"""Functions and modules as text to read and to compare: the same text on every run.
+
+    ops Relu@14
+    function predict(
+      %x: float32[N,10]
+    ) -> (y: float32[N,10]) {
+      %1: float32[N,10] = Relu(%x)  # digits.py:12 head
+      return %1
+    }
+
+A parameter is written by its name, any other value by its number: parameters count first, then
+outputs in order, as in `module.pb`. A line after `#` says where the user wrote it. Constants of
+more than eight elements appear as type and the first digits of the SHA-256 of their bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from triplane.unified_ir.ir.arrays import raw
+from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Meta, Node, OpId, Value
+from triplane.unified_ir.ir.module import Module
+from triplane.unified_ir.ir.types import type_of
+
+MAX_SHOWN_ELEMENTS: Final = 8
+DIGEST_DIGITS: Final = 8
+_BARE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_./:*-]*", re.ASCII)
+_INDENT: Final = "  "
+
+
+def module_text(module: Module) -> str:
+    """Properties, entries, state with roles, then every function."""
+    lines = ["module"]
+    lines += [f"  meta {_name(k)} = {_quoted(v)}" for k, v in sorted(module.meta.items())]
+    lines += [f"  entry {_name(e)} = {_name(f)}" for e, f in module.entries.items()]
+    lines += [f"  state {_name(n)}: {t.type} {t.role}" for n, t in module.state.items()]
+    texts = [function_text(f, name=key) for key, f in module.functions.items()]
+    return "\n\n".join(["\n".join(lines), *texts])
+
+
+def function_text(function: Function, *, name: str | None = None) -> str:
+    """One function; `name` is the one its module gives it, where that differs."""
+    ops = sorted({(str(n.op), n.op.since) for n in function.walk()})
+    header = [f"ops {' '.join(f'{op}@{since}' for op, since in ops)}"] if ops else []
+    return "\n".join([*header, *_lines(function, f"function {_name(name or function.name)}")])
+
+
+def _lines(function: Function, head: str) -> Iterator[str]:
+    names = _Names(function)
+    results = ", ".join(
+        f"{_name(n)}: {v.type}"
+        for n, v in zip(function.result_names, function.results, strict=True)
+    )
+    if function.params:
+        yield f"{head}("
+        for param in function.params[:-1]:
+            yield f"{_INDENT}{names[param]}: {param.type},"
+        yield f"{_INDENT}{names[function.params[-1]]}: {function.params[-1].type}"
+        yield f") -> ({results}) {{"
+    else:
+        yield f"{head}() -> ({results}) {{"
+    for node in function.nodes:
+        for line in _node_lines(node, names):
+            yield _INDENT + line
+    yield f"{_INDENT}return {', '.join(names[r] for r in function.results)}".rstrip()
+    yield "}"
+
+
+class _Names:
+    """How each value of a function is written."""
+
+    def __init__(self, function: Function) -> None:
+        self._names: dict[Value, str] = {p: f"%{_name(p.name)}" for p in function.params}
+        for node in function.nodes:
+            for value in node.outputs:
+                self._names[value] = f"%{len(self._names)}"
+
+    def __getitem__(self, value: Value) -> str:
+        return self._names[value]
+
+
+def _node_lines(node: Node, names: _Names) -> Iterator[str]:
+    outputs = ", ".join(f"{names[v]}: {v.type}" for v in node.outputs)
+    inputs = ", ".join("none" if v is None else names[v] for v in node.inputs)
+    attrs = attributes_text(node.attrs)
+    line = f"{outputs} = {op_text(node.op)}({inputs}){f' {attrs}' if attrs else ''}"
+    yield line + (" {" if node.regions else "") + _place(node.meta)
+    for region in node.regions:
+        for inner in _lines(region, f"region {_name(region.name)}"):
+            yield _INDENT + inner
+    if node.regions:
+        yield "}"
+
+
+def op_text(op: OpId) -> str:
+    """Domain and name, without a domain for ONNX's own."""
+    return str(op)
+
+
+def attributes_text(attrs: Mapping[str, AttrValue]) -> str:
+    """Attributes by name, `{}` left out where there are none."""
+    if not attrs:
+        return ""
+    return "{" + ", ".join(f"{_name(k)}={_attr(attrs[k])}" for k in sorted(attrs)) + "}"
+
+
+def _attr(value: AttrValue) -> str:
+    if isinstance(value, np.ndarray):
+        return _array(value)
+    if isinstance(value, tuple):
+        inner = ", ".join(_quoted(v) if isinstance(v, str) else str(v) for v in value)
+        return f"({inner},)" if len(value) == 1 else f"({inner})"
+    return _quoted(value) if isinstance(value, str) else str(value)
+
+
+def _array(array: Array) -> str:
+    type_ = type_of(array)
+    if array.size <= MAX_SHOWN_ELEMENTS:
+        return f"{type_} {{{', '.join(_elements(array))}}}"
+    return f"{type_} #{hashlib.sha256(raw(array)).hexdigest()[:DIGEST_DIGITS]}"
+
+
+def _elements(array: Array) -> Sequence[str]:
+    """Each element in the fewest digits that read back as it."""
+    if array.dtype.kind == "b":
+        return [str(bool(v)).lower() for v in array.reshape(-1)]
+    return [str(v) for v in array.reshape(-1)]
+
+
+def _place(meta: Meta) -> str:
+    words = [str(meta.location)] if meta.location else []
+    words += [meta.scope] if meta.scope else []
+    return f"  # {' '.join(words)}" if words else ""
+
+
+def _name(text: str) -> str:
+    return text if _BARE.fullmatch(text) else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
