@@ -44,9 +44,7 @@ def _move(schema: FileDescriptorProto, old: str, new: str) -> None:
 def private_pool(others: Iterable[FileDescriptor]) -> DescriptorPool:
     """A pool of the wire schema and `others`, files without imports."""
     pool = DescriptorPool()
-    pool.Add(wire_schema())
+    pool.AddSerializedFile(wire_schema().SerializeToString())
     for file in others:
-        copy = FileDescriptorProto()
-        file.CopyToProto(copy)
-        pool.Add(copy)
+        pool.AddSerializedFile(file.serialized_pb)
     return pool
