@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from triplane.unified_ir.convert.chart import bar_chart, line_chart
-    from triplane.unified_ir.convert.convert import convert
+    from triplane.unified_ir.convert.conversion import convert
     from triplane.unified_ir.convert.plan import export_plan
     from triplane.unified_ir.convert.report import Report
     from triplane.unified_ir.convert.targets import TARGETS, Target
@@ -18,7 +18,7 @@ _HOMES: Final = {
     "TARGETS": "targets",
     "Target": "targets",
     "bar_chart": "chart",
-    "convert": "convert",
+    "convert": "conversion",
     "export_plan": "plan",
     "line_chart": "chart",
 }

@@ -39,7 +39,7 @@ def export_plan(
     entries: by default those of `PLAN_ENTRIES` that the module has, one of which must learn.
     steps: how many steps an entry takes where the caller does not say.
     """
-    chosen = _entries(module, entries)
+    chosen = plan_entries(module, entries)
     functions = {name: with_state(module, name) for name in chosen}
     used = {p.name for f in functions.values() for p in f.params} & module.state.keys()
     spec = PlanSpec(
@@ -57,7 +57,8 @@ def export_plan(
     return write_plan(Path(path), spec)
 
 
-def _entries(module: Module, entries: Sequence[str] | None) -> tuple[str, ...]:
+def plan_entries(module: Module, entries: Sequence[str] | None = None) -> tuple[str, ...]:
+    """The entries that a plan would have; InvalidInput where nothing would learn."""
     if entries is not None:
         unknown = [name for name in entries if name not in PLAN_ENTRIES]
         if unknown or not entries:

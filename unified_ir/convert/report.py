@@ -122,6 +122,9 @@ class Report:
             return f" (this machine is not a {self.target} one; measure there)"
         return " (the quartiles of interleaved runs overlap)"
 
+    def __str__(self) -> str:
+        return self.text()
+
     def text(self) -> str:
         """For people, plain."""
         lines = [self.verdict, ""]
@@ -130,7 +133,7 @@ class Report:
             lines += ["", *_layer_lines(self.layers, self.is_int8)]
         lines += ["", *self._kernel_lines()]
         lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines) + "\n"
+        return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, str]]:
         s, rows = self.size, [("bundle", f"{self.name} {self.version} for {self.target}")]

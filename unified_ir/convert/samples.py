@@ -125,7 +125,8 @@ def read_labelled(source: str | Path, inputs: Sequence[Value]) -> tuple[dict[str
 
 
 def _names(inputs: Sequence[Value]) -> str:
-    return inputs[0].name + " (or x)" if len(inputs) == 1 else ", ".join(p.name for p in inputs)
+    alone = len(inputs) == 1 and inputs[0].name != "x"
+    return ", ".join(p.name for p in inputs) + (" (or x)" if alone else "")
 
 
 def _scaled(x: Array, p: Value) -> Array:

@@ -86,12 +86,12 @@ def activation_quantizer(seen: Range, row: Scheme) -> Quantizer:
     s is float32; 1 where the range is empty or too small to divide by.
     """
     q_min, q_max = row.grid
-    low, high = np.float32(min(seen.low, 0.0)), np.float32(max(seen.high, 0.0))
-    scale = np.float32((np.float64(high) - np.float64(low)) / (q_max - q_min))
+    low, high = min(seen.low, 0.0), max(seen.high, 0.0)
+    scale = (high - low) / (q_max - q_min)
     if scale < np.finfo(np.float32).tiny:
-        scale = np.float32(1.0)
+        scale = 1.0
     zero = np.clip(np.rint(q_min - low / scale), q_min, q_max)
-    return Quantizer(np.array(scale), np.array(zero, row.activation.numpy))
+    return Quantizer(np.array(scale, np.float32), np.array(zero, row.activation.numpy))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

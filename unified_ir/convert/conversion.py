@@ -37,8 +37,10 @@ from triplane.unified_ir.convert.targets import (
     target_row,
 )
 from triplane.unified_ir.data import Dataset
+from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.graph import Array, Node
+from triplane.unified_ir.ops.check import load
 from triplane.unified_ir.quantize import (
     Artifact,
     Frozen,
@@ -89,14 +91,14 @@ class _Int8(_Form):
 
 
 def convert(
-    module: Module,
+    module: Module | str | Path,
     target: str = "ort-x64",
     *,
     entry: str = "predict",
     quantize: Literal["int8"] | None = None,
     calibration: Given | None = None,
     evaluation: tuple[Given, Array] | Dataset | None = None,
-    name: str = "model",
+    name: str | None = None,
     version: str = "1",
     labels: Labels | None = None,
     max_accuracy_drop: float = 1.0,
@@ -106,16 +108,20 @@ def convert(
     model_digest: str = "",
     out: str | Path | None = None,
 ) -> Report:
-    """Convert one entry of a module for a target; write a bundle to `out` when one is given.
+    """Convert one entry of a module, or of a model file, for a target; write `out` when given.
 
     calibration: what int8 learns its ranges from, an array (N, ...) or arrays by input name.
     evaluation: (samples, classes), for accuracy before and after. labels: class names of the first
     output, or by output. max_accuracy_drop: percentage points, needs an evaluation set.
     max_latency_ratio, max_size_ratio: int8 / float32. reduce_range: 7-bit weights, for processors
-    without VNNI. model_digest: root digest of the model file, the bundle's parent.
+    without VNNI. model_digest: root digest of the model file, the bundle's parent; known where
+    `module` is a path. name: by default the stem of the model file, or of `out`.
     Raises InvalidInput, with nothing written, where a budget is passed or samples do not fit.
     """
     row = target_row(target)
+    name = name or _name(module, out)
+    if not isinstance(module, Module):
+        module, model_digest = read_model(module)
     budgets = Budgets(max_accuracy_drop, max_latency_ratio, max_size_ratio)
     _check_arguments(quantize, calibration, budgets)
     frozen = fold(freeze(module, entry))
@@ -169,6 +175,16 @@ def convert(
         report=report.record(),
     )
     return _written(Path(out), spec, report)
+
+
+def read_model(path: str | Path) -> tuple[Module, str]:
+    """(module, root digest) of a model file; Corrupt names the damaged part."""
+    return load(path), Container(Path(path), kind="model").digest
+
+
+def _name(module: Module | str | Path, out: str | Path | None) -> str:
+    named = out if isinstance(module, Module) else module
+    return "model" if named is None else Path(named).stem
 
 
 def _check_arguments(quantize: str | None, calibration: Any, budgets: Budgets) -> None:
@@ -259,7 +275,7 @@ def _layers(
 def _layer_name(node: Node) -> str:
     """The cell's path, else the weight's name, else the operator."""
     weight = node.inputs[1].name if node.inputs[1] is not None else ""
-    for suffix in FOLDED:
+    for suffix in (*FOLDED, ".weight"):
         weight = weight.removesuffix(suffix)
     return node.meta.scope or weight or node.op.name
 

@@ -1,0 +1,152 @@
+"""`triplane convert`: from a model file to a bundle for one kind of machine, with a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from triplane.unified_ir.cli.shell import json_option, open_output
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.convert import Report
+    from triplane.unified_ir.ir import Module
+
+EPILOG = """\b
+Examples:
+  triplane convert digits.tpm --out digits.bundle
+  triplane convert digits.tpm --quantize int8 --calibrate samples.npz \\
+      --evaluate held_out.npz --out digits.bundle --report report.svg
+  triplane convert digits.tpm --plan digits.plan
+
+\b
+Targets: ort-x64 (onnxruntime on Intel and AMD), ort-arm64 (on 64-bit ARM).
+int8 stores weights in a quarter of the bytes and is faster on networks of some size; on small ones
+it is slower, and the report's first line says so. It needs --calibrate: some hundred typical inputs
+(an .npz with one array per input, or x; no labels needed), from which it learns ranges.
+A slower or less exact result is refused only against a budget that you state; the one with a
+default is --max-accuracy-drop, and it needs --evaluate (an .npz with x and y).
+"""
+OUT_FILE = click.Path(dir_okay=False, path_type=Path)
+RATIO = click.FloatRange(min=0)
+
+
+@click.command("convert", epilog=EPILOG)
+@click.argument("model", type=click.Path(path_type=Path), metavar="MODEL.tpm")
+@click.option("--target", default="ort-x64", show_default=True, help="Kind of machine; see below.")
+@click.option("--entry", default="predict", show_default=True, help="Function to convert.")
+@click.option("--quantize", type=click.Choice(["int8"]), help="Integers instead of float32.")
+@click.option("--calibrate", metavar="DATA", help="Typical inputs: an .npz, or a data set's name.")
+@click.option("--evaluate", metavar="DATA", help="Labelled data: accuracy before and after.")
+@click.option("--out", type=OUT_FILE, help="The bundle to write; without it, only the report.")
+@click.option("--plan", type=OUT_FILE, help="Also write a plan, with which a device learns.")
+@click.option("--name", help="The bundle's name.  [default: that of the model file]")
+@click.option("--model-version", default="1", show_default=True, help="The bundle's version.")
+@click.option(
+    "--max-accuracy-drop", type=RATIO, default=1.0, show_default=True, metavar="POINTS",
+    help="Percentage points that int8 may lose on --evaluate.",
+)  # fmt: skip
+@click.option(
+    "--max-latency-ratio",
+    type=RATIO,
+    metavar="RATIO",
+    help="int8 / float32 time; above is refused.",
+)
+@click.option(
+    "--max-size-ratio", type=RATIO, metavar="RATIO", help="int8 / float32 bytes; above is refused."
+)
+@click.option(
+    "--reduce-range", is_flag=True,
+    help="7-bit weights: exact on x64 processors without VNNI, a little less precise elsewhere.",
+)  # fmt: skip
+@click.option("--report", type=OUT_FILE, help="Write the report's charts as SVG.")
+@click.option("--report-json", type=OUT_FILE, help="Write the report as JSON.")
+@json_option
+def command(**options: Any) -> None:
+    """Convert MODEL.tpm for one kind of machine and say what it cost.
+
+    The graph is checked against the model's own meaning before anything is written; the bundle
+    holds it with its weights, golden samples that a node checks before serving, and the report.
+    """
+    output = open_output(options["as_json"])
+    module, digest = _loaded(options["model"])
+    wants_plan = options["plan"] is not None
+    if wants_plan:
+        _check_plan(module)
+    record: dict[str, Any] = {}
+    texts = []
+    if not wants_plan or options["out"] is not None or options["quantize"] is not None:
+        report = _converted(module, digest, options)
+        record = _record(report)
+        texts.append(report.text().rstrip())
+        _save_reports(report, record, options)
+    if wants_plan:
+        record["plan"] = _planned(module, digest, options["plan"])
+        texts.append(f"plan: {options['plan']}, digest {record['plan']['digest']}")
+    output.result(record, "\n".join(texts))
+
+
+def _loaded(model: Path) -> tuple[Module, str]:
+    from triplane.unified_ir.convert.conversion import read_model
+
+    return read_model(model)
+
+
+def _converted(module: Module, digest: str, options: dict[str, Any]) -> Report:
+    from triplane.unified_ir.convert import convert
+    from triplane.unified_ir.convert.samples import read_labelled, read_samples
+
+    inputs = module.inputs(options["entry"])
+    calibrate, evaluate = options["calibrate"], options["evaluate"]
+    return convert(
+        module,
+        options["target"],
+        entry=options["entry"],
+        quantize=options["quantize"],
+        calibration=None if calibrate is None else read_samples(calibrate, inputs),
+        evaluation=None if evaluate is None else read_labelled(evaluate, inputs),
+        name=options["name"] or options["model"].stem,
+        version=options["model_version"],
+        max_accuracy_drop=options["max_accuracy_drop"],
+        max_latency_ratio=options["max_latency_ratio"],
+        max_size_ratio=options["max_size_ratio"],
+        reduce_range=options["reduce_range"],
+        model_digest=digest,
+        out=options["out"],
+    )
+
+
+def _record(report: Report) -> dict[str, Any]:
+    made = report.record()
+    if report.path is not None:
+        made["bundle"] = {
+            "path": str(report.path),
+            "digest": report.digest,
+            "content_digest": report.content_digest,
+        }
+    return made
+
+
+def _save_reports(report: Report, record: dict[str, Any], options: dict[str, Any]) -> None:
+    import json
+
+    from triplane.unified_ir.files.atomic import write_atomic
+
+    if options["report"] is not None:
+        write_atomic(options["report"], report.svg().encode())
+    if options["report_json"] is not None:
+        write_atomic(options["report_json"], json.dumps(record, indent=2).encode())
+
+
+def _check_plan(module: Module) -> None:
+    """Before the bundle is written: a command does all it was asked, or nothing."""
+    from triplane.unified_ir.convert.plan import plan_entries
+
+    plan_entries(module)
+
+
+def _planned(module: Module, digest: str, path: Path) -> dict[str, str]:
+    from triplane.unified_ir.convert import export_plan
+
+    return {"path": str(path), "digest": export_plan(module, path, model_digest=digest)}
