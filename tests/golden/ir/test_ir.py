@@ -1,0 +1,52 @@
+"""Model files of every format version stay readable, and today's bytes are theirs."""
+
+import numpy as np
+import pytest
+from tests.golden.ir.make import PARENT, V1, W, X, Y, every_field, make
+
+from triplane.unified_ir.files.container import Container
+from triplane.unified_ir.ir import Role
+from triplane.unified_ir.ir.module import read
+from triplane.unified_ir.ir.text import module_text
+from triplane.unified_ir.ops.check import load
+from triplane.unified_ir.ops.evaluate import run_function
+from triplane.unified_ir.ops.table import TABLE
+
+DIGESTS = {
+    "every_field.tpm": "b56bb3d0716445129c7bbb4bf5c358c1ffcac1ee349fa71ed20ac97d72e21b3e",
+    "relu_layer.tpm": "f2b5aca4f4c1e039a8f4037f71b4caa541a2ce8fe059d9f60b763305f8191e3e",
+}
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_generator_reproduces_every_byte(tmp_path, name):
+    assert make(tmp_path) == DIGESTS
+    assert (tmp_path / name).read_bytes() == (V1 / name).read_bytes()
+
+
+def test_every_field_of_version_1_is_read():
+    found = read(V1 / "every_field.tpm", DIGESTS["every_field.tpm"])
+    assert module_text(found) + "\n" == (V1 / "every_field.txt").read_text("utf-8")
+    wanted = every_field()
+    attrs, given = (m.functions["f"].nodes[0].attrs for m in (found, wanted))
+    assert attrs.keys() == given.keys()
+    for name, value in given.items():
+        if isinstance(value, np.ndarray):
+            assert attrs[name].dtype == value.dtype
+            assert attrs[name].tolist() == value.tolist()
+        else:
+            assert attrs[name] == value
+    for name, tensor in wanted.state.items():
+        zero = tensor.role is Role.PERSONAL
+        assert found.state[name].role is tensor.role
+        assert found.state[name].array.tolist() == (tensor.array * (not zero)).tolist()
+    file = Container(V1 / "every_field.tpm", kind="model")
+    assert file.manifest.parent == PARENT
+
+
+def test_a_model_of_version_1_computes():
+    module = load(V1 / "relu_layer.tpm", DIGESTS["relu_layer.tpm"])
+    w = module.state["w"].array
+    assert w.tolist() == W.tolist()
+    (y,) = run_function(TABLE, module.entry("predict"), [X, w])
+    assert y.tolist() == Y.tolist()
