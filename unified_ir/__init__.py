@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from triplane.unified_ir.frontend.compare import compare
     from triplane.unified_ir.ir import Module, TensorSpec
+    from triplane.unified_ir.ops.check import load
 
 _SUBPACKAGES = frozenset({"convert", "data", "nn", "ops", "optim", "runtime", "train"})
 _NAMES = {
@@ -32,6 +33,7 @@ _NAMES = {
     "compare": "frontend.compare",
     "grad": "frontend",
     "graph": "frontend",
+    "load": "ops.check",
     "mode": "frontend",
     "set_mode": "frontend",
     "trace": "frontend",
@@ -47,6 +49,7 @@ __all__ = [
     "data",
     "grad",
     "graph",
+    "load",
     "mode",
     "nn",
     "ops",
