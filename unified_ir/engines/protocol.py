@@ -84,7 +84,7 @@ class HostLoop:
         if missing:
             raise InvalidInput(f"a loop starts from all donated state and no more; see {missing}")
         self._program = program
-        self._state = {k: v.copy() for k, v in state.items()}
+        self._state = self._copied(state)
 
     def step(self, **batch: Array) -> dict[str, Array]:
         """See `Loop.step`."""
@@ -107,4 +107,12 @@ class HostLoop:
         unknown = sorted(state.keys() - self._state.keys())
         if unknown:
             raise InvalidInput(f"state is {sorted(self._state)}; {unknown} is not")
-        self._state.update({k: v.copy() for k, v in state.items()})
+        self._state.update(self._copied(state))
+
+    def _copied(self, state: Mapping[str, Array]) -> dict[str, Array]:
+        """Copies of state tensors, all of them held to their parameters' types."""
+        for name, x in state.items():
+            wanted = self._program.function.param(name).type
+            if x.dtype != wanted.dtype.numpy or x.shape != wanted.shape:
+                raise InvalidInput(f"state {name!r} is {wanted}, got {x.dtype}{x.shape}")
+        return {name: x.copy() for name, x in state.items()}
