@@ -44,10 +44,13 @@ def mlp() -> tuple[nn.Module, dict[str, str], Any]:
 
 
 def cnn() -> tuple[nn.Module, dict[str, str], Any]:
-    """Convolution, batch normalization, ReLU, pooling, linear; Adam."""
+    """Convolution, batch normalization, ReLU, pooling, linear; Adam.
+
+    No bias before the normalization: its gradient is zero but for rounding, which Adam scales up.
+    """
     model = nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding="same"), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(4 * 3 * 3, 4),
+        nn.Conv2d(1, 4, 3, padding="same", bias=False), nn.BatchNorm2d(4), nn.ReLU(),
+        nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4 * 3 * 3, 4),
     )  # fmt: skip
     names = {k: k for k in model.state_dict() if not k.endswith("num_batches_tracked")}
     return model, names, torch.optim.Adam(model.parameters(), lr=0.02)

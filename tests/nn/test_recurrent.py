@@ -63,7 +63,7 @@ def test_a_sequence_follows_the_equations(name, how):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_single_step_is_a_sequence_of_one_from_a_given_state(name):
-    layer, single, step, states = CASES[name]
+    layer, single, _, states = CASES[name]
     cell, whole = single(I, H), layer(I, H)
     whole.load({k: p.array for k, p in cell.parameters().items()})
     start = tuple(RNG.standard_normal((N, H)).astype(np.float32) for _ in range(states))

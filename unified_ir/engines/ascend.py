@@ -27,6 +27,10 @@ CUBE: Final[dict[tuple[str, str], int]] = {
 }
 """Operators of the cube, and how many leading operands it rounds (a bias is added in fp32)."""
 
+MOVES: Final = frozenset({(DOMAIN, "MaxUnpoolFirst"), (DOMAIN, "MaxSelectFirst")})
+"""Rows that move elements: where their bodies copy by a product with 0/1 matrices, on this machine
+the vector unit copies, and nothing is rounded. (The copies are compared for equality.)"""
+
 
 class AscendEngine:
     """See the module."""
@@ -57,7 +61,8 @@ def _round_node(
 ) -> None:
     inputs = [None if v is None else env.get(v, v) for v in node.inputs]
     key = (node.op.domain, node.op.name)
-    if key not in CUBE and not node.regions and (meaning := expansion(TABLE, node)) is not None:
+    hides_products = key not in CUBE and key not in MOVES and not node.regions
+    if hides_products and (meaning := expansion(TABLE, node)) is not None:
         _round_expansion(node, meaning, inputs, nodes, rounded, env)
         return
     for i in range(CUBE.get(key, 0)):
