@@ -114,7 +114,7 @@ def _onto(product: Node, base: Value, node: Node, *, alpha: float, beta: float) 
 
 
 def large_weights_left(function: Function) -> Function:
-    """Gemm(x, w, b, transB=1) -> Transpose(w x^T) + b for a large w.
+    """Gemm(x, w, b) with a large w, transposed or not -> Transpose(op(w) x^T) + b.
 
     A matrix product packs its right operand; with a small batch, packing the weights costs as much
     as the product, and as the left operand they are read in place.
@@ -123,25 +123,29 @@ def large_weights_left(function: Function) -> Function:
 
 
 def _weight_left(view: _View, node: Node) -> list[Node] | None:
-    plain = {k: v for k, v in node.attrs.items() if k != "transB"}
-    if node.op.name != "Gemm" or plain or not node.attrs.get("transB"):
+    if node.op.name != "Gemm" or node.attrs.keys() - {"transB"}:
         return None
     x, w = node.inputs[0], node.inputs[1]
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     if x is None or w is None or not _large(w.type.shape) or w in view.producer:
         return None
+    made: list[Node] = []
+    if not node.attrs.get("transB"):
+        w = _transposed(made, w, node)
     (y,) = node.outputs
-    flipped = Value(x.type.with_shape(x.type.shape[::-1]))
     product = Value(y.type.with_shape(y.type.shape[::-1]))
-    back = y if bias is None else Value(y.type)
-    made = [
-        _node("Transpose", (x,), flipped, node),
-        _node("MatMul", (w, flipped), product, node),
-        _node("Transpose", (product,), back, node),
-    ]
-    if bias is not None:
-        made.append(_node("Add", (back, bias), y, node))
+    made.append(_node("MatMul", (w, _transposed(made, x, node)), product, node))
+    if bias is None:
+        made.append(_node("Transpose", (product,), y, node))
+    else:
+        made.append(_node("Add", (_transposed(made, product, node), bias), y, node))
     return made
+
+
+def _transposed(made: list[Node], x: Value, origin: Node) -> Value:
+    flipped = Value(x.type.with_shape(x.type.shape[::-1]))
+    made.append(_node("Transpose", (x,), flipped, origin))
+    return flipped
 
 
 def _large(shape: tuple[Dim, ...]) -> bool:
