@@ -1,0 +1,39 @@
+"""The README's code runs, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_the_fifteen_lines_train_export_convert_and_predict(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code += "\nimport numpy as np\nnp.save('answers.npy', runtime.Bundle.load('digits.bundle')"
+    code += ".predict(x=held_out.x)['logits'].argmax(1) == held_out.y)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert np.load(tmp_path / "answers.npy").mean() > 0.9
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_relative_link_leads_to_a_file(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_every_module_that_the_architecture_names_exists() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = re.findall(r"`((?:unified_ir|proto|edge)/[\w/]+(?:\.\w+)?/?)`", text)
+    assert len(named) > 30
+    assert [name for name in named if not (ROOT / name).exists()] == []

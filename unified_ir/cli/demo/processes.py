@@ -1,0 +1,105 @@
+"""Child processes of the demo: the real command, in process groups that never outlive it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from triplane.proto.errors import Unavailable
+
+START_DEADLINE_S: Final = 30.0
+STOP_GRACE_S: Final = 10.0
+COMMAND: Final = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
+"""The `triplane` command of this very environment."""
+
+
+class Failed(Unavailable):
+    """A child process ended with an error."""
+
+
+def triplane(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs the command to its end; progress goes to this terminal, stdout comes back."""
+    return _run([*COMMAND, *map(str, args)])
+
+
+def python(script: Path, *args: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a script in a fresh interpreter."""
+    return _run([sys.executable, str(script), *map(str, args)])
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    with _child(command, stderr=None) as process:
+        out, _ = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, "")
+
+
+def checked(done: subprocess.CompletedProcess[str]) -> str:
+    """The output of a process that succeeded."""
+    if done.returncode != 0:
+        raise Failed(
+            f"{_shown(done.args)} ended with exit code {done.returncode}; its output is above"
+        )
+    return done.stdout
+
+
+def checked_json(done: subprocess.CompletedProcess[str]) -> Any:
+    """The JSON document that a process printed."""
+    return json.loads(checked(done))
+
+
+def _shown(command: Sequence[str]) -> str:
+    return " ".join(["triplane" if part == COMMAND[2] else part for part in command[2:]])
+
+
+@contextmanager
+def server(*args: str | Path) -> Iterator[dict[str, Any]]:
+    """Starts `triplane ARGS --json`, gives the line it announces itself with, stops it at the end.
+
+    Stopping is SIGTERM, then SIGKILL after a grace period; also on an exception or Ctrl-C here.
+    """
+    with _child([*COMMAND, *map(str, args), "--json"], stderr=None) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise Failed(f"the server did not start (exit code {process.wait(START_DEADLINE_S)})")
+        yield json.loads(line)
+        process.terminate()
+        process.wait(STOP_GRACE_S)
+
+
+@contextmanager
+def _child(command: Sequence[str], *, stderr: int | None) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        list(command), stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+    )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends the whole process group, politely first."""
+    if process.poll() is None:
+        _signal_group(process, signal.SIGTERM)
+        try:
+            process.wait(STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            _signal_group(process, signal.SIGKILL)
+            process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _signal_group(process: subprocess.Popen[str], number: int) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,261 @@
+"""The demo's steps, in order. Each runs the real command or the public API and reports figures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli.demo import processes
+from triplane.unified_ir.cli.demo.ask import ask
+from triplane.unified_ir.cli.demo.camera import changed
+from triplane.unified_ir.cli.demo.engines import losses_side_by_side
+from triplane.unified_ir.cli.shell import Output
+from triplane.unified_ir.data import load_split
+from triplane.unified_ir.data.dataset import Dataset
+
+CELL: Final = Path(__file__).with_name("digits.py")
+FINE_TUNE: Final = Path(__file__).with_name("fine_tune.py")
+COMPARED_STEPS: Final = 10
+CALIBRATION_SAMPLES: Final = 200
+TUNING_STEPS: Final = 400
+TUNING_BATCH: Final = 32
+
+
+@dataclass(slots=True)
+class Summary:
+    """What each step measured, in the order of the story."""
+
+    rows: list[tuple[str, str, str]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, step: str, what: str, figure: str, **facts: Any) -> None:
+        """A line of the table, and the same facts for machines."""
+        self.rows.append((step, what, figure))
+        self.facts.update(facts)
+
+    def record(self) -> dict[str, Any]:
+        """For `--json`."""
+        return dict(self.facts)
+
+    def table(self) -> str:
+        """For people."""
+        widths = [max(len(row[i]) for row in self.rows) for i in (0, 1)]
+        lines = [f"  {s:<{widths[0]}}  {w:<{widths[1]}}  {f}" for s, w, f in self.rows]
+        return "\n".join(["", "Summary", *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where the demo works and what it works on."""
+
+    folder: Path
+    output: Output
+    data: str
+    train: Dataset
+    held_out: Dataset
+    summary: Summary
+
+    def file(self, name: str) -> Path:
+        """A file of the demo."""
+        return self.folder / name
+
+    def say(self, text: str = "") -> None:
+        """Tells the reader something."""
+        self.output.note(text)
+
+
+def tell(*, data: str, epochs: int, keep: Path | None, output: Output) -> Summary:
+    """Runs all steps; the folder is removed afterwards unless it is kept, also after Ctrl-C."""
+    start = time.perf_counter()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+    summary = Summary()
+    train, held_out = load_split(data)
+    if train.x.shape[2:] != (8, 8):
+        train, held_out = _small(train), _small(held_out)
+    with _folder(keep) as folder:
+        stage = Stage(folder, output, data, train, held_out, summary)
+        _save_data(stage)
+        _train(stage, epochs)
+        _inspect(stage)
+        _convert(stage)
+        _serve(stage)
+        _fine_tune(stage)
+        seconds = time.perf_counter() - start
+        kept = f"files kept in {folder}" if keep else "files removed; --keep DIR keeps them"
+        summary.add("all", "wall time", f"{seconds:.0f} s; {kept}", seconds=seconds)
+    return summary
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        yield keep
+        return
+    made = Path(tempfile.mkdtemp(prefix="triplane-demo-"))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _small(data: Dataset) -> Dataset:
+    """Images averaged down to 8x8, the demo network's size."""
+    _, c, h, w = data.x.shape
+    if c != 1 or h < 8 or w < 8:
+        raise InvalidInput(f"the demo takes grey images of at least 8x8, got {c} x {h} x {w}")
+    rows, columns = (np.linspace(0, size, 9).astype(int)[:-1] for size in (h, w))
+    sums = np.add.reduceat(np.add.reduceat(data.x, rows, axis=2), columns, axis=3)
+    counts = np.outer(np.diff([*rows, h]), np.diff([*columns, w]))
+    return Dataset((sums / counts).astype(np.float32), data.y, data.labels)
+
+
+def _save_data(stage: Stage) -> None:
+    for name, part in (("train", stage.train), ("held_out", stage.held_out)):
+        np.savez(stage.file(f"{name}.npz"), x=part.x, y=part.y)
+    few = stage.train.take(CALIBRATION_SAMPLES)
+    np.savez(stage.file("calibration.npz"), x=few.x, y=few.y)
+
+
+def _train(stage: Stage, epochs: int) -> None:
+    stage.say(
+        f"\n1  Train: {CELL.name}:Digits on {len(stage.train)} images; forward, backward and "
+        "optimizer are one graph on onnxruntime"
+    )
+    done = processes.checked_json(
+        processes.triplane(
+            "train", f"{CELL}:Digits", "--data", stage.file("train.npz"),
+            "--validation", stage.file("held_out.npz"), "--epochs", str(epochs),
+            "--out", stage.file("digits.tpm"), "--history", stage.file("history.json"), "--json",
+        )
+    )  # fmt: skip
+    accuracy = done["validation"]["accuracy"]
+    _draw_history(stage)
+    stage.summary.add(
+        "train", "held-out accuracy", f"{accuracy:.3f} after {epochs} epochs, "
+        f"{done['seconds']:.1f} s", held_out_accuracy=accuracy, train_seconds=done["seconds"],
+    )  # fmt: skip
+    stage.say(f"\n   The same training step on two engines, {COMPARED_STEPS} steps from one start:")
+    pairs = losses_side_by_side(CELL, stage.train, COMPARED_STEPS)
+    stage.say("   step   onnx (fp32)   ascend (fp16 cube)")
+    for i, (ours, theirs) in enumerate(pairs):
+        stage.say(f"   {i:>4}   {ours:>11.6f}   {theirs:>18.6f}")
+    worst = max(abs(a - b) / abs(a) for a, b in pairs)
+    stage.summary.add(
+        "train", "ascend against onnx", f"losses differ by at most {worst:.2%}",
+        ascend_loss_difference=worst,
+    )  # fmt: skip
+
+
+def _draw_history(stage: Stage) -> None:
+    from triplane.unified_ir.convert.chart import line_chart
+
+    rows = json.loads(stage.file("history.json").read_text())
+    for key, title in (("loss", "Loss"), ("accuracy", "Accuracy")):
+        lines = {
+            "training": [(row["epoch"], row[key]) for row in rows],
+            "held out": [(row["epoch"], row[f"validation.{key}"]) for row in rows],
+        }
+        drawn = line_chart(lines, title=title, x_label="epoch", y_label=key)
+        stage.file(f"{key}.svg").write_text(drawn)
+
+
+def _inspect(stage: Stage) -> None:
+    model = stage.file("digits.tpm")
+    stage.say("\n2  Export: one file; the IR as text, each node with the line that made it")
+    stage.say(
+        processes.checked(processes.triplane("inspect", model, "--text", "--entry", "predict"))
+    )
+    facts = processes.checked_json(processes.triplane("inspect", model, "--json"))
+    stage.say(f"   root digest {facts['digest']}")
+    damaged = stage.file("damaged.tpm")
+    data = bytearray(model.read_bytes())
+    data[len(data) // 2] ^= 0x01
+    damaged.write_bytes(bytes(data))
+    stage.say(f"   one bit flipped in byte {len(data) // 2} of a copy:")
+    refused = processes.triplane("inspect", damaged, "--verify", "--json")
+    error = json.loads(refused.stdout)["error"]
+    if error["family"] != "Corrupt":
+        raise InvalidInput(f"the damaged copy was not refused as corrupt: {error}")
+    stage.say(f"   refused: {error['message']}")
+    stage.summary.add(
+        "export", "model file", f"{len(data):,} bytes, digest {facts['digest'][:16]}...",
+        model_bytes=len(data), digest=facts["digest"],
+    )  # fmt: skip
+    stage.summary.add("export", "a flipped bit", "refused, damaged part named", refusal=error)
+
+
+def _convert(stage: Stage) -> None:
+    stage.say("\n3  Convert: float and int8 bundles for this machine")
+    common: list[str | Path] = [
+        "convert", stage.file("digits.tpm"), "--target", "ort-x64",
+        "--calibrate", stage.file("calibration.npz"), "--evaluate", stage.file("held_out.npz"),
+    ]  # fmt: skip
+    processes.checked(processes.triplane(*common, "--out", stage.file("digits.bundle")))
+    text = processes.checked(
+        processes.triplane(
+            *common, "--quantize", "int8", "--out", stage.file("digits-int8.bundle"),
+            "--plan", stage.file("digits.plan"), "--report", stage.file("report.svg"),
+            "--report-json", stage.file("report.json"),
+        )
+    )  # fmt: skip
+    stage.say(text.rstrip())
+    report = json.loads(stage.file("report.json").read_text())
+    stage.summary.add("convert", "int8", report["verdict"], conversion=report)
+
+
+def _serve(stage: Stage) -> None:
+    stage.say("\n4  Serve: the bundle over gRPC, asked by the stock tritonclient, one digit a call")
+    bundle = stage.file("digits.bundle")
+    with processes.server("edge", "serve", bundle, "--port", "0", "--metrics-port", "0") as ready:
+        answers = ask(
+            f"127.0.0.1:{ready['port']}", ready["serving"][0]["model"],
+            stage.held_out.x, stage.held_out.y,
+        )  # fmt: skip
+    stage.say(
+        f"   {answers.calls} calls: accuracy {answers.accuracy:.3f}, median {answers.median_ms:.2f}"
+        f" ms, 99th percentile {answers.p99_ms:.2f} ms"
+    )
+    stage.summary.add(
+        "serve", "tritonclient", f"accuracy {answers.accuracy:.3f}, median "
+        f"{answers.median_ms:.2f} ms a call", served_accuracy=answers.accuracy,
+        call_median_ms=answers.median_ms, call_p99_ms=answers.p99_ms,
+    )  # fmt: skip
+
+
+def _fine_tune(stage: Stage) -> None:
+    stage.say("\n5  Fine-tune on the device: the camera now gives inverted, shifted digits")
+    samples = stage.file("camera.npz")
+    np.savez(
+        samples,
+        x=changed(stage.train.x), y=stage.train.y,
+        x_test=changed(stage.held_out.x), y_test=stage.held_out.y,
+    )  # fmt: skip
+    found = processes.checked_json(
+        processes.python(
+            FINE_TUNE, stage.file("digits.plan"), samples, str(TUNING_STEPS), str(TUNING_BATCH)
+        )
+    )
+    if found["foreign"]:
+        raise InvalidInput(f"the fine-tuning process imported {found['foreign']}")
+    stage.say(
+        f"   {TUNING_STEPS} steps of the plan's local_update graph in a process with onnxruntime, "
+        f"numpy, protobuf and triplane's runtime: accuracy {found['before']:.3f} -> "
+        f"{found['after']:.3f}, peak memory {found['peak_rss_mb']:.0f} MB"
+    )
+    stage.summary.add(
+        "fine-tune", "changed camera", f"{found['before']:.3f} -> {found['after']:.3f}, "
+        f"{found['peak_rss_mb']:.0f} MB", camera_before=found["before"],
+        camera_after=found["after"], fine_tune_peak_rss_mb=found["peak_rss_mb"],
+    )  # fmt: skip
