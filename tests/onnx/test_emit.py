@@ -1,0 +1,171 @@
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+from tests.conformance.test_rows import MISSING
+from tests.conformance.uses import naming, recorded, uses_of
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import ops
+from triplane.unified_ir.autodiff import value_and_grad
+from triplane.unified_ir.engines import engine
+from triplane.unified_ir.ir import TensorSpec
+from triplane.unified_ir.onnx import External, Initializer, OnnxTarget, emit, serialize
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.runtime.session import Session
+
+ROOT = Path(__file__).parents[2]
+
+
+def function(specs, body, name="f"):
+    build = Build(TABLE, name)
+    with build:
+        made = body(**{k: build.param(k, spec) for k, spec in specs.items()})
+    return build.finish(made)
+
+
+def loss():
+    """A small network with symbolic batch, a loop and integer labels."""
+
+    def body(w, b, x, labels):
+        h = ops.max_pool(ops.relu(ops.conv(x, w, b, padding="same")), 2)
+        h = ops.fori_loop(2, lambda _, c: ops.tanh(c), ops.flatten(h))
+        return {"loss": ops.cross_entropy(h, labels).mean()}
+
+    specs = {
+        "w": TensorSpec((2, 1, 3, 3)), "b": TensorSpec((2,)),
+        "x": TensorSpec(("N", 1, 4, 4)), "labels": TensorSpec(("N",), "int64"),
+    }  # fmt: skip
+    return function(specs, body)
+
+
+def graphs(graph):
+    """The graph and every subgraph of its nodes."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from graphs(attribute.g)
+
+
+@pytest.mark.parametrize("opset", [17, 21, 26])
+def test_every_sample_gives_a_model_that_passes_the_full_check(opset):
+    for use in uses_of():
+        if str(use.row) in MISSING[opset]:
+            continue
+        with naming(f"{use} at opset {opset}"):
+            model = emit(recorded(use, np.float32)[0], target=OnnxTarget(opset))
+            onnx.checker.check_model(model, full_check=True)
+            assert [(i.domain, i.version) for i in model.opset_import] == [("", opset)]
+            domains = {n.domain for g in graphs(model.graph) for n in g.node}
+            assert domains <= {""}, f"only ai.onnx, found {domains}"
+
+
+@pytest.mark.parametrize("opset", range(17, 27))
+def test_a_gradient_passes_the_full_check_at_every_opset(opset):
+    model = emit(value_and_grad(loss(), ["w", "b"]), target=OnnxTarget(opset))
+    onnx.checker.check_model(model, full_check=True)
+    Session(serialize(model))
+
+
+def test_opsets_outside_the_stated_range_are_refused():
+    for opset in (16, 27):
+        with pytest.raises(InvalidInput, match="opsets 17 to 26"):
+            OnnxTarget(opset)
+
+
+FINGERPRINT = """
+import hashlib
+from tests.onnx.test_emit import fingerprint
+print(fingerprint())
+"""
+
+
+def fingerprint():
+    """A digest of the bytes of a gradient graph."""
+    data = serialize(emit(value_and_grad(loss(), ["w", "b"])))
+    return hashlib.sha256(data).hexdigest()
+
+
+def test_fresh_processes_give_the_same_bytes_whatever_their_hash_seed():
+    path = os.pathsep.join([str(ROOT / ".ci" / "namespace"), str(ROOT)])
+    found = {
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", FINGERPRINT],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            cwd=ROOT, check=True, capture_output=True, text=True,
+        ).stdout.strip()
+        for seed in ("0", "1", "4242")
+    }  # fmt: skip
+    assert found == {fingerprint()}
+
+
+def test_every_value_has_one_name_and_the_signature_keeps_its_own():
+    model = emit(value_and_grad(loss(), ["w", "b"]))
+    assert [i.name for i in model.graph.input] == ["w", "b", "x", "labels"]
+    assert [o.name for o in model.graph.output] == ["loss", "grad.w", "grad.b"]
+    names = [out for g in graphs(model.graph) for n in g.node for out in n.output]
+    names += [t.name for g in graphs(model.graph) for t in g.initializer]
+    names += [i.name for g in graphs(model.graph) for i in g.input]
+    assert len(names) == len(set(names))
+
+
+def test_the_new_value_of_a_parameter_carries_the_suffix():
+    f = function({"w": TensorSpec((2,))}, lambda w: {"w": w * 2.0, "y": w.sum()})
+    assert [o.name for o in emit(f).graph.output] == ["w:next", "y"]
+
+
+def test_initializers_are_held_inline_or_point_into_the_weights_file(tmp_path):
+    specs = {"w": TensorSpec((2, 3)), "b": TensorSpec((3,)), "x": TensorSpec(("N", 2))}
+    f = function(specs, lambda w, b, x: {"y": x @ w + b})
+    w, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(3, np.float32)
+    model = emit(f, initializers={"w": Initializer(w, External(64, w.nbytes)), "b": Initializer(b)})
+    assert [i.name for i in model.graph.input] == ["x"]
+    held = {t.name: t for t in model.graph.initializer}
+    np.testing.assert_array_equal(numpy_helper.to_array(held["b"]), b)
+    assert held["w"].data_location == TensorProto.EXTERNAL
+    assert not held["w"].raw_data
+    where = {e.key: e.value for e in held["w"].external_data}
+    assert where == {"location": "weights.safetensors", "offset": "64", "length": "24"}
+    (tmp_path / "weights.safetensors").write_bytes(bytes(64) + w.tobytes())
+    (tmp_path / "model.onnx").write_bytes(serialize(model))
+    x = np.ones((4, 2), np.float32)
+    for session in (Session(tmp_path / "model.onnx"), Session(serialize(model), weights={"w": w})):
+        np.testing.assert_allclose(session.run({"x": x})["y"], x @ w + b)
+
+
+def test_arithmetic_of_sizes_is_read_off_shapes_at_run_time():
+    def body(x, y):
+        n, m = x.shape
+        sizes = ops.shape(ops.zeros((n + m, n * m, n // 2 + 1)))
+        flat = ops.concat([ops.reshape(x, (n * m,)), ops.reshape(y, (m,))])
+        return {"sizes": sizes, "flat": flat, "tail": flat[3:]}
+
+    f = function({"x": TensorSpec(("N", "M")), "y": TensorSpec(("M",))}, body)
+    for n, m in ((2, 3), (5, 1)):
+        args = np.ones((n, m), np.float32), np.zeros(m, np.float32)
+        for name in ("onnx", "reference"):
+            sizes, flat, tail = engine(name).compile(f)(*args)
+            assert list(sizes) == [n + m, n * m, n // 2 + 1]
+            assert flat.shape == (n * m + m,)
+            assert tail.shape == (n * m + m - 3,)
+
+
+def test_a_size_that_no_value_shows_is_refused_naming_it():
+    f = function({"x": TensorSpec(("N*2",))}, lambda x: {"y": ops.zeros((x.shape[0] // 2,))})
+    with pytest.raises(InvalidInput, match="bare dimension N"):
+        emit(f)
+
+
+def test_unused_parameters_stay_in_the_signature():
+    f = function(
+        {"x": TensorSpec((2,)), "unused": TensorSpec((3,))}, lambda **given: {"y": given["x"]}
+    )
+    assert [i.name for i in emit(f).graph.input] == ["x", "unused"]
