@@ -1,0 +1,148 @@
+import numpy as np
+import pytest
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import ops
+from triplane.unified_ir.engines import engine
+from triplane.unified_ir.ir import TensorSpec
+from triplane.unified_ir.ir.types import ShapeError, TypeMismatch
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.table import TABLE
+
+X = np.arange(24, dtype=np.float32).reshape(2, 3, 4) - 11
+
+
+def computed(body, *arrays, engine_name="onnx"):
+    build = Build(TABLE, "f")
+    with build:
+        params = [build.param(f"x{i}", TensorSpec(a.shape, a.dtype)) for i, a in enumerate(arrays)]
+        y = body(*params)
+    return engine(engine_name).compile(build.finish({"y": y}))(*arrays)[0]
+
+
+def recording(*specs):
+    """A build being recorded, and its parameters."""
+    build = Build(TABLE, "f")
+    return build, [build.param(f"x{i}", spec) for i, spec in enumerate(specs)]
+
+
+# fmt: off
+EXPRESSIONS = {
+    "arithmetic": lambda x: (2 - x) * x / 4 + -x - 0.5,
+    "reversed": lambda x: 1 / (x + 20) + 3 * x + (1 - x),
+    "power": lambda x: x ** 2 + 2.0 ** (x * 0.1),
+    "comparisons": lambda x: ((x > 0) & (x <= 5)) | (x < -5) | (x >= 10),
+    "equality": lambda x: (x == 1) | ~(x != 2),
+    "array on the left": lambda x: np.ones((3, 1), np.float32) * x + np.float32(2),
+    "sum, mean": lambda x: x.sum((0,), keepdims=True) + x.mean((-1,), keepdims=True),
+}
+INDICES = (
+    0, -1, slice(1, None), slice(None, None, -1), slice(None, None, 2), (0, 1), (..., 2),
+    (..., -1), (slice(None), 1), (None, 0), (slice(None), None, 2), (..., None),
+    (-2, ..., slice(1, 3)),
+    (slice(None), slice(-2, None), slice(3, 0, -2)),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize("engine_name", ["onnx", "reference"])
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_operators_mean_what_numpy_means(name, engine_name):
+    wanted = EXPRESSIONS[name]
+    if name == "sum, mean":
+        expected = X.sum(0, keepdims=True) + X.mean(-1, keepdims=True)
+    else:
+        expected = wanted(X)
+    found = computed(wanted, X, engine_name=engine_name)
+    assert found.dtype == expected.dtype
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_basic_indices_mean_what_numpy_means(index):
+    found = computed(lambda x: x[index] * 1.0, X)
+    np.testing.assert_array_equal(found, X[index])
+
+
+def test_an_int_tensor_gathers_along_the_first_axis():
+    ids = np.array([[1, 0], [1, 1]])
+    np.testing.assert_array_equal(computed(lambda x, i: x[i], X, ids), X[ids])
+
+
+def test_indices_that_numpy_would_refuse_are_refused():
+    build, (x,) = recording(TensorSpec((2, 3)))
+    with build:
+        for index in (2, (0, 0, 0), (slice(None), -4)):
+            with pytest.raises(InvalidInput):
+                x[index]
+        with pytest.raises(InvalidInput, match="ints, slices, None, Ellipsis or one int tensor"):
+            x["a"]
+
+
+def test_python_numbers_take_the_element_type_of_the_tensor():
+    build, (half, whole) = recording(TensorSpec((2,), "float16"), TensorSpec((2,), "int32"))
+    with build:
+        assert (half * 2.5 + 1).dtype.name == "float16"
+        assert (whole * 2 + 1).dtype.name == "int32"
+        with pytest.raises(TypeMismatch, match=r"mixes int32 with the float 2\.5; cast"):
+            whole * 2.5
+        with pytest.raises(TypeMismatch, match="needs one element type"):
+            half + whole
+
+
+def test_two_symbols_never_broadcast_against_each_other():
+    build, (x, y) = recording(TensorSpec(("N", 3)), TensorSpec(("M", 3)))
+    with (
+        build,
+        pytest.raises(ShapeError, match=r"\(N, 3\) and \(M, 3\): N against M; give both the same"),
+    ):
+        x + y
+
+
+def test_errors_name_the_operator_the_shapes_and_the_users_line():
+    build, (x, y) = recording(TensorSpec((2, 3)), TensorSpec((2, 3)))
+    with (
+        build,
+        pytest.raises(ShapeError, match=r"MatMul.*float32\[2,3\] @ float32\[2,3\].*test_tensor.py"),
+    ):
+        x @ y
+
+
+def test_attributes_are_checked_by_name_and_kind():
+    build, (x,) = recording(TensorSpec((2, 3)))
+    with build:
+        with pytest.raises(InvalidInput, match="Softmax has no attribute 'axes'; it has axis"):
+            ops.softmax(x, axes=1)
+        with pytest.raises(InvalidInput, match=r"Softmax.axis is INT, got 'last'"):
+            ops.softmax(x, axis="last")
+        with pytest.raises(InvalidInput, match="needs the attribute 'to'"):
+            TABLE["", "Cast"](x)
+        with pytest.raises(InvalidInput, match="Add takes 2 to 2 operands, got 1"):
+            TABLE["", "Add"](x)
+
+
+def test_a_symbolic_tensor_has_no_truth_value_and_no_array():
+    build, (x,) = recording(TensorSpec((2,)))
+    with build:
+        with pytest.raises(InvalidInput, match=r"use ops\.cond"):
+            bool(x.sum() > 0)
+        with pytest.raises(InvalidInput, match="eager"):
+            x.numpy()
+
+
+def test_a_tensor_of_another_graph_is_refused():
+    _, (foreign,) = recording(TensorSpec((2,)))
+    build, (x,) = recording(TensorSpec((2,)))
+    with build, pytest.raises(InvalidInput, match="belongs to the graph"):
+        x + foreign
+
+
+def test_summaries_are_named_scalars_without_gradient():
+    build, (x,) = recording(TensorSpec((3,)))
+    with build:
+        ops.scalar_summary("mean", x.mean())
+        with pytest.raises(InvalidInput, match="recorded twice"):
+            ops.scalar_summary("mean", x.mean())
+        with pytest.raises(InvalidInput, match="takes a scalar"):
+            ops.scalar_summary("all", x)
+    assert list(build.effects) == ["summary/mean"]
