@@ -1,5 +1,6 @@
 """Twenty training steps against PyTorch: losses, final state, and logits in evaluation mode."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +52,7 @@ def part(found, prefix):
 
 def batches(found):
     edges = np.cumsum([0, *found["sizes"]])
-    pairs = zip(edges[:-1], edges[1:], strict=True)
-    return [(found["x"][a:b], found["y"][a:b]) for a, b in pairs]
+    return [(found["x"][a:b], found["y"][a:b]) for a, b in pairwise(edges)]
 
 
 def trained(name, found, engine):

@@ -11,7 +11,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import Loop
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train import step
-from triplane.unified_ir.train.batches import Batch, Source
+from triplane.unified_ir.train.batches import Source
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.diagnosis import NonFinite, finite, first_nonfinite
 from triplane.unified_ir.train.history import Row, scalars
@@ -101,40 +101,40 @@ class Fit:
 
     def _explain(self) -> None:
         """Raises NonFinite, after going through the epoch again to the first bad step."""
-        place = self.trainer.place
-        number = place.step + 1
-        step_number, cause = number, ""
-        if self.source.repeats():
-            for i, (state, batch) in enumerate(self._replayed()):
-                named = dict(zip(self.names, batch, strict=True))
-                cause = first_nonfinite(self.program.function, {**state, **named})
-                step_number = number - (place.position - self.start) + i
+        place, loss = self.trainer.place, self.info.results[step.LOSS]
+        cause, told = self._cause()
         raise NonFinite(
-            f"the loss of step {number} (epoch {place.epoch + 1}) is "
-            f"{self.info.results[step.LOSS]}; {_cause(cause, step_number)}; a smaller learning "
-            "rate, clip_norm, or data without extremes usually helps",
-            step=number,
+            f"the loss of step {place.step + 1} (epoch {place.epoch + 1}) is {loss}; {told}; a "
+            "smaller learning rate, clip_norm, or data without extremes usually helps",
+            step=place.step + 1,
             cause=cause,
         )
 
-    def _replayed(self) -> Iterator[tuple[dict[str, Array], Batch]]:
-        """State before and batch of the first step of this epoch after which all is not finite."""
-        place = self.trainer.place
+    def _cause(self) -> tuple[str, str]:
+        """What first was not finite, and the same as part of a sentence."""
+        if not self.source.repeats():
+            return "", "the data cannot be gone through again to find where that began"
+        first = self.trainer.place.step - (self.trainer.place.position - self.start) + 1
+        for number, given in enumerate(self._replayed(), first):
+            if given is not None:
+                found = first_nonfinite(self.program.function, given)
+                if found:
+                    return found, f"it began in step {number}: {found}"
+                return "", f"in step {number} the reference engine finds every value finite"
+        return "", "the same batches again give finite losses: the data changes between epochs"
+
+    def _replayed(self) -> Iterator[dict[str, Array] | None]:
+        """Steps of this epoch again: None while all is finite, then that step's arguments."""
         loop = self.program.loop(self.anchor)
         before = loop.state()
-        for batch in self.source.epoch(place.epoch, first=self.start):
-            results = loop.step(**dict(zip(self.names, batch, strict=True)))
-            after = loop.state()
-            if not all(finite(a) for a in (*after.values(), *results.values())):
-                yield before, batch
+        for batch in self.source.epoch(self.trainer.place.epoch, first=self.start):
+            named = dict(zip(self.names, batch, strict=True))
+            results, after = loop.step(**named), loop.state()
+            bad = not all(finite(a) for a in (*after.values(), *results.values()))
+            yield {**before, **named} if bad else None
+            if bad:
                 return
             before = after
 
 
 _ONCE: Final = "give data that can be gone through once per epoch, not an iterator that ends"
-
-
-def _cause(cause: str, number: int) -> str:
-    if not cause:
-        return "the reference engine finds every value of that step finite"
-    return f"first, at step {number}: {cause}"

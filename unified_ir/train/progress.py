@@ -40,7 +40,7 @@ class Progress(Callback):
         if self._bar is None:
             print(line, file=self.stream, flush=True)
             return
-        self._bar.console.print(line)
+        self._bar.console.print(line, markup=False, highlight=False)
         self._bar.update(self._task, completed=0, epoch=run.epoch + 1)
 
     def on_end(self, run: Run) -> None:
