@@ -328,7 +328,7 @@ def test_mistakes_are_named_with_the_way_out(act, said):
 
 def test_a_column_that_no_epoch_has_is_named():
     history = trainer().fit(data(), 1, **QUIET)
-    with pytest.raises(NotFound, match="no epoch has 'validation.loss'; there are epoch, step"):
+    with pytest.raises(NotFound, match=r"no epoch has 'validation\.loss'; there are epoch, step"):
         history["validation.loss"]
     with pytest.raises(NotFound, match="no epoch is finished"):
         _ = train.History().last
