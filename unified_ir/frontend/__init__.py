@@ -1,6 +1,7 @@
 """From Python to functions: cells, tracing, calling with arrays, transforms."""
 
 from triplane.unified_ir.frontend.cell import Cell, CellList, Parameter
+from triplane.unified_ir.frontend.custom import custom_vjp
 from triplane.unified_ir.frontend.run import graph, mode, set_mode
 from triplane.unified_ir.frontend.trace import trace
 from triplane.unified_ir.frontend.transforms import grad, value_and_grad, vjp
@@ -9,6 +10,7 @@ __all__ = [
     "Cell",
     "CellList",
     "Parameter",
+    "custom_vjp",
     "grad",
     "graph",
     "mode",

@@ -8,108 +8,25 @@ parameter itself is seen. Names are attribute paths: `head.weight`, `blocks.0.co
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from typing import Any, Self, cast
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.frontend.binding import Parameter, current
+from triplane.unified_ir.frontend.custom import construct_with_bprop, has_bprop
+from triplane.unified_ir.frontend.depth import entered, within
+from triplane.unified_ir.frontend.owner import Owner
 from triplane.unified_ir.frontend.rewrite import rewritten
-from triplane.unified_ir.ir.graph import Array, Role
-from triplane.unified_ir.ir.types import TensorType, type_of
+from triplane.unified_ir.frontend.run import run
+from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.recorder import recording
-from triplane.unified_ir.ops.tensor import Tensor, as_tensor
+from triplane.unified_ir.ops.tensor import Tensor
+
+__all__ = ["Cell", "CellList", "Parameter"]
 
 
-class Parameter:
-    """A state tensor of a cell: its array, its role, and whether training changes it.
-
-    `role`: PARAMETER is trained, BUFFER and KEY are assigned by `construct`, PERSONAL is trained
-    but never leaves the device.
-    """
-
-    def __init__(
-        self, array: Any, *, role: Role = Role.PARAMETER, trainable: bool | None = None
-    ) -> None:
-        self.array: Array = np.array(array)
-        if self.array.dtype == np.float64:
-            self.array = self.array.astype(np.float32)
-        self.role = role
-        trained = role in (Role.PARAMETER, Role.PERSONAL)
-        self.trainable = trained if trainable is None else trainable
-
-    @property
-    def type(self) -> TensorType:
-        """Element type and shape."""
-        return type_of(self.array)
-
-    def __repr__(self) -> str:
-        return f"Parameter({self.type}, role={self.role})"
-
-    def __tensor__(self) -> Tensor:
-        """The tensor that stands for this parameter in the current trace."""
-        return _binding().read(self)
-
-
-class Binding:
-    """Which tensors stand for which parameters during one trace, and what was assigned."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[Parameter, Tensor] = {}
-        self.assigned: dict[Parameter, Tensor] = {}
-
-    def read(self, parameter: Parameter) -> Tensor:
-        """The parameter's current value: what was assigned last, else what it was at the start."""
-        if parameter in self.assigned:
-            return self.assigned[parameter]
-        if parameter not in self.tensors:
-            raise InvalidInput(
-                f"{parameter!r} belongs to a cell that is not part of the traced cell; assign the "
-                "cell to an attribute of it"
-            )
-        return self.tensors[parameter]
-
-    def assign(self, name: str, parameter: Parameter, value: Any) -> None:
-        """Records a buffer's new value."""
-        if parameter.trainable:
-            raise InvalidInput(
-                f"construct assigned the trained parameter {name!r}; only buffers may be assigned "
-                "there, an optimizer changes parameters"
-            )
-        tensor = as_tensor(value, parameter.type.dtype)
-        if tensor.type != parameter.type:
-            raise InvalidInput(
-                f"buffer {name!r} is {parameter.type} and was assigned a {tensor.type}; "
-                "a buffer keeps its type"
-            )
-        self.assigned[parameter] = tensor
-
-
-_current: ContextVar[Binding | None] = ContextVar("triplane_binding", default=None)
-
-
-def _binding() -> Binding:
-    found = _current.get()
-    if found is None:
-        raise InvalidInput(
-            "a cell's parameter was used outside a trace of its cell; call the cell with arrays, "
-            "or trace it"
-        )
-    return found
-
-
-@contextmanager
-def bound(binding: Binding) -> Iterator[Binding]:
-    """Parameters read as the binding's tensors meanwhile."""
-    token = _current.set(binding)
-    try:
-        yield binding
-    finally:
-        _current.reset(token)
-
-
-class Cell:
+class Cell(Owner):
     """A part of a model: subclass it, create state in `__init__`, compute in `construct`.
 
     >>> from triplane.unified_ir import nn, ops
@@ -117,28 +34,25 @@ class Cell:
     ...     def __init__(self):
     ...         super().__init__()
     ...         self.factor = nn.Parameter([2.0])
+    ...
     ...     def construct(self, x):
     ...         return x * self.factor
     >>> Scale()(np.ones(3, np.float32))
     array([2., 2., 2.], dtype=float32)
     """
 
-    def __init__(self) -> None:
-        self.__dict__["_parameters"] = {}
-        self.__dict__["_cells"] = {}
-        self.__dict__["training"] = True
-
-    def construct(self, *args: Any, **kwargs: Any) -> Any:
-        """The computation; overridden by every cell."""
-        raise InvalidInput(f"{type(self).__name__} has no construct method; define one")
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In a trace: records `construct`. With arrays: runs it and writes assigned buffers back."""
-        if recording():
-            return rewritten(type(self).construct)(self, *args, **kwargs)
-        from triplane.unified_ir.frontend.run import run  # noqa: PLC0415 - run traces cells
+        """In a trace: records `construct`. With arrays: runs it and writes assigned buffers back.
 
-        return run(self, args, kwargs)
+        A cell with a method `bprop(self, *inputs, y, g)` is differentiated by it, see
+        `frontend.custom`.
+        """
+        if not recording():
+            return run(self, args, kwargs)
+        with within(self), entered(type(self).construct, self):
+            if has_bprop(self):
+                return construct_with_bprop(self, args, kwargs)
+            return rewritten(type(self).construct)(self, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "_parameters" not in self.__dict__:
@@ -147,7 +61,7 @@ class Cell:
             if not recording():
                 self._parameters[name].array = _fitting(self._parameters[name], name, value)
                 return
-            _binding().assign(name, self._parameters[name], value)
+            current().assign(name, self._parameters[name], value)
             return
         if isinstance(value, Tensor):
             raise InvalidInput(
@@ -159,10 +73,9 @@ class Cell:
             self._parameters[name] = value
         elif isinstance(value, Cell):
             self._cells[name] = value
+        elif isinstance(value, (list, tuple)) and any(isinstance(v, Cell) for v in value):
+            self._cells[name] = CellList(value)
         else:
-            if isinstance(value, (list, tuple)) and any(isinstance(v, Cell) for v in value):
-                self._cells[name] = CellList(value)
-                return
             self.__dict__[name] = value
 
     def _forget(self, name: str) -> None:
@@ -177,32 +90,14 @@ class Cell:
             return self._cells[name]
         if name in self._parameters:
             parameter = self._parameters[name]
-            return _binding().read(parameter) if recording() else parameter
+            return current().read(parameter) if recording() else parameter
         raise AttributeError(
             f"{type(self).__name__} has no attribute {name!r}; state: {list(self._parameters)}, "
             f"cells: {list(self._cells)}"
         )
 
-    def cells(self, prefix: str = "") -> Iterator[tuple[str, Cell]]:
-        """This cell and every cell below it, with their paths."""
-        yield prefix, self
-        for name, cell in self._cells.items():
-            yield from cell.cells(f"{prefix}.{name}" if prefix else name)
-
-    def parameters(self) -> dict[str, Parameter]:
-        """All state by path, in order of creation; a shared parameter under its first path."""
-        found: dict[str, Parameter] = {}
-        seen: set[Parameter] = set()
-        for path, cell in self.cells():
-            for name, parameter in cell._parameters.items():  # noqa: SLF001 - same class
-                if parameter not in seen:
-                    seen.add(parameter)
-                    found[f"{path}.{name}" if path else name] = parameter
-        return found
-
     def load(self, state: Mapping[str, Array], *, strict: bool = True) -> None:
-        """Copies arrays into the parameters of the same path; all of them, or with
-        `strict=False` those present."""
+        """Copies arrays into the parameters of the same path; all, or those present."""
         own = self.parameters()
         odd = sorted(own.keys() ^ state.keys()) if strict else sorted(state.keys() - own.keys())
         if odd:
@@ -211,15 +106,15 @@ class Cell:
         for name, array in fitting.items():
             own[name].array = array
 
-    def train(self) -> Cell:
+    def train(self) -> Self:
         """Dropout drops and batch normalization uses the batch (the default)."""
         return self._set_training(on=True)
 
-    def eval(self) -> Cell:
+    def eval(self) -> Self:
         """Dropout passes and batch normalization uses its running statistics."""
         return self._set_training(on=False)
 
-    def _set_training(self, *, on: bool) -> Cell:
+    def _set_training(self, *, on: bool) -> Self:
         for _, cell in self.cells():
             cell.__dict__["training"] = on
         return self
@@ -235,16 +130,18 @@ class CellList(Cell):
     def __init__(self, cells: Any = ()) -> None:
         super().__init__()
         for i, cell in enumerate(cells):
+            if not isinstance(cell, Cell):
+                raise InvalidInput(f"a list of cells holds cells only, got {cell!r} at {i}")
             self._cells[str(i)] = cell
 
     def __getitem__(self, i: int) -> Cell:
-        return list(self._cells.values())[i]
+        return cast("Cell", list(self._cells.values())[i])
 
     def __len__(self) -> int:
         return len(self._cells)
 
     def __iter__(self) -> Iterator[Cell]:
-        return iter(self._cells.values())
+        return (self[i] for i in range(len(self)))
 
 
 def _fitting(parameter: Parameter, name: str, value: Any) -> Array:
@@ -252,7 +149,5 @@ def _fitting(parameter: Parameter, name: str, value: Any) -> Array:
     if array.shape != parameter.array.shape or not np.can_cast(
         array.dtype, parameter.array.dtype, "same_kind"
     ):
-        raise InvalidInput(
-            f"{name!r} is {parameter.type}, got {array.dtype}{list(array.shape)}"
-        )
+        raise InvalidInput(f"{name!r} is {parameter.type}, got {array.dtype}{list(array.shape)}")
     return array.astype(parameter.array.dtype)

@@ -1,11 +1,152 @@
-"""Python `if`, `while` and `for` over tensors become graph control flow."""
+"""Python `if`, `while` and `for` over tensors become graph control flow.
+
+`rewritten(f)` is `f` with its conditions decided while it is traced: on a tensor of a graph being
+recorded they become `Cond`, `Loop` and `Scan` nodes, on anything else (and in eager mode, where a
+tensor has a value) plain Python. Files and line numbers stay the user's. Without control flow,
+without source, and for the standard library, numpy and this package `f` itself comes back.
+"""
 
 from __future__ import annotations
+import __future__
 
+import ast
+import copy
+import functools
 from collections.abc import Callable
-from typing import Any
+from threading import Lock
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any, Final
+
+from triplane.unified_ir.frontend import flow
+from triplane.unified_ir.frontend.names import has_control_flow
+from triplane.unified_ir.frontend.nodes import FLOW
+from triplane.unified_ir.frontend.source import belongs_to_user, source_of
+from triplane.unified_ir.frontend.syntax import rewrite_function
+
+_FUTURE: Final = functools.reduce(
+    lambda flags, name: flags | getattr(__future__, name).compiler_flag,
+    __future__.all_feature_names,
+    0,
+)
+_INNER: Final = "_triplane_function"
+"""What the function is called while it is compiled: its own name means what it meant before."""
+_codes: dict[tuple[CodeType, bool], CodeType | None] = {}
+_lock: Final = Lock()
 
 
 def rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its tensor-dependent control flow made explicit."""
-    return function
+    """The function with its tensor-dependent control flow made explicit; see the module."""
+    if isinstance(function, MethodType):
+        inner = rewritten(function.__func__)
+        return function if inner is function.__func__ else MethodType(inner, function.__self__)
+    if not isinstance(function, FunctionType):
+        return function
+    if FLOW in function.__code__.co_freevars or not belongs_to_user(function):
+        return function
+    key = (function.__code__, _calls_itself(function))
+    with _lock:
+        if key not in _codes:
+            _codes[key] = _code(function, tail=key[1])
+    code = _codes[key]
+    return function if code is None else _explaining(_with_code(function, code))
+
+
+def _with_code(function: FunctionType, code: CodeType) -> Callable[..., Any]:
+    """The same function, closure and defaults included, running other code."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells[FLOW] = CellType(flow)
+    made = FunctionType(
+        code,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells[name] for name in code.co_freevars),
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return functools.wraps(function)(made)
+
+
+def _explaining(made: Callable[..., Any]) -> Callable[..., Any]:
+    """Says why a variable that a branch or loop left without a value has none."""
+
+    @functools.wraps(made)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with flow.reasons():
+            try:
+                return made(*args, **kwargs)
+            except NameError as error:
+                flow.explain(error)
+                raise
+
+    return call
+
+
+def _calls_itself(function: FunctionType) -> bool:
+    """Whether the function's name means the function, directly or under a decorator."""
+    name, code = function.__name__, function.__code__
+    if name in code.co_freevars:
+        cell = (function.__closure__ or ())[code.co_freevars.index(name)]
+        try:
+            found = cell.cell_contents
+        except ValueError:
+            return False
+    else:
+        found = function.__globals__.get(name) if name in code.co_names else None
+    while found is not None and found is not function:
+        found = getattr(found, "__wrapped__", None)
+    return found is function
+
+
+def _code(function: FunctionType, *, tail: bool) -> CodeType | None:
+    source = source_of(function)
+    if source is None or not has_control_flow(source.node):
+        return None
+    node = copy.deepcopy(source.node)
+    if isinstance(node, ast.AsyncFunctionDef):
+        return None
+    free = function.__code__.co_freevars
+    rewrite_function(node, source.class_name, has_class="__class__" in free, tail=tail)
+    tree = _factory(node, [*free, FLOW])
+    flags = function.__code__.co_flags & _FUTURE
+    module = compile(tree, source.filename, "exec", flags=flags, dont_inherit=True)
+    own = function.__code__
+    made = _inner(_inner(module, "factory"), "<lambda>" if own.co_name == "<lambda>" else _INNER)
+    return made.replace(co_name=own.co_name, co_qualname=own.co_qualname)
+
+
+def _inner(code: CodeType, name: str) -> CodeType:
+    """The code of the function that `code` defines under that name."""
+    return next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
+
+
+def _factory(node: ast.FunctionDef | ast.Lambda, free: list[str]) -> ast.Module:
+    """`def factory(FREE...): def f(...): ...`: gives the code the free variables it had."""
+    _strip(node)
+    inner: ast.stmt = ast.Return(node) if isinstance(node, ast.Lambda) else node
+    outer = ast.FunctionDef(
+        name="factory",
+        args=ast.arguments(
+            posonlyargs=[],
+            args=[ast.arg(arg=name) for name in free],
+            kwonlyargs=[],
+            kw_defaults=[],
+            defaults=[],
+        ),
+        body=[ast.copy_location(inner, node)],
+        decorator_list=[],
+    )
+    outer.type_params = []  # type: ignore[attr-defined,unused-ignore] # a field since Python 3.12
+    ast.fix_missing_locations(ast.copy_location(outer, node))
+    return ast.Module(body=[outer], type_ignores=[])
+
+
+def _strip(node: ast.FunctionDef | ast.Lambda) -> None:
+    """Without decorators, defaults and annotations: the function object brings its own."""
+    args = node.args
+    args.defaults = []
+    args.kw_defaults = [None] * len(args.kwonlyargs)
+    for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg):
+        if arg is not None:
+            arg.annotation = None
+    if isinstance(node, ast.FunctionDef):
+        node.decorator_list, node.returns, node.name = [], None, _INNER

@@ -1,4 +1,9 @@
-"""Calling cells and functions with arrays: traced once per signature, or recorded eagerly."""
+"""Calling cells and functions with arrays: traced once per signature, or recorded eagerly.
+
+Arrays and numpy scalars are data; everything else among the arguments (Python numbers, strings,
+None, cells) belongs to the signature, so a new value is a new trace: give an array for what varies.
+The settings of `mode` hold for the current thread or task.
+"""
 
 from __future__ import annotations
 
@@ -6,121 +11,146 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from inspect import BoundArguments
+from threading import Lock
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.engines import Program, engine
-from triplane.unified_ir.frontend.cell import Cell
+from triplane.unified_ir.engines import ENGINES, Program, engine
+from triplane.unified_ir.frontend.depth import entered
+from triplane.unified_ir.frontend.held import held_key, value_key
 from triplane.unified_ir.frontend.rewrite import rewritten
-from triplane.unified_ir.frontend.trace import Traceable, Traced, traced
+from triplane.unified_ir.frontend.trace import Traceable, Traced, bind, record
 from triplane.unified_ir.ir.graph import Array
-from triplane.unified_ir.ir.types import type_of
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.recorder import recording
-from triplane.unified_ir.ops.trees import leaves, rebuild
+from triplane.unified_ir.ops.trees import leaves, rebuild, structure
 
 Mode = Literal["graph", "eager"]
-_mode: ContextVar[tuple[str, str]] = ContextVar("triplane_mode", default=("graph", "onnx"))
+Floats = Literal["float32", "float64"]
 _CACHE_SIZE: Final = 64
 """Compiled signatures kept per cell or function; the oldest goes first."""
-_compiled: WeakKeyDictionary[Any, dict[Any, tuple[Traced, Program]]] = WeakKeyDictionary()
+_compiled: Final[WeakKeyDictionary[Any, dict[Any, tuple[Traced, Program]]]] = WeakKeyDictionary()
+_lock: Final = Lock()
 
 
-def set_mode(mode: Mode, engine: str = "onnx") -> None:
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """How calls with arrays run."""
+
+    mode: Mode = "graph"
+    engine: str = "onnx"
+    floats: Floats = "float32"
+
+
+_DEFAULT: Final = _Setting()
+_setting: ContextVar[_Setting] = ContextVar("triplane_mode", default=_DEFAULT)
+
+
+def set_mode(mode: Mode, engine: str = "onnx", *, floats: Floats = "float32") -> None:
     """How calls with arrays run from here on: "graph" on an engine, or "eager" on numpy.
 
     In eager mode every value carries its array while it is recorded, so a debugger shows numbers
-    and Python control flow simply runs.
+    and Python control flow simply runs. `floats`: what float64 arrays, numpy's default, become at
+    the call: float32, or "float64" to compute as precisely as they are (gradient checks).
     """
-    if mode not in ("graph", "eager"):
-        raise InvalidInput(f"a mode is 'graph' or 'eager', got {mode!r}")
-    _mode.set((mode, engine))
+    if mode not in {"graph", "eager"} or floats not in {"float32", "float64"}:
+        raise InvalidInput(
+            f"a mode is 'graph' or 'eager', floats 'float32' or 'float64'; got {mode!r}, {floats!r}"
+        )
+    if engine not in ENGINES:
+        raise InvalidInput(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
+    _setting.set(_Setting(mode, engine, floats))
+
+
+def current_floats() -> Floats:
+    """What float64 arrays become at a call now."""
+    return _setting.get().floats
 
 
 @contextmanager
-def mode(mode: Mode, engine: str = "onnx") -> Iterator[None]:
+def mode(mode: Mode, engine: str = "onnx", *, floats: Floats = "float32") -> Iterator[None]:
     """As `set_mode`, for the block."""
-    before = _mode.get()
-    set_mode(mode, engine)
+    before = _setting.get()
+    set_mode(mode, engine, floats=floats)
     try:
         yield
     finally:
-        _mode.set(before)
+        _setting.set(before)
 
 
 def run(target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The results of a cell or function on arrays; assigned buffers are written back."""
-    how, engine_name = _mode.get()
-    specs, arrays = _specs(args), _arrays(args, kwargs)
-    named = {k: rebuild(v, _specs(leaves(v))) for k, v in kwargs.items()}
-    if how == "eager":
-        done = traced(target, specs, named, run=run_node, arrays=arrays)
+    setting = _setting.get()
+    arguments, arrays = host_arguments(target, args, kwargs, setting.floats)
+    if setting.mode == "eager":
+        done = record(target, arguments, run=run_node, arrays=arrays)
         assert done.arrays is not None
-        values = [done.arrays[v] for v in done.function.results]
+        values: Sequence[Array] = [done.arrays[v] for v in done.function.results]
     else:
-        done, program = _program(target, specs, named, engine_name)
-        state = [p.array for p in _in_order(done)]
-        values = list(program(*arrays, *state))
+        done, program = _program(target, arguments, setting.engine)
+        values = program(*arrays, *state_arrays(done))
     by_name = dict(zip(done.function.result_names, values, strict=True))
-    for path, parameter in done.state.items():
-        if path in by_name:
-            parameter.array = by_name[path]
+    for path in done.assigned:
+        done.state[path].array = by_name[path]
     return rebuild(done.results, [by_name[n] for n in leaves(done.results)])
 
 
-def _in_order(done: Traced) -> list[Any]:
-    return [done.state[p.name] for p in done.function.params if p.name in done.state]
+def host_arguments(
+    target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any], floats: Floats
+) -> tuple[BoundArguments, list[Array]]:
+    """Arguments with arrays replaced by their types, and the arrays, in the signature's order."""
+    seen = [rebuild(a, [_host(x, floats) for x in leaves(a)]) for a in args]
+    named = {k: rebuild(v, [_host(x, floats) for x in leaves(v)]) for k, v in kwargs.items()}
+    return bind(target, seen, named)
+
+
+def state_arrays(done: Traced) -> list[Array]:
+    """Arrays of the state that a traced function takes, in the order of its parameters."""
+    return [done.state[p.name].array for p in done.function.params if p.name in done.state]
 
 
 def _program(
-    target: Traceable, specs: Sequence[Any], named: Mapping[str, Any], engine_name: str
+    target: Traceable, arguments: BoundArguments, engine_name: str
 ) -> tuple[Traced, Program]:
     owner = getattr(target, "__self__", target)
-    cache = _compiled.setdefault(owner, {})
     key = (
-        getattr(target, "__name__", ""), engine_name, str(specs), str(sorted(named.items())),
-        _state_key(owner),
-    )  # fmt: skip
-    if key not in cache:
-        done = traced(target, specs, named)
-        if len(cache) >= _CACHE_SIZE:
-            cache.pop(next(iter(cache)))
-        cache[key] = (done, engine(engine_name).compile(done.function))
-    return cache[key]
+        getattr(target, "__name__", ""),
+        engine_name,
+        tuple((k, structure(v)) for k, v in arguments.arguments.items()),
+        tuple(value_key(x) for v in arguments.arguments.values() for x in leaves(v)),
+        held_key(target),
+    )
+    with _lock:
+        cache = _compiled.setdefault(owner, {})
+        found = cache.get(key)
+    if found is None:
+        done = record(target, arguments)
+        found = (done, engine(engine_name).compile(done.function))
+        with _lock:
+            while len(cache) >= _CACHE_SIZE:
+                cache.pop(next(iter(cache)))
+            cache[key] = found
+    return found
 
 
-def _state_key(owner: Any) -> Any:
-    """What about a cell changes its graph besides its inputs: training mode and state types."""
-    if not isinstance(owner, Cell):
-        return None
-    modes = tuple(cell.__dict__["training"] for _, cell in owner.cells())
-    return modes, tuple((k, id(p), str(p.type)) for k, p in owner.parameters().items())
-
-
-def _host(x: Any) -> Array | None:
-    """An argument that is data: an array, or a list of numbers."""
-    if isinstance(x, np.ndarray):
-        return x.astype(np.float32) if x.dtype == np.float64 else x
-    return None
-
-
-def _specs(args: Sequence[Any]) -> list[Any]:
-    return [
-        rebuild(a, [type_of(h) if (h := _host(x)) is not None else x for x in leaves(a)])
-        for a in args
-    ]
-
-
-def _arrays(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Array]:
-    found = [_host(x) for a in (*args, *kwargs.values()) for x in leaves(a)]
-    return [a for a in found if a is not None]
+def _host(x: Any, floats: Floats) -> Any:
+    """An argument as it is recorded: arrays and numpy scalars as arrays of a supported type."""
+    if isinstance(x, np.generic):
+        x = np.asarray(x)
+    if isinstance(x, np.ndarray) and x.dtype == np.float64:
+        return x.astype(floats)
+    return x
 
 
 def graph(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: calls with arrays trace the function and run it; calls in a trace record it.
+
+    Python `if`, `while`, `for` over tensors become part of the graph.
 
     >>> from triplane.unified_ir import graph
     >>> @graph
@@ -136,8 +166,9 @@ def graph(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if recording():
+        if not recording():
+            return run(function, args, kwargs)
+        with entered(function):
             return rewritten(function)(*args, **kwargs)
-        return run(function, args, kwargs)
 
     return call

@@ -1,28 +1,35 @@
 """Tracing: a cell or Python function becomes an IR function.
 
-Parameters of the function are the inputs, then the state the cell used, by path; results are what
-`construct` returned, then assigned buffers under their own paths, then summaries.
+Parameters of the function are the inputs, then the state it used, by path; results are what was
+returned, then assigned buffers under their own paths, then summaries. Python values among the
+arguments are constants of the trace.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import BoundArguments
 from typing import Any
 
+import numpy as np
+
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.frontend.cell import Binding, Cell, Parameter, bound
+from triplane.unified_ir.frontend.binding import Binding, Parameter, bound
+from triplane.unified_ir.frontend.depth import entered
+from triplane.unified_ir.frontend.held import owners_of, state_of
+from triplane.unified_ir.frontend.owner import Owner
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.ir.graph import Array, Function, Value
-from triplane.unified_ir.ir.types import TensorType
+from triplane.unified_ir.ir.types import TensorType, type_of
 from triplane.unified_ir.ops.build import Build, RunNode
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 from triplane.unified_ir.ops.trees import leaves, rebuild
 from triplane.unified_ir.passes.clean import drop_dead
 
-Traceable = Cell | Callable[..., Any]
+Traceable = Owner | Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,8 @@ class Traced:
     results: Any
     """The returned tree, its leaves replaced by result names."""
     state: Mapping[str, Parameter]
+    assigned: frozenset[str]
+    """Paths of the state whose new value is a result."""
     arrays: Mapping[Value, Array] | None
     """In eager mode, the array of every value."""
 
@@ -40,136 +49,149 @@ class Traced:
 def trace(target: Traceable, *specs: Any, name: str | None = None, **named: Any) -> Function:
     """The IR function of a cell or of a Python function.
 
-    `specs` are trees of `TensorSpec`, one per positional argument (arrays stand for their own
-    static type); other values pass through as Python constants.
+    `specs` are trees of `TensorSpec`, one per positional argument (an array stands for its own
+    type); other values are Python constants. A single result is called `y`, the items of a tuple
+    `y0`, `y1`, ... (`result`, `result0` where an input has that name), those of a dict by their
+    keys.
     """
     return traced(target, specs, named, name=name).function
 
 
+def bind(
+    target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[BoundArguments, list[Array]]:
+    """Arguments by parameter name, arrays replaced by their types; the arrays in that order."""
+    function = target.construct if isinstance(target, Owner) else target
+    try:
+        found = inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise InvalidInput(f"{name_of(target)}: {error}") from None
+    arrays: list[Array] = []
+    for label, key, tree in _labelled(found):
+        flat = leaves(tree)
+        arrays += [x for x in flat if isinstance(x, np.ndarray)]
+        typed = rebuild(tree, [type_of(x) if isinstance(x, np.ndarray) else x for x in flat])
+        _put(found, label, key, typed)
+    return found, arrays
+
+
+def _put(arguments: BoundArguments, label: str, key: str | None, tree: Any) -> None:
+    (arguments.arguments if key is None else arguments.arguments[key])[label] = tree
+
+
 def traced(
+    target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any], *, name: str | None = None
+) -> Traced:
+    """As `trace`, with everything that is known afterwards."""
+    return record(target, bind(target, args, kwargs)[0], name=name)
+
+
+def record(
     target: Traceable,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    arguments: BoundArguments,
     *,
     name: str | None = None,
     run: RunNode | None = None,
     arrays: Sequence[Array] = (),
 ) -> Traced:
-    """As `trace`, with everything that is known afterwards; `run` records in eager mode."""
-    function = target.construct if isinstance(target, Cell) else target
-    build = Build(TABLE, name or _name(target), run=run)
-    binding = Binding()
-    bound_args = _bind_arguments(function, args, kwargs)
-    given = iter(arrays)
+    """Records one call; with `run` in eager mode, on `arrays` in the order of `arguments`."""
+    build = Build(TABLE, name or name_of(target), run=run)
+    binding = Binding(build)
+    state = state_of(target, arguments.arguments)
+    binding.paths = _paths(target, arguments.arguments)
     with build, bound(binding):
-        inputs = {
-            k: _as_params(build, k, v, given if run is not None else None)
-            for k, v in bound_args.items()
-        }
-        state = _state_of(target)
+        _add_inputs(build, arguments, iter(arrays), state)
         for path, parameter in state.items():
-            array = parameter.array if run is not None else None
+            array = None if run is None else parameter.array
             binding.tensors[parameter] = build.param(path, parameter.type, array)
-        made = _call(target, function, inputs)
-    return _finish(build, binding, state, made)
+        made = _call(target, arguments)
+        results = [_result(x, target) for x in leaves(made)]
+    return _finish(build, binding, state, made, results)
 
 
-def _call(target: Traceable, function: Callable[..., Any], inputs: Mapping[str, Any]) -> Any:
-    positional, keywords = _split(function, inputs)
-    if isinstance(target, Cell):
-        return target(*positional, **keywords)
-    return rewritten(function)(*positional, **keywords)
+def _call(target: Traceable, arguments: BoundArguments) -> Any:
+    if isinstance(target, Owner):
+        return target(*arguments.args, **arguments.kwargs)
+    with entered(target):
+        return rewritten(target)(*arguments.args, **arguments.kwargs)
 
 
-def _split(
-    function: Callable[..., Any], inputs: Mapping[str, Any]
-) -> tuple[list[Any], dict[str, Any]]:
-    signature = inspect.signature(function).parameters
-    positional: list[Any] = []
-    keywords: dict[str, Any] = {}
-    for key, value in inputs.items():
-        if key in signature and signature[key].kind is not inspect.Parameter.KEYWORD_ONLY:
-            positional.append(value)
-        elif "*" in key:
-            positional.append(value)
+def _paths(target: Traceable, arguments: Mapping[str, Any]) -> dict[Any, str]:
+    """The first path of every cell in reach, the scope of its nodes."""
+    paths: dict[Any, str] = {}
+    for label, owner in owners_of(target, arguments):
+        for path, cell in owner.cells(label):
+            paths.setdefault(cell, path)
+    return paths
+
+
+def _add_inputs(
+    build: Build, arguments: BoundArguments, arrays: Iterator[Array], state: Mapping[str, Parameter]
+) -> None:
+    """Replaces each `TensorType` among the arguments by a parameter."""
+    for label, key, tree in _labelled(arguments):
+        _put(arguments, label, key, _as_params(build, label, tree, arrays))
+    clash = sorted({p.name for p in build.params} & state.keys())
+    if clash:
+        raise InvalidInput(
+            f"{clash[0]!r} is both an input and a state tensor of {build.name}; rename one"
+        )
+
+
+def _labelled(arguments: BoundArguments) -> list[tuple[str, str | None, Any]]:
+    """(label, name of the keyword collection it belongs to, tree) of each argument."""
+    found: list[tuple[str, str | None, Any]] = []
+    for name, tree in list(arguments.arguments.items()):
+        if arguments.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.arguments[name] = dict(tree)
+            found += [(k, name, v) for k, v in tree.items()]
         else:
-            keywords[key] = value
-    return positional, keywords
+            found.append((name, None, tree))
+    return found
 
 
-def _bind_arguments(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Arguments by parameter name; extra positional ones as `NAME*0`, `NAME*1`."""
-    try:
-        found = inspect.signature(function).bind(*args, **kwargs)
-    except TypeError as error:
-        raise InvalidInput(f"{_name(function)}: {error}") from None
-    named: dict[str, Any] = {}
-    for key, value in found.arguments.items():
-        kind = found.signature.parameters[key].kind
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            named.update({f"{key}*{i}": v for i, v in enumerate(value)})
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            named.update(value)
-        else:
-            named[key] = value
-    return named
-
-
-def _as_params(build: Build, name: str, tree: Any, arrays: Any) -> Any:
-    """Each `TensorType` leaf of an argument as a parameter; other leaves stay as they are."""
+def _as_params(build: Build, label: str, tree: Any, arrays: Iterator[Array]) -> Any:
+    """Each `TensorType` leaf as a parameter; other leaves stay as they are."""
     specs = leaves(tree)
     many = sum(isinstance(s, TensorType) for s in specs) > 1
     made = []
     for i, spec in enumerate(specs):
-        if not isinstance(spec, TensorType):
+        if isinstance(spec, TensorType):
+            array = None if build.arrays is None else next(arrays)
+            made.append(build.param(f"{label}.{i}" if many else label, spec, array))
+        else:
             made.append(spec)
-            continue
-        label = f"{name}.{i}" if many else name.replace("*", "")
-        made.append(build.param(label, spec, next(arrays) if arrays is not None else None))
     return rebuild(tree, made)
 
 
-def _state_of(target: Traceable) -> dict[str, Parameter]:
-    """State of a cell, or of the cells a method or closure holds."""
-    if isinstance(target, Cell):
-        return target.parameters()
-    found: dict[str, Parameter] = {}
-    for label, cell in _cells_of(target):
-        for path, parameter in cell.parameters().items():
-            if parameter not in found.values():
-                found[f"{label}.{path}" if label else path] = parameter
-    return found
-
-
-def _cells_of(target: Callable[..., Any]) -> list[tuple[str, Cell]]:
-    owner = getattr(target, "__self__", None)
-    if isinstance(owner, Cell):
-        return [("", owner)]
-    closure = inspect.getclosurevars(inspect.unwrap(target)) if inspect.isfunction(target) else None
-    if closure is None:
-        return []
-    held = {**closure.globals, **closure.nonlocals}
-    return [(k, v) for k, v in held.items() if isinstance(v, Cell)]
+def _result(x: Any, target: Traceable) -> Tensor:
+    if isinstance(x, Tensor) or hasattr(x, "__tensor__"):
+        return as_tensor(x)
+    if not isinstance(x, (bool, int, float, np.ndarray, np.generic)):
+        raise InvalidInput(
+            f"{name_of(target)} returned a {type(x).__name__}, {x!r}; results are tensors, numbers "
+            "and arrays, in tuples, lists and dicts"
+        )
+    return as_tensor(np.asarray(x) if isinstance(x, np.generic) else x)
 
 
 def _finish(
-    build: Build, binding: Binding, state: Mapping[str, Parameter], made: Any
+    build: Build,
+    binding: Binding,
+    state: Mapping[str, Parameter],
+    made: Any,
+    results: Sequence[Tensor],
 ) -> Traced:
-    with build:
-        results = [as_tensor(x) for x in leaves(made)]
-    names = _result_names(made, len(results))
+    names = _result_names(made, len(results), {p.name for p in build.params})
     named: dict[str, Tensor] = dict(zip(names, results, strict=True))
-    for path, parameter in state.items():
-        if parameter in binding.assigned:
-            named[path] = binding.assigned[parameter]
-    clash = sorted(named.keys() & build.effects.keys())
-    if clash:
-        raise InvalidInput(f"{clash[0]!r} is both a result and a summary")
-    function = drop_dead(build.finish({**named, **build.effects}))
+    assigned = {path: binding.assigned[p] for path, p in state.items() if p in binding.assigned}
+    for other, what in ((state, "a state tensor"), (build.effects, "a summary")):
+        clash = sorted(named.keys() & other.keys())
+        if clash:
+            raise InvalidInput(f"{clash[0]!r} is both a result and {what}; rename the result")
+    function = drop_dead(build.finish({**named, **assigned, **build.effects}))
     function, used = _drop_unused_state(function, state)
-    return Traced(function, rebuild(made, names), used, build.arrays)
+    return Traced(function, rebuild(made, names), used, frozenset(assigned), build.arrays)
 
 
 def _drop_unused_state(
@@ -178,13 +200,11 @@ def _drop_unused_state(
     read = {v for node in function.nodes for v in node.inputs} | set(function.results)
     params = tuple(p for p in function.params if p.name not in state or p in read)
     kept = {p.name for p in params} | set(function.result_names)
-    slim = Function(
-        function.name, params, function.results, function.result_names, function.nodes
-    )
+    slim = Function(function.name, params, function.results, function.result_names, function.nodes)
     return slim, {k: v for k, v in state.items() if k in kept}
 
 
-def _result_names(made: Any, count: int) -> list[str]:
+def _result_names(made: Any, count: int, taken: set[str]) -> list[str]:
     """A dict names its results; a single tensor is `y`, a tuple `y0`, `y1`, ..."""
     if isinstance(made, dict) and all(isinstance(k, str) for k in made):
         names = []
@@ -192,10 +212,15 @@ def _result_names(made: Any, count: int) -> list[str]:
             inner = leaves(made[key])
             names += [key] if len(inner) == 1 else [f"{key}.{i}" for i in range(len(inner))]
         return names
-    return ["y"] if count == 1 else [f"y{i}" for i in range(count)]
+    for stem in ("y", "result", "output"):
+        names = [stem] if count == 1 else [f"{stem}{i}" for i in range(count)]
+        if not taken & set(names):
+            break
+    return names
 
 
-def _name(target: Any) -> str:
-    if isinstance(target, Cell):
+def name_of(target: Any) -> str:
+    """What a traced function is called."""
+    if isinstance(target, Owner):
         return type(target).__name__
-    return getattr(target, "__name__", type(target).__name__).strip("<>")
+    return str(getattr(target, "__name__", type(target).__name__)).strip("<>")

@@ -375,15 +375,22 @@ def cond(predicate: Tensor, then: Any, otherwise: Any, *operands: Any) -> Any:
             f"both branches of a condition give one structure, got {structure(trees[0])} "
             f"and {structure(trees[1])}"
         )
+    results = [_inside(b, leaves(tree)) for b, tree in zip(builds, trees, strict=True)]
+    return rebuild(trees[0], cond_node(predicate, flat, builds, results))
+
+
+def cond_node(
+    predicate: Tensor,
+    operands: Sequence[Tensor],
+    builds: Sequence[Build],
+    results: Sequence[Sequence[Tensor]],
+) -> tuple[Tensor, ...]:
+    """The Cond of two recorded branches that take `operands` first; `results` are theirs."""
     captured = _share_captures(builds)
-    regions = tuple(
-        b.finish(_numbered([b.admit(t) for t in _inside(b, leaves(tree))]))
-        for b, tree in zip(builds, trees, strict=True)
+    regions = tuple(b.finish(_numbered(r)) for b, r in zip(builds, results, strict=True))
+    return recorder().apply(
+        cond_row, (predicate, *operands, *captured), {}, regions=regions, outputs=len(results[0])
     )
-    outputs = recorder().apply(
-        cond_row, (predicate, *flat, *captured), {}, regions=regions, outputs=len(leaves(trees[0]))
-    )
-    return rebuild(trees[0], outputs)
 
 
 def _applied(f: Any, operands: Any, xs: Sequence[Tensor]) -> Any:

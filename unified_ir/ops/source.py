@@ -27,13 +27,24 @@ def user_location() -> Location | None:
     return None
 
 
+def location_of(frame: FrameType) -> Location:
+    """Where a frame stands, whosever it is."""
+    file = frame.f_code.co_filename
+    return Location(_relative(file) or file, frame.f_lineno)
+
+
+def is_internal(path: str) -> bool:
+    """Whether a resolved path lies in one of this package's own layers."""
+    return path.startswith(_INTERNAL)
+
+
 @lru_cache(maxsize=4096)
 def _relative(filename: str) -> str | None:
     """The path below its import root, or None for this package and for frames without a file."""
     if filename.startswith("<"):
         return None
     path = Path(filename).resolve()
-    if str(path).startswith(_INTERNAL):
+    if is_internal(str(path)):
         return None
     roots = sorted((Path(p).resolve() for p in sys.path if p), key=lambda p: -len(p.parts))
     for root in roots:

@@ -12,6 +12,7 @@ from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.ir.types import DType, TensorType, as_dtype
 from triplane.unified_ir.ops.recorder import Recorder, recorder
+from triplane.unified_ir.ops.source import user_location
 
 
 class Tensor:
@@ -64,7 +65,8 @@ class Tensor:
         if self.build.arrays is not None:
             return bool(self.build.arrays[self.value])
         raise InvalidInput(
-            f"{self!r} has no truth value while the graph is recorded; decorate the function with "
+            f"{self!r} has no truth value while the graph is recorded (at {user_location()}); "
+            "decorate the function with "
             "@graph (or write it in a Cell's construct) so that `if` and `while` become graph "
             "operators, or use ops.cond, ops.while_loop or ops.where"
         )

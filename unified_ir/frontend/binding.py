@@ -1,0 +1,153 @@
+"""`Parameter`, the named state a cell owns, and `Binding`, what it stands for during a trace.
+
+A parameter read in a trace is a tensor; a buffer assigned there is a new value that becomes an
+extra result. The assignment is kept with the graph it was made in: branches, loops and
+differentiated functions hand it on as a result of their own, and nothing else may swallow it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.graph import Array, Role
+from triplane.unified_ir.ir.types import DType, TensorType, as_dtype, type_of
+from triplane.unified_ir.ops.recorder import Recorder, recorder
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor
+
+
+class Parameter:
+    """A state tensor of a cell: its array, its role, and whether training changes it.
+
+    `role`: PARAMETER is trained, BUFFER and KEY are assigned by `construct`, PERSONAL is trained
+    but never leaves the device. Without `dtype` a float64 array, numpy's default, becomes float32;
+    say `dtype="float64"` to keep it.
+    """
+
+    def __init__(
+        self,
+        array: Any,
+        *,
+        role: Role = Role.PARAMETER,
+        trainable: bool | None = None,
+        dtype: DType | str | None = None,
+    ) -> None:
+        made = np.array(array)
+        wanted = as_dtype("float32" if made.dtype == np.float64 else made.dtype)
+        self.array: Array = made.astype((wanted if dtype is None else as_dtype(dtype)).numpy)
+        self.role = Role(role)
+        trained = self.role in {Role.PARAMETER, Role.PERSONAL}
+        self.trainable = trained if trainable is None else trainable
+
+    @property
+    def type(self) -> TensorType:
+        """Element type and shape."""
+        return type_of(self.array)
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.type}, role={self.role})"
+
+    def __tensor__(self) -> Tensor:
+        """The tensor that stands for this parameter in the current trace."""
+        return current().read(self)
+
+
+class Binding:
+    """Which tensors stand for which parameters during one trace, and what was assigned."""
+
+    def __init__(self, home: Recorder) -> None:
+        self.home = home
+        """The graph that collects assignments now."""
+        self.tensors: dict[Parameter, Tensor] = {}
+        self.assigned: dict[Parameter, Tensor] = {}
+        self.paths: dict[Any, str] = {}
+        """Where each cell stands, as the scope of its nodes."""
+        self.frozen = ""
+        """Why nothing may be assigned now; empty when it may."""
+
+    def read(self, parameter: Parameter) -> Tensor:
+        """The parameter's current value: what was assigned last, else what it was at the start."""
+        if parameter in self.assigned:
+            return self.assigned[parameter]
+        if parameter not in self.tensors:
+            raise InvalidInput(
+                f"{parameter!r} belongs to a cell that the trace does not know; make the cell an "
+                "attribute of the traced cell, an argument of the traced function, or a variable "
+                "that the function itself names"
+            )
+        return self.tensors[parameter]
+
+    def assign(self, name: str, parameter: Parameter, value: Any) -> None:
+        """Records a buffer's new value."""
+        if parameter.trainable:
+            raise InvalidInput(
+                f"construct assigned the trained parameter {name!r}; only buffers may be assigned "
+                "there, an optimizer changes parameters"
+            )
+        if self.frozen:
+            raise InvalidInput(f"buffer {name!r} is assigned {self.frozen}")
+        if recorder() is not self.home:
+            raise InvalidInput(
+                f"buffer {name!r} is assigned inside a function given to an operator such as "
+                "ops.scan or ops.cond, which would lose it; write Python if, while or for, or "
+                "return the value and assign it outside"
+            )
+        tensor = as_tensor(value, parameter.type.dtype)
+        if tensor.type != parameter.type:
+            raise InvalidInput(
+                f"buffer {name!r} is {parameter.type} and was assigned a {tensor.type}; "
+                "a buffer keeps its type"
+            )
+        self.assigned[parameter] = tensor
+
+    @contextmanager
+    def collecting(self, home: Recorder) -> Iterator[None]:
+        """Assignments made in the graph `home` are kept meanwhile."""
+        before, self.home = self.home, home
+        try:
+            yield
+        finally:
+            self.home = before
+
+    @contextmanager
+    def refusing(self, why: str) -> Iterator[None]:
+        """Assignments are refused meanwhile, for the reason given."""
+        before, self.frozen = self.frozen, why
+        try:
+            yield
+        finally:
+            self.frozen = before
+
+
+_current: ContextVar[Binding | None] = ContextVar("triplane_binding", default=None)
+
+
+def current() -> Binding:
+    """The binding of the trace being recorded."""
+    found = _current.get()
+    if found is None:
+        raise InvalidInput(
+            "a cell's parameter was used outside a trace of its cell; call the cell with arrays, "
+            "or trace it"
+        )
+    return found
+
+
+def current_or_none() -> Binding | None:
+    """As `current`; None while no cell or function is traced."""
+    return _current.get()
+
+
+@contextmanager
+def bound(binding: Binding) -> Iterator[Binding]:
+    """Parameters read as the binding's tensors meanwhile."""
+    token = _current.set(binding)
+    try:
+        yield binding
+    finally:
+        _current.reset(token)

@@ -1,0 +1,192 @@
+"""`if` on a tensor: both sides are recorded as regions of one `Cond` node.
+
+Its outputs are the value the sides give, every variable that may differ after them, and every
+buffer either side assigned. A variable that has no common form has no value afterwards; reading it
+says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.frontend.binding import Parameter, current
+from triplane.unified_ir.frontend.exits import NEXT, Exit
+from triplane.unified_ir.frontend.memory import Snapshot, State, collecting, reason_of, unbind
+from triplane.unified_ir.frontend.merge import (
+    UNBOUND,
+    Differ,
+    describe,
+    filled,
+    fillers,
+    merge,
+    slots,
+    varying,
+)
+from triplane.unified_ir.frontend.truth import as_condition
+from triplane.unified_ir.ir.types import DType
+from triplane.unified_ir.ops.build import Build, region
+from triplane.unified_ir.ops.control import cond_node
+from triplane.unified_ir.ops.structure import zeros
+from triplane.unified_ir.ops.tensor import Tensor
+
+Thunk = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One recorded branch: its graph, the value it gave, what was assigned after it."""
+
+    build: Build
+    value: Any
+    after: Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The outputs of the node under construction: each side's tensor, and the dtype they share."""
+
+    then: list[Any]
+    otherwise: list[Any]
+    dtypes: list[DType]
+
+    def add(self, form: Any, a: Any, b: Any) -> None:
+        self.then.extend(fillers(form, a))
+        self.otherwise.extend(fillers(form, b))
+        self.dtypes.extend(s.type.dtype for s in slots(form))
+
+
+def branch(test: Tensor, then: Thunk, otherwise: Thunk, state: State) -> Any:
+    """Records both sides; gives their value and leaves the variables as the test decides."""
+    flag = as_condition(test)
+    yes, no = _sides(then, otherwise, state)
+    try:
+        value = merge(yes.value, no.value)
+    except Differ as differ:
+        raise InvalidInput(
+            f"the branches at {state.here} give {differ.a} and {differ.b}; give one type on both "
+            "(`return` in one branch only counts as None in the other)"
+        ) from None
+    return _joined(flag, yes, no, value, state)
+
+
+def branch_exits(test: Tensor, then: Thunk, otherwise: Thunk, state: State) -> Exit:
+    """As `branch`, for sides that give what happened to a loop."""
+    flag = as_condition(test)
+    yes, no = _sides(then, otherwise, state)
+    first, second = yes.value or NEXT, no.value or NEXT
+    first = _with_value(yes.build, first, like=second)
+    second = _with_value(no.build, second, like=first)
+    yes, no = replace(yes, value=first.parts()), replace(no, value=second.parts())
+    try:
+        form = merge(yes.value, no.value)
+    except Differ as differ:
+        raise InvalidInput(
+            f"the branches at {state.here} return {differ.a} and {differ.b}; return one type "
+            "everywhere"
+        ) from None
+    return Exit(*_joined(flag, yes, no, form, state))
+
+
+def _with_value(build: Build, mine: Exit, *, like: Exit) -> Exit:
+    """Zeros for the value of a side that does not return, so that both sides give one."""
+    if mine.returned is not False or like.returned is False:
+        return mine
+    form = varying(like.value)
+    with build:
+        made = [zeros(s.type.shape, s.type.dtype) for s in slots(form)]
+    return replace(mine, value=filled(form, made))
+
+
+def _sides(then: Thunk, otherwise: Thunk, state: State) -> tuple[_Side, _Side]:
+    before = state.snapshot()
+    sides = []
+    for name, f in (("then", then), ("else", otherwise)):
+        state.restore(before)
+
+        def record(_: Any, f: Thunk = f) -> Any:
+            with collecting():
+                return f()
+
+        build, value = region(name, [], record)
+        sides.append(_Side(build, value, state.snapshot()))
+    state.restore(before)
+    return sides[0], sides[1]
+
+
+def _joined(flag: Tensor, yes: _Side, no: _Side, value: Any, state: State) -> Any:
+    rows = _Rows([], [], [])
+    rows.add(value, yes.value, no.value)
+    variables = {
+        n: _variable(n, yes.after.variables[n], no.after.variables[n], rows, state)
+        for n in state.names
+    }
+    buffers = _buffers(yes.after.buffers, no.after.buffers, rows)
+    outputs: list[Tensor] = []
+    if rows.dtypes:
+        outputs = list(
+            cond_node(
+                flag,
+                [],
+                (yes.build, no.build),
+                (
+                    [yes.build.admit(x, d) for x, d in zip(rows.then, rows.dtypes, strict=True)],
+                    [
+                        no.build.admit(x, d)
+                        for x, d in zip(rows.otherwise, rows.dtypes, strict=True)
+                    ],
+                ),
+            )
+        )
+    made = filled(value, outputs)
+    after = {n: filled(form, outputs) for n, form in variables.items()}
+    state.restore(Snapshot(after, {p: filled(f, outputs) for p, f in buffers.items()}))
+    return made
+
+
+def _variable(name: str, a: Any, b: Any, rows: _Rows, state: State) -> Any:
+    """The variable's form after the branches; UNBOUND, with a reason, where there is none."""
+    if a is UNBOUND and b is UNBOUND:
+        return UNBOUND
+    if a is UNBOUND or b is UNBOUND:
+        when = "does not hold" if a is UNBOUND else "holds"
+        reason = reason_of(name) or (
+            f"it is assigned only when the condition at {state.here} {when}; "
+            "give it a value before the `if`"
+        )
+        return unbind(name, reason)
+    try:
+        form = merge(a, b)
+    except Differ:
+        return unbind(
+            name,
+            f"it is {describe(a)} when the condition at {state.here} holds and {describe(b)} when "
+            "it does not; give it one type in both branches",
+        )
+    rows.add(form, a, b)
+    return form
+
+
+def _buffers(
+    yes: dict[Parameter, Tensor], no: dict[Parameter, Tensor], rows: _Rows
+) -> dict[Parameter, Any]:
+    """Forms of the buffers that either side assigned; the other side keeps the value before."""
+    made: dict[Parameter, Any] = {}
+    for parameter in {**yes, **no}:
+        start = current().tensors[parameter]
+        a, b = yes.get(parameter, start), no.get(parameter, start)
+        made[parameter] = merge(a, b)
+        rows.add(made[parameter], a, b)
+    return made
+
+
+def with_scratch(f: Thunk) -> tuple[Build, Any]:
+    """`f` recorded in a graph that is thrown away, to see what it would give."""
+
+    def record(_: Any) -> Any:
+        with collecting():
+            return f()
+
+    return region("probe", [], record)

@@ -1,0 +1,183 @@
+"""Where two ways of running a function part: the first node whose results differ.
+
+Every output of every top-level node becomes an extra result, so both sides run the same graph; an
+engine that fuses nodes may compute differently then, as with any probe. "eager" records the
+function on the very arrays, and is also held to what the graph gives, so that a condition that was
+decided differently shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.engines import engine
+from triplane.unified_ir.frontend.run import current_floats, host_arguments, state_arrays
+from triplane.unified_ir.frontend.trace import Traceable, Traced, name_of, record
+from triplane.unified_ir.ir.graph import Array, Function, Location, Node, Value
+from triplane.unified_ir.ops.evaluate import run_node
+
+EAGER = "eager"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Difference:
+    """The first value in which two sides differ; `max_abs` is at index `at`."""
+
+    op: str
+    location: Location | None
+    scope: str
+    max_abs: float
+    at: tuple[int, ...]
+    left: Array
+    right: Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """True when nothing differs. `str` tells what was compared and where it parts."""
+
+    name: str
+    left: str
+    right: str
+    values: int
+    """How many values were compared."""
+    difference: Difference | None
+
+    def __bool__(self) -> bool:
+        return self.difference is None
+
+    def __str__(self) -> str:
+        head = f"{self.name}: {self.left} against {self.right}"
+        d = self.difference
+        if d is None:
+            return f"{head}: {self.values} values agree"
+        where = f" at {d.location}" if d.location else ""
+        scope = f" in {d.scope}" if d.scope else ""
+        if d.left.shape != d.right.shape:
+            return f"{head}: {d.op}{where}{scope} gives {d.left.shape} and {d.right.shape}"
+        return (
+            f"{head}: {d.op}{where}{scope} differs by {d.max_abs:.3g} at {list(d.at)}: "
+            f"{d.left[d.at]!s} and {d.right[d.at]!s}"
+        )
+
+    __repr__ = __str__
+
+
+def compare(
+    f: Traceable,
+    *args: Any,
+    left: str = "reference",
+    right: str = "onnx",
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+    **kwargs: Any,
+) -> Comparison:
+    """Runs `f` on two engines (or "eager") and finds the first node where they differ.
+
+    Values agree where |a - b| <= atol + rtol |b|, NaN with NaN. No state is written back.
+
+    >>> from triplane.unified_ir import ops
+    >>> compare(lambda x: ops.relu(x) * 2.0, np.ones(3, np.float32))
+    lambda: reference against onnx: 3 values agree
+    """
+    if left == right:
+        raise InvalidInput(f"compare takes two different sides, got {left!r} twice")
+    done, arrays = _recorded(f, args, kwargs, eager=EAGER in {left, right})
+    probes = _probes(done.function)
+    first, second = (_values(side, done, arrays, probes) for side in (left, right))
+    found = _first(probes, (first, second), (rtol, atol))
+    if found is None and EAGER in {left, right}:
+        graph = _recorded(f, args, kwargs, eager=False)
+        found = _graph_differs(graph, done, (left, right), (rtol, atol))
+    return Comparison(name_of(f), left, right, len(probes), found)
+
+
+Probe = tuple[Node | None, Value]
+
+
+def _recorded(
+    f: Traceable, args: Sequence[Any], kwargs: dict[str, Any], *, eager: bool
+) -> tuple[Traced, list[Array]]:
+    arguments, arrays = host_arguments(f, args, kwargs, current_floats())
+    run = run_node if eager else None
+    done = record(f, arguments, run=run, arrays=arrays)
+    return done, [*arrays, *state_arrays(done)]
+
+
+def _probes(function: Function) -> list[Probe]:
+    """Every node output in order, then results that no node makes."""
+    made: list[Probe] = [(node, v) for node in function.nodes for v in node.outputs]
+    seen = {v for _, v in made}
+    return made + [(None, r) for r in dict.fromkeys(function.results) if r not in seen]
+
+
+def _values(
+    side: str, done: Traced, arrays: Sequence[Array], probes: Sequence[Probe]
+) -> list[Array]:
+    if side == EAGER:
+        assert done.arrays is not None
+        return [done.arrays[v] for _, v in probes]
+    f = done.function
+    names = tuple(f"node/{i}" for i in range(len(probes)))
+    shown = Function(f.name, f.params, tuple(v for _, v in probes), names, f.nodes)
+    return list(engine(side).compile(shown)(*arrays))
+
+
+def _first(
+    probes: Sequence[Probe],
+    sides: tuple[Sequence[Array], Sequence[Array]],
+    tolerance: tuple[float, float],
+) -> Difference | None:
+    for (node, value), a, b in zip(probes, *sides, strict=True):
+        found = _difference(a, b, *tolerance)
+        if found is not None:
+            label = f"result {value.name}" if node is None else str(node.op)
+            location = None if node is None else node.meta.location
+            scope = "" if node is None else node.meta.scope
+            return Difference(label, location, scope, *found, a, b)
+    return None
+
+
+def _difference(
+    a: Array, b: Array, rtol: float, atol: float
+) -> tuple[float, tuple[int, ...]] | None:
+    """Largest difference and where, if the arrays do not agree."""
+    if a.shape != b.shape:
+        return float("inf"), ()
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    agree = np.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
+    if agree.all():
+        return None
+    with np.errstate(invalid="ignore"):
+        gap = np.where(agree, 0.0, np.abs(x - y))
+    gap = np.where(np.isnan(gap), np.inf, gap)
+    at = tuple(int(i) for i in np.unravel_index(int(gap.argmax()), gap.shape))
+    return float(gap[at]), at
+
+
+def _graph_differs(
+    graph: tuple[Traced, Sequence[Array]],
+    eager: Traced,
+    names: tuple[str, str],
+    tolerance: tuple[float, float],
+) -> Difference | None:
+    """The first result in which the traced graph differs from the eager record."""
+    done, arrays = graph
+    eager_is_left = names[0] == EAGER
+    side = names[1] if eager_is_left else names[0]
+    found = dict(
+        zip(done.function.result_names, engine(side).compile(done.function)(*arrays), strict=True)
+    )
+    assert eager.arrays is not None
+    for name, value in zip(eager.function.result_names, eager.function.results, strict=True):
+        graph_value, eager_value = found[name], eager.arrays[value]
+        a, b = (eager_value, graph_value) if eager_is_left else (graph_value, eager_value)
+        gap = _difference(a, b, *tolerance)
+        if gap is not None:
+            return Difference(f"result {name} of the traced graph", None, "", *gap, a, b)
+    return None

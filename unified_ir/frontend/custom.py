@@ -1,0 +1,161 @@
+"""Gradients written by hand, for functions (`custom_vjp`) and for cells (`Cell.bprop`).
+
+`bprop` gets the inputs, then the result `y` and the cotangent `g` of its floating-point leaves (one
+tensor where there is one), and gives one cotangent per input: a tree like the input, or None where
+no gradient passes. It is recorded as operators, so it can be differentiated again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.frontend.binding import Parameter, current
+from triplane.unified_ir.frontend.owner import Owner
+from triplane.unified_ir.frontend.rewrite import rewritten
+from triplane.unified_ir.frontend.run import graph
+from triplane.unified_ir.ops.control import custom_gradient
+from triplane.unified_ir.ops.structure import zeros
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor
+from triplane.unified_ir.ops.trees import leaves, rebuild
+
+Bprop = Callable[..., Any]
+
+
+def custom_vjp(bprop: Bprop) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: the function is differentiated by `bprop(*inputs, y=y, g=g)`.
+
+    Everything it uses comes in as an argument; arguments that are no tensors stay constants, and
+    `bprop` gets them too.
+
+    >>> import numpy as np
+    >>> from triplane.unified_ir import grad, ops
+    >>> @custom_vjp(lambda x, y, g: g)
+    ... def rounded(x):
+    ...     return ops.round_(x)
+    >>> grad(lambda x: (rounded(x) * 3.0).sum())(np.array([0.2, 1.7], np.float32))
+    array([3., 3.], dtype=float32)
+    """
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = inspect.signature(function).bind(*args, **kwargs)
+            return _recorded(rewritten(function), rewritten(bprop), found.args, _name(function))
+
+        return graph(call)
+
+    return decorated
+
+
+def has_bprop(cell: Owner) -> bool:
+    """Whether a cell brings its own gradient."""
+    return hasattr(type(cell), "bprop")
+
+
+def construct_with_bprop(cell: Owner, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Records `construct` of a cell, differentiated by its `bprop`.
+
+    State: buffers may be read in both methods. A trained parameter is refused, since `bprop` could
+    not say its gradient: pass it to a `custom_vjp` function. Assigning a buffer is refused.
+    """
+    name = type(cell).__name__
+    state = cell.parameters()
+    trained = [path for path, p in state.items() if p.trainable]
+    if trained:
+        raise InvalidInput(
+            f"{name} defines bprop and owns the trained parameters {trained}, whose gradient bprop "
+            "does not give; write a custom_vjp function that takes them as arguments"
+        )
+    found = inspect.signature(cell.construct).bind(*args, **kwargs)
+    construct = rewritten(type(cell).construct)
+    bprop = rewritten(type(cell).bprop)  # type: ignore[attr-defined]
+    used = list(state.values())
+
+    def forward(tensors: Sequence[Tensor], *inputs: Any) -> Any:
+        with _standing_for(used, tensors, name):
+            return construct(cell, *inputs)
+
+    def back(tensors: Sequence[Tensor], *inputs: Any, y: Any, g: Any) -> Any:
+        with _standing_for(used, tensors, name):
+            given = bprop(cell, *inputs, y=y, g=g)
+        return (None, *_per_input(given, len(inputs), name))
+
+    values = [current().read(p) for p in used]
+    return _recorded(forward, back, (values, *found.args), name)
+
+
+class _standing_for:  # noqa: N801 - reads as the context it is
+    """The given tensors stand for the parameters, which may not be assigned meanwhile."""
+
+    def __init__(
+        self, parameters: Sequence[Parameter], tensors: Sequence[Tensor], name: str
+    ) -> None:
+        self._new = dict(zip(parameters, tensors, strict=True))
+        self._why = f"in {name}, whose bprop could not see that; assign it in the cell around"
+
+    def __enter__(self) -> None:
+        binding = current()
+        self._before = binding.tensors, binding.assigned, binding.frozen
+        binding.tensors = {**binding.tensors, **self._new}
+        binding.assigned = {k: v for k, v in binding.assigned.items() if k not in self._new}
+        binding.frozen = self._why
+
+    def __exit__(self, *_: object) -> None:
+        binding = current()
+        binding.tensors, binding.assigned, binding.frozen = self._before
+
+
+def _recorded(f: Callable[..., Any], bprop: Bprop, args: Sequence[Any], name: str) -> Any:
+    """`f(*args)` as one node; its tensors are operands, other leaves are constants."""
+    flat = leaves(tuple(args))
+    at = [i for i, x in enumerate(flat) if isinstance(x, Tensor) or hasattr(x, "dtype")]
+
+    def tree(tensors: Sequence[Tensor]) -> Any:
+        filled = list(flat)
+        for i, t in zip(at, tensors, strict=True):
+            filled[i] = t
+        return rebuild(tuple(args), filled)
+
+    def forward(*tensors: Tensor) -> Any:
+        return f(*tree(tensors))
+
+    def back(*rest: Any) -> Any:
+        *tensors, y, g = rest
+        inputs = tree(tensors)
+        given = _per_input(bprop(*inputs, y=y, g=g), len(inputs), name)
+        found = [c for x, g_x in zip(inputs, given, strict=True) for c in _cotangents(x, g_x, name)]
+        return tuple(found)
+
+    return custom_gradient(forward, back, *(as_tensor(flat[i]) for i in at))
+
+
+def _per_input(given: Any, count: int, name: str) -> tuple[Any, ...]:
+    items = given if isinstance(given, tuple) else (given,)
+    if len(items) != count:
+        raise InvalidInput(
+            f"bprop of {name} gives one cotangent per input ({count}), got {len(items)}; give None "
+            "where no gradient passes"
+        )
+    return items
+
+
+def _cotangents(x: Any, g: Any, name: str) -> list[Tensor]:
+    """Cotangents of the floating-point leaves of one input, zeros for None."""
+    wanted = [t for t in leaves(x) if isinstance(t, Tensor)]
+    if g is None:
+        return [zeros(t.shape, t.dtype) for t in wanted if t.dtype.is_float]
+    found = leaves(g)
+    if len(found) != len(wanted):
+        raise InvalidInput(
+            f"bprop of {name} gives {len(found)} cotangents for an input of {len(wanted)} tensors"
+        )
+    pairs = zip(wanted, found, strict=True)
+    return [as_tensor(c, t.dtype) for t, c in pairs if t.dtype.is_float]
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -1,0 +1,33 @@
+"""How one trip of a loop ended: on to the next, out of the loop, or out of the function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from triplane.unified_ir.ops.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """`broken`: the loop ends here. `returned`: and the function with it, giving `value`.
+
+    Either flag is a bool, or a bool tensor where a tensor decided.
+    """
+
+    broken: bool | Tensor = False
+    returned: bool | Tensor = False
+    value: Any = None
+
+    def parts(self) -> tuple[Any, Any, Any]:
+        """As a tree."""
+        return self.broken, self.returned, self.value
+
+
+NEXT: Final = Exit()
+BREAK: Final = Exit(broken=True)
+
+
+def returned(value: Any) -> Exit:
+    """`return value` inside a loop."""
+    return Exit(broken=True, returned=True, value=value)

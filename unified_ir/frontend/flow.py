@@ -1,0 +1,239 @@
+"""What rewritten code calls: each function decides, while tracing, between Python and the graph.
+
+On a tensor without a value (a graph is being recorded) control flow becomes nodes; on anything
+else it runs as Python runs it. Names here are written into rewritten functions by `syntax`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.frontend.branches import branch, branch_exits
+from triplane.unified_ir.frontend.exits import BREAK, NEXT, Exit, returned
+from triplane.unified_ir.frontend.logic import and_, chain, if_expression, not_, or_
+from triplane.unified_ir.frontend.loops import count_tensor, walk_tensor, while_tensor
+from triplane.unified_ir.frontend.memory import State, explain, reasons
+from triplane.unified_ir.frontend.merge import UNBOUND
+from triplane.unified_ir.frontend.truth import is_symbolic, truth
+from triplane.unified_ir.ir.dims import Expr
+from triplane.unified_ir.ir.types import int64
+from triplane.unified_ir.ops.elementwise import maximum
+from triplane.unified_ir.ops.indexing import arange
+from triplane.unified_ir.ops.structure import constant
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor
+
+__all__ = [
+    "BREAK",
+    "NEXT",
+    "UNBOUND",
+    "State",
+    "and_",
+    "chain",
+    "explain",
+    "for_",
+    "if_",
+    "if_expression",
+    "leave_loop_if",
+    "leave_outer_loop",
+    "not_",
+    "or_",
+    "over",
+    "plain",
+    "plain_iterable",
+    "reasons",
+    "return_from_loop",
+    "return_if",
+    "returned",
+    "while_",
+]
+Thunk = Callable[[], Any]
+
+
+def if_(test: Any, then: Thunk, otherwise: Thunk, state: State) -> None:
+    """An `if` that stays in its block."""
+    if not is_symbolic(test):
+        (then if truth(test) else otherwise)()
+        return
+    state.refuse_odd("a branch")
+    branch(test, then, otherwise, state)
+
+
+def return_if(test: Any, then: Thunk, otherwise: Thunk, state: State) -> Any:
+    """An `if` with `return` in it, the rest of the function included: the function's result."""
+    if not is_symbolic(test):
+        return (then if truth(test) else otherwise)()
+    state.refuse_odd("a branch")
+    return branch(test, then, otherwise, state)
+
+
+def leave_loop_if(test: Any, then: Thunk, otherwise: Thunk, state: State) -> Exit:
+    """An `if` that may leave a trip, the rest of the trip included: how the trip ended."""
+    if not is_symbolic(test):
+        return (then if truth(test) else otherwise)() or NEXT
+    state.refuse_odd("a branch")
+    return branch_exits(test, then, otherwise, state)
+
+
+def return_from_loop(left: Exit, rest: Thunk, state: State, always: bool) -> Any:  # noqa: FBT001 - generated calls
+    """After a loop that may return: its value, or what the rest of the function gives."""
+    if left.returned is False:
+        return rest()
+    if left.returned is True or always:
+        return left.value
+    return branch(left.returned, lambda: left.value, rest, state)
+
+
+def leave_outer_loop(left: Exit, rest: Thunk, state: State, always: bool) -> Exit:  # noqa: FBT001 - generated calls
+    """After a loop within a loop that may return: how the outer trip ended."""
+    if left.returned is False:
+        return rest() or NEXT
+    out = returned(left.value)
+    if left.returned is True or always:
+        return out
+    return branch_exits(left.returned, lambda: out, rest, state)
+
+
+def while_(test: Thunk, body: Callable[[], Exit | None], state: State) -> Exit:
+    """`while test(): body()`; from the first tensor that decides it on, a loop of the graph."""
+    left = NEXT
+    while True:
+        if is_symbolic(left.broken):
+            return while_tensor(test, body, state, left)
+        if left.broken:
+            return left
+        go_on = test()
+        if is_symbolic(go_on):
+            return while_tensor(test, body, state)
+        if not truth(go_on):
+            return left
+        left = body() or NEXT
+
+
+def for_(iterable: Any, body: Callable[[Any], Exit | None], state: State) -> Exit:
+    """`for item in iterable: body(item)`; over tensors a loop of the graph, else unrolled."""
+    if isinstance(iterable, Tensor):
+        iterable = _Slices([iterable], lambda _, x: x)
+    if isinstance(iterable, (_Range, _Slices)) and not iterable.is_eager():
+        return iterable.loop(body, state)
+    left = NEXT
+    for item in iterable:
+        if is_symbolic(left.broken):
+            left = _unless_left(left, body, item, state)
+        elif left.broken:
+            break
+        else:
+            left = body(item) or NEXT
+    return left
+
+
+def _unless_left(left: Exit, body: Callable[[Any], Exit | None], item: Any, state: State) -> Exit:
+    """One more trip of an unrolled loop that a tensor may have ended already."""
+    state.refuse_odd("a loop that a tensor may leave")
+    gone = Exit(broken=True, returned=left.returned, value=left.value)
+    assert isinstance(left.broken, Tensor)
+    return branch_exits(left.broken, lambda: gone, lambda: body(item), state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """`range` with a tensor or a symbolic size among its bounds; gives int64 scalars."""
+
+    start: Any
+    stop: Any
+    step: int
+
+    def is_eager(self) -> bool:
+        return not any(is_symbolic(as_tensor(x)) for x in (self.start, self.stop))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        start, stop = (int(as_tensor(x).numpy().reshape(())) for x in (self.start, self.stop))
+        return (constant(i, int64) for i in range(start, stop, self.step))
+
+    def loop(self, body: Callable[[Any], Exit | None], state: State) -> Exit:
+        start, stop = (as_tensor(x).cast(int64).reshape(()) for x in (self.start, self.stop))
+        width = abs(self.step)
+        span = stop - start if self.step > 0 else start - stop
+        count = maximum(span if width == 1 else (span + (width - 1)) / width, as_tensor(0, int64))
+        return count_tensor(count, lambda k: start + k * self.step, body, state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slices:
+    """Tensors walked together along their first axis; `item(k, *slices)` is what `for` assigns."""
+
+    xs: list[Tensor]
+    item: Callable[..., Any]
+    start: Any = None
+    """What `k` counts from; None where nothing counts."""
+
+    def is_eager(self) -> bool:
+        return not any(is_symbolic(x) for x in self.xs)
+
+    def __iter__(self) -> Iterator[Any]:
+        length = min(x.numpy().shape[0] for x in self.xs)
+        for k in range(length):
+            number = None if self.start is None else constant(self.start + k, int64)
+            yield self.item(number, *(x[k] for x in self.xs))
+
+    def loop(self, body: Callable[[Any], Exit | None], state: State) -> Exit:
+        xs = [*self.xs]
+        if self.start is None:
+            return walk_tensor(xs, lambda *s: self.item(None, *s), body, state)
+        numbers = arange(xs[0].shape[0]) + self.start
+        return walk_tensor([numbers, *xs], self.item, body, state)
+
+
+def over(iterator: Any) -> Any:
+    """`range`, `enumerate` or `zip` of a `for`, which also take tensors there."""
+    return {range: _range, enumerate: _enumerate, zip: _zip}.get(iterator, iterator)
+
+
+def _range(*args: Any) -> Any:
+    if not any(isinstance(a, (Tensor, Expr)) for a in args):
+        return range(*args)
+    start, stop, step = (0, *args, 1) if len(args) == 1 else (*args, 1)[:3]
+    if not isinstance(step, int) or step == 0:
+        raise InvalidInput(f"range over tensors takes an int step that is not 0, got {step!r}")
+    return _Range(start, stop, step)
+
+
+def _enumerate(iterable: Any, start: int = 0) -> Any:
+    if isinstance(iterable, Tensor):
+        return _Slices([iterable], lambda k, x: (k, x), start)
+    return enumerate(iterable, start)
+
+
+def _zip(*iterables: Any, strict: bool = False) -> Any:
+    tensors = [x for x in iterables if isinstance(x, Tensor)]
+    if tensors and len(tensors) == len(iterables):
+        sizes = {x.shape[0] for x in tensors}
+        if len(sizes) > 1:
+            raise InvalidInput(f"zip walks over tensors of one length, got {list(sizes)}")
+        return _Slices(tensors, lambda _, *xs: xs)
+    return zip(*iterables, strict=strict)
+
+
+def plain(test: Any, what: str) -> Any:
+    """The condition of something that stays Python; a tensor may not decide it."""
+    if is_symbolic(test):
+        raise InvalidInput(
+            f"a tensor decides {what} ({State(depth=2).here}), which cannot become part of a "
+            "graph; use ops.where or ops.cond, move the condition out of it, or run in "
+            "mode('eager')"
+        )
+    return test
+
+
+def plain_iterable(iterable: Any, what: str) -> Iterable[Any]:
+    """The iterable of a loop that stays Python."""
+    symbolic = isinstance(iterable, (_Range, _Slices)) and not iterable.is_eager()
+    if symbolic or is_symbolic(iterable):
+        raise InvalidInput(
+            f"a tensor bounds {what} ({State(depth=2).here}), which cannot become part of a "
+            "graph; move the loop out of it, or run in mode('eager')"
+        )
+    found: Iterable[Any] = iterable
+    return found

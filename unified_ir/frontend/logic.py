@@ -1,0 +1,110 @@
+"""`and`, `or`, `not`, chained comparisons and `a if c else b`, with tensors or without."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from triplane.unified_ir.frontend.branches import branch
+from triplane.unified_ir.frontend.loops import is_harmless
+from triplane.unified_ir.frontend.memory import State
+from triplane.unified_ir.frontend.truth import as_condition, is_symbolic, truth
+from triplane.unified_ir.ops import elementwise
+from triplane.unified_ir.ops.build import region
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor
+
+Thunk = Callable[[], Any]
+_COMPARE: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
+    "Eq": operator.eq,
+    "NotEq": operator.ne,
+    "Lt": operator.lt,
+    "LtE": operator.le,
+    "Gt": operator.gt,
+    "GtE": operator.ge,
+    "Is": operator.is_,
+    "IsNot": operator.is_not,
+    "In": lambda a, b: a in b,
+    "NotIn": lambda a, b: a not in b,
+}
+
+
+def and_(*parts: Thunk) -> Any:
+    """`a and b and ...`; with a tensor a bool scalar, computed as far as Python would."""
+    return _shortcut(parts, State(depth=2), stops_at=False)
+
+
+def or_(*parts: Thunk) -> Any:
+    """`a or b or ...`, likewise."""
+    return _shortcut(parts, State(depth=2), stops_at=True)
+
+
+def _shortcut(parts: Sequence[Thunk], state: State, *, stops_at: bool) -> Any:
+    first = parts[0]()
+    for i, part in enumerate(parts[1:], 1):
+        if is_symbolic(first):
+            return _tensor_shortcut(first, parts[i:], state, stops_at=stops_at)
+        if truth(first) is stops_at:
+            return first
+        first = part()
+    return first
+
+
+def _tensor_shortcut(
+    first: Tensor, parts: Sequence[Thunk], state: State, *, stops_at: bool
+) -> Tensor:
+    def rest() -> Tensor:
+        value = _shortcut(parts, state, stops_at=stops_at)
+        return as_condition(value) if isinstance(value, Tensor) else as_tensor(truth(value))
+
+    flag = as_condition(first)
+    scratch, _ = region("probe", [], lambda _: rest())
+    if is_harmless(scratch):
+        row = elementwise.or_ if stops_at else elementwise.and_
+        return row(flag, rest())
+    if stops_at:
+        found: Tensor = branch(flag, lambda: True, rest, state)
+    else:
+        found = branch(flag, rest, lambda: False, state)
+    return found
+
+
+def not_(x: Any) -> Any:
+    """`not x`."""
+    return elementwise.not_(as_condition(x)) if is_symbolic(x) else not truth(x)
+
+
+def chain(left: Any, names: Sequence[str], *rights: Thunk) -> Any:
+    """`a < b <= c`: each operand computed once, in order, as far as Python would."""
+    value: list[Any] = [left]
+
+    def link(name: str, right: Thunk) -> Thunk:
+        def compare() -> Any:
+            before, after = value[-1], right()
+            value.append(after)
+            return _COMPARE[name](before, after)
+
+        return compare
+
+    return _chained([link(n, r) for n, r in zip(names, rights, strict=True)])
+
+
+def _chained(links: Sequence[Thunk]) -> Any:
+    found = links[0]()
+    for step in links[1:]:
+        if is_symbolic(found):
+            following = step()
+            second = as_condition(following) if isinstance(following, Tensor) else truth(following)
+            found = elementwise.and_(as_condition(found), as_tensor(second))
+        elif not truth(found):
+            return found
+        else:
+            found = step()
+    return found
+
+
+def if_expression(test: Any, then: Thunk, otherwise: Thunk) -> Any:
+    """`then if test else otherwise`."""
+    if not is_symbolic(test):
+        return then() if truth(test) else otherwise()
+    return branch(test, then, otherwise, State(depth=2))

@@ -1,0 +1,132 @@
+"""The variables and buffers that a piece of rewritten control flow may assign."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.frontend.binding import Parameter, current_or_none
+from triplane.unified_ir.frontend.merge import UNBOUND
+from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.source import location_of
+from triplane.unified_ir.ops.tensor import Tensor
+
+Odd = tuple[Any, ...]
+"""What a tensor cannot decide: (what, line), or (what, line, owner of the attribute, its name)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Values at one moment: variables by name (UNBOUND without one), assigned buffers."""
+
+    variables: dict[str, Any]
+    buffers: dict[Parameter, Tensor]
+
+
+class State:
+    """Access to the variables that one `if` or loop may assign, from outside their function."""
+
+    def __init__(
+        self,
+        names: Sequence[str] = (),
+        reads: Sequence[Callable[[], Any]] = (),
+        write: Callable[[tuple[Any, ...]], None] | None = None,
+        odd: Sequence[Odd] = (),
+        *,
+        depth: int = 1,
+    ) -> None:
+        self.names = tuple(names)
+        self.here = location_of(sys._getframe(depth))  # noqa: SLF001 - the rewritten statement
+        self._reads = reads
+        self._write = write
+        self._odd = odd
+
+    def snapshot(self) -> Snapshot:
+        """What is assigned now."""
+        binding = current_or_none()
+        variables = {n: _read(r) for n, r in zip(self.names, self._reads, strict=True)}
+        return Snapshot(variables, {} if binding is None else dict(binding.assigned))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Puts everything back as it was."""
+        if self._write is not None:
+            self._write(tuple(snapshot.variables[n] for n in self.names))
+        binding = current_or_none()
+        if binding is not None:
+            binding.assigned = dict(snapshot.buffers)
+
+    def refuse_odd(self, kind: str) -> None:
+        """Refuses by name what cannot depend on a tensor."""
+        for what, line, *owner in self._odd:
+            if owner and _is_buffer(*owner):
+                continue
+            raise InvalidInput(
+                f"{what} (line {line}) stands in {kind} that a tensor decides ({self.here}), and "
+                "would happen once, while the graph is recorded, whatever the tensor is; move it "
+                "out, or use mode('eager')"
+            )
+
+
+def _is_buffer(owner: Callable[[], Any], attribute: str) -> bool:
+    return attribute in getattr(owner(), "_parameters", ())
+
+
+def _read(thunk: Callable[[], Any]) -> Any:
+    try:
+        return thunk()
+    except NameError:
+        return UNBOUND
+
+
+@contextmanager
+def collecting() -> Iterator[None]:
+    """Buffers assigned in the graph being recorded are kept in the binding meanwhile."""
+    binding = current_or_none()
+    if binding is None:
+        yield
+        return
+    with binding.collecting(recorder()):
+        yield
+
+
+_reasons: ContextVar[dict[str, str]] = ContextVar("triplane_unbound")
+
+
+@contextmanager
+def reasons() -> Iterator[None]:
+    """Remembers, for one call of rewritten code, why variables have no value."""
+    token = _reasons.set({})
+    try:
+        yield
+    finally:
+        _reasons.reset(token)
+
+
+def unbind(name: str, reason: str) -> Any:
+    """UNBOUND, with the reason that reading the variable will tell."""
+    _reasons.get({})[name] = reason
+    return UNBOUND
+
+
+def reason_of(name: str) -> str | None:
+    """Why a variable has no value; None where nothing here took it."""
+    return _reasons.get({}).get(name)
+
+
+def explain(error: NameError) -> None:
+    """Raises InvalidInput with the reason, if a variable was read that has none by a reason."""
+    found = re.search(r"'(\w+)'", str(error))
+    reason = reason_of(found.group(1)) if found else None
+    if found is None or reason is None:
+        return
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    at = f" at {location_of(trace.tb_frame)}" if trace is not None else ""
+    raise InvalidInput(f"{found.group(1)!r} has no value{at}: {reason}") from None

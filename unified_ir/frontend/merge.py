@@ -1,0 +1,170 @@
+"""What two values become when a tensor decides between them.
+
+Tensors of one type become a result; Python numbers are promoted to the other side's dtype; equal
+values and identical objects stay what they are; anything else differs, and says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.unified_ir.ir.dims import Expr
+from triplane.unified_ir.ir.types import DType, TensorType, bool_, float32, int64, type_of
+from triplane.unified_ir.ops.tensor import Tensor
+
+
+class _Unbound:
+    """Stands for a variable without a value."""
+
+    def __repr__(self) -> str:
+        return "UNBOUND"
+
+
+UNBOUND: Final = _Unbound()
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place for a tensor; `soft` while only Python numbers stood here, so the dtype may grow."""
+
+    type: TensorType
+    soft: bool = False
+
+
+class Differ(Exception):
+    """Two values have no common form; the text says what each is."""
+
+    def __init__(self, a: Any, b: Any) -> None:
+        super().__init__(f"{describe(a)} and {describe(b)}")
+        self.a, self.b = describe(a), describe(b)
+
+
+def merge(a: Any, b: Any) -> Any:
+    """The common form of two values: a tree whose varying leaves are `Slot`s."""
+    if same(a, b):
+        return a
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return {k: merge(a[k], b[k]) for k in a}
+    if isinstance(a, (tuple, list)) and type(a) is type(b) and len(a) == len(b):
+        return _like(a, [merge(x, y) for x, y in zip(a, b, strict=True)])
+    first, second = slot(a), slot(b)
+    if first is None or second is None:
+        raise Differ(a, b)
+    return _merged_slots(first, second, a, b)
+
+
+def _merged_slots(first: Slot, second: Slot, a: Any, b: Any) -> Slot:
+    if first.type.shape != second.type.shape:
+        raise Differ(a, b)
+    x, y = first.type.dtype, second.type.dtype
+    if x == y:
+        return Slot(first.type, soft=first.soft and second.soft)
+    if first.soft and _promotes(x, y):
+        return second
+    if second.soft and _promotes(y, x):
+        return first
+    raise Differ(a, b)
+
+
+def _promotes(number: DType, wanted: DType) -> bool:
+    """Whether a Python number of one kind may stand for a tensor of the other dtype."""
+    if number.kind == "int":
+        return wanted.kind in {"int", "uint", "float"}
+    return number.kind == wanted.kind
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are one: the same object or tensor, or equal plain constants."""
+    if a is b:
+        return True
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.value is b.value
+    if isinstance(a, Slot) and isinstance(b, Slot):
+        return a == b
+    if isinstance(a, (bool, int, float, str, bytes, Enum, Expr)) and type(a) is type(b):
+        return repr(a) == repr(b)
+    return False
+
+
+def slot(x: Any) -> Slot | None:
+    """The slot a value fills; None if it is no tensor, array or number."""
+    if isinstance(x, Slot):
+        return x
+    if isinstance(x, Tensor):
+        return Slot(x.type)
+    if isinstance(x, (np.ndarray, np.generic)):
+        return Slot(type_of(np.asarray(x)))
+    if isinstance(x, Expr):
+        return Slot(TensorType(int64, ()), soft=True)
+    if isinstance(x, (bool, int, float)):
+        dtype = bool_ if isinstance(x, bool) else int64 if isinstance(x, int) else float32
+        return Slot(TensorType(dtype, ()), soft=True)
+    return None
+
+
+def varying(value: Any) -> Any:
+    """The form of a value in which every tensor, array and number is a slot."""
+    if isinstance(value, dict):
+        return {k: varying(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return _like(value, [varying(v) for v in value])
+    found = slot(value)
+    return value if found is None else found
+
+
+def slots(form: Any) -> list[Slot]:
+    """The slots of a merged form, in order."""
+    if isinstance(form, Slot):
+        return [form]
+    if isinstance(form, dict):
+        return [s for v in form.values() for s in slots(v)]
+    if isinstance(form, (tuple, list)):
+        return [s for v in form for s in slots(v)]
+    return []
+
+
+def fillers(form: Any, value: Any) -> list[Any]:
+    """What `value` puts into the slots of a form that it was merged into."""
+    if isinstance(form, Slot):
+        return [value]
+    if isinstance(form, dict):
+        return [f for k in form for f in fillers(form[k], value[k])]
+    if isinstance(form, (tuple, list)):
+        return [f for part, v in zip(form, value, strict=True) for f in fillers(part, v)]
+    return []
+
+
+def filled(form: Any, tensors: list[Tensor]) -> Any:
+    """The form with its slots replaced; takes the tensors off the front of the list."""
+    if isinstance(form, Slot):
+        return tensors.pop(0)
+    if isinstance(form, dict):
+        return {k: filled(v, tensors) for k, v in form.items()}
+    if isinstance(form, (tuple, list)):
+        return _like(form, [filled(v, tensors) for v in form])
+    return form
+
+
+def _like(tree: Any, items: Sequence[Any]) -> Any:
+    return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+
+
+def describe(x: Any) -> str:
+    """A value as an error shows it."""
+    if isinstance(x, (Tensor, Slot)):
+        return str(x.type)
+    if isinstance(x, (np.ndarray, np.generic)):
+        return f"the array {type_of(np.asarray(x))}"
+    if x is None or isinstance(x, (bool, int, float, str, Expr)):
+        return repr(x)
+    if isinstance(x, (tuple, list)):
+        inner = ", ".join(describe(v) for v in x)
+        return f"({inner})" if isinstance(x, tuple) else f"[{inner}]"
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in x.items()) + "}"
+    return f"a {type(x).__name__}"

@@ -1,0 +1,130 @@
+"""What statements bind and where they leave to: the analysis behind `rewrite`.
+
+Everything looks at one function's own scope: nested functions, classes and the variables of
+comprehensions belong to scopes of their own and are not entered.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+LOOPS: Final = (ast.While, ast.For, ast.AsyncFor)
+YIELDS: Final = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
+
+
+def own(node: ast.AST, *, names: bool = True) -> Iterator[ast.AST]:
+    """`node` and what is below it in the same scope; inside comprehensions no plain names."""
+    if names or not isinstance(node, ast.Name):
+        yield node
+    if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+        return
+    inside = names and not isinstance(node, COMPREHENSIONS)
+    for child in ast.iter_child_nodes(node):
+        if isinstance(node, ast.NamedExpr) and child is node.target:
+            yield child
+        else:
+            yield from own(child, names=inside)
+
+
+def own_of(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
+    """As `own`, over several statements."""
+    for statement in statements:
+        yield from own(statement)
+
+
+def assigned(statements: Sequence[ast.stmt]) -> list[str]:
+    """Names the statements may bind or delete, in order of appearance."""
+    found: dict[str, None] = {}
+    for node in own_of(statements):
+        for name in _bound_by(node):
+            found[name] = None
+    return list(found)
+
+
+def _bound_by(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Name):
+        return [] if isinstance(node.ctx, ast.Load) else [node.id]
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [(a.asname or a.name).split(".")[0] for a in node.names]
+    if isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)):
+        return [node.name] if node.name else []
+    if isinstance(node, ast.MatchMapping):
+        return [node.rest] if node.rest else []
+    return []
+
+
+def declared(statements: Sequence[ast.stmt], kind: type[ast.Global | ast.Nonlocal]) -> set[str]:
+    """Names declared `global` or `nonlocal`."""
+    return {n for node in own_of(statements) if isinstance(node, kind) for n in node.names}
+
+
+def escapes(statements: Sequence[ast.stmt]) -> frozenset[str]:
+    """How the statements may leave: a subset of return, break, continue (of a loop around)."""
+    found: set[str] = set()
+    for statement in statements:
+        found |= _escapes_of(statement)
+    return frozenset(found)
+
+
+def _escapes_of(node: ast.AST) -> frozenset[str]:
+    if isinstance(node, ast.Return):
+        return frozenset({"return"})
+    if isinstance(node, ast.Break):
+        return frozenset({"break"})
+    if isinstance(node, ast.Continue):
+        return frozenset({"continue"})
+    if isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.expr)):
+        return frozenset()
+    if isinstance(node, LOOPS):
+        return (escapes(node.body) & {"return"}) | escapes(node.orelse)
+    return frozenset().union(*(_escapes_of(child) for child in ast.iter_child_nodes(node)))
+
+
+def ends(statements: Sequence[ast.stmt]) -> bool:
+    """Whether control certainly never reaches the statement after these."""
+    return any(_ends(s) for s in statements)
+
+
+def _ends(node: ast.stmt) -> bool:
+    if isinstance(node, (ast.Return, ast.Break, ast.Continue, ast.Raise)):
+        return True
+    if isinstance(node, ast.If):
+        return ends(node.body) and ends(node.orelse)
+    if isinstance(node, ast.While):
+        forever = isinstance(node.test, ast.Constant) and bool(node.test.value)
+        return forever and "break" not in escapes(node.body)
+    if isinstance(node, (ast.With, ast.AsyncWith)):
+        return ends(node.body) and not _may_swallow(node)
+    return False
+
+
+def _may_swallow(node: ast.With | ast.AsyncWith) -> bool:
+    """A `with` may end an exception quietly, so only plain leaving counts as an end."""
+    return any(isinstance(n, ast.Raise) for n in own_of(node.body))
+
+
+def has_yield(node: ast.AST) -> bool:
+    """Whether the scope of a function or statement suspends."""
+    inner = node.body if isinstance(node, FUNCTIONS) else node
+    parts = inner if isinstance(inner, list) else [inner]
+    return any(isinstance(n, YIELDS) for part in parts for n in own(part))
+
+
+def has_control_flow(node: ast.AST) -> bool:
+    """Whether anything in a function, nested ones included, could depend on a tensor's truth."""
+    kinds = (ast.If, ast.While, ast.For, ast.BoolOp, ast.IfExp, ast.Assert, ast.Match)
+    for n in ast.walk(node):
+        if isinstance(n, kinds) or (isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not)):
+            return True
+        if isinstance(n, ast.Compare) and len(n.ops) > 1:
+            return True
+        if isinstance(n, ast.comprehension) and n.ifs:
+            return True
+    return False

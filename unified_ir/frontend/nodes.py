@@ -1,0 +1,75 @@
+"""Building blocks of generated syntax. `at` gives each its place in the user's source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+Node = TypeVar("Node", bound=ast.AST)
+FLOW: Final = "_triplane_flow"
+"""The free variable of rewritten code that holds `frontend.flow`."""
+
+
+def at(made: Node, like: ast.AST) -> Node:
+    """`made` where `like` begins; parts without a place of their own follow.
+
+    It ends there too: Python counts a call of an attribute over several lines as on its last one.
+    """
+    ast.copy_location(made, like)
+    made.end_lineno, made.end_col_offset = made.lineno, made.col_offset  # type: ignore[attr-defined]
+    return ast.fix_missing_locations(made)
+
+
+def flow(name: str) -> ast.expr:
+    """A name of `frontend.flow`."""
+    return ast.Attribute(value=load(FLOW), attr=name, ctx=ast.Load())
+
+
+def invoke(name: str, *args: ast.expr) -> ast.expr:
+    """A call of a function of `frontend.flow`."""
+    return ast.Call(func=flow(name), args=list(args), keywords=[])
+
+
+def load(name: str) -> ast.expr:
+    """A variable, read."""
+    return ast.Name(id=name, ctx=ast.Load())
+
+
+def name_of(function: ast.FunctionDef) -> ast.expr:
+    """A defined function, read."""
+    return load(function.name)
+
+
+def const(value: Any) -> ast.expr:
+    """A constant."""
+    return ast.Constant(value=value)
+
+
+def pair(what: str, line: int) -> ast.expr:
+    """What stands somewhere, and the line."""
+    return ast.Tuple([const(what), const(line)], ast.Load())
+
+
+def no_args() -> ast.arguments:
+    """The empty parameter list; a new one each time, since callers add to it."""
+    return ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+
+
+def thunk(node: ast.expr) -> ast.expr:
+    """`lambda: node`."""
+    return ast.Lambda(args=no_args(), body=node)
+
+
+def binding_only(names: Sequence[str]) -> ast.stmt:
+    """Makes names local without giving them a value."""
+    targets: list[ast.expr] = [ast.Name(n, ast.Store()) for n in names]
+    return ast.If(
+        test=const(False), body=[ast.Assign(targets=targets, value=const(None))], orelse=[]
+    )
+
+
+def delete_unbound(name: str) -> ast.stmt:
+    """`if NAME is UNBOUND: del NAME`."""
+    test = ast.Compare(left=load(name), ops=[ast.Is()], comparators=[flow("UNBOUND")])
+    return ast.If(test=test, body=[ast.Delete(targets=[ast.Name(name, ast.Del())])], orelse=[])

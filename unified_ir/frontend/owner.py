@@ -1,0 +1,47 @@
+"""`Owner`, a tree of named state: what tracing needs to know of a cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.frontend.binding import Parameter
+
+
+class Owner:
+    """Holds parameters and other owners by name; `training` is the mode of the whole tree."""
+
+    _parameters: dict[str, Parameter]
+    _cells: dict[str, Owner]
+    training: bool
+
+    def __init__(self) -> None:
+        self.__dict__["_parameters"] = {}
+        self.__dict__["_cells"] = {}
+        self.__dict__["training"] = True
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        """The computation; overridden by every cell."""
+        raise InvalidInput(f"{type(self).__name__} has no construct method; define one")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Records `construct`, or runs it on arrays."""
+        raise NotImplementedError
+
+    def cells(self, prefix: str = "") -> Iterator[tuple[str, Owner]]:
+        """This owner and every one below it, with their paths."""
+        yield prefix, self
+        for name, cell in self._cells.items():
+            yield from cell.cells(f"{prefix}.{name}" if prefix else name)
+
+    def parameters(self) -> dict[str, Parameter]:
+        """All state by path, in order of creation; a shared parameter under its first path."""
+        found: dict[str, Parameter] = {}
+        seen: set[Parameter] = set()
+        for path, cell in self.cells():
+            for name, parameter in cell._parameters.items():  # noqa: SLF001 - same class
+                if parameter not in seen:
+                    seen.add(parameter)
+                    found[f"{path}.{name}" if path else name] = parameter
+        return found

@@ -1,0 +1,93 @@
+"""The syntax tree of a function, found in its file; None where there is no source."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import sysconfig
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Final
+
+import numpy as np
+
+from triplane.unified_ir.frontend.names import FUNCTIONS, Function
+from triplane.unified_ir.ops.source import is_internal
+
+_STDLIB: Final = Path(sysconfig.get_paths()["stdlib"]).resolve()
+_NUMPY: Final = Path(np.__file__).resolve().parent
+_INSTALLED: Final = {"site-packages", "dist-packages"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A function's syntax, the class around it (for private names), and where it stands."""
+
+    node: Function
+    class_name: str | None
+    filename: str
+
+
+def source_of(function: FunctionType) -> Source | None:
+    """The syntax of a Python function or lambda; None when its file cannot be read."""
+    code = function.__code__
+    linecache.checkcache(code.co_filename)
+    text = "".join(linecache.getlines(code.co_filename, function.__globals__))
+    if not text:
+        return None
+    try:
+        places = _functions(text)
+    except (SyntaxError, ValueError):
+        return None
+    found = [p for p in places if _is(p[0], code)]
+    if len(found) > 1:
+        spans = set(code.co_positions())
+        found = [p for p in found if isinstance(p[0], ast.Lambda) and _span(p[0].body) in spans]
+    if len(found) != 1:
+        return None
+    return Source(found[0][0], found[0][1], code.co_filename)
+
+
+def belongs_to_user(function: FunctionType) -> bool:
+    """False for the standard library, numpy and this package's own layers."""
+    return _user_file(function.__code__.co_filename)
+
+
+@lru_cache(maxsize=4096)
+def _user_file(filename: str) -> bool:
+    if filename.startswith("<"):
+        return True
+    path = Path(filename).resolve()
+    if is_internal(str(path)) or path.is_relative_to(_NUMPY):
+        return False
+    return not path.is_relative_to(_STDLIB) or bool(_INSTALLED & set(path.parts))
+
+
+@lru_cache(maxsize=64)
+def _functions(text: str) -> list[tuple[Function, str | None]]:
+    """Every function of a file with the name of the innermost class around it."""
+    found: list[tuple[Function, str | None]] = []
+
+    def walk(node: ast.AST, class_name: str | None) -> None:
+        if isinstance(node, FUNCTIONS):
+            found.append((node, class_name))
+        if isinstance(node, ast.ClassDef):
+            class_name = node.name
+        for child in ast.iter_child_nodes(node):
+            walk(child, class_name)
+
+    walk(ast.parse(text), None)
+    return found
+
+
+def _is(node: Function, code: CodeType) -> bool:
+    if isinstance(node, ast.Lambda):
+        return code.co_name == "<lambda>" and node.lineno == code.co_firstlineno
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    return node.name == code.co_name and first == code.co_firstlineno
+
+
+def _span(node: ast.expr) -> tuple[int | None, int | None, int | None, int | None]:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset

@@ -1,0 +1,495 @@
+"""Rewrites a function's syntax: control flow becomes calls that decide while tracing.
+
+Statements turn into nested functions, so that a branch or a trip can be recorded on its own:
+
+    if c:                       def then(): nonlocal y; y = a
+        y = a           ->      def else_(): nonlocal y; y = b
+    else:                       flow.if_(c, then, else_, State(("y",), (lambda: y,), set_y))
+        y = b
+
+Where a branch returns, breaks or continues, the statements after it move into the branches that go
+on (into a function `rest` where both do), and the branches give what happened as their value: the
+result itself in a function's own body, an `Exit` in the body of a loop. Every node keeps the line
+of the user's source. What cannot become a function (around `yield`, or leaving through `with`,
+`try` or `match`) stays Python, with its condition wrapped in `flow.plain`, which refuses tensors.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from triplane.unified_ir.frontend.names import (
+    LOOPS,
+    assigned,
+    declared,
+    ends,
+    escapes,
+    has_yield,
+    own_of,
+)
+from triplane.unified_ir.frontend.nodes import (
+    at,
+    binding_only,
+    const,
+    delete_unbound,
+    flow,
+    invoke,
+    load,
+    name_of,
+    no_args,
+    pair,
+    thunk,
+)
+from triplane.unified_ir.frontend.tail import tail_loop
+
+_ITERATORS: Final = frozenset({"range", "enumerate", "zip"})
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Where a block stands: how `return`, `break` and `continue` are written there."""
+
+    in_loop: bool = False
+    """In the body of a rewritten loop: leaving is a value of kind `Exit`."""
+    kept: bool = False
+    """Below `with`, `try`, `match` or in a generator: statements after it cannot move inside."""
+    plain_loop: bool = False
+    """In a loop that stays Python: `break` and `continue` stay too."""
+
+
+class _Rest(ast.Return):
+    """`return rest()`: control goes on with the statements after an `if`."""
+
+
+def rewrite_function(
+    node: ast.FunctionDef | ast.Lambda, class_name: str | None, *, has_class: bool, tail: bool
+) -> None:
+    """Rewrites `node` in place. `tail`: a call of its own name in tail position is a jump back."""
+    first = next(iter([*node.args.posonlyargs, *node.args.args]), None)
+    receiver = first.arg if has_class and first is not None else None
+    rewriter = _Rewriter(class_name, receiver)
+    if isinstance(node, ast.Lambda):
+        node.body = rewriter.expression(node.body)
+    else:
+        rewriter.function(node, tail=tail)
+
+
+class _Scope:
+    """Names of one function: which belong to it, which it borrows."""
+
+    def __init__(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.globals = declared(node.body, ast.Global)
+        self.nonlocals = declared(node.body, ast.Nonlocal)
+        self.hoisted: dict[str, None] = {}
+
+    def is_local(self, name: str) -> bool:
+        return name not in self.globals and name not in self.nonlocals
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Expressions through `visit`, statements through `block`."""
+
+    def __init__(self, class_name: str | None, receiver: str | None) -> None:
+        self.class_name = class_name
+        self.receiver = receiver
+        self.scope: _Scope | None = None
+        self.count = 0
+
+    # Functions
+
+    def function(self, node: ast.FunctionDef | ast.AsyncFunctionDef, *, tail: bool = False) -> None:
+        outer, self.scope = self.scope, _Scope(node)
+        suspends = isinstance(node, ast.AsyncFunctionDef) or has_yield(node)
+        body = tail_loop(node) if tail and not suspends else node.body
+        made = self.block(body, Level(kept=suspends))
+        made = [s for s in made if not isinstance(s, (ast.Global, ast.Nonlocal))]
+        hoisted = [n for n in self.scope.hoisted if self.scope.is_local(n)]
+        head: list[ast.stmt] = []
+        if hoisted:
+            head.append(at(binding_only(hoisted), node.body[0]))
+        for kind, names in ((ast.Global, self.scope.globals), (ast.Nonlocal, self.scope.nonlocals)):
+            if names:
+                head.insert(0, at(kind(names=sorted(names)), node.body[0]))
+        docstring = made[:1] if ast.get_docstring(node, clean=False) is not None else []
+        node.body = [*docstring, *head, *made[len(docstring) :]]
+        self.scope = outer
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.decorator_list = [self.visit(d) for d in node.decorator_list]
+        self._visit_defaults(node.args)
+        self.function(node)
+        return node
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        self.function(node)
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        self._visit_defaults(node.args)
+        node.body = self.expression(node.body)
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return node
+
+    def _visit_defaults(self, args: ast.arguments) -> None:
+        args.defaults = [self.visit(d) for d in args.defaults]
+        args.kw_defaults = [None if d is None else self.visit(d) for d in args.kw_defaults]
+
+    # Statements
+
+    def block(self, statements: Sequence[ast.stmt], level: Level) -> list[ast.stmt]:
+        made: list[ast.stmt] = []
+        todo = list(statements)
+        while todo:
+            s = todo.pop(0)
+            if isinstance(s, LOOPS) and s.orelse and not isinstance(s, ast.AsyncFor):
+                todo[:0] = self._without_else(s)
+                continue
+            leaving = escapes([s])
+            if has_yield(s) or isinstance(s, ast.AsyncFor):
+                made += self._kept(s, level)
+            elif isinstance(s, ast.If) and leaving and not level.kept:
+                return [*made, *self._leaving_if(s, todo, level)]
+            elif isinstance(s, ast.If) and not leaving:
+                made += self._if(s)
+            elif isinstance(s, (ast.While, ast.For)) and not leaving:
+                definitions, call = self._loop(s)
+                made += [*definitions, at(ast.Expr(call), s)]
+            elif isinstance(s, (ast.While, ast.For)) and not level.kept:
+                return [*made, *self._returning_loop(s, todo, level)]
+            else:
+                made += self._kept(s, level)
+        return made or [ast.Pass()]
+
+    def _kept(self, s: ast.stmt, level: Level) -> list[ast.stmt]:
+        """A statement that stays what it is; conditions in it must not be tensors."""
+        if isinstance(s, _Rest):
+            return [s]
+        if isinstance(s, (ast.Return, ast.Break, ast.Continue)):
+            return [at(self._leave(s, level), s)]
+        if isinstance(s, ast.AnnAssign):
+            return self._annotated(s)
+        if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            return [self.visit(s)]
+        self._keep_condition(s)
+        inner = replace(level, kept=True, plain_loop=level.plain_loop or isinstance(s, LOOPS))
+        for name, value in ast.iter_fields(s):
+            if _is_block(value):
+                setattr(s, name, self.block(value, inner))
+            elif name in {"handlers", "cases"}:
+                for part in value:
+                    self._part(part, inner)
+            elif not _is_condition(s, name):
+                setattr(s, name, self._visited(value))
+        return [s]
+
+    def _keep_condition(self, s: ast.stmt) -> None:
+        if isinstance(s, (ast.If, ast.While)):
+            s.test = self._plain(s.test, _why(s))
+        elif isinstance(s, ast.For):
+            iterable = self._iterable(s.iter)
+            s.iter = at(invoke("plain_iterable", iterable, const(_why(s))), s.iter)
+        elif isinstance(s, ast.Assert):
+            s.test = self._plain(s.test, "an assert")
+
+    def _part(self, part: Any, level: Level) -> None:
+        """An exception handler or a case of a match."""
+        if isinstance(part, ast.ExceptHandler) and part.type is not None:
+            part.type = self.visit(part.type)
+        if isinstance(part, ast.match_case) and part.guard is not None:
+            part.guard = self._plain(part.guard, "the guard of a case")
+        part.body = self.block(part.body, level)
+
+    def _visited(self, value: Any) -> Any:
+        if isinstance(value, ast.AST):
+            return self.visit(value)
+        if isinstance(value, list):
+            return [self.visit(v) if isinstance(v, ast.AST) else v for v in value]
+        return value
+
+    def _annotated(self, s: ast.AnnAssign) -> list[ast.stmt]:
+        """Without the annotation: a name that is nonlocal in a branch may not carry one."""
+        if s.value is None:
+            return [at(ast.Pass(), s)]
+        target: Any = self.visit(s.target)
+        return [at(ast.Assign(targets=[target], value=self.expression(s.value)), s)]
+
+    def _leave(self, s: ast.Return | ast.Break | ast.Continue, level: Level) -> ast.stmt:
+        if isinstance(s, ast.Return):
+            value = None if s.value is None else self.expression(s.value)
+            if not level.in_loop:
+                return ast.Return(value=value)
+            return ast.Return(value=invoke("returned", value or const(None)))
+        if level.plain_loop:
+            return s
+        return ast.Return(value=flow("BREAK" if isinstance(s, ast.Break) else "NEXT"))
+
+    def _if(self, s: ast.If) -> list[ast.stmt]:
+        names = assigned([*s.body, *s.orelse])
+        setter, state = self._state(names, [*s.body, *s.orelse], s)
+        then = self._def("then", self.block(s.body, Level()), names, s)
+        other = self._def("otherwise", self.block(s.orelse, Level()), names, s)
+        call = invoke("if_", self.expression(s.test), name_of(then), name_of(other), state)
+        return [then, other, *setter, at(ast.Expr(call), s)]
+
+    def _leaving_if(self, s: ast.If, rest: Sequence[ast.stmt], level: Level) -> list[ast.stmt]:
+        """An `if` that may leave; it takes the rest of its block along."""
+        body, orelse = list(s.body), list(s.orelse)
+        names = assigned([*body, *orelse, *rest])
+        setter, state = self._state(names, [*body, *orelse], s)
+        made: list[ast.stmt] = []
+        if rest and not ends(body) and not ends(orelse):
+            after = self._def("rest", self.block(rest, level), names, s)
+            made.append(after)
+            for branch in (body, orelse):
+                branch.append(at(_Rest(value=ast.Call(name_of(after), [], [])), s))
+        elif rest:
+            (orelse if ends(body) else body).extend(rest)
+        test = self.expression(s.test)
+        then = self._def("then", self.block(body, level), names, s)
+        other = self._def("otherwise", self.block(orelse, level), names, s)
+        entry = "leave_loop_if" if level.in_loop else "return_if"
+        call = invoke(entry, test, name_of(then), name_of(other), state)
+        return [*made, then, other, *setter, at(ast.Return(call), s)]
+
+    def _loop(self, s: ast.While | ast.For) -> tuple[list[ast.stmt], ast.expr]:
+        """Definitions, and the call that runs the loop; its value is the loop's `Exit`."""
+        inside: list[ast.stmt] = list(s.body)
+        item = self._fresh("item")
+        if isinstance(s, ast.For):
+            inside.insert(0, at(ast.Assign(targets=[s.target], value=load(item)), s.target))
+        tested: list[ast.stmt] = [at(ast.Expr(s.test), s)] if isinstance(s, ast.While) else []
+        names = assigned([*inside, *tested])
+        setter, state = self._state(names, inside, s)
+        body = self._def("body", self.block(inside, Level(in_loop=True)), names, s)
+        if isinstance(s, ast.For):
+            body.args.args.append(at(ast.arg(arg=item), s))
+            return [body, *setter], invoke("for_", self._iterable(s.iter), name_of(body), state)
+        value = at(ast.Return(self.expression(s.test)), s.test)
+        test = self._def("test", [value], assigned(tested), s)
+        return [test, body, *setter], invoke("while_", name_of(test), name_of(body), state)
+
+    def _returning_loop(
+        self, s: ast.While | ast.For, rest: Sequence[ast.stmt], level: Level
+    ) -> list[ast.stmt]:
+        """A loop that may return; what follows it becomes a function."""
+        names = assigned([s, *rest])
+        always = const(isinstance(s, ast.While) and ends([s]))
+        setter, state = self._state(names, [], s)
+        definitions, call = self._loop(s)
+        after = self._def("rest", self.block(rest, level), names, s)
+        left = self._fresh("exit")
+        run = at(ast.Assign(targets=[ast.Name(left, ast.Store())], value=call), s)
+        entry = "leave_outer_loop" if level.in_loop else "return_from_loop"
+        leave = ast.Return(invoke(entry, load(left), name_of(after), state, always))
+        return [*definitions, run, after, *setter, at(leave, s)]
+
+    def _without_else(self, s: ast.While | ast.For) -> list[ast.stmt]:
+        """`else` of a loop: runs unless the loop was broken."""
+        orelse, s.orelse = s.orelse, []
+        if "break" not in escapes(s.body):
+            return [s, *orelse]
+        flag = self._fresh("broken")
+        s.body = _flag_breaks(s.body, flag)
+        start = ast.Assign(targets=[ast.Name(flag, ast.Store())], value=const(False))
+        check = ast.If(test=ast.UnaryOp(ast.Not(), load(flag)), body=orelse, orelse=[])
+        return [at(start, s), s, at(check, s)]
+
+    # Pieces of generated code
+
+    def _fresh(self, stem: str) -> str:
+        self.count += 1
+        return f"_{stem}_{self.count}"
+
+    def _def(
+        self, stem: str, body: list[ast.stmt], names: Sequence[str], like: ast.stmt
+    ) -> ast.FunctionDef:
+        """A function for a piece of the user's code, which assigns in the user's scope."""
+        head = self._declarations(names)
+        made = ast.FunctionDef(
+            name=self._fresh(stem), args=no_args(), body=[*head, *body], decorator_list=[]
+        )
+        setattr(made, "type_params", [])  # noqa: B010 - a field since Python 3.12, unknown before
+        return at(made, like)
+
+    def _declarations(self, names: Sequence[str]) -> list[ast.stmt]:
+        assert self.scope is not None
+        outside = [n for n in names if n in self.scope.globals]
+        mine = [n for n in names if n not in self.scope.globals]
+        self.scope.hoisted.update(dict.fromkeys(mine))
+        made: list[ast.stmt] = [ast.Global(names=outside)] if outside else []
+        return [*made, ast.Nonlocal(names=mine)] if mine else made
+
+    def _state(
+        self, names: Sequence[str], inside: Sequence[ast.stmt], like: ast.stmt
+    ) -> tuple[list[ast.stmt], ast.expr]:
+        """A setter for the names that the statements assign, and the `State` that uses it."""
+        assert self.scope is not None
+        mine = [n for n in names if self.scope.is_local(n)]
+        setter: list[ast.stmt] = []
+        write: ast.expr = const(None)
+        if mine:
+            value = self._fresh("values")
+            targets = ast.Tuple([ast.Name(n, ast.Store()) for n in mine], ast.Store())
+            body: list[ast.stmt] = [ast.Assign(targets=[targets], value=load(value))]
+            body += [delete_unbound(n) for n in mine]
+            made = self._def("set", body, mine, like)
+            made.args.args.append(ast.arg(arg=value))
+            setter, write = [at(made, like)], name_of(made)
+        reads = ast.Tuple([thunk(load(n)) for n in mine], ast.Load())
+        names_node = ast.Tuple([const(n) for n in mine], ast.Load())
+        return setter, at(invoke("State", names_node, reads, write, self._odd(inside)), like)
+
+    def _odd(self, inside: Sequence[ast.stmt]) -> ast.expr:
+        """What a tensor condition cannot govern: (what, line) or (what, line, owner, attribute)."""
+        assert self.scope is not None
+        found: list[ast.expr] = []
+        for node in own_of(inside):
+            line = getattr(node, "lineno", 0)
+            if isinstance(node, (ast.Try, ast.TryStar, ast.With)):
+                kind = "with" if isinstance(node, ast.With) else "try"
+                found.append(pair(f"a `{kind}` statement", line))
+            elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+                found.append(pair(f"an assignment to `{ast.unparse(node)}`", line))
+            elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                found.append(self._odd_attribute(node))
+        outside = [n for n in assigned(inside) if not self.scope.is_local(n)]
+        line = inside[0].lineno if inside else 0
+        found += [pair(f"an assignment to the global or nonlocal `{n}`", line) for n in outside]
+        return ast.Tuple(found, ast.Load())
+
+    def _odd_attribute(self, node: ast.Attribute) -> ast.expr:
+        what = f"an assignment to `{ast.unparse(node)}`"
+        if not _is_path(node.value):
+            return pair(what, node.lineno)
+        owner = thunk(self._reload(node.value))
+        return ast.Tuple(
+            [const(what), const(node.lineno), owner, const(self._mangled(node.attr))], ast.Load()
+        )
+
+    def _reload(self, node: ast.expr) -> ast.expr:
+        made: ast.expr = ast.parse(ast.unparse(node), mode="eval").body
+        return self.expression(made)
+
+    # Expressions
+
+    def expression(self, node: ast.expr) -> ast.expr:
+        made: ast.expr = self.visit(node)
+        return made
+
+    def _plain(self, test: ast.expr, why: str) -> ast.expr:
+        return at(invoke("plain", self.expression(test), const(why)), test)
+
+    def _iterable(self, node: ast.expr) -> ast.expr:
+        """The iterable of a `for`; `range`, `enumerate` and `zip` there accept tensors."""
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            return self.expression(node)
+        name = node.func
+        self.generic_visit(node)
+        if name.id in _ITERATORS:
+            node.func = at(invoke("over", name), name)
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        if _binds(node):
+            return self.generic_visit(node)
+        parts = [thunk(self.expression(v)) for v in node.values]
+        return at(invoke("and_" if isinstance(node.op, ast.And) else "or_", *parts), node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        if not isinstance(node.op, ast.Not):
+            return self.generic_visit(node)
+        return at(invoke("not_", self.expression(node.operand)), node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        if _binds(node):
+            node.test = self._plain(node.test, "a conditional expression around `:=`")
+            node.body, node.orelse = self.expression(node.body), self.expression(node.orelse)
+            return node
+        then, other = self.expression(node.body), self.expression(node.orelse)
+        call = invoke("if_expression", self.expression(node.test), thunk(then), thunk(other))
+        return at(call, node)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        if len(node.ops) == 1 or _binds(node):
+            return self.generic_visit(node)
+        names = ast.Tuple([const(type(op).__name__) for op in node.ops], ast.Load())
+        rights = [thunk(self.expression(c)) for c in node.comparators]
+        return at(invoke("chain", self.expression(node.left), names, *rights), node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> ast.AST:
+        self.generic_visit(node)
+        why = "the filter of a comprehension"
+        node.ifs = [at(invoke("plain", test, const(why)), test) for test in node.ifs]
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        bare_super = isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args
+        if bare_super and self.receiver is not None:
+            node.args = [at(load("__class__"), node), at(load(self.receiver), node)]
+        return node
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        node.id = self._mangled(node.id)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        node.attr = self._mangled(node.attr)
+        return self.generic_visit(node)
+
+    def _mangled(self, name: str) -> str:
+        """Private names of a class, which only mean themselves inside its body."""
+        private = name.startswith("__") and not name.endswith("__")
+        if not private or self.class_name is None:
+            return name
+        return f"_{self.class_name.lstrip('_')}{name}"
+
+
+def _flag_breaks(statements: Sequence[ast.stmt], flag: str) -> list[ast.stmt]:
+    made: list[ast.stmt] = []
+    for s in statements:
+        if isinstance(s, ast.Break):
+            set_flag = ast.Assign(targets=[ast.Name(flag, ast.Store())], value=const(True))
+            made.append(at(set_flag, s))
+        elif not isinstance(s, (*LOOPS, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            for name, value in ast.iter_fields(s):
+                if _is_block(value):
+                    setattr(s, name, _flag_breaks(value, flag))
+            for part in [*getattr(s, "handlers", []), *getattr(s, "cases", [])]:
+                part.body = _flag_breaks(part.body, flag)
+        made.append(s)
+    return made
+
+
+def _why(s: ast.stmt) -> str:
+    kind = f"a{'n' if isinstance(s, ast.If) else ''} `{type(s).__name__.lower()}`"
+    if has_yield(s):
+        return f"{kind} around `yield` or `await`"
+    return f"{kind} that leaves through `with`, `try`, `match` or a generator"
+
+
+def _is_condition(s: ast.stmt, field: str) -> bool:
+    """Whether `_keep_condition` has dealt with a field."""
+    return (field == "test" and isinstance(s, (ast.If, ast.While, ast.Assert))) or (
+        field == "iter" and isinstance(s, ast.For)
+    )
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], ast.stmt)
+
+
+def _is_path(node: ast.expr) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)
+
+
+def _binds(node: ast.expr) -> bool:
+    return any(isinstance(n, (ast.NamedExpr, ast.Yield, ast.YieldFrom, ast.Await))
+               for n in ast.walk(node))  # fmt: skip
