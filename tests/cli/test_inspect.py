@@ -1,0 +1,216 @@
+"""`triplane inspect`: the summary, the text, the drawing, and damage refused by name."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+from tests.attacks import forge
+from tests.ir import graphs
+
+from triplane.proto.errors import Corrupt
+from triplane.unified_ir.cli import shell
+from triplane.unified_ir.cli.inspect import size_text
+from triplane.unified_ir.files import container
+from triplane.unified_ir.files.container import Container
+from triplane.unified_ir.ir import Module, Role, StateTensor
+from triplane.unified_ir.ir.text import function_text, module_text
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "files" / "v1"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "m.tpm"
+    graphs.module().save(path, parent="ab" * 32)
+    return path
+
+
+def run(capsys, *argv):
+    """Exit code, standard output and standard error of one command line."""
+    code = shell.run(["inspect", *map(str, argv)])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_summary_tells_entries_state_parts_and_digest(model, capsys):
+    code, out, _ = run(capsys, model)
+    digest = Container(model, kind="model").digest
+    assert code == 0
+    assert digest in out
+    assert "ab" * 32 in out
+    assert "every byte matches its digest" in out
+    for words in (
+        "predict     9 nodes",
+        "(x: float32[N,4]) -> (y: float32[N,3])",
+        "reads 4, assigns 4",
+        "module.pb",
+        "parameter  1 tensors  12 elements",
+        "personal   1 tensors  3 elements   12 B (not in the file)",
+        "12 parameters",
+        r"classes  'a\nb\nc'",
+    ):
+        assert words in out, words
+
+
+def test_json_holds_the_same_facts(model, capsys):
+    code, out, _ = run(capsys, model, "--json")
+    record = json.loads(out)
+    assert code == 0
+    assert record["kind"] == "model"
+    assert record["parent"] == "ab" * 32
+    assert [p["name"] for p in record["parts"]] == ["module.pb", "weights.safetensors"]
+    step = record["entries"]["train_step"]
+    assert step["inputs"] == {"x": "float32[N,4]"}
+    assert step["results"] == {"loss": "float32[]"}
+    assert step["assigns"] == ["w", "w.momentum", "steps", "key"]
+    assert record["state"]["steps"] == {
+        "role": "buffer", "type": "int64[]", "elements": 1, "bytes": 8,
+    }  # fmt: skip
+    assert "text" not in record
+
+
+def test_text_is_the_text_form(model, capsys):
+    module = graphs.module()
+    assert run(capsys, model, "--text")[1] == module_text(module) + "\n"
+    out = run(capsys, model, "--text", "--entry", "predict")[1]
+    assert out == function_text(module.entry("predict")) + "\n"
+    record = json.loads(run(capsys, model, "--text", "--entry", "predict", "--json")[1])
+    assert record["text"] + "\n" == out
+
+
+def test_graph_is_one_sound_svg_with_tooltips(model, capsys, tmp_path):
+    out = tmp_path / "g.svg"
+    code, _, err = run(capsys, model, "--graph", out, "--entry", "train_step")
+    assert code == 0
+    assert f"wrote {out}" in err
+    root = ET.parse(out).getroot()
+    titles = [t.text for t in root.iter(f"{SVG}title")]
+    assert root.tag == f"{SVG}svg"
+    assert titles[0].startswith("step: ")
+    assert any(t.startswith("state w.momentum: float32[4,3]") for t in titles)
+    assert any("graphs.py:" in t for t in titles)
+    assert "http" not in out.read_text().replace("http://www.w3.org/2000/svg", "")
+
+
+def test_graph_defaults_to_predict(model, capsys, tmp_path):
+    run(capsys, model, "--graph", tmp_path / "g.svg")
+    assert "predict: " in (tmp_path / "g.svg").read_text()
+
+
+def test_bundles_and_plans_are_told_without_running_them(capsys):
+    code, out, _ = run(capsys, GOLDEN / "digits.bundle", "--verify")
+    assert code == 0
+    assert "a bundle" in out
+    assert "digits version 1.0 for ort-x64: (x: float32(N, 3)) -> (y: float32(N, 2))" in out
+    assert "every byte matches" in out
+    record = json.loads(run(capsys, GOLDEN / "digits.plan", "--json")[1])
+    assert record["kind"] == "plan"
+    assert record["verified"] is False
+    assert run(capsys, GOLDEN / "state.checkpoint")[0] == 0
+
+
+def test_text_of_a_bundle_is_its_onnx(capsys):
+    code, out, _ = run(capsys, GOLDEN / "digits.plan", "--text", "--entry", "predict")
+    assert code == 0
+    assert out.startswith("# predict.onnx\n")
+    assert "MatMul" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["gone.tpm"], 2, "no file at gone.tpm"),
+        ([GOLDEN / "digits.plan", "--graph", "g.svg"], 2, "give the .tpm"),
+        ([GOLDEN / "digits.plan", "--text", "--entry", "x"], 2, "no graph x"),
+        ([__file__], 5, "header is damaged"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(capsys, argv, code, words):
+    found, out, err = run(capsys, *argv)
+    assert (found, out) == (code, "")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_an_unknown_entry_is_refused(model, capsys):
+    assert run(capsys, model, "--text", "--entry", "x")[0] == 2
+
+
+@pytest.mark.parametrize("name", ["digits.bundle", "digits.plan"])
+def test_verify_finds_a_flipped_byte(tmp_path, capsys, name):
+    path = tmp_path / name
+    path.write_bytes((GOLDEN / name).read_bytes())
+    part = Container(path, kind=name.split(".")[1]).manifest.parts[-1].name
+    middle = len(path.read_bytes()) * 2 // 3
+    for _ in forge.flips(path, [middle]):
+        code, _, err = run(capsys, path, "--verify")
+        assert code == 5
+        assert "part '" in err or part in err
+
+
+def test_a_flipped_byte_of_a_model_is_refused_with_the_part(model, capsys):
+    at = model.read_bytes().index(graphs.STATE["w"][1].tobytes())
+    for _ in forge.flips(model, [at]):
+        code, out, err = run(capsys, model)
+        assert (code, out) == (5, "")
+        assert "part 'weights.safetensors' is damaged in tensor 'w'" in err
+
+
+def test_a_newer_format_is_told(tmp_path, capsys):
+    made = forge.manifest({"a": b"x"})
+    made.format_version = 9
+    forge.write(tmp_path / "m.tpm", made, {"a": b"x"})
+    code, _, err = run(capsys, tmp_path / "m.tpm")
+    assert code == 2
+    assert "format version 9" in err
+
+
+def test_text_of_a_hostile_name_holds_no_control_character(tmp_path, capsys):
+    module = graphs.module()
+    held = Module(module.functions, module.entries, module.state, {"k": "\x1b[31mred\x07"})
+    held.save(tmp_path / "m.tpm")
+    for argv in ([], ["--text"]):
+        out = run(capsys, tmp_path / "m.tpm", *argv)[1]
+        assert "\x1b" not in out
+        assert "\x07" not in out
+
+
+def test_help_needs_click_alone():
+    code = (
+        "import sys\n"
+        "from triplane.unified_ir.cli import inspect, diff\n"
+        "heavy = {'numpy', 'onnx', 'onnxruntime', 'google.protobuf', 'rich'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=dict(os.environ), capture_output=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("n", "text"), [(1234, "1,234 B"), (12_345, "12.1 KiB"), (50 << 20, "50.0 MiB")]
+)
+def test_sizes_are_readable(n, text):
+    assert size_text(n) == text
+
+
+def test_empty_modules_have_a_summary(tmp_path, capsys):
+    Module({}, {}, {"a": StateTensor(Role.BUFFER, np.zeros(2))}).save(tmp_path / "m.tpm")
+    code, out, _ = run(capsys, tmp_path / "m.tpm")
+    assert code == 0
+    assert "buffer  1 tensors  2 elements" in out
+    assert run(capsys, tmp_path / "m.tpm", "--graph", tmp_path / "g.svg")[0] == 2
+
+
+def test_a_model_without_its_parts_is_corrupt(tmp_path, capsys):
+    container.write(tmp_path / "m.tpm", "model", [container.part("x", b"1")])
+    code, _, err = run(capsys, tmp_path / "m.tpm")
+    assert code == shell.EXIT_CODES[Corrupt]
+    assert "a model has" in err

@@ -1,0 +1,200 @@
+"""`triplane diff`: what changed between two model files, in the graph and in the numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from triplane.unified_ir.cli.shell import json_option, open_output
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.ir import Function, Module
+    from triplane.unified_ir.ir.graph import Array
+
+EPILOG = """\b
+Examples:
+  triplane diff digits.tpm digits_next.tpm
+  triplane diff a.tpm b.tpm --json
+
+\b
+Exit status: 0 where entries, graphs and state are the same, 1 where they differ, above for errors.
+Numbers of values and lines of source do not count as changes. A tensor's relative change is its
+largest absolute one divided by the largest value that it had before.
+"""
+DIFFERENT: Final = 1
+MAX_LINES: Final = 20_000
+"""Functions with more lines are compared line by line in order, without looking for moves."""
+MAX_SHOWN: Final = 40
+_Block = tuple[str, int, int, int, int]
+"""What to do with lines a1:a2 of one text to get lines b1:b2 of the other, as in difflib."""
+_NUMBER: Final = re.compile(r"%\d+")
+_PLACE: Final = re.compile(r"(?<=[){}])  # [^\"]*$")
+
+
+@click.command("diff", epilog=EPILOG)
+@click.argument("a", type=click.Path(path_type=Path), metavar="A.tpm")
+@click.argument("b", type=click.Path(path_type=Path), metavar="B.tpm")
+@json_option
+@click.pass_context
+def command(ctx: click.Context, *, a: Path, b: Path, as_json: bool) -> None:
+    """Say what changed from model file A to model file B.
+
+    Entries added and removed, the nodes of each function that differ, and every state tensor whose
+    type, role or contents changed, with how much. Both files are checked as they are read.
+    """
+    from triplane.unified_ir.ops.check import load
+
+    output = open_output(as_json)
+    before, after = load(a), load(b)
+    record = _compared(before, after)
+    record = {"a": str(a), "b": str(b), "same": not any(record.values()), **record}
+    output.result(record, "\n".join(_lines(record)))
+    ctx.exit(0 if record["same"] else DIFFERENT)
+
+
+def _compared(a: Module, b: Module) -> dict[str, Any]:
+    return {
+        "meta": _mapping(a.meta, b.meta),
+        "entries": _mapping(a.entries, b.entries),
+        "functions": _mapping(
+            {k: None for k in a.functions if k not in b.functions},
+            {k: None for k in b.functions if k not in a.functions},
+        ),
+        "nodes": {
+            name: changed
+            for name, function in a.functions.items()
+            if name in b.functions and (changed := _nodes(function, b.functions[name]))
+        },
+        "state": _state(a, b),
+    }
+
+
+def _mapping(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys added and removed, and values changed; empty where there is nothing to say."""
+    found = {
+        "added": [k for k in b if k not in a],
+        "removed": [k for k in a if k not in b],
+        "changed": {k: [a[k], b[k]] for k in a if k in b and a[k] != b[k]},
+    }
+    return {k: v for k, v in found.items() if v}
+
+
+def _nodes(a: Function, b: Function) -> dict[str, list[str]]:
+    """Lines of the text form that only one of the functions has."""
+    import difflib
+
+    from triplane.unified_ir.ir.text import function_text
+
+    ours, theirs = function_text(a).splitlines(), function_text(b).splitlines()
+    plain_a, plain_b = [_plain(s) for s in ours], [_plain(s) for s in theirs]
+    if plain_a == plain_b and [_unplaced(s) for s in ours] == [_unplaced(s) for s in theirs]:
+        return {}
+    blocks: Iterable[_Block]
+    if plain_a == plain_b or max(len(ours), len(theirs)) > MAX_LINES:
+        blocks = _by_position([_unplaced(s) for s in ours], [_unplaced(s) for s in theirs])
+    else:
+        blocks = difflib.SequenceMatcher(None, plain_a, plain_b, autojunk=False).get_opcodes()
+    removed, added = [], []
+    for kind, a1, a2, b1, b2 in blocks:
+        if kind != "equal":
+            removed += [s.strip() for s in ours[a1:a2]]
+            added += [s.strip() for s in theirs[b1:b2]]
+    return {"removed": removed, "added": added}
+
+
+def _by_position(ours: Sequence[str], theirs: Sequence[str]) -> Iterator[_Block]:
+    """Changed lines at the same place: for operands that alone differ, and for huge functions."""
+    n = min(len(ours), len(theirs))
+    for i in range(n):
+        if ours[i] != theirs[i]:
+            yield "replace", i, i + 1, i, i + 1
+    yield "replace", n, len(ours), n, len(theirs)
+
+
+def _unplaced(line: str) -> str:
+    return _PLACE.sub("", line)
+
+
+def _plain(line: str) -> str:
+    return _NUMBER.sub("%_", _unplaced(line))
+
+
+def _state(a: Module, b: Module) -> dict[str, Any]:
+    found = _mapping(
+        {k: f"{t.type} {t.role}" for k, t in a.state.items()},
+        {k: f"{t.type} {t.role}" for k, t in b.state.items()},
+    )
+    moved = {
+        name: _change(tensor.array, b.state[name].array)
+        for name, tensor in a.state.items()
+        if name in b.state
+        and tensor.type == b.state[name].type
+        and tensor.array.tobytes() != b.state[name].array.tobytes()
+    }
+    return found | ({"moved": moved} if moved else {})
+
+
+def _change(a: Array, b: Array) -> dict[str, Any]:
+    """Largest absolute change; relative to the largest value before; how many elements moved."""
+    import numpy as np
+
+    x, y = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        gap, scale = np.abs(y - x), np.abs(x).max(initial=0.0)
+    largest = float(gap.max(initial=0.0))
+    return {
+        "max_abs": _finite(largest),
+        "max_rel": _finite(largest / scale) if scale else None,
+        "elements": int(np.count_nonzero(a != b)),
+        "of": a.size,
+    }
+
+
+def _finite(x: float) -> float | str:
+    """JSON has no infinity and no NaN."""
+    return x if x - x == 0 else str(x)
+
+
+def _lines(record: Mapping[str, Any]) -> Iterator[str]:
+    if record["same"]:
+        yield "the models are the same: entries, graphs and state"
+        return
+    for title, what in (("entries", "entry"), ("functions", "function"), ("meta", "property")):
+        yield from _mapping_lines(what, record[title])
+    for name, changed in record["nodes"].items():
+        yield f"function {name}: {len(changed['removed'])} lines out, {len(changed['added'])} in"
+        yield from _shortened("  - ", changed["removed"])
+        yield from _shortened("  + ", changed["added"])
+    state = record["state"]
+    yield from _mapping_lines("state", {k: v for k, v in state.items() if k != "moved"})
+    moved = state.get("moved", {})
+    width = max(map(len, moved), default=0)
+    for name, change in moved.items():
+        yield f"state {name.ljust(width)}  {_change_text(change)}"
+
+
+def _mapping_lines(what: str, found: Mapping[str, Any]) -> Iterator[str]:
+    for kind in ("removed", "added"):
+        for name in found.get(kind, ()):
+            yield f"{what} {name!r} {kind}"
+    for name, (a, b) in found.get("changed", {}).items():
+        yield f"{what} {name!r}: {a!r} -> {b!r}"
+
+
+def _shortened(mark: str, lines: Sequence[str]) -> Iterator[str]:
+    for line in lines[:MAX_SHOWN]:
+        yield mark + line
+    if len(lines) > MAX_SHOWN:
+        yield f"{mark}... {len(lines) - MAX_SHOWN} more (--json lists all)"
+
+
+def _change_text(change: Mapping[str, Any]) -> str:
+    relative = change["max_rel"]
+    shown = f", {relative:.3g} of the largest" if isinstance(relative, float) else ""
+    largest = change["max_abs"]
+    size = f"{largest:.6g}" if isinstance(largest, float) else largest
+    return f"changed by at most {size}{shown}; {change['elements']:,} of {change['of']:,} elements"

@@ -1,0 +1,266 @@
+"""`triplane inspect`: what is in a file, down to the line of Python that made a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli.shell import json_option, open_output
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.files.container import Container
+    from triplane.unified_ir.ir import Function, Module
+
+EPILOG = """\b
+Examples:
+  triplane inspect digits.tpm                                    entries, state, digests
+  triplane inspect digits.tpm --text --entry predict             the graph, with your lines
+  triplane inspect digits.tpm --graph step.svg --entry train_step
+  triplane inspect digits.bundle --verify
+
+\b
+A model file's graphs are checked as they are read: every byte against its digest, every node's
+types against what inference says. Bundles and plans are read that far with --verify.
+"""
+
+
+@click.command("inspect", epilog=EPILOG)
+@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
+@click.option("--text", is_flag=True, help="Print the graphs as text instead of the summary.")
+@click.option(
+    "--graph", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.svg",
+    help="Draw one entry as an SVG.",
+)  # fmt: skip
+@click.option("--entry", help="Only this entry.  [default for --graph: predict, else the first]")
+@click.option("--verify", is_flag=True, help="Hash every byte of the file and say so.")
+@json_option
+def command(
+    *, file: Path, text: bool, graph: Path | None, entry: str | None, verify: bool, as_json: bool
+) -> None:
+    """Say what is in FILE: a model file, a bundle or a plan.
+
+    The summary lists entries with their inputs and results, state by role, parts with sizes, and
+    the root digest, by which the file is known everywhere else.
+    """
+    output = open_output(as_json)
+    opened = _opened(file)
+    model = opened.manifest.kind == "model"
+    module = _module(file, opened.digest) if model else None
+    if verify:
+        opened.verify()
+    record = _file_record(file, opened, verified=verify or model)
+    lines = list(_file_lines(record))
+    if module is not None:
+        record |= _module_record(module)
+        lines += _module_lines(module, record)
+    else:
+        record |= _signature_record(opened)
+        lines += _signature_lines(record)
+    if text:
+        record["text"] = _module_text(module, entry) if module else _onnx_text(opened, entry)
+        lines = [record["text"]]
+    if graph is not None:
+        _draw(module, entry, graph)
+        record["graph"] = str(graph)
+        output.note(f"wrote {graph}")
+    output.result(record, "\n".join(lines))
+
+
+def size_text(n: int) -> str:
+    """Bytes for people: 1,234 B, 12.3 KiB, 4.5 MiB."""
+    if n < 10_000:
+        return f"{n:,} B"
+    return f"{n / 2**10:,.1f} KiB" if n < 10 << 20 else f"{n / 2**20:,.1f} MiB"
+
+
+def _opened(path: Path) -> Container:
+    """The container, whatever kind of file it is."""
+    from triplane.unified_ir.files.container import Container
+    from triplane.unified_ir.files.manifest import KINDS
+
+    for kind in KINDS[:-1]:
+        try:
+            return Container(path, kind=kind)
+        except InvalidInput as error:
+            if "format version" in str(error):
+                raise
+    return Container(path, kind=KINDS[-1])
+
+
+def _module(path: Path, digest: str) -> Module:
+    from triplane.unified_ir.ops.check import load
+
+    return load(path, digest)
+
+
+def _file_record(path: Path, file: Container, *, verified: bool) -> dict[str, Any]:
+    manifest = file.manifest
+    return {
+        "file": str(path),
+        "kind": manifest.kind,
+        "bytes": path.stat().st_size,
+        "digest": file.digest,
+        "parent": manifest.parent,
+        "verified": verified,
+        "parts": [
+            {"name": p.name, "bytes": p.size, "sha256": p.sha256.hex()} for p in manifest.parts
+        ],
+        "tensors": [
+            {"part": t.part, "name": t.name, "dtype": t.dtype, "shape": t.shape, "role": t.role}
+            for t in manifest.tensors
+        ],
+        "properties": dict(manifest.properties),
+    }
+
+
+def _file_lines(record: Mapping[str, Any]) -> Iterator[str]:
+    checked = "every byte matches its digest" if record["verified"] else "bytes not hashed"
+    yield f"{record['file']}: a {record['kind']}, {size_text(record['bytes'])}, {checked}"
+    yield f"root digest  {record['digest']}"
+    if record["parent"]:
+        yield f"made from    {record['parent']}"
+    yield ""
+    yield from _table(
+        "parts", [(p["name"], size_text(p["bytes"]), p["sha256"][:16]) for p in record["parts"]]
+    )
+    for key, value in record["properties"].items():
+        yield f"{key} = {value!r}"
+
+
+def _signature_record(file: Container) -> dict[str, Any]:
+    """What a bundle says it takes and gives; nothing for other kinds."""
+    if file.manifest.kind != "bundle":
+        return {}
+    from triplane.unified_ir.runtime import description
+
+    found = description.decode(file.part("bundle.pb"), f"{file.path.name}: bundle.pb")
+    return {
+        "name": found.name,
+        "version": found.version,
+        "target": found.target,
+        "inputs": [str(i) for i in found.inputs],
+        "outputs": [str(i) for i in found.outputs],
+    }
+
+
+def _signature_lines(record: Mapping[str, Any]) -> Iterator[str]:
+    if "target" in record:
+        signature = f"({', '.join(record['inputs'])}) -> ({', '.join(record['outputs'])})"
+        yield ""
+        yield f"{record['name']} version {record['version']} for {record['target']}: {signature}"
+    rows = [
+        (t["name"], t["dtype"] + str(list(t["shape"])), t["role"], t["part"])
+        for t in record["tensors"]
+    ]
+    yield ""
+    yield from _table("tensors", rows)
+
+
+def _module_record(module: Module) -> dict[str, Any]:
+    return {
+        "entries": {entry: _entry_record(module, entry) for entry in module.entries},
+        "state": {
+            name: {
+                "role": str(t.role),
+                "type": str(t.type),
+                "elements": t.array.size,
+                "bytes": _bytes(t.array.size, t.type.dtype.bits),
+            }
+            for name, t in module.state.items()
+        },
+        "parameters": sum(t.array.size for t in module.state.values() if t.role == "parameter"),
+        "meta": dict(module.meta),
+    }
+
+
+def _bytes(elements: int, bits: int) -> int:
+    return -(-elements * bits // 8)
+
+
+def _entry_record(module: Module, entry: str) -> dict[str, Any]:
+    function = module.entry(entry)
+    results = dict(zip(function.result_names, function.results, strict=True))
+    return {
+        "function": module.entries[entry],
+        "inputs": {p.name: str(p.type) for p in module.inputs(entry)},
+        "results": {n: str(v.type) for n, v in results.items() if n not in module.state},
+        "reads": [p.name for p in function.params if p.name in module.state],
+        "assigns": list(module.assigned(entry)),
+        "nodes": sum(1 for _ in function.walk()),
+    }
+
+
+def _module_lines(module: Module, record: Mapping[str, Any]) -> Iterator[str]:
+    yield ""
+    yield from _table("entries", [_entry_row(e, r) for e, r in record["entries"].items()])
+    yield ""
+    yield from _table("state", list(_state_rows(record)))
+    yield f"{record['parameters']:,} parameters"
+    if module.meta:
+        yield ""
+        yield from _table("meta", [(k, repr(v)) for k, v in module.meta.items()])
+
+
+def _entry_row(entry: str, record: Mapping[str, Any]) -> tuple[str, ...]:
+    inputs = ", ".join(f"{n}: {t}" for n, t in record["inputs"].items())
+    results = ", ".join(f"{n}: {t}" for n, t in record["results"].items())
+    state = f"reads {len(record['reads'])}, assigns {len(record['assigns'])}"
+    return (entry, f"{record['nodes']} nodes", state, f"({inputs}) -> ({results})")
+
+
+def _state_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    state = record["state"].values()
+    for role in dict.fromkeys(t["role"] for t in state):
+        held = [t for t in state if t["role"] == role]
+        elements, n = sum(t["elements"] for t in held), sum(t["bytes"] for t in held)
+        kept = " (not in the file)" if role == "personal" else ""
+        yield (role, f"{len(held)} tensors", f"{elements:,} elements", size_text(n) + kept)
+
+
+def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Rows under a title, columns as wide as their widest cell."""
+    yield title
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield ("  " + "  ".join(cells)).rstrip()
+
+
+def _module_text(module: Module, entry: str | None) -> str:
+    from triplane.unified_ir.ir.text import function_text, module_text
+
+    return module_text(module) if entry is None else function_text(module.entry(entry))
+
+
+def _onnx_text(file: Container, entry: str | None) -> str:
+    """The ONNX graphs of a bundle or plan, in ONNX's own text form."""
+    import onnx
+
+    names = [p.name for p in file.manifest.parts if p.name.endswith(".onnx")]
+    wanted = [n for n in names if entry is None or n == f"{entry}.onnx"]
+    if not wanted:
+        raise InvalidInput(f"no graph {entry or ''} in this file; it has {', '.join(names)}")
+    models = {n: onnx.load_model_from_string(bytes(file.part(n))) for n in wanted}
+    return "\n".join(f"# {n}\n{onnx.printer.to_text(m)}" for n, m in models.items())
+
+
+def _draw(module: Module | None, entry: str | None, out: Path) -> None:
+    from triplane.unified_ir.files.atomic import write_atomic
+    from triplane.unified_ir.ir.draw import function_svg
+
+    if module is None:
+        raise InvalidInput("--graph draws the IR of a model file; give the .tpm it was made from")
+    function = _chosen(module, entry)
+    write_atomic(out, function_svg(function, module.state).encode())
+
+
+def _chosen(module: Module, entry: str | None) -> Function:
+    if entry is not None:
+        return module.entry(entry)
+    if not module.entries:
+        raise InvalidInput("the module has no entries to draw")
+    return module.entry("predict" if "predict" in module.entries else next(iter(module.entries)))
