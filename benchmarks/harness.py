@@ -42,13 +42,12 @@ def peer() -> str:
 class Worker:
     """A side's process; `ask` sends one command and waits for its answer."""
 
-    def __init__(self, module: str, *, python: str = sys.executable) -> None:
+    def __init__(self, script: str, *, python: str = sys.executable) -> None:
         self._process = subprocess.Popen(
-            [python, "-W", "ignore", "-m", module],
+            [python, "-W", "ignore", Path(__file__).with_name(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=ROOT,
             env={**os.environ, **ONE_THREAD},
         )
 

@@ -10,9 +10,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Final
 
-from benchmarks import networks
-from benchmarks.harness import table
-from benchmarks.sides.ours import train_step
+import networks
+from harness import table
+from side_ours import trainer_of
 
 from triplane.unified_ir.onnx import emit, serialize
 from triplane.unified_ir.runtime.session import Session, SessionOptions
@@ -36,14 +36,16 @@ def shares(case: networks.Case) -> dict[str, tuple[int, float]]:
 
     Nodes are named by operator and output shape; profiling itself adds a little to each.
     """
-    function, state, _ = train_step(case)
+    trainer = trainer_of(case)
+    function, held = trainer.train_function(), trainer.state()
+    state = {name: held[name] for name in trainer.state_names(function)}
     model = serialize(emit(function))
     with tempfile.TemporaryDirectory() as folder:
         options = SessionOptions(profile_prefix=Path(folder) / "step")
         session = Session(model, options=options)
         loop = session.loop(state)
         for x, labels in itertools.islice(networks.batches(case), STEPS):
-            loop.step(x=x, labels=labels)
+            loop.step(**dict(zip(trainer.model.batch_names(), (x, labels), strict=True)))
         events = json.loads(session.profile().read_text())
     return _totals(events)
 

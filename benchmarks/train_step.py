@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import numpy as np
-from benchmarks.harness import Worker, peer, ratio, table, take_turns
-from benchmarks.networks import CASES
+from harness import Worker, peer, ratio, table, take_turns
+from networks import CASES
 
 COMPARED: Final = 20
 """Steps from the start over which the two losses are compared."""
@@ -27,9 +27,9 @@ def measure(case: str, *, rounds: int = 31) -> dict[str, Any]:
     """Everything known about one case; `control` is PyTorch against a second PyTorch process."""
     with ExitStack() as stack:
         workers = {
-            "ours": stack.enter_context(Worker("benchmarks.sides.ours")),
-            "theirs": stack.enter_context(Worker("benchmarks.sides.pytorch", python=peer())),
-            "again": stack.enter_context(Worker("benchmarks.sides.pytorch", python=peer())),
+            "ours": stack.enter_context(Worker("side_ours.py")),
+            "theirs": stack.enter_context(Worker("side_pytorch.py", python=peer())),
+            "again": stack.enter_context(Worker("side_pytorch.py", python=peer())),
         }
         started = {name: w.ask("start", case=case) for name, w in workers.items()}
         first = {name: w.ask("run", steps=COMPARED) for name, w in workers.items()}

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks import networks
+import networks
 
 POOL: Final = 20
 """Batches made beforehand and repeated, so that making them is not measured."""

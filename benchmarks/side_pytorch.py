@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import networks
 import torch
-from benchmarks import networks
-from benchmarks.sides.worker import Step, serve
 from torch import nn
+from worker import Step, serve
 
 
 def network(case: networks.Case) -> nn.Module:
