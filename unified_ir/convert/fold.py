@@ -31,23 +31,28 @@ def fold(frozen: Frozen) -> Frozen:
 def fold_constants(frozen: Frozen) -> Frozen:
     """Nodes that depend on nothing but weights and constants become weights or constants."""
     known = frozen.known()
+    stems = {p: p.name for p in frozen.function.params}
+    folded: dict[Node, list[Array]] = {}
+    for node in frozen.function.nodes:
+        results = None if node.op.name == "Constant" else _evaluated(node, known)
+        if results is not None:
+            folded[node] = results
+            known.update(zip(node.outputs, results, strict=True))
+            # A transposed `head.weight` is still that.
+            stem = next((stems[v] for v in node.inputs if v in stems), "constant")
+            stems.update(dict.fromkeys(node.outputs, stem))
+    read = {v for n in frozen.function.nodes if n not in folded for v in n.inputs}
+    read.update(frozen.function.results)
     made = Rewrite(frozen)
     with made:
         for node in frozen.function.nodes:
-            results = None if node.op.name == "Constant" else _evaluated(node, known)
-            if results is None:
+            if node not in folded:
                 made.keep(node)
                 continue
-            known.update(zip(node.outputs, results, strict=True))
-            for value, array in zip(node.outputs, results, strict=True):
-                made.put(value, made.hold(_name(node), array))
+            for value, array in zip(node.outputs, folded[node], strict=True):
+                if value in read:
+                    made.put(value, made.hold(f"{stems[value]}.folded", array))
         return made.finish()
-
-
-def _name(node: Node) -> str:
-    """The first named operand's name: a transposed `head.weight` is still that."""
-    named = [v.name for v in node.inputs if v is not None and v.name]
-    return f"{named[0]}.folded" if named else "folded"
 
 
 def _evaluated(node: Node, known: Mapping[Value, Array]) -> list[Array] | None:

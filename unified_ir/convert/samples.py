@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import math
 import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
 import numpy as np
 
-from triplane.proto.errors import Corrupt, InvalidInput, NotFound
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.data import Dataset, load
+from triplane.unified_ir.data.bounded import opened
+from triplane.unified_ir.data.npz import DAMAGE, END
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.quantize import Samples
@@ -30,7 +31,8 @@ MAX_HEADER_BYTES: Final = 10_000
 TOP: Final = 255
 """Unsigned bytes for a float input are divided by this, as `data.load` does."""
 GENERATED: Final = 4
-_DAMAGE: Final = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError)
+MAX_DIRECTORY_BYTES: Final = 64 << 10
+"""Of the archive's list of members, which `zipfile` reads whole."""
 
 Given = Array | Mapping[str, Array] | Dataset
 
@@ -135,17 +137,28 @@ def _scaled(x: Array, p: Value) -> Array:
 
 def _read(path: Path, wanted: set[str]) -> dict[str, Array]:
     """The wanted arrays of an npz file that has them."""
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise InvalidInput(f"{path} has {path.stat().st_size} bytes; at most {MAX_FILE_BYTES}")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.namelist()
-            if len(members) > MAX_MEMBERS:
-                raise InvalidInput(f"{path} has {len(members)} arrays; at most {MAX_MEMBERS}")
-            found = sorted(name for name in wanted if f"{name}.npy" in members)
-            return {name: _member(path, archive, name) for name in found}
-    except _DAMAGE as error:
-        raise Corrupt(f"{path} is no whole npz file: {error}") from error
+    with opened(path, limit_bytes=MAX_FILE_BYTES) as file:
+        _check_directory(path, file)
+        try:
+            with zipfile.ZipFile(file) as archive:
+                members = archive.namelist()
+                if len(members) > MAX_MEMBERS:
+                    raise InvalidInput(f"{path} has {len(members)} arrays; at most {MAX_MEMBERS}")
+                found = sorted(name for name in wanted if f"{name}.npy" in members)
+                return {name: _member(path, archive, name) for name in found}
+        except TriplaneError:
+            raise
+        except DAMAGE as error:
+            raise Corrupt(f"{path} is no whole npz file: {error}") from error
+
+
+def _check_directory(path: Path, file: IO[bytes]) -> None:
+    file.seek(-min(END.size, path.stat().st_size), 2)
+    tail = file.read(END.size)
+    if len(tail) < END.size or not tail.startswith(b"PK\5\6"):
+        raise Corrupt(f"{path} is no whole npz file: no end record in its last {END.size} bytes")
+    if END.unpack(tail)[5] > MAX_DIRECTORY_BYTES:
+        raise InvalidInput(f"{path} lists its members in over {MAX_DIRECTORY_BYTES} bytes")
 
 
 def _member(path: Path, archive: zipfile.ZipFile, name: str) -> Array:

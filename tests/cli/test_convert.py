@@ -1,0 +1,116 @@
+"""`triplane convert` through the command's own front."""
+
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+from tests.quantize import nets
+
+from triplane.unified_ir.cli.shell import run
+from triplane.unified_ir.runtime import Bundle, Plan
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model file and samples."""
+    made = tmp_path_factory.mktemp("convert")
+    module, train, held_out = nets.digits()
+    module.save(made / "digits.tpm")
+    np.savez(made / "samples.npz", x=train.x[:100])
+    np.savez(made / "held_out.npz", x=held_out.x, y=held_out.y)
+    return made
+
+
+def test_int8_with_all_its_files(folder, tmp_path, capsys):
+    code = run([
+        "convert", str(folder / "digits.tpm"), "--quantize", "int8",
+        "--calibrate", str(folder / "samples.npz"), "--evaluate", str(folder / "held_out.npz"),
+        "--out", str(tmp_path / "a.bundle"), "--report", str(tmp_path / "a.svg"),
+        "--report-json", str(tmp_path / "a.json"),
+    ])  # fmt: skip
+    text = capsys.readouterr().out
+    record = json.loads((tmp_path / "a.json").read_text())
+    bundle = Bundle.load(tmp_path / "a.bundle")
+    assert code == 0
+    assert text.splitlines()[0] == record["verdict"]
+    assert record["bundle"]["digest"] == bundle.digest
+    assert bundle.name == "digits"
+    assert ET.fromstring((tmp_path / "a.svg").read_text()).tag.endswith("svg")
+
+
+def test_json_is_one_document(folder, tmp_path, capsys):
+    out = tmp_path / "a.bundle"
+    assert run(["convert", str(folder / "digits.tpm"), "--out", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["bundle"]["path"] == str(out)
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--target", "cuda"], 2, "this version converts for ort-x64, ort-arm64"),
+        (["--quantize", "int8"], 2, "give calibration"),
+        (["--calibrate", "absent.npz"], 2, "absent.npz"),
+        (["--entry", "train"], 2, "no entry 'train'"),
+        (["--plan", "a.plan"], 2, "a device learns with one of"),
+    ],
+)
+def test_a_refusal_is_one_line_and_leaves_no_file(
+    folder, tmp_path, capsys, monkeypatch, options, code, message
+):
+    monkeypatch.chdir(tmp_path)
+    assert run(["convert", str(folder / "digits.tpm"), "--out", "a.bundle", *options]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_budget_that_is_passed_leaves_no_file(folder, tmp_path, capsys):
+    code = run([
+        "convert", str(folder / "digits.tpm"), "--quantize", "int8",
+        "--calibrate", str(folder / "samples.npz"), "--max-size-ratio", "0.01",
+        "--out", str(tmp_path / "a.bundle"), "--report", str(tmp_path / "a.svg"),
+    ])  # fmt: skip
+    assert code == 2
+    assert "max_size_ratio is 0.01" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_model_is_corrupt(folder, tmp_path, capsys):
+    data = bytearray((folder / "digits.tpm").read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "bad.tpm").write_bytes(data)
+    assert run(["convert", str(tmp_path / "bad.tpm"), "--out", str(tmp_path / "a.bundle")]) == 5
+    assert "part" in capsys.readouterr().err
+
+
+def test_a_plan_alone_is_written_without_a_report(tmp_path, capsys):
+    from tests.convert.test_plan import module
+
+    module().save(tmp_path / "a.tpm")
+    assert run(["convert", str(tmp_path / "a.tpm"), "--plan", str(tmp_path / "a.plan")]) == 0
+    plan = Plan.load(tmp_path / "a.plan")
+    assert capsys.readouterr().out == f"plan: {tmp_path / 'a.plan'}, digest {plan.digest}\n"
+
+
+def test_help_teaches_with_examples(capsys):
+    assert run(["convert", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "--quantize int8 --calibrate samples.npz" in text
+    assert "first line says so" in text
+
+
+def test_the_module_imports_only_click():
+    heavy = ["numpy", "onnx", "onnxruntime", "rich", "ml_dtypes", "google.protobuf"]
+    code = (
+        "import sys, triplane.unified_ir.cli.convert; "
+        f"print([m for m in {heavy} if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "[]\n"

@@ -1,0 +1,69 @@
+"""Charts as SVG."""
+
+from itertools import pairwise
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.convert.chart import bar_chart, line_chart, stack
+
+SVG = "{http://www.w3.org/2000/svg}"
+LINES = {"training": [(0, 2.0), (1, 1.0), (2, 0.5)], "held out": [(0, 2.1), (1, 1.2), (2, 0.9)]}
+
+
+def test_a_line_chart_names_its_axes_and_lines_and_stays_inside():
+    root = ET.fromstring(line_chart(LINES, "Loss <per> epoch", "epoch", "loss & more"))
+    texts = [t.text for t in root.iter(f"{SVG}text")]
+    assert {"Loss <per> epoch", "epoch", "loss & more", "training", "held out"} <= set(texts)
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    for line in root.iter(f"{SVG}polyline"):
+        for point in line.attrib["points"].split():
+            x, y = map(float, point.split(","))
+            assert 0 <= x <= width
+            assert 0 <= y <= height
+
+
+@pytest.mark.parametrize("points", [[(0, 1.0)], [(3, 5.0), (3, 5.0)], [(0, 0.0), (1, 0.0)]])
+def test_a_line_without_extent_is_drawn(points):
+    assert "polyline" in line_chart({"a": points}, "t", "x", "y")
+
+
+def test_labels_at_the_ends_never_touch():
+    flat = {name: [(0, 1.0), (1, 1.0)] for name in ("a", "b", "c", "d")}
+    root = ET.fromstring(line_chart(flat, "t", "x", "y"))
+    heights = sorted(float(t.attrib["y"]) for t in root.iter(f"{SVG}text") if t.text in flat)
+    assert all(b - a >= 15 for a, b in pairwise(heights))
+
+
+def test_bars_are_proportional_and_say_their_value():
+    root = ET.fromstring(bar_chart({"one": 10.0, "two": 5.0}, "Size", "kB"))
+    widths = [float(r.attrib["width"]) for r in root.iter(f"{SVG}rect")][1:]
+    assert widths[0] == pytest.approx(2 * widths[1])
+    assert {"10 kB", "5 kB"} <= {t.text for t in root.iter(f"{SVG}text")}
+
+
+def test_a_stack_is_one_well_formed_page():
+    page = stack([bar_chart({"a": 1.0}, "A", ""), line_chart(LINES, "B", "x", "y")], "T", ["sub"])
+    inner = ET.fromstring(page).findall(f"{SVG}svg")
+    assert len(inner) == 2
+    assert float(inner[1].attrib["y"]) > float(inner[0].attrib["y"])
+
+
+def test_the_same_data_gives_the_same_bytes_and_refers_to_nothing_outside():
+    drawn = line_chart(LINES, "t", "x", "y")
+    assert drawn == line_chart(LINES, "t", "x", "y")
+    assert drawn.count("http") == 1
+    assert "<script" not in drawn
+
+
+@pytest.mark.parametrize("bad", [{}, {"a": float("nan")}, {"a": float("inf")}, {"a": -1.0}])
+def test_bars_that_are_no_amounts_are_refused(bad):
+    with pytest.raises(InvalidInput):
+        bar_chart(bad, "t", "")
+
+
+@pytest.mark.parametrize("bad", [{}, {"a": []}, {"a": [(0, float("nan"))]}])
+def test_lines_without_finite_points_are_refused(bad):
+    with pytest.raises(InvalidInput, match="finite"):
+        line_chart(bad, "t", "x", "y")

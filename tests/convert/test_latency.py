@@ -1,0 +1,56 @@
+"""Verdicts on time, and the measuring of it."""
+
+import numpy as np
+import pytest
+from tests.quantize import nets
+
+from triplane.unified_ir.convert.latency import (
+    Latency,
+    Quartiles,
+    Timing,
+    measure_latency,
+    quartiles,
+)
+from triplane.unified_ir.quantize import artifact, freeze
+
+
+def timing(median):
+    q = Quartiles(0.9 * median, median, 1.1 * median)
+    return Timing(cpu=q, wall=q)
+
+
+def latency(float32, int8, control, *, on_target=True):
+    return Latency(
+        batch=1, rounds=9, float32=timing(float32), control=timing(control), int8=timing(int8),
+        ratio=Quartiles(1, 1, 1), on_target=on_target,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        (latency(1.0, 0.5, 1.0), "faster"),
+        (latency(1.0, 2.0, 1.0), "slower"),
+        (latency(1.0, 1.1, 1.0), "undecided"),
+        (latency(1.0, 0.5, 2.0), "undecided"),
+        (latency(1.0, 0.5, 1.0, on_target=False), "undecided"),
+    ],
+)
+def test_a_verdict_needs_boxes_apart_and_a_control_that_agrees(found, verdict):
+    assert found.verdict == verdict
+    assert found.record()["verdict"] == verdict
+
+
+def test_quartiles_are_of_the_values():
+    assert quartiles([1, 2, 3, 4, 5]) == Quartiles(2, 3, 4)
+
+
+def test_a_session_against_itself_is_about_as_fast():
+    made = artifact(freeze(nets.lenet(), "predict"))
+    a, b, c = (made.session() for _ in range(3))
+    found = measure_latency(a, b, c, {"x": nets.images(1)})
+    assert found.ratio is not None
+    assert 0.5 < found.ratio.median < 2.0
+    assert found.batch == 1
+    assert 0 < found.float32.cpu.q1 <= found.float32.cpu.median <= found.float32.cpu.q3
+    assert np.isfinite(found.record()["ratio"]).all()

@@ -1,0 +1,76 @@
+"""Plans from modules."""
+
+import numpy as np
+import pytest
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.convert import export_plan
+from triplane.unified_ir.frontend import trace
+from triplane.unified_ir.ir import Module, Role, StateTensor, TensorSpec
+from triplane.unified_ir.runtime import Limits, Plan
+
+SPECS = {"x": TensorSpec(("N", 2)), "w": TensorSpec((2,)), "head": TensorSpec((2,))}
+
+
+def learn(x, w, head):
+    return {"loss": (x * w * head).sum(), "w": w - 0.5, "head": head + 1.0, "seen": x.sum()}
+
+
+def predict(x, w, head):
+    return {"y": x * w + head}
+
+
+def module():
+    traced = [trace(f, **SPECS, name=f.__name__) for f in (learn, predict)]
+    functions = {f.name: f for f in traced}
+    state = {
+        "w": StateTensor(Role.PARAMETER, np.ones(2, np.float32)),
+        "head": StateTensor(Role.PERSONAL, np.full(2, 7.0, np.float32)),
+        "seen": StateTensor(Role.BUFFER, np.zeros((), np.float32)),
+        "spare": StateTensor(Role.PARAMETER, np.zeros(5, np.float32)),
+    }
+    entries = {"local_update": "learn", "predict": "predict"}
+    return Module(functions, entries, state, {"labels": '["a", "b"]'})
+
+
+def loaded(tmp_path):
+    digest = export_plan(module(), tmp_path / "a.plan", limits=Limits(max_steps=3))
+    return Plan.load(tmp_path / "a.plan", expected_digest=digest)
+
+
+def test_a_plan_learns_and_predicts(tmp_path):
+    plan = loaded(tmp_path)
+    x = np.ones((4, 2), np.float32)
+    assert plan.predict(x)["y"].tolist() == [[1.0, 1.0]] * 4
+    plan.run("local_update", x=x)
+    assert plan.predict(x)["y"].tolist() == [[1.5, 1.5]] * 4
+    assert plan.state()["seen"] == 8.0
+
+
+def test_a_plan_says_what_it_holds(tmp_path):
+    plan = loaded(tmp_path)
+    assert plan.entries == ("local_update", "predict")
+    assert plan.roles == {"head": "personal", "seen": "buffer", "w": "parameter"}
+    assert plan.limits == Limits(max_steps=3)
+    assert plan.labels == ("a", "b")
+
+
+def test_personal_state_starts_at_zero_so_that_nothing_personal_travels(tmp_path):
+    plan = loaded(tmp_path)
+    assert plan.state("personal")["head"].tolist() == [0.0, 0.0]
+
+
+def test_the_same_module_gives_the_same_plan(tmp_path):
+    digests = {export_plan(module(), tmp_path / f"{i}.plan") for i in range(2)}
+    assert len(digests) == 1
+
+
+def test_a_module_that_cannot_learn_gives_no_plan(tmp_path):
+    made = module()
+    only = Module(made.functions, {"predict": "predict"}, made.state, {})
+    with pytest.raises(InvalidInput, match="learns with one of local_update, adapt"):
+        export_plan(only, tmp_path / "a.plan")
+    export_plan(only, tmp_path / "b.plan", entries=("predict",))
+    with pytest.raises(InvalidInput, match="some of local_update, evaluate"):
+        export_plan(made, tmp_path / "c.plan", entries=("train_step",))
+    assert [p.name for p in tmp_path.iterdir()] == ["b.plan"]

@@ -1,0 +1,168 @@
+"""Samples from arrays and files, hostile ones too."""
+
+import io
+import zipfile
+
+import numpy as np
+import pytest
+
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound
+from triplane.unified_ir import TensorSpec, data
+from triplane.unified_ir.convert import samples
+from triplane.unified_ir.ir.graph import Value
+
+IMAGE = (Value(TensorSpec(("N", 1, 2, 2)), "image"),)
+TWO = (Value(TensorSpec(("N", 3)), "a"), Value(TensorSpec(("N",), "int64"), "b"))
+X = np.arange(12, dtype=np.float32).reshape(3, 1, 2, 2)
+
+
+def write(path, **arrays):
+    np.savez(path, **arrays)
+    return path
+
+
+def test_one_array_serves_the_only_input():
+    assert samples.as_samples(X, IMAGE, "it")["image"] is X
+    assert samples.as_samples(X.astype(np.float64), IMAGE, "it")["image"].dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (X[..., :1], r"image is float32\[N,1,2,2\] .* got float32\(3, 1, 2, 1\)"),
+        (X[:0], "at least one sample"),
+        (X.astype(np.int32), "got int32"),
+        (X * np.nan, "NaN or infinity"),
+        ({"other": X}, r"needs the arrays \['image'\], got \['other'\]"),
+        (np.float32(1.0), "got float32"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(given, message):
+    with pytest.raises(InvalidInput, match=message):
+        samples.as_samples(given, IMAGE, "the calibration set")
+
+
+def test_all_inputs_count_the_same_samples():
+    a, b = np.zeros((4, 3), np.float32), np.zeros(4, np.int64)
+    assert samples.as_samples({"a": a, "b": b}, TWO, "it").keys() == {"a", "b"}
+    with pytest.raises(InvalidInput, match="b is int64"):
+        samples.as_samples({"a": a, "b": b[:2]}, TWO, "it")
+    with pytest.raises(InvalidInput, match="the inputs are a, b"):
+        samples.as_samples(a, TWO, "it")
+
+
+@pytest.mark.parametrize("y", [np.zeros(2, np.int64), np.zeros(3), np.zeros((3, 1), np.int64)])
+def test_labels_are_one_whole_number_per_sample(y):
+    with pytest.raises(InvalidInput, match=r"labels are \(3,\) whole numbers"):
+        samples.as_labelled((X, y), IMAGE)
+
+
+def test_files_give_arrays_by_input_name_or_x(tmp_path):
+    for key in ("image", "x"):
+        read = samples.read_samples(write(tmp_path / "a.npz", **{key: X}, other=X), IMAGE)
+        np.testing.assert_array_equal(read["image"], X)
+    both = write(tmp_path / "b.npz", a=np.ones((2, 3)), b=np.arange(2))
+    assert samples.read_samples(both, TWO)["b"].tolist() == [0, 1]
+    x, y = samples.read_labelled(write(tmp_path / "c.npz", x=X, y=np.array([2, 0, 1])), IMAGE)
+    assert (len(x["image"]), y.tolist()) == (3, [2, 0, 1])
+
+
+def test_bytes_for_a_float_input_become_shares_of_one(tmp_path):
+    bytes_ = np.full((1, 1, 2, 2), 255, np.uint8)
+    read = samples.read_samples(write(tmp_path / "a.npz", x=bytes_), IMAGE)
+    assert read["image"].tolist() == np.ones((1, 1, 2, 2)).tolist()
+
+
+def test_the_shipped_digits_are_samples_by_name():
+    spec = (Value(TensorSpec(("N", 1, 8, 8)), "x"),)
+    assert len(samples.read_samples("digits", spec)["x"]) == 1797
+    assert len(samples.read_labelled("digits", spec)[1]) == 1797
+    assert len(samples.as_samples(data.digits(), spec, "it")["x"]) == 1797
+
+
+def npz(path, members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return path
+
+
+def header(text):
+    text = text.ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+def npy(array, *, pickled=False):
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, array, allow_pickle=pickled)
+    return stream.getvalue()
+
+
+class Trap:
+    """Unpickling this would call exit."""
+
+    def __reduce__(self):
+        return (exit, (13,))
+
+
+HOSTILE = {
+    "objects": ({"x.npy": npy(np.array([Trap()], object), pickled=True)}, InvalidInput, "objects"),
+    "a shape beyond memory": (
+        {"x.npy": header("{'descr': '<f4', 'fortran_order': False, 'shape': (1 << 40,), }")},
+        Corrupt,
+        "no npy header",
+    ),
+    "a size beyond the limit": (
+        {"x.npy": header(f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({2**40},), }}")},
+        InvalidInput,
+        "at most",
+    ),
+    "fewer bytes than announced": ({"x.npy": npy(X)[:-1]}, Corrupt, "47 bytes for"),
+    "more bytes than announced": ({"x.npy": npy(X) + b"!"}, Corrupt, "49 bytes for"),
+    "no array": ({"x.npy": b"hello"}, Corrupt, "no npy header"),
+    "text": ({"x.npy": npy(np.array(["a"]))}, InvalidInput, "no plain numbers"),
+    "an overlong header": ({"x.npy": header("{" + " " * 20_000 + "}")}, Corrupt, "npy header"),
+    "wrong keys": ({"y.npy": npy(X)}, NotFound, r"no array 'image'; it needs image \(or x\)"),
+    "many members": ({f"{i}.npy": b"" for i in range(65)}, InvalidInput, "65 arrays"),
+    "no numbers": ({"x.npy": npy(np.full_like(X, np.inf))}, InvalidInput, "NaN or infinity"),
+    "a wrong shape": ({"x.npy": npy(X[..., :1])}, InvalidInput, "got float32"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_file_is_refused(case, tmp_path):
+    members, family, message = HOSTILE[case]
+    with pytest.raises(family, match=message):
+        samples.read_samples(npz(tmp_path / "a.npz", members), IMAGE)
+
+
+def test_what_is_no_archive_is_refused(tmp_path):
+    path = tmp_path / "a.npz"
+    path.write_bytes(b"PK\3\4 but no more")
+    with pytest.raises(Corrupt, match="no whole npz file"):
+        samples.read_samples(path, IMAGE)
+    with pytest.raises(NotFound):
+        samples.read_samples(tmp_path / "absent.npz", IMAGE)
+
+
+def test_a_damaged_archive_never_ends_in_anything_but_a_family(tmp_path):
+    good = npz(tmp_path / "good.npz", {"x.npy": npy(X)}).read_bytes()
+    path = tmp_path / "bad.npz"
+    for i in range(len(good)):
+        path.write_bytes(good[:i] + bytes([good[i] ^ 0xFF]) + good[i + 1 :])
+        try:
+            samples.read_samples(path, IMAGE)
+        except (Corrupt, InvalidInput, NotFound):
+            continue
+
+
+def test_the_calibration_digest_sees_names_types_shapes_and_values():
+    one = samples.digest({"x": X})
+    assert one == samples.digest({"x": X.copy()})
+    others: list[dict[str, np.ndarray]] = [
+        {"z": X},
+        {"x": X + 1},
+        {"x": X.reshape(3, 4)},
+        {"x": X.view(np.int32)},
+    ]
+    assert len({one, *map(samples.digest, others)}) == 5

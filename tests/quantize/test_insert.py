@@ -1,0 +1,275 @@
+"""Functions in integers, as onnxruntime runs them."""
+
+import platform
+import tempfile
+import warnings
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from tests.quantize import nets
+
+from triplane.unified_ir import nn, ops
+from triplane.unified_ir.convert.fold import fold
+from triplane.unified_ir.convert.residency import product_nodes, residency
+from triplane.unified_ir.ir import TensorSpec
+from triplane.unified_ir.onnx import OnnxTarget
+from triplane.unified_ir.quantize import (
+    Range,
+    artifact,
+    find_sites,
+    freeze,
+    insert,
+    observe,
+    scheme,
+    site_ranges,
+)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import onnxruntime.quantization as oracle
+
+x64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels of x64")
+
+
+def quantized(module, x, name="u8s8"):
+    frozen = fold(freeze(module, "predict"))
+    sites = find_sites(frozen)
+    ranges = site_ranges(sites, observe(frozen, sites.roots, {"x": x}))
+    return frozen, insert(frozen, sites, ranges, scheme(name))
+
+
+def decibel(y, q):
+    return 10 * np.log10((y**2).sum() / ((y - q) ** 2).sum())
+
+
+def kinds(frozen):
+    return [str(node.op) for node in frozen.function.nodes]
+
+
+@x64
+@pytest.mark.parametrize("make", [nets.lenet, nets.residual])
+@pytest.mark.parametrize("opset", [17, 21, 26])
+def test_every_product_runs_in_int8_on_x64(make, opset):
+    _, made = quantized(make(), nets.images())
+    found = residency(artifact(made, OnnxTarget(opset)))
+    assert found.all_int8, found
+    assert sum(found.integer.get(k, 0) for k in ("QLinearConv", "QGemm")) == len(found.products)
+    assert found.casts == {"QuantizeLinear": 1}  # the input; logits leave the last QGemm in float
+
+
+@x64
+def test_the_skip_connection_and_the_average_run_in_int8_too():
+    _, made = quantized(nets.residual(), nets.images())
+    found = residency(artifact(made))
+    assert {"QLinearAdd": 1, "QLinearGlobalAveragePool": 1}.items() <= found.integer.items()
+
+
+@pytest.mark.parametrize("make", [nets.lenet, nets.residual])
+@pytest.mark.parametrize(("name", "least"), [("u8s8", 28), ("s8s8", 28), ("u8s7", 22)])
+def test_rounding_leaves_the_answer(make, name, least):
+    x = nets.images()
+    plain, made = quantized(make(), x, name)
+    y, q = (artifact(f).session().run({"x": x})["logits"] for f in (plain, made))
+    assert decibel(y, q) > least
+
+
+@pytest.mark.parametrize(("name", "activation"), [("u8s8", np.uint8), ("s8s8", np.int8)])
+def test_activations_and_weights_are_stored_as_the_scheme_says(name, activation):
+    _, made = quantized(nets.lenet(), nets.images(), name)
+    zeros = {
+        node.inputs[2].type.dtype.numpy
+        for node in made.function.nodes
+        if node.op.name == "QuantizeLinear"
+    }
+    assert zeros == {np.dtype(activation)}
+    assert {a.dtype.name for a in made.weights.values()} == {"int8", "int32"}
+    assert made.weights["fc1.weight.int8"].shape == (32, 64)
+
+
+def test_relu_and_batch_norm_leave_no_node():
+    _, made = quantized(nets.lenet(), nets.images())
+    assert not {"Relu", "BatchNormalization"} & set(kinds(made))
+
+
+def test_the_batch_stays_symbolic():
+    _, made = quantized(nets.lenet(), nets.images())
+    session = artifact(made).session()
+    assert session.inputs[0].shape == ("N", 1, 8, 8)
+    assert session.outputs[0].shape == ("N", 10)
+    assert session.run({"x": nets.images(3)})["logits"].shape == (3, 10)
+
+
+def test_one_sample_alone_gives_what_it_gives_in_a_batch():
+    x = nets.images(8)
+    _, made = quantized(nets.lenet(), x)
+    session = artifact(made).session()
+    alone = np.concatenate([session.run({"x": x[i : i + 1]})["logits"] for i in range(8)])
+    np.testing.assert_array_equal(session.run({"x": x})["logits"], alone)
+
+
+class Plain(nn.Cell):
+    """ReLU directly behind each product, so that both tools round the same tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 4, 3, padding="same")
+        self.conv2 = nn.Conv2d(4, 6, 3, padding="same")
+        self.fc1 = nn.Dense(6 * 4 * 4, 12)
+        self.fc2 = nn.Dense(12, 10)
+
+    def construct(self, x):
+        x = ops.max_pool(ops.relu(self.conv1(x)), 2)
+        x = ops.flatten(ops.relu(self.conv2(x)))
+        return self.fc2(ops.relu(self.fc1(x)))
+
+
+class Feeds(oracle.CalibrationDataReader):  # type: ignore[misc] # onnxruntime ships no types
+    def __init__(self, x):
+        self.left = iter([{"x": x}])
+
+    def get_next(self):
+        return next(self.left, None)
+
+
+def scales_of(model):
+    """(activation scales and zero points, weight arrays) of a model in Q/DQ form."""
+    held = {t.name: onnx.numpy_helper.to_array(t) for t in model.graph.initializer}
+    rounded = [n for n in model.graph.node if n.op_type == "QuantizeLinear"]
+    activations = {(float(held[n.input[1]]), int(held[n.input[2]])) for n in rounded}
+    weights = [a for a in held.values() if a.dtype == np.int8 and a.ndim > 1]
+    return activations, weights
+
+
+@pytest.mark.parametrize("name", ["u8s8", "s8s8"])
+def test_scales_and_weights_are_those_onnxruntime_quantizes_to(name, tmp_path):
+    x = nets.images()
+    module = nets.module_of(nets.shaken(Plain()), nets.IMAGE)
+    plain, made = quantized(module, x, name)
+    source, target = tmp_path / "float.onnx", tmp_path / "int8.onnx"
+    source.write_bytes(inline_weights(artifact(plain)))
+    types = {"u8s8": oracle.QuantType.QUInt8, "s8s8": oracle.QuantType.QInt8}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        oracle.quantize_static(
+            source, target, Feeds(x), per_channel=True, activation_type=types[name],
+            weight_type=oracle.QuantType.QInt8,
+        )  # fmt: skip
+    ours, our_weights = scales_of(onnx.load_from_string(inline_weights(artifact(made))))
+    theirs, their_weights = scales_of(onnx.load(target))
+    close = [
+        any(z == tz and abs(s - ts) <= 1e-6 * ts for ts, tz in theirs) for s, z in sorted(ours)
+    ]
+    assert len(ours) == 4
+    assert all(close), (ours, theirs)
+    for w in our_weights:
+        assert any(t.shape == w.shape and (t == w).all() for t in their_weights)
+
+
+def inline_weights(made):
+    """A model's bytes with its external weights put inside."""
+    model = onnx.load_from_string(made.model)
+    for tensor in model.graph.initializer:
+        if tensor.name in made.weights:
+            tensor.CopyFrom(onnx.numpy_helper.from_array(made.weights[tensor.name], tensor.name))
+    return model.SerializeToString()
+
+
+class Attention(nn.Cell):
+    """A product of two activations, and one of a 2-D weight with three axes."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Dense(16, 16)
+        self.head = nn.Dense(16, 4)
+
+    def construct(self, x):
+        h = self.project(x)
+        mixed = (h @ h.transpose(0, 2, 1)) @ h
+        return self.head(mixed)
+
+
+@x64
+def test_products_of_activations_run_in_int8():
+    module = nets.module_of(shaken_small(Attention()), TensorSpec(("N", 5, 16)))
+    x = np.random.default_rng(0).standard_normal((16, 5, 16)).astype(np.float32)
+    plain, made = quantized(module, x)
+    found = residency(artifact(made))
+    assert found.all_int8, found
+    y, q = (artifact(f).session().run({"x": x})["logits"] for f in (plain, made))
+    assert decibel(y, q) > 20
+
+
+def shaken_small(cell):
+    return nets.shaken(cell, seed=3)
+
+
+class Held(nn.Cell):
+    """Products with a reason to stay in float."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+
+    def construct(self, x):
+        y = self.conv(x)
+        return ops.gemm(y.mean([2, 3]), y.mean([2, 3]), transB=1, alpha=0.5)
+
+
+def test_what_stays_in_float_has_a_reason():
+    frozen = fold(freeze(nets.module_of(nets.shaken(Held()), nets.IMAGE), "predict"))
+    sites = find_sites(frozen)
+    assert list(sites.refused.values()) == ["its weight is computed while it runs"]
+    assert len(product_nodes(frozen.function)) == 2
+
+
+class TwoReaders(nn.Cell):
+    """A ReLU whose operand is read twice may not vanish."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(1, 4, 3, padding="same")
+        self.b = nn.Conv2d(4, 4, 1)
+
+    def construct(self, x):
+        y = self.a(x)
+        return self.b(ops.relu(y)) - y
+
+
+def test_a_relu_beside_another_reader_stays():
+    x = nets.images()
+    plain, made = quantized(nets.module_of(nets.shaken(TwoReaders()), nets.IMAGE), x)
+    assert "Relu" in kinds(made)
+    y, q = (artifact(f).session().run({"x": x})["logits"] for f in (plain, made))
+    assert decibel(y, q) > 30
+
+
+class Clipped(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(1, 4, 3)
+        self.b = nn.Conv2d(4, 4, 1)
+
+    def construct(self, x):
+        return self.b(ops.clip(self.a(x) * 1.0, 0.0, 0.25))
+
+
+def test_a_clip_becomes_the_range():
+    x = nets.images()
+    frozen = fold(freeze(nets.module_of(nets.shaken(Clipped()), nets.IMAGE), "predict"))
+    sites = find_sites(frozen)
+    ranges = site_ranges(sites, observe(frozen, sites.roots, {"x": x}))
+    assert Range(0.0, 0.25) in ranges.values()
+    made = insert(frozen, sites, ranges, scheme("u8s8"))
+    assert "Clip" not in kinds(made)
+    y, q = (artifact(f).session().run({"x": x})["logits"] for f in (frozen, made))
+    assert decibel(y, q) > 30
+
+
+def test_the_same_function_gives_the_same_bytes():
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(2):
+            _, made = quantized(nets.lenet(), nets.images())
+            Path(folder, str(i)).write_bytes(artifact(made).model)
+        assert Path(folder, "0").read_bytes() == Path(folder, "1").read_bytes()

@@ -1,0 +1,84 @@
+"""Calibration and noise."""
+
+import numpy as np
+import pytest
+from tests.quantize import nets
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import TensorSpec, nn
+from triplane.unified_ir.quantize import (
+    Range,
+    batches,
+    find_sites,
+    freeze,
+    noise,
+    observe,
+    scheme,
+    site_ranges,
+)
+from triplane.unified_ir.quantize.observe import BATCH
+
+
+def test_ranges_are_the_extremes_over_all_batches():
+    frozen = freeze(nets.lenet(), "predict")
+    x = nets.images(3 * BATCH + 1)
+    x[2 * BATCH] = -7.0
+    x[-1] = 9.0
+    seen = observe(frozen, frozen.inputs, {"x": x})
+    assert list(seen.values()) == [Range(-7.0, 9.0)]
+
+
+def test_the_observed_graph_returns_numbers_not_tensors():
+    frozen = freeze(nets.lenet(), "predict")
+    values = [node.outputs[0] for node in frozen.function.nodes if node.op.name == "Conv"]
+    whole = observe(frozen, values, {"x": nets.images(70)})
+    parts = [observe(frozen, values, {"x": nets.images(70)[i : i + 1]}) for i in range(70)]
+    for value in values:
+        assert whole[value].low == pytest.approx(min(p[value].low for p in parts), rel=1e-5)
+        assert whole[value].high == pytest.approx(max(p[value].high for p in parts), rel=1e-5)
+
+
+class Overflows(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 1, 1)
+
+    def construct(self, x):
+        return self.conv(x * 3e38)
+
+
+def test_a_tensor_that_overflows_is_named_with_its_line():
+    frozen = freeze(nets.module_of(nets.shaken(Overflows()), nets.IMAGE), "predict")
+    sites = find_sites(frozen)
+    with pytest.raises(InvalidInput, match=r"output of (Mul|Conv) \(at .*test_observe.py:\d+"):
+        observe(frozen, sites.roots, {"x": nets.images() * 9})
+
+
+def test_a_static_batch_must_divide_the_samples():
+    frozen = freeze(nets.module_of(nets.shaken(nets.LeNet()), TensorSpec((4, 1, 8, 8))), "predict")
+    assert [len(b["x"]) for b in batches(frozen, {"x": nets.images(8)})] == [4, 4]
+    with pytest.raises(InvalidInput, match="takes 4 samples at once; 6"):
+        list(batches(frozen, {"x": nets.images(6)}))
+
+
+def test_noise_is_that_of_the_tensors_themselves():
+    frozen = freeze(nets.module_of(nets.shaken(nets.Digits()), nets.IMAGE), "predict")
+    x = nets.images(BATCH + 3)
+    sites = find_sites(frozen)
+    ranges = site_ranges(sites, observe(frozen, sites.roots, {"x": x}))
+    row = scheme("u8s8")
+    q = np.clip(np.rint(x / np.float32(ranges[sites.roots[0]].high / 255)), 0, 255)
+    rounded = q * np.float32(ranges[sites.roots[0]].high / 255)
+    expected = 10 * np.log10((x**2).sum() / ((x - rounded) ** 2).sum())
+    levels = noise(frozen, sites, ranges, row, [frozen.inputs[0], *sites.roots[1:]], {"x": x})
+    assert levels[0] == pytest.approx(expected, abs=0.1)
+    assert all(20 < level < 70 for level in levels if level is not None)
+
+
+def test_no_noise_is_no_number():
+    identity = nets.module_of(nets.shaken(nets.Digits()), nets.IMAGE)
+    frozen = freeze(identity, "predict")
+    sites = find_sites(frozen)
+    x = np.zeros((2, 1, 8, 8), np.float32)
+    ranges = site_ranges(sites, observe(frozen, sites.roots, {"x": x}))
+    assert noise(frozen, sites, ranges, scheme("u8s8"), frozen.inputs, {"x": x}) == [None]
