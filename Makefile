@@ -6,7 +6,7 @@
 export PYTHON OFFLINE
 BIN := .venv/bin
 CONSTRAINTS := .ci/constraints.txt
-BENCHES := train_step serving
+BENCHES := run serving
 
 .PHONY: help venv demo test quick deep lint format types imports proto wheels bench peers constraints clean
 .DEFAULT_GOAL := help

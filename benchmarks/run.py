@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--record", action="store_true", help=f"into {Path(DOC.name)}")
     options = parser.parse_args()
-    figures = "\n\n".join((conditions(), train_step.main(), startup.main()))
+    figures = f"{conditions()}\n\n{train_step.main()}\n\n{startup.main()}"
     print(figures)
     if options.record:
         DOC.write_text(recorded(DOC.read_text(), figures))
