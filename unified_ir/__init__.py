@@ -18,11 +18,11 @@ if TYPE_CHECKING:
         graph,
         mode,
         set_mode,
-        trace,
         value_and_grad,
         vjp,
     )
     from triplane.unified_ir.frontend.compare import compare
+    from triplane.unified_ir.frontend.trace import trace
     from triplane.unified_ir.ir import Module, TensorSpec
     from triplane.unified_ir.ops.check import load
 
