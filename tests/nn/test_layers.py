@@ -1,5 +1,7 @@
 """Layers: shapes, seeding, modes, state."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -177,7 +179,10 @@ def test_an_embedding_gives_rows_of_its_table():
     ("make", "said"),
     [
         (lambda: nn.Dense(0, 3), "Dense needs inputs to be a whole number >= 1, got 0"),
-        (lambda: nn.Dense(3, 2.5), "outputs to be a whole number >= 1, got 2.5"),
+        (
+            lambda: nn.Dense(3, 2.5),  # type: ignore[arg-type]
+            "outputs to be a whole number >= 1, got 2.5",
+        ),
         (lambda: nn.Conv2d(3, 4, 3, groups=2), "groups to divide inputs and outputs, got 2"),
         (lambda: nn.Conv2d(3, 4, (3,)), "Conv2d takes a kernel of 2 sizes"),
         (lambda: nn.Conv1d(3, 4, 0), r"kernel\[0\]"),
@@ -200,6 +205,9 @@ def test_what_makes_no_layer_is_refused(make, said):
 
 def test_a_cell_reads_its_state_as_tensors_in_construct():
     class Scaled(nn.Cell):
+        factor: Any
+        calls: Any
+
         def __init__(self):
             super().__init__()
             self.factor = nn.Parameter(np.array([2.0, 3.0]))

@@ -1,8 +1,12 @@
 """Small models and data that the tests of training share."""
 
+from typing import Any
+
 import numpy as np
 
 from triplane.unified_ir import nn, optim, train
+
+QUIET: dict[str, Any] = {"progress": "none"}
 
 
 class Noisy(nn.Cell):

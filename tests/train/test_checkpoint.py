@@ -17,11 +17,10 @@ from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.files import container
 from triplane.unified_ir.train.snapshot import read
 
-from .models import Noisy, bits, data, trainer
+from .models import QUIET, Noisy, bits, data, trainer
 
 VICTIM = Path(__file__).with_name("victim.py")
-NAMESPACE = Path(__file__).parents[2] / ".ci" / "namespace"
-QUIET = {"progress": "none"}
+ROOT = Path(__file__).parents[2]
 STEPS = 27  # of the victim: 3 epochs of 9 batches
 
 
@@ -29,7 +28,7 @@ def start(folder):
     return subprocess.Popen(
         [sys.executable, str(VICTIM), str(folder)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(NAMESPACE)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT / '.ci' / 'namespace'}:{ROOT}"},
     )  # fmt: skip
 
 

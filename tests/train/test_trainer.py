@@ -12,9 +12,7 @@ from triplane.unified_ir import data as datasets
 from triplane.unified_ir import nn, ops, optim, train
 from triplane.unified_ir.engines import engine
 
-from .models import Noisy, bits, data, trainer
-
-QUIET = {"progress": "none"}
+from .models import QUIET, Noisy, bits, data, trainer
 
 
 def test_digits_are_learnt_to_ninety_seven_percent():
@@ -304,6 +302,8 @@ X, Y = data()
         (lambda: trainer().fit([X], 1), "a batch is a tuple of arrays"),
         (lambda: trainer().fit((X, X, Y), 1), "3 arrays gives Noisy.construct 2 inputs"),
         (lambda: trainer().fit((X, Y.astype(np.float32)), 1), "whole-number labels"),
+        (lambda: trainer().fit((X, Y - 1), 1), r"labels are 0..2; a batch holds -1..1"),
+        (lambda: trainer().evaluate((X, Y * 2)), r"labels are 0..2; a batch holds 0..4"),
         (lambda: trainer().export(), "has not seen data yet"),
         (lambda: trainer().evaluate([]), "no data to evaluate on"),
         (lambda: trainer().predict(), "a batch is a tuple"),

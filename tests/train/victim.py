@@ -3,8 +3,7 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-from models import data, trainer
+from tests.train.models import QUIET, data, trainer
 
 from triplane.unified_ir import train
 
@@ -23,7 +22,7 @@ class Say(train.Callback):
 def main(folder):
     made = trainer(callbacks=[Say()])
     checkpoint = train.Checkpoint(folder, every_steps=4)
-    made.fit(data(), EPOCHS, batch_size=BATCH, checkpoint=checkpoint, progress="none")
+    made.fit(data(), EPOCHS, batch_size=BATCH, checkpoint=checkpoint, **QUIET)
     made.save(Path(folder) / "final.tpc")
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell
-from triplane.unified_ir.ir.types import ShapeError
+from triplane.unified_ir.ir.types import ShapeError, TensorType
 
 Metric = Callable[[ops.Tensor, ops.Tensor], ops.Tensor]
 """(output, target) -> a scalar, the mean over the batch."""
@@ -26,6 +26,14 @@ class Loss(Cell):
     def metrics(self) -> Mapping[str, Metric]:
         """Metrics measured beside this loss unless the trainer is told otherwise."""
         return {}
+
+    def classes(self, output: TensorType) -> int | None:
+        """How many labels there are for such an output; None where targets are no labels.
+
+        A graph cannot refuse a value, and a label of -1 would count from the end; so whoever feeds
+        labels holds them to this.
+        """
+        return None
 
 
 def accuracy(logits: ops.Tensor, labels: ops.Tensor) -> ops.Tensor:
@@ -46,6 +54,11 @@ class SoftmaxCrossEntropy(Loss):
     def metrics(self) -> Mapping[str, Metric]:
         """`accuracy`."""
         return {"accuracy": accuracy}
+
+    def classes(self, output: TensorType) -> int | None:
+        """The size of the last axis."""
+        last = output.shape[-1] if output.rank else None
+        return last if isinstance(last, int) else None
 
     def construct(self, logits: ops.Tensor, labels: ops.Tensor) -> ops.Tensor:
         """See the class."""

@@ -1,10 +1,10 @@
-"""What may happen beside training: a protocol of moments, and the common cases."""
+"""What may happen beside training: the moments of a run, and the common cases."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.files.atomic import write_atomic
@@ -12,7 +12,7 @@ from triplane.unified_ir.train.history import Row
 from triplane.unified_ir.train.run import Run
 
 
-class Callback(Protocol):
+class Callback:
     """Called at the moments of a run; subclass it and write those that matter.
 
     A callback that raises ends the run; the state up to then is in the cell.

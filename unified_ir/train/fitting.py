@@ -35,7 +35,8 @@ class Fit:
         self.trainer, self.source, self.validation = trainer, source, validation
         self.callbacks, self.goal = callbacks, goal
         self.program = trainer.training_program()
-        self.names = trainer.model.batch_names()
+        self.model = trainer.model
+        self.names = self.model.batch_names()
         held = trainer.state_names(self.program.function)
         state = trainer.state()
         self.anchor = {k: state[k] for k in held}
@@ -74,6 +75,7 @@ class Fit:
         """The rest of an epoch; False when it was stopped in between."""
         place = self.trainer.place
         for batch in self.source.epoch(place.epoch, first=place.position):
+            self.model.check(batch)
             results = self.loop.step(**dict(zip(self.names, batch, strict=True)))
             self.info.results = scalars(results)
             if not np.isfinite(self.info.results[step.LOSS]):

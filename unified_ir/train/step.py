@@ -49,6 +49,20 @@ class Model:
     metrics: Mapping[str, Metric]
     inputs: Mapping[str, TensorType]
     target: tuple[str, TensorType]
+    classes: int | None
+    """Labels are 0..classes-1; None where the target is no label."""
+
+    def check(self, batch: Batch) -> None:
+        """Refuses labels out of range."""
+        labels = batch[-1]
+        if self.classes is None or labels.dtype.kind not in "iu" or not labels.size:
+            return
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= self.classes:
+            raise InvalidInput(
+                f"{type(self.cell).__name__} gives {self.classes} logits, so labels are "
+                f"0..{self.classes - 1}; a batch holds {low}..{high}"
+            )
 
     def batch_names(self) -> tuple[str, ...]:
         """Names of a batch's arrays, the target's last."""
@@ -65,8 +79,14 @@ def model_of(cell: Cell, loss: Loss, metrics: Mapping[str, Metric] | None, batch
     names = _input_names(cell, len(inputs))
     target_name = "y" if "y" not in names else "target"
     chosen = loss.metrics() if metrics is None else metrics
+    found = predict(cell, inputs, loss.output)
     model = Model(
-        cell, loss, dict(chosen), dict(zip(names, inputs, strict=True)), (target_name, target)
+        cell=cell,
+        loss=loss,
+        metrics=dict(chosen),
+        inputs=dict(zip(names, inputs, strict=True)),
+        target=(target_name, target),
+        classes=loss.classes(found.results[0].type) if len(found.results) == 1 else None,
     )
     _check_names(model)
     return model

@@ -117,6 +117,7 @@ class Trainer:
         place = Place()
         for batch in in_order(data, batch_size):
             program = self._evaluation(batch)
+            self.model.check(batch)
             given = {**state, **dict(zip(self.model.batch_names(), batch, strict=True))}
             values = program(*(given[n] for n in program.function.param_names))
             named = dict(zip(program.function.result_names, values, strict=True))
