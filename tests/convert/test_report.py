@@ -52,7 +52,7 @@ VERDICTS = {
     f"{UNDECIDED} (the quartiles of interleaved runs overlap)": {
         "latency": latency(1e-2, 1e-2, 1e-2)
     },
-    f"{UNDECIDED} (this machine is not a ort-x64 one; measure there)": {
+    f"{UNDECIDED} (this machine is no ort-x64; measure there)": {
         "latency": latency(1e-2, 1e-3, 1e-2, on_target=False)
     },
 }

@@ -64,7 +64,7 @@ class Budgets:
         if not report.latency.on_target:
             note = (
                 f"max_latency_ratio {self.latency_ratio} could not be checked: this machine is "
-                f"not a {report.target} one"
+                f"no {report.target}"
             )
             return (note,)
         if r.q1 > self.latency_ratio:

@@ -119,7 +119,7 @@ class Report:
         if self.latency is None:
             return ""
         if not self.latency.on_target:
-            return f" (this machine is not a {self.target} one; measure there)"
+            return f" (this machine is no {self.target}; measure there)"
         return " (the quartiles of interleaved runs overlap)"
 
     def __str__(self) -> str:

@@ -110,7 +110,7 @@ def cpu_flags(source: Path = _CPUINFO) -> frozenset[str]:
 def instruction_note(target: Target) -> str:
     """What this machine's instruction sets mean for int8; empty where it is not the target."""
     if not target.is_here:
-        return f"this machine is {platform.machine()}, not a {target.name} one"
+        return f"this machine is {platform.machine()}, no {target.name}"
     found = [flag for flag in target.dot_products if flag in cpu_flags()]
     if found:
         return f"int8 products run on {', '.join(found)}"

@@ -1,0 +1,84 @@
+"""Which tensors share a scale, which nodes compute on integers."""
+
+import pytest
+from tests.quantize import nets
+
+from triplane.unified_ir import nn, ops
+from triplane.unified_ir.quantize import find_sites, freeze
+from triplane.unified_ir.quantize.sites import CLAMP, COPY, KINDS, MIX
+
+
+class Between(nn.Cell):
+    """conv, then something, then conv."""
+
+    def __init__(self, middle, channels=4):
+        super().__init__()
+        self.first = nn.Conv2d(1, 4, 3, padding="same")
+        self.last = nn.Conv2d(channels, 2, 1)
+        self.middle = middle
+
+    def construct(self, x):
+        return self.last(self.middle(self.first(x)))
+
+
+MIDDLES = {
+    "MaxPool": lambda y: ops.max_pool(y, 2),
+    "Reshape": lambda y: y.reshape(-1, 4, 4, 16),
+    "Transpose": lambda y: y.transpose(0, 1, 3, 2),
+    "Unsqueeze": lambda y: ops.squeeze(ops.unsqueeze(y, 2), 2),
+    "Squeeze": lambda y: ops.squeeze(ops.unsqueeze(y, 2), 2),
+    "Add": lambda y: y + y.transpose(0, 1, 3, 2),
+    "Mul": lambda y: y * y.transpose(0, 1, 3, 2),
+    "AveragePool": lambda y: ops.avg_pool(y, 2),
+    "GlobalAveragePool": ops.global_average_pool,
+    "Concat": lambda y: ops.concat([y, ops.max_pool(y, 3, stride=1, padding=1)], axis=1),
+    "Relu": ops.relu,
+    "Clip": lambda y: ops.clip(y, 0.0, 6.0),
+}
+
+
+def sites_around(op, middle=None):
+    cell = nets.shaken(Between(middle or MIDDLES[op], channels=8 if op == "Concat" else 4))
+    frozen = freeze(nets.module_of(cell, nets.IMAGE), "predict")
+    sites = find_sites(frozen)
+    (node,) = [node for node in frozen.function.nodes if node.op.name == op]
+    return sites, node
+
+
+@pytest.mark.parametrize("op", [op for op, kind in KINDS.items() if kind == COPY])
+def test_what_moves_elements_keeps_their_scale(op):
+    sites, node = sites_around(op)
+    assert sites.root[node.outputs[0]] is sites.root[node.inputs[0]]
+    assert len(sites.roots) == 3
+
+
+@pytest.mark.parametrize("op", [op for op, kind in KINDS.items() if kind == MIX])
+def test_what_makes_new_values_gets_a_scale_of_its_own(op):
+    sites, node = sites_around(op)
+    assert sites.root[node.outputs[0]] is node.outputs[0]
+    assert all(v in sites.root for v in node.inputs)
+
+
+@pytest.mark.parametrize("op", [op for op, kind in KINDS.items() if kind == CLAMP])
+def test_a_clamp_at_zero_vanishes_into_the_product(op):
+    sites, node = sites_around(op)
+    assert node in sites.dropped
+    root = sites.root[node.outputs[0]]
+    assert sites.clamps[root].low == 0.0
+    assert sites.clamps[root].top == (6.0 if op == "Clip" else None)
+
+
+def test_a_softmax_between_products_stays_in_float_and_is_rounded_after():
+    sites, node = sites_around("Softmax", lambda y: ops.softmax(y, axis=1))
+    assert sites.root[node.outputs[0]] is node.outputs[0]
+    assert node.inputs[0] in sites.root
+
+
+def test_a_clip_not_at_zero_stays():
+    sites, node = sites_around("Clip", lambda y: ops.clip(y, -1.0, 1.0))
+    assert node not in sites.dropped
+
+
+@pytest.mark.parametrize("op", KINDS)
+def test_every_row_of_the_table_has_a_case_here_or_is_a_product(op):
+    assert op in MIDDLES or KINDS[op] == "product"
