@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from triplane.unified_ir.cli.shell import run
-from triplane.unified_ir.ir import Module
+from triplane.unified_ir import load
 
 CELL = Path(__file__).resolve().parents[2] / "unified_ir/cli/demo/digits.py"
 
@@ -25,7 +25,7 @@ def test_a_model_file_holds_every_entry_and_the_trained_weights(
     assert train(tmp_path, "--json", "--history", str(history)) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["validation"]["accuracy"] > 0.5
-    module = Module.load(tmp_path / "digits.tpm", expected_digest=record["digest"])
+    module = load(tmp_path / "digits.tpm", expected_digest=record["digest"])
     assert {"predict", "evaluate", "train_step", "local_update", "adapt"} <= module.entries.keys()
     assert len(json.loads(history.read_text())) == 1
 

@@ -1,0 +1,90 @@
+"""The demo: the whole story holds, and nothing outlives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from triplane.unified_ir.cli.demo.processes import COMMAND
+
+pytestmark = pytest.mark.slow
+
+
+def demo(tmp_path: Path, *args: str) -> subprocess.Popen[str]:
+    """The real command in a session of its own, with its temporary files below `tmp_path`."""
+    (tmp_path / "tmp").mkdir()
+    return subprocess.Popen(
+        [*COMMAND, "demo", *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        start_new_session=True,
+    )
+
+
+def test_the_demo_measures_every_step_and_leaves_no_file(tmp_path: Path) -> None:
+    with demo(tmp_path, "--json") as process:
+        out, told = process.communicate(timeout=240)
+    assert process.returncode == 0, told
+    facts = json.loads(out)
+    assert facts["held_out_accuracy"] >= 0.97
+    assert facts["served_accuracy"] == pytest.approx(facts["held_out_accuracy"])
+    assert facts["ascend_loss_difference"] < 0.01
+    assert facts["refusal"]["family"] == "Corrupt"
+    assert facts["camera_before"] < 0.5 < 0.85 < facts["camera_after"]
+    assert facts["conversion"]["accuracy"]["drop_points"] <= 1.0
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("step", ["1  Train", "4  Serve"])
+def test_an_interrupted_demo_leaves_nothing_running(
+    tmp_path: Path, step: str, number: signal.Signals
+) -> None:
+    with demo(tmp_path, "--epochs", "4") as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith(step):
+                break
+        children = _some_children(process.pid)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert children
+    psutil.wait_procs(children, timeout=10)
+    assert [child for child in children if child.is_running()] == []
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def _some_children(pid: int) -> list[psutil.Process]:
+    """The children of a process, once it has any."""
+    parent = psutil.Process(pid)
+    while parent.is_running():
+        if found := parent.children(recursive=True):
+            return found
+    return []
+
+
+def test_a_folder_is_kept_with_model_bundles_plan_and_charts(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    with demo(tmp_path, "--epochs", "1", "--keep", str(kept)) as process:
+        process.communicate(timeout=240)
+    assert process.returncode == 0
+    names = {path.name for path in kept.iterdir()}
+    wanted = {"digits.tpm", "digits.bundle", "digits-int8.bundle", "digits.plan"}
+    assert wanted | {"loss.svg", "accuracy.svg", "report.svg"} <= names
+
+
+def test_the_fine_tuning_process_holds_only_the_runtime() -> None:
+    script = Path(sys.modules["triplane.unified_ir.cli.demo.processes"].__file__ or "")
+    source = script.with_name("fine_tune.py").read_text()
+    imports = [line for line in source.splitlines() if line.startswith(("import", "from"))]
+    ours = [line for line in imports if "triplane" in line]
+    assert ours == ["from triplane.unified_ir.runtime.plan import Plan"]
