@@ -15,6 +15,8 @@ from triplane.unified_ir.convert.fold import fold
 from triplane.unified_ir.convert.residency import product_nodes, residency
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.onnx import OnnxTarget
+from triplane.unified_ir.ops.evaluate import run_function
+from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import (
     Range,
     artifact,
@@ -86,6 +88,15 @@ def test_activations_and_weights_are_stored_as_the_scheme_says(name, activation)
     assert zeros == {np.dtype(activation)}
     assert {a.dtype.name for a in made.weights.values()} == {"int8", "int32"}
     assert made.weights["fc1.weight.int8"].shape == (32, 64)
+
+
+@pytest.mark.parametrize("name", ["u8s8", "s8s8"])
+def test_the_fused_kernels_mean_what_the_reference_says(name):
+    x = nets.images(8)
+    _, made = quantized(nets.lenet(), x, name)
+    args = [made.weights.get(p.name, x) for p in made.function.params]
+    (expected,) = run_function(TABLE, made.function, args)
+    assert decibel(expected, artifact(made).session().run({"x": x})["logits"]) > 45
 
 
 def test_relu_and_batch_norm_leave_no_node():

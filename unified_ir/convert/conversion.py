@@ -21,7 +21,14 @@ from triplane.unified_ir.convert.describe import Labels, describe
 from triplane.unified_ir.convert.fold import FOLDED, fold
 from triplane.unified_ir.convert.latency import Latency, measure_latency
 from triplane.unified_ir.convert.report import Accuracy, Layer, Report, Size
-from triplane.unified_ir.convert.residency import INTEGER, Resident, product_nodes, residency
+from triplane.unified_ir.convert.residency import (
+    INTEGER,
+    PRODUCTS,
+    UNKNOWN,
+    Resident,
+    product_nodes,
+    residency,
+)
 from triplane.unified_ir.convert.samples import (
     Given,
     as_labelled,
@@ -164,7 +171,7 @@ def convert(
         residency=resident,
         machine=_machine(),
         calibration=_calibration_record(calibration, samples),
-        notes=_notes(row, int8),
+        notes=_notes(row, frozen, int8),
     )
     report = replace(report, notes=(*report.notes, *budgets.check(report)))
     if out is None:
@@ -217,6 +224,11 @@ def _form(frozen: Frozen, row: Target) -> _Form:
 
 def _quantized(frozen: Frozen, row: Target, scheme: Scheme, samples: Samples) -> _Int8:
     sites = find_sites(frozen)
+    if not sites.roots:
+        raise InvalidInput(
+            "int8 needs a Conv, Gemm or MatMul that it can compute on integers; here "
+            f"{_reasons(sites)}: convert without quantize"
+        )
     ranges = site_ranges(sites, observe(frozen, sites.roots, samples))
     made = insert(frozen, sites, ranges, scheme)
     products = [node for node in product_nodes(frozen.function) if node in sites.products]
@@ -226,6 +238,12 @@ def _quantized(frozen: Frozen, row: Target, scheme: Scheme, samples: Samples) ->
     form = _form(made, row)
     snr_db = dict(zip(products, levels, strict=True))
     return _Int8(made, form.artifact, form.session, sites, scheme, snr_db)
+
+
+def _reasons(sites: Sites) -> str:
+    """Why no product can be quantized."""
+    found = [f"{node.op.name}: {reason}" for node, reason in sites.refused.items()]
+    return "; ".join(dict.fromkeys(found)) or "is none outside loops and branches"
 
 
 def _size(plain: _Form, int8: _Int8 | None) -> Size:
@@ -261,6 +279,9 @@ def _layers(
     frozen: Frozen, int8: _Int8 | None, resident: Resident, row: Target
 ) -> tuple[Layer, ...]:
     """One row per product, in the function's order."""
+    nodes = product_nodes(frozen.function)
+    alike = len(nodes) == len(resident.products)
+    kernels = resident.products if alike else (UNKNOWN,) * len(nodes)
     return tuple(
         Layer(
             name=_layer_name(node),
@@ -271,7 +292,7 @@ def _layers(
             reason=_reason(node, kernel, int8, row),
             snr_db=int8.snr_db.get(node) if int8 else None,
         )
-        for node, kernel in zip(product_nodes(frozen.function), resident.products, strict=True)
+        for node, kernel in zip(nodes, kernels, strict=True)
     )
 
 
@@ -310,11 +331,15 @@ def _calibration_record(given: Given | None, samples: Samples) -> dict[str, Any]
     return {"samples": len(next(iter(samples.values()))), "sha256": digest(samples)}
 
 
-def _notes(row: Target, int8: _Int8 | None) -> tuple[str, ...]:
+def _notes(row: Target, frozen: Frozen, int8: _Int8 | None) -> tuple[str, ...]:
     if int8 is None:
         return ()
     bits = "7-bit weights" if int8.scheme.name == "u8s7" else "8-bit weights"
     notes = [f"scheme {int8.scheme.name}: {bits}, one scale per channel; {instruction_note(row)}"]
+    inside = [node for node in frozen.function.walk() if node.op.name in PRODUCTS]
+    inside_count = len(inside) - len(product_nodes(frozen.function))
+    if inside_count:
+        notes.append(f"{inside_count} products inside loops or branches stay in float")
     if not row.is_here:
         notes.append("kernels and times above are this machine's, not the target's")
     return tuple(notes)

@@ -75,8 +75,13 @@ def generated(inputs: Sequence[Value]) -> dict[str, Array]:
     rng = np.random.default_rng(0)
     made = {}
     for p in inputs:
-        sizes = dict.fromkeys(p.type.symbols, 1) | dict.fromkeys(_batch_symbol(p), GENERATED)
-        shape = p.type.concrete(sizes)
+        unknown = sorted(p.type.symbols - set(_batch_symbol(p)))
+        if unknown:
+            raise InvalidInput(
+                f"input {p.name!r} is {p.type}: sizes {', '.join(unknown)} are open, so no sample "
+                "can be made up; give calibration"
+            )
+        shape = p.type.concrete(dict.fromkeys(_batch_symbol(p), GENERATED))
         uniform = rng.random(shape) if p.type.dtype.is_float else np.zeros(shape)
         made[p.name] = uniform.astype(p.type.dtype.numpy)
     return made
