@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from triplane.unified_ir.cli.demo.processes import COMMAND
 
 pytestmark = pytest.mark.slow
@@ -38,7 +39,8 @@ def test_the_demo_measures_every_step_and_leaves_no_file(tmp_path: Path) -> None
     assert facts["served_accuracy"] == pytest.approx(facts["held_out_accuracy"])
     assert facts["ascend_loss_difference"] < 0.01
     assert facts["refusal"]["family"] == "Corrupt"
-    assert facts["camera_before"] < 0.5 < 0.85 < facts["camera_after"]
+    assert facts["camera_before"] < 0.5
+    assert facts["camera_after"] > 0.85
     assert facts["conversion"]["accuracy"]["drop_points"] <= 1.0
     assert list((tmp_path / "tmp").iterdir()) == []
 
