@@ -265,6 +265,18 @@ def test_hostile_bytes_are_refused_before_they_take_memory(data, match):
         decode(data, {})
 
 
+@pytest.mark.slow
+def test_a_function_of_many_nodes_comes_back():
+    x = value = Value(TensorSpec(("N", 16)), "x")
+    nodes = []
+    for i in range(8_000):
+        made = Value(value.type)
+        meta = Meta(Location("net.py", i % 500), f"blocks.{i % 50}")
+        nodes.append(Node(TABLE["", "Add"].id, (value, x), (made,), {}, (), meta))
+        value = made
+    assert len(back(Function("f", (x,), (value,), ("y",), tuple(nodes))).nodes) == 8_000
+
+
 def field(number, data):
     """A length-delimited field on the wire."""
     size = len(data)

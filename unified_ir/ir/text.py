@@ -24,13 +24,13 @@ from typing import Final
 import numpy as np
 
 from triplane.unified_ir.ir.arrays import raw
-from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Meta, Node, OpId, Value
+from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Meta, Node, Value
 from triplane.unified_ir.ir.module import Module
 from triplane.unified_ir.ir.types import type_of
 
 MAX_SHOWN_ELEMENTS: Final = 8
 DIGEST_DIGITS: Final = 8
-_BARE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_./:*-]*", re.ASCII)
+_BARE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_./*-]*", re.ASCII)
 _INDENT: Final = "  "
 
 
@@ -89,18 +89,13 @@ def _node_lines(node: Node, names: _Names) -> Iterator[str]:
     outputs = ", ".join(f"{names[v]}: {v.type}" for v in node.outputs)
     inputs = ", ".join("none" if v is None else names[v] for v in node.inputs)
     attrs = attributes_text(node.attrs)
-    line = f"{outputs} = {op_text(node.op)}({inputs}){f' {attrs}' if attrs else ''}"
+    line = f"{outputs} = {node.op}({inputs}){f' {attrs}' if attrs else ''}"
     yield line + (" {" if node.regions else "") + _place(node.meta)
     for region in node.regions:
         for inner in _lines(region, f"region {_name(region.name)}"):
             yield _INDENT + inner
     if node.regions:
         yield "}"
-
-
-def op_text(op: OpId) -> str:
-    """Domain and name, without a domain for ONNX's own."""
-    return str(op)
 
 
 def attributes_text(attrs: Mapping[str, AttrValue]) -> str:
@@ -123,7 +118,12 @@ def _array(array: Array) -> str:
     type_ = type_of(array)
     if array.size <= MAX_SHOWN_ELEMENTS:
         return f"{type_} {{{', '.join(_elements(array))}}}"
-    return f"{type_} #{hashlib.sha256(raw(array)).hexdigest()[:DIGEST_DIGITS]}"
+    return f"{type_} #{digest_of(array)}"
+
+
+def digest_of(array: Array) -> str:
+    """The digits that stand for the contents of a constant too long to show."""
+    return hashlib.sha256(raw(array)).hexdigest()[:DIGEST_DIGITS]
 
 
 def _elements(array: Array) -> Sequence[str]:

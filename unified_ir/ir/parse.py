@@ -1,0 +1,401 @@
+"""The text form read back: `parse_function(function_text(f))` has the same text and bytes.
+
+A constant shown only by its digest is looked up among the arrays given. Text is untrusted: size,
+nodes and nesting are bounded as in `module.pb`, and every refusal names the line. Types are claims,
+as they are in a file, until `ops.check` has inferred them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Final, TypeVar
+
+import numpy as np
+
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.ir import dims, limits
+from triplane.unified_ir.ir.arrays import static_shape
+from triplane.unified_ir.ir.graph import (
+    NO_META,
+    Array,
+    AttrValue,
+    Function,
+    Location,
+    Meta,
+    Node,
+    OpId,
+    Value,
+)
+from triplane.unified_ir.ir.text import DIGEST_DIGITS, MAX_SHOWN_ELEMENTS, digest_of
+from triplane.unified_ir.ir.types import DTYPES, MAX_RANK, DType, TensorType
+
+MAX_TEXT_CHARS: Final = 16 << 20
+
+_T = TypeVar("_T")
+_STRING: Final = r'"(?:[^"\\]|\\.)*"'
+_WORD: Final = r"[A-Za-z_][A-Za-z0-9_./*-]*"
+_NAME: Final = re.compile(rf"{_STRING}|{_WORD}")
+_VALUE: Final = re.compile(rf"%(?:(\d+)|({_STRING}|{_WORD}))")
+_TYPE: Final = re.compile(r"([a-z0-9]+)\[([^\][]*)\]")
+_INT: Final = re.compile(r"-?\d+", re.ASCII)
+_FLOAT: Final = re.compile(r"-?(?:\d+(?:\.\d*)?(?:e[+-]?\d+)?|inf)|nan", re.ASCII)
+_ITEM: Final = re.compile(rf"{_STRING}|[^,\"]+")
+_OP: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_.]*)")
+_PLACE: Final = re.compile(r"  # (?:(\S.*?):(\d+)(?: (.*))?|(.*))$")
+
+
+def parse_function(text: str, constants: Iterable[Array] = ()) -> Function:
+    """The function in `text`; `constants` holds the arrays that it shows by digest only.
+
+    InvalidInput, with the line: anything `function_text` would not write.
+    """
+    if len(text) > MAX_TEXT_CHARS:
+        raise InvalidInput(f"a text has at most {MAX_TEXT_CHARS} characters, got {len(text)}")
+    reader = _Reader(text.splitlines(), {digest_of(a): a for a in constants})
+    try:
+        reader.ops()
+        function = reader.function("function")
+        if reader.more():
+            raise InvalidInput("nothing follows the last '}'")
+    except (InvalidInput, Corrupt) as error:
+        raise InvalidInput(f"line {reader.at}: {error}") from error
+    return function
+
+
+class _Line:
+    """One line, read from left to right."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+
+    def skip(self, literal: str) -> bool:
+        """Whether `literal` stands here; it is then behind."""
+        found = self.text.startswith(literal, self.at)
+        self.at += len(literal) * found
+        return found
+
+    def need(self, literal: str) -> None:
+        """`literal` must stand here."""
+        if not self.skip(literal):
+            raise InvalidInput(f"expected {literal!r} at {self.rest!r}")
+
+    def match(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
+        """What the pattern finds here."""
+        found = pattern.match(self.text, self.at)
+        if found is None:
+            raise InvalidInput(f"expected {what} at {self.rest!r}")
+        self.at = found.end()
+        return found
+
+    def list(self, end: str, read: Callable[[_Line], _T]) -> list[_T]:
+        """Items separated by a comma and a space up to `end`."""
+        items: list[_T] = []
+        while not self.skip(end):
+            if items:
+                self.need(", ")
+            items.append(read(self))
+            if len(items) > limits.MAX_OPERANDS:
+                raise InvalidInput(f"a list has at most {limits.MAX_OPERANDS} items")
+        return items
+
+    @property
+    def rest(self) -> str:
+        """The beginning of what is not read yet."""
+        return self.text[self.at : self.at + 40]
+
+
+class _Reader:
+    """Lines of one text; `at` counts those read."""
+
+    def __init__(self, lines: list[str], constants: Mapping[str, Array]) -> None:
+        self.lines = lines
+        self.constants = constants
+        self.at = 0
+        self.nodes = 0
+        self.since: dict[str, int] = {}
+
+    def more(self) -> bool:
+        """Whether a line is left."""
+        return self.at < len(self.lines)
+
+    def line(self) -> _Line:
+        """The next line without its indent."""
+        if not self.more():
+            raise InvalidInput("the text ends inside a function")
+        self.at += 1
+        return _Line(self.lines[self.at - 1].lstrip(" "))
+
+    def ops(self) -> None:
+        """The first line: each operator's version."""
+        if not (self.more() and self.lines[0].startswith("ops ")):
+            return
+        for item in self.line().text.split(" ")[1:]:
+            op, _, since = item.partition("@")
+            if not _OP.fullmatch(op) or not _INT.fullmatch(since) or op in self.since:
+                raise InvalidInput(f"expected OPERATOR@VERSION, each operator once, got {item!r}")
+            self.since[op] = _bounded(since, 2**32)
+
+    def function(self, kind: str, depth: int = 0) -> Function:
+        """A function from its head to its closing brace."""
+        if depth > limits.MAX_REGION_DEPTH:
+            raise InvalidInput(f"regions nest deeper than {limits.MAX_REGION_DEPTH}")
+        head = self.line()
+        head.need(f"{kind} ")
+        name = _name(head)
+        head.need("(")
+        params: list[Value] = []
+        if not head.skip(") -> ("):
+            params, head = self.params(), self.line()
+            head.need(") -> (")
+        results = head.list(") {", _typed_name)
+        values = {_key(p.name): p for p in params}
+        nodes, returned = self.body(values, len(params), depth)
+        if len(returned) != len(results):
+            raise InvalidInput(f"{len(returned)} values returned for {len(results)} results")
+        for (result, type_), value in zip(results, returned, strict=True):
+            if value.type != type_:
+                raise InvalidInput(f"result {result!r} is {type_}, {value.type} is returned")
+        names = tuple(n for n, _ in results)
+        return Function(name, tuple(params), tuple(returned), names, tuple(nodes))
+
+    def params(self) -> list[Value]:
+        """One parameter per line, up to the one without a comma."""
+        found: list[Value] = []
+        while len(found) <= limits.MAX_OPERANDS:
+            line = self.line()
+            line.need("%")
+            name, type_ = _typed_name(line)
+            found.append(Value(type_, name))
+            if not line.skip(","):
+                return found
+        raise InvalidInput(f"a function has at most {limits.MAX_OPERANDS} parameters")
+
+    def body(
+        self, values: dict[str, Value], count: int, depth: int
+    ) -> tuple[list[Node], list[Value]]:
+        """Nodes up to the line of results; `values` by key gains their outputs."""
+        nodes: list[Node] = []
+        while True:
+            line = self.line()
+            if line.skip("return"):
+                returned = _returned(line, values)
+                self.line().need("}")
+                return nodes, returned
+            node = self.node(line, values, depth)
+            for written, value in node[1]:
+                if written != str(count):
+                    raise InvalidInput(f"value %{written} is number {count}")
+                values[written] = value
+                count += 1
+            nodes.append(node[0])
+
+    def node(
+        self, line: _Line, values: Mapping[str, Value], depth: int
+    ) -> tuple[Node, list[tuple[str, Value]]]:
+        """A node and its outputs as they are written."""
+        self.nodes += 1
+        if self.nodes > limits.MAX_NODES:
+            raise InvalidInput(f"a text has at most {limits.MAX_NODES} nodes")
+        outputs = line.list(" = ", _output)
+        op = self.op(line.match(_OP, "an operator")[1])
+        line.need("(")
+        inputs = line.list(")", lambda at: None if at.skip("none") else _value(at, values))
+        attrs: dict[str, AttrValue] = {}
+        opened = line.skip(" {")
+        if opened and line.rest and not line.rest.startswith("  # "):
+            attrs = dict(line.list("}", self.attribute))
+            opened = line.skip(" {")
+        meta = _place(line)
+        regions = self.regions(depth) if opened else ()
+        made = tuple(v for _, v in outputs)
+        return Node(op, tuple(inputs), made, attrs, regions, meta), outputs
+
+    def op(self, text: str) -> OpId:
+        """An operator, its version from the first line."""
+        if text not in self.since:
+            raise InvalidInput(f"the first line gives no version of {text!r}")
+        domain, _, name = text.rpartition(".")
+        return OpId(domain, name, self.since[text])
+
+    def regions(self, depth: int) -> tuple[Function, ...]:
+        """Regions up to the closing brace of their node."""
+        found: list[Function] = []
+        while self.more() and self.lines[self.at].lstrip(" ") != "}":
+            found.append(self.function("region", depth + 1))
+        self.line().need("}")
+        return tuple(found)
+
+    def attribute(self, line: _Line) -> tuple[str, AttrValue]:
+        """`name=value`."""
+        name = _name(line)
+        line.need("=")
+        return name, self.value(line)
+
+    def value(self, line: _Line) -> AttrValue:
+        """What an attribute holds."""
+        if line.skip("("):
+            return _tuple(line)
+        if line.text.startswith('"', line.at):
+            return _name(line)
+        typed = _TYPE.match(line.text, line.at)
+        if typed is not None:
+            return self.array(line)
+        word = line.match(re.compile(r"[^,}]+"), "a value")[0]
+        return DTYPES[word] if word in DTYPES else _number(word)
+
+    def array(self, line: _Line) -> Array:
+        """A constant: type and elements, or type and digest."""
+        type_ = _type(line)
+        shape = static_shape(type_)
+        line.need(" ")
+        if line.skip("#"):
+            digest = line.match(re.compile(rf"[0-9a-f]{{{DIGEST_DIGITS}}}"), "a digest")[0]
+            found = self.constants.get(digest)
+            if found is None or found.shape != shape or found.dtype != type_.dtype.numpy:
+                raise InvalidInput(f"no constant {type_} of digest {digest} was given")
+            return found
+        line.need("{")
+        items = line.list("}", lambda at: at.match(re.compile(r"[^,}]+"), "a number")[0])
+        n = dims.product(list(shape))
+        if len(items) != n or len(items) > MAX_SHOWN_ELEMENTS:
+            raise InvalidInput(f"{type_} has {n} elements, {len(items)} are given")
+        array = np.array([_element(i, type_.dtype) for i in items]).reshape(shape)
+        array = array.astype(type_.dtype.numpy)
+        array.flags.writeable = False
+        return array
+
+
+def _element(text: str, dtype: DType) -> int | float | bool:
+    if dtype.name == "bool":
+        if text not in {"true", "false"}:
+            raise InvalidInput(f"a bool is true or false, got {text!r}")
+        return text == "true"
+    if dtype.is_float:
+        if not _FLOAT.fullmatch(text):
+            raise InvalidInput(f"expected a number, got {text!r}")
+        return float(text)
+    low = 0 if dtype.kind == "uint" else -(2 ** (dtype.bits - 1))
+    number = _bounded(text, 2**64)
+    if not low <= number < low + 2**dtype.bits:
+        raise InvalidInput(f"{number} is no {dtype}")
+    return number
+
+
+def _tuple(line: _Line) -> AttrValue:
+    """Items of one kind up to the closing parenthesis, which a size may contain too."""
+    items: list[str] = []
+    while not line.skip(")"):
+        if line.skip(",)"):
+            break
+        if items:
+            line.need(", ")
+        items.append(_item(line))
+    if items and all(i.startswith('"') for i in items):
+        return tuple(_unquoted(i) for i in items)
+    if items and all(_FLOAT.fullmatch(i) and not _INT.fullmatch(i) for i in items):
+        return tuple(float(i) for i in items)
+    return tuple(_bounded(i, 2**64) if _INT.fullmatch(i) else dims.parse(i) for i in items)
+
+
+def _item(line: _Line) -> str:
+    """Text up to the comma or parenthesis that ends an item of a tuple."""
+    if line.text.startswith('"', line.at):
+        return line.match(_NAME, "a text")[0]
+    start, open_ = line.at, 0
+    for at in range(start, len(line.text)):
+        c = line.text[at]
+        if c in ",)" and not open_:
+            line.at = at
+            return line.text[start:at]
+        open_ += (c == "(") - (c == ")")
+    raise InvalidInput(f"expected ')' after {line.rest!r}")
+
+
+def _number(text: str) -> int | float:
+    if _INT.fullmatch(text):
+        return _bounded(text, 2**64)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    raise InvalidInput(f"expected a number, a text, a tuple or a tensor, got {text[:40]!r}")
+
+
+def _bounded(text: str, limit: int) -> int:
+    if not _INT.fullmatch(text) or len(text) > 21 or not -limit < int(text) < limit:
+        raise InvalidInput(f"expected a whole number below {limit}, got {text[:40]!r}")
+    return int(text)
+
+
+def _typed_name(line: _Line) -> tuple[str, TensorType]:
+    name = _name(line)
+    line.need(": ")
+    return name, _type(line)
+
+
+def _output(line: _Line) -> tuple[str, Value]:
+    written = line.match(_VALUE, "a value")[1]
+    line.need(": ")
+    return written or "", Value(_type(line))
+
+
+def _type(line: _Line) -> TensorType:
+    found = line.match(_TYPE, "a type")
+    if found[1] not in DTYPES:
+        raise InvalidInput(f"no element type {found[1]!r}; known: {', '.join(DTYPES)}")
+    sizes = found[2].split(",") if found[2] else []
+    if len(sizes) > MAX_RANK:
+        raise InvalidInput(f"a tensor has at most {MAX_RANK} axes, got {len(sizes)}")
+    return TensorType(DTYPES[found[1]], tuple(_size(s) for s in sizes))
+
+
+@lru_cache(maxsize=4096)
+def _size(text: str) -> dims.Dim:
+    return dims.as_dim(dims.parse(text))
+
+
+def _key(name: str) -> str:
+    """How `values` knows a parameter: numbers are other values."""
+    return f"%{name}"
+
+
+def _returned(line: _Line, values: Mapping[str, Value]) -> list[Value]:
+    found: list[Value] = []
+    while line.rest:
+        line.need(", " if found else " ")
+        found.append(_value(line, values))
+    return found
+
+
+def _value(line: _Line, values: Mapping[str, Value]) -> Value:
+    found = line.match(_VALUE, "a value")
+    key = found[1] or _key(_plain(found[2]))
+    if key not in values:
+        raise InvalidInput(f"value {found[0]} is not computed before it is used")
+    return values[key]
+
+
+def _name(line: _Line) -> str:
+    return _plain(line.match(_NAME, "a name")[0])
+
+
+def _plain(text: str) -> str:
+    return _unquoted(text) if text.startswith('"') else text
+
+
+def _unquoted(text: str) -> str:
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        raise InvalidInput(f"expected a quoted text, got {text[:40]!r}") from None
+
+
+def _place(line: _Line) -> Meta:
+    if not line.rest:
+        return NO_META
+    found = line.match(_PLACE, "a place after '  # '")
+    if found[1] is None:
+        return Meta(None, found[4])
+    return Meta(Location(found[1], _bounded(found[2], 2**32)), found[3] or "")
