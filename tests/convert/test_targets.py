@@ -1,6 +1,7 @@
 """The table of targets."""
 
 import platform
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +39,10 @@ def test_seven_bit_weights_are_for_unsigned_activations_only():
 def test_at_most_one_target_is_this_machine():
     here = [t.name for t in TARGETS.values() if t.is_here]
     assert here == {"x86_64": ["ort-x64"], "aarch64": ["ort-arm64"]}.get(platform.machine(), [])
+
+
+def test_the_documentation_lists_every_target():
+    text = (Path(__file__).parents[2] / "docs" / "converting.md").read_text()
+    for target in TARGETS.values():
+        assert f"| `{target.name}` | {target.runtime} {target.min_version}" in text
+        assert f"| {target.opset} |" in text

@@ -51,8 +51,13 @@ def line_chart(series: Mapping[str, Points], title: str, x_label: str, y_label: 
     return _page(WIDTH, HEIGHT, title, body)
 
 
-def bar_chart(bars: Mapping[str, float], title: str, unit: str, *, note: str = "") -> str:
-    """Horizontal bars of values >= 0, each with its value; `note` stands below."""
+def bar_chart(
+    bars: Mapping[str, float], title: str, unit: str, *, note: str = "", highlight: str = ""
+) -> str:
+    """Horizontal bars of values >= 0, each with its value; `note` stands below.
+
+    highlight: the name of a bar in another colour.
+    """
     _check_finite(list(bars.values()), title)
     if min(bars.values()) < 0:
         raise InvalidInput(f"bars of {title!r} are >= 0, got {min(bars.values())}")
@@ -62,7 +67,7 @@ def bar_chart(bars: Mapping[str, float], title: str, unit: str, *, note: str = "
     for i, (name, value) in enumerate(bars.items()):
         y = _TOP + i * (_BAR + _GAP)
         width = max(1.0, room * value / top)
-        colour = COLOURS[i % len(COLOURS)] if len(bars) <= 3 else COLOURS[0]  # a pair, or a list
+        colour = COLOURS[name == highlight]
         body.append(_text(_NAME - 10, y + 14.5, _short(name), anchor="end"))
         body.append(
             f"<rect x='{_NAME}' y='{_f(y)}' width='{_f(width)}' height='{_BAR}' rx='2' "

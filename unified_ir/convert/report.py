@@ -210,13 +210,15 @@ class Report:
         sizes = {"float32": s.float32 / 1e3}
         if s.int8 is not None:
             sizes["int8"] = s.int8 / 1e3
-        charts.append(bar_chart(sizes, "Size of graph and weights", "kB"))
+        charts.append(bar_chart(sizes, "Size of graph and weights", "kB", highlight="int8"))
         if self.latency:
             charts.append(_latency_chart(self.latency))
         if self.accuracy:
             a = self.accuracy
             shares = {"float32": 100 * a.before} | ({"int8": 100 * a.after} if self.is_int8 else {})
-            charts.append(bar_chart(shares, f"Accuracy on {a.samples:,} samples", "%"))
+            charts.append(
+                bar_chart(shares, f"Accuracy on {a.samples:,} samples", "%", highlight="int8")
+            )
         measured = Counter(layer.name for layer in self.layers)
         levels = {
             layer.name if measured[layer.name] == 1 else f"{layer.name} {i}": layer.snr_db
@@ -235,7 +237,7 @@ def _latency_chart(latency: Latency) -> str:
     if latency.int8:
         times["int8"] = 1e3 * latency.int8.cpu.median
     note = f"Median of {latency.rounds} interleaved runs, batch {latency.batch}, one thread."
-    return bar_chart(times, "Processor time per call", "ms", note=note)
+    return bar_chart(times, "Processor time per call", "ms", note=note, highlight="int8")
 
 
 def _latency_rows(latency: Latency) -> list[tuple[str, str]]:
