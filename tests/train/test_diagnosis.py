@@ -86,6 +86,10 @@ def test_the_cell_keeps_the_state_of_the_last_whole_epoch():
         made.fit(Turning(), 3, **QUIET)
     calm.fit(good, 1, **QUIET)
     assert bits(made) == bits(calm)
+    for trained in (made, calm):
+        trained.fit(good, 1, **QUIET)
+    assert bits(made) == bits(calm)
+    assert made.history.rows == calm.history.rows
 
 
 def test_batches_that_do_not_come_again_leave_the_cause_open():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput, NotFound
+from triplane.unified_ir import TensorSpec, nn, ops, optim, train
 from triplane.unified_ir import data as datasets
-from triplane.unified_ir import nn, ops, optim, train
 from triplane.unified_ir.engines import engine
 
 from .models import QUIET, Noisy, bits, data, trainer
@@ -156,6 +156,43 @@ def test_several_inputs_and_a_function_as_loss():
     assert history["loss"][-1] < 0.01
     np.testing.assert_allclose(made.predict(left, right), target, atol=0.5)
     assert made.model.batch_names() == ("left", "right", "y")
+
+
+class LastState(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.GRU(4, 6), nn.Dense(6, 3)
+
+    def construct(self, x):
+        return self.head(self.rnn(x)[1])
+
+
+def test_sequences_of_any_length_train_in_one_graph_where_specs_leave_it_open():
+    rng = np.random.default_rng(3)
+    batches = [
+        (rng.standard_normal((5, t, 4)).astype(np.float32), rng.integers(0, 3, 5))
+        for t in (3, 7, 1)
+    ]
+    opened, closed = trainer(cell=LastState), trainer(cell=LastState)
+    opened.prepare(TensorSpec(("N", "T", 4)), TensorSpec(("N",), "int64"))
+    opened.fit(batches, 2, **QUIET)
+    assert opened.evaluate(batches)["loss"] > 0
+    assert opened.predict(batches[1][0]).shape == (5, 3)
+    assert [str(v.type) for v in opened.export().inputs("predict")] == ["float32[N,T,4]"]
+    for _ in range(2):
+        for batch in batches:
+            closed.fit([batch], 1, **QUIET)
+    got, expected = opened.state(), closed.state()
+    for name in ("head.weight", "rnn.weight_hh"):
+        np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_takes_other_shapes_than_training():
+    made = trainer(cell=LastState)
+    made.fit([(np.ones((4, 3, 4), np.float32), np.zeros(4, np.int64))], 1, **QUIET)
+    longer = (np.ones((4, 9, 4), np.float32), np.zeros(4, np.int32))
+    assert made.evaluate(longer)["accuracy"] == 1.0
+    assert made.predict(longer[0]).shape == (4, 3)
 
 
 def test_frozen_parameters_stay():
@@ -310,6 +347,14 @@ X, Y = data()
         (lambda: trainer(cell=nn.ReLU).fit((X, Y), 1), "ReLU has no trainable parameter"),
         (lambda: trainer(cell=Clashing).fit((X, Y), 1), "state 'loss' of Clashing"),
         (lambda: trainer().fit(iter([(X, Y)]), 2, **QUIET), "epoch 2 has no batches"),
+        (
+            lambda: trainer(metrics={"loss": nn.accuracy}).fit((X, Y), 1),
+            "a metric cannot be called 'loss'",
+        ),
+        (
+            lambda: trainer(metrics={"all": lambda y, _: y}).fit((X, Y), 1),
+            r"'all' is float32\[N,3\]; take the mean",
+        ),
         (lambda: train.EarlyStop(patience=0), "patience >= 1"),
         (lambda: train.HistoryFile("h.txt"), r"ends in \.csv or \.json"),
         (lambda: train.Checkpoint("c", keep=0), "keep >= 1"),
@@ -317,7 +362,7 @@ X, Y = data()
             lambda: train.Trainer(
                 nn.Dense(4, 3), loss=lambda y, _: y, optimizer=optim.SGD(0.1)
             ).fit((X, Y), 1),
-            "a loss is a scalar",
+            "losses and metrics are scalars, 'loss' is float32",
         ),
     ],
 )

@@ -40,7 +40,7 @@ class Fit:
         held = trainer.state_names(self.program.function)
         state = trainer.state()
         self.anchor = {k: state[k] for k in held}
-        self.start = trainer.place.position
+        self.start = trainer.place.copy()
         self.loop: Loop = self.program.loop(self.anchor)
         self.info = Run(
             trainer.place,
@@ -60,6 +60,7 @@ class Fit:
                 if self._epoch():
                     self._finish_epoch()
         except NonFinite:
+            self._go_back()
             raise
         except BaseException:
             self.trainer.write_back(self.loop.state())
@@ -93,13 +94,19 @@ class Fit:
         row: Row = {"epoch": place.epoch + 1, "step": place.step, **place.means()}
         state = self.loop.state()
         trainer.write_back(state)
-        self.anchor, self.start = state, 0
         if self.validation is not None:
             measured = trainer.measure(self.validation, trainer.state())
             row |= {f"validation.{k}": v for k, v in measured.items()}
         place.next_epoch()
+        self.anchor, self.start = state, place.copy()
         trainer.history.rows.append(row)
         self._call("on_epoch")
+
+    def _go_back(self) -> None:
+        """To where the epoch began in this run, whose state is in the cell."""
+        place = self.trainer.place
+        for name, value in vars(self.start.copy()).items():
+            setattr(place, name, value)
 
     def _explain(self) -> None:
         """Raises NonFinite, after going through the epoch again to the first bad step."""
@@ -116,7 +123,7 @@ class Fit:
         """What first was not finite, and the same as part of a sentence."""
         if not self.source.repeats():
             return "", "the data cannot be gone through again to find where that began"
-        first = self.trainer.place.step - (self.trainer.place.position - self.start) + 1
+        first = self.start.step + 1
         for number, given in enumerate(self._replayed(), first):
             if given is not None:
                 found = first_nonfinite(self.program.function, given)
@@ -129,7 +136,7 @@ class Fit:
         """Steps of this epoch again: None while all is finite, then that step's arguments."""
         loop = self.program.loop(self.anchor)
         before = loop.state()
-        for batch in self.source.epoch(self.trainer.place.epoch, first=self.start):
+        for batch in self.source.epoch(self.trainer.place.epoch, first=self.start.position):
             named = dict(zip(self.names, batch, strict=True))
             results, after = loop.step(**named), loop.state()
             bad = not all(finite(a) for a in (*after.values(), *results.values()))

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from triplane.proto.errors import NotFound
 from triplane.unified_ir.ir.graph import Array
@@ -26,6 +26,10 @@ class Place:
     step: int = 0
     rows: int = 0
     sums: Row = field(default_factory=dict)
+
+    def copy(self) -> Place:
+        """A place of its own."""
+        return replace(self, sums=dict(self.sums))
 
     def advance(self, results: Mapping[str, float], rows: int) -> None:
         """One batch of `rows` samples is done; `results` are means over it."""

@@ -73,9 +73,11 @@ class Model:
         return tuple(k for k, p in self.cell.parameters().items() if p.trainable)
 
 
-def model_of(cell: Cell, loss: Loss, metrics: Mapping[str, Metric] | None, batch: Batch) -> Model:
-    """The model for batches such as this one."""
-    *inputs, target = (batch_type(a) for a in batch)
+def model_of(
+    cell: Cell, loss: Loss, metrics: Mapping[str, Metric] | None, types: Sequence[TensorType]
+) -> Model:
+    """The model for batches of these types, the target's last."""
+    *inputs, target = types
     names = _input_names(cell, len(inputs))
     target_name = "y" if "y" not in names else "target"
     chosen = loss.metrics() if metrics is None else metrics
@@ -97,6 +99,16 @@ def batch_type(array: Array) -> TensorType:
     return TensorSpec((BATCH, *array.shape[1:]), array.dtype)
 
 
+def admits(types: Sequence[TensorType], batch: Batch) -> bool:
+    """Whether a batch is of these types, whatever sizes their symbols take."""
+    return len(types) == len(batch) and all(
+        t.dtype.numpy == a.dtype
+        and t.rank == a.ndim
+        and all(d == n for d, n in zip(t.shape, a.shape, strict=True) if isinstance(d, int))
+        for t, a in zip(types, batch, strict=True)
+    )
+
+
 def _input_names(cell: Cell, count: int) -> list[str]:
     """Names of `count` positional arguments of the cell's `construct`."""
     try:
@@ -114,6 +126,8 @@ def _input_names(cell: Cell, count: int) -> list[str]:
 
 
 def _check_names(model: Model) -> None:
+    if LOSS in model.metrics:
+        raise InvalidInput(f"a metric cannot be called {LOSS!r}, which is the loss; rename it")
     taken = {*model.batch_names(), LOSS, *model.metrics}
     clash = sorted(taken & model.cell.parameters().keys())
     clash += [k for k in model.cell.parameters() if k.startswith("optimizer.")]
@@ -183,12 +197,14 @@ def _objective(model: Model, name: str) -> Function:
     def measure(self: Cell, **batch: Tensor) -> dict[str, Any]:
         arrays = [batch[n] for n in model.batch_names()]
         output = self(*arrays[:-1])
-        loss = model.loss(output, arrays[-1])
-        if loss.shape != ():
-            raise InvalidInput(
-                f"a loss is a scalar, {type(model.loss).__name__} gave {loss.type}; take the mean"
-            )
-        return {LOSS: loss} | {k: f(output, arrays[-1]) for k, f in model.metrics.items()}
+        measured = {LOSS: model.loss(output, arrays[-1])}
+        measured |= {k: f(output, arrays[-1]) for k, f in model.metrics.items()}
+        for label, x in measured.items():
+            if x.shape != ():
+                raise InvalidInput(
+                    f"losses and metrics are scalars, {label!r} is {x.type}; take the mean"
+                )
+        return measured
 
     specs = {**model.inputs, model.target[0]: model.target[1]}
     found = traced(MethodType(measure, model.cell), (), specs, name=name).function

@@ -18,6 +18,7 @@ from triplane.unified_ir.engines import Engine, Program, engine
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.ir import Function, Module, Role
 from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.nn.losses import Loss, Metric
 from triplane.unified_ir.optim import Optimizer
 from triplane.unified_ir.train import step
@@ -69,7 +70,8 @@ class Trainer:
         self.labels = tuple(labels)
         self.place = Place()
         self.history = History()
-        self._model: step.Model | None = None
+        self._types: tuple[TensorType, ...] | None = None
+        self._models: dict[Any, step.Model] = {}
         self._optimizer_state: dict[str, Array] | None = None
         self._programs: dict[Any, Program] = {}
         _set_keys(cell, seed)
@@ -116,9 +118,9 @@ class Trainer:
         """As `evaluate`, on a given state."""
         place = Place()
         for batch in in_order(data, batch_size):
-            program = self._evaluation(batch)
-            self.model.check(batch)
-            given = {**state, **dict(zip(self.model.batch_names(), batch, strict=True))}
+            model, program = self._evaluation(batch)
+            model.check(batch)
+            given = {**state, **dict(zip(model.batch_names(), batch, strict=True))}
             values = program(*(given[n] for n in program.function.param_names))
             named = dict(zip(program.function.result_names, values, strict=True))
             place.advance(scalars(named), len(batch[-1]))
@@ -168,25 +170,42 @@ class Trainer:
     @property
     def model(self) -> step.Model:
         """Cell, loss and types of a batch, known from the first data seen."""
-        if self._model is None:
+        if self._types is None:
             raise InvalidInput(
                 "the trainer has not seen data yet, so sizes are unknown; call fit or evaluate "
                 "first, or prepare(x, y) with one batch"
             )
-        return self._model
+        return self._model_of(self._types)
 
     def prepare(self, *batch: Any) -> None:
-        """Fixes the types of a batch from an example (x, y), for `export` without training."""
-        self._prepare(as_batch(batch), None)
+        """Fixes the types of batches, from an example (x, y) or from `TensorSpec`s.
+
+        Not needed before `fit`, which takes the types of its first batch with any number of rows.
+        Specs may leave more axes open: TensorSpec(("N", "T", 3)) takes sequences of any length.
+        """
+        if any(isinstance(x, TensorType) for x in batch):
+            self._types = tuple(
+                x if isinstance(x, TensorType) else step.batch_type(np.asarray(x)) for x in batch
+            )
+        else:
+            self._types = tuple(step.batch_type(a) for a in as_batch(batch))
+        _ = self.model
 
     def _prepare(self, batch: Batch, data: Any) -> None:
-        """Traces for batches like this one; a change of type traces again."""
         self.labels = self.labels or tuple(getattr(data, "labels", ()))
-        types = tuple(step.batch_type(a) for a in batch)
-        known = self._model
-        if known is None or types != (*known.inputs.values(), known.target[1]):
-            self._model = step.model_of(self.cell, self.loss, self.metrics, batch)
-            self._programs.clear()
+        self._types = self._types_for(batch)
+
+    def _types_for(self, batch: Batch) -> tuple[TensorType, ...]:
+        """The types in use where they admit the batch, else its own."""
+        if self._types is not None and step.admits(self._types, batch):
+            return self._types
+        return tuple(step.batch_type(a) for a in batch)
+
+    def _model_of(self, types: tuple[TensorType, ...]) -> step.Model:
+        key = (types, self._signature())
+        if key not in self._models:
+            self._models[key] = step.model_of(self.cell, self.loss, self.metrics, types)
+        return self._models[key]
 
     def train_function(self) -> Function:
         """The training step as an IR function."""
@@ -194,22 +213,26 @@ class Trainer:
 
     def training_program(self) -> Program:
         """The training step on the engine, its state donated."""
-        key = ("train", self._signature())
+        key = ("train", self._types, self._signature())
         if key not in self._programs:
             function = self.train_function()
             state = self.state_names(function)
             self._programs[key] = self._engine().compile(function, donate=state)
         return self._programs[key]
 
-    def _evaluation(self, batch: Batch) -> Program:
-        if self._model is None:
-            self._prepare(batch, None)
-        return self._compiled("evaluate", lambda: step.evaluate(self.model))
+    def _evaluation(self, batch: Batch) -> tuple[step.Model, Program]:
+        types = self._types_for(batch)
+        if self._types is None:
+            self._types = types
+        model = self._model_of(types)
+        return model, self._compiled(("evaluate", types), lambda: step.evaluate(model))
 
-    def _prediction(self, arrays: Sequence[Array]) -> tuple[Function, Program]:
-        types = [step.batch_type(a) for a in arrays]
+    def _prediction(self, arrays: Batch) -> tuple[Function, Program]:
+        known = self._types[:-1] if self._types is not None else ()
+        same = step.admits(known, arrays)
+        types = known if same else tuple(step.batch_type(a) for a in arrays)
         program = self._compiled(
-            ("predict", str(types)), lambda: step.predict(self.cell, types, self.loss.output)
+            ("predict", types), lambda: step.predict(self.cell, types, self.loss.output)
         )
         return program.function, program
 
