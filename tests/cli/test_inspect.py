@@ -90,7 +90,7 @@ def test_graph_is_one_sound_svg_with_tooltips(model, capsys, tmp_path):
     assert code == 0
     assert f"wrote {out}" in err
     root = ET.parse(out).getroot()
-    titles = [t.text for t in root.iter(f"{SVG}title")]
+    titles = [t.text or "" for t in root.iter(f"{SVG}title")]
     assert root.tag == f"{SVG}svg"
     assert titles[0].startswith("step: ")
     assert any(t.startswith("state w.momentum: float32[4,3]") for t in titles)

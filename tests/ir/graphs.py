@@ -117,7 +117,7 @@ def arguments(function, seed=0, **sizes):
     return found
 
 
-STATE = {
+STATE: dict[str, tuple[Role, np.ndarray]] = {
     "w": (Role.PARAMETER, np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)),
     "user.head": (Role.PERSONAL, np.full(3, 7.5, np.float32)),
     "steps": (Role.BUFFER, np.array(5, np.int64)),

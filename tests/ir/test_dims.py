@@ -114,7 +114,7 @@ def test_misuse_is_named(f, match):
 
 
 def deepest():
-    dim = N
+    dim: dims.Dim = N
     for _ in range(40):
         dim = floor_div(dim * N + 1, 2)
     return dim

@@ -1,5 +1,6 @@
 """Drawings: sound, equal on every run, with every computed node once and no box on another."""
 
+from functools import partial
 from itertools import pairwise
 from xml.etree import ElementTree as ET
 
@@ -13,21 +14,19 @@ from triplane.unified_ir.ir.types import TensorSpec
 
 SVG = "{http://www.w3.org/2000/svg}"
 FUNCTIONS = {
-    f"{name}-{order}": lambda name=name, order=order: graphs.with_gradients(name)[order]
+    f"{name}-{order}": partial(lambda name, order: graphs.with_gradients(name)[order], name, order)
     for name in graphs.WITH_REGIONS
     for order in range(3)
 }
-FUNCTIONS |= {
-    name: lambda name=name: graphs.module().entry(name) for name in ("predict", "train_step")
-}
+FUNCTIONS |= {name: partial(graphs.module().entry, name) for name in ("predict", "train_step")}
 
 
 def boxes(svg):
     """(title, x, y, width) of every box."""
     for group in ET.fromstring(svg).iter(f"{SVG}g"):
         rect, title = group.find(f"{SVG}rect"), group.find(f"{SVG}title")
-        if rect is not None:
-            yield title.text, *(float(rect.get(k)) for k in ("x", "y", "width"))
+        if rect is not None and title is not None:
+            yield title.text or "", *(float(rect.attrib[k]) for k in ("x", "y", "width"))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -45,7 +44,7 @@ def test_every_computed_node_is_drawn_once_and_nothing_overlaps(name):
     computed = [i for i, n in enumerate(function.nodes) if derived & set(n.inputs)]
     assert sorted(int(t.split(":")[0].removeprefix("node ")) for t in nodes) == computed
     assert len([t for t, *_ in drawn if t.startswith("result ")]) == len(function.results)
-    rows = {}
+    rows: dict[float, list] = {}
     for title, x, y, width in drawn:
         rows.setdefault(y, []).append((x, width, title))
     for row in rows.values():

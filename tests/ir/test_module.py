@@ -187,10 +187,9 @@ def test_random_bytes_of_a_large_file_are_refused(tmp_path):
     path = tmp_path / "m.tpm"
     graphs.module(big=1_000_000).save(path)
     rng = np.random.default_rng(1)
-    for at in forge.flips(path, rng.integers(0, path.stat().st_size, 25).tolist()):
-        with pytest.raises(Corrupt, match=r"m\.tpm: ") as caught:
+    for _ in forge.flips(path, rng.integers(0, path.stat().st_size, 25).tolist()):
+        with pytest.raises(Corrupt, match=r"m\.tpm: "):
             load(path)
-        assert caught.value, at
 
 
 def test_a_flipped_weight_names_its_tensor(tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.ir import graphs
 
-from triplane.unified_ir.ir.graph import Function, Location, Meta, Node, OpId, Value
+from triplane.unified_ir.ir.graph import AttrValue, Function, Location, Meta, Node, OpId, Value
 from triplane.unified_ir.ir.text import function_text, module_text
 from triplane.unified_ir.ir.types import DTYPES, TensorSpec
 
@@ -32,7 +32,7 @@ def small():
     attrs = {"strides": (2,), "kernel_shape": (2, 2)}
     place = Meta(Location("digits.py", 12), "conv")
     pool = Node(OpId("", "MaxPool", 22), (x, None), (y, m), attrs, (), place)
-    kinds = {
+    kinds: dict[str, AttrValue] = {
         "a": 1,
         "b": -0.5,
         "c": "t\n",

@@ -16,10 +16,9 @@ X = TensorSpec(("N", 4))
 
 def one(name, *, domain="", since=None, inputs=(X,), output=X, regions=(), **attrs):
     """A function of one node; an input of None is absent."""
-    row = TABLE.get((domain, name))
     values = [None if t is None else Value(t, f"x{i}") for i, t in enumerate(inputs)]
     y = Value(output)
-    op = OpId(domain, name, row.id.since if since is None else since)
+    op = TABLE[domain, name].id if since is None else OpId(domain, name, since)
     node = Node(op, tuple(values), (y,), attrs, regions)
     return Function("f", tuple(v for v in values if v), (y,), ("y",), (node,))
 

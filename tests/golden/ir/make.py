@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from triplane.unified_ir.ir import Module, Role, StateTensor, TensorSpec
-from triplane.unified_ir.ir.graph import Function, Location, Meta, Node, OpId, Value
+from triplane.unified_ir.ir.graph import AttrValue, Function, Location, Meta, Node, OpId, Value
 from triplane.unified_ir.ir.types import DTYPES
 
 V1 = Path(__file__).parent / "v1"
@@ -27,7 +27,7 @@ def every_field() -> Module:
     inner = Node(OpId("golden", "Inner", 3), (inner_x,), (inner_y,), {"n": 1})
     region = Function("body", (inner_x,), (inner_y,), ("y0",), (inner,))
     y, z = Value(TensorSpec(("2*N-1", 0), "bfloat16")), Value(TensorSpec((1,), "float8e5m2"))
-    attrs = {
+    attrs: dict[str, AttrValue] = {
         "dims": TensorSpec(("N", 3)).shape,
         "dtype": DTYPES["uint4"],
         "float": -0.1,

@@ -32,8 +32,9 @@ def test_every_field_of_version_1_is_read():
     assert attrs.keys() == given.keys()
     for name, value in given.items():
         if isinstance(value, np.ndarray):
-            assert attrs[name].dtype == value.dtype
-            assert attrs[name].tolist() == value.tolist()
+            held = np.asarray(attrs[name])
+            assert held.dtype == value.dtype
+            assert held.tolist() == value.tolist()
         else:
             assert attrs[name] == value
     for name, tensor in wanted.state.items():
