@@ -1,6 +1,8 @@
 # ruff: noqa: ARG005 - a bprop takes operands, results and cotangents, used or not
 """Control flow: values, first and second order gradients, on reference and onnxruntime."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tests.conformance.checks import FIRST, SECOND, agree, central_difference
@@ -115,7 +117,7 @@ PAIR = {"x": random(2, 3), "w": random(3, 3)}
 LIFTED = {"x": lambda rng: rng.standard_normal((2, 3)) + 5, "w": random(3, 3)}
 SUNK = {"x": lambda rng: rng.standard_normal((2, 3)) - 5, "w": random(3, 3)}
 
-CASES = {
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "scan forward": (scan_forward, STATE),
     "scan backward": (scan_reverse, STATE),
     "scan of trees": (scan_of_tree, STATE),
@@ -183,9 +185,7 @@ def test_gradients_of_both_orders_equal_central_differences(name):
         slopes_hold(squares(function), args, SECOND)
 
 
-ON_ONNX = [
-    name for name in CASES if name != "scan without trips"
-]  # refused, see below
+ON_ONNX = [name for name in CASES if name != "scan without trips"]  # refused, see below
 
 
 @pytest.mark.parametrize("opset", [17, 21, 26])

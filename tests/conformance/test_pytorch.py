@@ -31,7 +31,7 @@ CONTROL = {"triplane.Cond", "triplane.CustomGradient", "triplane.Loop", "triplan
 
 def held(name, dtype=np.float64):
     """A golden file by part: {"x": {...}, "y": {...}, ...}; floating-point arrays in `dtype`."""
-    parts = {part: {} for part in "xyvguh"}
+    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in "xyvguh"}
     with np.load(GOLDEN / f"{name}.npz") as file:
         for key, array in file.items():
             part, _, label = key.partition(".")
@@ -79,8 +79,8 @@ def compare(name, engine_name, dtype, close):
         agree(found, [*parts["y"].values(), *parts["g"].values()], name, close=close)
         if parts["h"]:
             second = with_second_order(first, parts)
-            _, *found = engine(engine_name).compile(second)(*args)
-            agree(found, parts["h"].values(), f"second order of {name}", close=close)
+            _, *higher = engine(engine_name).compile(second)(*args)
+            agree(higher, parts["h"].values(), f"second order of {name}", close=close)
 
 
 @pytest.mark.parametrize("name", sorted(OURS))

@@ -56,6 +56,13 @@ def test_onnx_agrees_with_reference(use, opset):
         checks.onnx_agrees(use, opset)
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("opset", [18, 19, 20, 22, 23, 24, 25])
+@pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
+def test_onnx_agrees_with_reference_at_the_opsets_between(use, opset):
+    checks.onnx_agrees(use, opset)
+
+
 @pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
 def test_ascend_agrees_with_rounded_operands_on_reference(use):
     checks.ascend_agrees(use)

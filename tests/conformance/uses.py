@@ -46,7 +46,7 @@ class Use:
         """Parameters in which finite differences hold, by the sample's own statement."""
         wanted = self.sample.smooth
         if wanted is None:
-            wanted = [i for i, a in enumerate(self.arrays(np.float64)) if is_float(a)]
+            wanted = tuple(i for i, a in enumerate(self.arrays(np.float64)) if is_float(a))
         return [f"x{i}" for i in wanted if f"x{i}" in args]
 
 
@@ -104,7 +104,7 @@ def weighted_sum(function, dtype, *, table=TABLE, seed=5):
         parts = []
         for y in inline(function, params):
             if y.dtype.is_float:
-                weight = rng.standard_normal(y.shape).astype(y.dtype.numpy)
+                weight = rng.standard_normal(y.type.concrete({})).astype(y.dtype.numpy)
                 parts.append((y * weight).sum().cast(as_dtype(dtype)))
         if not parts:
             return None

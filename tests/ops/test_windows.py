@@ -17,7 +17,7 @@ from triplane.unified_ir.ops.table import TABLE
 
 CONV, POOL, MEAN = (TABLE["", n] for n in ("Conv", "MaxPool", "AveragePool"))
 pytestmark = pytest.mark.slow
-searched = settings(max_examples=settings.default.max_examples // 2)
+searched = settings(max_examples=settings().max_examples // 2)
 CLOSE = {"rtol": 2e-4, "atol": 2e-4}
 
 
