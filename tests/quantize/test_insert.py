@@ -284,3 +284,46 @@ def test_the_same_function_gives_the_same_bytes():
             _, made = quantized(nets.lenet(), nets.images())
             Path(folder, str(i)).write_bytes(artifact(made).model)
         assert Path(folder, "0").read_bytes() == Path(folder, "1").read_bytes()
+
+
+class SharedConstant(nn.Cell):
+    """One constant in an integer sum and in the float result."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Conv2d(1, 1, 1)
+        self.b = nn.Conv2d(1, 1, 1)
+
+    def construct(self, x):
+        return self.b(self.a(x) + SHARED) * 0.0 + SHARED
+
+
+SHARED = np.array([0.123456, 1.0], np.float32)
+
+
+def test_a_constant_is_rounded_for_its_integer_reader_only():
+    x = nets.images(2)[:, :, :, :2]
+    module = nets.module_of(nets.shaken(SharedConstant()), TensorSpec(("N", 1, 8, 2)))
+    _, made = quantized(module, x)
+    assert kinds(made).count("QuantizeLinear") == 5
+    y = artifact(made).session().run({"x": x})["logits"]
+    np.testing.assert_array_equal(y, np.broadcast_to(SHARED, y.shape))
+
+
+class Refused(nn.Cell):
+    """A product in float between two in integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Dense(6, 4)
+        self.b = nn.Dense(4, 3)
+
+    def construct(self, x):
+        return self.b(ops.gemm(self.a(x), x[:4, :4], alpha=0.5))
+
+
+def test_nothing_is_rounded_for_a_product_that_stays_in_float():
+    module = nets.module_of(nets.shaken(Refused()), TensorSpec((4, 6)))
+    x = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+    _, made = quantized(module, x)
+    assert kinds(made).count("QuantizeLinear") == 2

@@ -79,9 +79,9 @@ class _Inserter:
             self.made.put(node.outputs[0], self.made[self.first(node)])
         elif product is not None:
             self.product(node, product)
+        elif KINDS.get(node.op.name) == MIX and node.outputs[0] in self.sites.root:
+            self.made.replace(node, [self.operand(v) for v in node.inputs])
         else:
-            if KINDS.get(node.op.name) == MIX and node.outputs[0] in self.sites.root:
-                self.round_constants(node)
             self.made.keep(node)
 
     def first(self, node: Node) -> Value:
@@ -95,14 +95,13 @@ class _Inserter:
         if root is not None and value not in self.vanished:
             self.made.put(value, _rounded(self.made[value], self.quantizers[root]))
 
-    def round_constants(self, node: Node) -> None:
-        """Constant operands of a sum or product of integer tensors."""
-        for value in node.inputs:
-            if value is not None and value in self.known and value not in self.sites.root:
-                array = self.known[value]
-                seen = Range(float(array.min()), float(array.max()))
-                quantizer = activation_quantizer(seen, self.row)
-                self.made.put(value, _rounded(self.made[value], quantizer))
+    def operand(self, value: Value | None) -> Tensor | None:
+        """An operand of an integer sum or the like; a constant is rounded for this reader only."""
+        if value is None or value not in self.known:
+            return None if value is None else self.made[value]
+        array = self.known[value]
+        seen = Range(float(array.min()), float(array.max()))
+        return _rounded(self.made[value], activation_quantizer(seen, self.row))
 
     def product(self, node: Node, product: Product) -> None:
         """A product with its weight and bias in integers."""

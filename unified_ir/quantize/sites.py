@@ -105,7 +105,7 @@ class _Finder:
         for node in reversed(nodes):
             if node in self.sites.products:
                 wanted.update(self.operands(node))
-            elif node.op.name in KINDS and node.outputs[0] in wanted:
+            elif KINDS.get(node.op.name) in {COPY, MIX, CLAMP} and node.outputs[0] in wanted:
                 wanted.update(v for v in node.inputs if v is not None)
         return wanted
 
