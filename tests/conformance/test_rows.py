@@ -90,7 +90,7 @@ def test_gradients_of_both_orders_equal_central_differences(use):
 
 
 @pytest.mark.parametrize("use", SMOOTH, ids=ids(SMOOTH))
-def test_gradient_graph_on_onnx_agrees_with_reference(use):
+def test_gradient_graph_agrees_on_every_engine(use):
     checks.gradient_graph_agrees(use)
 
 
