@@ -169,6 +169,11 @@ def test_state_has_roles():
     }
 
 
+def test_personal_parameters_are_trained():
+    own = nn.Personal(np.zeros(3))
+    assert (own.role, own.trainable) == (Role.PERSONAL, True)
+
+
 def test_an_embedding_gives_rows_of_its_table():
     table = nn.Embedding(5, 3)
     ids = np.array([[0, 4], [2, 2]])
@@ -195,7 +200,16 @@ def test_an_embedding_gives_rows_of_its_table():
             lambda: nn.Uniform(1.0)((3,), np.random.Generator(np.random.MT19937(0))),
             "64-bit raw words",
         ),
-        (lambda: nn.BatchNorm2d(3)(normal(2, 3)), "BatchNorm2d takes 4 axes, got float32"),
+        (
+            lambda: nn.BatchNorm2d(3)(normal(2, 3)),
+            r"BatchNorm2d\(3\) takes x: \(N, 3, H, W\), got float32\[2,3\] \(at .*test_layers.py:",
+        ),
+        (lambda: nn.BatchNorm1d(3)(normal(2, 4)), r"\(N, 3\) or \(N, 3, L\), got float32\[2,4\]"),
+        (lambda: nn.Dense(9, 3)(normal(2, 8)), r"Dense\(9, 3\) takes x: \(..., 9\), got float32"),
+        (lambda: nn.Conv2d(3, 4, 1)(normal(2, 1, 5, 5)), r"\(N, 3, H, W\), got float32\[2,1,5,5\]"),
+        (lambda: nn.Conv1d(3, 4, 1)(normal(2, 3)), r"Conv1d\(3, 4, ...\) takes x: \(N, 3, L\)"),
+        (lambda: nn.LSTM(3, 4)(normal(2, 3)), r"LSTM\(3, 4\) takes x: \(N, T, 3\)"),
+        (lambda: nn.GRUCell(3, 4)(normal(2, 5), normal(2, 4)), r"takes x: \(N, 3\), got"),
     ],
 )
 def test_what_makes_no_layer_is_refused(make, said):

@@ -25,7 +25,7 @@ from triplane.unified_ir.nn.losses import (
 from triplane.unified_ir.nn.norm import BatchNorm1d, BatchNorm2d, LayerNorm
 from triplane.unified_ir.nn.random import Dropout, generator, seed
 from triplane.unified_ir.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
-from triplane.unified_ir.nn.state import Buffer, RandomKey
+from triplane.unified_ir.nn.state import Buffer, Personal, RandomKey
 
 __all__ = [
     "GELU",
@@ -59,6 +59,7 @@ __all__ = [
     "MaxPool2d",
     "Normal",
     "Parameter",
+    "Personal",
     "RNNCell",
     "RandomKey",
     "ReLU",

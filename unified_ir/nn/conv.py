@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 
@@ -12,10 +12,11 @@ from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, Parameter
 from triplane.unified_ir.nn.init import WEIGHT, Initializer, bias_of
 from triplane.unified_ir.nn.random import generator
-from triplane.unified_ir.nn.sizes import positive
+from triplane.unified_ir.nn.sizes import check_axis, check_rank, positive
 from triplane.unified_ir.nn.state import State
 
 Sizes = int | Sequence[int]
+_AXES: Final = {1: "L", 2: "H, W"}
 
 
 class _Conv(Cell):
@@ -54,7 +55,7 @@ class _Conv(Cell):
         taps = self._taps(kernel)
         shape = (outputs, inputs // groups, *taps)
         self.stride, self.padding, self.dilation = stride, padding, dilation
-        self.groups = groups
+        self.inputs, self.groups = inputs, groups
         self.weight = Parameter(init(shape, generator(rng)))
         self.bias = Parameter(bias_of(shape)(shape[:1], generator(rng))) if bias else None
 
@@ -68,6 +69,10 @@ class _Conv(Cell):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, inputs, *S) -> (N, outputs, *T)."""
+        name = f"{type(self).__name__}({self.inputs}, {self.weight.shape[0]}, ...)"
+        takes = f"(N, {self.inputs}, {_AXES[self.axes]})"
+        check_rank(name, takes, x, self.axes + 2)
+        check_axis(name, takes, x, 1, self.inputs)
         return ops.conv(
             x,
             self.weight,

@@ -10,7 +10,7 @@ from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, CellList, Parameter
 from triplane.unified_ir.nn.init import STANDARD_NORMAL, WEIGHT, Initializer, bias_of
 from triplane.unified_ir.nn.random import generator
-from triplane.unified_ir.nn.sizes import positive
+from triplane.unified_ir.nn.sizes import check_axis, positive
 from triplane.unified_ir.nn.state import State
 
 
@@ -39,6 +39,8 @@ class Dense(Cell):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (..., inputs) -> (..., outputs)."""
+        outputs, inputs = self.weight.shape
+        check_axis(f"Dense({inputs}, {outputs})", f"(..., {inputs})", x, -1, inputs)
         return ops.linear(x, self.weight, self.bias)
 
 

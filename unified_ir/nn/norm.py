@@ -10,8 +10,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, Parameter
 from triplane.unified_ir.ir.dims import Dim, product
-from triplane.unified_ir.ir.types import ShapeError
-from triplane.unified_ir.nn.sizes import positive
+from triplane.unified_ir.nn.sizes import check_axis, check_rank, positive
 from triplane.unified_ir.nn.state import Buffer, State
 from triplane.unified_ir.ops.norm import batch_norm_row
 from triplane.unified_ir.ops.tensor import dims_of
@@ -27,6 +26,7 @@ class _BatchNorm(Cell):
     """
 
     ranks: ClassVar[tuple[int, ...]]
+    shapes: ClassVar[str]
     weight: State
     bias: State
     running_mean: State
@@ -45,11 +45,11 @@ class _BatchNorm(Cell):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, ...) -> the same shape."""
-        if x.rank not in self.ranks:
-            raise ShapeError(
-                f"{type(self).__name__} takes {' or '.join(map(str, self.ranks))} axes, "
-                f"got {x.type}"
-            )
+        channels = self.weight.shape[0]
+        name = f"{type(self).__name__}({channels})"
+        takes = self.shapes.replace("C", str(channels))
+        check_rank(name, takes, x, *self.ranks)
+        check_axis(name, takes, x, 1, channels)
         mean, var = self.running_mean, self.running_var
         if not self.training:
             return batch_norm_row(x, self.weight, self.bias, mean, var, epsilon=self.epsilon)
@@ -76,6 +76,7 @@ class BatchNorm1d(_BatchNorm):
     """Batch normalization of x: (N, C) or (N, C, L); see `BatchNorm2d`."""
 
     ranks = (2, 3)
+    shapes = "(N, C) or (N, C, L)"
 
 
 class BatchNorm2d(_BatchNorm):
@@ -88,6 +89,7 @@ class BatchNorm2d(_BatchNorm):
     """
 
     ranks = (4,)
+    shapes = "(N, C, H, W)"
 
 
 class LayerNorm(Cell):

@@ -17,7 +17,7 @@ from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, Parameter
 from triplane.unified_ir.nn.init import Uniform
 from triplane.unified_ir.nn.random import generator
-from triplane.unified_ir.nn.sizes import positive
+from triplane.unified_ir.nn.sizes import check_axis, check_rank, positive
 from triplane.unified_ir.nn.state import State
 
 Carry = tuple[ops.Tensor, ...]
@@ -35,7 +35,7 @@ class _Gated(Cell):
     def __init__(self, inputs: int, hidden: int, *, rng: np.random.Generator | None = None) -> None:
         super().__init__()
         positive(type(self).__name__, inputs=inputs, hidden=hidden)
-        self.hidden = hidden
+        self.inputs, self.hidden = inputs, hidden
         draw, source = Uniform(1.0 / math.sqrt(hidden)), generator(rng)
         rows = self.gates * hidden
         self.weight_ih = Parameter(draw((rows, inputs), source))
@@ -48,12 +48,14 @@ class _Gated(Cell):
 
     def one_step(self, x: ops.Tensor, state: Sequence[ops.Tensor]) -> Carry:
         """x: (N, inputs), state: (N, hidden) each -> the next state."""
+        self._check(x, f"(N, {self.inputs})", 2)
         return self.advance(ops.linear(x, self.weight_ih, self.bias), tuple(state))
 
     def sequence(
         self, x: ops.Tensor, state: Sequence[ops.Tensor] | None
     ) -> tuple[ops.Tensor, Carry]:
         """x: (N, T, inputs) -> (N, T, hidden) of the first state tensor, and the last state."""
+        self._check(x, f"(N, T, {self.inputs})", 3)
         mixed = ops.linear(x, self.weight_ih, self.bias).transpose(1, 0, 2)
         start = tuple(state) if state is not None else self.zero_state(x)
         last, ys = ops.scan(self._scanned, start, mixed)
@@ -66,6 +68,11 @@ class _Gated(Cell):
     def _scanned(self, state: Carry, mixed: ops.Tensor) -> tuple[Carry, ops.Tensor]:
         after = self.advance(mixed, state)
         return after, after[0]
+
+    def _check(self, x: ops.Tensor, takes: str, rank: int) -> None:
+        name = f"{type(self).__name__}({self.inputs}, {self.hidden})"
+        check_rank(name, takes, x, rank)
+        check_axis(name, takes, x, -1, self.inputs)
 
     def _gate(self, stacked: ops.Tensor, i: int) -> ops.Tensor:
         return stacked[:, i * self.hidden : (i + 1) * self.hidden]

@@ -1,8 +1,11 @@
-"""Checks of layer sizes, where the caller's names are known."""
+"""Checks of sizes and shapes, where the layer's own names are known."""
 
 from __future__ import annotations
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import ops
+from triplane.unified_ir.ir.types import ShapeError
+from triplane.unified_ir.ops.source import user_location
 
 
 def positive(layer: str, **sizes: int) -> tuple[int, ...]:
@@ -11,3 +14,20 @@ def positive(layer: str, **sizes: int) -> tuple[int, ...]:
         if type(size) is not int or size < 1:
             raise InvalidInput(f"{layer} needs {name} to be a whole number >= 1, got {size!r}")
     return tuple(sizes.values())
+
+
+def check_axis(layer: str, takes: str, x: ops.Tensor, axis: int, size: int) -> None:
+    """x has `size` elements along `axis`; `takes` is the shape to name in the error."""
+    if not -x.rank <= axis < x.rank or x.shape[axis] != size:
+        raise ShapeError(f"{layer} takes x: {takes}, got {x.type}{_here()}")
+
+
+def check_rank(layer: str, takes: str, x: ops.Tensor, *ranks: int) -> None:
+    """x has one of these numbers of axes."""
+    if x.rank not in ranks:
+        raise ShapeError(f"{layer} takes x: {takes}, got {x.type}{_here()}")
+
+
+def _here() -> str:
+    where = user_location()
+    return f" (at {where})" if where else ""

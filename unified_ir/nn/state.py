@@ -14,6 +14,13 @@ State = Any
 """The type of an attribute that holds state: a `Parameter` outside a trace, its `Tensor` inside."""
 
 
+class Personal(Parameter):
+    """A parameter that is trained and never leaves the device: no wire has a field for it."""
+
+    def __init__(self, array: Any) -> None:
+        super().__init__(array, role=Role.PERSONAL)
+
+
 class Buffer(Parameter):
     """State that `construct` may assign, such as running statistics."""
 

@@ -1,0 +1,81 @@
+"""Batches: every sample once, in an order of (seed, epoch), from any batch on."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import data
+from triplane.unified_ir.train.batches import Source, in_order
+
+sizes = st.integers(1, 40)
+
+
+def arrays(n):
+    return np.arange(n, dtype=np.float32)[:, None], np.arange(n)
+
+
+@given(sizes, st.integers(1, 50), st.integers(0, 2**64 - 1), st.integers(0, 1000))
+def test_an_epoch_holds_every_sample_once(n, size, seed, epoch):
+    source = Source(arrays(n), size, seed)
+    found = list(source.epoch(epoch))
+    assert len(found) == source.count
+    assert all(len(y) == size for _, y in found[:-1])
+    labels = np.concatenate([y for _, y in found])
+    assert np.array_equal(np.sort(labels), np.arange(n))
+    assert all(np.array_equal(x[:, 0], y) for x, y in found)
+
+
+@given(sizes, st.integers(1, 9), st.integers(0, 9))
+def test_an_epoch_may_start_at_any_batch(n, size, first):
+    source = Source(arrays(n), size, 3)
+    whole = list(source.epoch(7))
+    if first > len(whole):
+        with pytest.raises(InvalidInput, match="has fewer"):
+            list(source.epoch(7, first=first))
+        return
+    rest = list(source.epoch(7, first=first))
+    assert [y.tolist() for _, y in rest] == [y.tolist() for _, y in whole[first:]]
+
+
+def test_arrays_and_datasets_have_one_order():
+    rng = np.random.default_rng(0)
+    held = data.from_arrays(rng.random((23, 2, 2)).astype(np.float32), np.arange(23) % 3)
+    for epoch in range(3):
+        a = Source(held, 5, 9).epoch(epoch)
+        b = Source((held.x, held.y), 5, 9).epoch(epoch)
+        assert all(np.array_equal(p[0], q[0]) for p, q in zip(a, b, strict=True))
+
+
+def test_epochs_and_seeds_differ():
+    orders = {
+        tuple(np.concatenate([y for _, y in Source(arrays(30), 7, seed).epoch(epoch)]))
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    }
+    assert len(orders) == 4
+
+
+def test_evaluation_keeps_the_datas_order():
+    x, y = arrays(10)
+    for given_data in ((x, y), data.from_arrays(x.reshape(10, 1, 1), y)):
+        assert np.array_equal(np.concatenate([b[-1] for b in in_order(given_data, 4)]), y)
+
+
+def test_looking_at_the_first_batch_uses_nothing_up():
+    source = Source(iter([arrays(3), arrays(2)]), 1, 0)
+    assert len(source.peek()[1]) == 3
+    assert [len(y) for _, y in source.epoch(0)] == [3, 2]
+    assert not source.repeats()
+
+
+def test_wide_floats_become_single():
+    (batch,) = Source((np.zeros((2, 3)), np.zeros(2)), 9, 0).epoch(0)
+    assert [a.dtype for a in batch] == [np.float32, np.float32]
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_seeds_are_64_bits(seed):
+    with pytest.raises(InvalidInput, match="a seed is in"):
+        Source(arrays(3), 1, seed)
