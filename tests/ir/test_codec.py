@@ -187,6 +187,8 @@ BENT = {
     "no size": (lambda m: m.dims.append("3"), Corrupt, "normal form"),
     "long sizes": (lambda m: m.dims.extend(["N"] * 40_000), Corrupt, "characters"),
     "long string": (lambda m: m.strings.append("x" * 70_000), Corrupt, "at most 65536"),
+    "many strings": (lambda m: m.strings.extend([""] * 250_000), Corrupt, "at most 250000"),
+    "many types": (lambda m: [m.types.add() for _ in range(50_000)], Corrupt, "at most 50000"),
     "role": (lambda m: m.state.add(name=0, type=0, role=99), Corrupt, "role number 99"),
     "no tensor": (lambda m: m.state.add(name=0, type=1, role=1), Corrupt, "have no tensor"),
     "big personal": (

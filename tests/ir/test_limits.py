@@ -15,6 +15,7 @@ def test_documented_limits_are_those_in_force():
         f"{limits.MAX_MODULE_BYTES >> 20} MiB, {limits.MAX_MESSAGES:,} messages",
         f"messages, {limits.MAX_FIELDS:,} fields",
         f"| nodes of a module, regions included | {limits.MAX_NODES:,} |",
+        f"state tensors | {limits.MAX_STRINGS:,}; {limits.MAX_TYPES:,} each |",
         f"| regions inside one another | {limits.MAX_REGION_DEPTH} |",
         f"| functions | {limits.MAX_FUNCTIONS:,} |",
         f"parameters or results of a function | {limits.MAX_OPERANDS:,} |",

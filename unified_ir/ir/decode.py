@@ -51,6 +51,10 @@ class Decoder:
         self.tensors = tensors
         self.used: set[str] = set()
         self.nodes = 0
+        _at_most(limits.MAX_STRINGS, message.strings, "strings")
+        _at_most(limits.MAX_STRINGS, message.places, "places")
+        for table in (message.ops, message.types, message.entries, message.state):
+            _at_most(limits.MAX_TYPES, table, "types, operators, entries or state tensors")
         self.strings = [_string(s) for s in message.strings]
         self.dims = _dims(message.dims)
         self.ops = [self._op(op) for op in message.ops]

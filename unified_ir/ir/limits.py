@@ -1,7 +1,7 @@
 """What `module.pb` may hold at most, and the counting that keeps to it before a byte is decoded.
 
-The figures are several times what the largest model known to need them has (a training step of
-100,000 nodes takes 4 MiB); a file beyond them is refused, never half read.
+The figures are several times what the largest model known to need them has (a function of
+100,000 nodes takes 2 MiB); a file beyond them is refused, never half read.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from triplane.proto import ir_pb2 as pb
 from triplane.proto.errors import Corrupt
 
-MAX_MODULE_BYTES: Final = 32 << 20
+MAX_MODULE_BYTES: Final = 16 << 20
 MAX_MESSAGES: Final = 1_000_000
 """A message of two bytes on the wire takes about a hundred in memory."""
 MAX_FIELDS: Final = 4_000_000
 MAX_NODES: Final = 250_000
 """In all functions and regions of a module together."""
+MAX_STRINGS: Final = 250_000
+MAX_TYPES: Final = 50_000
+"""Also of operators, entries and state tensors."""
 MAX_REGION_DEPTH: Final = 16
 MAX_OPERANDS: Final = 65_536
 """Operands or outputs of a node, parameters or results of a function."""
