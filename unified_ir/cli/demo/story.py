@@ -230,7 +230,7 @@ def _serve(stage: Stage) -> None:
     with processes.server("edge", "serve", bundle, "--port", "0", "--metrics-port", "0") as ready:
         answers = ask(
             f"127.0.0.1:{ready['port']}", ready["serving"][0]["model"],
-            stage.held_out.x, stage.held_out.y,
+            asked.x, asked.y,
         )  # fmt: skip
     stage.say(
         f"   {answers.calls} calls: accuracy {answers.accuracy:.3f}, median {answers.median_ms:.2f}"
