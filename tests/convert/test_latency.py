@@ -19,10 +19,14 @@ def timing(median):
     return Timing(cpu=q, wall=q)
 
 
+def box(median):
+    return Quartiles(0.9 * median, median, 1.1 * median)
+
+
 def latency(float32, int8, control, *, on_target=True):
     return Latency(
         batch=1, rounds=9, float32=timing(float32), control=timing(control), int8=timing(int8),
-        ratio=Quartiles(1, 1, 1), on_target=on_target,
+        ratio=box(int8 / float32), control_ratio=box(control / float32), on_target=on_target,
     )  # fmt: skip
 
 
@@ -32,7 +36,8 @@ def latency(float32, int8, control, *, on_target=True):
         (latency(1.0, 0.5, 1.0), "faster"),
         (latency(1.0, 2.0, 1.0), "slower"),
         (latency(1.0, 1.1, 1.0), "undecided"),
-        (latency(1.0, 0.5, 2.0), "undecided"),
+        (latency(1.0, 2.0, 2.0), "undecided"),
+        (latency(1.0, 1.5, 2.0), "undecided"),
         (latency(1.0, 0.5, 1.0, on_target=False), "undecided"),
     ],
 )

@@ -49,9 +49,7 @@ VERDICTS = {
     "int8 is faster here (2.0x) and 2.1x smaller": {
         "latency": ratio(latency(1e-2, 5e-3, 1e-2), 0.5)
     },
-    f"{UNDECIDED} (the quartiles of interleaved runs overlap)": {
-        "latency": latency(1e-2, 1e-2, 1e-2)
-    },
+    f"{UNDECIDED} (interleaved runs scatter too much)": {"latency": latency(1e-2, 1e-2, 1e-2)},
     f"{UNDECIDED} (this machine is no ort-x64; measure there)": {
         "latency": latency(1e-2, 1e-3, 1e-2, on_target=False)
     },

@@ -2,7 +2,8 @@
 
 Runs alternate float, int8, control in one process; the control is a second session of the float
 graph. Times are of the processor (one thread), which other processes disturb least; the wall clock
-stands beside. A verdict needs quartiles that do not overlap, and a control whose quartiles do.
+stands beside. What counts is the ratio within a round, since slow phases of a machine hit all:
+a verdict needs quartiles of int8 / float that reach neither 1 nor those of control / float.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """Timings on one batch; ratio: int8 / float32 in processor time, by round."""
+    """Timings on one batch; ratios to float32 in processor time, by round."""
 
     batch: int
     rounds: int
@@ -62,18 +63,20 @@ class Latency:
     control: Timing
     int8: Timing | None = None
     ratio: Quartiles | None = None
+    control_ratio: Quartiles = Quartiles(1.0, 1.0, 1.0)
     on_target: bool = True
     """Whether this machine is of the target's kind."""
 
     @property
     def verdict(self) -> str:
         """What int8 is, compared with float: faster, slower, or undecided."""
-        if self.int8 is None or not self.on_target:
+        if self.ratio is None or not self.on_target:
             return "undecided"
-        a, b = self.float32.cpu, self.int8.cpu
-        if a.overlaps(b) or not a.overlaps(self.control.cpu):
+        c = self.control_ratio
+        even = Quartiles(min(1.0, c.q1), c.median, max(1.0, c.q3))
+        if self.ratio.overlaps(even):
             return "undecided"
-        return "faster" if b.median < a.median else "slower"
+        return "faster" if self.ratio.median < 1 else "slower"
 
     def record(self) -> dict[str, Any]:
         """As JSON."""
@@ -84,10 +87,11 @@ class Latency:
             "on_target": self.on_target,
             "float32": self.float32.record(),
             "control": self.control.record(),
+            "control_ratio": _rounded(self.control_ratio),
         }
         if self.int8 is not None and self.ratio is not None:
-            ratio = [round(x, 4) for x in (self.ratio.q1, self.ratio.median, self.ratio.q3)]
-            made |= {"int8": self.int8.record(), "ratio": ratio, "verdict": self.verdict}
+            made |= {"int8": self.int8.record(), "ratio": _rounded(self.ratio)}
+            made["verdict"] = self.verdict
         return made
 
 
@@ -121,6 +125,7 @@ def measure_latency(
         control=timings[-1],
         int8=None if int8 is None else timings[1],
         ratio=None if int8 is None else quartiles(timed[:, 1, 1] / timed[:, 0, 1]),
+        control_ratio=quartiles(timed[:, -1, 1] / timed[:, 0, 1]),
         on_target=on_target,
     )
 
@@ -145,6 +150,10 @@ def _timed(session: Session, feeds: Mapping[str, Array], calls: int) -> tuple[fl
     for _ in range(calls):
         session.run(feeds)
     return (time.perf_counter() - wall) / calls, (time.process_time() - cpu) / calls
+
+
+def _rounded(q: Quartiles) -> list[float]:
+    return [round(x, 4) for x in (q.q1, q.median, q.q3)]
 
 
 def _ms(q: Quartiles) -> list[float]:

@@ -120,7 +120,7 @@ class Report:
             return ""
         if not self.latency.on_target:
             return f" (this machine is no {self.target}; measure there)"
-        return " (the quartiles of interleaved runs overlap)"
+        return " (interleaved runs scatter too much)"
 
     def __str__(self) -> str:
         return self.text()
@@ -247,7 +247,8 @@ def _latency_rows(latency: Latency) -> list[tuple[str, str]]:
         r = latency.ratio
         what = f"int8 / float32 = {r.median:.2f} ({r.q1:.2f} to {r.q3:.2f}): {latency.verdict}"
         rows.append(("latency", what))
-    rows.append(("control", _timing_words(latency.control.cpu, latency.control.wall)))
+    c = latency.control_ratio
+    rows.append(("control", f"float32 / float32 = {c.median:.2f} ({c.q1:.2f} to {c.q3:.2f})"))
     return rows
 
 
