@@ -163,6 +163,21 @@ class TestTies:
             _, g = engine(name).compile(value_and_grad(f))(np.zeros((1, 1, 2, 4), F32))
             np.testing.assert_array_equal(g[0, 0], [[1, 0, 1, 0], [0, 0, 0, 0]])
 
+    @pytest.mark.parametrize("name", ["onnx", "ascend"])
+    @pytest.mark.parametrize("stride", [2, 1])
+    def test_no_precision_decides_which_maximum_wins(self, name, stride):
+        """Moving elements by a product of matrices must not round them, on any engine."""
+        size = {2: 4, 1: 7}[stride]
+        f = recorded(
+            {"x": TensorSpec((2, 3, 8, 8)), "g": TensorSpec((2, 3, size, size))},
+            lambda x, g: {"loss": (ops.max_pool(x, 2, stride=stride) * g).sum()},
+        )
+        args = 1 + 1e-5 * random(0, 2, 3, 8, 8), random(1, 2, 3, size, size)
+        wanted = engine("reference").compile(value_and_grad(f))(*args)
+        found = engine(name).compile(value_and_grad(f))(*args)
+        for a, b in zip(found[1:], wanted[1:], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
 
 class TestMaskedSoftmax:
     @pytest.mark.parametrize("low", [-np.inf, -1e9, -100.0])
