@@ -14,6 +14,7 @@ import numpy as np
 
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
+from triplane.unified_ir.ir.types import float32
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.clean import drop_dead, with_nodes
 from triplane.unified_ir.passes.simplify import uses
@@ -72,9 +73,10 @@ def _rewrite(function: Function, rule: Callable[[_View, Node], list[Node] | None
 
 
 def _plain_gemm(view: _View, value: Value | None) -> Node | None:
-    """A Gemm without C whose result is read once."""
+    """A Gemm without C whose result is read once; float32, which is what its attributes hold."""
     found = view.node(value, "Gemm")
-    return found if found is not None and len(found.inputs) == 2 else None
+    plain = found is not None and len(found.inputs) == 2
+    return found if plain and value is not None and value.type.dtype == float32 else None
 
 
 def _as_update(view: _View, node: Node) -> list[Node] | None:
@@ -86,7 +88,7 @@ def _as_update(view: _View, node: Node) -> list[Node] | None:
         return None
     for gradient, rate in (scaled.inputs, scaled.inputs[::-1]):
         product, lr = _plain_gemm(view, gradient), view.scalar(rate)
-        if product is not None and lr is not None and weight.type == node.outputs[0].type:
+        if product is not None and lr is not None and _alike(product, weight, node):
             return [_onto(product, weight, node, alpha=-lr, beta=1.0)]
     return None
 
@@ -100,9 +102,14 @@ def _as_momentum(view: _View, node: Node) -> list[Node] | None:
             continue
         for velocity, factor in (decayed.inputs, decayed.inputs[::-1]):
             m = view.scalar(factor)
-            if m is not None and velocity is not None and velocity.type == node.outputs[0].type:
+            if m is not None and velocity is not None and _alike(product, velocity, node):
                 return [_onto(product, velocity, node, alpha=1.0, beta=m)]
     return None
+
+
+def _alike(product: Node, base: Value, node: Node) -> bool:
+    """Whether nothing broadcasts but, at most, factors."""
+    return product.outputs[0].type == base.type == node.outputs[0].type
 
 
 def _onto(product: Node, base: Value, node: Node, *, alpha: float, beta: float) -> Node:
