@@ -187,7 +187,11 @@ def _cropped(x: Tensor, h: int, w: int) -> Tensor:
 
 
 def _winner(x: Tensor, y: Tensor, window: Window) -> Tensor:
-    """1 at the first maximum of each window, else 0; x without NaN, cropped to whole windows."""
+    """1 at the first maximum of each window, else 0; x cropped to whole windows.
+
+    Every maximum must be finite: one infinite maximum spoils the winners of its whole row of
+    windows, since 0 * inf in the product that repeats it is NaN.
+    """
     kh, kw = window.kernel
     _, _, h, w = x.shape
     assert isinstance(h, int)
