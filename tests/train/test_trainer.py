@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -215,6 +217,35 @@ def test_frozen_parameters_stay():
     assert "optimizer.m.body.weight" not in after
 
 
+def test_another_rate_between_fits_keeps_the_optimizers_state():
+    made = trainer(optimizer=optim.Adam(0.01))
+    made.fit(data(), 1, **QUIET)
+    made.optimizer = optim.Adam(0.0)
+    before = made.state()
+    made.fit(data(), 1, **QUIET)
+    after = made.state()
+    assert np.array_equal(before["head.weight"], after["head.weight"])
+    assert after["optimizer.step"] == 2 * before["optimizer.step"] > 0
+    assert not np.array_equal(before["optimizer.m.head.weight"], after["optimizer.m.head.weight"])
+
+
+def test_a_parameter_thawed_between_fits_is_trained():
+    made = trainer(optimizer=optim.Adam(0.01))
+    weight = made.cell.parameters()["first.weight"]
+    weight.trainable = False
+    made.fit(data(), 1, **QUIET)
+    frozen, step = weight.array, made.state()["optimizer.step"]
+    weight.trainable = True
+    made.fit(data(), 1, **QUIET)
+    assert not np.array_equal(weight.array, frozen)
+    assert made.state()["optimizer.step"] == 2 * step
+
+
+def test_importing_training_imports_no_rich():
+    code = "import sys, triplane.unified_ir.train; sys.exit('rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_training_leaves_the_cells_own_modes():
     made = trainer()
     made.cell.drop.eval()
@@ -333,6 +364,7 @@ X, Y = data()
     ("act", "said"),
     [
         (lambda: trainer().fit((X, Y), 1, batch_size=0), "at least 1 sample, got batch_size=0"),
+        (lambda: trainer().fit((X, Y), -1), "0 epochs or more, got -1"),
         (lambda: trainer().fit((X, Y[:9]), 1), r"one first axis of at least 1.*\[50, 4\], \[9\]"),
         (lambda: trainer().fit(7, 1), "data is a Dataset, a tuple of arrays"),
         (lambda: trainer().fit([], 1), "there is no data"),

@@ -95,7 +95,7 @@ class Fit:
         state = self.loop.state()
         trainer.write_back(state)
         if self.validation is not None:
-            measured = trainer.measure(self.validation, trainer.state())
+            measured = trainer.evaluate(self.validation)
             row |= {f"validation.{k}": v for k, v in measured.items()}
         place.next_epoch()
         self.anchor, self.start = state, place.copy()

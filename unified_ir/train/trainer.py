@@ -72,7 +72,7 @@ class Trainer:
         self.history = History()
         self._types: tuple[TensorType, ...] | None = None
         self._models: dict[Any, step.Model] = {}
-        self._optimizer_state: dict[str, Array] | None = None
+        self._optimizer_state: dict[str, Array] = {}
         self._programs: dict[Any, Program] = {}
         _set_keys(cell, seed)
 
@@ -94,6 +94,8 @@ class Trainer:
         bits as if it had never stopped, without it the folder must hold none (else Conflict).
         NonFinite: the loss became NaN or infinite; the error names the first operator that did.
         """
+        if epochs < 0:
+            raise InvalidInput(f"a run has 0 epochs or more, got {epochs}")
         source = Source(data, batch_size, self.seed)
         self._prepare(source.peek(), data)
         goal = self.place.epoch + epochs
@@ -110,12 +112,7 @@ class Trainer:
 
     def evaluate(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Row:
         """Means of loss and metrics over all samples of `data`, in evaluation mode."""
-        return self.measure(data, self.state(), batch_size)
-
-    def measure(
-        self, data: Any, state: Mapping[str, Array], batch_size: int = EVALUATION_BATCH
-    ) -> Row:
-        """As `evaluate`, on a given state."""
+        state = self._own()
         place = Place()
         for batch in in_order(data, batch_size):
             model, program = self._evaluation(batch)
@@ -132,7 +129,7 @@ class Trainer:
         """The output in evaluation mode: one array, or a dict by name where there are several."""
         arrays = as_batch((*inputs, np.zeros(len(inputs[0]))) if inputs else ())[:-1]
         function, program = self._prediction(arrays)
-        state = self.state()
+        state = self._own()
         names = [n for n in function.param_names if n not in state]
         parts = []
         for start in range(0, len(arrays[0]), batch_size):
@@ -213,7 +210,7 @@ class Trainer:
 
     def training_program(self) -> Program:
         """The training step on the engine, its state donated."""
-        key = ("train", self._types, self._signature())
+        key = ("train", self._types, self._signature(), self.optimizer, self.clip_norm)
         if key not in self._programs:
             function = self.train_function()
             state = self.state_names(function)
@@ -258,15 +255,24 @@ class Trainer:
         return {k: p.array for k, p in self.cell.parameters().items() if p.trainable}
 
     def optimizer_state(self) -> dict[str, Array]:
-        """The optimizer's state by name, zeros before the first step."""
-        if self._optimizer_state is None:
-            self._optimizer_state = self.optimizer.init(self._trainable())
-        return self._optimizer_state
+        """The optimizer's state by name, zeros before the first step.
+
+        What a parameter made trainable or another optimizer adds starts at zero; the rest stays.
+        """
+        fresh = self.optimizer.init(self._trainable())
+        kept = self._optimizer_state
+        for name in fresh.keys() & kept.keys():
+            if kept[name].shape == fresh[name].shape:
+                fresh[name] = kept[name]
+        self._optimizer_state = fresh
+        return fresh
 
     def state(self) -> dict[str, Array]:
         """All state: the cell's and the optimizer's."""
-        own = {k: p.array for k, p in self.cell.parameters().items()}
-        return {**own, **self.optimizer_state()}
+        return {**self._own(), **self.optimizer_state()}
+
+    def _own(self) -> dict[str, Array]:
+        return {k: p.array for k, p in self.cell.parameters().items()}
 
     def roles(self) -> dict[str, Role]:
         """The role of every state tensor."""
