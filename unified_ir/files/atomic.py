@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from triplane.proto.errors import Unavailable
+from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.files.digests import Buffer
 
 
@@ -21,7 +21,10 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a seekable binary file that becomes `path` when the block ends without an error.
 
     Unavailable: the disk refused; a failure of the very last flush may leave the new file in place.
+    InvalidInput: `path` is a folder, a device or a pipe, which a rename would replace for good.
     """
+    if not path.name or "\0" in path.name or (path.exists() and not path.is_file()):
+        raise InvalidInput(f"{path} cannot become a file; give the name of a new or a regular one")
     temp = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         with temp.open("xb") as file:

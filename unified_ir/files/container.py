@@ -222,7 +222,7 @@ def _mapped(path: Path) -> mmap.mmap:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise NotFound(f"no file at {path}") from error
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise Unavailable(f"could not open {path}: {error}") from error
     try:
         status = os.fstat(handle)
@@ -232,7 +232,10 @@ def _mapped(path: Path) -> mmap.mmap:
             raise Corrupt(
                 f"{path.name}: container of {status.st_size} bytes, not 1 to {MAX_FILE_BYTES}"
             )
-        return mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
+        try:
+            return mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # the kernel's pseudo-files; emptied since `fstat`
+            raise Unavailable(f"could not map {path}: {error}") from error
     finally:
         os.close(handle)
 

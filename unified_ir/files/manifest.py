@@ -92,7 +92,7 @@ def encode(manifest: Manifest) -> bytes:
     message = pb.Manifest(
         format_version=FORMAT_VERSION,
         kind=manifest.kind,
-        parent_digest=bytes.fromhex(manifest.parent),
+        parent_digest=digests.from_hex(manifest.parent) if manifest.parent else b"",
     )
     for part in manifest.parts:
         message.parts.add(name=part.name, size=part.size, sha256=part.sha256, crc32=part.crc32)
@@ -132,10 +132,9 @@ def parse(message: _M, data: bytes, what: str) -> _M:
         message.ParseFromString(data)
     except (DecodeError, RecursionError) as error:
         raise Corrupt(f"{what}: not the message it should be: {error}") from error
-    known = type(message)()
-    known.CopyFrom(message)
-    known.DiscardUnknownFields()
-    if known.ByteSize() != message.ByteSize():
+    size = message.ByteSize()
+    message.DiscardUnknownFields()
+    if message.ByteSize() != size:
         raise Corrupt(f"{what}: has fields this version does not know")
     return message
 
@@ -181,6 +180,9 @@ def _from_message(message: pb.Manifest) -> Manifest:
     for part in message.parts:
         if not part.HasField("crc32"):
             raise Corrupt(f"manifest: part {part.name!r} has no crc32")
+    for t in message.tensors:
+        if len(t.shape) > MAX_RANK:  # before a tuple of millions is made of it
+            raise Corrupt(f"manifest: tensor {t.name[:80]!r}: rank {len(t.shape)} out of range")
     return Manifest(
         kind=message.kind,
         parts=tuple(Part(p.name, p.size, p.sha256, p.crc32) for p in message.parts),

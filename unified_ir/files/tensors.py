@@ -29,6 +29,7 @@ from triplane.unified_ir.files.manifest import (
 
 MAX_HEADER_BYTES: Final = 4 << 20
 ALIGNMENT: Final = 64
+METADATA: Final = "__metadata__"
 
 Array = npt.NDArray[Any]
 
@@ -82,6 +83,10 @@ class _Arranged:
 
 
 def _arrange(tensors: Mapping[str, Array | Tensor]) -> _Arranged:
+    if METADATA in tensors:
+        raise InvalidInput(
+            f"no tensor is named {METADATA}: readers take it for text about the file"
+        )
     named = [(name, as_tensor(value, name)) for name, value in tensors.items()]
     named.sort(key=lambda item: (-BY_NAME[item[1].dtype].storage.itemsize, item[0]))
     arrays = tuple(np.asarray(t.data, BY_NAME[t.dtype].storage, order="C") for _, t in named)
@@ -179,10 +184,10 @@ def _parse_header(text: bytes, what: str) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise Corrupt(f"{what}: the header is not a JSON object")
     try:
-        rows = json.loads(text, object_pairs_hook=_unique)
+        rows = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"{what}: the header is not JSON of tensors: {error}") from error
-    metadata = rows.pop("__metadata__", {})
+    metadata = rows.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise Corrupt(f"{what}: __metadata__ must map text to text")
     if len(rows) > MAX_TENSORS:
