@@ -26,6 +26,9 @@ from triplane.unified_ir.runtime.signature import INSIDE_ONLY, Array, TensorInfo
 
 DESCRIPTION: Final = "plan.pb"
 STATE: Final = "state.safetensors"
+MAX_STEPS: Final = 2**31
+"""Steps of one call of `adapt`: years of work, far below what a counter holds."""
+
 LOSS: Final = "loss"
 """The result that `adapt` collects."""
 
@@ -184,6 +187,8 @@ class Plan:
         entry = "adapt" if "adapt" in self.entries else "local_update"
         if not batches:
             raise InvalidInput("adapt needs at least one batch")
+        if not 0 <= steps <= MAX_STEPS:
+            raise InvalidInput(f"adapt takes 0 to {MAX_STEPS} steps, got {steps}")
         self._session(entry)
         count = steps or self._default_steps[entry] or len(batches)
         return [float(self._loss(entry, batch)) for batch in islice(cycle(batches), count)]
@@ -223,6 +228,8 @@ class Plan:
         if file.manifest.parent != self.digest:
             raise Conflict(f"{file.path.name} is of plan {file.manifest.parent}, not {self.digest}")
         values = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
+        if values.keys() != self.roles.keys():
+            raise Corrupt(f"{file.path.name}: holds {sorted(values)}, not {sorted(self.roles)}")
         steps, spent_s = _counters(dict(file.manifest.properties), file.path.name)
         self.assign(values)
         self.steps, self.spent_s = steps, spent_s
@@ -292,6 +299,8 @@ class Plan:
 def _decode(data: Buffer, what: str) -> pb.Plan:
     message = parse(pb.Plan(), bounded(data, what), what)
     check_amounts([message.limits.time_s], what)
+    if any(entry.steps > MAX_STEPS for entry in message.entries):
+        raise Corrupt(f"{what}: an entry takes more than {MAX_STEPS} steps by default")
     return message
 
 
@@ -328,7 +337,7 @@ def _check_memory(limits: Limits, state: Mapping[str, Array]) -> None:
 def _counters(properties: Mapping[str, str], what: str) -> tuple[int, float]:
     try:
         steps, spent_s = int(properties["steps"]), float(properties["spent_s"])
-    except (KeyError, ValueError) as error:
+        check_amounts([float(steps), spent_s], what)
+    except (KeyError, ValueError, OverflowError) as error:
         raise Corrupt(f"{what}: steps or spent_s is missing or no number") from error
-    check_amounts([steps, spent_s], what)
     return steps, spent_s

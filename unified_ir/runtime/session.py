@@ -46,8 +46,9 @@ _FAILURES: Final[tuple[type[Exception], ...]] = (
 
 ort.disable_telemetry_events()
 
-LOG_ERRORS: Final = 3
-"""onnxruntime's severity "error": warnings about valid graphs stay off standard error."""
+LOG_FATAL: Final = 4
+"""onnxruntime's severity "fatal": its errors are raised here, and a caller's bad values must not
+write a line of standard error each."""
 
 NO_FOLDER: Final = "/dev/null/none"
 """A path that cannot exist: graphs given as bytes resolve external data here, hence nowhere."""
@@ -184,13 +185,14 @@ class Loop:
             for name in self._results:
                 binding.bind_output(name, _CPU)
             self._session._c.run_with_iobinding(binding, None)  # noqa: SLF001 - one class in two
+            values = binding.get_outputs()
+            first = len(self._updated)
+            results = {name: values[first + i].numpy() for i, name in enumerate(self._results)}
         except _FAILURES as error:
             raise _run_failure(error) from error
         self._front, self._back = self._back, self._front
         self._read_front, self._read_back = self._read_back, binding
-        values = binding.get_outputs()
-        first = len(self._updated)
-        return {name: values[first + i].numpy() for i, name in enumerate(self._results)}
+        return results
 
     def state(self) -> dict[str, Array]:
         """Return a copy of the state."""
@@ -245,7 +247,8 @@ def _ort_options(
     made = ort.SessionOptions()
     made.intra_op_num_threads = options.threads
     made.inter_op_num_threads = 1
-    made.log_severity_level = LOG_ERRORS
+    made.log_severity_level = LOG_FATAL
+    made.add_session_config_entry("session.load_model_format", "ONNX")
     made.graph_optimization_level = _LEVELS[options.optimization]
     made.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
     if isinstance(model, bytes):
@@ -275,6 +278,7 @@ def _load(
             made,
             providers=list(options.providers),
             disabled_optimizers=list(options.disabled_optimizers) or None,
+            enable_fallback=0,  # it prints to standard output and tries the same provider again
         )
     except _FAILURES as error:
         raise _load_failure(error) from error
