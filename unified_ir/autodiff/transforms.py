@@ -104,6 +104,11 @@ def _named_grads(
 ) -> dict[str, Tensor]:
     grads = {}
     for name, g in zip(names, found, strict=True):
+        if GRAD + name in function.result_names:
+            raise InvalidInput(
+                f"{GRAD + name!r} is a result of {function.name!r} already; rename it, so that the "
+                "gradient does not replace it"
+            )
         like = params[function.param_names.index(name)]
         grads[GRAD + name] = zeros(like.shape, like.dtype) if g is None else g
     return grads

@@ -62,20 +62,25 @@ def _compare(name: str, f: Any) -> Op:
 
 
 def _pow_vjp(g: Tensor, y: Tensor, x: Tensor, p: Tensor) -> Any:
-    """The exponent may have an element type of its own; its cotangent has it too."""
+    """The exponent may have an element type of its own; its cotangent has it too.
+
+    p x^(p-1) is 0 for p = 0 also at x = 0, where the second factor is not finite.
+    """
     base = where(x > 0.0, x, 1.0)
     exponent = p.cast(x.dtype)
+    lower = where(exponent == 0.0, 1.0, exponent - 1.0)
     d_p = None
     if p.dtype.is_float:
         d_p = sum_to(g * where(x > 0.0, y * log(base), 0.0), p).cast(p.dtype)
-    return sum_to(g * exponent * pow_(x, exponent - 1.0), x), d_p
+    return sum_to(g * exponent * pow_(x, lower), x), d_p
 
 
 def _div_reference(a: Any, b: Any) -> Any:
     """ONNX integer division truncates towards zero."""
-    if a.dtype.kind == "f":
-        return a / b
-    return np.trunc(np.divide(a, b)).astype(a.dtype) if a.dtype.kind == "i" else a // b
+    if a.dtype.kind != "i":
+        return a // b if a.dtype.kind == "u" else a / b
+    down = a // b
+    return down + ((down < 0) & (down * b != a))
 
 
 def _flat(g: Tensor, y: Tensor, x: Tensor) -> tuple[None]:
@@ -98,7 +103,8 @@ sqrt = _unary("Sqrt", np.sqrt, lambda g, y, x: (g * 0.5 / y,), sample(between(0.
 reciprocal = _unary("Reciprocal", np.reciprocal, lambda g, y, x: (-(g * y * y),),
                     sample(between(0.5, 3, 2, 3)))
 tanh = _unary("Tanh", np.tanh, lambda g, y, x: (g * (1.0 - y * y),))
-sigmoid = _unary("Sigmoid", lambda x: 1 / (1 + np.exp(-x)), lambda g, y, x: (g * y * (1.0 - y),))
+sigmoid = _unary("Sigmoid", lambda x: np.exp(-np.logaddexp(0, -x)),
+                 lambda g, y, x: (g * y * (1.0 - y),))
 softplus = _unary("Softplus", lambda x: np.logaddexp(x, 0), lambda g, y, x: (g * sigmoid(x),))
 relu = _unary("Relu", lambda x: np.maximum(x, 0), lambda g, y, x: (g * step(y),),
               sample(apart(2, 3)))
