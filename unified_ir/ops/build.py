@@ -85,7 +85,7 @@ class Build:
 
     def constant(self, array: Any, dtype: DType | None = None) -> Tensor:
         """A constant; small equal ones are stored once."""
-        host = np.asarray(array, dtype=dtype.numpy if dtype else None)
+        host = _host_array(array, dtype)
         key = (host.dtype, host.shape, host.tobytes())
         small = host.nbytes <= MAX_SHARED_CONSTANT_BYTES
         if small and key in self._constants:
@@ -273,6 +273,13 @@ def _located(error: InvalidInput, location: Location | None, scope: str) -> Inva
     made = type(error)(f"{error} (at {location}{f', in {scope}' if scope else ''})")
     made.located = True  # type: ignore[attr-defined]
     return made.with_traceback(error.__traceback__)
+
+
+def _host_array(x: Any, dtype: DType | None) -> Array:
+    try:
+        return np.asarray(x, dtype=dtype.numpy if dtype else None)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidInput(f"{x!r} does not fit {dtype or 'an array'}: {error}") from None
 
 
 def _scalar_dtype(row: Op, x: Any, group: DType | None) -> DType | None:

@@ -24,7 +24,7 @@ from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
 from triplane.unified_ir.ops.structure import zeros
-from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
+from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of, emit
 from triplane.unified_ir.ops.trees import leaves, rebuild, structure
 
 Types = tuple[TensorType, ...]
@@ -358,9 +358,10 @@ loop_row = Op(
 )
 
 
-def cond(predicate: Tensor, then: Any, otherwise: Any, *operands: Any) -> Any:
+def cond(predicate: TensorLike, then: Any, otherwise: Any, *operands: Any) -> Any:
     """`then(*operands)` or `otherwise(*operands)`; both give trees of the same types."""
     flat = [as_tensor(x) for x in leaves(operands)]
+    predicate = as_tensor(predicate)
     if predicate.rank:
         predicate = predicate.reshape(())
     trees: list[Any] = []
@@ -457,7 +458,10 @@ def fori_loop(count: Any, body: Any, init: Any) -> Any:
     def trip(ts: Sequence[Tensor]) -> Any:
         return [as_tensor(np.array(True)), *leaves(body(ts[0], rebuild(init, ts[2:])))]
 
-    trips = as_tensor(count, int64).cast(int64).reshape(())
+    trips = as_tensor(count)
+    if trips.dtype.kind not in {"int", "uint"}:
+        raise TypeMismatch(f"a trip count is a whole number, got {count!r}")
+    trips = trips.cast(int64).reshape(())
     return _loop(trips, as_tensor(np.array(True)), trip, init, carry)
 
 

@@ -203,7 +203,7 @@ range_row = Op(
 
 def _range_length(call: Call) -> Any:
     start, limit, delta = (call.dims(i)[0] for i in range(3))
-    if delta == 1:
+    if delta == 1 and not (isinstance(start, int) and isinstance(limit, int)):
         return limit - start
     if all(isinstance(d, int) for d in (start, limit, delta)):
         start, limit, delta = (int(d) for d in (start, limit, delta))  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ def arange(n: Dim) -> Tensor:
 def one_hot(labels: Tensor, depth: int, dtype: DType | str = "float32") -> Tensor:
     """labels: (...) ints -> (..., depth), 1 at the label."""
     wanted = as_dtype(dtype)
-    hit = unsqueeze(labels, -1) == np.arange(depth).astype(labels.dtype.numpy)
+    hit = unsqueeze(labels.cast(int64), -1) == np.arange(depth)
     return hit.cast(wanted)
 
 

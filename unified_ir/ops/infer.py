@@ -31,10 +31,12 @@ def infer(
 
 
 def check_groups(row: Op, types: Sequence[TensorType | None]) -> None:
-    """Operands that share a type letter share an element type."""
+    """Operands have element types their row takes; those that share a type letter share one."""
     seen: dict[str, TensorType] = {}
     for i, t in enumerate(types):
         letter = row.letter(i)
+        if t is not None and row.schema and t.dtype not in row.takes(i):
+            raise TypeMismatch(f"{row} does not take {t} as operand {i}; cast it")
         if t is None or letter.startswith("tensor(") or not letter:
             continue
         if row.schema and row.schema.inputs and not _homogeneous(row, i):

@@ -14,12 +14,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from onnx import defs
+from onnx import TensorProto, defs
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Array, AttrValue, Function, OpId
-from triplane.unified_ir.ir.types import BY_ONNX, DType, TensorType
+from triplane.unified_ir.ir.types import BY_ONNX, DType, TensorType, float32, float64
 from triplane.unified_ir.ops.recorder import recorder
 
 if TYPE_CHECKING:
@@ -180,6 +180,18 @@ class Op:
         """Type letter of operand `i`; a variadic last operand repeats."""
         return self.letters[min(i, len(self.letters) - 1)] if self.letters else ""
 
+    def takes(self, i: int) -> frozenset[DType]:
+        """Element types for operand `i`: ONNX's, and float64 where float32 is one of them."""
+        return self._taken[min(i, len(self._taken) - 1)]
+
+    @cached_property
+    def _taken(self) -> tuple[frozenset[DType], ...]:
+        inputs = self.schema.inputs if self.schema else ()
+        return tuple(
+            frozenset(t for t in BY_ONNX.values() if i.types & {_text_of(t), _single(t)})
+            for i in inputs
+        )
+
     @cached_property
     def attr_specs(self) -> Mapping[str, AttrSpec]:
         """Every attribute the row takes."""
@@ -218,6 +230,16 @@ class Op:
     def all_outputs(self, *inputs: Any, outputs: int, **attrs: Any) -> tuple[Tensor, ...]:
         """As a call, giving the first `outputs` outputs."""
         return recorder().apply(self, inputs, attrs, outputs=outputs)
+
+
+def _text_of(dtype: DType) -> str:
+    """An element type as ONNX's schemas write it."""
+    return f"tensor({TensorProto.DataType.Name(dtype.onnx).lower()})"
+
+
+def _single(dtype: DType) -> str:
+    """As float32 for float64, which `reference` computes wherever there is a float32."""
+    return _text_of(float32 if dtype == float64 else dtype)
 
 
 Table = Mapping[tuple[str, str], Op]
