@@ -36,8 +36,13 @@ class Window:
                 f"a window over {n} axes needs {n} strides and dilations and {2 * n} pads, got "
                 f"{self.strides}, {self.dilations}, {self.pads}"
             )
-        if min(*self.strides, *self.dilations, *self.kernel, 1) < 1:
-            raise ShapeError(f"window sizes, strides and dilations are positive, got {attrs}")
+        if (
+            min(*self.strides, *self.dilations, *self.kernel, 1) < 1
+            or min(self.pads, default=0) < 0
+        ):
+            raise ShapeError(
+                f"window sizes, strides and dilations are positive, pads not negative, got {attrs}"
+            )
 
     def span(self, i: int) -> int:
         """Extent of the dilated kernel along axis `i`."""
@@ -119,6 +124,10 @@ def _conv(call: Call) -> Types:
         raise ShapeError(
             f"Conv needs x channels == w.shape[1] * groups, got {x} and {w} with groups={group}"
         )
+    if isinstance(w.shape[0], int) and w.shape[0] % group:
+        raise ShapeError(f"Conv needs groups that divide the output channels, got {w}, {group=}")
+    if call.has(2) and call.type(2).shape != w.shape[:1]:
+        raise ShapeError(f"Conv needs one bias per output channel of {w}, got {call.type(2)}")
     window = conv_window(call.attrs, x, w)
     spatial = [window.out_size(i, d) for i, d in enumerate(x.shape[2:])]
     return (x.with_shape((x.shape[0], w.shape[0], *spatial)),)

@@ -62,7 +62,6 @@ def _batch_norm_vjp(  # noqa: PLR0917 - the operator's own operands
     count = size_of([x.shape[a] for a in axes], x.dtype)
     batch_mean, batch_var = _batch_statistics(x, ys, axes, momentum)
     rstd = reciprocal(sqrt(batch_var + as_like(epsilon, x)))
-    b, c = x * 0.0, None
     dx: Tensor | None = None
     d_scale = d_bias = None
     if gs[0] is not None:

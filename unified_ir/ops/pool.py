@@ -35,7 +35,10 @@ def pool_window(attrs: Mapping[str, Any], x: TensorType) -> Window:
     kernel = attrs["kernel_shape"]
     if x.rank != len(kernel) + 2:
         raise ShapeError(f"a pool over {len(kernel)} axes takes x: (N, C, ...), got {x}")
-    return Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
+    window = Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
+    if any(pad >= k for pad, k in zip(window.pads, window.kernel * 2, strict=True)):
+        raise ShapeError(f"a pool's pads are below its window {kernel}, got {window.pads}")
+    return window
 
 
 def _pooled_type(x: TensorType, attrs: Mapping[str, Any]) -> TensorType:

@@ -51,7 +51,10 @@ def axes_of(rank: int, axes: Sequence[int] | None) -> tuple[int, ...]:
     bad = [a for a in axes if not -rank <= a < rank]
     if bad:
         raise ShapeError(f"axis {bad[0]} is outside a tensor of {rank} axes")
-    return tuple(sorted({int(a) % rank for a in axes}))
+    found = sorted({int(a) % rank for a in axes})
+    if len(found) != len(axes):
+        raise ShapeError(f"axes {tuple(map(int, axes))} of {rank} name one twice; name each once")
+    return tuple(found)
 
 
 def _constant(call: Call) -> Types:
@@ -275,7 +278,7 @@ unsqueeze_row = Op(
 
 def _squeeze(call: Call) -> Types:
     x = call.type(0)
-    if call.has(1):
+    if call.has(1) and call.dims(1):
         axes = axes_of(x.rank, call.ints(1))
     elif all(isinstance(d, int) for d in x.shape):
         axes = tuple(i for i, d in enumerate(x.shape) if d == 1)
@@ -292,7 +295,7 @@ squeeze_row = Op(
     keeps_contents=True,
     infer=_squeeze,
     reference=lambda x, axes=None: np.squeeze(
-        x, None if axes is None else tuple(int(a) for a in axes)
+        x, None if axes is None or not len(axes) else tuple(int(a) for a in axes)
     ),
     vjp=lambda g, y, x, axes=None: (g.reshape(x.shape), None),
     samples=(sample(normal(1, 3, 1), given([0])), sample(normal(1, 3))),
@@ -305,10 +308,10 @@ def _concat(call: Call) -> Types:
     total: Dim = 0
     for i in range(len(call.types)):
         t = call.type(i)
-        total = total + t.shape[axis] if t.rank == first.rank else total
         others = [d for k, d in enumerate(t.shape) if k != axis]
-        if others != [d for k, d in enumerate(first.shape) if k != axis]:
+        if t.rank != first.rank or others != [d for k, d in enumerate(first.shape) if k != axis]:
             raise ShapeError(f"Concat on axis {axis} needs equal other axes, got {first} and {t}")
+        total = total + t.shape[axis]
     return (first.with_shape(total if k == axis else d for k, d in enumerate(first.shape)),)
 
 
@@ -443,6 +446,8 @@ def _pad(call: Call) -> Types:
     axes = axes_of(x.rank, call.ints(3)) if call.has(3) else range(x.rank)
     if len(pads) != 2 * len(axes):
         raise ShapeError(f"Pad of {x} needs {2 * len(axes)} amounts, got {len(pads)}")
+    if any(isinstance(p, int) and p < 0 for p in pads):
+        raise ShapeError(f"Pad adds elements, got {pads}; slice to drop some")
     shape = list(x.shape)
     for k, axis in enumerate(axes):
         shape[axis] = shape[axis] + pads[k] + pads[k + len(axes)]
@@ -519,8 +524,8 @@ def expand(x: TensorLike, shape: Sequence[Dim | int]) -> Tensor:
 
 
 def squeeze(x: Tensor, *axes: int) -> Tensor:
-    """Drops axes of size 1."""
-    return squeeze_row(x, np.array(axes, np.int64))
+    """Drops the given axes, which have size 1; all of size 1 by default."""
+    return squeeze_row(x, np.array(axes, np.int64) if axes else None)
 
 
 def unsqueeze(x: Tensor, *axes: int) -> Tensor:

@@ -1,0 +1,53 @@
+import numpy as np
+import pytest
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import TensorSpec, ops, trace
+from triplane.unified_ir.engines import engine
+from triplane.unified_ir.ir.types import ShapeError
+
+X = np.arange(6, dtype=np.float32).reshape(1, 2, 1, 3)
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (1, -3)])
+def test_an_axis_named_twice_is_refused(axes):
+    for body in (lambda x: x.sum(axes), lambda x: ops.unsqueeze(x, *axes[:1], *axes[:1])):
+        with pytest.raises(ShapeError, match="twice"):
+            trace(body, TensorSpec(X.shape))
+
+
+@pytest.mark.parametrize("name", ["onnx", "reference"])
+def test_squeeze_without_axes_drops_every_axis_of_size_one(name):
+    function = trace(ops.squeeze, TensorSpec(X.shape))
+    assert function.results[0].type.shape == (2, 3)
+    np.testing.assert_array_equal(engine(name).compile(function)(X)[0], X.squeeze())
+
+
+def test_tensors_of_different_rank_do_not_concatenate():
+    with pytest.raises(ShapeError, match="Concat"):
+        trace(lambda x, y: ops.concat([x, y], 1), TensorSpec((2, 3)), TensorSpec((2,)))
+
+
+def test_a_range_below_zero_is_empty():
+    function = trace(lambda x: ops.arange(-3).cast("float32") + x, TensorSpec((1,)))
+    assert function.results[0].type.shape == (0,)
+
+
+def test_sizes_of_a_negative_pad_are_refused():
+    with pytest.raises(InvalidInput, match="slice"):
+        trace(lambda x: ops.pad(x, (-1, 0)), TensorSpec((3,)))
+
+
+WINDOWS = {
+    "negative pads": lambda x, w, _: ops.conv(x, w, padding=-1),
+    "bias of another size": ops.conv,
+    "groups that do not divide": lambda x, w, _: ops.conv(x, w[:, :1], groups=2),
+    "a pool of padding alone": lambda x, *_: ops.max_pool(x, 2, padding=2),
+}
+
+
+@pytest.mark.parametrize("body", WINDOWS.values(), ids=WINDOWS)
+def test_a_window_no_runtime_accepts_is_refused_while_the_graph_is_built(body):
+    specs = TensorSpec((1, 2, 5, 5)), TensorSpec((3, 2, 3, 3)), TensorSpec((2,))
+    with pytest.raises(ShapeError, match=r"test_axes\.py"):
+        trace(body, *specs)
