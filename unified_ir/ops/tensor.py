@@ -10,7 +10,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Array, Value
-from triplane.unified_ir.ir.types import DType, TensorType, as_dtype
+from triplane.unified_ir.ir.types import DType, TensorType, as_dtype, bool_
 from triplane.unified_ir.ops.recorder import Recorder, recorder
 from triplane.unified_ir.ops.source import user_location
 
@@ -165,14 +165,14 @@ def as_tensor(x: TensorLike, dtype: DType | None = None) -> Tensor:
 
 
 def getitem(x: Tensor, index: Any) -> Tensor:
-    """numpy basic indexing: ints, slices with static bounds, None, Ellipsis; or one int tensor.
+    """numpy basic indexing: ints, slices of ints and sizes, None, Ellipsis; or one int tensor.
 
     An int tensor gathers along the first axis. Anything else is refused by name.
     """
-    if isinstance(index, (Tensor, np.ndarray)):
+    if isinstance(index, (Tensor, np.ndarray)) and as_dtype(index.dtype) != bool_:
         return emit("Gather", x, index, axis=0)
     items = _expanded(x, index if isinstance(index, tuple) else (index,))
-    bounds: list[tuple[int, int, int, int]] = []
+    bounds: list[tuple[Dim, Dim, int, int]] = []
     drop: list[int] = []
     new: list[int] = []
     axis = 0
@@ -188,7 +188,7 @@ def getitem(x: Tensor, index: Any) -> Tensor:
         axis += 1
     y = x
     if bounds:
-        y = emit("Slice", y, *(np.array(v, np.int64) for v in zip(*bounds, strict=True)))
+        y = emit("Slice", y, *(dims_of(v) for v in zip(*bounds, strict=True)))
     if drop:
         y = emit("Squeeze", y, np.array(drop, np.int64))
     return emit("Unsqueeze", y, np.array(new, np.int64)) if new else y
@@ -206,18 +206,28 @@ def _expanded(x: Tensor, items: tuple[Any, ...]) -> list[Any]:
     return [*items[:at], *[slice(None)] * (x.rank - used), *rest]
 
 
-def _bounds(x: Tensor, axis: int, item: Any) -> tuple[int, int, int]:
-    if isinstance(item, (int, np.integer)):
+def _bounds(x: Tensor, axis: int, item: Any) -> tuple[Dim, Dim, int]:
+    if isinstance(item, (int, np.integer)) and not isinstance(item, bool):
         size = x.shape[axis]
         if isinstance(size, int) and not -size <= item < size:
             raise InvalidInput(f"index {item} is outside axis {axis} of {x.type}")
         return int(item), int(item) + 1 if item != -1 else _END, 1
     if isinstance(item, slice):
         step = 1 if item.step is None else int(item.step)
-        start = (0 if step > 0 else _END) if item.start is None else int(item.start)
-        end = (_END if step > 0 else -_END) if item.stop is None else int(item.stop)
+        start = (0 if step > 0 else _END) if item.start is None else _bound(item.start)
+        end = (_END if step > 0 else -_END) if item.stop is None else _bound(item.stop)
         return start, end, step
+    kind = f"{item.dtype} tensor" if hasattr(item, "dtype") else type(item).__name__
     raise InvalidInput(
-        f"an index is ints, slices, None, Ellipsis or one int tensor, got {type(item).__name__}; "
+        f"an index is ints, slices, None, Ellipsis or one int tensor, got a {kind}; "
         "use ops.gather, ops.where or ops.scatter_nd"
+    )
+
+
+def _bound(value: Any) -> Dim:
+    if isinstance(value, (int, np.integer, Expr)):
+        return value if isinstance(value, Expr) else int(value)
+    raise InvalidInput(
+        f"a slice's bound is an int or a size such as x.shape[0], got {value!r}; "
+        "use ops.gather with ops.arange"
     )
