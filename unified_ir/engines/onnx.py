@@ -43,7 +43,7 @@ class OnnxProgram:
     def __call__(self, *args: Array) -> tuple[Array, ...]:
         """See `Program`."""
         feeds = by_position(self.function, [np.asarray(a) for a in args])
-        found = self._session.run(feeds, self._outputs) if self._outputs else {}
+        found = self._session.run(feeds, self._outputs)
         return tuple(found[n] for n in self._outputs)
 
     def loop(self, state: Mapping[str, Array]) -> Loop:

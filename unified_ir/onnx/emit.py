@@ -8,6 +8,7 @@ first value that has them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -67,6 +68,8 @@ def emit(
 ) -> ModelProto:
     """The function as a model; parameters named in `initializers` become part of it."""
     held = initializers or {}
+    if not function.results:
+        raise InvalidInput(f"{function.name!r} has no results; an ONNX graph needs one, return it")
     emitter = _Emitter(target, fuse(clean(function)), held)
     graph = emitter.graph()
     return helper.make_model(
@@ -102,6 +105,7 @@ class _Emitter(Context):
         self.size_sources: dict[str, tuple[str, int]] = {}
         self.size_names: dict[str, str] = {}
         self.counter: list[int] = parent.counter if parent else [0]
+        self.taken: frozenset[str] = parent.taken if parent else _users_names(function)
 
     def graph(self) -> GraphProto:
         """The whole top-level graph."""
@@ -120,10 +124,8 @@ class _Emitter(Context):
 
     def outputs(self) -> list[ValueInfoProto]:
         """Result declarations; a result that is a parameter or repeats goes through Identity."""
-        taken = {p.name for p in self.function.params}
         made = []
-        for name, value in zip(self.function.result_names, self.function.results, strict=True):
-            final = next_name(name) if name in taken else name
+        for final, value in zip(_output_names(self.function), self.function.results, strict=True):
             self.nodes.append(helper.make_node("Identity", [self.names[value]], [final]))
             made.append(_info(final, value.type))
         self._drop_identities([info.name for info in made])
@@ -213,7 +215,7 @@ class _Emitter(Context):
         for param, name in zip(function.params, names, strict=True):
             inner.names[param] = name
             inner.note_sizes(param, name)
-        inner.body(function)
+        inner.body(inner.function)
         return helper.make_graph(inner.nodes, label, [], inner.result_infos(), inner.tensors)
 
     def child(self, function: Function) -> _Emitter:
@@ -248,9 +250,12 @@ class _Emitter(Context):
         return name
 
     def fresh(self, stem: str = "v") -> str:
-        """A name no other value of the model has; `/` keeps it apart from users' names."""
-        self.counter[0] += 1
-        return f"{stem}/{self.counter[0]}"
+        """A name no other value of the model has."""
+        name = ""
+        while not name or name in self.taken:
+            self.counter[0] += 1
+            name = f"{stem}/{self.counter[0]}"
+        return name
 
     def inputs(self, node: Node) -> list[str]:
         """Names of the operands, empty where absent."""
@@ -293,6 +298,23 @@ class _Emitter(Context):
     def dims(self, dims: Sequence[Dim]) -> str:
         """An int64 vector of sizes."""
         return emit_dims(self, dims)
+
+
+def _output_names(function: Function) -> list[str]:
+    params = set(function.param_names)
+    return [next_name(n) if n in params else n for n in function.result_names]
+
+
+def _users_names(function: Function) -> frozenset[str]:
+    """Names of inputs and outputs, each of which stands for one value."""
+    names = [*function.param_names, *_output_names(function)]
+    twice = sorted(n for n, times in Counter(names).items() if times > 1)
+    if twice:
+        raise InvalidInput(
+            f"{twice[0]!r} of {function.name!r} would name two values of the ONNX graph, in which "
+            f"NAME:next is the new value of the parameter NAME; rename one"
+        )
+    return frozenset(names)
 
 
 def _rename(names: Any, renamed: Mapping[str, str]) -> None:
