@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, TriplaneError
 from triplane.unified_ir.engines.protocol import HostLoop, by_position, check_donated
 from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.ops.evaluate import run_function
@@ -27,7 +27,9 @@ class ReferenceProgram:
         by_position(self.function, arrays)
         try:
             return tuple(run_function(TABLE, self.function, arrays))
-        except IndexError as error:
+        except TriplaneError:
+            raise
+        except (IndexError, ValueError, MemoryError) as error:
             raise InvalidInput(f"the graph failed on these values: {error}") from error
 
     def loop(self, state: Mapping[str, Array]) -> HostLoop:
