@@ -96,7 +96,7 @@ def test_a_verb_that_does_not_import_is_listed_with_its_reason(monkeypatch, caps
     out = capsys.readouterr().out
     assert "unavailable: ModuleNotFoundError: No module named" in " ".join(out.split())
     assert "json:dumps" in out
-    assert shell.run(["broken", "--any", "thing"]) == 1
+    assert shell.run(["broken", "--any", "thing"]) == shell.UNEXPECTED
     assert "triplane_no_such_module" in capsys.readouterr().err
 
 
@@ -107,8 +107,8 @@ CASES = [
     (errors.Unavailable("a"), 4),
     (errors.Corrupt("a"), 5),
     (errors.MissingExtra("a"), 6),
-    (FileNotFoundError(2, "No such file", "a"), 1),
-    (KeyError("a"), 1),
+    (FileNotFoundError(2, "No such file", "a"), 4),
+    (KeyError("a"), 70),
 ]
 
 
@@ -138,19 +138,47 @@ def test_every_family_of_errors_has_an_exit_code():
     assert {f for f in families if f.__module__ == errors.__name__} <= set(shell.EXIT_CODES)
 
 
+def test_help_lists_every_exit_code():
+    told = shell.EPILOG.partition("Exit codes:")[2]
+    for code in {*shell.EXIT_CODES.values(), shell.UNEXPECTED, shell.INTERRUPTED}:
+        assert f" {code} " in told, code
+
+
+def test_only_an_answer_of_no_exits_with_1():
+    assert 1 not in {*shell.EXIT_CODES.values(), shell.UNEXPECTED}
+
+
 def test_ctrl_c_exits_like_an_interrupted_program(verb, capsys):
     verb("hang", raising(KeyboardInterrupt()))
     assert shell.run(["hang"]) == shell.INTERRUPTED
-    assert "Traceback" not in capsys.readouterr().err
+    assert capsys.readouterr().err.strip() == "triplane: interrupted"
+
+
+def test_a_file_in_no_folder_is_refused_before_the_work(verb, capsys, tmp_path):
+    worked = []
+    option = click.Option(["--out"], type=shell.OUTPUT_FILE)
+    verb("work", lambda **given: worked.append(given["out"]), option)
+    assert shell.run(["work", "--out", str(tmp_path / "absent" / "a.tpm")]) == 2
+    assert f"there is no folder '{tmp_path / 'absent'}'; make it first" in capsys.readouterr().err
+    assert worked == []
+    assert shell.run(["work", "--out", str(tmp_path / "a.tpm")]) == 0
+    assert worked == [tmp_path / "a.tpm"]
+
+
+def test_a_folder_without_write_permission_is_refused(verb, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
+    verb("work", lambda **_: None, click.Option(["--out"], type=shell.OUTPUT_FILE))
+    assert shell.run(["work", "--out", str(tmp_path / "a.tpm")]) == 2
+    assert "is not writable" in capsys.readouterr().err
 
 
 def test_traceback_comes_only_when_asked_for(verb, capsys, monkeypatch):
     monkeypatch.delenv(shell.TRACEBACK_VARIABLE, raising=False)
     verb("fail", raising(KeyError("deep inside")))
-    assert shell.run(["fail"]) == 1
+    assert shell.run(["fail"]) == shell.UNEXPECTED
     assert "Traceback" not in capsys.readouterr().err
     monkeypatch.setenv(shell.TRACEBACK_VARIABLE, "1")
-    assert shell.run(["fail"]) == 1
+    assert shell.run(["fail"]) == shell.UNEXPECTED
     assert "Traceback" in capsys.readouterr().err
 
 

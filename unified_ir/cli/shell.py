@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,7 +43,9 @@ ORDER: Final = (
 TRACEBACK_VARIABLE: Final = "TRIPLANE_TRACEBACK"
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells count
 BROKEN_PIPE: Final = 141  # 128 + SIGPIPE: the reader has left, as in `triplane inspect | head`
-UNEXPECTED: Final = 1
+UNEXPECTED: Final = (
+    70  # a fault of ours (EX_SOFTWARE of sysexits.h); 1 is left to `diff`: they differ
+)
 
 # fmt: off
 EXIT_CODES: Final[Mapping[type[Exception], int]] = {
@@ -52,7 +55,7 @@ EXIT_CODES: Final[Mapping[type[Exception], int]] = {
     Unavailable:  4,
     Corrupt:      5,
     MissingExtra: 6,
-    OSError:      1,
+    OSError:      4,
 }
 EXTRA_OF: Final[Mapping[str, str]] = {
     "cryptography":      "device",
@@ -75,12 +78,16 @@ EPILOG: Final = """\
 \b
 From a model in Python to an answer over the network:
   triplane train examples/digits.py:Digits --data digits --out digits.tpm
-  triplane convert digits.tpm --target ort-x64 --quantize int8 --out digits.bundle
+  triplane convert digits.tpm --quantize int8 --calibrate digits --out digits.bundle
   triplane edge serve digits.bundle
 
 \b
 New here? `triplane demo` does all of it in a minute, on real data.
 Each verb explains itself: triplane VERB --help
+
+\b
+Exit codes: 0 done; 1 the files differ (diff); 2 fix the call; 3 not in this state; 4 not now (port
+taken, disk full); 5 damaged file; 6 an extra is missing; 70 a fault of triplane; 130 interrupted.
 """
 
 
@@ -145,6 +152,7 @@ def run(argv: Sequence[str]) -> int:
         code = triplane.main(list(argv), prog_name="triplane", standalone_mode=False)
         sys.stdout.flush()
     except (click.Abort, KeyboardInterrupt):
+        click.echo("triplane: interrupted", err=True)
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -180,6 +188,24 @@ class Output:
         """The verb's answer, once: `record` under `--json`, else `text`."""
         click.echo(_json(record) if self.as_json else text)
 
+
+class OutputFile(click.Path):
+    """A file to write, refused before any work is done where its folder cannot take it."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The path; a usage error names the folder that is absent or read-only."""
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"there is no folder {str(path.parent)!r}; make it first", param, ctx)
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            self.fail(f"the folder {str(path.parent)!r} is not writable", param, ctx)
+        return path
+
+
+OUTPUT_FILE: Final = OutputFile()
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the result, or the error, as one JSON document."
