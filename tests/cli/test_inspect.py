@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,14 @@ def test_json_holds_the_same_facts(model, capsys):
     assert "text" not in record
 
 
+def test_a_named_entry_is_told_alone(model, capsys):
+    record = json.loads(run(capsys, model, "--entry", "predict", "--json")[1])
+    assert list(record["entries"]) == ["predict"]
+    code, _, err = run(capsys, model, "--entry", "prdict")
+    assert code == 2
+    assert "no entry 'prdict'" in err
+
+
 def test_text_is_the_text_form(model, capsys):
     module = graphs.module()
     assert run(capsys, model, "--text")[1] == module_text(module) + "\n"
@@ -86,9 +95,9 @@ def test_text_is_the_text_form(model, capsys):
 
 def test_graph_is_one_sound_svg_with_tooltips(model, capsys, tmp_path):
     out = tmp_path / "g.svg"
-    code, _, err = run(capsys, model, "--graph", out, "--entry", "train_step")
+    code, said, _ = run(capsys, model, "--graph", out, "--entry", "train_step")
     assert code == 0
-    assert f"wrote {out}" in err
+    assert re.fullmatch(rf"{re.escape(str(out))}: step, \d+ nodes\n", said)
     root = ET.parse(out).getroot()
     titles = [t.text or "" for t in root.iter(f"{SVG}title")]
     assert root.tag == f"{SVG}svg"
@@ -107,7 +116,7 @@ def test_bundles_and_plans_are_told_without_running_them(capsys):
     code, out, _ = run(capsys, GOLDEN / "digits.bundle", "--verify")
     assert code == 0
     assert "a bundle" in out
-    assert "digits version 1.0 for ort-x64: (x: float32(N, 3)) -> (y: float32(N, 2))" in out
+    assert "digits version 1.0 for ort-x64: (x: float32[N,3]) -> (y: float32[N,2])" in out
     assert "every byte matches" in out
     record = json.loads(run(capsys, GOLDEN / "digits.plan", "--json")[1])
     assert record["kind"] == "plan"

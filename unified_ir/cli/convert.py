@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from triplane.unified_ir.cli.shell import json_option, open_output
+from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
 
 if TYPE_CHECKING:
     from triplane.unified_ir.convert import Report
@@ -16,33 +16,44 @@ if TYPE_CHECKING:
 EPILOG = """\b
 Examples:
   triplane convert digits.tpm --out digits.bundle
+  triplane convert digits.tpm --quantize int8 --calibrate digits --evaluate digits --out d.bundle
   triplane convert digits.tpm --quantize int8 --calibrate samples.npz \\
       --evaluate held_out.npz --out digits.bundle --report report.svg
   triplane convert digits.tpm --plan digits.plan
 
 \b
 Targets: ort-x64 (onnxruntime on Intel and AMD), ort-arm64 (on 64-bit ARM).
-int8 stores weights in a quarter of the bytes and is faster on networks of some size; on small ones
-it is slower, and the report's first line says so. It needs --calibrate: some hundred typical inputs
-(an .npz with one array per input, or x; no labels needed), from which it learns ranges.
+int8 stores weights in a quarter of the bytes and is faster on networks of some size; on small
+ones it is slower, and the report's first line says so. It needs --calibrate: some hundred typical
+inputs (an .npz with one array per input, or x; no labels needed), from which it learns ranges.
 A slower or less exact result is refused only against a budget that you state; the one with a
-default is --max-accuracy-drop, and it needs --evaluate (an .npz with x and y).
+default is --max-accuracy-drop, and it needs --evaluate (an .npz with x and y). DATA is also the
+name digits, MNIST IDX files or a folder of images.
 """
-OUT_FILE = click.Path(dir_okay=False, path_type=Path)
 RATIO = click.FloatRange(min=0)
 
 
 @click.command("convert", epilog=EPILOG)
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL.tpm")
-@click.option("--target", default="ort-x64", show_default=True, help="Kind of machine; see below.")
-@click.option("--entry", default="predict", show_default=True, help="Function to convert.")
+@click.option(
+    "--target", default="ort-x64", show_default=True, metavar="NAME",
+    help="Kind of machine; see below.",
+)  # fmt: skip
+@click.option(
+    "--entry", default="predict", show_default=True, metavar="NAME", help="Function to convert."
+)
 @click.option("--quantize", type=click.Choice(["int8"]), help="Integers instead of float32.")
 @click.option("--calibrate", metavar="DATA", help="Typical inputs: an .npz, or a data set's name.")
 @click.option("--evaluate", metavar="DATA", help="Labelled data: accuracy before and after.")
-@click.option("--out", type=OUT_FILE, help="The bundle to write; without it, only the report.")
-@click.option("--plan", type=OUT_FILE, help="Also write a plan, with which a device learns.")
-@click.option("--name", help="The bundle's name.  [default: that of the model file]")
-@click.option("--model-version", default="1", show_default=True, help="The bundle's version.")
+@click.option("--out", type=OUTPUT_FILE, help="The bundle to write; without it only the report.")
+@click.option("--plan", type=OUTPUT_FILE, help="Also write a plan, with which a device learns.")
+@click.option(
+    "--name", metavar="NAME", help="The bundle's name.  [default: that of the model file]"
+)
+@click.option(
+    "--model-version", default="1", show_default=True, metavar="VERSION",
+    help="The bundle's version; a server gives the newest where none is asked for.",
+)  # fmt: skip
 @click.option(
     "--max-accuracy-drop", type=RATIO, default=1.0, show_default=True, metavar="POINTS",
     help="Percentage points that int8 may lose on --evaluate.",
@@ -60,8 +71,8 @@ RATIO = click.FloatRange(min=0)
     "--reduce-range", is_flag=True,
     help="7-bit weights: exact on x64 processors without VNNI, a little less precise elsewhere.",
 )  # fmt: skip
-@click.option("--report", type=OUT_FILE, help="Write the report's charts as SVG.")
-@click.option("--report-json", type=OUT_FILE, help="Write the report as JSON.")
+@click.option("--report", type=OUTPUT_FILE, help="Write the report's charts as SVG.")
+@click.option("--report-json", type=OUTPUT_FILE, help="Write the report as JSON.")
 @json_option
 def command(**options: Any) -> None:
     """Convert MODEL.tpm for one kind of machine and say what it cost.

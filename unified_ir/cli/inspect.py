@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli.shell import json_option, open_output
+from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
 
 if TYPE_CHECKING:
     from triplane.unified_ir.files.container import Container
@@ -30,12 +30,19 @@ types against what inference says. Bundles and plans are read that far with --ve
 
 @click.command("inspect", epilog=EPILOG)
 @click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
-@click.option("--text", is_flag=True, help="Print the graphs as text instead of the summary.")
 @click.option(
-    "--graph", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.svg",
-    help="Draw one entry as an SVG.",
+    "--text", is_flag=True,
+    help="Print the graphs as text instead of the summary; those of bundles and plans are ONNX.",
 )  # fmt: skip
-@click.option("--entry", help="Only this entry.  [default for --graph: predict, else the first]")
+@click.option(
+    "--graph", type=OUTPUT_FILE, metavar="OUT.svg",
+    help="Draw one entry of a model file as an SVG instead of printing the summary.",
+)  # fmt: skip
+@click.option(
+    "--entry",
+    metavar="NAME",
+    help="Only this entry.  [default for --graph: predict, else the first]",
+)
 @click.option("--verify", is_flag=True, help="Hash every byte of the file and say so.")
 @json_option
 def command(
@@ -55,7 +62,7 @@ def command(
     record = _file_record(file, opened, verified=verify or model)
     lines = list(_file_lines(record))
     if module is not None:
-        record |= _module_record(module)
+        record |= _module_record(module, entry)
         lines += _module_lines(module, record)
     else:
         record |= _signature_record(opened)
@@ -64,9 +71,9 @@ def command(
         record["text"] = _module_text(module, entry) if module else _onnx_text(opened, entry)
         lines = [record["text"]]
     if graph is not None:
-        _draw(module, entry, graph)
+        drawn = _draw(module, entry, graph)
         record["graph"] = str(graph)
-        output.note(f"wrote {graph}")
+        lines = [*(lines if text else ()), f"{graph}: {drawn}"]
     output.result(record, "\n".join(lines))
 
 
@@ -131,6 +138,11 @@ def _file_lines(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"{key} = {value!r}"
 
 
+def _type_text(dtype: str, shape: Iterable[int | str]) -> str:
+    """As the text form of the IR writes a type: float32[N,4]."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
 def _signature_record(file: Container) -> dict[str, Any]:
     """What a bundle says it takes and gives; nothing for other kinds."""
     if file.manifest.kind != "bundle":
@@ -142,8 +154,8 @@ def _signature_record(file: Container) -> dict[str, Any]:
         "name": found.name,
         "version": found.version,
         "target": found.target,
-        "inputs": [str(i) for i in found.inputs],
-        "outputs": [str(i) for i in found.outputs],
+        "inputs": [f"{i.name}: {_type_text(i.dtype, i.shape)}" for i in found.inputs],
+        "outputs": [f"{i.name}: {_type_text(i.dtype, i.shape)}" for i in found.outputs],
     }
 
 
@@ -153,16 +165,17 @@ def _signature_lines(record: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield f"{record['name']} version {record['version']} for {record['target']}: {signature}"
     rows = [
-        (t["name"], t["dtype"] + str(list(t["shape"])), t["role"], t["part"])
+        (t["name"], _type_text(t["dtype"], t["shape"]), t["role"], t["part"])
         for t in record["tensors"]
     ]
     yield ""
     yield from _table("tensors", rows)
 
 
-def _module_record(module: Module) -> dict[str, Any]:
+def _module_record(module: Module, entry: str | None) -> dict[str, Any]:
+    wanted = module.entries if entry is None else (entry,)
     return {
-        "entries": {entry: _entry_record(module, entry) for entry in module.entries},
+        "entries": {name: _entry_record(module, name) for name in wanted},
         "state": {
             name: {
                 "role": str(t.role),
@@ -248,7 +261,7 @@ def _onnx_text(file: Container, entry: str | None) -> str:
     return "\n".join(f"# {n}\n{onnx.printer.to_text(m)}" for n, m in models.items())
 
 
-def _draw(module: Module | None, entry: str | None, out: Path) -> None:
+def _draw(module: Module | None, entry: str | None, out: Path) -> str:
     from triplane.unified_ir.files.atomic import write_atomic
     from triplane.unified_ir.ir.draw import function_svg
 
@@ -256,6 +269,7 @@ def _draw(module: Module | None, entry: str | None, out: Path) -> None:
         raise InvalidInput("--graph draws the IR of a model file; give the .tpm it was made from")
     function = _chosen(module, entry)
     write_atomic(out, function_svg(function, module.state).encode())
+    return f"{function.name}, {sum(1 for _ in function.walk())} nodes"
 
 
 def _chosen(module: Module, entry: str | None) -> Function:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir.cli.shell import json_option, open_output
+from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 EPILOG = """\b
 Examples:
   triplane train examples/digits.py:Digits --data digits --epochs 5 --out digits.tpm
-  triplane train net.py:Net --data photos/ --optimizer sgd --lr 0.05 --checkpoint run1 --out net.tpm
+  triplane train net.py:Net --data photos --optimizer sgd --lr 0.05 --checkpoint run1 --out n.tpm
 
 \b
 Interrupted? The same command with the same --checkpoint folder goes on to the same bits.
@@ -28,28 +28,45 @@ FILE.py is ordinary Python; Cell is a subclass of nn.Cell, or a function that ma
 """
 ENTRIES = ("predict", "evaluate", "train_step", "local_update", "adapt", "gradients")
 DEFAULT_ENTRIES: Any = ENTRIES[:-1]
-OUT_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command("train", epilog=EPILOG)
 @click.argument("cell", metavar="FILE.py:Cell")
 @click.option(
-    "--data", required=True,
+    "--data", required=True, metavar="DATA",
     help="'digits' (ships with the package), a .npz with x and y, MNIST IDX files, or an image "
     "folder with one sub-folder per class.",
 )  # fmt: skip
-@click.option("--validation", help="Held-out data of the same kind; by default a fifth of --data.")
-@click.option("--epochs", type=click.IntRange(1), default=5, show_default=True)
-@click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True)
+@click.option(
+    "--validation", metavar="DATA",
+    help="Held-out data of the same kind; by default a fifth of --data.",
+)  # fmt: skip
+@click.option(
+    "--epochs", type=click.IntRange(1), default=5, show_default=True, metavar="N",
+    help="Passes over the training data.",
+)  # fmt: skip
+@click.option(
+    "--batch-size", type=click.IntRange(1), default=32, show_default=True, metavar="N",
+    help="Samples per step.",
+)  # fmt: skip
 @click.option(
     "--optimizer", type=click.Choice(["adam", "adamw", "momentum", "sgd"]), default="adam",
-    show_default=True,
+    show_default=True, help="The update rule, part of the graph.",
 )  # fmt: skip
-@click.option("--lr", type=click.FloatRange(min=0, min_open=True), default=0.002, show_default=True)
-@click.option("--engine", default="onnx", show_default=True, help="onnx, reference or ascend.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--out", type=OUT_FILE, required=True, help="The model file to write (NAME.tpm).")
-@click.option("--history", type=OUT_FILE, help="Write loss and accuracy per epoch as JSON.")
+@click.option(
+    "--lr", type=click.FloatRange(min=0, min_open=True), default=0.002, show_default=True,
+    metavar="RATE", help="Learning rate.",
+)  # fmt: skip
+@click.option(
+    "--engine", default="onnx", show_default=True, metavar="NAME",
+    help="onnx, reference or ascend.",
+)  # fmt: skip
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N",
+    help="Of starting weights, split and order; the same seed writes the same bytes.",
+)  # fmt: skip
+@click.option("--out", type=OUTPUT_FILE, required=True, help="The model file to write (NAME.tpm).")
+@click.option("--history", type=OUTPUT_FILE, help="Write loss and accuracy per epoch as JSON.")
 @click.option(
     "--checkpoint", type=click.Path(file_okay=False, path_type=Path),
     help="Folder for checkpoints; a run that was killed goes on from the newest.",
@@ -58,7 +75,10 @@ OUT_FILE = click.Path(dir_okay=False, path_type=Path)
     "--entry", "entries", type=click.Choice(ENTRIES), multiple=True,
     help="Function to export; may be repeated.  [default: all but gradients]",
 )  # fmt: skip
-@click.option("--local-lr", type=float, help="Rate of local_update and adapt.")
+@click.option(
+    "--local-lr", type=click.FloatRange(min=0, min_open=True), metavar="RATE",
+    help="Rate of local_update and adapt.  [default: --lr of sgd, else 0.01]",
+)  # fmt: skip
 @json_option
 def command(**options: Any) -> None:
     """Train FILE.py:Cell and write the result as one model file.
@@ -71,7 +91,11 @@ def command(**options: Any) -> None:
     as_json = options.pop("as_json")
     output = open_output(as_json)
     start = time.perf_counter()
-    trainer, result = _trained(options, quiet=as_json)
+    try:
+        trainer, result = _trained(options, quiet=as_json)
+    except KeyboardInterrupt:
+        output.note(_after_interrupt(options["checkpoint"]))
+        raise
     module = trainer.export(options["entries"] or DEFAULT_ENTRIES, local_lr=options["local_lr"])
     out = options["out"]
     digest = module.save(out)
@@ -90,6 +114,12 @@ def command(**options: Any) -> None:
     }
     shown = ", ".join(f"{k} {v:.4g}" for k, v in result.items())
     output.result(record, f"{out}: {record['bytes']:,} bytes, held out: {shown}\ndigest {digest}")
+
+
+def _after_interrupt(checkpoint: Path | None) -> str:
+    if checkpoint is None:
+        return "no model file is written; with --checkpoint FOLDER the same command would go on"
+    return f"no model file is written yet; the same command goes on from {checkpoint}"
 
 
 def _trained(options: dict[str, Any], *, quiet: bool) -> tuple[Trainer, dict[str, float]]:

@@ -136,7 +136,7 @@ class Report:
         return "\n".join(lines)
 
     def _rows(self) -> list[tuple[str, str]]:
-        s, rows = self.size, [("bundle", f"{self.name} {self.version} for {self.target}")]
+        s, rows = self.size, [("bundle", self._bundle_words())]
         size = f"{_bytes(s.float32)} float32 (weights {_bytes(s.float32_weights)})"
         if s.int8 is not None and s.int8_weights is not None:
             size += f" -> {_bytes(s.int8)} int8 (weights {_bytes(s.int8_weights)})"
@@ -152,8 +152,15 @@ class Report:
             rows.append(("calibration", f"{c['samples']} samples, sha256 {c['sha256'][:12]}"))
         rows.append(("machine", ", ".join(self.machine.values())))
         if self.digest:
-            rows.append(("digest", self.digest))
+            rows += [
+                ("digest", self.digest),
+                ("content", f"{self.content_digest} (without report)"),
+            ]
         return rows
+
+    def _bundle_words(self) -> str:
+        where = f", {self.path}" if self.path else " (not written)"
+        return f"{self.name} version {self.version} for {self.target}{where}"
 
     def _kernel_lines(self) -> list[str]:
         groups = [
