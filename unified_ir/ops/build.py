@@ -277,6 +277,8 @@ def _located(error: InvalidInput, location: Location | None, scope: str) -> Inva
 
 def _host_array(x: Any, dtype: DType | None) -> Array:
     try:
+        if dtype is None and type(x) is float:
+            dtype = as_dtype("float32")
         return np.asarray(x, dtype=dtype.numpy if dtype else None)
     except (OverflowError, TypeError, ValueError) as error:
         raise InvalidInput(f"{x!r} does not fit {dtype or 'an array'}: {error}") from None

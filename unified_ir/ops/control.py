@@ -426,7 +426,10 @@ def scan(f: Any, init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any
     n, m = len(carry), len(scanned)
     types = [x.type for x in carry] + [x.type.with_shape(x.shape[1:]) for x in scanned]
     build, made = region("scan", types, lambda ts: f(rebuild(init, ts[:n]), rebuild(xs, ts[n:])))
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise InvalidInput(f"a scan's body gives a pair (carry, y), got {made!r}")
     after, ys = made
+    _check_structure("a scan", init, after)
     results = _inside(build, [*leaves(after), *leaves(ys)])
     body = build.finish(_numbered(results))
     outputs = recorder().apply(
@@ -439,6 +442,14 @@ def scan(f: Any, init: Any, xs: Any, *, reverse: bool = False) -> tuple[Any, Any
     return rebuild(init, outputs[:n]), rebuild(ys, outputs[n:])
 
 
+def _check_structure(loop: str, before: Any, after: Any) -> None:
+    if structure(before) != structure(after):
+        raise InvalidInput(
+            f"{loop} keeps its carry's structure, got {structure(before)} and "
+            f"{structure(after)} after"
+        )
+
+
 def while_loop(condition: Any, body: Any, init: Any) -> Any:
     """`x = init; while condition(x): x = body(x)`; the carry keeps its types."""
     carry = [as_tensor(x) for x in leaves(init)]
@@ -446,6 +457,7 @@ def while_loop(condition: Any, body: Any, init: Any) -> Any:
 
     def trip(ts: Sequence[Tensor]) -> Any:
         after = body(rebuild(init, ts[2:]))
+        _check_structure("a loop", init, after)
         return [condition(after), *leaves(after)]
 
     return _loop(None, as_tensor(go).reshape(()), trip, init, carry)
@@ -456,7 +468,9 @@ def fori_loop(count: Any, body: Any, init: Any) -> Any:
     carry = [as_tensor(x) for x in leaves(init)]
 
     def trip(ts: Sequence[Tensor]) -> Any:
-        return [as_tensor(np.array(True)), *leaves(body(ts[0], rebuild(init, ts[2:])))]
+        after = body(ts[0], rebuild(init, ts[2:]))
+        _check_structure("a loop", init, after)
+        return [as_tensor(np.array(True)), *leaves(after)]
 
     trips = as_tensor(count)
     if trips.dtype.kind not in {"int", "uint"}:

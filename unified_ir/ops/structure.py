@@ -554,7 +554,10 @@ def shape(x: Tensor) -> Tensor:
 
 
 def constant(value: Any, dtype: DType | str | None = None) -> Tensor:
-    """A constant of the graph."""
+    """A constant of the graph; arrays keep their element type, Python floats are float32."""
+    if dtype is None and not isinstance(value, (np.ndarray, np.generic)):
+        found = np.asarray(value)
+        value = found.astype(np.float32) if found.dtype == np.float64 else found
     return as_tensor(np.asarray(value), None if dtype is None else as_dtype(dtype))
 
 
