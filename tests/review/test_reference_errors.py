@@ -11,4 +11,4 @@ from triplane.unified_ir.engines import engine
 def test_more_memory_than_there_is_fails_clearly_on_every_engine(name, shape):
     function = trace(lambda x: ops.zeros(shape).sum() + x, TensorSpec(()))
     with pytest.raises(InvalidInput, match="the graph failed on these values"):
-        engine(name).compile(function)(np.float32(0))
+        engine(name).compile(function)(np.zeros((), np.float32))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Array, Function
 
@@ -111,8 +113,9 @@ class HostLoop:
 
     def _copied(self, state: Mapping[str, Array]) -> dict[str, Array]:
         """Copies of state tensors, all of them held to their parameters' types."""
-        for name, x in state.items():
+        arrays = {name: np.asarray(x) for name, x in state.items()}
+        for name, x in arrays.items():
             wanted = self._program.function.param(name).type
             if x.dtype != wanted.dtype.numpy or x.shape != wanted.shape:
                 raise InvalidInput(f"state {name!r} is {wanted}, got {x.dtype}{x.shape}")
-        return {name: x.copy() for name, x in state.items()}
+        return {name: x.copy() for name, x in arrays.items()}

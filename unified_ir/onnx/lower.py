@@ -91,6 +91,20 @@ def _reshape(context: Context, node: Node) -> None:
     context.add("Reshape", [data, context.constant(wanted)], context.output_names(node))
 
 
+def _slice(context: Context, node: Node) -> None:
+    """A fixed number of rows of a symbolic axis is held to: Slice itself would give fewer."""
+    x, y = node.inputs[0], node.outputs[0].type
+    assert x is not None
+    if all(
+        isinstance(a, int) or isinstance(b, Expr)
+        for a, b in zip(x.type.shape, y.shape, strict=True)
+    ):
+        context.plain(node)
+        return
+    taken = context.emit("Slice", *context.inputs(node))
+    context.add("Reshape", [taken, context.dims(y.shape)], context.output_names(node), allowzero=1)
+
+
 def _matmul(context: Context, node: Node) -> None:
     """A vector operand becomes a matrix: onnxruntime 1.31 fuses Transpose(x) @ v wrongly."""
     a, b = (v.type.rank if v is not None else 0 for v in node.inputs)
@@ -208,6 +222,7 @@ def _loop(context: Context, node: Node) -> None:
 RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "Constant"): _constant,
     ("", "Reshape"): _reshape,
+    ("", "Slice"): _slice,
     ("", "MatMul"): _matmul,
     ("", "BatchNormalization"): _batch_norm,
     (DOMAIN, "Dims"): _dims,
