@@ -7,7 +7,7 @@ says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,6 +60,15 @@ class _Rows:
 
 def branch(test: Tensor, then: Thunk, otherwise: Thunk, state: State) -> Any:
     """Records both sides; gives their value and leaves the variables as the test decides."""
+    return _branch(test, then, otherwise, state, state.names)
+
+
+def branch_value(test: Tensor, then: Thunk, otherwise: Thunk, state: State) -> Any:
+    """As `branch` where the function ends with the value, so no variable is read any more."""
+    return _branch(test, then, otherwise, state, ())
+
+
+def _branch(test: Tensor, then: Thunk, otherwise: Thunk, state: State, live: Sequence[str]) -> Any:
     flag = as_condition(test)
     yes, no = _sides(then, otherwise, state)
     try:
@@ -69,7 +78,7 @@ def branch(test: Tensor, then: Thunk, otherwise: Thunk, state: State) -> Any:
             f"the branches at {state.here} give {differ.a} and {differ.b}; give one type on both "
             "(`return` in one branch only counts as None in the other)"
         ) from None
-    return _joined(flag, yes, no, value, state)
+    return _joined(flag, yes, no, value, state, live)
 
 
 def branch_exits(test: Tensor, then: Thunk, otherwise: Thunk, state: State) -> Exit:
@@ -87,7 +96,7 @@ def branch_exits(test: Tensor, then: Thunk, otherwise: Thunk, state: State) -> E
             f"the branches at {state.here} return {differ.a} and {differ.b}; return one type "
             "everywhere"
         ) from None
-    return Exit(*_joined(flag, yes, no, form, state))
+    return Exit(*_joined(flag, yes, no, form, state, state.names))
 
 
 def _with_value(build: Build, mine: Exit, *, like: Exit) -> Exit:
@@ -116,12 +125,13 @@ def _sides(then: Thunk, otherwise: Thunk, state: State) -> tuple[_Side, _Side]:
     return sides[0], sides[1]
 
 
-def _joined(flag: Tensor, yes: _Side, no: _Side, value: Any, state: State) -> Any:
+def _joined(
+    flag: Tensor, yes: _Side, no: _Side, value: Any, state: State, live: Sequence[str]
+) -> Any:
     rows = _Rows([], [], [])
     rows.add(value, yes.value, no.value)
     variables = {
-        n: _variable(n, yes.after.variables[n], no.after.variables[n], rows, state)
-        for n in state.names
+        n: _variable(n, yes.after.variables[n], no.after.variables[n], rows, state) for n in live
     }
     buffers = _buffers(yes.after.buffers, no.after.buffers, rows)
     outputs: list[Tensor] = []
@@ -141,7 +151,8 @@ def _joined(flag: Tensor, yes: _Side, no: _Side, value: Any, state: State) -> An
             )
         )
     made = filled(value, outputs)
-    after = {n: filled(form, outputs) for n, form in variables.items()}
+    after = state.snapshot().variables
+    after |= {n: filled(form, outputs) for n, form in variables.items()}
     state.restore(Snapshot(after, {p: filled(f, outputs) for p, f in buffers.items()}))
     return made
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.frontend.branches import branch, branch_exits
+from triplane.unified_ir.frontend.branches import branch, branch_exits, branch_value
 from triplane.unified_ir.frontend.exits import BREAK, NEXT, Exit, returned
 from triplane.unified_ir.frontend.logic import and_, chain, if_expression, not_, or_
 from triplane.unified_ir.frontend.loops import count_tensor, walk_tensor, while_tensor
@@ -66,7 +66,7 @@ def return_if(test: Any, then: Thunk, otherwise: Thunk, state: State) -> Any:
     if not is_symbolic(test):
         return (then if truth(test) else otherwise)()
     state.refuse_odd("a branch")
-    return branch(test, then, otherwise, state)
+    return branch_value(test, then, otherwise, state)
 
 
 def leave_loop_if(test: Any, then: Thunk, otherwise: Thunk, state: State) -> Exit:
@@ -83,7 +83,7 @@ def return_from_loop(left: Exit, rest: Thunk, state: State, always: bool) -> Any
         return rest()
     if left.returned is True or always:
         return left.value
-    return branch(left.returned, lambda: left.value, rest, state)
+    return branch_value(left.returned, lambda: left.value, rest, state)
 
 
 def leave_outer_loop(left: Exit, rest: Thunk, state: State, always: bool) -> Exit:  # noqa: FBT001 - generated calls

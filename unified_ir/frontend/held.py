@@ -123,6 +123,8 @@ def _held(target: Any) -> Iterator[tuple[str, Any]]:
             f = f.__func__
         while hasattr(f, "__wrapped__"):
             f = f.__wrapped__
+        if isinstance(f, Owner):
+            yield "", f
         if not isinstance(f, FunctionType) or id(f) in seen or not belongs_to_user(f):
             continue
         seen.add(id(f))

@@ -294,8 +294,8 @@ def _without_carry(carry: _Carry, types: Sequence[TensorType]) -> Exit:
         if form is UNBOUND and carry.before.variables[name] is not UNBOUND:
             raise InvalidInput(f"{name!r} cannot be carried: {reason_of(name)}")
     raise InvalidInput(
-        f"no trip of the loop at {carry.state.here} changes a variable, so it would run for ever or not "
-        "at all; assign what its condition reads"
+        f"no trip of the loop at {carry.state.here} changes a variable, so it would run "
+        "for ever or not at all; assign what its condition reads"
     )
 
 

@@ -10,6 +10,13 @@ import ast
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+
+class Rest(ast.Return):
+    """`return rest()`: control goes on with the statements after an `if`, which bind names."""
+
+    assigns: list[str]
+
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 FUNCTIONS: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -47,6 +54,8 @@ def assigned(statements: Sequence[ast.stmt]) -> list[str]:
 
 
 def _bound_by(node: ast.AST) -> list[str]:
+    if isinstance(node, Rest):
+        return node.assigns
     if isinstance(node, ast.Name):
         return [] if isinstance(node.ctx, ast.Load) else [node.id]
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from triplane.unified_ir.frontend.names import (
     LOOPS,
+    Rest,
     assigned,
     declared,
     ends,
@@ -58,10 +59,6 @@ class Level:
     """Below `with`, `try`, `match` or in a generator: statements after it cannot move inside."""
     plain_loop: bool = False
     """In a loop that stays Python: `break` and `continue` stay too."""
-
-
-class _Rest(ast.Return):
-    """`return rest()`: control goes on with the statements after an `if`."""
 
 
 def rewrite_function(
@@ -167,7 +164,7 @@ class _Rewriter(ast.NodeTransformer):
 
     def _kept(self, s: ast.stmt, level: Level) -> list[ast.stmt]:
         """A statement that stays what it is; conditions in it must not be tensors."""
-        if isinstance(s, _Rest):
+        if isinstance(s, Rest):
             return [s]
         if isinstance(s, (ast.Return, ast.Break, ast.Continue)):
             return [at(self._leave(s, level), s)]
@@ -246,7 +243,9 @@ class _Rewriter(ast.NodeTransformer):
             after = self._def("rest", self.block(rest, level), names, s)
             made.append(after)
             for branch in (body, orelse):
-                branch.append(at(_Rest(value=ast.Call(name_of(after), [], [])), s))
+                go_on = at(Rest(value=ast.Call(name_of(after), [], [])), s)
+                go_on.assigns = assigned(rest)
+                branch.append(go_on)
         elif rest:
             (orelse if ends(body) else body).extend(rest)
         test = self.expression(s.test)

@@ -45,6 +45,7 @@ def value_and_grad(f: Any, argnums: int | Sequence[int] = 0) -> Any:
     """
     if isinstance(f, Function):
         return autodiff.value_and_grad(f)
+    name = _name(f)
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(f, updated=())
@@ -53,7 +54,7 @@ def value_and_grad(f: Any, argnums: int | Sequence[int] = 0) -> Any:
         found = leaves(linear.value)
         if len(found) != 1 or found[0].shape != ():
             raise ShapeError(
-                f"a gradient is of a scalar, but {_name(f)} gives {[y.type for y in found]}; "
+                f"a gradient is of a scalar, but {name} gives {[y.type for y in found]}; "
                 "reduce it"
             )
         one = recorder().admit(np.ones((), found[0].dtype.numpy))
