@@ -131,7 +131,7 @@ def test_schedules_have_the_values_of_their_formulas():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: optim.SGD(-1.0), "learning rate is >= 0, got -1.0"),
+        (lambda: optim.SGD(-1.0), ">= 0, got -1.0"),
         (lambda: optim.SGD(0.1, momentum=1.0), r"momentum in \[0, 1\), got 1.0"),
         (lambda: optim.SGD(0.1, nesterov=True), "nesterov needs a momentum"),
         (lambda: optim.SGD(0.1, weight_decay=-1), "weight_decay >= 0"),

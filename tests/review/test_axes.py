@@ -5,6 +5,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import TensorSpec, ops, trace
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir.types import ShapeError
+from triplane.unified_ir.ops.convolution import conv_transpose_row
 
 X = np.arange(6, dtype=np.float32).reshape(1, 2, 1, 3)
 
@@ -44,6 +45,15 @@ WINDOWS = {
     "groups that do not divide": lambda x, w, _: ops.conv(x, w[:, :1], groups=2),
     "a pool of padding alone": lambda x, *_: ops.max_pool(x, 2, padding=2),
 }
+
+
+def test_a_transposed_convolution_with_more_padding_than_output_is_refused():
+    with pytest.raises(ShapeError, match="leaves"):
+        trace(
+            lambda x, w: conv_transpose_row(x, w, pads=(2, 2, 2, 2)),
+            TensorSpec((1, 1, 2, 2)),
+            TensorSpec((1, 1, 2, 2)),
+        )
 
 
 @pytest.mark.parametrize("body", WINDOWS.values(), ids=WINDOWS)

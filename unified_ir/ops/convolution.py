@@ -225,6 +225,8 @@ def _conv_transpose(call: Call) -> Types:
         - window.pads[i] - window.pads[n + i]
         for i, d in enumerate(x.shape[2:])
     ]  # fmt: skip
+    if any(isinstance(d, int) and d < 1 for d in spatial):
+        raise ShapeError(f"ConvTranspose of {x} leaves {spatial} after pads {window.pads}")
     return (x.with_shape((x.shape[0], w.shape[1] * attrs["group"], *spatial)),)
 
 

@@ -45,7 +45,7 @@ class Adam(Optimizer):
         name = type(self).__name__
         check_range(name, "beta1", self.beta1, 0, 1)
         check_range(name, "beta2", self.beta2, 0, 1)
-        if self.epsilon <= 0 or self.weight_decay < 0:
+        if not (self.epsilon > 0 and self.weight_decay >= 0):
             raise InvalidInput(
                 f"{name} needs epsilon > 0 and weight_decay >= 0, got {self.epsilon} and "
                 f"{self.weight_decay}"

@@ -7,9 +7,11 @@ scalar that counts them. The description itself holds no arrays: one optimizer t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from numbers import Real
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -43,8 +45,10 @@ class Optimizer:
     slots: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.lr, (int, float)) and self.lr < 0:
-            raise InvalidInput(f"a learning rate is >= 0, got {self.lr}")
+        lr: Any = self.lr
+        is_number = isinstance(lr, Real) and not isinstance(lr, bool)
+        if not isinstance(lr, Schedule) and not (is_number and 0 <= lr < math.inf):
+            raise InvalidInput(f"a learning rate is a schedule or finite and >= 0, got {lr!r}")
 
     def used_slots(self) -> tuple[str, ...]:
         """Slots this optimizer keeps; each is shaped like its parameter and starts at 0."""

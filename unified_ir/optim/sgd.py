@@ -27,7 +27,7 @@ class SGD(Optimizer):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("SGD", "momentum", self.momentum, 0, 1)
-        if self.weight_decay < 0:
+        if not self.weight_decay >= 0:
             raise InvalidInput(f"SGD needs weight_decay >= 0, got {self.weight_decay}")
         if self.nesterov and not self.momentum:
             raise InvalidInput("SGD with nesterov needs a momentum above 0")
