@@ -181,7 +181,7 @@ REFUSED = [
     (two_types, 5, r"'y' .* at \S+:{at}: it is float32\[3\] when .* holds and float32\[\] when"),
     (number_and_text, 5, r"'y' has no value at \S+:{at}: it is 'text' when .*:{if_} holds and 1.0"),
     (return_in_one_branch, 1, r"branches at \S+:{if_} give float32\[3\] and None"),
-    (shrinking, 5, r"'s' .*: float32\[3\] before .*:{loop} and float32\[1\] after a trip"),
+    (shrinking, 5, r"'s' .*is float32\[3\] before the loop at .*:{loop} and float32\[1\] after"),
     (never_ending, 1, r"no trip of the loop at \S+:{if_} changes a variable"),
     (first_in_loop, 3, r"'last' has no value at \S+:{at}: .* inside the loop at \S+:{if_}"),
     (returns_two_types, 4, r"return float32\[\] and float32\[3\]|float32\[3\] and float32\[\]"),

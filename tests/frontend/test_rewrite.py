@@ -42,8 +42,8 @@ def test_a_programs_gradient_is_its_slope_in_every_mode(name, call):
         "range_of_tensor",
         "over_tensor",
         "over_tensor_with_return",
-        "nested_loops",
-        "halves",
+        pytest.param("nested_loops", marks=pytest.mark.slow),
+        pytest.param("halves", marks=pytest.mark.slow),
     ],
 )
 def test_a_gradient_of_a_gradient_is_the_slope_of_the_gradient(name):

@@ -1,0 +1,23 @@
+"""The page for users says what is true: its code runs, top to bottom."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "writing-models.md"
+
+
+@pytest.mark.slow
+def test_the_code_on_the_page_runs(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 4
+    script = tmp_path / "page.py"
+    script.write_text("\n\n".join(blocks))
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "reference against ascend" in done.stdout
