@@ -12,6 +12,8 @@ from tests.quantize import nets
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir import TensorSpec, nn
 from triplane.unified_ir.convert import convert
+from triplane.unified_ir.frontend import trace
+from triplane.unified_ir.ir import Module, Role, StateTensor
 from triplane.unified_ir.runtime import Bundle
 
 x64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels of x64")
@@ -177,6 +179,40 @@ def test_without_a_budget_a_slower_result_is_converted(tmp_path):
 def test_arguments_that_contradict_are_refused(options, message):
     with pytest.raises(InvalidInput, match=message):
         convert(nets.lenet(), **options)
+
+
+def test_each_stage_is_told_before_its_work():
+    module, train, held_out = nets.digits()
+    told = []
+    convert(
+        module, "ort-x64", quantize="int8", calibration=train.take(20), evaluation=held_out,
+        progress=told.append,
+    )  # fmt: skip
+    assert told == [
+        "checking the graph against the model's meaning",
+        "int8: observing ranges on 20 samples",
+        "timing float32 and int8 in turn",
+        "measuring accuracy on 360 samples",
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"name": ""}, {"version": ""}, {"version": "1\n"}, {"name": 300 * "x"}]
+)
+def test_a_name_that_no_server_would_load_is_refused(wrong):
+    module, *_ = nets.digits()
+    with pytest.raises(InvalidInput, match="1 to 256 printable characters"):
+        convert(module, "ort-x64", **wrong)
+
+
+def test_an_entry_that_assigns_state_says_that_a_bundle_forgets_it():
+    specs = {"x": TensorSpec(("N", 2)), "w": TensorSpec((2,))}
+    function = trace(lambda x, w: {"y": x * w, "w": w + 1.0}, **specs, name="learn")
+    state = {"w": StateTensor(Role.PARAMETER, np.ones(2, np.float32))}
+    module = Module({"learn": function}, {"learn": "learn"}, state)
+    assert convert(module, "ort-x64", entry="learn").notes == (
+        "'learn' assigns 1 state tensors; a bundle keeps no state, a plan does",
+    )
 
 
 def test_an_unknown_target_names_those_that_exist():

@@ -10,6 +10,8 @@ import click
 from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from triplane.unified_ir.convert import Report
     from triplane.unified_ir.ir import Module
 
@@ -88,7 +90,7 @@ def command(**options: Any) -> None:
     record: dict[str, Any] = {}
     texts = []
     if not wants_plan or options["out"] is not None or options["quantize"] is not None:
-        report = _converted(module, digest, options)
+        report = _converted(module, digest, options, output.note)
         record = _record(report)
         texts.append(report.text().rstrip())
         _save_reports(report, record, options)
@@ -104,7 +106,9 @@ def _loaded(model: Path) -> tuple[Module, str]:
     return read_model(model)
 
 
-def _converted(module: Module, digest: str, options: dict[str, Any]) -> Report:
+def _converted(
+    module: Module, digest: str, options: dict[str, Any], progress: Callable[[str], None]
+) -> Report:
     from triplane.unified_ir.convert import convert
     from triplane.unified_ir.convert.samples import read_labelled, read_samples
 
@@ -117,7 +121,7 @@ def _converted(module: Module, digest: str, options: dict[str, Any]) -> Report:
         quantize=options["quantize"],
         calibration=None if calibrate is None else read_samples(calibrate, inputs),
         evaluation=None if evaluate is None else read_labelled(evaluate, inputs),
-        name=options["name"] or options["model"].stem,
+        name=options["model"].stem if options["name"] is None else options["name"],
         version=options["model_version"],
         max_accuracy_drop=options["max_accuracy_drop"],
         max_latency_ratio=options["max_latency_ratio"],
@@ -125,6 +129,7 @@ def _converted(module: Module, digest: str, options: dict[str, Any]) -> Report:
         reduce_range=options["reduce_range"],
         model_digest=digest,
         out=options["out"],
+        progress=progress,
     )
 
 

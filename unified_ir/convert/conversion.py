@@ -8,7 +8,7 @@ alone, on one kind of machine. A conversion is refused only for a budget, never 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -17,7 +17,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.convert.accuracy import measure_accuracy
 from triplane.unified_ir.convert.budgets import Budgets
 from triplane.unified_ir.convert.checks import check_against_reference, check_finite, first
-from triplane.unified_ir.convert.describe import Labels, describe
+from triplane.unified_ir.convert.describe import Labels, check_names, describe
 from triplane.unified_ir.convert.fold import FOLDED, fold
 from triplane.unified_ir.convert.latency import Latency, measure_latency
 from triplane.unified_ir.convert.report import Accuracy, Layer, Report, Size
@@ -116,6 +116,7 @@ def convert(
     reduce_range: bool = False,
     model_digest: str = "",
     out: str | Path | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Convert one entry of a module, or of a model file, for a target; write `out` when given.
 
@@ -124,11 +125,13 @@ def convert(
     output, or by output. max_accuracy_drop: percentage points, needs an evaluation set.
     max_latency_ratio, max_size_ratio: int8 / float32. reduce_range: 7-bit weights, for processors
     without VNNI. model_digest: root digest of the model file, the bundle's parent; known where
-    `module` is a path. name: by default the stem of the model file, or of `out`.
+    `module` is a path. name: by default the stem of the model file, or of `out`. progress: told
+    each stage before its work.
     Raises InvalidInput, with nothing written, where a budget is passed or samples do not fit.
     """
     row = target_row(target)
-    name = name or _name(module, out)
+    name = _name(module, out) if name is None else name
+    check_names(name, version)
     if not isinstance(module, Module):
         module, model_digest = read_model(module)
     budgets = Budgets(max_accuracy_drop, max_latency_ratio, max_size_ratio)
@@ -139,9 +142,11 @@ def convert(
     shown = first(frozen, samples, GOLDENS)
     plain = _form(frozen, row)
     few = first(frozen, samples, REFERENCE_SAMPLES)
+    progress("checking the graph against the model's meaning")
     check_against_reference(module, entry, plain.session, few)
     int8 = None
     if quantize == "int8":
+        progress(f"int8: observing ranges on {len(next(iter(samples.values())))} samples")
         int8 = _quantized(frozen, row, int8_scheme(row, reduce_range=reduce_range), samples)
     shipped = int8 or plain
     goldens = shipped.session.run(shown)
@@ -159,19 +164,23 @@ def convert(
         model_digest=model_digest,
     )
     resident = residency(shipped.artifact)
+    progress("timing float32" + (" and int8 in turn" if int8 else ""))
+    latency = _latency(frozen, row, plain, int8, samples)
+    if labelled is not None:
+        progress(f"measuring accuracy on {len(labelled[1])} samples")
     report = Report(
         name=name,
         version=version,
         target=row.name,
         precision="int8" if int8 else "float32",
         size=_size(plain, int8),
-        latency=_latency(frozen, row, plain, int8, samples),
+        latency=latency,
         accuracy=_accuracy(frozen, plain, shipped, labelled),
         layers=_layers(frozen, int8, resident, row),
         residency=resident,
         machine=_machine(),
         calibration=_calibration_record(calibration, samples),
-        notes=_notes(row, frozen, int8),
+        notes=(*_notes(row, frozen, int8), *_forgotten(module, entry)),
     )
     report = replace(report, notes=(*report.notes, *budgets.check(report)))
     if out is None:
@@ -202,12 +211,13 @@ def _check_arguments(quantize: str | None, calibration: Any, budgets: Budgets) -
         raise InvalidInput(f"quantize is 'int8' or None for float32, got {quantize!r}")
     if quantize == "int8" and calibration is None:
         raise InvalidInput(
-            "int8 learns the range of each tensor from samples; give calibration, some hundred "
-            "typical inputs"
+            "int8 learns the range of each tensor from samples; give calibration (--calibrate): "
+            "some hundred typical inputs"
         )
     if quantize is None and (budgets.latency_ratio, budgets.size_ratio) != (None, None):
         raise InvalidInput(
-            "max_latency_ratio and max_size_ratio compare int8 with float32; ask for quantize"
+            "max_latency_ratio and max_size_ratio compare int8 with float32; ask for quantize "
+            "(--quantize int8)"
         )
 
 
@@ -343,6 +353,13 @@ def _notes(row: Target, frozen: Frozen, int8: _Int8 | None) -> tuple[str, ...]:
     if not row.is_here:
         notes.append("kernels and times above are this machine's, not the target's")
     return tuple(notes)
+
+
+def _forgotten(module: Module, entry: str) -> tuple[str, ...]:
+    count = len(module.assigned(entry))
+    if not count:
+        return ()
+    return (f"{entry!r} assigns {count} state tensors; a bundle keeps no state, a plan does",)
 
 
 def _written(out: Path, spec: BundleSpec, report: Report) -> Report:

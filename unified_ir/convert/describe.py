@@ -31,7 +31,20 @@ otherwise, and a rounding step of int8 is large."""
 COPIES: Final = 2
 """Of its weights that onnxruntime may hold at once: as loaded and as prepacked."""
 
+MAX_NAME_CHARS: Final = 256
+"""Of a bundle's name, and of its version: what a server loads."""
+
 Labels = Sequence[str] | Mapping[str, Sequence[str]]
+
+
+def check_names(name: str, version: str) -> None:
+    """InvalidInput where no server would load a bundle so called."""
+    for what, text in (("name", name), ("version", version)):
+        if not 1 <= len(text) <= MAX_NAME_CHARS or not text.isprintable():
+            raise InvalidInput(
+                f"a bundle's {what} has 1 to {MAX_NAME_CHARS} printable characters, "
+                f"got {len(text)}: {text[:40]!r}"
+            )
 
 
 def describe(
