@@ -158,6 +158,10 @@ max_pool_row = Op(
 )  # fmt: skip
 
 
+MAX_KEYED_WIDTH: Final = 512
+"""Wider, the 0/1 matrix of the key trick, quadratic in the width, is not worth its bytes."""
+
+
 def _disjoint(window: Window, x: Tensor, attrs: Mapping[str, Any]) -> bool:
     """Whether the windows tile a static plane without overlap, so that the key trick applies."""
     return (
@@ -166,7 +170,7 @@ def _disjoint(window: Window, x: Tensor, attrs: Mapping[str, Any]) -> bool:
         and not any(window.pads)
         and not attrs["ceil_mode"]
         and set(window.dilations) == {1}
-        and all(isinstance(d, int) for d in x.shape[2:])
+        and all(isinstance(d, int) and d <= MAX_KEYED_WIDTH for d in x.shape[2:])
     )
 
 
