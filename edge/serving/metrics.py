@@ -5,13 +5,19 @@ Labels are the names of loaded models only; a call for an unknown name is counte
 one, so callers cannot grow the label set.
 """
 
+import logging
+import socket
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from socketserver import ThreadingMixIn
+from typing import Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import start_http_server
+from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -19,6 +25,11 @@ from triplane.edge.serving.lanes import Lane
 from triplane.edge.serving.repository import Repository, Version
 from triplane.edge.serving.statistics import Histogram, Statistics
 from triplane.proto.errors import Unavailable
+
+logger = logging.getLogger(__name__)
+
+PAGE_CALLERS: Final = 8
+PAGE_IDLE_S: Final = 5.0  # between two reads from one caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,44 @@ def _cumulated(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
     return buckets, histogram.total
 
 
+class _Caller(WSGIRequestHandler):
+    timeout = PAGE_IDLE_S
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+class _Page(ThreadingMixIn, WSGIServer):
+    """One thread per caller, for so many callers: further ones are hung up on."""
+
+    daemon_threads = True
+    request_queue_size = 64  # five, the default, lets a burst of callers wait for retransmission
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._room = threading.BoundedSemaphore(PAGE_CALLERS)
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        super().__init__(address, _Caller)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """See `socketserver`."""
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """See `socketserver`."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def handle_error(self, *_: object) -> None:
+        """Log it: the default prints a traceback for every caller that hangs up."""
+        logger.info("metrics caller failed", extra={"reason": str(sys.exc_info()[1])})
+
+
 class MetricsServer:
     """The scrape page over HTTP, on its own port and threads."""
 
@@ -122,12 +171,15 @@ class MetricsServer:
         registry.register(collector)
         ProcessCollector(registry=registry)
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server = _Page((host, port))
         except OSError as error:
             raise Unavailable(
                 f"the metrics port {host}:{port} is taken or not ours: {error}; choose another"
             ) from error
+        self._server.set_app(make_wsgi_app(registry))
         self.port = int(self._server.server_port)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Stop answering and free the port."""

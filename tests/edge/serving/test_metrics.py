@@ -1,3 +1,5 @@
+import socket
+import threading
 import urllib.request
 from typing import Any
 
@@ -44,6 +46,19 @@ def test_calls_are_counted_by_model_version_and_code(serve, connect, kit):
         ("", "", "INVALID_ARGUMENT"): 1,
         ("", "", "NOT_FOUND"): 2,  # names of callers never become labels
     }
+
+
+def test_callers_that_never_finish_asking_cannot_take_more_than_their_threads(serve, kit):
+    server = serve(kit.linear(), metrics_port=0)
+    before = threading.active_count()
+    held = [socket.create_connection(("127.0.0.1", server.metrics_port)) for _ in range(40)]
+    try:
+        refused = held[-1].recv(1)  # the server has met all by the time it hangs up on the last
+        assert refused == b""
+        assert threading.active_count() - before <= 8
+    finally:
+        for one in held:
+            one.close()
 
 
 def test_histograms_are_cumulative_and_end_at_the_count(serve, connect, kit):
