@@ -6,6 +6,8 @@ from typing import Final
 from triplane.edge.serving.limits import Limits
 from triplane.proto.errors import InvalidInput
 
+MAX_DRAIN_S: Final = 86_400.0
+MODEL_THREADS: Final = range(1, 1025)
 LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 
@@ -30,6 +32,9 @@ class Options:
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
+        texts: tuple[object, ...] = (self.host, *self.bundles)
+        if not all(isinstance(text, str) and text for text in texts):
+            raise InvalidInput(f"host and bundles are texts, got {self.host!r} {self.bundles!r}")
         if not self.bundles:
             raise InvalidInput("nothing to serve; name at least one bundle")
         ports: dict[str, object] = {"port": self.port, "metrics_port": self.metrics_port}
@@ -38,10 +43,10 @@ class Options:
                 raise InvalidInput(f"{what} is {port!r}; 0 to 65535, 0 for any free one")
         if self.log_level not in LOG_LEVELS:
             raise InvalidInput(f"log_level is {self.log_level!r}; one of {', '.join(LOG_LEVELS)}")
-        if not self.drain_s >= 0 or not self.model_threads >= 1:
+        if not 0 <= self.drain_s <= MAX_DRAIN_S or self.model_threads not in MODEL_THREADS:
             raise InvalidInput(
                 f"drain_s is {self.drain_s}, model_threads {self.model_threads}; "
-                "0 or more, and 1 or more"
+                f"0 to {MAX_DRAIN_S}, and 1 to {MODEL_THREADS[-1]}"
             )
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
             raise InvalidInput("TLS needs both a certificate and its key; give both files")

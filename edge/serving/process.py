@@ -1,8 +1,9 @@
 """The serving process: load, announce, serve until a signal, drain, exit.
 
-One line on standard output says that calls are taken and on which ports; a parent that asked for
-port 0 reads it there. SIGTERM and SIGINT drain: the calls inside finish, new ones are refused. A
-second signal cancels the calls inside, and ends the process if their runs go on regardless.
+A signal while it loads ends the process at once. One line on standard output says that calls are
+taken and on which ports; a parent that asked for port 0 reads it there. After that, SIGTERM and
+SIGINT drain: the calls inside finish, new ones are refused. A second signal cancels the calls
+inside, and ends the process if their runs go on regardless.
 """
 
 import json
@@ -29,11 +30,13 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 def run(options: Options) -> None:
     """Serve the bundles until a signal. Call from the main thread. Raises the families."""
+    for number in SIGNALS:  # nothing to drain yet, and a handler would wait for a run to return
+        signal.signal(number, signal.SIG_DFL)
+    server = start(options)
     # A pipe, because a signal that arrives while an event's own lock is held would wait for ever.
     signals, told = os.pipe()
     for number in SIGNALS:
         signal.signal(number, lambda *_: os.write(told, b"."))
-    server = start(options)
     announce(options, server)
     os.read(signals, 1)
     logger.info("draining", extra={"seconds_at_most": options.drain_s})

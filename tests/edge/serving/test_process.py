@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
+from onnx import TensorProto, helper, numpy_helper
 
 from triplane.edge.serving.__main__ import options_from, parse
 from triplane.edge.serving.bundles import open_bundle
@@ -20,6 +21,7 @@ from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.options import Options
 from triplane.edge.serving.wire import WIRE_NAME
 from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.runtime import BundleSpec, Description, Session, write_bundle
 
 X = np.ones((1, 4), np.float32)
 FORBIDDEN = ("onnx", "tuf", "securesystemslib", "cryptography", "click", "rich", "jax")
@@ -46,6 +48,51 @@ def start():
     for process in processes:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """A bundle whose graph counts to 2^62."""
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["c"], ["on"]), helper.make_node("Neg", ["v"], ["w"])],
+        "body",
+        [
+            helper.make_tensor_value_info("i", TensorProto.INT64, []),
+            helper.make_tensor_value_info("c", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("v", TensorProto.FLOAT, [1]),
+        ],
+        [
+            helper.make_tensor_value_info("on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("w", TensorProto.FLOAT, [1]),
+        ],
+    )
+    graph = helper.make_graph(
+        [helper.make_node("Loop", ["n", "", "x"], ["y"], body=body)],
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1])],
+        [numpy_helper.from_array(np.array(2**62), "n")],
+    )
+    opsets = [helper.make_opsetid("", 21)]
+    data = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    session, x = Session(data), np.zeros(1, np.float32)
+    description = Description(
+        name="endless",
+        version="1",
+        target="ort-x64",
+        inputs=session.inputs,
+        outputs=session.outputs,
+        model_digest="00" * 32,
+    )
+    spec = BundleSpec(
+        description=description,
+        model=data,
+        weights={},
+        golden_inputs={"x": x},
+        golden_outputs={"y": x},
+    )
+    write_bundle(tmp_path / "endless.bundle", spec)
+    return tmp_path / "endless.bundle"
 
 
 def test_the_ready_line_names_the_ports_and_the_process_answers_on_them(start, bundle, kit):
@@ -132,6 +179,28 @@ def test_a_second_signal_ends_a_process_whose_caller_never_finishes(start, bundl
 
 
 @pytest.mark.slow
+def test_a_signal_ends_a_process_whose_model_never_finishes_loading(start, bundle, endless):
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "triplane.edge.serving",
+            json.dumps({"bundles": [str(bundle()), str(endless)], "port": 0, "log_level": "info"}),
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    try:
+        assert any("model ready" in line for line in process.stderr)  # the second one loads now
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
 def test_the_verb_prints_the_ready_line_in_words(bundle):
     command = [sys.executable, "-m", "triplane.edge.cli", "serve", str(bundle())]
     with subprocess.Popen(
@@ -212,6 +281,14 @@ def test_the_verb_imports_click_only_until_it_runs():
         (['{"bundles": ["a"], "color": 1}'], r"Options has no \['color'\]"),
         (['{"bundles": ["a"], "limits": {"speed": 1}}'], r"Limits has no \['speed'\]"),
         (['{"bundles": ["a"], "limits": {"rows": "many"}}'], "whole numbers"),
+        (['{"bundles": ["a"], "limits": null}'], "limits is an object"),
+        (['{"bundles": ["a"], "limits": {"message_bytes": 2147483648}}'], "2147483647 at most"),
+        (['{"bundles": "abc"}'], "bundles a list"),
+        (['{"bundles": [1]}'], "are texts"),
+        (['{"bundles": ["a"], "host": ""}'], "are texts"),
+        (['{"bundles": ["a"], "drain_s": Infinity}'], "drain_s is inf"),
+        (['{"bundles": ["a"], "model_threads": 1000000000}'], "1 to 1024"),
+        (['{"bundles": ["a"], "model_threads": 1.5}'], "1 to 1024"),
         (['{"bundles": []}'], "at least one bundle"),
         (['{"bundles": ["a"], "port": 70000}'], "port is 70000; 0 to 65535"),
         (['{"bundles": ["a"], "metrics_port": "x"}'], "metrics_port is 'x'"),
