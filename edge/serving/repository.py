@@ -179,9 +179,10 @@ class Repository:
     def _load(self, servable: Servable) -> Version:
         key = servable.name, servable.version
         for what, text in zip(("name", "version"), key, strict=True):
-            if not 1 <= len(text) <= MAX_NAME_CHARS:
+            if not 1 <= len(text) <= MAX_NAME_CHARS or not text.isprintable():
                 raise InvalidInput(
-                    f"a model's {what} has {len(text)} characters; 1 to {MAX_NAME_CHARS}"
+                    f"a model's {what} has 1 to {MAX_NAME_CHARS} printable characters, "
+                    f"got {len(text)}: {text[:64]!r}"
                 )
         self._others[key] = Entry(*key, "LOADING")
         try:

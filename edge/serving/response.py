@@ -56,7 +56,8 @@ def _add_classes(
     labels: Sequence[str],
     limits: Limits,
 ) -> None:
-    rows = array.reshape(array.shape[0], -1) if array.ndim > 1 else array.reshape(1, -1)
+    count = array.shape[0] if array.ndim > 1 else 1
+    rows = array.reshape(count, array.size // max(1, count))
     k = min(want.classes, rows.shape[1])
     if rows.shape[0] * k > limits.classification_entries:
         raise InvalidInput(

@@ -93,10 +93,12 @@ def test_failing_loads_do_not_grow_the_index(kit):
     assert len(repository.index()) == 1
 
 
-@pytest.mark.parametrize(("name", "version"), [("", "1"), ("m", ""), ("m", "9" * 5000)])
+@pytest.mark.parametrize(
+    ("name", "version"), [("", "1"), ("m", ""), ("m", "9" * 5000), ("a\nb", "1")]
+)
 def test_a_model_without_a_usable_name_is_refused(kit, name, version):
     repository = Repository()
-    with pytest.raises(InvalidInput, match="characters; 1 to 256"):
+    with pytest.raises(InvalidInput, match="1 to 256 printable characters"):
         repository.add(kit.linear(name=name, version=version))
     assert repository.index() == []
 

@@ -57,6 +57,13 @@ def test_an_output_of_one_dimension_is_one_row_of_classes():
     assert [*response.outputs[0].shape] == [2]
 
 
+def test_an_output_without_rows_has_no_classes():
+    response = pb.ModelInferResponse()
+    encode(response, {"y": np.zeros((0, 3), np.float32)}, [Wanted(Y, 2)], {}, Limits())
+    assert response.outputs[0].shape[0] == 0
+    assert [*response.raw_output_contents] == [b""]
+
+
 def test_too_many_classification_entries_are_refused():
     limits = Limits(classification_entries=5)
     with pytest.raises(InvalidInput, match="2 rows by 3 classes; 5 entries"):
