@@ -5,18 +5,22 @@ here is bounded by these: bytes per tensor by the message, values per tensor by 
 """
 
 from dataclasses import dataclass, fields
+from typing import Final
 
 from triplane.proto.errors import InvalidInput
+
+MAX_LIMIT: Final = 2**31 - 1  # grpc counts message bytes in 31 bits, and sleeps no longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of one server. Raises InvalidInput when one is below 1."""
+    """Bounds of one server. Raises InvalidInput when one is below 1 or beyond `MAX_LIMIT`."""
 
     # fmt: off
     message_bytes: int = 64 << 20        # one request as it arrives and after decompression
     structure_bytes: int = 1 << 20       # all of a request but its raw contents, typed values too
     response_bytes: int = 256 << 20      # tensors of one response
+    unsent_bytes: int = 512 << 20        # answers of all calls that callers have not taken yet
     tensors: int = 64                    # inputs, and requested outputs, of one request
     rank: int = 8                        # dimensions of one tensor
     elements: int = 1 << 26              # values of one tensor, and the largest single dimension
@@ -35,5 +39,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if getattr(self, field.name) < 1:
-                raise InvalidInput(f"limit {field.name} is {getattr(self, field.name)}; 1 at least")
+            if not 1 <= (value := getattr(self, field.name)) <= MAX_LIMIT:
+                raise InvalidInput(
+                    f"limit {field.name} is {value}; 1 at least, {MAX_LIMIT} at most"
+                )

@@ -1,9 +1,10 @@
-"""Waiting for a caller's next message, with an end: a caller that stalls cannot hold a thread.
+"""Waiting for a caller, with an end: one that stalls cannot hold a thread, or an answer for ever.
 
-A call that must send is cancelled after its timeout. A stream may rest between its messages, and is
-cancelled when the server goes.
+A call that must send, or take its answer, is cancelled after its timeout. A stream may rest
+between its messages, and is cancelled when the server goes.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -29,7 +30,7 @@ class _Wait:
 
 
 class Receiving:
-    """The calls whose next message is awaited, and the thread that watches them."""
+    """The calls whose callers are waited for, and the thread that watches them."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, _Wait] = {}
@@ -57,6 +58,21 @@ class Receiving:
             self._waiting[id(context)] = _Wait(context, time.monotonic() + timeout_s, rests=True)
         return self._next(messages, context)
 
+    def until_over(self, context: grpc.ServicerContext, timeout_s: float) -> None:
+        """Cancel the call unless it is over in time: its answer is on the way."""
+        wait = self._watched(context, timeout_s)
+        if not context.add_callback(lambda: self._forget(wait)):
+            self._forget(wait)
+
+    @contextlib.contextmanager
+    def within(self, context: grpc.ServicerContext, timeout_s: float) -> Iterator[None]:
+        """Cancel the call unless the body ends in time."""
+        wait = self._watched(context, timeout_s)
+        try:
+            yield
+        finally:
+            self._forget(wait)
+
     def end_rests(self) -> None:
         """Cancel every stream that waits for its caller, and let none wait from now on."""
         with self._lock:
@@ -69,6 +85,16 @@ class Receiving:
         """Stop the watching thread."""
         self._ended.set()
         self._watch.join()
+
+    def _watched(self, context: grpc.ServicerContext, timeout_s: float) -> _Wait:
+        wait = _Wait(context, time.monotonic() + timeout_s, rests=False)
+        with self._lock:
+            self._waiting[id(context)] = wait
+        return wait
+
+    def _forget(self, wait: _Wait) -> None:
+        with self._lock:
+            self._waiting.pop(id(wait.context), None)
 
     def _next(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
         try:

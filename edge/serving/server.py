@@ -24,6 +24,7 @@ from triplane.edge.serving.metrics import MetricsServer, ServingCollector
 from triplane.edge.serving.receiving import Receiving
 from triplane.edge.serving.reflection import private_pool
 from triplane.edge.serving.repository import Repository
+from triplane.edge.serving.sending import Sending
 from triplane.edge.serving.service import Service
 from triplane.edge.serving.wire import WIRE_NAME, Wire
 from triplane.proto.errors import NotFound, Unavailable
@@ -36,6 +37,7 @@ QUIET_AT_MOST_S: Final = 1.0  # how long callers that never stop can delay the e
 QUIET_STEP_S: Final = 0.005
 MAX_METADATA_BYTES: Final = 16 << 10
 MAX_STREAMS_PER_CONNECTION: Final = 512
+HANDSHAKE_MS: Final = 5_000  # a connection that has not spoken until then is closed
 # One service under two names: its messages are the same in both versions.
 REFLECTION_NAMES: Final = (
     "grpc.reflection.v1alpha.ServerReflection",
@@ -151,7 +153,8 @@ class Server:
 
     def _build(self) -> grpc.Server:
         infer, streams, control = self._lanes
-        wire = Wire(self._service, self._receiving, self._limits)
+        sending = Sending(self._receiving, self._limits, self._refused)
+        wire = Wire(self._service, self._receiving, sending, self._limits)
         self._routes = routes = Routes(control, self._refused)
         routes.add(WIRE_NAME, wire.methods(infer=infer, streams=streams, control=control))
         check = wire.unary(health_pb2.HealthCheckRequest, self._health.check)
@@ -169,6 +172,7 @@ class Server:
                 ("grpc.max_send_message_length", -1),  # bounded by Limits.response_bytes
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
             ),
             # Beyond every lane: grpc itself refuses (RESOURCE_EXHAUSTED) without a thread.
             maximum_concurrent_rpcs=sum(lane.capacity for lane in self._lanes),
@@ -186,8 +190,10 @@ class Server:
                 return self._grpc.add_insecure_port(address)
             return self._grpc.add_secure_port(address, tls.credentials())
         except RuntimeError as error:
+            files = ", or the TLS files hold no certificate with its key" if tls else ""
             raise Unavailable(
-                f"the address {address} is taken or not ours; choose another port, or 0 for any"
+                f"the address {address} is taken or not ours{files}; "
+                "choose another port, or 0 for any"
             ) from error
 
     def _refused(self) -> None:

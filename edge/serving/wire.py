@@ -18,6 +18,7 @@ from triplane.edge.serving.lanes import Behaviour, Lane
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.receiving import REST, Receiving, one
 from triplane.edge.serving.running import Call
+from triplane.edge.serving.sending import Sending
 from triplane.edge.serving.service import Service
 from triplane.edge.serving.structure import check_structure
 from triplane.proto import open_inference_pb2 as pb
@@ -35,9 +36,12 @@ CONTROL_BYTES: Final = 64 << 10  # a call that carries names only
 class Wire:
     """Makes the behaviours of one server."""
 
-    def __init__(self, service: Service, receiving: Receiving, limits: Limits) -> None:
+    def __init__(
+        self, service: Service, receiving: Receiving, sending: Sending, limits: Limits
+    ) -> None:
         self._service = service
         self._receiving = receiving
+        self._sending = sending
         self._limits = limits
 
     def methods(
@@ -106,7 +110,8 @@ class Wire:
             with status_of(context):
                 request = self._request(one(message))
                 call = self._call(request, context, lane.submitted_ns)
-                return self._service.ModelInfer(request, call).SerializeToString()
+                answer = self._service.ModelInfer(request, call).SerializeToString()
+                return self._sending.last(answer, context)
 
         return behaviour
 
@@ -129,7 +134,9 @@ class Wire:
             else:
                 if request.parameters["triton_enable_empty_final_response"].bool_param:
                     answer.parameters["triton_final_response"].bool_param = True
-                yield pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+                data = pb.ModelStreamInferResponse(infer_response=answer).SerializeToString()
+                with self._sending.one_of_many(data, context):
+                    yield data
 
     def _request(self, data: bytes) -> pb.ModelInferRequest:
         try:

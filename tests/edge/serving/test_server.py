@@ -2,6 +2,7 @@
 
 import datetime as dt
 import queue
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +126,63 @@ def test_a_sender_that_stalls_is_cancelled_and_frees_its_thread(serve, channel, 
     assert status_of(call.result) == grpc.StatusCode.CANCELLED
     stalled.set()
     assert connect(server).infer("linear", [kit.tensor("x", X)])
+
+
+WIDE = np.ones((4, 300_000), np.float32)  # an answer of 1.2 MB
+SMALL_WINDOW = {"http2.bdp_probe": 0, "http2.lookahead_bytes": 65535}  # taken unasked
+
+
+def unread(channel):
+    """A call whose caller never asks for the answer."""
+    request = pb.ModelInferRequest(model_name="linear", raw_input_contents=[X.tobytes()])
+    request.inputs.add(name="x", datatype="FP32", shape=X.shape)
+    ask = channel.stream_stream(f"/{WIRE_NAME}/ModelInfer")
+    return ask(iter([request.SerializeToString()]))
+
+
+def refusal_of(client, kit):
+    """Why a further wide answer is refused, None when it comes."""
+    try:
+        client.infer("linear", [kit.tensor("x", X)])
+    except triton.InferenceServerException as error:
+        return str(error)
+
+
+def test_answers_that_nobody_takes_are_bounded_in_bytes(serve, channel, connect, kit):
+    server = serve(kit.linear(weights=WIDE), limits=Limits(unsent_bytes=2_000_000))
+    client = connect(server)
+    call = unread(channel(server, **SMALL_WINDOW))
+    while (refusal := refusal_of(client, kit)) is None:
+        pass  # until the answer of the other waits
+    assert "1200032 bytes of answers wait to be taken, 2000000 at most" in refusal
+    call.cancel()
+    while refusal_of(client, kit):
+        pass
+
+
+@pytest.mark.slow
+def test_an_answer_that_nobody_takes_is_given_up(serve, channel, connect, kit):
+    server = serve(kit.linear(weights=WIDE), limits=Limits(unsent_bytes=2_000_000, call_s=1))
+    client = connect(server)
+    call = unread(channel(server, **SMALL_WINDOW))
+    while refusal_of(client, kit) is None:
+        pass
+    while refusal_of(client, kit):
+        pass  # the caller does nothing: the server ends it
+    call.cancel()
+
+
+@pytest.mark.slow
+def test_a_connection_that_never_speaks_is_closed(serve, kit):
+    with socket.create_connection(("127.0.0.1", serve(kit.linear()).port), timeout=30) as silent:
+        while silent.recv(1024):
+            pass
+
+
+def test_tls_files_that_are_none_are_told_from_a_taken_port(serve, kit, tmp_path):
+    (tmp_path / "bad.pem").write_text("nothing")
+    with pytest.raises(Unavailable, match="hold no certificate"):
+        serve(kit.linear(), tls=Tls(cert=tmp_path / "bad.pem", key=tmp_path / "bad.pem"))
 
 
 def test_a_call_without_a_message_is_the_callers_error(serve, channel, kit):

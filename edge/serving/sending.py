@@ -1,0 +1,66 @@
+"""Answers that their callers have not taken yet: bounded in bytes, and not kept for ever.
+
+grpc holds an answer in memory until its caller makes room for it, and its own count of calls in
+progress no longer counts them then: a caller that asks and never reads would fill the memory.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.receiving import Receiving
+from triplane.proto.errors import Unavailable
+
+
+class Sending:
+    """Counts the bytes on their way out; a caller that never takes them is cancelled."""
+
+    def __init__(
+        self, receiving: Receiving, limits: Limits, on_refusal: Callable[[], None]
+    ) -> None:
+        self._receiving = receiving
+        self._limits = limits
+        self._on_refusal = on_refusal
+        self._held_bytes = 0
+        self._lock = threading.Lock()
+
+    def last(self, data: bytes, context: grpc.ServicerContext) -> bytes:
+        """`data`, the only answer of a call, counted until the call is over.
+
+        Raises Unavailable when too much waits already. One answer alone is always let through.
+        """
+        self._hold(len(data))
+        if context.add_callback(lambda: self._release(len(data))):
+            self._receiving.until_over(context, self._limits.call_s)
+        else:
+            self._release(len(data))
+        return data
+
+    @contextlib.contextmanager
+    def one_of_many(self, data: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """`data`, counted while the body yields it to the caller. Raises Unavailable."""
+        self._hold(len(data))
+        try:
+            with self._receiving.within(context, self._limits.call_s):
+                yield data
+        finally:
+            self._release(len(data))
+
+    def _hold(self, n_bytes: int) -> None:
+        with self._lock:
+            waiting = self._held_bytes
+            if not waiting or waiting + n_bytes <= self._limits.unsent_bytes:
+                self._held_bytes += n_bytes
+                return
+        self._on_refusal()
+        raise Unavailable(
+            f"{waiting} bytes of answers wait to be taken, {self._limits.unsent_bytes} at most; "
+            "read the answers, then call again"
+        )
+
+    def _release(self, n_bytes: int) -> None:
+        with self._lock:
+            self._held_bytes -= n_bytes
