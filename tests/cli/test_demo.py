@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -72,6 +73,16 @@ def _some_children(pid: int) -> list[psutil.Process]:
         if found := parent.children(recursive=True):
             return found
     return []
+
+
+def test_few_samples_of_few_classes_are_enough(tmp_path: Path) -> None:
+    few = tmp_path / "few.npz"
+    rng = np.random.default_rng(0)
+    np.savez(few, x=rng.random((40, 1, 8, 8), np.float32), y=np.arange(40) % 3)
+    with demo(tmp_path, "--data", str(few), "--epochs", "1", "--json") as process:
+        out, told = process.communicate(timeout=240)
+    assert process.returncode == 0, told
+    assert "camera_after" in json.loads(out)
 
 
 def test_a_folder_is_kept_with_model_bundles_plan_and_charts(tmp_path: Path) -> None:

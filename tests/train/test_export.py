@@ -48,6 +48,15 @@ def test_the_exported_step_is_the_step_that_was_trained(done):
     assert list(results)[:2] == ["loss", "accuracy"]
 
 
+@pytest.mark.parametrize(
+    ("given", "named"), [((), []), (("a",), ["a", "1", "2"]), (tuple("abcd"), ["a", "b", "c"])]
+)
+def test_every_class_has_a_name_where_one_has(given, named):
+    made = trainer(labels=given)
+    made.prepare(*data())
+    assert json.loads(made.export().meta["labels"]) == named
+
+
 def test_every_state_tensor_has_its_role(done):
     module = done.export()
     roles = {k: s.role for k, s in module.state.items()}

@@ -63,6 +63,14 @@ def _state(trainer: Trainer, *, with_optimizer: bool) -> dict[str, StateTensor]:
     }
 
 
+def _labels(trainer: Trainer) -> list[str]:
+    """A name for every class: data need not hold the last ones, a server wants them all."""
+    names, classes = list(trainer.labels), trainer.model.classes
+    if not names or classes is None:
+        return names
+    return names[:classes] + [str(k) for k in range(len(names), classes)]
+
+
 def _meta(trainer: Trainer) -> dict[str, str]:
     """Text by key; lists and mappings as JSON."""
     model, cell = trainer.model, type(trainer.cell)
@@ -70,7 +78,7 @@ def _meta(trainer: Trainer) -> dict[str, str]:
     return {
         "cell": f"{cell.__module__}:{cell.__qualname__}",
         "inputs": json.dumps(inputs),
-        "labels": json.dumps(list(trainer.labels)),
+        "labels": json.dumps(_labels(trainer)),
         "loss": type(model.loss).__name__,
         "metrics": json.dumps(list(model.metrics)),
         "optimizer": repr(trainer.optimizer),

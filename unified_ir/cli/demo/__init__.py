@@ -20,14 +20,19 @@ Examples:
     "--data",
     default="digits",
     show_default=True,
+    metavar="DATA",
     help="'digits' (ships with the package), a .npz with x and y, a folder of MNIST IDX files, "
-    "or a folder of images with one sub-folder per class. Grey 8x8 to 28x28 images.",
+    "or a folder of images with one sub-folder per class. Grey images of at least 8x8; larger "
+    "ones are averaged down.",
 )
-@click.option("--epochs", type=click.IntRange(1), default=12, show_default=True)
+@click.option(
+    "--epochs", type=click.IntRange(1), default=12, show_default=True, metavar="N",
+    help="Passes over the training data.",
+)  # fmt: skip
 @click.option(
     "--keep",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Keep all files (model, bundles, plan, charts) in this folder instead of a temporary one.",
+    help="Keep all files (model, bundles, plan, SVG charts) in this folder; otherwise they go.",
 )
 @json_option
 def command(*, data: str, epochs: int, keep: Path | None, as_json: bool) -> None:
@@ -36,7 +41,7 @@ def command(*, data: str, epochs: int, keep: Path | None, as_json: bool) -> None
     Trains a small convolutional network, writes it as one file, damages a copy to show the
     refusal, converts it to float and int8 bundles, serves one over gRPC and asks it with a stock
     client, then fine-tunes the model for a changed camera in a process that holds nothing but
-    onnxruntime. Every step runs the real command; nothing is left running.
+    onnxruntime, numpy, protobuf and our runtime. Every step runs the real command; nothing is left running.
     """
     from triplane.unified_ir.cli.demo.story import tell
 

@@ -132,7 +132,7 @@ def _first(data: Dataset, most: int) -> Dataset:
 def _save_data(stage: Stage) -> None:
     for name, part in (("train", stage.train), ("held_out", stage.held_out)):
         np.savez(stage.file(f"{name}.npz"), x=part.x, y=part.y)
-    few = stage.train.take(CALIBRATION_SAMPLES)
+    few = _first(stage.train, CALIBRATION_SAMPLES)
     np.savez(stage.file("calibration.npz"), x=few.x, y=few.y)
 
 
