@@ -79,6 +79,7 @@ ATTACKS = {
     "values cut": (npy(X)[:-1], Corrupt),
     "values added": (npy(X) + b"\0", Corrupt),
     "text": (npy(np.array(["a"])), InvalidInput),
+    "floats of 16 bytes": (npy(X, shape("(4, 3, 2)").replace("|u1", "<f16")), InvalidInput),
     "no such float": (npy(X, shape("(4, 3, 2)").replace("|u1", "<f3")), Corrupt),
 }
 

@@ -1,10 +1,13 @@
 import hashlib
+import os
+import tempfile
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from triplane.proto.errors import InvalidInput, NotFound
+from triplane.proto.errors import InvalidInput, NotFound, Unavailable
 from triplane.unified_ir import data
 
 CONTENT = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
@@ -65,3 +68,18 @@ def test_an_absent_or_unknown_source_names_what_is_read(tmp_path):
     (tmp_path / "table.csv").write_text("1,2")
     with pytest.raises(InvalidInput, match="the name digits"):
         data.load(tmp_path / "table.csv")
+
+
+def test_a_file_that_may_not_be_read_is_unavailable():
+    with tempfile.TemporaryDirectory() as name:
+        folder, caller = Path(name), os.geteuid()
+        folder.chmod(0o755)
+        (folder / "a.npz").write_bytes(b"PK")
+        (folder / "a.npz").chmod(0)
+        if caller == 0:
+            os.seteuid(65534)  # root may read everything
+        try:
+            with pytest.raises(Unavailable, match="could not be opened: Permission denied"):
+                data.load(folder / "a.npz")
+        finally:
+            os.seteuid(caller)

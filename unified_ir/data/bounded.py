@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final
 
-from triplane.proto.errors import Corrupt, InvalidInput, NotFound
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
 
 MAX_FILE_BYTES: Final = 2**30
 
@@ -25,7 +25,11 @@ def opened(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> Iterator[IO[byte
         raise InvalidInput(f"{path} is no regular file")
     if size > limit_bytes:
         raise InvalidInput(f"{path} has {size} bytes; at most {limit_bytes} are read")
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise Unavailable(f"{path} could not be opened: {error.strerror}") from error
+    with file:
         yield file
 
 

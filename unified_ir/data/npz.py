@@ -34,6 +34,7 @@ DAMAGE: Final = (
     ValueError,
     struct.error,
 )
+MAX_ITEM_BYTES: Final = 8
 END: Final = struct.Struct("<4sHHHHIIH")  # the zip format's end record, without a comment
 LOCATOR_BYTES: Final = 20
 PREAMBLE: Final = struct.Struct("<6sBBH")
@@ -118,6 +119,10 @@ def _parse(what: str, member: IO[bytes]) -> NDArray[Any]:
         dtype = np.dtype(match["descr"])
     except TypeError as error:
         raise Corrupt(f"{what} has no such type: {match['descr']!r}") from error
+    if dtype.itemsize > MAX_ITEM_BYTES:  # pixels are counted, and these would take 4 GiB
+        raise InvalidInput(
+            f"{what} holds {dtype}; numbers of at most {MAX_ITEM_BYTES} bytes are read"
+        )
     shape = tuple(map(int, re.findall(r"\d+", match["shape"])))
     _check_shape(what, shape)
     n_bytes = math.prod(shape) * dtype.itemsize
