@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from triplane.unified_ir.cli.shell import run
 from triplane.unified_ir import load
+from triplane.unified_ir.cli.shell import run
 
 CELL = Path(__file__).resolve().parents[2] / "unified_ir/cli/demo/digits.py"
 
