@@ -43,7 +43,7 @@ def options_from(given: Mapping[str, Any]) -> Options:
     """Options from plain values; limits may be strings. Raises InvalidInput naming a bad key."""
     limits = given.get("limits", {})
     if not isinstance(limits, dict) or isinstance(given.get("bundles"), str):
-        raise InvalidInput(f"limits is an object and bundles a list, got {limits!r}")
+        raise InvalidInput(f"limits is an object and bundles a list, got {given!r}")
     for cls, keys in ((Options, given), (Limits, limits)):
         if unknown := keys.keys() - {field.name for field in fields(cls)}:
             raise InvalidInput(f"{cls.__name__} has no {sorted(unknown)}")
