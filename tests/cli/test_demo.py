@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from triplane.unified_ir.cli.demo.processes import COMMAND

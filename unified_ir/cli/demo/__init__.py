@@ -41,7 +41,8 @@ def command(*, data: str, epochs: int, keep: Path | None, as_json: bool) -> None
     Trains a small convolutional network, writes it as one file, damages a copy to show the
     refusal, converts it to float and int8 bundles, serves one over gRPC and asks it with a stock
     client, then fine-tunes the model for a changed camera in a process that holds nothing but
-    onnxruntime, numpy, protobuf and our runtime. Every step runs the real command; nothing is left running.
+    onnxruntime, numpy, protobuf and our runtime. Every step runs the real command; nothing is
+    left running.
     """
     from triplane.unified_ir.cli.demo.story import tell
 
