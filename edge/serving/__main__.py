@@ -44,15 +44,29 @@ def options_from(given: Mapping[str, Any]) -> Options:
     limits = given.get("limits", {})
     if not isinstance(limits, dict) or isinstance(given.get("bundles"), str):
         raise InvalidInput(f"limits is an object and bundles a list, got {given!r}")
-    for cls, keys in ((Options, given), (Limits, limits)):
-        if unknown := keys.keys() - {field.name for field in fields(cls)}:
-            raise InvalidInput(f"{cls.__name__} has no {sorted(unknown)}")
+    for what, cls, keys in (("option", Options, given), ("limit", Limits, limits)):
+        known = [field.name for field in fields(cls)]
+        for name in keys:
+            if name not in known:
+                raise InvalidInput(f"no {what} {name!r}; there are {', '.join(known)}")
     try:
-        bounds = Limits(**{name: int(value) for name, value in limits.items()})
+        bounds = Limits(**{name: _whole(name, value) for name, value in limits.items()})
         return Options(**{**given, "bundles": tuple(given["bundles"]), "limits": bounds})
+    except InvalidInput:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidInput(
             f"serving options need bundles, and whole numbers as limits: {error}"
+        ) from error
+
+
+def _whole(name: str, value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        default = next(field.default for field in fields(Limits) if field.name == name)
+        raise InvalidInput(
+            f"limit {name} is {value!r}; give a whole number, as {name}={default}"
         ) from error
 
 

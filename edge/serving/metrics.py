@@ -174,7 +174,8 @@ class MetricsServer:
             self._server = _Page((host, port))
         except OSError as error:
             raise Unavailable(
-                f"the metrics port {host}:{port} is taken or not ours: {error}; choose another"
+                f"cannot listen on {host}:{port} for metrics: {error.strerror or error}; "
+                "choose another address or port, 0 for any free one"
             ) from error
         self._server.set_app(make_wsgi_app(registry))
         self.port = int(self._server.server_port)

@@ -43,10 +43,9 @@ class Options:
                 raise InvalidInput(f"{what} is {port!r}; 0 to 65535, 0 for any free one")
         if self.log_level not in LOG_LEVELS:
             raise InvalidInput(f"log_level is {self.log_level!r}; one of {', '.join(LOG_LEVELS)}")
-        if not 0 <= self.drain_s <= MAX_DRAIN_S or self.model_threads not in MODEL_THREADS:
-            raise InvalidInput(
-                f"drain_s is {self.drain_s}, model_threads {self.model_threads}; "
-                f"0 to {MAX_DRAIN_S}, and 1 to {MODEL_THREADS[-1]}"
-            )
+        if not 0 <= self.drain_s <= MAX_DRAIN_S:
+            raise InvalidInput(f"drain_s is {self.drain_s}; 0 to {MAX_DRAIN_S} seconds")
+        if self.model_threads not in MODEL_THREADS:
+            raise InvalidInput(f"model_threads is {self.model_threads}; 1 to {MODEL_THREADS[-1]}")
         if bool(self.tls_cert) != bool(self.tls_key) or (self.tls_client_ca and not self.tls_cert):
             raise InvalidInput("TLS needs both a certificate and its key; give both files")

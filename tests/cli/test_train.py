@@ -49,6 +49,30 @@ def test_a_checkpointed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def broken(:", "net.py:1: SyntaxError"),
+        ("import absent_library", "net.py:1: ModuleNotFoundError: No module named 'absent"),
+        ("def Net():\n    return 1 / 0", "net.py:2: ZeroDivisionError: division by zero"),
+        (
+            (
+                "from triplane.unified_ir.nn import Cell\n"
+                "class Net(Cell):\n    def construct(self, x):\n        return x.head"
+            ),
+            "net.py:4: AttributeError: 'Tensor' object has no attribute 'head'",
+        ),
+    ],
+)
+def test_a_fault_of_the_users_file_names_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: str, said: str
+) -> None:
+    net = tmp_path / "net.py"
+    net.write_text(code)
+    assert train(tmp_path, cell=f"{net}:Net") == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("cell", "said"),
     [
         ("digits.py", "FILE.py:Cell"),

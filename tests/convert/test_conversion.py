@@ -183,7 +183,7 @@ def test_arguments_that_contradict_are_refused(options, message):
 
 def test_each_stage_is_told_before_its_work():
     module, train, held_out = nets.digits()
-    told = []
+    told: list[str] = []
     convert(
         module, "ort-x64", quantize="int8", calibration=train.take(20), evaluation=held_out,
         progress=told.append,

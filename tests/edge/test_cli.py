@@ -56,6 +56,24 @@ def test_every_field_of_the_options_can_be_given_on_the_command_line():
     assert {field.name for field in fields(Options)} - names == {"json", "limits"}
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--limit", "speed=3"), "no limit 'speed'; there are message_bytes, "),
+        (("--limit", "rows"), "limit rows is ''; give a whole number, as rows=4096"),
+        (("--limit", "rows=many"), "limit rows is 'many'; give a whole number"),
+        (("--limit", "rows=0"), "limit rows is 0; 1 at least"),
+        (("--model-threads", "0"), "model_threads is 0; 1 to 1024"),
+        (("--drain-seconds", "-1"), "drain_s is -1.0; 0 to "),
+    ],
+)
+def test_a_refused_option_is_the_first_word(told, options, said):
+    with pytest.raises(InvalidInput) as refused:
+        run("a", *options)
+    assert str(refused.value).startswith(said)
+    assert told == []
+
+
 def test_an_unknown_limit_is_refused_by_name(told):
     with pytest.raises(InvalidInput, match="speed"):
         run("digits.bundle", "--limit", "speed=1")

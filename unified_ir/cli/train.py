@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from triplane.proto.errors import InvalidInput, NotFound
+from triplane.proto.errors import InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
 
 if TYPE_CHECKING:
@@ -96,6 +96,11 @@ def command(**options: Any) -> None:
     except KeyboardInterrupt:
         output.note(_after_interrupt(options["checkpoint"]))
         raise
+    except TriplaneError:
+        raise
+    except Exception as error:
+        _blame_file(error, options["cell"])
+        raise
     module = trainer.export(options["entries"] or DEFAULT_ENTRIES, local_lr=options["local_lr"])
     out = options["out"]
     digest = module.save(out)
@@ -114,6 +119,20 @@ def command(**options: Any) -> None:
     }
     shown = ", ".join(f"{k} {v:.4g}" for k, v in result.items())
     output.result(record, f"{out}: {record['bytes']:,} bytes, held out: {shown}\ndigest {digest}")
+
+
+def _blame_file(error: Exception, spec: str) -> None:
+    """InvalidInput with the last line of the user's file that `error` came from, if it did."""
+    from traceback import extract_tb
+
+    file = spec.rpartition(":")[0]
+    path = str(Path(file).resolve())
+    lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == path]
+    if isinstance(error, SyntaxError) and error.filename == path:
+        lines.append(error.lineno)
+    if lines:
+        what = error.msg if isinstance(error, SyntaxError) else error
+        raise InvalidInput(f"{file}:{lines[-1]}: {type(error).__name__}: {what}") from error
 
 
 def _after_interrupt(checkpoint: Path | None) -> str:

@@ -244,11 +244,12 @@ def _stored_manifest(data: mmap.mmap) -> bytes:
     """Return the manifest's bytes, its header and CRC-32 checked; nothing else is read."""
     start = Layout(0, ()).data[0]
     if len(data) < start or data[:4] != b"PK\3\4":
-        raise Corrupt("manifest: its header is damaged, or this is no such file")
+        raise Corrupt("manifest: its header is damaged, or this is no file of triplane's")
     size = LOCAL.unpack_from(data)[7]
     if size > min(MAX_MANIFEST_BYTES, len(data) - start):
         raise Corrupt(
-            f"manifest: {size} bytes announced, at most {MAX_MANIFEST_BYTES} and the file"
+            f"manifest: {size} bytes announced, at most {MAX_MANIFEST_BYTES} and the file; "
+            "its header is damaged, or this is no file of triplane's"
         )
     stored = data[start : start + size]
     if data[:start] != local_header(Part(MANIFEST_NAME, size, b"", 0), zlib.crc32(stored), start):

@@ -54,8 +54,7 @@ def value_and_grad(f: Any, argnums: int | Sequence[int] = 0) -> Any:
         found = leaves(linear.value)
         if len(found) != 1 or found[0].shape != ():
             raise ShapeError(
-                f"a gradient is of a scalar, but {name} gives {[y.type for y in found]}; "
-                "reduce it"
+                f"a gradient is of a scalar, but {name} gives {[y.type for y in found]}; reduce it"
             )
         one = recorder().admit(np.ones((), found[0].dtype.numpy))
         grads = _fill(args, numbers, linear, linear.pull([one]))
