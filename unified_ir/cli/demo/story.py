@@ -82,7 +82,8 @@ class Stage:
 def tell(*, data: str, epochs: int, keep: Path | None, output: Output) -> Summary:
     """Runs all steps; the folder is removed afterwards unless it is kept, also after Ctrl-C."""
     start = time.perf_counter()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+    for number in (signal.SIGINT, signal.SIGTERM):  # a script's background job ignores SIGINT
+        signal.signal(number, signal.default_int_handler)
     summary = Summary()
     train, held_out = load_split(data)
     if train.x.shape[2:] != (8, 8):
