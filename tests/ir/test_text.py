@@ -60,7 +60,7 @@ def test_regions_are_indented_below_their_node():
     lines = function_text(graphs.WITH_REGIONS["nested"]()).splitlines()
     at = next(i for i, line in enumerate(lines) if "triplane.Loop(" in line)
     assert lines[at + 1] == "    region loop("
-    assert "      %7: float32[2,3] = triplane.Cond(%6, %x2, %capture0) {" in "\n".join(lines)
+    assert "      %6: float32[2,3] = triplane.Cond(%5, %x2, %capture0) {" in "\n".join(lines)
     assert lines[-1] == "}"
 
 
