@@ -11,9 +11,9 @@ from tests.runtime.graphs import model
 from tests.runtime.samples import X, bundle_spec, make_bundle, make_plan, plan_spec, samples
 
 from triplane.proto import files_pb2 as pb
+from triplane.proto.disk import write_atomic
 from triplane.proto.errors import Corrupt, InvalidInput, Unavailable
 from triplane.unified_ir.files import container, tensors
-from triplane.unified_ir.files.atomic import write_atomic
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime import Bundle, Constraints, Plan, Session
 

@@ -147,7 +147,7 @@ def _record(report: Report) -> dict[str, Any]:
 def _save_reports(report: Report, record: dict[str, Any], options: dict[str, Any]) -> None:
     import json
 
-    from triplane.unified_ir.files.atomic import write_atomic
+    from triplane.proto.disk import write_atomic
 
     if options["report"] is not None:
         write_atomic(options["report"], report.svg().encode())

@@ -262,7 +262,7 @@ def _onnx_text(file: Container, entry: str | None) -> str:
 
 
 def _draw(module: Module | None, entry: str | None, out: Path) -> str:
-    from triplane.unified_ir.files.atomic import write_atomic
+    from triplane.proto.disk import write_atomic
     from triplane.unified_ir.ir.draw import function_svg
 
     if module is None:

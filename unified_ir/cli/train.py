@@ -105,7 +105,7 @@ def command(**options: Any) -> None:
     out = options["out"]
     digest = module.save(out)
     if options["history"] is not None:
-        from triplane.unified_ir.files.atomic import write_atomic
+        from triplane.proto.disk import write_atomic
 
         write_atomic(options["history"], trainer.history.json().encode())
     record = {

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from triplane.proto.disk import atomic_file
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from triplane.unified_ir.files import digests, tensors
 from triplane.unified_ir.files import manifest as manifests
-from triplane.unified_ir.files.atomic import atomic_file
 from triplane.unified_ir.files.digests import Buffer
 from triplane.unified_ir.files.layout import LOCAL, Layout, local_header
 from triplane.unified_ir.files.manifest import (

@@ -6,8 +6,8 @@ import math
 from pathlib import Path
 from typing import Final
 
+from triplane.proto.disk import write_atomic
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.files.atomic import write_atomic
 from triplane.unified_ir.train.history import Row
 from triplane.unified_ir.train.run import Run
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from triplane.proto.disk import AppendFile, OsDisk, atomic_file, write_atomic
 from triplane.proto.errors import Unavailable
-from triplane.unified_ir.files.atomic import atomic_file, write_atomic
 
 
 def test_file_appears_with_all_its_bytes(tmp_path):
@@ -112,3 +112,29 @@ def test_rename_comes_after_the_flush_of_the_bytes_and_before_that_of_the_name(
     disk = Disk(monkeypatch, fail_at=0)
     write_atomic(tmp_path / "f", b"x")
     assert disk.calls == ["open", "write", "fsync", "replace", "fsync"]
+
+
+def test_appended_bytes_stay_and_grow(tmp_path):
+    first = AppendFile(tmp_path / "f")
+    first.write(b"one")
+    first.sync()
+    first.close()
+    second = AppendFile(tmp_path / "f")
+    second.write(b"two")
+    assert second.size == 6
+    second.close()
+    assert (tmp_path / "f").read_bytes() == b"onetwo"
+
+
+def test_full_disk_is_unavailable_by_name_also_when_appending(tmp_path, monkeypatch):
+    file = AppendFile(tmp_path / "f")
+    Disk(monkeypatch, fail_at=1)
+    with pytest.raises(Unavailable, match=r"could not write .*f: .*No space left"):
+        file.sync()
+    file.close()
+
+
+def test_made_folders_are_there_again(tmp_path):
+    for _ in range(2):
+        OsDisk().make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()

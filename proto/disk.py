@@ -1,0 +1,160 @@
+"""How bytes become durable: the one module that knows.
+
+`write_atomic` gives files that appear whole or not at all: bytes go to a temporary file beside the
+target, are flushed to the disk, and take the target's name in one rename that is itself flushed. A
+crash or an error at any instant leaves the old file or the new one, and an error leaves no
+temporary file (a killed process may: `.NAME.HEX.tmp`). `AppendFile` gives records and downloads
+that grow: what `sync` returned for is there after a crash.
+
+Code that must survive power cuts takes a `Disk`; tests give it one that forgets what was not
+synced. Reading needs no disk: what is there is read with `Path`.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final, Protocol
+
+from triplane.proto.errors import InvalidInput, Unavailable
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Disk(Protocol):
+    """What a program does to a file system. Every method may raise OSError."""
+
+    def create(self, path: Path) -> BinaryIO:
+        """A new seekable file open for writing; FileExistsError where the name is taken."""
+
+    def append(self, path: Path) -> BinaryIO:
+        """The file open for writing at its end, made empty where it is absent."""
+
+    def sync(self, file: BinaryIO) -> None:
+        """Make the contents of `file` durable; its name is durable only after `sync_folder`."""
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Give `source` the name `target`, whatever had it before, in one step."""
+
+    def remove(self, path: Path) -> None:
+        """Remove a file; FileNotFoundError where it is absent."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make a folder and those above it, durable, if they are absent."""
+
+    def sync_folder(self, folder: Path) -> None:
+        """Make the names in `folder` durable."""
+
+
+class OsDisk:
+    """The operating system's files."""
+
+    def create(self, path: Path) -> BinaryIO:
+        """See `Disk`."""
+        return path.open("xb")
+
+    def append(self, path: Path) -> BinaryIO:
+        """See `Disk`."""
+        return path.open("ab")
+
+    def sync(self, file: BinaryIO) -> None:
+        """See `Disk`."""
+        file.flush()
+        os.fsync(file.fileno())
+
+    def replace(self, source: Path, target: Path) -> None:
+        """See `Disk`."""
+        source.replace(target)
+
+    def remove(self, path: Path) -> None:
+        """See `Disk`."""
+        path.unlink()
+
+    def make_folder(self, path: Path) -> None:
+        """See `Disk`."""
+        if not path.is_dir():
+            self.make_folder(path.parent)
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+            self.sync_folder(path.parent)
+
+    def sync_folder(self, folder: Path) -> None:
+        """See `Disk`."""
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+OS_DISK: Final = OsDisk()
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, disk: Disk = OS_DISK) -> Iterator[BinaryIO]:
+    """Yield a seekable binary file that becomes `path` when the block ends without an error.
+
+    Unavailable: the disk refused; a failure of the very last flush may leave the new file in place.
+    InvalidInput: `path` is a folder, a device or a pipe, which a rename would replace for good.
+    """
+    if not path.name or "\0" in path.name or (path.exists() and not path.is_file()):
+        raise InvalidInput(f"{path} cannot become a file; give the name of a new or a regular one")
+    temp = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with disk.create(temp) as file:
+            yield file
+            disk.sync(file)
+        disk.replace(temp, path)
+        disk.sync_folder(path.parent)
+    except OSError as error:
+        raise Unavailable(f"could not write {path}: {error}; the old file is kept") from error
+    finally:
+        with contextlib.suppress(OSError):
+            disk.remove(temp)
+
+
+def write_atomic(path: Path, data: Buffer, disk: Disk = OS_DISK) -> None:
+    """Write `data` as the whole of `path`; see `atomic_file`."""
+    with atomic_file(path, disk) as file:
+        file.write(data)
+
+
+class AppendFile:
+    """A file that grows. Opening makes its name durable; `sync` makes its bytes durable.
+
+    Unavailable when the disk refuses; the bytes of a failed `write` may be there in part.
+    """
+
+    def __init__(self, path: Path, disk: Disk = OS_DISK) -> None:
+        self._path, self._disk = path, disk
+        with self._refusals():
+            self._file = disk.append(path)
+            disk.sync_folder(path.parent)
+
+    @property
+    def size(self) -> int:
+        """Bytes so far, synced or not."""
+        return self._file.tell()
+
+    def write(self, data: Buffer) -> None:
+        """Add `data` at the end."""
+        with self._refusals():
+            self._file.write(data)
+
+    def sync(self) -> None:
+        """Return once everything written is on the disk."""
+        with self._refusals():
+            self._disk.sync(self._file)
+
+    def close(self) -> None:
+        """Let go of the file; what was not synced may be lost."""
+        with self._refusals():
+            self._file.close()
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise Unavailable(f"could not write {self._path}: {error}") from error
