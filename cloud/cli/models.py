@@ -1,0 +1,88 @@
+"""Models, versions and bundles as the registry verbs list and show them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triplane.cloud.cli.connection import Calls
+from triplane.cloud.cli.text import age, enum_text, facts, record, size, table
+from triplane.proto.registry_pb2 import (
+    Bundle,
+    ListModelsRequest,
+    ListVersionsRequest,
+    Model,
+    Version,
+)
+
+DIGEST_CHARS = 12
+
+
+def list_models(cloud: Calls) -> tuple[dict[str, Any], str]:
+    """Every model, one line each."""
+    found = cloud.registry.ListModels(ListModelsRequest()).models
+    rows = [(m.name, str(m.versions), f"@{m.latest}", aliases_text(m)) for m in found]
+    text = table(("MODEL", "VERSIONS", "LATEST", "ALIASES"), rows)
+    empty = "no model yet; push one with: triplane registry push MODEL.tpm"
+    return {"models": [record(model) for model in found]}, text if rows else empty
+
+
+def list_versions(cloud: Calls, model: str) -> tuple[dict[str, Any], str]:
+    """Every version of one model, newest first."""
+    found: list[Version] = []
+    while True:
+        before = found[-1].version if found else 0
+        page = cloud.registry.ListVersions(ListVersionsRequest(model=model, before=before))
+        found += page.versions
+        if not page.versions or found[-1].version <= 1:
+            break
+    rows = [
+        (
+            f"{v.model}@{v.version}",
+            ",".join(v.aliases),
+            size(v.size),
+            v.model_digest.hex()[:DIGEST_CHARS],
+            age(v.created_s),
+            v.created_by,
+            v.lineage.note,
+        )
+        for v in found
+    ]
+    headings = ("VERSION", "ALIASES", "SIZE", "DIGEST", "PUSHED", "BY", "NOTE")
+    return {"versions": [record(version) for version in found]}, table(headings, rows)
+
+
+def aliases_text(model: Model) -> str:
+    """As "stable=3, canary=4"."""
+    return ", ".join(f"{alias.name}={alias.version}" for alias in model.aliases)
+
+
+def version_text(version: Version) -> str:
+    """Everything known of one version."""
+    recipe, lineage = version.recipe, version.lineage
+    how = f"{recipe.quantize or 'float'}, entry {recipe.entry}"
+    return facts(
+        [
+            ("version", f"{version.model}@{version.version}"),
+            ("aliases", ", ".join(version.aliases)),
+            ("digest", version.model_digest.hex()),
+            ("size", f"{size(version.size)} ({version.size} bytes)"),
+            ("pushed", f"{age(version.created_s)} by {version.created_by}"),
+            ("parent", lineage.parent),
+            ("source", lineage.source),
+            ("note", lineage.note),
+            ("recipe", how),
+            *(("bundle", bundle_text(bundle)) for bundle in version.bundles),
+        ]
+    )
+
+
+def bundle_text(bundle: Bundle) -> str:
+    """Target, state, and what stands between it and a node."""
+    state = enum_text(bundle, "state")
+    if state != "ready":
+        return f"{bundle.target}: {state}{f': {bundle.reason}' if bundle.reason else ''}"
+    reference = f"{bundle.model}@{bundle.version}"
+    unsigned = f"not signed; triplane sign {reference} --target {bundle.target} --keys DIR"
+    content = bundle.content_digest.hex()[:DIGEST_CHARS]
+    signed = f"signed as {bundle.signed_path}" if bundle.signed_path else unsigned
+    return f"{bundle.target}: ready, {size(bundle.size)}, content {content}, {signed}"

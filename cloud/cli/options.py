@@ -1,0 +1,110 @@
+"""Kinds of option values: shares, durations, waves, labels. Each says what it takes when it fails.
+
+A value is parsed once here; what the numbers mean together is judged by the cloud.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+import click
+
+MOST_WAVES: Final = 64
+# fmt: off
+UNIT_S: Final = {
+    "":    1.0,
+    "s":   1.0,
+    "min": 60.0,
+    "h":   3600.0,
+    "d":   86400.0,
+}
+# fmt: on
+_DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d)?")
+_PERCENT: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
+_COUNT: Final = re.compile(r"[1-9][0-9]*")
+
+
+class Share(click.ParamType):
+    """A percentage; the value is a share between 0 and 1."""
+
+    name = "share"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """From "95%"."""
+        found = _PERCENT.fullmatch(str(value))
+        if isinstance(value, float):
+            return value
+        if found is None or float(found[1]) > 100:
+            self.fail(f"{value!r} is no percentage from 0% to 100%; write it as 95%", param, ctx)
+        return float(found[1]) / 100
+
+
+class Duration(click.ParamType):
+    """A length of time; the value is in seconds."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """From "90", "90s", "10min", "2h" or "7d"."""
+        if isinstance(value, float):
+            return value
+        found = _DURATION.fullmatch(str(value))
+        if found is None:
+            self.fail(f"{value!r} is no duration; write it as 90s, 10min, 2h or 7d", param, ctx)
+        return float(found[1]) * UNIT_S[found[2] or ""]
+
+
+class Waves(click.ParamType):
+    """Sizes of waves; the value is a tuple of ("percent", float) and ("nodes", int)."""
+
+    name = "waves"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[tuple[str, float], ...]:
+        """From "5%,25%,100%" or "1,10,100%"."""
+        if isinstance(value, tuple):
+            return value
+        sizes = tuple(self._size(part.strip(), param, ctx) for part in str(value).split(","))
+        if len(sizes) > MOST_WAVES:
+            self.fail(f"{len(sizes)} waves; at most {MOST_WAVES}", param, ctx)
+        return sizes
+
+    def _size(
+        self, text: str, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, float]:
+        percent = _PERCENT.fullmatch(text)
+        if percent is not None and 0 < float(percent[1]) <= 100:
+            return "percent", float(percent[1])
+        if not _COUNT.fullmatch(text):
+            rule = "give shares or counts, as 5%,25%,100% or 1,10,100%"
+            self.fail(f"{text!r} is no wave; {rule}", param, ctx)
+        return "nodes", int(text)
+
+
+class Label(click.ParamType):
+    """A label to set: the value is (key, value)."""
+
+    name = "key=value"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, str]:
+        """From "site=factory"."""
+        if isinstance(value, tuple):
+            return value
+        key, equals, text = str(value).partition("=")
+        if not key or not equals:
+            self.fail(f"{value!r} is no label; write it as site=factory", param, ctx)
+        return key, text
+
+
+SHARE: Final = Share()
+DURATION: Final = Duration()
+WAVES: Final = Waves()
+LABEL: Final = Label()

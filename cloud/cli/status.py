@@ -1,0 +1,45 @@
+"""What `triplane cloud status` asks and says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from triplane.cloud.cli.connection import Calls
+from triplane.cloud.cli.nodes import all_nodes
+from triplane.cloud.cli.text import enum_text, facts, until
+from triplane.proto.fleet_pb2 import ListRolloutsRequest
+from triplane.proto.identity_pb2 import WhoAmIRequest
+from triplane.proto.registry_pb2 import ListModelsRequest
+
+OPEN_STATES = ("preparing", "running", "paused")
+
+
+def status_of(cloud: Calls) -> tuple[dict[str, Any], str]:
+    """The record and the text; four calls."""
+    me = cloud.identity.WhoAmI(WhoAmIRequest())
+    nodes = all_nodes(cloud, "")
+    models = cloud.registry.ListModels(ListModelsRequest()).models
+    rollouts = cloud.fleet.ListRollouts(ListRolloutsRequest()).rollouts
+    open_rollouts = [r for r in rollouts if enum_text(r, "state") in OPEN_STATES]
+    connected = sum(node.connected for node in nodes)
+    record = {
+        "name": me.name,
+        "role": enum_text(me, "role"),
+        "expires_s": me.expires_s,
+        "nodes": len(nodes),
+        "connected": connected,
+        "models": len(models),
+        "versions": sum(model.versions for model in models),
+        "open_rollouts": [r.id for r in open_rollouts],
+    }
+    named = ", ".join(f"{r.id} ({r.model}@{r.version} {enum_text(r, 'state')})"
+                      for r in open_rollouts)  # fmt: skip
+    text = facts(
+        [
+            ("you", f"{me.name}, {record['role']}; certificate ends {until(me.expires_s)}"),
+            ("nodes", f"{connected} of {len(nodes)} connected"),
+            ("models", f"{len(models)} with {record['versions']} versions"),
+            ("rollouts", named or "none open"),
+        ]
+    )
+    return record, text
