@@ -148,12 +148,19 @@ def refusal_of(client, kit):
         return str(error)
 
 
+def unread_and_refusal(channel, client, kit):
+    """A call whose answer waits, and how a further one is refused meanwhile."""
+    call = unread(channel)
+    while (refusal := refusal_of(client, kit)) is None:
+        if call.done():  # it met the client's own answer on its way out, and was the one refused
+            call = unread(channel)
+    return call, refusal
+
+
 def test_answers_that_nobody_takes_are_bounded_in_bytes(serve, channel, connect, kit):
     server = serve(kit.linear(weights=WIDE), limits=Limits(unsent_bytes=2_000_000))
     client = connect(server)
-    call = unread(channel(server, **SMALL_WINDOW))
-    while (refusal := refusal_of(client, kit)) is None:
-        pass  # until the answer of the other waits
+    call, refusal = unread_and_refusal(channel(server, **SMALL_WINDOW), client, kit)
     assert "1200032 bytes of answers wait to be taken, 2000000 at most" in refusal
     call.cancel()
     while refusal_of(client, kit):
@@ -164,9 +171,7 @@ def test_answers_that_nobody_takes_are_bounded_in_bytes(serve, channel, connect,
 def test_an_answer_that_nobody_takes_is_given_up(serve, channel, connect, kit):
     server = serve(kit.linear(weights=WIDE), limits=Limits(unsent_bytes=2_000_000, call_s=1))
     client = connect(server)
-    call = unread(channel(server, **SMALL_WINDOW))
-    while refusal_of(client, kit) is None:
-        pass
+    call, _ = unread_and_refusal(channel(server, **SMALL_WINDOW), client, kit)
     while refusal_of(client, kit):
         pass  # the caller does nothing: the server ends it
     call.cancel()
