@@ -1,0 +1,120 @@
+"""One look at the cloud a second for all pages, and to each page what changed since its last.
+
+The cloud is asked only while a page is open. A page that reads slowly skips states: what waits for
+it is at most one change. Pages beyond `MOST_PAGES` are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator
+from typing import Any, Final
+
+from triplane.cloud.dashboard.rows import State, change, state_from
+from triplane.cloud.dashboard.source import Source
+from triplane.proto.errors import Unavailable
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S: Final = 1.0
+QUIET_S: Final = 15.0
+"""A page hears at least this often, so a lost connection is noticed."""
+MOST_PAGES: Final = 64
+
+
+async def look(source: Source) -> State:
+    """The state of the page now."""
+    return state_from(
+        await source.nodes(),
+        await source.rollouts(),
+        await source.versions(),
+        await source.incidents(),
+    )
+
+
+class Feed:
+    """Shares one stream of states among the open pages."""
+
+    def __init__(self, source: Source, *, period_s: float = PERIOD_S) -> None:
+        self._source = source
+        self._period_s = period_s
+        self._state: State | None = None
+        self._number = 0
+        self._moved = asyncio.Condition()
+        self._pages = 0
+        self._looking: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def changes(self) -> AsyncGenerator[dict[str, Any], None]:
+        """What a page needs, first everything; ends when the feed is closed."""
+        if self._pages >= MOST_PAGES:
+            raise Unavailable(f"{MOST_PAGES} pages are open, the most there may be; close one")
+        self._pages += 1
+        try:
+            if self._looking is None:
+                self._looking = asyncio.create_task(self._look_on(), name="dashboard feed")
+            async with contextlib.aclosing(self._told()) as stream:
+                async for told in stream:
+                    yield told
+        finally:
+            self._pages -= 1
+            if self._pages == 0:
+                await self._rest()
+
+    async def nudge(self) -> None:
+        """Look now, after something was changed here."""
+        await self._take(await look(self._source))
+
+    async def close(self) -> None:
+        """End every page's stream."""
+        self._closed = True
+        async with self._moved:
+            self._moved.notify_all()
+        await self._rest()
+
+    async def _told(self) -> AsyncGenerator[dict[str, Any], None]:
+        sent: State | None = None
+        number = 0
+        while await self._heard(number):
+            number = self._number
+            now = self._state
+            if now is not None:
+                yield {"now_s": time.time(), "change": change(sent, now)}
+                sent = now
+
+    async def _heard(self, number: int) -> bool:
+        """After a later state or a quiet while: whether there will be more."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._later_than(number), QUIET_S)
+        return not self._closed
+
+    async def _later_than(self, number: int) -> None:
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._closed or self._number > number)
+
+    async def _look_on(self) -> None:
+        while True:
+            try:
+                await self._take(await look(self._source))
+            except Exception:  # the page shows its age; the next look may succeed
+                logger.exception("dashboard look failed")
+            await asyncio.sleep(self._period_s)
+
+    async def _take(self, state: State) -> None:
+        if state == self._state:
+            return
+        async with self._moved:
+            self._state = state
+            self._number += 1
+            self._moved.notify_all()
+
+    async def _rest(self) -> None:
+        looking, self._looking = self._looking, None
+        if looking is not None:
+            looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking
+            self._state = None

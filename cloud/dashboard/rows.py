@@ -1,0 +1,173 @@
+"""The page's rows: what of a node, version, rollout or incident the page draws, as plain values.
+
+A state is four sections of rows by key. A change is the rows that differ: what a browser that has
+one state needs to have the next. Sections are bounded; the page says how many there are in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, Final
+
+from triplane.cloud.dashboard.source import NodeIncident
+from triplane.proto import fleet_pb2, registry_pb2
+from triplane.proto.fleet_pb2 import ModelReport, Node, Rollout, RolloutNode, Wave
+from triplane.proto.registry_pb2 import Bundle, Version
+
+Row = dict[str, Any]
+Section = dict[str, Row]
+State = dict[str, Section]
+
+SECTIONS: Final = ("nodes", "rollouts", "versions", "incidents")
+# fmt: off
+MOST_ROWS: Final[Mapping[str, int]] = {
+    "nodes":     1000,
+    "rollouts":  20,
+    "versions":  50,
+    "incidents": 50,
+}
+# fmt: on
+MOST_TEXT_CHARS: Final = 500
+
+
+def state_from(
+    nodes: Sequence[Node],
+    rollouts: Sequence[Rollout],
+    versions: Sequence[Version],
+    incidents: Sequence[NodeIncident],
+) -> State:
+    """Everything the page shows, cut to `MOST_ROWS`."""
+    return {
+        "nodes": _section("nodes", ((node.name, node_row(node)) for node in nodes)),
+        "rollouts": _section("rollouts", ((r.id, rollout_row(r)) for r in rollouts)),
+        "versions": _section("versions", (_keyed_version(version) for version in versions)),
+        "incidents": _section("incidents", (_keyed_incident(told) for told in incidents)),
+        "totals": {"all": {"nodes": len(nodes), "connected": sum(n.connected for n in nodes)}},
+    }
+
+
+def change(before: State | None, after: State) -> dict[str, Any]:
+    """By section, the rows that are new or other (`set`) and the keys that went (`gone`)."""
+    changed = {}
+    for name, rows in after.items():
+        known = (before or {}).get(name, {})
+        new = {key: row for key, row in rows.items() if known.get(key) != row}
+        gone = [key for key in known if key not in rows]
+        if new or gone:
+            changed[name] = {"set": new, "gone": gone}
+    return changed
+
+
+def node_row(node: Node) -> Row:
+    """One line of the fleet."""
+    report = node.report
+    return {
+        "name": node.name,
+        "labels": dict(sorted(node.labels.items())),
+        "connected": node.connected,
+        "cordoned": node.cordoned,
+        "last_seen_s": round(node.last_seen_s),
+        "serving_up": report.serving_up,
+        "address": _cut(report.serving_address),
+        "models": [_model_row(model) for model in report.models],
+        "targets": list(report.capability.targets),
+    }
+
+
+def _model_row(model: ModelReport) -> Row:
+    return {
+        "model": model.model,
+        "serves": model.committed_version,
+        "version": model.version,
+        "state": _name(fleet_pb2.NodeState, model.state),
+        "reason": _cut(model.reason),
+    }
+
+
+def rollout_row(rollout: Rollout) -> Row:
+    """One rollout with its waves, each with its nodes."""
+    sizes = [wave_text(wave) for wave in rollout.request.waves] or ["100%"]
+    return {
+        "id": rollout.id,
+        "model": rollout.model,
+        "version": rollout.version,
+        "selector": rollout.selector,
+        "state": _name(Rollout.State, rollout.state),
+        "reason": _cut(rollout.reason),
+        "wave": rollout.wave,
+        "waves": [
+            {"size": size, "nodes": [_rollout_node(n) for n in rollout.nodes if n.wave == i]}
+            for i, size in enumerate(sizes)
+        ],
+        "created_s": round(rollout.created_s),
+        "created_by": rollout.created_by,
+        "ended_s": round(rollout.ended_s),
+    }
+
+
+def wave_text(wave: Wave) -> str:
+    """As "5%" or "3 nodes"."""
+    if wave.WhichOneof("size") == "nodes":
+        return f"{wave.nodes} nodes"
+    return f"{wave.percent:g}%"
+
+
+def _rollout_node(node: RolloutNode) -> Row:
+    share = node.downloaded_bytes / node.total_bytes if node.total_bytes else 0.0
+    return {
+        "name": node.name,
+        "state": _name(fleet_pb2.NodeState, node.state),
+        "reason": _cut(node.reason),
+        "connected": node.connected,
+        "share": round(min(share, 1.0), 2),
+    }
+
+
+def _keyed_version(version: Version) -> tuple[str, Row]:
+    reference = f"{version.model}@{version.version}"
+    return reference, {
+        "reference": reference,
+        "aliases": list(version.aliases),
+        "digest": version.model_digest.hex(),
+        "size": version.size,
+        "created_s": round(version.created_s),
+        "created_by": version.created_by,
+        "bundles": [_bundle_row(bundle) for bundle in version.bundles],
+    }
+
+
+def _bundle_row(bundle: Bundle) -> Row:
+    return {
+        "target": bundle.target,
+        "state": _name(registry_pb2.Bundle.State, bundle.state),
+        "reason": _cut(bundle.reason),
+        "signed": bundle.signed_path,
+    }
+
+
+def _keyed_incident(told: NodeIncident) -> tuple[str, Row]:
+    incident = told.incident
+    row = {
+        "node": told.node,
+        "time_s": round(incident.time_s, 3),
+        "kind": _cut(incident.kind),
+        "text": _cut(incident.text),
+    }
+    return f"{told.node} {row['time_s']} {row['kind']} {row['text']}", row
+
+
+def _section(name: str, rows: Any) -> Section:
+    return dict(islice(rows, MOST_ROWS[name]))
+
+
+def _name(enum: Any, number: int) -> str:
+    """The name in lower case; a number that this program does not know stays one."""
+    try:
+        return str(enum.Name(number)).lower()
+    except ValueError:
+        return str(number)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MOST_TEXT_CHARS else text[: MOST_TEXT_CHARS - 1] + "…"

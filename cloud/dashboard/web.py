@@ -1,0 +1,221 @@
+"""The dashboard's web application: one page, read-only JSON under `/api/`, three changes.
+
+Looking needs no right: the cloud binds it to the loopback. A change needs the operator token in
+the `Authorization` header, never in a URL. Requests for another host name are refused, so a page
+on the web cannot reach in through the browser of someone who looks (DNS rebinding); the page
+itself may run only its own script and ask only this server.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import hmac
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from importlib.resources import files
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from triplane.cloud.dashboard.feed import Feed, look
+from triplane.cloud.dashboard.rows import SECTIONS, rollout_row
+from triplane.cloud.dashboard.source import Source
+from triplane.proto.errors import (
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    TriplaneError,
+    Unavailable,
+)
+from triplane.proto.fleet_pb2 import Rollout
+
+HOSTS: Final = ("127.0.0.1", "localhost", "[::1]")
+MOST_BODY_BYTES: Final = 4096
+MOST_REASON_CHARS: Final = 200
+# fmt: off
+STATUS: Final[Mapping[type[TriplaneError], int]] = {
+    InvalidInput: 400,
+    NotFound:     404,
+    Conflict:     409,
+    Unavailable:  503,
+    Corrupt:      500,
+}
+HEADERS: Final[Mapping[str, str]] = {
+    "Cache-Control":                "no-store",
+    "Cross-Origin-Opener-Policy":   "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy":              "no-referrer",
+    "X-Content-Type-Options":       "nosniff",
+    "X-Frame-Options":              "DENY",
+}
+# fmt: on
+_INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+class Forbidden(InvalidInput):
+    """A change without the operator token."""
+
+
+def application(source: Source, *, token: str) -> Starlette:
+    """The application over `source`; `token` is the content of HOME/dashboard.token."""
+    page = files("triplane.cloud.dashboard").joinpath("page.html").read_text("utf-8")
+    board = _Board(source, token)
+    policy = content_policy(page)
+
+    async def home(_: Request) -> Response:
+        return HTMLResponse(page)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await board.feed.close()
+
+    app = Starlette(
+        routes=[
+            Route("/", home),
+            Route("/api/state", board.state),
+            Route("/api/events", board.events),
+            Route("/api/rights", board.rights),
+            Route("/api/rollouts/{id}/{verb}", board.steer, methods=["POST"]),
+            Route("/api/{section}", board.section),
+        ],
+        middleware=[
+            Middleware(_Headers, {**HEADERS, "Content-Security-Policy": policy}),
+            Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS), www_redirect=False),
+        ],
+        exception_handlers={TriplaneError: _refusal},
+        lifespan=lifespan,
+    )
+    app.state.feed = board.feed
+    return app
+
+
+def content_policy(page: str) -> str:
+    """Allows the page's own script and style by their digests, this server, and nothing else."""
+    sources: dict[str, list[str]] = {"script": [], "style": []}
+    for kind, text in _INLINE.findall(page):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        sources[kind].append(f"'sha256-{digest}'")
+    return (
+        f"default-src 'none'; script-src {' '.join(sources['script'])}; "
+        f"style-src {' '.join(sources['style'])}; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+class _Board:
+    """The endpoints."""
+
+    def __init__(self, source: Source, token: str) -> None:
+        self._source = source
+        self._expected = f"Bearer {token}".encode()
+        self.feed = Feed(source)
+
+    async def state(self, _: Request) -> Response:
+        return JSONResponse(await look(self._source))
+
+    async def section(self, request: Request) -> Response:
+        name = request.path_params["section"]
+        if name not in SECTIONS:
+            raise NotFound(f"no section {name!r}; there are {', '.join(SECTIONS)}")
+        return JSONResponse((await look(self._source))[name])
+
+    async def events(self, _: Request) -> Response:
+        changes = self.feed.changes()
+        first = await anext(changes, None)  # raises Unavailable before the answer begins
+
+        async def lines() -> AsyncIterator[str]:
+            told = first
+            try:
+                while told is not None:
+                    yield f"data: {json.dumps(told)}\n\n"
+                    told = await anext(changes, None)
+            finally:
+                await changes.aclose()
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    async def rights(self, request: Request) -> Response:
+        return JSONResponse({"change": self._may_change(request)})
+
+    async def steer(self, request: Request) -> Response:
+        if not self._may_change(request):
+            raise Forbidden(
+                "a change needs the operator token (HOME/dashboard.token) in the header "
+                "Authorization: Bearer TOKEN"
+            )
+        verb = request.path_params["verb"]
+        calls = self._verbs(await _body(request))
+        if verb not in calls:
+            raise NotFound(f"no change {verb!r}; there are {', '.join(calls)}")
+        rollout = await calls[verb](request.path_params["id"])
+        await self.feed.nudge()
+        return JSONResponse(rollout_row(rollout))
+
+    def _verbs(self, body: Mapping[str, Any]) -> dict[str, Callable[[str], Awaitable[Rollout]]]:
+        reason, revert = body.get("reason", ""), body.get("revert", False)
+        if not isinstance(reason, str) or len(reason) > MOST_REASON_CHARS:
+            raise InvalidInput(f"reason is a text of at most {MOST_REASON_CHARS} characters")
+        if not isinstance(revert, bool):
+            raise InvalidInput(f"revert is true or false, got {revert!r}")
+        source = self._source
+        return {
+            "pause": lambda name: source.pause(name, reason),
+            "resume": lambda name: source.resume(name, reason),
+            "abort": lambda name: source.abort(name, reason, revert=revert),
+        }
+
+    def _may_change(self, request: Request) -> bool:
+        given = request.headers.get("authorization", "").encode()
+        return hmac.compare_digest(given, self._expected)
+
+
+async def _body(request: Request) -> Mapping[str, Any]:
+    """The JSON object of a request, read only as far as the limit."""
+    data = b""
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > MOST_BODY_BYTES:
+            raise InvalidInput(f"the body is longer than {MOST_BODY_BYTES} bytes")
+    try:
+        body = json.loads(data or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput("the body is no JSON") from error
+    if not isinstance(body, dict):
+        raise InvalidInput('the body is a JSON object, as {"reason": "noise"}')
+    return body
+
+
+async def _refusal(_: Request, error: Exception) -> Response:
+    status = 403 if isinstance(error, Forbidden) else 500
+    for family, code in STATUS.items():
+        if status == 500 and isinstance(error, family):
+            status = code
+    record = {"family": type(error).__name__, "message": str(error)}
+    return JSONResponse({"error": record}, status)
+
+
+class _Headers:
+    """Adds the same headers to every answer, also to refusals."""
+
+    def __init__(self, app: ASGIApp, headers: Mapping[str, str]) -> None:
+        self._app = app
+        self._headers = [(k.lower().encode(), v.encode()) for k, v in headers.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *self._headers]}
+            await send(message)
+
+        await self._app(scope, receive, send_with)

@@ -1,0 +1,185 @@
+"""A fleet that a test writes, a real server on the loopback, a real browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+from triplane.cloud.dashboard import NodeIncident, application
+from triplane.proto.errors import Conflict, NotFound
+from triplane.proto.fleet_pb2 import (
+    COMMITTED,
+    DOWNLOADING,
+    FAILED,
+    NODE_STATE_UNSPECIFIED,
+    Incident,
+    ModelReport,
+    Node,
+    Report,
+    Rollout,
+    Wave,
+)
+from triplane.proto.registry_pb2 import Bundle, Version
+
+TOKEN = "operator-token-of-this-test"
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+STATES = (*(COMMITTED,) * 7, FAILED, DOWNLOADING, DOWNLOADING, NODE_STATE_UNSPECIFIED)
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+
+
+@dataclass
+class WrittenFleet:
+    """A source whose documents the test holds; changes obey the rules of rollouts."""
+
+    held_nodes: list[Node] = field(default_factory=list)
+    held_rollouts: list[Rollout] = field(default_factory=list)
+    held_versions: list[Version] = field(default_factory=list)
+    held_incidents: list[NodeIncident] = field(default_factory=list)
+    asked: list[tuple] = field(default_factory=list)
+
+    async def nodes(self):
+        return self.held_nodes
+
+    async def rollouts(self):
+        return self.held_rollouts
+
+    async def versions(self):
+        return self.held_versions
+
+    async def incidents(self):
+        return self.held_incidents
+
+    async def pause(self, rollout_id, reason):
+        return self._to(rollout_id, reason, {Rollout.RUNNING}, Rollout.PAUSED)
+
+    async def resume(self, rollout_id, reason):
+        return self._to(rollout_id, reason, {Rollout.PAUSED}, Rollout.RUNNING)
+
+    async def abort(self, rollout_id, reason, *, revert):
+        rollout = self._to(rollout_id, reason, {Rollout.RUNNING, Rollout.PAUSED}, Rollout.ABORTED)
+        self.asked[-1] += (revert,)
+        return rollout
+
+    def _to(self, rollout_id, reason, allowed, state):
+        self.asked.append((rollout_id, reason))
+        for i, rollout in enumerate(self.held_rollouts):
+            if rollout.id == rollout_id:
+                if rollout.state not in allowed:
+                    raise Conflict(f"rollout {rollout_id} is {rollout.state}")
+                changed = Rollout()
+                changed.CopyFrom(rollout)
+                changed.state, changed.reason = state, reason
+                self.held_rollouts[i] = changed
+                return changed
+        raise NotFound(f"no rollout {rollout_id}")
+
+
+def small_fleet() -> WrittenFleet:
+    """Forty nodes, one failed, a rollout that paused in its second wave."""
+    fleet = WrittenFleet()
+    rollout = Rollout(
+        id="r-7c41", model="digits", version=4, selector="site=factory", state=Rollout.PAUSED,
+        reason="1 of 10 nodes of wave 2 failed, more than 5%", wave=1, created_s=1.7e9,
+        created_by="operator",
+    )  # fmt: skip
+    rollout.request.waves.extend([Wave(percent=5), Wave(percent=25), Wave(percent=100)])
+    for i in range(40):
+        wave = 0 if i < 2 else 1 if i < 10 else 2
+        state = STATES[min(i, 10)]
+        reason = "golden sample 3: |y - g| = 4.1 > 0.002" if state == FAILED else ""
+        name = f"camera-{i:02}"
+        rollout.nodes.add(
+            name=name, wave=wave, state=state, reason=reason, connected=i % 9 != 8,
+            downloaded_bytes=40, total_bytes=100,
+        )  # fmt: skip
+        model = ModelReport(
+            model="digits", committed_version=4 if state == COMMITTED else 3,
+            version=4 if state else 3, state=state or COMMITTED, reason=reason,
+        )  # fmt: skip
+        report = Report(serving_up=True, serving_address=f"10.0.0.{i}:8001", models=[model])
+        labels = {"site": "factory", "line": str(i % 3)}
+        node = Node(name=name, labels=labels, connected=i % 9 != 8, last_seen_s=1.7e9)
+        node.report.CopyFrom(report)
+        fleet.held_nodes.append(node)
+    fleet.held_rollouts.append(rollout)
+    for number, alias in ((4, ["latest"]), (3, ["stable"])):
+        version = Version(
+            model="digits", version=number, model_digest=bytes([number] * 32), size=131_207,
+            created_s=1.7e9 + number, created_by="operator", aliases=alias,
+        )  # fmt: skip
+        version.bundles.add(
+            target="ort-x64", state=Bundle.READY,
+            signed_path=f"release/digits@{number}+ort-x64.bundle" if number == 3 else "",
+        )  # fmt: skip
+        fleet.held_versions.append(version)
+    incident = Incident(time_s=1.7e9, kind="golden", text="golden sample 3: |y - g| = 4.1 > 0.002")
+    fleet.held_incidents.append(NodeIncident("camera-07", incident))
+    return fleet
+
+
+@contextmanager
+def served(app):
+    """The application on a free port of the loopback; gives its address."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        listener.close()
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def fleet():
+    return small_fleet()
+
+
+@pytest.fixture
+def address(fleet):
+    with served(application(fleet, token=TOKEN)) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    chromium = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    driver = shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        reason = "no Chromium with chromedriver; apt-get install chromium chromium-driver"
+        if "browser" in os.environ.get("TRIPLANE_REQUIRE", "").split(","):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(driver, log_output=os.devnull)
+    opened = webdriver.Chrome(options=options, service=service)
+    yield opened
+    opened.quit()
+
+
+@pytest.fixture
+def shots():
+    """Where screenshots go: TRIPLANE_SHOTS, or nowhere."""
+    folder = os.environ.get("TRIPLANE_SHOTS")
+    return Path(folder) if folder else None

@@ -1,0 +1,116 @@
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from triplane.cloud.dashboard import feed as feed_module
+from triplane.cloud.dashboard.feed import Feed
+from triplane.proto.errors import Unavailable
+from triplane.proto.fleet_pb2 import Node
+
+QUICK_S = 0.01
+
+
+def within(coroutine, deadline_s=10):
+    async def bounded():
+        async with asyncio.timeout(deadline_s):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def test_a_page_hears_everything_first_and_then_only_what_changed(fleet):
+    async def story():
+        feed = Feed(fleet, period_s=QUICK_S)
+        async with aclosing(feed.changes()) as page:
+            first = await anext(page)
+            fleet.held_nodes = [*fleet.held_nodes[1:], Node(name="new")]
+            second = await anext(page)
+        return first["change"], second["change"]
+
+    first, second = within(story())
+    assert len(first["nodes"]["set"]) == 40
+    assert set(first) == {"nodes", "rollouts", "versions", "incidents", "totals"}
+    assert set(second["nodes"]["set"]) == {"new"}
+    assert second["nodes"]["gone"] == ["camera-00"]
+    assert "rollouts" not in second
+
+
+def test_a_slow_page_skips_states_and_ends_with_the_newest(fleet):
+    async def story():
+        feed = Feed(fleet, period_s=QUICK_S)
+        async with aclosing(feed.changes()) as slow, aclosing(feed.changes()) as quick:
+            await anext(slow)
+            await anext(quick)
+            for i in range(5):
+                fleet.held_nodes = [Node(name=f"n{i}")]
+                await anext(quick)
+            return (await anext(slow))["change"]["nodes"]
+
+    nodes = within(story())
+    assert set(nodes["set"]) == {"n4"}
+    assert len(nodes["gone"]) == 40
+
+
+def test_the_cloud_is_asked_only_while_a_page_is_open(fleet):
+    looks = []
+
+    async def story():
+        async def nodes():
+            looks.append(1)
+            return []
+
+        fleet.nodes = nodes
+        feed = Feed(fleet, period_s=QUICK_S)
+        async with aclosing(feed.changes()) as page:
+            await anext(page)
+        seen = len(looks)
+        await asyncio.sleep(20 * QUICK_S)  # long enough for a look that should not happen
+        assert len(looks) == seen
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "dashboard feed"]
+
+    within(story())
+
+
+def test_a_look_that_fails_does_not_end_the_stream(fleet, caplog):
+    async def story():
+        feed = Feed(fleet, period_s=QUICK_S)
+        whole = fleet.nodes
+        async with aclosing(feed.changes()) as page:
+            await anext(page)
+
+            async def failing():
+                fleet.nodes = whole
+                fleet.held_nodes = []
+                raise OSError("disk is gone")
+
+            fleet.nodes = failing
+            return (await anext(page))["change"]["nodes"]
+
+    assert len(within(story())["gone"]) == 40
+    assert "dashboard look failed" in caplog.text
+
+
+def test_pages_beyond_the_limit_are_refused(fleet, monkeypatch):
+    monkeypatch.setattr(feed_module, "MOST_PAGES", 1)
+
+    async def story():
+        feed = Feed(fleet, period_s=QUICK_S)
+        async with aclosing(feed.changes()) as page:
+            await anext(page)
+            with pytest.raises(Unavailable, match="1 pages are open"):
+                await anext(feed.changes())
+
+    within(story())
+
+
+def test_closing_ends_every_page(fleet):
+    async def story():
+        feed = Feed(fleet, period_s=QUICK_S)
+        async with aclosing(feed.changes()) as page:
+            await anext(page)
+            waiting = asyncio.create_task(anext(page, None))
+            await feed.close()
+            return await waiting
+
+    assert within(story()) is None

@@ -1,0 +1,206 @@
+"""The page in a real browser: what a person sees and can do."""
+
+import pytest
+
+from triplane.cloud.dashboard import NodeIncident
+from triplane.proto.fleet_pb2 import COMMITTED, FAILED, Incident, Node, Rollout
+
+pytestmark = pytest.mark.slow
+TOKEN = "operator-token-of-this-test"
+WAIT_S = 15
+HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+
+
+@pytest.fixture
+def page(browser, address):
+    browser.set_window_size(1200, 1000)
+    browser.get_log("browser")
+    browser.get(address)
+    until(browser, "return document.querySelectorAll('#nodes tr').length > 0")
+    yield browser
+    complaints = [line for line in browser.get_log("browser") if line["level"] == "SEVERE"]
+    browser.get("about:blank")
+    expected = ("403", "409", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE")
+    assert [c for c in complaints if not any(word in c["message"] for word in expected)] == []
+
+
+def until(browser, script):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, WAIT_S, 0.05).until(lambda b: b.execute_script(script))
+
+
+def text(browser, selector):
+    return browser.execute_script("return document.querySelector(arguments[0]).innerText", selector)
+
+
+def click(browser, selector):
+    browser.find_element("css selector", selector).click()
+
+
+def buttons(browser):
+    return [made.text for made in browser.find_elements("css selector", "#rollouts button")]
+
+
+def use_token(browser, token):
+    click(browser, "#operator")
+    browser.find_element("id", "token").send_keys(token)
+    click(browser, "#ask-token button[value=ok]")
+
+
+def keep(shots, browser, name):
+    if shots:
+        shots.mkdir(parents=True, exist_ok=True)
+        browser.save_screenshot(str(shots / f"{name}.png"))
+
+
+def test_the_page_shows_nodes_waves_reasons_versions_and_incidents(page, shots):
+    assert len(page.find_elements("css selector", "#nodes tr")) == 40
+    rollout = text(page, "#rollouts")
+    assert "1 of 10 nodes of wave 2 failed, more than 5%" in rollout
+    assert "camera-07 failed: golden sample 3" in rollout
+    assert "5 of 8, 1 failed" in rollout
+    assert len(page.find_elements("css selector", "#rollouts .wave")) == 3
+    assert len(page.find_elements("css selector", "#rollouts .bar .good")) == 7
+    assert "not signed" in text(page, "#versions")
+    assert "golden" in text(page, "#incidents")
+    assert text(page, "#link") == "live"
+    assert "36 of 40 nodes connected" in text(page, "#totals")
+    keep(shots, page, "light")
+
+
+def test_a_change_in_the_cloud_shows_without_a_reload(page, fleet):
+    node = Node()
+    node.CopyFrom(fleet.held_nodes[0])
+    node.name = "camera-99"
+    fleet.held_nodes = [*fleet.held_nodes[1:], node]
+    until(page, "return document.querySelector('#nodes').innerText.includes('camera-99')")
+    assert "camera-00" not in text(page, "#nodes")
+    done = Rollout()
+    done.CopyFrom(fleet.held_rollouts[0])
+    done.state = Rollout.DONE
+    for row in done.nodes:
+        row.state = COMMITTED
+    fleet.held_rollouts = [done]
+    until(page, "return document.querySelectorAll('#rollouts .bar .good').length === 40")
+
+
+def test_what_a_node_says_stays_text(page, fleet):
+    node = Node(name=HOSTILE, labels={HOSTILE: HOSTILE, "__proto__": "x"}, connected=True)
+    node.report.serving_address = HOSTILE
+    node.report.models.add(model=HOSTILE, version=2, state=FAILED, reason=HOSTILE)
+    rollout = Rollout(
+        id=HOSTILE, model=HOSTILE, selector=HOSTILE, reason=HOSTILE, state=Rollout.DONE
+    )
+    rollout.nodes.add(name=HOSTILE, state=FAILED, reason=HOSTILE)
+    incident = Incident(time_s=1, kind=HOSTILE, text=HOSTILE)
+    fleet.held_nodes = [node]
+    fleet.held_rollouts = [rollout]
+    fleet.held_incidents = [NodeIncident(HOSTILE, incident)]
+    until(page, "return document.querySelector('#nodes').innerText.includes('onerror')")
+    for section in ("#nodes", "#rollouts", "#incidents"):
+        assert "<script>" in text(page, section)
+    assert page.execute_script("return document.querySelectorAll('img, script').length") == 1
+    assert page.title == "Triplane fleet"
+
+
+def test_buttons_appear_with_the_token_and_go_with_it(page):
+    assert buttons(page) == []
+    use_token(page, "wrong")
+    until(page, "return document.querySelector('#notice').textContent.includes('not this cloud')")
+    assert buttons(page) == []
+    use_token(page, TOKEN)
+    until(page, "return document.querySelectorAll('#rollouts button').length === 2")
+    assert buttons(page) == ["resume", "abort"]
+    assert TOKEN not in page.current_url
+    assert TOKEN not in page.page_source
+    click(page, "#operator")
+    until(page, "return document.querySelectorAll('#rollouts button').length === 0")
+
+
+def test_resume_asks_for_a_reason_and_the_rollout_runs(page, fleet, shots):
+    use_token(page, TOKEN)
+    until(page, "return document.querySelectorAll('#rollouts button').length === 2")
+    click(page, "#rollouts button")
+    page.find_element("id", "change-reason").send_keys("lens cleaned")
+    keep(shots, page, "asking")
+    click(page, "#change-ok")
+    until(page, "return document.querySelector('#rollouts .pill').textContent === 'running'")
+    assert fleet.asked == [("r-7c41", "lens cleaned")]
+    until(page, "return document.querySelector('#rollouts button').textContent === 'pause'")
+
+
+def test_leaving_the_question_changes_nothing(page, fleet):
+    use_token(page, TOKEN)
+    until(page, "return document.querySelectorAll('#rollouts button').length === 2")
+    click(page, "#rollouts button.danger")
+    assert page.find_element("id", "change-revert").is_displayed()
+    click(page, "#ask-change [data-close]")
+    until(page, "return !document.querySelector('#ask-change').open")
+    click(page, "#rollouts button.danger")
+    page.execute_script("document.querySelector('#ask-change').close()")
+    until(page, "return !document.querySelector('#ask-change').open")
+    assert fleet.asked == []
+
+
+def test_a_refused_change_says_why(page, fleet):
+    use_token(page, TOKEN)
+    until(page, "return document.querySelectorAll('#rollouts button').length === 2")
+    fleet.held_rollouts[0].state = Rollout.DONE  # behind the page's back
+    click(page, "#rollouts button")
+    click(page, "#change-ok")
+    until(page, "return document.querySelector('#notice').textContent.includes('r-7c41')")
+
+
+def test_the_filter_finds_names_and_labels(page):
+    box = page.find_element("id", "filter")
+    box.send_keys("line=1")
+    seen = "return [...document.querySelectorAll('#nodes tr')].filter((r) => !r.hidden).length"
+    assert page.execute_script(seen) == 13
+    box.clear()
+    box.send_keys("CAMERA-07")
+    assert page.execute_script(seen) == 1
+
+
+def test_both_themes_have_readable_contrast(page, shots):
+    for theme in ("light", "dark"):
+        page.execute_script("document.documentElement.dataset.theme = arguments[0]", theme)
+        for selector in ("h1", "th", ".soft", ".pill.bad", ".pill.warn", ".good", "#notice"):
+            ratio = page.execute_script(CONTRAST, selector)
+            assert ratio >= 4.5, f"{theme} {selector}: {ratio:.2f}"
+    keep(shots, page, "dark")
+
+
+CONTRAST = """
+const luminance = (color) => {
+  const [r, g, b] = color.match(/[\\d.]+/g).slice(0, 3).map((v) => {
+    const c = v / 255;
+    return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  });
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const made = document.querySelector(arguments[0]);
+let ground = made;
+while (ground && getComputedStyle(ground).backgroundColor === "rgba(0, 0, 0, 0)") {
+  ground = ground.parentElement;
+}
+const a = luminance(getComputedStyle(made).color);
+const b = luminance(getComputedStyle(ground || document.body).backgroundColor);
+return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+"""
+
+
+def test_a_telephone_shows_everything_without_scrolling_sideways(page, shots):
+    size = {"width": 375, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        until(page, "return window.innerWidth === 375")
+        assert page.execute_script("return document.documentElement.scrollWidth") <= 375
+        overflowing = page.execute_script(
+            "return [...document.querySelectorAll('main *')]"
+            ".filter((e) => e.getBoundingClientRect().right > 376).map((e) => e.outerHTML)"
+        )
+        assert overflowing == []
+        keep(shots, page, "telephone")
+    finally:
+        page.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

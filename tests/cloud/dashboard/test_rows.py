@@ -1,0 +1,72 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triplane.cloud.dashboard.rows import (
+    MOST_ROWS,
+    MOST_TEXT_CHARS,
+    change,
+    node_row,
+    rollout_row,
+    state_from,
+)
+from triplane.proto.fleet_pb2 import ModelReport, Node, Report, Rollout, Wave
+
+SECTION = st.dictionaries(st.sampled_from("abcdef"), st.dictionaries(st.just("n"), st.integers()))
+STATES = st.dictionaries(st.sampled_from(("nodes", "rollouts")), SECTION)
+
+
+def applied(state, told):
+    """What a page does with a change."""
+    after = {name: dict(rows) for name, rows in state.items()}
+    for name, section in told.items():
+        rows = after.setdefault(name, {})
+        for key in section["gone"]:
+            del rows[key]
+        rows.update(section["set"])
+    return after
+
+
+@given(before=STATES, after=STATES)
+def test_a_page_that_applies_the_change_has_the_state(before, after):
+    before = {name: before.get(name, {}) for name in after}
+    assert applied(before, change(before, after)) == after
+
+
+@given(STATES)
+def test_nothing_is_sent_where_nothing_changed(state):
+    assert change(state, state) == {}
+
+
+def test_a_wave_holds_its_own_nodes_and_its_size():
+    rollout = Rollout(id="r", model="m", version=2)
+    rollout.request.waves.extend([Wave(nodes=1), Wave(percent=12.5), Wave(percent=100)])
+    for name, wave in (("a", 0), ("b", 2), ("c", 2)):
+        rollout.nodes.add(name=name, wave=wave)
+    waves = rollout_row(rollout)["waves"]
+    assert [wave["size"] for wave in waves] == ["1 nodes", "12.5%", "100%"]
+    assert [[node["name"] for node in wave["nodes"]] for wave in waves] == [["a"], [], ["b", "c"]]
+
+
+def test_a_rollout_without_waves_is_one_wave():
+    rollout = Rollout(id="r")
+    rollout.nodes.add(name="a")
+    (wave,) = rollout_row(rollout)["waves"]
+    assert wave["nodes"][0]["state"] == "node_state_unspecified"
+
+
+def test_a_state_of_a_newer_program_is_shown_as_its_number():
+    newer = ModelReport.FromString(b"\x0a\x01m\x30\x4d")  # field 6, the state, is 77
+    node = Node(name="n", report=Report(models=[newer]))
+    assert node_row(node)["models"][0]["state"] == "77"
+
+
+def test_a_long_reason_is_cut():
+    node = Node(report=Report(models=[ModelReport(reason="x" * 100_000)]))
+    assert len(node_row(node)["models"][0]["reason"]) == MOST_TEXT_CHARS
+
+
+def test_a_large_fleet_is_cut_and_counted():
+    nodes = [Node(name=f"n{i:05}", connected=i % 2 == 0) for i in range(MOST_ROWS["nodes"] + 5)]
+    state = state_from(nodes, [], [], [])
+    assert len(state["nodes"]) == MOST_ROWS["nodes"]
+    assert state["totals"]["all"] == {"nodes": len(nodes), "connected": (len(nodes) + 1) // 2}
