@@ -38,6 +38,13 @@ ORDER: Final = (
     "convert",
     "inspect",
     "diff",
+    "cloud",
+    "registry",
+    "sign",
+    "deploy",
+    "rollout",
+    "fleet",
+    "audit",
     "edge",
 )  # a model's life; others after
 TRACEBACK_VARIABLE: Final = "TRIPLANE_TRACEBACK"
@@ -82,12 +89,19 @@ From a model in Python to an answer over the network:
   triplane edge serve digits.bundle
 
 \b
-New here? `triplane demo` does all of it in a minute, on real data.
+The same on many machines, signed, wave by wave (docs/deploying.md):
+  triplane cloud init --host HOST --offline-keys DIR && triplane cloud up
+  triplane registry push digits.tpm
+  triplane sign digits@1 --keys DIR && triplane deploy digits@1 --to all
+
+\b
+New here? `triplane demo` does all of it in a minute and a half, on real data.
 Each verb explains itself: triplane VERB --help
 
 \b
 Exit codes: 0 done; 1 the files differ (diff); 2 fix the call; 3 not in this state; 4 not now (port
-taken, disk full); 5 damaged file; 6 an extra is missing; 70 a fault of triplane; 130 interrupted.
+taken, disk full, cloud away) or a rollout that did not get done; 5 damaged file or broken log; 6 an
+extra is missing; 70 a fault of triplane; 130 interrupted.
 """
 
 
