@@ -25,7 +25,7 @@ test: venv ## the whole suite, at most 8 minutes on 2 cores
 
 quick: venv ## lint, types, imports and the fast tests, under a minute
 	@$(MAKE) --no-print-directory lint imports types
-	@$(BIN)/python -m pytest -q -m 'not deep and not slow' $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 -m 'not deep and not slow' $(ARGS)
 
 deep: venv ## the long searches: more examples, more bytes flipped, minutes each
 	@HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m deep $(ARGS)

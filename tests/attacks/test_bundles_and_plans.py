@@ -30,6 +30,7 @@ def parts_at(path) -> list[tuple[int, int, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FILES)
 def test_every_flipped_byte_is_refused_and_the_part_named(tmp_path, kind):
     make, load = FILES[kind]
@@ -49,6 +50,7 @@ def test_every_flipped_byte_is_refused_and_the_part_named(tmp_path, kind):
     load(tmp_path / "f")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FILES)
 def test_every_truncation_is_refused(tmp_path, kind):
     make, load = FILES[kind]

@@ -25,6 +25,7 @@ def row(begin: int, end: int, shape=None, dtype: str = "U8") -> dict:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "match"),
     [

@@ -30,6 +30,7 @@ def test_a_model_file_holds_every_entry_and_the_trained_weights(
     assert len(json.loads(history.read_text())) == 1
 
 
+@pytest.mark.slow
 def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     first.mkdir()
@@ -38,6 +39,7 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
     assert (first / "digits.tpm").read_bytes() == (second / "digits.tpm").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_checkpointed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()

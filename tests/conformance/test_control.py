@@ -188,6 +188,7 @@ def test_gradients_of_both_orders_equal_central_differences(name):
 ON_ONNX = [name for name in CASES if name != "scan without trips"]  # refused, see below
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [17, 21, 26])
 @pytest.mark.parametrize("name", ON_ONNX)
 def test_onnx_agrees_with_reference_up_to_second_order(name, opset):

@@ -71,6 +71,7 @@ def test_ours_reads_what_the_official_writer_wrote(values):
         assert found[name].data.tobytes() == x.tobytes()
 
 
+@pytest.mark.slow
 @given(st.dictionaries(names, stored(), max_size=6))
 def test_order_of_arguments_does_not_change_a_byte(values):
     backwards = dict(reversed(values.items()))

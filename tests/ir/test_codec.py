@@ -205,6 +205,7 @@ BENT = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BENT)
 def test_a_bent_message_is_refused_by_name(name):
     change, family, match = BENT[name]
@@ -250,6 +251,7 @@ def test_regions_nest_to_the_limit_and_no_deeper():
         encode_function(nested(limits.MAX_REGION_DEPTH + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "match"),
     [

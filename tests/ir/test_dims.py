@@ -40,6 +40,7 @@ def test_arithmetic_agrees_with_integers(tree, sizes):
     assert evaluate(dim, sizes) == plain(sizes)
 
 
+@pytest.mark.slow
 @given(trees())
 def test_text_reads_back_as_the_same_dimension(tree):
     dim, _ = tree
@@ -48,6 +49,7 @@ def test_text_reads_back_as_the_same_dimension(tree):
         assert str(parse(str(dim))) == str(dim)
 
 
+@pytest.mark.slow
 @given(trees(), trees(), trees())
 def test_forms_are_normal(x, y, z):
     a, b, c = x[0], y[0], z[0]
@@ -59,6 +61,7 @@ def test_forms_are_normal(x, y, z):
         assert floor_div(a * b, b) == a
 
 
+@pytest.mark.slow
 @given(trees(), trees(depth=2), SIZES)
 def test_substitution_agrees_with_evaluation(x, y, sizes):
     dim, other = x[0], y[0]

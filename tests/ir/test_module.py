@@ -61,6 +61,7 @@ for name in graphs.WITH_REGIONS:
 """
 
 
+@pytest.mark.slow
 def test_every_process_gives_the_same_text_and_bytes(tmp_path):
     seen = set()
     for seed in ("0", "42"):
@@ -171,6 +172,7 @@ def test_state_named_like_a_constant_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_is_refused_and_named(tmp_path):
     path = tmp_path / "m.tpm"
     graphs.module(big=300).save(path)
@@ -183,6 +185,7 @@ def test_every_flipped_byte_is_refused_and_named(tmp_path):
     load(path)
 
 
+@pytest.mark.slow
 def test_random_bytes_of_a_large_file_are_refused(tmp_path):
     path = tmp_path / "m.tpm"
     graphs.module(big=1_000_000).save(path)

@@ -99,6 +99,7 @@ def test_regions_nest_to_the_limit():
         parse_function(text)
 
 
+@pytest.mark.slow
 def test_mutated_text_is_refused_or_sound():
     rng = random.Random(5)
     sources = [f for name in graphs.WITH_REGIONS for f in graphs.with_gradients(name)[:2]]

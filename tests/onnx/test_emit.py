@@ -94,6 +94,7 @@ def fingerprint():
     return hashlib.sha256(data).hexdigest()
 
 
+@pytest.mark.slow
 def test_fresh_processes_give_the_same_bytes_whatever_their_hash_seed():
     path = os.pathsep.join([str(ROOT / ".ci" / "namespace"), str(ROOT)])
     found = {

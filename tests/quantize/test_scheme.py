@@ -87,6 +87,7 @@ def test_a_weight_errs_by_half_its_channel_step(w, row, last):
     assert made.bias is None
 
 
+@pytest.mark.slow
 @given(weights)
 def test_a_negated_weight_has_the_negated_integers(w):
     row = scheme("u8s8")

@@ -28,6 +28,7 @@ def test_a_text_is_written(capsys):
     assert text.startswith("the quick brown fox jumps over the lazy dog while the five")
 
 
+@pytest.mark.slow
 def test_the_guide_runs(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     found: dict[str, Any] = {"__name__": "guide"}

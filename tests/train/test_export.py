@@ -93,6 +93,7 @@ def test_local_updates_are_plain_gradient_descent(done, entry):
         np.testing.assert_allclose(updated[path], expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_the_local_rate_is_the_optimizers_where_that_is_constant():
     def rate(optimizer):
         made = trainer(optimizer=optimizer)

@@ -17,6 +17,7 @@ from triplane.unified_ir.engines import engine
 from .models import QUIET, Noisy, bits, data, trainer
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_to_ninety_seven_percent():
     training, held_out = datasets.digits().split()
     nn.seed(0)
@@ -35,6 +36,7 @@ def test_digits_are_learnt_to_ninety_seven_percent():
     assert done.labels == tuple("0123456789")
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_set_of_bits_and_another_another():
     def trained(seed):
         made = trainer(seed=seed)

@@ -95,6 +95,7 @@ def endless(tmp_path):
     return tmp_path / "endless.bundle"
 
 
+@pytest.mark.slow
 def test_the_ready_line_names_the_ports_and_the_process_answers_on_them(start, bundle, kit):
     process, ready = start(bundle("1"), bundle("2", weights=kit.WEIGHTS * 2))
     assert ready["serving"] == [
@@ -213,6 +214,7 @@ def test_the_verb_prints_the_ready_line_in_words(bundle):
     assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_damaged_bundle_is_refused_in_one_line_before_any_port_opens(start, bundle):
     path = bundle()
     data = bytearray(path.read_bytes())
@@ -248,6 +250,7 @@ def test_events_are_logged_as_a_constant_text_and_fields(start, bundle):
     assert log.splitlines()[-1].endswith("stopped")
 
 
+@pytest.mark.slow
 def test_serving_imports_nothing_that_trains_signs_or_converts():
     code = (
         "import sys, triplane.edge.serving.process, triplane.edge.serving.__main__\n"

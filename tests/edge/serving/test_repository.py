@@ -162,6 +162,7 @@ def test_no_call_fails_and_none_is_answered_wrongly_over_20_switches(serve, conn
     assert server.repository.find("linear").version == "21"
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_switches(kit):
     weights = np.zeros((2048, 2048), np.float32)  # 16 MiB
     process, repository = psutil.Process(), Repository()

@@ -239,6 +239,7 @@ def test_a_fault_of_the_server_leaves_as_a_constant_text_and_an_id(serve, connec
     assert "secret" in str(record.exc_info)
 
 
+@pytest.mark.slow
 def test_an_answer_is_never_another_callers(serve, connect, kit):
     server = serve(kit.linear(weights=np.eye(4, dtype=np.float32)))
 
