@@ -86,6 +86,7 @@ class Calls:
 @contextlib.contextmanager
 def calls(identity: Path | None) -> Iterator[Calls]:
     """The services, as whoever `identity` names; closes the channel at the end."""
+    path = identity_path(identity)
     from triplane.proto.channels import connect
     from triplane.proto.fleet_pb2_grpc import FleetStub
     from triplane.proto.identity import IdentityFolder
@@ -93,7 +94,7 @@ def calls(identity: Path | None) -> Iterator[Calls]:
     from triplane.proto.metadata_pb2_grpc import MetadataStub
     from triplane.proto.registry_pb2_grpc import RegistryStub
 
-    folder = IdentityFolder(identity_path(identity)).load()
+    folder = IdentityFolder(path).load()
     channel = connect(folder)
     try:
         with errors_at(folder.cloud):

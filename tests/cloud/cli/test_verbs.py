@@ -1,0 +1,84 @@
+"""What holds for every verb of the fleet: light to load, explained, machine-readable."""
+
+import subprocess
+import sys
+
+import click
+import pytest
+
+from triplane.cloud.cli import audit, cloud, deploy, fleet, registry, rollout, sign
+from triplane.unified_ir.cli import shell
+
+MODULES = (audit, cloud, deploy, fleet, registry, rollout, sign)
+LIGHT = (
+    "import sys, {module}; print(sorted({{m.partition('.')[0] for m in sys.modules}} & {heavy}))"
+)
+HEAVY = {"grpc", "rich", "numpy", "google", "sqlalchemy", "starlette", "cryptography", "tuf"}
+
+
+def commands(command, path=()):
+    """Every command that does something, with its words."""
+    if isinstance(command, click.Group):
+        for name, child in command.commands.items():
+            yield from commands(child, (*path, name))
+    else:
+        yield path, command
+
+
+ALL = [
+    pytest.param(command, id=" ".join((module.command.name, *path)))
+    for module in MODULES
+    for path, command in commands(module.command)
+]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_a_verb_imports_click_only_until_it_runs(module):
+    code = LIGHT.format(module=module.__name__, heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ALL)
+def test_every_verb_speaks_json_and_explains_every_option(command):
+    options = [p for p in command.params if isinstance(p, click.Option)]
+    assert "--json" in {name for option in options for name in option.opts}
+    assert command.help
+    for option in options:
+        assert option.help or isinstance(option.type, click.Choice | click.IntRange), option.name
+
+
+@pytest.mark.parametrize("command", ALL)
+def test_every_verb_that_calls_the_cloud_takes_an_identity(command):
+    names = {name for p in command.params for name in p.opts}
+    local = {"init", "up", "enrol"}
+    assert ("--identity" in names) == (command.name not in local) or command.name == "enrol"
+
+
+def test_an_identity_that_is_not_there_says_how_one_is_made(tmp_path, capsys):
+    assert shell.run(["fleet", "ls", "--identity", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert str(tmp_path) in said
+    assert "triplane cloud init" in said
+    assert "triplane cloud token" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("deploy", "digits"), "--to"),
+        (("deploy", "digits", "--to", "all", "--waves", "150%"), "5%,25%,100%"),
+        (("deploy", "digits", "--to", "all", "--node-deadline", "soon"), "90s"),
+        (("cloud", "token", "--label", "site"), "site=factory"),
+        (("cloud", "init"), "--offline-keys"),
+        (("registry", "push", "nowhere.tpm"), "nowhere.tpm"),
+        (("registry", "alias", "digits", "stable"), "--remove"),
+        (("registry", "alias", "digits", "stable", "3", "--remove"), "--remove"),
+        (("fleet", "label", "n", "site"), "KEY=VALUE"),
+        (("fleet", "label", "n", "=x"), "KEY=VALUE"),
+        (("fleet", "label", "n", "a=1", "a=2"), "each key once"),
+    ],
+)
+def test_a_wrong_call_is_named_before_anything_is_sent(argv, words, capsys):
+    assert shell.run(list(argv)) == 2
+    assert words in capsys.readouterr().err
