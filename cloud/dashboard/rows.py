@@ -6,13 +6,14 @@ one state needs to have the next. Sections are bounded; the page says how many t
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
 from triplane.cloud.dashboard.source import NodeIncident
 from triplane.proto import fleet_pb2, registry_pb2
-from triplane.proto.fleet_pb2 import ModelReport, Node, Rollout, RolloutNode, Wave
+from triplane.proto.fleet_pb2 import FAILED, RETURNED, ModelReport, Node, Rollout, RolloutNode, Wave
 from triplane.proto.registry_pb2 import Bundle, Version
 
 Row = dict[str, Any]
@@ -29,6 +30,10 @@ MOST_ROWS: Final[Mapping[str, int]] = {
 }
 # fmt: on
 MOST_TEXT_CHARS: Final = 500
+MOST_DRAWN_NODES: Final = 60
+"""Of a wave; a larger one is drawn by counts."""
+MOST_REASONS: Final = 10
+"""Of a wave."""
 
 
 def state_from(
@@ -88,6 +93,9 @@ def _model_row(model: ModelReport) -> Row:
 def rollout_row(rollout: Rollout) -> Row:
     """One rollout with its waves, each with its nodes."""
     sizes = [wave_text(wave) for wave in rollout.request.waves] or ["100%"]
+    by_wave: defaultdict[int, list[RolloutNode]] = defaultdict(list)
+    for node in rollout.nodes:
+        by_wave[node.wave].append(node)
     return {
         "id": rollout.id,
         "model": rollout.model,
@@ -96,13 +104,22 @@ def rollout_row(rollout: Rollout) -> Row:
         "state": _name(Rollout.State, rollout.state),
         "reason": _cut(rollout.reason),
         "wave": rollout.wave,
-        "waves": [
-            {"size": size, "nodes": [_rollout_node(n) for n in rollout.nodes if n.wave == i]}
-            for i, size in enumerate(sizes)
-        ],
+        "waves": [_wave(size, by_wave[i]) for i, size in enumerate(sizes)],
         "created_s": round(rollout.created_s),
         "created_by": rollout.created_by,
         "ended_s": round(rollout.ended_s),
+    }
+
+
+def _wave(size: str, nodes: Sequence[RolloutNode]) -> Row:
+    """Nodes one by one where they are few, else counts; the first failed ones with reasons."""
+    tally = Counter(_name(fleet_pb2.NodeState, number) for number in (n.state for n in nodes))
+    failed = (node for node in nodes if node.state in {FAILED, RETURNED})
+    return {
+        "size": size,
+        "tally": dict(tally),
+        "nodes": [_rollout_node(n) for n in nodes] if len(nodes) <= MOST_DRAWN_NODES else [],
+        "failed": [_rollout_node(node) for node in islice(failed, MOST_REASONS)],
     }
 
 

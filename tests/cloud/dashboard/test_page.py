@@ -130,6 +130,23 @@ def test_resume_asks_for_a_reason_and_the_rollout_runs(page, fleet, shots):
     until(page, "return document.querySelector('#rollouts button').textContent === 'pause'")
 
 
+def test_a_thousand_nodes_are_drawn_by_counts(page, fleet, shots):
+    rollout = Rollout(id="r-big", model="digits", version=5, selector="all", state=Rollout.RUNNING)
+    for i in range(1000):
+        rollout.nodes.add(name=f"n{i}", state=FAILED if i < 3 else COMMITTED, connected=True)
+    fleet.held_rollouts = [rollout]
+    node = fleet.held_nodes[0]
+    fleet.held_nodes = [Node(name=f"n{i:04}", labels=node.labels) for i in range(1000)]
+    until(page, "return document.querySelectorAll('#nodes tr').length === 1000")
+    widths = page.execute_script(
+        "return [...document.querySelectorAll('#rollouts .bar span')].map((e) => e.offsetWidth)"
+    )
+    assert len(widths) == 2
+    assert widths[0] > 100 * widths[1] > 0
+    assert "997 of 1000, 3 failed" in text(page, "#rollouts")
+    keep(shots, page, "large")
+
+
 def test_leaving_the_question_changes_nothing(page, fleet):
     use_token(page, TOKEN)
     until(page, "return document.querySelectorAll('#rollouts button').length === 2")

@@ -2,6 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triplane.cloud.dashboard.rows import (
+    MOST_REASONS,
     MOST_ROWS,
     MOST_TEXT_CHARS,
     change,
@@ -9,7 +10,7 @@ from triplane.cloud.dashboard.rows import (
     rollout_row,
     state_from,
 )
-from triplane.proto.fleet_pb2 import ModelReport, Node, Report, Rollout, Wave
+from triplane.proto.fleet_pb2 import COMMITTED, FAILED, ModelReport, Node, Report, Rollout, Wave
 
 SECTION = st.dictionaries(st.sampled_from("abcdef"), st.dictionaries(st.just("n"), st.integers()))
 STATES = st.dictionaries(st.sampled_from(("nodes", "rollouts")), SECTION)
@@ -52,6 +53,17 @@ def test_a_rollout_without_waves_is_one_wave():
     rollout.nodes.add(name="a")
     (wave,) = rollout_row(rollout)["waves"]
     assert wave["nodes"][0]["state"] == "node_state_unspecified"
+
+
+def test_a_large_wave_is_counted_and_its_first_failures_are_named():
+    rollout = Rollout(id="r")
+    for i in range(1000):
+        state = FAILED if i % 20 == 0 else COMMITTED
+        rollout.nodes.add(name=f"n{i}", state=state, reason="golden" if state == FAILED else "")
+    (wave,) = rollout_row(rollout)["waves"]
+    assert wave["tally"] == {"failed": 50, "committed": 950}
+    assert wave["nodes"] == []
+    assert [node["name"] for node in wave["failed"]] == [f"n{20 * i}" for i in range(MOST_REASONS)]
 
 
 def test_a_state_of_a_newer_program_is_shown_as_its_number():
