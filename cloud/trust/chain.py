@@ -1,0 +1,113 @@
+"""The published metadata of one moment, verified along its chain of signatures.
+
+Root by root, then timestamp, snapshot and what the snapshot pins. Signatures, versions and digests
+are checked, expiry is not: the repository and the signers read old metadata in order to replace it.
+(Nodes do check expiry; see the agent's trust.)
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from tuf.api._payload import MetaFile, Root, Snapshot, Targets, Timestamp
+from tuf.api.exceptions import LengthOrHashMismatchError, UnsignedMetadataError
+from tuf.api.metadata import Metadata
+
+from triplane.cloud.trust.roles import MAX_VERSION, PINNED, T, parse
+from triplane.proto.errors import Corrupt, NotFound
+
+MAX_ROTATIONS: Final = 256
+
+Get = Callable[[str], bytes]
+"""One metadata file by name; NotFound where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Verified metadata; `targets` by role."""
+
+    root: Metadata[Root]
+    timestamp: Metadata[Timestamp]
+    snapshot: Metadata[Snapshot]
+    targets: Mapping[str, Metadata[Targets]]
+
+    def delegator(self, role: str) -> Root | Targets:
+        """Who names the keys of a role."""
+        return self.root.signed if role in self.root.signed.roles else self.top
+
+    @property
+    def top(self) -> Targets:
+        """The offline targets role."""
+        return self.targets["targets"].signed
+
+    def is_signed(self, role: str) -> bool:
+        """Whether the published version of a targets role satisfies its delegator's keys now."""
+        found = self.targets[role]
+        return bool(
+            self.delegator(role).get_verification_result(role, found.signed_bytes, found.signatures)
+        )
+
+
+def newest_root(get: Get, trusted: bytes) -> Metadata[Root]:
+    """Follow the roots from a trusted one, each signed by the one before and by itself."""
+    root = parse(Root, trusted, "the trusted root")
+    verify(root.signed, "root", root, "the trusted root")
+    for _ in range(MAX_ROTATIONS):
+        name = f"{root.signed.version + 1}.root.json"
+        try:
+            data = get(name)
+        except NotFound:
+            return root
+        following = parse(Root, data, name)
+        if following.signed.version != root.signed.version + 1:
+            raise Corrupt(f"{name} says version {following.signed.version}")
+        verify(root.signed, "root", following, name)
+        verify(following.signed, "root", following, name)
+        root = following
+    raise Corrupt(f"more than {MAX_ROTATIONS} roots follow the trusted one; start from a newer one")
+
+
+def read(get: Get, root: Metadata[Root]) -> Chain:
+    """Read what the timestamp names; Corrupt where a signature, version or digest is wrong.
+
+    Targets roles are pinned by digest but may lack signatures, after a rotation of their keys:
+    `Chain.is_signed` tells.
+    """
+    timestamp = parse(Timestamp, get("timestamp.json"), "timestamp.json")
+    verify(root.signed, "timestamp", timestamp, "timestamp.json")
+    snapshot = _pinned(get, Snapshot, "snapshot", timestamp.signed.snapshot_meta)
+    verify(root.signed, "snapshot", snapshot, "the snapshot")
+    targets: dict[str, Metadata[Targets]] = {}
+    for role in PINNED:
+        pin = snapshot.signed.meta.get(f"{role}.json")
+        if pin is None:
+            raise Corrupt(f"snapshot {snapshot.signed.version} does not pin {role}.json")
+        targets[role] = _pinned(get, Targets, role, pin)
+    return Chain(root, timestamp, snapshot, targets)
+
+
+def verify(delegator: Root | Targets, role: str, metadata: Metadata[T], what: str) -> None:
+    """Corrupt unless signed by the threshold of the delegator's keys."""
+    try:
+        delegator.verify_delegate(role, metadata.signed_bytes, metadata.signatures)
+    except (UnsignedMetadataError, ValueError) as error:
+        raise Corrupt(f"{what} is not signed as its delegator demands: {error}") from error
+
+
+def pin(version: int, data: bytes) -> MetaFile:
+    """How a snapshot or timestamp names a file: version, length, SHA-256."""
+    return MetaFile(version, len(data), {"sha256": hashlib.sha256(data).hexdigest()})
+
+
+def _pinned(get: Get, kind: type[T], role: str, meta: MetaFile) -> Metadata[T]:
+    name = f"{min(meta.version, MAX_VERSION)}.{role}.json"
+    data = get(name)
+    try:
+        meta.verify_length_and_hashes(data)
+    except LengthOrHashMismatchError as error:
+        raise Corrupt(f"{name} is not the file that is pinned: {error}") from error
+    found = parse(kind, data, name)
+    if found.signed.version != meta.version:
+        raise Corrupt(f"{name} says version {found.signed.version}, pinned is {meta.version}")
+    return found

@@ -1,0 +1,172 @@
+"""What submitted metadata must satisfy before anything changes: one check per rule.
+
+The repository calls `check` on parsed metadata; it raises InvalidInput with the rule and the value
+that breaks it. Signatures are weighed apart (`valid_signatures`), because too few of them are no
+fault: the rest may follow.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Final
+
+from tuf.api._payload import Root, TargetFile, Targets
+from tuf.api.exceptions import LengthOrHashMismatchError
+from tuf.api.metadata import Metadata
+
+from triplane.cloud.trust.chain import Chain
+from triplane.cloud.trust.roles import (
+    CLOCK_SLACK_S,
+    DELEGATED,
+    ROLES,
+    TOP,
+    Role,
+    moment,
+)
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.targets import POLICY_PATH, Policy, SignedTarget, read_target
+
+MAX_TARGETS: Final = 20_000
+MAX_KEYS: Final = 64
+
+
+def check(row: Role, metadata: Metadata[Any], chain: Chain, now_s: float) -> None:
+    """Refuse metadata that must not be published as the next version of a role."""
+    signed = metadata.signed
+    _check_version(row, signed.version, chain)
+    _check_expiry(row, signed.expires, now_s)
+    CONTENT[row.name](row, signed)
+
+
+def targets_of(row: Role, signed: Targets) -> list[SignedTarget]:
+    """Every target of a delegated role, checked."""
+    return [_target(row, path, entry) for path, entry in signed.targets.items()]
+
+
+def read_policy(top: Targets) -> Policy:
+    """The policy that the offline targets role lists; Corrupt where it has none that can be read.
+
+    Its text is in the entry's custom field and must have the entry's length and digest.
+    """
+    entry = top.targets.get(POLICY_PATH)
+    if entry is None:
+        raise Corrupt(f"targets {top.version} lists no {POLICY_PATH}")
+    custom = entry.custom
+    if not isinstance(custom, dict) or not isinstance(custom.get("text"), str):
+        raise Corrupt(f"{POLICY_PATH}: its entry carries the policy as custom.text")
+    try:
+        entry.verify_length_and_hashes(custom["text"].encode())
+        return Policy.parse(custom["text"])
+    except (LengthOrHashMismatchError, InvalidInput, UnicodeEncodeError) as error:
+        raise Corrupt(f"{POLICY_PATH}: {error}") from error
+
+
+def valid_signatures(row: Role, metadata: Metadata[Any], chain: Chain) -> tuple[set[str], int, int]:
+    """(key ids that signed, signatures that count, threshold) under the published delegator.
+
+    A root counts twice, under the published root and under itself; the numbers are those of the
+    one that lacks more.
+    """
+    payload, given = metadata.signed_bytes, metadata.signatures
+    if row.name != "root":
+        found = chain.delegator(row.name).get_verification_result(row.name, payload, given)
+        return set(found.signed), len(found.signed), found.threshold
+    both = metadata.signed.get_root_verification_result(chain.root.signed, payload, given)
+    short = both.first if both.first.missing >= both.second.missing else both.second
+    return set(both.signed), len(short.signed), short.threshold
+
+
+def published_version(role: str, chain: Chain) -> int:
+    """The version that nodes see now."""
+    return chain.root.signed.version if role == "root" else chain.targets[role].signed.version
+
+
+def _check_version(row: Role, version: int, chain: Chain) -> None:
+    published = published_version(row.name, chain)
+    if version != published + 1:
+        raise InvalidInput(
+            f"{row.name} {published} is published, so the next is {published + 1}, got {version}; "
+            "fetch the newest and sign again"
+        )
+
+
+def _check_expiry(row: Role, expires: Any, now_s: float) -> None:
+    now, latest = moment(now_s), moment(now_s + row.lifetime_s + CLOCK_SLACK_S)
+    if not now < expires <= latest:
+        raise InvalidInput(
+            f"{row.name} expires after now ({now:%Y-%m-%d %H:%M} UTC) and within "
+            f"{timedelta(seconds=row.lifetime_s).days} days, got {expires:%Y-%m-%d %H:%M}; "
+            "are the clocks right?"
+        )
+
+
+def _check_root(row: Role, root: Root) -> None:
+    if root.consistent_snapshot is not True:
+        raise InvalidInput(f"{row.name}: consistent_snapshot is true, or nodes could read a mix")
+    for role in TOP:
+        found = root.roles[role]
+        _check_keys(role, root.keys, found.keyids, found.threshold)
+
+
+def _check_top(row: Role, targets: Targets) -> None:
+    roles = (targets.delegations.roles if targets.delegations else None) or {}
+    wanted = {delegated.name: [delegated.paths] for delegated in DELEGATED}
+    if {name: role.paths for name, role in roles.items()} != wanted:
+        raise InvalidInput(
+            f"targets delegates exactly {wanted}, got "
+            f"{ {name: role.paths for name, role in roles.items()} }"
+        )
+    assert targets.delegations is not None
+    for name, role in roles.items():
+        if not role.terminating:
+            raise InvalidInput(f"targets: the delegation of {name} is terminating")
+        _check_keys(name, targets.delegations.keys, role.keyids, role.threshold)
+    policy = read_policy(targets)
+    others = targets.targets.keys() - {POLICY_PATH}
+    for path in others:
+        if not path.startswith("golden/"):
+            raise InvalidInput(f"targets lists {POLICY_PATH} and golden/NAME, got {path[:200]!r}")
+        _target(row, path, targets.targets[path])
+    missing = sorted({rule.golden for rule in policy.models.values()} - others)
+    if missing:
+        raise InvalidInput(f"the policy names golden sets that targets does not list: {missing}")
+
+
+def _check_delegated(row: Role, targets: Targets) -> None:
+    if targets.delegations is not None:
+        raise InvalidInput(f"{row.name} delegates to nobody")
+    if len(targets.targets) > MAX_TARGETS:
+        raise InvalidInput(f"{row.name} has at most {MAX_TARGETS} targets")
+    prefix = row.paths.removesuffix("*")
+    for path in targets.targets:
+        if not path.startswith(prefix):
+            raise InvalidInput(f"{row.name} may list {row.paths} only, got {path[:200]!r}")
+    targets_of(row, targets)
+
+
+CONTENT: Final[dict[str, Callable[[Role, Any], None]]] = {
+    "root": _check_root,
+    "targets": _check_top,
+    "release": _check_delegated,
+    "auto": _check_delegated,
+}
+"""What each submitted role must hold."""
+
+
+def _target(row: Role, path: str, entry: TargetFile) -> SignedTarget:
+    try:
+        return read_target(path, entry.length, entry.hashes, entry.custom)
+    except Corrupt as error:
+        raise InvalidInput(f"{row.name}: {error}") from error
+
+
+def _check_keys(role: str, keys: Any, keyids: list[str], threshold: int) -> None:
+    """The threshold can be met, by keys that really differ."""
+    values = {str(keys[keyid].keyval) for keyid in keyids if keyid in keys}
+    if len(values) != len(keyids) or not 1 <= threshold <= len(values) <= MAX_KEYS:
+        raise InvalidInput(
+            f"{role} needs its threshold of {threshold} met by different keys, at most {MAX_KEYS}; "
+            f"it names {len(keyids)} key ids for {len(values)} different keys"
+        )
+
+
+assert set(CONTENT) == {row.name for row in ROLES.values() if row.submitted}

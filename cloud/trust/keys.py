@@ -1,0 +1,67 @@
+"""Signing keys as files: PKCS #8 PEM, one key per file, readable by their owner only.
+
+A key's file name is for people; which role a key signs for is said by the metadata alone, by key
+id. Ed25519 throughout.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from securesystemslib.signer._crypto_signer import CryptoSigner
+
+from triplane.proto.disk import OS_DISK, Disk, write_atomic
+from triplane.proto.errors import Conflict, Corrupt, NotFound
+
+MAX_KEY_BYTES: Final = 16 << 10
+MAX_KEYS: Final = 64
+
+
+class KeyFolder:
+    """A folder of private keys, mode 0700, each file 0600."""
+
+    def __init__(self, path: Path, disk: Disk = OS_DISK) -> None:
+        self.path, self._disk = path, disk
+
+    def make(self, name: str) -> CryptoSigner:
+        """Make a key and keep it as NAME.pem; Conflict where that file is there already."""
+        file = self.path / f"{name}.pem"
+        if file.exists():
+            raise Conflict(f"{file} is there already; a key is never replaced, give a new name")
+        self._disk.make_folder(self.path)
+        self.path.chmod(0o700)
+        signer = CryptoSigner.generate_ed25519()
+        write_atomic(file, signer.private_bytes, self._disk)
+        file.chmod(0o600)
+        return signer
+
+    def signers(self) -> dict[str, CryptoSigner]:
+        """Every key in the folder, by key id; Corrupt names a file that holds none."""
+        files = sorted(self.path.glob("*.pem"))[:MAX_KEYS]
+        signers = (self._signer(file) for file in files)
+        return {signer.public_key.keyid: signer for signer in signers}
+
+    def of(self, keyids: list[str], role: str) -> list[CryptoSigner]:
+        """The keys here that may sign for a role of these key ids; NotFound where there is none."""
+        here = self.signers()
+        found = [here[keyid] for keyid in keyids if keyid in here]
+        if not found:
+            wanted = ", ".join(keyid[:12] for keyid in keyids)
+            raise NotFound(
+                f"{self.path} has no key of the role {role} (key ids {wanted}); it has "
+                f"{len(here)} others: name the folder that `triplane cloud init` wrote for {role}"
+            )
+        return found
+
+    @staticmethod
+    def _signer(file: Path) -> CryptoSigner:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_KEY_BYTES + 1)
+        try:
+            key = load_pem_private_key(data[:MAX_KEY_BYTES], password=None)
+        except (ValueError, TypeError) as error:
+            raise Corrupt(f"{file} is no private key in PKCS #8 PEM: {error}") from error
+        if not isinstance(key, Ed25519PrivateKey):
+            raise Corrupt(f"{file} is a {type(key).__name__}; keys here are Ed25519")
+        return CryptoSigner(key)

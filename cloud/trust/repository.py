@@ -1,0 +1,431 @@
+"""The cloud's metadata: read by nodes, changed by submitted versions and by the online keys.
+
+Everything about a submitted version is verified before anything changes. A publication writes the
+new files under names nobody reads yet and the timestamp last; readers in this process get the
+timestamp and the newest root from memory, exchanged in one assignment, so a reader sees the old
+state or the new one. A crash between two writes leaves the old state, or, once a new root is
+written, one that opening the repository completes.
+
+Calls may come from any thread. They sync the disk: from an event loop, run them in a thread.
+"""
+
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from tuf.api._payload import Root, Snapshot, TargetFile, Targets, Timestamp
+from tuf.api.metadata import Metadata
+
+from triplane.cloud.trust import chain as chains
+from triplane.cloud.trust.chain import Chain
+from triplane.cloud.trust.checks import (
+    check,
+    published_version,
+    read_policy,
+    targets_of,
+    valid_signatures,
+)
+from triplane.cloud.trust.initial import TRUSTED_ROOT
+from triplane.cloud.trust.keys import KeyFolder
+from triplane.cloud.trust.roles import (
+    DELEGATED,
+    MAX_VERSION,
+    PINNED,
+    ROLES,
+    Role,
+    expiry,
+    parse,
+    submitted_role,
+)
+from triplane.proto.disk import OS_DISK, Disk, write_atomic
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+from triplane.proto.targets import AUTO, Policy, SignedTarget, TargetName, bundle_target
+
+KEPT_VERSIONS: Final = 8
+"""Superseded versions of each file that stay readable, for nodes in the middle of a refresh."""
+FRESH_SHARE: Final = 0.25
+"""Online metadata is signed again when this share of its lifetime has passed."""
+
+_NAME: Final = re.compile(
+    r"(?:[1-9][0-9]{0,9}\.(?:root|snapshot|targets|release|auto)|timestamp|root)\.json"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """What became of a submitted version. signatures: valid ones, of `threshold` needed."""
+
+    published: bool
+    signatures: int
+    threshold: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What the next signer of a role starts from."""
+
+    metadata: bytes
+    published: bool
+    signatures: int
+    threshold: int
+
+
+class Repository:
+    """The metadata in a folder, and the keys that the cloud itself signs with."""
+
+    def __init__(
+        self,
+        metadata_folder: Path,
+        online_keys_folder: Path,
+        disk: Disk = OS_DISK,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Open what `initialize` wrote and complete a publication that was cut off.
+
+        Corrupt: metadata on the disk is damaged; restore the folder from a copy.
+        """
+        self._folder, self._disk, self._clock = metadata_folder, disk, clock
+        self._keys = KeyFolder(online_keys_folder, disk)
+        self._pending_folder = metadata_folder / "pending"
+        disk.make_folder(self._pending_folder)
+        self._lock = threading.Lock()
+        self._told: list[Callable[[str], None]] = []
+        root, self._chain = self._open()
+        self._timestamp = self._file("timestamp.json")
+        if root.signed.version != self._chain.root.signed.version:
+            self._publish({"root": root}, clock())
+
+    # Reading
+
+    def get(self, name: str) -> bytes:
+        """One published file; `root.json` is the newest root. NotFound, InvalidInput."""
+        if not _NAME.fullmatch(name):
+            raise InvalidInput(
+                f"metadata files are timestamp.json, root.json and VERSION.ROLE.json, "
+                f"got {name[:100]!r}"
+            )
+        newest = self._chain.root.signed.version
+        if name == "timestamp.json":
+            return self._timestamp
+        if name == TRUSTED_ROOT:
+            name = f"{newest}.root.json"
+        if name.endswith(".root.json") and int(name.split(".")[0]) > newest:
+            raise NotFound(f"{name} is not published; the newest root is {newest}")
+        return self._file(name)
+
+    def policy(self) -> Policy:
+        """What people allowed the auto role to do."""
+        return read_policy(self._chain.top)
+
+    def find_signed(self, model: str, version: int, target: str) -> SignedTarget | None:
+        """The signed bundle, by people if there is one, else by the auto key."""
+        for row in DELEGATED:
+            path = str(TargetName(row.name, model, version, target))
+            found = self._find(row, path)
+            if found is not None:
+                return found
+        return None
+
+    def expiries(self) -> dict[str, float]:
+        """When each role's published metadata ends, in seconds since 1970."""
+        chain = self._chain
+        top: dict[str, Metadata[Any]] = {
+            "root": chain.root,
+            "timestamp": chain.timestamp,
+            "snapshot": chain.snapshot,
+        }
+        return {
+            role: metadata.signed.expires.timestamp()
+            for role, metadata in (top | dict(chain.targets)).items()
+        }
+
+    def pending(self, role: str) -> Pending:
+        """The newest version of a role that waits for signatures, or else the published one."""
+        row = submitted_role(role)
+        with self._lock:
+            waiting = self._waiting(row)
+            if waiting is not None:
+                _, have, need = valid_signatures(row, waiting, self._chain)
+                return Pending(waiting.to_bytes(), published=False, signatures=have, threshold=need)
+            chain = self._chain
+            found = chain.root if role == "root" else chain.targets[role]
+            result = chain.delegator(role).get_verification_result(
+                role, found.signed_bytes, found.signatures
+            )
+            data = self._file(f"{found.signed.version}.{role}.json")
+            return Pending(data, True, len(result.signed), result.threshold)
+
+    # Changing
+
+    def on_published(self, callback: Callable[[str], None]) -> None:
+        """Call with the role after each submitted or automatic version is published."""
+        self._told.append(callback)
+
+    def submit(self, role: str, data: bytes) -> Submitted:
+        """Take a new version of a role with at least one valid signature.
+
+        Published at the threshold; below it kept, on disk, for further signatures. The published
+        version once more is answered, not refused. InvalidInput: it breaks a rule and nothing
+        changed. Conflict: another version waits with more signatures.
+        """
+        row = submitted_role(role)
+        try:
+            metadata = parse(row.kind, data, role)
+        except Corrupt as error:
+            raise InvalidInput(str(error)) from error
+        with self._lock:
+            made = self._repeated(row, metadata) or self._submit(row, metadata)
+        if made.published:
+            self._tell(role)
+        return made
+
+    def sign_auto(
+        self,
+        model: str,
+        version: int,
+        target: str,
+        *,
+        length: int,
+        sha256: bytes,
+        model_digest: bytes,
+        content_digest: bytes,
+    ) -> SignedTarget:
+        """Sign a bundle with the online key and publish it.
+
+        Conflict: the policy has no rule for the model, so nodes would refuse; or the same version
+        was signed with other content.
+        """
+        made = bundle_target(
+            TargetName(AUTO, model, version, target),
+            length=length,
+            sha256=sha256,
+            model_digest=model_digest,
+            content_digest=content_digest,
+        )
+        with self._lock:
+            is_new = self._sign_auto(made)
+        if is_new:
+            self._tell(AUTO)
+        return made
+
+    def keep_fresh(self, now_s: float | None = None) -> float:
+        """Sign again what the online keys sign and will end; return when to call again."""
+        now = self._clock() if now_s is None else now_s
+        with self._lock:
+            stale = {role for role, due in self._due().items() if due <= now}
+            if stale:
+                changed = {AUTO: self._again(now)} if AUTO in stale else {}
+                self._publish(changed, now, renew_snapshot=bool(stale - {"timestamp"}))
+            return min(self._due().values())
+
+    # Below: with the lock held
+
+    def _open(self) -> tuple[Metadata[Root], Chain]:
+        """(newest root, the chain under it, or under the root before where a crash left that)."""
+        first = self._file("1.root.json")
+        root = chains.newest_root(self._file, first)
+        try:
+            return root, chains.read(self._file, root)
+        except Corrupt:
+            if root.signed.version == 1:
+                raise
+        before = parse(Root, self._file(f"{root.signed.version - 1}.root.json"), "root")
+        return root, chains.read(self._file, before)
+
+    def _repeated(self, row: Role, metadata: Metadata[Any]) -> Submitted | None:
+        chain = self._chain
+        found: Metadata[Any] = chain.root if row.name == "root" else chain.targets[row.name]
+        if metadata.signed_bytes != found.signed_bytes:
+            return None
+        result = chain.delegator(row.name).get_verification_result(
+            row.name, found.signed_bytes, found.signatures
+        )
+        return Submitted(True, len(result.signed), result.threshold, found.signed.version)
+
+    def _submit(self, row: Role, metadata: Metadata[Any]) -> Submitted:
+        now_s = self._clock()
+        check(row, metadata, self._chain, now_s)
+        keyids, have, _ = valid_signatures(row, metadata, self._chain)
+        if not keyids:
+            given = ", ".join(keyid[:12] for keyid in metadata.signatures) or "none"
+            raise InvalidInput(
+                f"no signature of {row.name} {metadata.signed.version} is valid for a key of the "
+                f"role; signed by key ids: {given}"
+            )
+        merged = self._merged(row, metadata, have)
+        keyids, have, need = valid_signatures(row, merged, self._chain)
+        kept = Metadata(merged.signed, {k: merged.signatures[k] for k in sorted(keyids)})
+        version = kept.signed.version
+        if have < need:
+            write_atomic(self._pending_file(row), kept.to_bytes(), self._disk)
+            return Submitted(False, have, need, version)
+        self._publish({row.name: kept}, now_s)
+        with contextlib.suppress(FileNotFoundError):
+            self._disk.remove(self._pending_file(row))
+        return Submitted(True, have, need, version)
+
+    def _merged(self, row: Role, metadata: Metadata[Any], have: int) -> Metadata[Any]:
+        waiting = self._waiting(row)
+        if waiting is None:
+            return metadata
+        if waiting.signed_bytes == metadata.signed_bytes:
+            return Metadata(metadata.signed, waiting.signatures | metadata.signatures)
+        _, more, need = valid_signatures(row, waiting, self._chain)
+        if have < more:
+            raise Conflict(
+                f"another {row.name} {metadata.signed.version} waits with {more} of {need} "
+                f"signatures, this one has {have}; sign the one that waits"
+            )
+        return metadata
+
+    def _waiting(self, row: Role) -> Metadata[Any] | None:
+        """The pending version, unless a published one overtook it."""
+        try:
+            data = self._pending_file(row).read_bytes()
+        except FileNotFoundError:
+            return None
+        found = parse(row.kind, data, str(self._pending_file(row)))
+        is_next = found.signed.version == published_version(row.name, self._chain) + 1
+        return found if is_next else None
+
+    def _sign_auto(self, target: SignedTarget) -> bool:
+        name = target.name
+        if name.model not in self.policy().models:
+            raise Conflict(
+                f"the release policy has no rule for model {name.model!r}, so every node would "
+                f"refuse {target.path}; sign a policy that lists it, or release it by hand"
+            )
+        before = self._find(ROLES[AUTO], target.path)
+        if before == target:
+            return False
+        if before is not None and before.custom != target.custom:
+            raise Conflict(f"{target.path} is signed with other content; push a new version")
+        now_s = self._clock()
+        again = self._again(now_s)
+        again.signed.targets[target.path] = TargetFile(
+            target.length, {"sha256": target.sha256.hex()}, target.path, {"custom": target.custom}
+        )
+        self._publish({AUTO: self._signed(AUTO, again.signed, self._chain.top)}, now_s)
+        return True
+
+    def _again(self, now_s: float) -> Metadata[Targets]:
+        """The next version of the auto role, with what the published one lists."""
+        before = self._chain.targets[AUTO].signed
+        signed = Targets(
+            version=_next(AUTO, before.version),
+            expires=expiry(AUTO, now_s),
+            targets=dict(before.targets),
+        )
+        return self._signed(AUTO, signed, self._chain.top)
+
+    def _due(self) -> dict[str, float]:
+        """When each online role is to be signed again."""
+        ends = self.expiries()
+        return {
+            row.name: ends[row.name] - (1 - FRESH_SHARE) * row.lifetime_s
+            for row in ROLES.values()
+            if row.keys == "online" and (row.name != AUTO or self._can_sign_auto())
+        }
+
+    def _can_sign_auto(self) -> bool:
+        role = self._chain.top.get_delegated_role(AUTO)
+        return len(self._keys.signers().keys() & set(role.keyids)) >= role.threshold
+
+    def _publish(
+        self, changed: Mapping[str, Metadata[Any]], *, renew_snapshot: bool = True
+    ) -> None:
+        """Write new versions, a snapshot that pins them and a timestamp; then show them."""
+        chain = self._chain
+        targets = dict(chain.targets) | {k: v for k, v in changed.items() if k in PINNED}
+        after = replace(chain, root=changed.get("root", chain.root), targets=targets)
+        files = {f"{m.signed.version}.{role}.json": m.to_bytes() for role, m in changed.items()}
+        root_file = {k: files.pop(k) for k in list(files) if k.endswith(".root.json")}
+        if renew_snapshot:
+            after = replace(after, snapshot=self._snapshot(after, changed, now_s))
+            files[f"{after.snapshot.signed.version}.snapshot.json"] = after.snapshot.to_bytes()
+        after = replace(after, timestamp=self._stamp(after, now_s))
+        timestamp = after.timestamp.to_bytes()
+        for name, data in (files | root_file | {"timestamp.json": timestamp}).items():
+            write_atomic(self._folder / name, data, self._disk)
+        self._chain, self._timestamp = after, timestamp
+        self._prune(after)
+
+    def _snapshot(
+        self, after: Chain, changed: Mapping[str, Metadata[Any]], now_s: float
+    ) -> Metadata[Snapshot]:
+        meta = dict(self._chain.snapshot.signed.meta)
+        for role in changed.keys() & set(PINNED):
+            new = changed[role]
+            meta[f"{role}.json"] = chains.pin(new.signed.version, new.to_bytes())
+        version = self._version("snapshot", after.root.signed, self._chain.snapshot.signed.version)
+        signed = Snapshot(version=version, expires=expiry("snapshot", now_s), meta=meta)
+        return self._signed("snapshot", signed, after.root.signed)
+
+    def _stamp(self, after: Chain, now_s: float) -> Metadata[Timestamp]:
+        snapshot = after.snapshot
+        version = self._version(
+            "timestamp", after.root.signed, self._chain.timestamp.signed.version
+        )
+        signed = Timestamp(
+            version=version,
+            expires=expiry("timestamp", now_s),
+            snapshot_meta=chains.pin(snapshot.signed.version, snapshot.to_bytes()),
+        )
+        return self._signed("timestamp", signed, after.root.signed)
+
+    def _version(self, role: str, root: Root, published: int) -> int:
+        """The next number, or 1 under wholly new keys: nodes forget what the old ones signed."""
+        before = set(self._chain.root.signed.roles[role].keyids)
+        return _next(role, published) if before & set(root.roles[role].keyids) else 1
+
+    def _signed(self, role: str, signed: Any, delegator: Root | Targets) -> Metadata[Any]:
+        keys = delegator.get_delegated_role(role)
+        signers = self._keys.of(keys.keyids, role)
+        if len(signers) < keys.threshold:
+            raise Conflict(
+                f"{role} needs {keys.threshold} signatures, the cloud has {len(signers)} of its "
+                "keys"
+            )
+        made = Metadata(signed)
+        for signer in signers:
+            made.sign(signer, append=True)
+        return made
+
+    def _find(self, row: Role, path: str) -> SignedTarget | None:
+        chain = self._chain
+        if path not in chain.targets[row.name].signed.targets or not chain.is_signed(row.name):
+            return None
+        found = {target.path: target for target in targets_of(row, chain.targets[row.name].signed)}
+        return found[path]
+
+    def _prune(self, after: Chain) -> None:
+        versions = {role: m.signed.version for role, m in after.targets.items()}
+        versions["snapshot"] = after.snapshot.signed.version
+        for role, version in versions.items():
+            with contextlib.suppress(OSError):
+                self._disk.remove(self._folder / f"{version - KEPT_VERSIONS}.{role}.json")
+
+    def _file(self, name: str) -> bytes:
+        try:
+            return (self._folder / name).read_bytes()
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no metadata file {name}") from error
+
+    def _pending_file(self, row: Role) -> Path:
+        return self._pending_folder / f"{row.name}.json"
+
+    def _tell(self, role: str) -> None:
+        for callback in self._told:
+            callback(role)
+
+
+def _next(role: str, version: int) -> int:
+    if version >= MAX_VERSION:
+        raise Conflict(f"{role} is at version {version}, the highest; replace its key to go on")
+    return version + 1

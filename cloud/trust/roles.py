@@ -1,0 +1,95 @@
+"""The roles, one row each: where their keys are, how long their word holds, what may be submitted.
+
+Times are seconds since 1970; metadata carries whole seconds, UTC. Payload classes are imported from
+`tuf.api._payload` all over the package: `tuf.api.metadata` shows them without exporting them, which
+strict typing does not accept.
+"""
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final, Literal, TypeVar
+
+from tuf.api._payload import Root, Snapshot, Targets, Timestamp
+from tuf.api.metadata import Metadata
+from tuf.api.serialization import DeserializationError, SerializationError
+
+from triplane.proto.errors import Corrupt, InvalidInput
+
+DAY_S: Final = 86_400.0
+MAX_METADATA_BYTES: Final = (4 << 20) - 4096  # one gRPC message, less its frame
+MAX_VERSION: Final = (1 << 31) - 1
+CLOCK_SLACK_S: Final = DAY_S  # of a signer's clock against the cloud's
+
+T = TypeVar("T", Root, Timestamp, Snapshot, Targets)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """One role of the metadata.
+
+    keys: "online" where the cloud signs by itself, "offline" where people do. submitted: comes from
+    outside, as opposed to being made by the repository. paths: what it may list, where delegated.
+    """
+
+    name: str
+    kind: type[Any]
+    keys: Literal["online", "offline"]
+    lifetime_s: float
+    submitted: bool
+    paths: str = ""
+
+
+# fmt: off
+ROLES: Final = {
+    row.name: row
+    for row in (
+        Role("root",      Root,      "offline", 5 * 365 * DAY_S, submitted=True),
+        Role("targets",   Targets,   "offline", 365 * DAY_S,     submitted=True),
+        Role("release",   Targets,   "offline", 365 * DAY_S,     submitted=True, paths="release/*"),
+        Role("auto",      Targets,   "online",  365 * DAY_S,     submitted=True, paths="auto/*"),
+        Role("snapshot",  Snapshot,  "online",  7 * DAY_S,       submitted=False),
+        Role("timestamp", Timestamp, "online",  DAY_S,           submitted=False),
+    )
+}
+# fmt: on
+DELEGATED: Final = tuple(row for row in ROLES.values() if row.paths)
+PINNED: Final = ("targets", *(row.name for row in DELEGATED))
+"""Roles whose versions the snapshot pins."""
+TOP: Final = ("root", "targets", "snapshot", "timestamp")
+
+
+def submitted_role(name: str) -> Role:
+    """Row of a role whose metadata comes from outside; InvalidInput for any other name."""
+    row = ROLES.get(name)
+    if row is None or not row.submitted:
+        known = [r.name for r in ROLES.values() if r.submitted]
+        raise InvalidInput(f"metadata is submitted for one of {known}, got role {name[:100]!r}")
+    return row
+
+
+def moment(time_s: float) -> datetime:
+    """As metadata writes it: whole seconds, UTC."""
+    return datetime.fromtimestamp(int(time_s), UTC)
+
+
+def expiry(role: str, now_s: float) -> datetime:
+    """When metadata of this role ends that is signed now."""
+    return moment(now_s + ROLES[role].lifetime_s)
+
+
+def parse(kind: type[T], data: bytes, what: str) -> Metadata[T]:
+    """Read metadata of one kind; Corrupt where it is none, is too long or has no canonical form."""
+    if len(data) > MAX_METADATA_BYTES:
+        raise Corrupt(f"{what}: metadata is at most {MAX_METADATA_BYTES} bytes, got {len(data)}")
+    try:
+        found = Metadata[T].from_bytes(data)
+        _ = found.signed_bytes
+    except (DeserializationError, SerializationError) as error:
+        cause = error.__cause__ or error
+        raise Corrupt(f"{what} is no TUF metadata: {type(cause).__name__}: {cause}") from error
+    if type(found.signed) is not kind:
+        raise Corrupt(f"{what} is of type {found.signed.type!r}, not {kind.type!r}")
+    version = found.signed.version
+    if type(version) is not int or not 0 < version <= MAX_VERSION:
+        raise Corrupt(f"{what}: a version is 1 to {MAX_VERSION}, got {str(version)[:40]}")
+    return found
