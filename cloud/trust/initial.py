@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from securesystemslib.signer._crypto_signer import CryptoSigner
+from securesystemslib.signer._key import Key
 from tuf.api import _payload as tuf
 from tuf.api.metadata import Metadata
 

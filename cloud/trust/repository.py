@@ -338,7 +338,7 @@ class Repository:
         return len(self._keys.signers().keys() & set(role.keyids)) >= role.threshold
 
     def _publish(
-        self, changed: Mapping[str, Metadata[Any]], *, renew_snapshot: bool = True
+        self, changed: Mapping[str, Metadata[Any]], now_s: float, *, renew_snapshot: bool = True
     ) -> None:
         """Write new versions, a snapshot that pins them and a timestamp; then show them."""
         chain = self._chain
