@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from triplane.proto.errors import Unavailable
 
@@ -29,13 +29,19 @@ def triplane(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return _run([*COMMAND, *map(str, args)])
 
 
+def shown(*args: str | Path) -> int:
+    """Runs the command where its reader can see it, on standard error; gives its exit code."""
+    with _child([*COMMAND, *map(str, args)], stdout=sys.stderr) as process:
+        return process.wait()
+
+
 def python(script: Path, *args: str | Path) -> subprocess.CompletedProcess[str]:
     """Runs a script in a fresh interpreter."""
     return _run([sys.executable, str(script), *map(str, args)])
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    with _child(command, stderr=None) as process:
+    with _child(command) as process:
         out, _ = process.communicate()
     return subprocess.CompletedProcess(command, process.returncode, out, "")
 
@@ -64,7 +70,7 @@ def server(*args: str | Path) -> Iterator[dict[str, Any]]:
 
     Stopping is SIGTERM, then SIGKILL after a grace period; also on an exception or Ctrl-C here.
     """
-    with _child([*COMMAND, *map(str, args), "--json"], stderr=None) as process:
+    with _child([*COMMAND, *map(str, args), "--json"]) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
@@ -75,10 +81,10 @@ def server(*args: str | Path) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _child(command: Sequence[str], *, stderr: int | None) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        list(command), stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
-    )
+def _child(
+    command: Sequence[str], *, stdout: int | TextIO = subprocess.PIPE
+) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(list(command), stdout=stdout, text=True, start_new_session=True)
     try:
         yield process
     finally:

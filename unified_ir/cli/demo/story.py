@@ -9,9 +9,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from triplane.unified_ir.cli.demo import processes
 from triplane.unified_ir.cli.demo.ask import ask
 from triplane.unified_ir.cli.demo.camera import changed
 from triplane.unified_ir.cli.demo.engines import losses_side_by_side
+from triplane.unified_ir.cli.demo.stage import Stage, Summary, first
 from triplane.unified_ir.cli.shell import Output
 from triplane.unified_ir.data import load_split
 from triplane.unified_ir.data.dataset import Dataset
@@ -34,49 +34,6 @@ MOST_ASKED: Final = 1000
 """Calls of step 4, where there is more held-out data than that."""
 MOST_ON_DEVICE: Final = 5000
 """Samples of either kind that step 5 gives the device."""
-
-
-@dataclass(slots=True)
-class Summary:
-    """What each step measured, in the order of the story."""
-
-    rows: list[tuple[str, str, str]] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, step: str, what: str, figure: str, **facts: Any) -> None:
-        """A line of the table, and the same facts for machines."""
-        self.rows.append((step, what, figure))
-        self.facts.update(facts)
-
-    def record(self) -> dict[str, Any]:
-        """For `--json`."""
-        return dict(self.facts)
-
-    def table(self) -> str:
-        """For people."""
-        widths = [max(len(row[i]) for row in self.rows) for i in (0, 1)]
-        lines = [f"  {s:<{widths[0]}}  {w:<{widths[1]}}  {f}" for s, w, f in self.rows]
-        return "\n".join(["", "Summary", *lines])
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """Where the demo works and what it works on."""
-
-    folder: Path
-    output: Output
-    data: str
-    train: Dataset
-    held_out: Dataset
-    summary: Summary
-
-    def file(self, name: str) -> Path:
-        """A file of the demo."""
-        return self.folder / name
-
-    def say(self, text: str = "") -> None:
-        """Tells the reader something."""
-        self.output.note(text)
 
 
 def tell(*, data: str, epochs: int, keep: Path | None, output: Output) -> Summary:
@@ -126,14 +83,10 @@ def _small(data: Dataset) -> Dataset:
     return Dataset((sums / counts).astype(np.float32), data.y, data.labels)
 
 
-def _first(data: Dataset, most: int) -> Dataset:
-    return data.take(min(most, len(data)))
-
-
 def _save_data(stage: Stage) -> None:
     for name, part in (("train", stage.train), ("held_out", stage.held_out)):
         np.savez(stage.file(f"{name}.npz"), x=part.x, y=part.y)
-    few = _first(stage.train, CALIBRATION_SAMPLES)
+    few = first(stage.train, CALIBRATION_SAMPLES)
     np.savez(stage.file("calibration.npz"), x=few.x, y=few.y)
 
 
@@ -227,7 +180,7 @@ def _convert(stage: Stage) -> None:
 def _serve(stage: Stage) -> None:
     stage.say("\n4  Serve: the bundle over gRPC, asked by the stock tritonclient, one digit a call")
     bundle = stage.file("digits.bundle")
-    asked = _first(stage.held_out, MOST_ASKED)
+    asked = first(stage.held_out, MOST_ASKED)
     with processes.server("edge", "serve", bundle, "--port", "0", "--metrics-port", "0") as ready:
         answers = ask(
             f"127.0.0.1:{ready['port']}", ready["serving"][0]["model"],
@@ -247,7 +200,7 @@ def _serve(stage: Stage) -> None:
 def _fine_tune(stage: Stage) -> None:
     stage.say("\n5  Fine-tune on the device: the camera now gives inverted, shifted digits")
     samples = stage.file("camera.npz")
-    own, test = (_first(d, MOST_ON_DEVICE) for d in (stage.train, stage.held_out))
+    own, test = (first(d, MOST_ON_DEVICE) for d in (stage.train, stage.held_out))
     np.savez(
         samples,
         x=changed(own.x), y=own.y,

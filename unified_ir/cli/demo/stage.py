@@ -1,0 +1,58 @@
+"""Where the demo works, what it works on, and what it has measured so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from triplane.unified_ir.cli.shell import Output
+from triplane.unified_ir.data.dataset import Dataset
+
+
+@dataclass(slots=True)
+class Summary:
+    """What each step measured, in the order of the story."""
+
+    rows: list[tuple[str, str, str]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, step: str, what: str, figure: str, **facts: Any) -> None:
+        """A line of the table, and the same facts for machines."""
+        self.rows.append((step, what, figure))
+        self.facts.update(facts)
+
+    def record(self) -> dict[str, Any]:
+        """For `--json`."""
+        return dict(self.facts)
+
+    def table(self) -> str:
+        """For people."""
+        widths = [max(len(row[i]) for row in self.rows) for i in (0, 1)]
+        lines = [f"  {s:<{widths[0]}}  {w:<{widths[1]}}  {f}" for s, w, f in self.rows]
+        return "\n".join(["", "Summary", *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where the demo works and what it works on."""
+
+    folder: Path
+    output: Output
+    data: str
+    train: Dataset
+    held_out: Dataset
+    summary: Summary
+
+    def file(self, name: str) -> Path:
+        """A file of the demo."""
+        return self.folder / name
+
+    def say(self, text: str = "") -> None:
+        """Tells the reader something."""
+        self.output.note(text)
+
+
+def first(data: Dataset, most: int) -> Dataset:
+    """At most so many samples."""
+    return data.take(min(most, len(data)))
