@@ -1,0 +1,173 @@
+"""python-tuf's client, fetching through a callable and writing through `Disk`.
+
+Two of the client's own methods are replaced: the one that writes a file, because what it wrote may
+be gone after a power cut, and the one that downloads a file, to look at version numbers first.
+"""
+
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from tuf.api import exceptions as errors
+from tuf.api._payload import Root, Signed, Snapshot, Targets, Timestamp, VerificationResult
+from tuf.api.metadata import Metadata
+from tuf.api.serialization import DeserializationError, SerializationError
+from tuf.ngclient.config import UpdaterConfig
+from tuf.ngclient.fetcher import FetcherInterface
+from tuf.ngclient.updater import Updater
+
+from triplane.edge.agent.refusal import Refused
+from triplane.proto.disk import Disk, write_atomic
+from triplane.proto.errors import NotFound
+
+MAX_VERSION_JUMP: Final = 1_000_000
+"""Between two refreshes; an honest cloud that publishes once a minute takes two years for it."""
+CONFIG: Final = UpdaterConfig(
+    max_root_rotations=256,
+    max_delegations=4,
+    root_max_length=128 << 10,
+    timestamp_max_length=16 << 10,
+    snapshot_max_length=64 << 10,
+    targets_max_length=4 << 20,
+)
+
+_BASE: Final = "metadata/"
+_NOT_FOUND: Final = 404  # what the client takes for "no newer root"
+_TYPES: Final[dict[str, type[Signed]]] = {
+    "root": Root,
+    "timestamp": Timestamp,
+    "snapshot": Snapshot,
+}
+
+
+class Fetcher(FetcherInterface):
+    """Files by name from a callable. `last` is what it gave last: (name, bytes)."""
+
+    def __init__(self, fetch: Callable[[str], bytes]) -> None:
+        self._get = fetch
+        self.last = ("", b"")
+
+    def _fetch(self, url: str) -> Iterator[bytes]:
+        name = url.removeprefix(_BASE)
+        self.last = (name, b"")
+        try:
+            data = self._get(name)
+        except NotFound as error:
+            raise errors.DownloadHTTPError(str(error), _NOT_FOUND) from error
+        self.last = (name, data)
+        return iter([data])
+
+
+class Client(Updater):
+    """One refresh of the metadata in a folder, starting at the bootstrap root."""
+
+    def __init__(self, folder: Path, fetcher: Fetcher, bootstrap: bytes, disk: Disk) -> None:
+        self._disk = disk
+        super().__init__(str(folder), _BASE, fetcher=fetcher, config=CONFIG, bootstrap=bootstrap)
+
+    @property
+    def top(self) -> Targets:
+        """The verified offline targets role."""
+        return self._trusted_set.targets
+
+    @property
+    def ends_s(self) -> float:
+        """When the first of the top roles expires, in seconds since 1970."""
+        trusted = self._trusted_set
+        top = (trusted.root, trusted.timestamp, trusted.snapshot, trusted.targets)
+        return min(signed.expires.timestamp() for signed in top)
+
+    @property
+    def time(self) -> datetime:
+        """What expiry is judged by."""
+        return self._trusted_set.reference_time
+
+    def judge_by(self, time: datetime) -> None:
+        """Judge expiry by this time, for which the client itself knows only the clock."""
+        self._trusted_set.reference_time = time
+
+    def lists(self, role: str, path: str) -> bool:
+        """Whether the verified metadata of a role has the target."""
+        found = self._trusted_set.get(role)
+        return isinstance(found, Targets) and path in found.targets
+
+    def seen(self, role: str) -> str:
+        """A role and its verified version, for messages."""
+        found = self._trusted_set.get(role)
+        return f"the role {role}" + (f" (version {found.version})" if found else "")
+
+    def expired(self) -> list[str]:
+        """The roles loaded so far that have expired, with their times."""
+        now = self._trusted_set.reference_time
+        return [
+            f"{role} {signed.version} expired {signed.expires:%Y-%m-%d %H:%M:%S}"
+            for role in ("root", "timestamp", "snapshot")
+            if (signed := self._trusted_set.get(role)) is not None and signed.is_expired(now)
+        ]
+
+    def judged(self, role: str, found: Metadata[Any]) -> VerificationResult:
+        """How far a role's metadata is signed, under its delegator and, for a root, itself."""
+        payload, given = found.signed_bytes, found.signatures
+        trusted = self._trusted_set
+        delegator = trusted.root if role in trusted.root.roles else trusted.targets
+        result = delegator.get_verification_result(role, payload, given)
+        if result and role == "root":
+            return found.signed.get_verification_result(role, payload, given)  # type: ignore[no-any-return]
+        return result
+
+    def pinned_version(self, role: str) -> int:
+        """The version of a role that verified metadata names; 0 where none does yet."""
+        trusted = self._trusted_set
+        if role == "snapshot":
+            return trusted.timestamp.snapshot_meta.version
+        meta = trusted.snapshot.meta.get(f"{role}.json") if "snapshot" in trusted else None
+        return meta.version if meta else 0
+
+    @property
+    def root_version(self) -> int:
+        """Of the newest verified root."""
+        return self._trusted_set.root.version
+
+    def _persist_file(self, filename: str, data: bytes) -> None:
+        write_atomic(Path(filename), data, self._disk)
+
+    def _download_metadata(self, rolename: str, length: int, version: int | None = None) -> bytes:
+        data = super()._download_metadata(rolename, length, version)
+        if rolename in {"timestamp", "snapshot"} and rolename in self._trusted_set:
+            known = _versions(self._trusted_set[rolename])
+            _check_jumps(rolename, known, _versions(parsed(rolename, data).signed))
+        return data
+
+
+def parsed(role: str, data: bytes) -> Metadata[Any]:
+    """Metadata of a role, unverified; Refused where it is none."""
+    kind = _TYPES.get(role, Targets)
+    try:
+        found = Metadata[Any].from_bytes(data)
+        _ = found.signed_bytes
+    except (DeserializationError, SerializationError) as error:
+        cause = error.__cause__ or error
+        text = f"{role}: {len(data)} bytes that are no metadata ({type(cause).__name__}: {cause})"
+        raise Refused("malformed", text[:400]) from error
+    if type(found.signed) is not kind:
+        raise Refused("malformed", f"{role}: metadata of type {found.signed.type!r}")
+    return found
+
+
+def _versions(signed: Any) -> dict[str, int]:
+    if isinstance(signed, Timestamp):
+        return {"timestamp": signed.version, "snapshot": signed.snapshot_meta.version}
+    pins = {name.removesuffix(".json"): meta.version for name, meta in signed.meta.items()}
+    return {"snapshot": signed.version} | pins
+
+
+def _check_jumps(role: str, known: dict[str, int], found: dict[str, int]) -> None:
+    for name, version in found.items():
+        before = known.get(name, version)
+        if version - before > MAX_VERSION_JUMP:
+            raise Refused(
+                "fast-forward",
+                f"{role}: {name} jumps from version {before} to {version}; at most "
+                f"{MAX_VERSION_JUMP} are believed, so that a stolen key cannot use the numbers up",
+            )

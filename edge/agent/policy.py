@@ -1,0 +1,75 @@
+"""What the auto role may do on this node: the offline-signed policy, applied here and nowhere else.
+
+The cloud holds the auto key, so nothing the cloud says widens this: not the assignment, not the
+target's own fields. A model without a rule, a node outside the share, a version that is not above
+the committed one, and a metric below its floor are each refused by name.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+from triplane.edge.agent.refusal import Refused
+from triplane.proto.targets import AUTO, Policy, Rule, SignedTarget, TargetName
+
+_SHARE_BITS = 53  # as many as a float holds exactly, so that a share of 1 includes every node
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A target that may be tried. rule and golden: what it must also satisfy, under `auto`."""
+
+    target: SignedTarget
+    rule: Rule | None = None
+    golden: SignedTarget | None = None
+
+
+def in_share(node: str, model: str, share: float) -> bool:
+    """Whether SHA-256(node, model), read as a fraction of 1, falls below the share.
+
+    The same nodes belong to a model's share for every version, so no series of automatic releases
+    can reach the others.
+    """
+    digest = hashlib.sha256(f"{node}\0{model}".encode()).digest()
+    fraction = (int.from_bytes(digest[:8], "big") >> (64 - _SHARE_BITS)) / (1 << _SHARE_BITS)
+    return fraction < share
+
+
+def judge(policy: Policy, name: TargetName, *, node: str, committed_version: int) -> Rule | None:
+    """Return the rule an automatic release must meet, None for a release by people.
+
+    committed_version: of the model on this node, 0 for none. Refused: policy, share or floor.
+    """
+    if name.role != AUTO:
+        return None
+    rule = policy.models.get(name.model)
+    if rule is None:
+        listed = ", ".join(sorted(policy.models)) or "none"
+        raise Refused(
+            "policy",
+            f"{name}: the release policy has no rule for model {name.model!r} (listed: {listed}); "
+            "it must be released by signers, or listed in a policy signed offline",
+        )
+    if not in_share(node, name.model, rule.share):
+        raise Refused(
+            "share",
+            f"{name}: node {node!r} is outside the {rule.share:.2%} of nodes that the release "
+            f"policy lets take unreleased versions of {name.model!r}; release the version by hand",
+        )
+    if name.version <= committed_version:
+        raise Refused(
+            "floor",
+            f"{name}: version {name.version} is not above the committed version "
+            f"{committed_version}; only signers may send a node back",
+        )
+    return rule
+
+
+def check_metric(admission: Admission, measured: float) -> None:
+    """Refused unless the metric, measured on the golden set, reaches the policy's floor."""
+    rule = admission.rule
+    if rule is not None and not measured >= rule.floor:  # NaN is below every floor
+        raise Refused(
+            "metric",
+            f"{admission.target.path}: {rule.metric} {measured:.4f} on {rule.golden} is below the "
+            f"policy's floor {rule.floor:.4f}",
+        )

@@ -1,0 +1,45 @@
+"""Why a node refuses what it was told: one kind per attack or rule, and a text with the values.
+
+A refusal is reported to the cloud as an incident; a person reads it there. It is never retried by
+itself: the same bytes would be refused again.
+"""
+
+from typing import Final
+
+from triplane.proto.errors import Corrupt
+from triplane.proto.fleet_pb2 import Incident
+
+# fmt: off
+KINDS: Final = {
+    "signature":      "no valid signature of the role's keys: damaged, forged or an unknown key",
+    "threshold":      "valid signatures, but fewer than the role's threshold",
+    "rollback":       "an older version than one that was already verified",
+    "fast-forward":   "a version number so far ahead that no honest repository reaches it",
+    "freeze":         "metadata that has expired: the link hides what is newer, or nobody signs",
+    "clock":          "the clock runs behind the latest time this node has seen",
+    "mix-and-match":  "genuine metadata that does not belong to the same publication",
+    "endless-data":   "more bytes than the limit of the file",
+    "malformed":      "bytes that are no metadata of the role",
+    "unknown-target": "a target that no role lists which may list it",
+    "wrong-target":   "a target whose signed fields contradict its path or the assignment",
+    "length":         "a file that is not as long as its signed length",
+    "digest":         "a file that has not its signed SHA-256",
+    "policy":         "an automatic release that the offline-signed policy does not allow",
+    "share":          "an automatic release for a node outside the policy's share",
+    "floor":          "an automatic release not above the committed version",
+    "metric":         "a version below the metric floor of the policy",
+}
+# fmt: on
+
+
+class Refused(Corrupt):
+    """A node's no. kind: a row of `KINDS`."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        assert kind in KINDS
+        super().__init__(text)
+        self.kind, self.text = kind, text
+
+    def incident(self, time_s: float) -> Incident:
+        """As the report carries it."""
+        return Incident(time_s=time_s, kind=self.kind, text=self.text)

@@ -1,0 +1,275 @@
+"""Which files may run here: TUF metadata, fetched by name, verified on the node.
+
+The link, the cloud and whoever holds its online keys are not believed. python-tuf's client does the
+verifying; this module gives it durable files (its own are not synced, and a file lost in a power
+cut would lose the rollback protection with it), a time that never runs back, limits, and words:
+each refusal becomes a `Refused` of one kind, with the values that broke the rule.
+
+The bootstrap root is what everything follows from. It is taken once, when the node enrols, over the
+connection that the token pinned, and kept; later roots must be signed by the ones before.
+
+A Trust is used by one thread at a time.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from tuf.api import exceptions as errors
+
+from triplane.edge.agent.explain import explain
+from triplane.edge.agent.metadata import Client, Fetcher, parsed
+from triplane.edge.agent.policy import Admission, judge
+from triplane.edge.agent.refusal import Refused
+from triplane.proto.disk import OS_DISK, Disk, write_atomic
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
+from triplane.proto.targets import (
+    POLICY_PATH,
+    ROLES,
+    Policy,
+    SignedTarget,
+    TargetName,
+    read_target,
+)
+
+logger = logging.getLogger(__name__)
+
+DELEGATED: Final = tuple(f"{role}/" for role in ROLES)
+BOOTSTRAP: Final = "bootstrap.json"
+LATEST_TIME: Final = "latest-time"
+MAX_ROOT_BYTES: Final = 128 << 10
+CLOCK_TOLERANCE_S: Final = 60.0
+"""A clock that is corrected by less than this is not worth an incident."""
+MAX_TIME_S: Final = 253_402_300_799.0  # the last second of the year 9999
+
+
+@dataclass(frozen=True, slots=True)
+class Freshness:
+    """Outcome of one refresh.
+
+    is_fresh: nothing was refused and what is known has not expired, so new targets may be taken; a
+    node that is not fresh is stale. verified_s: when everything was last fetched and verified since
+    this process began, negative for never. refusals: what to report. error: the link failed, which
+    is no incident.
+    """
+
+    is_fresh: bool
+    verified_s: float
+    refusals: tuple[Refused, ...] = ()
+    error: Unavailable | None = None
+
+
+def bootstrap(folder: Path, fetch: Callable[[str], bytes], disk: Disk = OS_DISK) -> None:
+    """Take the newest root as this node's first, unless it has one.
+
+    To be called at enrolment, over the connection that the token pinned. Refused where the root is
+    not even signed by itself.
+    """
+    if (folder / BOOTSTRAP).exists():
+        return
+    data = fetch("root.json")
+    if len(data) > MAX_ROOT_BYTES:
+        raise Refused("endless-data", f"root.json has {len(data)} bytes, at most {MAX_ROOT_BYTES}")
+    root = parsed("root", data)
+    try:
+        root.signed.verify_delegate("root", root.signed_bytes, root.signatures)
+    except errors.UnsignedMetadataError as error:
+        raise Refused("signature", f"the first root is not signed by itself: {error}") from error
+    disk.make_folder(folder)
+    write_atomic(folder / BOOTSTRAP, data, disk)
+
+
+class Trust:
+    """What this node has verified. folder: `bootstrap.json`, the cached metadata, the latest time.
+
+    fetch: gives one metadata file by name; raises NotFound or Unavailable. Its answers are not
+    believed. clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        fetch: Callable[[str], bytes],
+        clock: Callable[[], float] = time.time,
+        disk: Disk = OS_DISK,
+    ) -> None:
+        self._folder, self._clock, self._disk = folder, clock, disk
+        self._fetcher = Fetcher(fetch)
+        self._metadata = folder / "metadata"
+        disk.make_folder(self._metadata / "root_history")
+        self._client: Client | None = None
+        self._verified_s = -1.0
+        self._latest_s = self._read_latest()
+
+    @property
+    def now_s(self) -> float:
+        """The clock, or the latest time seen where the clock runs behind it."""
+        return max(self._clock(), self._latest_s)
+
+    def refresh(self) -> Freshness:
+        """Fetch and verify what is new. Never raises for what the other side sent.
+
+        A refusal is tried once more before it counts: a publication may have come in between two
+        files. What was verified before stays, but expires.
+        """
+        odd = self._advance_clock()
+        try:
+            client = self._refreshed()
+        except Refused as refusal:
+            logger.warning("metadata refused", extra={"kind": refusal.kind, "text": refusal.text})
+            return Freshness(False, self._verified_s, (*odd, refusal))
+        except Unavailable as error:
+            return self._as_known(odd, error)
+        self._client, self._verified_s = client, self.now_s
+        return Freshness(True, self._verified_s, odd)
+
+    def target(self, path: str) -> SignedTarget:
+        """What the role in the path, and no other, says about it.
+
+        Refused: it is not listed, or by a wrong role, or what is known has expired. Unavailable:
+        its role's metadata cannot be fetched now, or `refresh` has not succeeded yet.
+        """
+        client = self._fresh()
+        try:
+            entry = client.get_targetinfo(path)
+        except (errors.RepositoryError, errors.DownloadError) as error:
+            raise explain(error, client, self._fetcher) from error
+        role = path.partition("/")[0] if path.startswith(DELEGATED) else "targets"
+        if entry is None or not client.lists(role, path):
+            raise Refused("unknown-target", f"{path[:200]} is not listed by {client.seen(role)}")
+        try:
+            return read_target(path, entry.length, entry.hashes, entry.custom)
+        except (Corrupt, InvalidInput) as error:
+            raise Refused("wrong-target", str(error)) from error
+
+    def policy(self) -> Policy:
+        """The release policy that the offline targets role lists."""
+        entry = self._fresh().top.targets.get(POLICY_PATH)
+        if entry is None:
+            raise Refused("unknown-target", f"{POLICY_PATH} is not listed by the role targets")
+        custom = entry.custom if isinstance(entry.custom, dict) else {}
+        try:
+            text = str(custom.get("text")).encode()
+            entry.verify_length_and_hashes(text)
+            return Policy.parse(text.decode())
+        except (errors.LengthOrHashMismatchError, UnicodeError, InvalidInput) as error:
+            raise Refused("policy", f"{POLICY_PATH} cannot be read: {error}") from error
+
+    def admit(self, path: str, *, node: str, committed_version: int) -> Admission:
+        """The signed target, if it may be tried on this node; see `policy.judge`.
+
+        committed_version: of the model on this node, 0 for none. What comes back may also carry a
+        rule, whose metric is to be measured on the golden set before a commit.
+        """
+        try:
+            name = TargetName.parse(path)
+        except InvalidInput as error:
+            raise Refused("wrong-target", str(error)) from error
+        rule = judge(self.policy(), name, node=node, committed_version=committed_version)
+        target = self.target(path)
+        if rule is None:
+            return Admission(target)
+        golden = self._fresh().top.targets.get(rule.golden)
+        if golden is None:
+            raise Refused("policy", f"{path}: the policy's golden set {rule.golden} is not listed")
+        return Admission(target, rule, self._golden(rule.golden, golden))
+
+    def _golden(self, path: str, entry: Any) -> SignedTarget:
+        try:
+            return read_target(path, entry.length, entry.hashes, None)
+        except Corrupt as error:
+            raise Refused("policy", str(error)) from error
+
+    def _refreshed(self) -> Client:
+        try:
+            return self._refresh_once()
+        except Refused:
+            return self._refresh_once()
+
+    def _refresh_once(self) -> Client:
+        try:
+            client = Client(self._metadata, self._fetcher, self._bootstrap(), self._disk)
+        except (errors.RepositoryError, ValueError) as error:
+            raise Corrupt(
+                f"{self._folder / BOOTSTRAP} is damaged ({error}); enrol this node again"
+            ) from error
+        client.judge_by(datetime.fromtimestamp(min(self.now_s, MAX_TIME_S), UTC))
+        try:
+            client.refresh()
+        except (errors.RepositoryError, errors.DownloadError) as error:
+            raise explain(error, client, self._fetcher) from error
+        except OSError as error:
+            raise Unavailable(f"could not keep metadata in {self._metadata}: {error}") from error
+        return client
+
+    def _fresh(self) -> Client:
+        if self._client is None:
+            raise Unavailable("no metadata has been verified yet; refresh first")
+        ends = self._client.ends_s
+        if self.now_s > ends:
+            raise Refused(
+                "freeze",
+                f"the metadata this node knows expired {_ago(self.now_s - ends)} ago; it keeps "
+                "serving and takes nothing new until the cloud gives fresh metadata",
+            )
+        return self._client
+
+    def _as_known(self, odd: tuple[Refused, ...], error: Unavailable) -> Freshness:
+        """The link is down: what was verified before holds until it expires."""
+        try:
+            self._fresh()
+        except Unavailable:
+            return Freshness(False, self._verified_s, odd, error)
+        except Refused as refusal:
+            return Freshness(False, self._verified_s, (*odd, refusal), error)
+        return Freshness(True, self._verified_s, odd, error)
+
+    def _bootstrap(self) -> bytes:
+        try:
+            return (self._folder / BOOTSTRAP).read_bytes()
+        except FileNotFoundError as error:
+            raise NotFound(
+                f"{self._folder / BOOTSTRAP} is missing; enrol this node again to get it"
+            ) from error
+
+    def _advance_clock(self) -> tuple[Refused, ...]:
+        """Keep the latest time; name a clock that fell behind it."""
+        clock = self._clock()
+        behind_s = self._latest_s - clock
+        if behind_s <= 0:
+            self._latest_s = min(clock, MAX_TIME_S)
+            write_atomic(self._folder / LATEST_TIME, f"{clock:.3f}\n".encode(), self._disk)
+        if behind_s <= CLOCK_TOLERANCE_S:
+            return ()
+        return (
+            Refused(
+                "clock",
+                f"the clock says {_date(clock)}, but this node has seen {_date(self._latest_s)}: "
+                "it was set back, and expiry is judged by the later time. Set the clock right; if "
+                f"it once ran ahead, remove {self._folder / LATEST_TIME} after that",
+            ),
+        )
+
+    def _read_latest(self) -> float:
+        path = self._folder / LATEST_TIME
+        try:
+            found = float(path.read_bytes()[:64])
+        except FileNotFoundError:
+            return 0.0
+        except ValueError:
+            found = -1.0
+        if not 0 <= found <= MAX_TIME_S:
+            raise Corrupt(f"{path} holds no time; set the clock right, then remove the file")
+        return found
+
+
+def _date(time_s: float) -> str:
+    return f"{datetime.fromtimestamp(min(time_s, MAX_TIME_S), UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds:.0f} s"
