@@ -1,0 +1,115 @@
+"""Channels to the cloud: mutual TLS, limits, keepalive, and a deadline for every call.
+
+A unary call without a deadline of its own gets `DEADLINE_S`; streams live as long as both sides
+want, held up by keepalive. Message limits are the same on both sides.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from triplane.proto.identity import IdentityFolder
+
+MESSAGE_BYTES: Final = 4 << 20
+METADATA_BYTES: Final = 16 << 10
+DEADLINE_S: Final = 30.0
+KEEPALIVE_MS: Final = 30_000
+KEEPALIVE_TIMEOUT_MS: Final = 10_000
+STREAMS_PER_CONNECTION: Final = 128
+HANDSHAKE_MS: Final = 5_000
+
+Options = tuple[tuple[str, Any], ...]
+
+CHANNEL_OPTIONS: Final[Options] = (
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_metadata_size", METADATA_BYTES),
+    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def server_options() -> Options:
+    """Options of a grpc.aio server of ours."""
+    return (
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MESSAGE_BYTES),
+        ("grpc.max_metadata_size", METADATA_BYTES),
+        ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+    )
+
+
+def server_credentials(authority: bytes, certificate: bytes, key: bytes) -> grpc.ServerCredentials:
+    """Mutual TLS: only callers with a certificate of `authority` get through. All PEM."""
+    return grpc.ssl_server_credentials(
+        [(key, certificate)], root_certificates=authority, require_client_auth=True
+    )
+
+
+def connect(identity: IdentityFolder, *, address: str | None = None) -> grpc.Channel:
+    """A channel to the identity's cloud, or to `address`; connects on first use."""
+    channel = grpc.secure_channel(
+        address or identity.cloud, _credentials(identity), options=CHANNEL_OPTIONS
+    )
+    return grpc.intercept_channel(channel, _Deadline())
+
+
+def connect_aio(identity: IdentityFolder, *, address: str | None = None) -> grpc.aio.Channel:
+    """As `connect`, for an event loop."""
+    return grpc.aio.secure_channel(
+        address or identity.cloud,
+        _credentials(identity),
+        options=CHANNEL_OPTIONS,
+        interceptors=[_AioDeadline()],
+    )
+
+
+def _credentials(identity: IdentityFolder) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(
+        root_certificates=identity.authority_pem,
+        private_key=identity.key_pem,
+        certificate_chain=identity.certificate_pem,
+    )
+
+
+class _Details(grpc.ClientCallDetails):
+    """Details of a call with another timeout."""
+
+    def __init__(self, given: Any) -> None:
+        self.method = given.method
+        self.timeout = DEADLINE_S
+        self.metadata = given.metadata
+        self.credentials = given.credentials
+        self.wait_for_ready = given.wait_for_ready
+        self.compression = getattr(given, "compression", None)
+
+
+class _Deadline(grpc.UnaryUnaryClientInterceptor):
+    def intercept_unary_unary(
+        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
+    ) -> Any:
+        """Set the default deadline."""
+        given = client_call_details
+        return continuation(given if given.timeout is not None else _Details(given), request)
+
+
+class _AioDeadline(grpc.aio.UnaryUnaryClientInterceptor):
+    async def intercept_unary_unary(
+        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
+    ) -> Any:
+        """Set the default deadline."""
+        given = client_call_details
+        if given.timeout is None:
+            given = given._replace(timeout=DEADLINE_S)
+        return await continuation(given, request)

@@ -1,0 +1,344 @@
+"""Who a machine is: its key and certificate in a folder, and how it gets them.
+
+An identity folder holds `ca.pem`, `cert.pem`, `key.pem` (mode 0600) and `cloud` (HOST:PORT of the
+main port). Keys are ECDSA P-256, made where they are used and never sent. A token is SECRET.PIN,
+both in base32: PIN is the SHA-256 of the authority's certificate, and the secret only keys a MAC
+over the certificate request (see `enrolment.proto`), so enrolment needs no TLS and nobody on the
+way learns anything of use. Needs cryptography and, to enrol and renew, grpc.
+"""
+
+import base64
+import hashlib
+import hmac
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from triplane.proto.disk import OS_DISK, atomic_file, write_atomic
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound
+
+NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+SECRET_BYTES: Final = 32
+TOKEN_ID_BYTES: Final = 16
+MAX_CERTIFICATE_BYTES: Final = 16 << 10
+MAX_REQUEST_BYTES: Final = 8 << 10
+ENROL_S: Final = 20.0
+RENEW_AT: Final = 2 / 3
+"""Part of a certificate's life after which it is renewed."""
+
+Key = ec.EllipticCurvePrivateKey
+
+
+def check_name(name: str) -> str:
+    """`name`, where it can be the name of a machine or person; InvalidInput otherwise."""
+    if not NAME.fullmatch(name):
+        raise InvalidInput(
+            f"a name has 1 to 63 of a-z, 0-9, '.', '_', '-' and begins with a letter or digit, "
+            f"got {name[:80]!r}"
+        )
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A one-time right to enrol. `id` and `key` are what the cloud keeps of it."""
+
+    secret: bytes
+    pin: bytes
+
+    @classmethod
+    def make(cls, authority_der: bytes) -> "Token":
+        """A new token that pins this authority."""
+        return cls(secrets.token_bytes(SECRET_BYTES), hashlib.sha256(authority_der).digest())
+
+    @classmethod
+    def parse(cls, text: str) -> "Token":
+        """The token of a text; InvalidInput where it is none."""
+        secret, _, pin = text.strip().partition(".")
+        parts = _unbase32(secret), _unbase32(pin)
+        if tuple(map(len, parts)) != (SECRET_BYTES, 32):
+            raise InvalidInput(
+                "a token is SECRET.PIN, 52 characters each, as `triplane cloud token` printed it; "
+                f"got {len(secret)} and {len(pin)} characters"
+            )
+        return cls(*parts)
+
+    @property
+    def id(self) -> bytes:
+        """Names the token to the cloud."""
+        return hashlib.sha256(b"triplane token id" + self.secret).digest()[:TOKEN_ID_BYTES]
+
+    @property
+    def key(self) -> bytes:
+        """Keys the MAC over a request."""
+        return hashlib.sha256(b"triplane token key" + self.secret).digest()
+
+    def __str__(self) -> str:
+        return f"{_base32(self.secret)}.{_base32(self.pin)}"
+
+
+def mac(key: bytes, request_der: bytes) -> bytes:
+    """HMAC-SHA-256 of a certificate request under a token's key."""
+    return hmac.new(key, request_der, hashlib.sha256).digest()
+
+
+def new_key() -> Key:
+    """A key for one certificate."""
+    return ec.generate_private_key(ec.SECP256R1())
+
+
+def key_pem(key: Key) -> bytes:
+    """PKCS #8 without a password; the file's mode protects it."""
+    return key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+
+
+def certificate_request(key: Key, name: str = "enrolling") -> bytes:
+    """PKCS #10, DER. The cloud ignores the name: the token or the old certificate decides it."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject)
+    return request.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.DER)
+
+
+def certificate_of(der: bytes, what: str) -> x509.Certificate:
+    """The certificate in `der`; Corrupt where there is none. `what` names it in the error."""
+    if len(der) > MAX_CERTIFICATE_BYTES:
+        raise Corrupt(f"{what} has {len(der)} bytes; at most {MAX_CERTIFICATE_BYTES} are read")
+    try:
+        return x509.load_der_x509_certificate(der)
+    except ValueError as error:
+        raise Corrupt(f"{what} is no certificate: {error}") from error
+
+
+def certificate_pem(certificate: x509.Certificate) -> bytes:
+    """PEM form."""
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def common_name(certificate: x509.Certificate) -> str:
+    """The one common name of the subject; Corrupt where there is not exactly one."""
+    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    if len(names) != 1 or not isinstance(names[0].value, str):
+        raise Corrupt(f"a certificate of ours has one common name, this one has {len(names)}")
+    return names[0].value
+
+
+class IdentityFolder:
+    """One identity on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def authority_pem(self) -> bytes:
+        """The authority that both sides trust."""
+        return self._read("ca.pem")
+
+    @property
+    def certificate_pem(self) -> bytes:
+        """Our certificate."""
+        return self._read("cert.pem")
+
+    @property
+    def key_pem(self) -> bytes:
+        """Our key."""
+        return self._read("key.pem")
+
+    def load(self) -> "IdentityFolder":
+        """Itself, once all four files were read; NotFound or Corrupt name the one at fault."""
+        _ = self.authority_pem, self.key_pem, self.cloud, self.name
+        return self
+
+    @property
+    def cloud(self) -> str:
+        """HOST:PORT of the cloud's main port."""
+        return self._read("cloud").decode().strip()
+
+    @property
+    def certificate(self) -> x509.Certificate:
+        """Our certificate, parsed."""
+        try:
+            return x509.load_pem_x509_certificate(self.certificate_pem)
+        except ValueError as error:
+            raise Corrupt(f"{self.path / 'cert.pem'} is no certificate: {error}") from error
+
+    @property
+    def name(self) -> str:
+        """The name in our certificate."""
+        return common_name(self.certificate)
+
+    @property
+    def expires_s(self) -> float:
+        """When the certificate ends, seconds since 1970."""
+        return _seconds(self.certificate.not_valid_after_utc)
+
+    def save(self, *, authority: bytes, certificate: bytes, key: bytes, cloud: str) -> None:
+        """Write all four files, each whole; `certificate` last, so a folder with one is complete.
+
+        authority, certificate, key: PEM.
+        """
+        OS_DISK.make_folder(self.path)
+        write_atomic(self.path / "ca.pem", authority)
+        with atomic_file(self.path / "key.pem") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.write(key)
+        write_atomic(self.path / "cloud", f"{cloud}\n".encode())
+        write_atomic(self.path / "cert.pem", certificate)
+
+    def _read(self, name: str) -> bytes:
+        try:
+            data = (self.path / name).read_bytes()
+        except OSError as error:
+            raise NotFound(
+                f"no identity in {self.path}: {name}: {error.strerror}; enrol first, or name "
+                "another folder"
+            ) from error
+        if len(data) > MAX_CERTIFICATE_BYTES:
+            raise Corrupt(f"{self.path / name} has {len(data)} bytes; not a file of ours")
+        return data
+
+
+def enrol(token: str, address: str, folder: Path, *, timeout_s: float = ENROL_S) -> IdentityFolder:
+    """Get a certificate from the enrolment port at `address` and save it in `folder`.
+
+    A repeated call with the same folder and token gives the same certificate until the token
+    expires, so a crash in between costs nothing. Raises InvalidInput for a token that is not
+    accepted, Corrupt for an authority that is not the pinned one.
+    """
+    import grpc
+
+    from triplane.proto import enrolment_pb2 as pb
+    from triplane.proto.enrolment_pb2_grpc import EnrolmentStub
+    from triplane.proto.status import remote_errors
+
+    given = Token.parse(token)
+    key = _pending_key(Path(folder), given)
+    request = _pending_request(Path(folder), given, key)
+    with grpc.insecure_channel(address) as channel, remote_errors():
+        stub = EnrolmentStub(channel)
+        authority_der = stub.GetAuthority(pb.GetAuthorityRequest(), timeout=timeout_s).authority
+        authority = _pinned(authority_der, given.pin, address)
+        answer = stub.Enrol(
+            pb.EnrolRequest(token_id=given.id, request=request, mac=mac(given.key, request)),
+            timeout=timeout_s,
+        )
+    return _accept(IdentityFolder(folder), answer.certificate, authority, key, answer.address)
+
+
+def renew(folder: IdentityFolder, *, timeout_s: float = ENROL_S) -> IdentityFolder:
+    """Replace key and certificate of a folder that is still valid."""
+    from triplane.proto import enrolment_pb2 as pb
+    from triplane.proto.channels import connect
+    from triplane.proto.enrolment_pb2_grpc import RenewalStub
+    from triplane.proto.status import remote_errors
+
+    key = new_key()
+    with connect(folder) as channel, remote_errors():
+        answer = RenewalStub(channel).Renew(
+            pb.RenewRequest(request=certificate_request(key)), timeout=timeout_s
+        )
+    authority = x509.load_pem_x509_certificate(folder.authority_pem)
+    return _accept(folder, answer.certificate, authority, key, answer.address or folder.cloud)
+
+
+def needs_renewal(folder: IdentityFolder, now_s: float) -> bool:
+    """Whether two thirds of the certificate's life are over."""
+    certificate = folder.certificate
+    start, end = map(_seconds, (certificate.not_valid_before_utc, certificate.not_valid_after_utc))
+    return now_s >= start + RENEW_AT * (end - start)
+
+
+def _accept(
+    folder: IdentityFolder, der: bytes, authority: x509.Certificate, key: Key, address: str
+) -> IdentityFolder:
+    certificate = certificate_of(der, "the cloud's answer")
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature) as error:
+        raise Corrupt("the certificate is not signed by the pinned authority") from error
+    if certificate.public_key() != key.public_key():
+        raise Corrupt("the certificate is for another key than ours")
+    folder.save(
+        authority=certificate_pem(authority),
+        certificate=certificate_pem(certificate),
+        key=key_pem(key),
+        cloud=address,
+    )
+    for pending in folder.path.glob(".enrol-*"):
+        pending.unlink(missing_ok=True)
+    return folder
+
+
+def _pinned(der: bytes, pin: bytes, address: str) -> x509.Certificate:
+    found = hashlib.sha256(der).digest()
+    if not hmac.compare_digest(found, pin):
+        raise Corrupt(
+            f"{address} answers with another authority ({found.hex()[:16]}...) than the token "
+            f"pins ({pin.hex()[:16]}...); the token is of another cloud, or somebody is in between"
+        )
+    return certificate_of(der, "the authority")
+
+
+def _pending_key(folder: Path, token: Token) -> Key:
+    """The key of an enrolment that began earlier with this token, or a new one, kept for it."""
+    OS_DISK.make_folder(folder)
+    path = folder / f".enrol-{token.id.hex()}.key"
+    if path.exists():
+        key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+        if isinstance(key, ec.EllipticCurvePrivateKey):
+            return key
+    key = new_key()
+    with atomic_file(path) as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(key_pem(key))
+    return key
+
+
+def _pending_request(folder: Path, token: Token, key: Key) -> bytes:
+    """The very bytes asked before: ECDSA signs differently each time."""
+    path = folder / f".enrol-{token.id.hex()}.csr"
+    if path.exists():
+        return path.read_bytes()
+    request = certificate_request(key)
+    write_atomic(path, request)
+    return request
+
+
+def _seconds(moment: datetime) -> float:
+    return moment.timestamp()
+
+
+def _base32(data: bytes) -> str:
+    return base64.b32encode(data).decode().rstrip("=").lower()
+
+
+def _unbase32(text: str) -> bytes:
+    try:
+        return base64.b32decode(text.upper() + "=" * (-len(text) % 8))
+    except ValueError:
+        return b""
+
+
+def server_names(certificate: x509.Certificate) -> Sequence[str]:
+    """Hosts and addresses that a server's certificate is for."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return ()
+    hosts = names.get_values_for_type(x509.DNSName)
+    addresses = names.get_values_for_type(x509.IPAddress)
+    return (*hosts, *map(str, addresses))
