@@ -1,0 +1,129 @@
+"""Reads and writes as functions of a connection, on SQLite or PostgreSQL.
+
+Invariants: a write is answered after its commit is on the disk; writes happen one after another,
+in the order they were asked for; a read sees one state of the whole database from its first
+statement to its last, and cannot write. The process that opened a database owns it until `close`.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, inspect, select
+from sqlalchemy.exc import DatabaseError, DBAPIError, OperationalError
+
+from triplane.cloud.store.engines import READERS, Engines, engines
+from triplane.cloud.store.schema import METADATA, SCHEMA, SCHEMA_VERSION
+from triplane.cloud.store.writing import CLOSED, Writer
+from triplane.proto.errors import Conflict, Corrupt, TriplaneError, Unavailable
+
+T = TypeVar("T")
+
+
+class Database:
+    """An open database; `open` makes one.
+
+    A work takes a connection inside a transaction and must neither commit nor keep it; it may run
+    more than once before it is answered, so it has no effect but on the database.
+    Unavailable: the database cannot be reached or its disk is full; nothing of the work remains.
+    Corrupt: the file is damaged.
+    """
+
+    def __init__(self, made: Engines) -> None:
+        self._engines = made
+        self._writer = Writer(made.writer)
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-reader")
+
+    @classmethod
+    def open(cls, url: str) -> "Database":
+        """Own the database, creating the tables that are missing.
+
+        Conflict: another process owns it, or a newer release wrote it.
+        """
+        made = engines(url)
+        database = cls(made)
+        try:
+            database.write_now(_prepare)
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    async def write(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` in a transaction and return once it is durable.
+
+        Cancelled before its turn, the work is not done; later, it is done all the same.
+        """
+        with _families():
+            return await asyncio.wrap_future(self._submit(work))
+
+    async def read(self, work: Callable[[Connection], T]) -> T:
+        """Run `work` on one state of the database, beside writes and other reads."""
+        self._check_open()
+        with _families():
+            return await asyncio.wrap_future(self._readers.submit(self._read, work))
+
+    def write_now(self, work: Callable[[Connection], T]) -> T:
+        """See `write`; for threads that may wait."""
+        with _families():
+            return self._submit(work).result()
+
+    def read_now(self, work: Callable[[Connection], T]) -> T:
+        """See `read`; for threads that may wait."""
+        self._check_open()
+        with _families():
+            return self._read(work)
+
+    def close(self) -> None:
+        """Finish the writes that were asked for, then let go; later calls raise Unavailable."""
+        self._writer.close()
+        self._readers.shutdown()
+        self._engines.dispose()
+
+    def _check_open(self) -> None:
+        if self._writer.is_closed:
+            raise Unavailable(CLOSED)
+
+    def _submit(self, work: Callable[[Connection], T]) -> "Future[T]":
+        assert not self._writer.is_current, "a work must not wait for another write"
+        return self._writer.submit(work)
+
+    def _read(self, work: Callable[[Connection], T]) -> T:
+        with self._engines.reader.begin() as connection:
+            return work(connection)
+
+
+def _prepare(connection: Connection) -> None:
+    """Create what is missing; refuse what is newer."""
+    if inspect(connection).has_table(SCHEMA.name):
+        found = connection.scalar(select(SCHEMA.c.version)) or 0
+        if found > SCHEMA_VERSION:
+            raise Conflict(
+                f"the database has schema {found}, this release reads up to {SCHEMA_VERSION}; "
+                "use the newer release, or a backup made by this one"
+            )
+    METADATA.create_all(connection)
+    if connection.scalar(select(SCHEMA.c.version)) is None:
+        connection.execute(SCHEMA.insert().values(id=1, version=SCHEMA_VERSION))
+
+
+@contextlib.contextmanager
+def _families() -> Iterator[None]:
+    try:
+        yield
+    except DBAPIError as error:
+        raise _family(error) from error
+
+
+def _family(error: DBAPIError) -> Exception:
+    """OperationalError is the world's doing; an integrity or SQL error is ours and stays."""
+    cause: Any = error.orig
+    if isinstance(cause, TriplaneError):
+        return cause
+    if type(error) is DatabaseError:
+        return Corrupt(f"the database is damaged: {cause}; restore a backup")
+    if isinstance(error, OperationalError):
+        return Unavailable(f"the database refused: {cause}; nothing was changed")
+    return error

@@ -1,0 +1,151 @@
+"""The two databases: how connections are made, and how one process at a time owns the state.
+
+A row per dialect gives two engines. The writing one has a single connection, and whoever has it
+owns the state: on SQLite through a lock on `FILE.lock`, on PostgreSQL through a session advisory
+lock taken by that very connection, so that a lost connection never leaves an owner behind.
+"""
+
+import contextlib
+import fcntl
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from sqlalchemy import URL, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.pool import QueuePool
+
+from triplane.proto.errors import Conflict, InvalidInput, Unavailable
+
+READERS: Final = 4
+"""Connections, and threads, that read at the same time."""
+BUSY_TIMEOUT_MS: Final = 10_000
+CONNECT_TIMEOUT_S: Final = 10
+ADVISORY_LOCK: Final = 0x7472_6970_6C61_6E65
+"""Names the owner's lock within one PostgreSQL database ("triplane")."""
+OWNED: Final = "another process runs on {where}; stop it first, one cloud process owns its state"
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """writer: one connection. reader: `READERS` connections, unable to write. lock: of SQLite."""
+
+    writer: Engine
+    reader: Engine
+    lock: BinaryIO | None = None
+
+    def dispose(self) -> None:
+        """Close every connection, then let go of the state."""
+        self.reader.dispose()
+        self.writer.dispose()
+        if self.lock is not None:
+            self.lock.close()
+
+
+def engines(url: str) -> Engines:
+    """Engines on `url`. InvalidInput: no such database. Conflict: another process owns it."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise InvalidInput(f"a database is named by {_forms()}, got {url!r}") from None
+    make = _DIALECTS.get(parsed.get_backend_name())
+    if make is None:
+        raise InvalidInput(f"a database is named by {_forms()}, got {parsed.get_backend_name()!r}")
+    return make(parsed)
+
+
+def _forms() -> str:
+    return "sqlite:///FILE or postgresql://HOST/NAME"
+
+
+def _sqlite(url: URL) -> Engines:
+    if not url.database or url.database == ":memory:":
+        raise InvalidInput("the state must survive a restart; name a file: sqlite:///FILE")
+    path = Path(url.database).absolute()
+    if not path.parent.is_dir():
+        raise InvalidInput(f"{path.parent} is not a folder; make it first (triplane cloud init)")
+    lock = _lock_file(path.with_name(f"{path.name}.lock"))
+    writer = _engine(url, size=1, connected=_sqlite_writes, begin="BEGIN IMMEDIATE")
+    reader = _engine(url, size=READERS, connected=_sqlite_reads, begin="BEGIN")
+    return Engines(writer, reader, lock)
+
+
+def _lock_file(path: Path) -> BinaryIO:
+    try:
+        file = path.open("ab")
+    except OSError as error:
+        raise Unavailable(f"could not open {path}: {error}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise Conflict(OWNED.format(where=path.parent)) from error
+    return file
+
+
+def _engine(url: URL, *, size: int, connected: Callable[[Any], None], begin: str) -> Engine:
+    engine = create_engine(
+        url,
+        poolclass=QueuePool,
+        pool_size=size,
+        max_overflow=0,
+        connect_args={"check_same_thread": False, "isolation_level": None},
+    )
+    event.listen(engine, "connect", lambda raw, _: connected(raw))
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+    return engine
+
+
+def _sqlite_writes(raw: Any) -> None:
+    _run(raw, f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
+    _run(raw, "PRAGMA journal_mode=WAL")
+    _run(raw, "PRAGMA synchronous=FULL")
+    _run(raw, "PRAGMA foreign_keys=ON")
+    _run(raw, "PRAGMA trusted_schema=OFF")
+
+
+def _sqlite_reads(raw: Any) -> None:
+    _run(raw, f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
+    _run(raw, "PRAGMA query_only=ON")
+    _run(raw, "PRAGMA trusted_schema=OFF")
+
+
+def _run(raw: Any, statement: str) -> Any:
+    with contextlib.closing(raw.cursor()) as cursor:
+        cursor.execute(statement)
+        return cursor.fetchone() if cursor.description else None
+
+
+def _postgresql(url: URL) -> Engines:
+    url = url.set(drivername="postgresql+psycopg")
+    arguments = {"connect_timeout": CONNECT_TIMEOUT_S}
+    writer = create_engine(url, pool_size=1, max_overflow=0, connect_args=arguments)
+    reader = create_engine(
+        url,
+        pool_size=READERS,
+        max_overflow=0,
+        pool_pre_ping=True,
+        connect_args=arguments,
+        isolation_level="REPEATABLE READ",
+    )
+    event.listen(writer, "connect", lambda raw, _: _postgresql_owns(raw, url))
+    event.listen(reader, "connect", lambda raw, _: _postgresql_reads(raw))
+    return Engines(writer, reader)
+
+
+def _postgresql_owns(raw: Any, url: URL) -> None:
+    _run(raw, "SET synchronous_commit = on")
+    owned = _run(raw, f"SELECT pg_try_advisory_lock({ADVISORY_LOCK})")[0]
+    raw.commit()
+    if not owned:
+        raw.close()
+        raise Conflict(OWNED.format(where=f"database {url.database!r} of {url.host}"))
+
+
+def _postgresql_reads(raw: Any) -> None:
+    _run(raw, "SET default_transaction_read_only = on")
+    raw.commit()
+
+
+_DIALECTS: Final = {"sqlite": _sqlite, "postgresql": _postgresql}

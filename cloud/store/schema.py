@@ -1,0 +1,32 @@
+"""The one metadata object that every part of the cloud attaches its tables to.
+
+Each part has a `tables.py`; `Database.open` creates the tables that are attached by then.
+Times are seconds since 1970 in `Double`, digests are `LargeBinary` of 32 bytes.
+"""
+
+from typing import Final
+
+from sqlalchemy import BigInteger, CheckConstraint, Column, Integer, MetaData, Table
+
+SCHEMA_VERSION: Final = 1
+"""Of all tables together; a database with a higher one was written by a newer release."""
+
+METADATA: Final = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+BIG: Final = BigInteger().with_variant(Integer, "sqlite")
+"""64 bits with a sign; as a primary key it counts by itself on both databases."""
+
+SCHEMA: Final = Table(
+    "schema",
+    METADATA,
+    Column("id", Integer, CheckConstraint("id = 1", name="one_row"), primary_key=True),
+    Column("version", Integer, nullable=False),
+)

@@ -1,0 +1,133 @@
+"""The one writer: units of work in the order they were asked for, many to a commit.
+
+Works that wait together share a transaction, each in a savepoint of its own; none is answered
+before the commit. A work that raises leaves nothing. Where the database itself fails in a shared
+transaction, each work runs again alone, so a work has no effect but on the database.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+
+from triplane.proto.errors import Unavailable
+
+MAX_SHARED: Final = 64
+"""Works in one transaction."""
+CLOSED: Final = "the database is closed; the cloud is stopping"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """One work and who waits for it."""
+
+    work: Callable[[Connection], Any]
+    answer: Future[Any] = field(default_factory=Future)
+
+
+class Writer:
+    """A thread that owns the writing connection."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._asked: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._closing = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[Connection], Any]) -> Future[Any]:
+        """Ask for `work`; the answer comes after its commit. Unavailable once closed."""
+        asked = _Asked(work)
+        with self._closing:
+            if self._closed:
+                raise Unavailable(CLOSED)
+            self._asked.put(asked)
+        return asked.answer
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is inside a work, where waiting for another would never end."""
+        return threading.current_thread() is self._thread
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Do what was asked for, then stop."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self._asked.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            shared, is_last = self._next()
+            live = [asked for asked in shared if asked.answer.set_running_or_notify_cancel()]
+            if live:
+                self._do(live)
+            del shared, live
+            if is_last:
+                return
+
+    def _next(self) -> tuple[list[_Asked], bool]:
+        """What waits, at least one; whether it is the end."""
+        shared: list[_Asked] = []
+        asked = self._asked.get()
+        while asked is not None:
+            shared.append(asked)
+            if len(shared) == MAX_SHARED:
+                return shared, False
+            try:
+                asked = self._asked.get_nowait()
+            except queue.Empty:
+                return shared, False
+        return shared, True
+
+    def _do(self, shared: list[_Asked]) -> None:
+        if len(shared) > 1 and self._together(shared):
+            return
+        for asked in shared:
+            self._alone(asked)
+
+    def _together(self, shared: list[_Asked]) -> bool:
+        """Whether one transaction took them all; then each is answered."""
+        answers: list[Callable[[], None]] = []
+        try:
+            with self._engine.begin() as connection:
+                answers.extend(_nested(connection, asked) for asked in shared)
+        except DBAPIError:
+            return False
+        for answer in answers:
+            answer()
+        return True
+
+    def _alone(self, asked: _Asked) -> None:
+        try:
+            with self._engine.begin() as connection:
+                result = asked.work(connection)
+        except BaseException as error:  # noqa: BLE001 -- the asker gets it
+            asked.answer.set_exception(error)
+        else:
+            asked.answer.set_result(result)
+
+
+def _nested(connection: Connection, asked: _Asked) -> Callable[[], None]:
+    """Run the work in a savepoint; the answer to give after the commit."""
+    try:
+        with connection.begin_nested():
+            result = asked.work(connection)
+    except DBAPIError:
+        raise
+    except BaseException as error:  # noqa: BLE001 -- the asker gets it
+        refused = error
+        return lambda: asked.answer.set_exception(refused)
+    return lambda: asked.answer.set_result(result)
