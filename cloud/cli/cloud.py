@@ -191,9 +191,15 @@ def enrol(*, token_text: str, address: str, folder: Path, as_json: bool) -> None
     Nodes have a command of their own: triplane edge enrol.
     """
     from triplane.cloud.cli.text import until
+    from triplane.proto.errors import Unavailable
     from triplane.proto.identity import enrol as enrol_at
 
-    made = enrol_at(token_text, address, folder)
+    try:
+        made = enrol_at(token_text, address, folder)
+    except Unavailable as error:
+        raise Unavailable(
+            f"no enrolment at {address} ({error}); the cloud prints the port when it starts"
+        ) from error
     text = (
         f"{made.name}: identity in {folder}, certificate ends {until(made.expires_s)}\n"
         f"Use it: export {IDENTITY_VARIABLE}={folder}"

@@ -79,7 +79,7 @@ Exit codes: 0 done (or begun, with --detach); 4 paused, failed or aborted.
 @client_options
 @click.pass_context
 def command(
-    ctx: click.Context, *, detach: bool, identity: Path | None, as_json: bool, **options: Any
+    ctx: click.Context, /, *, detach: bool, identity: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Bring a version of a model to the nodes that SELECTOR names, wave by wave."""
     with calls(identity) as cloud:

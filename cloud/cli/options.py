@@ -6,9 +6,16 @@ A value is parsed once here; what the numbers mean together is judged by the clo
 from __future__ import annotations
 
 import re
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
+
+if TYPE_CHECKING:  # the class takes an argument since click 8.3, for type checkers
+    _Number = click.ParamType[float]
+    _Sizes = click.ParamType[tuple[tuple[str, float], ...]]
+    _Pair = click.ParamType[tuple[str, str]]
+else:
+    _Number = _Sizes = _Pair = click.ParamType
 
 MOST_WAVES: Final = 64
 # fmt: off
@@ -25,7 +32,7 @@ _PERCENT: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
 _COUNT: Final = re.compile(r"[1-9][0-9]*")
 
 
-class Share(click.ParamType):
+class Share(_Number):
     """A percentage; the value is a share between 0 and 1."""
 
     name = "share"
@@ -42,7 +49,7 @@ class Share(click.ParamType):
         return float(found[1]) / 100
 
 
-class Duration(click.ParamType):
+class Duration(_Number):
     """A length of time; the value is in seconds."""
 
     name = "duration"
@@ -59,7 +66,7 @@ class Duration(click.ParamType):
         return float(found[1]) * UNIT_S[found[2] or ""]
 
 
-class Waves(click.ParamType):
+class Waves(_Sizes):
     """Sizes of waves; the value is a tuple of ("percent", float) and ("nodes", int)."""
 
     name = "waves"
@@ -87,7 +94,7 @@ class Waves(click.ParamType):
         return "nodes", int(text)
 
 
-class Label(click.ParamType):
+class Label(_Pair):
     """A label to set: the value is (key, value)."""
 
     name = "key=value"

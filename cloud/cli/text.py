@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from google.protobuf.descriptor import FieldDescriptor
     from google.protobuf.message import Message
 
 MEBIBYTE: Final = 1 << 20
@@ -35,7 +34,7 @@ def record(message: Message) -> dict[str, Any]:
     }
 
 
-def _field(message: Message, field: FieldDescriptor) -> Any:
+def _field(message: Message, field: Any) -> Any:
     value = getattr(message, field.name)
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return dict(value)
@@ -44,7 +43,7 @@ def _field(message: Message, field: FieldDescriptor) -> Any:
     return _plain(value, field)
 
 
-def _plain(value: Any, field: FieldDescriptor) -> Any:
+def _plain(value: Any, field: Any) -> Any:
     if field.message_type is not None:
         return record(value)
     if field.enum_type is not None:

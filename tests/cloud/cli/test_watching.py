@@ -10,7 +10,7 @@ from triplane.cloud.cli import watching
 from triplane.cloud.cli.connection import Calls, errors_at, repeated
 from triplane.proto.errors import Conflict, Unavailable
 from triplane.proto.fleet_pb2 import COMMITTED, FAILED, DeployRequest, GetRolloutRequest, Rollout
-from triplane.proto.fleet_pb2_grpc import FleetServicer, FleetStub, add_FleetServicer_to_server
+from triplane.proto.fleet_pb2_grpc import FleetStub
 from triplane.proto.identity_pb2_grpc import IdentityStub
 from triplane.proto.metadata_pb2_grpc import MetadataStub
 from triplane.proto.registry_pb2_grpc import RegistryStub
@@ -18,32 +18,36 @@ from triplane.proto.registry_pb2_grpc import RegistryStub
 NO_PORT_SHARING = (("grpc.so_reuseport", 0),)
 
 
-class WrittenWatch(FleetServicer):
+FLEET = "triplane.fleet.v1.Fleet"
+
+
+def written_watch(*rollouts):
     """Streams the written rollouts to each watcher, then ends the stream."""
+    stream = grpc.unary_stream_rpc_method_handler(
+        lambda _request, _context: iter(rollouts),
+        GetRolloutRequest.FromString,
+        Rollout.SerializeToString,
+    )
+    return {"WatchRollout": stream}
 
-    def __init__(self, *rollouts):
-        self._rollouts = rollouts
 
-    def WatchRollout(self, request, context):
-        yield from self._rollouts
+def refusing(code, words):
+    """Refuses every call."""
 
+    def refuse(_request, context):
+        context.abort(code, words)
 
-class Refusing(FleetServicer):
-    """Refuses as a cloud does, with its words."""
-
-    def Deploy(self, request, context):
-        context.set_trailing_metadata((("cloud", "spoke"),))
-        context.abort(grpc.StatusCode.FAILED_PRECONDITION, "rollout r-1 of digits still runs")
-
-    def WatchRollout(self, request, context):
-        context.abort(grpc.StatusCode.NOT_FOUND, "no rollout r-1")
+    return {
+        "Deploy": grpc.unary_unary_rpc_method_handler(refuse),
+        "WatchRollout": grpc.unary_stream_rpc_method_handler(refuse),
+    }
 
 
 @contextmanager
-def serving(servicer, port=0):
+def serving(methods, port=0):
     pool = futures.ThreadPoolExecutor(4)
     server = grpc.server(pool, options=NO_PORT_SHARING)
-    add_FleetServicer_to_server(servicer, server)
+    server.add_registered_method_handlers(FLEET, methods)
     port = server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:
@@ -57,8 +61,13 @@ def serving(servicer, port=0):
 def calls_to(port):
     options = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 50))
     with grpc.insecure_channel(f"127.0.0.1:{port}", options) as channel:
-        stubs = (FleetStub, IdentityStub, MetadataStub, RegistryStub)
-        yield Calls(channel, *(stub(channel) for stub in stubs))
+        yield Calls(
+            channel,
+            FleetStub(channel),
+            IdentityStub(channel),
+            MetadataStub(channel),
+            RegistryStub(channel),
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -80,13 +89,13 @@ RUNNING, DONE = rollout(Rollout.RUNNING), rollout(Rollout.DONE)
     [(Rollout.DONE, 0), (Rollout.PAUSED, 4), (Rollout.FAILED, 4), (Rollout.ABORTED, 4)],
 )
 def test_the_exit_code_tells_done_from_everything_else(state, code, capsys):
-    with serving(WrittenWatch(RUNNING, rollout(state))) as port, calls_to(port) as cloud:
+    with serving(written_watch(RUNNING, rollout(state))) as port, calls_to(port) as cloud:
         assert watching.watch_to_end(cloud, RUNNING, as_json=False) == code
     assert capsys.readouterr().out.startswith("[r-1] digits@4 to all: running")
 
 
 def test_json_is_one_object_a_line_and_nothing_else(capsys):
-    with serving(WrittenWatch(RUNNING, DONE)) as port, calls_to(port) as cloud:
+    with serving(written_watch(RUNNING, DONE)) as port, calls_to(port) as cloud:
         assert watching.watch_to_end(cloud, RUNNING, as_json=True) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["state"] for line in lines] == ["running", "done"]
@@ -95,7 +104,7 @@ def test_json_is_one_object_a_line_and_nothing_else(capsys):
 def test_a_paused_rollout_tells_the_reason_of_a_node_and_the_ways_out(capsys):
     paused = rollout(Rollout.PAUSED, FAILED)
     paused.nodes[0].reason = "golden sample 3"
-    with serving(WrittenWatch(paused)) as port, calls_to(port) as cloud:
+    with serving(written_watch(paused)) as port, calls_to(port) as cloud:
         watching.watch_to_end(cloud, paused, as_json=False)
     out = capsys.readouterr().out
     assert "n0: golden sample 3" in out
@@ -106,20 +115,20 @@ def test_a_cloud_that_restarts_meanwhile_is_watched_on():
     heard = []
     with ExitStack() as stack:
         first = stack.enter_context(ExitStack())
-        port = first.enter_context(serving(WrittenWatch(RUNNING)))
+        port = first.enter_context(serving(written_watch(RUNNING)))
         stream = watching.updates(stack.enter_context(calls_to(port)), "r-1")
         assert next(stream).state == Rollout.RUNNING
         first.close()
         later = threading.Thread(target=lambda: heard.append(next(stream)))
         later.start()  # nothing listens yet
-        stack.enter_context(serving(WrittenWatch(DONE), port))
+        stack.enter_context(serving(written_watch(DONE), port))
         later.join(20)
     assert [rollout.state for rollout in heard] == [Rollout.DONE]
 
 
 def test_a_cloud_that_stays_away_ends_the_watch_with_the_way_back(monkeypatch):
     monkeypatch.setattr(watching, "AWAY_S", 0.2)
-    with serving(WrittenWatch()) as port:
+    with serving(written_watch()) as port:
         pass
     with (
         calls_to(port) as cloud,
@@ -130,7 +139,7 @@ def test_a_cloud_that_stays_away_ends_the_watch_with_the_way_back(monkeypatch):
 
 def test_a_refusal_is_not_tried_again():
     with (
-        serving(Refusing()) as port,
+        serving(refusing(grpc.StatusCode.NOT_FOUND, "no rollout r-1")) as port,
         calls_to(port) as cloud,
         pytest.raises(grpc.RpcError, match="no rollout r-1"),
     ):
@@ -138,7 +147,7 @@ def test_a_refusal_is_not_tried_again():
 
 
 def test_a_cloud_that_is_away_is_named_with_how_to_start_it():
-    with serving(WrittenWatch()) as port:
+    with serving(written_watch()) as port:
         pass
     with (
         calls_to(port) as cloud,
@@ -150,9 +159,9 @@ def test_a_cloud_that_is_away_is_named_with_how_to_start_it():
 
 def test_a_cloud_that_speaks_is_quoted():
     with (
-        serving(Refusing()) as port,
+        serving(refusing(grpc.StatusCode.FAILED_PRECONDITION, "rollout r-1 still runs")) as port,
         calls_to(port) as cloud,
-        pytest.raises(Conflict, match=r"^rollout r-1 of digits still runs$"),
+        pytest.raises(Conflict, match=r"^rollout r-1 still runs$"),
         errors_at("fleet.example:8443"),
     ):
         repeated(lambda: cloud.fleet.Deploy(DeployRequest()))
