@@ -1,0 +1,300 @@
+"""What people run where their keys are: check, then sign, then hand the signature to the cloud.
+
+The cloud may be stolen, so it is not believed. What is published is verified from the root that
+lies beside the keys; what waits for signatures is signed only after everything in it was either
+verified by the role's threshold before, or signed by this very key before, or has now been
+repeated here. Nothing else gets this signature, whatever the cloud offers. Which model file a
+version is, only its digest can say: give the one you know.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from securesystemslib.signer._crypto_signer import CryptoSigner
+from securesystemslib.signer._key import Key
+from tuf.api._payload import Root, TargetFile, Targets
+from tuf.api.metadata import Metadata
+
+from triplane.cloud.trust.chain import Chain, newest_root, read
+from triplane.cloud.trust.initial import TRUSTED_ROOT, policy_file
+from triplane.cloud.trust.keys import KeyFolder
+from triplane.cloud.trust.repeating import Conversion, checked_target
+from triplane.cloud.trust.repository import Pending, Submitted
+from triplane.cloud.trust.roles import ROLES, expiry, parse
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound
+from triplane.proto.registry_pb2 import Bundle, Version
+from triplane.proto.targets import (
+    POLICY_PATH,
+    RELEASE,
+    Policy,
+    SignedTarget,
+    TargetName,
+    read_target,
+)
+
+MAX_REPEATED: Final = 32
+"""Conversions repeated for one signature, when others wait too."""
+
+Progress = Callable[[str], None]
+
+
+class Metadatas(Protocol):
+    """The metadata service as a signer uses it; `Repository` is one."""
+
+    def get(self, name: str, /) -> bytes:
+        """One published file."""
+
+    def pending(self, role: str, /) -> Pending:
+        """What the next signer starts from."""
+
+    def submit(self, role: str, data: bytes, /) -> Submitted:
+        """Hand over a version with this signer's signatures."""
+
+
+class Cloud(Metadatas, Protocol):
+    """All that signing a release needs of the cloud."""
+
+    def version(self, reference: str, /) -> Version:
+        """A registered version."""
+
+    def bundle(self, reference: str, target: str, /) -> Bundle:
+        """Its bundle for a target, converted if it was not; waits for that."""
+
+    def blob(self, sha256: bytes, size: int | None, /) -> Path:
+        """A file of that digest, verified, on the disk here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """What was signed, and how far that got. targets: those repeated and compared here."""
+
+    submitted: Submitted
+    targets: tuple[SignedTarget, ...] = ()
+
+
+def sign_release(
+    cloud: Cloud,
+    reference: str,
+    target: str,
+    keys_folder: Path,
+    *,
+    model_digest: bytes = b"",
+    progress: Progress = lambda _: None,
+    now_s: float | None = None,
+) -> Signed:
+    """Sign the bundle of a version for a target with the release keys in a folder.
+
+    model_digest: root digest of the model file, where the signer knows it; another is refused. What
+    already waits for signatures is repeated, compared and signed along with it. Conflict: the
+    content differs, naming the parts. NotFound: the folder has no release key. Corrupt: the cloud's
+    metadata is not what the root beside the keys leads to.
+    """
+    signer = _Signer(cloud, keys_folder, RELEASE)
+    version = cloud.version(reference)
+    wanted = TargetName(RELEASE, version.model, version.version, target)
+    if model_digest and version.model_digest != model_digest:
+        raise Corrupt(
+            f"{version.model}@{version.version} is model file {version.model_digest.hex()[:12]} in "
+            f"the cloud, not {model_digest.hex()[:12]} as you know it"
+        )
+    base = signer.published()
+    blob = cloud.bundle(f"{version.model}@{version.version}", target).blob
+    if str(wanted) in base and base[str(wanted)].hashes == {"sha256": blob.hex()}:
+        pending = cloud.pending(RELEASE)
+        done = Submitted(True, pending.signatures, pending.threshold, signer.version)
+        return Signed(done, (_as_target(str(wanted), base[str(wanted)]),))
+    waiting = signer.waiting(base)
+    repeat = {str(wanted): wanted}
+    if waiting is not None and not signer.has_signed(waiting):
+        repeat |= {p: TargetName.parse(p) for p in waiting.signed.targets if p not in base}
+    if len(repeat) > MAX_REPEATED:
+        raise InvalidInput(f"{len(repeat)} bundles wait; at most {MAX_REPEATED} are signed at once")
+    checked = [repeat_one(cloud, name, progress) for name in repeat.values()]
+    entries = {target.path: _entry(target) for target in checked}
+    others = dict(waiting.signed.targets) if waiting is not None else {}
+    for path, entry in entries.items():
+        if path in others and others[path] != entry:
+            raise Corrupt(f"{path} waits in the cloud with other digests than its bundle has now")
+    progress(f"signing {', '.join(entries)}")
+    now = time.time() if now_s is None else now_s
+    made = signer.sign(waiting, base | others | entries, now)
+    return Signed(made, tuple(checked))
+
+
+def sign_policy(
+    cloud: Metadatas,
+    policy: Policy,
+    keys_folder: Path,
+    *,
+    goldens: Mapping[str, Path] | None = None,
+    now_s: float | None = None,
+) -> Signed:
+    """Sign what the auto role may do with the targets keys in a folder.
+
+    goldens: files by target path (`golden/NAME`), for sets the published metadata does not list
+    yet; their bytes must be in the cloud's blobs too, for nodes to fetch.
+    """
+    signer = _Signer(cloud, keys_folder, "targets")
+    policy = Policy.parse(policy.text())
+    files = {path: TargetFile.from_file(path, str(f)) for path, f in (goldens or {}).items()}
+    named = {rule.golden for rule in policy.models.values()}
+    listed = {path: entry for path, entry in signer.published().items() if path in named}
+    missing = sorted(named - listed.keys() - files.keys())
+    if missing:
+        raise NotFound(
+            f"the policy names golden sets that are not listed yet: {missing}; give them"
+        )
+    targets = listed | files | {POLICY_PATH: policy_file(policy)}
+    waiting = signer.waiting({})
+    same = waiting is not None and waiting.signed.targets == targets
+    now = time.time() if now_s is None else now_s
+    return Signed(signer.sign(waiting if same else None, targets, now))
+
+
+def replace_keys(
+    cloud: Metadatas,
+    replaced: Mapping[str, Sequence[Key]],
+    keys_folder: Path,
+    *,
+    now_s: float | None = None,
+) -> Signed:
+    """Sign a root with other keys for some roles; what the old keys signed counts no more.
+
+    replaced: public keys by top-level role. New snapshot and timestamp keys must be in the cloud's
+    key folder before. A new root key must be in `keys_folder` beside the old one: both sign.
+    """
+    now = time.time() if now_s is None else now_s
+    root = newest_root(cloud.get, (keys_folder / TRUSTED_ROOT).read_bytes()).signed
+    again = Metadata[Root].from_bytes(Metadata(root).to_bytes()).signed
+    for role, keys in replaced.items():
+        if role not in again.roles:
+            raise InvalidInput(f"the root names keys of {sorted(again.roles)}, not of {role!r}")
+        for keyid in list(again.roles[role].keyids):
+            again.revoke_key(keyid, role)
+        for key in keys:
+            again.add_key(key, role)
+    again.version, again.expires = root.version + 1, expiry("root", now)
+    keyids = dict.fromkeys([*root.roles["root"].keyids, *again.roles["root"].keyids])
+    made = Metadata(again)
+    for signer in KeyFolder(keys_folder).of(list(keyids), "root"):
+        made.sign(signer, append=True)
+    return Signed(cloud.submit("root", made.to_bytes()))
+
+
+def repeat_one(cloud: Cloud, name: TargetName, progress: Progress) -> SignedTarget:
+    """Fetch a version and its bundle, repeat the conversion, compare; what may be signed."""
+    reference = f"{name.model}@{name.version}"
+    version = cloud.version(reference)
+    bundle = cloud.bundle(reference, name.target)
+    recipe = version.recipe
+    progress(f"fetching the model file and the bundle of {name}")
+    conversion = Conversion(
+        model=cloud.blob(version.blob, version.size),
+        name=name,
+        entry=recipe.entry or "predict",
+        quantize=recipe.quantize,
+        calibration=cloud.blob(recipe.calibration, None) if recipe.calibration else None,
+        evaluation=cloud.blob(recipe.evaluation, None) if recipe.evaluation else None,
+        max_accuracy_drop=recipe.max_accuracy_drop,
+    )
+    with tempfile.TemporaryDirectory() as work:
+        return checked_target(
+            conversion, cloud.blob(bundle.blob, bundle.size), Path(work), progress
+        )
+
+
+class _Signer:
+    """The keys of one role, and the published metadata as their owner verified it."""
+
+    def __init__(self, cloud: Metadatas, keys_folder: Path, role: str) -> None:
+        self._cloud, self._role = cloud, role
+        trusted = keys_folder / TRUSTED_ROOT
+        try:
+            root = newest_root(cloud.get, trusted.read_bytes())
+        except FileNotFoundError as error:
+            raise NotFound(
+                f"{trusted} is missing; copy it from where `triplane cloud init` wrote the keys"
+            ) from error
+        self._chain: Chain = read(cloud.get, root)
+        if role != "targets" and not self._chain.is_signed("targets"):
+            raise Corrupt("the published targets are not signed by keys of the newest root")
+        delegator = self._chain.delegator(role)
+        keyids = delegator.get_delegated_role(role).keyids
+        self._keys: list[CryptoSigner] = KeyFolder(keys_folder).of(keyids, role)
+
+    @property
+    def version(self) -> int:
+        """The published version."""
+        return self._chain.targets[self._role].signed.version
+
+    def published(self) -> dict[str, TargetFile]:
+        """What the role's threshold has signed; nothing after a rotation of its keys."""
+        if not self._chain.is_signed(self._role):
+            return {}
+        return dict(self._chain.targets[self._role].signed.targets)
+
+    def waiting(self, base: Mapping[str, TargetFile]) -> Metadata[Targets] | None:
+        """What waits for signatures, where signing it keeps all of `base`."""
+        pending = self._cloud.pending(self._role)
+        if pending.published:
+            return None
+        found = parse(Targets, pending.metadata, f"the pending {self._role}")
+        result = self._chain.delegator(self._role).get_verification_result(
+            self._role, found.signed_bytes, found.signatures
+        )
+        keeps = all(found.signed.targets.get(path) == entry for path, entry in base.items())
+        is_next = found.signed.version == self.version + 1
+        is_plain = self._role == "targets" or found.signed.delegations is None
+        return found if result.signed and keeps and is_next and is_plain else None
+
+    def has_signed(self, metadata: Metadata[Targets]) -> bool:
+        """Whether a key of this folder signed it before, so its content was checked then."""
+        payload = metadata.signed_bytes
+        result = self._chain.delegator(self._role).get_verification_result(
+            self._role, payload, metadata.signatures
+        )
+        return any(signer.public_key.keyid in result.signed for signer in self._keys)
+
+    def sign(
+        self, waiting: Metadata[Targets] | None, targets: Mapping[str, TargetFile], now_s: float
+    ) -> Submitted:
+        """Add signatures to what waits, if it is just these targets, else to a new version."""
+        made = waiting if waiting is not None and self._is_just(waiting, targets, now_s) else None
+        if made is None:
+            before = self._chain.targets[self._role].signed
+            made = Metadata(
+                Targets(
+                    version=before.version + 1,
+                    expires=expiry(self._role, now_s),
+                    targets=dict(targets),
+                    delegations=before.delegations if self._role == "targets" else None,
+                )
+            )
+        for signer in self._keys:
+            made.sign(signer, append=True)
+        return self._cloud.submit(self._role, made.to_bytes())
+
+    def _is_just(
+        self, waiting: Metadata[Targets], targets: Mapping[str, TargetFile], now_s: float
+    ) -> bool:
+        signed, before = waiting.signed, self._chain.targets[self._role].signed
+        latest = expiry(self._role, now_s + ROLES[self._role].lifetime_s / 100)
+        return (
+            signed.targets == dict(targets)
+            and signed.delegations == before.delegations
+            and not signed.unrecognized_fields
+            and signed.expires <= latest
+        )
+
+
+def _entry(target: SignedTarget) -> TargetFile:
+    hashes = {"sha256": target.sha256.hex()}
+    return TargetFile(target.length, hashes, target.path, {"custom": dict(target.custom)})
+
+
+def _as_target(path: str, entry: Any) -> SignedTarget:
+    return read_target(path, entry.length, entry.hashes, entry.custom)
