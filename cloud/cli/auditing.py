@@ -1,0 +1,54 @@
+"""Reads the audit log and recomputes its chain, on the machine of whoever asks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from triplane.cloud.cli.connection import Calls
+from triplane.cloud.cli.text import age, table
+from triplane.cloud.identity.audit import Entry, verify
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.identity_pb2 import AuditEntry, ReadAuditRequest
+
+READ_S: Final = 600.0
+_HEAD: Final = re.compile(r"([1-9][0-9]{0,18}):([0-9a-f]{64})")
+
+
+def read(cloud: Calls, first: int = 1) -> Iterator[AuditEntry]:
+    """Entries in order, from a number on."""
+    yield from cloud.identity.ReadAudit(ReadAuditRequest(from_number=first), timeout=READ_S)
+
+
+def entry_table(entries: Sequence[AuditEntry]) -> str:
+    """One line an entry."""
+    rows = [
+        (str(e.number), age(e.time_s), e.actor, e.action, e.subject, e.details) for e in entries
+    ]
+    return table(("NUMBER", "WHEN", "WHO", "WHAT", "WHOM", "DETAILS"), rows)
+
+
+def parse_head(text: str) -> tuple[int, bytes]:
+    """From "118:5f0c...e2"."""
+    found = _HEAD.fullmatch(text.strip())
+    if found is None:
+        raise InvalidInput(f"a head is NUMBER:DIGEST as `audit verify` printed it, got {text!r}")
+    return int(found[1]), bytes.fromhex(found[2])
+
+
+def verified(cloud: Calls, kept: tuple[int, bytes] | None) -> tuple[int, bytes]:
+    """Number and digest of the newest entry; Corrupt where the chain or the kept head is broken."""
+    return verify(_checked(read(cloud), kept), head=kept[1] if kept else None)
+
+
+def _checked(entries: Iterator[AuditEntry], kept: tuple[int, bytes] | None) -> Iterator[Entry]:
+    for e in entries:
+        if kept and e.number == kept[0] and e.digest != kept[1]:
+            raise Corrupt(
+                f"audit entry {e.number} is another than the one whose head you kept: the log was "
+                "written anew"
+            )
+        yield Entry(
+            e.number, e.time_s, e.actor, e.action, e.subject, e.details, e.previous, e.digest
+        )
