@@ -1,0 +1,1 @@
+"""Who may call the cloud and what was done: authority, tokens, principals, rights, audit log."""
