@@ -120,7 +120,10 @@ def _check_top(row: Role, targets: Targets) -> None:
         if not role.terminating:
             raise InvalidInput(f"targets: the delegation of {name} is terminating")
         _check_keys(name, targets.delegations.keys, role.keyids, role.threshold)
-    policy = read_policy(targets)
+    try:
+        policy = read_policy(targets)
+    except Corrupt as error:
+        raise InvalidInput(f"targets: {error}") from error
     others = targets.targets.keys() - {POLICY_PATH}
     for path in others:
         if not path.startswith("golden/"):

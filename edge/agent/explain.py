@@ -10,7 +10,7 @@ from typing import Final
 
 from tuf.api import exceptions as errors
 
-from triplane.edge.agent.metadata import Client, Fetcher, parsed
+from triplane.edge.agent.metadata import Client, Fetcher, limit_bytes, parsed
 from triplane.edge.agent.refusal import Refused
 from triplane.proto.errors import TriplaneError, Unavailable
 
@@ -44,6 +44,8 @@ def explain(error: ClientError, client: Client, fetcher: Fetcher) -> TriplaneErr
 
 
 def _endless(f: Failure) -> TriplaneError:
+    if len(f.data) <= limit_bytes(f.role):  # longer than its pinned length only
+        return _pinned(f)
     text = f"{f.name} has {len(f.data)} bytes, more than its limit: {f.error}"
     return Refused("endless-data", text)
 

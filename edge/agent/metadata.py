@@ -140,6 +140,11 @@ class Client(Updater):
         return data
 
 
+def limit_bytes(role: str) -> int:
+    """The most that a role's file may ever have."""
+    return int(getattr(CONFIG, f"{role if role in _TYPES else 'targets'}_max_length"))
+
+
 def parsed(role: str, data: bytes) -> Metadata[Any]:
     """Metadata of a role, unverified; Refused where it is none."""
     kind = _TYPES.get(role, Targets)
