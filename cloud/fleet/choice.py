@@ -1,0 +1,51 @@
+"""Which target each node of a rollout takes: its first that can be had and fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from triplane.cloud.fleet.capability import fits
+from triplane.cloud.fleet.facts import (
+    AskBundle,
+    Effect,
+    Member,
+    Result,
+    Rollout,
+    Stage,
+    Supply,
+)
+
+
+def choose_all(r: Rollout) -> Result:
+    """`choose` for every node that waits."""
+    effects: tuple[Effect, ...] = ()
+    for name in r.members:
+        r, more = choose(r, name)
+        effects += more
+    return r, effects
+
+
+def choose(r: Rollout, name: str) -> Result:
+    """The node's first target that can be had and fits; asks for it where nobody did."""
+    m = r.members[name]
+    if m.capability is None or m.stage is not Stage.WAITING:
+        return r, ()
+    refusals = []
+    for target in m.capability.targets:
+        supply = r.supplies.get(target)
+        if supply is None:
+            supplies = {**r.supplies, target: Supply()}
+            return put(replace(r, supplies=supplies), replace(m, target=target)), (
+                AskBundle(target),
+            )
+        why = supply.refusal or (supply.needs and fits(supply.needs, m.capability))
+        if not why:
+            return (r if m.target == target else put(r, replace(m, target=target))), ()
+        refusals.append(f"{target}: {why}")
+    reason = "; ".join(refusals) or "the node takes no target of the converter"
+    return put(r, replace(m, target="", stage=Stage.FAILED, reason=reason)), ()
+
+
+def put(r: Rollout, m: Member) -> Rollout:
+    """The rollout with this member instead of its former self."""
+    return r if r.members[m.name] == m else replace(r, members={**r.members, m.name: m})

@@ -1,0 +1,192 @@
+"""The values of a rollout: what was asked, who is in it, what is known, what happens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+from triplane.cloud.fleet.capability import Capability, Needs
+
+
+class State(IntEnum):
+    """Of a rollout; numbers as in fleet.proto."""
+
+    PREPARING = 1
+    RUNNING = 2
+    PAUSED = 3
+    DONE = 4
+    ABORTED = 5
+    FAILED = 6
+
+
+class Stage(IntEnum):
+    """Of one node in a rollout; numbers as `NodeState` in fleet.proto."""
+
+    WAITING = 0
+    ASSIGNED = 1
+    DOWNLOADING = 2
+    VERIFIED = 3
+    STAGED = 4
+    TRIED = 5
+    PROBATION = 6
+    COMMITTED = 7
+    FAILED = 8
+    RETURNED = 9
+
+
+ENDED: Final = frozenset({State.DONE, State.ABORTED, State.FAILED})
+LOST: Final = frozenset({Stage.FAILED, Stage.RETURNED})
+SETTLED: Final = LOST | {Stage.COMMITTED}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What was asked for. waves: cumulative node counts, one per wave."""
+
+    model: str
+    version: int
+    waves: tuple[int, ...]
+    success_share: float = 1.0
+    failure_share: float = 0.0
+    node_deadline_s: float = 600.0
+    pause_between_waves: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One node. attempt: the last number given, also by earlier rollouts of the model."""
+
+    name: str
+    wave: int
+    capability: Capability | None = None
+    target: str = ""
+    stage: Stage = Stage.WAITING
+    reason: str = ""
+    attempt: int = 0
+    assigned: bool = False
+    deadline_s: float = 0.0
+    excused: str = ""
+    committed_version: int = 0
+    downloaded_bytes: int = 0
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """The bundle for one target: needs once it is made, path once it is signed, or a refusal."""
+
+    needs: Needs | None = None
+    path: str = ""
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """wave: the one that is open, -1 before the first; allowed: the last that may open."""
+
+    id: str
+    plan: Plan
+    members: Mapping[str, Member]
+    supplies: Mapping[str, Supply]
+    allowed: int
+    state: State = State.PREPARING
+    reason: str = ""
+    wave: int = -1
+    ended_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BundleReady:
+    """A target's bundle exists; path is empty until it is signed, then the event comes again."""
+
+    target: str
+    needs: Needs
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BundleFailed:
+    """A target cannot be had."""
+
+    target: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reported:
+    """The newest that a node said of the model; committed_version 0 for none."""
+
+    name: str
+    capability: Capability
+    committed_version: int = 0
+    version: int = 0
+    attempt: int = 0
+    stage: Stage = Stage.WAITING
+    reason: str = ""
+    downloaded_bytes: int = 0
+    total_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Excused:
+    """Everyone who is out now, by name with the reason; who is not named is in."""
+
+    reasons: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A person stops the waves; nodes on their way go on."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """A person goes on: failed nodes and failed bundles are tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """A person ends it. revert: also nodes that committed go back to what they had."""
+
+    reason: str
+    revert: bool
+
+
+Event = BundleReady | BundleFailed | Reported | Excused | Tick | Pause | Resume | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class AskBundle:
+    """Have the bundle for `target` made, and tell."""
+
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Put the version into the node's desired document."""
+
+    name: str
+    path: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Put back what the node had committed before, as a new attempt."""
+
+    name: str
+    attempt: int
+
+
+Effect = AskBundle | Assign | Restore
+Result = tuple[Rollout, tuple[Effect, ...]]

@@ -1,0 +1,207 @@
+# ruff: noqa: ARG001 -- every rule of the table takes what the table says
+"""The state machine of a rollout: `step(rollout, event, now_s) -> (rollout, effects)`.
+
+Pure: no clock, no database, no stream. An event changes what is known (a bundle, a report, who is
+in), then `settling` draws what follows, so the same facts in any order lead to the same place.
+
+Kept at all times:
+* a node is assigned the version only after its wave opened, its bundle is signed and fits it;
+* while the rollout is RUNNING, no wave that was opened has more failed nodes than its share;
+* one that is neither ended nor paused names what it waits for in `reason`.
+
+A node that is excused (cordoned, relabelled, gone) counts neither as success nor as failure, and
+what was assigned to it before stays assigned. A node whose deadline passed counts as failed but
+keeps its assignment, so one that comes back later still catches up, and counts as committed then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from triplane.cloud.fleet.choice import choose, choose_all, put
+from triplane.cloud.fleet.facts import (
+    LOST,
+    SETTLED,
+    Abort,
+    AskBundle,
+    BundleFailed,
+    BundleReady,
+    Event,
+    Excused,
+    Member,
+    Pause,
+    Plan,
+    Reported,
+    Restore,
+    Result,
+    Resume,
+    Rollout,
+    Stage,
+    State,
+    Supply,
+    Tick,
+)
+from triplane.cloud.fleet.settling import is_closed, settle, under_way
+from triplane.proto.errors import Conflict
+
+Rule = Callable[[Rollout, Any, float], Result]
+
+
+def begin(id: str, plan: Plan, members: Iterable[Member], now_s: float) -> Result:  # noqa: A002 - the field's name
+    """A new rollout in PREPARING, which asks for the bundles its members take first."""
+    allowed = 0 if plan.pause_between_waves else len(plan.waves) - 1
+    start = Rollout(
+        id=id, plan=plan, members={m.name: m for m in members}, supplies={}, allowed=allowed
+    )
+    chosen, effects = choose_all(start)
+    settled, more = settle(chosen, now_s)
+    return settled, (*effects, *more)
+
+
+def step(rollout: Rollout, event: Event, now_s: float) -> Result:
+    """What an event makes of a rollout. Conflict: a person's event in a state that forbids it."""
+    known, effects = RULES[rollout.state, type(event)](rollout, event, now_s)
+    settled, more = settle(known, now_s)
+    return settled, (*effects, *more)
+
+
+# Rules: each takes in one event
+
+
+def _bundle_ready(r: Rollout, e: BundleReady, now_s: float) -> Result:
+    before = r.supplies.get(e.target)
+    made = Supply(e.needs, e.path or (before.path if before else ""))
+    if before is None or before == made:
+        return r, ()
+    return choose_all(replace(r, supplies={**r.supplies, e.target: made}))
+
+
+def _bundle_failed(r: Rollout, e: BundleFailed, now_s: float) -> Result:
+    before = r.supplies.get(e.target)
+    if before is None or before.needs is not None:
+        return r, ()
+    return choose_all(replace(r, supplies={**r.supplies, e.target: Supply(refusal=e.reason)}))
+
+
+def _reported(r: Rollout, e: Reported, now_s: float) -> Result:
+    before = r.members.get(e.name)
+    if before is None:
+        return r, ()
+    told = replace(before, capability=e.capability, committed_version=e.committed_version)
+    if told.assigned:
+        return put(r, _progress(told, e, r.plan.version)), ()
+    if before.capability == e.capability:
+        return put(r, told), ()
+    return choose(put(r, replace(told, stage=Stage.WAITING, reason="")), e.name)
+
+
+def _progress(m: Member, e: Reported, version: int) -> Member:
+    if m.stage is Stage.COMMITTED:
+        return m
+    if e.committed_version == version:
+        return replace(m, stage=Stage.COMMITTED, reason="")
+    mine = (e.version, e.attempt) == (version, m.attempt)
+    if not mine or m.stage in LOST or e.stage in {Stage.WAITING, Stage.COMMITTED}:
+        return m
+    return replace(
+        m, stage=e.stage, reason=e.reason,
+        downloaded_bytes=e.downloaded_bytes, total_bytes=e.total_bytes,
+    )  # fmt: skip
+
+
+def _excused(r: Rollout, e: Excused, now_s: float) -> Result:
+    changed = {
+        name: replace(m, excused=e.reasons.get(name, ""))
+        for name, m in r.members.items()
+        if m.excused != e.reasons.get(name, "")
+    }
+    back = {
+        name: replace(m, deadline_s=now_s + r.plan.node_deadline_s)
+        for name, m in changed.items()
+        if not m.excused and m.wave <= r.wave and m.stage not in SETTLED
+    }
+    return replace(r, members={**r.members, **changed, **back}), ()
+
+
+def _tick(r: Rollout, e: Tick, now_s: float) -> Result:
+    reason = f"not committed within {r.plan.node_deadline_s:g} s"
+    late = {
+        name: replace(m, stage=Stage.FAILED, reason=f"{reason}; last seen {m.stage.name.lower()}")
+        for name, m in r.members.items()
+        if under_way(r, m) and now_s >= m.deadline_s
+    }
+    return (replace(r, members={**r.members, **late}) if late else r), ()
+
+
+def _pause(r: Rollout, e: Pause, now_s: float) -> Result:
+    return replace(r, state=State.PAUSED, reason=e.reason or "paused by a person"), ()
+
+
+def _resume(r: Rollout, e: Resume, now_s: float) -> Result:
+    refused = [target for target, supply in r.supplies.items() if supply.refusal]
+    again = {
+        name: replace(m, stage=Stage.WAITING, reason="")
+        for name, m in r.members.items()
+        if m.stage in LOST
+    }
+    closed = r.wave >= 0 and is_closed(r)
+    start = replace(
+        r,
+        state=State.PREPARING if r.wave < 0 else State.RUNNING,
+        reason="",
+        allowed=max(r.allowed, r.wave + 1) if closed else r.allowed,
+        members={**r.members, **again},
+        supplies={**r.supplies, **dict.fromkeys(refused, Supply())},
+    )
+    chosen, effects = choose_all(start)
+    return chosen, (*map(AskBundle, refused), *effects)
+
+
+def _abort(r: Rollout, e: Abort, now_s: float) -> Result:
+    back = {
+        name: replace(
+            m, stage=Stage.RETURNED, reason="the rollout was aborted", attempt=m.attempt + 1
+        )
+        for name, m in r.members.items()
+        if m.assigned and (e.revert or m.stage is not Stage.COMMITTED)
+    }
+    ended = replace(
+        r, state=State.ABORTED, reason=e.reason or "aborted by a person", ended_s=now_s,
+        members={**r.members, **back},
+    )  # fmt: skip
+    return ended, tuple(Restore(m.name, m.attempt) for m in back.values())
+
+
+def _stay(r: Rollout, e: Event, now_s: float) -> Result:
+    return r, ()
+
+
+def _refuse(r: Rollout, e: Event, now_s: float) -> Result:
+    verb = type(e).__name__.lower()
+    raise Conflict(
+        f"{verb} needs a rollout that goes on; {r.id} is {r.state.name.lower()}: "
+        f"{r.reason or 'it ended'}; deploy again"
+    )
+
+
+_COLUMNS: Final = tuple(State)
+# fmt: off
+_ROWS: Final[Mapping[type[Event], tuple[Rule, ...]]] = {
+    #             PREPARING       RUNNING         PAUSED          DONE     ABORTED  FAILED
+    BundleReady:  (_bundle_ready,  _bundle_ready,  _bundle_ready,  _stay,   _stay,   _stay),
+    BundleFailed: (_bundle_failed, _bundle_failed, _bundle_failed, _stay,   _stay,   _stay),
+    Reported:     (_reported,      _reported,      _reported,      _stay,   _stay,   _stay),
+    Excused:      (_excused,       _excused,       _excused,       _stay,   _stay,   _stay),
+    Tick:         (_tick,          _tick,          _tick,          _stay,   _stay,   _stay),
+    Pause:        (_pause,         _pause,         _stay,          _refuse, _refuse, _refuse),
+    Resume:       (_stay,          _stay,          _resume,        _refuse, _refuse, _refuse),
+    Abort:        (_abort,         _abort,         _abort,         _refuse, _stay,   _refuse),
+}
+# fmt: on
+RULES: Final[Mapping[tuple[State, type[Event]], Rule]] = {
+    (state, event): rule
+    for event, row in _ROWS.items()
+    for state, rule in zip(_COLUMNS, row, strict=True)
+}

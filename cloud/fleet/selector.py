@@ -1,0 +1,81 @@
+"""Which nodes are meant: `site=factory,camera!=old`, terms joined by commas, or `all`.
+
+`key=value` holds where the label is there with that value, `key!=value` where it is not, so also
+where the node has no such label. All terms must hold.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from triplane.proto.errors import InvalidInput
+
+ALL: Final = "all"
+MAX_SELECTOR_CHARS: Final = 1024
+MAX_LABELS: Final = 32
+LABEL_KEY: Final = re.compile(r"[a-z0-9][a-z0-9._/-]{0,62}")
+LABEL_VALUE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_TERM: Final = re.compile(r"([^=!]*)(=|!=)([^=!]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One condition on one label."""
+
+    key: str
+    value: str
+    wanted: bool
+
+    def holds(self, labels: Mapping[str, str]) -> bool:
+        """Whether a node with these labels is meant."""
+        return (labels.get(self.key) == self.value) is self.wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """Conditions that all hold; none for every node."""
+
+    terms: tuple[Term, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Selector:
+        """Of the text that people write; InvalidInput names the term that is none."""
+        if len(text) > MAX_SELECTOR_CHARS:
+            raise InvalidInput(f"a selector has at most {MAX_SELECTOR_CHARS} characters")
+        if text.strip() == ALL:
+            return cls()
+        if not text.strip():
+            raise InvalidInput('an empty selector is refused; write "all" for every node')
+        return cls(tuple(_term(term.strip()) for term in text.split(",")))
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        """Whether all terms hold for these labels."""
+        return all(term.holds(labels) for term in self.terms)
+
+
+def _term(text: str) -> Term:
+    found = _TERM.fullmatch(text)
+    if found is None:
+        raise InvalidInput(
+            f"a selector's term is key=value or key!=value, got {text!r}; "
+            "join terms by commas, as site=factory,camera!=old"
+        )
+    key, sign, value = (part.strip() for part in found.groups())
+    check_label(key, value)
+    return Term(key, value, sign == "=")
+
+
+def check_label(key: str, value: str) -> None:
+    """InvalidInput where a label is not one that a selector can name."""
+    if not LABEL_KEY.fullmatch(key):
+        raise InvalidInput(
+            f"a label's key is 1 to 63 of a-z, 0-9, '.', '_', '-', '/', got {key[:100]!r}"
+        )
+    if not LABEL_VALUE.fullmatch(value):
+        raise InvalidInput(
+            f"the value of label {key} is 1 to 63 letters, digits, '.', '_', '-', "
+            f"got {value[:100]!r}"
+        )

@@ -1,0 +1,153 @@
+"""What follows from what is known of a rollout: waves that open, pauses, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from triplane.cloud.fleet.facts import (
+    LOST,
+    SETTLED,
+    Assign,
+    Effect,
+    Member,
+    Result,
+    Rollout,
+    Stage,
+    State,
+)
+from triplane.cloud.fleet.waves import exceeds, least
+
+
+def settle(r: Rollout, now_s: float) -> Result:
+    """Draw what follows until nothing does."""
+    effects: tuple[Effect, ...] = ()
+    while r.state in {State.PREPARING, State.RUNNING}:
+        before = r
+        r, more = (_prepare if r.state is State.PREPARING else _run)(r, now_s)
+        effects += more
+        if r is before:
+            break
+    return r, effects
+
+
+def _prepare(r: Rollout, now_s: float) -> Result:
+    counted = [m for m in r.members.values() if not m.excused]
+    hopeful = [m for m in counted if m.stage is not Stage.FAILED]
+    if not hopeful:
+        why = counted[0].reason if counted else "every node of it is excused"
+        what = f"{r.plan.model}@{r.plan.version}"
+        reason = f"no node can take {what}: {why}"
+        return replace(r, state=State.FAILED, reason=reason, ended_s=now_s), ()
+    reason = _missing(r, hopeful)
+    if reason:
+        return (r if reason == r.reason else replace(r, reason=reason)), ()
+    return _open(replace(r, state=State.RUNNING), 0, now_s), ()
+
+
+def _missing(r: Rollout, members: Iterable[Member]) -> str:
+    """Bundles and signatures that the members wait for; empty where all are there."""
+    targets = sorted({m.target for m in members if m.target})
+    making = [t for t in targets if r.supplies[t].needs is None]
+    unsigned = [t for t in targets if t not in making and not r.supplies[t].path]
+    what = f"{r.plan.model}@{r.plan.version}"
+    parts = [f"waits for the bundle of {what} for {', '.join(making)}"] if making else []
+    parts += [
+        f"waits for a signature (triplane sign {what} --target {target} --keys DIR)"
+        for target in unsigned
+    ]
+    return "; ".join(parts)
+
+
+def _open(r: Rollout, wave: int, now_s: float) -> Rollout:
+    deadline_s = now_s + r.plan.node_deadline_s
+    opened = {
+        name: replace(m, deadline_s=deadline_s)
+        for name, m in r.members.items()
+        if m.wave == wave and m.stage not in SETTLED
+    }
+    return replace(r, wave=wave, reason="", members={**r.members, **opened})
+
+
+def _run(r: Rollout, now_s: float) -> Result:
+    assigned, effects = _assign(r, now_s)
+    if assigned is not r:
+        return assigned, effects
+    for wave in range(r.wave + 1):
+        counted, lost = _tally(r, wave, LOST)
+        if exceeds(lost, r.plan.failure_share, counted):
+            share = f"more than {r.plan.failure_share:.4g} of them"
+            return _paused(r, f"{lost} of {counted} nodes of wave {wave + 1} failed, {share}"), ()
+    return (_run_closed(r, now_s) if is_closed(r) else _run_open(r)), ()
+
+
+def _assign(r: Rollout, now_s: float) -> Result:
+    ready = [m for m in r.members.values() if _assignable(r, m)]
+    if not ready:
+        return r, ()
+    effects = []
+    members = dict(r.members)
+    for m in ready:
+        has = m.committed_version == r.plan.version
+        made = replace(
+            m, assigned=True, attempt=m.attempt + 1,
+            stage=Stage.COMMITTED if has else Stage.ASSIGNED, reason="",
+            deadline_s=now_s + r.plan.node_deadline_s, downloaded_bytes=0, total_bytes=0,
+        )  # fmt: skip
+        members[m.name] = made
+        effects.append(Assign(m.name, r.supplies[m.target].path, made.attempt))
+    return replace(r, members=members), tuple(effects)
+
+
+def _assignable(r: Rollout, m: Member) -> bool:
+    if m.stage is not Stage.WAITING or m.excused or m.wave > r.wave or not m.target:
+        return False
+    return bool(r.supplies[m.target].path)
+
+
+def _run_open(r: Rollout) -> Rollout:
+    """The open wave has not reached its share: wait, or pause where it no longer can."""
+    counted, done = _tally(r, r.wave, {Stage.COMMITTED})
+    going = sum(under_way(r, m) for m in r.members.values() if m.wave == r.wave)
+    need = least(r.plan.success_share, counted)
+    said = f"wave {r.wave + 1}: {done} of {counted} nodes committed, {need} needed"
+    if done + going < need:
+        return _paused(r, f"{said}, and the others failed")
+    missing = _missing(r, [m for m in r.members.values() if under_way(r, m) and not m.assigned])
+    return _waiting(r, f"{said}; {missing}" if missing else said)
+
+
+def _run_closed(r: Rollout, now_s: float) -> Rollout:
+    going = sum(under_way(r, m) for m in r.members.values())
+    if r.wave + 1 < len(r.plan.waves):
+        if r.wave + 1 > r.allowed:
+            return _paused(r, f"wave {r.wave + 1} is done; resume opens wave {r.wave + 2}")
+        return _open(r, r.wave + 1, now_s)
+    if going:
+        return _waiting(r, f"all waves reached their share; {going} nodes are still under way")
+    return replace(r, state=State.DONE, reason="", ended_s=now_s)
+
+
+def _waiting(r: Rollout, reason: str) -> Rollout:
+    return r if r.reason == reason else replace(r, reason=reason)
+
+
+def _paused(r: Rollout, reason: str) -> Rollout:
+    return replace(r, state=State.PAUSED, reason=reason)
+
+
+def is_closed(r: Rollout) -> bool:
+    """Whether the open wave reached its share of committed nodes."""
+    counted, done = _tally(r, r.wave, {Stage.COMMITTED})
+    return done >= least(r.plan.success_share, counted)
+
+
+def _tally(r: Rollout, wave: int, stages: Iterable[Stage]) -> tuple[int, int]:
+    """(nodes of a wave that count, those of them in one of the stages)."""
+    counted = [m for m in r.members.values() if m.wave == wave and not m.excused]
+    return len(counted), sum(m.stage in stages for m in counted)
+
+
+def under_way(r: Rollout, m: Member) -> bool:
+    """Whether the node's wave opened and it may still commit."""
+    return m.wave <= r.wave and not m.excused and m.stage not in SETTLED
