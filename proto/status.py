@@ -8,11 +8,12 @@ error: the caller gets a constant text and an incident id, the log gets the trac
 import contextlib
 import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Final, NoReturn, Protocol
 
 import grpc
+import grpc.aio
 
 from triplane.proto.errors import (
     Conflict,
@@ -43,6 +44,13 @@ class Aborting(Protocol):
     """What `status_of` needs of a servicer context."""
 
     def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        """End the call with `code`; raises."""
+
+
+class AbortingLater(Protocol):
+    """The same of a grpc.aio context."""
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
         """End the call with `code`; raises."""
 
 
@@ -105,6 +113,18 @@ def status_of(context: Aborting) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 -- the process edge: `describe` logs it
         code, text = describe(error)
         context.abort(code, text)
+
+
+@contextlib.asynccontextmanager
+async def status_of_aio(context: AbortingLater) -> AsyncIterator[None]:
+    """`status_of` for a servicer of grpc.aio."""
+    try:
+        yield
+    except (grpc.aio.AbortError, grpc.aio.UsageError):
+        raise
+    except Exception as error:  # noqa: BLE001 -- the process edge: `describe` logs it
+        code, text = describe(error)
+        await context.abort(code, text)
 
 
 def error_from(error: grpc.RpcError) -> TriplaneError:

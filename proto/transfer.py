@@ -1,0 +1,423 @@
+"""Files of any size between two machines, in chunks, resumable in both directions.
+
+`BlobFolder` is the receiving half of both: complete blobs under their SHA-256, unfinished ones in
+`partial/`. A byte counts as received once it is synced, and as arrived once the whole has its
+digest. A blob's name is its digest and nothing else, so no name can lead out of the folder.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from triplane.proto import transfer_pb2 as pb
+from triplane.proto.disk import OS_DISK, AppendFile, Disk
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from triplane.proto.status import error_from, status_of_aio
+from triplane.proto.transfer_pb2_grpc import TransferServicer as Base
+from triplane.proto.transfer_pb2_grpc import TransferStub
+
+CHUNK_BYTES: Final = 1 << 20
+SYNC_BYTES: Final = 16 << 20
+"""Received bytes between two syncs: what a crash can cost."""
+MAX_BLOB_BYTES: Final = 16 << 30
+RESERVE_BYTES: Final = 64 << 20
+"""Disk space that is never filled."""
+TRIES: Final = 8
+WAIT_S: Final = 0.25
+"""Before the first retry; doubles up to `MAX_WAIT_S`."""
+MAX_WAIT_S: Final = 5.0
+MIN_BYTES_PER_S: Final = 16 << 10
+PATIENCE_S: Final = 30.0
+"""A transfer slower than `MIN_BYTES_PER_S` over this long is given up."""
+
+Report = Callable[[int, int], None]
+"""Told (bytes so far, bytes in all)."""
+
+
+def _quiet(_done: int, _size: int) -> None:
+    """Tell nobody."""
+
+
+class BlobFolder:
+    """Blobs by SHA-256 under `folder`. Safe to use from many threads; one process per folder."""
+
+    def __init__(
+        self, folder: Path, disk: Disk = OS_DISK, *, max_bytes: int = MAX_BLOB_BYTES
+    ) -> None:
+        self.folder = Path(folder)
+        self.partial = self.folder / "partial"
+        self.disk = disk
+        self.max_bytes = max_bytes
+        self._busy: set[bytes] = set()
+        self._lock = threading.Lock()
+        disk.make_folder(self.partial)
+
+    def path(self, sha256: bytes) -> Path:
+        """Where the blob is, or would be."""
+        if len(sha256) != 32:
+            raise InvalidInput(f"a blob is named by 32 bytes of SHA-256, got {len(sha256)}")
+        return self.folder / sha256.hex()
+
+    def find(self, sha256: bytes) -> Path:
+        """The complete blob. NotFound."""
+        path = self.path(sha256)
+        if not path.is_file():
+            raise NotFound(f"no blob {sha256.hex()[:16]}... here; upload it first")
+        return path
+
+    def has(self, sha256: bytes) -> bool:
+        """Whether the blob is complete."""
+        return self.path(sha256).is_file()
+
+    def stored(self, sha256: bytes, size: int) -> pb.Progress:
+        """How much of a blob is here."""
+        path = self.path(sha256)
+        if path.is_file():
+            return pb.Progress(stored=path.stat().st_size, complete=True)
+        partial = self.partial / sha256.hex()
+        return pb.Progress(stored=min(partial.stat().st_size if partial.is_file() else 0, size))
+
+    @contextlib.contextmanager
+    def receive(self, sha256: bytes, size: int) -> Iterator["Receiving"]:
+        """Take one blob in, going on where an earlier try stopped.
+
+        InvalidInput: too large. Conflict: it is being received already. Unavailable: disk space.
+        """
+        path = self.path(sha256)
+        if not 0 <= size <= self.max_bytes:
+            raise InvalidInput(f"a blob has at most {self.max_bytes} bytes here, got {size}")
+        with self._lock:
+            if sha256 in self._busy:
+                raise Conflict(f"blob {sha256.hex()[:16]}... is being received already; wait")
+            self._busy.add(sha256)
+        try:
+            receiving = Receiving(self, path, self.partial / path.name, sha256, size)
+            try:
+                yield receiving
+            finally:
+                receiving.close()
+        finally:
+            with self._lock:
+                self._busy.discard(sha256)
+
+    def put(self, data: bytes) -> bytes:
+        """Store a blob of ours; returns its name."""
+        sha256 = hashlib.sha256(data).digest()
+        if not self.has(sha256):
+            with self.receive(sha256, len(data)) as receiving:
+                receiving.restart()
+                receiving.write(data)
+                receiving.finish()
+        return sha256
+
+    def put_file(self, source: Path) -> bytes:
+        """Store a copy of a file; returns its name."""
+        sha256, size = digest_of(source), source.stat().st_size
+        if not self.has(sha256):
+            with self.receive(sha256, size) as receiving, source.open("rb") as file:
+                file.seek(receiving.stored)
+                while chunk := file.read(CHUNK_BYTES):
+                    receiving.write(chunk)
+                receiving.finish()
+        return sha256
+
+    def remove(self, sha256: bytes) -> None:
+        """Drop a blob and what is unfinished of it."""
+        for path in (self.path(sha256), self.partial / sha256.hex()):
+            with contextlib.suppress(FileNotFoundError):
+                self.disk.remove(path)
+
+
+class Receiving:
+    """One blob on its way in; `BlobFolder.receive` makes it."""
+
+    def __init__(self, to: BlobFolder, path: Path, partial: Path, sha256: bytes, size: int) -> None:
+        self._to, self._path, self._partial = to, path, partial
+        self.sha256, self.size = sha256, size
+        self._file: AppendFile | None = None
+        self._unsynced = 0
+        self._have = partial.stat().st_size if partial.is_file() else 0
+        if self._have > size:
+            self.restart()
+        self._require_space()
+
+    @property
+    def stored(self) -> int:
+        """Bytes here; the next one to write is at this offset."""
+        return self._have
+
+    def write(self, chunk: bytes) -> None:
+        """Add the next bytes. InvalidInput beyond the size."""
+        if self._have + len(chunk) > self.size:
+            raise InvalidInput(
+                f"blob {self.sha256.hex()[:16]}... has {self.size} bytes; {len(chunk)} more after "
+                f"{self._have} were sent"
+            )
+        if self._file is None:
+            self._file = AppendFile(self._partial, self._to.disk)
+        self._file.write(chunk)
+        self._have += len(chunk)
+        self._unsynced += len(chunk)
+        if self._unsynced >= SYNC_BYTES:
+            self.sync()
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        if self._file is not None:
+            self._file.sync()
+        self._unsynced = 0
+
+    def finish(self) -> Path:
+        """Verify the whole and give it its name. Corrupt, and the bytes are dropped."""
+        if self._have != self.size:
+            raise InvalidInput(f"{self._have} of {self.size} bytes are here; send the rest")
+        if self._file is None:
+            self._file = AppendFile(self._partial, self._to.disk)
+        self.sync()
+        found = digest_of(self._partial)
+        if found != self.sha256:
+            self.restart()
+            raise Corrupt(
+                f"blob {self.sha256.hex()[:16]}...: the bytes received have the digest "
+                f"{found.hex()[:16]}...; they were dropped, send it again from the start"
+            )
+        self.close()
+        try:
+            self._to.disk.replace(self._partial, self._path)
+            self._to.disk.sync_folder(self._path.parent)
+        except OSError as error:
+            raise Unavailable(f"could not store {self._path}: {error}") from error
+        return self._path
+
+    def restart(self) -> None:
+        """Forget what is here of this blob."""
+        self.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._to.disk.remove(self._partial)
+        self._have = self._unsynced = 0
+
+    def close(self) -> None:
+        """Let go of the file; what is synced stays for the next try."""
+        if self._file is not None:
+            with contextlib.suppress(Unavailable):
+                self._file.sync()
+            self._file.close()
+            self._file = None
+
+    def _require_space(self) -> None:
+        space = os.statvfs(self._to.folder)
+        free = space.f_bavail * space.f_frsize
+        if free < self.size - self._have + RESERVE_BYTES:
+            raise Unavailable(
+                f"{self.size - self._have} bytes to come and {RESERVE_BYTES} in reserve, but "
+                f"{self._to.folder} has {free} bytes free; make room and try again"
+            )
+
+
+def digest_of(path: Path) -> bytes:
+    """SHA-256 of a file, read once."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def chunks_of(path: Path, offset: int) -> Iterator[bytes]:
+    """The bytes of a file from `offset` on, `CHUNK_BYTES` at a time."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+class _Pace:
+    """Gives up a transfer that crawls or lasts too long."""
+
+    def __init__(self, deadline_s: float | None) -> None:
+        self._until = time.monotonic() + deadline_s if deadline_s is not None else None
+        self._since, self._bytes = time.monotonic(), 0
+
+    def moved(self, n_bytes: int) -> None:
+        """Count bytes. Unavailable when too few came for too long."""
+        self._bytes += n_bytes
+        now = time.monotonic()
+        if self._until is not None and now > self._until:
+            raise Unavailable("the transfer did not end within its deadline")
+        if now - self._since >= PATIENCE_S:
+            rate = self._bytes / (now - self._since)
+            if rate < MIN_BYTES_PER_S:
+                raise Unavailable(
+                    f"the other side sends {rate:.0f} bytes/s, at least {MIN_BYTES_PER_S} are due"
+                )
+            self._since, self._bytes = now, 0
+
+
+def upload(channel: grpc.Channel, path: Path, progress: Report = _quiet) -> bytes:
+    """Send a file; returns its SHA-256 once the other side has all of it on disk.
+
+    Goes on where an earlier call stopped, and tries again over a broken link.
+    """
+    sha256, size = digest_of(path), path.stat().st_size
+    stub = TransferStub(channel)
+    for attempt in _tries():
+        try:
+            have = stub.Stat(pb.StatRequest(sha256=sha256, size=size))
+            if not have.complete:
+                have = stub.Upload(_upload_chunks(path, sha256, size, have.stored, progress))
+        except grpc.RpcError as error:
+            attempt(error_from(error))
+            continue
+        if have.complete:
+            progress(size, size)
+            return sha256
+    raise AssertionError("the tries end with an error")
+
+
+def _upload_chunks(
+    path: Path, sha256: bytes, size: int, offset: int, progress: Report
+) -> Iterator[pb.UploadChunk]:
+    yield pb.UploadChunk(sha256=sha256, size=size, offset=offset)
+    for chunk in chunks_of(path, offset):
+        yield pb.UploadChunk(data=chunk)
+        offset += len(chunk)
+        progress(offset, size)
+
+
+def download(
+    channel: grpc.Channel,
+    sha256: bytes,
+    size: int,
+    into: BlobFolder,
+    progress: Report = _quiet,
+    *,
+    deadline_s: float | None = None,
+) -> Path:
+    """Fetch a blob of exactly `size` bytes; returns its file, verified.
+
+    Goes on where an earlier call stopped. Corrupt: other bytes came. Unavailable: the link is down,
+    too slow, or the disk is full.
+    """
+    if into.has(sha256):
+        return into.find(sha256)
+    stub, pace = TransferStub(channel), _Pace(deadline_s)
+    with into.receive(sha256, size) as receiving:
+        for attempt in _tries():
+            try:
+                _pull(stub, receiving, progress, pace)
+            except grpc.RpcError as error:
+                attempt(error_from(error))
+                continue
+            return receiving.finish()
+    raise AssertionError("the tries end with an error")
+
+
+def _pull(stub: TransferStub, receiving: Receiving, progress: Report, pace: _Pace) -> None:
+    request = pb.DownloadRequest(sha256=receiving.sha256, offset=receiving.stored)
+    if receiving.stored == receiving.size:
+        return
+    call = stub.Download(request)
+    watch = threading.Timer(PATIENCE_S, call.cancel)  # against a side that sends nothing at all
+    watch.daemon = True
+    watch.start()
+    try:
+        for chunk in call:
+            watch.cancel()
+            if chunk.size != receiving.size or not 0 < len(chunk.data) <= CHUNK_BYTES:
+                raise Corrupt(
+                    f"the other side says the blob has {chunk.size} bytes, signed are "
+                    f"{receiving.size}; or a chunk of {len(chunk.data)} bytes"
+                )
+            receiving.write(chunk.data)
+            pace.moved(len(chunk.data))
+            progress(receiving.stored, receiving.size)
+    finally:
+        watch.cancel()
+        call.cancel()
+
+
+def _tries() -> Iterator[Callable[[Exception], None]]:
+    """Yields a function to report a failure to: it raises what a retry cannot mend."""
+    wait_s = WAIT_S
+    for left in range(TRIES - 1, -1, -1):
+
+        def failed(error: Exception, left: int = left) -> None:
+            if not left or not isinstance(error, Unavailable):
+                raise error
+
+        yield failed
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, MAX_WAIT_S)
+
+
+Allowed = Callable[[bytes], Awaitable[None]]
+
+
+async def _everybody(_sha256: bytes) -> None:
+    """Let every caller read."""
+
+
+class TransferServicer(Base):
+    """The cloud's half, for grpc.aio; `may_read` raises for a caller that may not have a blob."""
+
+    def __init__(self, blobs: BlobFolder, may_read: Allowed = _everybody) -> None:
+        """`may_read` raises for a blob that the caller may not have."""
+        self._blobs, self._may_read = blobs, may_read
+
+    async def Stat(self, request: pb.StatRequest, context: Any) -> pb.Progress:
+        """See transfer.proto."""
+        async with status_of_aio(context):
+            return self._blobs.stored(request.sha256, request.size)
+        raise AssertionError
+
+    async def Upload(self, request_iterator: Any, context: Any) -> pb.Progress:
+        """See transfer.proto."""
+        async with status_of_aio(context):
+            return await self._take(request_iterator)
+        raise AssertionError
+
+    async def _take(self, chunks: AsyncIterator[pb.UploadChunk]) -> pb.Progress:
+        first = await anext(aiter(chunks), None)
+        if first is None:
+            raise InvalidInput("an upload begins with a chunk that names the blob")
+        if self._blobs.has(first.sha256):
+            return self._blobs.stored(first.sha256, first.size)
+        with self._blobs.receive(first.sha256, first.size) as receiving:
+            if first.offset != receiving.stored:
+                raise Conflict(
+                    f"{receiving.stored} bytes are here, the upload begins at {first.offset}; ask "
+                    "Stat where to go on"
+                )
+            if first.data:
+                await self._write(receiving, first)
+            async for chunk in chunks:
+                await self._write(receiving, chunk)
+            await asyncio.to_thread(receiving.sync)
+            if receiving.stored < receiving.size:
+                return pb.Progress(stored=receiving.stored)
+            await asyncio.to_thread(receiving.finish)
+            return pb.Progress(stored=receiving.size, complete=True)
+
+    async def _write(self, receiving: Receiving, chunk: pb.UploadChunk) -> None:
+        if len(chunk.data) > CHUNK_BYTES:
+            raise InvalidInput(f"a chunk has at most {CHUNK_BYTES} bytes, got {len(chunk.data)}")
+        await asyncio.to_thread(receiving.write, chunk.data)
+
+    async def Download(
+        self, request: pb.DownloadRequest, context: Any
+    ) -> AsyncIterator[pb.DownloadChunk]:
+        """See transfer.proto."""
+        async with status_of_aio(context):
+            await self._may_read(request.sha256)
+            path = self._blobs.find(request.sha256)
+            size = path.stat().st_size
+            if request.offset > size:
+                raise InvalidInput(f"the blob has {size} bytes; {request.offset} is beyond its end")
+            pieces = chunks_of(path, request.offset)
+            while (data := await asyncio.to_thread(next, pieces, None)) is not None:
+                yield pb.DownloadChunk(size=size, data=data)

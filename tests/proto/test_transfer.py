@@ -1,0 +1,154 @@
+import asyncio
+import contextlib
+import os
+import threading
+
+import grpc
+import grpc.aio
+import pytest
+
+from triplane.proto import transfer_pb2 as pb
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+from triplane.proto.status import error_from
+from triplane.proto.transfer import BlobFolder, TransferServicer, digest_of, download, upload
+from triplane.proto.transfer_pb2_grpc import TransferStub, add_TransferServicer_to_server
+
+
+@contextlib.contextmanager
+def serving(blobs):
+    """The cloud's half on a loopback port, in a thread with a loop of its own."""
+    ready, done, address = threading.Event(), None, []
+
+    async def main():
+        nonlocal done
+        done = asyncio.Event()
+        server = grpc.aio.server()
+        add_TransferServicer_to_server(TransferServicer(blobs), server)
+        address.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+        await server.start()
+        loops.append(asyncio.get_running_loop())
+        ready.set()
+        await done.wait()
+        await server.stop(0)
+
+    loops: list[asyncio.AbstractEventLoop] = []
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    ready.wait(10)
+    try:
+        with grpc.insecure_channel(address[0]) as channel:
+            yield channel
+    finally:
+        loops[0].call_soon_threadsafe(done.set)
+        thread.join(10)
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    blobs = BlobFolder(tmp_path / "cloud")
+    with serving(blobs) as channel:
+        yield blobs, channel
+
+
+def file_of(tmp_path, n_bytes):
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(n_bytes))
+    return path
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, (1 << 20) - 1, 1 << 20, 3_500_000])
+def test_a_file_goes_up_and_down_unchanged(tmp_path, cloud, n_bytes):
+    blobs, channel = cloud
+    path = file_of(tmp_path, n_bytes)
+    sha256 = upload(channel, path)
+    assert blobs.find(sha256).read_bytes() == path.read_bytes()
+    node = BlobFolder(tmp_path / "node")
+    assert download(channel, sha256, n_bytes, node).read_bytes() == path.read_bytes()
+
+
+def test_an_upload_goes_on_where_it_stopped(tmp_path, cloud):
+    blobs, channel = cloud
+    path = file_of(tmp_path, 3_000_000)
+    sha256 = digest_of(path)
+    with blobs.receive(sha256, 3_000_000) as receiving:
+        receiving.write(path.read_bytes()[:1_700_000])
+    told = []
+    assert upload(channel, path, lambda done, _: told.append(done)) == sha256
+    assert min(told) > 1_700_000
+    assert blobs.find(sha256).read_bytes() == path.read_bytes()
+
+
+def test_a_damaged_start_is_dropped_and_the_next_try_arrives(tmp_path, cloud):
+    _, channel = cloud
+    path = file_of(tmp_path, 2_000_000)
+    sha256 = upload(channel, path)
+    node = BlobFolder(tmp_path / "node")
+    with node.receive(sha256, 2_000_000) as receiving:
+        receiving.write(bytes(1_000_000))
+    with pytest.raises(Corrupt, match="dropped, send it again"):
+        download(channel, sha256, 2_000_000, node)
+    assert download(channel, sha256, 2_000_000, node).read_bytes() == path.read_bytes()
+
+
+def test_another_size_than_the_signed_one_is_corrupt_and_leaves_no_blob(tmp_path, cloud):
+    _, channel = cloud
+    sha256 = upload(channel, file_of(tmp_path, 2_000_000))
+    node = BlobFolder(tmp_path / "node")
+    with pytest.raises(Corrupt, match="signed are 1000000"):
+        download(channel, sha256, 1_000_000, node)
+    assert not node.has(sha256)
+
+
+def test_an_absent_blob_is_not_found(tmp_path, cloud):
+    _, channel = cloud
+    with pytest.raises(NotFound, match="no blob"):
+        download(channel, bytes(32), 10, BlobFolder(tmp_path / "node"))
+
+
+@pytest.mark.parametrize("name", [b"", b"../../etc/passwd", bytes(31), bytes(33)])
+def test_a_name_that_is_no_digest_is_refused(cloud, name):
+    _, channel = cloud
+    with pytest.raises(grpc.RpcError) as caught:
+        TransferStub(channel).Stat(pb.StatRequest(sha256=name, size=1))
+    assert isinstance(error_from(caught.value), InvalidInput)
+
+
+def refused(channel, chunks):
+    with pytest.raises(grpc.RpcError) as caught:
+        TransferStub(channel).Upload(iter(chunks))
+    return error_from(caught.value)
+
+
+def test_endless_data_is_refused_at_the_size(cloud):
+    blobs, channel = cloud
+    first = pb.UploadChunk(sha256=bytes(32), size=1500, data=bytes(1000))
+    error = refused(channel, [first, *[pb.UploadChunk(data=bytes(1000))] * 3])
+    assert isinstance(error, InvalidInput)
+    assert blobs.stored(bytes(32), 1500).stored <= 1500
+
+
+def test_a_gap_is_refused(cloud):
+    _, channel = cloud
+    error = refused(channel, [pb.UploadChunk(sha256=bytes(32), size=1500, offset=7)])
+    assert isinstance(error, Conflict)
+
+
+def test_a_chunk_beyond_the_limit_is_refused(cloud):
+    _, channel = cloud
+    first = pb.UploadChunk(sha256=bytes(32), size=3 << 20, data=bytes((1 << 20) + 1))
+    assert "at most 1048576 bytes" in str(refused(channel, [first]))
+
+
+def test_a_blob_beyond_the_quota_is_refused_before_a_byte(tmp_path):
+    blobs = BlobFolder(tmp_path / "b", max_bytes=100)
+    with (
+        pytest.raises(InvalidInput, match="at most 100 bytes here, got 101"),
+        blobs.receive(bytes(32), 101),
+    ):
+        pass
+
+
+def test_one_blob_is_received_once_at_a_time(tmp_path):
+    blobs = BlobFolder(tmp_path / "b")
+    with blobs.receive(bytes(32), 10), pytest.raises(Conflict), blobs.receive(bytes(32), 10):
+        pass
