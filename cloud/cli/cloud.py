@@ -13,7 +13,7 @@ from triplane.cloud.cli.connection import (
     client_options,
     home_option,
 )
-from triplane.cloud.cli.options import DURATION, LABEL
+from triplane.cloud.cli.options import DURATION, LABEL, SHARE
 from triplane.unified_ir.cli.shell import json_option, open_output
 
 if TYPE_CHECKING:
@@ -58,6 +58,22 @@ way you trust. It also pins this cloud's authority, so the machine cannot be lur
 Roles: viewer looks; operator also pushes, deploys and lets others in; signer also submits signed
 metadata; node runs models; device learns.
 """
+
+
+POLICY_EPILOG = """\b
+Example, with the offline folder plugged in:
+  triplane cloud policy set digits --golden held_out.npz --floor 95% --share 10% --keys DIR
+  triplane deploy digits@5 --to all --role auto
+
+\b
+A model that is trained again every night needs no signature each time, once a person has signed
+what is good enough. Each node measures a version on these samples before it serves it. A cloud
+that was broken into cannot change the samples, the floor or the share.
+"""
+KEYS = click.option(
+    "--keys", required=True, type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="DIR", help="The offline folder that `triplane cloud init` wrote.",
+)  # fmt: skip
 
 
 @click.group("cloud")
@@ -225,6 +241,73 @@ def renew(*, identity: Path | None, as_json: bool) -> None:
     made = renew_at(IdentityFolder(identity_path(identity)).load())
     text = f"{made.name}: certificate ends {until(made.expires_s)}"
     open_output(as_json).result({"name": made.name, "expires_s": made.expires_s}, text)
+
+
+@command.group("policy")
+def policy() -> None:
+    """What the cloud may release without a person; signed offline, applied by every node."""
+
+
+@policy.command("show")
+@client_options
+def policy_show(*, identity: Path | None, as_json: bool) -> None:
+    """Show which models may be released by themselves, and within which bounds."""
+    from triplane.cloud.cli.policies import shown
+
+    with calls(identity) as cloud:
+        record, text = shown(cloud)
+    open_output(as_json).result(record, text)
+
+
+@policy.command("set", epilog=POLICY_EPILOG)
+@click.argument("model")
+@click.option(
+    "--golden", required=True, metavar="FILE.npz",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Labelled samples (x and y) on which every node measures a version.",
+)  # fmt: skip
+@click.option(
+    "--floor", required=True, type=SHARE, metavar="SHARE",
+    help="The least accuracy on them, as 95%; below it a node refuses.",
+)  # fmt: skip
+@click.option(
+    "--share", type=SHARE, default="100%", show_default=True, metavar="SHARE",
+    help="Of the nodes, which ever take a version that no person released.",
+)  # fmt: skip
+@KEYS
+@client_options
+def policy_set(
+    *,
+    model: str,
+    golden: Path,
+    floor: float,
+    share: float,
+    keys: Path,
+    identity: Path | None,
+    as_json: bool,
+) -> None:
+    """Let the cloud release MODEL by itself, within bounds that nodes apply."""
+    from triplane.cloud.cli.policies import allow
+
+    output = open_output(as_json)
+    with calls(identity) as cloud:
+        record, text = allow(
+            cloud, output, model=model, golden=golden, floor=floor, share=share, keys=keys
+        )
+    output.result(record, text)
+
+
+@policy.command("remove")
+@click.argument("model")
+@KEYS
+@client_options
+def policy_remove(*, model: str, keys: Path, identity: Path | None, as_json: bool) -> None:
+    """Let MODEL be released by people only."""
+    from triplane.cloud.cli.policies import forbid
+
+    with calls(identity) as cloud:
+        record, text = forbid(cloud, model=model, keys=keys)
+    open_output(as_json).result(record, text)
 
 
 @command.command("revoke")

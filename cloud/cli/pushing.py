@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,7 @@ from triplane.unified_ir.cli.shell import Output
 
 BUNDLE_WAIT_S: Final = 900.0
 BUNDLE_CALL_S: Final = 30.0
+ASK_AGAIN_S: Final = 0.2
 
 
 def push_file(
@@ -76,11 +78,13 @@ def _sent(cloud: Calls, output: Output, file: Path | None) -> bytes:
 
 
 def _made(cloud: Calls, output: Output, version: Version, target: str) -> Bundle:
-    """The finished bundle; asks again while it is being converted."""
-    import time
-
     reference = f"{version.model}@{version.version}"
     output.note(f"converting {reference} for {target}")
+    return wait_for_bundle(cloud, reference, target)
+
+
+def wait_for_bundle(cloud: Calls, reference: str, target: str) -> Bundle:
+    """The finished bundle; asks again while it is being converted."""
     request = GetBundleRequest(reference=reference, target=target)
     deadline_s = time.monotonic() + BUNDLE_WAIT_S
     while time.monotonic() < deadline_s:
@@ -90,6 +94,7 @@ def _made(cloud: Calls, output: Output, version: Version, target: str) -> Bundle
             return bundle
         if bundle and state == "failed":
             raise InvalidInput(f"{reference} does not convert for {target}: {bundle.reason}")
+        time.sleep(ASK_AGAIN_S)
     raise Unavailable(
         f"the bundle of {reference} for {target} was not ready within {BUNDLE_WAIT_S:.0f} s; the "
         f"conversion goes on, look with: triplane registry show {reference}"

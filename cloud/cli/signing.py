@@ -1,0 +1,44 @@
+"""What `triplane sign` does and says; the checks are `triplane.cloud.trust.signing`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from triplane.cloud.cli.connection import Calls
+from triplane.cloud.cli.remote import remote_at
+from triplane.cloud.trust.signing import Signed, sign_release
+from triplane.unified_ir.cli.shell import Output
+
+
+def sign(
+    cloud: Calls, reference: str, target: str, keys: Path, output: Output
+) -> tuple[dict[str, Any], str]:
+    """The record and the text of what was signed."""
+    with remote_at(cloud) as remote:
+        signed = sign_release(remote, reference, target, keys, progress=output.note)
+    done = signed.submitted
+    record = {
+        "published": done.published,
+        "signatures": done.signatures,
+        "threshold": done.threshold,
+        "version": done.version,
+        "targets": [
+            {"path": found.path, "sha256": found.sha256.hex(), "length": found.length}
+            for found in signed.targets
+        ],
+    }
+    return record, _text(signed)
+
+
+def _text(signed: Signed) -> str:
+    done = signed.submitted
+    lines = [f"{found.path}: sha256 {found.sha256.hex()}" for found in signed.targets]
+    if done.published:
+        lines.append("signed and published; nodes accept it")
+    else:
+        lines.append(
+            f"{done.signatures} of {done.threshold} signatures; the other signers run the same "
+            "command"
+        )
+    return "\n".join(lines)
