@@ -1,8 +1,7 @@
 """`triplane.metadata.v1.Metadata` over a repository: decode, call, encode."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -10,7 +9,7 @@ import grpc
 from triplane.cloud.trust.repository import Repository, Submitted
 from triplane.proto import metadata_pb2 as pb
 from triplane.proto.metadata_pb2_grpc import MetadataServicer as Servicer
-from triplane.proto.status import describe
+from triplane.proto.status import status_of_aio
 
 Recorded = Callable[[str, Submitted], Awaitable[None]]
 """Told of every accepted submission (role, what became of it) before it is answered."""
@@ -30,13 +29,13 @@ class MetadataServicer(Servicer):
 
     async def Get(self, request: pb.GetRequest, context: _Context) -> pb.GetResponse:
         """See metadata.proto."""
-        async with _answering(context):
+        async with status_of_aio(context):
             data = await asyncio.to_thread(self._repository.get, request.name)
             return pb.GetResponse(metadata=data)
 
     async def Submit(self, request: pb.SubmitRequest, context: _Context) -> pb.SubmitResponse:
         """See metadata.proto."""
-        async with _answering(context):
+        async with status_of_aio(context):
             made = await asyncio.to_thread(self._repository.submit, request.role, request.metadata)
             await self._recorded(request.role, made)
             return pb.SubmitResponse(
@@ -50,7 +49,7 @@ class MetadataServicer(Servicer):
         self, request: pb.GetPendingRequest, context: _Context
     ) -> pb.GetPendingResponse:
         """See metadata.proto."""
-        async with _answering(context):
+        async with status_of_aio(context):
             found = await asyncio.to_thread(self._repository.pending, request.role)
             return pb.GetPendingResponse(
                 metadata=found.metadata,
@@ -58,12 +57,3 @@ class MetadataServicer(Servicer):
                 signatures=found.signatures,
                 threshold=found.threshold,
             )
-
-
-@asynccontextmanager
-async def _answering(context: _Context) -> AsyncIterator[None]:
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 -- the process edge: `describe` logs it
-        code, text = describe(error)
-        await context.abort(code, text)

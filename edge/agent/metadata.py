@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
 from tuf.api import exceptions as errors
 from tuf.api._payload import Root, Signed, Snapshot, Targets, Timestamp, VerificationResult
 from tuf.api.metadata import Metadata
@@ -20,6 +21,9 @@ from tuf.ngclient.updater import Updater
 from triplane.edge.agent.refusal import Refused
 from triplane.proto.disk import Disk, write_atomic
 from triplane.proto.errors import NotFound
+from triplane.proto.metadata_pb2 import GetRequest
+from triplane.proto.metadata_pb2_grpc import MetadataStub
+from triplane.proto.status import error_from
 
 MAX_VERSION_JUMP: Final = 1_000_000
 """Between two refreshes; an honest cloud that publishes once a minute takes two years for it."""
@@ -32,6 +36,9 @@ CONFIG: Final = UpdaterConfig(
     targets_max_length=4 << 20,
 )
 
+FETCH_DEADLINE_S: Final = 30.0
+
+_TOO_LARGE: Final = "larger than max"  # how grpc words what its receiving side refuses
 _BASE: Final = "metadata/"
 _NOT_FOUND: Final = 404  # what the client takes for "no newer root"
 _TYPES: Final[dict[str, type[Signed]]] = {
@@ -39,6 +46,23 @@ _TYPES: Final[dict[str, type[Signed]]] = {
     "timestamp": Timestamp,
     "snapshot": Snapshot,
 }
+
+
+def fetch_over(channel: grpc.Channel) -> Callable[[str], bytes]:
+    """Fetch from the cloud's metadata service; an answer over the message limit is Refused."""
+    stub = MetadataStub(channel)
+
+    def fetch(name: str) -> bytes:
+        try:
+            return stub.Get(GetRequest(name=name), timeout=FETCH_DEADLINE_S).metadata
+        except grpc.RpcError as error:
+            found = error_from(error)
+            if _TOO_LARGE in str(found):
+                text = f"{name} is larger than any message may be: {found}"
+                raise Refused("endless-data", text) from error
+            raise found from error
+
+    return fetch
 
 
 class Fetcher(FetcherInterface):

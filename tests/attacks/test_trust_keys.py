@@ -133,7 +133,7 @@ def test_an_auto_key_may_not_sign_the_release_role(cloud):
     assert node.refresh().is_fresh
     with pytest.raises(
         Refused, match=r"3\.release\.json \(version 3\) has 0 valid signatures"
-    ) as r:
+    ) as refused:
         node.target(other)
     assert refused.value.kind == "signature"
 
