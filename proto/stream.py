@@ -1,0 +1,393 @@
+"""The one long-lived stream of a node or device: numbered frames, acknowledged, sent again.
+
+`Half` is the pure core, one per side: what was sent and not acknowledged, what was handled. The
+rest is I/O. A message is handled once per pair of epochs, in order; after a side was restarted (a
+new epoch) what it had not acknowledged is handled again, so handlers must not mind repetition.
+Sending returns when the other side's handler returned, which it does after making the message
+durable where that matters. See `session.proto`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from triplane.proto import session_pb2 as pb
+from triplane.proto.errors import Conflict, InvalidInput, Unavailable
+from triplane.proto.session_pb2_grpc import SessionStub
+
+logger = logging.getLogger(__name__)
+
+EPOCH_BYTES: Final = 16
+MAX_UNACKNOWLEDGED: Final = 256
+HEARTBEAT_S: Final = 10.0
+HELLO_S: Final = 10.0
+"""How long a caller may take to greet."""
+SILENT_BEATS: Final = 3
+FIRST_WAIT_S: Final = 0.5
+MAX_WAIT_S: Final = 30.0
+BODIES: Final = ("desired", "report")
+"""Fields of `Frame.body` that are messages; the others keep the stream itself."""
+
+Message = Any
+Handler = Callable[[Message], Awaitable[None]]
+
+
+def new_epoch() -> bytes:
+    """Names one run of a process."""
+    return secrets.token_bytes(EPOCH_BYTES)
+
+
+@dataclass(slots=True)
+class Half:
+    """One side of a session, without any I/O.
+
+    unacknowledged: frames in order of their numbers. received: highest number of the peer's epoch
+    whose handler returned.
+    """
+
+    epoch: bytes
+    peer_epoch: bytes = b""
+    next_number: int = 1
+    received: int = 0
+    unacknowledged: list[pb.Frame] = field(default_factory=list)
+
+    def add(self, field_name: str, message: Message) -> pb.Frame:
+        """Number a message. Conflict when too many wait for an acknowledgement."""
+        if field_name not in BODIES:
+            raise InvalidInput(f"{field_name!r} is no message; there are {', '.join(BODIES)}")
+        if len(self.unacknowledged) >= MAX_UNACKNOWLEDGED:
+            raise Conflict(f"{MAX_UNACKNOWLEDGED} messages wait to be acknowledged already")
+        frame = pb.Frame(number=self.next_number)
+        getattr(frame, field_name).CopyFrom(message)
+        self.next_number += 1
+        self.unacknowledged.append(frame)
+        return frame
+
+    def meet(self, peer_epoch: bytes) -> None:
+        """Begin a stream with a peer: a new epoch counts from nothing."""
+        if peer_epoch != self.peer_epoch:
+            self.peer_epoch, self.received = peer_epoch, 0
+
+    def acknowledge(self, number: int) -> int:
+        """The peer has everything up to `number`; returns how many frames that freed."""
+        before = len(self.unacknowledged)
+        self.unacknowledged = [f for f in self.unacknowledged if f.number > number]
+        return before - len(self.unacknowledged)
+
+    def is_new(self, frame: pb.Frame) -> bool:
+        """Whether the frame holds a message that was not handled yet."""
+        return frame.number > self.received
+
+    def handled(self, frame: pb.Frame) -> None:
+        """Its handler returned."""
+        self.received = max(self.received, frame.number)
+
+    def stamped(self, frame: pb.Frame) -> pb.Frame:
+        """A copy that also tells what was received by now."""
+        out = pb.Frame()
+        out.CopyFrom(frame)
+        out.acknowledged = self.received
+        return out
+
+    def beat(self) -> pb.Frame:
+        """A frame that only acknowledges."""
+        return pb.Frame(acknowledged=self.received)
+
+
+class Link:
+    """One stream of either side, once both have greeted: pumps frames until it ends."""
+
+    def __init__(self, half: Half, on_message: Handler, heartbeat_s: float) -> None:
+        self.half = half
+        self._on_message = on_message
+        self._heartbeat_s = heartbeat_s
+        self._sent = 0  # highest number written to this stream
+        self._wake = asyncio.Event()
+        self.freed = asyncio.Event()  # set at each acknowledgement
+
+    def wake(self) -> None:
+        """There is something to write."""
+        self._wake.set()
+
+    async def outgoing(self) -> AsyncIterator[pb.Frame]:
+        """Frames to write, heartbeats included; never ends by itself."""
+        while True:
+            self._wake.clear()
+            due = [f for f in self.half.unacknowledged if f.number > self._sent]
+            for frame in due:
+                self._sent = frame.number
+                yield self.half.stamped(frame)
+            if not due:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+                if not any(f.number > self._sent for f in self.half.unacknowledged):
+                    yield self.half.beat()
+
+    async def incoming(self, read: Callable[[], Awaitable[pb.Frame | None]]) -> pb.Goodbye | None:
+        """Handle frames until a goodbye or the end of the stream. Unavailable after silence."""
+        while True:
+            try:
+                frame = await asyncio.wait_for(read(), SILENT_BEATS * self._heartbeat_s)
+            except TimeoutError as error:
+                raise Unavailable(
+                    f"no frame for {SILENT_BEATS * self._heartbeat_s:.0f} s; the link is dead"
+                ) from error
+            if frame is None:
+                return None
+            if self.half.acknowledge(frame.acknowledged):
+                self.freed.set()
+            body = frame.WhichOneof("body")
+            if body == "goodbye":
+                return frame.goodbye
+            if body in BODIES and frame.number and self.half.is_new(frame):
+                await self._on_message(getattr(frame, body))
+                self.half.handled(frame)
+                self.wake()
+
+
+class SessionClient:
+    """The caller's side: keeps a stream open until cancelled.
+
+    connect: a new channel for each try. on_message: told each message of the cloud, in order.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], grpc.aio.Channel],
+        on_message: Handler,
+        *,
+        software: str = "",
+        rng: Callable[[], float] = random.random,
+    ) -> None:
+        self._connect, self._on_message = connect, on_message
+        self._software, self._rng = software, rng
+        self._half = Half(new_epoch())
+        self._link: Link | None = None
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self.connected = asyncio.Event()
+
+    async def send(self, message: Message) -> None:
+        """Send a message; returns when the cloud has acknowledged it, however often it takes."""
+        frame = self._half.add(_field_of(message), message)
+        done = self._waiting[frame.number] = asyncio.get_running_loop().create_future()
+        if self._link:
+            self._link.wake()
+        try:
+            await done
+        finally:
+            self._waiting.pop(frame.number, None)
+
+    async def run(self) -> None:
+        """Hold the stream; reconnect with full jitter. Ends by cancellation only."""
+        wait_s = FIRST_WAIT_S
+        while True:
+            least_s = 0.0
+            try:
+                least_s, greeted = await self._one_stream()
+                wait_s = FIRST_WAIT_S if greeted else wait_s
+            except (grpc.aio.AioRpcError, Unavailable, InvalidInput) as error:
+                if self.connected.is_set():
+                    wait_s = FIRST_WAIT_S
+                logger.info("session lost", extra={"reason": _reason(error)})
+            finally:
+                self.connected.clear()
+                self._link = None
+            await asyncio.sleep(least_s + self._rng() * wait_s)
+            wait_s = min(2 * wait_s, MAX_WAIT_S)
+
+    async def _one_stream(self) -> tuple[float, bool]:
+        """One stream from greeting to end: how long to wait at least, whether it was greeted."""
+        channel = self._connect()
+        try:
+            call = SessionStub(channel).Open()
+            hello = pb.Hello(
+                epoch=self._half.epoch, peer_epoch=self._half.peer_epoch, software=self._software
+            )
+            await call.write(pb.Frame(hello=hello, acknowledged=self._half.received))
+            first = await asyncio.wait_for(_read(call), HELLO_S)
+            if first is None:
+                raise await _end_of(call)
+            if first.WhichOneof("body") == "goodbye":
+                return first.goodbye.retry_after_s, False
+            if first.WhichOneof("body") != "welcome":
+                raise InvalidInput("the cloud did not begin with a welcome")
+            self._half.meet(first.welcome.epoch)
+            self._acknowledged(first.acknowledged)
+            return await self._pump(call, first.welcome.heartbeat_s or HEARTBEAT_S), True
+        except TimeoutError as error:
+            raise Unavailable(f"no welcome within {HELLO_S} s") from error
+        finally:
+            await channel.close()
+
+    async def _pump(self, call: Any, heartbeat_s: float) -> float:
+        link = self._link = Link(self._half, self._on_message, heartbeat_s)
+        self.connected.set()
+        logger.info("session open", extra={"heartbeat_s": heartbeat_s})
+        writing = asyncio.create_task(_write(link, call.write))
+        settling = asyncio.create_task(self._settle(link))
+        try:
+            goodbye = await link.incoming(lambda: _read(call))
+            if goodbye is None:
+                raise await _end_of(call)
+            return goodbye.retry_after_s
+        finally:
+            for task in (writing, settling):
+                task.cancel()
+            await asyncio.gather(writing, settling, return_exceptions=True)
+            call.cancel()
+
+    async def _settle(self, link: Link) -> None:
+        """Tell senders of acknowledged messages."""
+        while True:
+            await link.freed.wait()
+            link.freed.clear()
+            self._acknowledged(0)
+
+    def _acknowledged(self, number: int) -> None:
+        self._half.acknowledge(number)
+        open_numbers = {frame.number for frame in self._half.unacknowledged}
+        for waiting, done in self._waiting.items():
+            if waiting not in open_numbers and not done.done():
+                done.set_result(None)
+
+
+class ServerSession:
+    """The cloud's side for one caller; outlives its streams, one of which is open at a time.
+
+    epoch: of this cloud process. on_message: returns after the message is durable.
+    """
+
+    def __init__(
+        self, epoch: bytes, on_message: Handler, *, heartbeat_s: float = HEARTBEAT_S
+    ) -> None:
+        self._epoch, self._on_message, self._heartbeat_s = epoch, on_message, heartbeat_s
+        self._half = Half(epoch)
+        self._link: Link | None = None
+        self._goodbye: asyncio.Future[pb.Goodbye] | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether a stream is open."""
+        return self._link is not None
+
+    def send(self, message: Message) -> None:
+        """Queue a message; sent again on the next stream until it is acknowledged.
+
+        An older message of the same kind that still waits is dropped: documents are whole.
+        """
+        name = _field_of(message)
+        self._half.unacknowledged = [
+            frame for frame in self._half.unacknowledged if frame.WhichOneof("body") != name
+        ]
+        self._half.add(name, message)
+        if self._link:
+            self._link.wake()
+
+    def close(self, why: "pb.Goodbye.Why.ValueType", retry_after_s: float = 0.0) -> None:
+        """End the open stream, telling why."""
+        if self._goodbye and not self._goodbye.done():
+            self._goodbye.set_result(pb.Goodbye(why=why, retry_after_s=retry_after_s))
+
+    async def serve(
+        self, first: pb.Frame, frames: AsyncIterator[pb.Frame]
+    ) -> AsyncIterator[pb.Frame]:
+        """The frames to answer a stream with, whose first frame (a hello) was read already.
+
+        An older open stream is told that it was replaced.
+        """
+        hello = check_hello(first)
+        self.close(pb.Goodbye.REPLACED)
+        if hello.epoch != self._half.peer_epoch or hello.peer_epoch != self._epoch:
+            self._restart(hello)
+        else:
+            self._half.acknowledge(first.acknowledged)
+        link = self._link = Link(self._half, self._on_message, self._heartbeat_s)
+        goodbye = self._goodbye = asyncio.get_running_loop().create_future()
+        welcome = pb.Welcome(epoch=self._epoch, heartbeat_s=self._heartbeat_s)
+        yield pb.Frame(welcome=welcome, acknowledged=self._half.received)
+        reading = asyncio.create_task(link.incoming(lambda: anext(frames, None)))
+        try:
+            async for frame in _until(link.outgoing(), reading, goodbye):
+                yield frame
+            if reading.done():
+                reading.result()
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            if self._link is link:
+                self._link = None
+
+    def _restart(self, hello: pb.Hello) -> None:
+        """A caller that has met neither this process nor this half: nothing old counts."""
+        fresh = Half(self._epoch)
+        latest = {frame.WhichOneof("body"): frame for frame in self._half.unacknowledged}
+        for name, frame in latest.items():
+            fresh.add(str(name), getattr(frame, str(name)))
+        fresh.meet(hello.epoch)
+        if hello.epoch == self._half.peer_epoch:
+            fresh.received = self._half.received
+        self._half = fresh
+
+
+def check_hello(frame: pb.Frame) -> pb.Hello:
+    """The greeting in a first frame. InvalidInput."""
+    if frame.WhichOneof("body") != "hello" or len(frame.hello.epoch) != EPOCH_BYTES:
+        raise InvalidInput(f"a session begins with a hello and an epoch of {EPOCH_BYTES} bytes")
+    return frame.hello
+
+
+async def _until(
+    outgoing: AsyncIterator[pb.Frame],
+    reading: "asyncio.Task[Any]",
+    goodbye: "asyncio.Future[pb.Goodbye]",
+) -> AsyncIterator[pb.Frame]:
+    """Outgoing frames until the reader ends or somebody says goodbye, which is the last frame."""
+    while True:
+        following = asyncio.ensure_future(anext(outgoing))
+        try:
+            await asyncio.wait({following, reading, goodbye}, return_when=asyncio.FIRST_COMPLETED)
+            if goodbye.done():
+                yield pb.Frame(goodbye=goodbye.result())
+                return
+            if reading.done():
+                return
+            yield following.result()
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+async def _read(call: Any) -> pb.Frame | None:
+    frame = await call.read()
+    return None if frame is grpc.aio.EOF else frame
+
+
+async def _write(link: Link, write: Callable[[pb.Frame], Awaitable[None]]) -> None:
+    async for frame in link.outgoing():
+        await write(frame)
+
+
+async def _end_of(call: Any) -> Exception:
+    """Why a stream ended, as an error."""
+    code, text = await call.code(), await call.details()
+    return Unavailable(f"the cloud ended the session: {text or code.name}")
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "details", lambda: "")() or error)[:200]
+
+
+def _field_of(message: Message) -> str:
+    names = {pb.Frame.DESCRIPTOR.fields_by_name[n].message_type: n for n in BODIES}
+    try:
+        return names[message.DESCRIPTOR]
+    except KeyError as error:
+        raise InvalidInput(f"{message.DESCRIPTOR.full_name} is no message of a session") from error
