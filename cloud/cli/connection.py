@@ -8,7 +8,9 @@ it.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,20 @@ HOME_VARIABLE: Final = "TRIPLANE_CLOUD_HOME"
 DEFAULT_HOME: Final = "~/.triplane/cloud"
 OPERATOR_FOLDER: Final = "operator"
 KEY_BYTES: Final = 16
+TRANSPORT_WORDS: Final = (
+    "failed to connect",
+    "connection lost",
+    "socket closed",
+    "connection reset",
+    "broken pipe",
+    "goaway",
+    "keepalive",
+    "endpoint closing",
+    "dns resolution",
+    "recvmsg",
+    "handshake",
+)
+"""By these grpc's own words for a broken link differ from a cloud's "not now"."""
 WAITS_S: Final = (0.5, 1.5)
 """Between the tries of a write that is repeated under its key."""
 
@@ -97,7 +113,7 @@ def calls(identity: Path | None) -> Iterator[Calls]:
     folder = IdentityFolder(path).load()
     channel = connect(folder)
     try:
-        with errors_at(folder.cloud):
+        with errors_at(folder.cloud, expires_s=folder.expires_s):
             yield Calls(
                 channel,
                 FleetStub(channel),
@@ -110,8 +126,11 @@ def calls(identity: Path | None) -> Iterator[Calls]:
 
 
 @contextlib.contextmanager
-def errors_at(address: str) -> Iterator[None]:
-    """Raises what the cloud raised; where none answered, Unavailable with the way out."""
+def errors_at(address: str, *, expires_s: float = math.inf) -> Iterator[None]:
+    """Raises what the cloud raised; where none answered, Unavailable with the way out.
+
+    expires_s: when the caller's own certificate ends, a common reason for silence.
+    """
     import grpc
 
     from triplane.proto.status import error_from
@@ -120,7 +139,7 @@ def errors_at(address: str) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         if is_away(error):
-            raise Unavailable(away_text(address, error)) from error
+            raise Unavailable(_away_text(address, _details(error), expires_s)) from error
         raise error_from(error) from error
 
 
@@ -130,22 +149,32 @@ def is_away(error: grpc.RpcError) -> bool:
 
     if getattr(error, "code", lambda: None)() is not grpc.StatusCode.UNAVAILABLE:
         return False
-    return not getattr(error, "trailing_metadata", lambda: None)()
+    return any(word in _details(error).lower() for word in TRANSPORT_WORDS)
 
 
-def away_text(address: str, error: grpc.RpcError) -> str:
-    """The address, what the transport says, and how the cloud is started."""
-    detail = getattr(error, "details", lambda: None)() or "connection lost"
+def _details(error: grpc.RpcError) -> str:
+    return str(getattr(error, "details", lambda: "")() or "connection lost")
+
+
+def _away_text(address: str, details: str, expires_s: float) -> str:
+    if expires_s < time.time():
+        return (
+            f"the cloud at {address} lets nobody in whose certificate has ended, as yours has; ask "
+            "an operator for a new token (triplane cloud token) and enrol again"
+        )
+    if "certificate_verify_failed" in details.lower():
+        return (
+            f"who answers at {address} is not the cloud of this identity, or not under that name "
+            f"({details}); `triplane cloud init --host` decides the names"
+        )
     return (
-        f"the cloud at {address} does not answer ({detail}); is it running? "
+        f"the cloud at {address} does not answer ({details}); is it running? "
         "Start it on its machine with: triplane cloud up"
     )
 
 
 def repeated(call: Callable[[], T]) -> T:
     """The answer of a call that may be made again, made again while the cloud is away."""
-    import time
-
     import grpc
 
     for wait_s in WAITS_S:

@@ -165,3 +165,25 @@ def test_a_cloud_that_speaks_is_quoted():
         errors_at("fleet.example:8443"),
     ):
         repeated(lambda: cloud.fleet.Deploy(DeployRequest()))
+
+
+def test_a_cloud_that_says_not_now_is_quoted_and_not_called_away():
+    words = "64 conversions wait; try later"
+    with (
+        serving(refusing(grpc.StatusCode.UNAVAILABLE, words)) as port,
+        calls_to(port) as cloud,
+        pytest.raises(Unavailable, match=f"^{words}$"),
+        errors_at("fleet.example:8443"),
+    ):
+        cloud.fleet.Deploy(DeployRequest())
+
+
+def test_silence_towards_an_ended_certificate_says_so():
+    with serving(written_watch()) as port:
+        pass
+    with (
+        calls_to(port) as cloud,
+        pytest.raises(Unavailable, match="certificate has ended.*triplane cloud token"),
+        errors_at("fleet.example:8443", expires_s=1.0),
+    ):
+        cloud.fleet.GetRollout(GetRolloutRequest(id="last"))
