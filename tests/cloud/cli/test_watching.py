@@ -183,7 +183,7 @@ def test_silence_towards_an_ended_certificate_says_so():
         pass
     with (
         calls_to(port) as cloud,
-        pytest.raises(Unavailable, match="certificate has ended.*triplane cloud token"),
+        pytest.raises(Unavailable, match=r"certificate has ended.*triplane cloud token"),
         errors_at("fleet.example:8443", expires_s=1.0),
     ):
         cloud.fleet.GetRollout(GetRolloutRequest(id="last"))
