@@ -1,0 +1,531 @@
+"""The fleet that the cloud keeps: every change is computed, committed, then told.
+
+One change at a time: the next state is computed from the one before (`state.py`, pure), what
+differs is committed in one transaction together with its audit entries, and only then is the new
+state the state, are sessions and watchers told, and is the caller answered. A failed commit
+leaves everything as it was. A change that has begun is finished even if its caller leaves.
+
+Nothing is done by effect that could be lost: bundles and signatures are looked for again and again
+while a rollout waits for them, so a crash at any instant costs time only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol
+
+import sqlalchemy as sa
+
+from triplane.cloud.fleet import messages, saving, state
+from triplane.cloud.fleet.facts import (
+    Abort,
+    BundleFailed,
+    BundleReady,
+    Event,
+    Member,
+    Pause,
+    Resume,
+)
+from triplane.cloud.fleet.incidents import keep, newest
+from triplane.cloud.fleet.reports import check_report
+from triplane.cloud.fleet.rollout import begin
+from triplane.cloud.fleet.selector import MAX_LABELS, Selector, check_label
+from triplane.cloud.fleet.state import Fleet, Held, Node, Paper
+from triplane.cloud.fleet.tables import ROLLOUTS
+from triplane.cloud.fleet.waves import wave_of
+from triplane.cloud.store import Database
+from triplane.proto import fleet_pb2 as pb
+from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S: Final = 1.0
+"""Deadlines, bundles and signatures are looked at this often."""
+MAX_BATCH: Final = 256
+"""Reports that share one transaction."""
+MAX_WAITING: Final = 10_000
+"""Reports that may wait to be written; more are refused and sent again."""
+MAX_ASSIGNMENTS: Final = 64
+ID_BYTES: Final = 4
+
+
+class Bundles(Protocol):
+    """Where versions and bundles come from."""
+
+    async def resolve(self, reference: str) -> tuple[str, int]:
+        """Model and version that a reference means now; NotFound, InvalidInput."""
+        ...
+
+    async def look(
+        self, model: str, version: int, target: str, role: str
+    ) -> BundleReady | BundleFailed | None:
+        """How it stands with a bundle and its signature; begins what is needed, waits for none."""
+        ...
+
+
+class Audit(Protocol):
+    """What `identity.audit.record` is."""
+
+    def __call__(
+        self,
+        connection: sa.Connection,
+        *,
+        time_s: float,
+        actor: str,
+        action: str,
+        subject: str,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add an entry in the caller's transaction."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """What the audit log says of a change."""
+
+    actor: str
+    action: str
+    subject: str
+    details: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A report and who waits for its commit."""
+
+    name: str
+    report: pb.Report
+    done: asyncio.Future[None]
+
+
+class LiveFleet:
+    """The fleet of one cloud process; its methods belong to one event loop.
+
+    Unavailable: the database refused, and nothing was changed.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        bundles: Bundles,
+        audit: Audit,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._database, self._bundles, self._audit = database, bundles, audit
+        self._clock = clock
+        self._fleet = Fleet()
+        self._turn = asyncio.Lock()
+        self._waiting: list[_Waiting] = []
+        self._reported = asyncio.Event()
+        self._nudged = asyncio.Event()
+        self._moved = asyncio.Event()
+        self._told: list[Callable[[Node], None]] = []
+        self._changes: set[asyncio.Task[None]] = set()
+        self._loops: list[asyncio.Task[None]] = []
+
+    # Life
+
+    async def start(self) -> None:
+        """Read what is kept and go on with it."""
+        self._fleet = await self._database.read(saving.load)
+        self._loops = [
+            asyncio.create_task(self._write_reports(), name="fleet reports"),
+            asyncio.create_task(self._go_on(), name="fleet rollouts"),
+        ]
+
+    async def stop(self) -> None:
+        """Finish the changes that have begun; reports that wait are refused."""
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+        await asyncio.gather(*self._changes, return_exceptions=True)
+        for waiting in self._waiting:
+            if not waiting.done.done():
+                waiting.done.set_exception(Unavailable("the cloud is stopping; report again"))
+        self._waiting.clear()
+
+    def on_desired(self, callback: Callable[[Node], None]) -> None:
+        """Call with each node whose desired document changed, after the commit."""
+        self._told.append(callback)
+
+    def nudge(self) -> None:
+        """Look at bundles and signatures now: one of them may have changed."""
+        self._nudged.set()
+
+    @property
+    def moved(self) -> asyncio.Event:
+        """Set at the next change of anything; take it before looking."""
+        return self._moved
+
+    # Asking
+
+    def nodes(self) -> list[Node]:
+        """Every node that is one, in name order."""
+        return sorted((n for n in self._fleet.nodes.values() if not n.gone), key=lambda n: n.name)
+
+    def node(self, name: str) -> Node:
+        """One node; NotFound."""
+        found = self._fleet.nodes.get(name)
+        if found is None or found.gone:
+            raise NotFound(f"no node {name[:100]!r}; triplane fleet ls names them")
+        return found
+
+    async def rollouts(self, most: int) -> list[Paper]:
+        """The newest rollouts without their nodes, newest first."""
+        return await self._database.read(lambda connection: saving.load_heads(connection, most))
+
+    async def rollout(self, id: str) -> Paper:  # noqa: A002 - the field's name
+        """By id, its unique beginning, or "last". NotFound; Conflict where several begin so."""
+        found = await self._database.read(lambda connection: saving.find_ids(connection, id))
+        if not found or not id:
+            raise NotFound(f"no rollout {id[:100]!r}; triplane rollout ls names them")
+        if len(found) > 1 and id not in found:
+            raise Conflict(f"several rollouts begin with {id!r}: {', '.join(found)}, ...")
+        rollout_id = id if id in found else found[0]
+        return self._fleet.papers.get(rollout_id) or await self._ended(rollout_id)
+
+    async def incidents(self, most: int) -> list[tuple[str, pb.Incident]]:
+        """The newest incidents with their nodes, newest first."""
+        return await self._database.read(lambda connection: newest(connection, most))
+
+    # Nodes
+
+    async def add_node(self, name: str, labels: Mapping[str, str]) -> None:
+        """A node was enrolled; labels count where it is new or was gone."""
+        known = self._fleet.nodes.get(name)
+        if known is not None and not known.gone:
+            return
+        for key, value in labels.items():
+            check_label(key, value)
+
+        def make(fleet: Fleet) -> Fleet:
+            before = fleet.nodes.get(name)
+            if before is None:
+                return state.with_node(fleet, Node(name=name, labels=dict(labels)))
+            if not before.gone:
+                return fleet
+            return state.with_node(fleet, replace(before, gone="", labels=dict(labels)))
+
+        await self._change(make)
+
+    async def remove_node(self, name: str, reason: str) -> None:
+        """A node's name was revoked: it counts nowhere any more."""
+        await self._change_node(name, lambda node: replace(node, gone=reason or "revoked"))
+
+    async def set_labels(
+        self, name: str, *, put: Mapping[str, str], remove: Sequence[str], by: str
+    ) -> Node:
+        """Set and remove labels of a node."""
+        for key, value in put.items():
+            check_label(key, value)
+        labels = {k: v for k, v in self.node(name).labels.items() if k not in remove} | dict(put)
+        if len(labels) > MAX_LABELS:
+            raise InvalidInput(f"a node has at most {MAX_LABELS} labels, got {len(labels)}")
+
+        def make(node: Node) -> Node:
+            kept = {k: v for k, v in node.labels.items() if k not in remove}
+            return replace(node, labels=kept | dict(put))
+
+        deed = Deed(by, "node.labels", name, {"set": dict(put), "remove": list(remove)})
+        await self._change_node(name, make, deed)
+        return self.node(name)
+
+    async def cordon(self, name: str, *, cordoned: bool, by: str) -> Node:
+        """Keep a node from getting anything new, or let it again."""
+        self.node(name)
+        deed = Deed(by, "node.cordon" if cordoned else "node.uncordon", name, {})
+        await self._change_node(name, lambda node: replace(node, cordoned=cordoned), deed)
+        return self.node(name)
+
+    async def report(self, name: str, report: pb.Report) -> None:
+        """Take what a node said; returns after the commit. InvalidInput: out of its limits."""
+        check_report(report)
+        if len(self._waiting) >= MAX_WAITING:
+            raise Unavailable(f"{MAX_WAITING} reports wait to be written; report again later")
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Waiting(name, report, done))
+        self._reported.set()
+        await done
+
+    # Rollouts
+
+    async def deploy(self, request: pb.DeployRequest, *, by: str) -> Paper:
+        """Begin a rollout; the same key gives the same one.
+
+        Conflict: another of the model goes on. NotFound: no such version, or no node is meant.
+        """
+        messages.check_request(request)
+        known = await self._by_key(request.key)
+        if known is not None:
+            return known
+        model, version = await self._bundles.resolve(request.reference)
+        rollout_id = f"r-{secrets.token_hex(ID_BYTES)}"
+        made = pb.DeployRequest()
+        made.CopyFrom(request)
+        made.selector = made.selector or "all"
+
+        def make(fleet: Fleet) -> Fleet:
+            if any(p.request.key == request.key for p in fleet.papers.values()):
+                return fleet
+            return _begun(fleet, rollout_id, made, model, version, by=by, now_s=self._clock())
+
+        details = {"model": model, "version": version, "selector": made.selector}
+        await self._change(make, Deed(by, "rollout.deploy", rollout_id, details))
+        self.nudge()
+        found = await self._by_key(request.key)
+        assert found is not None
+        return found
+
+    async def pause(self, id: str, *, reason: str, by: str) -> Paper:  # noqa: A002
+        """Open no wave until it is resumed. Conflict: it ended."""
+        event = Pause(messages.cut(reason) or f"paused by {by}")
+        return await self._steer(id, event, Deed(by, "rollout.pause", "", {"reason": reason}))
+
+    async def resume(self, id: str, *, by: str) -> Paper:  # noqa: A002
+        """Go on; failed nodes are tried again. Conflict: it ended."""
+        return await self._steer(id, Resume(), Deed(by, "rollout.resume", "", {}))
+
+    async def abort(self, id: str, *, reason: str, revert: bool, by: str) -> Paper:  # noqa: A002
+        """End it; nodes that did not commit keep what they had. Conflict: it ended otherwise."""
+        event = Abort(messages.cut(reason) or f"aborted by {by}", revert)
+        details = {"reason": reason, "revert": revert}
+        return await self._steer(id, event, Deed(by, "rollout.abort", "", details))
+
+    async def _steer(self, id: str, event: Event, deed: Deed) -> Paper:  # noqa: A002
+        rollout_id = (await self.rollout(id)).rollout.id
+
+        def make(fleet: Fleet) -> Fleet:
+            if rollout_id in fleet.papers:
+                return state.after_event(fleet, rollout_id, event, self._clock())
+            return fleet
+
+        if rollout_id not in self._fleet.papers:  # ended: the machine says what that forbids
+            paper = await self._ended(rollout_id)
+            state.after_event(Fleet({}, {rollout_id: paper}), rollout_id, event, self._clock())
+        await self._change(make, replace(deed, subject=rollout_id))
+        self.nudge()
+        return await self.rollout(rollout_id)
+
+    async def _by_key(self, key: bytes) -> Paper | None:
+        for paper in self._fleet.papers.values():
+            if paper.request.key == key:
+                return paper
+        found = await self._database.read(
+            lambda connection: saving.load_papers(connection, ROLLOUTS.c.key == key)
+        )
+        return found[0] if found else None
+
+    async def _ended(self, rollout_id: str) -> Paper:
+        found = await self._database.read(
+            lambda connection: saving.load_papers(connection, ROLLOUTS.c.id == rollout_id)
+        )
+        return found[0]
+
+    # Changing
+
+    async def _change_node(
+        self, name: str, make: Callable[[Node], Node], deed: Deed | None = None
+    ) -> None:
+        def changed(fleet: Fleet) -> Fleet:
+            before = fleet.nodes.get(name)
+            if before is None or before.gone or (after := make(before)) == before:
+                return fleet
+            return state.after_nodes_changed(state.with_node(fleet, after), self._clock())
+
+        await self._change(changed, deed)
+
+    async def _change(
+        self,
+        make: Callable[[Fleet], Fleet],
+        deed: Deed | None = None,
+        said: Sequence[tuple[str, pb.Incident]] = (),
+    ) -> None:
+        task = asyncio.create_task(self._changed(make, deed, said))
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        await asyncio.shield(task)
+
+    async def _changed(
+        self,
+        make: Callable[[Fleet], Fleet],
+        deed: Deed | None,
+        said: Sequence[tuple[str, pb.Incident]],
+    ) -> None:
+        async with self._turn:
+            before = self._fleet
+            after = make(before)
+            if after is before and not said:
+                return
+
+            def work(connection: sa.Connection) -> None:
+                saving.save(connection, before, after)
+                keep(connection, said)
+                if deed is not None:
+                    self._audit(
+                        connection,
+                        time_s=self._clock(),
+                        actor=deed.actor,
+                        action=deed.action,
+                        subject=deed.subject,
+                        details=deed.details,
+                    )
+
+            await self._database.write(work)
+            self._fleet = state.without_ended(after)
+        self._tell(before, after)
+
+    def _tell(self, before: Fleet, after: Fleet) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+        for name, node in after.nodes.items():
+            known = before.nodes.get(name)
+            if known is not node and (known is None or known.desired_number != node.desired_number):
+                for callback in self._told:
+                    callback(node)
+        for rollout_id, paper in after.papers.items():
+            old = before.papers.get(rollout_id)
+            if old is None or old.rollout.state is not paper.rollout.state:
+                facts = {"rollout_id": rollout_id, "state": paper.rollout.state.name}
+                logger.info("rollout state", extra=facts | {"reason": paper.rollout.reason})
+
+    # Going on
+
+    async def _write_reports(self) -> None:
+        while True:
+            await self._reported.wait()
+            self._reported.clear()
+            while self._waiting:
+                batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+                await self._write_batch(batch)
+
+    async def _write_batch(self, batch: Sequence[_Waiting]) -> None:
+        def make(fleet: Fleet) -> Fleet:
+            now_s = self._clock()
+            for waiting in batch:
+                kept = pb.Report()
+                kept.CopyFrom(waiting.report)
+                kept.ClearField("incidents")
+                fleet = state.after_report(fleet, waiting.name, kept, now_s)
+            return fleet
+
+        said = [
+            (w.name, incident)
+            for w in batch
+            if w.name in self._fleet.nodes
+            for incident in w.report.incidents
+        ]
+        try:
+            await self._change(make, None, said)
+        except Exception as error:  # the senders get it, and report again
+            logger.exception("reports not kept", extra={"reports": len(batch)})
+            refusal = Unavailable("the reports could not be written; report again")
+            refusal.__cause__ = error
+            _answer(batch, refusal)
+        else:
+            _answer(batch, None)
+
+    async def _go_on(self) -> None:
+        while True:
+            self._nudged.clear()
+            try:
+                await self._look()
+                await self._change(lambda fleet: state.after_tick(fleet, self._clock()))
+            except TriplaneError:
+                logger.exception("rollouts do not go on")
+            try:
+                await asyncio.wait_for(self._nudged.wait(), PERIOD_S)
+            except TimeoutError:
+                continue
+
+    async def _look(self) -> None:
+        """Ask how it stands with every bundle and signature that a rollout waits for."""
+        for paper in list(self._fleet.papers.values()):
+            rollout = paper.rollout
+            for target, supply in rollout.supplies.items():
+                if not supply.path and not supply.refusal:
+                    await self._look_at(paper, target)
+
+    async def _look_at(self, paper: Paper, target: str) -> None:
+        plan, rollout_id = paper.rollout.plan, paper.rollout.id
+        try:
+            found: Event | None = await self._bundles.look(
+                plan.model, plan.version, target, paper.request.role
+            )
+        except (NotFound, InvalidInput) as error:
+            found = BundleFailed(target, str(error))
+        if found is None:
+            return
+        told = found
+
+        def make(fleet: Fleet) -> Fleet:
+            if rollout_id not in fleet.papers:
+                return fleet
+            return state.after_event(fleet, rollout_id, told, self._clock())
+
+        await self._change(make)
+
+
+def _answer(batch: Sequence[_Waiting], error: Exception | None) -> None:
+    for waiting in batch:
+        if waiting.done.done():
+            continue
+        if error is None:
+            waiting.done.set_result(None)
+        else:
+            waiting.done.set_exception(error)
+
+
+def _begun(
+    fleet: Fleet,
+    rollout_id: str,
+    request: pb.DeployRequest,
+    model: str,
+    version: int,
+    *,
+    by: str,
+    now_s: float,
+) -> Fleet:
+    going = [p for p in fleet.papers.values() if p.rollout.plan.model == model]
+    if going:
+        raise Conflict(
+            f"rollout {going[0].rollout.id} of {model}@{going[0].rollout.plan.version} is "
+            f"{going[0].rollout.state.name.lower()}; abort it or wait for its end"
+        )
+    selector = Selector.parse(request.selector)
+    meant = sorted(n.name for n in fleet.nodes.values() if not state.excuse(n, selector))
+    if not meant:
+        raise NotFound(
+            f"no node is meant by {request.selector!r} ({len(fleet.nodes)} are known, cordoned "
+            "ones do not count); triplane fleet ls shows labels"
+        )
+    plan = messages.plan_from(request, model, version, len(meant))
+    members = [
+        _member(fleet.nodes[name], model, wave)
+        for i, name in enumerate(meant)
+        if (wave := wave_of(i, plan.waves)) is not None
+    ]
+    rollout, effects = begin(rollout_id, plan, members, now_s)
+    paper = Paper(rollout=rollout, request=request, created_s=now_s, created_by=by)
+    return state.with_paper(fleet, paper, effects)
+
+
+def _member(node: Node, model: str, wave: int) -> Member:
+    held = node.held.get(model, Held())
+    wanted = sum(row.version > 0 for name, row in node.held.items() if name != model)
+    if wanted >= MAX_ASSIGNMENTS:
+        raise Conflict(f"node {node.name} has {wanted} models, the most there may be")
+    told = {row.model: row for row in node.report.models} if node.report else {}
+    return Member(
+        name=node.name,
+        wave=wave,
+        capability=state.capability_of(node.report) if node.report else None,
+        attempt=held.attempt,
+        committed_version=told[model].committed_version if model in told else 0,
+    )

@@ -1,0 +1,125 @@
+"""The fleet's values as messages of fleet.proto, and requests as values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from triplane.cloud.fleet.facts import Member, Plan
+from triplane.cloud.fleet.state import Node, Paper
+from triplane.cloud.fleet.waves import Count, Percent, Size, cumulative
+from triplane.proto import fleet_pb2 as pb
+from triplane.proto.errors import InvalidInput
+from triplane.proto.targets import ROLES
+
+Connected = Callable[[str], bool]
+
+DEFAULT_SUCCESS_SHARE: Final = 1.0
+DEFAULT_NODE_DEADLINE_S: Final = 600.0
+MAX_SECONDS: Final = 30 * 86400.0
+MAX_KEY_BYTES: Final = 64
+MAX_REASON_CHARS: Final = 1000
+
+
+def desired_message(node: Node) -> pb.Desired:
+    """What the node shall serve, models in name order."""
+    assignments = [
+        pb.Assignment(
+            model=model,
+            version=held.version,
+            target_path=held.path,
+            rollout=held.rollout,
+            attempt=held.attempt,
+            probation_s=held.probation_s,
+        )
+        for model, held in sorted(node.held.items())
+        if held.version
+    ]
+    return pb.Desired(number=node.desired_number, assignments=assignments)
+
+
+def node_message(node: Node, *, connected: bool) -> pb.Node:
+    """The node with what it shall serve and what it said last."""
+    return pb.Node(
+        name=node.name,
+        labels=dict(node.labels),
+        cordoned=node.cordoned,
+        connected=connected,
+        last_seen_s=node.last_seen_s,
+        desired=desired_message(node),
+        report=node.report,
+    )
+
+
+def rollout_message(paper: Paper, connected: Connected) -> pb.Rollout:
+    """The rollout with its nodes in name order."""
+    r = paper.rollout
+    return pb.Rollout(
+        id=r.id,
+        model=r.plan.model,
+        version=r.plan.version,
+        selector=paper.request.selector,
+        state=pb.Rollout.State.ValueType(r.state),
+        reason=r.reason,
+        wave=max(0, r.wave),
+        nodes=[_member_message(r.members[name], connected(name)) for name in sorted(r.members)],
+        request=paper.request,
+        created_s=paper.created_s,
+        ended_s=r.ended_s,
+        created_by=paper.created_by,
+    )
+
+
+def _member_message(m: Member, connected: bool) -> pb.RolloutNode:  # noqa: FBT001 - a field
+    excused = f"not counted: {m.excused}" if m.excused else ""
+    return pb.RolloutNode(
+        name=m.name,
+        wave=m.wave,
+        state=pb.NodeState.ValueType(m.stage),
+        reason="; ".join(filter(None, (excused, m.reason))),
+        target=m.target,
+        downloaded_bytes=m.downloaded_bytes,
+        total_bytes=m.total_bytes,
+        connected=connected,
+    )
+
+
+def plan_from(request: pb.DeployRequest, model: str, version: int, nodes: int) -> Plan:
+    """The plan for that many selected nodes; InvalidInput names the field that is out of range."""
+    success = request.success_share or DEFAULT_SUCCESS_SHARE
+    deadline_s = request.node_deadline_s or DEFAULT_NODE_DEADLINE_S
+    for what, share in (("success", success), ("failure", request.failure_share)):
+        if not 0 <= share <= 1:
+            raise InvalidInput(f"{what} is a share from 0 to 1 (0% to 100%), got {share}")
+    for what, seconds in (("node_deadline_s", deadline_s), ("probation_s", request.probation_s)):
+        if not (math.isfinite(seconds) and 0 <= seconds <= MAX_SECONDS):
+            raise InvalidInput(f"{what} is 0 to {MAX_SECONDS:.0f} seconds, got {seconds}")
+    return Plan(
+        model=model,
+        version=version,
+        waves=cumulative([_size(wave) for wave in request.waves], nodes),
+        success_share=success,
+        failure_share=request.failure_share,
+        node_deadline_s=deadline_s,
+        pause_between_waves=request.pause_between_waves,
+    )
+
+
+def check_request(request: pb.DeployRequest) -> None:
+    """InvalidInput where a field says nothing usable by itself."""
+    if not 1 <= len(request.key) <= MAX_KEY_BYTES:
+        raise InvalidInput(f"a key has 1 to {MAX_KEY_BYTES} bytes, got {len(request.key)}")
+    if request.role not in ROLES:
+        raise InvalidInput(f"role is {' or '.join(ROLES)}, got {request.role[:100]!r}")
+
+
+def _size(wave: pb.Wave) -> Size:
+    if wave.WhichOneof("size") == "nodes":
+        return Count(wave.nodes)
+    return Percent(wave.percent)
+
+
+def cut(reason: str) -> str:
+    """A person's reason, as long as it may be."""
+    return reason[:MAX_REASON_CHARS]

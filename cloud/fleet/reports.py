@@ -1,0 +1,106 @@
+"""What a report may say: limits on everything a node sends, checked before it is kept.
+
+A node speaks for itself only: its name comes from its certificate, and no field of a report names
+another. What is out of range is refused with the field; nothing of such a report is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Final
+
+from triplane.proto.errors import InvalidInput
+from triplane.proto.fleet_pb2 import Capability, Incident, ModelReport, NodeState, Report
+from triplane.proto.targets import NAME
+
+MAX_REPORT_BYTES: Final = 256 << 10
+MAX_MODELS: Final = 64
+MAX_INCIDENTS: Final = 32
+MAX_TARGETS: Final = 16
+MAX_INSTRUCTIONS: Final = 256
+MAX_WORD_CHARS: Final = 64
+MAX_TEXT_CHARS: Final = 2000
+MAX_VERSION: Final = 1_000_000_000
+MAX_BYTES: Final = 1 << 50
+MAX_NUMBER: Final = 1 << 53
+MAX_OPSET: Final = 1000
+MAX_ADDRESS_CHARS: Final = 260
+_NAME: Final = re.compile(NAME)
+
+
+def check_report(report: Report) -> None:
+    """InvalidInput names the first field that is out of range."""
+    size = report.ByteSize()
+    _bound("size of the report in bytes", size, MAX_REPORT_BYTES)
+    _bound("number", report.number, MAX_NUMBER)
+    _bound("desired_number", report.desired_number, MAX_NUMBER)
+    _bound("models", len(report.models), MAX_MODELS)
+    _bound("incidents", len(report.incidents), MAX_INCIDENTS)
+    _finite("metadata_age_s", report.metadata_age_s)
+    _text("serving_address", report.serving_address, MAX_ADDRESS_CHARS)
+    _check_capability(report.capability)
+    for model in report.models:
+        _check_model(model)
+    names = [model.model for model in report.models]
+    if len(set(names)) != len(names):
+        raise InvalidInput("a report names each model once")
+    for incident in report.incidents:
+        _check_incident(incident)
+
+
+def _check_capability(told: Capability) -> None:
+    _words("capability.targets", told.targets, MAX_TARGETS)
+    _words("capability.instructions", told.instructions, MAX_INSTRUCTIONS)
+    one = (told.runtime, told.runtime_version, told.machine, told.software)
+    _words("capability's names", one, len(one))
+    _bound("capability.max_opset", told.max_opset, MAX_OPSET)
+    _bound("capability.memory_bytes", told.memory_bytes, MAX_BYTES)
+    _bound("capability.free_disk_bytes", told.free_disk_bytes, MAX_BYTES)
+    for target in told.targets:
+        if not _NAME.fullmatch(target):
+            raise InvalidInput(f"a target's name matches {NAME}, got {target[:100]!r}")
+
+
+def _check_model(told: ModelReport) -> None:
+    if not _NAME.fullmatch(told.model):
+        raise InvalidInput(f"a model's name matches {NAME}, got {told.model[:100]!r}")
+    if told.state not in NodeState.values():
+        raise InvalidInput(f"no node state {told.state} is known here; update the cloud first")
+    if len(told.committed_digest) not in {0, 32}:
+        raise InvalidInput(f"a digest has 32 bytes, got {len(told.committed_digest)}")
+    _bound("committed_version", told.committed_version, MAX_VERSION)
+    _bound("version", told.version, MAX_VERSION)
+    _bound("attempt", told.attempt, MAX_NUMBER)
+    _bound("downloaded_bytes", told.downloaded_bytes, MAX_BYTES)
+    _bound("total_bytes", told.total_bytes, MAX_BYTES)
+    _text("reason", told.reason, MAX_TEXT_CHARS)
+
+
+def _check_incident(told: Incident) -> None:
+    _finite("incident.time_s", told.time_s)
+    _text("incident.kind", told.kind, MAX_WORD_CHARS)
+    _text("incident.text", told.text, MAX_TEXT_CHARS)
+
+
+def _bound(what: str, value: int, most: int) -> None:
+    if value > most:
+        raise InvalidInput(f"{what} is at most {most} in a report, got {value}")
+
+
+def _finite(what: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise InvalidInput(f"{what} is a finite number in a report, got {value}")
+
+
+def _text(what: str, value: str, most: int) -> None:
+    if len(value) > most:
+        raise InvalidInput(f"{what} has at most {most} characters in a report, got {len(value)}")
+
+
+def _words(what: str, values: Iterable[str], most: int) -> None:
+    words = list(values)
+    _bound(f"number of {what}", len(words), most)
+    for word in words:
+        _text(what, word, MAX_WORD_CHARS)

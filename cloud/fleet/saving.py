@@ -1,0 +1,210 @@
+"""The fleet in the database: what changed is written, what goes on is read.
+
+`save` writes the rows whose values are other objects than before, so its cost is that of the
+change. Ended rollouts stay in the tables and leave the value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+import sqlalchemy as sa
+
+from triplane.cloud.fleet.capability import Capability, Needs
+from triplane.cloud.fleet.facts import ENDED, Member, Plan, Rollout, Stage, State, Supply
+from triplane.cloud.fleet.state import Fleet, Held, Node, Paper
+from triplane.cloud.fleet.tables import HELD, MEMBERS, NODES, ROLLOUTS
+from triplane.proto.errors import Corrupt
+from triplane.proto.fleet_pb2 import DeployRequest, Report
+
+Row = dict[str, Any]
+_KEYS: Final = {
+    "fleet_nodes": ("name",),
+    "fleet_held": ("node", "model"),
+    "fleet_rollouts": ("id",),
+    "fleet_members": ("rollout", "name"),
+}
+
+
+def save(connection: sa.Connection, before: Fleet, after: Fleet) -> None:
+    """Write what differs."""
+    _save_nodes(connection, before.nodes, after.nodes)
+    for rollout_id, paper in after.papers.items():
+        known = before.papers.get(rollout_id)
+        if known is not paper:
+            _save_paper(connection, known, paper)
+
+
+def _save_nodes(
+    connection: sa.Connection, before: Mapping[str, Node], after: Mapping[str, Node]
+) -> None:
+    changed = [node for name, node in after.items() if before.get(name) is not node]
+    known = [before.get(node.name) for node in changed]
+    _put(
+        connection,
+        NODES,
+        new=[_node_row(n) for n, k in zip(changed, known, strict=True) if k is None],
+        other=[_node_row(n) for n, k in zip(changed, known, strict=True) if k is not None],
+    )
+    held = [
+        (old is None, _held_row(node.name, model, row))
+        for node, k in zip(changed, known, strict=True)
+        for model, row in node.held.items()
+        if (old := k.held.get(model) if k else None) != row
+    ]
+    _put(
+        connection,
+        HELD,
+        new=[row for is_new, row in held if is_new],
+        other=[row for is_new, row in held if not is_new],
+    )
+
+
+def _save_paper(connection: sa.Connection, before: Paper | None, after: Paper) -> None:
+    row = _paper_row(after)
+    _put(connection, ROLLOUTS, new=[] if before else [row], other=[row] if before else [])
+    known = before.rollout.members if before else {}
+    rollout = after.rollout
+    changed = [m for name, m in rollout.members.items() if known.get(name) is not m]
+    rows = [_member_row(rollout.id, member) for member in changed]
+    _put(connection, MEMBERS, new=[] if before else rows, other=rows if before else [])
+
+
+def _put(connection: sa.Connection, table: sa.Table, *, new: list[Row], other: list[Row]) -> None:
+    if new:
+        connection.execute(table.insert(), new)
+    if other:
+        keys = _KEYS[table.name]
+        values: Row = {name: sa.bindparam(name) for name in other[0] if name not in keys}
+        found = sa.and_(*(table.c[key] == sa.bindparam(f"of_{key}") for key in keys))
+        rows = [{f"of_{k}" if k in keys else k: v for k, v in row.items()} for row in other]
+        connection.execute(table.update().where(found).values(values), rows)
+
+
+def load(connection: sa.Connection) -> Fleet:
+    """Every node and the rollouts that go on."""
+    held: dict[str, dict[str, Held]] = {}
+    for row in connection.execute(sa.select(HELD)).mappings():
+        fields = {key: row[key] for key in row if key not in {"node", "model"}}
+        held.setdefault(row["node"], {})[row["model"]] = Held(**fields)
+    nodes = {
+        row.name: Node(
+            name=row.name, labels=json.loads(row.labels), cordoned=row.cordoned, gone=row.gone,
+            last_seen_s=row.last_seen_s, desired_number=row.desired_number,
+            report=None if row.report is None else Report.FromString(row.report),
+            held=held.get(row.name, {}),
+        )
+        for row in connection.execute(sa.select(NODES).order_by(NODES.c.name))
+    }  # fmt: skip
+    going = load_papers(connection, ROLLOUTS.c.ended.is_(False))
+    return Fleet(nodes, {paper.rollout.id: paper for paper in going})
+
+
+def load_papers(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[Paper]:
+    """Rollouts with their members, oldest first."""
+    rows = connection.execute(sa.select(ROLLOUTS).where(which).order_by(ROLLOUTS.c.number))
+    return [_paper(row, _members(connection, row.id)) for row in rows]
+
+
+def load_heads(connection: sa.Connection, most: int) -> list[Paper]:
+    """The newest rollouts without their members, newest first."""
+    rows = connection.execute(sa.select(ROLLOUTS).order_by(ROLLOUTS.c.number.desc()).limit(most))
+    return [_paper(row, ()) for row in rows]
+
+
+def find_ids(connection: sa.Connection, beginning: str) -> list[str]:
+    """Up to two ids that begin so; the newest id for "last"."""
+    found = sa.select(ROLLOUTS.c.id).order_by(ROLLOUTS.c.number.desc())
+    if beginning == "last":
+        return list(connection.scalars(found.limit(1)))
+    return list(connection.scalars(found.where(ROLLOUTS.c.id.startswith(beginning)).limit(2)))
+
+
+def _node_row(node: Node) -> Row:
+    return {
+        "name": node.name,
+        "labels": json.dumps(dict(node.labels), sort_keys=True),
+        "cordoned": node.cordoned,
+        "gone": node.gone,
+        "last_seen_s": node.last_seen_s,
+        "desired_number": node.desired_number,
+        "report": None if node.report is None else node.report.SerializeToString(),
+    }
+
+
+def _held_row(node: str, model: str, held: Held) -> Row:
+    return {"node": node, "model": model, **asdict(held)}
+
+
+def _paper_row(paper: Paper) -> Row:
+    r = paper.rollout
+    body = {
+        "plan": asdict(r.plan),
+        "supplies": {target: asdict(supply) for target, supply in r.supplies.items()},
+        "allowed": r.allowed,
+        "state": r.state.name,
+        "reason": r.reason,
+        "wave": r.wave,
+        "ended_s": r.ended_s,
+    }
+    return {
+        "id": r.id,
+        "key": paper.request.key,
+        "model": r.plan.model,
+        "ended": r.state in ENDED,
+        "created_s": paper.created_s,
+        "created_by": paper.created_by,
+        "request": paper.request.SerializeToString(),
+        "body": json.dumps(body, sort_keys=True),
+    }
+
+
+def _member_row(rollout_id: str, member: Member) -> Row:
+    body = asdict(member) | {"stage": member.stage.name}
+    return {"rollout": rollout_id, "name": member.name, "body": json.dumps(body, sort_keys=True)}
+
+
+def _paper(row: Any, members: Iterable[Member]) -> Paper:
+    try:
+        body = json.loads(row.body)
+        rollout = Rollout(
+            id=row.id,
+            plan=Plan(**body["plan"] | {"waves": tuple(body["plan"]["waves"])}),
+            members={member.name: member for member in members},
+            supplies={t: _supply(supply) for t, supply in body["supplies"].items()},
+            allowed=body["allowed"],
+            state=State[body["state"]],
+            reason=body["reason"],
+            wave=body["wave"],
+            ended_s=body["ended_s"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Corrupt(f"rollout {row.id} in the database is damaged: {error!r}") from error
+    request = DeployRequest.FromString(row.request)
+    return Paper(
+        rollout=rollout, request=request, created_s=row.created_s, created_by=row.created_by
+    )
+
+
+def _members(connection: sa.Connection, rollout_id: str) -> list[Member]:
+    bodies = connection.scalars(
+        sa.select(MEMBERS.c.body).where(MEMBERS.c.rollout == rollout_id).order_by(MEMBERS.c.name)
+    )
+    return [_member(json.loads(body)) for body in bodies]
+
+
+def _member(body: Row) -> Member:
+    told = body["capability"]
+    capability = told and Capability(
+        **told | {"instructions": tuple(told["instructions"]), "targets": tuple(told["targets"])}
+    )
+    return Member(**body | {"stage": Stage[body["stage"]], "capability": capability})
+
+
+def _supply(body: Row) -> Supply:
+    needs = body["needs"]
+    made = needs and Needs(**needs | {"instructions": tuple(needs["instructions"])})
+    return Supply(made, body["path"], body["refusal"])

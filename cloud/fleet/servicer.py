@@ -1,0 +1,148 @@
+"""`triplane.fleet.v1.Fleet`: decodes, calls, encodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+from triplane.cloud.fleet.fleet import LiveFleet
+from triplane.cloud.fleet.messages import node_message, rollout_message
+from triplane.cloud.fleet.selector import Selector
+from triplane.cloud.fleet.sessions import Sessions
+from triplane.cloud.fleet.state import Node, Paper
+from triplane.proto import fleet_pb2 as pb
+from triplane.proto.errors import InvalidInput
+from triplane.proto.fleet_pb2_grpc import FleetServicer as Wire
+from triplane.proto.status import status_of_aio
+
+MAX_NODES: Final = 1000
+DEFAULT_NODES: Final = 100
+MAX_ROLLOUTS: Final = 500
+DEFAULT_ROLLOUTS: Final = 50
+WATCH_PERIOD_S: Final = 0.2
+"""A watcher hears at most this often; what lies between is skipped."""
+WATCH_IDLE_S: Final = 5.0
+"""A watched rollout is looked at this often even if nothing was told, for who is connected."""
+
+
+class FleetServicer(Wire):
+    """caller: the name of who makes the call at hand."""
+
+    def __init__(self, fleet: LiveFleet, sessions: Sessions, caller: Callable[[], str]) -> None:
+        self._fleet, self._sessions, self._caller = fleet, sessions, caller
+
+    def node(self, node: Node) -> pb.Node:
+        """The message of a node, with what its stream tells."""
+        message = node_message(node, connected=self._sessions.is_connected(node.name))
+        message.last_seen_s = self._sessions.last_seen_s(node)
+        return message
+
+    def rollout(self, paper: Paper) -> pb.Rollout:
+        """The message of a rollout, with what the streams tell."""
+        return rollout_message(paper, self._sessions.is_connected)
+
+    async def ListNodes(self, request: pb.ListNodesRequest, context: Any) -> pb.ListNodesResponse:
+        """See fleet.proto."""
+        async with status_of_aio(context):
+            size = _page(request.page_size, DEFAULT_NODES, MAX_NODES)
+            selector = Selector.parse(request.selector or "all")
+            found = [
+                node
+                for node in self._fleet.nodes()
+                if node.name > request.after and selector.matches(node.labels)
+            ]
+            return pb.ListNodesResponse(
+                nodes=[self.node(node) for node in found[:size]],
+                next=found[size - 1].name if len(found) > size else "",
+            )
+
+    async def GetNode(self, request: pb.GetNodeRequest, context: Any) -> pb.Node:
+        """See fleet.proto."""
+        async with status_of_aio(context):
+            return self.node(self._fleet.node(request.name))
+
+    async def SetLabels(self, request: pb.SetLabelsRequest, context: Any) -> pb.Node:
+        """See fleet.proto."""
+        async with status_of_aio(context):
+            put, remove = dict(request.set), list(request.remove)
+            by = self._caller()
+            return self.node(
+                await self._fleet.set_labels(request.name, put=put, remove=remove, by=by)
+            )
+
+    async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.Node:
+        """See fleet.proto."""
+        async with status_of_aio(context):
+            cordoned, by = request.cordoned, self._caller()
+            return self.node(await self._fleet.cordon(request.name, cordoned=cordoned, by=by))
+
+    async def Deploy(self, request: pb.DeployRequest, context: Any) -> pb.Rollout:
+        """See fleet.proto."""
+        async with status_of_aio(context):
+            return self.rollout(await self._fleet.deploy(request, by=self._caller()))
+
+    async def ListRollouts(
+        self, request: pb.ListRolloutsRequest, context: Any
+    ) -> pb.ListRolloutsResponse:
+        """See fleet.proto."""
+        async with status_of_aio(context):
+            size = _page(request.page_size, DEFAULT_ROLLOUTS, MAX_ROLLOUTS)
+            found = await self._fleet.rollouts(size)
+            return pb.ListRolloutsResponse(rollouts=[self.rollout(paper) for paper in found])
+
+    async def GetRollout(self, request: pb.GetRolloutRequest, context: Any) -> pb.Rollout:
+        """See fleet.proto."""
+        async with status_of_aio(context):
+            return self.rollout(await self._fleet.rollout(request.id))
+
+    async def WatchRollout(
+        self, request: pb.GetRolloutRequest, context: Any
+    ) -> AsyncIterator[pb.Rollout]:
+        """See fleet.proto."""
+        async with status_of_aio(context):
+            rollout_id = (await self._fleet.rollout(request.id)).rollout.id
+            told: pb.Rollout | None = None
+            while True:
+                moved = self._fleet.moved
+                paper = await self._fleet.rollout(rollout_id)
+                now = self.rollout(paper)
+                if now != told:
+                    yield now
+                    told = now
+                if paper.is_ended:
+                    return
+                await asyncio.sleep(WATCH_PERIOD_S)
+                await _heard(moved)
+
+    async def Pause(self, request: pb.ChangeRolloutRequest, context: Any) -> pb.Rollout:
+        """See fleet.proto."""
+        async with status_of_aio(context):
+            by = self._caller()
+            return self.rollout(await self._fleet.pause(request.id, reason=request.reason, by=by))
+
+    async def Resume(self, request: pb.ChangeRolloutRequest, context: Any) -> pb.Rollout:
+        """See fleet.proto."""
+        async with status_of_aio(context):
+            return self.rollout(await self._fleet.resume(request.id, by=self._caller()))
+
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.Rollout:
+        """See fleet.proto."""
+        async with status_of_aio(context):
+            paper = await self._fleet.abort(
+                request.id, reason=request.reason, revert=request.revert, by=self._caller()
+            )
+            return self.rollout(paper)
+
+
+async def _heard(moved: asyncio.Event) -> None:
+    try:
+        await asyncio.wait_for(moved.wait(), WATCH_IDLE_S)
+    except TimeoutError:
+        return
+
+
+def _page(asked: int, default: int, most: int) -> int:
+    if asked > most:
+        raise InvalidInput(f"a page has at most {most} entries, got {asked}")
+    return asked or default

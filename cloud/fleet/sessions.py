@@ -1,0 +1,140 @@
+"""The live streams of nodes: desired documents out, reports in.
+
+Nothing that matters lives here. A stream belongs to the name in its certificate; a newer stream of
+the same name ends the older. A node gets its document when its stream opens and when its number
+changed; a report is acknowledged after its commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+from triplane.cloud.fleet.fleet import LiveFleet
+from triplane.cloud.fleet.messages import desired_message
+from triplane.cloud.fleet.state import Node
+from triplane.proto import fleet_pb2, session_pb2
+from triplane.proto.errors import InvalidInput
+from triplane.proto.session_pb2_grpc import SessionServicer as Wire
+from triplane.proto.status import status_of_aio
+from triplane.proto.stream import HELLO_S, ServerSession, new_epoch
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_WAIT_S: Final = 1.0
+"""Nodes of a cloud that stops wait at least this long before they try again."""
+
+
+class Sessions:
+    """Every open stream, by node name.
+
+    clock: seconds since 1970, for when a node was last seen.
+    """
+
+    def __init__(self, fleet: LiveFleet, *, clock: Callable[[], float] = time.time) -> None:
+        self._fleet, self._clock = fleet, clock
+        self._epoch = new_epoch()
+        self._sessions: dict[str, ServerSession] = {}
+        self._seen_s: dict[str, float] = {}
+        self._open = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._stopping = False
+        fleet.on_desired(self._send)
+
+    def is_connected(self, name: str) -> bool:
+        """Whether a stream of this name is open."""
+        found = self._sessions.get(name)
+        return found is not None and found.connected
+
+    def last_seen_s(self, node: Node) -> float:
+        """When the node's stream was last known to be open, or it last reported."""
+        if self.is_connected(node.name):
+            return self._clock()
+        return max(node.last_seen_s, self._seen_s.get(node.name, 0.0))
+
+    def revoke(self, name: str) -> None:
+        """End the stream of a name that may not call any more."""
+        found = self._sessions.pop(name, None)
+        if found is not None:
+            found.close(session_pb2.Goodbye.REVOKED)
+
+    async def stop(self, deadline_s: float) -> None:
+        """Tell every node that the cloud stops, and wait until the streams ended."""
+        self._stopping = True
+        for session in self._sessions.values():
+            session.close(session_pb2.Goodbye.SHUTTING_DOWN, SHUTDOWN_WAIT_S)
+        try:
+            await asyncio.wait_for(self._empty.wait(), deadline_s)
+        except TimeoutError:
+            logger.warning("streams did not end", extra={"streams": self._open})
+
+    async def serve(
+        self, name: str, frames: AsyncIterator[session_pb2.Frame]
+    ) -> AsyncIterator[session_pb2.Frame]:
+        """The frames to answer the stream of a node with."""
+        if self._stopping:
+            yield _goodbye(session_pb2.Goodbye.SHUTTING_DOWN, SHUTDOWN_WAIT_S)
+            return
+        first = await asyncio.wait_for(anext(frames, None), HELLO_S)
+        if first is None:
+            raise InvalidInput("a session begins with a hello")
+        session = self._session(name)
+        session.send(desired_message(self._fleet.node(name)))
+        self._enter(name)
+        try:
+            async for frame in session.serve(first, frames):
+                yield frame
+        finally:
+            self._leave(name)
+
+    def _session(self, name: str) -> ServerSession:
+        found = self._sessions.get(name)
+        if found is None:
+
+            async def take(message: Any) -> None:
+                if not isinstance(message, fleet_pb2.Report):
+                    raise InvalidInput("a node sends reports; other messages are the cloud's")
+                await self._fleet.report(name, message)
+
+            found = self._sessions[name] = ServerSession(self._epoch, take)
+        return found
+
+    def _send(self, node: Node) -> None:
+        session = self._sessions.get(node.name)
+        if session is not None and session.connected:
+            session.send(desired_message(node))
+
+    def _enter(self, name: str) -> None:
+        self._open += 1
+        self._empty.clear()
+        logger.info("stream opened", extra={"node": name, "streams": self._open})
+
+    def _leave(self, name: str) -> None:
+        self._open -= 1
+        self._seen_s[name] = self._clock()
+        if not self._open:
+            self._empty.set()
+        logger.info("stream ended", extra={"node": name, "streams": self._open})
+
+
+class SessionServicer(Wire):
+    """`triplane.session.v1.Session`. caller: (name, is a node) of the call at hand."""
+
+    def __init__(self, sessions: Sessions, caller: Callable[[], str]) -> None:
+        self._sessions, self._caller = sessions, caller
+
+    async def Open(
+        self, request_iterator: AsyncIterator[session_pb2.Frame], context: Any
+    ) -> AsyncIterator[session_pb2.Frame]:
+        """See session.proto."""
+        async with status_of_aio(context):
+            async for frame in self._sessions.serve(self._caller(), request_iterator):
+                yield frame
+
+
+def _goodbye(why: session_pb2.Goodbye.Why.ValueType, retry_after_s: float) -> session_pb2.Frame:
+    return session_pb2.Frame(goodbye=session_pb2.Goodbye(why=why, retry_after_s=retry_after_s))

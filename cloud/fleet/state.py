@@ -1,0 +1,203 @@
+"""The fleet as one value, and what reports, people and rollouts make of it.
+
+Pure, like the rollouts it holds: each function takes a state and gives the next one. A node's
+desired number grows with every change of what it shall serve, and with nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from triplane.cloud.fleet.capability import Capability
+from triplane.cloud.fleet.facts import (
+    ENDED,
+    Assign,
+    Effect,
+    Event,
+    Excused,
+    Reported,
+    Restore,
+    Rollout,
+    Stage,
+    Tick,
+)
+from triplane.cloud.fleet.rollout import step
+from triplane.cloud.fleet.selector import ALL, Selector
+from triplane.proto.fleet_pb2 import DeployRequest, ModelReport, Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """One model on one node. good: the last assignment that the node said it committed."""
+
+    version: int = 0
+    path: str = ""
+    rollout: str = ""
+    attempt: int = 0
+    probation_s: float = 0.0
+    good_version: int = 0
+    good_path: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One node. gone: why it is none any more, or empty."""
+
+    name: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    cordoned: bool = False
+    gone: str = ""
+    last_seen_s: float = 0.0
+    desired_number: int = 0
+    report: Report | None = None
+    held: Mapping[str, Held] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paper:
+    """A rollout with what was asked, when and by whom."""
+
+    rollout: Rollout
+    request: DeployRequest
+    created_s: float
+    created_by: str
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether nothing changes it any more."""
+        return self.rollout.state in ENDED
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Every node, and the rollouts that go on."""
+
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    papers: Mapping[str, Paper] = field(default_factory=dict)
+
+
+def with_node(fleet: Fleet, node: Node) -> Fleet:
+    """The fleet with this node instead of its former self."""
+    return replace(fleet, nodes={**fleet.nodes, node.name: node})
+
+
+def without_ended(fleet: Fleet) -> Fleet:
+    """The fleet with the rollouts that go on."""
+    going = {name: paper for name, paper in fleet.papers.items() if not paper.is_ended}
+    return fleet if len(going) == len(fleet.papers) else replace(fleet, papers=going)
+
+
+def with_paper(fleet: Fleet, paper: Paper, effects: Iterable[Effect]) -> Fleet:
+    """The fleet with this rollout, its effects in the nodes' desired documents."""
+    nodes = dict(fleet.nodes)
+    for effect in effects:
+        if isinstance(effect, (Assign, Restore)) and effect.name in nodes:
+            nodes[effect.name] = _ordered(nodes[effect.name], paper, effect)
+    papers = {**fleet.papers, paper.rollout.id: paper}
+    return Fleet(nodes, papers)
+
+
+def _ordered(node: Node, paper: Paper, effect: Assign | Restore) -> Node:
+    plan = paper.rollout.plan
+    held = node.held.get(plan.model, Held())
+    is_new = isinstance(effect, Assign)
+    made = replace(
+        held,
+        version=plan.version if is_new else held.good_version,
+        path=effect.path if isinstance(effect, Assign) else held.good_path,
+        rollout=paper.rollout.id,
+        attempt=effect.attempt,
+        probation_s=paper.request.probation_s,
+    )
+    return replace(
+        node, desired_number=node.desired_number + 1, held={**node.held, plan.model: made}
+    )
+
+
+def after_event(fleet: Fleet, rollout_id: str, event: Event, now_s: float) -> Fleet:
+    """One event of one rollout. Raises what `rollout.step` raises."""
+    paper = fleet.papers[rollout_id]
+    rollout, effects = step(paper.rollout, event, now_s)
+    if rollout is paper.rollout and not effects:
+        return fleet
+    return with_paper(fleet, replace(paper, rollout=rollout), effects)
+
+
+def after_tick(fleet: Fleet, now_s: float) -> Fleet:
+    """Time passed for every rollout."""
+    for rollout_id in list(fleet.papers):
+        fleet = after_event(fleet, rollout_id, Tick(), now_s)
+    return fleet
+
+
+def after_nodes_changed(fleet: Fleet, now_s: float) -> Fleet:
+    """Tell every rollout who is out, after labels, cordons or nodes changed."""
+    for rollout_id, paper in list(fleet.papers.items()):
+        selector = Selector.parse(paper.request.selector or ALL)
+        reasons = {
+            name: reason
+            for name in paper.rollout.members
+            if (reason := excuse(fleet.nodes.get(name), selector))
+        }
+        fleet = after_event(fleet, rollout_id, Excused(reasons), now_s)
+    return fleet
+
+
+def excuse(node: Node | None, selector: Selector) -> str:
+    """Why a rollout does not count this node; empty where it does."""
+    if node is None or node.gone:
+        return node.gone if node else "it is no node"
+    if node.cordoned:
+        return "cordoned"
+    return "" if selector.matches(node.labels) else "its labels no longer match"
+
+
+def after_report(fleet: Fleet, name: str, report: Report, now_s: float) -> Fleet:
+    """What a node said. A name that is no node changes nothing."""
+    node = fleet.nodes.get(name)
+    if node is None or node.gone:
+        return fleet
+    models = {model.model: model for model in report.models}
+    held = {model: _good(row, models.get(model)) for model, row in node.held.items()}
+    fleet = with_node(fleet, replace(node, report=report, last_seen_s=now_s, held=held))
+    capability = capability_of(report)
+    for rollout_id, paper in list(fleet.papers.items()):
+        if name in paper.rollout.members:
+            told = models.get(paper.rollout.plan.model, ModelReport())
+            event = _reported(name, capability, told)
+            fleet = after_event(fleet, rollout_id, event, now_s)
+    return fleet
+
+
+def _good(held: Held, told: ModelReport | None) -> Held:
+    if told is None or not held.version or told.committed_version != held.version:
+        return held
+    return replace(held, good_version=held.version, good_path=held.path)
+
+
+def capability_of(report: Report) -> Capability:
+    """What the report says the node can run."""
+    told = report.capability
+    return Capability(
+        runtime=told.runtime,
+        runtime_version=told.runtime_version,
+        max_opset=told.max_opset,
+        instructions=tuple(told.instructions),
+        memory_bytes=told.memory_bytes,
+        targets=tuple(told.targets),
+    )
+
+
+def _reported(name: str, capability: Capability, told: ModelReport) -> Reported:
+    return Reported(
+        name=name,
+        capability=capability,
+        committed_version=told.committed_version,
+        version=told.version,
+        attempt=told.attempt,
+        stage=Stage(told.state),
+        reason=told.reason,
+        downloaded_bytes=told.downloaded_bytes,
+        total_bytes=told.total_bytes,
+    )
