@@ -11,7 +11,7 @@ PRINCIPALS: Final = sa.Table(
     METADATA,
     sa.Column("name", sa.String(63), primary_key=True),
     sa.Column("role", sa.String(16), nullable=False),
-    sa.Column("enrolled_s", sa.Float, nullable=False),
+    sa.Column("enrolled_s", sa.Double, nullable=False),
     sa.Column("revoked", sa.Boolean, nullable=False),
 )
 
@@ -20,8 +20,8 @@ CERTIFICATES: Final = sa.Table(
     METADATA,
     sa.Column("serial", sa.String(40), primary_key=True),
     sa.Column("name", sa.ForeignKey("principals.name"), nullable=False, index=True),
-    sa.Column("issued_s", sa.Float, nullable=False),
-    sa.Column("expires_s", sa.Float, nullable=False),
+    sa.Column("issued_s", sa.Double, nullable=False),
+    sa.Column("expires_s", sa.Double, nullable=False),
     sa.Column("revoked", sa.Boolean, nullable=False),
 )
 
@@ -33,7 +33,7 @@ TOKENS: Final = sa.Table(
     sa.Column("name", sa.String(63), nullable=False),
     sa.Column("role", sa.String(16), nullable=False),
     sa.Column("labels", sa.Text, nullable=False),
-    sa.Column("expires_s", sa.Float, nullable=False),
+    sa.Column("expires_s", sa.Double, nullable=False),
     sa.Column("request", sa.LargeBinary),
     sa.Column("certificate", sa.LargeBinary),
 )
@@ -42,7 +42,7 @@ AUDIT: Final = sa.Table(
     "audit",
     METADATA,
     sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
-    sa.Column("time_s", sa.Float, nullable=False),
+    sa.Column("time_s", sa.Double, nullable=False),
     sa.Column("actor", sa.String(63), nullable=False),
     sa.Column("action", sa.String(64), nullable=False),
     sa.Column("subject", sa.String(256), nullable=False),

@@ -1,0 +1,156 @@
+"""The one door of the main port: who calls, and whether the role may call this.
+
+Each call's peer certificate must carry a serial number that was issued to its name and is neither
+revoked nor expired, looked up in the database per call; then the method's row of `RIGHTS` decides.
+A servicer finds out who called with `caller()`. Revoking a name ends its streams, here.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from cryptography import x509
+
+from triplane.cloud.identity.principals import Principal, Principals, serial_of
+from triplane.cloud.identity.rights import RIGHTS
+from triplane.proto.errors import Corrupt, Unavailable
+from triplane.proto.identity import common_name
+
+logger = logging.getLogger(__name__)
+
+_CALLER: Final[ContextVar[Principal]] = ContextVar("caller")
+_S = grpc.StatusCode
+
+
+class Refused(Exception):
+    """A call that does not get through: the status and the text it is answered with."""
+
+    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+        super().__init__(text)
+        self.code, self.text = code, text
+
+
+def caller() -> Principal:
+    """Who made the call that this code serves."""
+    return _CALLER.get()
+
+
+class Gate(grpc.aio.ServerInterceptor):
+    """Refuses what the table does not allow; counts open streams by name."""
+
+    def __init__(self, principals: Principals) -> None:
+        self._principals = principals
+        self._streams: dict[str, set[asyncio.Task[Any]]] = {}
+        self._callbacks: list[Callable[[str], None]] = []
+
+    def on_revoked(self, callback: Callable[[str], None]) -> None:
+        """Call back with each name that is revoked, before its streams are ended."""
+        self._callbacks.append(callback)
+
+    def revoked(self, name: str) -> None:
+        """End the name's open streams."""
+        for callback in self._callbacks:
+            callback(name)
+        for task in self._streams.get(name, set()).copy():
+            task.cancel("revoked")
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """See `grpc.aio.ServerInterceptor`."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        if handler.response_streaming:
+            make = (
+                grpc.stream_stream_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_stream_rpc_method_handler
+            )
+            behaviour: Any = self._streaming(handler, method)
+        else:
+            make = (
+                grpc.stream_unary_rpc_method_handler
+                if handler.request_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+            behaviour = self._single(handler, method)
+        return make(behaviour, handler.request_deserializer, handler.response_serializer)
+
+    def _single(self, handler: Any, method: str) -> Callable[[Any, Any], Awaitable[Any]]:
+        inner = handler.stream_unary or handler.unary_unary
+
+        async def behave(request: Any, context: Any) -> Any:
+            await self._let_in(method, context)
+            return await inner(request, context)
+
+        return behave
+
+    def _streaming(self, handler: Any, method: str) -> Callable[[Any, Any], AsyncIterator[Any]]:
+        inner = handler.stream_stream or handler.unary_stream
+
+        async def behave(request: Any, context: Any) -> AsyncIterator[Any]:
+            who = await self._let_in(method, context)
+            task = asyncio.current_task()
+            assert task is not None
+            held = self._streams.setdefault(who.name, set())
+            held.add(task)
+            try:
+                async for response in inner(request, context):
+                    yield response
+            except asyncio.CancelledError as error:
+                if error.args != ("revoked",):
+                    raise
+                await context.abort(
+                    _S.UNAUTHENTICATED, f"the certificate of {who.name!r} was revoked"
+                )
+            finally:
+                held.discard(task)
+                if not held:
+                    self._streams.pop(who.name, None)
+
+        return behave
+
+    async def _let_in(self, method: str, context: Any) -> Principal:
+        try:
+            who = await self._who(context)
+            if who.role not in RIGHTS.get(method, ()):
+                raise Refused(
+                    _S.PERMISSION_DENIED,
+                    f"{who.name!r} is a {who.role} and may not call {method.rpartition('/')[2]}; "
+                    f"that is for: {_roles(method)}",
+                )
+        except Refused as refusal:
+            logger.warning("call refused", extra={"method": method, "reason": refusal.text})
+            await context.abort(refusal.code, refusal.text)
+        except Unavailable as error:
+            await context.abort(_S.UNAVAILABLE, str(error))
+        _CALLER.set(who)
+        return who
+
+    async def _who(self, context: Any) -> Principal:
+        pem = context.auth_context().get("x509_pem_cert", [b""])[0]
+        try:
+            certificate = x509.load_pem_x509_certificate(pem)
+            name = common_name(certificate)
+        except (ValueError, Corrupt) as error:
+            raise Refused(_S.UNAUTHENTICATED, "a certificate of this cloud is needed") from error
+        found = await self._principals.holder(serial_of(certificate), name)
+        if found is None:
+            raise Refused(
+                _S.UNAUTHENTICATED,
+                f"the certificate of {name[:80]!r} is revoked, replaced or not of this cloud; "
+                "enrol with a new token",
+            )
+        return found
+
+
+def _roles(method: str) -> str:
+    return ", ".join(sorted(RIGHTS.get(method, ()))) or "none"

@@ -1,0 +1,325 @@
+"""Names, their roles and certificates, and the one-time tokens that make them.
+
+Every change is a transaction together with its audit entry. Times are seconds since 1970.
+"""
+
+import hmac
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import sqlalchemy as sa
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+
+from triplane.cloud.identity import audit
+from triplane.cloud.identity.authority import Authority
+from triplane.cloud.identity.rights import MACHINES, Role
+from triplane.cloud.identity.tables import CERTIFICATES, PRINCIPALS, TOKENS
+from triplane.cloud.store import Database
+from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.proto.identity import Token, check_name, mac
+
+TOKEN_S: Final = 3600.0
+MAX_TOKEN_S: Final = 30 * 86_400.0
+MAX_OPEN_TOKENS: Final = 10_000
+OLD_CERTIFICATE_S: Final = 3600.0
+"""How long a renewed certificate is still good: its owner may crash before it uses the new one."""
+MAX_LABELS: Final = 32
+MAX_LABEL_CHARS: Final = 63
+REFUSED: Final = "the token is unknown, expired or used, or its secret is wrong; ask for a new one"
+
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """A name with its role; times of its newest certificate, 0 before enrolment."""
+
+    name: str
+    role: Role
+    serial: str
+    enrolled_s: float
+    expires_s: float
+    revoked: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """A token as it is shown once."""
+
+    token: str
+    name: str
+    expires_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Enrolled:
+    """What an enrolment gave. labels: of the token, empty where it was only repeated."""
+
+    certificate: bytes
+    name: str
+    role: Role
+    labels: Labels
+
+
+class Principals:
+    """Who is known here. clock: seconds since 1970."""
+
+    def __init__(
+        self, database: Database, authority: Authority, clock: Callable[[], float]
+    ) -> None:
+        self._database, self._authority, self._clock = database, authority, clock
+
+    async def invite(
+        self,
+        actor: str,
+        role: Role,
+        *,
+        name: str = "",
+        valid_s: float = 0.0,
+        labels: Labels | None = None,
+    ) -> Invitation:
+        """A token for one enrolment. Conflict where the name is enrolled and not revoked."""
+        valid_s = valid_s or TOKEN_S
+        if not 0 < valid_s <= MAX_TOKEN_S:
+            raise InvalidInput(f"a token is valid for up to {MAX_TOKEN_S:.0f} s, got {valid_s}")
+        if not name and role not in MACHINES:
+            raise InvalidInput(f"a {role} is a person: give a name")
+        name = check_name(name or f"{role}-{secrets.token_hex(4)}")
+        labels = check_labels(labels or {})
+        token = Token.make(self._authority.der)
+        now = self._clock()
+
+        def work(connection: sa.Connection) -> None:
+            connection.execute(sa.delete(TOKENS).where(TOKENS.c.expires_s < now))
+            count = connection.scalar(sa.select(sa.func.count()).select_from(TOKENS)) or 0
+            if count >= MAX_OPEN_TOKENS:
+                raise Conflict(f"{count} tokens are open; wait until some expire")
+            known = _principal(connection, name)
+            if known and not known.revoked:
+                raise Conflict(f"{name!r} is enrolled as {known.role}; revoke it first")
+            connection.execute(
+                TOKENS.insert().values(
+                    id=token.id,
+                    key=token.key,
+                    name=name,
+                    role=role.value,
+                    labels=json.dumps(dict(labels), sort_keys=True),
+                    expires_s=now + valid_s,
+                )
+            )
+            audit.record(
+                connection, time_s=now, actor=actor, action="token.create", subject=name,
+                details={"role": role.value, "valid_s": valid_s},
+            )  # fmt: skip
+
+        await self._database.write(work)
+        return Invitation(str(token), name, now + valid_s)
+
+    async def enrol(self, token_id: bytes, request: bytes, given_mac: bytes) -> Enrolled:
+        """A certificate for a token. InvalidInput does not tell unknown from forged."""
+        now = self._clock()
+
+        def work(connection: sa.Connection) -> Enrolled:
+            row = connection.execute(sa.select(TOKENS).where(TOKENS.c.id == token_id)).first()
+            key = bytes(row.key) if row else bytes(32)
+            genuine = hmac.compare_digest(mac(key, request), given_mac)
+            if row is None or not genuine or row.expires_s < now:
+                raise InvalidInput(REFUSED)
+            if row.request is not None:
+                if bytes(row.request) != request:
+                    raise Conflict("this token was used for another key; ask for a new one")
+                return Enrolled(bytes(row.certificate), row.name, Role(row.role), {})
+            known = _principal(connection, row.name)
+            if known and not known.revoked:
+                raise Conflict(f"{row.name!r} was enrolled by another token meanwhile")
+            certificate = self._authority.issue(request, row.name, now)
+            _admit(connection, certificate, row.name, Role(row.role), now)
+            der = certificate.public_bytes(serialization.Encoding.DER)
+            connection.execute(
+                sa.update(TOKENS)
+                .where(TOKENS.c.id == token_id)
+                .values(request=request, certificate=der)
+            )
+            audit.record(
+                connection, time_s=now, actor=row.name, action="identity.enrol",
+                subject=row.name, details={"role": row.role, "serial": serial_of(certificate)},
+            )  # fmt: skip
+            return Enrolled(der, row.name, Role(row.role), json.loads(row.labels))
+
+        return await self._database.write(work)
+
+    async def renew(self, name: str, request: bytes) -> bytes:
+        """A new certificate (DER) for a name; the old one holds for another hour."""
+        now = self._clock()
+
+        def work(connection: sa.Connection) -> bytes:
+            known = _principal(connection, name)
+            if known is None or known.revoked:
+                raise NotFound(f"{name!r} is not enrolled, or was revoked")
+            certificate = self._authority.issue(request, name, now)
+            connection.execute(
+                sa.update(CERTIFICATES)
+                .where(
+                    CERTIFICATES.c.name == name,
+                    CERTIFICATES.c.expires_s > now + OLD_CERTIFICATE_S,
+                )
+                .values(expires_s=now + OLD_CERTIFICATE_S)
+            )
+            _store(connection, certificate, name, now)
+            audit.record(
+                connection, time_s=now, actor=name, action="identity.renew", subject=name,
+                details={"serial": serial_of(certificate)},
+            )  # fmt: skip
+            return certificate.public_bytes(serialization.Encoding.DER)
+
+        return await self._database.write(work)
+
+    def admit_now(self, request: bytes, name: str, role: Role) -> x509.Certificate:
+        """Enrol a name without a token: the first operator, made with the cloud itself."""
+        now = self._clock()
+        certificate = self._authority.issue(request, name, now)
+
+        def work(connection: sa.Connection) -> None:
+            _admit(connection, certificate, name, role, now)
+            audit.record(
+                connection, time_s=now, actor="cloud", action="identity.enrol", subject=name,
+                details={"role": role.value, "serial": serial_of(certificate)},
+            )  # fmt: skip
+
+        self._database.write_now(work)
+        return certificate
+
+    async def revoke(self, actor: str, name: str, reason: str) -> Principal:
+        """Void every certificate and open token of a name. NotFound."""
+        now = self._clock()
+
+        def work(connection: sa.Connection) -> Principal:
+            if _principal(connection, name) is None:
+                raise NotFound(f"no principal {name[:80]!r}; `triplane cloud who` lists them")
+            connection.execute(
+                sa.update(PRINCIPALS).where(PRINCIPALS.c.name == name).values(revoked=True)
+            )
+            connection.execute(
+                sa.update(CERTIFICATES).where(CERTIFICATES.c.name == name).values(revoked=True)
+            )
+            connection.execute(sa.delete(TOKENS).where(TOKENS.c.name == name))
+            audit.record(
+                connection, time_s=now, actor=actor, action="identity.revoke", subject=name,
+                details={"reason": reason[:500]},
+            )  # fmt: skip
+            revoked = _principal(connection, name)
+            assert revoked is not None
+            return revoked
+
+        return await self._database.write(work)
+
+    async def named(self, name: str) -> Principal:
+        """One principal. NotFound."""
+        found = await self._database.read(lambda connection: _principal(connection, name))
+        if found is None:
+            raise NotFound(f"no principal {name[:80]!r}")
+        return found
+
+    async def listed(self) -> list[Principal]:
+        """Everybody, by name."""
+        return await self._database.read(_everybody)
+
+    async def holder(self, serial: str, name: str) -> Principal | None:
+        """Whose valid certificate this is; None where it is void."""
+        now = self._clock()
+
+        def work(connection: sa.Connection) -> Principal | None:
+            row = connection.execute(
+                sa.select(CERTIFICATES).where(CERTIFICATES.c.serial == serial)
+            ).first()
+            if row is None or row.revoked or row.name != name or row.expires_s < now:
+                return None
+            known = _principal(connection, name)
+            return None if known is None or known.revoked else known
+
+        return await self._database.read(work)
+
+
+def check_labels(labels: Labels) -> Labels:
+    """`labels` within limits; InvalidInput names the one that is not."""
+    if len(labels) > MAX_LABELS:
+        raise InvalidInput(f"a node has at most {MAX_LABELS} labels, got {len(labels)}")
+    for key, value in labels.items():
+        for text in (key, value):
+            if not 1 <= len(text) <= MAX_LABEL_CHARS or not text.isprintable() or set(text) & {
+                "=", "!", ",",
+            }:  # fmt: skip
+                raise InvalidInput(
+                    f"label {key[:80]!r}={value[:80]!r}: keys and values have 1 to "
+                    f"{MAX_LABEL_CHARS} printable characters without '=', '!' and ','"
+                )
+    return labels
+
+
+def serial_of(certificate: x509.Certificate) -> str:
+    """Serial number in hexadecimal, as the tables and the log have it."""
+    return f"{certificate.serial_number:x}"
+
+
+def _admit(
+    connection: sa.Connection, certificate: x509.Certificate, name: str, role: Role, now: float
+) -> None:
+    values = {"role": role.value, "enrolled_s": now, "revoked": False}
+    if _principal(connection, name):
+        connection.execute(sa.update(PRINCIPALS).where(PRINCIPALS.c.name == name).values(values))
+    else:
+        connection.execute(PRINCIPALS.insert().values(name=name, **values))
+    _store(connection, certificate, name, now)
+
+
+def _store(connection: sa.Connection, certificate: x509.Certificate, name: str, now: float) -> None:
+    connection.execute(
+        CERTIFICATES.insert().values(
+            serial=serial_of(certificate),
+            name=name,
+            issued_s=now,
+            expires_s=certificate.not_valid_after_utc.timestamp(),
+            revoked=False,
+        )
+    )
+
+
+_NEWEST: Final = (
+    sa.select(CERTIFICATES.c.name, sa.func.max(CERTIFICATES.c.issued_s).label("issued_s"))
+    .group_by(CERTIFICATES.c.name)
+    .subquery()
+)
+
+
+def _query() -> sa.Select[tuple[str, str, float, bool, str, float]]:
+    """Principals with their newest certificate."""
+    return (
+        sa.select(PRINCIPALS, CERTIFICATES.c.serial, CERTIFICATES.c.expires_s)
+        .join(_NEWEST, _NEWEST.c.name == PRINCIPALS.c.name)
+        .join(
+            CERTIFICATES,
+            (CERTIFICATES.c.name == PRINCIPALS.c.name)
+            & (CERTIFICATES.c.issued_s == _NEWEST.c.issued_s),
+        )
+        .order_by(PRINCIPALS.c.name, CERTIFICATES.c.serial)
+    )
+
+
+def _principal(connection: sa.Connection, name: str) -> Principal | None:
+    row = connection.execute(_query().where(PRINCIPALS.c.name == name)).first()
+    return None if row is None else _read(row)
+
+
+def _everybody(connection: sa.Connection) -> list[Principal]:
+    found = {row.name: _read(row) for row in connection.execute(_query())}
+    return list(found.values())
+
+
+def _read(row: sa.Row[tuple[str, str, float, bool, str, float]]) -> Principal:
+    return Principal(
+        row.name, Role(row.role), row.serial, row.enrolled_s, row.expires_s, row.revoked
+    )

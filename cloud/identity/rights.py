@@ -1,0 +1,65 @@
+"""Which role may call what: one row per method, and a method without a row is refused.
+
+Rights are of the role that the database gives a name, never of the certificate.
+"""
+
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+
+class Role(StrEnum):
+    """What a principal is. The order is that of `identity.proto`."""
+
+    VIEWER = "viewer"
+    OPERATOR = "operator"
+    SIGNER = "signer"
+    NODE = "node"
+    DEVICE = "device"
+
+
+PEOPLE: Final = frozenset({Role.VIEWER, Role.OPERATOR, Role.SIGNER})
+MACHINES: Final = frozenset({Role.NODE, Role.DEVICE})
+OPERATORS: Final = frozenset({Role.OPERATOR})
+SIGNERS: Final = frozenset({Role.SIGNER, Role.OPERATOR})
+NODES: Final = frozenset({Role.NODE})
+ALL: Final = PEOPLE | MACHINES
+
+# fmt: off
+_ROWS: Final = (
+    ("/triplane.enrolment.v1.Renewal/Renew",         ALL),
+    ("/triplane.session.v1.Session/Open",            MACHINES),
+    ("/triplane.metadata.v1.Metadata/Get",           ALL),
+    ("/triplane.metadata.v1.Metadata/Submit",        SIGNERS),
+    ("/triplane.metadata.v1.Metadata/GetPending",    PEOPLE),
+    ("/triplane.transfer.v1.Transfer/Stat",          ALL),
+    ("/triplane.transfer.v1.Transfer/Upload",        OPERATORS),
+    ("/triplane.transfer.v1.Transfer/Download",      ALL),
+    ("/triplane.registry.v1.Registry/Push",          OPERATORS),
+    ("/triplane.registry.v1.Registry/GetVersion",    PEOPLE),
+    ("/triplane.registry.v1.Registry/ListModels",    PEOPLE),
+    ("/triplane.registry.v1.Registry/ListVersions",  PEOPLE),
+    ("/triplane.registry.v1.Registry/SetAlias",      OPERATORS),
+    ("/triplane.registry.v1.Registry/GetBundle",     SIGNERS),
+    ("/triplane.fleet.v1.Fleet/ListNodes",           PEOPLE),
+    ("/triplane.fleet.v1.Fleet/GetNode",             PEOPLE),
+    ("/triplane.fleet.v1.Fleet/SetLabels",           OPERATORS),
+    ("/triplane.fleet.v1.Fleet/Cordon",              OPERATORS),
+    ("/triplane.fleet.v1.Fleet/Deploy",              OPERATORS),
+    ("/triplane.fleet.v1.Fleet/ListRollouts",        PEOPLE),
+    ("/triplane.fleet.v1.Fleet/GetRollout",          PEOPLE),
+    ("/triplane.fleet.v1.Fleet/WatchRollout",        PEOPLE),
+    ("/triplane.fleet.v1.Fleet/Pause",               OPERATORS),
+    ("/triplane.fleet.v1.Fleet/Resume",              OPERATORS),
+    ("/triplane.fleet.v1.Fleet/Abort",               OPERATORS),
+    ("/triplane.identity.v1.Identity/WhoAmI",        ALL),
+    ("/triplane.identity.v1.Identity/CreateToken",   OPERATORS),
+    ("/triplane.identity.v1.Identity/ListPrincipals", PEOPLE),
+    ("/triplane.identity.v1.Identity/Revoke",        OPERATORS),
+    ("/triplane.identity.v1.Identity/ReadAudit",     PEOPLE),
+    ("/grpc.health.v1.Health/Check",                 ALL),
+    ("/grpc.health.v1.Health/Watch",                 PEOPLE),
+)
+# fmt: on
+RIGHTS: Final = MappingProxyType(dict(_ROWS))
+assert len(RIGHTS) == len(_ROWS), "a method has two rows"
