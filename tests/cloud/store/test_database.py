@@ -130,7 +130,7 @@ def test_reads_do_not_wait_for_a_long_write(database):
 
 
 def test_a_read_cannot_write(database):
-    with pytest.raises(Exception, match="read-?only"):
+    with pytest.raises(Exception, match=r"read-?only"):
         database.read_now(add(1))
     assert database.read_now(count) == 0
 

@@ -1,0 +1,294 @@
+"""Reads and writes of the registry's tables, each on a connection inside a transaction."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any, Final
+
+from sqlalchemy import Connection, Row, select
+
+from triplane.cloud.registry.names import LATEST, Reference
+from triplane.cloud.registry.tables import ALIASES, BUNDLES, MODELS, VERSIONS
+from triplane.cloud.registry.values import (
+    Bundle,
+    Lineage,
+    Model,
+    Needs,
+    Push,
+    Recipe,
+    State,
+    Version,
+)
+from triplane.proto.errors import Conflict, NotFound
+
+MADE: Final = ("blob", "size", "root_digest", "content_digest")
+"""Columns of a bundle that conversion fills."""
+
+
+def pushed(connection: Connection, push: Push) -> Version | None:
+    """The version that an earlier push of the same key made; Conflict where it asked otherwise."""
+    found = connection.execute(select(VERSIONS).where(VERSIONS.c.push_key == push.key)).first()
+    if found is None:
+        return None
+    if bytes(found.push_digest) != push.digest:
+        raise Conflict(
+            f"key {push.key.hex()} registered {found.model}@{found.version} with other content; "
+            "a new push needs a new random key"
+        )
+    return _versions(connection, [found])[0]
+
+
+def insert(
+    connection: Connection, push: Push, *, digest: bytes, size: int, now_s: float, by: str
+) -> Version:
+    """Write the next version of the model and its aliases. NotFound: its parent."""
+    if push.lineage.parent:
+        number(connection, Reference.parse(push.lineage.parent))
+    latest = connection.scalar(select(MODELS.c.latest).where(MODELS.c.name == push.model))
+    version = (latest or 0) + 1
+    if latest is None:
+        connection.execute(MODELS.insert().values(name=push.model, latest=version))
+    else:
+        connection.execute(
+            MODELS.update().where(MODELS.c.name == push.model).values(latest=version)
+        )
+    connection.execute(
+        VERSIONS.insert().values(
+            model=push.model,
+            version=version,
+            model_digest=digest,
+            blob=push.blob,
+            size=size,
+            created_s=now_s,
+            created_by=by,
+            push_key=push.key,
+            push_digest=push.digest,
+            **asdict(push.recipe),
+            **asdict(push.lineage),
+        )
+    )
+    for alias in set(push.aliases):
+        point(connection, push.model, alias, version)
+    return get(connection, Reference(push.model, version))
+
+
+def number(connection: Connection, reference: Reference) -> int:
+    """The version number that a reference means now; NotFound tells what there is."""
+    latest = connection.scalar(select(MODELS.c.latest).where(MODELS.c.name == reference.model))
+    if latest is None:
+        raise NotFound(f"no model {reference.model!r}; triplane registry ls lists them")
+    if reference.version is not None:
+        if not 1 <= reference.version <= latest:
+            raise NotFound(f"no version {reference}; the newest is {latest}")
+        return reference.version
+    if reference.alias == LATEST:
+        return int(latest)
+    found = connection.scalar(
+        select(ALIASES.c.version)
+        .where(ALIASES.c.model == reference.model)
+        .where(ALIASES.c.name == reference.alias)
+    )
+    if found is None:
+        names = [LATEST, *(name for name, _ in aliases(connection, reference.model))]
+        raise NotFound(
+            f"{reference.model} has no alias {reference.alias!r}, only {', '.join(names)}"
+        )
+    return int(found)
+
+
+def get(connection: Connection, reference: Reference) -> Version:
+    """The version that a reference means now."""
+    version = number(connection, reference)
+    rows = connection.execute(
+        select(VERSIONS).where(VERSIONS.c.model == reference.model, VERSIONS.c.version == version)
+    )
+    return _versions(connection, rows)[0]
+
+
+def page(connection: Connection, model: str, size: int, before: int) -> list[Version]:
+    """Up to `size` versions below `before` (0: all), newest first; NotFound: no such model."""
+    number(connection, Reference(model))
+    query = select(VERSIONS).where(VERSIONS.c.model == model)
+    if before:
+        query = query.where(VERSIONS.c.version < before)
+    return _versions(
+        connection, connection.execute(query.order_by(VERSIONS.c.version.desc()).limit(size))
+    )
+
+
+def models(connection: Connection) -> list[Model]:
+    """All, by name."""
+    pointing: dict[str, list[tuple[str, int]]] = {}
+    for row in connection.execute(select(ALIASES).order_by(ALIASES.c.name)):
+        pointing.setdefault(row.model, []).append((row.name, row.version))
+    rows = connection.execute(select(MODELS).order_by(MODELS.c.name))
+    return [
+        Model(name=row.name, latest=row.latest, aliases=tuple(pointing.get(row.name, ())))
+        for row in rows
+    ]
+
+
+def model(connection: Connection, name: str) -> Model:
+    """One model."""
+    latest = number(connection, Reference(name))
+    return Model(name=name, latest=latest, aliases=tuple(aliases(connection, name)))
+
+
+def aliases(connection: Connection, model: str) -> list[tuple[str, int]]:
+    """(name, version) of a model's aliases, by name."""
+    rows = connection.execute(
+        select(ALIASES).where(ALIASES.c.model == model).order_by(ALIASES.c.name)
+    )
+    return [(row.name, row.version) for row in rows]
+
+
+def point(connection: Connection, model: str, alias: str, version: int) -> None:
+    """Let an alias mean a version; 0 takes it away."""
+    number(connection, Reference(model, version or None))
+    here = (ALIASES.c.model == model) & (ALIASES.c.name == alias)
+    connection.execute(ALIASES.delete().where(here))
+    if version:
+        connection.execute(ALIASES.insert().values(model=model, name=alias, version=version))
+
+
+def bundle(connection: Connection, model: str, version: int, target: str) -> Bundle | None:
+    """The bundle of a version for a target, where it was ever asked for."""
+    found = connection.execute(select(BUNDLES).where(_here(model, version, target))).first()
+    return None if found is None else _bundle(found)
+
+
+def start(connection: Connection, model: str, version: int, target: str) -> None:
+    """Count an attempt to convert; the row appears with the first."""
+    here = _here(model, version, target)
+    attempts = connection.scalar(select(BUNDLES.c.attempts).where(here))
+    if attempts is not None:
+        begun = {"state": State.CONVERTING.name, "reason": "", "attempts": attempts + 1}
+        connection.execute(BUNDLES.update().where(here).values(begun))
+        return
+    connection.execute(
+        BUNDLES.insert().values(
+            model=model,
+            version=version,
+            target=target,
+            state=State.CONVERTING.name,
+            attempts=1,
+            reason="",
+            may_retry=False,
+            blob=b"",
+            size=0,
+            root_digest=b"",
+            content_digest=b"",
+            signed_path="",
+            needs={},
+        )
+    )
+
+
+def finish(connection: Connection, made: Bundle, *, may_retry: bool = False) -> None:
+    """Write what became of a conversion."""
+    connection.execute(
+        BUNDLES.update()
+        .where(_here(made.model, made.version, made.target))
+        .values(
+            state=made.state.name,
+            reason=made.reason,
+            may_retry=may_retry,
+            needs=asdict(made.needs),
+            **{name: getattr(made, name) for name in MADE},
+        )
+    )
+
+
+def attempts(connection: Connection, wanted: Bundle) -> tuple[int, bool]:
+    """(conversions begun, whether another may end otherwise)."""
+    row = connection.execute(
+        select(BUNDLES.c.attempts, BUNDLES.c.may_retry).where(
+            _here(wanted.model, wanted.version, wanted.target)
+        )
+    ).one()
+    return int(row.attempts), bool(row.may_retry)
+
+
+def unfinished(connection: Connection) -> list[Bundle]:
+    """Bundles whose conversion was begun and has not ended."""
+    rows = connection.execute(
+        select(BUNDLES)
+        .where(BUNDLES.c.state == State.CONVERTING.name)
+        .order_by(BUNDLES.c.model, BUNDLES.c.version, BUNDLES.c.target)
+    )
+    return [_bundle(row) for row in rows]
+
+
+def sign(connection: Connection, model: str, version: int, target: str, path: str) -> Bundle:
+    """Note where the signed target is. NotFound: no such bundle. Conflict: it is not READY."""
+    found = bundle(connection, model, version, target)
+    if found is None:
+        raise NotFound(f"no bundle of {model}@{version} for {target}")
+    if found.state is not State.READY:
+        raise Conflict(f"{found} is {found.state.name}; only a finished bundle is signed")
+    here = _here(model, version, target)
+    connection.execute(BUNDLES.update().where(here).values(signed_path=path))
+    return _bundle(connection.execute(select(BUNDLES).where(here)).one())
+
+
+def referenced(connection: Connection) -> set[bytes]:
+    """Blobs that a version or a bundle names."""
+    columns = (
+        VERSIONS.c.blob, VERSIONS.c.calibration, VERSIONS.c.evaluation, BUNDLES.c.blob,
+    )  # fmt: skip
+    found = {bytes(name) for column in columns for name in connection.scalars(select(column))}
+    return found - {b""}
+
+
+def _here(model: str, version: int, target: str) -> Any:
+    b = BUNDLES.c
+    return (b.model == model) & (b.version == version) & (b.target == target)
+
+
+def _versions(connection: Connection, rows: Iterable[Row[Any]]) -> list[Version]:
+    return [_version(connection, row) for row in rows]
+
+
+def _version(connection: Connection, row: Row[Any]) -> Version:
+    """With aliases and bundles as they are now."""
+    pointing = aliases(connection, row.model)
+    b = BUNDLES.c
+    made = connection.execute(
+        select(BUNDLES).where(b.model == row.model, b.version == row.version).order_by(b.target)
+    )
+    return Version(
+        model=row.model,
+        version=row.version,
+        model_digest=bytes(row.model_digest),
+        blob=bytes(row.blob),
+        size=row.size,
+        created_s=row.created_s,
+        created_by=row.created_by,
+        recipe=Recipe(
+            quantize=row.quantize,
+            calibration=bytes(row.calibration),
+            entry=row.entry,
+            max_accuracy_drop=row.max_accuracy_drop,
+            evaluation=bytes(row.evaluation),
+        ),
+        lineage=Lineage(parent=row.parent, source=row.source, note=row.note),
+        aliases=tuple(name for name, version in pointing if version == row.version),
+        bundles=tuple(map(_bundle, made)),
+    )
+
+
+def _bundle(row: Row[Any]) -> Bundle:
+    needs = {**row.needs, "instructions": tuple(row.needs.get("instructions", ()))}
+    return Bundle(
+        model=row.model,
+        version=row.version,
+        target=row.target,
+        state=State[row.state],
+        reason=row.reason,
+        signed_path=row.signed_path,
+        needs=Needs(**needs),
+        **{name: _plain(getattr(row, name)) for name in MADE},
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int) else bytes(value)

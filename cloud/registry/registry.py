@@ -1,0 +1,311 @@
+"""Models, versions, aliases, and bundles that are made when somebody asks.
+
+Invariants: a version never changes and its number is never given twice; what a call returned is on
+the disk; a bundle that was asked for becomes READY or FAILED, whatever dies on the way, because the
+request itself is a row and `start` takes up what it finds.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from sqlalchemy import Connection
+
+from triplane.cloud.identity import audit as audit_log
+from triplane.cloud.registry import queries
+from triplane.cloud.registry.conversions import Conversions, Files
+from triplane.cloud.registry.names import Reference, check_alias
+from triplane.cloud.registry.values import Bundle, Model, Push, Recipe, State, Version
+from triplane.cloud.store import Database
+from triplane.proto.errors import InvalidInput, TriplaneError, Unavailable
+from triplane.proto.transfer import BlobFolder
+from triplane.unified_ir.convert.targets import target_row
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS: Final = 3
+"""Conversions of one bundle that die before it is given up."""
+DEFAULT_PAGE: Final = 100
+MAX_PAGE: Final = 1000
+SYSTEM: Final = "cloud"
+"""The actor of what nobody asked for by hand."""
+
+_Key = tuple[str, int, str]
+
+
+class Audit(Protocol):
+    """What `identity.audit.record` is."""
+
+    def __call__(
+        self,
+        connection: Connection,
+        *,
+        time_s: float,
+        actor: str,
+        action: str,
+        subject: str,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add an entry in the caller's transaction."""
+
+
+class Registry:
+    """The registry of one cloud. Asynchronous methods belong to one event loop.
+
+    clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        blobs: BlobFolder,
+        conversions: Conversions,
+        *,
+        audit: Audit = audit_log.record,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._db, self._blobs, self._conversions = db, blobs, conversions
+        self._audit, self._clock = audit, clock
+        self._running: dict[_Key, asyncio.Task[None]] = {}
+        self._listeners: list[Callable[[Bundle], None]] = []
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Take up the conversions that an earlier process left."""
+        for left in await self._db.read(queries.unfinished):
+            await self._again(left)
+
+    async def stop(self) -> None:
+        """End the children; what they were converting is converted again after `start`."""
+        self._stopping = True
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    async def push(self, push: Push, *, by: str) -> Version:
+        """Register an uploaded model file as the next version; the same key gives the same one.
+
+        NotFound: a blob was not uploaded, or no such parent. Conflict: the key asked for something
+        else before. Corrupt, InvalidInput: the file or its samples are not what they should be.
+        """
+        known = await self._db.read(lambda connection: queries.pushed(connection, push))
+        if known is not None:
+            return known
+        files = self._files(push.model, push.blob, push.recipe)
+        digest = await self._conversions.check(files)
+        made = await self._db.write(lambda connection: self._insert(connection, push, digest, by))
+        logger.info("version registered", extra={"model": made.model, "version": made.version})
+        return made
+
+    async def version(self, reference: str) -> Version:
+        """The version that `reference` means now, with its bundles."""
+        parsed = Reference.parse(reference)
+        return await self._db.read(lambda connection: queries.get(connection, parsed))
+
+    async def models(self) -> list[Model]:
+        """All models, by name."""
+        return await self._db.read(queries.models)
+
+    async def versions(self, model: str, *, size: int = 0, before: int = 0) -> list[Version]:
+        """Newest first, at most `size` (0: 100) below version `before` (0: all)."""
+        if not 0 <= size <= MAX_PAGE:
+            raise InvalidInput(f"a page has 1 to {MAX_PAGE} versions, got {size}")
+        parsed = Reference.parse(model)
+        return await self._db.read(
+            lambda connection: queries.page(connection, parsed.model, size or DEFAULT_PAGE, before)
+        )
+
+    async def set_alias(self, model: str, alias: str, version: int, *, by: str) -> Model:
+        """Let `alias` mean `version`; 0 takes it away."""
+        parsed = Reference.parse(model)
+        check_alias(alias)
+
+        def work(connection: Connection) -> Model:
+            queries.point(connection, parsed.model, alias, version)
+            details = {"alias": alias, "version": version}
+            self._note(connection, by, "registry.alias", parsed.model, details)
+            return queries.model(connection, parsed.model)
+
+        return await self._db.write(work)
+
+    async def bundle(self, model: str, version: int, target: str) -> Bundle:
+        """The bundle as it stands; the first call has it made, and one after a child died too.
+
+        NotFound: no such version or target.
+        """
+        target_row(target)
+        key = (model, version, target)
+        found = await self._db.read(lambda connection: queries.bundle(connection, *key))
+        if found is not None and (found.state is State.READY or key in self._running):
+            return found
+        asked, is_begun = await self._db.write(lambda connection: self._ask(connection, key))
+        if is_begun:
+            self._convert(asked)
+        return asked
+
+    async def wait_bundle(self, model: str, version: int, target: str) -> Bundle:
+        """As `bundle`, once it is READY or FAILED. Ends by cancellation only, so give a timeout."""
+        asked = await self.bundle(model, version, target)
+        task = self._running.get((model, version, target))
+        if asked.state is not State.CONVERTING or task is None:
+            return asked
+        await asyncio.wait([task])
+        if self._stopping:
+            raise Unavailable("the cloud is stopping; the conversion goes on when it is back")
+        found = await self._db.read(
+            lambda connection: queries.bundle(connection, model, version, target)
+        )
+        assert found is not None
+        return found
+
+    def on_bundle(self, callback: Callable[[Bundle], None]) -> None:
+        """Have `callback` called in the event loop after a bundle became READY, FAILED, signed."""
+        self._listeners.append(callback)
+
+    async def mark_signed(
+        self, model: str, version: int, target: str, path: str, *, by: str = SYSTEM
+    ) -> Bundle:
+        """Note the path of the published signed target. Conflict: the bundle is not READY."""
+
+        def work(connection: Connection) -> Bundle:
+            signed = queries.sign(connection, model, version, target, path)
+            self._note(connection, by, "registry.signed", str(signed), {"path": path})
+            return signed
+
+        signed = await self._db.write(work)
+        self._tell(signed)
+        return signed
+
+    def _insert(self, connection: Connection, push: Push, digest: bytes, by: str) -> Version:
+        known = queries.pushed(connection, push)
+        if known is not None:
+            return known
+        # Asked again inside the one writer: blobs are collected there too.
+        size = self._files(push.model, push.blob, push.recipe).model.stat().st_size
+        now_s = self._clock()
+        made = queries.insert(connection, push, digest=digest, size=size, now_s=now_s, by=by)
+        details = {"model_digest": digest.hex(), "aliases": sorted(set(push.aliases))}
+        self._note(connection, by, "registry.push", str(made), details)
+        return made
+
+    def _files(self, name: str, blob: bytes, recipe: Recipe) -> Files:
+        return Files(
+            name=name,
+            model=self._blobs.find(blob),
+            recipe=recipe,
+            calibration=self._found(recipe.calibration),
+            evaluation=self._found(recipe.evaluation),
+        )
+
+    def _found(self, blob: bytes) -> Path | None:
+        return self._blobs.find(blob) if blob else None
+
+    def _ask(self, connection: Connection, key: _Key) -> tuple[Bundle, bool]:
+        """The bundle, and whether a conversion has to begin; decided in the one writer."""
+        model, version, target = key
+        queries.number(connection, Reference(model, version))
+        found = queries.bundle(connection, *key)
+        if found is not None and found.state is State.READY:
+            return found, False
+        if found is not None and found.state is State.FAILED:
+            begun, may_retry = queries.attempts(connection, found)
+            if not may_retry or begun >= MAX_ATTEMPTS:
+                return found, False
+        queries.start(connection, model, version, target)
+        begun_now = queries.bundle(connection, *key)
+        assert begun_now is not None
+        return begun_now, True
+
+    async def _again(self, left: Bundle) -> None:
+        """Convert what a stopped cloud had begun, unless that is what stops it every time."""
+
+        def work(connection: Connection) -> bool:
+            begun, _ = queries.attempts(connection, left)
+            if begun >= MAX_ATTEMPTS:
+                reason = f"its conversion was begun {begun} times and the cloud ended meanwhile"
+                queries.finish(connection, _failed(left, reason))
+                return False
+            queries.start(connection, left.model, left.version, left.target)
+            return True
+
+        if await self._db.write(work):
+            self._convert(left)
+
+    def _convert(self, asked: Bundle) -> None:
+        key = (asked.model, asked.version, asked.target)
+        if key in self._running or self._stopping:
+            return
+        task = asyncio.create_task(self._converted(asked), name=f"convert {asked}")
+        self._running[key] = task
+        task.add_done_callback(lambda _: self._running.pop(key, None))
+
+    async def _converted(self, asked: Bundle) -> None:
+        started_s = time.monotonic()
+        may_retry = False
+        try:
+            made = await self._make(asked)
+        except TriplaneError as error:
+            made, may_retry = _failed(asked, str(error)), isinstance(error, Unavailable)
+        except Exception as error:
+            logger.exception("conversion failed", extra={"bundle": str(asked)})
+            made = _failed(asked, f"internal error: {type(error).__name__}; see the cloud's log")
+
+        def work(connection: Connection) -> None:
+            queries.finish(connection, made, may_retry=may_retry)
+            details = {"state": made.state.name, "reason": made.reason}
+            self._note(connection, SYSTEM, "registry.bundle", str(made), details)
+
+        await self._db.write(work)
+        seconds = time.monotonic() - started_s
+        facts = {"bundle": str(made), "state": made.state.name, "seconds": seconds}
+        logger.info("bundle finished", extra=facts)
+        self._tell(made)
+
+    async def _make(self, asked: Bundle) -> Bundle:
+        version = await self.version(f"{asked.model}@{asked.version}")
+        files = self._files(version.model, version.blob, version.recipe)
+        async with self._conversions.convert(
+            files,
+            version=version.version,
+            target=asked.target,
+            model_digest=version.model_digest,
+        ) as made:
+            blob = await asyncio.to_thread(self._blobs.put_file, made.path)
+        return replace(
+            asked,
+            state=State.READY,
+            reason="",
+            blob=blob,
+            size=made.size,
+            root_digest=made.root_digest,
+            content_digest=made.content_digest,
+            needs=made.needs,
+        )
+
+    def _note(
+        self, connection: Connection, by: str, action: str, subject: str, details: dict[str, Any]
+    ) -> None:
+        self._audit(
+            connection,
+            time_s=self._clock(),
+            actor=by,
+            action=action,
+            subject=subject,
+            details=details,
+        )
+
+    def _tell(self, bundle: Bundle) -> None:
+        for callback in self._listeners:
+            try:
+                callback(bundle)
+            except Exception:
+                logger.exception("a listener failed", extra={"bundle": str(bundle)})
+
+
+def _failed(asked: Bundle, reason: str) -> Bundle:
+    return replace(asked, state=State.FAILED, reason=reason)
