@@ -65,14 +65,14 @@ def change(before: State | None, after: State) -> dict[str, Any]:
 
 
 def node_row(node: Node) -> Row:
-    """One line of the fleet."""
+    """One line of the fleet. A connected node is seen now, which is no change each second."""
     report = node.report
     return {
         "name": node.name,
         "labels": dict(sorted(node.labels.items())),
         "connected": node.connected,
         "cordoned": node.cordoned,
-        "last_seen_s": round(node.last_seen_s),
+        "last_seen_s": None if node.connected else round(node.last_seen_s),
         "serving_up": report.serving_up,
         "address": _cut(report.serving_address),
         "models": [_model_row(model) for model in report.models],

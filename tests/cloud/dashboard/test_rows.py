@@ -72,6 +72,14 @@ def test_a_state_of_a_newer_program_is_shown_as_its_number():
     assert node_row(node)["models"][0]["state"] == "77"
 
 
+def test_time_that_passes_at_a_connected_node_is_no_change():
+    before, after = (
+        {"nodes": {"n": node_row(Node(name="n", connected=True, last_seen_s=seen_s))}}
+        for seen_s in (1.0, 99.0)
+    )
+    assert change(before, after) == {}
+
+
 def test_a_long_reason_is_cut():
     node = Node(report=Report(models=[ModelReport(reason="x" * 100_000)]))
     assert len(node_row(node)["models"][0]["reason"]) == MOST_TEXT_CHARS

@@ -1,0 +1,68 @@
+"""The running cloud as a source of the dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from triplane.cloud.dashboard.rows import MOST_ROWS
+from triplane.cloud.dashboard.source import NodeIncident
+from triplane.cloud.fleet.fleet import LiveFleet
+from triplane.cloud.fleet.servicer import FleetServicer
+from triplane.cloud.registry import encoding
+from triplane.cloud.registry.registry import Registry
+from triplane.proto.fleet_pb2 import Node, Rollout
+from triplane.proto.registry_pb2 import Version
+
+ACTOR: Final = "dashboard"
+"""In the audit log: who holds the token is not known by name."""
+WHOLE_ROLLOUTS: Final = 3
+"""The newest ones are shown with their nodes, and every one that goes on."""
+MOST_MODELS: Final = 25
+VERSIONS_EACH: Final = 5
+
+
+class CloudSource:
+    """See `Source`. wire: gives nodes and rollouts as messages, with what their streams tell."""
+
+    def __init__(self, fleet: LiveFleet, wire: FleetServicer, registry: Registry) -> None:
+        self._fleet, self._wire, self._registry = fleet, wire, registry
+
+    async def nodes(self) -> Sequence[Node]:
+        """See `Source`."""
+        return [self._wire.node(node) for node in self._fleet.nodes()]
+
+    async def rollouts(self) -> Sequence[Rollout]:
+        """See `Source`."""
+        found = await self._fleet.rollouts(MOST_ROWS["rollouts"])
+        for i, paper in enumerate(found):
+            if i < WHOLE_ROLLOUTS or not paper.is_ended:
+                found[i] = await self._fleet.rollout(paper.rollout.id)
+        return [self._wire.rollout(paper) for paper in found]
+
+    async def versions(self) -> Sequence[Version]:
+        """See `Source`; the newest few of each model."""
+        found = [
+            version
+            for model in (await self._registry.models())[:MOST_MODELS]
+            for version in await self._registry.versions(model.name, size=VERSIONS_EACH)
+        ]
+        newest = sorted(found, key=lambda version: -version.created_s)
+        return [encoding.version(version) for version in newest]
+
+    async def incidents(self) -> Sequence[NodeIncident]:
+        """See `Source`."""
+        return [NodeIncident(*told) for told in await self._fleet.incidents(MOST_ROWS["incidents"])]
+
+    async def pause(self, rollout_id: str, reason: str) -> Rollout:
+        """See `Source`."""
+        return self._wire.rollout(await self._fleet.pause(rollout_id, reason=reason, by=ACTOR))
+
+    async def resume(self, rollout_id: str, reason: str) -> Rollout:
+        """See `Source`."""
+        return self._wire.rollout(await self._fleet.resume(rollout_id, by=ACTOR))
+
+    async def abort(self, rollout_id: str, reason: str, *, revert: bool) -> Rollout:
+        """See `Source`."""
+        paper = await self._fleet.abort(rollout_id, reason=reason, revert=revert, by=ACTOR)
+        return self._wire.rollout(paper)
