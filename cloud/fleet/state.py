@@ -29,7 +29,11 @@ from triplane.proto.fleet_pb2 import DeployRequest, ModelReport, Report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """One model on one node. good: the last assignment that the node said it committed."""
+    """One model on one node.
+
+    good: the last assignment that the node said it committed. back: what was good when `rollout`
+    began with the node, for when it is taken back.
+    """
 
     version: int = 0
     path: str = ""
@@ -38,6 +42,8 @@ class Held:
     probation_s: float = 0.0
     good_version: int = 0
     good_path: str = ""
+    back_version: int = 0
+    back_path: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +107,13 @@ def with_paper(fleet: Fleet, paper: Paper, effects: Iterable[Effect]) -> Fleet:
 def _ordered(node: Node, paper: Paper, effect: Assign | Restore) -> Node:
     plan = paper.rollout.plan
     held = node.held.get(plan.model, Held())
+    if held.rollout != paper.rollout.id:
+        held = replace(held, back_version=held.good_version, back_path=held.good_path)
     is_new = isinstance(effect, Assign)
     made = replace(
         held,
-        version=plan.version if is_new else held.good_version,
-        path=effect.path if isinstance(effect, Assign) else held.good_path,
+        version=plan.version if is_new else held.back_version,
+        path=effect.path if isinstance(effect, Assign) else held.back_path,
         rollout=paper.rollout.id,
         attempt=effect.attempt,
         probation_s=paper.request.probation_s,

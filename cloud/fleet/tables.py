@@ -30,6 +30,8 @@ HELD: Final = sa.Table(
     sa.Column("probation_s", sa.Double, nullable=False),
     sa.Column("good_version", sa.Integer, nullable=False),
     sa.Column("good_path", sa.String(256), nullable=False),
+    sa.Column("back_version", sa.Integer, nullable=False),
+    sa.Column("back_path", sa.String(256), nullable=False),
 )
 
 ROLLOUTS: Final = sa.Table(
