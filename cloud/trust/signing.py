@@ -19,10 +19,12 @@ from securesystemslib.signer._key import Key
 from tuf.api._payload import Root, TargetFile, Targets
 from tuf.api.metadata import Metadata
 
+from triplane.cloud.registry.conversions import Files
+from triplane.cloud.registry.values import Recipe
 from triplane.cloud.trust.chain import Chain, newest_root, read
 from triplane.cloud.trust.initial import TRUSTED_ROOT, policy_file
 from triplane.cloud.trust.keys import KeyFolder
-from triplane.cloud.trust.repeating import Conversion, checked_target
+from triplane.cloud.trust.repeating import checked_target
 from triplane.cloud.trust.repository import Pending, Submitted
 from triplane.cloud.trust.roles import ROLES, expiry, parse
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound
@@ -138,16 +140,14 @@ def sign_policy(
     goldens: files by target path (`golden/NAME`), for sets the published metadata does not list
     yet; their bytes must be in the cloud's blobs too, for nodes to fetch.
     """
-    signer = _Signer(cloud, keys_folder, "targets")
     policy = Policy.parse(policy.text())
+    signer = _Signer(cloud, keys_folder, "targets")
     files = {path: TargetFile.from_file(path, str(f)) for path, f in (goldens or {}).items()}
     named = {rule.golden for rule in policy.models.values()}
     listed = {path: entry for path, entry in signer.published().items() if path in named}
     missing = sorted(named - listed.keys() - files.keys())
     if missing:
-        raise NotFound(
-            f"the policy names golden sets that are not listed yet: {missing}; give them"
-        )
+        raise NotFound(f"the policy names golden sets that are not listed: {missing}; give them")
     targets = listed | files | {POLICY_PATH: policy_file(policy)}
     waiting = signer.waiting({})
     same = waiting is not None and waiting.signed.targets == targets
@@ -190,21 +190,33 @@ def repeat_one(cloud: Cloud, name: TargetName, progress: Progress) -> SignedTarg
     reference = f"{name.model}@{name.version}"
     version = cloud.version(reference)
     bundle = cloud.bundle(reference, name.target)
-    recipe = version.recipe
     progress(f"fetching the model file and the bundle of {name}")
-    conversion = Conversion(
+    with tempfile.TemporaryDirectory(prefix="triplane-sign-") as work:
+        return checked_target(
+            name,
+            _files(cloud, version),
+            cloud.blob(bundle.blob, bundle.size),
+            Path(work),
+            progress,
+        )
+
+
+def _files(cloud: Cloud, version: Version) -> Files:
+    told = version.recipe
+    recipe = Recipe(
+        quantize=told.quantize,
+        calibration=told.calibration,
+        entry=told.entry or "predict",
+        max_accuracy_drop=told.max_accuracy_drop,
+        evaluation=told.evaluation,
+    )
+    return Files(
+        name=version.model,
         model=cloud.blob(version.blob, version.size),
-        name=name,
-        entry=recipe.entry or "predict",
-        quantize=recipe.quantize,
+        recipe=recipe,
         calibration=cloud.blob(recipe.calibration, None) if recipe.calibration else None,
         evaluation=cloud.blob(recipe.evaluation, None) if recipe.evaluation else None,
-        max_accuracy_drop=recipe.max_accuracy_drop,
     )
-    with tempfile.TemporaryDirectory() as work:
-        return checked_target(
-            conversion, cloud.blob(bundle.blob, bundle.size), Path(work), progress
-        )
 
 
 class _Signer:
