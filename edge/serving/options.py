@@ -27,6 +27,8 @@ class Options:
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
+    control_socket: str | None = None  # where a node's agent loads and unloads models
+    home: str | None = None  # of a node: serve what its pointers say is committed
     json: bool = False  # the ready line as one JSON object
     log_level: str = "warning"
     limits: Limits = field(default_factory=Limits)
@@ -35,7 +37,7 @@ class Options:
         texts: tuple[object, ...] = (self.host, *self.bundles)
         if not all(isinstance(text, str) and text for text in texts):
             raise InvalidInput(f"host and bundles are texts, got {self.host!r} {self.bundles!r}")
-        if not self.bundles:
+        if not self.bundles and not self.control_socket:
             raise InvalidInput("nothing to serve; name at least one bundle")
         ports: dict[str, object] = {"port": self.port, "metrics_port": self.metrics_port}
         for what, port in ports.items():

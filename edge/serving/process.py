@@ -6,6 +6,7 @@ SIGINT drain: the calls inside finish, new ones are refused. A second signal can
 inside, and ends the process if their runs go on regardless.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -18,9 +19,12 @@ from typing import Final
 
 from triplane.edge.serving import probe
 from triplane.edge.serving.bundles import open_bundle
+from triplane.edge.serving.control import Control
 from triplane.edge.serving.options import Options
+from triplane.edge.serving.pointers import read_pointers
 from triplane.edge.serving.repository import Repository
 from triplane.edge.serving.server import Server, Tls
+from triplane.proto.errors import Conflict, TriplaneError
 
 logger = logging.getLogger(__name__)
 
@@ -37,19 +41,26 @@ def run(options: Options) -> None:
     signals, told = os.pipe()
     for number in SIGNALS:
         signal.signal(number, lambda *_: os.write(told, b"."))
+    control = _control(options, server)
     announce(options, server)
     os.read(signals, 1)
     logger.info("draining", extra={"seconds_at_most": options.drain_s})
     threading.Thread(target=_hurry, args=(server, signals), daemon=True).start()
+    if control:
+        control.close()
     server.stop(options.drain_s)
     logger.info("stopped")
 
 
 def start(options: Options) -> Server:
     """Load every bundle, then open the ports."""
+    if options.home:
+        _own(Path(options.home))
     repository = Repository(probe.plan)
     for path in options.bundles:
         repository.add(open_bundle(Path(path), threads=options.model_threads))
+    if options.home:
+        _load_committed(Path(options.home), repository, options.model_threads)
     return Server(
         repository,
         limits=options.limits,
@@ -57,6 +68,45 @@ def start(options: Options) -> Server:
         port=options.port,
         metrics_port=options.metrics_port,
         tls=_tls(options),
+    )
+
+
+def _own(home: Path) -> None:
+    """Hold the home's serving lock until this process ends. Conflict where another does."""
+    run = home / "run"
+    run.mkdir(exist_ok=True)
+    handle = os.open(run / "serving.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise Conflict(f"another server serves {home}; stop it first") from error
+
+
+def _load_committed(home: Path, repository: Repository, threads: int) -> None:
+    """Serve what the pointers name. One that cannot be loaded must not take the others down."""
+    pointers, broken = read_pointers(home / "models")
+    for error in broken:
+        logger.error("pointer unreadable", extra={"reason": str(error)})
+    for pointer in pointers.values():
+        path = home / "bundles" / pointer.sha256
+        try:
+            repository.add(open_bundle(path, threads=threads, expected_digest=pointer.digest))
+        except TriplaneError as error:
+            logger.warning(
+                "committed version does not load",
+                extra={"model": pointer.model, "version": pointer.version, "reason": str(error)},
+            )
+
+
+def _control(options: Options, server: Server) -> Control | None:
+    if options.control_socket is None:
+        return None
+    return Control(
+        Path(options.control_socket),
+        server.repository,
+        server.service,
+        model_threads=options.model_threads,
     )
 
 
@@ -74,7 +124,7 @@ def announce(options: Options, server: Server) -> None:
             }
         )
     else:
-        named = ", ".join(f"{name} version {version}" for name, version in models)
+        named = ", ".join(f"{name} version {version}" for name, version in models) or "nothing yet"
         line = f"serving {named} on {options.host}:{server.port} (metrics :{server.metrics_port})"
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -87,7 +87,7 @@ class Server:
     ) -> None:
         self.repository = repository
         self._limits = limits = limits or Limits()
-        self._service = Service(repository, limits)
+        self.service = Service(repository, limits)
         self._health = Health(WIRE_NAME)
         self._receiving = Receiving()
         self._lanes = (
@@ -100,7 +100,7 @@ class Server:
         self._grpc = self._build()
         try:
             if metrics_port is not None:
-                collector = ServingCollector(repository, self._service.unattributed, self._lanes)
+                collector = ServingCollector(repository, self.service.unattributed, self._lanes)
                 self._metrics = MetricsServer(collector, host, metrics_port)
             # Last, because a bound port is freed only by a server that was started.
             self.port = self._bind(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", tls)
@@ -109,13 +109,13 @@ class Server:
             raise
         self.metrics_port = self._metrics.port if self._metrics else None
         self._grpc.start()
-        self._service.ready = True
+        self.service.ready = True
         self._health.set(serving=True)
 
     def stop(self, grace_s: float) -> None:
         """Take no new calls, wait up to `grace_s` for those inside, then free everything."""
         until_s = time.monotonic() + grace_s
-        self._service.ready = False
+        self.service.ready = False
         self._health.set(serving=False)
         self._routes.refuse_new()
         self._health.close()
@@ -154,7 +154,7 @@ class Server:
     def _build(self) -> grpc.Server:
         infer, streams, control = self._lanes
         sending = Sending(self._receiving, self._limits, self._refused)
-        wire = Wire(self._service, self._receiving, sending, self._limits)
+        wire = Wire(self.service, self._receiving, sending, self._limits)
         self._routes = routes = Routes(control, self._refused)
         routes.add(WIRE_NAME, wire.methods(infer=infer, streams=streams, control=control))
         check = wire.unary(health_pb2.HealthCheckRequest, self._health.check)
@@ -197,4 +197,4 @@ class Server:
             ) from error
 
     def _refused(self) -> None:
-        self._service.unattributed.failed(grpc.StatusCode.UNAVAILABLE.name, 0)
+        self.service.unattributed.failed(grpc.StatusCode.UNAVAILABLE.name, 0)

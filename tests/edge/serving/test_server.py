@@ -265,7 +265,7 @@ def test_stopping_lets_the_calls_inside_finish_and_refuses_new_ones(serve, conne
     gated.wait_for_runs(3)
     stopping = threading.Thread(target=server.stop, args=(30,))
     stopping.start()
-    while server._service.ready:
+    while server.service.ready:
         time.sleep(0)
     gated.gate.set()
     stopping.join(30)

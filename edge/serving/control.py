@@ -1,0 +1,115 @@
+"""The seam between a node's agent and its server: repository calls on a Unix socket.
+
+The socket stands in a folder that only the node's user may enter, and carries the protocol's own
+calls under its own names: load and unload, index, statistics, readiness. Load switches a model to
+the bundle at `path` without a failed call; what fails to load changes nothing.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from triplane.edge.serving.bundles import open_bundle
+from triplane.edge.serving.repository import Repository
+from triplane.edge.serving.service import Service
+from triplane.edge.serving.wire import WIRE_NAME
+from triplane.proto import open_inference_pb2 as pb
+from triplane.proto.errors import InvalidInput, Unavailable
+from triplane.proto.status import status_of
+
+THREADS: Final = 4
+MESSAGE_BYTES: Final = 1 << 20
+MAX_SOCKET_CHARS: Final = 100
+"""Linux holds 107 bytes of a socket's path."""
+
+Method = Callable[[Any], Message]
+
+
+class Control:
+    """Listens from construction until `close`. Raises Unavailable where the path cannot be used."""
+
+    def __init__(
+        self, socket: Path, repository: Repository, service: Service, *, model_threads: int
+    ) -> None:
+        if len(os.fsencode(socket)) > MAX_SOCKET_CHARS:
+            raise InvalidInput(
+                f"a Unix socket's path has at most {MAX_SOCKET_CHARS} bytes, got {socket}; choose "
+                "a shorter home"
+            )
+        self._repository, self._model_threads = repository, model_threads
+        self._socket = socket
+        methods: dict[str, tuple[type[Message], Method]] = {
+            "RepositoryModelLoad": (pb.RepositoryModelLoadRequest, self.load),
+            "RepositoryModelUnload": (pb.RepositoryModelUnloadRequest, self.unload),
+            "RepositoryIndex": (pb.RepositoryIndexRequest, service.RepositoryIndex),
+            "ModelStatistics": (pb.ModelStatisticsRequest, service.ModelStatistics),
+            "ServerReady": (pb.ServerReadyRequest, service.ServerReady),
+        }
+        handlers = {name: _handler(*row) for name, row in methods.items()}
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
+        self._server = grpc.server(
+            self._pool,
+            handlers=[grpc.method_handlers_generic_handler(WIRE_NAME, handlers)],
+            options=(
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", MESSAGE_BYTES),
+            ),
+        )
+        with contextlib.suppress(FileNotFoundError):
+            socket.unlink()  # of a server that was killed; the home's lock says there is no other
+        try:
+            self._server.add_insecure_port(f"unix:{socket}")
+        except RuntimeError as error:
+            self._pool.shutdown()
+            raise Unavailable(f"cannot listen on {socket}: {error}") from error
+        self._server.start()
+
+    def close(self) -> None:
+        """Stop listening and remove the socket."""
+        self._server.stop(1.0).wait()
+        self._pool.shutdown()
+        with contextlib.suppress(FileNotFoundError):
+            self._socket.unlink()
+
+    def load(self, request: pb.RepositoryModelLoadRequest) -> pb.RepositoryModelLoadResponse:
+        """Serve the bundle at `path` in place of all versions of its model."""
+        path = _text(request.parameters, "path")
+        digest = _text(request.parameters, "digest")
+        servable = open_bundle(Path(path), threads=self._model_threads, expected_digest=digest)
+        if servable.name != request.model_name:
+            raise InvalidInput(
+                f"the bundle is of model {servable.name!r}, asked for is {request.model_name!r}"
+            )
+        self._repository.switch(servable)
+        return pb.RepositoryModelLoadResponse()
+
+    def unload(self, request: pb.RepositoryModelUnloadRequest) -> pb.RepositoryModelUnloadResponse:
+        """Stop serving all versions of a model. NotFound."""
+        self._repository.unload(request.model_name)
+        return pb.RepositoryModelUnloadResponse()
+
+
+def _text(parameters: Any, name: str) -> str:
+    given = parameters[name].string_param if name in parameters else ""
+    if not given:
+        raise InvalidInput(f"a load needs the parameter {name!r} as string_param")
+    return str(given)
+
+
+def _handler(message_class: type[Message], method: Method) -> "grpc.RpcMethodHandler[Any, Any]":
+    def behaviour(data: bytes, context: grpc.ServicerContext) -> bytes:
+        with status_of(context):
+            message = message_class()
+            try:
+                message.ParseFromString(data)
+            except DecodeError as error:
+                raise InvalidInput(f"not a {message_class.__name__}") from error
+            return method(message).SerializeToString()
+
+    return grpc.unary_unary_rpc_method_handler(behaviour, None, None)
