@@ -68,7 +68,8 @@ class Registry:
         audit: Audit = audit_log.record,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._db, self._blobs, self._conversions = db, blobs, conversions
+        self.blobs = blobs
+        self._db, self._conversions = db, conversions
         self._audit, self._clock = audit, clock
         self._running: dict[_Key, asyncio.Task[None]] = {}
         self._listeners: list[Callable[[Bundle], None]] = []
@@ -196,14 +197,14 @@ class Registry:
     def _files(self, name: str, blob: bytes, recipe: Recipe) -> Files:
         return Files(
             name=name,
-            model=self._blobs.find(blob),
+            model=self.blobs.find(blob),
             recipe=recipe,
             calibration=self._found(recipe.calibration),
             evaluation=self._found(recipe.evaluation),
         )
 
     def _found(self, blob: bytes) -> Path | None:
-        return self._blobs.find(blob) if blob else None
+        return self.blobs.find(blob) if blob else None
 
     def _ask(self, connection: Connection, key: _Key) -> tuple[Bundle, bool]:
         """The bundle, and whether a conversion has to begin; decided in the one writer."""
@@ -275,7 +276,7 @@ class Registry:
             target=asked.target,
             model_digest=version.model_digest,
         ) as made:
-            blob = await asyncio.to_thread(self._blobs.put_file, made.path)
+            blob = await asyncio.to_thread(self.blobs.put_file, made.path)
         return replace(
             asked,
             state=State.READY,

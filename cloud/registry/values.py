@@ -47,8 +47,8 @@ class Recipe:
         for what, blob in (("calibration", self.calibration), ("evaluation", self.evaluation)):
             if blob:
                 check_digest(f"{what} blob", blob)
-        if not 1 <= len(self.entry) <= MAX_ENTRY_CHARS:
-            raise InvalidInput(f"an entry has 1 to {MAX_ENTRY_CHARS} characters")
+        if not 1 <= len(self.entry) <= MAX_ENTRY_CHARS or not self.entry.isprintable():
+            raise InvalidInput(f"an entry has 1 to {MAX_ENTRY_CHARS} printable characters")
         drop = self.max_accuracy_drop
         if not (math.isfinite(drop) and 0 <= drop <= MAX_DROP_POINTS):
             raise InvalidInput(f"max_accuracy_drop is 0 to {MAX_DROP_POINTS} points, got {drop}")
@@ -75,6 +75,8 @@ class Lineage:
                 f"source has at most {MAX_SOURCE_CHARS} characters and note {MAX_NOTE_CHARS}, "
                 f"got {len(self.source)} and {len(self.note)}"
             )
+        if "\0" in self.source + self.note:
+            raise InvalidInput("source and note are text; a NUL character is not")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

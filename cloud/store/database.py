@@ -9,15 +9,16 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from sqlalchemy import Connection, inspect, select
-from sqlalchemy.exc import DatabaseError, DBAPIError, OperationalError
+from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from triplane.cloud.store.engines import READERS, Engines, engines
 from triplane.cloud.store.schema import METADATA, SCHEMA, SCHEMA_VERSION
 from triplane.cloud.store.writing import CLOSED, Writer
-from triplane.proto.errors import Conflict, Corrupt, TriplaneError, Unavailable
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
 
 T = TypeVar("T")
 
@@ -115,15 +116,22 @@ def _families() -> Iterator[None]:
         yield
     except DBAPIError as error:
         raise _family(error) from error
+    except PoolTimeout as error:
+        raise Unavailable(f"every connection to the database is in use: {error}") from error
 
 
 def _family(error: DBAPIError) -> Exception:
-    """OperationalError is the world's doing; an integrity or SQL error is ours and stays."""
-    cause: Any = error.orig
-    if isinstance(cause, TriplaneError):
-        return cause
-    if type(error) is DatabaseError:
-        return Corrupt(f"the database is damaged: {cause}; restore a backup")
+    """What the world did, as a family; an integrity or SQL error is ours and stays."""
+    cause = error.orig
+    if error.connection_invalidated:
+        return Unavailable(
+            f"the connection to the database broke: {cause}; whether the last write was done is "
+            "not known, ask again with the same key"
+        )
     if isinstance(error, OperationalError):
         return Unavailable(f"the database refused: {cause}; nothing was changed")
+    if isinstance(error, DataError):
+        return InvalidInput(f"the database cannot hold a value: {cause}")
+    if type(error) is DatabaseError:
+        return Corrupt(f"the database is damaged: {cause}; restore a backup")
     return error

@@ -22,6 +22,8 @@ READERS: Final = 4
 """Connections, and threads, that read at the same time."""
 BUSY_TIMEOUT_MS: Final = 10_000
 CONNECT_TIMEOUT_S: Final = 10
+OWNER_TIMEOUT_MS: Final = 3000
+"""A killed process's connection lives until the server notices; a new owner waits that long."""
 ADVISORY_LOCK: Final = 0x7472_6970_6C61_6E65
 """Names the owner's lock within one PostgreSQL database ("triplane")."""
 OWNED: Final = "another process runs on {where}; stop it first, one cloud process owns its state"
@@ -120,7 +122,9 @@ def _run(raw: Any, statement: str) -> Any:
 def _postgresql(url: URL) -> Engines:
     url = url.set(drivername="postgresql+psycopg")
     arguments = {"connect_timeout": CONNECT_TIMEOUT_S}
-    writer = create_engine(url, pool_size=1, max_overflow=0, connect_args=arguments)
+    writer = create_engine(
+        url, pool_size=1, max_overflow=0, pool_pre_ping=True, connect_args=arguments
+    )
     reader = create_engine(
         url,
         pool_size=READERS,
@@ -135,12 +139,17 @@ def _postgresql(url: URL) -> Engines:
 
 
 def _postgresql_owns(raw: Any, url: URL) -> None:
+    import psycopg
+
     _run(raw, "SET synchronous_commit = on")
-    owned = _run(raw, f"SELECT pg_try_advisory_lock({ADVISORY_LOCK})")[0]
-    raw.commit()
-    if not owned:
+    _run(raw, f"SET lock_timeout = {OWNER_TIMEOUT_MS}")
+    try:
+        _run(raw, f"SELECT pg_advisory_lock({ADVISORY_LOCK})")
+    except psycopg.errors.LockNotAvailable as error:
         raw.close()
-        raise Conflict(OWNED.format(where=f"database {url.database!r} of {url.host}"))
+        raise Conflict(OWNED.format(where=f"database {url.database!r}")) from error
+    _run(raw, "SET lock_timeout = 0")
+    raw.commit()
 
 
 def _postgresql_reads(raw: Any) -> None:

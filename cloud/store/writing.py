@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from sqlalchemy import Connection, Engine
@@ -99,13 +100,16 @@ class Writer:
             self._alone(asked)
 
     def _together(self, shared: list[_Asked]) -> bool:
-        """Whether one transaction took them all; then each is answered."""
+        """Whether one transaction took them all, or none can be told; then each is answered."""
         answers: list[Callable[[], None]] = []
         try:
             with self._engine.begin() as connection:
                 answers.extend(_nested(connection, asked) for asked in shared)
-        except DBAPIError:
-            return False
+        except Exception as error:  # noqa: BLE001 -- the askers get it, from here or one by one
+            if not (isinstance(error, DBAPIError) and error.connection_invalidated):
+                return False
+            # Perhaps the commit was done and only its answer lost: never run them twice.
+            answers = [partial(asked.answer.set_exception, error) for asked in shared]
         for answer in answers:
             answer()
         return True
@@ -128,6 +132,5 @@ def _nested(connection: Connection, asked: _Asked) -> Callable[[], None]:
     except DBAPIError:
         raise
     except BaseException as error:  # noqa: BLE001 -- the asker gets it
-        refused = error
-        return lambda: asked.answer.set_exception(refused)
-    return lambda: asked.answer.set_result(result)
+        return partial(asked.answer.set_exception, error)
+    return partial(asked.answer.set_result, result)

@@ -40,7 +40,6 @@ async def registry_of(database, tmp_path, *, command=COMMAND, clock=None, **limi
     blobs = BlobFolder(tmp_path / "blobs")
     conversions = Conversions(tmp_path / "work", Limits(**limits), command)
     registry = Registry(database, blobs, conversions, **({"clock": clock} if clock else {}))
-    registry.blobs = blobs
     await registry.start()
     try:
         yield registry

@@ -2,17 +2,16 @@
 
 import asyncio
 
-import pytest
 from sqlalchemy import select
 from tests.cloud.registry.models import WAIT_S, asked, model_bytes, registry_of
 
 from triplane.cloud.identity.tables import AUDIT
-from triplane.cloud.registry import State
-from triplane.unified_ir.runtime.bundle import Bundle
+from triplane.cloud.registry import Bundle, State
+from triplane.unified_ir.runtime.bundle import Bundle as BundleFile
 
 
 def test_a_pushed_model_becomes_a_bundle(database, tmp_path):
-    told = []
+    told: list[Bundle] = []
 
     async def main():
         async with registry_of(database, tmp_path) as registry:
@@ -34,7 +33,7 @@ def test_a_pushed_model_becomes_a_bundle(database, tmp_path):
     assert (version.version, version.aliases, version.created_by) == (1, ("stable",), "operator")
     assert begun.state is State.CONVERTING
     assert made.state is State.READY, made.reason
-    bundle = Bundle.load(path, expected_digest=made.root_digest.hex())
+    bundle = BundleFile.load(path, expected_digest=made.root_digest.hex())
     assert (bundle.name, bundle.version, bundle.target) == ("digits", "1", "ort-x64")
     assert bundle.content_digest == made.content_digest.hex()
     assert made.needs.runtime == "onnxruntime"
