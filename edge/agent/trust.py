@@ -11,6 +11,7 @@ connection that the token pinned, and kept; later roots must be signed by the on
 A Trust is used by one thread at a time.
 """
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -81,6 +82,21 @@ def bootstrap(folder: Path, fetch: Callable[[str], bytes], disk: Disk = OS_DISK)
         raise Refused("signature", f"the first root is not signed by itself: {error}") from error
     disk.make_folder(folder)
     write_atomic(folder / BOOTSTRAP, data, disk)
+
+
+def check_file(target: SignedTarget, path: Path) -> None:
+    """Refused unless a downloaded file is, byte for byte, the one that was signed."""
+    with path.open("rb") as file:
+        length = file.seek(0, 2)
+        if length != target.length:
+            raise Refused("length", f"{target.path} has {length} bytes, signed are {target.length}")
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256")
+    if digest.digest() != target.sha256:
+        raise Refused(
+            "digest",
+            f"{target.path} has SHA-256 {digest.hexdigest()}, signed is {target.sha256.hex()}",
+        )
 
 
 class Trust:
