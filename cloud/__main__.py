@@ -1,0 +1,75 @@
+"""`python -m triplane.cloud OPTIONS`: the cloud process; OPTIONS is one JSON object.
+
+Its keys are the fields of `server.Options`; what is left out has its default. One line on standard
+output, JSON, says that calls are taken and on which ports. People use `triplane cloud up`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from triplane.proto.errors import InvalidInput, TriplaneError
+
+if TYPE_CHECKING:
+    from triplane.cloud.server import Options
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class Facts(logging.Formatter):
+    """One line per event: time, level, module, constant text, then the fields as JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        facts = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        line = f"{self.formatTime(record)} {record.levelname} {record.name} {record.getMessage()}"
+        line += f" {json.dumps(facts, default=str)}" if facts else ""
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def main(options: Options) -> None:
+    """Configure logging to standard error and serve until a signal. Raises the families."""
+    log = logging.StreamHandler()
+    log.setFormatter(Facts())
+    logging.basicConfig(level=options.log_level.upper(), handlers=[log])
+    from triplane.cloud import server
+
+    server.run(options)
+
+
+def options_from(given: Mapping[str, Any]) -> Options:
+    """Options from plain values. InvalidInput names a key that is none."""
+    from triplane.cloud.server import Options
+
+    known = [field.name for field in fields(Options)]
+    for name in given:
+        if name not in known:
+            raise InvalidInput(f"no option {name!r}; there are {', '.join(known)}")
+    if not isinstance(given.get("home"), str | Path):
+        raise InvalidInput('the options of a cloud need its home: {"home": "DIR"}')
+    return Options(**{**given, "home": Path(given["home"]).absolute()})
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Options of a command line of one JSON object. Raises InvalidInput."""
+    try:
+        (text,) = argv
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        raise InvalidInput('give one JSON object such as {"home": "DIR"}')
+    return options_from(given)
+
+
+if __name__ == "__main__":
+    try:
+        main(parse(sys.argv[1:]))
+    except TriplaneError as error:
+        sys.exit(f"cloud: {error}")

@@ -1,0 +1,99 @@
+"""Bundles for rollouts from the registry, signatures from the metadata, and who may read what."""
+
+from __future__ import annotations
+
+import asyncio
+
+from triplane.cloud.fleet.capability import Needs
+from triplane.cloud.fleet.facts import BundleFailed, BundleReady
+from triplane.cloud.fleet.state import Node
+from triplane.cloud.registry.names import Reference
+from triplane.cloud.registry.registry import Registry
+from triplane.cloud.registry.values import Bundle, State
+from triplane.cloud.trust.repository import Repository
+from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.proto.targets import AUTO, RELEASE, SignedTarget, TargetName
+
+
+class Supply:
+    """See `fleet.Bundles`. A signed target counts only where it is the registry's own bundle."""
+
+    def __init__(self, registry: Registry, repository: Repository) -> None:
+        self._registry, self._repository = registry, repository
+
+    async def resolve(self, reference: str) -> tuple[str, int]:
+        """See `fleet.Bundles`."""
+        parsed = Reference.parse(reference)
+        found = await self._registry.version(reference)
+        return parsed.model, found.version
+
+    async def look(
+        self, model: str, version: int, target: str, role: str
+    ) -> BundleReady | BundleFailed | None:
+        """See `fleet.Bundles`."""
+        bundle = await self._registry.bundle(model, version, target)
+        if bundle.state is State.CONVERTING:
+            return None
+        if bundle.state is State.FAILED:
+            return BundleFailed(target, bundle.reason)
+        try:
+            signed = await self._signed(bundle, role)
+        except Conflict as error:
+            return BundleFailed(target, str(error))
+        if signed is None:
+            return BundleReady(target, _needs(bundle))
+        if (signed.sha256, signed.length) != (bundle.blob, bundle.size):
+            return BundleFailed(
+                target,
+                f"{signed.path} is signed with other bytes than the registry's bundle; "
+                "push a new version",
+            )
+        if bundle.signed_path != signed.path:
+            await self._registry.mark_signed(model, version, target, signed.path)
+        return BundleReady(target, _needs(bundle), signed.path)
+
+    async def _signed(self, bundle: Bundle, role: str) -> SignedTarget | None:
+        found = self._repository.find_signed(bundle.model, bundle.version, bundle.target)
+        if found is not None and found.name.role in {role, RELEASE}:
+            return found
+        if role != AUTO:
+            return None
+        version = await self._registry.version(f"{bundle.model}@{bundle.version}")
+        return await asyncio.to_thread(
+            self._repository.sign_auto,
+            bundle.model,
+            bundle.version,
+            bundle.target,
+            length=bundle.size,
+            sha256=bundle.blob,
+            model_digest=version.model_digest,
+            content_digest=bundle.content_digest,
+        )
+
+    async def check_readable(self, node: Node, blob: bytes) -> None:
+        """NotFound unless the blob is a bundle that the node holds or shall hold."""
+        held = node.held.values()
+        paths = {p for h in held for p in (h.path, h.good_path, h.back_path) if p}
+        for path in sorted(paths):
+            name = TargetName.parse(path)
+            try:
+                bundle = await self._registry.bundle(name.model, name.version, name.target)
+            except (NotFound, InvalidInput):
+                continue
+            if bundle.blob == blob:
+                return
+        raise NotFound(
+            f"no blob {blob.hex()[:16]}... that is assigned to node {node.name}; "
+            "nodes read what they shall serve"
+        )
+
+
+def _needs(bundle: Bundle) -> Needs:
+    needs = bundle.needs
+    return Needs(
+        runtime=needs.runtime,
+        min_version=needs.min_version,
+        opset=needs.opset,
+        instructions=needs.instructions,
+        memory_bytes=needs.memory_bytes,
+    )

@@ -1,0 +1,219 @@
+"""HOME: everything a cloud keeps, where it is, and how it is made.
+
+`initialize` writes `home.json` last: a folder without it was cut off on the way and is refused by
+everything that opens a home, so a half-made cloud never runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from triplane.proto.disk import OS_DISK, atomic_file, write_atomic
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+
+if TYPE_CHECKING:
+    from triplane.cloud.store import Database
+
+FORMAT: Final = 1
+OPERATOR: Final = "operator"
+LOCAL: Final = "127.0.0.1"
+DEFAULT_PORT: Final = 8443
+MAX_HOSTS: Final = 32
+_ALWAYS: Final = (LOCAL, "localhost")
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """The paths of one cloud."""
+
+    path: Path
+
+    @property
+    def database_url(self) -> str:
+        """TRIPLANE_DATABASE, or the file in this folder."""
+        return os.environ.get("TRIPLANE_DATABASE") or f"sqlite:///{self.path / 'cloud.db'}"
+
+    @property
+    def blobs(self) -> Path:
+        """Models and bundles by SHA-256."""
+        return self.path / "blobs"
+
+    @property
+    def conversions(self) -> Path:
+        """What conversions under way write; of no worth after a crash."""
+        return self.path / "conversions"
+
+    @property
+    def keys(self) -> Path:
+        """The signing keys that the cloud needs: snapshot, timestamp, auto."""
+        return self.path / "keys"
+
+    @property
+    def metadata(self) -> Path:
+        """Signed metadata."""
+        return self.path / "metadata"
+
+    @property
+    def authority(self) -> Path:
+        """The certificate authority."""
+        return self.path / "ca"
+
+    @property
+    def tls(self) -> Path:
+        """The server's certificate `server.pem` and key `server.key`."""
+        return self.path / "tls"
+
+    @property
+    def operator(self) -> Path:
+        """The first operator's identity folder."""
+        return self.path / OPERATOR
+
+    @property
+    def dashboard_token(self) -> Path:
+        """What a change through the dashboard needs."""
+        return self.path / "dashboard.token"
+
+    def hosts(self) -> tuple[str, ...]:
+        """Names and addresses by which nodes reach this cloud, the first preferred.
+
+        NotFound: no cloud is here. Corrupt: its making was cut off, or the record is damaged.
+        """
+        try:
+            record = json.loads((self.path / "home.json").read_bytes())
+            if record["format"] > FORMAT:
+                raise Conflict(
+                    f"{self.path} has format {record['format']}, this release reads up to "
+                    f"{FORMAT}; use the newer release"
+                )
+            return tuple(record["hosts"])
+        except OSError as error:
+            if self.path.is_dir() and any(self.path.iterdir()):
+                raise Corrupt(
+                    f"{self.path} is no complete cloud: home.json is missing, so its making was "
+                    "cut off; remove the folder and run triplane cloud init again"
+                ) from error
+            raise NotFound(f"no cloud in {self.path}; make one: triplane cloud init") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise Corrupt(f"{self.path / 'home.json'} is damaged: {error!r}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Initialized:
+    """A new cloud. offline: the private keys to take away from this machine."""
+
+    home: Home
+    hosts: tuple[str, ...]
+    offline_keys: Path
+    offline: tuple[Path, ...]
+
+
+def initialize(
+    path: Path,
+    hosts: Sequence[str] = (),
+    *,
+    offline_keys: Path,
+    port: int = DEFAULT_PORT,
+    now_s: float | None = None,
+    **signing: Any,
+) -> Initialized:
+    """Make a cloud: authority, server certificate, operator, signing keys and metadata, database.
+
+    hosts: names and addresses under which nodes reach it, the first preferred; this machine's own
+    are always added. signing: `keys` and `thresholds` as `trust.initialize` takes them.
+    Conflict: the folder is not empty. InvalidInput: offline keys inside of it.
+    """
+    path, offline_keys = Path(path).absolute(), Path(offline_keys).absolute()
+    _check(path, hosts, offline_keys)
+    now_s = time.time() if now_s is None else now_s
+    names = tuple(dict.fromkeys((*hosts, *_ALWAYS)))
+    home = Home(path)
+    OS_DISK.make_folder(path)
+    path.chmod(0o700)
+    offline = _sign_first(home, offline_keys, now_s, signing)
+    _make_identities(home, names, port, now_s)
+    _write_secret(home.dashboard_token, f"{secrets.token_urlsafe(32)}\n".encode())
+    OS_DISK.make_folder(home.blobs)
+    record = {"format": FORMAT, "hosts": list(names), "created_s": now_s}
+    write_atomic(path / "home.json", json.dumps(record).encode())
+    return Initialized(home, names, offline_keys, offline)
+
+
+def _check(path: Path, hosts: Sequence[str], offline_keys: Path) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise Conflict(f"{path} is not empty; a cloud is made in a new folder, and only once")
+    if offline_keys.is_relative_to(path):
+        raise InvalidInput(
+            f"{offline_keys} is inside of {path}; offline keys are taken away from the cloud, "
+            "name another folder, best on a medium that you can remove"
+        )
+    if len(hosts) > MAX_HOSTS:
+        raise InvalidInput(f"a cloud has at most {MAX_HOSTS} names, got {len(hosts)}")
+    for host in hosts:
+        if not host or len(host) > 253 or not host.isascii() or set(host) & set(" /@[]"):
+            raise InvalidInput(f"a host is a name or an address without a port, got {host[:80]!r}")
+
+
+def _sign_first(
+    home: Home, offline_keys: Path, now_s: float, signing: dict[str, Any]
+) -> tuple[Path, ...]:
+    from triplane.cloud import trust
+
+    made = trust.initialize(home.metadata, home.keys, offline_keys, now_s=now_s, **signing)
+    return made.offline
+
+
+def _make_identities(home: Home, hosts: Sequence[str], port: int, now_s: float) -> None:
+    from triplane.cloud.identity.authority import Authority
+    from triplane.cloud.identity.principals import Principals
+    from triplane.cloud.identity.rights import Role
+    from triplane.proto.identity import (
+        IdentityFolder,
+        certificate_pem,
+        certificate_request,
+        key_pem,
+        new_key,
+    )
+
+    OS_DISK.make_folder(home.authority)
+    authority = Authority.make(home.authority, "triplane cloud", now_s)
+    OS_DISK.make_folder(home.tls)
+    server_key = new_key()
+    certificate = authority.issue_server(server_key.public_key(), hosts, now_s)
+    _write_secret(home.tls / "server.key", key_pem(server_key))
+    write_atomic(home.tls / "server.pem", certificate_pem(certificate))
+    database = open_database(home)
+    try:
+        operator_key = new_key()
+        principals = Principals(database, authority, lambda: now_s)
+        admitted = principals.admit_now(certificate_request(operator_key), OPERATOR, Role.OPERATOR)
+    finally:
+        database.close()
+    IdentityFolder(home.operator).save(
+        authority=authority.pem,
+        certificate=certificate_pem(admitted),
+        key=key_pem(operator_key),
+        cloud=f"{LOCAL}:{port}",
+    )
+
+
+def open_database(home: Home) -> Database:
+    """The database with the tables of every part. Conflict: another cloud process runs."""
+    import triplane.cloud.fleet.tables
+    import triplane.cloud.identity.tables
+    import triplane.cloud.registry.tables  # noqa: F401 - attach their tables
+    from triplane.cloud.store import Database as Opened
+
+    return Opened.open(home.database_url)
+
+
+def _write_secret(path: Path, data: bytes) -> None:
+    with atomic_file(path) as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(data)

@@ -1,0 +1,408 @@
+"""The cloud process: every part of it over one database, on three ports, until it is stopped.
+
+Start takes up what a killed process left: registry, rollouts, enrolments that were not told to the
+fleet. Stop tells every node, drains calls, then closes what they used; a process that is killed
+instead loses nothing that it answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+import sqlalchemy as sa
+import uvicorn
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_health.v1.health import aio as health  # type: ignore[import-untyped]
+
+from triplane.cloud import trust
+from triplane.cloud.dashboard import application
+from triplane.cloud.dashboard.live import CloudSource
+from triplane.cloud.fleet.fleet import LiveFleet
+from triplane.cloud.fleet.servicer import FleetServicer
+from triplane.cloud.fleet.sessions import Sessions, SessionServicer
+from triplane.cloud.fleet.supply import Supply
+from triplane.cloud.home import LOCAL, Home, open_database
+from triplane.cloud.identity import audit
+from triplane.cloud.identity.authority import Authority
+from triplane.cloud.identity.gate import Gate, caller
+from triplane.cloud.identity.principals import Labels, Principals
+from triplane.cloud.identity.rights import Role
+from triplane.cloud.identity.servicers import Enrolment, Identity, Renewal
+from triplane.cloud.identity.tables import TOKENS
+from triplane.cloud.registry import Conversions, Registry, RegistryServicer
+from triplane.proto import enrolment_pb2_grpc as enrolment_grpc
+from triplane.proto import fleet_pb2_grpc as fleet_grpc
+from triplane.proto import identity_pb2_grpc as identity_grpc
+from triplane.proto import metadata_pb2_grpc as metadata_grpc
+from triplane.proto import registry_pb2_grpc as registry_grpc
+from triplane.proto import session_pb2_grpc as session_grpc
+from triplane.proto import transfer_pb2_grpc as transfer_grpc
+from triplane.proto.channels import server_credentials, server_options
+from triplane.proto.disk import write_atomic
+from triplane.proto.errors import InvalidInput, TriplaneError, Unavailable
+from triplane.proto.transfer import BlobFolder, TransferServicer
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S: Final = 10.0
+GOODBYE_S: Final = 2.0
+FRESH_AT_LEAST_S: Final = 60.0
+"""Metadata is looked at no more often than this, and no less often than every hour."""
+FRESH_AT_MOST_S: Final = 3600.0
+ENROL_OPTIONS: Final = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_receive_message_length", 64 << 10),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.max_concurrent_streams", 8),
+)
+_EVERYWHERE: Final = frozenset({"0.0.0.0", "::", "", "localhost", LOCAL})  # noqa: S104 - compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Of the process. Ports of 0 take free ones, which the ready line names."""
+
+    home: Path
+    host: str = "0.0.0.0"  # noqa: S104 - nodes come from outside
+    port: int = 8443
+    enrol_port: int = 8444
+    dashboard_port: int = 8445
+    drain_s: float = DRAIN_S
+    log_level: str = "warning"
+    json: bool = True
+
+
+class Cloud:
+    """One running cloud. Conflict: another process runs on the same home."""
+
+    def __init__(
+        self,
+        home: Home,
+        *,
+        host: str = LOCAL,
+        port: int = 0,
+        enrol_port: int = 0,
+        dashboard_port: int = 0,
+        drain_s: float = DRAIN_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._home, self._host, self._clock = home, host, clock
+        self._asked = {"main": port, "enrol": enrol_port, "dashboard": dashboard_port}
+        self._drain_s = drain_s
+        self._stack = AsyncExitStack()
+        self._duties: set[asyncio.Task[None]] = set()
+        self.port = self.enrol_port = self.dashboard_port = 0
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT for people on this machine."""
+        return f"{self._local}:{self.port}"
+
+    @property
+    def enrol_address(self) -> str:
+        """Where tokens become certificates."""
+        return f"{self._local}:{self.enrol_port}"
+
+    @property
+    def dashboard(self) -> str:
+        """The page."""
+        return f"http://{LOCAL}:{self.dashboard_port}"
+
+    @property
+    def _local(self) -> str:
+        return LOCAL if self._host in _EVERYWHERE else self._host
+
+    async def start(self) -> None:
+        """Serve on all ports. Unavailable: a port is taken."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+
+    async def stop(self) -> None:
+        """Drain and end everything, in the reverse order of its start."""
+        await self._stack.aclose()
+
+    async def _start(self) -> None:
+        home, push = self._home, self._stack.push_async_callback
+        hosts = home.hosts()
+        authority = Authority.load(home.authority)
+        self.database = await asyncio.to_thread(open_database, home)
+        push(asyncio.to_thread, self.database.close)
+        self.principals = Principals(self.database, authority, self._clock)
+        self.gate = Gate(self.principals)
+        self.repository = await asyncio.to_thread(
+            trust.Repository, home.metadata, home.keys, clock=self._clock
+        )
+        self.blobs = BlobFolder(home.blobs)
+        self.registry = Registry(
+            self.database, self.blobs, Conversions(home.conversions), clock=self._clock
+        )
+        push(self.registry.stop)
+        await self.registry.start()
+        self.supply = Supply(self.registry, self.repository)
+        self.fleet = LiveFleet(self.database, self.supply, audit.record, clock=self._clock)
+        push(self.fleet.stop)
+        push(self._end_duties)
+        await self.fleet.start()
+        await self._reconcile()
+        self.sessions = Sessions(self.fleet, clock=self._clock)
+        self._connect_parts()
+        await self._serve_main(authority)
+        await self._serve_enrolment(authority, hosts)
+        await self._serve_dashboard()
+        self._spawn(self._keep_fresh(), "metadata freshness")
+        await asyncio.to_thread(self._tell_operator)
+
+    def _connect_parts(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.registry.on_bundle(lambda _: self.fleet.nudge())
+
+        def published(_: str) -> None:
+            loop.call_soon_threadsafe(self.fleet.nudge)
+
+        self.repository.on_published(published)
+        self.gate.on_revoked(self._revoked)
+
+    def _revoked(self, name: str) -> None:
+        self.sessions.revoke(name)
+        self._spawn(self.fleet.remove_node(name, "revoked"), "revocation")
+
+    async def _reconcile(self) -> None:
+        """Tell the fleet who was enrolled or revoked while nobody told it."""
+        for who in await self.principals.listed():
+            if who.role is Role.NODE and who.revoked:
+                await self.fleet.remove_node(who.name, "revoked")
+            elif who.role is Role.NODE:
+                await self._joined(who.name, who.role, {})
+
+    async def _joined(self, name: str, role: Role, labels: Labels) -> None:
+        if role is Role.NODE:
+            await self.fleet.add_node(name, labels or await self._invited_with(name))
+
+    async def _invited_with(self, name: str) -> Labels:
+        """Labels of the token that let the name in, while the token is remembered."""
+        query = sa.select(TOKENS.c.labels).where(
+            TOKENS.c.name == name, TOKENS.c.certificate.is_not(None)
+        )
+        found = await self.database.read(lambda connection: connection.scalar(query))
+        labels: Labels = json.loads(found) if found else {}
+        return labels
+
+    # Ports
+
+    async def _serve_main(self, authority: Authority) -> None:
+        server = grpc.aio.server(interceptors=[self.gate], options=server_options())
+        wire = FleetServicer(self.fleet, self.sessions, _name)
+        self._wire = wire
+        metadata = trust.MetadataServicer(self.repository, self._submitted)
+        ours = health.HealthServicer()
+        fleet_grpc.add_FleetServicer_to_server(wire, server)
+        session_grpc.add_SessionServicer_to_server(SessionServicer(self.sessions, _name), server)
+        registry_grpc.add_RegistryServicer_to_server(RegistryServicer(self.registry, _name), server)
+        metadata_grpc.add_MetadataServicer_to_server(metadata, server)
+        transfer_grpc.add_TransferServicer_to_server(
+            TransferServicer(self.blobs, self._may_read), server
+        )
+        identity = Identity(self.principals, self.database, self.gate)
+        identity_grpc.add_IdentityServicer_to_server(identity, server)
+        enrolment_grpc.add_RenewalServicer_to_server(Renewal(self.principals), server)
+        health_pb2_grpc.add_HealthServicer_to_server(ours, server)
+        tls = self._home.tls
+        credentials = server_credentials(
+            authority.pem, (tls / "server.pem").read_bytes(), (tls / "server.key").read_bytes()
+        )
+        self.port = _bound(
+            lambda address: server.add_secure_port(address, credentials),
+            self._host,
+            self._asked["main"],
+        )
+        await server.start()
+        self._stack.push_async_callback(server.stop, self._drain_s)
+        self._stack.push_async_callback(self.sessions.stop, GOODBYE_S)
+        self._stack.push_async_callback(ours.enter_graceful_shutdown)
+        await ours.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    async def _serve_enrolment(self, authority: Authority, hosts: tuple[str, ...]) -> None:
+        server = grpc.aio.server(options=ENROL_OPTIONS)
+        address = f"{hosts[0]}:{self.port}"
+        enrolment_grpc.add_EnrolmentServicer_to_server(
+            Enrolment(self.principals, authority, address, self._joined), server
+        )
+        self.enrol_port = _bound(server.add_insecure_port, self._host, self._asked["enrol"])
+        await server.start()
+        self._stack.push_async_callback(server.stop, self._drain_s)
+
+    async def _serve_dashboard(self) -> None:
+        token = self._home.dashboard_token.read_text().strip()
+        app = application(CloudSource(self.fleet, self._wire, self.registry), token=token)
+        try:
+            listener = socket.create_server((LOCAL, self._asked["dashboard"]))
+        except OSError as error:
+            raise _taken(f"{LOCAL}:{self._asked['dashboard']}") from error
+        self._stack.callback(listener.close)
+        self.dashboard_port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1
+        )
+        page = _Page(config)
+        serving = asyncio.create_task(page.serve([listener]), name="dashboard")
+
+        async def stop() -> None:
+            page.should_exit = True
+            await app.state.feed.close()
+            await asyncio.wait([serving], timeout=GOODBYE_S)
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+        self._stack.push_async_callback(stop)
+
+    # Rights and duties
+
+    async def _may_read(self, blob: bytes) -> None:
+        who = caller()
+        if who.role is Role.NODE:
+            await self.supply.check_readable(self.fleet.node(who.name), blob)
+        elif who.role is Role.DEVICE:
+            raise InvalidInput("a device reads no blobs")
+
+    async def _submitted(self, role: str, made: trust.Submitted) -> None:
+        who, now_s = caller().name, self._clock()
+        details = {
+            "version": made.version,
+            "published": made.published,
+            "signatures": made.signatures,
+            "threshold": made.threshold,
+        }
+        await self.database.write(
+            lambda connection: audit.record(
+                connection, time_s=now_s, actor=who, action="metadata.submit", subject=role,
+                details=details,
+            )
+        )  # fmt: skip
+
+    async def _keep_fresh(self) -> None:
+        while True:
+            wait_s = FRESH_AT_MOST_S
+            try:
+                due_s = await asyncio.to_thread(self.repository.keep_fresh)
+                wait_s = min(due_s - self._clock(), FRESH_AT_MOST_S)
+            except (TriplaneError, OSError):
+                logger.exception("metadata was not signed again")
+                wait_s = FRESH_AT_LEAST_S
+            await asyncio.sleep(max(wait_s, FRESH_AT_LEAST_S))
+
+    def _spawn(self, duty: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(duty, name=name)
+        self._duties.add(task)
+        task.add_done_callback(self._duties.discard)
+
+    async def _end_duties(self) -> None:
+        for task in self._duties:
+            task.cancel()
+        await asyncio.gather(*self._duties, return_exceptions=True)
+
+    def _tell_operator(self) -> None:
+        """The first operator's identity names the port of today."""
+        path = self._home.operator / "cloud"
+        line = f"{self.address}\n".encode()
+        if path.is_file() and path.read_bytes() != line:
+            write_atomic(path, line)
+
+
+class _Page(uvicorn.Server):
+    """The process owns its signals, not the page."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave them alone."""
+        yield
+
+
+def _name() -> str:
+    return caller().name
+
+
+def _bound(bind: Callable[[str], int], host: str, port: int) -> int:
+    try:
+        return bind(f"{host}:{port}")
+    except RuntimeError as error:
+        raise _taken(f"{host}:{port}") from error
+
+
+def _taken(address: str) -> Unavailable:
+    return Unavailable(f"cannot listen on {address}: the port is taken, or the address not ours")
+
+
+@contextlib.asynccontextmanager
+async def running(home: Home, **options: Any) -> AsyncIterator[Cloud]:
+    """A cloud that is stopped at the end of the block."""
+    cloud = Cloud(home, **options)
+    await cloud.start()
+    try:
+        yield cloud
+    finally:
+        await cloud.stop()
+
+
+def run(options: Options) -> None:
+    """Serve until SIGTERM or SIGINT; a second one ends the process at once."""
+    asyncio.run(_until_told(options))
+
+
+async def _until_told(options: Options) -> None:
+    told = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def tell() -> None:
+        told.set()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    async with running(
+        Home(options.home),
+        host=options.host,
+        port=options.port,
+        enrol_port=options.enrol_port,
+        dashboard_port=options.dashboard_port,
+        drain_s=options.drain_s,
+    ) as cloud:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, tell)
+        _announce(options, cloud)
+        await told.wait()
+        logger.info("draining", extra={"seconds_at_most": options.drain_s})
+    logger.info("stopped")
+
+
+def _announce(options: Options, cloud: Cloud) -> None:
+    ready = {
+        "home": str(options.home),
+        "host": options.host,
+        "port": cloud.port,
+        "enrol_port": cloud.enrol_port,
+        "dashboard_port": cloud.dashboard_port,
+        "dashboard": cloud.dashboard,
+    }
+    text = (
+        f"cloud on {options.host}:{cloud.port} (mutual TLS), enrolment on "
+        f"{options.host}:{cloud.enrol_port}, dashboard {cloud.dashboard}"
+    )
+    sys.stdout.write((json.dumps(ready) if options.json else text) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,80 @@
+import stat
+
+import pytest
+
+from triplane.cloud.home import Home, initialize
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+from triplane.proto.identity import IdentityFolder, server_names
+
+
+def test_a_new_cloud_has_all_it_needs_and_its_offline_keys_lie_elsewhere(tmp_path):
+    made = initialize(tmp_path / "home", ["fleet.example.org"], offline_keys=tmp_path / "away")
+    home = made.home
+    assert home.hosts() == ("fleet.example.org", "127.0.0.1", "localhost")
+    assert sorted(path.stem for path in home.keys.glob("*.pem")) == [
+        "auto", "snapshot", "timestamp",
+    ]  # fmt: skip
+    assert sorted(path.stem for path in made.offline) == ["release", "root", "targets"]
+    assert all(path.is_relative_to(tmp_path / "away") for path in made.offline)
+    operator = IdentityFolder(home.operator).load()
+    assert (operator.name, operator.cloud) == ("operator", "127.0.0.1:8443")
+    from cryptography import x509
+
+    server = x509.load_pem_x509_certificate((home.tls / "server.pem").read_bytes())
+    assert set(server_names(server)) == set(home.hosts())
+
+
+def test_secrets_are_readable_by_their_owner_only(tmp_path):
+    home = initialize(tmp_path / "home", offline_keys=tmp_path / "away").home
+    secrets = [
+        home.tls / "server.key", home.dashboard_token, home.authority / "ca.key",
+        home.operator / "key.pem", *home.keys.glob("*.pem"), *(tmp_path / "away").glob("*.pem"),
+    ]  # fmt: skip
+    assert [path for path in secrets if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
+    assert stat.S_IMODE(home.path.stat().st_mode) == 0o700
+
+
+def test_an_existing_cloud_is_refused_and_untouched(tmp_path):
+    home = initialize(tmp_path / "home", offline_keys=tmp_path / "away").home
+    before = (home.authority / "ca.pem").read_bytes()
+    with pytest.raises(Conflict, match="is not empty"):
+        initialize(tmp_path / "home", offline_keys=tmp_path / "other")
+    assert (home.authority / "ca.pem").read_bytes() == before
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_cloud_whose_making_was_cut_off_never_runs(tmp_path):
+    home = initialize(tmp_path / "home", offline_keys=tmp_path / "away").home
+    (home.path / "home.json").unlink()
+    with pytest.raises(Corrupt, match="its making was cut off"):
+        home.hosts()
+    with pytest.raises(NotFound, match="triplane cloud init"):
+        Home(tmp_path / "nowhere").hosts()
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"format": 1}', b'{"format": "x", "hosts": []}'])
+def test_a_damaged_record_is_named(tmp_path, damage):
+    (tmp_path / "home.json").write_bytes(damage)
+    with pytest.raises(Corrupt, match=r"home\.json is damaged"):
+        Home(tmp_path).hosts()
+
+
+def test_a_home_of_a_newer_release_is_refused_by_number(tmp_path):
+    (tmp_path / "home.json").write_bytes(b'{"format": 2, "hosts": []}')
+    with pytest.raises(Conflict, match="has format 2, this release reads up to 1"):
+        Home(tmp_path).hosts()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "away", "message"),
+    [
+        ([], "home/keys", "offline keys are taken away"),
+        (["a b"], "away", "a host is a name or an address"),
+        ([""], "away", "a host is a name or an address"),
+        (["x"] * 33, "away", "at most 32 names"),
+    ],
+)
+def test_what_makes_no_cloud_is_refused_before_anything_is_written(tmp_path, hosts, away, message):
+    with pytest.raises(InvalidInput, match=message):
+        initialize(tmp_path / "home", hosts, offline_keys=tmp_path / away)
+    assert not list(tmp_path.iterdir())
