@@ -111,13 +111,13 @@ def test_any_truncation_is_refused(cloud, role, at):
     assert check(cloud, role, data[: int(at * len(data))]) is not None
 
 
-@pytest.mark.parametrize(
-    "role",
-    [
-        pytest.param("timestamp", marks=pytest.mark.slow),
-        pytest.param("root", marks=pytest.mark.deep),
-    ],
+EVERY_BYTE = (
+    pytest.param("timestamp", marks=pytest.mark.slow),
+    pytest.param("root", marks=pytest.mark.deep),
 )
+
+
+@pytest.mark.parametrize("role", EVERY_BYTE)
 def test_every_byte_of_the_files_that_no_digest_pins(cloud, role):
     data = cloud.repository.get(name_of(cloud, role))
     harmless = 0
