@@ -1,0 +1,49 @@
+"""What `triplane cloud init` and `triplane cloud up` do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from triplane.cloud.__main__ import main, options_from
+from triplane.cloud.home import Initialized
+from triplane.cloud.home import initialize as make
+
+
+def initialize(
+    home: Path, hosts: tuple[str, ...], offline_keys: Path
+) -> tuple[dict[str, Any], str]:
+    """The record and the text of a new cloud."""
+    made = make(home, hosts, offline_keys=offline_keys)
+    record = {
+        "home": str(made.home.path),
+        "hosts": list(made.hosts),
+        "operator": str(made.home.operator),
+        "offline_keys": str(made.offline_keys),
+        "offline": [str(path) for path in made.offline],
+    }
+    return record, _text(made)
+
+
+def _text(made: Initialized) -> str:
+    keys = ", ".join(path.name for path in made.offline)
+    return "\n".join(
+        [
+            f"A cloud in {made.home.path}, for {', '.join(made.hosts)}.",
+            "",
+            f"TAKE AWAY from this machine, before anything else: {made.offline_keys}",
+            f"  It holds {keys}: the keys that decide what runs on your nodes.",
+            "  Keep two copies in two places. Who has them signs with `triplane sign`. If the root",
+            "  key is lost, every node must be enrolled again.",
+            "",
+            f"Start it:         triplane cloud up --home {made.home.path}",
+            f"Your identity:    export TRIPLANE_IDENTITY={made.home.operator}",
+            "Let a node in:    triplane cloud token --role node --name NAME",
+        ]
+    )
+
+
+def run(**options: Any) -> None:
+    """Serve until a signal; prints the ready line."""
+    as_json = options.pop("as_json")
+    main(options_from({**options, "json": as_json}))
