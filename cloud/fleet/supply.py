@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from typing import Any
 
 from triplane.cloud.fleet.capability import Needs
 from triplane.cloud.fleet.facts import BundleFailed, BundleReady
@@ -71,11 +73,14 @@ class Supply:
         )
 
     async def check_readable(self, node: Node, blob: bytes) -> None:
-        """NotFound unless the blob is a bundle that the node holds or shall hold."""
+        """NotFound unless it is a bundle that the node holds or shall hold, or samples for one."""
         held = node.held.values()
         paths = {p for h in held for p in (h.path, h.good_path, h.back_path) if p}
-        for path in sorted(paths):
-            name = TargetName.parse(path)
+        names = [TargetName.parse(path) for path in sorted(paths)]
+        models = {name.model for name in names if name.role == AUTO}
+        if models and blob in await asyncio.to_thread(self._goldens, models):
+            return
+        for name in names:
             try:
                 bundle = await self._registry.bundle(name.model, name.version, name.target)
             except (NotFound, InvalidInput):
@@ -86,6 +91,19 @@ class Supply:
             f"no blob {blob.hex()[:16]}... that is assigned to node {node.name}; "
             "nodes read what they shall serve"
         )
+
+    def _goldens(self, models: set[str]) -> set[bytes]:
+        """Digests of the samples by which the published policy judges these models."""
+        rules = self._repository.policy().models
+        paths = {rules[model].golden for model in models if model in rules}
+        stamp = self._signed_part("timestamp.json")
+        snapshot = self._signed_part(f"{stamp['meta']['snapshot.json']['version']}.snapshot.json")
+        top = self._signed_part(f"{snapshot['meta']['targets.json']['version']}.targets.json")
+        listed = top["targets"]
+        return {bytes.fromhex(listed[p]["hashes"]["sha256"]) for p in paths if p in listed}
+
+    def _signed_part(self, name: str) -> Any:
+        return json.loads(self._repository.get(name))["signed"]
 
 
 def _needs(bundle: Bundle) -> Needs:
