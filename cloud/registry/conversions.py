@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -85,7 +85,8 @@ class Conversions:
         """Return the root digest of a sound model file; raises what is wrong with it."""
         async with self._checks, self._job() as job:
             done = await self._run(job, _order("check", files, job), self._limits.check_s)
-        return bytes.fromhex(done["model_digest"])
+        with _expected():
+            return bytes.fromhex(done["model_digest"])
 
     @contextlib.asynccontextmanager
     async def convert(
@@ -101,7 +102,9 @@ class Conversions:
                 "out": str(out),
             }
             done = await self._run(job, order, self._limits.convert_s)
-            yield _made(done, out)
+            with _expected():
+                made = _made(done, out)
+            yield made
 
     @contextlib.asynccontextmanager
     async def _job(self) -> AsyncIterator[Path]:
@@ -135,7 +138,7 @@ class Conversions:
             async with asyncio.timeout(seconds):
                 answer = await _talk(child, line)
         except TimeoutError:
-            raise Unavailable(f"the child was ended: it took longer than {seconds:.0f} s") from None
+            raise Unavailable(f"the child was ended: it took longer than {seconds:g} s") from None
         finally:
             await _end(child)
         return self._answer(answer, child.returncode, job)
@@ -146,11 +149,10 @@ class Conversions:
             logger.error("conversion child died", extra={"status": status, "stderr": tail})
             last = tail.strip().splitlines()[-1:] or ["it said nothing"]
             raise Unavailable(f"the child {_ending(status)}: {last[0][:MAX_REASON_CHARS]}")
-        told: dict[str, Any] = json.loads(answer)
+        told = _document(answer)
         if "refused" in told:
             raise _refusal(told)
-        done: dict[str, Any] = told["done"]
-        return done
+        return _document(told.get("done"))
 
 
 async def _talk(child: asyncio.subprocess.Process, line: bytes) -> bytes:
@@ -219,6 +221,23 @@ def _tail(path: Path) -> str:
     with contextlib.suppress(OSError):
         return path.read_bytes()[-MAX_LOGGED_CHARS:].decode(errors="replace")
     return ""
+
+
+def _document(told: Any) -> dict[str, Any]:
+    """A JSON object, from its text or as it is; Unavailable for anything else."""
+    with _expected():
+        found = json.loads(told) if isinstance(told, bytes) else told
+        if not isinstance(found, dict):
+            raise TypeError(type(found).__name__)
+        return found
+
+
+@contextlib.contextmanager
+def _expected() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise Unavailable(f"what the child said is no answer: {error!r:.200}") from error
 
 
 def _refusal(told: Mapping[str, Any]) -> TriplaneError:

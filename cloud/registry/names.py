@@ -42,7 +42,7 @@ class Reference:
 def check_name(what: str, name: str) -> None:
     """InvalidInput unless `name` may name a `what`."""
     if not _NAME.fullmatch(name):
-        raise InvalidInput(f"the name of a {what} matches {NAME}, got {name[:80]!r}")
+        raise InvalidInput(f"a name ({what}) matches {NAME}, got {name[:80]!r}")
 
 
 def check_alias(name: str) -> None:

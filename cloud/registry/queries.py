@@ -184,10 +184,11 @@ def start(connection: Connection, model: str, version: int, target: str) -> None
 
 
 def finish(connection: Connection, made: Bundle, *, may_retry: bool = False) -> None:
-    """Write what became of a conversion."""
+    """Write what became of a conversion, once: a READY bundle never changes."""
     connection.execute(
         BUNDLES.update()
         .where(_here(made.model, made.version, made.target))
+        .where(BUNDLES.c.state == State.CONVERTING.name)
         .values(
             state=made.state.name,
             reason=made.reason,

@@ -31,6 +31,7 @@ MAX_ATTEMPTS: Final = 3
 """Conversions of one bundle that die before it is given up."""
 DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
+STOPPING: Final = "the cloud is stopping; the conversion goes on when it is back"
 SYSTEM: Final = "cloud"
 """The actor of what nobody asked for by hand."""
 
@@ -144,20 +145,23 @@ class Registry:
         found = await self._db.read(lambda connection: queries.bundle(connection, *key))
         if found is not None and (found.state is State.READY or key in self._running):
             return found
-        asked, is_begun = await self._db.write(lambda connection: self._ask(connection, key))
-        if is_begun:
+        if self._stopping:
+            raise Unavailable(STOPPING)
+        asked = await self._db.write(lambda connection: self._ask(connection, key))
+        if asked.state is State.CONVERTING:
             self._convert(asked)
         return asked
 
     async def wait_bundle(self, model: str, version: int, target: str) -> Bundle:
         """As `bundle`, once it is READY or FAILED. Ends by cancellation only, so give a timeout."""
         asked = await self.bundle(model, version, target)
-        task = self._running.get((model, version, target))
-        if asked.state is not State.CONVERTING or task is None:
+        if asked.state is not State.CONVERTING:
             return asked
-        await asyncio.wait([task])
+        task = self._running.get((model, version, target))
+        if task is not None:
+            await asyncio.wait([task])
         if self._stopping:
-            raise Unavailable("the cloud is stopping; the conversion goes on when it is back")
+            raise Unavailable(STOPPING)
         found = await self._db.read(
             lambda connection: queries.bundle(connection, model, version, target)
         )
@@ -206,21 +210,20 @@ class Registry:
     def _found(self, blob: bytes) -> Path | None:
         return self.blobs.find(blob) if blob else None
 
-    def _ask(self, connection: Connection, key: _Key) -> tuple[Bundle, bool]:
-        """The bundle, and whether a conversion has to begin; decided in the one writer."""
+    def _ask(self, connection: Connection, key: _Key) -> Bundle:
+        """The bundle, CONVERTING where that has to begin; decided in the one writer."""
         model, version, target = key
         queries.number(connection, Reference(model, version))
         found = queries.bundle(connection, *key)
-        if found is not None and found.state is State.READY:
-            return found, False
-        if found is not None and found.state is State.FAILED:
+        if found is not None:
             begun, may_retry = queries.attempts(connection, found)
-            if not may_retry or begun >= MAX_ATTEMPTS:
-                return found, False
+            is_lost = found.state is State.FAILED and may_retry and begun < MAX_ATTEMPTS
+            if not is_lost:
+                return found
         queries.start(connection, model, version, target)
         begun_now = queries.bundle(connection, *key)
         assert begun_now is not None
-        return begun_now, True
+        return begun_now
 
     async def _again(self, left: Bundle) -> None:
         """Convert what a stopped cloud had begun, unless that is what stops it every time."""

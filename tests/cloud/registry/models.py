@@ -1,8 +1,9 @@
-"""Small real model files, and a registry over them."""
+"""Small real model files, children that answer at once or die, and a registry over them."""
 
 import contextlib
 import io
 import secrets
+import sys
 
 import numpy as np
 from tests.quantize import nets
@@ -12,6 +13,19 @@ from triplane.cloud.registry.conversions import COMMAND
 from triplane.proto.transfer import BlobFolder
 
 WAIT_S = 60
+
+QUICK = """
+import hashlib, json, sys
+order = json.loads(sys.stdin.readline())
+data = open(order["model"], "rb").read()
+print(json.dumps({"done": {"model_digest": hashlib.sha256(data).hexdigest()}}))
+"""
+"""Checks nothing; for tests of what the registry does with a sound file."""
+
+
+def child(script):
+    """The command of a child that is a few lines of Python."""
+    return (sys.executable, "-I", "-S", "-c", script)
 
 
 def model_bytes(tmp_path, seed=0):
@@ -35,11 +49,11 @@ def asked(blob, model="digits", **fields):
 
 
 @contextlib.asynccontextmanager
-async def registry_of(database, tmp_path, *, command=COMMAND, clock=None, **limits):
+async def registry_of(database, tmp_path, *, command=COMMAND, **limits):
     """A started registry with blobs in `tmp_path`."""
     blobs = BlobFolder(tmp_path / "blobs")
     conversions = Conversions(tmp_path / "work", Limits(**limits), command)
-    registry = Registry(database, blobs, conversions, **({"clock": clock} if clock else {}))
+    registry = Registry(database, blobs, conversions)
     await registry.start()
     try:
         yield registry
