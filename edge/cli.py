@@ -1,6 +1,11 @@
 """The verb `triplane edge`: what runs on an edge node. Imports click only until it is called."""
 
+from pathlib import Path
+from typing import Any
+
 import click
+
+from triplane.unified_ir.cli.shell import Output, json_option, open_output
 
 EXAMPLE = """
 \b
@@ -23,7 +28,113 @@ PORT = click.IntRange(0, 65535)
 
 @click.group()
 def edge() -> None:
-    """Run the parts of an edge node: today the inference server."""
+    """Run an edge node: enrol it, keep it up, look at it; or only its inference server."""
+
+
+DEFAULT_HOME = "~/.triplane/node"
+ENROL_EXAMPLE = """
+\b
+An operator makes a token on a machine that reaches the cloud:
+  triplane cloud token --role node --label site=factory
+\b
+Then, here, once, and from now on:
+  triplane edge enrol TOKEN --cloud cloud.example:8442
+  triplane edge up
+"""
+
+
+def home_option(function: Any) -> Any:
+    """`--home DIR`: where a node keeps everything."""
+    return click.option(
+        "--home",
+        type=click.Path(file_okay=False, path_type=Path),
+        envvar="TRIPLANE_NODE_HOME",
+        default=DEFAULT_HOME,
+        show_default=True,
+        metavar="DIR",
+        help="The node's folder (also TRIPLANE_NODE_HOME).",
+        callback=lambda _ctx, _param, path: path.expanduser(),
+    )(function)
+
+
+@edge.command(epilog=ENROL_EXAMPLE)
+@click.argument("token_text", metavar="TOKEN", envvar="TRIPLANE_TOKEN")
+@click.option(
+    "--cloud", "address", required=True, metavar="HOST:PORT", help="The cloud's enrolment port."
+)
+@home_option
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to serve calls.")
+@click.option("--port", type=PORT, default=8001, show_default=True, help="gRPC port.")
+@click.option("--metrics-port", type=PORT, default=8002, show_default=True, help="Prometheus.")
+@click.option(
+    "--target", "targets", multiple=True, help="Converter target to take.  [default: by processor]"
+)
+@click.option(
+    "--probation-seconds",
+    "probation_s",
+    default=5.0,
+    show_default=True,
+    help="How long a new version is watched before it is committed, where a rollout does not say.",
+)
+@json_option
+def enrol(
+    *,
+    token_text: str,
+    address: str,
+    home: Path,
+    targets: tuple[str, ...],
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Make this machine a node: its key is made here, its certificate comes for TOKEN.
+
+    May be repeated with the same token after an interruption. The token's pin says which cloud this
+    is; nothing else is believed.
+    """
+    from triplane.edge.agent.metadata import fetch_over
+    from triplane.edge.agent.trust import bootstrap
+    from triplane.edge.home import NodeHome, Settings
+    from triplane.proto.channels import connect
+    from triplane.proto.identity import enrol as enrol_at
+
+    node = NodeHome(home)
+    node.make()
+    identity = enrol_at(token_text, address, node.identity.path)
+    with connect(identity) as channel:
+        bootstrap(node.trust, fetch_over(channel))
+    node.save_settings(Settings(targets=targets, **options))
+    record = {"name": identity.name, "home": str(node.path), "cloud": identity.cloud}
+    text = f"{identity.name}: enrolled in {node.path}; now: triplane edge up --home {node.path}"
+    open_output(as_json).result(record, text)
+
+
+@edge.command()
+@home_option
+def up(*, home: Path) -> None:
+    """Keep the node running until SIGTERM or Ctrl-C: supervisor, agent and inference server.
+
+    Logs are in HOME/logs. Killing this process leaves agent and server running; the next `up` takes
+    them over.
+    """
+    from triplane.edge.supervisor.__main__ import main
+
+    main(home)
+
+
+@edge.command()
+@home_option
+@json_option
+def status(*, home: Path, as_json: bool) -> None:
+    """Show what this node serves, what it was told to, and how the newest attempts ended.
+
+    Reads the home and asks the server; works without the cloud.
+    """
+    from triplane.edge.home import NodeHome
+    from triplane.edge.status import look
+
+    found = look(NodeHome(home))
+    output: Output = open_output(as_json)
+    output.result(found.record(), found.text())
 
 
 @edge.command(epilog=EXAMPLE)

@@ -28,6 +28,11 @@ KINDS: Final = {
     "share":          "an automatic release for a node outside the policy's share",
     "floor":          "an automatic release not above the committed version",
     "metric":         "a version below the metric floor of the policy",
+    "golden":         "a bundle whose golden inputs do not give its golden outputs here",
+    "load":           "a bundle that does not load here, or not within the limits of a trial",
+    "latency":        "a bundle slower here than it allows itself",
+    "memory":         "a bundle that takes more memory here than it allows itself",
+    "probation":      "a version that failed or slowed down calls after the switch",
 }
 # fmt: on
 

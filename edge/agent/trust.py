@@ -132,8 +132,9 @@ class Trust:
         A refusal is tried once more before it counts: a publication may have come in between two
         files. What was verified before stays, but expires.
         """
-        odd = self._advance_clock()
+        odd: tuple[Refused, ...] = ()
         try:
+            odd = self._advance_clock()
             client = self._refreshed()
         except Refused as refusal:
             logger.warning("metadata refused", extra={"kind": refusal.kind, "text": refusal.text})
@@ -208,18 +209,23 @@ class Trust:
 
     def _refresh_once(self) -> Client:
         try:
-            client = Client(self._metadata, self._fetcher, self._bootstrap(), self._disk)
-        except (errors.RepositoryError, ValueError) as error:
-            raise Corrupt(
-                f"{self._folder / BOOTSTRAP} is damaged ({error}); enrol this node again"
-            ) from error
-        client.judge_by(datetime.fromtimestamp(min(self.now_s, MAX_TIME_S), UTC))
-        try:
+            client = self._started()
             client.refresh()
         except (errors.RepositoryError, errors.DownloadError) as error:
             raise explain(error, client, self._fetcher) from error
         except OSError as error:
             raise Unavailable(f"could not keep metadata in {self._metadata}: {error}") from error
+        return client
+
+    def _started(self) -> Client:
+        bootstrap = self._bootstrap()
+        try:
+            client = Client(self._metadata, self._fetcher, bootstrap, self._disk)
+        except (errors.RepositoryError, ValueError) as error:
+            raise Corrupt(
+                f"{self._folder / BOOTSTRAP} is damaged ({error}); enrol this node again"
+            ) from error
+        client.judge_by(datetime.fromtimestamp(min(self.now_s, MAX_TIME_S), UTC))
         return client
 
     def _fresh(self) -> Client:

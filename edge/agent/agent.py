@@ -1,0 +1,186 @@
+"""The agent process: a session with the cloud, the reconciler in a thread, reports, renewal.
+
+Everything here may be killed at any instant. Serving goes on without it, and the next agent finds
+identity, desired document, pointers and journal on disk.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from triplane.edge.agent.attempt import World
+from triplane.edge.agent.capability import capability
+from triplane.edge.agent.journal import Journal
+from triplane.edge.agent.metadata import fetch_over
+from triplane.edge.agent.reconciler import Reconciler, report
+from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.seam import Seam
+from triplane.edge.agent.trust import Freshness, Trust
+from triplane.edge.home import NodeHome
+from triplane.proto import fleet_pb2 as pb
+from triplane.proto.channels import connect, connect_aio
+from triplane.proto.errors import TriplaneError, Unavailable
+from triplane.proto.identity import needs_renewal, renew
+from triplane.proto.stream import SessionClient
+from triplane.proto.transfer import BlobFolder, download
+
+logger = logging.getLogger(__name__)
+
+REPORT_S: Final = 15.0
+"""Between two reports when nothing changes."""
+SETTLE_S: Final = 0.1
+"""Changes within so long go into one report."""
+RENEWAL_LOOK_S: Final = 3600.0
+
+
+class Watched:
+    """`Trust`, and when it last succeeded."""
+
+    def __init__(self, trust: Trust) -> None:
+        self._trust = trust
+        self.verified_s = -1.0
+        self.admit = trust.admit
+
+    def refresh(self) -> Freshness:
+        """See `Trust.refresh`."""
+        found = self._trust.refresh()
+        self.verified_s = max(self.verified_s, found.verified_s)
+        return found
+
+
+class Agent:
+    """One run of the agent."""
+
+    def __init__(self, home: NodeHome) -> None:
+        home.require_enrolled()
+        home.make()
+        self._home, self._settings = home, home.settings
+        self._changed = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._trust = Watched(Trust(home.trust, self._metadata))
+        self._journal = Journal(home.journal)
+        self._seam = Seam(home.control_socket)
+        self._channel: grpc.Channel | None = None
+        self._channel_lock = threading.Lock()
+        blobs = BlobFolder(home.bundles, max_bytes=self._settings.max_disk_bytes)
+        world = World(
+            node=home.identity.name,
+            home=home,
+            blobs=blobs,
+            trust=self._trust,
+            seam=self._seam,
+            fetch=self._fetch,
+            journal=self._journal,
+            incident=self._incident,
+            probation_s=self._settings.probation_s,
+        )
+        self._reconciler = Reconciler(world, self._tell)
+
+    async def run(self) -> None:
+        """Work until SIGTERM or SIGINT."""
+        self._loop = asyncio.get_running_loop()
+        stopped = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, stopped.set)
+        thread = threading.Thread(target=self._reconciler.run, name="reconciler", daemon=True)
+        thread.start()
+        session = SessionClient(
+            lambda: connect_aio(self._home.identity), self._on_message, software="triplane"
+        )
+        tasks = [
+            asyncio.create_task(work)
+            for work in (session.run(), self._report(session), self._renew())
+        ]
+        logger.info("agent started", extra={"node": self._home.identity.name})
+        try:
+            waiting = asyncio.create_task(stopped.wait())
+            done, _ = await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {waiting}:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._reconciler.stop()
+            await asyncio.to_thread(thread.join, 10.0)
+
+    async def _on_message(self, message: object) -> None:
+        if isinstance(message, pb.Desired):
+            await asyncio.to_thread(self._reconciler.take, message)
+
+    def _tell(self) -> None:
+        """There is something to report; callable from any thread."""
+        if self._loop:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._changed.set)
+
+    def _incident(self, refusal: Refused) -> None:
+        self._reconciler.incident(refusal)
+
+    async def _report(self, session: SessionClient) -> None:
+        while True:
+            self._changed.clear()
+            message = await asyncio.to_thread(self._made_report)
+            await session.send(message)
+            self._drop_told(message)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), REPORT_S)
+                await asyncio.sleep(SETTLE_S)
+
+    def _made_report(self) -> pb.Report:
+        age_s = time.time() - self._trust.verified_s if self._trust.verified_s >= 0 else -1.0
+        try:
+            self._seam.versions()
+            up = True
+        except Unavailable:
+            up = False
+        return report(
+            self._reconciler,
+            capability(self._home.path, self._settings.targets),
+            metadata_age_s=age_s,
+            serving_up=up,
+            serving_address=f"{self._settings.host}:{self._settings.port}",
+        )
+
+    def _drop_told(self, message: pb.Report) -> None:
+        for _ in message.incidents:
+            self._reconciler.incidents.popleft()
+
+    async def _renew(self) -> None:
+        while True:
+            if needs_renewal(self._home.identity, time.time()):
+                try:
+                    await asyncio.to_thread(renew, self._home.identity)
+                    self._forget_channel()
+                    logger.info("certificate renewed")
+                except TriplaneError as error:
+                    logger.warning("certificate not renewed", extra={"reason": str(error)})
+            await asyncio.sleep(RENEWAL_LOOK_S)
+
+    def _metadata(self, name: str) -> bytes:
+        return fetch_over(self._open_channel())(name)
+
+    def _fetch(
+        self, sha256: bytes, size: int, into: BlobFolder, progress: Callable[[int, int], None]
+    ) -> Path:
+        return download(self._open_channel(), sha256, size, into, progress)
+
+    def _open_channel(self) -> grpc.Channel:
+        with self._channel_lock:
+            if self._channel is None:
+                self._channel = connect(self._home.identity)
+            return self._channel
+
+    def _forget_channel(self) -> None:
+        with self._channel_lock:
+            old, self._channel = self._channel, None
+        if old is not None:
+            old.close()

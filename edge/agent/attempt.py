@@ -1,0 +1,302 @@
+"""One attempt to bring one model to one version: the phases, in order, and the way back.
+
+Each phase is journaled and synced before it takes effect; a crash in any of them leaves a pointer
+that names a committed version and a journal that says how far the attempt came, and the attempt is
+simply begun again (what was downloaded stays). Only COMMITTED, FAILED and RETURNED end it for good.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from triplane.edge.agent.journal import Journal, Line
+from triplane.edge.agent.policy import Admission, check_metric
+from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.trust import Freshness
+from triplane.edge.agent.trying import judge_trial, run_trial
+from triplane.edge.home import NodeHome
+from triplane.edge.serving.pointers import Pointer, write_pointer
+from triplane.proto.disk import OS_DISK, Disk
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError, Unavailable
+from triplane.proto.fleet_pb2 import Assignment
+from triplane.proto.transfer import BlobFolder
+
+logger = logging.getLogger(__name__)
+
+POLL_S: Final = 0.2
+"""Between two looks at a version on probation."""
+ABSENT_S: Final = 5.0
+"""How long the serving process may be away during a probation."""
+MIN_CALLS: Final = 10
+MAX_FAILED_SHARE: Final = 0.5
+"""Of at least `MIN_CALLS` calls on probation: more failures send the version back."""
+SPACE_FACTOR: Final = 2
+
+
+class Superseded(Exception):
+    """Something else is to be served meanwhile; the attempt stops without a verdict."""
+
+
+class Trusting(Protocol):
+    """What an attempt needs of `Trust`."""
+
+    def refresh(self) -> Freshness:
+        """Fetch and verify what is new."""
+
+    def admit(self, path: str, *, node: str, committed_version: int) -> Admission:
+        """The signed target, if it may be tried here."""
+
+
+class Switching(Protocol):
+    """What an attempt needs of `Seam`."""
+
+    def load(self, model: str, path: Path, digest: str) -> None:
+        """Serve a bundle in place of the model's others."""
+
+    def unload(self, model: str) -> None:
+        """Stop serving a model."""
+
+    def versions(self) -> dict[str, str]:
+        """The ready version of each model."""
+
+    def calls(self, model: str) -> tuple[int, int]:
+        """Calls that succeeded and failed."""
+
+
+Fetch = Callable[[bytes, int, BlobFolder, Callable[[int, int], None]], Path]
+"""(sha256, size, into, progress) -> the verified file."""
+Trial = Callable[..., dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What attempts work with. node: our name. incident: told each refusal."""
+
+    node: str
+    home: NodeHome
+    blobs: BlobFolder
+    trust: Trusting
+    seam: Switching
+    fetch: Fetch
+    journal: Journal
+    incident: Callable[[Refused], None]
+    trial: Trial = run_trial
+    disk: Disk = OS_DISK
+    clock: Callable[[], float] = time.time
+    pause: Callable[[float], None] = time.sleep
+    probation_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far an attempt is. state: a name of NodeState."""
+
+    model: str
+    version: int
+    attempt: int
+    state: str
+    reason: str = ""
+    downloaded_bytes: int = 0
+    total_bytes: int = 0
+
+
+class Attempt:
+    """One assignment, tried. committed: what serves now. told: each progress, often.
+
+    superseded: asked between steps; True stops the attempt.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        assignment: Assignment,
+        committed: Pointer | None,
+        told: Callable[[Progress], None],
+        superseded: Callable[[], bool],
+    ) -> None:
+        self._world, self._assignment, self._committed = world, assignment, committed
+        self._told, self._superseded = told, superseded
+        self._progress = Progress(
+            assignment.model, assignment.version, assignment.attempt, "ASSIGNED"
+        )
+
+    def run(self) -> Pointer | None:
+        """The new pointer, or None after FAILED or RETURNED. Unavailable: try again later."""
+        try:
+            return self._run()
+        except Refused as refusal:
+            self._world.incident(refusal)
+            self._enter("FAILED", str(refusal))
+        except (Corrupt, InvalidInput, NotFound) as error:
+            self._enter("FAILED", str(error))
+        return None
+
+    def _run(self) -> Pointer | None:
+        self._enter("ASSIGNED")
+        admission = self._admit()
+        target = admission.target
+        self._require_space(target.length)
+        self._enter("DOWNLOADING")
+        path = self._world.fetch(target.sha256, target.length, self._world.blobs, self._moved)
+        self._enter("VERIFIED")
+        golden = self._golden(admission)
+        self._enter("STAGED")
+        answer = self._world.trial(path, size=target.length, golden=golden)
+        judge_trial(answer, target)
+        if admission.rule is not None:
+            check_metric(admission, float(answer["accuracy"]))
+        self._check_superseded()
+        self._enter("TRIED")
+        pointer = Pointer(
+            model=self._assignment.model,
+            version=self._assignment.version,
+            sha256=target.sha256.hex(),
+            digest=answer["digest"],
+            target_path=target.path,
+            rollout=self._assignment.rollout,
+            attempt=self._assignment.attempt,
+        )
+        return self._switch(pointer, path)
+
+    def _admit(self) -> Admission:
+        freshness = self._world.trust.refresh()
+        for refusal in freshness.refusals:
+            self._world.incident(refusal)
+        if not freshness.is_fresh:
+            why = freshness.error or "; ".join(map(str, freshness.refusals)) or "it has expired"
+            raise Unavailable(f"signed metadata is stale, nothing new is taken: {why}")
+        version = self._committed.version if self._committed else 0
+        admission = self._world.trust.admit(
+            self._assignment.target_path, node=self._world.node, committed_version=version
+        )
+        name = admission.target.name
+        if (name.model, name.version) != (self._assignment.model, self._assignment.version):
+            raise Refused(
+                "wrong-target",
+                f"assigned is {self._assignment.model}@{self._assignment.version}, but the target "
+                f"is {admission.target.path}",
+            )
+        return admission
+
+    def _golden(self, admission: Admission) -> Path | None:
+        """The policy's labelled samples, here."""
+        if admission.golden is None:
+            return None
+        golden = admission.golden
+        return self._world.fetch(
+            golden.sha256, golden.length, self._world.blobs, lambda *_: self._check_superseded()
+        )
+
+    def _switch(self, pointer: Pointer, path: Path) -> Pointer | None:
+        self._enter("PROBATION")
+        try:
+            self._world.seam.load(pointer.model, path, pointer.digest)
+            self._watch(pointer)
+        except Refused as refusal:
+            self._world.incident(refusal)
+            self._go_back(str(refusal))
+            return None
+        except (Unavailable, Superseded):
+            self._restore()
+            raise
+        except TriplaneError as error:
+            self._go_back(f"serving refused it: {error}")
+            return None
+        write_pointer(self._world.home.models, pointer, self._world.disk)
+        self._enter("COMMITTED")
+        return pointer
+
+    def _watch(self, pointer: Pointer) -> None:
+        """Refused where the version does not do well for as long as it is on probation."""
+        probation_s = self._assignment.probation_s or self._world.probation_s
+        until_s = time.monotonic() + probation_s
+        while True:
+            self._check_superseded()
+            self._look(pointer)
+            if time.monotonic() >= until_s:
+                return
+            self._world.pause(min(POLL_S, max(0.0, until_s - time.monotonic())))
+
+    def _look(self, pointer: Pointer) -> None:
+        gone_s = time.monotonic() + ABSENT_S
+        while True:
+            try:
+                serving = self._world.seam.versions().get(pointer.model)
+                if serving != str(pointer.version):
+                    raise Refused(
+                        "probation",
+                        f"version {pointer.version} does not serve any more, but {serving}: the "
+                        "serving process ended during the probation",
+                    )
+                succeeded, failed = self._world.seam.calls(pointer.model)
+            except Unavailable as error:
+                if time.monotonic() > gone_s:
+                    raise Refused(
+                        "probation", f"serving was away for {ABSENT_S:.0f} s: {error}"
+                    ) from error
+                self._world.pause(POLL_S)
+                continue
+            calls = succeeded + failed
+            if calls >= MIN_CALLS and failed > MAX_FAILED_SHARE * calls:
+                raise Refused("probation", f"{failed} of {calls} calls failed after the switch")
+            return
+
+    def _go_back(self, reason: str) -> None:
+        self._restore()
+        self._enter("RETURNED", reason)
+
+    def _restore(self) -> None:
+        """Serve what is committed again, if serving can be reached; else its start does."""
+        try:
+            restore(self._world.seam, self._world.home, self._assignment.model, self._committed)
+        except TriplaneError as error:
+            logger.warning("return not confirmed", extra={"reason": str(error)})
+
+    def _require_space(self, size: int) -> None:
+        space = os.statvfs(self._world.home.bundles)
+        free = space.f_bavail * space.f_frsize
+        needed = SPACE_FACTOR * size
+        if free < needed:
+            raise InvalidInput(
+                f"the disk has {free} bytes free, a bundle of {size} needs {needed}; make room"
+            )
+
+    def _moved(self, done: int, total: int) -> None:
+        self._check_superseded()
+        self._progress = replace(self._progress, downloaded_bytes=done, total_bytes=total)
+        self._told(self._progress)
+
+    def _check_superseded(self) -> None:
+        if self._superseded():
+            raise Superseded
+
+    def _enter(self, state: str, reason: str = "") -> None:
+        """Journal the transition, then tell it."""
+        given = self._assignment
+        self._world.journal.add(
+            Line(
+                time_s=self._world.clock(),
+                model=given.model,
+                version=given.version,
+                attempt=given.attempt,
+                rollout=given.rollout,
+                state=state,
+                reason=reason[:1000],
+            )
+        )
+        self._progress = replace(self._progress, state=state, reason=reason[:1000])
+        self._told(self._progress)
+
+
+def restore(seam: Switching, home: NodeHome, model: str, committed: Pointer | None) -> None:
+    """Make serving serve the committed version of a model, or nothing where there is none."""
+    serving = seam.versions().get(model)
+    if committed is None:
+        if serving is not None:
+            seam.unload(model)
+    elif serving != str(committed.version):
+        seam.load(model, home.bundles / committed.sha256, committed.digest)

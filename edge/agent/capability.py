@@ -1,0 +1,59 @@
+"""What this machine offers, as the node reports it."""
+
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from triplane.proto import fleet_pb2 as pb
+
+# The newest ONNX opset that each onnxruntime release runs; a later release runs the last row's.
+MAX_OPSET: Final = (((1, 20), 21), ((1, 22), 22), ((1, 23), 23), ((1, 24), 24))
+TARGETS: Final = {"x86_64": ("ort-x64",), "aarch64": ("ort-arm64",)}
+INSTRUCTIONS: Final = frozenset(
+    {"avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "asimddp", "i8mm", "fphp", "sve"}
+)
+
+
+def capability(folder: Path, targets: tuple[str, ...] = ()) -> pb.Capability:
+    """Of the machine that holds `folder`; `targets` replaces those of its processor."""
+    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(
+        platform.machine().lower(), platform.machine().lower()
+    )
+    version = metadata.version("onnxruntime")
+    space = os.statvfs(folder)
+    return pb.Capability(
+        runtime="onnxruntime",
+        runtime_version=version,
+        max_opset=_max_opset(version),
+        machine=machine,
+        instructions=sorted(_flags() & INSTRUCTIONS),
+        memory_bytes=_memory_bytes(),
+        free_disk_bytes=space.f_bavail * space.f_frsize,
+        targets=targets or TARGETS.get(machine, ()),
+        software=f"triplane {metadata.version('triplane')}",
+    )
+
+
+def _max_opset(version: str) -> int:
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    return max((opset for since, opset in MAX_OPSET if since <= numbers), default=0)
+
+
+def _flags() -> set[str]:
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return set(found.group(1).split()) if found else set()
+
+
+def _memory_bytes() -> int:
+    found = re.search(r"^MemTotal:\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else 0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

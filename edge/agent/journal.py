@@ -1,0 +1,100 @@
+"""What happened to each attempt, one line per transition, synced before the transition counts.
+
+A line is one JSON object, its SHA-256 shortened to 16 digits, and a newline: a line that a crash
+cut off, or that damage changed, ends what is read. The last line of a model says where its newest
+attempt stood; the pointer, not the journal, says what is committed.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from triplane.proto.disk import OS_DISK, AppendFile, Disk, write_atomic
+from triplane.proto.fleet_pb2 import NodeState
+
+logger = logging.getLogger(__name__)
+
+MAX_JOURNAL_BYTES: Final = 4 << 20
+"""A longer journal is cut down to the last line of each model when the agent starts."""
+MAX_REASON_CHARS: Final = 1000
+ENDED: Final = frozenset({"COMMITTED", "FAILED", "RETURNED"})
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One transition of one attempt. state: a name of fleet.proto's NodeState."""
+
+    time_s: float
+    model: str
+    version: int
+    attempt: int
+    rollout: str
+    state: str
+    reason: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the attempt is over for good."""
+        return self.state in ENDED
+
+
+class Journal:
+    """The open journal of a node; one process writes it."""
+
+    def __init__(self, path: Path, disk: Disk = OS_DISK) -> None:
+        self.last: dict[str, Line] = {}
+        kept = b""
+        if path.exists():
+            data = path.read_bytes()
+            for line, raw in _lines(data):
+                self.last[line.model] = line
+                kept += raw
+            if len(kept) != len(data) or len(data) > MAX_JOURNAL_BYTES:
+                logger.warning(
+                    "journal cut", extra={"bytes": len(data), "readable_bytes": len(kept)}
+                )
+                whole = kept if len(kept) <= MAX_JOURNAL_BYTES else self._shortest()
+                write_atomic(path, whole, disk)
+        self._file = AppendFile(path, disk)
+
+    def add(self, line: Line) -> None:
+        """Return once the line is on the disk."""
+        self._file.write(_encode(line))
+        self._file.sync()
+        self.last[line.model] = line
+        logger.info("attempt", extra=asdict(line))
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def _shortest(self) -> bytes:
+        return b"".join(map(_encode, self.last.values()))
+
+
+def readable(path: Path) -> list[Line]:
+    """The lines of a journal that somebody else may be writing; none where there is no file."""
+    return [line for line, _ in _lines(path.read_bytes())] if path.exists() else []
+
+
+def _encode(line: Line) -> bytes:
+    assert line.state in NodeState.keys()  # noqa: SIM118 -- an enum wrapper, not a mapping
+    text = json.dumps(asdict(line), sort_keys=True).encode()
+    return text + b" " + _check(text) + b"\n"
+
+
+def _check(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest()[:16].encode()
+
+
+def _lines(data: bytes) -> Iterator[tuple[Line, bytes]]:
+    """Whole, undamaged lines from the start."""
+    for raw in data.splitlines(keepends=True):
+        text, _, check = raw.rstrip(b"\n").rpartition(b" ")
+        if not raw.endswith(b"\n") or _check(text) != check:
+            return
+        yield Line(**json.loads(text)), raw

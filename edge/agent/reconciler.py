@@ -1,0 +1,226 @@
+"""The loop that makes a node serve what it shall: level-triggered, one attempt at a time.
+
+It looks at three things, every time anew: what is desired, what is committed (pointers), how the
+newest attempts ended (journal). What differs is mended; being told the same thing twice, or waking
+up after a crash in the middle, is no special case.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from triplane.edge.agent.attempt import Attempt, Progress, Superseded, World, restore
+from triplane.edge.agent.refusal import Refused
+from triplane.edge.serving.pointers import Pointer, read_pointers
+from triplane.proto import fleet_pb2 as pb
+from triplane.proto.disk import OS_DISK, Disk, write_atomic
+from triplane.proto.errors import InvalidInput, NotFound, TriplaneError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+LOOK_S: Final = 5.0
+"""Between two looks when nothing happens."""
+RETRY_S: Final = 1.0
+MAX_RETRY_S: Final = 30.0
+MAX_ASSIGNMENTS: Final = 64
+MAX_INCIDENTS: Final = 100
+
+
+class Reconciler:
+    """The loop and what it knows. changed: called when there is something new to report."""
+
+    def __init__(self, world: World, changed: Callable[[], None], disk: Disk = OS_DISK) -> None:
+        self._world, self._changed, self._disk = world, changed, disk
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._retry_s = RETRY_S
+        self.desired = read_desired(world.home.desired)
+        self.pointers, broken = read_pointers(world.home.models)
+        self.incidents: deque[pb.Incident] = deque(maxlen=MAX_INCIDENTS)
+        self.progress: dict[str, Progress] = {
+            line.model: Progress(line.model, line.version, line.attempt, line.state, line.reason)
+            for line in world.journal.last.values()
+        }
+        for error in broken:
+            logger.error("pointer unreadable", extra={"reason": str(error)})
+
+    def take(self, desired: pb.Desired) -> None:
+        """Go by this document from now on, unless a higher number is known."""
+        if len(desired.assignments) > MAX_ASSIGNMENTS:
+            raise InvalidInput(
+                f"a node has at most {MAX_ASSIGNMENTS} assignments, got {len(desired.assignments)}"
+            )
+        with self._lock:
+            if desired.number <= self.desired.number:
+                return
+            write_atomic(self._world.home.desired, desired.SerializeToString(), self._disk)
+            self.desired = desired
+        self._wake.set()
+        self._changed()
+
+    def stop(self) -> None:
+        """End the loop after the step it is in."""
+        self._stop.set()
+        self._wake.set()
+
+    def incident(self, refusal: Refused) -> None:
+        """Remember a refusal for the report."""
+        self.incidents.append(refusal.incident(self._world.clock()))
+        self._changed()
+
+    def run(self) -> None:
+        """Look and mend until stopped."""
+        while not self._stop.is_set():
+            self._wake.clear()
+            try:
+                later = self.step()
+                self._retry_s = RETRY_S
+            except Unavailable as error:
+                logger.info("waiting", extra={"reason": str(error)})
+                later, self._retry_s = self._retry_s, min(2 * self._retry_s, MAX_RETRY_S)
+            except TriplaneError:
+                logger.exception("step failed")
+                later = MAX_RETRY_S
+            self._wake.wait(later)
+
+    def step(self) -> float:
+        """Mend one thing; returns after how many seconds to look again."""
+        self._settle()
+        for assignment in sorted(self.desired.assignments, key=lambda a: a.model):
+            if self._is_due(assignment):
+                self._attempt(assignment)
+                return 0.0
+        self._collect_garbage()
+        return LOOK_S
+
+    def _is_due(self, assignment: pb.Assignment) -> bool:
+        pointer = self.pointers.get(assignment.model)
+        if pointer and (pointer.version, pointer.target_path) == (
+            assignment.version,
+            assignment.target_path,
+        ):
+            self._note_committed(assignment, pointer)
+            return False
+        last = self._world.journal.last.get(assignment.model)
+        ended = last is not None and last.ended and last.state != "COMMITTED"
+        return not (ended and last is not None and last.attempt >= assignment.attempt)
+
+    def _note_committed(self, assignment: pb.Assignment, pointer: Pointer) -> None:
+        """A new attempt at what is committed already has succeeded."""
+        known = self.progress.get(assignment.model)
+        wanted = Progress(assignment.model, pointer.version, assignment.attempt, "COMMITTED")
+        if known is None or (known.version, known.attempt, known.state) != (
+            wanted.version,
+            wanted.attempt,
+            wanted.state,
+        ):
+            self.progress[assignment.model] = wanted
+            self._changed()
+
+    def _attempt(self, assignment: pb.Assignment) -> None:
+        number = self.desired.number
+
+        def superseded() -> bool:
+            if self._stop.is_set():
+                return True
+            return self.desired.number != number and assignment not in self.desired.assignments
+
+        attempt = Attempt(
+            self._world,
+            assignment,
+            self.pointers.get(assignment.model),
+            self._told,
+            superseded,
+        )
+        try:
+            pointer = attempt.run()
+        except Superseded:
+            logger.info("attempt superseded", extra={"model": assignment.model})
+            return
+        if pointer:
+            self.pointers = {**self.pointers, pointer.model: pointer}
+            self._changed()
+
+    def _told(self, progress: Progress) -> None:
+        self.progress = {**self.progress, progress.model: progress}
+        self._changed()
+
+    def _settle(self) -> None:
+        """No attempt is running: serving shall serve what is committed and nothing else."""
+        serving = self._world.seam.versions()
+        for model in {*serving, *self.pointers}:
+            pointer = self.pointers.get(model)
+            try:
+                restore(self._world.seam, self._world.home, model, pointer)
+            except NotFound:
+                logger.warning("unloaded by itself", extra={"model": model})
+
+    def _collect_garbage(self) -> None:
+        """Drop bundles that no pointer names; nothing is being fetched now."""
+        kept = {pointer.sha256 for pointer in self.pointers.values()}
+        for path in [*self._world.blobs.folder.iterdir(), *self._world.blobs.partial.iterdir()]:
+            if path.is_file() and path.name not in kept:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        try:
+            self._disk.remove(path)
+        except OSError as error:
+            logger.warning("not removed", extra={"path": str(path), "reason": str(error)})
+
+
+def read_desired(path: Path) -> pb.Desired:
+    """The document kept from before; an empty one where there is none that can be read."""
+    desired = pb.Desired()
+    try:
+        desired.ParseFromString(path.read_bytes())
+    except FileNotFoundError:
+        pass
+    except DecodeError:
+        logger.warning("desired document unreadable; the cloud will send it again")
+        desired.Clear()
+    return desired
+
+
+def report(
+    reconciler: Reconciler,
+    capability: pb.Capability,
+    *,
+    metadata_age_s: float,
+    serving_up: bool,
+    serving_address: str,
+) -> pb.Report:
+    """The whole truth about this node, now. Its number grows with the time."""
+    models = {*reconciler.pointers, *reconciler.progress}
+    return pb.Report(
+        number=time.time_ns() // 1_000_000,
+        desired_number=reconciler.desired.number,
+        capability=capability,
+        models=[_model_report(reconciler, model) for model in sorted(models)],
+        metadata_age_s=metadata_age_s,
+        incidents=[*reconciler.incidents],
+        serving_up=serving_up,
+        serving_address=serving_address,
+    )
+
+
+def _model_report(reconciler: Reconciler, model: str) -> pb.ModelReport:
+    pointer, progress = reconciler.pointers.get(model), reconciler.progress.get(model)
+    found = pb.ModelReport(model=model)
+    if pointer:
+        found.committed_version = pointer.version
+        found.committed_digest = bytes.fromhex(pointer.digest)
+    if progress:
+        found.version, found.attempt = progress.version, progress.attempt
+        found.state = pb.NodeState.Value(progress.state)
+        found.reason = progress.reason
+        found.downloaded_bytes = progress.downloaded_bytes
+        found.total_bytes = progress.total_bytes
+    return found

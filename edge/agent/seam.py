@@ -1,0 +1,78 @@
+"""The agent's side of the seam: the serving process's repository calls on its Unix socket."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from triplane.proto import open_inference_pb2 as pb
+from triplane.proto.status import error_from
+
+SERVICE: Final = "inference.GRPCInferenceService"
+LOAD_S: Final = 120.0
+"""Load, probe, warm-up, and the drain of the old version."""
+ASK_S: Final = 5.0
+
+M = TypeVar("M", bound=Message)
+
+
+class Seam:
+    """Calls to the serving process. Raises the families; Unavailable while it is down."""
+
+    def __init__(self, socket: Path) -> None:
+        self._channel = grpc.insecure_channel(
+            f"unix:{socket}",
+            options=(
+                ("grpc.use_local_subchannel_pool", 1),
+                ("grpc.initial_reconnect_backoff_ms", 50),
+                ("grpc.min_reconnect_backoff_ms", 50),
+                ("grpc.max_reconnect_backoff_ms", 500),
+            ),
+        )
+
+    def load(self, model: str, path: Path, digest: str) -> None:
+        """Serve the bundle at `path`, of that root digest, in place of the model's others."""
+        request = pb.RepositoryModelLoadRequest(model_name=model)
+        request.parameters["path"].string_param = str(path)
+        request.parameters["digest"].string_param = digest
+        self._call("RepositoryModelLoad", request, pb.RepositoryModelLoadResponse, LOAD_S)
+
+    def unload(self, model: str) -> None:
+        """Stop serving a model. NotFound."""
+        request = pb.RepositoryModelUnloadRequest(model_name=model)
+        self._call("RepositoryModelUnload", request, pb.RepositoryModelUnloadResponse, LOAD_S)
+
+    def versions(self) -> dict[str, str]:
+        """The ready version of each model."""
+        request = pb.RepositoryIndexRequest(ready=True)
+        index = self._call("RepositoryIndex", request, pb.RepositoryIndexResponse, ASK_S)
+        return {entry.name: entry.version for entry in index.models}
+
+    def calls(self, model: str) -> tuple[int, int]:
+        """How many calls of a model's ready version succeeded and failed."""
+        request = pb.ModelStatisticsRequest(name=model)
+        found = self._call("ModelStatistics", request, pb.ModelStatisticsResponse, ASK_S)
+        counts = [
+            (one.inference_stats.success.count, one.inference_stats.fail.count)
+            for one in found.model_stats
+        ]
+        return sum(c[0] for c in counts), sum(c[1] for c in counts)
+
+    def close(self) -> None:
+        """Let go of the channel."""
+        self._channel.close()
+
+    def _call(self, method: str, request: Message, answer: type[M], timeout_s: float) -> M:
+        stub: Callable[..., Any] = self._channel.unary_unary(
+            f"/{SERVICE}/{method}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=answer.FromString,
+        )
+        try:
+            found = stub(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise error_from(error) from error
+        assert isinstance(found, answer)
+        return found

@@ -1,0 +1,83 @@
+"""Running the trial child and judging its answer."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from triplane.edge.agent.refusal import Refused
+from triplane.proto.targets import SignedTarget
+
+WALL_S: Final = 120.0
+CPU_S: Final = 60
+BASE_BYTES: Final = 512 << 20
+"""For Python, onnxruntime and their threads' stacks."""
+PER_BUNDLE_BYTE: Final = 8
+MAX_ANSWER_BYTES: Final = 64 << 10
+IDENTIFYING: Final = ("model", "version", "target", "content_digest", "model_digest")
+
+
+def run_trial(path: Path, *, size: int, golden: Path | None = None) -> dict[str, Any]:
+    """The child's answer. Refused with kind "golden", "memory" or "load" where it gave none."""
+    limit = BASE_BYTES + PER_BUNDLE_BYTE * size
+    given = {"path": str(path), "memory_bytes": limit, "cpu_s": CPU_S}
+    if golden is not None:
+        given["golden"] = str(golden)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "triplane.edge.agent.trial", json.dumps(given)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    try:
+        out, _ = process.communicate(timeout=WALL_S)
+    except subprocess.TimeoutExpired as error:
+        raise Refused("load", f"the trial did not end within {WALL_S:.0f} s") from error
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode != 0:
+        raise Refused(
+            "load",
+            f"the trial ended with {_ending(process.returncode)} under limits of {limit} bytes and "
+            f"{CPU_S} s of processor time",
+        )
+    answer = json.loads(out[:MAX_ANSWER_BYTES])
+    if "error" in answer:
+        raise Refused(answer["kind"], answer["error"])
+    assert isinstance(answer, dict)
+    return answer
+
+
+def judge_trial(answer: Mapping[str, Any], target: SignedTarget) -> None:
+    """Refused where the bundle is not what was signed, or is too slow or too large for itself."""
+    signed = {name: str(target.custom[name]) for name in IDENTIFYING}
+    found = {name: str(answer[name]) for name in IDENTIFYING}
+    if signed != found:
+        wrong = ", ".join(
+            f"{n} {found[n]} for {signed[n]}" for n in signed if signed[n] != found[n]
+        )
+        raise Refused("wrong-target", f"the bundle is not the one signed as {target.path}: {wrong}")
+    limit_s, limit_bytes = answer["latency_limit_s"], answer["memory_limit_bytes"]
+    if limit_s and answer["latency_s"] > limit_s:
+        raise Refused(
+            "latency",
+            f"a run takes {answer['latency_s'] * 1e3:.2f} ms here, the bundle allows "
+            f"{limit_s * 1e3:.2f} ms",
+        )
+    if limit_bytes and answer["peak_bytes"] > limit_bytes:
+        raise Refused(
+            "memory",
+            f"loading took {answer['peak_bytes']} bytes here, the bundle allows {limit_bytes}",
+        )
+
+
+def _ending(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

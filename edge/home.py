@@ -1,0 +1,86 @@
+"""Where a node keeps everything, and what it was told about itself."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Final
+
+from triplane.proto.disk import OS_DISK, write_atomic
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound
+from triplane.proto.identity import IdentityFolder
+
+MAX_SETTINGS_BYTES: Final = 64 << 10
+MIN_PROBATION_S: Final = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """`node.json`: what an operator of the machine may decide.
+
+    targets: converter's targets this node takes, best first; empty for those of its processor.
+    max_disk_bytes: of bundles. probation_s: where an assignment does not say.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8001
+    metrics_port: int = 8002
+    targets: tuple[str, ...] = ()
+    probation_s: float = 5.0
+    max_disk_bytes: int = 16 << 30
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+
+
+class NodeHome:
+    """Paths of a node's home."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path).absolute()
+        self.identity = IdentityFolder(self.path / "identity")
+        self.trust = self.path / "trust"
+        self.bundles = self.path / "bundles"
+        self.models = self.path / "models"
+        self.journal = self.path / "journal"
+        self.desired = self.path / "desired"
+        self.run = self.path / "run"
+        self.logs = self.path / "logs"
+        self.settings_file = self.path / "node.json"
+        self.control_socket = self.run / "serving.sock"
+
+    def make(self) -> None:
+        """Make the folders; only this user may enter."""
+        for folder in (self.path, self.models, self.run, self.logs, self.trust, self.bundles):
+            OS_DISK.make_folder(folder)
+        for folder in (self.path, self.run):
+            folder.chmod(0o700)
+
+    def require_enrolled(self) -> None:
+        """NotFound where this is no home of an enrolled node."""
+        if not (self.identity.path / "cert.pem").is_file():
+            raise NotFound(
+                f"no enrolled node in {self.path}; ask an operator for `triplane "
+                f"cloud token --role node`, then: triplane edge enrol TOKEN --cloud HOST:PORT "
+                f"--home {self.path}"
+            )
+
+    @property
+    def settings(self) -> Settings:
+        """What `node.json` says; the defaults where it is absent. Corrupt names what is wrong."""
+        try:
+            data = self.settings_file.read_bytes()[: MAX_SETTINGS_BYTES + 1]
+        except FileNotFoundError:
+            return Settings()
+        try:
+            given = json.loads(data)
+            known = {field.name for field in fields(Settings)}
+            if not isinstance(given, dict) or not given.keys() <= known:
+                raise InvalidInput(f"keys are {', '.join(sorted(known))}")
+            return Settings(**{**given, "targets": tuple(given.get("targets", ()))})
+        except (ValueError, TypeError) as error:
+            raise Corrupt(f"{self.settings_file} cannot be read: {error}") from error
+
+    def save_settings(self, settings: Settings) -> None:
+        """Write `node.json` whole."""
+        text = json.dumps(asdict(settings), indent=1, sort_keys=True)
+        write_atomic(self.settings_file, f"{text}\n".encode())

@@ -1,0 +1,76 @@
+"""What a node says of itself on its own machine, with or without the cloud."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from triplane.edge.agent.journal import Line, readable
+from triplane.edge.agent.reconciler import read_desired
+from triplane.edge.agent.seam import Seam
+from triplane.edge.home import NodeHome
+from triplane.edge.serving.pointers import Pointer, read_pointers
+from triplane.edge.supervisor.children import is_alive
+from triplane.proto.errors import TriplaneError
+
+PROCESSES = ("serving", "agent")
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One look. serving: ready versions by model, None where the server does not answer."""
+
+    name: str
+    cloud: str
+    expires_s: float
+    processes: dict[str, bool]
+    serving: dict[str, str] | None
+    committed: dict[str, Pointer]
+    desired: dict[str, int]
+    last: dict[str, Line]
+
+    def record(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """For people."""
+        up = ", ".join(f"{n} {'up' if on else 'DOWN'}" for n, on in self.processes.items())
+        lines = [f"{self.name} of {self.cloud}: {up}"]
+        for model in sorted({*self.committed, *self.desired, *(self.serving or {})}):
+            lines.append(f"  {model}: {self._of(model)}")
+        if len(lines) == 1:
+            lines.append("  no model yet")
+        return "\n".join(lines)
+
+    def _of(self, model: str) -> str:
+        pointer, last = self.committed.get(model), self.last.get(model)
+        serves = "not known" if self.serving is None else self.serving.get(model, "nothing")
+        told = self.desired.get(model)
+        said = [f"serves {serves}", f"committed {pointer.version if pointer else 'nothing'}"]
+        if told and (pointer is None or told != pointer.version):
+            said.append(f"told to serve {told}")
+        if last and (pointer is None or last.version != pointer.version or not last.ended):
+            said.append(f"version {last.version} {last.state.lower()} {last.reason}".strip())
+        return ", ".join(said)
+
+
+def look(home: NodeHome) -> Status:
+    """Read the home and ask the server. NotFound where there is no node."""
+    home.require_enrolled()
+    seam = Seam(home.control_socket)
+    try:
+        serving = seam.versions()
+    except TriplaneError:
+        serving = None
+    finally:
+        seam.close()
+    desired = read_desired(home.desired)
+    return Status(
+        name=home.identity.name,
+        cloud=home.identity.cloud,
+        expires_s=home.identity.expires_s,
+        processes={name: is_alive(name, home.run) for name in PROCESSES},
+        serving=serving,
+        committed=read_pointers(home.models)[0],
+        desired={a.model: a.version for a in desired.assignments},
+        last={line.model: line for line in readable(home.journal)},
+    )

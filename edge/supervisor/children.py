@@ -1,0 +1,134 @@
+"""Child processes that outlive their parent, and are recognized by the next one.
+
+A child lives in a session of its own and is recorded with process id and start time, which together
+name one process for as long as the machine is up. Whoever finds the record and the process takes it
+over: a killed supervisor costs nothing.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from triplane.proto.disk import write_atomic
+
+logger = logging.getLogger(__name__)
+
+MAX_RECORD_BYTES: Final = 4096
+MAX_LOG_BYTES: Final = 16 << 20
+"""A longer log is set aside as NAME.log.1 when its process starts."""
+_START_FIELD: Final = 21  # of /proc/PID/stat, counted from 0: clock ticks from boot to start
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One process: pid, and ticks between boot and its start."""
+
+    pid: int
+    started: int
+
+
+class Child:
+    """A running process, started here or found."""
+
+    def __init__(self, name: str, record: Record) -> None:
+        self.name, self.pid = name, record.pid
+        self.handle = os.pidfd_open(record.pid)
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is gone; reaps it where it is ours."""
+        poll = select.poll()
+        poll.register(self.handle, select.POLLIN)
+        if not poll.poll(0):
+            return False
+        with contextlib.suppress(ChildProcessError):  # adopted: init reaps it
+            os.waitpid(self.pid, os.WNOHANG)
+        return True
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; nothing where it is gone."""
+        try:
+            signal.pidfd_send_signal(self.handle, number)
+        except ProcessLookupError:
+            return
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it ended within the time."""
+        poll = select.poll()
+        poll.register(self.handle, select.POLLIN)
+        poll.poll(int(timeout_s * 1000))
+        return self.ended
+
+    def close(self) -> None:
+        """Let go of the handle; the process lives on."""
+        os.close(self.handle)
+
+
+def start(name: str, command: Sequence[str], *, run: Path, logs: Path) -> Child:
+    """Start a process that does not end with this one."""
+    log = logs / f"{name}.log"
+    if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
+        log.replace(log.with_suffix(".log.1"))
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            close_fds=True,
+        )
+    record = Record(process.pid, _started(process.pid) or 0)
+    write_atomic(run / f"{name}.json", json.dumps(asdict(record)).encode())
+    process.returncode = 0  # ours to watch by its handle, not subprocess's to reap
+    logger.info("started", extra={"child": name, "pid": record.pid})
+    return Child(name, record)
+
+
+def adopt(name: str, run: Path) -> Child | None:
+    """The recorded process, if it still runs."""
+    record = recorded(name, run)
+    if record is None or _started(record.pid) != record.started:
+        return None
+    try:
+        child = Child(name, record)
+    except ProcessLookupError:
+        return None
+    if _started(record.pid) != record.started:  # replaced between the look and the handle
+        child.close()
+        return None
+    logger.info("adopted", extra={"child": name, "pid": record.pid})
+    return child
+
+
+def recorded(name: str, run: Path) -> Record | None:
+    """What is recorded of a child; None where that is nothing readable."""
+    try:
+        given = json.loads((run / f"{name}.json").read_bytes()[:MAX_RECORD_BYTES])
+        return Record(int(given["pid"]), int(given["started"]))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def is_alive(name: str, run: Path) -> bool:
+    """Whether the recorded process runs."""
+    record = recorded(name, run)
+    return record is not None and _started(record.pid) == record.started
+
+
+def _started(pid: int) -> int | None:
+    """Start time in ticks; None where there is no such process, or only its remains."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[_START_FIELD - 2])

@@ -1,0 +1,133 @@
+"""Keeping two processes alive.
+
+A child that ends is started again after a pause that doubles up to 10 s and is forgotten after a
+minute of life. SIGTERM and SIGINT stop the agent, drain serving, and end. Being killed changes
+nothing for the children.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from triplane.edge.home import NodeHome
+from triplane.edge.supervisor.children import Child, adopt, start
+from triplane.proto.errors import Conflict
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S: Final = 0.1
+MAX_PAUSE_S: Final = 10.0
+STEADY_S: Final = 60.0
+LOOK_S: Final = 0.05
+DRAIN_S: Final = 30.0
+STOP_S: Final = 10.0
+
+
+@dataclass(slots=True)
+class Kept:
+    """One child and its luck so far."""
+
+    name: str
+    command: Callable[[], list[str]]
+    child: Child | None = None
+    started_s: float = 0.0
+    pause_s: float = FIRST_PAUSE_S
+    due_s: float = 0.0
+
+
+class Supervisor:
+    """One run of the supervisor. Conflict where another one keeps this home."""
+
+    def __init__(self, home: NodeHome) -> None:
+        home.require_enrolled()
+        home.make()
+        self._home = home
+        self._lock = _hold(home)
+        self._stopping = False
+        self._kept = [
+            Kept("serving", self._serving_command),
+            Kept("agent", lambda: [sys.executable, "-m", "triplane.edge.agent", str(home.path)]),
+        ]
+
+    def run(self) -> None:
+        """Keep the children until a signal, then stop them."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        while not self._stopping:
+            for kept in self._kept:
+                self._look(kept)
+            time.sleep(LOOK_S)
+        self._stop()
+
+    def _on_signal(self, *_: object) -> None:
+        self._stopping = True
+
+    def _look(self, kept: Kept) -> None:
+        now = time.monotonic()
+        if kept.child is not None:
+            if not kept.child.ended:
+                return
+            lived_s = now - kept.started_s
+            kept.pause_s = FIRST_PAUSE_S if lived_s > STEADY_S else kept.pause_s
+            logger.warning(
+                "ended",
+                extra={"child": kept.name, "lived_s": round(lived_s, 3), "pause_s": kept.pause_s},
+            )
+            kept.child.close()
+            kept.child, kept.due_s = None, now + kept.pause_s
+            kept.pause_s = min(2 * kept.pause_s, MAX_PAUSE_S)
+        if now >= kept.due_s:
+            self._begin(kept)
+
+    def _begin(self, kept: Kept) -> None:
+        kept.child = adopt(kept.name, self._home.run) or start(
+            kept.name, kept.command(), run=self._home.run, logs=self._home.logs
+        )
+        kept.started_s = time.monotonic()
+
+    def _stop(self) -> None:
+        """The agent first: it must not switch what is being drained."""
+        for kept, grace_s in zip(reversed(self._kept), (STOP_S, DRAIN_S + STOP_S), strict=True):
+            if kept.child is None:
+                continue
+            kept.child.signal(signal.SIGTERM)
+            if not kept.child.wait(grace_s):
+                kept.child.signal(signal.SIGKILL)
+                kept.child.wait(STOP_S)
+            logger.info("stopped", extra={"child": kept.name})
+        os.close(self._lock)
+
+    def _serving_command(self) -> list[str]:
+        settings = self._home.settings
+        options = {
+            "bundles": [],
+            "home": str(self._home.path),
+            "control_socket": str(self._home.control_socket),
+            "host": settings.host,
+            "port": settings.port,
+            "metrics_port": settings.metrics_port,
+            "tls_cert": settings.tls_cert,
+            "tls_key": settings.tls_key,
+            "tls_client_ca": settings.tls_client_ca,
+            "drain_s": DRAIN_S,
+            "json": True,
+            "log_level": "info",
+        }
+        return [sys.executable, "-m", "triplane.edge.serving", json.dumps(options)]
+
+
+def _hold(home: NodeHome) -> int:
+    handle = os.open(home.run / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise Conflict(f"another supervisor keeps {home.path}; stop it first") from error
+    return handle
