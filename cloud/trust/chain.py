@@ -8,6 +8,7 @@ are checked, expiry is not: the repository and the signers read old metadata in 
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from tuf.api._payload import MetaFile, Root, Snapshot, Targets, Timestamp
@@ -23,7 +24,7 @@ Get = Callable[[str], bytes]
 """One metadata file by name; NotFound where there is none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chain:
     """Verified metadata; `targets` by role."""
 
@@ -43,9 +44,16 @@ class Chain:
 
     def is_signed(self, role: str) -> bool:
         """Whether the published version of a targets role satisfies its delegator's keys now."""
-        found = self.targets[role]
-        return bool(
-            self.delegator(role).get_verification_result(role, found.signed_bytes, found.signatures)
+        return role in self._signed_roles
+
+    @cached_property
+    def _signed_roles(self) -> frozenset[str]:
+        return frozenset(
+            role
+            for role, found in self.targets.items()
+            if self.delegator(role).get_verification_result(
+                role, found.signed_bytes, found.signatures
+            )
         )
 
 

@@ -37,11 +37,6 @@ def check(row: Role, metadata: Metadata[Any], chain: Chain, now_s: float) -> Non
     CONTENT[row.name](row, signed)
 
 
-def targets_of(row: Role, signed: Targets) -> list[SignedTarget]:
-    """Every target of a delegated role, checked."""
-    return [_target(row, path, entry) for path, entry in signed.targets.items()]
-
-
 def read_policy(top: Targets) -> Policy:
     """The policy that the offline targets role lists; Corrupt where it has none that can be read.
 
@@ -143,7 +138,8 @@ def _check_delegated(row: Role, targets: Targets) -> None:
     for path in targets.targets:
         if not path.startswith(prefix):
             raise InvalidInput(f"{row.name} may list {row.paths} only, got {path[:200]!r}")
-    targets_of(row, targets)
+    for path, entry in targets.targets.items():
+        _target(row, path, entry)
 
 
 CONTENT: Final[dict[str, Callable[[Role, Any], None]]] = {

@@ -27,7 +27,6 @@ from triplane.cloud.trust.checks import (
     check,
     published_version,
     read_policy,
-    targets_of,
     valid_signatures,
 )
 from triplane.cloud.trust.initial import TRUSTED_ROOT
@@ -44,7 +43,14 @@ from triplane.cloud.trust.roles import (
 )
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
-from triplane.proto.targets import AUTO, Policy, SignedTarget, TargetName, bundle_target
+from triplane.proto.targets import (
+    AUTO,
+    Policy,
+    SignedTarget,
+    TargetName,
+    bundle_target,
+    read_target,
+)
 
 KEPT_VERSIONS: Final = 8
 """Superseded versions of each file that stay readable, for nodes in the middle of a refresh."""
@@ -399,10 +405,10 @@ class Repository:
 
     def _find(self, row: Role, path: str) -> SignedTarget | None:
         chain = self._chain
-        if path not in chain.targets[row.name].signed.targets or not chain.is_signed(row.name):
+        entry = chain.targets[row.name].signed.targets.get(path)
+        if entry is None or not chain.is_signed(row.name):
             return None
-        found = {target.path: target for target in targets_of(row, chain.targets[row.name].signed)}
-        return found[path]
+        return read_target(path, entry.length, entry.hashes, entry.custom)
 
     def _prune(self, after: Chain) -> None:
         versions = {role: m.signed.version for role, m in after.targets.items()}
