@@ -35,10 +35,8 @@ class Status:
         """For people."""
         up = ", ".join(f"{n} {'up' if on else 'DOWN'}" for n, on in self.processes.items())
         lines = [f"{self.name} of {self.cloud}: {up}"]
-        for model in sorted({*self.committed, *self.desired, *(self.serving or {})}):
-            lines.append(f"  {model}: {self._of(model)}")
-        if len(lines) == 1:
-            lines.append("  no model yet")
+        models = sorted({*self.committed, *self.desired, *(self.serving or {})})
+        lines += [f"  {model}: {self._of(model)}" for model in models] or ["  no model yet"]
         return "\n".join(lines)
 
     def _of(self, model: str) -> str:

@@ -90,8 +90,7 @@ class Agent:
         stopped = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, stopped.set)
-        thread = threading.Thread(target=self._reconciler.run, name="reconciler", daemon=True)
-        thread.start()
+        reconciling = asyncio.create_task(asyncio.to_thread(self._reconciler.run))
         session = SessionClient(
             lambda: connect_aio(self._home.identity), self._on_message, software="triplane"
         )
@@ -102,15 +101,16 @@ class Agent:
         logger.info("agent started", extra={"node": self._home.identity.name})
         try:
             waiting = asyncio.create_task(stopped.wait())
-            done, _ = await asyncio.wait({waiting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {waiting, reconciling, *tasks}, return_when=asyncio.FIRST_COMPLETED
+            )
             for task in done - {waiting}:
-                task.result()
+                task.result()  # a fault of ours ends the process, and the supervisor starts anew
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
             self._reconciler.stop()
-            await asyncio.to_thread(thread.join, 10.0)
+            await asyncio.gather(reconciling, *tasks, return_exceptions=True)
 
     async def _on_message(self, message: object) -> None:
         if isinstance(message, pb.Desired):

@@ -43,8 +43,10 @@ def main(argv: list[str]) -> int:
 
 def measure(path: Path, *, golden: str | None = None) -> dict[str, Any]:
     """What the bundle is and how it fares here."""
-    from triplane.unified_ir.runtime import Bundle, SessionOptions
+    from triplane.unified_ir.runtime import Bundle, SessionOptions, version
 
+    version()  # onnxruntime's own memory is not the bundle's
+    before = _peak_bytes()
     bundle = Bundle.load(path)
     session = bundle.session(SessionOptions(threads=1))
     error = bundle.check_goldens(session)
@@ -62,8 +64,12 @@ def measure(path: Path, *, golden: str | None = None) -> dict[str, Any]:
     answer["latency_s"] = _latency(bundle, session)
     if golden is not None:
         answer["accuracy"] = _accuracy(bundle, session, Path(golden))
-    answer["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    answer["grown_bytes"] = _peak_bytes() - before
     return answer
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _latency(bundle: Any, session: Any) -> float:

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 DELEGATED: Final = tuple(f"{role}/" for role in ROLES)
 BOOTSTRAP: Final = "bootstrap.json"
 LATEST_TIME: Final = "latest-time"
+NODE_NAME: Final = "node-name"
 MAX_ROOT_BYTES: Final = 128 << 10
 CLOCK_TOLERANCE_S: Final = 60.0
 """A clock that is corrected by less than this is not worth an incident."""
@@ -100,7 +101,8 @@ def check_file(target: SignedTarget, path: Path) -> None:
 
 
 class Trust:
-    """What this node has verified. folder: `bootstrap.json`, the cached metadata, the latest time.
+    """What this node has verified. folder: `bootstrap.json`, the cached metadata, the latest time,
+    the node's first name.
 
     fetch: gives one metadata file by name; raises NotFound or Unavailable. Its answers are not
     believed. clock: seconds since 1970.
@@ -179,13 +181,16 @@ class Trust:
     def admit(self, path: str, *, node: str, committed_version: int) -> Admission:
         """The signed target, if it may be tried on this node; see `policy.judge`.
 
-        committed_version: of the model on this node, 0 for none. What comes back may also carry a
-        rule, whose metric is to be measured on the golden set before a commit.
+        node: its name, which must stay what it was the first time: the cloud hands out names, and
+        shares are drawn by them. committed_version: of the model on this node, 0 for none. What
+        comes back may also carry a rule, whose metric is to be measured on the golden set before a
+        commit.
         """
         try:
             name = TargetName.parse(path)
         except InvalidInput as error:
             raise Refused("wrong-target", str(error)) from error
+        self._require_name(node)
         rule = judge(self.policy(), name, node=node, committed_version=committed_version)
         target = self.target(path)
         if rule is None:
@@ -194,6 +199,20 @@ class Trust:
         if golden is None:
             raise Refused("policy", f"{path}: the policy's golden set {rule.golden} is not listed")
         return Admission(target, rule, self._golden(rule.golden, golden))
+
+    def _require_name(self, node: str) -> None:
+        file = self._folder / NODE_NAME
+        try:
+            first = file.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            write_atomic(file, node.encode(), self._disk)
+            return
+        if node != first:
+            raise Refused(
+                "share",
+                f"this node was {first[:100]!r} and is called {node!r} now; shares are drawn by "
+                f"name, so under a new name it takes nothing; remove {file} if you renamed it",
+            )
 
     def _golden(self, path: str, entry: Any) -> SignedTarget:
         try:
