@@ -327,6 +327,7 @@ def test_a_conversion_that_ends_the_cloud_every_time_is_given_up(sqlite, tmp_pat
     assert "begun 3 times" in failed.reason
 
 
+@pytest.mark.slow
 def test_a_model_file_that_was_damaged_in_the_store_is_not_converted(sqlite, tmp_path):
     async def main():
         async with registry_of(sqlite, tmp_path) as registry:
@@ -359,6 +360,7 @@ def test_a_child_ends_with_its_cloud():
         assert process.wait(WAIT_S) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_child_that_holds_the_interpreter_is_ended_by_the_kernel():
     limits = "memory_bytes=1 << 30, seconds=0.5, file_bytes=1 << 20"
     with running(f"c.GRACE_S = 0; c.limit({limits}); pow(3, 10**9)") as process:

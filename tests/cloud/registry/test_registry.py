@@ -1,7 +1,6 @@
 """Versions, references, aliases and keys, over both databases."""
 
 import asyncio
-import contextlib
 from dataclasses import replace
 
 import pytest
@@ -12,6 +11,8 @@ from triplane.cloud.identity.tables import AUDIT
 from triplane.cloud.registry import Bundle, Lineage, Recipe, Reference, State
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
 from triplane.unified_ir.runtime.bundle import Bundle as BundleFile
+
+SIGNED = "release/digits@1+ort-x64.bundle"
 
 
 def quick(database, tmp_path):
@@ -31,6 +32,9 @@ def test_a_pushed_model_becomes_a_bundle(database, tmp_path):
             async with asyncio.timeout(WAIT_S):
                 made = await registry.wait_bundle("digits", 1, "ort-x64")
             now = await registry.version("digits@stable")
+            signed = await registry.mark_signed("digits", 1, "ort-x64", SIGNED)
+            assert signed == replace(made, signed_path=SIGNED)
+            assert (await registry.version("digits")).bundles == (signed,)
             return version, begun, made, registry.blobs.find(made.blob), now
 
     version, begun, made, path, now = asyncio.run(main())
@@ -43,10 +47,10 @@ def test_a_pushed_model_becomes_a_bundle(database, tmp_path):
     assert bundle.description.model_digest == version.model_digest.hex()
     assert made.needs.runtime == "onnxruntime"
     assert made.needs.memory_bytes == bundle.description.constraints.memory_bytes > 0
-    assert told == [made]
+    assert told == [made, replace(made, signed_path=SIGNED)]
     assert now.bundles == (made,)
     actions = database.read_now(lambda c: list(c.scalars(select(AUDIT.c.action))))
-    assert actions == ["registry.push", "registry.bundle"]
+    assert actions == ["registry.push", "registry.bundle", "registry.signed"]
 
 
 def test_versions_count_from_one_and_references_find_them(database, tmp_path):
@@ -173,23 +177,21 @@ def test_a_push_whose_audit_fails_did_not_happen(database, tmp_path):
 
 
 def test_only_a_finished_bundle_is_signed(database, tmp_path):
-    path = "release/digits@1+ort-x64.bundle"
-
     async def main():
         async with quick(database, tmp_path) as registry:
             told: list[Bundle] = []
             registry.on_bundle(told.append)
             await registry.push(asked(registry.blobs.put(b"m")), by="op")
             with pytest.raises(NotFound, match="no bundle"):
-                await registry.mark_signed("digits", 1, "ort-x64", path)
+                await registry.mark_signed("digits", 1, "ort-x64", SIGNED)
             with pytest.raises(NotFound, match="no target 'toaster'"):
                 await registry.bundle("digits", 1, "toaster")
             with pytest.raises(NotFound, match="newest is 1"):
                 await registry.bundle("digits", 2, "ort-x64")
-            await registry.wait_bundle("digits", 1, "ort-x64")
-            with contextlib.suppress(Conflict):
-                await registry.mark_signed("digits", 1, "ort-x64", path)
-            assert [bundle.signed_path for bundle in told] == [""]
+            failed = await registry.wait_bundle("digits", 1, "ort-x64")
+            with pytest.raises(Conflict, match="is FAILED; only a finished"):
+                await registry.mark_signed("digits", 1, "ort-x64", SIGNED)
+            assert told == [failed]
 
     asyncio.run(main())
 
