@@ -27,7 +27,7 @@ from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.repeating import checked_target
 from triplane.cloud.trust.repository import Pending, Submitted
 from triplane.cloud.trust.roles import ROLES, expiry, parse
-from triplane.proto.errors import Corrupt, InvalidInput, NotFound
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.registry_pb2 import Bundle, Version
 from triplane.proto.targets import (
     POLICY_PATH,
@@ -153,6 +153,22 @@ def sign_policy(
     same = waiting is not None and waiting.signed.targets == targets
     now = time.time() if now_s is None else now_s
     return Signed(signer.sign(waiting if same else None, targets, now))
+
+
+def renew(cloud: Metadatas, role: str, keys_folder: Path, *, now_s: float | None = None) -> Signed:
+    """Sign what `targets` or `release` lists once more: it expires a year after it was signed last.
+
+    A signature on something new does the same. Conflict: the role's keys were replaced, and what
+    it lists was not signed by the present ones.
+    """
+    signer = _Signer(cloud, keys_folder, role)
+    base = signer.published()
+    if not base and signer.version > 1:
+        raise Conflict(f"nothing that {role} lists is signed by its present keys; sign it anew")
+    waiting = signer.waiting(base)
+    same = waiting is not None and waiting.signed.targets == base
+    now = time.time() if now_s is None else now_s
+    return Signed(signer.sign(waiting if same else None, base, now))
 
 
 def replace_keys(

@@ -101,11 +101,11 @@ def check_file(target: SignedTarget, path: Path) -> None:
 
 
 class Trust:
-    """What this node has verified. folder: `bootstrap.json`, the cached metadata, the latest time,
-    the node's first name.
+    """What this node has verified.
 
-    fetch: gives one metadata file by name; raises NotFound or Unavailable. Its answers are not
-    believed. clock: seconds since 1970.
+    folder: `bootstrap.json`, the cached metadata, the latest time, the node's first name. fetch:
+    gives one metadata file by name; raises NotFound or Unavailable; its answers are not believed.
+    clock: seconds since 1970.
     """
 
     def __init__(

@@ -222,6 +222,19 @@ def test_a_stolen_auto_key_does_not_reach_a_node_outside_the_share(cloud):
     assert refused.value.kind == "share"
 
 
+def test_a_stolen_cloud_does_not_rename_a_node_into_the_share(cloud):
+    """The cloud issues certificates, so it can give a node a name of its choice at a renewal."""
+    cloud.sign_auto()
+    node = cloud.node(OUTSIDE)
+    node.refresh()
+    assert node.admit(PATH, node=OUTSIDE, committed_version=0).rule is None
+    for again in (node, cloud.node(OUTSIDE)):
+        again.refresh()
+        with pytest.raises(Refused, match=f"this node was '{OUTSIDE}' and is called") as refused:
+            again.admit(AUTO, node=INSIDE, committed_version=1)
+        assert refused.value.kind == "share"
+
+
 def test_a_stolen_auto_key_does_not_send_a_node_back(cloud):
     cloud.sign_auto()
     node = cloud.node(INSIDE)

@@ -12,7 +12,8 @@ from tests.quantize import nets
 from tuf.api.metadata import Metadata
 
 from triplane.cloud.trust.repeating import GOLDENS, differences
-from triplane.cloud.trust.signing import replace_keys, sign_policy, sign_release
+from triplane.cloud.trust.signing import renew, replace_keys, sign_policy, sign_release
+from triplane.edge.agent.refusal import Refused
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.registry_pb2 import Bundle, Recipe, Version
 from triplane.proto.targets import Policy, Rule
@@ -271,6 +272,26 @@ def test_a_policy_is_signed_with_its_golden_set(cloud, tmp_path):
         sign_policy(
             cloud, Policy({"digits": Rule(2, "golden/x", "accuracy", 0)}), cloud.stage.offline
         )
+
+
+@pytest.mark.parametrize("role", ["targets", "release"])
+def test_an_offline_role_is_renewed_with_what_it_lists(cloud, role):
+    cloud.stage.release(bundle_entry(PATH))
+    clock = cloud.stage.clock
+    clock.now_s += 366 * 86_400
+    cloud.stage.repository.keep_fresh()
+    node = cloud.stage.node()
+    for other in {"targets", "release"} - {role}:
+        renew(cloud, other, cloud.stage.offline, now_s=clock())
+    found = node.refresh()
+    if role == "targets":
+        assert [refused.kind for refused in found.refusals] == ["freeze"]
+    else:
+        with pytest.raises(Refused, match="release 2 expired"):
+            node.target(PATH)
+    assert renew(cloud, role, cloud.stage.offline, now_s=clock()).submitted.published
+    assert node.refresh().is_fresh
+    assert node.target(PATH).name.version == 1
 
 
 def test_keys_of_roles_that_the_root_does_not_name_are_refused(cloud):
