@@ -200,14 +200,18 @@ def test_targets_metadata_that_breaks_a_rule_changes_nothing(cloud, change, text
     assert files(cloud) == before
 
 
-def test_one_key_under_two_ids_does_not_make_two(cloud):
+@pytest.mark.parametrize("others", [0, 1])
+def test_one_key_under_two_ids_does_not_make_two(cloud, tmp_path, others):
     made = cloud.next_targets("targets")
     role = made.signed.get_delegated_role("release")
     key = made.signed.delegations.keys[role.keyids[0]]
     twin = type(key)("f" * 64, key.keytype, key.scheme, dict(key.keyval))
     made.signed.add_key(twin, "release")
+    for i in range(others):
+        made.signed.add_key(KeyFolder(tmp_path / "more").make(f"{i}").public_key, "release")
     role.threshold = 2
-    with pytest.raises(InvalidInput, match="it names 2 key ids for 1 different keys"):
+    text = f"it names {2 + others} key ids for {1 + others} different keys"
+    with pytest.raises(InvalidInput, match=text):
         cloud.repository.submit("targets", signed_by(cloud.offline, made, "targets").to_bytes())
 
 
