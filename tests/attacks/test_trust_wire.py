@@ -26,9 +26,11 @@ class Thief(MetadataServicer):
 
     def __init__(self, stage, recorded):
         super().__init__(stage.repository, recorded)
-        self._forged = stage.forged
+        self._forged, self._silent = stage.forged, stage.silent
 
     async def Get(self, request, context):
+        if request.name in self._silent:
+            await asyncio.Event().wait()
         if request.name in self._forged:
             return pb.GetResponse(metadata=self._forged[request.name])
         return await super().Get(request, context)
@@ -158,6 +160,18 @@ def test_an_answer_without_end_is_refused_over_grpc(cloud, wire):
     found = refusal(trust)
     assert found.kind == "endless-data"
     assert "timestamp.json is larger than any message may be" in found.text
+
+
+def test_an_answer_that_never_comes_ends_at_the_deadline(cloud, wire, monkeypatch):
+    trust = node(cloud, wire)
+    assert trust.refresh().is_fresh
+    monkeypatch.setattr("triplane.edge.agent.metadata.FETCH_DEADLINE_S", 0.2)
+    cloud.silent.add("timestamp.json")
+    found = trust.refresh()
+    assert (found.is_fresh, found.refusals) == (True, ())
+    assert "Deadline Exceeded" in str(found.error)
+    cloud.clock.now_s += 2 * DAY_S
+    assert refusal(trust).kind == "freeze"
 
 
 def test_a_cloud_that_is_away_is_no_attack(cloud, wire):

@@ -34,13 +34,17 @@ class Clock:
 
 @dataclass
 class Stage:
-    """Cloud, keys and one node. forged: what the attacker answers instead of the cloud, by name."""
+    """Cloud, keys and one node.
+
+    forged: what the attacker answers instead of the cloud, by name; silent: what he never answers.
+    """
 
     path: Path
     clock: Clock
     repository: Repository
     forged: dict[str, bytes] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
+    silent: set[str] = field(default_factory=set)
 
     @property
     def online(self) -> Path:
