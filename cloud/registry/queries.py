@@ -1,6 +1,6 @@
 """Reads and writes of the registry's tables, each on a connection inside a transaction."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -246,16 +246,23 @@ def _here(model: str, version: int, target: str) -> Any:
 
 
 def _versions(connection: Connection, rows: Iterable[Row[Any]]) -> list[Version]:
-    return [_version(connection, row) for row in rows]
-
-
-def _version(connection: Connection, row: Row[Any]) -> Version:
-    """With aliases and bundles as they are now."""
-    pointing = aliases(connection, row.model)
+    """Versions of one model, with aliases and bundles as they are now."""
+    found = list(rows)
+    if not found:
+        return []
+    model, numbers = found[0].model, [row.version for row in found]
     b = BUNDLES.c
-    made = connection.execute(
-        select(BUNDLES).where(b.model == row.model, b.version == row.version).order_by(b.target)
-    )
+    made: dict[int, list[Bundle]] = {}
+    here = (b.model == model) & b.version.between(min(numbers), max(numbers))
+    for row in connection.execute(select(BUNDLES).where(here).order_by(b.target)):
+        made.setdefault(row.version, []).append(_bundle(row))
+    names: dict[int, list[str]] = {}
+    for name, version in aliases(connection, model):
+        names.setdefault(version, []).append(name)
+    return [_version(row, names.get(row.version, ()), made.get(row.version, ())) for row in found]
+
+
+def _version(row: Row[Any], names: Sequence[str], made: Sequence[Bundle]) -> Version:
     return Version(
         model=row.model,
         version=row.version,
@@ -272,8 +279,8 @@ def _version(connection: Connection, row: Row[Any]) -> Version:
             evaluation=bytes(row.evaluation),
         ),
         lineage=Lineage(parent=row.parent, source=row.source, note=row.note),
-        aliases=tuple(name for name, version in pointing if version == row.version),
-        bundles=tuple(map(_bundle, made)),
+        aliases=tuple(names),
+        bundles=tuple(made),
     )
 
 

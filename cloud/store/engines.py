@@ -21,6 +21,8 @@ from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 READERS: Final = 4
 """Connections, and threads, that read at the same time."""
 BUSY_TIMEOUT_MS: Final = 10_000
+FILE_MODE: Final = 0o600
+"""The state holds what proves unused enrolment tokens."""
 CONNECT_TIMEOUT_S: Final = 10
 OWNER_TIMEOUT_MS: Final = 3000
 """A killed process's connection lives until the server notices; a new owner waits that long."""
@@ -68,6 +70,7 @@ def _sqlite(url: URL) -> Engines:
     if not path.parent.is_dir():
         raise InvalidInput(f"{path.parent} is not a folder; make it first (triplane cloud init)")
     lock = _lock_file(path.with_name(f"{path.name}.lock"))
+    path.touch(mode=FILE_MODE)  # SQLite gives its other files the same
     writer = _engine(url, size=1, connected=_sqlite_writes, begin="BEGIN IMMEDIATE")
     reader = _engine(url, size=READERS, connected=_sqlite_reads, begin="BEGIN")
     return Engines(writer, reader, lock)

@@ -47,6 +47,18 @@ def flipped(data, part):
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
+def bomb(name="manifest.pb"):
+    """An archive of 1 MiB that unpacks to 1 GiB."""
+    file = io.BytesIO()
+    with (
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open(name, "w") as out,
+    ):
+        for _ in range(1 << 10):
+            out.write(bytes(1 << 20))
+    return file.getvalue()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "message"),
@@ -58,6 +70,7 @@ def flipped(data, part):
         (lambda data: data + b"x", "digits.tpm"),
         (lambda _: b"PK" + bytes(1000), "digits.tpm"),
         (lambda _: b"", "digits.tpm"),
+        (lambda _: bomb(), "digits.tpm"),
     ],
 )
 def test_a_damaged_model_file_is_refused_and_the_part_named(sqlite, tmp_path, damage, message):
@@ -78,11 +91,13 @@ def test_a_recipe_that_does_not_fit_its_model_is_refused(sqlite, tmp_path):
             model = registry.blobs.put(model_bytes(tmp_path))
             wrong = registry.blobs.put(npz(x=np.zeros((4, 3), np.float32)))
             right = registry.blobs.put(npz(x=np.zeros((4, 1, 8, 8), np.float32)))
-            bomb = registry.blobs.put(b"no archive at all")
+            junk = registry.blobs.put(b"no archive at all")
+            packed = registry.blobs.put(bomb("x.npy"))
             for recipe, message in (
                 (Recipe(entry="guess"), "guess"),
                 (Recipe(quantize="int8", calibration=wrong), "calibration.npz"),
-                (Recipe(quantize="int8", calibration=bomb), "calibration.npz"),
+                (Recipe(quantize="int8", calibration=junk), "calibration.npz"),
+                (Recipe(quantize="int8", calibration=packed), "calibration.npz"),
                 (Recipe(evaluation=right), "evaluation.npz"),
             ):
                 with pytest.raises(TriplaneError, match=message) as caught:

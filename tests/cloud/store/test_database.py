@@ -202,3 +202,12 @@ def test_only_databases_that_keep_state_are_opened(url, message):
 def test_a_server_that_is_not_there_is_unavailable(tmp_path):
     with pytest.raises(Unavailable, match="the database refused"):
         Database.open(f"postgresql://nobody@/none?host={tmp_path}")
+
+
+def test_only_its_owner_reads_the_file(tmp_path):
+    database = Database.open(f"sqlite:///{tmp_path / 'cloud.db'}")
+    database.write_now(add(1))
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.glob("cloud.db*")}
+    database.close()
+    assert {"cloud.db", "cloud.db-wal"} <= set(modes)
+    assert all(mode == 0o600 for name, mode in modes.items() if not name.endswith(".lock"))
