@@ -191,7 +191,7 @@ def _token_text(made: CreateTokenResponse, role: str) -> str:
 
 
 @command.command("enrol")
-@click.argument("token_text", metavar="TOKEN")
+@click.argument("token_text", metavar="TOKEN", envvar="TRIPLANE_TOKEN")
 @click.option(
     "--cloud", "address", required=True, metavar="HOST:PORT",
     help=f"The cloud's enrolment port, usually {DEFAULT_ENROL_PORT}.",

@@ -131,11 +131,10 @@ def changes(before: Rollout | None, after: Rollout) -> list[str]:
     return lines
 
 
-def ending(rollout: Rollout) -> str:
-    """How it stopped, the reasons of failed nodes, and what can be done."""
-    lines = [headline(rollout)]
+def aftermath(rollout: Rollout) -> list[str]:
+    """Of a rollout that stopped short: the reasons of failed nodes, and what can be done."""
     failed = [n for n in sorted_nodes(rollout) if enum_text(n, "state") in {"failed", "returned"}]
-    lines += [shown(f"  {node.name}: {node.reason or 'failed'}") for node in failed[:MOST_REASONS]]
+    lines = [shown(f"  {node.name}: {node.reason or 'failed'}") for node in failed[:MOST_REASONS]]
     if len(failed) > MOST_REASONS:
         lines.append(f"  and {len(failed) - MOST_REASONS} more: triplane rollout show {rollout.id}")
     if state_of(rollout) == "paused":
@@ -145,4 +144,4 @@ def ending(rollout: Rollout) -> str:
             f"  end it, keep what committed:    triplane rollout abort {rollout.id}",
             f"  end it, take it back:           triplane rollout abort {rollout.id} --revert",
         ]
-    return "\n".join(lines)
+    return lines

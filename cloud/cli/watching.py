@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import click
 import grpc
 
-from triplane.cloud.cli.rollouts import STOPPED, changes, ending, state_of
+from triplane.cloud.cli.rollouts import STOPPED, aftermath, changes, headline, state_of
 from triplane.cloud.cli.text import record
 from triplane.proto.errors import Unavailable
 from triplane.proto.fleet_pb2 import GetRolloutRequest, Rollout
@@ -49,7 +49,9 @@ def watch_to_end(cloud: Calls, rollout: Rollout, *, as_json: bool) -> int:
         click.echo(f"\n{leaving(rollout.id)}", err=True)
         raise
     if not as_json:
-        click.echo(ending(last))
+        first = [headline(last)] if sys.stdout.isatty() else []  # else the last line was it
+        for line in (*first, *aftermath(last)):
+            click.echo(line)
     return 0 if state_of(last) == "done" else NOT_DONE
 
 

@@ -43,11 +43,20 @@ def test_the_demo_measures_every_step_and_leaves_no_file(tmp_path: Path) -> None
     assert facts["camera_before"] < 0.5
     assert facts["camera_after"] > 0.85
     assert facts["conversion"]["accuracy"]["drop_points"] <= 1.0
+    assert facts["node_accuracy"] == pytest.approx([facts["held_out_accuracy"]] * 2, abs=0.03)
+    assert "below the policy's floor" in facts["refused_reason"]
+    assert facts["refused_exit_code"] == 4
+    assert facts["held"] == {"camera-a": "digits@1", "camera-b": "digits@1"}
+    assert facts["held_accuracy"] == facts["node_accuracy"]
+    assert facts["healed"]
+    assert facts["killed_at"] != "committed"
+    assert facts["healed_accuracy"] >= 0.95
+    assert facts["seconds"] < 180
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("step", ["1  Train", "4  Serve"])
+@pytest.mark.parametrize("step", ["1  Train", "4  Serve", "7  A bad version"])
 def test_an_interrupted_demo_leaves_nothing_running(
     tmp_path: Path, step: str, number: signal.Signals
 ) -> None:
@@ -58,7 +67,7 @@ def test_an_interrupted_demo_leaves_nothing_running(
                 break
         children = _some_children(process.pid)
         process.send_signal(number)
-        process.communicate(timeout=60)
+        process.communicate(timeout=100)
     assert process.returncode == 130
     assert children
     psutil.wait_procs(children, timeout=10)
@@ -87,10 +96,13 @@ def test_few_samples_of_few_classes_are_enough(tmp_path: Path) -> None:
 
 def test_a_folder_is_kept_with_model_bundles_plan_and_charts(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    with demo(tmp_path, "--epochs", "1", "--keep", str(kept)) as process:
-        process.communicate(timeout=240)
-    assert process.returncode == 0
+    with demo(tmp_path, "--keep", str(kept), "--json") as process:
+        out, told = process.communicate(timeout=240)
+    assert process.returncode == 0, told
+    assert "Dashboard: http://127.0.0.1:" in told
     names = {path.name for path in kept.iterdir()}
+    assert {"cloud", "camera-a", "camera-b"} <= names
+    assert len(json.loads(out)["start_again"]) == 3
     wanted = {"digits.tpm", "digits.bundle", "digits-int8.bundle", "digits.plan"}
     assert wanted | {"loss.svg", "accuracy.svg", "report.svg"} <= names
 

@@ -66,16 +66,15 @@ def test_bytes_alone_give_no_line():
 
 
 def test_the_end_of_a_paused_rollout_names_the_ways_out():
-    said = rollouts.ending(rollout(*[FAILED] * 8, state=Rollout.PAUSED))
+    said = "\n".join(rollouts.aftermath(rollout(*[FAILED] * 8, state=Rollout.PAUSED)))
     assert said.count("golden sample 3") == rollouts.MOST_REASONS
     assert "and 3 more: triplane rollout show r-1" in said
     for verb in ("resume r-1", "abort r-1\n", "abort r-1 --revert"):
         assert f"triplane rollout {verb}" in said + "\n"
 
 
-def test_the_end_of_a_done_rollout_is_one_line():
-    done = rollout(COMMITTED, state=Rollout.DONE)
-    assert rollouts.ending(done) == rollouts.headline(done)
+def test_a_done_rollout_leaves_nothing_to_say():
+    assert rollouts.aftermath(rollout(COMMITTED, state=Rollout.DONE)) == []
 
 
 def test_failed_nodes_stand_first_and_committed_last():

@@ -1,4 +1,4 @@
-"""`triplane demo`: one model through training, export, conversion, serving and fine-tuning."""
+"""`triplane demo`: one model from training to a fleet of nodes, and on a device."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ Examples:
 @click.option(
     "--keep",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Keep all files (model, bundles, plan, SVG charts) in this folder; otherwise they go.",
+    help="Keep all files (model, bundles, plan, charts, cloud, nodes) in this folder, and on a "
+    "terminal the fleet running until Ctrl-C; otherwise they go.",
 )
 @json_option
 def command(*, data: str, epochs: int, keep: Path | None, as_json: bool) -> None:
@@ -41,10 +42,18 @@ def command(*, data: str, epochs: int, keep: Path | None, as_json: bool) -> None
     Trains a small convolutional network, writes it as one file, damages a copy to show the
     refusal, converts it to float and int8 bundles, serves one over gRPC and asks it with a stock
     client, then fine-tunes the model for a changed camera in a process that holds nothing but
-    onnxruntime, numpy, protobuf and our runtime. Every step runs the real command; nothing is
-    left running.
+    onnxruntime, numpy, protobuf and our runtime.
+
+    Then it starts a cloud and two nodes, lets the nodes in over mutual TLS, signs the model away
+    from the cloud and rolls it out; has a bad version refused by the nodes themselves, which
+    pauses its rollout; and kills a node's agent in the middle of the next one. Every step runs the
+    real command; nothing is left running. With --keep on a terminal the fleet stays up, with its
+    dashboard, until Ctrl-C.
     """
     from triplane.unified_ir.cli.demo.story import tell
 
-    summary = tell(data=data, epochs=epochs, keep=keep, output=open_output(as_json))
-    open_output(as_json).result(summary.record(), summary.table())
+    output = open_output(as_json)
+    tell(
+        data=data, epochs=epochs, keep=keep, output=output,
+        done=lambda summary: output.result(summary.record(), summary.table()),
+    )  # fmt: skip

@@ -15,7 +15,8 @@ from typing import Any, Final, TextIO
 from triplane.proto.errors import Unavailable
 
 START_DEADLINE_S: Final = 30.0
-STOP_GRACE_S: Final = 10.0
+STOP_GRACE_S: Final = 45.0
+"""A node's supervisor drains its server first; killed before that it would leave it running."""
 COMMAND: Final = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
 """The `triplane` command of this very environment."""
 
@@ -81,10 +82,22 @@ def server(*args: str | Path) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
+def background(*args: str | Path, log: Path) -> Iterator[None]:
+    """Runs `triplane ARGS`, its words in a file; stopped at the end as a server is."""
+    with log.open("a") as words, _child([*COMMAND, *map(str, args)], stdout=words, stderr=words):
+        yield
+
+
+@contextmanager
 def _child(
-    command: Sequence[str], *, stdout: int | TextIO = subprocess.PIPE
+    command: Sequence[str],
+    *,
+    stdout: int | TextIO = subprocess.PIPE,
+    stderr: TextIO | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(list(command), stdout=stdout, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        list(command), stdout=stdout, stderr=stderr, text=True, start_new_session=True
+    )
     try:
         yield process
     finally:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli.demo import processes
+from triplane.unified_ir.cli.demo import processes, rolling
 from triplane.unified_ir.cli.demo.ask import ask
 from triplane.unified_ir.cli.demo.camera import changed
 from triplane.unified_ir.cli.demo.engines import losses_side_by_side
@@ -30,33 +30,47 @@ COMPARED_STEPS: Final = 10
 CALIBRATION_SAMPLES: Final = 200
 TUNING_STEPS: Final = 400
 TUNING_BATCH: Final = 32
+MORE_EPOCHS: Final = 2
+"""For the version of step 8."""
 MOST_ASKED: Final = 1000
 """Calls of step 4, where there is more held-out data than that."""
 MOST_ON_DEVICE: Final = 5000
 """Samples of either kind that step 5 gives the device."""
 
 
-def tell(*, data: str, epochs: int, keep: Path | None, output: Output) -> Summary:
-    """Runs all steps; the folder is removed afterwards unless it is kept, also after Ctrl-C."""
+def tell(
+    *, data: str, epochs: int, keep: Path | None, output: Output, done: Callable[[Summary], None]
+) -> None:
+    """Runs all steps and calls `done`; on a terminal, with `keep`, the fleet then stays up.
+
+    The folder is removed afterwards unless it is kept, also after Ctrl-C.
+    """
     start = time.perf_counter()
     for number in (signal.SIGINT, signal.SIGTERM):  # a script's background job ignores SIGINT
         signal.signal(number, signal.default_int_handler)
-    summary = Summary()
     train, held_out = load_split(data)
     if train.x.shape[2:] != (8, 8):
         train, held_out = _small(train), _small(held_out)
     with _folder(keep) as folder:
-        stage = Stage(folder, output, data, train, held_out, summary)
+        stage = Stage(folder, output, data, train, held_out, Summary())
         _save_data(stage)
         _train(stage, epochs)
         _inspect(stage)
         _convert(stage)
         _serve(stage)
         _fine_tune(stage)
-        seconds = time.perf_counter() - start
-        kept = f"files kept in {folder}" if keep else "files removed; --keep DIR keeps them"
-        summary.add("all", "wall time", f"{seconds:.0f} s; {kept}", seconds=seconds)
-    return summary
+        with rolling.fleet_at(stage) as fleet:
+            rolling.deploy(stage, fleet)
+            rolling.refuse(stage, fleet)
+            rolling.heal(stage, fleet, epochs + MORE_EPOCHS)
+            seconds = time.perf_counter() - start
+            kept = f"files kept in {folder}" if keep else "files removed; --keep DIR keeps them"
+            stage.summary.add("all", "wall time", f"{seconds:.0f} s; {kept}", seconds=seconds)
+            if keep is not None:
+                stage.summary.facts.update(rolling.addresses(fleet))
+            done(stage.summary)
+            if keep is not None:
+                rolling.linger(stage, fleet)
 
 
 @contextmanager

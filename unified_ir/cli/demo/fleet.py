@@ -1,0 +1,107 @@
+"""A cloud and its nodes as real processes of the real command, and questions to them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from triplane.proto.errors import Unavailable
+from triplane.unified_ir.cli.demo import processes
+
+NODES: Final = ("camera-a", "camera-b")
+WAIT_S: Final = 30.0
+STEP_S: Final = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Cloud:
+    """A running cloud: where it keeps things and where it listens."""
+
+    home: Path
+    offline_keys: Path
+    port: int
+    enrol_port: int
+    dashboard: str
+
+    def ask(self, *args: str | Path) -> Any:
+        """The JSON answer of a verb, as the operator."""
+        return processes.checked_json(self.tried(*args, "--json"))
+
+    def tried(self, *args: str | Path) -> Any:
+        """The ended process of a verb, as the operator."""
+        return processes.triplane(*args, "--identity", self.home / "operator")
+
+    def followed(self, *args: str | Path) -> int:
+        """Exit code of a verb that shows its work on this terminal."""
+        return processes.shown(*args, "--identity", self.home / "operator")
+
+
+@contextlib.contextmanager
+def cloud_at(folder: Path) -> Iterator[Cloud]:
+    """A new cloud below `folder`, running; stopped at the end."""
+    home, keys = folder / "cloud", folder / "offline-keys"
+    processes.checked(
+        processes.triplane("cloud", "init", "--home", home, "--offline-keys", keys, "--json")
+    )
+    with processes.server(
+        "cloud", "up", "--home", home, "--host", "127.0.0.1", "--port", "0",
+        "--enrol-port", "0", "--dashboard-port", "0",
+    ) as ready:  # fmt: skip
+        yield Cloud(home, keys, ready["port"], ready["enrol_port"], ready["dashboard"])
+
+
+@contextlib.contextmanager
+def node_at(folder: Path, cloud: Cloud, name: str) -> Iterator[Path]:
+    """A node let in with a token of its own, running; gives its home."""
+    home = folder / name
+    token = cloud.ask("cloud", "token", "--role", "node", "--name", name, "--label", "site=demo")
+    processes.checked(
+        processes.triplane(
+            "edge", "enrol", token["token"], "--cloud", f"127.0.0.1:{cloud.enrol_port}",
+            "--home", home, "--port", str(free_port()), "--metrics-port", str(free_port()),
+            "--json",
+        )
+    )  # fmt: skip
+    with processes.background("edge", "up", "--home", home, log=folder / f"{name}.log"):
+        yield home
+
+
+def free_port() -> int:
+    """A port that nobody listened on a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def reports(cloud: Cloud) -> dict[str, dict[str, Any]]:
+    """The cloud's view of every node, by name."""
+    return {node["name"]: node for node in cloud.ask("fleet", "ls")["nodes"]}
+
+
+def until(what: str, holds: Callable[[], bool]) -> float:
+    """Seconds until `holds`; Unavailable says what did not happen."""
+    start_s = time.monotonic()
+    while not holds():
+        if time.monotonic() - start_s > WAIT_S:
+            raise Unavailable(f"{what}: not within {WAIT_S:.0f} s")
+        time.sleep(STEP_S)
+    return time.monotonic() - start_s
+
+
+def agent_process(home: Path) -> int:
+    """Process id of a node's agent, from the supervisor's record."""
+    return int(json.loads((home / "run" / "agent.json").read_text())["pid"])
+
+
+def kill_agent(home: Path) -> int:
+    """Kills a node's agent the hard way; gives the process id it had."""
+    pid = agent_process(home)
+    os.kill(pid, signal.SIGKILL)
+    return pid

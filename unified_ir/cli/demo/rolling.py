@@ -1,0 +1,236 @@
+"""The demo's second half: signed rollouts to two nodes, one refused, one through a killed agent."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli.demo import processes
+from triplane.unified_ir.cli.demo.ask import Answers, ask
+from triplane.unified_ir.cli.demo.fleet import (
+    NODES,
+    Cloud,
+    agent_process,
+    cloud_at,
+    kill_agent,
+    node_at,
+    reports,
+    until,
+)
+from triplane.unified_ir.cli.demo.stage import Stage, first
+
+CELL: Final = Path(__file__).with_name("digits.py")
+MODEL: Final = "digits"
+TARGET: Final = "ort-x64"
+PROBATION: Final = "1s"
+LONG_PROBATION: Final = "4s"
+"""Long enough to be looked at and killed in."""
+NOT_DONE: Final = 4
+FLOOR: Final = 0.9
+ASKED: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The running cloud and its nodes' homes by name."""
+
+    cloud: Cloud
+    homes: dict[str, Path]
+
+
+@contextlib.contextmanager
+def fleet_at(stage: Stage) -> Iterator[Fleet]:
+    """A cloud and two enrolled nodes as processes; stopped at the end."""
+    stage.say("\n6  Deploy: a cloud and two nodes as processes, let in by tokens, over mutual TLS")
+    folder = stage.folder
+    with contextlib.ExitStack() as running:
+        cloud = running.enter_context(cloud_at(folder))
+        homes = {name: running.enter_context(node_at(folder, cloud, name)) for name in NODES}
+        until("two nodes connected", lambda: _connected(cloud) == set(NODES))
+        stage.say(f"   dashboard: {cloud.dashboard} (token in {cloud.home / 'dashboard.token'})")
+        yield Fleet(cloud, homes)
+
+
+def _connected(cloud: Cloud) -> set[str]:
+    return {name for name, node in reports(cloud).items() if node["connected"]}
+
+
+def deploy(stage: Stage, fleet: Fleet) -> None:
+    """The trained model, signed by a key the cloud does not have, to both nodes in two waves."""
+    cloud = fleet.cloud
+    _push(cloud, stage.file("digits.tpm"))
+    stage.say("   signed away from the cloud: the conversion is repeated, then compared")
+    cloud.ask("sign", f"{MODEL}@1", "--target", TARGET, "--keys", cloud.offline_keys)
+    _roll_out(cloud, f"{MODEL}@1", "--waves", "1,100%")
+    rollout = cloud.ask("rollout", "show")
+    answers = [_asked(stage, cloud, name) for name in NODES]
+    for name, answer in zip(NODES, answers, strict=True):
+        stage.say(f"   {name}: {answer.calls} digits asked, accuracy {answer.accuracy:.3f}")
+    seconds = rollout["ended_s"] - rollout["created_s"]
+    stage.summary.add(
+        "deploy", f"{MODEL}@1", f"2 of 2 nodes in 2 waves, {seconds:.1f} s; accuracy "
+        f"{answers[0].accuracy:.3f}", rollout_seconds=seconds,
+        node_accuracy=[answer.accuracy for answer in answers],
+    )  # fmt: skip
+
+
+def refuse(stage: Stage, fleet: Fleet) -> None:
+    """A version that loads and answers wrongly, released by the cloud itself.
+
+    Its own golden samples agree with it, so they cannot refuse it. What does is the policy:
+    labelled samples and the least accuracy on them, signed offline and measured on the node.
+    """
+    cloud = fleet.cloud
+    stage.say(
+        f"\n7  A bad version: trained on shuffled labels, released by the cloud itself; "
+        f"the policy, signed offline, wants accuracy {FLOOR} on samples it names"
+    )
+    cloud.ask(
+        "cloud", "policy", "set", MODEL, "--golden", _golden(stage), "--floor", f"{FLOOR:.0%}",
+        "--share", "100%", "--keys", cloud.offline_keys,
+    )  # fmt: skip
+    _push(cloud, _wrong_model(stage))
+    code = cloud.followed("deploy", f"{MODEL}@2", "--to", "all", "--waves", "1,100%",
+                          "--role", "auto", "--probation", PROBATION)  # fmt: skip
+    rollout = cloud.ask("rollout", "show")
+    if code != NOT_DONE or rollout["state"] != "paused":
+        raise InvalidInput(f"the bad version was not refused: {rollout['state']}, exit code {code}")
+    failed = [node for node in rollout["nodes"] if node["state"] in {"failed", "returned"}]
+    held = {name: serving(node) for name, node in reports(cloud).items()}
+    answers = [_asked(stage, cloud, name) for name in NODES]
+    cloud.ask("rollout", "abort", "last", "--reason", "answers wrongly")
+    stage.say(f"   both nodes still serve {MODEL}@1, accuracy {answers[0].accuracy:.3f}")
+    stage.summary.add(
+        "refuse", f"{MODEL}@2", f"refused by {failed[0]['name']}, rollout paused, version 1 serves",
+        refused_reason=failed[0]["reason"], refused_exit_code=code, held=held,
+        held_accuracy=[answer.accuracy for answer in answers],
+    )  # fmt: skip
+
+
+def heal(stage: Stage, fleet: Fleet, epochs: int) -> None:
+    """A better version, while the agent of one node is killed in the middle of taking it."""
+    cloud, victim = fleet.cloud, NODES[-1]
+    stage.say(f"\n8  A kill: {victim}'s agent dies by kill -9 in the middle of the next rollout")
+    _push(cloud, _trained(stage, "train", epochs, "better.tpm"))
+    cloud.ask("sign", f"{MODEL}@3", "--target", TARGET, "--keys", cloud.offline_keys)
+    before = agent_process(fleet.homes[victim])
+    killer = _Killer(cloud, fleet.homes[victim], victim)
+    killer.start()
+    _roll_out(cloud, f"{MODEL}@3", probation=LONG_PROBATION)
+    killer.join()
+    if killer.killed_at is None:
+        raise InvalidInput(f"{victim} had taken version 3 before it could be disturbed")
+    after = agent_process(fleet.homes[victim])
+    answer = _asked(stage, cloud, victim)
+    stage.say(
+        f"   killed at {killer.killed_at}; a new agent (process {after}, before {before}) went on; "
+        f"{victim} serves {serving(reports(cloud)[victim])}"
+    )
+    stage.summary.add(
+        "heal", f"{MODEL}@3", f"agent killed at {killer.killed_at}, node has it; accuracy "
+        f"{answer.accuracy:.3f}", killed_at=killer.killed_at, healed=after != before,
+        healed_accuracy=answer.accuracy,
+    )  # fmt: skip
+
+
+def addresses(fleet: Fleet) -> dict[str, Any]:
+    """Where the fleet is, and the commands that start it again from the kept files."""
+    cloud = fleet.cloud
+    ports = f"--port {cloud.port} --enrol-port {cloud.enrol_port}"
+    page = f"--dashboard-port {cloud.dashboard.rpartition(':')[2]}"
+    start = [f"triplane cloud up --home {cloud.home} --host 127.0.0.1 {ports} {page}"]
+    start += [f"triplane edge up --home {home}" for home in fleet.homes.values()]
+    token = cloud.home / "dashboard.token"
+    return {"dashboard": cloud.dashboard, "dashboard_token": str(token), "start_again": start}
+
+
+def linger(stage: Stage, fleet: Fleet) -> None:
+    """On a terminal, leaves the fleet up until Ctrl-C; elsewhere says how to start it again."""
+    told = addresses(fleet)
+    stage.say(f"\nDashboard: {told['dashboard']} (to change things: {told['dashboard_token']})")
+    stage.say(f"Operator:  export TRIPLANE_IDENTITY={fleet.cloud.home / 'operator'}")
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        stage.say("The cloud and both nodes run on. Ctrl-C ends them.")
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    again = "\n".join(f"  {command}" for command in told["start_again"])
+    stage.say(
+        f"The cloud and the nodes are stopped. Start them again, each in a terminal:\n{again}"
+    )
+
+
+class _Killer(threading.Thread):
+    """Kills a node's agent as soon as the node is at the new version."""
+
+    def __init__(self, cloud: Cloud, home: Path, name: str) -> None:
+        super().__init__(name="killer")
+        self._cloud, self._home, self._name = cloud, home, name
+        self.killed_at: str | None = None
+
+    def run(self) -> None:
+        """See the class."""
+        with contextlib.suppress(Exception):
+            until("the node at the new version", self._at_it)
+
+    def _at_it(self) -> bool:
+        models = reports(self._cloud)[self._name]["report"]["models"]
+        at = [m for m in models if m["version"] == 3]
+        if not at:
+            return False
+        if at[0]["state"] != "committed":
+            kill_agent(self._home)
+            self.killed_at = at[0]["state"]
+        return True
+
+
+def serving(node: dict[str, Any]) -> str:
+    """As "digits@1"."""
+    models = node["report"]["models"]
+    return ", ".join(f"{m['model']}@{m['committed_version']}" for m in models)
+
+
+def _push(cloud: Cloud, file: Path) -> None:
+    cloud.ask("registry", "push", file, "--name", MODEL, "--target", TARGET)
+
+
+def _roll_out(cloud: Cloud, reference: str, *more: str, probation: str = PROBATION) -> None:
+    code = cloud.followed("deploy", reference, "--to", "site=demo", *more, "--probation", probation)
+    if code != 0:
+        raise InvalidInput(f"the rollout of {reference} ended with exit code {code}")
+
+
+def _asked(stage: Stage, cloud: Cloud, name: str) -> Answers:
+    address = reports(cloud)[name]["report"]["serving_address"]
+    samples = first(stage.held_out, ASKED)
+    return ask(address, MODEL, samples.x, samples.y)
+
+
+def _golden(stage: Stage) -> Path:
+    samples = first(stage.held_out, ASKED)
+    np.savez(stage.file("golden.npz"), x=samples.x, y=samples.y)
+    return stage.file("golden.npz")
+
+
+def _wrong_model(stage: Stage) -> Path:
+    labels = np.random.default_rng(0).permutation(stage.train.y)
+    np.savez(stage.file("shuffled.npz"), x=stage.train.x, y=labels)
+    return _trained(stage, "shuffled", 1, "shuffled.tpm")
+
+
+def _trained(stage: Stage, data: str, epochs: int, out: str) -> Path:
+    processes.checked(
+        processes.triplane(
+            "train", f"{CELL}:Digits", "--data", stage.file(f"{data}.npz"),
+            "--validation", stage.file("held_out.npz"), "--epochs", str(epochs),
+            "--out", stage.file(out), "--json",
+        )
+    )  # fmt: skip
+    return stage.file(out)
