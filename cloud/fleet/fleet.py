@@ -40,7 +40,7 @@ from triplane.cloud.fleet.tables import ROLLOUTS
 from triplane.cloud.fleet.waves import wave_of
 from triplane.cloud.store import Database
 from triplane.proto import fleet_pb2 as pb
-from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
+from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -437,7 +437,7 @@ class LiveFleet:
             try:
                 await self._look()
                 await self._change(lambda fleet: state.after_tick(fleet, self._clock()))
-            except TriplaneError:
+            except Exception:  # whatever one look met, the next one is as good as any
                 logger.exception("rollouts do not go on")
             try:
                 await asyncio.wait_for(self._nudged.wait(), PERIOD_S)
