@@ -92,15 +92,32 @@ def command() -> None:
     "--offline-keys", required=True, type=click.Path(file_okay=False, path_type=Path),
     metavar="DIR", help="Where the keys to take away are written; outside of --home.",
 )  # fmt: skip
+@click.option(
+    "--release-keys", type=click.IntRange(1, 16), default=1, show_default=True, metavar="N",
+    help="How many people hold a key that releases.",
+)  # fmt: skip
+@click.option(
+    "--release-threshold", type=click.IntRange(1, 16), default=1, show_default=True, metavar="N",
+    help="How many of them must sign a version.",
+)  # fmt: skip
 @json_option
-def init(*, home: Path, hosts: tuple[str, ...], offline_keys: Path, as_json: bool) -> None:
+def init(
+    *,
+    home: Path,
+    hosts: tuple[str, ...],
+    offline_keys: Path,
+    release_keys: int,
+    release_threshold: int,
+    as_json: bool,
+) -> None:
     """Make a cloud: authority, server certificate, operator identity, signing keys, database.
 
     Refuses a folder that already holds one.
     """
     from triplane.cloud.cli.start import initialize
 
-    record, text = initialize(home, hosts, offline_keys)
+    signers = (release_threshold, release_keys)
+    record, text = initialize(home, hosts, offline_keys, signers)
     open_output(as_json).result(record, text)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the class takes an argument since click 8.3, for type check
 else:
     _Number = _Sizes = _Pair = click.ParamType
 
-MOST_WAVES: Final = 64
+MOST_WAVES: Final = 100
 # fmt: off
 UNIT_S: Final = {
     "":    1.0,

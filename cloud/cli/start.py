@@ -11,10 +11,17 @@ from triplane.cloud.home import initialize as make
 
 
 def initialize(
-    home: Path, hosts: tuple[str, ...], offline_keys: Path
+    home: Path, hosts: tuple[str, ...], offline_keys: Path, signers: tuple[int, int] = (1, 1)
 ) -> tuple[dict[str, Any], str]:
-    """The record and the text of a new cloud."""
-    made = make(home, hosts, offline_keys=offline_keys)
+    """The record and the text of a new cloud. signers: so many of so many people release."""
+    need, have = signers
+    made = make(
+        home,
+        hosts,
+        offline_keys=offline_keys,
+        keys={"release": have},
+        thresholds={"release": need},
+    )
     record = {
         "home": str(made.home.path),
         "hosts": list(made.hosts),

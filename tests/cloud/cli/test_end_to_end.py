@@ -150,6 +150,26 @@ def test_a_signature_is_given_where_the_keys_are(operator, pushed, place, capsys
     assert [found["path"] for found in again["targets"]] == ["release/lenet@1+ort-x64.bundle"]
 
 
+def test_two_signers_release_only_together(place, capsys, monkeypatch):
+    home, keys = place / "two", place / "two-keys"
+    run("cloud", "init", "--home", home, "--offline-keys", keys, "--release-keys", "2",
+        "--release-threshold", "2")  # fmt: skip
+    monkeypatch.setenv("TRIPLANE_IDENTITY", str(home / "operator"))
+    for person in (1, 2):
+        own = place / f"signer-{person}"
+        own.mkdir()
+        for name in ("root.json", f"release-{person}.pem"):
+            (own / name).write_bytes((keys / name).read_bytes())
+            (own / name).chmod(0o600)
+    file = place / "two.tpm"
+    file.write_bytes(model_bytes(place))
+    with running(home):
+        run("registry", "push", file, "--target", "ort-x64")
+        told = said(capsys, "sign", "two@1", "--keys", place / "signer-1")
+        assert "1 of 2 signatures" in told
+        assert "published" in said(capsys, "sign", "two@1", "--keys", place / "signer-2")
+
+
 def test_the_policy_is_signed_shown_and_taken_back(operator, pushed, place, capsys):
     golden = place / "golden.npz"
     golden.write_bytes(b"samples")

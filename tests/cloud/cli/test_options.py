@@ -45,7 +45,7 @@ def test_what_is_taken(kind, given, value):
         (WAVES, "0%", "5%,25%,100%"),
         (WAVES, "0", "5%,25%,100%"),
         (WAVES, "101%", "5%,25%,100%"),
-        (WAVES, "1," * MOST_WAVES + "1", "at most 64"),
+        (WAVES, "1," * MOST_WAVES + "1", "at most 100"),
         (LABEL, "site", "site=factory"),
         (LABEL, "=x", "site=factory"),
     ],
