@@ -36,7 +36,7 @@ from sqlalchemy.exc import IntegrityError
 from triplane.cloud.identity import tables as identity_tables
 from triplane.cloud.registry import tables as registry_tables
 from triplane.cloud.store import BIG, METADATA, Database
-from triplane.proto.errors import InvalidInput, Unavailable
+from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 
 ROWS = Table(
     "test_rows",
@@ -262,6 +262,25 @@ def test_a_connection_that_breaks_in_a_write_says_that_the_outcome_is_unknown(po
         assert _numbers(database) == [2, 2]
     finally:
         database.close()
+        postgres.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+@pytest.mark.slow
+def test_an_owner_that_lost_its_connection_yields_to_the_next_and_comes_back(postgres):
+    name = f"yields_{os.getpid()}"
+    postgres.execute(f"CREATE DATABASE {name}")
+    first = Database.open(postgres.url(name))
+    try:
+        _cut(postgres, name)
+        second = Database.open(postgres.url(name))
+        with pytest.raises(Conflict, match="another process runs on"):
+            first.write_now(two_rows(1))
+        second.write_now(two_rows(2))
+        second.close()
+        first.write_now(two_rows(3))
+        assert _numbers(first) == [2, 2, 3, 3]
+    finally:
+        first.close()
         postgres.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 

@@ -8,7 +8,7 @@ from sqlalchemy import select
 from tests.cloud.registry.models import QUICK, WAIT_S, asked, child, model_bytes, registry_of
 
 from triplane.cloud.identity.tables import AUDIT
-from triplane.cloud.registry import Bundle, Lineage, Recipe, Reference, State
+from triplane.cloud.registry import Bundle, Lineage, Recipe, Reference, State, queries
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
 from triplane.unified_ir.runtime.bundle import Bundle as BundleFile
 
@@ -194,6 +194,38 @@ def test_only_a_finished_bundle_is_signed(database, tmp_path):
             assert told == [failed]
 
     asyncio.run(main())
+
+
+def test_a_bundle_that_ended_never_changes(database, tmp_path):
+    async def main():
+        async with quick(database, tmp_path) as registry:
+            await registry.push(asked(registry.blobs.put(b"m")), by="op")
+        key = ("digits", 1, "ort-x64")
+        made = Bundle(model="digits", version=1, target="ort-x64", state=State.READY, blob=b"a")
+        await database.write(lambda c: queries.start(c, *key))
+        await database.write(lambda c: queries.finish(c, made))
+        late = replace(made, state=State.FAILED, blob=b"b", reason="late")
+        await database.write(lambda c: queries.finish(c, late))
+        assert await database.read(lambda c: queries.bundle(c, *key)) == made
+
+    asyncio.run(main())
+
+
+def test_a_listener_that_fails_keeps_nobody_else_from_hearing(sqlite, tmp_path, caplog):
+    heard: list[Bundle] = []
+
+    def fail(_):
+        raise ValueError("not today")
+
+    async def main():
+        async with quick(sqlite, tmp_path) as registry:
+            registry.on_bundle(fail)
+            registry.on_bundle(heard.append)
+            await registry.push(asked(registry.blobs.put(b"m")), by="op")
+            return await registry.wait_bundle("digits", 1, "ort-x64")
+
+    assert heard == [asyncio.run(main())]
+    assert "a listener failed" in caplog.messages
 
 
 @pytest.mark.parametrize(
