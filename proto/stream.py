@@ -110,6 +110,7 @@ class Link:
         self._on_message = on_message
         self._heartbeat_s = heartbeat_s
         self._sent = 0  # highest number written to this stream
+        self._told = half.received  # highest acknowledgement written to it
         self._wake = asyncio.Event()
         self.freed = asyncio.Event()  # set at each acknowledgement
 
@@ -123,13 +124,16 @@ class Link:
             self._wake.clear()
             due = [f for f in self.half.unacknowledged if f.number > self._sent]
             for frame in due:
-                self._sent = frame.number
+                self._sent, self._told = frame.number, self.half.received
                 yield self.half.stamped(frame)
-            if not due:
+            if due:
+                continue
+            if self._told == self.half.received:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
-                if not any(f.number > self._sent for f in self.half.unacknowledged):
-                    yield self.half.beat()
+            if not any(f.number > self._sent for f in self.half.unacknowledged):
+                self._told = self.half.received
+                yield self.half.beat()
 
     async def incoming(self, read: Callable[[], Awaitable[pb.Frame | None]]) -> pb.Goodbye | None:
         """Handle frames until a goodbye or the end of the stream. Unavailable after silence."""
