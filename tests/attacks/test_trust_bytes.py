@@ -48,6 +48,7 @@ def ours(cloud: Stage):
         node.target(PATH)
     except Refused as refused:
         return refused.kind, {}
+    assert node._client is not None
     trusted = node._client._trusted_set
     return None, {role: trusted[role] for role in ROLES}
 

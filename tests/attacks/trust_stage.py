@@ -5,6 +5,7 @@ import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tuf.api._payload import MetaFile, TargetFile, Targets
 from tuf.api.metadata import Metadata
@@ -45,6 +46,7 @@ class Stage:
     forged: dict[str, bytes] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)
+    bootstrap: bytes = b""
 
     @property
     def online(self) -> Path:
@@ -155,7 +157,7 @@ def serve(stage: Stage, snapshot: Metadata, timestamp: Metadata) -> None:
     stage.forged["timestamp.json"] = signed_by(stage.online, timestamp, "timestamp").to_bytes()
 
 
-def load(stage: Stage, role: str) -> Metadata:
+def load(stage: Stage, role: str) -> Metadata[Any]:
     """The published metadata of a role."""
     repository = stage.repository
     if role == "timestamp":
@@ -167,12 +169,10 @@ def load(stage: Stage, role: str) -> Metadata:
 def newest(stage: Stage, role: str) -> int:
     if role == "root":
         return Metadata.from_bytes(stage.repository.get("root.json")).signed.version
-    timestamp = Metadata.from_bytes(stage.repository.get("timestamp.json")).signed
-    version = timestamp.snapshot_meta.version
+    version = load(stage, "timestamp").signed.snapshot_meta.version
     if role == "snapshot":
         return version
-    snapshot = Metadata.from_bytes(stage.repository.get(f"{version}.snapshot.json")).signed
-    return snapshot.meta[f"{role}.json"].version
+    return load(stage, "snapshot").signed.meta[f"{role}.json"].version
 
 
 def pinned(version: int, data: bytes) -> MetaFile:

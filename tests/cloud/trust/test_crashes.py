@@ -125,8 +125,8 @@ def test_a_node_that_dies_in_a_refresh_still_refuses_the_past(tmp_path, forgets)
         disk.restore()
         if finished:
             cloud.forged["timestamp.json"] = old
-            again = cloud.node().refresh()
-            assert [refused.kind for refused in again.refusals] == ["rollback"]
+            past = cloud.node().refresh()
+            assert [refused.kind for refused in past.refusals] == ["rollback"]
             cloud.forged.clear()
         again = cloud.node()
         assert again.refresh().refusals == ()

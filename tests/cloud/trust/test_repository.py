@@ -12,7 +12,7 @@ from tests.attacks.trust_stage import (
     signed_by,
     stage,
 )
-from tuf.api._payload import DelegatedRole, Delegations
+from tuf.api._payload import DelegatedRole, Delegations, Targets
 from tuf.api.metadata import Metadata
 
 from triplane.cloud.trust import Repository
@@ -245,7 +245,7 @@ def test_signatures_of_strangers_are_dropped(two, tmp_path):
 def test_fewer_signatures_do_not_displace_more(tmp_path):
     three = stage(tmp_path, keys={"release": 3}, thresholds={"release": 3})
     three.repository.submit("release", signed(three, "release-1", "release-2").to_bytes())
-    other = Metadata.from_bytes(three.repository.pending("release").metadata)
+    other = Metadata[Targets].from_bytes(three.repository.pending("release").metadata)
     other.signed.targets = {NEW: bundle_entry(NEW)}
     with pytest.raises(Conflict, match="waits with 2 of 3 signatures, this one has 1"):
         three.repository.submit("release", signed_by(three.offline, other, "release-3").to_bytes())
@@ -255,7 +255,8 @@ def test_fewer_signatures_do_not_displace_more(tmp_path):
 
 
 def test_a_published_version_again_is_answered_not_refused(cloud):
-    data, told = signed(cloud).to_bytes(), []
+    data = signed(cloud).to_bytes()
+    told: list[str] = []
     cloud.repository.on_published(told.append)
     for _ in range(2):
         found = cloud.repository.submit("release", data)
@@ -266,7 +267,7 @@ def test_a_published_version_again_is_answered_not_refused(cloud):
 
 def test_what_waits_is_forgotten_when_another_version_is_published(two):
     two.repository.submit("release", signed(two, "release-1", targets=(NEW,)).to_bytes())
-    published = Metadata.from_bytes(two.repository.get("1.release.json"))
+    published = Metadata[Targets].from_bytes(two.repository.get("1.release.json"))
     published.signed.version, published.signed.targets = 2, {PATH: bundle_entry(PATH)}
     made = signed_by(two.offline, published, "release-2", "release-3")
     assert two.repository.submit("release", made.to_bytes()).published

@@ -112,7 +112,7 @@ def two(tmp_path, made):
 
 
 def test_a_repeated_conversion_is_signed_and_nodes_accept_it(cloud, made):
-    told = []
+    told: list[str] = []
     signed = sign_release(
         cloud, "digits@1", "ort-x64", cloud.stage.offline, progress=told.append,
         model_digest=cloud.versions["digits@1"].model_digest,

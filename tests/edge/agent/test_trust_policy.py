@@ -10,9 +10,8 @@ NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,20}", fullmatch=True)
 AUTO = TargetName("auto", "digits", 5, "ort-x64")
 
 
-def policy(**fields):
-    rule = {"share": 1.0, "golden": "golden/digits", "metric": "accuracy", "floor": 0.9}
-    return Policy({"digits": Rule(**(rule | fields))})
+def policy(share=1.0, floor=0.9):
+    return Policy({"digits": Rule(share, "golden/digits", "accuracy", floor)})
 
 
 @given(node=NAMES, model=NAMES)
