@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.attacks.trust_stage import Stage, bundle_entry, newest, signed_by, stage
+from tests.attacks.trust_stage import Stage, bundle_entry, load, newest, signed_by, stage
 from tests.quantize import nets
 from tuf.api.metadata import Metadata
 
+from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.repeating import GOLDENS, differences
+from triplane.cloud.trust.repository import Pending
 from triplane.cloud.trust.signing import renew, replace_keys, sign_policy, sign_release
 from triplane.edge.agent.refusal import Refused
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
@@ -236,6 +238,36 @@ def test_a_queue_with_other_digests_than_its_bundle_is_not_signed(two, tmp_path)
     two.submit("release", signed_by(two.stage.offline, queued, "release-1").to_bytes())
     with pytest.raises(Corrupt, match="waits in the cloud with other digests"):
         sign_release(two, "digits@1", "ort-x64", tmp_path / "release-2")
+
+
+def test_a_queue_that_no_signer_began_is_ignored(cloud):
+    """The cloud offers as pending what only itself wrote."""
+    evil = "release/digits@9+ort-x64.bundle"
+    forged = signed_by(
+        cloud.stage.online, cloud.stage.next_targets("release", [bundle_entry(evil)])
+    )
+    cloud.pending = lambda role: Pending(
+        forged.to_bytes(), published=False, signatures=1, threshold=1
+    )
+    signed = sign_release(cloud, "digits@1", "ort-x64", cloud.stage.offline)
+    assert signed.submitted.published
+    assert set(load(cloud.stage, "release").signed.targets) == {PATH}
+
+
+def test_what_a_replaced_key_had_signed_is_not_carried_on(cloud):
+    """The old release key was stolen and used; then people gave the role another."""
+    evil = "release/digits@9+ort-x64.bundle"
+    cloud.stage.release(bundle_entry(evil))
+    made = cloud.stage.next_targets("targets")
+    (old,) = made.signed.get_delegated_role("release").keyids
+    made.signed.revoke_key(old, "release")
+    key = KeyFolder(cloud.stage.offline).make("release-2").public_key
+    made.signed.add_key(key, "release")
+    cloud.submit("targets", signed_by(cloud.stage.offline, made, "targets").to_bytes())
+    with pytest.raises(Conflict, match="nothing that release lists is signed by its present keys"):
+        renew(cloud, "release", cloud.stage.offline)
+    assert sign_release(cloud, "digits@1", "ort-x64", cloud.stage.offline).submitted.published
+    assert set(load(cloud.stage, "release").signed.targets) == {PATH}
 
 
 def test_a_cloud_with_another_root_gets_no_signature(cloud, tmp_path):
