@@ -23,7 +23,6 @@ from triplane.cloud.registry.values import Bundle, Model, Push, Recipe, State, V
 from triplane.cloud.store import Database
 from triplane.proto.errors import InvalidInput, TriplaneError, Unavailable
 from triplane.proto.transfer import BlobFolder
-from triplane.unified_ir.convert.targets import target_row
 
 logger = logging.getLogger(__name__)
 
@@ -140,9 +139,10 @@ class Registry:
 
         NotFound: no such version or target.
         """
-        target_row(target)
         key = (model, version, target)
         found = await self._db.read(lambda connection: queries.bundle(connection, *key))
+        if found is None:
+            await asyncio.to_thread(_check_target, target)
         if found is not None and (found.state is State.READY or key in self._running):
             return found
         if self._stopping:
@@ -309,6 +309,13 @@ class Registry:
                 callback(bundle)
             except Exception:
                 logger.exception("a listener failed", extra={"bundle": str(bundle)})
+
+
+def _check_target(name: str) -> None:
+    """NotFound. Imports the converter, which takes a second, so that a cloud starts without it."""
+    from triplane.unified_ir.convert.targets import target_row
+
+    target_row(name)
 
 
 def _failed(asked: Bundle, reason: str) -> Bundle:
