@@ -12,6 +12,7 @@ from triplane.cloud.cli.connection import (
     calls,
     client_options,
     home_option,
+    quiet_grpc,
 )
 from triplane.cloud.cli.options import DURATION, LABEL, SHARE
 from triplane.unified_ir.cli.shell import json_option, open_output
@@ -146,6 +147,7 @@ def init(
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as one JSON object.")
 def up(**options: Any) -> None:
     """Run the cloud until SIGTERM or Ctrl-C."""
+    quiet_grpc()
     from triplane.cloud.cli.start import run
 
     run(**options)
@@ -223,6 +225,7 @@ def enrol(*, token_text: str, address: str, folder: Path, as_json: bool) -> None
 
     Nodes have a command of their own: triplane edge enrol.
     """
+    quiet_grpc()
     from triplane.cloud.cli.text import until
     from triplane.proto.errors import Unavailable
     from triplane.proto.identity import enrol as enrol_at

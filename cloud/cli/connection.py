@@ -99,10 +99,16 @@ class Calls:
     registry: RegistryStub
 
 
+def quiet_grpc() -> None:
+    """Keeps grpc's own lines off the terminal: what they say is in the error. Before its import."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 @contextlib.contextmanager
 def calls(identity: Path | None) -> Iterator[Calls]:
     """The services, as whoever `identity` names; closes the channel at the end."""
     path = identity_path(identity)
+    quiet_grpc()
     from triplane.proto.channels import connect
     from triplane.proto.fleet_pb2_grpc import FleetStub
     from triplane.proto.identity import IdentityFolder

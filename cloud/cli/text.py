@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
     """As "40 s", "12 min", "5 h" or "3 days"."""
     seconds = max(0.0, seconds)
     unit_s, unit = next((unit, name) for limit, unit, name in _AGES if seconds < limit)
-    return f"{int(seconds / unit_s)} {unit}"
+    return f"{round(seconds / unit_s)} {unit}"
 
 
 def size(n_bytes: int) -> str:

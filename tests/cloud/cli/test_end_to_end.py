@@ -134,7 +134,7 @@ def test_a_pushed_model_is_listed_shown_and_named(operator, pushed, capsys):
     assert "stable=1" in said(capsys, "registry", "ls")
     assert "lenet@1" in said(capsys, "registry", "ls", "lenet")
     told = said(capsys, "registry", "show", "lenet@stable")
-    assert "not signed; triplane sign lenet@1 --target ort-x64" in told
+    assert "triplane sign lenet@1 --target ort-x64" in told
     assert pushed["model_digest"] in told
     assert "canary=1" in said(capsys, "registry", "alias", "lenet", "canary", "1")
     assert "canary" not in said(capsys, "registry", "alias", "lenet", "canary", "--remove")

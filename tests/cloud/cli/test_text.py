@@ -31,7 +31,7 @@ def test_columns_line_up_and_an_empty_cell_is_a_dash():
         (0, "0 s"),
         (119, "119 s"),
         (120, "2 min"),
-        (7199, "119 min"),
+        (7199, "120 min"),
         (7200, "2 h"),
         (172_800, "2 days"),
         (1e9, "11574 days"),
