@@ -1,8 +1,8 @@
 """Keeping two processes alive.
 
-A child that ends is started again after a pause that doubles up to 10 s and is forgotten after a
-minute of life. SIGTERM and SIGINT stop the agent, drain serving, and end. Being killed changes
-nothing for the children.
+A child that ends is started again after a pause that doubles, up to 10 s for the agent and 1 s for
+serving, whose calls fail meanwhile; ten seconds of life forget it. SIGTERM and SIGINT stop the
+agent, drain serving, and end. Being killed changes nothing for the children.
 """
 
 import fcntl
@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S: Final = 0.1
 MAX_PAUSE_S: Final = 10.0
-STEADY_S: Final = 60.0
+MAX_SERVING_PAUSE_S: Final = 1.0
+STEADY_S: Final = 10.0
 LOOK_S: Final = 0.05
 DRAIN_S: Final = 30.0
 STOP_S: Final = 10.0
@@ -36,6 +37,7 @@ class Kept:
 
     name: str
     command: Callable[[], list[str]]
+    max_pause_s: float
     child: Child | None = None
     started_s: float = 0.0
     pause_s: float = FIRST_PAUSE_S
@@ -52,8 +54,8 @@ class Supervisor:
         self._lock = _hold(home)
         self._stopping = False
         self._kept = [
-            Kept("serving", self._serving_command),
-            Kept("agent", lambda: [sys.executable, "-m", "triplane.edge.agent", str(home.path)]),
+            Kept("serving", self._serving_command, MAX_SERVING_PAUSE_S),
+            Kept("agent", self._agent_command, MAX_PAUSE_S),
         ]
 
     def run(self) -> None:
@@ -82,7 +84,7 @@ class Supervisor:
             )
             kept.child.close()
             kept.child, kept.due_s = None, now + kept.pause_s
-            kept.pause_s = min(2 * kept.pause_s, MAX_PAUSE_S)
+            kept.pause_s = min(2 * kept.pause_s, kept.max_pause_s)
         if now >= kept.due_s:
             self._begin(kept)
 
@@ -103,6 +105,9 @@ class Supervisor:
                 kept.child.wait(STOP_S)
             logger.info("stopped", extra={"child": kept.name})
         os.close(self._lock)
+
+    def _agent_command(self) -> list[str]:
+        return [sys.executable, "-m", "triplane.edge.agent", str(self._home.path)]
 
     def _serving_command(self) -> list[str]:
         settings = self._home.settings

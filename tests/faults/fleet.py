@@ -19,6 +19,8 @@ from triplane.edge.supervisor.children import recorded
 COMMAND = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
 RATE_HZ = 50.0
 STEP_S = 0.02
+# By default grpc waits 1 s, then 1.6 times as long, before it looks for a server again.
+RECONNECT = {"grpc.min_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 200}
 
 
 def wait_until(condition, what, timeout_s=60.0):
@@ -195,7 +197,9 @@ class Load:
     """Calls at a fixed rate, whatever becomes of them; no call is tried again."""
 
     def __init__(self, port, model, x):
-        self._client = triton.InferenceServerClient(f"127.0.0.1:{port}")
+        self._client = triton.InferenceServerClient(
+            f"127.0.0.1:{port}", channel_args=[*RECONNECT.items()]
+        )
         self._model = model
         self._tensor = triton.InferInput("x", x.shape, "FP32")
         self._tensor.set_data_from_numpy(x)
