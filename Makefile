@@ -7,6 +7,7 @@ export PYTHON OFFLINE
 BIN := .venv/bin
 CONSTRAINTS := .ci/constraints.txt
 BENCHES := run serving
+SUITE_crash := tests/faults/test_crashes.py
 
 .PHONY: help venv demo test quick deep lint format types imports proto wheels bench peers constraints clean
 .DEFAULT_GOAL := help
@@ -17,7 +18,7 @@ help: ## this list
 venv:
 	@.ci/venv .venv -c $(CONSTRAINTS) -e '.[dev]'
 
-demo: venv ## train, convert, serve and fine-tune a digit reader, under a minute
+demo: venv ## train, convert, serve, fine-tune and roll out a digit reader, a minute and a half
 	@$(BIN)/triplane demo $(ARGS)
 
 test: venv ## the whole suite, at most 8 minutes on 2 cores
@@ -27,8 +28,8 @@ quick: venv ## lint, types, imports and the fast tests, under a minute
 	@$(MAKE) --no-print-directory lint imports types
 	@$(BIN)/python -m pytest -q -n 2 -m 'not deep and not slow' $(ARGS)
 
-deep: venv ## the long searches: more examples, more bytes flipped, minutes each
-	@HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m deep $(ARGS)
+deep: venv ## the long searches, minutes each; SUITE=crash kills 500 times and writes docs/evidence/crash.md
+	@HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m deep $(SUITE_$(SUITE)) $(ARGS)
 
 lint: venv ## ruff: rules and format
 	@$(BIN)/ruff check --quiet .
