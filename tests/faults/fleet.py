@@ -67,6 +67,7 @@ class Process:
                 start_new_session=True,
             )
         if self.ready:
+            assert self.child.stdout
             line = self.child.stdout.readline()
             assert line, self.log.read_text()[-2000:]
             self.said = json.loads(line)

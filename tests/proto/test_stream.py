@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -149,7 +150,7 @@ def test_a_second_stream_of_a_name_replaces_the_first():
             serving(cloud) as port,
             grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
         ):
-            open_ = channel.stream_stream(
+            open_: Any = channel.stream_stream(
                 "/triplane.session.v1.Session/Open",
                 request_serializer=pb.Frame.SerializeToString,
                 response_deserializer=pb.Frame.FromString,

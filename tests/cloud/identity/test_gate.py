@@ -1,6 +1,7 @@
 import asyncio
 import contextlib
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -276,7 +277,7 @@ def test_revocation_refuses_calls_and_ends_live_streams(play):
             call = SessionStub(channel).Open()
             await call.write(Frame(hello=Hello()))
             await call.read()
-            heard = []
+            heard: list[str] = []
             cloud.gate.on_revoked(heard.append)
             async with connect_aio(boss) as operators:
                 await IdentityStub(operators).Revoke(identity_pb2.RevokeRequest(name="node-1"))
@@ -340,8 +341,8 @@ def test_a_role_calls_what_its_rows_say_and_nothing_else(play, role):
         folder = cloud.person("somebody", role)
         async with connect_aio(folder) as channel:
             for method in sorted(set(RIGHTS) & served()):
-                call = channel.stream_stream(method)
-                stream = call(iter([b""]))
+                open_: Any = channel.stream_stream(method)
+                stream = open_(iter([b""]))
                 code = await stream.code() if not await _answers(stream) else S.OK
                 refused = code is S.PERMISSION_DENIED
                 assert refused == (role not in RIGHTS[method]), (method, code)

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import grpc
 import numpy as np
@@ -101,7 +102,7 @@ def test_a_load_that_fails_leaves_the_old_version_serving(control, bundles, tmp_
 def test_the_network_port_has_no_load(control):
     _, server = control
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
-        method = channel.unary_unary(f"/{WIRE_NAME}/RepositoryModelLoad")
+        method: Any = channel.unary_unary(f"/{WIRE_NAME}/RepositoryModelLoad")
         with pytest.raises(grpc.RpcError) as caught:
             method(b"", timeout=10)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -3,7 +3,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 import tritonclient.grpc as triton
 
