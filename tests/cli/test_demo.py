@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil  # type: ignore[import-untyped]
+import psutil
 import pytest
 
 from triplane.unified_ir.cli.demo.processes import COMMAND
@@ -18,21 +20,27 @@ from triplane.unified_ir.cli.demo.processes import COMMAND
 pytestmark = pytest.mark.slow
 
 
-def demo(tmp_path: Path, *args: str) -> subprocess.Popen[str]:
-    """The real command in a session of its own, with its temporary files below `tmp_path`."""
-    (tmp_path / "tmp").mkdir()
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """For temporary files: a node's socket path has 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="demo") as made:
+        yield Path(made)
+
+
+def demo(short: Path, *args: str) -> subprocess.Popen[str]:
+    """The real command in a session of its own, with its temporary files below `short`."""
     return subprocess.Popen(
         [*COMMAND, "demo", *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
+        env={**os.environ, "TMPDIR": str(short)},
         start_new_session=True,
     )
 
 
-def test_the_demo_measures_every_step_and_leaves_no_file(tmp_path: Path) -> None:
-    with demo(tmp_path, "--json") as process:
+def test_the_demo_measures_every_step_and_leaves_no_file(short: Path) -> None:
+    with demo(short, "--json") as process:
         out, told = process.communicate(timeout=240)
     assert process.returncode == 0, told
     facts = json.loads(out)
@@ -52,15 +60,15 @@ def test_the_demo_measures_every_step_and_leaves_no_file(tmp_path: Path) -> None
     assert facts["killed_at"] != "committed"
     assert facts["healed_accuracy"] >= 0.95
     assert facts["seconds"] < 180
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list(short.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("step", ["1  Train", "4  Serve", "7  A bad version"])
 def test_an_interrupted_demo_leaves_nothing_running(
-    tmp_path: Path, step: str, number: signal.Signals
+    short: Path, step: str, number: signal.Signals
 ) -> None:
-    with demo(tmp_path, "--epochs", "4") as process:
+    with demo(short, "--epochs", "4") as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.startswith(step):
@@ -72,7 +80,7 @@ def test_an_interrupted_demo_leaves_nothing_running(
     assert children
     psutil.wait_procs(children, timeout=10)
     assert [child for child in children if child.is_running()] == []
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert list(short.iterdir()) == []
 
 
 def _some_children(pid: int) -> list[psutil.Process]:
@@ -84,19 +92,19 @@ def _some_children(pid: int) -> list[psutil.Process]:
     return []
 
 
-def test_few_samples_of_few_classes_are_enough(tmp_path: Path) -> None:
+def test_few_samples_of_few_classes_are_enough(short: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.npz"
     rng = np.random.default_rng(0)
     np.savez(few, x=rng.random((40, 1, 8, 8), np.float32), y=np.arange(40) % 3)
-    with demo(tmp_path, "--data", str(few), "--epochs", "1", "--json") as process:
+    with demo(short, "--data", str(few), "--epochs", "1", "--json") as process:
         out, told = process.communicate(timeout=240)
     assert process.returncode == 0, told
     assert "camera_after" in json.loads(out)
 
 
-def test_a_folder_is_kept_with_model_bundles_plan_and_charts(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    with demo(tmp_path, "--keep", str(kept), "--json") as process:
+def test_a_folder_is_kept_with_model_bundles_plan_and_charts(short: Path) -> None:
+    kept = short / "kept"
+    with demo(short, "--keep", str(kept), "--json") as process:
         out, told = process.communicate(timeout=240)
     assert process.returncode == 0, told
     assert "Dashboard: http://127.0.0.1:" in told
