@@ -163,8 +163,8 @@ def test_leaving_the_question_changes_nothing(page, fleet):
 def test_a_refused_change_says_why(page, fleet):
     use_token(page, TOKEN)
     until(page, "return document.querySelectorAll('#rollouts button').length === 2")
-    fleet.held_rollouts[0].state = Rollout.DONE  # behind the page's back
     click(page, "#rollouts button")
+    fleet.held_rollouts[0].state = Rollout.DONE  # while the question stands
     click(page, "#change-ok")
     until(page, "return document.querySelector('#notice').textContent.includes('r-7c41')")
 
