@@ -152,6 +152,18 @@ def test_fields_that_contradict_the_path_are_refused_on_both_sides(cloud):
     assert refused.value.kind == "wrong-target"
 
 
+def test_a_bundle_counts_only_where_its_own_role_lists_it(cloud):
+    """Not even the offline targets role releases in the place of the release role."""
+    other = "release/digits@9+ort-x64.bundle"
+    made = cloud.next_targets("targets", [bundle_entry(other)])
+    forge_chain(cloud, targets=signed_by(cloud.offline, made, "targets"))
+    node = cloud.node()
+    assert node.refresh().is_fresh
+    with pytest.raises(Refused, match="is not listed by the role release") as refused:
+        node.target(other)
+    assert refused.value.kind == "unknown-target"
+
+
 # The policy
 
 

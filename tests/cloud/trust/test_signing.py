@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from tests.attacks.trust_stage import Stage, bundle_entry, load, newest, signed_by, stage
 from tests.quantize import nets
+from tuf.api._payload import Targets
 from tuf.api.metadata import Metadata
 
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.repeating import GOLDENS, differences
 from triplane.cloud.trust.repository import Pending
+from triplane.cloud.trust.roles import moment
 from triplane.cloud.trust.signing import renew, replace_keys, sign_policy, sign_release
 from triplane.edge.agent.refusal import Refused
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
@@ -38,12 +40,13 @@ class Cloud:
     files: dict[bytes, Path] = field(default_factory=dict)
     versions: dict[str, Version] = field(default_factory=dict)
     bundles: dict[tuple[str, str], Bundle] = field(default_factory=dict)
+    queued: Pending | None = None
 
     def get(self, name):
         return self.stage.fetch(name)
 
     def pending(self, role):
-        return self.stage.repository.pending(role)
+        return self.queued or self.stage.repository.pending(role)
 
     def submit(self, role, data):
         return self.stage.repository.submit(role, data)
@@ -243,12 +246,9 @@ def test_a_queue_with_other_digests_than_its_bundle_is_not_signed(two, tmp_path)
 def test_a_queue_that_no_signer_began_is_ignored(cloud):
     """The cloud offers as pending what only itself wrote."""
     evil = "release/digits@9+ort-x64.bundle"
-    forged = signed_by(
-        cloud.stage.online, cloud.stage.next_targets("release", [bundle_entry(evil)])
-    )
-    cloud.pending = lambda role: Pending(
-        forged.to_bytes(), published=False, signatures=1, threshold=1
-    )
+    forged = signed_by(cloud.stage.online, cloud.stage.next_targets("release"), "auto")
+    forged.signed.targets = {evil: bundle_entry(evil)}
+    cloud.queued = Pending(forged.to_bytes(), published=False, signatures=1, threshold=1)
     signed = sign_release(cloud, "digits@1", "ort-x64", cloud.stage.offline)
     assert signed.submitted.published
     assert set(load(cloud.stage, "release").signed.targets) == {PATH}
@@ -304,6 +304,34 @@ def test_a_policy_is_signed_with_its_golden_set(cloud, tmp_path):
         sign_policy(
             cloud, Policy({"digits": Rule(2, "golden/x", "accuracy", 0)}), cloud.stage.offline
         )
+
+
+def other_keys(made, folder):
+    """The release role is given to a key of the thief's."""
+    (old,) = made.signed.get_delegated_role("release").keyids
+    made.signed.revoke_key(old, "release")
+    made.signed.add_key(KeyFolder(folder).make("thief").public_key, "release")
+
+
+def longer(made, folder):
+    made.signed.expires = moment(made.signed.expires.timestamp() + 20 * 365 * 86_400)
+
+
+@pytest.mark.parametrize("change", [other_keys, longer])
+def test_a_queued_policy_with_other_keys_or_times_is_not_signed(tmp_path, change):
+    """One of two targets keys is stolen; the other signer means to sign the same policy."""
+    cloud = Cloud(stage(tmp_path / "stage", keys={"targets": 2}, thresholds={"targets": 2}))
+    queued = cloud.stage.next_targets("targets")
+    change(queued, tmp_path / "thief")
+    signed_by(cloud.stage.offline, queued, "targets-1")
+    cloud.queued = Pending(queued.to_bytes(), published=False, signatures=1, threshold=2)
+    (cloud.stage.offline / "targets-1.pem").unlink()
+    sign_policy(cloud, Policy({}), cloud.stage.offline)
+    cloud.queued = None
+    waiting = Metadata[Targets].from_bytes(cloud.pending("targets").metadata)
+    assert waiting.signed_bytes != queued.signed_bytes
+    assert waiting.signed.delegations == load(cloud.stage, "targets").signed.delegations
+    assert len(waiting.signatures) == 1
 
 
 @pytest.mark.parametrize("role", ["targets", "release"])
