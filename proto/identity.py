@@ -252,6 +252,9 @@ def renew(folder: IdentityFolder, *, timeout_s: float = ENROL_S) -> IdentityFold
             pb.RenewRequest(request=certificate_request(key)), timeout=timeout_s
         )
     authority = x509.load_pem_x509_certificate(folder.authority_pem)
+    named = common_name(certificate_of(answer.certificate, "the cloud's answer"))
+    if named != folder.name:
+        raise Corrupt(f"the cloud renewed {folder.name!r} as {named!r}; names never change")
     return _accept(folder, answer.certificate, authority, key, answer.address or folder.cloud)
 
 

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 5.0
 """Between two looks when nothing happens."""
+REFRESH_S: Final = 600.0
+"""Between two looks at the signed metadata when nothing is to be done."""
 RETRY_S: Final = 1.0
 MAX_RETRY_S: Final = 30.0
 MAX_ASSIGNMENTS: Final = 64
@@ -41,6 +43,8 @@ class Reconciler:
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._retry_s = RETRY_S
+        self._refresh_due_s = 0.0
+        self._serving_up = False
         self.desired = read_desired(world.home.desired)
         self.pointers, broken = read_pointers(world.home.models)
         self.incidents: deque[pb.Incident] = deque(maxlen=MAX_INCIDENTS)
@@ -98,7 +102,16 @@ class Reconciler:
                 self._attempt(assignment)
                 return 0.0
         self._collect_garbage()
+        self._refresh_trust()
         return LOOK_S
+
+    def _refresh_trust(self) -> None:
+        """Notice a freeze or an attack also while nothing is to be done."""
+        if time.monotonic() < self._refresh_due_s:
+            return
+        self._refresh_due_s = time.monotonic() + REFRESH_S
+        for refusal in self._world.trust.refresh().refusals:
+            self.incident(refusal)
 
     def _is_due(self, assignment: pb.Assignment) -> bool:
         pointer = self.pointers.get(assignment.model)
@@ -154,13 +167,23 @@ class Reconciler:
 
     def _settle(self) -> None:
         """No attempt is running: serving shall serve what is committed and nothing else."""
-        serving = self._world.seam.versions()
+        try:
+            serving = self._world.seam.versions()
+        except Unavailable:
+            self._note_serving(up=False)
+            raise
+        self._note_serving(up=True)
         for model in {*serving, *self.pointers}:
             pointer = self.pointers.get(model)
             try:
                 restore(self._world.seam, self._world.home, model, pointer)
             except NotFound:
                 logger.warning("unloaded by itself", extra={"model": model})
+
+    def _note_serving(self, *, up: bool) -> None:
+        if up != self._serving_up:
+            self._serving_up = up
+            self._changed()
 
     def _collect_garbage(self) -> None:
         """Drop bundles that no pointer names; nothing is being fetched now."""

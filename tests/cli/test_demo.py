@@ -63,8 +63,21 @@ def test_the_demo_measures_every_step_and_leaves_no_file(short: Path) -> None:
     assert list(short.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("step", ["1  Train", "4  Serve", "7  A bad version"])
+OTHERS = [
+    pytest.param(step, number, marks=pytest.mark.deep)
+    for step, number in [
+        ("1  Train", signal.SIGTERM),
+        ("4  Serve", signal.SIGINT),
+        ("4  Serve", signal.SIGTERM),
+        ("7  A bad version", signal.SIGTERM),
+    ]
+]
+
+
+@pytest.mark.parametrize(
+    ("step", "number"),
+    [("1  Train", signal.SIGINT), ("7  A bad version", signal.SIGINT), *OTHERS],
+)
 def test_an_interrupted_demo_leaves_nothing_running(
     short: Path, step: str, number: signal.Signals
 ) -> None:

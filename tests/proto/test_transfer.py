@@ -17,21 +17,20 @@ from triplane.proto.transfer_pb2_grpc import TransferStub, add_TransferServicer_
 @contextlib.contextmanager
 def serving(blobs):
     """The cloud's half on a loopback port, in a thread with a loop of its own."""
-    ready, done, address = threading.Event(), None, []
+    ready, address, ends = threading.Event(), [], []
 
     async def main():
-        nonlocal done
         done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ends.append(lambda: loop.call_soon_threadsafe(done.set))
         server = grpc.aio.server()
         add_TransferServicer_to_server(TransferServicer(blobs), server)
         address.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
         await server.start()
-        loops.append(asyncio.get_running_loop())
         ready.set()
         await done.wait()
         await server.stop(0)
 
-    loops: list[asyncio.AbstractEventLoop] = []
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
     ready.wait(10)
@@ -39,7 +38,7 @@ def serving(blobs):
         with grpc.insecure_channel(address[0]) as channel:
             yield channel
     finally:
-        loops[0].call_soon_threadsafe(done.set)
+        ends[0]()
         thread.join(10)
 
 
