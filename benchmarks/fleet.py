@@ -4,9 +4,9 @@
 
 Real cloud process, real certificates, real streams; only the work of a node is left out: a
 simulated one commits at once whatever it is told. 30 percent of the nodes are away when the rollout
-begins and come after the others have committed. Per size: seconds until those that are there committed,
-seconds from the arrival of the others until all did, and resident bytes of the cloud per node
-(growth from no node to all of them, divided).
+begins and come after the others have committed. Per size: seconds until those that are there
+committed, seconds from the arrival of the others until all did, and resident bytes of the cloud per
+node (growth from no node to all of them, divided).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -38,7 +39,7 @@ class Process:
     def __init__(self, home):
         self.home = home
         self.ports = {"port": 0, "enrol_port": 0, "dashboard_port": 0}
-        self.child = None
+        self.child: Any = None
 
     async def start(self):
         options = {"home": str(self.home.path), "host": "127.0.0.1", **self.ports}

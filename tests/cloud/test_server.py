@@ -5,6 +5,7 @@ import json
 import socket
 import urllib.request
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -219,7 +220,7 @@ def test_a_node_speaks_for_the_name_in_its_certificate_only(home, tmp_path):
         (pb.Report(models=[pb.ModelReport(model="m", version=2**31)]), "version is at most"),
         (pb.Report(models=[pb.ModelReport(model=f"m{i}") for i in range(65)]), "models is at most"),
         (pb.Report(models=[pb.ModelReport(model="m")] * 2), "names each model once"),
-        (pb.Report(models=[pb.ModelReport(model="m", state=77)]), "no node state 77"),
+        (pb.Report(models=[pb.ModelReport(model="m", state=cast("Any", 77))]), "no node state 77"),
         (pb.Report(incidents=[pb.Incident(text="x" * 2001)]), "at most 2000 characters"),
         (pb.Report(serving_address="x" * 300_000), "size of the report in bytes is at most"),
         (pb.Report(capability=pb.Capability(targets=["t"] * 17)), "capability.targets is at most"),
@@ -307,7 +308,7 @@ def test_who_was_enrolled_or_revoked_before_a_crash_is_known_after_it(home, tmp_
             async def untold(*_):
                 raise Unavailable("killed before the fleet was told")
 
-            cloud._joined = untold
+            cloud._joined = untold  # type: ignore[method-assign]
             with pytest.raises(Unavailable):
                 # the enrolment port was built with the bound method; ask as it does
                 await _enrol_untold(cloud, tmp_path)

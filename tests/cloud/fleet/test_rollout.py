@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -70,7 +71,7 @@ def failed(name, attempt=1, stage=Stage.FAILED):
 
 
 def run(rollout, *events, now_s=10.0):
-    effects = []
+    effects: list[Any] = []
     for event in events:
         rollout, more = step(rollout, event, now_s)
         effects += more
@@ -278,9 +279,9 @@ def test_every_state_has_a_rule_for_every_event():
 
 def test_states_have_the_numbers_of_the_wire():
     for state in State:
-        assert fleet_pb2.Rollout.State.Name(state) == state.name
+        assert fleet_pb2.Rollout.State.Value(state.name) == state
     for stage in list(Stage)[1:]:
-        assert fleet_pb2.NodeState.Name(stage) == stage.name
+        assert fleet_pb2.NodeState.Value(stage.name) == stage
 
 
 # Properties
