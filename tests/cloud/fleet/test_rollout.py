@@ -279,9 +279,9 @@ def test_every_state_has_a_rule_for_every_event():
 
 def test_states_have_the_numbers_of_the_wire():
     for state in State:
-        assert fleet_pb2.Rollout.State.Value(state.name) == state
+        assert int(fleet_pb2.Rollout.State.Value(state.name)) == int(state)
     for stage in list(Stage)[1:]:
-        assert fleet_pb2.NodeState.Value(stage.name) == stage
+        assert int(fleet_pb2.NodeState.Value(stage.name)) == int(stage)
 
 
 # Properties
