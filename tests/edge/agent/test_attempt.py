@@ -1,0 +1,183 @@
+"""Attempts that do not get through: what is told, what serves, what is on disk."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.faults.crash_disk import CrashDisk
+from tests.faults.test_power import MODEL, Node, Server, Signed, content, made_home, path_of, trial
+
+from triplane.edge.agent.attempt import Attempt, Superseded
+from triplane.edge.agent.policy import Admission
+from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.trust import Freshness
+from triplane.edge.home import NodeHome
+from triplane.edge.serving.pointers import read_pointers
+from triplane.proto import fleet_pb2 as pb
+from triplane.proto.errors import InvalidInput, Unavailable
+from triplane.proto.targets import Rule
+
+
+@pytest.fixture
+def node(tmp_path):
+    """A node that serves version 1."""
+    disk = CrashDisk(made_home(tmp_path / "n").path)
+    made = Node(NodeHome(tmp_path / "n"), disk, {})
+    made.bring(1)
+    yield made
+    disk.close()
+
+
+def attempt(node, version=2, *, superseded=lambda: False, **changed):
+    told: list[Any] = []
+    incidents: list[Any] = []
+    world = replace(node.reconciler._world, incident=incidents.append, **changed)
+    assignment = pb.Assignment(
+        model=MODEL, version=version, target_path=path_of(version), attempt=version
+    )
+    made = Attempt(world, assignment, node.reconciler.pointers[MODEL], told.append, superseded)
+    return made, told, incidents
+
+
+def still_serves_one(node):
+    assert node.server.served == {MODEL: "1"}
+    assert read_pointers(node.home.models)[0][MODEL].version == 1
+
+
+def test_a_version_that_gets_through_goes_through_every_state(node):
+    made, told, incidents = attempt(node)
+    assert made.run().version == 2
+    states = [*dict.fromkeys(progress.state for progress in told)]
+    assert states == [
+        "ASSIGNED", "DOWNLOADING", "VERIFIED", "STAGED", "TRIED", "PROBATION", "COMMITTED",
+    ]  # fmt: skip
+    assert incidents == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": "other"}, "not the one signed"),
+        ({"version": 7}, "version 7 for 2"),
+        ({"content_digest": "0" * 64}, "content_digest"),
+        ({"latency_limit_s": 0.001, "latency_s": 0.5}, "500.00 ms here, the bundle allows 1.00"),
+        ({"memory_limit_bytes": 1, "grown_bytes": 1 << 40}, "the bundle says 1"),
+    ],
+)
+def test_a_trial_that_finds_something_else_fails_the_attempt(node, changes, reason):
+    made, told, incidents = attempt(node, trial=lambda *a, **k: {**trial(*a, **k), **changes})
+    assert made.run() is None
+    assert told[-1].state == "FAILED"
+    assert reason in told[-1].reason
+    assert len(incidents) == 1
+    still_serves_one(node)
+
+
+def test_wrong_answers_fail_the_attempt_before_any_switch(node):
+    made, told, incidents = attempt(node, version=3)
+    assert made.run() is None
+    assert (told[-1].state, incidents[0].kind) == ("FAILED", "golden")
+    assert "3" not in node.server.ever
+    still_serves_one(node)
+
+
+def test_a_metric_below_the_signed_floor_fails_the_attempt(node):
+    class Auto(Signed):
+        def admit(self, path, *, node, committed_version):
+            plain = super().admit(path, node=node, committed_version=committed_version)
+            rule = Rule(share=1.0, golden="golden/m", metric="accuracy", floor=0.9)
+            return Admission(plain.target, rule, plain.target)
+
+    made, told, incidents = attempt(
+        node, trust=Auto(), trial=lambda *a, **k: {**trial(*a, **k), "accuracy": 0.5}
+    )
+    assert made.run() is None
+    assert incidents[0].kind == "metric"
+    assert "0.5000" in told[-1].reason
+    still_serves_one(node)
+
+
+def test_stale_metadata_is_no_verdict_but_takes_nothing_new(node):
+    class Stale(Signed):
+        def refresh(self):
+            return Freshness(False, -1.0, (Refused("freeze", "it has expired"),))
+
+    made, told, incidents = attempt(node, trust=Stale())
+    with pytest.raises(Unavailable, match="stale"):
+        made.run()
+    assert told[-1].state == "ASSIGNED"
+    assert incidents[0].kind == "freeze"
+    still_serves_one(node)
+
+
+def test_a_target_of_another_version_than_assigned_is_refused(node):
+    class Swapped(Signed):
+        def admit(self, path, *, node, committed_version):
+            return super().admit(path_of(4), node=node, committed_version=committed_version)
+
+    made, _, incidents = attempt(node, trust=Swapped())
+    assert made.run() is None
+    assert incidents[0].kind == "wrong-target"
+    still_serves_one(node)
+
+
+def test_calls_that_fail_on_probation_send_the_version_back(node):
+    node.server.calls = lambda _: (4, 6)
+    made, told, incidents = attempt(node)
+    assert made.run() is None
+    assert told[-1].state == "RETURNED"
+    assert "6 of 10 calls failed" in told[-1].reason
+    assert incidents[0].kind == "probation"
+    still_serves_one(node)
+
+
+def test_a_server_that_restarts_on_probation_is_seen(node):
+    class Restarting(Server):
+        def load(self, model, path, digest_):
+            super().load(model, path, digest_)
+            self.served = {MODEL: "1"}
+
+    seam = Restarting(dict(node.server.served))
+    made, told, _ = attempt(node, seam=seam)
+    assert made.run() is None
+    assert told[-1].state == "RETURNED"
+    assert "the serving process ended" in told[-1].reason
+
+
+def test_what_serving_refuses_is_returned(node):
+    def refuse(model, path, digest_):
+        raise InvalidInput("no such runtime")
+
+    node.server.load = refuse
+    made, told, _ = attempt(node)
+    assert made.run() is None
+    assert "serving refused it: no such runtime" in told[-1].reason
+    still_serves_one(node)
+
+
+def test_an_attempt_that_is_superseded_stops_without_a_verdict(node):
+    made, told, _ = attempt(node, superseded=lambda: True)
+    with pytest.raises(Superseded):
+        made.run()
+    assert told[-1].state not in {"FAILED", "RETURNED", "COMMITTED"}
+    still_serves_one(node)
+
+
+def test_a_failed_attempt_is_not_tried_again_until_its_number_grows(node):
+    node.bring(3)
+    ever = [*node.server.ever]
+    node.bring(3)
+    assert node.server.ever == ever
+    assert node.reconciler.progress[MODEL].state == "FAILED"
+
+
+def test_bundles_that_no_pointer_names_are_removed(node):
+    node.bring(2)
+    kept = [path.read_bytes() for path in node.home.bundles.iterdir() if path.is_file()]
+    assert kept == [content(2)]
+
+
+def test_an_older_document_changes_nothing(node):
+    node.bring(2)
+    node.reconciler.take(pb.Desired(number=1))
+    assert node.reconciler.desired.number == 2

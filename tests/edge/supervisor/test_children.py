@@ -1,0 +1,55 @@
+import json
+import os
+import signal
+import sys
+
+import pytest
+
+from triplane.edge.supervisor.children import adopt, is_alive, recorded, start
+
+SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+
+
+@pytest.fixture
+def child(tmp_path):
+    made = start("serving", SLEEPER, run=tmp_path, logs=tmp_path)
+    yield made
+    made.signal(signal.SIGKILL)
+    made.wait(10)
+    made.close()
+
+
+def test_a_started_child_is_recorded_and_can_be_adopted(tmp_path, child):
+    assert is_alive("serving", tmp_path)
+    found = adopt("serving", tmp_path)
+    assert found is not None
+    assert found.pid == child.pid
+    assert not found.ended
+    found.close()
+
+
+def test_a_child_that_was_killed_has_ended_and_is_not_adopted(tmp_path, child):
+    child.signal(signal.SIGKILL)
+    assert child.wait(10)
+    assert child.ended
+    assert adopt("serving", tmp_path) is None
+    assert not is_alive("serving", tmp_path)
+
+
+def test_another_process_with_the_recorded_number_is_not_adopted(tmp_path, child):
+    record = recorded("serving", tmp_path)
+    assert record is not None
+    text = json.dumps({"pid": record.pid, "started": record.started - 1})
+    (tmp_path / "serving.json").write_text(text)
+    assert adopt("serving", tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"pid": "x", "started": 1}', "\x00" * 9000])
+def test_a_record_that_cannot_be_read_is_none(tmp_path, text):
+    (tmp_path / "serving.json").write_text(text)
+    assert recorded("serving", tmp_path) is None
+    assert adopt("serving", tmp_path) is None
+
+
+def test_a_child_lives_in_a_session_of_its_own(child):
+    assert os.getsid(child.pid) == child.pid
