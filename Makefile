@@ -22,7 +22,7 @@ demo: venv ## train, convert, serve, fine-tune and roll out a digit reader, a mi
 	@$(BIN)/triplane demo $(ARGS)
 
 test: venv ## the whole suite, at most 8 minutes on 2 cores
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 quick: venv ## lint, types, imports and the fast tests, under a minute
 	@$(MAKE) --no-print-directory lint imports types
