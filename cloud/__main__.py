@@ -6,13 +6,15 @@ output, JSON, says that calls are taken and on which ports. People use `triplane
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from triplane.proto.errors import InvalidInput, TriplaneError
 
@@ -33,8 +35,23 @@ class Facts(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
+ARENA_MAX: Final = -8
+"""glibc's M_ARENA_MAX."""
+
+
+def one_arena() -> None:
+    """Let all threads share one heap, where the C library is glibc.
+
+    Each thread that takes chunks of a large upload would otherwise leave them behind in a heap of
+    its own: half a gigabyte after 1 GB, measured.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(ARENA_MAX, 1)
+
+
 def main(options: Options) -> None:
     """Configure logging to standard error and serve until a signal. Raises the families."""
+    one_arena()
     log = logging.StreamHandler()
     log.setFormatter(Facts())
     logging.basicConfig(level=options.log_level.upper(), handlers=[log])
