@@ -11,6 +11,7 @@ def nothing_leaks():
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_is_left():
+    before = {*psutil.Process().children(recursive=True)}
     yield
-    left = psutil.Process().children(recursive=True)
+    left = {*psutil.Process().children(recursive=True)} - before
     assert not left, [" ".join(process.cmdline()) for process in left]
