@@ -5,6 +5,9 @@ rest is I/O. A message is handled once per pair of epochs, in order; after a sid
 new epoch) what it had not acknowledged is handled again, so handlers must not mind repetition.
 Sending returns when the other side's handler returned, which it does after making the message
 durable where that matters. See `session.proto`.
+
+Times are limited by `asyncio.timeout`, never by `wait_for`: before Python 3.12 that loses a
+cancellation that meets its result, and the loop around it goes on for ever.
 """
 
 import asyncio
@@ -130,7 +133,8 @@ class Link:
                 continue
             if self._told == self.half.received:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+                    async with asyncio.timeout(self._heartbeat_s):
+                        await self._wake.wait()
             if not any(f.number > self._sent for f in self.half.unacknowledged):
                 self._told = self.half.received
                 yield self.half.beat()
@@ -139,7 +143,8 @@ class Link:
         """Handle frames until a goodbye or the end of the stream. Unavailable after silence."""
         while True:
             try:
-                frame = await asyncio.wait_for(read(), SILENT_BEATS * self._heartbeat_s)
+                async with asyncio.timeout(SILENT_BEATS * self._heartbeat_s):
+                    frame = await read()
             except TimeoutError as error:
                 raise Unavailable(
                     f"no frame for {SILENT_BEATS * self._heartbeat_s:.0f} s; the link is dead"
@@ -216,7 +221,8 @@ class SessionClient:
                 epoch=self._half.epoch, peer_epoch=self._half.peer_epoch, software=self._software
             )
             await call.write(pb.Frame(hello=hello, acknowledged=self._half.received))
-            first = await asyncio.wait_for(_read(call), HELLO_S)
+            async with asyncio.timeout(HELLO_S):
+                first = await _read(call)
             if first is None:
                 raise await _end_of(call)
             if first.WhichOneof("body") == "goodbye":

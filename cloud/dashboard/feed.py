@@ -88,7 +88,8 @@ class Feed:
     async def _heard(self, number: int) -> bool:
         """After a later state or a quiet while: whether there will be more."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._later_than(number), QUIET_S)
+            async with asyncio.timeout(QUIET_S):
+                await self._later_than(number)
         return not self._closed
 
     async def _later_than(self, number: int) -> None:

@@ -440,7 +440,8 @@ class LiveFleet:
             except Exception:  # whatever one look met, the next one is as good as any
                 logger.exception("rollouts do not go on")
             try:
-                await asyncio.wait_for(self._nudged.wait(), PERIOD_S)
+                async with asyncio.timeout(PERIOD_S):
+                    await self._nudged.wait()
             except TimeoutError:
                 continue
 

@@ -137,7 +137,8 @@ class FleetServicer(Wire):
 
 async def _heard(moved: asyncio.Event) -> None:
     try:
-        await asyncio.wait_for(moved.wait(), WATCH_IDLE_S)
+        async with asyncio.timeout(WATCH_IDLE_S):
+            await moved.wait()
     except TimeoutError:
         return
 

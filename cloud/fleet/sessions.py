@@ -68,7 +68,8 @@ class Sessions:
         for session in self._sessions.values():
             session.close(session_pb2.Goodbye.SHUTTING_DOWN, SHUTDOWN_WAIT_S)
         try:
-            await asyncio.wait_for(self._empty.wait(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await self._empty.wait()
         except TimeoutError:
             logger.warning("streams did not end", extra={"streams": self._open})
 
@@ -79,7 +80,8 @@ class Sessions:
         if self._stopping:
             yield _goodbye(session_pb2.Goodbye.SHUTTING_DOWN, SHUTDOWN_WAIT_S)
             return
-        first = await asyncio.wait_for(anext(frames, None), HELLO_S)
+        async with asyncio.timeout(HELLO_S):
+            first = await anext(frames, None)
         if first is None:
             raise InvalidInput("a session begins with a hello")
         session = self._session(name)

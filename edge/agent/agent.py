@@ -132,7 +132,8 @@ class Agent:
             await session.send(message)
             self._drop_told(message)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), REPORT_S)
+                async with asyncio.timeout(REPORT_S):
+                    await self._changed.wait()
                 await asyncio.sleep(SETTLE_S)
 
     def _made_report(self) -> pb.Report:

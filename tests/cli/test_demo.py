@@ -105,6 +105,7 @@ def _some_children(pid: int) -> list[psutil.Process]:
     return []
 
 
+@pytest.mark.deep
 def test_few_samples_of_few_classes_are_enough(short: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.npz"
     rng = np.random.default_rng(0)
@@ -115,6 +116,7 @@ def test_few_samples_of_few_classes_are_enough(short: Path, tmp_path: Path) -> N
     assert "camera_after" in json.loads(out)
 
 
+@pytest.mark.deep
 def test_a_folder_is_kept_with_model_bundles_plan_and_charts(short: Path) -> None:
     kept = short / "kept"
     with demo(short, "--keep", str(kept), "--json") as process:

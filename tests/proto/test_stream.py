@@ -16,6 +16,7 @@ from triplane.proto.status import status_of_aio
 from triplane.proto.stream import (
     MAX_UNACKNOWLEDGED,
     Half,
+    Link,
     ServerSession,
     SessionClient,
     check_hello,
@@ -235,3 +236,29 @@ def test_a_new_epoch_of_the_peer_counts_from_nothing():
     assert not receiver.is_new(frame)
     receiver.meet(b"b" * 16)
     assert receiver.is_new(frame)
+
+
+def test_a_cancellation_that_meets_a_frame_ends_the_reader_all_the_same():
+    async def main():
+        loop = asyncio.get_running_loop()
+        arriving = loop.create_future()
+        frames = iter([arriving])
+
+        async def read():
+            return await next(frames, loop.create_future())
+
+        async def handle(_):
+            return
+
+        link = Link(Half(new_epoch()), handle, heartbeat_s=100.0)
+        reading = asyncio.create_task(link.incoming(read))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        arriving.set_result(pb.Frame())
+        for _ in range(1):  # until the frame is there and its reader not yet told
+            await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait({reading}, timeout=2)
+        assert reading.cancelled()
+
+    run(main)
