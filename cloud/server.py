@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +24,13 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 import sqlalchemy as sa
-import uvicorn
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_health.v1.health import aio as health  # type: ignore[import-untyped]
 
 from triplane.cloud import trust
 from triplane.cloud.dashboard import application
 from triplane.cloud.dashboard.live import CloudSource
+from triplane.cloud.dashboard.page import Page
 from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.servicer import FleetServicer
 from triplane.cloud.fleet.sessions import Sessions, SessionServicer
@@ -257,10 +257,7 @@ class Cloud:
             raise _taken(f"{LOCAL}:{self._asked['dashboard']}") from error
         self._stack.callback(listener.close)
         self.dashboard_port = listener.getsockname()[1]
-        config = uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=1
-        )
-        page = _Page(config)
+        page = Page(app)
         serving = asyncio.create_task(page.serve([listener]), name="dashboard")
 
         async def stop() -> None:
@@ -323,15 +320,6 @@ class Cloud:
         line = f"{self.address}\n".encode()
         if path.is_file() and path.read_bytes() != line:
             write_atomic(path, line)
-
-
-class _Page(uvicorn.Server):
-    """The process owns its signals, not the page."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave them alone."""
-        yield
 
 
 def _name() -> str:

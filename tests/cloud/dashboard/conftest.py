@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import uvicorn
 
 from triplane.cloud.dashboard import NodeIncident, application
+from triplane.cloud.dashboard.page import Page
 from triplane.proto.errors import Conflict, NotFound
 from triplane.proto.fleet_pb2 import (
     COMMITTED,
@@ -132,8 +132,7 @@ def small_fleet() -> WrittenFleet:
 def served(app):
     """The application on a free port of the loopback; gives its address."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    server = Page(app)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
