@@ -29,7 +29,7 @@ quick: venv ## lint, types, imports and the fast tests, under a minute
 	@$(BIN)/python -m pytest -q -n 2 -m 'not deep and not slow' $(ARGS)
 
 deep: venv ## the long searches, minutes each; SUITE=crash kills 500 times and writes docs/evidence/crash.md
-	@HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m deep $(SUITE_$(SUITE)) $(ARGS)
+	@HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m 'deep or hypothesis' $(SUITE_$(SUITE)) $(ARGS)
 
 lint: venv ## ruff: rules and format
 	@$(BIN)/ruff check --quiet .

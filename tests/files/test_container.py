@@ -199,7 +199,7 @@ def test_file_too_large_for_version_one_is_refused_before_writing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=settings().max_examples * 3 // 5)
 @given(
     parts=st.dictionaries(
         st.from_regex(PART_NAME, fullmatch=True), st.binary(max_size=300), max_size=6

@@ -103,7 +103,7 @@ def compiled(text):
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples * 2 // 5)
 @given(block(2, in_loop=False), st.integers(0, 3), st.integers(-2, 2))
 def test_random_programs_agree_between_python_and_graph(body, n, shift):
     f = graph(compiled(HEADER + textwrap.indent(body, "    ") + "\n" + FOOTER))

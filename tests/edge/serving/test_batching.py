@@ -31,7 +31,7 @@ def runner_over(request):
     return make
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=settings().max_examples * 3 // 10)
 @given(
     sizes=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=2, max_size=8),
 )
