@@ -3,18 +3,26 @@
 A servicer runs its body inside `status_of(context)`; a client runs its call inside
 `remote_errors()` and catches what the server raised. Anything that is no family is an internal
 error: the caller gets a constant text and an incident id, the log gets the traceback under it.
+
+The status alone does not tell every family, so the trailer names it too, with facts for scripts
+(`told`, `facts_of`), in the form that other gRPC tools read as google.rpc.ErrorInfo. A trailer
+that is damaged, too long or contradicts the status is ignored; the status then decides.
 """
 
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
-from typing import Final, NoReturn, Protocol
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.any_pb2 import Any as Packed
+from google.protobuf.message import DecodeError
 
+from triplane.proto import status_pb2 as pb
 from triplane.proto.errors import (
     Conflict,
     Corrupt,
@@ -27,9 +35,18 @@ from triplane.proto.errors import (
 
 logger = logging.getLogger(__name__)
 
-# The text travels in a trailer; peers commonly refuse headers beyond 8 KiB in all, and a
-# character may take 3 percent-encoded groups of 3 bytes.
 MAX_DETAIL_CHARS: Final = 800
+MAX_DETAIL_BYTES: Final = 1500
+"""Of the text in UTF-8. It travels twice, percent-encoded (up to 3 bytes for one) and in base 64
+(4 for 3), and peers commonly refuse headers beyond 8 KiB in all."""
+MAX_FACTS: Final = 8
+MAX_FACT_CHARS: Final = 64
+MAX_TRAILER_BYTES: Final = 8 << 10
+TRAILER: Final = "grpc-status-details-bin"
+DOMAIN: Final = "triplane"
+ERROR_INFO: Final = "type.googleapis.com/google.rpc.ErrorInfo"
+
+E = TypeVar("E", bound=Exception)
 
 
 class DeadlineExceeded(Unavailable):
@@ -43,12 +60,18 @@ class Unimplemented(InvalidInput):
 class Aborting(Protocol):
     """What `status_of` needs of a servicer context."""
 
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        """What to send at the end."""
+
     def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
         """End the call with `code`; raises."""
 
 
 class AbortingLater(Protocol):
     """The same of a grpc.aio context."""
+
+    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
+        """What to send at the end."""
 
     async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
         """End the call with `code`; raises."""
@@ -95,14 +118,56 @@ def family_of(code: grpc.StatusCode) -> type[TriplaneError]:
     return _FAMILY_OF[code]
 
 
-def describe(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """Status and text for the caller; logs `error` with an incident id when it is internal."""
-    code = code_of(error)
-    if code is not grpc.StatusCode.INTERNAL:
-        return code, str(error)[:MAX_DETAIL_CHARS]
+def told(error: E, /, **facts: str) -> E:
+    """`error` with facts for scripts, which a client finds by `facts_of` on what it raises.
+
+    At most MAX_FACTS, of at most MAX_FACT_CHARS printable characters each; what is beyond is left
+    out: an error is no place to raise another.
+    """
+    kept = {name: fact for name, fact in facts.items() if _is_fact(name) and _is_fact(fact)}
+    vars(error)["facts"] = MappingProxyType(dict(list(kept.items())[:MAX_FACTS]))
+    return error
+
+
+def facts_of(error: BaseException) -> Mapping[str, str]:
+    """What was `told` of it, here or on the server; an internal error has its `incident`."""
+    found: Mapping[str, str] = vars(error).get("facts", {})
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a caller gets for an error."""
+
+    code: grpc.StatusCode
+    text: str
+    family: type[TriplaneError]
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    def trailer(self) -> tuple[tuple[str, bytes], ...]:
+        """The metadata that names family and facts. See status.proto."""
+        reason = pb.Reason(family=self.family.__name__, domain=DOMAIN, fields=self.facts)
+        packed = Packed(type_url=ERROR_INFO, value=reason.SerializeToString(deterministic=True))
+        number: int = self.code.value[0]
+        status = pb.Status(code=number, message=self.text, details=[packed])
+        return ((TRAILER, status.SerializeToString()),)
+
+
+def answer_to(error: Exception) -> Answer:
+    """What the caller gets for `error`; logs it with an incident id when it is internal."""
+    row = next((row for row in TABLE if isinstance(error, row.family)), TABLE[-1])
+    if row.code is not grpc.StatusCode.INTERNAL:
+        return Answer(row.code, _cut(str(error)), row.family, facts_of(error))
     incident = secrets.token_hex(6)
     logger.error("internal error", exc_info=error, extra={"incident": incident})
-    return code, f"internal error, incident {incident}; the server's log has it under this id"
+    text = f"internal error, incident {incident}; the server's log has it under this id"
+    return Answer(row.code, text, row.family, {"incident": incident})
+
+
+def describe(error: Exception) -> tuple[grpc.StatusCode, str]:
+    """Status and text of `answer_to`, for callers that have no trailer."""
+    answer = answer_to(error)
+    return answer.code, answer.text
 
 
 @contextlib.contextmanager
@@ -110,9 +175,10 @@ def status_of(context: Aborting) -> Iterator[None]:
     """Answer whatever the body raises with its status. The body never aborts by itself."""
     try:
         yield
-    except Exception as error:  # noqa: BLE001 -- the process edge: `describe` logs it
-        code, text = describe(error)
-        context.abort(code, text)
+    except Exception as error:  # noqa: BLE001 -- the process edge: `answer_to` logs it
+        answer = answer_to(error)
+        context.set_trailing_metadata(answer.trailer())
+        context.abort(answer.code, answer.text)
 
 
 @contextlib.asynccontextmanager
@@ -122,16 +188,18 @@ async def status_of_aio(context: AbortingLater) -> AsyncIterator[None]:
         yield
     except (grpc.aio.AbortError, grpc.aio.UsageError):
         raise
-    except Exception as error:  # noqa: BLE001 -- the process edge: `describe` logs it
-        code, text = describe(error)
-        await context.abort(code, text)
+    except Exception as error:  # noqa: BLE001 -- the process edge: `answer_to` logs it
+        answer = answer_to(error)
+        context.set_trailing_metadata(answer.trailer())
+        await context.abort(answer.code, answer.text)
 
 
 def error_from(error: grpc.RpcError) -> TriplaneError:
-    """What the server raised, as far as its status tells."""
+    """What the server raised, as far as its trailer and its status tell."""
     code: grpc.StatusCode = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     text: str | None = getattr(error, "details", lambda: None)()
-    return family_of(code)(text or code.name)
+    reason = _reason(getattr(error, "trailing_metadata", lambda: None)())
+    return told(_family(reason, code)(text or code.name), **reason.fields)
 
 
 @contextlib.contextmanager
@@ -141,3 +209,35 @@ def remote_errors() -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise error_from(error) from error
+
+
+def _reason(metadata: Any) -> pb.Reason:
+    """Ours among the trailer's details; empty where there is none or it is not readable."""
+    found = next((value for key, value in metadata or () if key == TRAILER), b"")
+    if not isinstance(found, bytes) or len(found) > MAX_TRAILER_BYTES:
+        return pb.Reason()
+    try:
+        for packed in pb.Status.FromString(found).details:
+            if packed.type_url == ERROR_INFO:
+                reason = pb.Reason.FromString(packed.value)
+                if reason.domain == DOMAIN:
+                    return reason
+    except DecodeError:
+        logger.info("a trailer is damaged", extra={"bytes": len(found)})
+    return pb.Reason()
+
+
+def _family(reason: pb.Reason, code: grpc.StatusCode) -> type[TriplaneError]:
+    for row in TABLE:
+        if row.family.__name__ == reason.family and code in {row.code, *row.also}:
+            return row.family
+    return family_of(code)
+
+
+def _is_fact(text: str) -> bool:
+    return 0 < len(text) <= MAX_FACT_CHARS and text.isprintable()
+
+
+def _cut(text: str) -> str:
+    data = text[:MAX_DETAIL_CHARS].encode(errors="replace")
+    return data[:MAX_DETAIL_BYTES].decode(errors="ignore")

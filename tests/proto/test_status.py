@@ -1,11 +1,15 @@
+import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
+from google.protobuf import any_pb2, descriptor_pb2, descriptor_pool, message_factory
 
 from triplane.proto import status
+from triplane.proto import status_pb2 as pb
 from triplane.proto.errors import (
     Conflict,
     Corrupt,
@@ -51,17 +55,12 @@ def call():
     pool.shutdown()
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in {MissingExtra, TriplaneError}])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f is not TriplaneError])
 def test_a_client_raises_what_the_server_raised(call, family):
     with pytest.raises(family, match=r"the rule, 3 values; do this: ä") as raised:
         call(family("the rule, 3 values; do this: ä"))
     assert type(raised.value) is family
     assert isinstance(raised.value.__cause__, grpc.RpcError)
-
-
-def test_an_extra_that_the_server_lacks_is_unimplemented_there(call):
-    with pytest.raises(Unimplemented, match="install it"):
-        call(MissingExtra("install it"))
 
 
 @pytest.mark.parametrize("error", [KeyError("secret"), TriplaneError("secret")])
@@ -72,13 +71,20 @@ def test_anything_else_leaves_as_a_constant_text_and_is_logged_under_its_id(call
     assert "secret" not in str(raised.value)
     (record,) = caplog.records
     assert record.incident in str(raised.value)
+    assert status.facts_of(raised.value) == {"incident": record.incident}
     assert record.exc_info[1] is error
 
 
 def test_a_long_message_is_cut_to_what_a_trailer_carries(call):
-    with pytest.raises(NotFound) as raised:
-        call(NotFound("語" * 10_000))
-    assert str(raised.value) == "語" * status.MAX_DETAIL_CHARS
+    for sign, most in (
+        ("a", status.MAX_DETAIL_CHARS),
+        ("語", status.MAX_DETAIL_BYTES // 3),
+        ("\U0001f40c", status.MAX_DETAIL_BYTES // 4),
+        ("\udc80", 0),
+    ):
+        with pytest.raises(Conflict) as raised:
+            call(Conflict(sign * 10_000))
+        assert str(raised.value).rstrip("?") == sign * most
 
 
 def test_every_status_but_ok_raises_a_family_and_stands_in_one_row():
@@ -102,3 +108,124 @@ def test_a_server_that_is_not_there_is_unavailable():
         ask: Any = channel.unary_unary("/test.Service/Raise")
         with pytest.raises(Unavailable), status.remote_errors():
             ask(b"")
+
+
+def test_facts_for_scripts_travel_with_the_error(call):
+    with pytest.raises(Conflict) as raised:
+        call(status.told(Conflict("busy"), rollout="r-1", error="x", absurd="\n", long="y" * 999))
+    assert status.facts_of(raised.value) == {"rollout": "r-1", "error": "x"}
+    assert status.facts_of(KeyError()) == {}
+
+
+def test_a_client_in_an_event_loop_raises_the_same():
+    async def behaviour(_: Any, context: Any) -> None:
+        async with status.status_of_aio(context):
+            raise status.told(MissingExtra("needs more"), extra="xla")
+
+    async def story():
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        handler: Any = grpc.unary_unary_rpc_method_handler(behaviour)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("test.Service", {"Raise": handler}),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                ask: Any = channel.unary_unary("/test.Service/Raise")
+                with (
+                    pytest.raises(MissingExtra, match="needs more") as raised,
+                    status.remote_errors(),
+                ):
+                    await ask(b"")
+            return raised.value
+        finally:
+            await server.stop(None)
+
+    assert status.facts_of(asyncio.run(story())) == {"extra": "xla"}
+
+
+def google():
+    """google.rpc.Status and ErrorInfo as Google publishes them, in a pool of their own."""
+    field = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(
+        name="google/rpc/status.proto", package="google.rpc", syntax="proto3",
+        dependency=["google/protobuf/any.proto"],
+    )  # fmt: skip
+    made = file.message_type.add(name="Status")
+    made.field.add(name="code", number=1, type=field.TYPE_INT32, label=field.LABEL_OPTIONAL)
+    made.field.add(name="message", number=2, type=field.TYPE_STRING, label=field.LABEL_OPTIONAL)
+    made.field.add(
+        name="details", number=3, type=field.TYPE_MESSAGE, label=field.LABEL_REPEATED,
+        type_name=".google.protobuf.Any",
+    )  # fmt: skip
+    info = file.message_type.add(name="ErrorInfo")
+    for number, name in enumerate(("reason", "domain"), 1):
+        info.field.add(name=name, number=number, type=field.TYPE_STRING, label=field.LABEL_OPTIONAL)
+    info.field.add(
+        name="metadata", number=3, type=field.TYPE_MESSAGE, label=field.LABEL_REPEATED,
+        type_name=".google.rpc.ErrorInfo.MetadataEntry",
+    )  # fmt: skip
+    entry = info.nested_type.add(name="MetadataEntry")
+    entry.options.map_entry = True
+    for number, name in enumerate(("key", "value"), 1):
+        entry.field.add(
+            name=name, number=number, type=field.TYPE_STRING, label=field.LABEL_OPTIONAL
+        )
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(any_pb2.DESCRIPTOR.serialized_pb)
+    pool.Add(file)
+    names = ("google.rpc.Status", "google.rpc.ErrorInfo")
+    return [message_factory.GetMessageClass(pool.FindMessageTypeByName(n)) for n in names]
+
+
+def test_other_tools_read_the_trailer_as_an_error_info():
+    Status, ErrorInfo = google()
+    answer = status.answer_to(status.told(Conflict("busy"), rollout="r-1"))
+    ((key, data),) = answer.trailer()
+    assert key == "grpc-status-details-bin"
+    read: Any = Status.FromString(data)
+    assert (read.code, read.message) == (grpc.StatusCode.FAILED_PRECONDITION.value[0], "busy")
+    info: Any = ErrorInfo()
+    assert read.details[0].Unpack(info)
+    assert (info.reason, info.domain, dict(info.metadata)) == (
+        "Conflict", "triplane", {"rollout": "r-1"},
+    )  # fmt: skip
+
+
+class Failed(grpc.RpcError):
+    """A failed call with the trailer of a peer that may be anybody."""
+
+    def __init__(self, trailer):
+        super().__init__()
+        self.trailer = trailer
+
+    def code(self):
+        return grpc.StatusCode.UNIMPLEMENTED
+
+    def details(self):
+        return "no such thing"
+
+    def trailing_metadata(self):
+        return ((status.TRAILER, self.trailer),)
+
+
+def trailer(**options):
+    reason = pb.Reason(**{"family": "MissingExtra", "domain": status.DOMAIN} | options)
+    packed = any_pb2.Any(type_url=status.ERROR_INFO, value=reason.SerializeToString())
+    return pb.Status(details=[packed]).SerializeToString()
+
+
+def test_a_trailer_that_is_damaged_foreign_or_contradicts_the_status_is_ignored():
+    assert type(status.error_from(Failed(trailer()))) is MissingExtra
+    for odd in (
+        b"",
+        b"\xff" * 40,
+        "text",
+        trailer()[:-1],
+        trailer(domain="example.org"),
+        trailer(family="Corrupt"),
+        trailer(family="SystemExit"),
+        trailer(fields={"x": "y" * status.MAX_TRAILER_BYTES}),
+    ):
+        assert type(status.error_from(Failed(odd))) is Unimplemented
