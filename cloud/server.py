@@ -105,6 +105,7 @@ class Cloud:
         self._drain_s = drain_s
         self._stack = AsyncExitStack()
         self._duties: set[asyncio.Task[None]] = set()
+        self._noting = asyncio.Lock()
         self.port = self.enrol_port = self.dashboard_port = 0
 
     @property
@@ -161,6 +162,7 @@ class Cloud:
         push(self._end_duties)
         await self.fleet.start()
         await self._reconcile()
+        await self._note_signed()
         self.sessions = Sessions(self.fleet, clock=self._clock)
         self._connect_parts()
         await self._serve_main(authority)
@@ -173,11 +175,24 @@ class Cloud:
         loop = asyncio.get_running_loop()
         self.registry.on_bundle(lambda _: self.fleet.nudge())
 
+        def note() -> None:
+            self.fleet.nudge()
+            self._spawn(self._note_signed(), "signatures")
+
         def published(_: str) -> None:
-            loop.call_soon_threadsafe(self.fleet.nudge)
+            loop.call_soon_threadsafe(note)
 
         self.repository.on_published(published)
         self.gate.on_revoked(self._revoked)
+
+    async def _note_signed(self) -> None:
+        """Let the registry say what is signed now; one look at a time, the newest last."""
+        async with self._noting:
+            try:
+                signed = await asyncio.to_thread(self.repository.signed_bundles)
+                await self.registry.note_signed(signed)
+            except TriplaneError:
+                logger.exception("signatures were not noted; the next publication notes them")
 
     def _revoked(self, name: str) -> None:
         self.sessions.revoke(name)
@@ -292,6 +307,8 @@ class Cloud:
                 details=details,
             )
         )  # fmt: skip
+        if made.published:
+            await self._note_signed()
 
     async def _keep_fresh(self) -> None:
         while True:

@@ -83,7 +83,7 @@ def bundle_text(bundle: Bundle) -> str:
         return f"{bundle.target}: {state}{f': {bundle.reason}' if bundle.reason else ''}"
     reference = f"{bundle.model}@{bundle.version}"
     way = f"triplane sign {reference} --target {bundle.target} --keys DIR"
-    unsigned = f"no signature known (a rollout looks for it); {way}"
+    unsigned = f"not signed, so no node takes it; {way}"
     content = bundle.content_digest.hex()[:DIGEST_CHARS]
     signed = f"signed as {bundle.signed_path}" if bundle.signed_path else unsigned
     return f"{bundle.target}: ready, {size(bundle.size)}, content {content}, {signed}"

@@ -219,6 +219,15 @@ def unfinished(connection: Connection) -> list[Bundle]:
     return [_bundle(row) for row in rows]
 
 
+def ready(connection: Connection) -> list[Bundle]:
+    """Every finished bundle, in the order of its name."""
+    order = BUNDLES.c.model, BUNDLES.c.version, BUNDLES.c.target
+    rows = connection.execute(
+        select(BUNDLES).where(BUNDLES.c.state == State.READY.name).order_by(*order)
+    )
+    return [_bundle(row) for row in rows]
+
+
 def sign(connection: Connection, model: str, version: int, target: str, path: str) -> Bundle:
     """Note where the signed target is. NotFound: no such bundle. Conflict: it is not READY."""
     found = bundle(connection, model, version, target)

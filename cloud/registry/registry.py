@@ -22,6 +22,7 @@ from triplane.cloud.registry.names import Reference, check_alias
 from triplane.cloud.registry.values import Bundle, Model, Push, Recipe, State, Version
 from triplane.cloud.store import Database
 from triplane.proto.errors import InvalidInput, TriplaneError, Unavailable
+from triplane.proto.targets import SignedTarget
 from triplane.proto.transfer import BlobFolder
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ STOPPING: Final = "the cloud is stopping; the conversion goes on when it is back
 SYSTEM: Final = "cloud"
 """The actor of what nobody asked for by hand."""
 
-_Key = tuple[str, int, str]
+Key = tuple[str, int, str]
+"""(model, version, target)."""
 
 
 class Audit(Protocol):
@@ -71,7 +73,7 @@ class Registry:
         self.blobs = blobs
         self._db, self._conversions = db, conversions
         self._audit, self._clock = audit, clock
-        self._running: dict[_Key, asyncio.Task[None]] = {}
+        self._running: dict[Key, asyncio.Task[None]] = {}
         self._listeners: list[Callable[[Bundle], None]] = []
         self._stopping = False
 
@@ -186,6 +188,29 @@ class Registry:
         self._tell(signed)
         return signed
 
+    async def note_signed(self, signed: Mapping[Key, SignedTarget]) -> list[Bundle]:
+        """Let every finished bundle say how it is signed now; returns those that say another thing.
+
+        signed: all there is, by (model, version, target). It counts where its bytes are the
+        bundle's; a bundle that is not in it, after a change of keys say, is signed no more.
+        """
+
+        def work(connection: Connection) -> list[Bundle]:
+            changed = [
+                queries.sign(connection, bundle.model, bundle.version, bundle.target, path)
+                for bundle in queries.ready(connection)
+                if (path := _path_for(bundle, signed)) != bundle.signed_path
+            ]
+            for bundle in changed:
+                details = {"path": bundle.signed_path}
+                self._note(connection, SYSTEM, "registry.signed", str(bundle), details)
+            return changed
+
+        changed = await self._db.write(work)
+        for bundle in changed:
+            self._tell(bundle)
+        return changed
+
     def _insert(self, connection: Connection, push: Push, digest: bytes, by: str) -> Version:
         known = queries.pushed(connection, push)
         if known is not None:
@@ -210,7 +235,7 @@ class Registry:
     def _found(self, blob: bytes) -> Path | None:
         return self.blobs.find(blob) if blob else None
 
-    def _ask(self, connection: Connection, key: _Key) -> Bundle:
+    def _ask(self, connection: Connection, key: Key) -> Bundle:
         """The bundle, CONVERTING where that has to begin; decided in the one writer."""
         model, version, target = key
         queries.number(connection, Reference(model, version))
@@ -309,6 +334,12 @@ class Registry:
                 callback(bundle)
             except Exception:
                 logger.exception("a listener failed", extra={"bundle": str(bundle)})
+
+
+def _path_for(bundle: Bundle, signed: Mapping[Key, SignedTarget]) -> str:
+    found = signed.get((bundle.model, bundle.version, bundle.target))
+    is_same = found is not None and (found.sha256, found.length) == (bundle.blob, bundle.size)
+    return found.path if found is not None and is_same else ""
 
 
 def _check_target(name: str) -> None:

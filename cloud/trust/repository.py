@@ -138,6 +138,17 @@ class Repository:
                 return found
         return None
 
+    def signed_bundles(self) -> dict[tuple[str, int, str], SignedTarget]:
+        """All that `find_signed` finds now, by (model, version, target)."""
+        chain, found = self._chain, dict[tuple[str, int, str], SignedTarget]()
+        for row in reversed(DELEGATED):
+            if not chain.is_signed(row.name):
+                continue
+            for path, entry in chain.targets[row.name].signed.targets.items():
+                signed = read_target(path, entry.length, entry.hashes, entry.custom)
+                found[signed.name.model, signed.name.version, signed.name.target] = signed
+        return found
+
     def expiries(self) -> dict[str, float]:
         """When each role's published metadata ends, in seconds since 1970."""
         chain = self._chain

@@ -62,7 +62,7 @@ def test_the_page_shows_nodes_waves_reasons_versions_and_incidents(page, shots):
     assert "5 of 8, 1 failed" in rollout
     assert len(page.find_elements("css selector", "#rollouts .wave")) == 3
     assert len(page.find_elements("css selector", "#rollouts .bar .good")) == 7
-    assert "no signature known" in text(page, "#versions")
+    assert "not signed" in text(page, "#versions")
     assert "golden" in text(page, "#incidents")
     assert text(page, "#link") == "live"
     assert "36 of 40 nodes connected" in text(page, "#totals")
