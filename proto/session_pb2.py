@@ -22,26 +22,27 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from triplane.proto import federation_pb2 as triplane_dot_proto_dot_federation__pb2
 from triplane.proto import fleet_pb2 as triplane_dot_proto_dot_fleet__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctriplane/proto/session.proto\x12\x13triplane.session.v1\x1a\x1atriplane/proto/fleet.proto\"\xa0\x02\n\x05\x46rame\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x14\n\x0c\x61\x63knowledged\x18\x02 \x01(\x04\x12+\n\x05hello\x18\x03 \x01(\x0b\x32\x1a.triplane.session.v1.HelloH\x00\x12/\n\x07welcome\x18\x04 \x01(\x0b\x32\x1c.triplane.session.v1.WelcomeH\x00\x12/\n\x07goodbye\x18\x05 \x01(\x0b\x32\x1c.triplane.session.v1.GoodbyeH\x00\x12-\n\x07\x64\x65sired\x18\n \x01(\x0b\x32\x1a.triplane.fleet.v1.DesiredH\x00\x12+\n\x06report\x18\x0b \x01(\x0b\x32\x19.triplane.fleet.v1.ReportH\x00\x42\x06\n\x04\x62ody\"<\n\x05Hello\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x12\n\npeer_epoch\x18\x02 \x01(\x0c\x12\x10\n\x08software\x18\x03 \x01(\t\"-\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\"\x99\x01\n\x07Goodbye\x12-\n\x03why\x18\x01 \x01(\x0e\x32 .triplane.session.v1.Goodbye.Why\x12\x15\n\rretry_after_s\x18\x02 \x01(\x01\"H\n\x03Why\x12\x13\n\x0fWHY_UNSPECIFIED\x10\x00\x12\x11\n\rSHUTTING_DOWN\x10\x01\x12\x0b\n\x07REVOKED\x10\x02\x12\x0c\n\x08REPLACED\x10\x03\x32M\n\x07Session\x12\x42\n\x04Open\x12\x1a.triplane.session.v1.Frame\x1a\x1a.triplane.session.v1.Frame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctriplane/proto/session.proto\x12\x13triplane.session.v1\x1a\x1ftriplane/proto/federation.proto\x1a\x1atriplane/proto/fleet.proto\"\xbc\x03\n\x05\x46rame\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x14\n\x0c\x61\x63knowledged\x18\x02 \x01(\x04\x12+\n\x05hello\x18\x03 \x01(\x0b\x32\x1a.triplane.session.v1.HelloH\x00\x12/\n\x07welcome\x18\x04 \x01(\x0b\x32\x1c.triplane.session.v1.WelcomeH\x00\x12/\n\x07goodbye\x18\x05 \x01(\x0b\x32\x1c.triplane.session.v1.GoodbyeH\x00\x12-\n\x07\x64\x65sired\x18\n \x01(\x0b\x32\x1a.triplane.fleet.v1.DesiredH\x00\x12+\n\x06report\x18\x0b \x01(\x0b\x32\x19.triplane.fleet.v1.ReportH\x00\x12.\n\x05offer\x18\x0c \x01(\x0b\x32\x1d.triplane.federation.v1.OfferH\x00\x12,\n\x04work\x18\r \x01(\x0b\x32\x1c.triplane.federation.v1.WorkH\x00\x12<\n\x0c\x63ontribution\x18\x0e \x01(\x0b\x32$.triplane.federation.v1.ContributionH\x00\x42\x06\n\x04\x62ody\"<\n\x05Hello\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x12\n\npeer_epoch\x18\x02 \x01(\x0c\x12\x10\n\x08software\x18\x03 \x01(\t\"-\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x0c\x12\x13\n\x0bheartbeat_s\x18\x02 \x01(\x01\"\x99\x01\n\x07Goodbye\x12-\n\x03why\x18\x01 \x01(\x0e\x32 .triplane.session.v1.Goodbye.Why\x12\x15\n\rretry_after_s\x18\x02 \x01(\x01\"H\n\x03Why\x12\x13\n\x0fWHY_UNSPECIFIED\x10\x00\x12\x11\n\rSHUTTING_DOWN\x10\x01\x12\x0b\n\x07REVOKED\x10\x02\x12\x0c\n\x08REPLACED\x10\x03\x32M\n\x07Session\x12\x42\n\x04Open\x12\x1a.triplane.session.v1.Frame\x1a\x1a.triplane.session.v1.Frame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triplane.proto.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FRAME']._serialized_start=82
-  _globals['_FRAME']._serialized_end=370
-  _globals['_HELLO']._serialized_start=372
-  _globals['_HELLO']._serialized_end=432
-  _globals['_WELCOME']._serialized_start=434
-  _globals['_WELCOME']._serialized_end=479
-  _globals['_GOODBYE']._serialized_start=482
-  _globals['_GOODBYE']._serialized_end=635
-  _globals['_GOODBYE_WHY']._serialized_start=563
-  _globals['_GOODBYE_WHY']._serialized_end=635
-  _globals['_SESSION']._serialized_start=637
-  _globals['_SESSION']._serialized_end=714
+  _globals['_FRAME']._serialized_start=115
+  _globals['_FRAME']._serialized_end=559
+  _globals['_HELLO']._serialized_start=561
+  _globals['_HELLO']._serialized_end=621
+  _globals['_WELCOME']._serialized_start=623
+  _globals['_WELCOME']._serialized_end=668
+  _globals['_GOODBYE']._serialized_start=671
+  _globals['_GOODBYE']._serialized_end=824
+  _globals['_GOODBYE_WHY']._serialized_start=752
+  _globals['_GOODBYE_WHY']._serialized_end=824
+  _globals['_SESSION']._serialized_start=826
+  _globals['_SESSION']._serialized_end=903
 # @@protoc_insertion_point(module_scope)

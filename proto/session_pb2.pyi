@@ -10,6 +10,7 @@ again and what was not acknowledged is sent again; the receiver drops what it ha
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from triplane.proto import federation_pb2 as _federation_pb2
 from triplane.proto import fleet_pb2 as _fleet_pb2
 import builtins as _builtins
 import sys
@@ -33,6 +34,9 @@ class Frame(_message.Message):
     GOODBYE_FIELD_NUMBER: _builtins.int
     DESIRED_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    OFFER_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
+    CONTRIBUTION_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Of this message; 0 for a frame that only acknowledges, greets or keeps the stream alive."""
     acknowledged: _builtins.int
@@ -47,6 +51,12 @@ class Frame(_message.Message):
     def desired(self) -> _fleet_pb2.Desired: ...
     @_builtins.property
     def report(self) -> _fleet_pb2.Report: ...
+    @_builtins.property
+    def offer(self) -> _federation_pb2.Offer: ...
+    @_builtins.property
+    def work(self) -> _federation_pb2.Work: ...
+    @_builtins.property
+    def contribution(self) -> _federation_pb2.Contribution: ...
     def __init__(
         self,
         *,
@@ -57,12 +67,15 @@ class Frame(_message.Message):
         goodbye: Global___Goodbye | None = ...,
         desired: _fleet_pb2.Desired | None = ...,
         report: _fleet_pb2.Report | None = ...,
+        offer: _federation_pb2.Offer | None = ...,
+        work: _federation_pb2.Work | None = ...,
+        contribution: _federation_pb2.Contribution | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "desired", b"desired", "goodbye", b"goodbye", "hello", b"hello", "report", b"report", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "contribution", b"contribution", "desired", b"desired", "goodbye", b"goodbye", "hello", b"hello", "offer", b"offer", "report", b"report", "welcome", b"welcome", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "body", b"body", "desired", b"desired", "goodbye", b"goodbye", "hello", b"hello", "number", b"number", "report", b"report", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged", b"acknowledged", "body", b"body", "contribution", b"contribution", "desired", b"desired", "goodbye", b"goodbye", "hello", b"hello", "number", b"number", "offer", b"offer", "report", b"report", "welcome", b"welcome", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "welcome", "goodbye", "desired", "report"]  # noqa: Y015
+    _WhichOneofReturnType_body: _TypeAlias = _typing.Literal["hello", "welcome", "goodbye", "desired", "report", "offer", "work", "contribution"]  # noqa: Y015
     _WhichOneofArgType_body: _TypeAlias = _typing.Literal["body", b"body"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_body) -> _WhichOneofReturnType_body | None: ...
 

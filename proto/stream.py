@@ -36,7 +36,7 @@ HELLO_S: Final = 10.0
 SILENT_BEATS: Final = 3
 FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 30.0
-BODIES: Final = ("desired", "report")
+BODIES: Final = ("desired", "report", "offer", "work", "contribution")
 """Fields of `Frame.body` that are messages; the others keep the stream itself."""
 
 Message = Any

@@ -17,7 +17,7 @@ from triplane.unified_ir.files import digests
 from triplane.unified_ir.files.dtypes import BY_NAME
 
 FORMAT_VERSION: Final = 1
-KINDS: Final = ("model", "bundle", "plan", "checkpoint")
+KINDS: Final = ("model", "bundle", "plan", "checkpoint", "state", "update")
 ROLES: Final = ("", "parameter", "buffer", "optimizer", "key", "personal")
 
 MAX_MANIFEST_BYTES: Final = 8 << 20
