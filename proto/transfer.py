@@ -8,10 +8,12 @@ digest. A blob's name is its digest and nothing else, so no name can lead out of
 import asyncio
 import contextlib
 import hashlib
+import math
 import os
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +38,6 @@ WAIT_S: Final = 0.25
 MAX_WAIT_S: Final = 5.0
 MIN_BYTES_PER_S: Final = 16 << 10
 PATIENCE_S: Final = 30.0
-"""A transfer slower than `MIN_BYTES_PER_S` over this long is given up."""
 
 Report = Callable[[int, int], None]
 """Told (bytes so far, bytes in all)."""
@@ -236,26 +237,83 @@ def chunks_of(path: Path, offset: int) -> Iterator[bytes]:
             yield chunk
 
 
-class _Pace:
-    """Gives up a transfer that crawls or lasts too long."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What a receiver puts up with: fewer bytes than that within any `patience_s` end a transfer.
 
-    def __init__(self, deadline_s: float | None) -> None:
-        self._until = time.monotonic() + deadline_s if deadline_s is not None else None
-        self._since, self._bytes = time.monotonic(), 0
+    A blob of n bytes therefore takes n / min_bytes_per_s + patience_s seconds at most.
+    """
+
+    min_bytes_per_s: int = MIN_BYTES_PER_S
+    patience_s: float = PATIENCE_S
+
+    def __post_init__(self) -> None:
+        if self.min_bytes_per_s < 1 or not 0 < self.patience_s < math.inf:
+            raise InvalidInput(f"a pace is 1 byte/s and some finite seconds at least, got {self}")
+
+    def deadline_s(self, n_bytes: int) -> float:
+        """Seconds that so many bytes may take in all, tries included."""
+        return n_bytes / self.min_bytes_per_s + self.patience_s
+
+
+DEFAULT_PACE: Final = Pace()
+
+
+class TooSlow(Unavailable):
+    """The other side sends, but not enough: it is broken, or it holds the receiver up on purpose.
+
+    What came is kept, so another try goes on there.
+    """
+
+
+class _Watch:
+    """Ends a call whose other side crawls, falls silent or lasts too long; a thread of its own.
+
+    The receiver cannot do it: it waits for the next chunk, which may never come.
+    """
+
+    def __init__(self, call: Any, pace: Pace, until_s: float) -> None:
+        self._call, self._pace, self._until_s = call, pace, until_s
+        self._bytes = 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="transfer pace", daemon=True)
+        self.verdict: TooSlow | None = None
+        self._thread.start()
 
     def moved(self, n_bytes: int) -> None:
-        """Count bytes. Unavailable when too few came for too long."""
+        """Count received bytes; only the receiving thread calls it."""
         self._bytes += n_bytes
-        now = time.monotonic()
-        if self._until is not None and now > self._until:
-            raise Unavailable("the transfer did not end within its deadline")
-        if now - self._since >= PATIENCE_S:
-            rate = self._bytes / (now - self._since)
-            if rate < MIN_BYTES_PER_S:
-                raise Unavailable(
-                    f"the other side sends {rate:.0f} bytes/s, at least {MIN_BYTES_PER_S} are due"
-                )
-            self._since, self._bytes = now, 0
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        counted = 0
+        while True:
+            left_s = self._until_s - time.monotonic()
+            if self._over.wait(max(0.0, min(self._pace.patience_s, left_s))):
+                return
+            came, counted = self._bytes - counted, self._bytes
+            self.verdict = self._judge(came, left_s)
+            if self.verdict:
+                self._call.cancel()
+                return
+
+    def _judge(self, came: int, left_s: float) -> TooSlow | None:
+        patience_s, least = self._pace.patience_s, self._pace.min_bytes_per_s
+        if left_s <= patience_s:
+            return TooSlow(
+                f"the transfer did not end within its deadline, which {least} bytes/s would have "
+                "met; the other side holds it up"
+            )
+        if came < least * patience_s:
+            return TooSlow(
+                f"the other side sent {came} bytes in {patience_s:g} s; at least {least} bytes/s "
+                "are due"
+            )
+        return None
 
 
 def upload(channel: grpc.Channel, path: Path, progress: Report = _quiet) -> bytes:
@@ -296,20 +354,20 @@ def download(
     into: BlobFolder,
     progress: Report = _quiet,
     *,
-    deadline_s: float | None = None,
+    pace: Pace = DEFAULT_PACE,
 ) -> Path:
     """Fetch a blob of exactly `size` bytes; returns its file, verified.
 
-    Goes on where an earlier call stopped. Corrupt: other bytes came. Unavailable: the link is down,
-    too slow, or the disk is full.
+    Goes on where an earlier call stopped. Corrupt: other bytes came. TooSlow: below the pace.
+    Unavailable: the link is down, or the disk is full.
     """
     if into.has(sha256):
         return into.find(sha256)
-    stub, pace = TransferStub(channel), _Pace(deadline_s)
+    stub, until_s = TransferStub(channel), time.monotonic() + pace.deadline_s(size)
     with into.receive(sha256, size) as receiving:
         for attempt in _tries():
             try:
-                _pull(stub, receiving, progress, pace)
+                _pull(stub, receiving, progress, pace, until_s)
             except grpc.RpcError as error:
                 attempt(error_from(error))
                 continue
@@ -317,27 +375,30 @@ def download(
     raise AssertionError("the tries end with an error")
 
 
-def _pull(stub: TransferStub, receiving: Receiving, progress: Report, pace: _Pace) -> None:
+def _pull(
+    stub: TransferStub, receiving: Receiving, progress: Report, pace: Pace, until_s: float
+) -> None:
     request = pb.DownloadRequest(sha256=receiving.sha256, offset=receiving.stored)
     if receiving.stored == receiving.size:
         return
     call = stub.Download(request)
-    watch = threading.Timer(PATIENCE_S, call.cancel)  # against a side that sends nothing at all
-    watch.daemon = True
-    watch.start()
+    watch = _Watch(call, pace, until_s)
     try:
         for chunk in call:
-            watch.cancel()
             if chunk.size != receiving.size or not 0 < len(chunk.data) <= CHUNK_BYTES:
                 raise Corrupt(
                     f"the other side says the blob has {chunk.size} bytes, signed are "
                     f"{receiving.size}; or a chunk of {len(chunk.data)} bytes"
                 )
             receiving.write(chunk.data)
-            pace.moved(len(chunk.data))
+            watch.moved(len(chunk.data))
             progress(receiving.stored, receiving.size)
+    except grpc.RpcError as error:
+        if watch.verdict:
+            raise watch.verdict from error
+        raise
     finally:
-        watch.cancel()
+        watch.close()
         call.cancel()
 
 
