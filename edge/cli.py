@@ -1,11 +1,16 @@
 """The verb `triplane edge`: what runs on an edge node. Imports click only until it is called."""
 
+import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from triplane.unified_ir.cli.shell import Output, json_option, open_output
+
+if TYPE_CHECKING:
+    from triplane.edge.home import NodeHome
+    from triplane.edge.supervisor.ready import Ready
 
 EXAMPLE = """
 \b
@@ -38,8 +43,16 @@ An operator makes a token on a machine that reaches the cloud:
   triplane cloud token --role node --label site=factory
 \b
 Then, here, once, and from now on:
-  triplane edge enrol TOKEN --cloud cloud.example:8442
+  triplane edge enrol TOKEN --cloud cloud.example:8444
   triplane edge up
+"""
+UP_EXAMPLE = """
+\b
+Examples:
+  triplane edge up
+  triplane edge up --json | head -1        where calls are answered, for scripts
+\b
+What the node serves is decided in the cloud (triplane deploy); look here with: triplane edge status
 """
 
 
@@ -64,8 +77,14 @@ def home_option(function: Any) -> Any:
 )
 @home_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where to serve calls.")
-@click.option("--port", type=PORT, default=8001, show_default=True, help="gRPC port.")
-@click.option("--metrics-port", type=PORT, default=8002, show_default=True, help="Prometheus.")
+@click.option(
+    "--port", type=PORT, default=8001, show_default=True,
+    help="gRPC port; 0: a free one, taken at the first start and kept.",
+)  # fmt: skip
+@click.option(
+    "--metrics-port", type=PORT, default=8002, show_default=True,
+    help="Prometheus page; 0: as above.",
+)  # fmt: skip
 @click.option(
     "--target", "targets", multiple=True, help="Converter target to take.  [default: by processor]"
 )
@@ -108,17 +127,26 @@ def enrol(
     open_output(as_json).result(record, text)
 
 
-@edge.command()
+@edge.command(epilog=UP_EXAMPLE)
 @home_option
-def up(*, home: Path) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the ready line as one JSON object.")
+def up(*, home: Path, as_json: bool) -> None:
     """Keep the node running until SIGTERM or Ctrl-C: supervisor, agent and inference server.
 
-    Logs are in HOME/logs. Killing this process leaves agent and server running; the next `up` takes
-    them over.
+    One line on standard output says that calls are answered, and where. Logs are in HOME/logs; what
+    starts and ends is told on standard error. Killing this process leaves agent and server running;
+    the next `up` takes them over.
     """
+    from triplane.edge.supervisor import ready
     from triplane.edge.supervisor.__main__ import main
 
-    main(home)
+    main(home, _ready_json if as_json else ready.text)
+
+
+def _ready_json(node: "NodeHome", told: "Ready") -> str:
+    from triplane.edge.supervisor.ready import record
+
+    return json.dumps(record(node, told))
 
 
 @edge.command()

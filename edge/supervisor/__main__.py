@@ -2,20 +2,33 @@
 
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from triplane.edge.home import NodeHome
 from triplane.edge.serving.__main__ import Facts
+from triplane.edge.supervisor.ready import Ready, text
 from triplane.edge.supervisor.supervisor import Supervisor
 from triplane.proto.errors import TriplaneError
 
+Said = Callable[[NodeHome, Ready], str]
 
-def main(home: Path) -> None:
-    """Keep the node of a home until a signal. Raises the families."""
+
+def main(home: Path, said: Said = text) -> None:
+    """Keep the node of a home until a signal; one line, `said`, tells that calls are answered.
+
+    Raises the families.
+    """
+    node = NodeHome(home)
     log = logging.StreamHandler()
     log.setFormatter(Facts())
     logging.basicConfig(level="INFO", handlers=[log])
-    Supervisor(NodeHome(home)).run()
+
+    def announce(ready: Ready) -> None:
+        sys.stdout.write(f"{said(node, ready)}\n")
+        sys.stdout.flush()
+
+    Supervisor(node, announce).run()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_RECORD_BYTES: Final = 4096
 MAX_LOG_BYTES: Final = 16 << 20
 """A longer log is set aside as NAME.log.1 when its process starts."""
+LAST_BYTES: Final = 2048
+"""Of a log, when it is asked why its process ended."""
 _START_FIELD: Final = 21  # of /proc/PID/stat, counted from 0: clock ticks from boot to start
 
 
@@ -72,17 +74,24 @@ class Child:
         os.close(self.handle)
 
 
-def start(name: str, command: Sequence[str], *, run: Path, logs: Path) -> Child:
-    """Start a process that does not end with this one."""
+def start(
+    name: str, command: Sequence[str], *, run: Path, logs: Path, says: Path | None = None
+) -> Child:
+    """Start a process that does not end with this one.
+
+    says: a file for its standard output, made anew; without one that goes to its log too.
+    """
     log = logs / f"{name}.log"
     if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
         log.replace(log.with_suffix(".log.1"))
-    with log.open("ab") as out:
+    if says is not None:  # an older process that still has it open must not write into this one
+        says.unlink(missing_ok=True)
+    with log.open("ab") as errors, (says or log).open("ab") as out:
         process = subprocess.Popen(
             list(command),
             stdin=subprocess.DEVNULL,
             stdout=out,
-            stderr=out,
+            stderr=errors,
             start_new_session=True,
             close_fds=True,
         )
@@ -91,6 +100,17 @@ def start(name: str, command: Sequence[str], *, run: Path, logs: Path) -> Child:
     process.returncode = 0  # ours to watch by its handle, not subprocess's to reap
     logger.info("started", extra={"child": name, "pid": record.pid})
     return Child(name, record)
+
+
+def last_line(log: Path) -> str:
+    """The end of a log: what a process that ended said last."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LAST_BYTES))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def adopt(name: str, run: Path) -> Child | None:

@@ -3,6 +3,9 @@
 A child that ends is started again after a pause that doubles, up to 10 s for the agent and 1 s for
 serving, whose calls fail meanwhile; ten seconds of life forget it. SIGTERM and SIGINT stop the
 agent, drain serving, and end. Being killed changes nothing for the children.
+
+A port of 0 in `node.json` is replaced by the one that serving was given when it first started, so
+that the node keeps its address; the agent, which reports it, waits for that.
 """
 
 import fcntl
@@ -13,11 +16,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from triplane.edge.home import NodeHome
-from triplane.edge.supervisor.children import Child, adopt, start
+from triplane.edge.supervisor.children import Child, adopt, last_line, start
+from triplane.edge.supervisor.ready import Ready, said_in
 from triplane.proto.errors import Conflict
 
 logger = logging.getLogger(__name__)
@@ -38,23 +43,34 @@ class Kept:
     name: str
     command: Callable[[], list[str]]
     max_pause_s: float
+    says: Path | None = None
     child: Child | None = None
     started_s: float = 0.0
     pause_s: float = FIRST_PAUSE_S
     due_s: float = 0.0
 
 
-class Supervisor:
-    """One run of the supervisor. Conflict where another one keeps this home."""
+def _nobody(_: Ready) -> None:
+    """Tell nobody."""
 
-    def __init__(self, home: NodeHome) -> None:
+
+class Supervisor:
+    """One run of the supervisor. Conflict where another one keeps this home.
+
+    on_ready: told once where calls are answered, when they are.
+    """
+
+    def __init__(self, home: NodeHome, on_ready: Callable[[Ready], None] = _nobody) -> None:
         home.require_enrolled()
         home.make()
         self._home = home
         self._lock = _hold(home)
         self._stopping = False
+        self._on_ready, self._is_ready = on_ready, False
+        self._has_ports = 0 not in _ports(home)
+        self._says = home.run / "serving.ready"
         self._kept = [
-            Kept("serving", self._serving_command, MAX_SERVING_PAUSE_S),
+            Kept("serving", self._serving_command, MAX_SERVING_PAUSE_S, self._says),
             Kept("agent", self._agent_command, MAX_PAUSE_S),
         ]
 
@@ -63,8 +79,10 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         while not self._stopping:
-            for kept in self._kept:
+            for kept in self._kept[: 2 if self._has_ports else 1]:
                 self._look(kept)
+            if not self._is_ready:
+                self._listen()
             time.sleep(LOOK_S)
         self._stop()
 
@@ -80,7 +98,12 @@ class Supervisor:
             kept.pause_s = FIRST_PAUSE_S if lived_s > STEADY_S else kept.pause_s
             logger.warning(
                 "ended",
-                extra={"child": kept.name, "lived_s": round(lived_s, 3), "pause_s": kept.pause_s},
+                extra={
+                    "child": kept.name,
+                    "lived_s": round(lived_s, 3),
+                    "pause_s": kept.pause_s,
+                    "last_line": last_line(self._home.logs / f"{kept.name}.log"),
+                },
             )
             kept.child.close()
             kept.child, kept.due_s = None, now + kept.pause_s
@@ -90,9 +113,22 @@ class Supervisor:
 
     def _begin(self, kept: Kept) -> None:
         kept.child = adopt(kept.name, self._home.run) or start(
-            kept.name, kept.command(), run=self._home.run, logs=self._home.logs
+            kept.name, kept.command(), run=self._home.run, logs=self._home.logs, says=kept.says
         )
         kept.started_s = time.monotonic()
+
+    def _listen(self) -> None:
+        """Hear serving's ready line, keep the ports it got, and pass it on."""
+        serving = self._kept[0].child
+        ready = said_in(self._says)
+        if serving is None or ready is None:
+            return
+        if not self._has_ports:
+            kept = replace(self._home.settings, port=ready.port, metrics_port=ready.metrics_port)
+            self._home.save_settings(kept)
+            self._has_ports = True
+        self._is_ready = True
+        self._on_ready(ready)
 
     def _stop(self) -> None:
         """The agent first: it must not switch what is being drained."""
@@ -126,6 +162,11 @@ class Supervisor:
             "log_level": "info",
         }
         return [sys.executable, "-m", "triplane.edge.serving", json.dumps(options)]
+
+
+def _ports(home: NodeHome) -> tuple[int, int]:
+    settings = home.settings
+    return settings.port, settings.metrics_port
 
 
 def _hold(home: NodeHome) -> int:

@@ -1,0 +1,108 @@
+"""`triplane edge up` as a process: what it says, what it keeps, what it takes over."""
+
+import json
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+import tritonclient.grpc as client
+
+from triplane.cloud.home import initialize
+from triplane.cloud.identity.authority import Authority
+from triplane.edge.agent.trust import bootstrap
+from triplane.edge.home import NodeHome, Settings
+from triplane.edge.supervisor.children import is_alive, recorded
+from triplane.proto.identity import certificate_pem, certificate_request, key_pem, new_key
+
+pytestmark = pytest.mark.slow
+COMMAND = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
+WAIT_S = 60
+
+
+@pytest.fixture
+def node(tmp_path):
+    """A node of a cloud that is away, with any free port."""
+    cloud = initialize(tmp_path / "cloud", offline_keys=tmp_path / "keys").home
+    made = NodeHome(tmp_path / "node")
+    made.make()
+    authority, key = Authority.load(cloud.authority), new_key()
+    issued = authority.issue(certificate_request(key), "camera-1", time.time())
+    made.identity.save(
+        authority=authority.pem,
+        certificate=certificate_pem(issued),
+        key=key_pem(key),
+        cloud="127.0.0.1:1",
+    )
+    bootstrap(made.trust, lambda _: (cloud.metadata / "1.root.json").read_bytes())
+    made.save_settings(Settings(port=0, metrics_port=0))
+    return made
+
+
+@contextmanager
+def up(node, *options):
+    """The verb as a process, ended by SIGTERM."""
+    process = subprocess.Popen(
+        [*COMMAND, "edge", "up", "--home", str(node.path), *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=WAIT_S)
+
+
+def line_of(stream):
+    """The next line, or a failure when none comes."""
+    ready, _, _ = select.select([stream], [], [], WAIT_S)
+    assert ready, "nothing was said in time"
+    return stream.readline()
+
+
+def answers(port):
+    with client.InferenceServerClient(f"127.0.0.1:{port}") as asked:
+        return asked.is_server_live(client_timeout=WAIT_S)
+
+
+def test_the_ready_line_names_the_port_that_was_taken_and_it_is_kept(node):
+    with up(node, "--json") as process:
+        told = json.loads(line_of(process.stdout))
+        assert told["name"] == "camera-1"
+        assert told["port"] > 0
+        assert answers(told["port"])
+        kept = node.settings
+        assert (kept.port, kept.metrics_port) == (told["port"], told["metrics_port"])
+    assert process.returncode == 0
+    with up(node) as process:
+        said = line_of(process.stdout)
+        assert f"camera-1 of 127.0.0.1:1 answers calls on 127.0.0.1:{told['port']} " in said
+        assert answers(told["port"])
+
+
+def test_a_killed_up_is_followed_by_one_that_says_the_same(node):
+    with up(node, "--json") as first:
+        said = line_of(first.stdout)
+        serving = recorded("serving", node.run)
+        first.kill()
+        first.wait(WAIT_S)
+        assert is_alive("serving", node.run)
+        with up(node, "--json") as second:
+            assert line_of(second.stdout) == said
+            assert recorded("serving", node.run) == serving
+    assert not is_alive("serving", node.run)
+
+
+def test_a_port_that_is_taken_is_named_and_nothing_is_called_ready(node):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        node.save_settings(Settings(port=port, metrics_port=0))
+        with up(node) as process:
+            while "ended" not in (told := line_of(process.stderr)):
+                assert "answers calls" not in told
+    assert f"127.0.0.1:{port}" in told
+    assert process.stdout.closed
