@@ -28,7 +28,7 @@ def choose_all(r: Rollout) -> Result:
 def choose(r: Rollout, name: str) -> Result:
     """The node's first target that can be had and fits; asks for it where nobody did."""
     m = r.members[name]
-    if m.capability is None or m.stage is not Stage.WAITING:
+    if m.capability is None or m.stage is not Stage.WAITING or m.left_out:
         return r, ()
     refusals = []
     for target in m.capability.targets:

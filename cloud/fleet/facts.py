@@ -56,7 +56,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One node. attempt: the last number given, also by earlier rollouts of the model."""
+    """One node.
+
+    attempt: the last number given, also by earlier rollouts of the model. left_out: why it was
+    never counted, whatever happens; excused: why it is not counted now.
+    """
 
     name: str
     wave: int
@@ -68,9 +72,21 @@ class Member:
     assigned: bool = False
     deadline_s: float = 0.0
     excused: str = ""
+    left_out: str = ""
     committed_version: int = 0
     downloaded_bytes: int = 0
     total_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What the release policy lets the automatic role do with a version.
+
+    share: of the nodes. released: targets whose bundle people signed, where no share counts.
+    """
+
+    share: float
+    released: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +100,10 @@ class Supply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """wave: the one that is open, -1 before the first; allowed: the last that may open."""
+    """wave: the one that is open, -1 before the first; allowed: the last that may open.
+
+    left_out: who is not counted and why, in words; resumed: who resumed it last and why.
+    """
 
     id: str
     plan: Plan
@@ -93,6 +112,8 @@ class Rollout:
     allowed: int
     state: State = State.PREPARING
     reason: str = ""
+    left_out: str = ""
+    resumed: str = ""
     wave: int = -1
     ended_s: float = 0.0
 
@@ -150,7 +171,9 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A person goes on: failed nodes and failed bundles are tried again."""
+    """A person goes on: failed nodes and failed bundles are tried again. note: who, and why."""
+
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,22 +22,21 @@ from typing import Any, Final, Protocol
 import sqlalchemy as sa
 
 from triplane.cloud.fleet import messages, saving, state
+from triplane.cloud.fleet.deploying import Asked, begun
 from triplane.cloud.fleet.facts import (
     Abort,
     BundleFailed,
     BundleReady,
     Event,
-    Member,
+    Limit,
     Pause,
     Resume,
 )
 from triplane.cloud.fleet.incidents import keep, newest
 from triplane.cloud.fleet.reports import check_report
-from triplane.cloud.fleet.rollout import begin
-from triplane.cloud.fleet.selector import MAX_LABELS, Selector, check_label
-from triplane.cloud.fleet.state import Fleet, Held, Node, Paper
+from triplane.cloud.fleet.selector import MAX_LABELS, check_label
+from triplane.cloud.fleet.state import Fleet, Node, Paper
 from triplane.cloud.fleet.tables import ROLLOUTS
-from triplane.cloud.fleet.waves import wave_of
 from triplane.cloud.store import Database
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
@@ -50,7 +49,6 @@ MAX_BATCH: Final = 256
 """Reports that share one transaction."""
 MAX_WAITING: Final = 10_000
 """Reports that may wait to be written; more are refused and sent again."""
-MAX_ASSIGNMENTS: Final = 64
 ID_BYTES: Final = 4
 
 
@@ -65,6 +63,10 @@ class Bundles(Protocol):
         self, model: str, version: int, target: str, role: str
     ) -> BundleReady | BundleFailed | None:
         """How it stands with a bundle and its signature; begins what is needed, waits for none."""
+        ...
+
+    async def limit(self, model: str, version: int, role: str) -> Limit | None:
+        """Which nodes a release of this role may go to; None for all."""
         ...
 
 
@@ -266,6 +268,7 @@ class LiveFleet:
         if known is not None:
             return known
         model, version = await self._bundles.resolve(request.reference)
+        limit = await self._bundles.limit(model, version, request.role)
         rollout_id = f"r-{secrets.token_hex(ID_BYTES)}"
         made = pb.DeployRequest()
         made.CopyFrom(request)
@@ -274,7 +277,8 @@ class LiveFleet:
         def make(fleet: Fleet) -> Fleet:
             if any(p.request.key == request.key for p in fleet.papers.values()):
                 return fleet
-            return _begun(fleet, rollout_id, made, model, version, by=by, now_s=self._clock())
+            asked = Asked(rollout_id, made, model, version, limit, by, self._clock())
+            return begun(fleet, asked)
 
         details = {"model": model, "version": version, "selector": made.selector}
         await self._change(make, Deed(by, "rollout.deploy", rollout_id, details))
@@ -288,9 +292,12 @@ class LiveFleet:
         event = Pause(messages.cut(reason) or f"paused by {by}")
         return await self._steer(id, event, Deed(by, "rollout.pause", "", {"reason": reason}))
 
-    async def resume(self, id: str, *, by: str) -> Paper:  # noqa: A002
+    async def resume(self, id: str, *, reason: str = "", by: str) -> Paper:  # noqa: A002
         """Go on; failed nodes are tried again. Conflict: it ended."""
-        return await self._steer(id, Resume(), Deed(by, "rollout.resume", "", {}))
+        note = f"resumed by {by}" + (f": {messages.cut(reason)}" if reason else "")
+        return await self._steer(
+            id, Resume(note), Deed(by, "rollout.resume", "", {"reason": reason})
+        )
 
     async def abort(self, id: str, *, reason: str, revert: bool, by: str) -> Paper:  # noqa: A002
         """End it; nodes that did not commit keep what they had. Conflict: it ended otherwise."""
@@ -481,52 +488,3 @@ def _answer(batch: Sequence[_Waiting], error: Exception | None) -> None:
             waiting.done.set_result(None)
         else:
             waiting.done.set_exception(error)
-
-
-def _begun(
-    fleet: Fleet,
-    rollout_id: str,
-    request: pb.DeployRequest,
-    model: str,
-    version: int,
-    *,
-    by: str,
-    now_s: float,
-) -> Fleet:
-    going = [p for p in fleet.papers.values() if p.rollout.plan.model == model]
-    if going:
-        raise Conflict(
-            f"rollout {going[0].rollout.id} of {model}@{going[0].rollout.plan.version} is "
-            f"{going[0].rollout.state.name.lower()}; abort it or wait for its end"
-        )
-    selector = Selector.parse(request.selector)
-    meant = sorted(n.name for n in fleet.nodes.values() if not state.excuse(n, selector))
-    if not meant:
-        raise NotFound(
-            f"no node is meant by {request.selector!r} ({len(fleet.nodes)} are known, cordoned "
-            "ones do not count); triplane fleet ls shows labels"
-        )
-    plan = messages.plan_from(request, model, version, len(meant))
-    members = [
-        _member(fleet.nodes[name], model, wave)
-        for i, name in enumerate(meant)
-        if (wave := wave_of(i, plan.waves)) is not None
-    ]
-    rollout, effects = begin(rollout_id, plan, members, now_s)
-    paper = Paper(rollout=rollout, request=request, created_s=now_s, created_by=by)
-    return state.with_paper(fleet, paper, effects)
-
-
-def _member(node: Node, model: str, wave: int) -> Member:
-    held = node.held.get(model, Held())
-    wanted = sum(row.version > 0 for name, row in node.held.items() if name != model)
-    if wanted >= MAX_ASSIGNMENTS:
-        raise Conflict(f"node {node.name} has {wanted} models, the most there may be")
-    told = {row.model: row for row in node.report.models} if node.report else {}
-    return Member(
-        name=node.name,
-        wave=wave,
-        capability=state.capability_of(node.report) if node.report else None,
-        attempt=held.attempt,
-        committed_version=told[model].committed_version if model in told else 0,
-    )

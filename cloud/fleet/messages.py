@@ -61,7 +61,7 @@ def rollout_message(paper: Paper, connected: Connected) -> pb.Rollout:
         version=r.plan.version,
         selector=paper.request.selector,
         state=pb.Rollout.State.ValueType(r.state),
-        reason=r.reason,
+        reason="; ".join(filter(None, (r.reason, r.left_out, r.resumed))),
         wave=max(0, r.wave),
         nodes=[_member_message(r.members[name], connected(name)) for name in sorted(r.members)],
         request=paper.request,

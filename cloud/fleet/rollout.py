@@ -49,12 +49,20 @@ from triplane.proto.errors import Conflict
 Rule = Callable[[Rollout, Any, float], Result]
 
 
-def begin(id: str, plan: Plan, members: Iterable[Member], now_s: float) -> Result:  # noqa: A002 - the field's name
+def begin(
+    id: str,  # noqa: A002 - the field's name
+    plan: Plan,
+    members: Iterable[Member],
+    now_s: float,
+    *,
+    left_out: str = "",
+) -> Result:
     """A new rollout in PREPARING, which asks for the bundles its members take first."""
     allowed = 0 if plan.pause_between_waves else len(plan.waves) - 1
     start = Rollout(
-        id=id, plan=plan, members={m.name: m for m in members}, supplies={}, allowed=allowed
-    )
+        id=id, plan=plan, members={m.name: m for m in members}, supplies={}, allowed=allowed,
+        left_out=left_out,
+    )  # fmt: skip
     chosen, effects = choose_all(start)
     settled, more = settle(chosen, now_s)
     return settled, (*effects, *more)
@@ -112,10 +120,11 @@ def _progress(m: Member, e: Reported, version: int) -> Member:
 
 
 def _excused(r: Rollout, e: Excused, now_s: float) -> Result:
+    why = {name: e.reasons.get(name) or m.left_out for name, m in r.members.items()}
     changed = {
-        name: replace(m, excused=e.reasons.get(name, ""))
+        name: replace(m, excused=why[name])
         for name, m in r.members.items()
-        if m.excused != e.reasons.get(name, "")
+        if m.excused != why[name]
     }
     back = {
         name: replace(m, deadline_s=now_s + r.plan.node_deadline_s)
@@ -151,6 +160,7 @@ def _resume(r: Rollout, e: Resume, now_s: float) -> Result:
         r,
         state=State.PREPARING if r.wave < 0 else State.RUNNING,
         reason="",
+        resumed=e.note,
         allowed=max(r.allowed, r.wave + 1) if closed else r.allowed,
         members={**r.members, **again},
         supplies={**r.supplies, **dict.fromkeys(refused, Supply())},

@@ -147,6 +147,8 @@ def _paper_row(paper: Paper) -> Row:
         "allowed": r.allowed,
         "state": r.state.name,
         "reason": r.reason,
+        "left_out": r.left_out,
+        "resumed": r.resumed,
         "wave": r.wave,
         "ended_s": r.ended_s,
     }
@@ -178,6 +180,8 @@ def _paper(row: Any, members: Iterable[Member]) -> Paper:
             allowed=body["allowed"],
             state=State[body["state"]],
             reason=body["reason"],
+            left_out=body.get("left_out", ""),
+            resumed=body.get("resumed", ""),
             wave=body["wave"],
             ended_s=body["ended_s"],
         )

@@ -124,7 +124,8 @@ class FleetServicer(Wire):
     async def Resume(self, request: pb.ChangeRolloutRequest, context: Any) -> pb.Rollout:
         """See fleet.proto."""
         async with status_of_aio(context):
-            return self.rollout(await self._fleet.resume(request.id, by=self._caller()))
+            by = self._caller()
+            return self.rollout(await self._fleet.resume(request.id, reason=request.reason, by=by))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.Rollout:
         """See fleet.proto."""

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from triplane.cloud.fleet.capability import Needs
-from triplane.cloud.fleet.facts import BundleFailed, BundleReady
+from triplane.cloud.fleet.facts import BundleFailed, BundleReady, Limit
 from triplane.cloud.fleet.state import Node
 from triplane.cloud.registry.names import Reference
 from triplane.cloud.registry.registry import Registry
@@ -53,6 +53,19 @@ class Supply:
         if bundle.signed_path != signed.path:
             await self._registry.mark_signed(model, version, target, signed.path)
         return BundleReady(target, _needs(bundle), signed.path)
+
+    async def limit(self, model: str, version: int, role: str) -> Limit | None:
+        """See `fleet.Bundles`. Without a rule there is none: `look` says what that means."""
+        rule = self._repository.policy().models.get(model)
+        if role != AUTO or rule is None:
+            return None
+        signed = await asyncio.to_thread(self._repository.signed_bundles)
+        released = {
+            target
+            for (of, number, target), found in signed.items()
+            if (of, number) == (model, version) and found.name.role == RELEASE
+        }
+        return Limit(rule.share, frozenset(released))
 
     async def _signed(self, bundle: Bundle, role: str) -> SignedTarget | None:
         found = self._repository.find_signed(bundle.model, bundle.version, bundle.target)

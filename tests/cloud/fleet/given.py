@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from triplane.cloud.fleet.capability import Needs
-from triplane.cloud.fleet.facts import BundleReady
+from triplane.cloud.fleet.facts import BundleReady, Limit
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.errors import NotFound
 
@@ -21,6 +21,7 @@ class Shelf:
 
     latest: dict[str, int] = field(default_factory=lambda: {"digits": 9})
     bundles: dict[tuple[str, int, str], BundleReady] = field(default_factory=dict)
+    share: Limit | None = None
 
     def put(self, model, version, target="ort-x64", *, signed=True):
         path = f"release/{model}@{version}+{target}.bundle" if signed else ""
@@ -36,6 +37,9 @@ class Shelf:
 
     async def look(self, model, version, target, role):
         return self.bundles.get((model, version, target))
+
+    async def limit(self, model, version, role):
+        return self.share if role == "auto" else None
 
 
 def within(coroutine, deadline_s=DEADLINE_S):

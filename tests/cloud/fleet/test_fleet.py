@@ -4,8 +4,9 @@ import pytest
 from tests.cloud.fleet.given import obey, request, said, until, within
 
 from triplane.cloud.fleet import saving
-from triplane.cloud.fleet.facts import Stage, State
-from triplane.cloud.fleet.messages import desired_message
+from triplane.cloud.fleet.facts import Limit, Stage, State
+from triplane.cloud.fleet.messages import desired_message, rollout_message
+from triplane.cloud.fleet.share import in_share
 from triplane.cloud.identity import audit
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
@@ -303,3 +304,78 @@ def test_an_ended_rollout_says_what_forbids_a_change(opened):
                 await fleet.rollout("r-none")
 
     within(story())
+
+
+def test_the_reason_of_a_resume_is_kept_and_shown(opened):
+    async def story():
+        async with opened() as fleet:
+            await enrolled(fleet, "a", "b")
+            found = await running(fleet)
+            await fleet.pause(found, reason="noise", by="petra")
+            await fleet.resume(found, reason="disk replaced", by="olga")
+        async with opened() as again:
+            await obey(again, "a")
+            paper = await again.rollout(found)
+            entries = await again._database.read(lambda c: audit.page(c, 0))
+            return rollout_message(paper, lambda _: True).reason, entries[-1].details
+
+    reason, details = within(story())
+    assert reason.startswith("wave 1: 1 of 2 nodes committed")
+    assert reason.endswith("resumed by olga: disk replaced")
+    assert details == '{"reason":"disk replaced"}'
+
+
+INSIDE = [n for n in (f"n{i}" for i in range(40)) if in_share(n, "digits", 0.5)]
+OUTSIDE = [n for n in (f"n{i}" for i in range(40)) if not in_share(n, "digits", 0.5)]
+
+
+def test_nodes_outside_the_policys_share_are_left_out_of_the_waves_and_named(opened, shelf):
+    async def story():
+        shelf.share = Limit(0.5)
+        async with opened() as fleet:
+            await enrolled(fleet, *INSIDE, *OUTSIDE)
+            waves = [pb.Wave(percent=50), pb.Wave(percent=100)]
+            found = await running(fleet, role="auto", waves=waves)
+            await fleet.cordon(OUTSIDE[0], cordoned=True, by="olga")
+            await fleet.cordon(OUTSIDE[0], cordoned=False, by="olga")
+            half = -(-len(INSIDE) // 2)
+            assert [n for n in sorted(INSIDE) if fleet.node(n).held] == sorted(INSIDE)[:half]
+            said_before = rollout_message(await fleet.rollout(found), lambda _: True)
+            await obey(fleet, *sorted(INSIDE)[:half])
+            await obey(fleet, *sorted(INSIDE)[half:])
+            assert not any(fleet.node(n).held for n in OUTSIDE)
+            heads = await fleet.rollouts(1)
+            return said_before, await fleet.rollout(found), heads[0]
+
+    before, paper, head = within(story())
+    assert paper.rollout.state is State.DONE
+    note = f"{len(OUTSIDE)} of 40 nodes are left out: outside the 50.00% of nodes"
+    assert note in before.reason
+    assert note in rollout_message(head, lambda _: True).reason
+    rows = {n.name: n for n in rollout_message(paper, lambda _: True).nodes}
+    assert {rows[n].state for n in OUTSIDE} == {pb.NODE_STATE_UNSPECIFIED}
+    assert all(rows[n].reason.startswith("not counted: outside the 50.00%") for n in OUTSIDE)
+    assert {rows[n].state for n in INSIDE} == {pb.COMMITTED}
+
+
+def test_a_rollout_that_the_policys_share_leaves_nobody_is_refused(opened, shelf):
+    async def story():
+        shelf.share = Limit(0.5)
+        async with opened() as fleet:
+            await enrolled(fleet, *OUTSIDE[:3])
+            with pytest.raises(Conflict, match=r"all 3 nodes are outside the 50\.00%"):
+                await fleet.deploy(request(role="auto"), by="olga")
+
+    within(story())
+
+
+def test_a_target_that_people_released_is_no_matter_of_the_share(opened, shelf):
+    async def story():
+        shelf.share = Limit(0.5, frozenset({"ort-x64"}))
+        async with opened() as fleet:
+            await enrolled(fleet, *OUTSIDE[:3])
+            await running(fleet, role="auto")
+            await obey(fleet, *OUTSIDE[:3])
+            return (await fleet.rollout("last")).rollout.state
+
+    assert within(story()) is State.DONE

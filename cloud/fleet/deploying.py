@@ -1,0 +1,118 @@
+"""From a request to a rollout: who is meant, who is left out, who is in which wave. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from triplane.cloud.fleet import messages, state
+from triplane.cloud.fleet.facts import Limit, Member
+from triplane.cloud.fleet.rollout import begin
+from triplane.cloud.fleet.selector import Selector
+from triplane.cloud.fleet.share import outside, said
+from triplane.cloud.fleet.state import Fleet, Held, Node, Paper
+from triplane.cloud.fleet.waves import wave_of
+from triplane.proto.errors import Conflict, NotFound
+from triplane.proto.fleet_pb2 import DeployRequest
+from triplane.proto.status import told
+
+MAX_ASSIGNMENTS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A deploy with what was found out about it. limit: of the automatic role, None for none."""
+
+    id: str
+    request: DeployRequest
+    model: str
+    version: int
+    limit: Limit | None
+    by: str
+    now_s: float
+
+
+def begun(fleet: Fleet, asked: Asked) -> Fleet:
+    """The fleet with the new rollout.
+
+    Conflict: another of the model goes on, or the policy leaves nobody. NotFound: nobody is meant.
+    """
+    _check_free(fleet, asked.model)
+    meant = _meant(fleet, asked.request.selector)
+    why = {name: _left_out(fleet.nodes[name], asked) for name in meant}
+    counted = [name for name in meant if not why[name]]
+    if asked.limit and not counted:
+        raise Conflict(
+            f"all {len(meant)} nodes are {said(asked.model, asked.limit)}; "
+            "deploy what signers released"
+        )
+    plan = messages.plan_from(asked.request, asked.model, asked.version, len(counted))
+    members = [
+        _member(fleet.nodes[name], asked.model, wave)
+        for i, name in enumerate(counted)
+        if (wave := wave_of(i, plan.waves)) is not None
+    ]
+    last = len(plan.waves) - 1
+    members += [
+        _member(fleet.nodes[name], asked.model, last, left_out=reason)
+        for name, reason in why.items()
+        if reason
+    ]
+    note = _note(meant, counted, asked)
+    rollout, effects = begin(asked.id, plan, members, asked.now_s, left_out=note)
+    paper = Paper(
+        rollout=rollout, request=asked.request, created_s=asked.now_s, created_by=asked.by
+    )
+    return state.with_paper(fleet, paper, effects)
+
+
+def _check_free(fleet: Fleet, model: str) -> None:
+    for paper in fleet.papers.values():
+        other = paper.rollout
+        if other.plan.model == model:
+            text = (
+                f"rollout {other.id} of {model}@{other.plan.version} is "
+                f"{other.state.name.lower()}; abort it or wait for its end"
+            )
+            raise told(Conflict(text), rollout=other.id)
+
+
+def _meant(fleet: Fleet, text: str) -> list[str]:
+    selector = Selector.parse(text)
+    meant = sorted(n.name for n in fleet.nodes.values() if not state.excuse(n, selector))
+    if not meant:
+        raise NotFound(
+            f"no node is meant by {text!r} ({len(fleet.nodes)} are known, cordoned "
+            "ones do not count); triplane fleet ls shows labels"
+        )
+    return meant
+
+
+def _left_out(node: Node, asked: Asked) -> str:
+    targets = node.report.capability.targets if node.report else ()
+    return outside(node.name, asked.model, targets, asked.limit)
+
+
+def _note(meant: Sequence[str], counted: Sequence[str], asked: Asked) -> str:
+    if asked.limit is None or len(counted) == len(meant):
+        return ""
+    count = f"{len(meant) - len(counted)} of {len(meant)} nodes are left out"
+    return f"{count}: {said(asked.model, asked.limit)}"
+
+
+def _member(node: Node, model: str, wave: int, *, left_out: str = "") -> Member:
+    held = node.held.get(model, Held())
+    wanted = sum(row.version > 0 for name, row in node.held.items() if name != model)
+    if wanted >= MAX_ASSIGNMENTS:
+        raise Conflict(f"node {node.name} has {wanted} models, the most there may be")
+    told_of = {row.model: row for row in node.report.models} if node.report else {}
+    return Member(
+        name=node.name,
+        wave=wave,
+        capability=state.capability_of(node.report) if node.report else None,
+        attempt=held.attempt,
+        committed_version=told_of[model].committed_version if model in told_of else 0,
+        excused=left_out,
+        left_out=left_out,
+    )
