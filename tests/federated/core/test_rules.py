@@ -1,0 +1,362 @@
+"""The run as a state machine: what counts, what waits, and that nothing stops it for good."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.rules import (
+    MAX_GIVEN_UP,
+    due_s,
+    lease_id,
+    open_lease,
+    step,
+)
+from triplane.unified_ir.federated.core.run import (
+    Arrived,
+    Declined,
+    Failed,
+    Finish,
+    Finished,
+    Joined,
+    Left,
+    Outcome,
+    Phase,
+    Plan,
+    Reduce,
+    Reduced,
+    Refused,
+    Restarted,
+    Resumed,
+    Score,
+    Scored,
+    State,
+    Stopped,
+    Tell,
+    Tick,
+    Update,
+)
+
+DEVICES = ("ada", "bea", "cem", "dia", "eli")
+
+
+def plan(**changes):
+    given_ = {
+        "rounds": 2, "devices": 3, "asked": 3, "quorum": 2, "deadline_s": 60.0, "patience_s": 5.0,
+    }  # fmt: skip
+    return Plan(**{**given_, **changes})
+
+
+def begun(joined=DEVICES[:3], **changes):
+    """A run whose devices have joined at second 0."""
+    state, effects = State(plan=plan(**changes), run="r1", shared="s0"), ()
+    for name in joined:
+        state, more = step(state, Joined(at_s=0.0, device=name, examples=10, held_out=4))
+        effects += more
+    return state, effects
+
+
+def update(device, *, blob="u"):
+    return Update(blob=f"{blob}-{device}", size=100, examples=10, loss=0.5, seconds=0.1)
+
+
+def arrived(state, device, at_s=1.0):
+    lease = open_lease(state, device)
+    return Arrived(at_s=at_s, device=device, lease=lease.id, update=update(device))
+
+
+def all_arrive(state, at_s=1.0):
+    effects = ()
+    for lease in state.round.leases:
+        if open_lease(state, lease.device):
+            state, more = step(state, arrived(state, lease.device, at_s))
+            effects += more
+    return state, effects
+
+
+def reduces(effects):
+    return [effect for effect in effects if isinstance(effect, Reduce)]
+
+
+def test_round_opens_when_enough_devices_are_there_and_tells_them():
+    state, effects = begun(DEVICES[:2])
+    assert (state.phase, state.reason) == (Phase.GATHERING, "2 devices of 3 are there")
+    state, effects = step(state, Joined(at_s=1.0, device="cem", examples=10))
+    assert state.phase is Phase.COLLECTING
+    assert [Tell(name) for name in DEVICES[:3]] == sorted(set(effects), key=lambda e: e.device)
+
+
+def test_updates_are_reduced_in_the_order_of_names_whoever_comes_first():
+    orders = set()
+    for order in itertools.permutations(DEVICES[:3]):
+        state, _ = begun()
+        for name in order:
+            state, effects = step(state, arrived(state, name))
+        (reduce,) = reduces(effects)
+        orders.add(tuple(lease.update.blob for lease in reduce.leases))
+    assert orders == {("u-ada", "u-bea", "u-cem")}
+
+
+def test_update_counts_once_and_only_for_the_device_that_holds_the_lease():
+    state, _ = begun()
+    mine = arrived(state, "ada")
+    state, _ = step(state, replace(mine, device="bea"))
+    assert [x.outcome for x in state.round.leases] == [Outcome.OPEN] * 3
+    assert not state.members["bea"].settled.counted
+    state, _ = step(state, mine)
+    again, effects = step(state, replace(mine, at_s=2.0))
+    assert (again, effects) == (state, (Tell("ada"),))
+    assert state.members["ada"].counted == 1
+
+
+def test_late_update_changes_no_round():
+    state, _ = begun()
+    late = arrived(state, "ada")
+    state, _ = step(state, Tick(at_s=100.0))
+    assert state.history[-1].given_up == "0 updates of 2 needed"
+    after, _ = step(state, replace(late, at_s=101.0))
+    assert after.round == state.round
+    assert after.members["ada"].settled.reason == "the round's deadline passed"
+    after, _ = step(state, replace(late, at_s=101.0, lease="0" * 32))
+    assert after.members["ada"].settled.reason == "its round is over, or it was never asked"
+
+
+def test_over_selection_closes_at_the_wanted_number_and_tells_the_slower():
+    state = State(plan=plan(asked=5), run="r1", shared="s0")
+    for name in DEVICES:
+        assert state.phase is Phase.GATHERING
+        state, _ = step(state, Joined(at_s=0.0, device=name, examples=10))
+    assert len(state.round.leases) == 5
+    for name in ("eli", "bea", "dia"):
+        state, effects = step(state, arrived(state, name))
+    (reduce,) = reduces(effects)
+    assert [lease.device for lease in reduce.leases] == ["bea", "dia", "eli"]
+    assert state.members["ada"].settled.reason == "enough others were faster"
+    assert (state.history[-1].asked, state.history[-1].late) == (5, 2)
+
+
+def test_killed_device_finds_its_lease_again():
+    state, _ = begun()
+    lease = open_lease(state, "ada")
+    state, _ = step(state, Left(at_s=1.0, device="ada"))
+    state, effects = step(state, Joined(at_s=2.0, device="ada", examples=10))
+    assert open_lease(state, "ada") == lease
+    assert Tell("ada") in effects
+
+
+def test_device_that_stays_away_is_given_up_after_patience():
+    state, _ = begun()
+    state, _ = step(state, Left(at_s=1.0, device="ada"))
+    for name in ("bea", "cem"):
+        state, _ = step(state, arrived(state, name, 2.0))
+    assert due_s(state) == 6.0
+    state, effects = step(state, Tick(at_s=6.0))
+    (reduce,) = reduces(effects)
+    assert [lease.device for lease in reduce.leases] == ["bea", "cem"]
+    assert state.history[-1].lost == 1
+
+
+def test_round_waits_for_known_members_so_that_its_cohort_does_not_depend_on_who_is_quick():
+    state, _ = begun(DEVICES, devices=3, asked=3)
+    first = [lease.device for lease in state.round.leases]
+    state, _ = step(state, Restarted(at_s=10.0))
+    assert all(lease.away_s == 10.0 for lease in state.round.leases)
+    for name in reversed(DEVICES):
+        state, _ = step(state, Joined(at_s=11.0, device=name, examples=10, held_out=4))
+    state, _ = all_arrive(state, 12.0)
+    assert state.history[-1].counted == 3
+    other, _ = begun(DEVICES[::-1], devices=3, asked=3)
+    other, _ = all_arrive(other)
+    for at_s, each in ((12.0, state), (1.0, other)):
+        after, _ = step(each, Reduced(at_s=at_s, number=1, shared="s1"))
+        assert after.phase is Phase.COLLECTING
+    assert len(first) == 3
+
+
+def test_restart_reduces_again_what_was_being_reduced():
+    state, _ = begun()
+    state, effects = all_arrive(state)
+    assert state.phase is Phase.REDUCING
+    again, more = step(state, Restarted(at_s=9.0))
+    assert reduces(more) == reduces(effects)
+    assert again.phase is Phase.REDUCING
+
+
+def test_run_ends_after_an_evaluation_of_its_last_round():
+    state, _ = begun(rounds=1)
+    state, _ = all_arrive(state)
+    state, _ = step(state, Reduced(at_s=2.0, number=1, shared="s1"))
+    assert (state.phase, state.turn) == (Phase.COLLECTING, (1, True))
+    for name in DEVICES[:3]:
+        score = Score(samples=4, before=0.5, after=0.9, round=1)
+        lease = open_lease(state, name).id
+        state, effects = step(state, Scored(at_s=3.0, device=name, lease=lease, score=score))
+    assert (state.phase, effects[-1]) == (Phase.FINISHING, Finish())
+    assert state.members["ada"].score.after == 0.9
+    state, _ = step(state, Finished(at_s=4.0))
+    assert state.phase is Phase.DONE
+
+
+def test_refused_update_ends_its_lease_only_and_is_counted_by_kind():
+    state, _ = begun()
+    lease = open_lease(state, "ada").id
+    state, _ = step(
+        state, Refused(at_s=1.0, device="ada", lease=lease, kind="nan", reason="w holds NaN")
+    )
+    assert state.refusals == {"nan": 1}
+    assert state.members["ada"].settled.reason == "w holds NaN"
+    state, effects = all_arrive(state, 2.0)
+    assert len(reduces(effects)[0].leases) == 2
+
+
+def test_stopped_run_goes_on_with_what_it_had():
+    state, _ = begun()
+    state, _ = all_arrive(state)
+    state, _ = step(state, Stopped(at_s=2.0, reason="lunch"))
+    assert (state.phase, state.reason) == (Phase.STOPPED, "lunch")
+    state, effects = step(state, Resumed(at_s=3.0, reason=""))
+    assert len(reduces(effects)[0].leases) == 3
+    state, _ = step(state, Reduced(at_s=4.0, number=1, shared="s1"))
+    assert state.turn == (2, False)
+
+
+def test_stopping_while_it_collects_ends_the_leases_and_new_ones_have_new_names():
+    state, _ = begun()
+    old = open_lease(state, "ada")
+    state, effects = step(state, Stopped(at_s=2.0, reason="lunch"))
+    assert open_lease(state, "ada") is None
+    assert Tell("ada") in effects
+    state, _ = step(state, Resumed(at_s=3.0, reason=""))
+    assert open_lease(state, "ada").id != old.id
+
+
+def test_rounds_that_never_reach_their_quorum_ask_for_a_person():
+    state, _ = begun()
+    for i in range(1, 3 * MAX_GIVEN_UP):
+        state, _ = step(state, Tick(at_s=100.0 * i))
+        state, _ = step(state, Tick(at_s=100.0 * i + 50))
+    assert state.phase is Phase.STOPPED
+    assert state.reason.startswith(f"{MAX_GIVEN_UP} rounds in a row were given up")
+
+
+def test_failed_run_stays_failed():
+    state, _ = begun()
+    state, _ = step(state, Failed(at_s=1.0, reason="no plan"))
+    for event in (Resumed(at_s=2.0, reason=""), Joined(at_s=2.0, device="ada", examples=1)):
+        assert step(state, event) == (state, ())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"quorum": 0}, {"quorum": 4}, {"asked": 2}, {"rounds": 0}, {"deadline_s": 0.0},
+     {"patience_s": -1.0}, {"patience_s": float("inf")}, {"deadline_s": float("nan")}],
+)  # fmt: skip
+def test_plans_that_cannot_work_are_refused(changes):
+    with pytest.raises(InvalidInput):
+        plan(**changes)
+
+
+NAMES = st.sampled_from(DEVICES)
+LEASES = st.tuples(st.integers(1, 3), st.booleans(), st.integers(0, 2), NAMES)
+
+
+@st.composite
+def events(draw):
+    """Any events in order of time, most of them about leases that may exist."""
+    now, found = 0.0, []
+    for _ in range(draw(st.integers(5, 60))):
+        now += draw(st.sampled_from([0.0, 0.5, 4.0, 70.0]))
+        device = draw(NAMES)
+        number, evaluates, attempt, holder = draw(LEASES)
+        lease = lease_id("r1", number, evaluates=evaluates, attempt=attempt, device=holder)
+        score = Score(samples=4, before=0.5, after=0.6, round=number)
+        found.append(
+            draw(
+                st.sampled_from(
+                    [
+                        Joined(at_s=now, device=device, examples=5, held_out=2),
+                        Joined(at_s=now, device=device, examples=5, held_out=2),
+                        Left(at_s=now, device=device),
+                        Arrived(at_s=now, device=holder, lease=lease, update=update(holder)),
+                        Arrived(at_s=now, device=holder, lease=lease, update=update(holder)),
+                        Arrived(at_s=now, device=device, lease=lease, update=update(device)),
+                        Scored(at_s=now, device=holder, lease=lease, score=score),
+                        Refused(at_s=now, device=holder, lease=lease, kind="shape", reason="r"),
+                        Declined(at_s=now, device=holder, lease=lease, reason="no"),
+                        Restarted(at_s=now),
+                        Tick(at_s=now),
+                        Reduced(at_s=now, number=number, shared=f"s{number}"),
+                        Stopped(at_s=now, reason="s"),
+                        Resumed(at_s=now, reason="r"),
+                    ]
+                )
+            )
+        )
+    return found
+
+
+@pytest.mark.slow
+@given(events(), st.integers(3, 5))
+@settings(max_examples=settings().max_examples * 2)
+def test_no_order_of_events_breaks_a_promise(found, asked):
+    first = State(plan=plan(asked=asked), run="r1", shared="s0")
+    state, spoken = first, {}
+    for event in found:
+        before = state
+        state, effects = step(state, event)
+        for reduce in reduces(effects):
+            names = [lease.device for lease in reduce.leases]
+            assert names == sorted(set(names))
+            assert state.plan.quorum <= len(names) <= state.plan.devices
+            assert all(lease.update.blob == f"u-{lease.device}" for lease in reduce.leases)
+            assert spoken.setdefault(reduce.number, names) == names or before.turn[0] > 1
+        for lease in state.round.leases if state.round else ():
+            assert lease.device in state.members
+        assert len(state.history) >= len(before.history)
+        assert state.turn >= before.turn
+    replayed = first
+    for event in found:
+        replayed, _ = step(replayed, event)
+    assert replayed == state
+
+
+@pytest.mark.slow
+@given(events())
+def test_every_run_ends_once_devices_and_people_answer(found):
+    state = State(plan=plan(), run="r1", shared="s0")
+    for event in found:
+        state, _ = step(state, event)
+    now = found[-1].at_s + 1
+    state, _ = step(state, Restarted(at_s=now))
+    for name in DEVICES:
+        state, _ = step(state, Joined(at_s=now, device=name, examples=5, held_out=2))
+    for _ in range(60):
+        now += 1
+        state = _answer(state, now)
+        if state.phase is Phase.DONE:
+            return
+    pytest.fail(f"still {state.phase}: {state.reason}")
+
+
+def _answer(state, now):
+    match state.phase:
+        case Phase.STOPPED:
+            return step(state, Resumed(at_s=now, reason="go"))[0]
+        case Phase.REDUCING:
+            return step(state, Reduced(at_s=now, number=state.turn[0], shared="s"))[0]
+        case Phase.FINISHING:
+            return step(state, Finished(at_s=now))[0]
+        case Phase.COLLECTING if state.round.evaluates:
+            name = next(x.device for x in state.round.leases if x.outcome is Outcome.OPEN)
+            score = Score(samples=2, before=0.1, after=0.2, round=1)
+            lease = open_lease(state, name).id
+            return step(state, Scored(at_s=now, device=name, lease=lease, score=score))[0]
+        case Phase.COLLECTING:
+            name = next(x.device for x in state.round.leases if x.outcome is Outcome.OPEN)
+            return step(state, arrived(state, name, now))[0]
+    return step(state, Tick(at_s=now))[0]

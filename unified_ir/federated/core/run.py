@@ -1,0 +1,342 @@
+"""What a federated run is between two events, what can happen to it, and what has to be done then.
+
+Values only; `rules` has the state machine. A *lease* is one device's work in one round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from triplane.proto.errors import InvalidInput
+
+
+class Phase(StrEnum):
+    """Where a run stands."""
+
+    GATHERING = "gathering"
+    COLLECTING = "collecting"
+    REDUCING = "reducing"
+    FINISHING = "finishing"
+    DONE = "done"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class Outcome(StrEnum):
+    """What became of a lease."""
+
+    OPEN = "open"
+    COUNTED = "counted"
+    REFUSED = "refused"
+    DECLINED = "declined"
+    LATE = "late"
+    LOST = "lost"
+
+
+ENDED: Final = frozenset({Phase.DONE, Phase.FAILED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a run asks for; see `Cohort` in federation.proto.
+
+    devices: updates that make a round. asked: leases given for it, at least `devices`.
+    quorum: updates without which a round that ran out of time is given up. evaluate_every: 0 for
+    after the last round only.
+    """
+
+    rounds: int
+    devices: int
+    asked: int
+    quorum: int
+    deadline_s: float
+    patience_s: float
+    evaluate_every: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.quorum <= self.devices <= self.asked or self.rounds < 1:
+            raise InvalidInput(
+                "a round needs 1 <= quorum <= devices <= asked, and a run 1 round; got quorum "
+                f"{self.quorum}, devices {self.devices}, asked {self.asked}, rounds {self.rounds}"
+            )
+        if not (self.deadline_s > 0 and 0 <= self.patience_s < math.inf):
+            raise InvalidInput(
+                f"a deadline is positive and patience is not negative, got {self.deadline_s} s "
+                f"and {self.patience_s} s"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Accuracy of one device on its own held-out samples, before and after adaptation."""
+
+    samples: int
+    before: float
+    after: float
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """What a device is told of its newest contribution."""
+
+    lease: str
+    counted: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A device that offered itself; it stays a member while it is away."""
+
+    device: str
+    connected: bool
+    examples: int
+    held_out: int = 0
+    score: Score | None = None
+    counted: int = 0
+    dropped: int = 0
+    settled: Settled | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """A contribution whose bytes are on the cloud's disk and well formed.
+
+    blob: SHA-256 in hexadecimal. weight: the device's examples.
+    """
+
+    blob: str
+    size: int
+    examples: int
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """One device's work in one round. away_s: since when its stream is closed, while it is."""
+
+    id: str
+    device: str
+    outcome: Outcome = Outcome.OPEN
+    update: Update | None = None
+    away_s: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The round at hand. leases: in order of device names. attempt: rounds given up before it."""
+
+    number: int
+    evaluates: bool
+    attempt: int
+    opened_s: float
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What is remembered of a round. given_up: why, or empty where it counted."""
+
+    number: int
+    evaluates: bool
+    opened_s: float
+    closed_s: float
+    asked: int
+    counted: int
+    refused: int
+    late: int
+    lost: int
+    loss: float = math.nan
+    bytes_up: int = 0
+    given_up: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """A run between two events.
+
+    round: the last one that began, from 0. turn: (number, evaluates) of the round to come or at
+    hand. since_s: when the phase began. history: ended rounds, oldest first. shared: blob of the
+    state that the next round begins from (SHA-256 in hexadecimal).
+    """
+
+    plan: Plan
+    run: str
+    shared: str
+    phase: Phase = Phase.GATHERING
+    reason: str = ""
+    since_s: float = 0.0
+    turn: tuple[int, bool] = (1, False)
+    attempt: int = 0
+    round: Round | None = None
+    members: Mapping[str, Member] = field(default_factory=dict)
+    history: tuple[Ended, ...] = ()
+    refusals: Mapping[str, int] = field(default_factory=dict)
+
+
+# Events. at_s: seconds since 1970, never earlier than the event before.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A stream of the device is open and offers this."""
+
+    at_s: float
+    device: str
+    examples: int
+    held_out: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """The device's stream ended."""
+
+    at_s: float
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    """An update, verified and durable."""
+
+    at_s: float
+    device: str
+    lease: str
+    update: Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """An evaluation."""
+
+    at_s: float
+    device: str
+    lease: str
+    score: Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A contribution that cannot count. kind: one word, counted; reason: for people."""
+
+    at_s: float
+    device: str
+    lease: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declined:
+    """The device will not do its work."""
+
+    at_s: float
+    device: str
+    lease: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarted:
+    """The cloud's process is new: no stream is open."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passed."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduced:
+    """The round's updates became the next shared state."""
+
+    at_s: float
+    number: int
+    shared: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The result is registered."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """Somebody stops the run, or something failed that a person can mend."""
+
+    at_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """Somebody lets it go on."""
+
+    at_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """It cannot go on."""
+
+    at_s: float
+    reason: str
+
+
+Event = (
+    Joined
+    | Left
+    | Restarted
+    | Arrived
+    | Scored
+    | Refused
+    | Declined
+    | Tick
+    | Reduced
+    | Finished
+    | Stopped
+    | Resumed
+    | Failed
+)
+
+
+# Effects.
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send the device its work document (`open_lease`, `Member.settled`)."""
+
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Make the next shared state of these updates, in this order; then `Reduced`."""
+
+    number: int
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Register the result; then `Finished`."""
+
+
+Effect = Tell | Reduce | Finish
+Effects = tuple[Effect, ...]
