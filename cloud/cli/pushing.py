@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.cloud.cli.connection import Calls, new_key
+from triplane.cloud.cli.connection import Calls, new_key, repeated
 from triplane.cloud.cli.models import bundle_text
 from triplane.cloud.cli.progress import reported
 from triplane.cloud.cli.text import enum_text, record
-from triplane.proto.errors import InvalidInput, Unavailable
+from triplane.cloud.cli.text import size as size_text
+from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.registry_pb2 import (
     Bundle,
     GetBundleRequest,
@@ -23,9 +24,19 @@ from triplane.proto.registry_pb2 import (
 from triplane.proto.transfer import upload
 from triplane.unified_ir.cli.shell import Output
 
-BUNDLE_WAIT_S: Final = 900.0
+BUNDLE_WAIT_S: Final = 3600.0
+"""One conversion takes 30 min at most, and others may wait before it."""
 BUNDLE_CALL_S: Final = 30.0
 ASK_AGAIN_S: Final = 0.2
+REGISTER_S: Final = 300.0
+"""To register a small file: a child of the cloud opens it, after those that came before."""
+REGISTER_BYTES_PER_S: Final = 8 << 20
+"""More time for a larger one, which is read and hashed whole."""
+LARGE_BYTES: Final = 256 << 20
+"""From here on reading a file for its digest takes long enough to be told."""
+HELD_S: Final = 60.0
+"""A cloud notices within 40 s that the sender of an unfinished upload vanished."""
+HELD_PAUSE_S: Final = 2.0
 
 
 def push_file(
@@ -64,17 +75,39 @@ def push_file(
         recipe=recipe,
         lineage=Lineage(parent=parent, source="push", note=note),
     )
-    version = cloud.registry.Push(request)
+    version = _registered(cloud, output, request, file.stat().st_size)
     bundles = [_made(cloud, output, version, target) for target in targets]
     answer = record(version) | {"bundles": [record(bundle) for bundle in bundles]}
     return answer, _text(version, bundles)
 
 
+def register_within_s(size_bytes: int) -> float:
+    """How long a cloud may take to check and register a file of that size."""
+    return REGISTER_S + size_bytes / REGISTER_BYTES_PER_S
+
+
+def _registered(cloud: Calls, output: Output, request: PushRequest, size_bytes: int) -> Version:
+    """The new version; asked again under the same key where the link broke meanwhile."""
+    output.note(f"the cloud checks {request.model} ({size_text(size_bytes)}) and registers it")
+    within_s = register_within_s(size_bytes)
+    return repeated(lambda: cloud.registry.Push(request, timeout=within_s))
+
+
 def _sent(cloud: Calls, output: Output, file: Path | None) -> bytes:
     if file is None:
         return b""
-    with reported(output, f"uploading {file.name}") as progress:
-        return upload(cloud.channel, file, progress)
+    if file.stat().st_size >= LARGE_BYTES:
+        output.note(f"reading {file.name} ({size_text(file.stat().st_size)}) for its digest")
+    until_s = time.monotonic() + HELD_S
+    while True:
+        try:
+            with reported(output, f"uploading {file.name}") as progress:
+                return upload(cloud.channel, file, progress)
+        except Conflict as error:
+            if time.monotonic() >= until_s:
+                raise
+            output.note(f"{error}; the cloud may not know yet that its sender is gone")
+            time.sleep(HELD_PAUSE_S)
 
 
 def _made(cloud: Calls, output: Output, version: Version, target: str) -> Bundle:

@@ -36,11 +36,15 @@ _PREFIX: Final = "job-"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Of one child, and how many convert at a time."""
+    """Of one child, and how many convert at a time.
+
+    A check has `check_s`, and a second more for every `check_bytes_per_s` of its file.
+    """
 
     memory_bytes: int = 4 << 30
     file_bytes: int = 8 << 30
     check_s: float = 120.0
+    check_bytes_per_s: int = 16 << 20
     convert_s: float = 1800.0
     checks: int = 2
     conversions: int = 1
@@ -83,8 +87,9 @@ class Conversions:
 
     async def check(self, files: Files) -> bytes:
         """Return the root digest of a sound model file; raises what is wrong with it."""
+        seconds = self._limits.check_s + files.model.stat().st_size / self._limits.check_bytes_per_s
         async with self._checks, self._job() as job:
-            done = await self._run(job, _order("check", files, job), self._limits.check_s)
+            done = await self._run(job, _order("check", files, job), seconds)
         with _expected():
             return bytes.fromhex(done["model_digest"])
 
