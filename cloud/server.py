@@ -40,6 +40,7 @@ from triplane.cloud.identity import audit
 from triplane.cloud.identity.authority import Authority
 from triplane.cloud.identity.gate import Gate, caller
 from triplane.cloud.identity.principals import Labels, Principals
+from triplane.cloud.identity.reflection import reflection_handlers
 from triplane.cloud.identity.rights import Role
 from triplane.cloud.identity.servicers import Enrolment, Identity, Renewal
 from triplane.cloud.identity.tables import TOKENS
@@ -238,6 +239,7 @@ class Cloud:
         identity_grpc.add_IdentityServicer_to_server(identity, server)
         enrolment_grpc.add_RenewalServicer_to_server(Renewal(self.principals), server)
         health_pb2_grpc.add_HealthServicer_to_server(ours, server)
+        server.add_generic_rpc_handlers(reflection_handlers())
         tls = self._home.tls
         credentials = server_credentials(
             authority.pem, (tls / "server.pem").read_bytes(), (tls / "server.key").read_bytes()

@@ -2,7 +2,8 @@
 
 Each call's peer certificate must carry a serial number that was issued to its name and is neither
 revoked nor expired, looked up in the database per call; then the method's row of `RIGHTS` decides.
-A servicer finds out who called with `caller()`. Revoking a name ends its streams, here.
+A servicer finds out who called with `caller()`. Revoking a name ends its streams, here: at once,
+but for the methods of `FAREWELL`, which have a moment to say why in their own words.
 """
 
 import asyncio
@@ -19,8 +20,12 @@ from triplane.cloud.identity.principals import Principal, Principals, serial_of
 from triplane.cloud.identity.rights import RIGHTS
 from triplane.proto.errors import Corrupt, Unavailable
 from triplane.proto.identity import common_name
+from triplane.proto.status import Answer, family_of
 
 logger = logging.getLogger(__name__)
+
+FAREWELL: Final = frozenset({"/triplane.session.v1.Session/Open"})
+FAREWELL_S: Final = 0.5
 
 _CALLER: Final[ContextVar[Principal]] = ContextVar("caller")
 _S = grpc.StatusCode
@@ -29,9 +34,9 @@ _S = grpc.StatusCode
 class Refused(Exception):
     """A call that does not get through: the status and the text it is answered with."""
 
-    def __init__(self, code: grpc.StatusCode, text: str) -> None:
+    def __init__(self, code: grpc.StatusCode, text: str, **facts: str) -> None:
         super().__init__(text)
-        self.code, self.text = code, text
+        self.answer = Answer(code, text, family_of(code), facts)
 
 
 def caller() -> Principal:
@@ -44,7 +49,8 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def __init__(self, principals: Principals) -> None:
         self._principals = principals
-        self._streams: dict[str, set[asyncio.Task[Any]]] = {}
+        self._streams: dict[str, dict[asyncio.Task[Any], str]] = {}
+        self._ended: set[asyncio.Task[Any]] = set()
         self._callbacks: list[Callable[[str], None]] = []
 
     def on_revoked(self, callback: Callable[[str], None]) -> None:
@@ -55,7 +61,16 @@ class Gate(grpc.aio.ServerInterceptor):
         """End the name's open streams."""
         for callback in self._callbacks:
             callback(name)
-        for task in self._streams.get(name, set()).copy():
+        held = self._streams.get(name, {})
+        self._ended.update(held)
+        for task, method in list(held.items()):
+            if method in FAREWELL:
+                asyncio.get_running_loop().call_later(FAREWELL_S, self._cut, task)
+            else:
+                self._cut(task)
+
+    def _cut(self, task: asyncio.Task[Any]) -> None:
+        if task in self._ended:
             task.cancel("revoked")
 
     async def intercept_service(
@@ -100,21 +115,23 @@ class Gate(grpc.aio.ServerInterceptor):
             who = await self._let_in(method, context)
             task = asyncio.current_task()
             assert task is not None
-            held = self._streams.setdefault(who.name, set())
-            held.add(task)
+            held = self._streams.setdefault(who.name, {})
+            held[task] = method
             try:
                 async for response in inner(request, context):
                     yield response
             except asyncio.CancelledError as error:
                 if error.args != ("revoked",):
                     raise
-                await context.abort(
-                    _S.UNAUTHENTICATED, f"the certificate of {who.name!r} was revoked"
-                )
             finally:
-                held.discard(task)
-                if not held:
-                    self._streams.pop(who.name, None)
+                del held[task]
+                if not held and self._streams.get(who.name) is held:
+                    del self._streams[who.name]
+                was_revoked = task in self._ended
+                self._ended.discard(task)
+            if was_revoked:
+                text = f"the certificate of {who.name!r} was revoked"
+                await _end(context, Refused(_S.UNAUTHENTICATED, text, name=who.name))
 
         return behave
 
@@ -126,12 +143,14 @@ class Gate(grpc.aio.ServerInterceptor):
                     _S.PERMISSION_DENIED,
                     f"{who.name!r} is a {who.role} and may not call {method.rpartition('/')[2]}; "
                     f"that is for: {_roles(method)}",
+                    name=who.name,
+                    role=who.role,
                 )
         except Refused as refusal:
-            logger.warning("call refused", extra={"method": method, "reason": refusal.text})
-            await context.abort(refusal.code, refusal.text)
+            logger.warning("call refused", extra={"method": method, "reason": str(refusal)})
+            await _end(context, refusal)
         except Unavailable as error:
-            await context.abort(_S.UNAVAILABLE, str(error))
+            await _end(context, Refused(_S.UNAVAILABLE, str(error)))
         _CALLER.set(who)
         return who
 
@@ -150,6 +169,11 @@ class Gate(grpc.aio.ServerInterceptor):
                 "enrol with a new token",
             )
         return found
+
+
+async def _end(context: Any, refusal: Refused) -> None:
+    answer = refusal.answer
+    await context.abort(answer.code, answer.text, answer.trailer())
 
 
 def _roles(method: str) -> str:

@@ -25,6 +25,11 @@ SIGNERS: Final = frozenset({Role.SIGNER, Role.OPERATOR})
 NODES: Final = frozenset({Role.NODE})
 ALL: Final = PEOPLE | MACHINES
 
+REFLECTION: Final = (
+    "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+)
+
 # fmt: off
 _ROWS: Final = (
     ("/triplane.enrolment.v1.Renewal/Renew",         ALL),
@@ -59,6 +64,7 @@ _ROWS: Final = (
     ("/triplane.identity.v1.Identity/ReadAudit",     PEOPLE),
     ("/grpc.health.v1.Health/Check",                 ALL),
     ("/grpc.health.v1.Health/Watch",                 PEOPLE),
+    *((method,                                       PEOPLE) for method in REFLECTION),
 )
 # fmt: on
 RIGHTS: Final = MappingProxyType(dict(_ROWS))

@@ -9,18 +9,25 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha.reflection_pb2_grpc import (  # type: ignore[import-untyped]
+    ServerReflectionStub,
+)
 from tests.cloud.nodes import CAPABILITY, enrolled, living
 from tests.cloud.released import copied, make_released
 
+from triplane.cloud.identity.rights import RIGHTS
 from triplane.cloud.server import Cloud, running
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto import identity_pb2, session_pb2
 from triplane.proto.channels import connect, connect_aio
-from triplane.proto.errors import Conflict, NotFound, Unavailable
+from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
 from triplane.proto.fleet_pb2_grpc import FleetStub
 from triplane.proto.identity import IdentityFolder
 from triplane.proto.identity_pb2_grpc import IdentityStub
 from triplane.proto.session_pb2_grpc import SessionStub
+from triplane.proto.status import facts_of, remote_errors
 from triplane.proto.stream import new_epoch
 from triplane.proto.transfer import BlobFolder, download
 
@@ -215,14 +222,14 @@ def test_a_node_speaks_for_the_name_in_its_certificate_only(home, tmp_path):
 @pytest.mark.parametrize(
     ("absurd", "message"),
     [
-        (pb.Report(metadata_age_s=float("nan")), "metadata_age_s is a finite number"),
+        (pb.Report(metadata_age_s=float("nan")), "metadata_age_s is "),
         (pb.Report(models=[pb.ModelReport(model="../../x")]), "a model's name matches"),
         (pb.Report(models=[pb.ModelReport(model="m", version=2**31)]), "version is at most"),
         (pb.Report(models=[pb.ModelReport(model=f"m{i}") for i in range(65)]), "models is at most"),
         (pb.Report(models=[pb.ModelReport(model="m")] * 2), "names each model once"),
         (pb.Report(models=[pb.ModelReport(model="m", state=cast("Any", 77))]), "no node state 77"),
         (pb.Report(incidents=[pb.Incident(text="x" * 2001)]), "at most 2000 characters"),
-        (pb.Report(serving_address="x" * 300_000), "size of the report in bytes is at most"),
+        (pb.Report(serving_address="x" * 1_100_000), "size of the report in bytes is at most"),
         (pb.Report(capability=pb.Capability(targets=["t"] * 17)), "capability.targets is at most"),
     ],
 )
@@ -254,15 +261,16 @@ def test_revocation_ends_the_stream_and_the_node(home, tmp_path):
             channel, call, _ = await greeted(node.identity)
             people = connect_aio(IdentityFolder(home.operator))
             await IdentityStub(people).Revoke(identity_pb2.RevokeRequest(name="a", reason="lost"))
-            _, code, text = await ending(call)
+            frames, code, text = await ending(call)
             await until(cloud, lambda: not cloud.fleet.nodes())
             await channel.close()
             await people.close()
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await greeted(node.identity)
-            return code, text, refused.value.code()
+            return frames[-1].goodbye.why, code, text, refused.value.code()
 
-    code, text, again = within(story())
+    why, code, text, again = within(story())
+    assert why == session_pb2.Goodbye.REVOKED
     assert (code, again) == (grpc.StatusCode.UNAUTHENTICATED,) * 2
     assert text == "the certificate of 'a' was revoked"
 
@@ -386,6 +394,51 @@ def test_people_see_nodes_page_by_page(home, tmp_path):
                 assert [n.name for n in some.nodes] == ["n1", "n3"]
 
     within(story())
+
+
+def test_people_are_told_what_the_port_serves_and_machines_are_not(home, tmp_path):
+    ask = reflection_pb2.ServerReflectionRequest
+
+    async def told(identity, *requests):
+        async with connect_aio(identity) as channel:
+            call = ServerReflectionStub(channel).ServerReflectionInfo(iter(requests))
+            return [answer async for answer in call]
+
+    async def story():
+        async with running(home) as cloud:
+            node = await enrolled(cloud, tmp_path, "a")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await told(node.identity, ask(list_services=""))
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+            symbol = "triplane.fleet.v1.Fleet"
+            people = IdentityFolder(home.operator)
+            return await told(
+                people, ask(list_services=""), ask(file_containing_symbol=symbol),
+                ask(file_containing_symbol="inference.GRPCInferenceService"),
+            )  # fmt: skip
+
+    listed, found, missing = within(story())
+    names = {service.name for service in listed.list_services_response.service}
+    assert names == {method.split("/")[1] for method in RIGHTS}
+    file = FileDescriptorProto.FromString(found.file_descriptor_response.file_descriptor_proto[0])
+    assert file.package == "triplane.fleet.v1"
+    assert missing.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+def test_a_refused_call_names_its_family_and_the_rollout_in_the_way(home, tmp_path):
+    async def story():
+        async with running(home) as cloud, operator(home) as people:
+            node = await enrolled(cloud, tmp_path, "a")
+            going = await people.Deploy(deploy_request())
+            with pytest.raises(Conflict) as raised, remote_errors():
+                await people.Deploy(deploy_request(key=b"2" * 16))
+            assert facts_of(raised.value) == {"rollout": going.id}
+            async with connect_aio(node.identity) as channel:
+                with pytest.raises(InvalidInput) as refused, remote_errors():
+                    await FleetStub(channel).Deploy(deploy_request())
+            return facts_of(refused.value)
+
+    assert within(story()) == {"name": "a", "role": "node"}
 
 
 def test_a_node_may_not_steer(home, tmp_path):

@@ -1,0 +1,32 @@
+"""What the main port serves, for tools such as grpcurl: every service that has a row of rights.
+
+Both names of the protocol are answered, since newer tools ask under v1 first. Who may ask is a row
+like any other; the schemas are public, a list of ports and methods need not be told to machines.
+"""
+
+from collections.abc import Iterable
+
+import grpc
+from grpc_reflection.v1alpha import reflection_pb2 as pb  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha.reflection import aio  # type: ignore[import-untyped]
+
+from triplane.cloud.identity.rights import REFLECTION, RIGHTS
+
+
+def reflection_handlers() -> list[grpc.GenericRpcHandler]:
+    """One per name of the protocol; for an aio server."""
+    servicer = aio.ReflectionServicer(service_names=services(RIGHTS))
+    answer = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=pb.ServerReflectionRequest.FromString,
+        response_serializer=pb.ServerReflectionResponse.SerializeToString,
+    )
+    return [
+        grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": answer})
+        for name in services(REFLECTION)
+    ]
+
+
+def services(methods: Iterable[str]) -> list[str]:
+    """The services of methods such as "/package.Service/Method", each once, sorted."""
+    return sorted({method.split("/")[1] for method in methods})
