@@ -26,7 +26,7 @@ Examples:
 Interrupted? The same command with the same --checkpoint folder goes on to the same bits.
 FILE.py is ordinary Python; Cell is a subclass of nn.Cell, or a function that makes one.
 """
-ENTRIES = ("predict", "evaluate", "train_step", "local_update", "adapt", "gradients")
+ENTRIES = ("predict", "evaluate", "loss", "train_step", "local_update", "adapt", "gradients")
 DEFAULT_ENTRIES: Any = ENTRIES[:-1]
 
 

@@ -13,8 +13,9 @@ from triplane.unified_ir.train import step
 if TYPE_CHECKING:
     from triplane.unified_ir.train.trainer import Trainer
 
-Entry = Literal["predict", "evaluate", "train_step", "local_update", "adapt", "gradients"]
+Entry = Literal["predict", "evaluate", "loss", "train_step", "local_update", "adapt", "gradients"]
 ENTRIES: Final[tuple[str, ...]] = get_args(Entry)
+LEARNABLE: Final = (Role.PARAMETER, Role.PERSONAL)
 DEFAULT_LOCAL_LR: Final = 0.01
 
 
@@ -41,6 +42,8 @@ def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
             return step.evaluate(model)
         case "train_step":
             return trainer.train_function()
+        case "loss":
+            return step.loss(model)
         case "gradients":
             return step.gradients(model)
     lr = local_rate(trainer.optimizer) if local_lr is None else local_lr
@@ -75,8 +78,11 @@ def _meta(trainer: Trainer) -> dict[str, str]:
     """Text by key; lists and mappings as JSON."""
     model, cell = trainer.model, type(trainer.cell)
     inputs = {name: str(type_) for name, type_ in model.inputs.items()}
+    trained = model.trainable()
+    frozen = [k for k, r in trainer.roles().items() if r in LEARNABLE and k not in trained]
     return {
         "cell": f"{cell.__module__}:{cell.__qualname__}",
+        "frozen": json.dumps(frozen),
         "inputs": json.dumps(inputs),
         "labels": json.dumps(_labels(trainer)),
         "loss": type(model.loss).__name__,

@@ -171,6 +171,12 @@ def evaluate(model: Model) -> Function:
         return _only_measures(_objective(model, "evaluate"), model)
 
 
+def loss(model: Model) -> Function:
+    """A batch and state -> loss, metrics and assigned state, in training mode: what is derived."""
+    with training(model.cell, on=True):
+        return clean(_objective(model, "loss"))
+
+
 def gradients(model: Model) -> Function:
     """A batch and state -> loss, metrics, and `grad.PATH` of each trained parameter."""
     return _differentiated(model, "gradients")

@@ -143,14 +143,15 @@ class Trainer:
 
     def export(
         self,
-        entries: Iterable[Entry] = ("predict", "evaluate", "train_step"),
+        entries: Iterable[Entry] = ("predict", "evaluate", "loss", "train_step"),
         *,
         local_lr: float | None = None,
     ) -> Module:
         """The functions and state as an IR module.
 
-        entries: of "predict", "evaluate", "train_step", "local_update", "adapt" and "gradients";
-        the optimizer's state comes along with `train_step`. `local_update` and `adapt` are plain
+        entries: of "predict", "evaluate", "loss" (what federated algorithms derive), "train_step",
+        "local_update", "adapt" and "gradients"; the optimizer's state comes along with
+        `train_step`. `local_update` and `adapt` are plain
         gradient descent at the constant rate `local_lr` (by default the optimizer's where that is
         constant, else 0.01): a device keeps no optimizer state.
         """

@@ -1,0 +1,22 @@
+"""The graphs of federated algorithms, derived from a module's `loss`; a plan for the devices."""
+
+from triplane.unified_ir.federated.algorithms.hyper import MAX_INNER_STEPS, Hyper
+from triplane.unified_ir.federated.algorithms.plan import (
+    PlanMade,
+    functions_of,
+    module_of,
+    plan_of,
+)
+from triplane.unified_ir.federated.algorithms.table import ALGORITHMS, Algorithm, algorithm
+
+__all__ = [
+    "ALGORITHMS",
+    "MAX_INNER_STEPS",
+    "Algorithm",
+    "Hyper",
+    "PlanMade",
+    "algorithm",
+    "functions_of",
+    "module_of",
+    "plan_of",
+]

@@ -1,0 +1,152 @@
+"""A module as the plan of a run, and a run's shared state as a module again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.algorithms.hyper import ANCHOR, HYPER, RATE, Hyper
+from triplane.unified_ir.federated.algorithms.objective import Objective, objective_of
+from triplane.unified_ir.federated.algorithms.table import Algorithm, algorithm
+from triplane.unified_ir.federated.core.learn import shared
+from triplane.unified_ir.ir import Function, Module, Role, StateTensor, Value
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.onnx import emit, serialize
+from triplane.unified_ir.runtime import PlanSpec, write_plan
+
+ENTRIES: Final = ("local_update", "adapt", "evaluate", "predict")
+RESERVED: Final = (HYPER, ANCHOR, RATE)
+ADAPT: Final = "adapt"
+STEPS_KEY: Final = "adapt.steps"
+"""Key of a module's text: how many steps of its entry `adapt` make an adaptation."""
+ALGORITHM_KEY: Final = "adapt.algorithm"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanMade:
+    """A plan file. digest: its root digest. state: what all devices begin from; roles: of all."""
+
+    digest: str
+    state: dict[str, Array]
+    roles: dict[str, str]
+
+
+def functions_of(module: Module, name: str, hyper: Hyper) -> dict[str, Function]:
+    """What a device runs, by entry."""
+    row, of = algorithm(name), _objective(module)
+    return {
+        "local_update": row.step(of, hyper),
+        "adapt": row.adapt(of),
+        "evaluate": module.entry("evaluate"),
+        "predict": module.entry("predict"),
+    }
+
+
+def plan_of(
+    module: Module, name: str, hyper: Hyper, path: str | Path, *, digest: str = ""
+) -> PlanMade:
+    """Write the plan of a run of algorithm `name`, whole or not at all.
+
+    digest: the model's root digest. Personal state goes in by name and type and starts at zero.
+    InvalidInput: the module cannot be learned by this algorithm; the message says why.
+    """
+    row, of = algorithm(name), _objective(module)
+    state = {**module.state, **_beside(row, of, hyper)}
+    functions = {k: _closed(f, state) for k, f in functions_of(module, name, hyper).items()}
+    used = sorted({p.name for f in functions.values() for p in f.params} & state.keys())
+    arrays = {n: _initial(state[n]) for n in used}
+    roles = {n: str(state[n].role) for n in used}
+    spec = PlanSpec(
+        entries={k: serialize(emit(f)) for k, f in functions.items()},
+        state=arrays,
+        roles=roles,
+        steps={ADAPT: hyper.inner_steps},
+        labels=tuple(map(str, json.loads(module.meta.get("labels", "[]")))),
+        parent=digest,
+    )
+    made = write_plan(Path(path), spec)
+    return PlanMade(made, {n: arrays[n] for n in shared(roles)}, roles)
+
+
+def module_of(module: Module, name: str, hyper: Hyper, state: Mapping[str, Array]) -> Module:
+    """The module at a run's shared state, with the entry `adapt` that the run learned for.
+
+    `adapt` takes a batch and gives one step, at the rates that are state of the module; the text
+    `adapt.steps` says how many make an adaptation. InvalidInput: the state is not of such a run.
+    """
+    row, of = algorithm(name), _objective(module)
+    beside = _beside(row, of, hyper)
+    adapt = _closed(row.adapt(of), {**module.state, **beside})
+    beside = {k: v for k, v in beside.items() if k in adapt.param_names}
+    known = {k: v for k, v in module.state.items() if not k.startswith(RESERVED)} | beside
+    _check(state, known)
+    after = {
+        k: StateTensor(v.role, np.array(state[k])) if k in state else v for k, v in known.items()
+    }
+    function = _unused(module, ADAPT)
+    kept = {e: f for e, f in module.entries.items() if e != ADAPT}
+    functions = {f: module.functions[f] for f in dict.fromkeys(kept.values())}
+    text = {STEPS_KEY: str(hyper.inner_steps), ALGORITHM_KEY: name}
+    return Module(
+        {**functions, function: adapt},
+        {**kept, ADAPT: function},
+        after,
+        {**module.meta, **text},
+    )
+
+
+def _objective(module: Module) -> Objective:
+    of = objective_of(module)
+    read = {p.name for e in ("loss", "evaluate", "predict") for p in module.entry(e).params}
+    clash = sorted(n for n in read if n.startswith(RESERVED))
+    if clash:
+        raise InvalidInput(
+            f"the model calls something {clash[0]!r}; names of a run's own begin with "
+            f"{', '.join(RESERVED)}: rename the attribute"
+        )
+    return of
+
+
+def _beside(row: Algorithm, of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
+    """State beside the module's; rates that an earlier run learned go on from there."""
+    found = dict(row.beside(of, hyper))
+    for name, fresh in found.items():
+        earlier = of.state.get(name)
+        if name.startswith(RATE) and earlier is not None and earlier.type == fresh.type:
+            found[name] = earlier
+    return found
+
+
+def _closed(function: Function, state: Mapping[str, StateTensor]) -> Function:
+    """With a parameter for each state tensor that is assigned without being read."""
+    missing = [n for n in function.result_names if n in state and n not in function.param_names]
+    params = (*function.params, *(Value(state[n].type, n) for n in missing))
+    return Function(function.name, params, function.results, function.result_names, function.nodes)
+
+
+def _initial(tensor: StateTensor) -> Array:
+    return np.zeros_like(tensor.array) if tensor.role is Role.PERSONAL else tensor.array
+
+
+def _check(state: Mapping[str, Array], known: Mapping[str, StateTensor]) -> None:
+    for name, array in state.items():
+        if name not in known or known[name].role is Role.PERSONAL:
+            raise InvalidInput(f"{name!r} is no shared state of this model and algorithm")
+        wanted = known[name].array
+        if (array.dtype, array.shape) != (wanted.dtype, wanted.shape):
+            raise InvalidInput(
+                f"{name!r} is {wanted.dtype}{list(wanted.shape)}, got "
+                f"{array.dtype}{list(array.shape)}"
+            )
+
+
+def _unused(module: Module, stem: str) -> str:
+    """A function name that no other entry uses."""
+    taken = {f for e, f in module.entries.items() if e != stem}
+    return next(n for n in (stem, *(f"{stem}{i}" for i in range(len(taken)))) if n not in taken)

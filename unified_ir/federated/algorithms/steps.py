@@ -1,0 +1,187 @@
+"""The graphs that devices run, derived from a module's loss.
+
+With state w, loss L, rate a (`hyper.lr`) and the gradient D of what follows with respect to w:
+
+    inner step       w' = w - a D L(support, w)
+    batch gradient   g = D L(batch, w)
+    FedProx          g = D L(batch, w) + mu (w - anchor)
+    meta-gradient    g = D L(query, w_K(w)),  w_K after K inner steps, through all of them
+    first order      g = D L(query, v) at v = w_K
+    Meta-SGD         as meta-gradient with a rate of its own per weight, differentiated too
+
+Every gradient function has the state and batch it reads as parameters and gives the measures of the
+loss, newly assigned state, and `grad.PATH` of what it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.autodiff import GRAD, value_and_grad
+from triplane.unified_ir.federated.algorithms.hyper import ANCHOR, LR, PROXIMAL, RATE
+from triplane.unified_ir.federated.algorithms.objective import LOSS, Objective, Tensors, renamed
+from triplane.unified_ir.ir import Function, Role, TensorType, Value
+from triplane.unified_ir.ops import stop_gradient
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.inline import inline
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.passes import clean
+
+SUPPORT: Final = "support"
+QUERY: Final = "query"
+
+Rates = Callable[[str], Tensor]
+"""The rate of an inner step by the path of what it moves."""
+
+
+def batch_gradient(of: Objective, _: int) -> Function:
+    """D L(batch, w)."""
+    return of.gradient
+
+
+def proximal_gradient(of: Objective, _: int) -> Function:
+    """D L(batch, w) + mu (w - anchor), without the second term where w is personal.
+
+    Li et al. 2020, "Federated Optimization in Heterogeneous Networks", equation 2.
+    """
+    with Build(TABLE, "proximal_gradient") as build:
+        state, batch = _params(build, of.reads), _params(build, of.batch)
+        found, grads = of.differentiate(batch, state)
+        weight = build.param(PROXIMAL, scalar_of(of))
+        for path in shared_trained(of):
+            anchor = build.param(ANCHOR + path, state[path].type)
+            grads[path] += (state[path] - anchor) * weight
+    return _finished(build, found, grads)
+
+
+def meta_gradient(of: Objective, steps: int) -> Function:
+    """D L(query, w_K(w)), exact through all inner steps: Finn et al. 2017, algorithm 1."""
+    return value_and_grad(_episode(of, steps, "meta_gradient"), of.trained, of=LOSS)
+
+
+def first_order_gradient(of: Objective, steps: int) -> Function:
+    """As `meta_gradient`, inner gradients taken for constants: Finn et al. 2017, section 5.2."""
+    episode = _episode(of, steps, "first_order_gradient", exact=False)
+    return value_and_grad(episode, of.trained, of=LOSS)
+
+
+def learned_rate_gradient(of: Objective, steps: int) -> Function:
+    """As `meta_gradient`, for the rates `rate.PATH` as well: Li et al. 2017 (Meta-SGD), eq. 3."""
+    episode = _episode(of, steps, "learned_rate_gradient", own_rates=True)
+    wanted = [*of.trained, *(RATE + path for path in of.trained)]
+    return value_and_grad(episode, wanted, of=LOSS)
+
+
+def descent(gradient: Function, rate: str, name: str) -> Function:
+    """One step against `gradient` at the rate that is the state `rate`."""
+    with Build(TABLE, name) as build:
+        params = _params(build, gradient.params)
+        found = dict(
+            zip(gradient.result_names, inline(gradient, list(params.values())), strict=True)
+        )
+        moving = [n.removeprefix(GRAD) for n in found if n.startswith(GRAD) and n[5:] in params]
+        lr = params.get(rate) or build.param(rate, TensorType(params[moving[0]].dtype, ()))
+        moved = {path: params[path] - found.pop(GRAD + path) * lr for path in moving}
+    return clean(build.finish({**found, **moved}))
+
+
+def plain_adapt(of: Objective) -> Function:
+    """One inner step on a batch, at the rate `hyper.lr`."""
+    return descent(of.gradient, LR, "adapt")
+
+
+def learned_rate_adapt(of: Objective) -> Function:
+    """One inner step on a batch, at the rates `rate.PATH`."""
+    with Build(TABLE, "adapt") as build:
+        state, batch = _params(build, of.reads), _params(build, of.batch)
+        rates = _own_rates(build, of)
+        found, grads = of.differentiate(batch, state)
+        moved = {path: state[path] - grads[path] * rates(path) for path in of.trained}
+    return clean(build.finish({**found, **moved}))
+
+
+def shared_trained(of: Objective) -> tuple[str, ...]:
+    """What is trained and leaves the device."""
+    return tuple(p for p in of.trained if of.state[p].role is Role.PARAMETER)
+
+
+def scalar_of(of: Objective) -> TensorType:
+    """The type of a rate."""
+    return TensorType(of.loss.results[0].type.dtype, ())
+
+
+@dataclass(frozen=True)
+class _Point:
+    """State after some inner steps."""
+
+    state: dict[str, Tensor]
+
+    def after(self, found: Tensors, moved: Tensors) -> _Point:
+        assigned = {k: v for k, v in found.items() if k in self.state}
+        return _Point({**self.state, **assigned, **moved})
+
+
+def _episode(
+    of: Objective, steps: int, name: str, *, exact: bool = True, own_rates: bool = False
+) -> Function:
+    """Support, query and state -> the measures on the query after inner steps on the support."""
+    _refuse_statistics(of)
+    with Build(TABLE, name) as build:
+        start = _params(build, of.reads)
+        support = _part(build, of, SUPPORT)
+        query = _part(build, of, QUERY)
+        rates = _own_rates(build, of) if own_rates else _one_rate(build, of)
+        point = _Point(start)
+        for _ in range(steps):
+            found, grads = of.differentiate(support, point.state)
+            if not exact:
+                grads = {path: stop_gradient(g) for path, g in grads.items()}
+            moved = {p: point.state[p] - grads[p] * rates(p) for p in of.trained}
+            point = point.after(found, moved)
+        measured = of.measure(query, point.state)
+    return clean(build.finish(measured))
+
+
+def _refuse_statistics(of: Objective) -> None:
+    odd = [name for name in of.assigned if of.state[name].role is not Role.KEY]
+    if odd:
+        raise InvalidInput(
+            f"the loss assigns {', '.join(map(repr, odd))}, such as statistics of a batch; a "
+            "meta-step has no one batch they would belong to: use another normalization, or an "
+            "algorithm that learns from batches"
+        )
+
+
+def _params(build: Build, values: Iterable[Value]) -> dict[str, Tensor]:
+    return {v.name: build.param(v.name, v.type) for v in values}
+
+
+def _part(build: Build, of: Objective, part: str) -> dict[str, Tensor]:
+    named = renamed(of.batch, part)
+    return {name: build.param(v.name, v.type) for name, v in named.items()}
+
+
+def _one_rate(build: Build, of: Objective) -> Rates:
+    lr = build.param(LR, scalar_of(of))
+    return lambda _: lr
+
+
+def _own_rates(build: Build, of: Objective) -> Rates:
+    own = {p: build.param(RATE + p, of.loss.param(p).type) for p in of.trained}
+    return own.__getitem__
+
+
+def _finished(build: Build, found: Tensors, grads: Tensors) -> Function:
+    named = {GRAD + path: g for path, g in grads.items()}
+    return clean(build.finish({**found, **named}))
+
+
+def learned_rates(of: Objective, lr: float) -> Mapping[str, np.ndarray]:
+    """Where Meta-SGD's rates begin: `lr` everywhere."""
+    return {RATE + p: np.full_like(of.state[p].array, lr) for p in of.trained}
