@@ -1,0 +1,181 @@
+"""What an update loses on its way and gets back: compression with error feedback.
+
+A row maps one tensor to named arrays and back; `Compressor` keeps what was lost in a remainder that
+is added to the device's next update (Seide et al. 2014; Karimireddy et al. 2019), so the sum of
+what was sent and the remainder is the sum of the changes. Arrays are named `NAME` or `NAME:PART`;
+no tensor of a model has a colon in its name.
+
+Unpacking trusts nothing: sizes were bounded by the caller, everything else is checked here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.draws import Array, Draws
+
+LEVELS: Final = 127
+"""Of int8, in each direction."""
+MAX_INDEX: Final = 2**32 - 1
+
+Arrays = Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One way to write a tensor. parts: suffixes of its arrays, "" for the bare name."""
+
+    name: str
+    parts: tuple[str, ...]
+    pack: Callable[[Array, float, Draws], tuple[Array, ...]]
+    unpack: Callable[..., Array]
+    shape: Callable[..., tuple[int, ...]]
+    dtype: Callable[..., np.dtype[Any]]
+
+
+class Compressor:
+    """Packs updates by a row of `COMPRESSIONS`. keep: share of entries that `top-k` sends."""
+
+    def __init__(self, name: str, *, keep: float = 1.0) -> None:
+        self.row = row_of(name)
+        if not 0 < keep <= 1:
+            raise InvalidInput(f"the share of entries to keep is in (0, 1], got {keep}")
+        self.keep = keep
+
+    def pack(
+        self, change: Arrays, remainder: Arrays, rng: Draws
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """(arrays to send, what they lose of `change` and the earlier remainder)."""
+        arrays: dict[str, Array] = {}
+        lost: dict[str, Array] = {}
+        for name in sorted(change):
+            x = np.ascontiguousarray(change[name]).reshape(change[name].shape)
+            if name in remainder:
+                x = x + remainder[name]
+            parts = self.row.pack(x, self.keep, rng)
+            arrays |= dict(zip(self.names(name), parts, strict=True))
+            if self.row.name:
+                lost[name] = x - self.row.unpack(*parts)
+        return arrays, lost
+
+    def unpack(self, arrays: Arrays) -> dict[str, Array]:
+        """The change that `arrays` stand for; InvalidInput where they are no result of `pack`."""
+        return {name: self.row.unpack(*parts) for name, parts in self.grouped(arrays).items()}
+
+    def grouped(self, arrays: Arrays) -> dict[str, tuple[Array, ...]]:
+        """The parts of each tensor; InvalidInput where one is missing or too many."""
+        stems = sorted({name.partition(":")[0] for name in arrays})
+        wanted = [name for stem in stems for name in self.names(stem)]
+        if sorted(wanted) != sorted(arrays):
+            raise InvalidInput(
+                f"compression {self.row.name!r} writes {_some(wanted)}, got {_some(arrays)}"
+            )
+        return {stem: tuple(arrays[name] for name in self.names(stem)) for stem in stems}
+
+    def names(self, stem: str) -> list[str]:
+        """Names of the arrays that stand for the tensor `stem`."""
+        return [f"{stem}:{part}" if part else stem for part in self.row.parts]
+
+
+def row_of(name: str) -> Row:
+    """The row; InvalidInput names those there are."""
+    if name not in COMPRESSIONS:
+        raise InvalidInput(
+            f"compression is one of {', '.join(map(repr, COMPRESSIONS))}, got {name[:80]!r}"
+        )
+    return COMPRESSIONS[name]
+
+
+# As it is.
+
+
+def _bare(x: Array, _keep: float, _rng: Draws) -> tuple[Array, ...]:
+    return (x,)
+
+
+def _is(x: Array) -> Array:
+    return x
+
+
+# q = floor(x / s + u), u uniform in [0, 1), s = max|x| / 127: E[s q] = x and |x - s q| <= s.
+
+
+def _quantize(x: Array, _keep: float, rng: Draws) -> tuple[Array, ...]:
+    largest = float(np.max(np.abs(x), initial=0.0))
+    scale = np.asarray(largest / LEVELS, x.dtype)
+    if not scale > 0:
+        return np.zeros(x.shape, np.int8), np.zeros((), x.dtype)
+    noise = rng.uniform(x.size).reshape(x.shape)
+    q = np.floor(x / scale.astype(np.float64) + noise)
+    return np.clip(q, -LEVELS, LEVELS).astype(np.int8), scale
+
+
+def _dequantize(q: Array, scale: Array) -> Array:
+    if q.dtype != np.int8 or scale.shape != () or not np.issubdtype(scale.dtype, np.floating):
+        raise InvalidInput(f"int8 writes int8 and one scale, got {q.dtype} and {scale.dtype}")
+    return np.asarray(q.astype(scale.dtype) * scale)
+
+
+# The k = ceil(keep * size) entries that are largest in absolute value; of equal ones the first.
+
+
+def _pick(x: Array, keep: float, _rng: Draws) -> tuple[Array, ...]:
+    flat = x.reshape(-1)
+    if flat.size > MAX_INDEX:
+        raise InvalidInput(f"top-k indexes at most {MAX_INDEX} entries, got {flat.size}")
+    index = _largest(np.abs(flat), math.ceil(keep * flat.size))
+    return index.astype(np.uint32), flat[index], np.asarray(x.shape, np.int64).reshape(-1)
+
+
+def _largest(size: Array, k: int) -> Array:
+    if k >= len(size):
+        return np.arange(len(size))
+    edge = np.partition(size, len(size) - k)[len(size) - k]
+    above, equal = np.flatnonzero(size > edge), np.flatnonzero(size == edge)
+    return np.sort(np.concatenate([above, equal[: k - len(above)]]))
+
+
+def _scatter(index: Array, value: Array, shape: Array) -> Array:
+    sizes = _picked_shape(index, value, shape)
+    n = math.prod(sizes)
+    at = index.astype(np.int64)
+    if len(at) and (at[-1] >= n or (np.diff(at) <= 0).any()):
+        raise InvalidInput(f"top-k indices rise strictly and stay below {n}")
+    flat = np.zeros(n, value.dtype)
+    flat[at] = value
+    return flat.reshape(sizes)
+
+
+def _picked_shape(index: Array, value: Array, shape: Array) -> tuple[int, ...]:
+    if index.dtype != np.uint32 or index.ndim != 1 or value.shape != index.shape:
+        raise InvalidInput("top-k writes as many uint32 indices as values, each a vector")
+    if shape.dtype != np.int64 or shape.ndim != 1 or (shape < 0).any():
+        raise InvalidInput("top-k writes the shape as a vector of int64 sizes")
+    return tuple(int(size) for size in shape)
+
+
+# fmt: off
+COMPRESSIONS: Final[Mapping[str, Row]] = {
+    row.name: row
+    for row in (
+        Row("",      ("",),                        _bare,     _is,
+            lambda x: x.shape,                     lambda x: x.dtype),
+        Row("int8",  ("q", "scale"),               _quantize, _dequantize,
+            lambda q, _scale: q.shape,             lambda _q, scale: scale.dtype),
+        Row("top-k", ("index", "value", "shape"),  _pick,     _scatter,
+            _picked_shape,                         lambda _i, value, _s: value.dtype),
+    )
+}
+# fmt: on
+
+
+def _some(names: Any) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - 4} more" if len(listed) > 4 else ""
+    return f"{[name[:80] for name in listed[:4]]}{more}"

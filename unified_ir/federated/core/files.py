@@ -1,0 +1,251 @@
+"""The two files of a run that hold tensors: a shared state, and a device's update.
+
+A state is of one plan (its root digest is the parent). An update says of which run, round and lease
+it is and how it is compressed; it has a place for parameters and buffers only, so no personal
+tensor leaves a device by it. Both are containers (`files/container.py`): hashed and bounded.
+
+`read_update` takes bytes from strangers. It bounds the file, compares names, types and shapes with
+the state that is learned, and only then reads numbers. Each refusal is a `BadUpdate` with a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput
+from triplane.unified_ir.federated.core.compress import Compressor
+from triplane.unified_ir.federated.core.draws import Array, Draws
+from triplane.unified_ir.federated.core.learn import SHARED_ROLES
+from triplane.unified_ir.files import container
+from triplane.unified_ir.files.container import Container
+from triplane.unified_ir.files.dtypes import BY_NAME
+
+STATE: Final = "state.safetensors"
+CHANGE: Final = "change.safetensors"
+FACTS: Final = ("compression", "lease", "round", "run")
+"""Properties of an update, all of them and no other."""
+PER_TENSOR_BYTES: Final = 4 << 10
+"""Names, digests and headers of one tensor in a container, at most, for `most_bytes`."""
+MAX_ROUND: Final = 1 << 32
+
+Like = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
+"""What an update must hold: type and shape by name."""
+
+# fmt: off
+KINDS: Final[Mapping[str, str]] = {
+    "oversized":   "more bytes than the lease allows",
+    "damaged":     "not the bytes of an update",
+    "foreign":     "of another run, round or lease",
+    "compression": "compressed in a way that was not asked for, or wrongly",
+    "personal":    "holds what must not leave a device",
+    "names":       "other tensors than the shared ones",
+    "shape":       "a tensor of another type or shape",
+    "nonfinite":   "a number that is infinite or none",
+}
+# fmt: on
+
+
+class BadUpdate(InvalidInput):
+    """An update that cannot count. kind: a word of `KINDS`, by which refusals are counted."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        assert kind in KINDS
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """remainder: what compression lost, to be added to this device's next update."""
+
+    digest: str
+    remainder: dict[str, Array]
+
+
+def like_of(state: Mapping[str, Array]) -> Like:
+    """What an update of this shared state holds: its float tensors."""
+    return {
+        name: (x.dtype, x.shape) for name, x in state.items() if np.issubdtype(x.dtype, np.floating)
+    }
+
+
+def most_bytes(like: Like) -> int:
+    """A bound of the size of any update of such tensors, whatever the compression."""
+    values = sum(_nbytes(dtype, shape) for dtype, shape in like.values())
+    indices = sum(_nbytes(np.dtype(np.uint32), shape) for _, shape in like.values())
+    return values + indices + PER_TENSOR_BYTES * (3 * len(like) + 1)
+
+
+def write_state(
+    path: Path, tensors: Mapping[str, Array], roles: Mapping[str, str], *, plan: str
+) -> str:
+    """Write a shared state of the plan of that root digest, whole or not at all; its digest."""
+    if odd := sorted(n for n in tensors if roles.get(n) not in SHARED_ROLES):
+        raise InvalidInput(f"a shared state holds parameters and buffers, not {odd[:4]}")
+    part = container.tensor_part(STATE, tensors, {name: roles[name] for name in tensors})
+    return container.write(path, "state", [part], parent=plan)
+
+
+def read_state(path: Path, *, plan: str) -> dict[str, Array]:
+    """The tensors of a state, as read-only views of the file.
+
+    Conflict: of another plan. Corrupt: damaged. InvalidInput: no state, or not finite.
+    """
+    file = Container(path, kind="state")
+    if file.manifest.parent != plan:
+        raise Conflict(f"the state is of plan {file.manifest.parent[:16]}, not {plan[:16]}")
+    _only_part(file, STATE)
+    if odd := [t.name for t in file.manifest.tensors if t.role not in SHARED_ROLES]:
+        raise Corrupt(f"a shared state holds parameters and buffers, this one {odd[:4]}")
+    file.verify()
+    found = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
+    if odd := [name for name, x in found.items() if not _is_finite(x)]:
+        raise InvalidInput(f"{odd[0]!r} of the state holds numbers that are not finite")
+    return found
+
+
+def write_update(
+    path: Path,
+    change: Mapping[str, Array],
+    *,
+    run: str,
+    round: int,  # noqa: A002 -- the word of the domain
+    lease: str,
+    compression: str,
+    keep: float,
+    seed: int,
+    remainder: Mapping[str, Array] | None = None,
+) -> Written:
+    """Compress `change` and write it; equal arguments give equal bytes.
+
+    lease: in hexadecimal. remainder: what earlier updates of this device lost.
+    """
+    draws = Draws(seed, round, lease, "compression")
+    arrays, lost = Compressor(compression, keep=keep).pack(change, remainder or {}, draws)
+    properties = {"compression": compression, "lease": lease, "round": str(round), "run": run}
+    part = container.tensor_part(CHANGE, arrays, dict.fromkeys(arrays, "parameter"))
+    digest = container.write(path, "update", [part], properties=properties)
+    return Written(digest, lost)
+
+
+def read_update(
+    path: Path,
+    like: Like,
+    *,
+    run: str,
+    lease: str,
+    max_bytes: int,
+    round: int | None = None,  # noqa: A002 -- the word of the domain
+    compression: str | None = None,
+) -> dict[str, Array]:
+    """The change in an update: exactly the tensors of `like`, finite. BadUpdate otherwise.
+
+    round, compression: checked too where they are given.
+    """
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise BadUpdate("oversized", f"an update has at most {max_bytes} bytes here, got {size}")
+    try:
+        file = Container(path, kind="update")
+        _only_part(file, CHANGE)
+    except (Corrupt, InvalidInput) as error:
+        raise BadUpdate("damaged", f"no update: {error}") from error
+    facts = dict(file.manifest.properties)
+    _check_facts(facts, {"run": run, "lease": lease, "round": round})
+    compressor = _compressor(facts["compression"], compression)
+    parts = _checked_names(file, compressor, like)
+    try:
+        file.verify()
+        arrays = {name: tensor.data for name, tensor in file.tensors(CHANGE).items()}
+    except Corrupt as error:
+        raise BadUpdate("damaged", f"no update: {error}") from error
+    return {
+        name: _opened(compressor, name, [arrays[part] for part in parts[name]], *like[name])
+        for name in sorted(like)
+    }
+
+
+def _check_facts(facts: Mapping[str, str], wanted: Mapping[str, Any]) -> None:
+    if sorted(facts) != list(FACTS):
+        raise BadUpdate("damaged", f"an update says {', '.join(FACTS)}; this one {list(facts)[:8]}")
+    for name, value in wanted.items():
+        if value is not None and facts[name] != str(value):
+            raise BadUpdate(
+                "foreign", f"the update is of {name} {facts[name][:80]!r}, the lease of {value!r}"
+            )
+
+
+def _compressor(said: str, wanted: str | None) -> Compressor:
+    if wanted is not None and said != wanted:
+        raise BadUpdate("compression", f"the run asks for {wanted!r}, the update has {said[:80]!r}")
+    try:
+        return Compressor(said)
+    except InvalidInput as error:
+        raise BadUpdate("compression", str(error)) from error
+
+
+def _checked_names(file: Container, compressor: Compressor, like: Like) -> dict[str, list[str]]:
+    """The arrays of each tensor, as the manifest lists them, before any number is read."""
+    listed = file.manifest.tensors_of(CHANGE)
+    if private := [t.name for t in listed if t.role not in SHARED_ROLES]:
+        raise BadUpdate(
+            "personal", f"an update holds shared tensors only; {private[0][:80]!r} has another role"
+        )
+    parts = {name: compressor.names(name) for name in like}
+    wanted = {part for names in parts.values() for part in names}
+    found = {t.name for t in listed}
+    if odd := sorted(found ^ wanted):
+        raise BadUpdate(
+            "names", f"the update and the shared state differ in tensor {odd[0][:80]!r}"
+        )
+    largest = {part: most_part_bytes(*like[name]) for name in like for part in parts[name]}
+    for t in listed:
+        if BY_NAME[t.dtype].storage.itemsize * int(np.prod(t.shape)) > largest[t.name]:
+            raise BadUpdate("shape", f"{t.name!r} is {t.dtype}{t.shape}, more than its tensor")
+    return parts
+
+
+def most_part_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    """No array of a compressed tensor is larger."""
+    return max(_nbytes(np.promote_types(dtype, np.uint32), shape), 8 * len(shape), 8)
+
+
+def _opened(
+    compressor: Compressor,
+    name: str,
+    parts: list[Array],
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+) -> Array:
+    row = compressor.row
+    try:
+        found = (row.dtype(*parts), row.shape(*parts))
+        if found != (dtype, shape):
+            raise BadUpdate("shape", f"{name!r} is {dtype}{shape} here, sent is {found}")
+        x = row.unpack(*parts)
+    except BadUpdate:
+        raise
+    except InvalidInput as error:
+        raise BadUpdate("compression", f"{name!r}: {error}") from error
+    if not _is_finite(x):
+        raise BadUpdate("nonfinite", f"{name!r} holds numbers that are not finite")
+    return x
+
+
+def _only_part(file: Container, name: str) -> None:
+    parts = [part.name for part in file.manifest.parts]
+    if parts != [name]:
+        raise Corrupt(f"{file.path.name}: implies part {name!r}, there are {parts[:4]}")
+
+
+def _is_finite(x: Array) -> bool:
+    return not np.issubdtype(x.dtype, np.floating) or bool(np.isfinite(x).all())
+
+
+def _nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    return dtype.itemsize * int(np.prod(shape, dtype=np.int64))

@@ -1,0 +1,301 @@
+"""A device's work in a run, the same for every algorithm: learn, or adapt and score.
+
+Algorithms differ in the plan's graphs only (decision 0015). Which samples a step takes depends on
+seed, round and device name, so the same arguments give the same bits over gRPC and in one process.
+A step takes a batch, or an episode where the entry's inputs are named `support.*` and `query.*`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.draws import Array, Draws
+
+LEARN: Final = "local_update"
+ADAPT: Final = "adapt"
+EVALUATE: Final = "evaluate"
+LOSS: Final = "loss"
+ACCURACY: Final = "accuracy"
+SUPPORT: Final = "support."
+QUERY: Final = "query."
+ANCHOR: Final = "anchor."
+HYPER: Final = "hyper."
+SHARED_ROLES: Final = ("parameter", "buffer")
+EVALUATE_ROWS: Final = 256
+"""Samples in one call of `evaluate`: bounds memory, whatever a device holds."""
+MAX_STEPS: Final = 1_000_000
+"""Steps of one piece of work, of learning or of adaptation."""
+
+
+class Input(Protocol):
+    """What an entry is fed under one name."""
+
+    @property
+    def name(self) -> str:
+        """Of the batch input."""
+
+    @property
+    def dtype(self) -> str:
+        """As numpy names it."""
+
+
+class Learner(Protocol):
+    """What `runtime.Plan` offers; see there."""
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Names of graphs."""
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        """By state tensor."""
+
+    def inputs(self, entry: str, /) -> Sequence[Input]:
+        """What a batch of `entry` consists of."""
+
+    def run(self, entry: str, batch: Mapping[str, Array], /) -> Mapping[str, Array]:
+        """One step on the current state."""
+
+    def state(self, *roles: str) -> dict[str, Array]:
+        """A copy of the state, of the given roles where some are given."""
+
+    def assign(self, values: Mapping[str, Array], /) -> None:
+        """Replace the named state tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A device's samples by batch name ("x", "y"), the first axis counts them; parts are disjoint.
+
+    held_out may have none: such a device does not evaluate.
+    """
+
+    train: Mapping[str, Array]
+    held_out: Mapping[str, Array]
+
+    def __post_init__(self) -> None:
+        for part, arrays in (("train", self.train), ("held_out", self.held_out)):
+            sizes = {name: np.shape(array)[:1] for name, array in arrays.items()}
+            if len(set(sizes.values())) > 1 or () in sizes.values():
+                raise InvalidInput(
+                    f"arrays of {part} agree in their first axis, which counts samples; got {sizes}"
+                )
+        if not self.examples:
+            raise InvalidInput("a shard has at least one sample to train on")
+
+    @property
+    def examples(self) -> int:
+        """Samples to learn from."""
+        return _count(self.train)
+
+    @property
+    def held_out_samples(self) -> int:
+        """Samples to score on."""
+        return _count(self.held_out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What to do. support 0 takes all samples to adapt on; see `Sampling` in federation.proto."""
+
+    run: str
+    round: int
+    device: str
+    seed: int
+    steps: int
+    batch_size: int
+    support: int
+    query: int
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """change: new - old of each shared float tensor. examples: the shard's. loss: mean of steps."""
+
+    change: dict[str, Array]
+    examples: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Accuracy on held-out samples before and after adaptation."""
+
+    samples: int
+    before: float
+    after: float
+
+
+def shared(roles: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the state that a run shares, in order: parameters and buffers of the model."""
+    return tuple(
+        sorted(
+            name
+            for name, role in roles.items()
+            if role in SHARED_ROLES and not name.startswith((ANCHOR, HYPER))
+        )
+    )
+
+
+def learn(plan: Learner, work: Work, shard: Shard) -> Learned:
+    """Take `work.steps` steps from the plan's state, which the caller has assigned.
+
+    The plan is left at its new state, personal tensors included. InvalidInput where the entry does
+    not fit the samples, or learning gives numbers that are not finite.
+    """
+    _check_steps(work.steps, least=1)
+    _begin(plan, work)
+    before = plan.state(*SHARED_ROLES)
+    losses = [_loss(plan.run(LEARN, batch), k) for k, batch in enumerate(_steps(plan, work, shard))]
+    after = plan.state(*SHARED_ROLES)
+    change = {
+        name: after[name] - before[name]
+        for name in shared(plan.roles)
+        if np.issubdtype(after[name].dtype, np.floating)
+    }
+    for name, value in change.items():
+        if not np.isfinite(value).all():
+            raise InvalidInput(
+                f"after {work.steps} steps {name!r} is not finite; a smaller rate is needed"
+            )
+    return Learned(change, shard.examples, math.fsum(losses) / len(losses))
+
+
+def evaluate(plan: Learner, work: Work, shard: Shard, *, steps: int) -> Scored:
+    """Score on held-out samples, adapt `steps` steps to one support set, score again.
+
+    Support comes from `train`, so adaptation never sees what it is scored on. The plan's state is
+    as before afterwards. InvalidInput without held-out samples, or without the entries.
+    """
+    _check_steps(steps, least=0)
+    before = score(plan, shard)
+    kept = plan.state()
+    try:
+        adapt(plan, work, shard, steps=steps)
+        after = score(plan, shard)
+    finally:
+        plan.assign(kept)
+    return Scored(shard.held_out_samples, before, after)
+
+
+def adapt(plan: Learner, work: Work, shard: Shard, *, steps: int) -> None:
+    """Take `steps` steps of `adapt` on one support set drawn from `train`; the plan keeps them."""
+    _check_steps(steps, least=0)
+    _begin(plan, work)
+    order = Draws(work.seed, work.round, work.device, "support").permutation(shard.examples)
+    rows = order[: work.support or shard.examples]
+    batch = _fed(plan, ADAPT, shard.train, {"": rows, SUPPORT: rows}) if steps else {}
+    for _ in range(steps):
+        plan.run(ADAPT, batch)
+
+
+def score(plan: Learner, shard: Shard) -> float:
+    """Accuracy of the plan's current state on the held-out samples."""
+    n = shard.held_out_samples
+    if not n:
+        raise InvalidInput("a device without held-out samples cannot score; give it some")
+    correct = []
+    for at in range(0, n, EVALUATE_ROWS):
+        rows = np.arange(at, min(at + EVALUATE_ROWS, n))
+        results = plan.run(EVALUATE, _fed(plan, EVALUATE, shard.held_out, {"": rows}))
+        if ACCURACY not in results:
+            raise InvalidInput(f"`evaluate` gives {ACCURACY!r}, this plan's {sorted(results)}")
+        correct.append(float(results[ACCURACY]) * len(rows))
+    return math.fsum(correct) / n
+
+
+def _begin(plan: Learner, work: Work) -> None:
+    """Fix the round's start as anchor, and the graph's own random keys."""
+    state = plan.state()
+    anchors = {n: state[n.removeprefix(ANCHOR)] for n in state if n.startswith(ANCHOR)}
+    keys = {
+        name: Draws(work.seed, work.round, work.device, f"key {name}").key(x.dtype, x.shape)
+        for name, x in state.items()
+        if plan.roles[name] == "key"
+    }
+    plan.assign(anchors | keys)
+
+
+def _steps(plan: Learner, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
+    draws = Draws(work.seed, work.round, work.device, "samples")
+    names = [tensor.name for tensor in plan.inputs(LEARN)]
+    episodes = any(name.startswith((SUPPORT, QUERY)) for name in names)
+    chosen = _episodes(draws, work, shard) if episodes else _batches(draws, work, shard)
+    for _, rows in zip(range(work.steps), chosen, strict=False):
+        yield _fed(plan, LEARN, shard.train, rows)
+
+
+def _batches(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
+    """Batches from one shuffled pass after another; the whole shard where a batch is larger."""
+    n = shard.examples
+    if work.batch_size < 1:
+        raise InvalidInput(f"a batch has at least one sample, got {work.batch_size}")
+    size = min(work.batch_size, n)
+    left = np.empty(0, np.intp)
+    while True:
+        if len(left) < size:
+            left = np.concatenate([left, draws.permutation(n)])
+        yield {"": left[:size]}
+        left = left[size:]
+
+
+def _episodes(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
+    """Support and query of each step, disjoint; both shrink in proportion for a small shard."""
+    n, support, query = shard.examples, work.support, work.query
+    if support < 1 or query < 1 or n < 2:
+        raise InvalidInput(
+            f"an episode takes support and query, at least 1 sample each; got {support} and "
+            f"{query} of {n} samples"
+        )
+    if support + query > n:
+        support = min(max(1, n * support // (support + query)), n - 1)
+        query = n - support
+    while True:
+        order = draws.permutation(n)
+        yield {SUPPORT: order[:support], QUERY: order[support : support + query]}
+
+
+def _fed(
+    plan: Learner, entry: str, samples: Mapping[str, Array], rows: Mapping[str, Array]
+) -> dict[str, Array]:
+    """What `entry` takes, of the rows chosen for the prefix of each input's name."""
+    return {tensor.name: _column(tensor, entry, samples, rows) for tensor in plan.inputs(entry)}
+
+
+def _column(
+    tensor: Input, entry: str, samples: Mapping[str, Array], rows: Mapping[str, Array]
+) -> Array:
+    prefix = next((p for p in (SUPPORT, QUERY) if tensor.name.startswith(p)), "")
+    name = tensor.name.removeprefix(prefix)
+    if name not in samples or prefix not in rows:
+        raise InvalidInput(
+            f"`{entry}` of this plan takes {tensor.name!r}; the samples are {sorted(samples)}"
+        )
+    found = samples[name][rows[prefix]]
+    if not np.can_cast(found.dtype, tensor.dtype, "same_kind"):
+        raise InvalidInput(f"{name!r} is {found.dtype} here, `{entry}` takes {tensor.dtype}")
+    return found.astype(tensor.dtype, copy=False)
+
+
+def _loss(results: Mapping[str, Array], step: int) -> float:
+    if LOSS not in results or results[LOSS].size != 1:
+        raise InvalidInput(f"`{LEARN}` gives one number {LOSS!r}, this plan's {sorted(results)}")
+    found = float(results[LOSS].reshape(()))
+    if not math.isfinite(found):
+        raise InvalidInput(f"the loss is {found} at step {step + 1}; a smaller rate is needed")
+    return found
+
+
+def _check_steps(steps: int, *, least: int) -> None:
+    if not least <= steps <= MAX_STEPS:
+        raise InvalidInput(f"work has {least} to {MAX_STEPS} steps, got {steps}")
+
+
+def _count(arrays: Mapping[str, Array]) -> int:
+    return next((len(array) for array in arrays.values()), 0)

@@ -1,0 +1,151 @@
+"""The cloud's side of a round: the mean of the updates, then the server's optimizer.
+
+    d = sum_k w_k change_k / sum_k w_k,  in float64 and in the given order
+    state' = step(state, d)
+
+The order decides the bits, so callers give updates in the order of device names. Updates are opened
+one at a time and added chunk by chunk: memory is the state, its sums in float64 and one update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.draws import Array
+
+CHUNK: Final = 1 << 20
+"""Entries added at a time."""
+MAX_EXAMPLES: Final = 1 << 40
+"""Of one update: far beyond any device, and sums of them stay exact in float64."""
+WEIGHTINGS: Final = ("examples", "equal")
+
+State = Mapping[str, Array]
+Update = tuple[int, Callable[[], State]]
+"""(examples, opens the change)."""
+
+
+class ServerHyper(Protocol):
+    """What the optimizers read; see `Hyperparameters` in federation.proto."""
+
+    @property
+    def server_lr(self) -> float:
+        """Rate."""
+
+    @property
+    def beta1(self) -> float:
+        """Decay of the first moment."""
+
+    @property
+    def beta2(self) -> float:
+        """Decay of the second moment."""
+
+    @property
+    def floor(self) -> float:
+        """Added to the root of the second moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An optimizer. slots: prefixes of its state; step: (x, d, slots, hyper) -> (x', slots')."""
+
+    name: str
+    slots: tuple[str, ...]
+    step: Callable[[Array, Array, tuple[Array, ...], ServerHyper], tuple[Array, tuple[Array, ...]]]
+
+
+def reduce(
+    state: State,
+    slots: State,
+    updates: Sequence[Update],
+    *,
+    weighting: str,
+    server: str,
+    hyper: ServerHyper,
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """(the next shared state, the optimizer's next slots); `slots` is empty before the first round.
+
+    Tensors that are not floats stay as they are. InvalidInput without updates, or where one does
+    not fit the state.
+    """
+    if server not in SERVERS:
+        raise InvalidInput(f"the server's optimizer is one of {', '.join(SERVERS)}, got {server!r}")
+    sums = _mean(state, updates, weighting)
+    row = SERVERS[server]
+    after = dict(state)
+    kept: dict[str, Array] = {}
+    for name, d in sums.items():
+        x = state[name]
+        old = tuple(slots.get(f"{s}.{name}", np.zeros(x.shape, x.dtype)) for s in row.slots)
+        new, moved = row.step(x.astype(np.float64), d, old, hyper)
+        after[name] = new.astype(x.dtype)
+        kept |= {f"{s}.{name}": m.astype(x.dtype) for s, m in zip(row.slots, moved, strict=True)}
+    return after, kept
+
+
+def _mean(state: State, updates: Sequence[Update], weighting: str) -> dict[str, Array]:
+    total = sum(_weight(examples, weighting) for examples, _ in updates)
+    if not total:
+        raise InvalidInput("a round is reduced from at least one update")
+    sums = {
+        name: np.zeros(x.shape, np.float64)
+        for name, x in state.items()
+        if np.issubdtype(x.dtype, np.floating)
+    }
+    for examples, open_change in updates:
+        _add(sums, open_change(), _weight(examples, weighting))
+    for x in sums.values():
+        x /= total
+    return sums
+
+
+def _weight(examples: int, weighting: str) -> int:
+    if weighting not in WEIGHTINGS:
+        raise InvalidInput(f"updates are weighted by {' or '.join(WEIGHTINGS)}, got {weighting!r}")
+    if not 1 <= examples <= MAX_EXAMPLES:
+        raise InvalidInput(f"an update stands for 1 to {MAX_EXAMPLES} examples, got {examples}")
+    return examples if weighting == "examples" else 1
+
+
+def _add(sums: dict[str, Array], change: State, weight: int) -> None:
+    if change.keys() != sums.keys():
+        odd = sorted(change.keys() ^ sums.keys())[:4]
+        raise InvalidInput(f"an update holds the shared float tensors; it differs in {odd}")
+    for name, x in sums.items():
+        if change[name].shape != x.shape:
+            raise InvalidInput(f"{name!r} is {x.shape}, the update has {change[name].shape}")
+        to, of = x.reshape(-1), change[name].reshape(-1)
+        for at in range(0, to.size, CHUNK):
+            to[at : at + CHUNK] += of[at : at + CHUNK].astype(np.float64) * weight
+
+
+def _sgd(
+    x: Array, d: Array, _slots: tuple[Array, ...], hyper: ServerHyper
+) -> tuple[Array, tuple[Array, ...]]:
+    """x' = x + lr d; with lr = 1 this is FedAvg (McMahan et al. 2017)."""
+    return x + hyper.server_lr * d, ()
+
+
+def _adam(
+    x: Array, d: Array, slots: tuple[Array, ...], hyper: ServerHyper
+) -> tuple[Array, tuple[Array, ...]]:
+    """x' = x + lr m / (sqrt(v) + floor), no bias correction (Reddi et al. 2021, algorithm 2)."""
+    m, v = slots
+    m = hyper.beta1 * m.astype(np.float64) + (1 - hyper.beta1) * d
+    v = hyper.beta2 * v.astype(np.float64) + (1 - hyper.beta2) * d * d
+    return x + hyper.server_lr * m / (np.sqrt(v) + hyper.floor), (m, v)
+
+
+# fmt: off
+SERVERS: Final[Mapping[str, Server]] = {
+    row.name: row
+    for row in (
+        Server("sgd",  (),         _sgd),
+        Server("adam", ("m", "v"), _adam),
+    )
+}
+# fmt: on
