@@ -35,7 +35,7 @@ class Manifest(_message.Message):
     format_version: _builtins.int
     """1. A reader refuses a newer one by number."""
     kind: _builtins.str
-    """"model", "bundle", "plan" or "checkpoint"."""
+    """"model", "bundle", "plan", "checkpoint", "state" (what a round shares) or "update"."""
     parent_digest: _builtins.bytes
     """Root digest of the file this one was made from (32 bytes), or empty."""
     @_builtins.property
@@ -182,12 +182,15 @@ class Bundle(_message.Message):
     CONSTRAINTS_FIELD_NUMBER: _builtins.int
     TOLERANCE_FIELD_NUMBER: _builtins.int
     MODEL_DIGEST_FIELD_NUMBER: _builtins.int
+    ADAPT_STEPS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     version: _builtins.str
     target: _builtins.str
     """The converter's target, such as "ort-x64"."""
     model_digest: _builtins.bytes
     """Root digest of the model file (32 bytes); equals the manifest's parent digest."""
+    adapt_steps: _builtins.int
+    """How often `adapt.onnx` is run on a node's own samples before the bundle serves; 0 without one."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]: ...
     @_builtins.property
@@ -210,10 +213,11 @@ class Bundle(_message.Message):
         constraints: Global___Constraints | None = ...,
         tolerance: Global___Tolerance | None = ...,
         model_digest: _builtins.bytes = ...,
+        adapt_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["constraints", b"constraints", "tolerance", b"tolerance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["constraints", b"constraints", "inputs", b"inputs", "model_digest", b"model_digest", "name", b"name", "outputs", b"outputs", "preprocessing", b"preprocessing", "target", b"target", "tolerance", b"tolerance", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapt_steps", b"adapt_steps", "constraints", b"constraints", "inputs", b"inputs", "model_digest", b"model_digest", "name", b"name", "outputs", b"outputs", "preprocessing", b"preprocessing", "target", b"target", "tolerance", b"tolerance", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -116,8 +116,17 @@ def test_bfloat16_weights_reach_the_graph(tmp_path):
 
 
 def test_adaptation_graph_travels_along(tmp_path):
-    make_bundle(tmp_path / "b", adapt=b"another graph")
+    described = replace(bundle_spec().description, adapt_steps=3)
+    make_bundle(tmp_path / "b", adapt=b"another graph", description=described)
     assert Bundle.load(tmp_path / "b").adapt == b"another graph"
+
+
+@pytest.mark.parametrize(("steps", "graph"), [(0, b"another graph"), (3, None)])
+def test_steps_and_graph_of_adaptation_come_together(tmp_path, steps, graph):
+    described = replace(bundle_spec().description, adapt_steps=steps)
+    make_bundle(tmp_path / "b", adapt=graph, description=described)
+    with pytest.raises(Corrupt, match=f"{steps} steps of adaptation"):
+        Bundle.load(tmp_path / "b")
 
 
 def test_golden_input_that_is_no_input_is_refused_when_written(tmp_path):

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.convert.accuracy import measure_accuracy
+from triplane.unified_ir.convert.adaptation import adapt_graph, adapt_steps
 from triplane.unified_ir.convert.budgets import Budgets
 from triplane.unified_ir.convert.checks import check_against_reference, check_finite, first
 from triplane.unified_ir.convert.describe import Labels, check_names, describe
@@ -136,7 +137,9 @@ def convert(
         module, model_digest = read_model(module)
     budgets = Budgets(max_accuracy_drop, max_latency_ratio, max_size_ratio)
     _check_arguments(quantize, calibration, budgets)
-    frozen = fold(freeze(module, entry))
+    steps = adapt_steps(module)
+    _check_adapts(steps, quantize)
+    frozen = freeze(module, entry) if steps else fold(freeze(module, entry))
     samples = _samples(calibration, frozen)
     labelled = None if evaluation is None else as_labelled(evaluation, frozen.inputs)
     shown = first(frozen, samples, GOLDENS)
@@ -162,6 +165,7 @@ def convert(
         is_int8=int8 is not None,
         size_bytes=shipped.artifact.size_bytes,
         model_digest=model_digest,
+        adapt_steps=steps,
     )
     resident = residency(shipped.artifact)
     progress("timing float32" + (" and int8 in turn" if int8 else ""))
@@ -192,6 +196,7 @@ def convert(
         golden_inputs=shown,
         golden_outputs=goldens,
         report=report.record(),
+        adapt=adapt_graph(module, frozen.weights, row.onnx) if steps else None,
     )
     return _written(Path(out), spec, report)
 
@@ -218,6 +223,14 @@ def _check_arguments(quantize: str | None, calibration: Any, budgets: Budgets) -
         raise InvalidInput(
             "max_latency_ratio and max_size_ratio compare int8 with float32; ask for quantize "
             "(--quantize int8)"
+        )
+
+
+def _check_adapts(steps: int, quantize: str | None) -> None:
+    if steps and quantize is not None:
+        raise InvalidInput(
+            f"the model is a start point for {steps} steps of adaptation, which need its weights "
+            "in float32; convert it without quantize"
         )
 
 

@@ -59,6 +59,7 @@ def describe(
     is_int8: bool,
     size_bytes: int,
     model_digest: str,
+    adapt_steps: int = 0,
 ) -> Description:
     """What `bundle.pb` says. Determined by the arguments alone."""
     relative = INT8_TOLERANCE if is_int8 else FLOAT_TOLERANCE
@@ -79,6 +80,7 @@ def describe(
         ),
         tolerance=Tolerance(absolute=relative * max(largest, 1e-3), relative=relative),
         model_digest=model_digest,
+        adapt_steps=adapt_steps,
     )
 
 

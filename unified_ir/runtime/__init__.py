@@ -8,6 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from triplane.unified_ir.runtime.adaptation import (
+        adapted_weights,
+        batch_names,
+        write_adapted,
+    )
     from triplane.unified_ir.runtime.bundle import (
         Bundle,
         BundleSpec,
@@ -47,11 +52,14 @@ _HOMES: Final = {
     "SessionOptions": "session",
     "TensorInfo": "signature",
     "Tolerance": "description",
+    "adapted_weights": "adaptation",
     "available_providers": "session",
+    "batch_names": "adaptation",
     "content_digest": "bundle",
     "next_name": "signature",
     "version": "session",
     "weight_offsets": "bundle",
+    "write_adapted": "adaptation",
     "write_bundle": "bundle",
     "write_plan": "plan",
 }
@@ -71,11 +79,14 @@ __all__ = [
     "SessionOptions",
     "TensorInfo",
     "Tolerance",
+    "adapted_weights",
     "available_providers",
+    "batch_names",
     "content_digest",
     "next_name",
     "version",
     "weight_offsets",
+    "write_adapted",
     "write_bundle",
     "write_plan",
 ]

@@ -116,6 +116,11 @@ class Bundle:
         self.description = description.decode(file.part(DESCRIPTION), self._what(DESCRIPTION))
         if self.description.model_digest != file.manifest.parent:
             raise Corrupt(f"{self._what(DESCRIPTION)}: model digest is not the manifest's parent")
+        if (names[-1] == ADAPT) != (self.description.adapt_steps > 0):
+            raise Corrupt(
+                f"{self._what(DESCRIPTION)}: {self.description.adapt_steps} steps of adaptation, "
+                f"and {'a' if names[-1] == ADAPT else 'no'} part {ADAPT!r}"
+            )
         self.name, self.version = self.description.name, self.description.version
         self.target = self.description.target
         self.inputs, self.outputs = self.description.inputs, self.description.outputs
@@ -143,6 +148,11 @@ class Bundle:
         """The ONNX graph that adapts the weights, where the bundle has one."""
         has_one = self._file.manifest.parts[-1].name == ADAPT
         return bytes(self._file.part(ADAPT)) if has_one else None
+
+    @property
+    def golden_inputs(self) -> dict[str, Array]:
+        """The inputs that the goldens are of."""
+        return _prefixed(self._goldens, "input.")
 
     def session(self, options: SessionOptions = DEFAULT_OPTIONS) -> Session:
         """Load the graph.

@@ -15,6 +15,8 @@ from triplane.unified_ir.files.manifest import parse
 from triplane.unified_ir.runtime.signature import TensorInfo
 
 MAX_DESCRIPTION_BYTES: Final = 1 << 20
+MAX_ADAPT_STEPS: Final = 100
+"""Of a bundle: a node adapts before it serves, while somebody waits."""
 
 Labels = Mapping[str, tuple[str, ...]]
 
@@ -50,7 +52,10 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """A bundle's own words: identity, signature, labels by output name, demands."""
+    """A bundle's own words: identity, signature, labels by output name, demands.
+
+    adapt_steps: how often `adapt.onnx` runs on a node's own samples first; 0 without that graph.
+    """
 
     name: str
     version: str
@@ -62,6 +67,7 @@ class Description:
     constraints: Constraints = Constraints()
     tolerance: Tolerance = Tolerance()
     model_digest: str = ""
+    adapt_steps: int = 0
 
 
 def encode(d: Description) -> bytes:
@@ -84,6 +90,7 @@ def encode(d: Description) -> bytes:
         ),
         tolerance=pb.Tolerance(absolute=t.absolute, relative=t.relative),
         model_digest=bytes.fromhex(d.model_digest),
+        adapt_steps=d.adapt_steps,
     )
     return message.SerializeToString(deterministic=True)
 
@@ -93,6 +100,8 @@ def decode(data: Buffer, what: str) -> Description:
     m = parse(pb.Bundle(), bounded(data, what), what)
     c = m.constraints
     check_amounts([m.tolerance.absolute, m.tolerance.relative, c.latency_s], what)
+    if m.adapt_steps > MAX_ADAPT_STEPS:
+        raise Corrupt(f"{what}: {m.adapt_steps} steps of adaptation, at most {MAX_ADAPT_STEPS}")
     return Description(
         name=m.name,
         version=m.version,
@@ -111,6 +120,7 @@ def decode(data: Buffer, what: str) -> Description:
         ),
         tolerance=Tolerance(absolute=m.tolerance.absolute, relative=m.tolerance.relative),
         model_digest=m.model_digest.hex(),
+        adapt_steps=m.adapt_steps,
     )
 
 

@@ -1,0 +1,64 @@
+"""The graph with which a node adapts a start point: `adapt.onnx` of a bundle.
+
+A module that was learnt to be adapted has an entry `adapt` and says in `meta["adapt_steps"]` how
+often it is run. The served graph then keeps its weights under the state's own names, unfolded and
+in float32, because the steps change them; all other state of the entry (rates) becomes constant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir import Module
+from triplane.unified_ir.onnx import OnnxTarget, emit, serialize
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.inline import inline
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.passes.clean import clean
+from triplane.unified_ir.runtime.description import MAX_ADAPT_STEPS
+
+ENTRY: Final = "adapt"
+STEPS: Final = "adapt_steps"
+LOSS: Final = "loss"
+
+
+def adapt_steps(module: Module) -> int:
+    """How many steps of adaptation the module asks for; 0 where it is served as it is."""
+    text = module.meta.get(STEPS, "0")
+    if not text.isdecimal() or int(text[:9]) > MAX_ADAPT_STEPS:
+        raise InvalidInput(
+            f"meta {STEPS!r} is a number from 0 to {MAX_ADAPT_STEPS}, got {text[:40]!r}"
+        )
+    steps = int(text)
+    if steps and ENTRY not in module.entries:
+        raise InvalidInput(f"the module asks for {steps} steps of adaptation and has no {ENTRY!r}")
+    return steps
+
+
+def adapt_graph(module: Module, weights: Collection[str], target: OnnxTarget) -> bytes:
+    """ONNX of one step: weights and a batch in, `loss` and `NAME:next` of changed weights out.
+
+    weights: names of the served graph's. InvalidInput where the step would change none of them, or
+    something that no graph beside it could keep.
+    """
+    function = module.entry(ENTRY)
+    changed = [name for name in module.assigned(ENTRY) if name in weights]
+    lost = sorted(set(module.assigned(ENTRY)) - set(changed))
+    if not changed or lost:
+        raise InvalidInput(
+            f"entry {ENTRY!r} changes {', '.join(lost) or 'nothing'}, which the served graph does "
+            "not use; a bundle keeps weights and no other state"
+        )
+    build = Build(TABLE, ENTRY)
+    with build:
+        params = [
+            build.constant(module.state[p.name].array)
+            if p.name in module.state and p.name not in weights
+            else build.param(p.name, p.type)
+            for p in function.params
+        ]
+        found = dict(zip(function.result_names, inline(function, params), strict=True))
+    kept = {name: tensor for name, tensor in found.items() if name in {*changed, LOSS}}
+    return serialize(emit(clean(build.finish(kept)), target=target))

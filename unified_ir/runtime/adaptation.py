@@ -1,0 +1,73 @@
+"""A bundle that is a start point: adapted to a node's own samples, then served like any other.
+
+The steps run on onnxruntime alone. What comes out is a bundle of the same model and version with
+other weights and with goldens of its own, so that whoever loads it can check it as any bundle.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.runtime.bundle import Bundle, BundleSpec, write_bundle
+from triplane.unified_ir.runtime.session import DEFAULT_OPTIONS, Session, SessionOptions
+from triplane.unified_ir.runtime.signature import Array, next_name
+
+
+def adapted_weights(
+    bundle: Bundle, batch: Mapping[str, Array], *, options: SessionOptions = DEFAULT_OPTIONS
+) -> dict[str, Array]:
+    """The weights after the bundle's own number of steps on `batch`.
+
+    batch: what `adapt.onnx` takes beside the weights, such as x (N, ...) and y (N,).
+    InvalidInput: the bundle is no start point, or the batch does not fit. Corrupt: the steps give
+    numbers that are not finite.
+    """
+    graph = bundle.adapt
+    if graph is None:
+        raise InvalidInput(f"bundle {bundle.name} {bundle.version} has no graph of adaptation")
+    weights = {name: np.asarray(tensor.data) for name, tensor in bundle.weights.items()}
+    session = Session(graph, options=options)
+    wanted = {tensor.name for tensor in session.inputs}
+    moved = {name for name in weights if next_name(name) in {y.name for y in session.outputs}}
+    if not moved:
+        raise Corrupt(f"bundle {bundle.name} {bundle.version}: its adaptation changes no weight")
+    loop = session.loop({name: weights[name] for name in weights.keys() & wanted})
+    for _ in range(bundle.description.adapt_steps):
+        loop.step(**batch)
+    found = {**weights, **{name: array.copy() for name, array in loop.state().items()}}
+    bad = sorted(name for name in moved if not np.isfinite(found[name]).all())
+    if bad:
+        raise Corrupt(
+            f"adaptation made {bad[0]!r} infinite or not a number; the samples may be of another "
+            "scale than the model was trained on"
+        )
+    return found
+
+
+def batch_names(bundle: Bundle) -> tuple[str, ...]:
+    """What `adapt.onnx` takes beside the weights."""
+    if bundle.adapt is None:
+        return ()
+    session = Session(bundle.adapt)
+    return tuple(tensor.name for tensor in session.inputs if tensor.name not in bundle.weights)
+
+
+def write_adapted(bundle: Bundle, weights: Mapping[str, Array], path: Path) -> str:
+    """The bundle with other weights, whole or not at all; its root digest.
+
+    Golden outputs are computed here with the new weights: they guard what is loaded later.
+    """
+    session = Session(bundle.model, weights=weights)
+    shown = bundle.golden_inputs
+    spec = BundleSpec(
+        description=bundle.description,
+        model=bundle.model,
+        weights=weights,
+        golden_inputs=shown,
+        golden_outputs=session.run(shown),
+        report={"adapted_from": bundle.digest},
+        adapt=bundle.adapt,
+    )
+    return write_bundle(path, spec)
