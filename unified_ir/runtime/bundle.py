@@ -116,10 +116,10 @@ class Bundle:
         self.description = description.decode(file.part(DESCRIPTION), self._what(DESCRIPTION))
         if self.description.model_digest != file.manifest.parent:
             raise Corrupt(f"{self._what(DESCRIPTION)}: model digest is not the manifest's parent")
-        if (names[-1] == ADAPT) != (self.description.adapt_steps > 0):
+        if self.description.adapt_steps and names[-1] != ADAPT:
             raise Corrupt(
-                f"{self._what(DESCRIPTION)}: {self.description.adapt_steps} steps of adaptation, "
-                f"and {'a' if names[-1] == ADAPT else 'no'} part {ADAPT!r}"
+                f"{self._what(DESCRIPTION)}: asks for {self.description.adapt_steps} steps of "
+                f"adaptation, and there is no part {ADAPT!r}"
             )
         self.name, self.version = self.description.name, self.description.version
         self.target = self.description.target
