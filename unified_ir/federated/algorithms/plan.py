@@ -23,9 +23,9 @@ from triplane.unified_ir.runtime import PlanSpec, write_plan
 ENTRIES: Final = ("local_update", "adapt", "evaluate", "predict")
 RESERVED: Final = (HYPER, ANCHOR, RATE)
 ADAPT: Final = "adapt"
-STEPS_KEY: Final = "adapt.steps"
+STEPS_KEY: Final = "adapt_steps"
 """Key of a module's text: how many steps of its entry `adapt` make an adaptation."""
-ALGORITHM_KEY: Final = "adapt.algorithm"
+ALGORITHM_KEY: Final = "adapt_algorithm"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ def module_of(module: Module, name: str, hyper: Hyper, state: Mapping[str, Array
     """The module at a run's shared state, with the entry `adapt` that the run learned for.
 
     `adapt` takes a batch and gives one step, at the rates that are state of the module; the text
-    `adapt.steps` says how many make an adaptation. InvalidInput: the state is not of such a run.
+    `adapt_steps` says how many make an adaptation. InvalidInput: the state is not of such a run.
     """
     row, of = algorithm(name), _objective(module)
     beside = _beside(row, of, hyper)
