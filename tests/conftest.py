@@ -6,6 +6,7 @@ longer than one test belongs in a fixture of wider scope, which is set up before
 
 import gc
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +16,11 @@ from hypothesis import HealthCheck, settings
 
 # onnxruntime 1.29+ reports to its maker unless told otherwise before it is first imported.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+# Some containers forbid byte code, and then every run compiles 300 modules of tests, and each of the
+# hundreds of processes that tests start compiles the packages.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 GRACE_S = 5.0  # for threads that were told to end and descriptors that close with them
 STEP_S = 0.01
@@ -51,6 +57,12 @@ def nothing_leaks():
     assert not left, f"left behind by this test: {sorted(left)}"
 
 
+def pytest_collection_finish(session):
+    """Keep what was collected out of every later sweep: it is a million objects, and stays."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter, config):
     """Name the tests that make `make quick` slow, where they are met."""
     if "not slow" not in config.option.markexpr:
@@ -68,6 +80,11 @@ def living():
 
 
 def children():
+    """One system call where there is none, which is nearly always."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return set()
     found = set()
     for task in Path("/proc/self/task").glob("*/children"):
         try:
