@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, settings
 # onnxruntime 1.29+ reports to its maker unless told otherwise before it is first imported.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-# Some containers forbid byte code, and then every run compiles 300 modules of tests, and each of the
-# hundreds of processes that tests start compiles the packages.
+# Some containers forbid byte code: every run would compile 300 modules of tests anew, and each of
+# the hundreds of processes that tests start would compile the packages.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
