@@ -18,7 +18,9 @@ class Settings:
     """`node.json`: what an operator of the machine may decide.
 
     targets: converter's targets this node takes, best first; empty for those of its processor.
-    max_disk_bytes: of bundles. probation_s: where an assignment does not say.
+    max_disk_bytes: of bundles. probation_s: where an assignment does not say. min_bytes_per_s,
+    patience_s: below how many bytes over how long a download is given up, where the link is slower
+    than `proto.transfer.Pace` expects.
     """
 
     host: str = "127.0.0.1"
@@ -27,6 +29,8 @@ class Settings:
     targets: tuple[str, ...] = ()
     probation_s: float = 5.0
     max_disk_bytes: int = 16 << 30
+    min_bytes_per_s: int | None = None
+    patience_s: float | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None

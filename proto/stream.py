@@ -31,6 +31,10 @@ logger = logging.getLogger(__name__)
 EPOCH_BYTES: Final = 16
 MAX_UNACKNOWLEDGED: Final = 256
 HEARTBEAT_S: Final = 10.0
+MIN_HEARTBEAT_S: Final = 0.01
+MAX_HEARTBEAT_S: Final = 60.0
+MAX_RETRY_AFTER_S: Final = 600.0
+"""The other side may ask for so much patience and no more: it may be lying."""
 HELLO_S: Final = 10.0
 """How long a caller may take to greet."""
 SILENT_BEATS: Final = 3
@@ -183,6 +187,11 @@ class SessionClient:
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self.connected = asyncio.Event()
 
+    @property
+    def peer_epoch(self) -> bytes:
+        """Of the cloud process that this side speaks with; empty before the first welcome."""
+        return self._half.peer_epoch
+
     async def send(self, message: Message) -> None:
         """Send a message; returns when the cloud has acknowledged it, however often it takes."""
         frame = self._half.add(_field_of(message), message)
@@ -226,12 +235,13 @@ class SessionClient:
             if first is None:
                 raise await _end_of(call)
             if first.WhichOneof("body") == "goodbye":
-                return first.goodbye.retry_after_s, False
+                return _retry_after_s(first.goodbye), False
             if first.WhichOneof("body") != "welcome":
                 raise InvalidInput("the cloud did not begin with a welcome")
+            heartbeat_s = _heartbeat_s(first.welcome)
             self._half.meet(first.welcome.epoch)
             self._acknowledged(first.acknowledged)
-            return await self._pump(call, first.welcome.heartbeat_s or HEARTBEAT_S), True
+            return await self._pump(call, heartbeat_s), True
         except TimeoutError as error:
             raise Unavailable(f"no welcome within {HELLO_S} s") from error
         finally:
@@ -247,7 +257,7 @@ class SessionClient:
             goodbye = await link.incoming(lambda: _read(call))
             if goodbye is None:
                 raise await _end_of(call)
-            return goodbye.retry_after_s
+            return _retry_after_s(goodbye)
         finally:
             for task in (writing, settling):
                 task.cancel()
@@ -352,6 +362,23 @@ def check_hello(frame: pb.Frame) -> pb.Hello:
     if frame.WhichOneof("body") != "hello" or len(frame.hello.epoch) != EPOCH_BYTES:
         raise InvalidInput(f"a session begins with a hello and an epoch of {EPOCH_BYTES} bytes")
     return frame.hello
+
+
+def _heartbeat_s(welcome: pb.Welcome) -> float:
+    found = welcome.heartbeat_s or HEARTBEAT_S
+    if not MIN_HEARTBEAT_S <= found <= MAX_HEARTBEAT_S:
+        raise InvalidInput(
+            f"heartbeat_s is {MIN_HEARTBEAT_S} to {MAX_HEARTBEAT_S} in a welcome, got {found}"
+        )
+    return found
+
+
+def _retry_after_s(goodbye: pb.Goodbye) -> float:
+    if not 0.0 <= goodbye.retry_after_s <= MAX_RETRY_AFTER_S:
+        raise InvalidInput(
+            f"retry_after_s is 0 to {MAX_RETRY_AFTER_S} in a goodbye, got {goodbye.retry_after_s}"
+        )
+    return goodbye.retry_after_s
 
 
 async def _until(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from triplane.cloud.fleet.capability import fits
 from triplane.cloud.fleet.facts import (
     AskBundle,
     Effect,
@@ -14,6 +13,7 @@ from triplane.cloud.fleet.facts import (
     Stage,
     Supply,
 )
+from triplane.proto.fitting import fits
 
 
 def choose_all(r: Rollout) -> Result:

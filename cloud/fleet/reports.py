@@ -6,25 +6,27 @@ another. What is out of range is refused with the field; nothing of such a repor
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from typing import Final
 
+from triplane.proto.documents import (
+    MAX_INCIDENTS,
+    MAX_MODELS,
+    MAX_NUMBER,
+    MAX_TEXT_CHARS,
+    MAX_TIME_S,
+    MAX_VERSION,
+)
 from triplane.proto.errors import InvalidInput
 from triplane.proto.fleet_pb2 import Capability, Incident, ModelReport, NodeState, Report
 from triplane.proto.targets import NAME
 
-MAX_REPORT_BYTES: Final = 256 << 10
-MAX_MODELS: Final = 64
-MAX_INCIDENTS: Final = 32
+MAX_REPORT_BYTES: Final = 1 << 20
 MAX_TARGETS: Final = 16
 MAX_INSTRUCTIONS: Final = 256
 MAX_WORD_CHARS: Final = 64
-MAX_TEXT_CHARS: Final = 2000
-MAX_VERSION: Final = 1_000_000_000
 MAX_BYTES: Final = 1 << 50
-MAX_NUMBER: Final = 1 << 53
 MAX_OPSET: Final = 1000
 MAX_ADDRESS_CHARS: Final = 260
 _NAME: Final = re.compile(NAME)
@@ -38,7 +40,7 @@ def check_report(report: Report) -> None:
     _bound("desired_number", report.desired_number, MAX_NUMBER)
     _bound("models", len(report.models), MAX_MODELS)
     _bound("incidents", len(report.incidents), MAX_INCIDENTS)
-    _finite("metadata_age_s", report.metadata_age_s)
+    _seconds("metadata_age_s", report.metadata_age_s, least=-1.0)
     _text("serving_address", report.serving_address, MAX_ADDRESS_CHARS)
     _check_capability(report.capability)
     for model in report.models:
@@ -79,7 +81,7 @@ def _check_model(told: ModelReport) -> None:
 
 
 def _check_incident(told: Incident) -> None:
-    _finite("incident.time_s", told.time_s)
+    _seconds("incident.time_s", told.time_s, least=0.0)
     _text("incident.kind", told.kind, MAX_WORD_CHARS)
     _text("incident.text", told.text, MAX_TEXT_CHARS)
 
@@ -89,14 +91,18 @@ def _bound(what: str, value: int, most: int) -> None:
         raise InvalidInput(f"{what} is at most {most} in a report, got {value}")
 
 
-def _finite(what: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise InvalidInput(f"{what} is a finite number in a report, got {value}")
+def _seconds(what: str, value: float, *, least: float) -> None:
+    if not least <= value <= MAX_TIME_S:  # NaN is not
+        raise InvalidInput(
+            f"{what} is {least:.0f} to {MAX_TIME_S:.0f} seconds in a report, got {value}"
+        )
 
 
 def _text(what: str, value: str, most: int) -> None:
     if len(value) > most:
         raise InvalidInput(f"{what} has at most {most} characters in a report, got {len(value)}")
+    if "\0" in value:  # PostgreSQL holds no such text, and one report must not spoil a transaction
+        raise InvalidInput(f"{what} has a NUL character, which no text in a report has")
 
 
 def _words(what: str, values: Iterable[str], most: int) -> None:

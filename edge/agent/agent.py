@@ -24,13 +24,13 @@ from triplane.edge.agent.reconciler import Reconciler, report
 from triplane.edge.agent.refusal import Refused
 from triplane.edge.agent.seam import Seam
 from triplane.edge.agent.trust import Freshness, Trust
-from triplane.edge.home import NodeHome
+from triplane.edge.home import NodeHome, Settings
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.channels import connect, connect_aio
 from triplane.proto.errors import TriplaneError, Unavailable
 from triplane.proto.identity import needs_renewal, renew
 from triplane.proto.stream import SessionClient
-from triplane.proto.transfer import BlobFolder, download
+from triplane.proto.transfer import BlobFolder, Pace, download
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,10 @@ class Agent:
         home.require_enrolled()
         home.make()
         self._home, self._settings = home, home.settings
+        self._pace = _pace(self._settings)
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._session: SessionClient | None = None
         self._trust = Watched(Trust(home.trust, self._metadata))
         self._journal = Journal(home.journal)
         self._seam = Seam(home.control_socket)
@@ -73,6 +75,7 @@ class Agent:
         blobs = BlobFolder(home.bundles, max_bytes=self._settings.max_disk_bytes)
         world = World(
             node=home.identity.name,
+            targets=tuple(capability(home.path, self._settings.targets).targets),
             home=home,
             blobs=blobs,
             trust=self._trust,
@@ -91,7 +94,7 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, stopped.set)
         reconciling = asyncio.create_task(asyncio.to_thread(self._reconciler.run))
-        session = SessionClient(
+        session = self._session = SessionClient(
             lambda: connect_aio(self._home.identity), self._on_message, software="triplane"
         )
         tasks = [
@@ -114,7 +117,8 @@ class Agent:
 
     async def _on_message(self, message: object) -> None:
         if isinstance(message, pb.Desired):
-            await asyncio.to_thread(self._reconciler.take, message)
+            assert self._session is not None
+            await asyncio.to_thread(self._reconciler.take, message, self._session.peer_epoch)
 
     def _tell(self) -> None:
         """There is something to report; callable from any thread."""
@@ -130,14 +134,15 @@ class Agent:
             self._changed.clear()
             message = await asyncio.to_thread(self._made_report)
             await session.send(message)
-            self._drop_told(message)
+            self._reconciler.drop_told(message.incidents)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await self._changed.wait()
                 await asyncio.sleep(SETTLE_S)
 
     def _made_report(self) -> pb.Report:
-        age_s = time.time() - self._trust.verified_s if self._trust.verified_s >= 0 else -1.0
+        verified_s = self._trust.verified_s
+        age_s = max(0.0, time.time() - verified_s) if verified_s >= 0 else -1.0
         try:
             self._seam.versions()
             up = True
@@ -150,10 +155,6 @@ class Agent:
             serving_up=up,
             serving_address=f"{self._settings.host}:{self._settings.port}",
         )
-
-    def _drop_told(self, message: pb.Report) -> None:
-        for _ in message.incidents:
-            self._reconciler.incidents.popleft()
 
     async def _renew(self) -> None:
         while True:
@@ -172,7 +173,7 @@ class Agent:
     def _fetch(
         self, sha256: bytes, size: int, into: BlobFolder, progress: Callable[[int, int], None]
     ) -> Path:
-        return download(self._open_channel(), sha256, size, into, progress)
+        return download(self._open_channel(), sha256, size, into, progress, pace=self._pace)
 
     def _open_channel(self) -> grpc.Channel:
         with self._channel_lock:
@@ -185,3 +186,11 @@ class Agent:
             old, self._channel = self._channel, None
         if old is not None:
             old.close()
+
+
+def _pace(settings: Settings) -> Pace:
+    usual, least, patience_s = Pace(), settings.min_bytes_per_s, settings.patience_s
+    return Pace(
+        min_bytes_per_s=usual.min_bytes_per_s if least is None else least,
+        patience_s=usual.patience_s if patience_s is None else patience_s,
+    )

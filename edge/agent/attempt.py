@@ -15,15 +15,17 @@ from typing import Any, Final, Protocol
 
 from triplane.edge.agent.journal import Journal, Line
 from triplane.edge.agent.policy import Admission, check_metric
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import Refused, clipped
 from triplane.edge.agent.trust import Freshness
 from triplane.edge.agent.trying import judge_trial, run_trial
 from triplane.edge.home import NodeHome
 from triplane.edge.serving.pointers import Pointer, write_pointer
 from triplane.proto.disk import OS_DISK, Disk
+from triplane.proto.documents import MAX_REASON_CHARS
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError, Unavailable
 from triplane.proto.fleet_pb2 import Assignment
-from triplane.proto.transfer import BlobFolder
+from triplane.proto.targets import SignedTarget
+from triplane.proto.transfer import BlobFolder, TooSlow
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +76,13 @@ Trial = Callable[..., dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """What attempts work with. node: our name. incident: told each refusal."""
+    """What attempts work with.
+
+    node: our name. targets: of the converter, that this machine takes. incident: told each refusal.
+    """
 
     node: str
+    targets: tuple[str, ...]
     home: NodeHome
     blobs: BlobFolder
     trust: Trusting
@@ -133,6 +139,9 @@ class Attempt:
             self._enter("FAILED", str(refusal))
         except (Corrupt, InvalidInput, NotFound) as error:
             self._enter("FAILED", str(error))
+        except Unavailable as error:
+            self._tell(reason=clipped(f"waits: {error}", MAX_REASON_CHARS))
+            raise
         return None
 
     def _run(self) -> Pointer | None:
@@ -141,7 +150,7 @@ class Attempt:
         target = admission.target
         self._require_space(target.length)
         self._enter("DOWNLOADING")
-        path = self._world.fetch(target.sha256, target.length, self._world.blobs, self._moved)
+        path = self._fetch(target, self._moved)
         self._enter("VERIFIED")
         golden = self._golden(admission)
         self._enter("STAGED")
@@ -180,16 +189,27 @@ class Attempt:
                 f"assigned is {self._assignment.model}@{self._assignment.version}, but the target "
                 f"is {admission.target.path}",
             )
+        if name.target not in self._world.targets:
+            raise Refused(
+                "hardware",
+                f"{admission.target.path} is made for {name.target}, this node takes "
+                f"{', '.join(self._world.targets) or 'no target of the converter'}",
+            )
         return admission
 
     def _golden(self, admission: Admission) -> Path | None:
         """The policy's labelled samples, here."""
         if admission.golden is None:
             return None
-        golden = admission.golden
-        return self._world.fetch(
-            golden.sha256, golden.length, self._world.blobs, lambda *_: self._check_superseded()
-        )
+        return self._fetch(admission.golden, lambda *_: self._check_superseded())
+
+    def _fetch(self, target: SignedTarget, progress: Callable[[int, int], None]) -> Path:
+        """The signed file, here. A side that holds it back is told as an incident."""
+        try:
+            return self._world.fetch(target.sha256, target.length, self._world.blobs, progress)
+        except TooSlow as error:
+            self._world.incident(Refused("slow-retrieval", f"{target.path}: {error}"))
+            raise
 
     def _switch(self, pointer: Pointer, path: Path) -> Pointer | None:
         self._enter("PROBATION")
@@ -267,8 +287,7 @@ class Attempt:
 
     def _moved(self, done: int, total: int) -> None:
         self._check_superseded()
-        self._progress = replace(self._progress, downloaded_bytes=done, total_bytes=total)
-        self._told(self._progress)
+        self._tell(downloaded_bytes=done, total_bytes=total)
 
     def _check_superseded(self) -> None:
         if self._superseded():
@@ -276,7 +295,7 @@ class Attempt:
 
     def _enter(self, state: str, reason: str = "") -> None:
         """Journal the transition, then tell it."""
-        given = self._assignment
+        given, reason = self._assignment, clipped(reason, MAX_REASON_CHARS)
         self._world.journal.add(
             Line(
                 time_s=self._world.clock(),
@@ -285,10 +304,13 @@ class Attempt:
                 attempt=given.attempt,
                 rollout=given.rollout,
                 state=state,
-                reason=reason[:1000],
+                reason=reason,
             )
         )
-        self._progress = replace(self._progress, state=state, reason=reason[:1000])
+        self._tell(state=state, reason=reason)
+
+    def _tell(self, **changed: Any) -> None:
+        self._progress = replace(self._progress, **changed)
         self._told(self._progress)
 
 

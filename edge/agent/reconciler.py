@@ -9,7 +9,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,7 @@ from triplane.edge.agent.refusal import Refused
 from triplane.edge.serving.pointers import Pointer, read_pointers
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
+from triplane.proto.documents import MAX_INCIDENTS, MAX_MODELS, check_desired
 from triplane.proto.errors import InvalidInput, NotFound, TriplaneError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -30,8 +32,8 @@ REFRESH_S: Final = 600.0
 """Between two looks at the signed metadata when nothing is to be done."""
 RETRY_S: Final = 1.0
 MAX_RETRY_S: Final = 30.0
-MAX_ASSIGNMENTS: Final = 64
-MAX_INCIDENTS: Final = 100
+MAX_WAITING_INCIDENTS: Final = 100
+"""Told in reports, oldest first; while the cloud hears none of them the oldest are forgotten."""
 
 
 class Reconciler:
@@ -45,9 +47,10 @@ class Reconciler:
         self._retry_s = RETRY_S
         self._refresh_due_s = 0.0
         self._serving_up = False
+        self._epoch: bytes | None = None
         self.desired = read_desired(world.home.desired)
         self.pointers, broken = read_pointers(world.home.models)
-        self.incidents: deque[pb.Incident] = deque(maxlen=MAX_INCIDENTS)
+        self.incidents: deque[pb.Incident] = deque(maxlen=MAX_WAITING_INCIDENTS)
         self.progress: dict[str, Progress] = {
             line.model: Progress(line.model, line.version, line.attempt, line.state, line.reason)
             for line in world.journal.last.values()
@@ -55,14 +58,23 @@ class Reconciler:
         for error in broken:
             logger.error("pointer unreadable", extra={"reason": str(error)})
 
-    def take(self, desired: pb.Desired) -> None:
-        """Go by this document from now on, unless a higher number is known."""
-        if len(desired.assignments) > MAX_ASSIGNMENTS:
-            raise InvalidInput(
-                f"a node has at most {MAX_ASSIGNMENTS} assignments, got {len(desired.assignments)}"
-            )
+    def take(self, desired: pb.Desired, epoch: bytes = b"") -> None:
+        """Go by this document from now on; one that is out of its limits is an incident.
+
+        epoch: of the cloud process that sent it. Within one epoch the highest number counts; a new
+        process is believed anew, so that a cloud that was restored from a backup, or taken back
+        from a thief who had counted to the end, is obeyed again.
+        """
+        try:
+            check_desired(desired)
+        except InvalidInput as error:
+            self.incident(Refused("document", f"document {desired.number} is ignored: {error}"))
+            return
         with self._lock:
-            if desired.number <= self.desired.number:
+            if epoch == self._epoch and desired.number <= self.desired.number:
+                return
+            self._epoch = epoch
+            if desired == self.desired:
                 return
             write_atomic(self._world.home.desired, desired.SerializeToString(), self._disk)
             self.desired = desired
@@ -76,8 +88,21 @@ class Reconciler:
 
     def incident(self, refusal: Refused) -> None:
         """Remember a refusal for the report."""
-        self.incidents.append(refusal.incident(self._world.clock()))
+        with self._lock:
+            self.incidents.append(refusal.incident(self._world.clock()))
         self._changed()
+
+    def untold(self) -> list[pb.Incident]:
+        """Incidents that wait to be told, oldest first, as many as a report takes."""
+        with self._lock:
+            return list(islice(self.incidents, MAX_INCIDENTS))
+
+    def drop_told(self, told: Iterable[pb.Incident]) -> None:
+        """The cloud has these."""
+        with self._lock:
+            for incident in told:
+                if incident in self.incidents:
+                    self.incidents.remove(incident)
 
     def run(self) -> None:
         """Look and mend until stopped."""
@@ -122,8 +147,10 @@ class Reconciler:
             self._note_committed(assignment, pointer)
             return False
         last = self._world.journal.last.get(assignment.model)
-        ended = last is not None and last.ended and last.state != "COMMITTED"
-        return not (ended and last is not None and last.attempt >= assignment.attempt)
+        if last is None or not last.ended or last.state == "COMMITTED":
+            return True
+        # Attempts are counted by rollout: whatever number one cloud gave, the next begins anew.
+        return last.rollout != assignment.rollout or last.attempt < assignment.attempt
 
     def _note_committed(self, assignment: pb.Assignment, pointer: Pointer) -> None:
         """A new attempt at what is committed already has succeeded."""
@@ -138,12 +165,12 @@ class Reconciler:
             self._changed()
 
     def _attempt(self, assignment: pb.Assignment) -> None:
-        number = self.desired.number
+        document = self.desired
 
         def superseded() -> bool:
             if self._stop.is_set():
                 return True
-            return self.desired.number != number and assignment not in self.desired.assignments
+            return self.desired is not document and assignment not in self.desired.assignments
 
         attempt = Attempt(
             self._world,
@@ -204,9 +231,10 @@ def read_desired(path: Path) -> pb.Desired:
     desired = pb.Desired()
     try:
         desired.ParseFromString(path.read_bytes())
+        check_desired(desired)
     except FileNotFoundError:
         pass
-    except DecodeError:
+    except (DecodeError, InvalidInput):
         logger.warning("desired document unreadable; the cloud will send it again")
         desired.Clear()
     return desired
@@ -221,14 +249,15 @@ def report(
     serving_address: str,
 ) -> pb.Report:
     """The whole truth about this node, now. Its number grows with the time."""
-    models = {*reconciler.pointers, *reconciler.progress}
+    wanted = [assignment.model for assignment in reconciler.desired.assignments]
+    models = dict.fromkeys((*reconciler.pointers, *wanted, *reconciler.progress))
     return pb.Report(
         number=time.time_ns() // 1_000_000,
         desired_number=reconciler.desired.number,
         capability=capability,
-        models=[_model_report(reconciler, model) for model in sorted(models)],
+        models=[_model_report(reconciler, m) for m in sorted(islice(models, MAX_MODELS))],
         metadata_age_s=metadata_age_s,
-        incidents=[*reconciler.incidents],
+        incidents=reconciler.untold(),
         serving_up=serving_up,
         serving_address=serving_address,
     )

@@ -6,6 +6,7 @@ itself: the same bytes would be refused again.
 
 from typing import Final
 
+from triplane.proto.documents import MAX_TEXT_CHARS
 from triplane.proto.errors import Corrupt
 from triplane.proto.fleet_pb2 import Incident
 
@@ -22,6 +23,9 @@ KINDS: Final = {
     "malformed":      "bytes that are no metadata of the role",
     "unknown-target": "a target that no role lists which may list it",
     "wrong-target":   "a target whose signed fields contradict its path or the assignment",
+    "hardware":       "a bundle made for other hardware, or for another runtime, than this node's",
+    "document":       "an instruction of the cloud that is out of its limits",
+    "slow-retrieval": "a file that comes so slowly that it would never be here",
     "length":         "a file that is not as long as its signed length",
     "digest":         "a file that has not its signed SHA-256",
     "policy":         "an automatic release that the offline-signed policy does not allow",
@@ -38,13 +42,20 @@ KINDS: Final = {
 
 
 class Refused(Corrupt):
-    """A node's no. kind: a row of `KINDS`."""
+    """A node's no. kind: a row of `KINDS`. text: cut to what a report may carry."""
 
     def __init__(self, kind: str, text: str) -> None:
         assert kind in KINDS
+        text = clipped(text, MAX_TEXT_CHARS)
         super().__init__(text)
         self.kind, self.text = kind, text
 
     def incident(self, time_s: float) -> Incident:
         """As the report carries it."""
         return Incident(time_s=time_s, kind=self.kind, text=self.text)
+
+
+def clipped(text: str, most: int) -> str:
+    """`text` as a report may carry it: what it quotes came from outside and may be anything."""
+    clean = text.replace("\0", "?")
+    return clean if len(clean) <= most else f"{clean[: most - 3]}..."

@@ -29,10 +29,13 @@ def main(argv: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    from triplane.edge.agent.refusal import Refused
     from triplane.proto.errors import TriplaneError
 
     try:
         answer = measure(Path(given["path"]), golden=given.get("golden"))
+    except Refused as refusal:
+        answer = {"error": refusal.text, "kind": refusal.kind}
     except TriplaneError as error:
         answer = {"error": str(error), "kind": "golden" if "golden" in str(error) else "load"}
     except MemoryError:
@@ -48,6 +51,7 @@ def measure(path: Path, *, golden: str | None = None) -> dict[str, Any]:
     version()  # onnxruntime's own memory is not the bundle's
     before = _peak_bytes()
     bundle = Bundle.load(path)
+    _check_hardware(bundle, path.parent)
     session = bundle.session(SessionOptions(threads=1))
     error = bundle.check_goldens(session)
     answer: dict[str, Any] = {
@@ -66,6 +70,18 @@ def measure(path: Path, *, golden: str | None = None) -> dict[str, Any]:
         answer["accuracy"] = _accuracy(bundle, session, Path(golden))
     answer["grown_bytes"] = _peak_bytes() - before
     return answer
+
+
+def _check_hardware(bundle: Any, folder: Path) -> None:
+    """The cloud looks too, before it assigns; one that was taken over does not."""
+    from triplane.edge.agent.capability import capability
+    from triplane.edge.agent.refusal import Refused
+    from triplane.proto.fitting import fits
+
+    why = fits(bundle.description.constraints, capability(folder))
+    if why:
+        what = f"{bundle.name} version {bundle.version} for {bundle.target}"
+        raise Refused("hardware", f"the bundle of {what} {why}")
 
 
 def _peak_bytes() -> int:

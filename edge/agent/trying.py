@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from triplane.edge.agent.adapting import GROWTH, Compared
 from triplane.edge.agent.refusal import Refused
 from triplane.proto.targets import SignedTarget
 
@@ -19,18 +20,39 @@ BASE_BYTES: Final = 512 << 20
 PER_BUNDLE_BYTE: Final = 8
 ALLOWANCE_BYTES: Final = 64 << 20
 """What onnxruntime takes for a session beside weights and results: arenas, kernels, the graph."""
+SLACK_BYTES: Final = 1 << 20
 MAX_ANSWER_BYTES: Final = 64 << 10
 IDENTIFYING: Final = ("model", "version", "target", "content_digest", "model_digest")
 
 
 def run_trial(path: Path, *, size: int, golden: Path | None = None) -> dict[str, Any]:
     """The child's answer. Refused with kind "golden", "memory" or "load" where it gave none."""
-    limit = BASE_BYTES + PER_BUNDLE_BYTE * size
-    given = {"path": str(path), "memory_bytes": limit, "cpu_s": CPU_S}
+    given: dict[str, Any] = {"path": str(path)}
     if golden is not None:
         given["golden"] = str(golden)
+    return _run_child("trial", given, size)
+
+
+def run_adaptation(
+    path: Path, *, size: int, samples: Path, seed: str, out: Path, current: Path | None
+) -> tuple[Compared, bytes]:
+    """Adapt the bundle at `path` into `out`: how it compares, and the SHA-256 of what was written.
+
+    seed: of the split of the samples. current: the bundle that serves now. Refused as `run_trial`,
+    or with kind "adaptation" where the samples or the bundle do not allow it.
+    """
+    given = {"path": str(path), "samples": str(samples), "seed": seed, "out": str(out)}
+    given["out_bytes"] = str(GROWTH * size + SLACK_BYTES)
+    answer = _run_child("adapting", given | ({"current": str(current)} if current else {}), size)
+    sha256 = bytes.fromhex(answer.pop("sha256"))
+    return Compared(**answer), sha256
+
+
+def _run_child(module: str, given: Mapping[str, Any], size: int) -> dict[str, Any]:
+    limit = BASE_BYTES + PER_BUNDLE_BYTE * size
+    given = {**given, "memory_bytes": limit, "cpu_s": CPU_S}
     process = subprocess.Popen(
-        [sys.executable, "-m", "triplane.edge.agent.trial", json.dumps(given)],
+        [sys.executable, "-m", f"triplane.edge.agent.{module}", json.dumps(given)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -125,7 +125,8 @@ class Node:
         for pointer in read_pointers(self.home.models)[0].values():
             self.server.load(pointer.model, self.home.bundles / pointer.sha256, pointer.digest)
         world = World(
-            node="n", home=self.home, blobs=BlobFolder(self.home.bundles, self.disk),
+            node="n", targets=("ort-x64",), home=self.home,
+            blobs=BlobFolder(self.home.bundles, self.disk),
             trust=Signed(), seam=self.server, fetch=fetch,
             journal=Journal(self.home.journal, self.disk), incident=lambda _: None, trial=trial,
             disk=self.disk, clock=lambda: 1.0, pause=lambda _: None, probation_s=1e-9,

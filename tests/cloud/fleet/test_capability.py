@@ -1,6 +1,7 @@
 import pytest
 
-from triplane.cloud.fleet.capability import Capability, Needs, fits, version_key
+from triplane.cloud.fleet.capability import Capability, Needs
+from triplane.proto.fitting import fits, version_key
 
 NODE = Capability(
     runtime="onnxruntime", runtime_version="1.23.2", max_opset=21,

@@ -1,0 +1,149 @@
+"""`python -m triplane.edge.agent.adapting JSON`: adapt a start point to this node's own samples.
+
+A child with limits, as the trial is. The node's samples are split once and for all, by the node's
+and the model's name: the start point learns from one part, and both it and the version that serves
+now are scored on the other, which no adaptation ever sees. Whoever is better there serves.
+"""
+
+import hashlib
+import json
+import resource
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from triplane.proto.errors import InvalidInput, TriplaneError
+
+FILES: Final = 64
+LEAST_SAMPLES: Final = 4
+MAX_SAMPLES: Final = 10_000
+MAX_SAMPLES_BYTES: Final = 256 << 20
+GROWTH: Final = 2
+"""The adapted bundle may be so many times as large as the start point."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Accuracy on the node's held-out samples. current: of what serves now, None for nothing."""
+
+    support: int
+    held_out: int
+    start: float
+    adapted: float
+    current: float | None
+    digest: str
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the adapted version is at least as good as the one that serves."""
+        return self.current is None or self.adapted >= self.current
+
+    def __str__(self) -> str:
+        now = (
+            "nothing serves yet" if self.current is None else f"what serves has {self.current:.3f}"
+        )
+        return (
+            f"adapted to {self.support} own samples it has accuracy {self.adapted:.3f} "
+            f"({self.start:.3f} before) on {self.held_out} others; {now}"
+        )
+
+
+def main(argv: list[str]) -> int:
+    """Answer on standard output, one JSON object; the exit code is 0 whenever there is one."""
+    given = json.loads(argv[0])
+    limit_bytes, cpu_s = int(given["memory_bytes"]), int(given["cpu_s"])
+    out_bytes = int(given["out_bytes"])
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (out_bytes, out_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        answer = adapt(given)
+    except TriplaneError as error:
+        answer = {"error": str(error), "kind": "adaptation"}
+    except MemoryError:
+        answer = {"error": f"needs more than the limit of {limit_bytes} bytes", "kind": "memory"}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    return 0
+
+
+def adapt(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Adapt, write the result, score it beside what serves."""
+    from triplane.unified_ir.runtime import Bundle, adapted_weights, write_adapted
+
+    bundle = Bundle.load(Path(given["path"]))
+    support, held_out = split(read_samples(Path(given["samples"])), given["seed"])
+    out = Path(given["out"])
+    weights = adapted_weights(bundle, support)
+    digest = write_adapted(bundle, weights, out)
+    current = given.get("current")
+    return {
+        "support": len(support["y"]),
+        "held_out": len(held_out["y"]),
+        "start": accuracy(bundle, held_out),
+        "adapted": accuracy(Bundle.load(out), held_out),
+        "current": None if current is None else accuracy(Bundle.load(Path(current)), held_out),
+        "digest": digest,
+        "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
+    }
+
+
+def read_samples(path: Path) -> dict[str, Any]:
+    """`x` and `y` of an .npz. InvalidInput says what it should hold."""
+    import numpy as np
+
+    rule = f"{path.name} is an .npz with x (N, ...) and whole numbers y (N,)"
+    try:
+        if path.stat().st_size > MAX_SAMPLES_BYTES:
+            raise InvalidInput(f"{path.name} has more than {MAX_SAMPLES_BYTES} bytes")
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            x, y = file["x"], file["y"]
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise InvalidInput(f"{rule}: {error}") from error
+    if y.ndim != 1 or y.dtype.kind not in "iu" or len(x) != len(y):
+        raise InvalidInput(f"{rule}, got {x.dtype}{x.shape} and {y.dtype}{y.shape}")
+    if not LEAST_SAMPLES <= len(y) <= MAX_SAMPLES:
+        raise InvalidInput(
+            f"{path.name} has {len(y)} samples; from {LEAST_SAMPLES} to {MAX_SAMPLES} are used, "
+            "one half to adapt and the other to compare"
+        )
+    return {"x": x, "y": y.astype(np.int64)}
+
+
+def split(samples: Mapping[str, Any], seed: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(support, held out): halves, the same for every version. Each class goes to both."""
+    import numpy as np
+
+    y = samples["y"]
+    ranks = [hashlib.sha256(f"{seed}\0{i}".encode()).digest() for i in range(len(y))]
+    order = sorted(range(len(y)), key=lambda i: (int(y[i]), ranks[i]))
+    chosen = np.zeros(len(y), dtype=bool)
+    chosen[order[::2]] = True
+    return (
+        {name: array[chosen] for name, array in samples.items()},
+        {name: array[~chosen] for name, array in samples.items()},
+    )
+
+
+def accuracy(bundle: Any, samples: Mapping[str, Any]) -> float:
+    """Share of samples whose largest output is their label."""
+    import numpy as np
+
+    from triplane.unified_ir.runtime import SessionOptions
+
+    session = bundle.session(SessionOptions(threads=1))
+    name = bundle.inputs[0].name
+    right = 0
+    for start in range(0, len(samples["y"]), 64):
+        x, y = samples["x"][start : start + 64], samples["y"][start : start + 64]
+        scores = next(iter(session.run({name: x}).values()))
+        right += int((np.argmax(scores, axis=-1) == y).sum())
+    return right / len(samples["y"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

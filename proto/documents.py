@@ -1,0 +1,62 @@
+"""Limits of the documents between cloud and node: what one side writes, the other takes.
+
+Both sides check what they are sent, since either may have been taken over: a node's report by
+`cloud/fleet/reports.py`, the cloud's document here. A node that writes more than the cloud takes
+would not be heard any more, so what it writes is cut to the same limits.
+"""
+
+import math
+import re
+from typing import Final
+
+from triplane.proto.errors import InvalidInput
+from triplane.proto.fleet_pb2 import Assignment, Desired
+from triplane.proto.targets import NAME
+
+MAX_MODELS: Final = 64
+"""On one node: of a document's assignments and of a report's models."""
+MAX_INCIDENTS: Final = 32
+"""In one report; more wait for the next."""
+MAX_REASON_CHARS: Final = 1000
+"""Of why an attempt is where it is."""
+MAX_TEXT_CHARS: Final = 2000
+"""Of an incident."""
+MAX_PATH_CHARS: Final = 256
+MAX_ID_CHARS: Final = 64
+MAX_VERSION: Final = 1_000_000_000
+MAX_NUMBER: Final = 1 << 53
+"""Of a document, a report or an attempt: what JSON and every database hold exactly."""
+MAX_SECONDS: Final = 30 * 86_400.0
+MAX_TIME_S: Final = 253_402_300_799.0
+"""Seconds since 1970: the last one of the year 9999."""
+
+_NAME: Final = re.compile(NAME)
+
+
+def check_desired(desired: Desired) -> None:
+    """InvalidInput names the first field of the cloud's document that is out of range."""
+    _bound("number", desired.number, MAX_NUMBER)
+    _bound("number of assignments", len(desired.assignments), MAX_MODELS)
+    for assignment in desired.assignments:
+        _check_assignment(assignment)
+    names = [assignment.model for assignment in desired.assignments]
+    if len(set(names)) != len(names):
+        raise InvalidInput("a document assigns each model once")
+
+
+def _check_assignment(told: Assignment) -> None:
+    if not _NAME.fullmatch(told.model):
+        raise InvalidInput(f"a model's name matches {NAME}, assigned is {told.model[:100]!r}")
+    _bound("version", told.version, MAX_VERSION)
+    _bound("attempt", told.attempt, MAX_NUMBER)
+    _bound("length of target_path", len(told.target_path), MAX_PATH_CHARS)
+    _bound("length of rollout", len(told.rollout), MAX_ID_CHARS)
+    if not (math.isfinite(told.probation_s) and 0 <= told.probation_s <= MAX_SECONDS):
+        raise InvalidInput(
+            f"probation_s is 0 to {MAX_SECONDS:.0f} in an assignment, got {told.probation_s}"
+        )
+
+
+def _bound(what: str, value: int, most: int) -> None:
+    if value > most:
+        raise InvalidInput(f"{what} is at most {most} in the cloud's document, got {value}")
