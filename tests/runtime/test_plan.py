@@ -172,7 +172,7 @@ def test_state_over_the_memory_limit_is_refused_at_load(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "demand", [{"compression": ("top-k",)}, {"privacy": ("masking",)}, {"privacy": ("noise",)}]
+    "demand", [{"compression": ("sketch",)}, {"privacy": ("masking",)}, {"privacy": ("noise",)}]
 )
 def test_demands_this_version_does_not_offer_are_refused_by_name(tmp_path, demand):
     make_plan(tmp_path / "p", **demand)

@@ -3,7 +3,8 @@
 Parts: `plan.pb`, `ENTRY.onnx` for each entry, `state.safetensors` with a role for every tensor.
 One rule binds graphs to state: a graph input named like a state tensor is that tensor, and the
 output `next_name(tensor)` is its new value; every other input is batch, every other output result.
-Whatever a plan demands that this version does not offer is refused by name when it is loaded.
+Whatever a plan demands that this version does not offer is refused by name when it is loaded:
+every demand for privacy, and compressions outside `COMPRESSIONS`.
 """
 
 import time
@@ -31,6 +32,9 @@ MAX_STEPS: Final = 2**31
 
 LOSS: Final = "loss"
 """The result that `adapt` collects."""
+
+COMPRESSIONS: Final = ("int8", "top-k")
+"""Of updates, as `federated/core/compress.py` writes them; it stands above this package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +97,8 @@ class Plan:
     """A verified plan with its current state. Not for several threads.
 
     digest: the root digest. roles: by state tensor. entries: names. limits, labels: as written.
-    steps, spent_s: taken so far. Sessions are made when an entry is first run.
+    compression: one of which an update must have, any where it is empty. steps, spent_s: taken so
+    far. Sessions are made when an entry is first run.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class Plan:
         self.entries = tuple(self._default_steps)
         _check_parts(file, message, what)
         self.labels = tuple(message.labels)
+        self.compression = tuple(message.compression)
         limits = message.limits
         self.limits = Limits(
             max_steps=limits.max_steps, memory_bytes=limits.memory_bytes, time_s=limits.time_s
@@ -305,7 +311,8 @@ def _decode(data: Buffer, what: str) -> pb.Plan:
 
 
 def _refuse_demands(message: pb.Plan) -> None:
-    for demand in (*message.compression, *message.privacy):
+    unknown = [name for name in message.compression if name not in COMPRESSIONS]
+    for demand in (*unknown, *message.privacy):
         raise InvalidInput(f"this plan demands {demand[:80]}, which this version does not offer")
 
 
