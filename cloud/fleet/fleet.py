@@ -413,14 +413,10 @@ class LiveFleet:
                 await self._write_batch(batch)
 
     async def _write_batch(self, batch: Sequence[_Waiting]) -> None:
+        told = [(waiting.name, _without_incidents(waiting.report)) for waiting in batch]
+
         def make(fleet: Fleet) -> Fleet:
-            now_s = self._clock()
-            for waiting in batch:
-                kept = pb.Report()
-                kept.CopyFrom(waiting.report)
-                kept.ClearField("incidents")
-                fleet = state.after_report(fleet, waiting.name, kept, now_s)
-            return fleet
+            return state.after_reports(fleet, told, self._clock())
 
         said = [
             (w.name, incident)
@@ -478,6 +474,13 @@ class LiveFleet:
             return state.after_event(fleet, rollout_id, told, self._clock())
 
         await self._change(make)
+
+
+def _without_incidents(report: pb.Report) -> pb.Report:
+    kept = pb.Report()
+    kept.CopyFrom(report)
+    kept.ClearField("incidents")
+    return kept
 
 
 def _answer(batch: Sequence[_Waiting], error: Exception | None) -> None:

@@ -28,6 +28,7 @@ from triplane.cloud.fleet.facts import (
     AskBundle,
     BundleFailed,
     BundleReady,
+    Effect,
     Event,
     Excused,
     Member,
@@ -70,9 +71,20 @@ def begin(
 
 def step(rollout: Rollout, event: Event, now_s: float) -> Result:
     """What an event makes of a rollout. Conflict: a person's event in a state that forbids it."""
-    known, effects = RULES[rollout.state, type(event)](rollout, event, now_s)
-    settled, more = settle(known, now_s)
-    return settled, (*effects, *more)
+    return step_all(rollout, (event,), now_s)
+
+
+def step_all(rollout: Rollout, events: Iterable[Event], now_s: float) -> Result:
+    """What several events make of it that became known together: taken in, then settled once.
+
+    Settling looks at every node, so a thousand reports one by one would cost a million looks.
+    """
+    known, effects = rollout, list[Effect]()
+    for event in events:
+        known, more = RULES[known.state, type(event)](known, event, now_s)
+        effects += more
+    settled, last = settle(known, now_s)
+    return settled, (*effects, *last)
 
 
 # Rules: each takes in one event

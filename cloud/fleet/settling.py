@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Final
 
 from triplane.cloud.fleet.facts import (
     LOST,
@@ -17,6 +18,20 @@ from triplane.cloud.fleet.facts import (
     State,
 )
 from triplane.cloud.fleet.waves import exceeds, least
+
+_COMMITTED: Final = Stage.COMMITTED
+_LOST: Final = tuple(LOST)
+"""A tuple: it is searched by identity, while the hash of an enum member is computed in Python."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Nodes of one wave: those that count, and of them the committed, lost and still under way."""
+
+    counted: int = 0
+    done: int = 0
+    lost: int = 0
+    going: int = 0
 
 
 def settle(r: Rollout, now_s: float) -> Result:
@@ -73,12 +88,14 @@ def _run(r: Rollout, now_s: float) -> Result:
     assigned, effects = _assign(r, now_s)
     if assigned is not r:
         return assigned, effects
-    for wave in range(r.wave + 1):
-        counted, lost = _tally(r, wave, LOST)
-        if exceeds(lost, r.plan.failure_share, counted):
-            share = f"more than {r.plan.failure_share:.4g} of them"
-            return _paused(r, f"{lost} of {counted} nodes of wave {wave + 1} failed, {share}"), ()
-    return (_run_closed(r, now_s) if is_closed(r) else _run_open(r)), ()
+    waves = tallies(r)
+    for wave, tally in enumerate(waves, 1):
+        if exceeds(tally.lost, r.plan.failure_share, tally.counted):
+            what = f"{tally.lost} of {tally.counted} nodes of wave {wave} failed"
+            return _paused(r, f"{what}, more than {r.plan.failure_share:.4g} of them"), ()
+    if _is_closed(r, waves[-1]):
+        return _run_closed(r, waves, now_s), ()
+    return _run_open(r, waves[-1]), ()
 
 
 def _assign(r: Rollout, now_s: float) -> Result:
@@ -105,20 +122,18 @@ def _assignable(r: Rollout, m: Member) -> bool:
     return bool(r.supplies[m.target].path)
 
 
-def _run_open(r: Rollout) -> Rollout:
+def _run_open(r: Rollout, tally: Tally) -> Rollout:
     """The open wave has not reached its share: wait, or pause where it no longer can."""
-    counted, done = _tally(r, r.wave, {Stage.COMMITTED})
-    going = sum(under_way(r, m) for m in r.members.values() if m.wave == r.wave)
-    need = least(r.plan.success_share, counted)
-    said = f"wave {r.wave + 1}: {done} of {counted} nodes committed, {need} needed"
-    if done + going < need:
+    need = least(r.plan.success_share, tally.counted)
+    said = f"wave {r.wave + 1}: {tally.done} of {tally.counted} nodes committed, {need} needed"
+    if tally.done + tally.going < need:
         return _paused(r, f"{said}, and the others failed")
-    missing = _missing(r, [m for m in r.members.values() if under_way(r, m) and not m.assigned])
+    missing = _missing(r, [m for m in r.members.values() if not m.assigned and under_way(r, m)])
     return _waiting(r, f"{said}; {missing}" if missing else said)
 
 
-def _run_closed(r: Rollout, now_s: float) -> Rollout:
-    going = sum(under_way(r, m) for m in r.members.values())
+def _run_closed(r: Rollout, waves: Iterable[Tally], now_s: float) -> Rollout:
+    going = sum(tally.going for tally in waves)
     if r.wave + 1 < len(r.plan.waves):
         if r.wave + 1 > r.allowed:
             return _paused(r, f"wave {r.wave + 1} is done; resume opens wave {r.wave + 2}")
@@ -138,14 +153,28 @@ def _paused(r: Rollout, reason: str) -> Rollout:
 
 def is_closed(r: Rollout) -> bool:
     """Whether the open wave reached its share of committed nodes."""
-    counted, done = _tally(r, r.wave, {Stage.COMMITTED})
-    return done >= least(r.plan.success_share, counted)
+    return _is_closed(r, tallies(r)[-1])
 
 
-def _tally(r: Rollout, wave: int, stages: Iterable[Stage]) -> tuple[int, int]:
-    """(nodes of a wave that count, those of them in one of the stages)."""
-    counted = [m for m in r.members.values() if m.wave == wave and not m.excused]
-    return len(counted), sum(m.stage in stages for m in counted)
+def _is_closed(r: Rollout, tally: Tally) -> bool:
+    return tally.done >= least(r.plan.success_share, tally.counted)
+
+
+def tallies(r: Rollout) -> list[Tally]:
+    """One of each wave that opened, in one pass: a fleet has many nodes and reports often."""
+    waves = [Tally() for _ in range(r.wave + 1)]
+    for m in r.members.values():
+        if m.wave > r.wave or m.excused:
+            continue
+        tally, stage = waves[m.wave], m.stage
+        tally.counted += 1
+        if stage is _COMMITTED:
+            tally.done += 1
+        elif stage in _LOST:
+            tally.lost += 1
+        else:
+            tally.going += 1
+    return waves
 
 
 def under_way(r: Rollout, m: Member) -> bool:

@@ -22,7 +22,7 @@ from triplane.cloud.fleet.facts import (
     Stage,
     Tick,
 )
-from triplane.cloud.fleet.rollout import step
+from triplane.cloud.fleet.rollout import step_all
 from triplane.cloud.fleet.selector import ALL, Selector
 from triplane.proto.fleet_pb2 import DeployRequest, ModelReport, Report
 
@@ -125,8 +125,12 @@ def _ordered(node: Node, paper: Paper, effect: Assign | Restore) -> Node:
 
 def after_event(fleet: Fleet, rollout_id: str, event: Event, now_s: float) -> Fleet:
     """One event of one rollout. Raises what `rollout.step` raises."""
+    return _after_events(fleet, rollout_id, (event,), now_s)
+
+
+def _after_events(fleet: Fleet, rollout_id: str, events: Iterable[Event], now_s: float) -> Fleet:
     paper = fleet.papers[rollout_id]
-    rollout, effects = step(paper.rollout, event, now_s)
+    rollout, effects = step_all(paper.rollout, events, now_s)
     if rollout is paper.rollout and not effects:
         return fleet
     return with_paper(fleet, replace(paper, rollout=rollout), effects)
@@ -161,20 +165,25 @@ def excuse(node: Node | None, selector: Selector) -> str:
     return "" if selector.matches(node.labels) else "its labels no longer match"
 
 
-def after_report(fleet: Fleet, name: str, report: Report, now_s: float) -> Fleet:
-    """What a node said. A name that is no node changes nothing."""
-    node = fleet.nodes.get(name)
-    if node is None or node.gone:
-        return fleet
-    models = {model.model: model for model in report.models}
-    held = {model: _good(row, models.get(model)) for model, row in node.held.items()}
-    fleet = with_node(fleet, replace(node, report=report, last_seen_s=now_s, held=held))
-    capability = capability_of(report)
-    for rollout_id, paper in list(fleet.papers.items()):
-        if name in paper.rollout.members:
-            told = models.get(paper.rollout.plan.model, ModelReport())
-            event = _reported(name, capability, told)
-            fleet = after_event(fleet, rollout_id, event, now_s)
+def after_reports(fleet: Fleet, reports: Iterable[tuple[str, Report]], now_s: float) -> Fleet:
+    """What nodes said, in this order. A name that is no node changes nothing."""
+    nodes = dict(fleet.nodes)
+    events: dict[str, list[Event]] = {}
+    for name, report in reports:
+        node = nodes.get(name)
+        if node is None or node.gone:
+            continue
+        models = {model.model: model for model in report.models}
+        held = {model: _good(row, models.get(model)) for model, row in node.held.items()}
+        nodes[name] = replace(node, report=report, last_seen_s=now_s, held=held)
+        capability = capability_of(report)
+        for rollout_id, paper in fleet.papers.items():
+            if name in paper.rollout.members:
+                told = models.get(paper.rollout.plan.model, ModelReport())
+                events.setdefault(rollout_id, []).append(_reported(name, capability, told))
+    fleet = replace(fleet, nodes=nodes)
+    for rollout_id, said in events.items():
+        fleet = _after_events(fleet, rollout_id, said, now_s)
     return fleet
 
 

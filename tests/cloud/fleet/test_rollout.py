@@ -30,7 +30,7 @@ from triplane.cloud.fleet.facts import (
     State,
     Tick,
 )  # fmt: skip
-from triplane.cloud.fleet.rollout import RULES, begin, step
+from triplane.cloud.fleet.rollout import RULES, begin, step, step_all
 from triplane.cloud.fleet.waves import exceeds
 from triplane.proto import fleet_pb2
 from triplane.proto.errors import Conflict
@@ -369,6 +369,21 @@ def test_no_order_of_events_breaks_a_promise(start, history):
         before = rollout
         rollout, effects = tried(rollout, event, now_s)
         assert before.state not in ENDED or rollout == before
+
+
+@settings(max_examples=200, deadline=None)
+@given(begun(), histories, st.lists(st.lists(reports, max_size=8), max_size=8))
+def test_reports_that_come_together_break_no_promise_either(start, history, batches):
+    rollout, effects = start
+    assigned = [e.name for e in effects if isinstance(e, Assign)]
+    now_s = 0.0
+    for (event, passed_s), batch in zip(history, batches, strict=False):
+        now_s += passed_s
+        rollout, effects = tried(rollout, event, now_s)
+        assigned += [e.name for e in effects if isinstance(e, Assign)]
+        rollout, effects = step_all(rollout, batch, now_s)
+        assigned += [e.name for e in effects if isinstance(e, Assign)]
+        check(rollout, assigned)
 
 
 @settings(max_examples=100, deadline=None)
