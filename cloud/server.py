@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 DRAIN_S: Final = 10.0
 GOODBYE_S: Final = 2.0
 FRESH_AT_LEAST_S: Final = 60.0
-"""Metadata is looked at no more often than this, and no less often than every hour."""
+"""Metadata is looked at after each publication, else no more often than this, at least hourly."""
 FRESH_AT_MOST_S: Final = 3600.0
 ENROL_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
@@ -107,6 +107,7 @@ class Cloud:
         self._stack = AsyncExitStack()
         self._duties: set[asyncio.Task[None]] = set()
         self._noting = asyncio.Lock()
+        self._stale = asyncio.Event()
         self.port = self.enrol_port = self.dashboard_port = 0
 
     @property
@@ -178,6 +179,7 @@ class Cloud:
 
         def note() -> None:
             self.fleet.nudge()
+            self._stale.set()
             self._spawn(self._note_signed(), "signatures")
 
         def published(_: str) -> None:
@@ -321,7 +323,10 @@ class Cloud:
             except (TriplaneError, OSError):
                 logger.exception("metadata was not signed again")
                 wait_s = FRESH_AT_LEAST_S
-            await asyncio.sleep(max(wait_s, FRESH_AT_LEAST_S))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(wait_s, FRESH_AT_LEAST_S)):
+                    await self._stale.wait()
+            self._stale.clear()
 
     def _spawn(self, duty: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(duty, name=name)

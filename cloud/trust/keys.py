@@ -7,9 +7,15 @@ id. Ed25519 throughout.
 from pathlib import Path
 from typing import Final
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+    load_pem_public_key,
+)
 from securesystemslib.signer._crypto_signer import CryptoSigner
+from securesystemslib.signer._key import Key, SSlibKey
 
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, NotFound
@@ -36,6 +42,21 @@ class KeyFolder:
         file.chmod(0o600)
         return signer
 
+    def make_next(self, role: str) -> tuple[Path, CryptoSigner]:
+        """Make another key of a role as ROLE-N.pem, with the first N from 2 on that is free."""
+        number = next(
+            n for n in range(2, MAX_KEYS + 2) if not (self.path / f"{role}-{n}.pem").exists()
+        )
+        return self.path / f"{role}-{number}.pem", self.make(f"{role}-{number}")
+
+    def write_public(self, name: str) -> Path:
+        """Write the public half of NAME.pem as NAME.pub, to be handed over."""
+        file = self.path / f"{name}.pub"
+        private = self._private(self.path / f"{name}.pem")
+        pem = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        write_atomic(file, pem, self._disk)
+        return file
+
     def signers(self) -> dict[str, CryptoSigner]:
         """Every key in the folder, by key id; Corrupt names a file that holds none."""
         files = sorted(self.path.glob("*.pem"))[:MAX_KEYS]
@@ -54,14 +75,32 @@ class KeyFolder:
             )
         return found
 
+    @classmethod
+    def _signer(cls, file: Path) -> CryptoSigner:
+        return CryptoSigner(cls._private(file))
+
     @staticmethod
-    def _signer(file: Path) -> CryptoSigner:
-        with file.open("rb") as opened:
-            data = opened.read(MAX_KEY_BYTES + 1)
+    def _private(file: Path) -> Ed25519PrivateKey:
         try:
-            key = load_pem_private_key(data[:MAX_KEY_BYTES], password=None)
+            key = load_pem_private_key(_few_bytes(file), password=None)
         except (ValueError, TypeError) as error:
             raise Corrupt(f"{file} is no private key in PKCS #8 PEM: {error}") from error
         if not isinstance(key, Ed25519PrivateKey):
             raise Corrupt(f"{file} is a {type(key).__name__}; keys here are Ed25519")
-        return CryptoSigner(key)
+        return key
+
+
+def read_public(file: Path) -> Key:
+    """The key that `KeyFolder.write_public` wrote. Corrupt."""
+    try:
+        key = load_pem_public_key(_few_bytes(file))
+    except (ValueError, TypeError) as error:
+        raise Corrupt(f"{file} is no public key in PEM: {error}") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise Corrupt(f"{file} is a {type(key).__name__}; keys here are Ed25519")
+    return SSlibKey.from_crypto(key)
+
+
+def _few_bytes(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        return opened.read(MAX_KEY_BYTES)

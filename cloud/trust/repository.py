@@ -56,6 +56,8 @@ KEPT_VERSIONS: Final = 8
 """Superseded versions of each file that stay readable, for nodes in the middle of a refresh."""
 FRESH_SHARE: Final = 0.25
 """Online metadata is signed again when this share of its lifetime has passed."""
+REMEMBERED: Final = {"timestamp": ("timestamp",), "snapshot": ("snapshot", "timestamp")}
+"""Whose signatures tell a node the newest version of an online role."""
 
 _NAME: Final = re.compile(
     r"(?:[1-9][0-9]{0,9}\.(?:root|snapshot|targets|release|auto)|timestamp|root)\.json"
@@ -342,8 +344,10 @@ class Repository:
         return self._signed(AUTO, signed, self._chain.top)
 
     def _due(self) -> dict[str, float]:
-        """When each online role is to be signed again."""
+        """When each online role is to be signed again; at once under other keys than its own."""
         ends = self.expiries()
+        if not self._chain.is_signed(AUTO):
+            ends[AUTO] = 0.0
         return {
             row.name: ends[row.name] - (1 - FRESH_SHARE) * row.lifetime_s
             for row in ROLES.values()
@@ -397,9 +401,13 @@ class Repository:
         return self._signed("timestamp", signed, after.root.signed)
 
     def _version(self, role: str, root: Root, published: int) -> int:
-        """The next number, or 1 under wholly new keys: nodes forget what the old ones signed."""
-        before = set(self._chain.root.signed.roles[role].keyids)
-        return _next(role, published) if before & set(root.roles[role].keyids) else 1
+        """The next number, or 1 under wholly new keys: nodes forget what the old ones signed.
+
+        The number of a snapshot they have from the timestamp as well.
+        """
+        roles = self._chain.root.signed.roles
+        kept = [r for r in REMEMBERED[role] if set(roles[r].keyids) & set(root.roles[r].keyids)]
+        return _next(role, published) if kept else 1
 
     def _signed(self, role: str, signed: Any, delegator: Root | Targets) -> Metadata[Any]:
         keys = delegator.get_delegated_role(role)

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from securesystemslib.signer._crypto_signer import CryptoSigner
 from securesystemslib.signer._key import Key
-from tuf.api._payload import Root, TargetFile, Targets
+from tuf.api._payload import Delegations, Root, TargetFile, Targets
 from tuf.api.metadata import Metadata
 
 from triplane.cloud.registry.conversions import Files
@@ -95,7 +95,7 @@ def sign_release(
     content differs, naming the parts. NotFound: the folder has no release key. Corrupt: the cloud's
     metadata is not what the root beside the keys leads to.
     """
-    signer = _Signer(cloud, keys_folder, RELEASE)
+    signer = Signer(cloud, keys_folder, RELEASE)
     version = cloud.version(reference)
     wanted = TargetName(RELEASE, version.model, version.version, target)
     if model_digest and version.model_digest != model_digest:
@@ -141,7 +141,7 @@ def sign_policy(
     yet; their bytes must be in the cloud's blobs too, for nodes to fetch.
     """
     policy = Policy.parse(policy.text())
-    signer = _Signer(cloud, keys_folder, "targets")
+    signer = Signer(cloud, keys_folder, "targets")
     files = {path: TargetFile.from_file(path, str(f)) for path, f in (goldens or {}).items()}
     named = {rule.golden for rule in policy.models.values()}
     listed = {path: entry for path, entry in signer.published().items() if path in named}
@@ -161,7 +161,7 @@ def renew(cloud: Metadatas, role: str, keys_folder: Path, *, now_s: float | None
     A signature on something new does the same. Conflict: the role's keys were replaced, and what
     it lists was not signed by the present ones.
     """
-    signer = _Signer(cloud, keys_folder, role)
+    signer = Signer(cloud, keys_folder, role)
     base = signer.published()
     if not base and signer.version > 1:
         raise Conflict(f"nothing that {role} lists is signed by its present keys; sign it anew")
@@ -176,15 +176,18 @@ def replace_keys(
     replaced: Mapping[str, Sequence[Key]],
     keys_folder: Path,
     *,
+    thresholds: Mapping[str, int] | None = None,
     now_s: float | None = None,
 ) -> Signed:
     """Sign a root with other keys for some roles; what the old keys signed counts no more.
 
-    replaced: public keys by top-level role. New snapshot and timestamp keys must be in the cloud's
-    key folder before. A new root key must be in `keys_folder` beside the old one: both sign.
+    replaced: public keys by top-level role; none at all renews the root. thresholds: where they
+    change. New snapshot and timestamp keys must be in the cloud's key folder before. A new root key
+    must be in `keys_folder` beside the old one: both sign. The same root that waits for signatures
+    is signed along.
     """
     now = time.time() if now_s is None else now_s
-    root = newest_root(cloud.get, (keys_folder / TRUSTED_ROOT).read_bytes()).signed
+    root = newest_root(cloud.get, trusted_root(keys_folder)).signed
     again = Metadata[Root].from_bytes(Metadata(root).to_bytes()).signed
     for role, keys in replaced.items():
         if role not in again.roles:
@@ -193,12 +196,36 @@ def replace_keys(
             again.revoke_key(keyid, role)
         for key in keys:
             again.add_key(key, role)
+    for role, threshold in (thresholds or {}).items():
+        again.roles[role].threshold = threshold
     again.version, again.expires = root.version + 1, expiry("root", now)
     keyids = dict.fromkeys([*root.roles["root"].keyids, *again.roles["root"].keyids])
-    made = Metadata(again)
+    made = _waiting_root(cloud, again) or Metadata(again)
     for signer in KeyFolder(keys_folder).of(list(keyids), "root"):
         made.sign(signer, append=True)
     return Signed(cloud.submit("root", made.to_bytes()))
+
+
+def _waiting_root(cloud: Metadatas, wanted: Root) -> Metadata[Root] | None:
+    """What other holders of root keys have signed, if it is `wanted` and ends no later."""
+    pending = cloud.pending("root")
+    if pending.published:
+        return None
+    found = parse(Root, pending.metadata, "the pending root")
+    ends = {"expires": None}
+    is_same = found.signed.to_dict() | ends == wanted.to_dict() | ends
+    return found if is_same and found.signed.expires <= wanted.expires else None
+
+
+def trusted_root(keys_folder: Path) -> bytes:
+    """The root that lies beside the keys, from which the cloud's metadata is known."""
+    trusted = keys_folder / TRUSTED_ROOT
+    try:
+        return trusted.read_bytes()
+    except FileNotFoundError as error:
+        raise NotFound(
+            f"{trusted} is missing; copy it from where `triplane cloud init` wrote the keys"
+        ) from error
 
 
 def repeat_one(cloud: Cloud, name: TargetName, progress: Progress) -> SignedTarget:
@@ -235,35 +262,28 @@ def _files(cloud: Cloud, version: Version) -> Files:
     )
 
 
-class _Signer:
-    """The keys of one role, and the published metadata as their owner verified it."""
+class Signer:
+    """The keys of one role, and the published metadata as their owner verified it: `chain`."""
 
     def __init__(self, cloud: Metadatas, keys_folder: Path, role: str) -> None:
         self._cloud, self._role = cloud, role
-        trusted = keys_folder / TRUSTED_ROOT
-        try:
-            root = newest_root(cloud.get, trusted.read_bytes())
-        except FileNotFoundError as error:
-            raise NotFound(
-                f"{trusted} is missing; copy it from where `triplane cloud init` wrote the keys"
-            ) from error
-        self._chain: Chain = read(cloud.get, root)
-        if role != "targets" and not self._chain.is_signed("targets"):
+        self.chain: Chain = read(cloud.get, newest_root(cloud.get, trusted_root(keys_folder)))
+        if role != "targets" and not self.chain.is_signed("targets"):
             raise Corrupt("the published targets are not signed by keys of the newest root")
-        delegator = self._chain.delegator(role)
+        delegator = self.chain.delegator(role)
         keyids = delegator.get_delegated_role(role).keyids
         self._keys: list[CryptoSigner] = KeyFolder(keys_folder).of(keyids, role)
 
     @property
     def version(self) -> int:
         """The published version."""
-        return self._chain.targets[self._role].signed.version
+        return self.chain.targets[self._role].signed.version
 
     def published(self) -> dict[str, TargetFile]:
         """What the role's threshold has signed; nothing after a rotation of its keys."""
-        if not self._chain.is_signed(self._role):
+        if not self.chain.is_signed(self._role):
             return {}
-        return dict(self._chain.targets[self._role].signed.targets)
+        return dict(self.chain.targets[self._role].signed.targets)
 
     def waiting(self, base: Mapping[str, TargetFile]) -> Metadata[Targets] | None:
         """What waits for signatures, where signing it keeps all of `base`."""
@@ -271,7 +291,7 @@ class _Signer:
         if pending.published:
             return None
         found = parse(Targets, pending.metadata, f"the pending {self._role}")
-        result = self._chain.delegator(self._role).get_verification_result(
+        result = self.chain.delegator(self._role).get_verification_result(
             self._role, found.signed_bytes, found.signatures
         )
         keeps = all(found.signed.targets.get(path) == entry for path, entry in base.items())
@@ -282,38 +302,46 @@ class _Signer:
     def has_signed(self, metadata: Metadata[Targets]) -> bool:
         """Whether a key of this folder signed it before, so its content was checked then."""
         payload = metadata.signed_bytes
-        result = self._chain.delegator(self._role).get_verification_result(
+        result = self.chain.delegator(self._role).get_verification_result(
             self._role, payload, metadata.signatures
         )
         return any(signer.public_key.keyid in result.signed for signer in self._keys)
 
     def sign(
-        self, waiting: Metadata[Targets] | None, targets: Mapping[str, TargetFile], now_s: float
+        self,
+        waiting: Metadata[Targets] | None,
+        targets: Mapping[str, TargetFile],
+        now_s: float,
+        *,
+        delegations: Delegations | None = None,
     ) -> Submitted:
-        """Add signatures to what waits, if it is just these targets, else to a new version."""
-        made = waiting if waiting is not None and self._is_just(waiting, targets, now_s) else None
-        if made is None:
-            before = self._chain.targets[self._role].signed
-            made = Metadata(
-                Targets(
-                    version=before.version + 1,
-                    expires=expiry(self._role, now_s),
-                    targets=dict(targets),
-                    delegations=before.delegations if self._role == "targets" else None,
-                )
+        """Add signatures to what waits, if it is just these targets, else to a new version.
+
+        delegations: of the role targets, where they shall be other than the published ones.
+        """
+        before = self.chain.targets[self._role].signed
+        if self._role == "targets" and delegations is None:
+            delegations = before.delegations
+        made = Metadata(
+            Targets(
+                version=before.version + 1,
+                expires=expiry(self._role, now_s),
+                targets=dict(targets),
+                delegations=delegations,
             )
+        )
+        if waiting is not None and self._is_just(waiting, made.signed, now_s):
+            made = waiting
         for signer in self._keys:
             made.sign(signer, append=True)
         return self._cloud.submit(self._role, made.to_bytes())
 
-    def _is_just(
-        self, waiting: Metadata[Targets], targets: Mapping[str, TargetFile], now_s: float
-    ) -> bool:
-        signed, before = waiting.signed, self._chain.targets[self._role].signed
+    def _is_just(self, waiting: Metadata[Targets], wanted: Targets, now_s: float) -> bool:
+        signed = waiting.signed
         latest = expiry(self._role, now_s + ROLES[self._role].lifetime_s / 100)
         return (
-            signed.targets == dict(targets)
-            and signed.delegations == before.delegations
+            signed.targets == wanted.targets
+            and signed.delegations == wanted.delegations
             and not signed.unrecognized_fields
             and signed.expires <= latest
         )
