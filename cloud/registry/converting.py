@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import threading
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
@@ -26,15 +27,18 @@ GRACE_S: Final = 10
 DEFAULT_DROP_POINTS: Final = 1.0
 """What a recipe's 0 stands for; the converter's own default."""
 
+Work = Callable[[dict[str, Any]], dict[str, Any]]
+"""Does an order and gives the answer."""
 
-def main() -> None:
-    """Do one order."""
+
+def main(work: Mapping[str, Work]) -> None:
+    """Do one order: `work` by the word of its field `do`."""
     answer = _answers()
     order: dict[str, Any] = json.loads(sys.stdin.buffer.readline(MAX_ORDER_BYTES))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     limit(**order["limits"])
     with answer:
-        answer.write(json.dumps(_outcome(order)).encode() + b"\n")
+        answer.write(json.dumps(_outcome(work, order)).encode() + b"\n")
 
 
 def limit(*, memory_bytes: int, seconds: float, file_bytes: int) -> None:
@@ -68,10 +72,10 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _outcome(order: dict[str, Any]) -> dict[str, Any]:
+def _outcome(work: Mapping[str, Work], order: dict[str, Any]) -> dict[str, Any]:
     memory_mib = order["limits"]["memory_bytes"] >> 20
     try:
-        return {"done": _WORK[order["do"]](order)}
+        return {"done": work[order["do"]](order)}
     except MemoryError:
         error: TriplaneError = Unavailable(f"it needs more than the {memory_mib} MiB it may take")
     except TriplaneError as refused:
@@ -136,7 +140,7 @@ def _samples(order: dict[str, Any], module: Any) -> tuple[Any, Any]:
     )
 
 
-_WORK: Final = {"check": check, "convert": convert}
+WORK: Final = {"check": check, "convert": convert}
 
 if __name__ == "__main__":
-    main()
+    main(WORK)

@@ -105,6 +105,13 @@ class Registry:
         logger.info("version registered", extra={"model": made.model, "version": made.version})
         return made
 
+    def insert(self, connection: Connection, push: Push, digest: bytes, by: str) -> Version:
+        """Register a model that the cloud made itself, in the caller's transaction.
+
+        digest: its root digest. The same key gives the same version, as for `push`.
+        """
+        return self._insert(connection, push, digest, by)
+
     async def version(self, reference: str) -> Version:
         """The version that `reference` means now, with its bundles."""
         parsed = Reference.parse(reference)

@@ -1,0 +1,79 @@
+"""What is known of a run: the machine's state, and what people are shown beside it. Pure.
+
+`follow` is the only way from one `Book` to the next, in the live run and when it is read back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from triplane.unified_ir.federated.core.rules import step
+from triplane.unified_ir.federated.core.run import Effects, Ended, Event, Refused, State
+
+TENTH: Final = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Accuracy over devices, each once. worst_tenth: mean of the lowest tenth, at least one."""
+
+    mean: float
+    worst: float
+    worst_tenth: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spreads:
+    """Of one evaluating round."""
+
+    before: Spread
+    after: Spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Book:
+    """A run as of its newest event.
+
+    revision: number of that event. spreads: by the number of the evaluating round, as text.
+    refused: newest reason by kind.
+    """
+
+    state: State
+    revision: int = 0
+    spreads: Mapping[str, Spreads] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+def follow(book: Book, event: Event) -> tuple[Book, Effects]:
+    """The book after `event`, and what has to be done because of it."""
+    state, effects = step(book.state, event)
+    after = replace(book, state=state, revision=book.revision + 1)
+    if isinstance(event, Refused):
+        after = replace(after, refused={**book.refused, event.kind: event.reason})
+    for ended in state.history[len(book.state.history) :]:
+        if ended.evaluates and ended.counted:
+            spreads = {**after.spreads, str(ended.number): _spreads(state, ended)}
+            after = replace(after, spreads=spreads)
+    return after, effects
+
+
+def _spreads(state: State, ended: Ended) -> Spreads:
+    scores = [m.score for m in state.members.values() if m.score and m.score.round == ended.number]
+    return Spreads(
+        before=spread_of([score.before for score in scores]),
+        after=spread_of([score.after for score in scores]),
+    )
+
+
+def spread_of(values: list[float]) -> Spread:
+    """Of at least one value, whatever their order."""
+    ordered = sorted(values)
+    lowest = ordered[: max(1, len(ordered) // TENTH)]
+    return Spread(
+        mean=math.fsum(ordered) / len(ordered),
+        worst=ordered[0],
+        worst_tenth=math.fsum(lowest) / len(lowest),
+    )

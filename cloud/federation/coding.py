@@ -1,0 +1,137 @@
+"""Frozen dataclasses as JSON objects by field, and back, strictly.
+
+What was written is read to an equal value; a field that is missing, unknown or of another type is
+Corrupt. NaN is `null`: JSON has no number for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+from collections.abc import Callable, Mapping
+from enum import Enum
+from functools import cache
+from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from triplane.proto.errors import Corrupt
+
+T = TypeVar("T")
+Read = Callable[[Any], Any]
+
+MAX_SHOWN_CHARS: Final = 80
+
+
+def to_json(value: Any) -> str:
+    """The value's fields in their order, without spaces."""
+    return json.dumps(_plain(value), separators=(",", ":"), allow_nan=False)
+
+
+def from_json(kind: type[T], text: str) -> T:
+    """The value that `to_json` wrote. Corrupt where it is anything else."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise Corrupt(f"a stored {kind.__name__} is no JSON: {error}; restore a backup") from error
+    wanted: Any = kind
+    value: T = _reader(wanted)(found)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+@cache
+def _reader(kind: Any) -> Read:
+    """A function that makes a value of `kind` of what JSON gave."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _optional(*arguments)
+    if origin is tuple:
+        return _sequence(arguments)
+    if origin is not None and issubclass(origin, Mapping):
+        return _mapping(arguments[1])
+    if dataclasses.is_dataclass(kind):
+        return _fields(kind)
+    if issubclass(kind, Enum):
+        return lambda found: _chosen(kind, found)
+    return lambda found: _scalar(kind, found)
+
+
+def _optional(first: Any, second: Any) -> Read:
+    assert second is type(None), "a union is of a type and None"
+    read = _reader(first)
+    return lambda found: None if found is None else read(found)
+
+
+def _sequence(items: tuple[Any, ...]) -> Read:
+    if items[1:] == (...,):
+        read = _reader(items[0])
+        return lambda found: tuple(read(item) for item in _checked(list, found))
+    reads = [_reader(item) for item in items]
+
+    def fixed(found: Any) -> tuple[Any, ...]:
+        if len(_checked(list, found)) != len(reads):
+            raise _corrupt(f"{len(reads)} entries", found)
+        return tuple(read(item) for read, item in zip(reads, found, strict=True))
+
+    return fixed
+
+
+def _mapping(item: Any) -> Read:
+    read = _reader(item)
+    return lambda found: {key: read(value) for key, value in _checked(dict, found).items()}
+
+
+def _fields(kind: Any) -> Read:
+    hints = get_type_hints(kind)
+    reads = {f.name: _reader(hints[f.name]) for f in dataclasses.fields(kind)}
+
+    def make(found: Any) -> Any:
+        if _checked(dict, found).keys() != reads.keys():
+            raise _corrupt(f"the fields {sorted(reads)} of {kind.__name__}", sorted(found))
+        return kind(**{name: read(found[name]) for name, read in reads.items()})
+
+    return make
+
+
+def _chosen(kind: type[Enum], found: Any) -> Enum:
+    try:
+        return kind(found)
+    except ValueError as error:
+        raise _corrupt(f"one of {[e.value for e in kind]}", found) from error
+
+
+def _scalar(kind: type, found: Any) -> Any:
+    if kind is float:
+        if found is None:
+            return math.nan
+        if type(found) not in (int, float):
+            raise _corrupt("a number", found)
+        return float(found)
+    if type(found) is not kind:
+        raise _corrupt(kind.__name__, found)
+    return found
+
+
+def _checked(kind: type, found: Any) -> Any:
+    if not isinstance(found, kind):
+        raise _corrupt(f"a {kind.__name__}", found)
+    return found
+
+
+def _corrupt(wanted: str, found: Any) -> Corrupt:
+    shown = repr(found)[:MAX_SHOWN_CHARS]
+    return Corrupt(f"the journal of runs needs {wanted}, found {shown}; restore a backup")

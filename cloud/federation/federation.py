@@ -1,0 +1,469 @@
+"""Every run of a cloud: begun and steered by people, fed and told by devices' sessions.
+
+A device that offered itself is a member of each run of its population that goes on. What it is told
+is one document: a task for each open lease, oldest run first, and what became of its newest
+contributions. Nothing that matters lives here only: after a start the rows and journals say all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import sqlalchemy as sa
+
+from triplane.cloud.federation import journal, messages
+from triplane.cloud.federation.book import Book
+from triplane.cloud.federation.children import Children
+from triplane.cloud.federation.journal import Entry, Prepared
+from triplane.cloud.federation.live import LiveRun
+from triplane.cloud.federation.results import Results
+from triplane.cloud.federation.spec import check_population, filled
+from triplane.cloud.federation.spool import LEASE_BYTES, Spool, shown
+from triplane.cloud.identity import audit as audit_log
+from triplane.cloud.registry.registry import Audit, Registry
+from triplane.cloud.registry.values import KEY_BYTES
+from triplane.cloud.store import Database
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
+from triplane.proto.transfer import BlobFolder
+from triplane.unified_ir.federated.core.rules import open_lease
+from triplane.unified_ir.federated.core.run import (
+    ENDED,
+    Joined,
+    Left,
+    Phase,
+    Restarted,
+    Resumed,
+    State,
+    Stopped,
+)
+
+logger = logging.getLogger(__name__)
+
+ID_BYTES: Final = 8
+MAX_RUN_CHARS: Final = 64
+MAX_SOFTWARE_CHARS: Final = 200
+MAX_EXAMPLES: Final = 1 << 32
+"""That one device may offer."""
+MAX_LISTED: Final = 200
+KEPT_ENDED: Final = 32
+"""Ended runs whose settlements are told without asking the database."""
+
+Told = Callable[[str, pb.Work], None]
+"""Sends a device its document, where it has a stream."""
+
+
+@dataclass(slots=True)
+class _Device:
+    """A device with an open stream. answers: to contributions that no live run settles."""
+
+    offer: pb.Offer | None = None
+    answers: dict[str, pb.Settlement] = field(default_factory=dict)
+
+
+class Federation:
+    """The runs of one cloud. All methods belong to one event loop.
+
+    folder: for updates and the children's files. clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        blobs: BlobFolder,
+        registry: Registry,
+        folder: Path,
+        *,
+        children: Children | None = None,
+        audit: Audit = audit_log.record,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._db, self._blobs, self._registry = db, blobs, registry
+        self._audit, self._clock = audit, clock
+        self.spool = Spool(folder / "updates", blobs)
+        self._results = Results(
+            blobs,
+            self.spool,
+            children or Children(folder / "children"),
+            registry,
+            self._shares_plan,
+        )
+        self._runs: dict[str, LiveRun] = {}
+        self._waiting: dict[str, Entry] = {}  # runs without a plan yet
+        self._preparing: dict[str, asyncio.Task[None]] = {}
+        self._devices: dict[str, _Device] = {}
+        self._down: dict[tuple[str, int], int] = {}
+        self._sizes: dict[str, int] = {}
+        self._told: list[Told] = []
+        self._moved = asyncio.Event()
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Take up the runs that an earlier process left."""
+        found = await self._db.read(journal.live)
+        needed = {name for _, book in found if book for name in _updates(book.state)}
+        await asyncio.to_thread(self.spool.sweep, needed)
+        for entry, book in found:
+            if book is not None:
+                self._begin(entry, book)
+                await self._runs[entry.id].put(lambda _, at_s: Restarted(at_s=at_s))
+            else:
+                self._waiting[entry.id] = entry
+                if entry.before == "preparing":
+                    self._prepare(entry)
+
+    async def stop(self) -> None:
+        """End with the process; every run goes on after `start`."""
+        self._stopping = True
+        preparing = list(self._preparing.values())
+        for task in preparing:
+            task.cancel()
+        await asyncio.gather(*preparing, return_exceptions=True)
+        await asyncio.gather(*(run.stop() for run in self._runs.values()))
+
+    def on_work(self, told: Told) -> None:
+        """Call with each device whose document changed, after the commit."""
+        self._told.append(told)
+
+    @property
+    def moved(self) -> asyncio.Event:
+        """Set at the next change of anything; take it before looking."""
+        return self._moved
+
+    # People
+
+    async def begin(self, request: pb.StartRequest, *, by: str) -> pb.Run:
+        """Start a run; the same key gives the same one. InvalidInput, NotFound: it cannot be."""
+        if len(request.key) != KEY_BYTES:
+            raise InvalidInput(f"a key is {KEY_BYTES} random bytes, got {len(request.key)}")
+        known = await self._db.read(lambda c: journal.by_key(c, request.key))
+        spec = request.spec if known else await self._checked(request.spec)
+        made = Entry(
+            number=0,
+            id=secrets.token_hex(ID_BYTES),
+            key=request.key,
+            asked=journal.asked_digest(request.spec),
+            spec=spec,
+            started_s=self._clock(),
+            started_by=by,
+        )
+
+        def work(connection: sa.Connection) -> Entry:
+            entry = journal.begin(connection, made)
+            if entry.id == made.id:
+                details = {"model": spec.model, "algorithm": spec.algorithm}
+                self._note(connection, by, "federation.start", made.id, details)
+            return entry
+
+        entry = await self._db.write(work)
+        if entry.id == made.id:
+            self._waiting[entry.id] = entry
+            self._prepare(entry)
+            self._move()
+        return await self.run(entry.id)
+
+    async def _checked(self, asked: pb.Spec) -> pb.Spec:
+        spec = await asyncio.to_thread(filled, asked)
+        version = await self._registry.version(spec.model)
+        spec.model = str(version)
+        return spec
+
+    async def runs(self) -> list[pb.Run]:
+        """The newest, newest first, without their rounds."""
+        found = await self._db.read(lambda c: journal.newest(c, MAX_LISTED))
+        return [self._message(entry, book, rounds=False) for entry, book in found]
+
+    async def run(self, id: str) -> pb.Run:  # noqa: A002 - the field's name
+        """By id, its unique beginning, or "last". NotFound; Conflict where several begin so."""
+        live = self._runs.get(id)
+        if live is not None:
+            return self._message(live.entry, live.book)
+        entry, book = await self._found(id)
+        return self._message(entry, book)
+
+    async def halt(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
+        """Stop a run; it can be resumed. Conflict: it is over."""
+        why = shown(reason) or f"stopped by {by}"
+        entry = await self._steered(id, "federation.stop", by, reason)
+        run = self._runs.get(entry.id)
+        if run is not None:
+            await run.put(
+                lambda s, at_s: None if s.phase is Phase.STOPPED else Stopped(at_s=at_s, reason=why)
+            )
+        else:
+            await self._halt_preparing(entry, why)
+        return await self.run(entry.id)
+
+    async def resume(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
+        """Let a stopped run go on. Conflict: it is over."""
+        why = shown(reason) or f"resumed by {by}"
+        entry = await self._steered(id, "federation.resume", by, reason)
+        run = self._runs.get(entry.id)
+        if run is not None:
+            await run.put(
+                lambda s, at_s: Resumed(at_s=at_s, reason=why) if s.phase is Phase.STOPPED else None
+            )
+        elif entry.before == "stopped":
+            await self._change(entry, before="preparing", reason="")
+            self._prepare(self._waiting[entry.id])
+        return await self.run(entry.id)
+
+    async def _steered(self, id: str, action: str, by: str, reason: str) -> Entry:  # noqa: A002
+        entry, book = await self._found(id)
+        if entry.before == "failed" or (book is not None and book.state.phase in ENDED):
+            raise Conflict(f"run {entry.id} is over; start a new one")
+        await self._db.write(
+            lambda c: self._note(c, by, action, entry.id, {"reason": shown(reason)})
+        )
+        return entry
+
+    async def _found(self, id: str) -> tuple[Entry, Book | None]:  # noqa: A002
+        if not id or len(id) > MAX_RUN_CHARS:
+            raise NotFound(f"no run {id[:MAX_RUN_CHARS]!r}; triplane federate ls names them")
+        found = await self._db.read(lambda c: journal.find(c, id))
+        if not found:
+            raise NotFound(f"no run {id!r}; triplane federate ls names them")
+        if len(found) > 1:
+            raise Conflict(f"several runs begin with {id!r}; give more of the id")
+        return found[0]
+
+    def _message(self, entry: Entry, book: Book | None, *, rounds: bool = True) -> pb.Run:
+        def down(number: int) -> int:
+            return self._down.get((entry.id, number), 0)
+
+        return messages.run_message(entry, book, rounds=rounds, down=down)
+
+    # Preparing
+
+    def _prepare(self, entry: Entry) -> None:
+        task = asyncio.create_task(self._prepared(entry), name=f"prepare {entry.id}")
+        self._preparing[entry.id] = task
+        task.add_done_callback(lambda _: self._preparing.pop(entry.id, None))
+
+    async def _prepared(self, entry: Entry) -> None:
+        try:
+            made = await self._results.prepare(entry, self._clock())
+        except Unavailable as error:
+            await self._change(entry, before="stopped", reason=f"{error}; resume it later")
+        except TriplaneError as error:
+            await self._fail(entry, str(error))
+        except Exception as error:
+            logger.exception("run not prepared", extra={"run_id": entry.id})
+            reason = f"internal error: {type(error).__name__}; see the cloud's log"
+            await self._fail(entry, reason)
+        else:
+            await self._open(entry, made)
+
+    async def _open(self, entry: Entry, made: Prepared) -> None:
+        await self._db.write(lambda c: journal.prepare(c, entry.id, made))
+        self._waiting.pop(entry.id, None)
+        ready = replace(entry, prepared=made, before="", reason="")
+        self._begin(ready, journal.first_book(ready))
+        logger.info("run prepared", extra={"run_id": entry.id, "plan": made.plan_digest})
+        for name, device in list(self._devices.items()):
+            self._join(self._runs[entry.id], name, device.offer)
+        self._move()
+
+    def _begin(self, entry: Entry, book: Book) -> None:
+        run = LiveRun(self._db, entry, book, self._results, self, self._clock)
+        self._runs[entry.id] = run
+        run.start()
+
+    async def _halt_preparing(self, entry: Entry, why: str) -> None:
+        task = self._preparing.get(entry.id)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        if entry.id in self._waiting:
+            await self._change(entry, before="stopped", reason=why)
+
+    async def _fail(self, entry: Entry, reason: str) -> None:
+        await self._change(entry, before="failed", reason=reason, live=False, ended_s=self._clock())
+        self._waiting.pop(entry.id, None)
+        logger.warning("run failed", extra={"run_id": entry.id, "reason": reason})
+
+    async def _change(self, entry: Entry, **values: Any) -> None:
+        def work(connection: sa.Connection) -> Entry:
+            journal.change(connection, entry.id, **values)
+            return journal.entry(connection, entry.id)
+
+        self._waiting[entry.id] = await self._db.write(work)
+        self._move()
+
+    # Devices: what `Sessions` calls
+
+    def greeting(self, name: str) -> pb.Work:
+        """What a device is told when its stream opens."""
+        self._devices.setdefault(name, _Device())
+        return self.work_of(name)
+
+    async def take(self, name: str, message: Any) -> None:
+        """What a device says; returns after the commit. InvalidInput: out of its limits."""
+        if isinstance(message, pb.Offer):
+            await self._offered(name, message)
+        elif isinstance(message, pb.Contribution):
+            await self._contributed(name, message)
+        else:
+            raise InvalidInput("a device sends offers and contributions")
+
+    def left(self, name: str) -> None:
+        """The device's stream ended."""
+        self._devices.pop(name, None)
+        for run in self._live():
+            if name in run.book.state.members:
+                run.note(lambda _, at_s: Left(at_s=at_s, device=name))
+
+    async def _offered(self, name: str, offer: pb.Offer) -> None:
+        check_population(offer.population)
+        if max(offer.examples, offer.held_out) > MAX_EXAMPLES:
+            raise InvalidInput(f"a device offers at most {MAX_EXAMPLES} examples")
+        if len(offer.software) > MAX_SOFTWARE_CHARS:
+            raise InvalidInput(f"software has at most {MAX_SOFTWARE_CHARS} characters")
+        device = self._devices.setdefault(name, _Device())
+        device.offer = offer
+        for run in self._live():
+            if run.entry.spec.population != offer.population and self._is_member(run, name):
+                run.note(lambda _, at_s: Left(at_s=at_s, device=name))
+            self._join(run, name, offer)
+
+    def _is_member(self, run: LiveRun, name: str) -> bool:
+        member = run.book.state.members.get(name)
+        return member is not None and member.connected
+
+    def _join(self, run: LiveRun, name: str, offer: pb.Offer | None) -> None:
+        if offer is None or run.entry.spec.population != offer.population:
+            return
+        examples, held_out = offer.examples, offer.held_out
+
+        def make(_: State, at_s: float) -> Joined | None:
+            device = self._devices.get(name)
+            if device is None or device.offer is not offer:
+                return None
+            return Joined(at_s=at_s, device=name, examples=examples, held_out=held_out)
+
+        run.note(make)
+
+    async def _contributed(self, name: str, told: pb.Contribution) -> None:
+        if len(told.lease) != LEASE_BYTES or len(told.run) > MAX_RUN_CHARS:
+            raise InvalidInput(f"a lease has {LEASE_BYTES} bytes and a run is named by its id")
+        if told.WhichOneof("outcome") is None:
+            raise InvalidInput("a contribution is an update, a score, or declined")
+        run = self._runs.get(told.run)
+        if run is None or run.is_over:
+            await self._answer(name, told)
+            return
+        make = await self.spool.judged(run, name, told)
+        await run.put(make)
+
+    async def _answer(self, name: str, told: pb.Contribution) -> None:
+        """Settle a contribution to a run that is over, from the run's last book."""
+        book = await self._last_book(told.run)
+        member = book.state.members.get(name) if book else None
+        answer = pb.Settlement(run=told.run, lease=told.lease, reason="its run is over")
+        if member and member.settled and member.settled.lease == told.lease.hex():
+            answer = messages.settlement(told.run, member.settled)
+        self._devices.setdefault(name, _Device()).answers = {told.run: answer}
+        self.tell(name)
+
+    async def _last_book(self, run: str) -> Book | None:
+        if run in self._runs:
+            return self._runs[run].book
+        found = await self._db.read(lambda c: journal.find(c, run)) if run else []
+        return found[0][1] if len(found) == 1 and found[0][0].id == run else None
+
+    def tell(self, device: str) -> None:
+        """See `live.Audience`."""
+        if device in self._devices:
+            work = self.work_of(device)
+            for told in self._told:
+                told(device, work)
+
+    def moved_now(self) -> None:
+        """See `live.Audience`."""
+        self._move()
+
+    def work_of(self, name: str) -> pb.Work:
+        """All the device shall do now, and what became of what it did."""
+        work, now_s = pb.Work(), self._clock()
+        answers = dict(self._devices[name].answers) if name in self._devices else {}
+        for run in self._runs.values():
+            state = run.book.state
+            member = state.members.get(name)
+            if member is not None and member.settled is not None:
+                answers.setdefault(run.entry.id, messages.settlement(run.entry.id, member.settled))
+            if open_lease(state, name) is not None:
+                files = self._files(run)
+                work.tasks.append(messages.task_message(run.entry, state, name, files, now_s))
+        work.settled.extend(answers.values())
+        return work
+
+    def _files(self, run: LiveRun) -> messages.Files:
+        prepared = run.entry.prepared
+        assert prepared is not None
+        return messages.Files(self._blob(prepared.plan), self._blob(run.book.state.shared))
+
+    def _blob(self, name: str) -> pb.Blob:
+        sha256 = bytes.fromhex(name)
+        if name not in self._sizes:
+            self._sizes[name] = self._blobs.find(sha256).stat().st_size
+        return pb.Blob(sha256=sha256, size=self._sizes[name])
+
+    # Files of devices
+
+    def check_readable(self, device: str, blob: bytes) -> None:
+        """Raise unless an open task of the device names the blob; InvalidInput."""
+        for run in self._live():
+            state, prepared = run.book.state, run.entry.prepared
+            if open_lease(state, device) is None or prepared is None:
+                continue
+            if blob.hex() in {prepared.plan, state.shared}:
+                assert state.round is not None
+                key = run.entry.id, state.round.number
+                self._down[key] = self._down.get(key, 0) + self._blob(blob.hex()).size
+                return
+        raise InvalidInput("a device reads the plans and states of its open tasks only")
+
+    async def folder_for(self, device: str, sha256: bytes, size: int) -> BlobFolder:
+        """Where a device's update goes; see `Spool.admit`."""
+        return await self.spool.admit(self._live(), device, sha256, size)
+
+    def _live(self) -> list[LiveRun]:
+        return [run for run in self._runs.values() if not run.is_over]
+
+    def _shares_plan(self, entry: Entry) -> bool:
+        assert entry.prepared is not None
+        digest = entry.prepared.plan_digest
+        return any(
+            run.entry.id != entry.id and run.entry.prepared.plan_digest == digest
+            for run in self._live()
+            if run.entry.prepared is not None
+        )
+
+    def _move(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    def _note(
+        self, connection: sa.Connection, by: str, action: str, subject: str, details: dict[str, Any]
+    ) -> None:
+        self._audit(
+            connection,
+            time_s=self._clock(),
+            actor=by,
+            action=action,
+            subject=subject,
+            details=details,
+        )
+
+
+def _updates(state: State) -> list[str]:
+    """Blobs of updates that the round at hand holds."""
+    leases = state.round.leases if state.round else ()
+    return [lease.update.blob for lease in leases if lease.update]

@@ -1,0 +1,260 @@
+"""Runs in the database: their rows, their events, and how a run is read back.
+
+`record` is called inside the one writer, so what it writes is durable together or not at all.
+Reading folds the events after the newest snapshot; the same events give the same book.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import sqlalchemy as sa
+
+from triplane.cloud.federation.book import Book, follow
+from triplane.cloud.federation.coding import from_json, to_json
+from triplane.cloud.federation.tables import EVENTS, RUNS
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import Conflict, Corrupt
+from triplane.unified_ir.federated.core import run as core
+from triplane.unified_ir.federated.core.run import Event
+
+ROUNDING: Final = 1e-9
+
+KINDS: Final[Mapping[str, type[Event]]] = {
+    kind.__name__: kind
+    for kind in (
+        core.Joined,
+        core.Left,
+        core.Restarted,
+        core.Arrived,
+        core.Scored,
+        core.Refused,
+        core.Declined,
+        core.Tick,
+        core.Reduced,
+        core.Finished,
+        core.Stopped,
+        core.Resumed,
+        core.Failed,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What the planning child made. Blobs are SHA-256 in hexadecimal.
+
+    plan_digest: the plan's root digest, which its states name. roles: of the shared tensors.
+    weighting, server: of the algorithm's row. since_s: when the plan was ready.
+    """
+
+    plan: str
+    plan_digest: str
+    state: str
+    roles: Mapping[str, str]
+    weighting: str
+    server: str
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A run's row. before: the phase it had without events; ended_s: 0 while it may go on."""
+
+    number: int
+    id: str
+    key: bytes
+    asked: bytes
+    spec: pb.Spec
+    started_s: float
+    started_by: str
+    before: str = "preparing"
+    reason: str = ""
+    ended_s: float = 0.0
+    prepared: Prepared | None = None
+    slots: bytes = b""
+    result: str = ""
+
+
+def asked_digest(spec: pb.Spec) -> bytes:
+    """Tells a repeated request from another under the same key."""
+    return hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
+
+
+def begin(connection: sa.Connection, made: Entry) -> Entry:
+    """Write a new run, or find the one that the key began. Conflict: it asked otherwise."""
+    found = by_key(connection, made.key)
+    if found is not None:
+        if found.asked != made.asked:
+            raise Conflict(
+                f"key {made.key.hex()} began run {found.id} with another request; a new run needs "
+                "a new random key"
+            )
+        return found
+    connection.execute(
+        RUNS.insert().values(
+            id=made.id,
+            key=made.key,
+            asked=made.asked,
+            spec=made.spec.SerializeToString(deterministic=True),
+            started_s=made.started_s,
+            started_by=made.started_by,
+            live=True,
+            before=made.before,
+            reason="",
+            ended_s=0.0,
+            prepared="",
+            slots=b"",
+            snapshot="",
+            snapshot_number=0,
+            result="",
+        )
+    )
+    again = by_key(connection, made.key)
+    assert again is not None
+    return again
+
+
+def by_key(connection: sa.Connection, key: bytes) -> Entry | None:
+    """The run that a key began."""
+    row = connection.execute(sa.select(RUNS).where(RUNS.c.key == key)).first()
+    return None if row is None else _entry(row)
+
+
+def entry(connection: sa.Connection, run: str) -> Entry:
+    """The row of a run that exists."""
+    return _entry(connection.execute(sa.select(RUNS).where(RUNS.c.id == run)).one())
+
+
+def live(connection: sa.Connection) -> list[tuple[Entry, Book | None]]:
+    """Runs that may go on, oldest first."""
+    rows = connection.execute(sa.select(RUNS).where(RUNS.c.live).order_by(RUNS.c.number)).all()
+    return [(_entry(row), _book(connection, row)) for row in rows]
+
+
+def newest(connection: sa.Connection, most: int) -> list[tuple[Entry, Book | None]]:
+    """The newest runs, newest first."""
+    query = sa.select(RUNS).order_by(RUNS.c.number.desc()).limit(most)
+    return [(_entry(row), _book(connection, row)) for row in connection.execute(query).all()]
+
+
+def find(connection: sa.Connection, beginning: str) -> list[tuple[Entry, Book | None]]:
+    """Up to two runs whose id begins so; the newest for "last"."""
+    query = sa.select(RUNS).order_by(RUNS.c.number.desc())
+    if beginning == "last":
+        query = query.limit(1)
+    else:
+        query = query.where(RUNS.c.id.startswith(beginning, autoescape=True)).limit(2)
+    return [(_entry(row), _book(connection, row)) for row in connection.execute(query).all()]
+
+
+def change(connection: sa.Connection, run: str, **values: Any) -> None:
+    """Write columns of a run's row."""
+    connection.execute(RUNS.update().where(RUNS.c.id == run).values(values))
+
+
+def prepare(connection: sa.Connection, run: str, prepared: Prepared) -> None:
+    """The plan is there: events may come."""
+    change(connection, run, prepared=to_json(prepared), before="", reason="")
+
+
+def record(connection: sa.Connection, run: str, events: Sequence[Event], revision: int) -> None:
+    """Append events, the last of which is number `revision`."""
+    first = revision - len(events) + 1
+    rows = [
+        {"run": run, "number": number, "kind": type(event).__name__, "body": to_json(event)}
+        for number, event in enumerate(events, first)
+    ]
+    connection.execute(EVENTS.insert(), rows)
+
+
+def snapshot(connection: sa.Connection, run: str, book: Book) -> None:
+    """Keep the fold of all events so far."""
+    change(connection, run, snapshot=to_json(book), snapshot_number=book.revision)
+
+
+def events(connection: sa.Connection, run: str, after: int = 0) -> list[Event]:
+    """Those with higher numbers than `after`, in order. Corrupt: one is missing or unreadable."""
+    query = sa.select(EVENTS).where(EVENTS.c.run == run, EVENTS.c.number > after)
+    rows = connection.execute(query.order_by(EVENTS.c.number)).all()
+    for number, row in enumerate(rows, after + 1):
+        if row.number != number or row.kind not in KINDS:
+            raise Corrupt(f"event {number} of run {run} is missing or of no kind; restore a backup")
+    return [from_json(KINDS[row.kind], row.body) for row in rows]
+
+
+def first_book(entry: Entry) -> Book:
+    """A prepared run before its first event."""
+    assert entry.prepared is not None
+    return Book(
+        state=core.State(
+            plan=plan_of(entry.spec),
+            run=entry.id,
+            shared=entry.prepared.state,
+            since_s=entry.prepared.since_s,
+        )
+    )
+
+
+def plan_of(spec: pb.Spec) -> core.Plan:
+    """What the machine needs of a spec whose defaults are filled in."""
+    cohort = spec.cohort
+    return core.Plan(
+        rounds=spec.rounds,
+        devices=cohort.devices,
+        asked=cohort.devices + _ceil(cohort.devices * cohort.over_selection),
+        quorum=max(1, _ceil(cohort.devices * cohort.quorum)),
+        deadline_s=cohort.deadline_s,
+        patience_s=cohort.patience_s,
+        evaluate_every=spec.evaluate_every,
+        seed=spec.seed,
+    )
+
+
+def _ceil(value: float) -> int:
+    """Rounded up, except for what a share's last bit adds: 0.07 of 100 is 7."""
+    return math.ceil(value - ROUNDING)
+
+
+def referenced(connection: sa.Connection) -> set[bytes]:
+    """Blobs that runs need or began from: for the collector of blobs. Updates are elsewhere."""
+    found: set[bytes] = set()
+    for row in connection.execute(sa.select(RUNS)).all():
+        entry, book = _entry(row), _book(connection, row)
+        found.add(entry.slots)
+        if entry.prepared is not None:
+            found |= {bytes.fromhex(entry.prepared.plan), bytes.fromhex(entry.prepared.state)}
+        if book is not None:
+            found.add(bytes.fromhex(book.state.shared))
+    return found - {b""}
+
+
+def _entry(row: Any) -> Entry:
+    return Entry(
+        number=row.number,
+        id=row.id,
+        key=bytes(row.key),
+        asked=bytes(row.asked),
+        spec=pb.Spec.FromString(bytes(row.spec)),
+        started_s=row.started_s,
+        started_by=row.started_by,
+        before=row.before,
+        reason=row.reason,
+        ended_s=row.ended_s,
+        prepared=from_json(Prepared, row.prepared) if row.prepared else None,
+        slots=bytes(row.slots),
+        result=row.result,
+    )
+
+
+def _book(connection: sa.Connection, row: Any) -> Book | None:
+    if not row.prepared:
+        return None
+    book = from_json(Book, row.snapshot) if row.snapshot else first_book(_entry(row))
+    for event in events(connection, row.id, book.revision):
+        book, _ = follow(book, event)
+    return book

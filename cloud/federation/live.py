@@ -1,0 +1,277 @@
+"""One run as it goes on: events come in, are committed, and only then have effects.
+
+A run is one task with one queue, so events have an order, and a batch of them is one commit. Who
+puts an event waits for that commit. Effects that take time (reducing, finishing) run beside the
+queue and come back as events; what is lost with the process is asked for again by `Restarted`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import sqlalchemy as sa
+
+from triplane.cloud.federation import journal
+from triplane.cloud.federation.book import Book, follow
+from triplane.cloud.federation.journal import Entry
+from triplane.cloud.store import Database
+from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError, Unavailable
+from triplane.unified_ir.federated.core.rules import due_s
+from triplane.unified_ir.federated.core.run import (
+    ENDED,
+    Effects,
+    Event,
+    Failed,
+    Finish,
+    Phase,
+    Reduce,
+    Reduced,
+    State,
+    Stopped,
+    Tell,
+    Tick,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH: Final = 256
+"""Events in one commit."""
+MAX_WAITING: Final = 10_000
+RETRY_S: Final = 1.0
+"""Between tries to commit what nobody waits for."""
+STOPPING: Final = "the cloud is stopping; say it again when it is back"
+
+Make = Callable[[State, float], Event | None]
+"""Makes an event of the state it meets and the time; None where it means nothing any more."""
+Write = Callable[[sa.Connection, Book], None]
+"""What is written in the transaction of an event, told the book after it."""
+
+
+class Worker(Protocol):
+    """Does what takes time. Each method gives the event it came to, and what to write with it."""
+
+    async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write]:
+        """The next shared state."""
+
+    async def finish(self, entry: Entry, book: Book) -> tuple[Make, Write]:
+        """The model of the last shared state."""
+
+    def settled(self, old: Entry, new: Entry, before: Book, after: Book) -> None:
+        """Told after each commit, for files that nobody needs any more."""
+
+
+class Audience(Protocol):
+    """Who is told after a commit."""
+
+    def tell(self, device: str) -> None:
+        """A device's work changed."""
+
+    def moved_now(self) -> None:
+        """Something changed that people see."""
+
+
+@dataclass(eq=False, slots=True)
+class _Put:
+    """An event on its way. done: None where nobody waits."""
+
+    make: Make
+    write: Write | None = None
+    done: asyncio.Future[Book] | None = None
+
+
+class LiveRun:
+    """A prepared run. `book` is as of the newest commit; `entry` is the run's row."""
+
+    def __init__(
+        self,
+        db: Database,
+        entry: Entry,
+        book: Book,
+        worker: Worker,
+        audience: Audience,
+        clock: Callable[[], float],
+    ) -> None:
+        self._db, self._worker, self._audience, self._clock = db, worker, audience, clock
+        self.entry, self.book = entry, book
+        self._queue: asyncio.Queue[_Put] = asyncio.Queue(MAX_WAITING)
+        self._last_s = book.state.since_s
+        self._ticked_s: float | None = None
+        self._work: set[asyncio.Task[None]] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no event changes it any more."""
+        return self.book.state.phase in ENDED
+
+    def start(self) -> None:
+        """Begin to take events."""
+        self._task = asyncio.create_task(self._run(), name=f"run {self.entry.id}")
+
+    async def stop(self) -> None:
+        """End with the process; whoever waits is told to come again."""
+        tasks = [task for task in (self._task, *self._work) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while not self._queue.empty():
+            _answer(self._queue.get_nowait(), Unavailable(STOPPING))
+
+    async def put(self, make: Make) -> Book:
+        """Have an event happen; the book after its commit. Unavailable: it may not have."""
+        if self._task is None or self._task.done():
+            if self.is_over:
+                return self.book
+            raise Unavailable(STOPPING)
+        done: asyncio.Future[Book] = asyncio.get_running_loop().create_future()
+        await self._queue.put(_Put(make, done=done))
+        return await done
+
+    def note(self, make: Make, write: Write | None = None) -> None:
+        """Have an event happen that nobody waits for; it is tried until it is committed."""
+        self._queue.put_nowait(_Put(make, write))
+
+    async def _run(self) -> None:
+        while not self.is_over:
+            batch = await self._batch()
+            try:
+                await self._commit(batch)
+            except Unavailable as error:
+                logger.warning("run waits for the database", extra=self._facts(reason=str(error)))
+                await self._again(batch, error)
+            except Exception as error:  # the senders get it, and the run goes on
+                logger.exception("events were not taken", extra=self._facts())
+                for put in batch:
+                    _answer(put, error)
+
+    async def _batch(self) -> list[_Put]:
+        """At least one event: those that wait, or a tick when it is due."""
+        batch: list[_Put] = []
+        due = due_s(self.book.state)
+        if due is None or due == self._ticked_s:  # a tick changes nothing a second time
+            batch.append(await self._queue.get())
+        else:
+            try:
+                async with asyncio.timeout(max(0.0, due - self._clock())):
+                    batch.append(await self._queue.get())
+            except TimeoutError:
+                self._ticked_s = due
+                return [_Put(lambda _, at_s: Tick(at_s=max(at_s, due)))]
+        while len(batch) < MAX_BATCH and not self._queue.empty():
+            batch.append(self._queue.get_nowait())
+        return batch
+
+    async def _commit(self, batch: list[_Put]) -> None:
+        before, book = self.book, self.book
+        events: list[Event] = []
+        writes: list[tuple[Write, Book]] = []
+        effects: Effects = ()
+        for put in batch:
+            event = put.make(book.state, max(self._last_s, self._clock()))
+            if event is None:
+                continue
+            self._last_s = event.at_s
+            book, more = follow(book, event)
+            events.append(event)
+            effects += more
+            if put.write is not None:
+                writes.append((put.write, book))
+        if events:
+            old = self.entry
+            self.entry = await self._db.write(
+                lambda connection: self._write(connection, events, writes, book)
+            )
+            self._after(old, before, book, effects)
+        for put in batch:
+            _answer(put, book)
+
+    def _write(
+        self,
+        connection: sa.Connection,
+        events: list[Event],
+        writes: list[tuple[Write, Book]],
+        book: Book,
+    ) -> Entry:
+        journal.record(connection, self.entry.id, events, book.revision)
+        for write, then in writes:
+            write(connection, then)
+        over = book.state.phase in ENDED
+        if over or any(isinstance(event, Reduced) for event in events):
+            journal.snapshot(connection, self.entry.id, book)
+        if over:
+            ended_s = book.state.since_s
+            journal.change(connection, self.entry.id, live=False, ended_s=ended_s)
+        return journal.entry(connection, self.entry.id) if over or writes else self.entry
+
+    def _after(self, old: Entry, before: Book, book: Book, effects: Effects) -> None:
+        self.book = book
+        state = book.state
+        if (state.phase, state.turn) != (before.state.phase, before.state.turn):
+            logger.info("run state", extra=self._facts(phase=state.phase.value, turn=state.turn[0]))
+        self._worker.settled(old, self.entry, before, book)
+        for device in {effect.device: None for effect in effects if isinstance(effect, Tell)}:
+            self._audience.tell(device)
+        for effect in effects:
+            if isinstance(effect, Reduce | Finish):
+                self._do(effect)
+        self._audience.moved_now()
+
+    def _do(self, effect: Reduce | Finish) -> None:
+        task = asyncio.create_task(self._done(effect), name=f"{effect} of {self.entry.id}"[:80])
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+
+    async def _done(self, effect: Reduce | Finish) -> None:
+        try:
+            if isinstance(effect, Reduce):
+                make, write = await self._worker.reduce(self.entry, self.book, effect)
+            else:
+                make, write = await self._worker.finish(self.entry, self.book)
+        except (InvalidInput, Corrupt) as error:
+            reason = f"the result cannot be used: {error}"
+            logger.warning("run failed", extra=self._facts(reason=reason))
+            self.note(lambda _, at_s: Failed(at_s=at_s, reason=reason))
+        except TriplaneError as error:
+            self._halt(str(error))
+        except Exception as error:
+            logger.exception("run stopped", extra=self._facts())
+            self._halt(f"internal error: {type(error).__name__}; see the cloud's log")
+        else:
+            self.note(make, write)
+
+    def _halt(self, reason: str) -> None:
+        text = f"{reason}; resume it when that is mended"
+        logger.warning("run stopped", extra=self._facts(reason=text))
+        self.note(lambda _, at_s: Stopped(at_s=at_s, reason=text))
+
+    async def _again(self, batch: list[_Put], error: Unavailable) -> None:
+        """Refuse those who wait and keep the rest for a moment later."""
+        for put in batch:
+            if put.done is None:
+                with contextlib.suppress(asyncio.QueueFull):
+                    self._queue.put_nowait(put)
+            else:
+                _answer(put, error)
+        await asyncio.sleep(RETRY_S)
+
+    def _facts(self, **more: object) -> dict[str, object]:
+        return {"run_id": self.entry.id, "revision": self.book.revision, **more}
+
+
+def in_phase(phase: Phase, make: Make) -> Make:
+    """`make`, where the run is in that phase when the event's turn comes."""
+    return lambda state, at_s: make(state, at_s) if state.phase is phase else None
+
+
+def _answer(put: _Put, outcome: Book | Exception) -> None:
+    if put.done is None or put.done.done():
+        return
+    if isinstance(outcome, Exception):
+        put.done.set_exception(outcome)
+    else:
+        put.done.set_result(outcome)

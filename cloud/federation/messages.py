@@ -1,0 +1,180 @@
+"""Runs as messages: what people are shown, and what a device is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from triplane.cloud.federation.book import Book, Spread
+from triplane.cloud.federation.journal import Entry
+from triplane.proto import federation_pb2 as pb
+from triplane.unified_ir.federated.core.rules import open_lease
+from triplane.unified_ir.federated.core.run import (
+    Ended,
+    Member,
+    Outcome,
+    Phase,
+    Score,
+    Settled,
+    State,
+)
+
+MAX_ROUNDS: Final = 1000
+"""Of one run, in an answer."""
+# fmt: off
+PHASES: Final = {
+    Phase.GATHERING:  pb.Run.GATHERING,
+    Phase.COLLECTING: pb.Run.COLLECTING,
+    Phase.REDUCING:   pb.Run.REDUCING,
+    Phase.FINISHING:  pb.Run.FINISHING,
+    Phase.DONE:       pb.Run.DONE,
+    Phase.STOPPED:    pb.Run.STOPPED,
+    Phase.FAILED:     pb.Run.FAILED,
+}
+BEFORE: Final = {
+    "preparing":      pb.Run.PREPARING,
+    "stopped":        pb.Run.STOPPED,
+    "failed":         pb.Run.FAILED,
+}
+# fmt: on
+
+BytesDown = Callable[[int], int]
+"""Bytes that devices were given in a round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The blobs a task names, with their sizes."""
+
+    plan: pb.Blob
+    state: pb.Blob
+
+
+def run_message(entry: Entry, book: Book | None, *, rounds: bool, down: BytesDown) -> pb.Run:
+    """A run as people see it."""
+    message = pb.Run(
+        id=entry.id,
+        spec=entry.spec,
+        phase=BEFORE.get(entry.before, pb.Run.PREPARING),
+        reason=entry.reason,
+        started_s=entry.started_s,
+        ended_s=entry.ended_s,
+        started_by=entry.started_by,
+        result=entry.result,
+    )
+    if book is not None:
+        _add_state(message, book, rounds=rounds, down=down)
+    return message
+
+
+def _add_state(message: pb.Run, book: Book, *, rounds: bool, down: BytesDown) -> None:
+    state = book.state
+    message.phase = PHASES[state.phase]
+    message.reason = state.reason
+    message.round = state.round.number if state.round else state.turn[0]
+    message.revision = book.revision
+    message.members.extend(_member(m) for _, m in sorted(state.members.items()))
+    for kind, count in sorted(state.refusals.items()):
+        newest = book.refused.get(kind, "")
+        message.refusals.reasons.add(kind=kind, count=count, newest=newest)
+    if rounds:
+        found = [_ended(book, ended, down) for ended in state.history]
+        found += _at_hand(state, down)
+        message.rounds.extend(found[-MAX_ROUNDS:])
+
+
+def _member(member: Member) -> pb.Member:
+    return pb.Member(
+        device=member.device,
+        connected=member.connected,
+        examples=member.examples,
+        score=_score(member.score) if member.score else None,
+        counted=member.counted,
+        dropped=member.dropped,
+    )
+
+
+def _score(score: Score) -> pb.Score:
+    return pb.Score(
+        samples=score.samples, before=score.before, after=score.after, round=score.round
+    )
+
+
+def _ended(book: Book, ended: Ended, down: BytesDown) -> pb.Round:
+    message = pb.Round(
+        number=ended.number,
+        evaluates=ended.evaluates,
+        opened_s=ended.opened_s,
+        closed_s=ended.closed_s,
+        asked=ended.asked,
+        counted=ended.counted,
+        refused=ended.refused,
+        late=ended.late,
+        lost=ended.lost,
+        loss=ended.loss,
+        bytes_down=down(ended.number),
+        bytes_up=ended.bytes_up,
+        given_up=ended.given_up,
+    )
+    spreads = book.spreads.get(str(ended.number)) if ended.evaluates else None
+    if spreads is not None:
+        message.before.CopyFrom(_spread(spreads.before))
+        message.after.CopyFrom(_spread(spreads.after))
+    return message
+
+
+def _at_hand(state: State, down: BytesDown) -> list[pb.Round]:
+    found = state.round
+    if found is None or state.phase is not Phase.COLLECTING:
+        return []
+    tally = dict.fromkeys(Outcome, 0)
+    for lease in found.leases:
+        tally[lease.outcome] += 1
+    return [
+        pb.Round(
+            number=found.number,
+            evaluates=found.evaluates,
+            opened_s=found.opened_s,
+            asked=len(found.leases),
+            counted=tally[Outcome.COUNTED],
+            refused=tally[Outcome.REFUSED] + tally[Outcome.DECLINED],
+            lost=tally[Outcome.LOST],
+            bytes_down=down(found.number),
+            bytes_up=sum(x.update.size for x in found.leases if x.update),
+        )
+    ]
+
+
+def _spread(spread: Spread) -> pb.Spread:
+    return pb.Spread(mean=spread.mean, worst=spread.worst, worst_tenth=spread.worst_tenth)
+
+
+def task_message(entry: Entry, state: State, device: str, files: Files, now_s: float) -> pb.Task:
+    """What the device shall do in this run now. The caller has seen that it has an open lease."""
+    lease, found = open_lease(state, device), state.round
+    assert lease is not None
+    assert found is not None
+    spec = entry.spec
+    task = pb.Task(
+        run=entry.id,
+        round=found.number,
+        lease=bytes.fromhex(lease.id),
+        plan=files.plan,
+        state=files.state,
+        sampling=spec.sampling,
+        seed=spec.seed,
+        deadline_s=max(0.0, found.opened_s + state.plan.deadline_s - now_s),
+    )
+    if found.evaluates:
+        task.evaluate.CopyFrom(pb.Evaluate(steps=spec.hyperparameters.inner_steps))
+    else:
+        task.learn.CopyFrom(pb.Learn(compression=spec.compression, keep=spec.keep))
+    return task
+
+
+def settlement(run: str, settled: Settled) -> pb.Settlement:
+    """What became of the device's newest contribution to a run."""
+    return pb.Settlement(
+        run=run, lease=bytes.fromhex(settled.lease), counted=settled.counted, reason=settled.reason
+    )

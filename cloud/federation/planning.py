@@ -1,0 +1,52 @@
+"""The child that makes a run's plan and its result.
+
+It is started as `python -m triplane.cloud.federation.planning`, takes one order and answers as the
+child of conversions does (`registry/converting.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from triplane.cloud.registry.converting import main
+
+
+def plan(order: dict[str, Any]) -> dict[str, Any]:
+    """Write the plan at `order["plan"]` and the first shared state at `order["state"]`."""
+    from triplane.unified_ir.convert.conversion import read_model
+    from triplane.unified_ir.federated.algorithms import Hyper, algorithm, plan_of
+    from triplane.unified_ir.federated.core.files import write_state
+
+    module, digest = read_model(Path(order["model"]))
+    row, hyper = algorithm(order["algorithm"]), Hyper(**order["hyper"])
+    made = plan_of(module, row.name, hyper, Path(order["plan"]), digest=digest)
+    write_state(Path(order["state"]), made.state, made.roles, plan=made.digest)
+    roles = {name: made.roles[name] for name in made.state}
+    return {
+        "digest": made.digest,
+        "roles": roles,
+        "weighting": row.weighting,
+        "server": row.server,
+    }
+
+
+def finish(order: dict[str, Any]) -> dict[str, Any]:
+    """Write the model of a shared state at `order["out"]`."""
+    from triplane.unified_ir.convert.conversion import read_model
+    from triplane.unified_ir.federated.algorithms import Hyper, module_of
+    from triplane.unified_ir.federated.core.files import read_state
+
+    module, _ = read_model(Path(order["model"]))
+    state = read_state(Path(order["state"]), plan=order["plan_digest"])
+    hyper = Hyper(**order["hyper"])
+    made = module_of(module, order["algorithm"], hyper, state)
+    out = Path(order["out"])
+    made.save(out)
+    return {"model_digest": read_model(out)[1]}
+
+
+WORK: Final = {"plan": plan, "finish": finish}
+
+if __name__ == "__main__":
+    main(WORK)

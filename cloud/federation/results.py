@@ -1,0 +1,217 @@
+"""What a run's effects make: the next shared state of a round's updates, the model of the last.
+
+Both are made again to the same bytes from the same inputs, so whatever a crash interrupted is
+simply done again. A file is on the disk before the event that names it is committed, and removed
+only after an event that needs it no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import sqlalchemy as sa
+
+from triplane.cloud.federation import journal
+from triplane.cloud.federation.book import Book
+from triplane.cloud.federation.children import Children
+from triplane.cloud.federation.journal import Entry, Prepared
+from triplane.cloud.federation.live import Make, Write
+from triplane.cloud.federation.spec import hyper_of
+from triplane.cloud.federation.spool import Spool
+from triplane.cloud.registry.registry import Registry
+from triplane.cloud.registry.values import KEY_BYTES, Lineage, Push
+from triplane.proto.errors import Corrupt, TriplaneError
+from triplane.proto.transfer import BlobFolder, digest_of
+from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.files import (
+    like_of,
+    most_bytes,
+    read_state,
+    read_update,
+    write_state,
+)
+from triplane.unified_ir.federated.core.reduce import reduce
+from triplane.unified_ir.federated.core.run import (
+    Finished,
+    Lease,
+    Phase,
+    Reduce,
+    Reduced,
+    Round,
+    State,
+)
+
+logger = logging.getLogger(__name__)
+
+BUFFER: Final = "buffer"
+"""The role of the optimizer's tensors in their file."""
+
+SharesPlan = Callable[[Entry], bool]
+"""Whether another run that may go on has the same plan."""
+
+
+class Results:
+    """See `live.Worker`."""
+
+    def __init__(
+        self,
+        blobs: BlobFolder,
+        spool: Spool,
+        children: Children,
+        registry: Registry,
+        shares_plan: SharesPlan,
+    ) -> None:
+        self._blobs, self._spool, self._children = blobs, spool, children
+        self._registry, self._shares_plan = registry, shares_plan
+
+    async def prepare(self, entry: Entry, now_s: float) -> Prepared:
+        """The plan of a run and its first state, as blobs."""
+        version = await self._registry.version(entry.spec.model)
+        model = self._blobs.find(version.blob)
+        async with self._children.plan(model, entry.spec) as made:
+            plan = await asyncio.to_thread(self._blobs.put_file, made.plan)
+            state = await asyncio.to_thread(self._blobs.put_file, made.state)
+        return Prepared(
+            plan=plan.hex(),
+            plan_digest=made.digest,
+            state=state.hex(),
+            roles=made.roles,
+            weighting=made.weighting,
+            server=made.server,
+            since_s=now_s,
+        )
+
+    async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write]:
+        """See `live.Worker`."""
+        shared = book.state.shared
+        state, slots = await asyncio.to_thread(self._reduced, entry, shared, order)
+
+        def make(now: State, at_s: float) -> Reduced | None:
+            if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
+                return None
+            return Reduced(at_s=at_s, number=order.number, shared=state)
+
+        def write(connection: sa.Connection, _: Book) -> None:
+            journal.change(connection, entry.id, slots=bytes.fromhex(slots))
+
+        return make, write
+
+    def _reduced(self, entry: Entry, shared: str, order: Reduce) -> tuple[str, str]:
+        prepared = entry.prepared
+        assert prepared is not None
+        state = read_state(self._blobs.find(bytes.fromhex(shared)), plan=prepared.plan_digest)
+        slots: dict[str, Array] = {}
+        if entry.slots:
+            slots = read_state(self._blobs.find(entry.slots), plan=prepared.plan_digest)
+        like = like_of(state)
+
+        def opened(lease: Lease) -> dict[str, Array]:
+            assert lease.update is not None
+            path = self._spool.folder.find(bytes.fromhex(lease.update.blob))
+            return read_update(path, like, run=entry.id, lease=lease.id, max_bytes=most_bytes(like))
+
+        updates = [
+            (lease.update.examples, partial(opened, lease))
+            for lease in order.leases
+            if lease.update is not None
+        ]
+        after, kept = reduce(
+            state,
+            slots,
+            updates,
+            weighting=prepared.weighting,
+            server=prepared.server,
+            hyper=hyper_of(entry.spec),
+        )
+        roles = dict(prepared.roles)
+        named = self._written(after, roles, prepared.plan_digest)
+        slot_roles = dict.fromkeys(kept, BUFFER)
+        return named, self._written(kept, slot_roles, prepared.plan_digest) if kept else ""
+
+    def _written(self, tensors: dict[str, Array], roles: dict[str, str], plan: str) -> str:
+        path = self._blobs.partial / f"state-{secrets.token_hex(8)}"
+        try:
+            write_state(path, tensors, roles, plan=plan)
+            return adopted(self._blobs, path).hex()
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def finish(self, entry: Entry, book: Book) -> tuple[Make, Write]:
+        """See `live.Worker`."""
+        prepared, spec = entry.prepared, entry.spec
+        assert prepared is not None
+        version = await self._registry.version(spec.model)
+        model = self._blobs.find(version.blob)
+        state = self._blobs.find(bytes.fromhex(book.state.shared))
+        async with self._children.finish(model, spec, state, prepared.plan_digest) as made:
+            blob = await asyncio.to_thread(self._blobs.put_file, made.path)
+        push = Push(
+            model=version.model,
+            blob=blob,
+            key=hashlib.sha256(f"federated run {entry.id}".encode()).digest()[:KEY_BYTES],
+            aliases=(spec.alias,) if spec.alias else (),
+            recipe=version.recipe,
+            lineage=Lineage(
+                parent=str(version),
+                source=f"federated run {entry.id}",
+                note=f"{spec.algorithm}, {spec.rounds} rounds, population {spec.population}",
+            ),
+        )
+
+        def make(now: State, at_s: float) -> Finished | None:
+            return Finished(at_s=at_s) if now.phase is Phase.FINISHING else None
+
+        def write(connection: sa.Connection, _: Book) -> None:
+            registered = self._registry.insert(connection, push, made.digest, entry.started_by)
+            journal.change(connection, entry.id, result=str(registered))
+
+        return make, write
+
+    def settled(self, old: Entry, new: Entry, before: Book, after: Book) -> None:
+        """See `live.Worker`: removes what a closed round leaves."""
+        closed, at_hand = before.state.round, after.state.round
+        if closed is None or (at_hand is not None and _same(closed, at_hand)):
+            return
+        self._spool.close(lease.id for lease in closed.leases)
+        updates = {x.update.blob for x in closed.leases if x.update}
+        stale = {before.state.shared, old.slots.hex()} - {after.state.shared, new.slots.hex(), ""}
+        if new.prepared is None or self._shares_plan(new):
+            stale = set()  # another run may be at the same bytes
+        else:
+            stale.discard(new.prepared.state)
+        asyncio.get_running_loop().run_in_executor(None, self._drop, new.id, updates, stale)
+
+    def _drop(self, run: str, updates: set[str], stale: set[str]) -> None:
+        try:
+            self._spool.drop(updates)
+            for name in stale:
+                self._blobs.remove(bytes.fromhex(name))
+        except (OSError, TriplaneError):
+            logger.exception("old files stay", extra={"run_id": run})
+
+
+def _same(one: Round, other: Round) -> bool:
+    return (one.number, one.evaluates, one.attempt) == (
+        other.number,
+        other.evaluates,
+        other.attempt,
+    )
+
+
+def adopted(blobs: BlobFolder, path: Path) -> bytes:
+    """A durable file in the folder of blobs' own file system becomes the blob of its digest."""
+    sha256 = digest_of(path)
+    if blobs.has(sha256):
+        if blobs.find(sha256).stat().st_size != path.stat().st_size:
+            raise Corrupt(f"blob {sha256.hex()} has another size than its bytes; restore a backup")
+        return sha256
+    blobs.disk.replace(path, blobs.path(sha256))
+    blobs.disk.sync_folder(blobs.folder)
+    return sha256

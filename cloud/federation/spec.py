@@ -1,0 +1,159 @@
+"""What a run may ask for: a `Spec` checked against the tables, and its zeros filled in.
+
+The tables of algorithms and compressions decide which names there are. What is not built is
+refused by its name, so nobody believes to have got it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Final
+
+from triplane.cloud.registry.names import Reference, check_alias, check_name
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import InvalidInput
+from triplane.proto.targets import NAME
+from triplane.unified_ir.federated.core.compress import row_of
+from triplane.unified_ir.federated.core.learn import MAX_STEPS
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.federated.algorithms.hyper import Hyper
+
+MAX_ROUNDS: Final = 1_000_000
+MAX_DEVICES: Final = 10_000
+"""Asked in one round."""
+MAX_SAMPLES: Final = 1_000_000
+"""Of one step."""
+MAX_SECONDS: Final = 30 * 86_400.0
+MAX_SEED: Final = (1 << 63) - 1
+RELEASES: Final = ("", "auto")
+FLOWER: Final = "flower"
+
+ROUNDS: Final = 10
+DEVICES: Final = 2
+QUORUM: Final = 0.8
+DEADLINE_S: Final = 600.0
+PATIENCE_S: Final = 60.0
+STEPS: Final = 10
+EPISODE_STEPS: Final = 1
+BATCH_SIZE: Final = 32
+SUPPORT: Final = 10
+QUERY: Final = 10
+KEEP: Final = 0.01
+ADAM_LR: Final = 0.01
+
+_POPULATION: Final = re.compile(NAME)
+HYPER: Final = (
+    "lr",
+    "meta_lr",
+    "inner_steps",
+    "proximal",
+    "server_lr",
+    "beta1",
+    "beta2",
+    "floor",
+)
+
+
+def filled(asked: pb.Spec) -> pb.Spec:
+    """The spec with every default in its place. InvalidInput names the first thing that is wrong.
+
+    Imports the algorithms, so call it in a thread. The model's alias is left to the registry.
+    """
+    spec = pb.Spec()
+    spec.CopyFrom(asked)
+    _refuse_unbuilt(spec)
+    Reference.parse(spec.model)
+    spec.population = spec.population or "default"
+    check_population(spec.population)
+    spec.algorithm = spec.algorithm or "fedavg"
+    _fill_learning(spec)
+    _fill_cohort(spec.cohort)
+    spec.rounds = _count("rounds", spec.rounds or ROUNDS, MAX_ROUNDS)
+    _count("evaluate_every", spec.evaluate_every, MAX_ROUNDS, least=0)
+    _count("seed", spec.seed, MAX_SEED, least=0)
+    _fill_compression(spec)
+    if spec.alias:
+        check_alias(spec.alias)
+    return spec
+
+
+def check_population(name: str) -> None:
+    """InvalidInput unless it may name a population."""
+    check_name("population", name)
+
+
+def hyper_of(spec: pb.Spec) -> Hyper:
+    """The hyperparameters as the algorithms take them. InvalidInput: one is out of its range."""
+    from triplane.unified_ir.federated.algorithms.hyper import Hyper
+
+    given = spec.hyperparameters
+    return Hyper(**{name: value for name in HYPER if (value := getattr(given, name))})
+
+
+def _refuse_unbuilt(spec: pb.Spec) -> None:
+    if spec.privacy:
+        names = ", ".join(name[:40] for name in spec.privacy)
+        raise InvalidInput(
+            f"this version offers no privacy mechanism, the run demands: {names}; masking and "
+            "noise are not built, start it without them or not at all"
+        )
+    if spec.release not in RELEASES:
+        raise InvalidInput(f"release is '' or 'auto', got {spec.release[:40]!r}")
+    if spec.release:
+        raise InvalidInput(
+            "release 'auto' of a run's result is not built; leave it out, then deploy the "
+            "registered version with the role auto"
+        )
+    if spec.algorithm == FLOWER:
+        raise InvalidInput("algorithm 'flower' needs a strategy's process, which is not built")
+
+
+def _fill_learning(spec: pb.Spec) -> None:
+    from triplane.unified_ir.federated.algorithms.table import algorithm
+
+    row = algorithm(spec.algorithm)
+    given = spec.hyperparameters
+    if not given.server_lr and row.server == "adam":
+        given.server_lr = ADAM_LR
+    hyper = hyper_of(spec)
+    for name in HYPER:
+        setattr(given, name, getattr(hyper, name))
+    sampling = spec.sampling
+    default_steps = EPISODE_STEPS if row.episodes else STEPS
+    sampling.steps = _count("steps", sampling.steps or default_steps, MAX_STEPS)
+    sampling.batch_size = _count("batch_size", sampling.batch_size or BATCH_SIZE, MAX_SAMPLES)
+    sampling.support = _count("support", sampling.support or SUPPORT, MAX_SAMPLES)
+    sampling.query = _count("query", sampling.query or QUERY, MAX_SAMPLES)
+
+
+def _fill_cohort(cohort: pb.Cohort) -> None:
+    cohort.devices = _count("devices", cohort.devices or DEVICES, MAX_DEVICES)
+    _share("over_selection", cohort.over_selection, most=10.0)
+    cohort.quorum = _share("quorum", cohort.quorum or QUORUM, most=1.0)
+    cohort.deadline_s = _share("deadline_s", cohort.deadline_s or DEADLINE_S, most=MAX_SECONDS)
+    cohort.patience_s = _share("patience_s", cohort.patience_s or PATIENCE_S, most=MAX_SECONDS)
+    asked = cohort.devices * (1 + cohort.over_selection)
+    if asked > MAX_DEVICES:
+        raise InvalidInput(f"a round asks at most {MAX_DEVICES} devices, got {asked:.0f}")
+
+
+def _fill_compression(spec: pb.Spec) -> None:
+    row_of(spec.compression)
+    if spec.keep and spec.compression != "top-k":
+        raise InvalidInput(f"keep is top-k's, compression is {spec.compression!r}")
+    if spec.compression == "top-k":
+        spec.keep = _share("keep", spec.keep or KEEP, most=1.0)
+
+
+def _count(name: str, value: int, most: int, *, least: int = 1) -> int:
+    if not least <= value <= most:
+        raise InvalidInput(f"{name} is {least} to {most} in a run, got {value}")
+    return value
+
+
+def _share(name: str, value: float, *, most: float) -> float:
+    if not (math.isfinite(value) and 0 <= value <= most):
+        raise InvalidInput(f"{name} is 0 to {most:g} in a run, got {value:g}")
+    return value

@@ -1,0 +1,274 @@
+"""Updates on the cloud's disk, in a folder of their own that only devices fill.
+
+A device may put a file there while it has a lease to learn, up to what such an update can take.
+Nothing in the folder counts until its bytes were compared with the lease and the shared state; that
+is `judged`, which gives either an `Arrived` or a `Refused` with a word and a sentence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from triplane.cloud.federation.live import LiveRun, Make
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.proto.transfer import BlobFolder
+from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.files import (
+    BadUpdate,
+    Like,
+    like_of,
+    most_bytes,
+    read_state,
+    read_update,
+)
+from triplane.unified_ir.federated.core.rules import open_lease
+from triplane.unified_ir.federated.core.run import (
+    Arrived,
+    Declined,
+    Refused,
+    Score,
+    Scored,
+    State,
+    Update,
+)
+
+LEASE_BYTES: Final = 16
+MAX_REASON_CHARS: Final = 500
+MAX_WORK_S: Final = 30 * 86_400.0
+UPLOADS: Final = 4
+"""Different files that a device may begin for one lease."""
+
+# fmt: off
+KINDS: Final[Mapping[str, str]] = {
+    "missing":  "the file it names was not uploaded",
+    "figures":  "examples, loss or accuracy out of their range",
+    "kind":     "an update where a score was asked for, or the other way round",
+}
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What updates of one run look like, and the most bytes that one takes."""
+
+    like: Like
+    most_bytes: int
+
+
+class Spool:
+    """The folder, and who may write what into it. blobs: where states are."""
+
+    def __init__(self, folder: Path, blobs: BlobFolder) -> None:
+        self.folder = BlobFolder(folder)
+        self._blobs = blobs
+        self._rooms: dict[str, Room] = {}
+        self._begun: dict[str, set[bytes]] = {}
+
+    async def room(self, run: LiveRun) -> Room:
+        """Of a prepared run; its first state says it."""
+        found = self._rooms.get(run.entry.id)
+        if found is None:
+            found = await asyncio.to_thread(self._measure, run)
+            self._rooms[run.entry.id] = found
+        return found
+
+    def _measure(self, run: LiveRun) -> Room:
+        prepared = run.entry.prepared
+        assert prepared is not None
+        state = read_state(
+            self._blobs.find(bytes.fromhex(prepared.state)), plan=prepared.plan_digest
+        )
+        like = like_of(state)
+        return Room(like, most_bytes(like))
+
+    async def admit(
+        self, runs: Iterable[LiveRun], device: str, sha256: bytes, size: int
+    ) -> BlobFolder:
+        """The folder, where the device may put such a file now.
+
+        Conflict: it has no open lease to learn. InvalidInput: no update of its runs is so large, or
+        it began too many files.
+        """
+        held = [(r, x) for r in runs if (x := _learns(r.book.state, device)) is not None]
+        if not held:
+            raise Conflict(
+                f"{device!r} has no open lease to learn; an update is uploaded while its round "
+                "goes on"
+            )
+        most = max([(await self.room(run)).most_bytes for run, _ in held])
+        if size > most:
+            raise InvalidInput(f"an update of {device!r} has at most {most} bytes, got {size}")
+        begun = [self._begun.setdefault(lease, set()) for _, lease in held]
+        if not any(sha256 in files or len(files) < UPLOADS for files in begun):
+            raise InvalidInput(f"{device!r} began {UPLOADS} files for one lease; that is enough")
+        for files in begun:
+            if len(files) < UPLOADS:
+                files.add(sha256)
+        return self.folder
+
+    async def judged(self, run: LiveRun, device: str, told: pb.Contribution) -> Make:
+        """The event that a contribution is. Reads the update's file; does nothing else."""
+        lease = told.lease.hex()
+        if not _is_open(run.book.state, device, lease):
+            return _belated(device, lease)
+        outcome = told.WhichOneof("outcome")
+        if outcome == "update":
+            return await self._update(run, device, lease, told.update)
+        if outcome == "score":
+            return _score(device, lease, told)
+        reason = shown(told.declined) or "it gave no reason"
+        return lambda _, at_s: Declined(at_s=at_s, device=device, lease=lease, reason=reason)
+
+    async def _update(self, run: LiveRun, device: str, lease: str, told: pb.Update) -> Make:
+        try:
+            _check_figures(run.book.state, device, told)
+            update = Update(
+                blob=told.blob.sha256.hex(),
+                size=told.blob.size,
+                examples=told.examples,
+                loss=told.loss,
+                seconds=told.seconds,
+            )
+            room = await self.room(run)
+            await asyncio.to_thread(self.open, run, lease, update, room)
+        except Refusal as refusal:
+            return refused(device, lease, refusal.kind, str(refusal))
+        except BadUpdate as refusal:
+            return refused(device, lease, refusal.kind, str(refusal))
+        return lambda _, at_s: Arrived(at_s=at_s, device=device, lease=lease, update=update)
+
+    def open(self, run: LiveRun, lease: str, update: Update, room: Room) -> dict[str, Array]:
+        """The change that an update holds. BadUpdate, Refusal."""
+        try:
+            path = self.folder.find(bytes.fromhex(update.blob))
+        except (NotFound, InvalidInput) as error:
+            raise Refusal("missing", f"no such update here: {error}") from error
+        if path.stat().st_size != update.size:
+            raise Refusal(
+                "missing", f"the update has {path.stat().st_size} bytes, announced {update.size}"
+            )
+        found = run.book.state.round
+        assert found is not None
+        return read_update(
+            path,
+            room.like,
+            run=run.entry.id,
+            lease=lease,
+            max_bytes=room.most_bytes,
+            round=found.number,
+            compression=run.entry.spec.compression,
+        )
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Remove updates that nobody needs any more."""
+        for name in names:
+            self.folder.remove(bytes.fromhex(name))
+
+    def close(self, leases: Iterable[str]) -> None:
+        """Forget leases that are over, with what was uploaded for them."""
+        for lease in leases:
+            for sha256 in self._begun.pop(lease, ()):
+                self.folder.remove(sha256)
+
+    def sweep(self, needed: set[str]) -> None:
+        """At the start: remove what no open round names, finished or not."""
+        for path in [*self.folder.folder.iterdir(), *self.folder.partial.iterdir()]:
+            if path.is_file() and path.name not in needed:
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+
+
+class Refusal(InvalidInput):
+    """A contribution that cannot count. kind: a word of `KINDS`."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        assert kind in KINDS
+        super().__init__(message)
+        self.kind = kind
+
+
+def refused(device: str, lease: str, kind: str, reason: str) -> Make:
+    """The event of a contribution that cannot count."""
+    text = shown(reason)
+    return lambda _, at_s: Refused(at_s=at_s, device=device, lease=lease, kind=kind, reason=text)
+
+
+def shown(text: str) -> str:
+    """What a device says, within limits and without characters that a terminal acts on."""
+    return "".join(c if c.isprintable() else "?" for c in text[:MAX_REASON_CHARS])
+
+
+def _learns(state: State, device: str) -> str | None:
+    lease = open_lease(state, device)
+    if lease is None or state.round is None or state.round.evaluates:
+        return None
+    return lease.id
+
+
+def _is_open(state: State, device: str, lease: str) -> bool:
+    found = open_lease(state, device)
+    return found is not None and found.id == lease
+
+
+def _belated(device: str, lease: str) -> Make:
+    """A contribution to no open lease: its file is not even looked at.
+
+    Should the lease have been opened meanwhile, whoever guessed it is refused.
+    """
+    update = Update(blob="", size=0, examples=0, loss=math.nan, seconds=0.0)
+
+    def make(state: State, at_s: float) -> Arrived | Refused:
+        if _is_open(state, device, lease):
+            reason = "it came before its lease was open"
+            return Refused(at_s=at_s, device=device, lease=lease, kind="kind", reason=reason)
+        return Arrived(at_s=at_s, device=device, lease=lease, update=update)
+
+    return make
+
+
+def _score(device: str, lease: str, told: pb.Contribution) -> Make:
+    found = told.score
+    score = Score(samples=found.samples, before=found.before, after=found.after, round=told.round)
+
+    def make(state: State, at_s: float) -> Scored | Refused:
+        member = state.members.get(device)
+        most = member.held_out if member else 0
+        number = state.round.number if state.round else 0
+        if state.round is not None and not state.round.evaluates:
+            reason = "the round learns; it asked for an update, not a score"
+            return Refused(at_s=at_s, device=device, lease=lease, kind="kind", reason=reason)
+        if not (1 <= score.samples <= most and score.round == number and _are_shares(score)):
+            reason = f"a score is of 1 to {most} samples in [0, 1] in round {number}, got {score}"
+            return Refused(
+                at_s=at_s, device=device, lease=lease, kind="figures", reason=shown(reason)
+            )
+        return Scored(at_s=at_s, device=device, lease=lease, score=score)
+
+    return make
+
+
+def _are_shares(score: Score) -> bool:
+    return all(0.0 <= share <= 1.0 for share in (score.before, score.after))
+
+
+def _check_figures(state: State, device: str, told: pb.Update) -> None:
+    if state.round is None or state.round.evaluates:
+        raise Refusal("kind", "the round evaluates; it asked for a score, not an update")
+    most = state.members[device].examples
+    if not 1 <= told.examples <= most:
+        raise Refusal(
+            "figures", f"the device offered {most} examples, its update is of {told.examples}"
+        )
+    if not math.isfinite(told.loss) or not 0 <= told.seconds <= MAX_WORK_S:
+        raise Refusal(
+            "figures",
+            f"a loss is finite and work takes 0 to {MAX_WORK_S:.0f} s, got {told.loss} and "
+            f"{told.seconds}",
+        )
