@@ -45,6 +45,7 @@ class NodeHome:
         self.trust = self.path / "trust"
         self.bundles = self.path / "bundles"
         self.models = self.path / "models"
+        self.samples = self.path / "samples"
         self.journal = self.path / "journal"
         self.desired = self.path / "desired"
         self.run = self.path / "run"
@@ -54,7 +55,9 @@ class NodeHome:
 
     def make(self) -> None:
         """Make the folders; only this user may enter."""
-        for folder in (self.path, self.models, self.run, self.logs, self.trust, self.bundles):
+        for folder in (
+            self.path, self.models, self.samples, self.run, self.logs, self.trust, self.bundles,
+        ):  # fmt: skip
             OS_DISK.make_folder(folder)
         for folder in (self.path, self.run):
             folder.chmod(0o700)

@@ -39,6 +39,10 @@ class _NodeStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NodeState.V
     COMMITTED: _NodeState.ValueType  # 7
     FAILED: _NodeState.ValueType  # 8
     RETURNED: _NodeState.ValueType  # 9
+    ADAPTED: _NodeState.ValueType  # 10
+    """A start point was adapted to the node's own samples; it was tried before."""
+    KEPT: _NodeState.ValueType  # 11
+    """What served before is better on the node's own samples and stays; the attempt succeeded."""
 
 class NodeState(_NodeState, metaclass=_NodeStateEnumTypeWrapper): ...
 
@@ -52,6 +56,10 @@ PROBATION: NodeState.ValueType  # 6
 COMMITTED: NodeState.ValueType  # 7
 FAILED: NodeState.ValueType  # 8
 RETURNED: NodeState.ValueType  # 9
+ADAPTED: NodeState.ValueType  # 10
+"""A start point was adapted to the node's own samples; it was tried before."""
+KEPT: NodeState.ValueType  # 11
+"""What served before is better on the node's own samples and stays; the attempt succeeded."""
 Global___NodeState: _TypeAlias = NodeState  # noqa: Y015
 
 @_typing.final

@@ -34,11 +34,14 @@ class Stage(IntEnum):
     COMMITTED = 7
     FAILED = 8
     RETURNED = 9
+    ADAPTED = 10
+    KEPT = 11
 
 
 ENDED: Final = frozenset({State.DONE, State.ABORTED, State.FAILED})
 LOST: Final = frozenset({Stage.FAILED, Stage.RETURNED})
-SETTLED: Final = LOST | {Stage.COMMITTED}
+DONE: Final = frozenset({Stage.COMMITTED, Stage.KEPT})
+SETTLED: Final = LOST | DONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

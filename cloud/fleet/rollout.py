@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from triplane.cloud.fleet.choice import choose, choose_all, put
 from triplane.cloud.fleet.facts import (
+    DONE,
     LOST,
     SETTLED,
     Abort,
@@ -118,7 +119,7 @@ def _reported(r: Rollout, e: Reported, now_s: float) -> Result:
 
 
 def _progress(m: Member, e: Reported, version: int) -> Member:
-    if m.stage is Stage.COMMITTED:
+    if m.stage in DONE:
         return m
     if e.committed_version == version:
         return replace(m, stage=Stage.COMMITTED, reason="")

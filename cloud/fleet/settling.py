@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from triplane.cloud.fleet.facts import (
+    DONE,
     LOST,
     SETTLED,
     Assign,
@@ -19,9 +20,9 @@ from triplane.cloud.fleet.facts import (
 )
 from triplane.cloud.fleet.waves import exceeds, least
 
-_COMMITTED: Final = Stage.COMMITTED
+_DONE: Final = tuple(DONE)
 _LOST: Final = tuple(LOST)
-"""A tuple: it is searched by identity, while the hash of an enum member is computed in Python."""
+"""Tuples are searched by identity, while the hash of an enum member is computed in Python."""
 
 
 @dataclass(slots=True)
@@ -168,7 +169,7 @@ def tallies(r: Rollout) -> list[Tally]:
             continue
         tally, stage = waves[m.wave], m.stage
         tally.counted += 1
-        if stage is _COMMITTED:
+        if stage in _DONE:
             tally.done += 1
         elif stage in _LOST:
             tally.lost += 1

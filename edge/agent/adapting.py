@@ -88,7 +88,6 @@ def adapt(given: Mapping[str, Any]) -> dict[str, Any]:
         "adapted": accuracy(Bundle.load(out), held_out),
         "current": None if current is None else accuracy(Bundle.load(Path(current)), held_out),
         "digest": digest,
-        "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
     }
 
 

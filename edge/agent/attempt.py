@@ -2,7 +2,8 @@
 
 Each phase is journaled and synced before it takes effect; a crash in any of them leaves a pointer
 that names a committed version and a journal that says how far the attempt came, and the attempt is
-simply begun again (what was downloaded stays). Only COMMITTED, FAILED and RETURNED end it for good.
+simply begun again (what was downloaded stays). Only COMMITTED, KEPT, FAILED and RETURNED end it for
+good.
 """
 
 import logging
@@ -13,11 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from triplane.edge.agent.adapting import Compared
 from triplane.edge.agent.journal import Journal, Line
 from triplane.edge.agent.policy import Admission, check_metric
 from triplane.edge.agent.refusal import Refused, clipped
 from triplane.edge.agent.trust import Freshness
-from triplane.edge.agent.trying import judge_trial, run_trial
+from triplane.edge.agent.trying import judge_trial, run_adaptation, run_trial
 from triplane.edge.home import NodeHome
 from triplane.edge.serving.pointers import Pointer, write_pointer
 from triplane.proto.disk import OS_DISK, Disk
@@ -72,6 +74,7 @@ class Switching(Protocol):
 Fetch = Callable[[bytes, int, BlobFolder, Callable[[int, int], None]], Path]
 """(sha256, size, into, progress) -> the verified file."""
 Trial = Callable[..., dict[str, Any]]
+Adaptation = Callable[..., Compared]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +94,7 @@ class World:
     journal: Journal
     incident: Callable[[Refused], None]
     trial: Trial = run_trial
+    adaptation: Adaptation = run_adaptation
     disk: Disk = OS_DISK
     clock: Callable[[], float] = time.time
     pause: Callable[[float], None] = time.sleep
@@ -131,7 +135,7 @@ class Attempt:
         )
 
     def run(self) -> Pointer | None:
-        """The new pointer, or None after FAILED or RETURNED. Unavailable: try again later."""
+        """The new pointer; None where another version stays. Unavailable: try again later."""
         try:
             return self._run()
         except Refused as refusal:
@@ -160,16 +164,46 @@ class Attempt:
             check_metric(admission, float(answer["accuracy"]))
         self._check_superseded()
         self._enter("TRIED")
+        digest, sha256 = str(answer["digest"]), target.sha256
+        if answer["adapt_steps"]:
+            compared, path, sha256 = self._adapt(path, target)
+            if not compared.is_better:
+                self._enter("KEPT", f"{target.path} is not better here: {compared}")
+                return None
+            self._enter("ADAPTED", str(compared))
+            digest = compared.digest
         pointer = Pointer(
             model=self._assignment.model,
             version=self._assignment.version,
-            sha256=target.sha256.hex(),
-            digest=answer["digest"],
+            sha256=sha256.hex(),
+            digest=digest,
             target_path=target.path,
             rollout=self._assignment.rollout,
             attempt=self._assignment.attempt,
         )
         return self._switch(pointer, path)
+
+    def _adapt(self, start: Path, target: SignedTarget) -> tuple[Compared, Path, bytes]:
+        """The start point adapted to this node's samples: how it does, and where it lies."""
+        world, model = self._world, self._assignment.model
+        samples = world.home.samples / f"{model}.npz"
+        if not samples.is_file():
+            raise Refused(
+                "adaptation",
+                f"{target.path} is a start point: it serves after it was adapted to labelled "
+                f"samples of the node, and there are none; put an .npz with x and y to {samples}",
+            )
+        now = world.home.bundles / self._committed.sha256 if self._committed else None
+        made = world.home.run / f"{model}.adapted"
+        try:
+            compared = world.adaptation(
+                start, size=target.length, samples=samples, seed=f"{world.node}\0{model}",
+                out=made, current=now,
+            )  # fmt: skip
+            sha256 = world.blobs.put_file(made)
+        finally:
+            made.unlink(missing_ok=True)
+        return compared, world.blobs.path(sha256), sha256
 
     def _admit(self) -> Admission:
         freshness = self._world.trust.refresh()

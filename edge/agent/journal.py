@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 MAX_JOURNAL_BYTES: Final = 4 << 20
 """A longer journal is cut down to the last line of each model when the agent starts."""
 MAX_REASON_CHARS: Final = 1000
-ENDED: Final = frozenset({"COMMITTED", "FAILED", "RETURNED"})
+ENDED: Final = frozenset({"COMMITTED", "FAILED", "RETURNED", "KEPT"})
 
 
 @dataclass(frozen=True, slots=True)

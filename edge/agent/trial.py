@@ -10,6 +10,7 @@ import json
 import resource
 import sys
 import time
+import zipfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,10 @@ RUNS: Final = 20
 MAX_SAMPLES: Final = 10_000
 FILES: Final = 64
 MAX_NPZ_BYTES: Final = 256 << 20
+CHUNK: Final = 64
+"""Samples in one run."""
+PLAIN: Final = ("x", "y")
+EPISODES: Final = ("support.x", "support.y", "query.x", "query.y")
 
 
 def main(argv: list[str]) -> int:
@@ -62,12 +67,13 @@ def measure(path: Path, *, golden: str | None = None) -> dict[str, Any]:
         "content_digest": bundle.content_digest,
         "model_digest": bundle.description.model_digest,
         "golden_error": error,
+        "adapt_steps": bundle.description.adapt_steps,
         "latency_limit_s": bundle.description.constraints.latency_s,
         "memory_limit_bytes": bundle.description.constraints.memory_bytes,
     }
     answer["latency_s"] = _latency(bundle, session)
     if golden is not None:
-        answer["accuracy"] = _accuracy(bundle, session, Path(golden))
+        answer["accuracy"] = golden_accuracy(bundle, session, Path(golden))
     answer["grown_bytes"] = _peak_bytes() - before
     return answer
 
@@ -98,28 +104,77 @@ def _latency(bundle: Any, session: Any) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def _accuracy(bundle: Any, session: Any, path: Path) -> float:
-    """Share of the samples in an .npz (`x`, `y`) whose largest output is their label."""
+def golden_accuracy(bundle: Any, session: Any, path: Path) -> float:
+    """Share of right answers on the labelled samples in an .npz.
+
+    `x`, `y`: samples and labels. Of a start point: episodes `support.x`, `support.y`, `query.x`,
+    `query.y`, each (E, N, ...); it adapts to each support set and is scored on its query set.
+    """
     import numpy as np
 
     from triplane.proto.errors import Corrupt
 
     if path.stat().st_size > MAX_NPZ_BYTES:
         raise Corrupt(f"the golden set has more than {MAX_NPZ_BYTES} bytes")
+    wanted = EPISODES if bundle.description.adapt_steps else PLAIN
     try:
-        with np.load(path, allow_pickle=False) as file:
-            x, y = file["x"], file["y"]
-    except (ValueError, KeyError, OSError) as error:
-        raise Corrupt(f"the golden set holds no arrays x and y: {error}") from error
-    if not 1 <= len(x) == len(y) <= MAX_SAMPLES:
-        raise Corrupt(f"the golden set has {len(x)} samples and {len(y)} labels")
-    name = bundle.inputs[0].name
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in wanted}
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise Corrupt(
+            f"the golden set holds no arrays {', '.join(wanted)}, which a "
+            f"{'start point' if wanted is EPISODES else 'model'} is judged by: {error}"
+        ) from error
+    _check_lengths(arrays)
+    if wanted is PLAIN:
+        return _share(session, bundle.inputs[0].name, arrays["x"], arrays["y"])
+    scores = [
+        _episode(bundle, {name: array[i] for name, array in arrays.items()})
+        for i in range(len(arrays["query.y"]))
+    ]
+    return float(np.mean(scores))
+
+
+def _check_lengths(arrays: Any) -> None:
+    """Labels for every sample, within the limit."""
+    from triplane.proto.errors import Corrupt
+
+    for name, y in arrays.items():
+        if not name.endswith("y"):
+            continue
+        x = arrays[name[:-1] + "x"]
+        depth = 1 if name == "y" else 2
+        whole = y.ndim == depth and y.dtype.kind in "iu" and x.shape[:depth] == y.shape
+        if not whole or not 1 <= y.size <= MAX_SAMPLES:
+            raise Corrupt(
+                f"the golden set has {name} {y.dtype}{y.shape} for samples {x.shape}; from 1 to "
+                f"{MAX_SAMPLES} whole numbers, one each, are taken"
+            )
+    if len({len(y) for y in arrays.values()}) != 1:
+        raise Corrupt("the golden set has support and query sets of different numbers of episodes")
+
+
+def _episode(bundle: Any, episode: Any) -> float:
+    from triplane.unified_ir.runtime import Session, SessionOptions, adapted_weights
+
+    options = SessionOptions(threads=1)
+    labels = episode["support.y"].astype("int64")
+    support = {"x": episode["support.x"], "y": labels}
+    weights = adapted_weights(bundle, support, options=options)
+    session = Session(bundle.model, weights=weights, options=options)
+    return _share(session, bundle.inputs[0].name, episode["query.x"], episode["query.y"])
+
+
+def _share(session: Any, name: str, x: Any, y: Any) -> float:
+    """Share of samples whose largest output is their label."""
+    import numpy as np
+
     right = 0
-    for start in range(0, len(x), 64):
-        outputs = session.run({name: x[start : start + 64]})
+    for start in range(0, len(y), CHUNK):
+        outputs = session.run({name: x[start : start + CHUNK]})
         scores = next(iter(outputs.values()))
-        right += int((np.argmax(scores, axis=-1) == y[start : start + 64]).sum())
-    return right / len(x)
+        right += int((np.argmax(scores, axis=-1) == y[start : start + CHUNK]).sum())
+    return right / len(y)
 
 
 if __name__ == "__main__":

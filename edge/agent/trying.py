@@ -35,8 +35,8 @@ def run_trial(path: Path, *, size: int, golden: Path | None = None) -> dict[str,
 
 def run_adaptation(
     path: Path, *, size: int, samples: Path, seed: str, out: Path, current: Path | None
-) -> tuple[Compared, bytes]:
-    """Adapt the bundle at `path` into `out`: how it compares, and the SHA-256 of what was written.
+) -> Compared:
+    """Adapt the bundle at `path` into `out`: how it compares with the one that serves.
 
     seed: of the split of the samples. current: the bundle that serves now. Refused as `run_trial`,
     or with kind "adaptation" where the samples or the bundle do not allow it.
@@ -44,8 +44,7 @@ def run_adaptation(
     given = {"path": str(path), "samples": str(samples), "seed": seed, "out": str(out)}
     given["out_bytes"] = str(GROWTH * size + SLACK_BYTES)
     answer = _run_child("adapting", given | ({"current": str(current)} if current else {}), size)
-    sha256 = bytes.fromhex(answer.pop("sha256"))
-    return Compared(**answer), sha256
+    return Compared(**answer)
 
 
 def _run_child(module: str, given: Mapping[str, Any], size: int) -> dict[str, Any]:

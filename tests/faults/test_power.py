@@ -94,7 +94,7 @@ def trial(path, *, size, golden=None):
     return {
         "model": MODEL, "version": version, "target": "ort-x64", "digest": digest(version),
         "content_digest": digest(version), "model_digest": digest(version),
-        "latency_limit_s": 0, "memory_limit_bytes": 0,
+        "latency_limit_s": 0, "memory_limit_bytes": 0, "adapt_steps": 0,
     }  # fmt: skip
 
 

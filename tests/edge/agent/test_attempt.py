@@ -1,12 +1,25 @@
 """Attempts that do not get through: what is told, what serves, what is on disk."""
 
+import hashlib
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.faults.crash_disk import CrashDisk
-from tests.faults.test_power import MODEL, Node, Server, Signed, content, made_home, path_of, trial
+from tests.faults.test_power import (
+    MODEL,
+    Node,
+    Server,
+    Signed,
+    content,
+    digest,
+    fetch,
+    made_home,
+    path_of,
+    trial,
+)
 
+from triplane.edge.agent.adapting import Compared
 from triplane.edge.agent.attempt import Attempt, Superseded
 from triplane.edge.agent.policy import Admission
 from triplane.edge.agent.refusal import Refused
@@ -181,3 +194,63 @@ def test_an_older_document_changes_nothing(node):
     node.bring(2)
     node.reconciler.take(pb.Desired(number=1))
     assert node.reconciler.desired.number == 2
+
+
+def give_samples(node):
+    node.home.samples.mkdir(exist_ok=True)
+    (node.home.samples / f"{MODEL}.npz").write_bytes(b"samples")
+
+
+def start_point(*args, **kwargs):
+    return {**trial(*args, **kwargs), "adapt_steps": 3}
+
+
+def comparing(adapted, current, seen):
+    """A child that writes version 4's bytes and says how they compare."""
+
+    def adaptation(path, *, size, samples, seed, out, current=None):
+        seen.update(samples=samples, seed=seed, current=current)
+        out.write_bytes(content(4))
+        return Compared(
+            support=5, held_out=5, start=0.1, adapted=adapted, current=told, digest=digest(4)
+        )
+
+    told = current
+    return adaptation
+
+
+def test_a_start_point_serves_in_the_form_it_was_adapted_to(node):
+    give_samples(node)
+    before = read_pointers(node.home.models)[0][MODEL]
+    seen = {}
+    made, told, incidents = attempt(
+        node, trial=start_point, adaptation=comparing(0.9, 0.5, seen), fetch=fetch
+    )
+    pointer = made.run()
+    assert (pointer.version, pointer.digest) == (2, digest(4))
+    assert pointer.sha256 == hashlib.sha256(content(4)).hexdigest()
+    states = [*dict.fromkeys(progress.state for progress in told)]
+    assert states[-4:] == ["TRIED", "ADAPTED", "PROBATION", "COMMITTED"]
+    assert seen["current"] == node.home.bundles / before.sha256
+    assert seen["seed"].endswith(f"\0{MODEL}")
+    assert list(node.home.run.glob("*.adapted")) == []
+    assert incidents == []
+
+
+def test_what_serves_stays_where_it_is_better_on_the_nodes_own_samples(node):
+    give_samples(node)
+    made, told, incidents = attempt(node, trial=start_point, adaptation=comparing(0.8, 0.9, {}))
+    assert made.run() is None
+    assert told[-1].state == "KEPT"
+    assert "accuracy 0.800 (0.100 before) on 5 others; what serves has 0.900" in told[-1].reason
+    assert incidents == []
+    still_serves_one(node)
+    assert node.reconciler._world.journal.last[MODEL].ended
+
+
+def test_a_start_point_without_samples_is_refused_with_where_to_put_them(node):
+    made, told, incidents = attempt(node, trial=start_point)
+    assert made.run() is None
+    assert (told[-1].state, incidents[0].kind) == ("FAILED", "adaptation")
+    assert f"put an .npz with x and y to {node.home.samples}" in told[-1].reason
+    still_serves_one(node)
