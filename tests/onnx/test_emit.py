@@ -170,3 +170,33 @@ def test_unused_parameters_stay_in_the_signature():
         {"x": TensorSpec((2,)), "unused": TensorSpec((3,))}, lambda **given: {"y": given["x"]}
     )
     assert [i.name for i in emit(f).graph.input] == ["x", "unused"]
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+@pytest.mark.parametrize("name", ["Div", "Mod"])
+def test_the_least_integer_over_minus_one_does_not_end_the_process(name, dtype):
+    spec = TensorSpec(("N",), dtype)
+    row = TABLE["", name]
+    divided = function({"a": spec, "b": spec}, lambda a, b: {"y": row(a, b)})
+    least = np.iinfo(dtype).min
+    a = np.array([least, least, 7, -7, 7, least], dtype)
+    b = np.array([-1, 1, -1, 2, -2, least], dtype)
+    wanted = engine("reference").compile(divided)(a, b)[0]
+    found = Session(serialize(emit(divided))).run({"a": a, "b": b})["y"]
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["Div", "Mod"])
+@pytest.mark.parametrize("on", ["onnx", "reference"])
+def test_an_integer_over_zero_is_refused_on_every_engine(name, on):
+    spec = TensorSpec(("N",), "int64")
+    row = TABLE["", name]
+    program = engine(on).compile(function({"a": spec, "b": spec}, lambda a, b: {"y": row(a, b)}))
+    with pytest.raises(InvalidInput, match="by zero"):
+        program(np.array([1, 2]), np.array([1, 0]))
+
+
+def test_division_by_integers_that_are_written_down_stays_one_node():
+    spec = TensorSpec(("N",), "int64")
+    halved = function({"a": spec}, lambda a: {"y": TABLE["", "Mod"](a / 2, 3)})
+    assert sorted(n.op_type for n in emit(halved).graph.node) == ["Div", "Mod"]

@@ -124,6 +124,48 @@ def _matmul(context: Context, node: Node) -> None:
     context.add("Squeeze", squeezed, context.output_names(node))
 
 
+def _div(context: Context, node: Node) -> None:
+    """Integers: a / -1 is written as -a.
+
+    The least integer has no opposite; where a processor traps at that (x86-64), onnxruntime 1.31
+    dies with the whole process, so one caller's numbers would end a server.
+    """
+    a, b = context.inputs(node)
+    if not _may_trap(context, node, b):
+        context.plain(node)
+        return
+    opposite, safe = _minus_one_apart(context, node, b)
+    quotient = context.emit("Div", a, safe)
+    context.add("Where", [opposite, context.emit("Neg", a), quotient], context.output_names(node))
+
+
+def _mod(context: Context, node: Node) -> None:
+    """Integers: a mod -1 is a mod 1, which is 0 too and does not trap (see `_div`)."""
+    a, b = context.inputs(node)
+    if node.attrs.get("fmod", 0) or not _may_trap(context, node, b):
+        context.plain(node)
+        return
+    _, safe = _minus_one_apart(context, node, b)
+    context.add("Mod", [a, safe], context.output_names(node))
+
+
+def _may_trap(context: Context, node: Node, divisor: str) -> bool:
+    """Whether a signed 32- or 64-bit divisor can be -1; narrower ones are widened by the kernel."""
+    dtype = node.outputs[0].type.dtype.numpy
+    if dtype not in {np.dtype(np.int32), np.dtype(np.int64)}:
+        return False
+    known = next((t for t in context.tensors if t.name == divisor), None)
+    return known is None or bool((numpy_helper.to_array(known) == -1).any())
+
+
+def _minus_one_apart(context: Context, node: Node, divisor: str) -> tuple[str, str]:
+    """Names of (where the divisor is -1, the divisor with 1 there)."""
+    dtype = node.outputs[0].type.dtype.numpy
+    found = context.emit("Equal", divisor, context.constant(np.array(-1, dtype)))
+    one = context.constant(np.array(1, dtype))
+    return found, context.emit("Where", found, one, divisor)
+
+
 def _batch_norm(context: Context, node: Node) -> None:
     """Training mode gets a private mean and variance each: onnxruntime writes into both inputs.
 
@@ -224,6 +266,8 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "Reshape"): _reshape,
     ("", "Slice"): _slice,
     ("", "MatMul"): _matmul,
+    ("", "Div"): _div,
+    ("", "Mod"): _mod,
     ("", "BatchNormalization"): _batch_norm,
     (DOMAIN, "Dims"): _dims,
     (DOMAIN, "Cond"): _cond,

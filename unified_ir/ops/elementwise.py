@@ -76,11 +76,25 @@ def _pow_vjp(g: Tensor, y: Tensor, x: Tensor, p: Tensor) -> Any:
 
 
 def _div_reference(a: Any, b: Any) -> Any:
-    """ONNX integer division truncates towards zero."""
-    if a.dtype.kind != "i":
-        return a // b if a.dtype.kind == "u" else a / b
-    down = a // b
-    return down + ((down < 0) & (down * b != a))
+    """ONNX integer division truncates towards zero; the least integer over -1 is itself."""
+    if a.dtype.kind not in "iu":
+        return a / b
+    _refuse_zero(b)
+    with np.errstate(over="ignore"):
+        down = a // b
+        return down + ((down < 0) & (down * b != a))
+
+
+def _mod_reference(a: Any, b: Any, fmod: int) -> Any:
+    if a.dtype.kind in "iu":
+        _refuse_zero(b)
+    return np.fmod(a, b) if fmod else np.mod(a, b)
+
+
+def _refuse_zero(divisor: Any) -> None:
+    """As onnxruntime does: an integer has no infinity to answer with."""
+    if not np.all(divisor):
+        raise ValueError("integer division by zero; put `where(b == 0, 1, b)` for the divisor b")
 
 
 def _flat(g: Tensor, y: Tensor, x: Tensor) -> tuple[None]:
@@ -154,7 +168,7 @@ bit_shift = Op(
 mod = Op(
     name="Mod",
     infer=broadcast_same,
-    reference=lambda a, b, fmod: np.fmod(a, b) if fmod else np.mod(a, b),
+    reference=_mod_reference,
     samples=(sample(ints(-9, 9, 5), given(4)),),
 )
 pow_ = Op(
