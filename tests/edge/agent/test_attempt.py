@@ -12,8 +12,6 @@ from tests.faults.test_power import (
     Server,
     Signed,
     content,
-    digest,
-    fetch,
     made_home,
     path_of,
     trial,
@@ -196,6 +194,9 @@ def test_an_older_document_changes_nothing(node):
     assert node.reconciler.desired.number == 2
 
 
+ADAPTED = b"an adapted bundle"
+
+
 def give_samples(node):
     node.home.samples.mkdir(exist_ok=True)
     (node.home.samples / f"{MODEL}.npz").write_bytes(b"samples")
@@ -206,13 +207,13 @@ def start_point(*args, **kwargs):
 
 
 def comparing(adapted, current, seen):
-    """A child that writes version 4's bytes and says how they compare."""
+    """A child that writes an adapted bundle and says how it compares."""
 
     def adaptation(path, *, size, samples, seed, out, current=None):
         seen.update(samples=samples, seed=seed, current=current)
-        out.write_bytes(content(4))
+        out.write_bytes(ADAPTED)
         return Compared(
-            support=5, held_out=5, start=0.1, adapted=adapted, current=told, digest=digest(4)
+            support=5, held_out=5, start=0.1, adapted=adapted, current=told, digest="ad" * 32
         )
 
     told = current
@@ -222,13 +223,19 @@ def comparing(adapted, current, seen):
 def test_a_start_point_serves_in_the_form_it_was_adapted_to(node):
     give_samples(node)
     before = read_pointers(node.home.models)[0][MODEL]
+
+    class Serving(Server):
+        def load(self, model, path, digest_):
+            assert (path.read_bytes(), digest_) == (ADAPTED, "ad" * 32)
+            self.served[model] = "2"
+
     seen = {}
     made, told, incidents = attempt(
-        node, trial=start_point, adaptation=comparing(0.9, 0.5, seen), fetch=fetch
+        node, trial=start_point, adaptation=comparing(0.9, 0.5, seen), seam=Serving()
     )
     pointer = made.run()
-    assert (pointer.version, pointer.digest) == (2, digest(4))
-    assert pointer.sha256 == hashlib.sha256(content(4)).hexdigest()
+    assert (pointer.version, pointer.digest) == (2, "ad" * 32)
+    assert pointer.sha256 == hashlib.sha256(ADAPTED).hexdigest()
     states = [*dict.fromkeys(progress.state for progress in told)]
     assert states[-4:] == ["TRIED", "ADAPTED", "PROBATION", "COMMITTED"]
     assert seen["current"] == node.home.bundles / before.sha256
