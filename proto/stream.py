@@ -78,6 +78,13 @@ class Half:
         self.unacknowledged.append(frame)
         return frame
 
+    def replace(self, field_name: str, message: Message) -> pb.Frame:
+        """Number a message, dropping what waits of its kind: it is whole, the newest says all."""
+        self.unacknowledged = [
+            frame for frame in self.unacknowledged if frame.WhichOneof("body") != field_name
+        ]
+        return self.add(field_name, message)
+
     def meet(self, peer_epoch: bytes) -> None:
         """Begin a stream with a peer: a new epoch counts from nothing."""
         if peer_epoch != self.peer_epoch:
@@ -170,6 +177,7 @@ class SessionClient:
     """The caller's side: keeps a stream open until cancelled.
 
     connect: a new channel for each try. on_message: told each message of the cloud, in order.
+    greeting: what to say anew on every stream, for a cloud that forgets who left or was restarted.
     """
 
     def __init__(
@@ -179,8 +187,9 @@ class SessionClient:
         *,
         software: str = "",
         rng: Callable[[], float] = random.random,
+        greeting: Callable[[], Message] | None = None,
     ) -> None:
-        self._connect, self._on_message = connect, on_message
+        self._connect, self._on_message, self._greeting = connect, on_message, greeting
         self._software, self._rng = software, rng
         self._half = Half(new_epoch())
         self._link: Link | None = None
@@ -241,6 +250,9 @@ class SessionClient:
             heartbeat_s = _heartbeat_s(first.welcome)
             self._half.meet(first.welcome.epoch)
             self._acknowledged(first.acknowledged)
+            if self._greeting:
+                message = self._greeting()
+                self._half.replace(_field_of(message), message)
             return await self._pump(call, heartbeat_s), True
         except TimeoutError as error:
             raise Unavailable(f"no welcome within {HELLO_S} s") from error
@@ -303,11 +315,7 @@ class ServerSession:
 
         An older message of the same kind that still waits is dropped: documents are whole.
         """
-        name = _field_of(message)
-        self._half.unacknowledged = [
-            frame for frame in self._half.unacknowledged if frame.WhichOneof("body") != name
-        ]
-        self._half.add(name, message)
+        self._half.replace(_field_of(message), message)
         if self._link:
             self._link.wake()
 

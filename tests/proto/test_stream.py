@@ -60,13 +60,14 @@ async def serving(cloud, port=0):
 
 
 @contextlib.asynccontextmanager
-async def calling(port, on_message):
+async def calling(port, on_message, greeting=None):
     client = SessionClient(
         lambda: grpc.aio.insecure_channel(
             f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]
         ),
         on_message,
         rng=lambda: 0.05,
+        greeting=greeting,
     )
     running = asyncio.create_task(client.run())
     try:
@@ -107,6 +108,34 @@ def test_messages_go_both_ways_and_sending_waits_for_the_handler():
             assert cloud.reports == [1, 2]
 
     run(main)
+
+
+def test_a_greeting_is_said_on_every_stream_and_waits_once():
+    async def main():
+        said = iter(range(1, 100))
+
+        def greeting():
+            return fleet.Report(number=next(said))
+
+        first, second = Cloud(), Cloud()
+        async with serving(first) as port, calling(port, Inbox(), greeting) as client:
+            await until(first, 1)
+            first.session.close(pb.Goodbye.REPLACED)
+            await until(first, 2)
+            await client.send(fleet.Report(number=1000))
+            assert first.reports == [1, 2, 1000]
+        async with calling(port, Inbox(), greeting), serving(second, port):
+            await until(second, 3)
+
+    run(main)
+
+
+async def until(cloud, number):
+    """Until that report was taken."""
+    async with asyncio.timeout(30):
+        while number not in cloud.reports:
+            cloud.got.clear()
+            await cloud.got.wait()
 
 
 def test_a_message_sent_while_the_cloud_is_away_arrives_when_it_is_back():

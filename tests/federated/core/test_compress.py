@@ -26,6 +26,7 @@ def sent(name, x, keep=0.3, lease="a"):
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.slow
 @given(x=tensors)
 def test_what_is_sent_and_what_is_lost_make_the_change(name, x):
     found, lost = sent(name, x)
@@ -33,6 +34,7 @@ def test_what_is_sent_and_what_is_lost_make_the_change(name, x):
     np.testing.assert_allclose(found + lost.get("w", 0), x, rtol=1e-6, atol=1e-30)
 
 
+@pytest.mark.slow
 @given(x=tensors)
 def test_int8_is_off_by_less_than_one_level(x):
     found, _ = sent("int8", x)
@@ -40,6 +42,7 @@ def test_int8_is_off_by_less_than_one_level(x):
     assert np.all(np.abs(found - x) <= level * (1 + 1e-5))
 
 
+@pytest.mark.slow
 def test_int8_is_right_on_average():
     x = np.array([0.2, -0.7, 1.0, 1e-3], np.float32)
     mean = np.mean([sent("int8", x, lease=str(k))[0] for k in range(4000)], axis=0)
@@ -53,6 +56,7 @@ def test_int8_keeps_the_largest_and_zero_exactly():
     assert sent("int8", np.zeros((2, 2), np.float32))[0].tolist() == [[0, 0], [0, 0]]
 
 
+@pytest.mark.slow
 @given(x=tensors, keep=st.floats(0.01, 1))
 def test_top_k_sends_the_largest_entries_as_they_are(x, keep):
     found, _ = sent("top-k", x, keep)

@@ -232,6 +232,7 @@ def test_bytes_that_are_no_update_are_damaged(tmp_path, forge):
     assert refused(tmp_path / "u", max_bytes=1 << 20)[0] == "damaged"
 
 
+@pytest.mark.slow
 def test_no_flipped_byte_passes(tmp_path):
     """A byte may turn up as any refusal; it never gives other numbers."""
     write(tmp_path / "u", "int8")

@@ -67,6 +67,7 @@ def test_fedavg_is_numpy_s_weighted_mean_in_float64(weighting):
         np.testing.assert_allclose(found[name], expected, rtol=1e-7)
 
 
+@pytest.mark.slow
 @given(order=st.permutations(range(6)))
 def test_the_order_of_arrival_changes_no_bit(order):
     arrived = list(changes(6).items())
