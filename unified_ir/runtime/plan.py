@@ -131,8 +131,8 @@ class Plan:
         self.steps, self.spent_s = 0, 0.0
         self._sessions: dict[str, Session] = {}
         self._looping: set[str] = set()
-        self._loops: dict[str, Loop] = {}
         self._newest: Loop | None = None
+        self._newest_entry = ""
 
     @classmethod
     def load(
@@ -201,27 +201,32 @@ class Plan:
 
     def state(self, *roles: str) -> dict[str, Array]:
         """Return a copy of the state, of the given roles only when some are given."""
-        self._settle()
+        return {name: value.copy() for name, value in self.view(*roles).items()}
+
+    def view(self, *roles: str) -> dict[str, Array]:
+        """Return the state itself: to be read before the next step and never written."""
+        newest = self._newest.view() if self._newest else {}
         return {
-            name: value.copy()
+            name: newest.get(name, value)
             for name, value in self._state.items()
             if not roles or self.roles[name] in roles
         }
 
     def assign(self, values: Mapping[str, Array]) -> None:
         """Replace the named state tensors, all or (InvalidInput) none; the others stay."""
-        self._settle()
         for name, value in values.items():
             old = self._state.get(name)
             if old is None or (old.dtype, old.shape) != (value.dtype, value.shape):
                 seen = "no such tensor" if old is None else f"{old.dtype}{old.shape}"
                 raise InvalidInput(f"state {name!r}: {seen} here, got {value.dtype}{value.shape}")
-        self._state |= {name: value.copy() for name, value in values.items()}
+        looped = self._newest.view().keys() & values.keys() if self._newest else set()
+        if self._newest:
+            self._newest.load({name: values[name] for name in looped})
+        self._state |= {n: value.copy() for n, value in values.items() if n not in looped}
 
     def save_state(self, path: Path) -> str:
         """Write the state, steps and time spent whole or not at all; return the file's digest."""
-        self._settle()
-        part = container.tensor_part(STATE, self._state, self.roles)
+        part = container.tensor_part(STATE, self.view(), self.roles)
         properties = {"steps": str(self.steps), "spent_s": repr(self.spent_s)}
         return container.write(
             path, "checkpoint", [part], properties=properties, parent=self.digest
@@ -255,17 +260,12 @@ class Plan:
         return any(next_name(name) in results for name in self._state)
 
     def _loop(self, entry: str, session: Session) -> Loop:
-        loop = self._loops.get(entry)
-        if loop is not None and loop is self._newest:
-            return loop
-        self._settle()
-        feeds = self._feeds(session)
-        if loop is None:
-            loop = self._loops[entry] = session.loop(feeds)
-        else:
-            loop.load(feeds)
-        self._newest = loop
-        return loop
+        """The loop of `entry`. There is one at a time: its buffers are twice the state."""
+        if self._newest is None or self._newest_entry != entry:
+            self._settle()
+            self._newest, self._newest_entry = session.loop(self._feeds(session)), entry
+            self._state |= self._newest.view()
+        return self._newest
 
     def _feeds(self, session: Session) -> dict[str, Array]:
         newest = self._newest.view() if self._newest else {}
@@ -276,9 +276,9 @@ class Plan:
         }
 
     def _settle(self) -> None:
-        """Take the newest values out of the loop that has them; the next loop starts from here."""
+        """Take the newest values out of the loop that has them, and let the loop go."""
         if self._newest is not None:
-            self._state |= self._newest.state()
+            self._state |= self._newest.view()
             self._newest = None
 
     def _check_limits(self) -> None:

@@ -133,7 +133,7 @@ class Recording:
 
     def __post_init__(self):
         self.fed = []
-        for name in ("entries", "roles", "inputs", "state", "assign"):
+        for name in ("entries", "roles", "inputs", "state", "view", "assign"):
             setattr(self, name, getattr(self.plan, name))
 
     def run(self, entry, batch):

@@ -65,6 +65,9 @@ class Learner(Protocol):
     def state(self, *roles: str) -> dict[str, Array]:
         """A copy of the state, of the given roles where some are given."""
 
+    def view(self, *roles: str) -> Mapping[str, Array]:
+        """The same without a copy, to be read before the next step."""
+
     def assign(self, values: Mapping[str, Array], /) -> None:
         """Replace the named state tensors."""
 
@@ -151,16 +154,13 @@ def learn(plan: Learner, work: Work, shard: Shard) -> Learned:
     """
     _check_steps(work.steps, least=1)
     _begin(plan, work)
-    before = plan.state(*SHARED_ROLES)
+    change = _floats(plan.state(*SHARED_ROLES), shared(plan.roles))
     losses = [_loss(plan.run(LEARN, batch), k) for k, batch in enumerate(_steps(plan, work, shard))]
-    after = plan.state(*SHARED_ROLES)
-    change = {
-        name: after[name] - before[name]
-        for name in shared(plan.roles)
-        if np.issubdtype(after[name].dtype, np.floating)
-    }
-    for name, value in change.items():
-        if not np.isfinite(value).all():
+    after = plan.view(*SHARED_ROLES)
+    for name, x in change.items():
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.subtract(after[name], x, out=x)
+        if not np.isfinite(x).all():
             raise InvalidInput(
                 f"after {work.steps} steps {name!r} is not finite; a smaller rate is needed"
             )
@@ -212,7 +212,7 @@ def score(plan: Learner, shard: Shard) -> float:
 
 def _begin(plan: Learner, work: Work) -> None:
     """Fix the round's start as anchor, and the graph's own random keys."""
-    state = plan.state()
+    state = plan.view()
     anchors = {n: state[n.removeprefix(ANCHOR)] for n in state if n.startswith(ANCHOR)}
     keys = {
         name: Draws(work.seed, work.round, work.device, f"key {name}").key(x.dtype, x.shape)
@@ -220,6 +220,10 @@ def _begin(plan: Learner, work: Work) -> None:
         if plan.roles[name] == "key"
     }
     plan.assign(anchors | keys)
+
+
+def _floats(state: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
+    return {n: state[n] for n in names if np.issubdtype(state[n].dtype, np.floating)}
 
 
 def _steps(plan: Learner, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
