@@ -51,6 +51,11 @@ class Home:
         return self.path / "conversions"
 
     @property
+    def federation(self) -> Path:
+        """Updates of open rounds, and what children of runs write."""
+        return self.path / "federation"
+
+    @property
     def keys(self) -> Path:
         """The signing keys that the cloud needs: snapshot, timestamp, auto."""
         return self.path / "keys"
@@ -205,6 +210,7 @@ def _make_identities(home: Home, hosts: Sequence[str], port: int, now_s: float) 
 
 def open_database(home: Home) -> Database:
     """The database with the tables of every part. Conflict: another cloud process runs."""
+    import triplane.cloud.federation.tables
     import triplane.cloud.fleet.tables
     import triplane.cloud.identity.tables
     import triplane.cloud.registry.tables  # noqa: F401 - attach their tables

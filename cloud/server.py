@@ -31,9 +31,11 @@ from triplane.cloud import trust
 from triplane.cloud.dashboard import application
 from triplane.cloud.dashboard.live import CloudSource
 from triplane.cloud.dashboard.page import Page
+from triplane.cloud.federation.federation import Federation
+from triplane.cloud.federation.servicer import FederationServicer
 from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.servicer import FleetServicer
-from triplane.cloud.fleet.sessions import Sessions, SessionServicer
+from triplane.cloud.fleet.sessions import Sessions, SessionServicer, Side
 from triplane.cloud.fleet.supply import Supply
 from triplane.cloud.home import LOCAL, Home, open_database
 from triplane.cloud.identity import audit
@@ -46,6 +48,7 @@ from triplane.cloud.identity.servicers import Enrolment, Identity, Renewal
 from triplane.cloud.identity.tables import TOKENS
 from triplane.cloud.registry import Conversions, Registry, RegistryServicer
 from triplane.proto import enrolment_pb2_grpc as enrolment_grpc
+from triplane.proto import federation_pb2_grpc as federation_grpc
 from triplane.proto import fleet_pb2_grpc as fleet_grpc
 from triplane.proto import identity_pb2_grpc as identity_grpc
 from triplane.proto import metadata_pb2_grpc as metadata_grpc
@@ -54,7 +57,7 @@ from triplane.proto import session_pb2_grpc as session_grpc
 from triplane.proto import transfer_pb2_grpc as transfer_grpc
 from triplane.proto.channels import server_credentials, server_options
 from triplane.proto.disk import write_atomic
-from triplane.proto.errors import InvalidInput, TriplaneError, Unavailable
+from triplane.proto.errors import TriplaneError, Unavailable
 from triplane.proto.transfer import BlobFolder, TransferServicer
 
 logger = logging.getLogger(__name__)
@@ -166,12 +169,22 @@ class Cloud:
         await self._reconcile()
         await self._note_signed()
         self.sessions = Sessions(self.fleet, clock=self._clock)
+        await self._start_federation()
         self._connect_parts()
         await self._serve_main(authority)
         await self._serve_enrolment(authority, hosts)
         await self._serve_dashboard()
         self._spawn(self._keep_fresh(), "metadata freshness")
         await asyncio.to_thread(self._tell_operator)
+
+    async def _start_federation(self) -> None:
+        folder = self._home.federation
+        self.federation = Federation(
+            self.database, self.blobs, self.registry, folder, clock=self._clock
+        )
+        self._stack.push_async_callback(self.federation.stop)
+        self.federation.on_work(self.sessions.send)
+        await self.federation.start()
 
     def _connect_parts(self) -> None:
         loop = asyncio.get_running_loop()
@@ -231,11 +244,16 @@ class Cloud:
         metadata = trust.MetadataServicer(self.repository, self._submitted)
         ours = health.HealthServicer()
         fleet_grpc.add_FleetServicer_to_server(wire, server)
-        session_grpc.add_SessionServicer_to_server(SessionServicer(self.sessions, _name), server)
+        session_grpc.add_SessionServicer_to_server(
+            SessionServicer(self.sessions, self._side), server
+        )
+        federation_grpc.add_FederationServicer_to_server(
+            FederationServicer(self.federation, _name), server
+        )
         registry_grpc.add_RegistryServicer_to_server(RegistryServicer(self.registry, _name), server)
         metadata_grpc.add_MetadataServicer_to_server(metadata, server)
         transfer_grpc.add_TransferServicer_to_server(
-            TransferServicer(self.blobs, self._may_read), server
+            TransferServicer(self.blobs, self._may_read, self._may_write), server
         )
         identity = Identity(self.principals, self.database, self.gate)
         identity_grpc.add_IdentityServicer_to_server(identity, server)
@@ -295,7 +313,17 @@ class Cloud:
         if who.role is Role.NODE:
             await self.supply.check_readable(self.fleet.node(who.name), blob)
         elif who.role is Role.DEVICE:
-            raise InvalidInput("a device reads no blobs")
+            self.federation.check_readable(who.name, blob)
+
+    async def _may_write(self, sha256: bytes, size: int) -> BlobFolder:
+        who = caller()
+        if who.role is Role.DEVICE:
+            return await self.federation.folder_for(who.name, sha256, size)
+        return self.blobs
+
+    def _side(self) -> tuple[str, Side | None]:
+        who = caller()
+        return who.name, self.federation if who.role is Role.DEVICE else None
 
     async def _submitted(self, role: str, made: trust.Submitted) -> None:
         who, now_s = caller().name, self._clock()

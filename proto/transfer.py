@@ -266,6 +266,10 @@ class TooSlow(Unavailable):
     """
 
 
+class WrongLength(Corrupt):
+    """The other side has a blob of another length than the one that was signed."""
+
+
 class _Watch:
     """Ends a call whose other side crawls, falls silent or lasts too long; a thread of its own.
 
@@ -385,11 +389,7 @@ def _pull(
     watch = _Watch(call, pace, until_s)
     try:
         for chunk in call:
-            if chunk.size != receiving.size or not 0 < len(chunk.data) <= CHUNK_BYTES:
-                raise Corrupt(
-                    f"the other side says the blob has {chunk.size} bytes, signed are "
-                    f"{receiving.size}; or a chunk of {len(chunk.data)} bytes"
-                )
+            _check_chunk(chunk, receiving)
             receiving.write(chunk.data)
             watch.moved(len(chunk.data))
             progress(receiving.stored, receiving.size)
@@ -400,6 +400,20 @@ def _pull(
     finally:
         watch.close()
         call.cancel()
+
+
+def _check_chunk(chunk: pb.DownloadChunk, receiving: Receiving) -> None:
+    if chunk.size != receiving.size:
+        raise WrongLength(
+            f"the other side says the blob has {chunk.size} bytes, signed are {receiving.size}"
+        )
+    if not 0 < len(chunk.data) <= CHUNK_BYTES:
+        raise Corrupt(f"a chunk has 1 to {CHUNK_BYTES} bytes, got {len(chunk.data)}")
+    if receiving.stored + len(chunk.data) > receiving.size:
+        raise WrongLength(
+            f"signed are {receiving.size} bytes; the other side sends {len(chunk.data)} more after "
+            f"{receiving.stored}"
+        )
 
 
 def _tries() -> Iterator[Callable[[Exception], None]]:
@@ -417,6 +431,7 @@ def _tries() -> Iterator[Callable[[Exception], None]]:
 
 
 Allowed = Callable[[bytes], Awaitable[None]]
+MayWrite = Callable[[bytes, int], Awaitable[BlobFolder]]
 
 
 async def _everybody(_sha256: bytes) -> None:
@@ -424,16 +439,29 @@ async def _everybody(_sha256: bytes) -> None:
 
 
 class TransferServicer(Base):
-    """The cloud's half, for grpc.aio; `may_read` raises for a caller that may not have a blob."""
+    """The cloud's half, for grpc.aio.
 
-    def __init__(self, blobs: BlobFolder, may_read: Allowed = _everybody) -> None:
-        """`may_read` raises for a blob that the caller may not have."""
+    may_read: raises for a blob that the caller may not have. may_write: gives the folder that takes
+    the caller's file of that digest and size, or raises; by default everything is one folder's.
+    """
+
+    def __init__(
+        self,
+        blobs: BlobFolder,
+        may_read: Allowed = _everybody,
+        may_write: MayWrite | None = None,
+    ) -> None:
         self._blobs, self._may_read = blobs, may_read
+        self._may_write = may_write or self._here
+
+    async def _here(self, _sha256: bytes, _size: int) -> BlobFolder:
+        return self._blobs
 
     async def Stat(self, request: pb.StatRequest, context: Any) -> pb.Progress:
         """See transfer.proto."""
         async with status_of_aio(context):
-            return self._blobs.stored(request.sha256, request.size)
+            folder = await self._may_write(request.sha256, request.size)
+            return folder.stored(request.sha256, request.size)
         raise AssertionError
 
     async def Upload(self, request_iterator: Any, context: Any) -> pb.Progress:
@@ -446,9 +474,10 @@ class TransferServicer(Base):
         first = await anext(aiter(chunks), None)
         if first is None:
             raise InvalidInput("an upload begins with a chunk that names the blob")
-        if self._blobs.has(first.sha256):
-            return self._blobs.stored(first.sha256, first.size)
-        with self._blobs.receive(first.sha256, first.size) as receiving:
+        folder = await self._may_write(first.sha256, first.size)
+        if folder.has(first.sha256):
+            return folder.stored(first.sha256, first.size)
+        with folder.receive(first.sha256, first.size) as receiving:
             if first.offset != receiving.stored:
                 raise Conflict(
                     f"{receiving.stored} bytes are here, the upload begins at {first.offset}; ask "

@@ -1,8 +1,9 @@
-"""The live streams of nodes: desired documents out, reports in.
+"""The live streams of nodes and devices: whole documents out, what they have to say in.
 
 Nothing that matters lives here. A stream belongs to the name in its certificate; a newer stream of
 the same name ends the older. A node gets its document when its stream opens and when its number
-changed; a report is acknowledged after its commit.
+changed; a report is acknowledged after its commit. What a device is told and what becomes of what
+it says is decided by another part, through `Side`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.messages import desired_message
@@ -20,7 +21,7 @@ from triplane.proto import fleet_pb2, session_pb2
 from triplane.proto.errors import InvalidInput
 from triplane.proto.session_pb2_grpc import SessionServicer as Wire
 from triplane.proto.status import status_of_aio
-from triplane.proto.stream import HELLO_S, ServerSession, new_epoch
+from triplane.proto.stream import HELLO_S, Message, ServerSession, new_epoch
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +29,47 @@ SHUTDOWN_WAIT_S: Final = 1.0
 """Nodes of a cloud that stops wait at least this long before they try again."""
 
 
+class Side(Protocol):
+    """Whoever a kind of caller speaks with."""
+
+    def greeting(self, name: str) -> Message:
+        """The document a stream begins with. NotFound: the name is nobody's."""
+
+    async def take(self, name: str, message: Message) -> None:
+        """Handle a message; it is acknowledged when this returns."""
+
+    def left(self, name: str) -> None:
+        """No stream of the name is open any more."""
+
+
+class Nodes:
+    """The nodes of a fleet: desired documents out, reports in."""
+
+    def __init__(self, fleet: LiveFleet) -> None:
+        self._fleet = fleet
+
+    def greeting(self, name: str) -> Message:
+        """See `Side`."""
+        return desired_message(self._fleet.node(name))
+
+    async def take(self, name: str, message: Message) -> None:
+        """See `Side`."""
+        if not isinstance(message, fleet_pb2.Report):
+            raise InvalidInput("a node sends reports; other messages are the cloud's")
+        await self._fleet.report(name, message)
+
+    def left(self, name: str) -> None:
+        """See `Side`."""
+
+
 class Sessions:
-    """Every open stream, by node name.
+    """Every open stream, by name.
 
     clock: seconds since 1970, for when a node was last seen.
     """
 
     def __init__(self, fleet: LiveFleet, *, clock: Callable[[], float] = time.time) -> None:
-        self._fleet, self._clock = fleet, clock
+        self._nodes, self._clock = Nodes(fleet), clock
         self._epoch = new_epoch()
         self._sessions: dict[str, ServerSession] = {}
         self._seen_s: dict[str, float] = {}
@@ -74,9 +108,9 @@ class Sessions:
             logger.warning("streams did not end", extra={"streams": self._open})
 
     async def serve(
-        self, name: str, frames: AsyncIterator[session_pb2.Frame]
+        self, name: str, frames: AsyncIterator[session_pb2.Frame], side: Side | None = None
     ) -> AsyncIterator[session_pb2.Frame]:
-        """The frames to answer the stream of a node with."""
+        """The frames to answer a stream with; of a node, where no other side is given."""
         if self._stopping:
             yield _goodbye(session_pb2.Goodbye.SHUTTING_DOWN, SHUTDOWN_WAIT_S)
             return
@@ -84,31 +118,36 @@ class Sessions:
             first = await anext(frames, None)
         if first is None:
             raise InvalidInput("a session begins with a hello")
-        session = self._session(name)
-        session.send(desired_message(self._fleet.node(name)))
+        side = side or self._nodes
+        session = self._session(name, side)
+        session.send(side.greeting(name))
         self._enter(name)
         try:
             async for frame in session.serve(first, frames):
                 yield frame
         finally:
             self._leave(name)
+            if not session.connected:
+                side.left(name)
 
-    def _session(self, name: str) -> ServerSession:
+    def _session(self, name: str, side: Side) -> ServerSession:
         found = self._sessions.get(name)
         if found is None:
 
-            async def take(message: Any) -> None:
-                if not isinstance(message, fleet_pb2.Report):
-                    raise InvalidInput("a node sends reports; other messages are the cloud's")
-                await self._fleet.report(name, message)
+            async def take(message: Message) -> None:
+                await side.take(name, message)
 
             found = self._sessions[name] = ServerSession(self._epoch, take)
         return found
 
-    def _send(self, node: Node) -> None:
-        session = self._sessions.get(node.name)
+    def send(self, name: str, message: Message) -> None:
+        """A newer document for a name; dropped where no stream is open, which begins with one."""
+        session = self._sessions.get(name)
         if session is not None and session.connected:
-            session.send(desired_message(node))
+            session.send(message)
+
+    def _send(self, node: Node) -> None:
+        self.send(node.name, desired_message(node))
 
     def _enter(self, name: str) -> None:
         self._open += 1
@@ -124,9 +163,9 @@ class Sessions:
 
 
 class SessionServicer(Wire):
-    """`triplane.session.v1.Session`. caller: (name, is a node) of the call at hand."""
+    """`triplane.session.v1.Session`. caller: name of the call at hand, and its side if no node."""
 
-    def __init__(self, sessions: Sessions, caller: Callable[[], str]) -> None:
+    def __init__(self, sessions: Sessions, caller: Callable[[], tuple[str, Side | None]]) -> None:
         self._sessions, self._caller = sessions, caller
 
     async def Open(
@@ -134,7 +173,8 @@ class SessionServicer(Wire):
     ) -> AsyncIterator[session_pb2.Frame]:
         """See session.proto."""
         async with status_of_aio(context):
-            async for frame in self._sessions.serve(self._caller(), request_iterator):
+            name, side = self._caller()
+            async for frame in self._sessions.serve(name, request_iterator, side):
                 yield frame
 
 

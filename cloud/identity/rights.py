@@ -23,6 +23,7 @@ MACHINES: Final = frozenset({Role.NODE, Role.DEVICE})
 OPERATORS: Final = frozenset({Role.OPERATOR})
 SIGNERS: Final = frozenset({Role.SIGNER, Role.OPERATOR})
 NODES: Final = frozenset({Role.NODE})
+SENDERS: Final = OPERATORS | {Role.DEVICE}
 ALL: Final = PEOPLE | MACHINES
 
 REFLECTION: Final = (
@@ -38,7 +39,7 @@ _ROWS: Final = (
     ("/triplane.metadata.v1.Metadata/Submit",        SIGNERS),
     ("/triplane.metadata.v1.Metadata/GetPending",    PEOPLE),
     ("/triplane.transfer.v1.Transfer/Stat",          ALL),
-    ("/triplane.transfer.v1.Transfer/Upload",        OPERATORS),
+    ("/triplane.transfer.v1.Transfer/Upload",        SENDERS),
     ("/triplane.transfer.v1.Transfer/Download",      ALL),
     ("/triplane.registry.v1.Registry/Push",          OPERATORS),
     ("/triplane.registry.v1.Registry/GetVersion",    PEOPLE),
@@ -57,6 +58,12 @@ _ROWS: Final = (
     ("/triplane.fleet.v1.Fleet/Pause",               OPERATORS),
     ("/triplane.fleet.v1.Fleet/Resume",              OPERATORS),
     ("/triplane.fleet.v1.Fleet/Abort",               OPERATORS),
+    ("/triplane.federation.v1.Federation/Start",     OPERATORS),
+    ("/triplane.federation.v1.Federation/ListRuns",  PEOPLE),
+    ("/triplane.federation.v1.Federation/GetRun",    PEOPLE),
+    ("/triplane.federation.v1.Federation/WatchRun",  PEOPLE),
+    ("/triplane.federation.v1.Federation/Stop",      OPERATORS),
+    ("/triplane.federation.v1.Federation/Resume",    OPERATORS),
     ("/triplane.identity.v1.Identity/WhoAmI",        ALL),
     ("/triplane.identity.v1.Identity/CreateToken",   OPERATORS),
     ("/triplane.identity.v1.Identity/ListPrincipals", PEOPLE),

@@ -15,6 +15,7 @@ from triplane.cloud.identity.rights import RIGHTS, Role
 from triplane.cloud.identity.servicers import Enrolment, Identity, Renewal
 from triplane.proto import (
     enrolment_pb2,
+    federation_pb2,
     fleet_pb2,
     identity_pb2,
     metadata_pb2,
@@ -317,6 +318,7 @@ def methods():
     """Every method of every service of the wire, but inference, which is another port."""
     modules = (
         enrolment_pb2,
+        federation_pb2,
         fleet_pb2,
         identity_pb2,
         metadata_pb2,
