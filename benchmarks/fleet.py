@@ -1,264 +1,289 @@
 """Nodes by the hundred over real streams: how long a rollout takes them, what memory a node costs.
 
     python benchmarks/fleet.py 10 100 1000
+    python benchmarks/fleet.py --repeat 3 --record     # 10 to 1,000, into docs/evidence/scale.md
 
-Real cloud process, real certificates, real streams; only the work of a node is left out: a
-simulated one commits at once whatever it is told. 30 percent of the nodes are away when the rollout
-begins and come after the others have committed. Per size: seconds until those that are there
-committed, seconds from the arrival of the others until all did, and resident bytes of the cloud per
-node (growth from no node to all of them, divided).
+A cloud process, certificates, streams and a database as in life; only the work of a node is left
+out (`fleet_nodes.py`). 30 percent of the nodes are away when the rollout begins and come after the
+others have committed. At the end the cloud is killed with -9 and started again under all of them.
+One line of JSON per run.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import contextlib
 import itertools
 import json
+import os
+import platform
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+from fleet_cloud import CloudProcess, let_in, released
+from fleet_nodes import is_away
 
-from triplane.cloud.cli.connection import calls
-from triplane.cloud.cli.remote import remote_at
-from triplane.cloud.home import Home, initialize, open_database
-from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.principals import Principals
-from triplane.cloud.identity.rights import Role
-from triplane.cloud.registry import Push
-from triplane.cloud.server import running
-from triplane.cloud.trust.signing import sign_release
+from triplane.cloud.cli.connection import Calls, calls
+from triplane.cloud.home import Home
 from triplane.proto import fleet_pb2 as pb
-from triplane.proto.channels import connect_aio
-from triplane.proto.fleet_pb2_grpc import FleetStub
-from triplane.proto.identity import (
-    IdentityFolder,
-    certificate_pem,
-    certificate_request,
-    key_pem,
-    new_key,
-)
-from triplane.proto.stream import SessionClient
-from triplane.unified_ir import nn
-from triplane.unified_ir.frontend import trace
-from triplane.unified_ir.ir import Module, StateTensor, TensorSpec
+from triplane.unified_ir.convert.chart import line_chart, stack
 
-AWAY = 0.3
+SIZES = (10, 30, 100, 300, 1000)
 PROCESSES = 4
-DEADLINE_S = 600.0
-POLL_S = 0.05
+DEADLINE_S = 240.0
+SEED = 2026
+EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence"
+COLUMNS = {
+    "connect_s": "all that are there connected and reported",
+    "deploy_s": "they committed",
+    "late_s": "those that were away came and committed",
+    "back_s": "all reported again after kill -9",
+}
+"""Seconds of each stage, by field."""
 
 
-class Line(nn.Cell):
-    """The smallest model there is."""
+class Nodes:
+    """Client processes that live as the nodes between them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Dense(4, 2)
+    def __init__(self, folder: Path, address: str, size: int, seed: int) -> None:
+        bounds = [size * i // PROCESSES for i in range(PROCESSES + 1)]
+        script = Path(__file__).with_name("fleet_nodes.py")
+        self._children = [
+            subprocess.Popen(
+                [sys.executable, script, folder, address, str(a), str(b), str(seed)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )
+            for a, b in itertools.pairwise(bounds)
+            if b > a
+        ]  # fmt: skip
 
-    def construct(self, x: Any) -> Any:
-        """x: (N, 4)."""
-        return self.head(x)
+    def go_on(self) -> None:
+        """Have every process begin its next stage."""
+        for child in self._children:
+            assert child.stdin is not None
+            child.stdin.write("\n")
+            child.stdin.flush()
 
+    def wait(self, word: str) -> float:
+        """Seconds until every process has said the word."""
+        start_s = time.monotonic()
+        late = threading.Timer(DEADLINE_S, self.kill)
+        late.start()
+        try:
+            for child in self._children:
+                assert child.stdout is not None
+                heard = child.stdout.readline().strip()
+                if heard != word:
+                    raise RuntimeError(f"no {word!r} within {DEADLINE_S} s, heard {heard!r}")
+        finally:
+            late.cancel()
+        return time.monotonic() - start_s
 
-def released(folder: Path) -> Home:
-    """A cloud with line@1, converted and signed."""
-    cell = Line()
-    made = trace(cell, TensorSpec(("N", 4), np.float32), name="predict")
-    state = {n: StateTensor(p.role, p.array.copy()) for n, p in cell.parameters().items()}
-    Module({"predict": made}, {"predict": "predict"}, state, {}).save(folder / "line.tpm")
-    home = initialize(folder / "home", offline_keys=folder / "keys").home
+    def kill(self) -> None:
+        """End them."""
+        for child in self._children:
+            child.kill()
 
-    async def push() -> None:
-        async with running(home) as cloud:
-            blob = cloud.blobs.put((folder / "line.tpm").read_bytes())
-            await cloud.registry.push(Push(model="line", blob=blob, key=b"1" * 16), by="operator")
-            bundle = await cloud.registry.wait_bundle("line", 1, "ort-x64")
-            assert bundle.blob, bundle.reason
-            await asyncio.to_thread(sign, home, folder / "keys")
-
-    asyncio.run(push())
-    return home
-
-
-def sign(home: Home, keys: Path) -> None:
-    """Release line@1."""
-    with calls(home.operator) as cloud, remote_at(cloud) as remote:
-        sign_release(remote, "line@1", "ort-x64", keys)
-
-
-def let_in(home: Home, folder: Path, count: int) -> None:
-    """Certificates for that many nodes, as if each had enrolled."""
-    authority, database = Authority.load(home.authority), open_database(home)
-    principals = Principals(database, authority, time.time)
-    for i in range(count):
-        key = new_key()
-        made = principals.admit_now(certificate_request(key), f"node-{i:05}", Role.NODE)
-        IdentityFolder(folder / f"{i}").save(
-            authority=authority.pem, certificate=certificate_pem(made), key=key_pem(key), cloud=""
-        )
-    database.close()
+    def end(self) -> None:
+        """Wait until they ended by themselves."""
+        for child in self._children:
+            if child.wait(60):
+                raise RuntimeError(f"a client process ended with {child.returncode}")
 
 
-async def live(folder: Path, address: str) -> None:
-    """One simulated node, for ever."""
-    identity = IdentityFolder(folder)
-    told: asyncio.Queue[pb.Desired] = asyncio.Queue()
-    client = SessionClient(lambda: connect_aio(identity, address=address), told.put)
-    running_client = asyncio.create_task(client.run())
-    capability = pb.Capability(
-        runtime="onnxruntime", runtime_version="99", max_opset=26, targets=["ort-x64"],
-        instructions=["avx2", "avx512_vnni", "fma"], memory_bytes=8 << 30,
-    )  # fmt: skip
+@contextlib.contextmanager
+def nodes(folder: Path, address: str, size: int, seed: int) -> Iterator[Nodes]:
+    """Processes that are gone after the block, however it ends."""
+    made = Nodes(folder, address, size, seed)
     try:
-        await client.send(pb.Report(capability=capability))
-        while True:
-            desired = await told.get()
-            report = pb.Report(capability=capability, desired_number=desired.number)
-            for wanted in desired.assignments:
-                report.models.add(
-                    model=wanted.model, version=wanted.version, attempt=wanted.attempt,
-                    state=pb.COMMITTED, committed_version=wanted.version,
-                )  # fmt: skip
-            await client.send(report)
+        yield made
+        made.end()
     finally:
-        running_client.cancel()
+        made.kill()
 
 
-async def clients(folder: Path, address: str, first: int, last: int) -> None:
-    """The nodes of one process: most at once, the others after a line on standard input."""
-    mine = range(first, last)
-    away = [i for i in mine if i % 10 < AWAY * 10]
-    there = [i for i in mine if i not in away]
-    tasks = [asyncio.create_task(live(folder / f"{i}", address)) for i in there]
-    await asyncio.to_thread(sys.stdin.readline)
-    tasks += [asyncio.create_task(live(folder / f"{i}", address)) for i in away]
-    await asyncio.to_thread(sys.stdin.readline)
-    for task in tasks:
-        task.cancel()
+def deploy(people: Calls) -> pb.Rollout:
+    """To every node, in one wave; those that are away have time."""
+    request = pb.DeployRequest(
+        reference="line@1", selector="all", key=b"1", role="release", node_deadline_s=DEADLINE_S
+    )
+    return people.fleet.Deploy(request)
 
 
-def resident_bytes(pid: int) -> int:
-    """Of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+def measured(cloud: CloudProcess, home: Home, folder: Path, size: int, seed: int) -> dict[str, Any]:
+    """One size, from the first connection to the last."""
+    with nodes(folder, cloud.address, size, seed) as crowd, calls(home.operator) as people:
+        crowd.wait("ready")
+        bytes_before, cpu_before = cloud.resident_bytes(), cloud.cpu_s()
+        crowd.go_on()
+        found: dict[str, Any] = {"nodes": size, "away": sum(map(is_away, range(size)))}
+        found["connect_s"] = crowd.wait("reported")
+        start_s = time.monotonic()
+        made = deploy(people)
+        crowd.wait("committed")
+        found["deploy_s"] = time.monotonic() - start_s
+        crowd.go_on()
+        found["late_s"] = crowd.wait("all")
+        found["cloud_cpu_s"] = cloud.cpu_s() - cpu_before
+        found["cloud_bytes"] = cloud.resident_bytes()
+        found["bytes_per_node"] = (found["cloud_bytes"] - bytes_before) // size
+        found["descriptors"] = cloud.descriptors()
+        rollout = people.fleet.GetRollout(pb.GetRolloutRequest(id=made.id))
+        found["state"] = pb.Rollout.State.Name(rollout.state)
+        found["committed"] = sum(node.state == pb.COMMITTED for node in rollout.nodes)
+        cloud.kill()
+        crowd.go_on()
+        crowd.wait("lost")
+        cloud.start()
+        found["back_s"] = crowd.wait("back")
+        found["connected"] = sum(n.connected for n in people.fleet.ListNodes(EVERYONE).nodes)
+        crowd.go_on()
+    return {key: round(value, 3) if key.endswith("_s") else value for key, value in found.items()}
 
 
-async def until(count: int, counted: Any) -> float:
-    """Seconds until `counted()` reaches `count`."""
-    start_s = time.monotonic()
-    while await counted() < count:
-        if time.monotonic() - start_s > DEADLINE_S:
-            raise TimeoutError(f"{await counted()} of {count} after {DEADLINE_S} s")
-        await asyncio.sleep(POLL_S)
-    return time.monotonic() - start_s
+EVERYONE = pb.ListNodesRequest(page_size=1000)
 
 
-def client_processes(folder: Path, address: str, size: int) -> list[subprocess.Popen[str]]:
-    """Processes that live as the nodes between them."""
-    bounds = [size * i // PROCESSES for i in range(PROCESSES + 1)]
-    return [
-        subprocess.Popen(
-            [sys.executable, __file__, "--clients", str(folder), address, str(a), str(b)],
-            stdin=subprocess.PIPE,
-            text=True,
-        )
-        for a, b in itertools.pairwise(bounds)
-        if b > a
-    ]
-
-
-async def measured(home: Home, ready: dict[str, Any], pid: int, folder: Path, size: int) -> Any:
-    """One size: a record of figures."""
-    address = f"127.0.0.1:{ready['port']}"
-    before = resident_bytes(pid)
-    children = client_processes(folder, address, size)
-    channel = connect_aio(IdentityFolder(home.operator), address=address)
-    fleet = FleetStub(channel)
-    away = sum(i % 10 < AWAY * 10 for i in range(size))
-
-    async def connected() -> int:
-        listed = await fleet.ListNodes(pb.ListNodesRequest(page_size=1000))
-        return sum(n.connected and bool(n.report.capability.runtime) for n in listed.nodes)
-
-    connecting_s = await until(size - away, connected)
-    start_s = time.monotonic()
-    made = await fleet.Deploy(
-        pb.DeployRequest(reference="line@1", selector="all", key=b"1", role="release",
-                         node_deadline_s=DEADLINE_S)
-    )  # fmt: skip
-
-    async def committed() -> int:
-        rollout = await fleet.GetRollout(pb.GetRolloutRequest(id=made.id))
-        return sum(node.state == pb.COMMITTED for node in rollout.nodes)
-
-    await until(size - away, committed)
-    there_s = time.monotonic() - start_s
-    tell(children)
-    late_s = await until(size, committed)
-    done = await fleet.GetRollout(pb.GetRolloutRequest(id=made.id))
-    record = {
-        "nodes": size,
-        "away": away,
-        "connecting_s": round(connecting_s, 2),
-        "committed_s": round(there_s, 2),
-        "all_s": round(late_s, 2),
-        "state": pb.Rollout.State.Name(done.state),
-        "cloud_bytes": resident_bytes(pid),
-        "bytes_per_node": (resident_bytes(pid) - before) // size,
-    }
-    tell(children)
-    for child in children:
-        child.wait(30)
-    await channel.close()
-    return record
-
-
-def tell(children: list[subprocess.Popen[str]]) -> None:
-    """Have every client process go on."""
-    for child in children:
-        assert child.stdin is not None
-        child.stdin.write("\n")
-        child.stdin.flush()
-
-
-def size_measured(size: int) -> Any:
+def one_run(size: int, seed: int) -> dict[str, Any]:
     """A cloud of its own, its nodes, the figures."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         home = released(folder)
         let_in(home, folder / "nodes", size)
-        options = {"home": str(home.path), "host": "127.0.0.1"}
-        ports = {"port": 0, "enrol_port": 0, "dashboard_port": 0}
-        cloud = subprocess.Popen(
-            [sys.executable, "-m", "triplane.cloud", json.dumps(options | ports)],
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert cloud.stdout is not None
+        cloud = CloudProcess(home, folder / "cloud.log")
         try:
-            ready = json.loads(cloud.stdout.readline())
-            return asyncio.run(measured(home, ready, cloud.pid, folder / "nodes", size))
+            return measured(cloud, home, folder / "nodes", size, seed)
         finally:
-            cloud.terminate()
-            cloud.wait(60)
+            cloud.stop()
+
+
+def medians(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One record a size: the median of every figure."""
+    sizes = sorted({run["nodes"] for run in runs})
+    return [
+        {
+            key: statistics.median(run[key] for run in runs if run["nodes"] == size)
+            for key, value in runs[0].items()
+            if not isinstance(value, str)
+        }
+        for size in sizes
+    ]
+
+
+def plot(rows: Sequence[dict[str, Any]], subtitle: str) -> str:
+    """Seconds and memory over the number of nodes."""
+    at = lambda key, unit: [(row["nodes"], row[key] / unit) for row in rows]
+    seconds = {key.removesuffix("_s"): at(key, 1) for key in COLUMNS}
+    charts = [
+        line_chart(seconds, "Seconds of each stage", "nodes", "s"),
+        line_chart(
+            {"CPU": at("cloud_cpu_s", 1)}, "Processor time of the cloud until all committed",
+            "nodes", "s",
+        ),
+        line_chart(
+            {"memory": at("cloud_bytes", 1 << 20)}, "Resident memory of the cloud", "nodes", "MiB"
+        ),
+    ]  # fmt: skip
+    return stack(charts, "A rollout from 10 to 1,000 nodes", [subtitle])
+
+
+def page(rows: Sequence[dict[str, Any]], machine: str, command: str, repeat: int) -> str:
+    """The text of docs/evidence/scale.md."""
+    head = ["nodes", "away at first", *(f"{name}, s" for name in ("connect", "deploy", "late"))]
+    head += ["back, s", "cloud's CPU, s", "CPU per node, ms", "cloud, MiB", "per node, KiB"]
+    head += ["descriptors"]
+    lines = [
+        [
+            row["nodes"], row["away"], *(f"{row[key]:.2f}" for key in COLUMNS),
+            f"{row['cloud_cpu_s']:.2f}", f"{1000 * row['cloud_cpu_s'] / row['nodes']:.1f}",
+            f"{row['cloud_bytes'] / (1 << 20):.0f}", f"{row['bytes_per_node'] / 1024:.0f}",
+            row["descriptors"],
+        ]
+        for row in rows
+    ]  # fmt: skip
+    cells = [head, ["---"] * len(head), *lines]
+    table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in cells)
+    stages = "\n".join(f"* {key.removesuffix('_s')}: {what}." for key, what in COLUMNS.items())
+    return TEXT.format(
+        machine=machine, command=command, repeat=repeat, seed=SEED, table=table, stages=stages,
+        processes=PROCESSES,
+    )  # fmt: skip
+
+
+TEXT = """# A thousand nodes
+
+`{command}`: {machine}; seed {seed}; the median of {repeat} runs.
+
+![seconds, processor time and memory over the number of nodes](scale.svg)
+
+{table}
+
+Seconds of wall time, one stage after another:
+
+{stages}
+
+Every run of every size ended with the rollout DONE, every node COMMITTED, and every node connected
+and reporting to the restarted cloud; a run that does not is refused, not recorded.
+
+## What is real, and what is not
+
+* Real: the cloud process with its database on disk, a certificate and a stream over mutual TLS for
+  every node, numbered and acknowledged reports, one rollout in one wave. All nodes of a stage come
+  at once, from {processes} client processes; after the kill each waits as a node waits, with full
+  jitter from half a second on.
+* Left out: the work of a node. It says COMMITTED at once, so bundles are not downloaded here;
+  `large-file.md` and the fault tests do that with real nodes.
+* Clients and cloud share the machine, and whatever else ran on it: seconds are an upper bound, and
+  processor time is the steadier figure. Memory per node is the growth of the cloud from no node to
+  all, divided; the cloud without nodes is the rest.
+* Past 1,000 nodes nothing was measured. A list of nodes has pages of 1,000.
+"""
+
+
+def machine_text() -> str:
+    """Date, machine and versions, in one line."""
+    names = ("grpcio", "protobuf", "sqlalchemy")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    return (
+        f"{datetime.now(UTC):%Y-%m-%d}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"Linux, Python {platform.python_version()}, {versions}"
+    )
+
+
+def refuse(run: dict[str, Any]) -> None:
+    """RuntimeError where a run did not converge."""
+    reached = (run["state"], run["committed"], run["connected"])
+    if reached != ("DONE", run["nodes"], run["nodes"]):
+        raise RuntimeError(f"a run did not converge: {run}")
 
 
 def main() -> None:
-    """Measure each size and print a record per line."""
+    """Measure each size, a line of JSON per run; with --record write the evidence."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("sizes", nargs="*", type=int, default=[10, 100, 1000])
-    parser.add_argument("--clients", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("sizes", nargs="*", type=int, default=SIZES)
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
-    if given.clients:
-        folder, address, first, last = given.clients
-        asyncio.run(clients(Path(folder), address, int(first), int(last)))
-        return
-    for size in given.sizes:
-        print(json.dumps(size_measured(size)), flush=True)
+    runs = []
+    for i, size in itertools.product(range(given.repeat), given.sizes):
+        run = one_run(size, SEED + 1_000_000 * i)
+        print(json.dumps(run), flush=True)
+        refuse(run)
+        runs.append(run)
+    if given.record:
+        rows, machine = medians(runs), machine_text()
+        command = " ".join(["python", "benchmarks/fleet.py", *sys.argv[1:]])
+        (EVIDENCE / "scale.svg").write_text(plot(rows, machine))
+        (EVIDENCE / "scale.md").write_text(page(rows, machine, command, given.repeat))
 
 
 if __name__ == "__main__":
