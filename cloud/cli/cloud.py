@@ -14,6 +14,7 @@ from triplane.cloud.cli.connection import (
     home_option,
     quiet_grpc,
 )
+from triplane.cloud.cli.keys import command as keys_command
 from triplane.cloud.cli.options import DURATION, LABEL, SHARE
 from triplane.unified_ir.cli.shell import json_option, open_output
 
@@ -80,6 +81,9 @@ KEYS = click.option(
 @click.group("cloud")
 def command() -> None:
     """Run the cloud: registry, fleet, identities, dashboard."""
+
+
+command.add_command(keys_command)
 
 
 @command.command("init", epilog=INIT_EPILOG)

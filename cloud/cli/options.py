@@ -1,4 +1,4 @@
-"""Kinds of option values: shares, durations, waves, labels. Each says what it takes when it fails.
+"""Kinds of option values: shares, durations, waves, labels, digests. A refusal says what is taken.
 
 A value is parsed once here; what the numbers mean together is judged by the cloud.
 """
@@ -14,8 +14,9 @@ if TYPE_CHECKING:  # the class takes an argument since click 8.3, for type check
     _Number = click.ParamType[float]
     _Sizes = click.ParamType[tuple[tuple[str, float], ...]]
     _Pair = click.ParamType[tuple[str, str]]
+    _Text = click.ParamType[str]
 else:
-    _Number = _Sizes = _Pair = click.ParamType
+    _Number = _Sizes = _Pair = _Text = click.ParamType
 
 MOST_WAVES: Final = 100
 # fmt: off
@@ -29,6 +30,7 @@ UNIT_S: Final = {
 # fmt: on
 _DURATION: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(s|min|h|d)?")
 _PERCENT: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)%")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _COUNT: Final = re.compile(r"[1-9][0-9]*")
 
 
@@ -111,7 +113,22 @@ class Label(_Pair):
         return key, text
 
 
+class Digest(_Text):
+    """A SHA-256; the value is its 64 hexadecimal digits, or empty."""
+
+    name = "digest"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """From 64 hexadecimal digits, of either case; not from a part of them."""
+        text = str(value).strip().lower()
+        if text and not _DIGEST.fullmatch(text):
+            rule = "give all 64 hexadecimal digits, as `triplane inspect` prints them"
+            self.fail(f"{value!r} is no SHA-256; {rule}", param, ctx)
+        return text
+
+
 SHARE: Final = Share()
 DURATION: Final = Duration()
 WAVES: Final = Waves()
 LABEL: Final = Label()
+DIGEST: Final = Digest()

@@ -12,11 +12,19 @@ from triplane.unified_ir.cli.shell import Output
 
 
 def sign(
-    cloud: Calls, reference: str, target: str, keys: Path, output: Output
+    cloud: Calls,
+    reference: str,
+    target: str,
+    keys: Path,
+    output: Output,
+    *,
+    model_digest: bytes = b"",
 ) -> tuple[dict[str, Any], str]:
-    """The record and the text of what was signed."""
+    """The record and the text of what was signed. model_digest: the only one to sign, if known."""
     with remote_at(cloud) as remote:
-        signed = sign_release(remote, reference, target, keys, progress=output.note)
+        signed = sign_release(
+            remote, reference, target, keys, model_digest=model_digest, progress=output.note
+        )
     done = signed.submitted
     record = {
         "published": done.published,
@@ -24,7 +32,12 @@ def sign(
         "threshold": done.threshold,
         "version": done.version,
         "targets": [
-            {"path": found.path, "sha256": found.sha256.hex(), "length": found.length}
+            {
+                "path": found.path,
+                "sha256": found.sha256.hex(),
+                "length": found.length,
+                "model_digest": found.custom["model_digest"],
+            }
             for found in signed.targets
         ],
     }
@@ -33,7 +46,10 @@ def sign(
 
 def _text(signed: Signed) -> str:
     done = signed.submitted
-    lines = [f"{found.path}: sha256 {found.sha256.hex()}" for found in signed.targets]
+    lines = [
+        f"{found.path}: sha256 {found.sha256.hex()}, of model {found.custom['model_digest']}"
+        for found in signed.targets
+    ]
     if done.published:
         lines.append("signed and published; nodes accept it")
     else:

@@ -63,6 +63,11 @@ class KeyFolder:
         signers = (self._signer(file) for file in files)
         return {signer.public_key.keyid: signer for signer in signers}
 
+    def files_of(self, keyids: set[str]) -> list[Path]:
+        """The files here that hold keys of these ids."""
+        files = sorted(self.path.glob("*.pem"))[:MAX_KEYS]
+        return [file for file in files if self._signer(file).public_key.keyid in keyids]
+
     def of(self, keyids: list[str], role: str) -> list[CryptoSigner]:
         """The keys here that may sign for a role of these key ids; NotFound where there is none."""
         here = self.signers()

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triplane.cloud.cli.options import DURATION, LABEL, MOST_WAVES, SHARE, WAVES
+from triplane.cloud.cli.options import DIGEST, DURATION, LABEL, MOST_WAVES, SHARE, WAVES
 
-KINDS = (DURATION, LABEL, SHARE, WAVES)
+KINDS = (DIGEST, DURATION, LABEL, SHARE, WAVES)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,7 @@ KINDS = (DURATION, LABEL, SHARE, WAVES)
         (WAVES, "1, 100%", (("nodes", 1), ("percent", 100.0))),
         (LABEL, "site=a=b", ("site", "a=b")),
         (LABEL, "site=", ("site", "")),
+        (DIGEST, "AB" * 32, "ab" * 32),
     ],
 )
 def test_what_is_taken(kind, given, value):
@@ -48,6 +49,8 @@ def test_what_is_taken(kind, given, value):
         (WAVES, "1," * MOST_WAVES + "1", "at most 100"),
         (LABEL, "site", "site=factory"),
         (LABEL, "=x", "site=factory"),
+        (DIGEST, "ab" * 31, "all 64 hexadecimal digits"),
+        (DIGEST, "xy" * 32, "all 64 hexadecimal digits"),
     ],
 )
 def test_what_is_refused_with_the_way_out(kind, given, way_out):

@@ -51,7 +51,7 @@ def test_every_verb_speaks_json_and_explains_every_option(command):
 @pytest.mark.parametrize("command", ALL)
 def test_every_verb_that_calls_the_cloud_takes_an_identity(command):
     names = {name for p in command.params for name in p.opts}
-    local = {"init", "up", "enrol"}
+    local = {"init", "up", "enrol", "make"}
     assert ("--identity" in names) == (command.name not in local) or command.name == "enrol"
 
 

@@ -1,0 +1,137 @@
+"""Keys shown, renewed and replaced against a real cloud process, offline folder at hand."""
+
+import json
+import shutil
+import time
+
+import pytest
+from tests.cloud.cli.test_end_to_end import run, running, said
+from tests.cloud.registry.models import model_bytes
+
+from triplane.cloud import trust
+from triplane.cloud.cli.keeping import WARN_S, warnings
+from triplane.cloud.home import Home
+from triplane.cloud.trust.roles import DAY_S, ROLES
+
+PATH = "release/lenet@1+ort-x64.bundle"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("keys")
+
+
+@pytest.fixture(scope="module")
+def cloud(place):
+    """A cloud made 340 days ago, as far as signatures tell, with one released version."""
+    run("cloud", "init", "--home", place / "home", "--offline-keys", place / "first")
+    home = Home(place / "home")
+    for folder in (home.metadata, home.keys):
+        shutil.rmtree(folder)
+    now_s = time.time() - 340 * DAY_S
+    trust.initialize(home.metadata, home.keys, place / "keys", now_s=now_s)
+    (place / "lenet.tpm").write_bytes(model_bytes(place))
+    with running(home.path):
+        yield home
+
+
+@pytest.fixture
+def people(cloud, monkeypatch):
+    monkeypatch.setenv("TRIPLANE_IDENTITY", str(cloud.operator))
+    return cloud
+
+
+def shown(place):
+    return {
+        role["role"]: role
+        for role in run("cloud", "keys", "show", "--keys", place / "keys")["roles"]
+    }
+
+
+pytestmark = pytest.mark.slow
+
+
+def test_what_people_signed_is_renewed_after_a_warning(people, place, capsys):
+    status = said(capsys, "cloud", "status")
+    for role in ("targets", "release"):
+        assert f"what people signed for {role} ends in 25 days" in status
+        assert f"triplane cloud keys renew --role {role}" in status
+    assert "for root" not in status
+    done = run("cloud", "keys", "renew", "--keys", place / "keys")
+    assert {role: made["published"] for role, made in done["roles"].items()} == {
+        "targets": True,
+        "release": True,
+    }
+    assert run("cloud", "status")["warnings"] == []
+    told = said(capsys, "cloud", "keys", "renew", "--keys", place / "keys", "--role", "root")
+    assert "root 2 published; it ends in 1825 days" in told
+
+
+def test_only_the_reviewed_model_is_signed(people, place, capsys):
+    pushed = run("registry", "push", place / "lenet.tpm", "--target", "ort-x64")
+    signing = ("sign", "lenet@1", "--keys", place / "keys", "--model-digest")
+    refused = said(capsys, *signing, "0" * 64, code=5)
+    assert f"is model file {pushed['model_digest'][:12]} in the cloud, not 000000000000" in refused
+    done = run(*signing, pushed["model_digest"].upper())
+    assert done["targets"][0]["model_digest"] == pushed["model_digest"]
+    version = run("registry", "show", "lenet@1")
+    assert version["bundles"][0]["signed_path"] == PATH
+
+
+def test_keys_of_every_role_are_replaced_and_the_release_stays(people, place, capsys):
+    keys = place / "keys"
+    before = shown(place)
+    refused = said(capsys, "cloud", "keys", "rotate", "timestamp", "--keys", keys, code=2)
+    assert "triplane cloud keys make timestamp-2 --keys HOME/keys" in refused
+    for role in ROLES:
+        options = []
+        if ROLES[role].keys == "online":
+            made = run("cloud", "keys", "make", f"{role}-2", "--keys", people.keys)
+            options = ["--public", made["public"]]
+        done = run("cloud", "keys", "rotate", role, "--keys", keys, *options)
+        assert done["named"]["published"]
+        if ROLES[role].keys == "offline":
+            assert done["of_no_more_use"] == [str(keys / f"{role}.pem")]
+    after = shown(place)
+    for role, told in after.items():
+        assert told["signed"], role
+        assert told["keys"] != before[role]["keys"]
+        assert told["version"] > before[role]["version"] or role in {"snapshot", "timestamp"}
+        assert all(key["here"] == (told["kept"] == "offline") for key in told["keys"])
+    assert after["release"]["content"] == 1
+    assert run("registry", "show", "lenet@1")["bundles"][0]["signed_path"] == PATH
+
+
+def test_after_a_theft_the_old_list_is_dropped_and_the_registry_says_so(people, place, capsys):
+    keys = place / "keys"
+    told = said(capsys, "cloud", "keys", "rotate", "release", "--keys", keys, "--stolen")
+    assert "signed again: nothing; sign what you know with triplane sign" in told
+    assert "destroy every copy" in told
+    assert "not signed, so no node takes it" in said(capsys, "registry", "show", "lenet@1")
+    run("sign", "lenet@1", "--keys", keys)
+    assert run("registry", "show", "lenet@1")["bundles"][0]["signed_path"] == PATH
+    assert "it is carried on" in said(
+        capsys, "cloud", "keys", "rotate", "targets", "--keys", keys, "--stolen", code=2
+    )
+
+
+def test_a_folder_without_keys_is_named(people, place, capsys):
+    (place / "empty").mkdir(exist_ok=True)
+    shutil.copy(place / "keys" / "root.json", place / "empty")
+    words = ("cloud", "keys", "renew", "--keys", place / "empty")
+    assert "name the offline folder" in said(capsys, *words, code=2)
+    refused = run("cloud", "keys", "rotate", "release", "--keys", place / "empty", code=2)
+    assert "has no key of the role targets" in json.dumps(refused)
+    assert not list((place / "empty").glob("*.pem")), "no key is made before it can be named"
+
+
+def test_warnings_begin_thirty_days_before_and_name_what_the_cloud_neglects():
+    fine = dict.fromkeys(ROLES, WARN_S + 1)
+    assert warnings(fine, 0.0) == []
+    (people_s,) = warnings(fine | {"root": WARN_S - 1}, 0.0)
+    assert "renew --role root" in people_s
+    (ended,) = warnings(fine | {"release": 0.5}, 0.9)
+    assert "has ended; nodes take nothing new" in ended
+    assert warnings(fine | {"timestamp": 1.0}, 0.0) == []
+    (neglected,) = warnings(fine | {"timestamp": 0.5}, 0.9)
+    assert "the cloud does not sign it again" in neglected
