@@ -1,0 +1,226 @@
+"""Flower's strategies on our grid, and our algorithms as a Flower strategy (extra `[flower]`).
+
+The one module of the cloud that imports flwr. `StreamGrid` is what a Flower `Strategy` calls; what
+carries its messages is given to it, so the same grid runs over the session stream, in one process,
+or under a test. `Triplane` is a Flower strategy whose devices run a plan: it works on our grid and
+under Flower's own SuperLink alike.
+
+Flower keeps the run, the node and the task in process-wide variables, and its wire form is in a
+private module; both are used here and held by the contract tests, for flwr 1.41.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as WireMessage
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.algorithms import Hyper, algorithm
+from triplane.unified_ir.federated.core.reduce import reduce
+
+MAX_MESSAGE_BYTES: Final = 2**31 - 1
+PLAN: Final = "plan"
+PLAN_DIGEST: Final = "plan-digest"
+
+Exchange = Callable[[Mapping[int, bytes], float | None], Mapping[int, bytes]]
+"""(message by node, seconds to wait or None) -> reply by node; who does not answer is left out."""
+
+
+class StreamGrid(Grid):
+    """A grid over any way to carry bytes. nodes: ids of those that are there, asked each time.
+
+    Replies come in order of node ids, so a strategy that sums them as they come gives the same
+    bits every time.
+    """
+
+    def __init__(self, nodes: Callable[[], Sequence[int]], exchange: Exchange, *, run: int) -> None:
+        self._nodes, self._exchange = nodes, exchange
+        self._run = Run.create_empty(run_id=run)
+        self._replies: dict[str, Message] = {}
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = run, 1, 1
+
+    def set_run(self, run: Run) -> None:
+        """See `Grid`."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """See `Grid`."""
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """See `Grid`."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """See `Grid`."""
+        return sorted(self._nodes())
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Send and wait; `pull_messages` then gives the replies."""
+        sent = list(messages)
+        for reply in self.send_and_receive(sent):
+            self._replies[reply.metadata.reply_to_message_id] = reply
+        return [message.metadata.message_id for message in sent]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """See `Grid`."""
+        return [self._replies.pop(i) for i in message_ids if i in self._replies]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """See `Grid`. InvalidInput where two messages are for one node."""
+        wanted: dict[int, bytes] = {}
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = uuid.uuid4().hex
+            node = message.metadata.dst_node_id
+            if node in wanted:
+                raise InvalidInput(f"a round sends one message to a node, node {node} has two")
+            wanted[node] = message_to_proto(message).SerializeToString()
+        found = self._exchange(wanted, timeout) if wanted else {}
+        return [message_of(found[node]) for node in sorted(found.keys() & wanted.keys())]
+
+
+def message_of(data: bytes) -> Message:
+    """A Flower message of its bytes. InvalidInput where they are none."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise InvalidInput(f"a Flower message has at most {MAX_MESSAGE_BYTES} bytes")
+    try:
+        return message_from_proto(WireMessage.FromString(data))
+    except Exception as error:  # whatever protobuf or flwr stumbles over
+        raise InvalidInput(f"these bytes are no Flower message: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Samples of a step; see federation.proto."""
+
+    steps: int = 10
+    batch_size: int = 16
+    support: int = 8
+    query: int = 8
+
+
+class Triplane(FedAvg):
+    """One of our algorithms as a Flower strategy; the devices run `triplane.device.flower`.
+
+    plan: bytes of a plan file made by `algorithms.plan_of`. Arrays are the shared state by name,
+    replies its change. A node gets the plan with each message until it has answered once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        plan: bytes,
+        digest: str,
+        *,
+        hyper: Hyper | None = None,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+        **flower: Any,
+    ) -> None:
+        super().__init__(**flower)
+        self._row, self._hyper = algorithm(name), hyper or Hyper()
+        self._plan = record_of({PLAN: np.frombuffer(plan, np.uint8)})
+        self._digest = digest
+        self._work = {**asdict(sampling or Sampling()), "seed": seed}
+        self._know: set[int] = set()
+        self._state: dict[str, np.ndarray[Any, Any]] = {}
+        self._slots: dict[str, np.ndarray[Any, Any]] = {}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """See `Strategy`."""
+        self._state = named_arrays(arrays)
+        return self._asked(super().configure_train(server_round, arrays, config, grid))
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """See `Strategy`."""
+        return self._asked(super().configure_evaluate(server_round, arrays, config, grid))
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The next shared state: the mean of changes in order of node ids, then our optimizer."""
+        replies = sorted(replies, key=lambda reply: reply.metadata.src_node_id)
+        valid, failed = self._check_and_log_replies(replies, is_train=True)
+        self._remember(valid, failed)
+        if not valid:
+            return None, None
+        updates = [_update(message, self.arrayrecord_key) for message in valid]
+        state, self._slots = reduce(
+            self._state,
+            self._slots,
+            updates,
+            weighting=self._row.weighting,
+            server=self._row.server,
+            hyper=self._hyper,
+        )
+        metrics = self.train_metrics_aggr_fn([m.content for m in valid], self.weighted_by_key)
+        return record_of(state), metrics
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """See `Strategy`."""
+        return super().aggregate_evaluate(server_round, list(replies))
+
+    def _asked(self, messages: Iterable[Message]) -> list[Message]:
+        """The messages with our work in them, and the plan for those that have not got it."""
+        made = []
+        for message in messages:
+            content = message.content
+            config = ConfigRecord({**content[self.configrecord_key], **self._work})
+            config[PLAN_DIGEST] = self._digest
+            config["adapt-steps"] = self._hyper.inner_steps
+            node = message.metadata.dst_node_id
+            records = {
+                self.arrayrecord_key: content[self.arrayrecord_key],
+                self.configrecord_key: config,
+            }
+            if node not in self._know:
+                records[PLAN] = self._plan
+            made.append(Message(RecordDict(records), node, message.metadata.message_type))
+        return made
+
+    def _remember(self, valid: Sequence[Message], failed: Sequence[Message]) -> None:
+        self._know |= {message.metadata.src_node_id for message in valid}
+        self._know -= {message.metadata.src_node_id for message in failed}
+
+
+def named_arrays(record: ArrayRecord) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays of a record by name."""
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def record_of(arrays: Mapping[str, np.ndarray[Any, Any]]) -> ArrayRecord:
+    """Named arrays as a record."""
+    return ArrayRecord({name: Array(array) for name, array in arrays.items()})
+
+
+def _update(message: Message, key: str) -> tuple[int, Callable[[], dict[str, Any]]]:
+    examples = int(next(iter(message.content.metric_records.values()))["num-examples"])
+    record = message.content[key]
+    return examples, lambda: named_arrays(record)
