@@ -6,8 +6,8 @@ beside it and runs those. So a request waits for at most one run that is not its
 of a queue that is longer than one batch. Only right after a shared run does the next one pause for
 its callers to come back, at most `pause_s`: else one caller in step with seven runs 1, 7, 1, 7.
 
-Each call gets the rows it sent, by position. When a merged run fails, each of its calls is run
-alone, so one caller's values cannot fail another's request.
+Each call gets the rows it sent, by position. When a merged run fails, each of its calls that is
+still in time is run alone, so one caller's values cannot fail another's request.
 """
 
 import threading
@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from triplane.edge.serving.running import Call, Ran
+from triplane.edge.serving.running import Call, Ran, run_for
 from triplane.edge.serving.servable import Array, Servable
 from triplane.edge.serving.statistics import Statistics
 from triplane.proto.status import DeadlineExceeded
@@ -150,7 +150,8 @@ class Merged:
             return
         for one in batch:
             try:
-                one.results, one.infer_ns = self._timed(one.feeds, one.rows)
+                one.call.require_time()
+                one.results, one.infer_ns = self._timed([one.call], one.feeds, one.rows)
             except Exception as error:  # noqa: BLE001 -- raised again in the thread of its call
                 one.error = error
 
@@ -161,7 +162,7 @@ class Merged:
             feeds = {
                 name: np.concatenate([one.feeds[name] for one in batch]) for name in batch[0].feeds
             }
-            results, infer_ns = self._timed(feeds, rows)
+            results, infer_ns = self._timed([one.call for one in batch], feeds, rows)
         except Exception:  # noqa: BLE001 -- alone, each call meets its own error
             return False
         if any(result.shape[:1] != (rows,) for result in results.values()):
@@ -174,9 +175,11 @@ class Merged:
             start = end
         return True
 
-    def _timed(self, feeds: Mapping[str, Array], rows: int) -> tuple[dict[str, Array], int]:
+    def _timed(
+        self, calls: Sequence[Call], feeds: Mapping[str, Array], rows: int
+    ) -> tuple[dict[str, Array], int]:
         started = time.perf_counter_ns()
-        results = self._servable.run(feeds)
+        results = run_for(calls, self._servable, feeds)
         infer_ns = time.perf_counter_ns() - started
         self._statistics.executed(rows, infer_ns)
         return results, infer_ns

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from triplane.edge.serving.servable import Array, TensorInfo
 from triplane.unified_ir.runtime.bundle import Bundle
-from triplane.unified_ir.runtime.session import Session, SessionOptions
+from triplane.unified_ir.runtime.session import Session, SessionOptions, Stop
 
 
 class BundleServable:
@@ -21,9 +21,9 @@ class BundleServable:
         self.outputs: Sequence[TensorInfo] = session.outputs
         self._session = session
 
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+    def run(self, feeds: Mapping[str, Array], *, stop: Stop | None = None) -> dict[str, Array]:
         """See `Servable`."""
-        return self._session.run(feeds)
+        return self._session.run(feeds, stop=stop)
 
 
 def open_bundle(

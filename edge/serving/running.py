@@ -1,33 +1,100 @@
-"""Running one checked request: the call it belongs to, and the plain way to run it.
+"""Running checked requests: the calls they belong to, and the plain way to run one.
 
-A call whose deadline has passed, or whose caller has gone, is never run.
+A call whose deadline has passed, or whose caller has gone, is never run; a run that every one of
+its callers has given up is stopped before its next node. So no request, a loop without end
+included, holds a thread for much longer than somebody waits for it.
 """
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from triplane.edge.serving.servable import Array, Servable
 from triplane.edge.serving.statistics import Statistics
+from triplane.proto.errors import Unavailable
 from triplane.proto.status import DeadlineExceeded
+from triplane.unified_ir.runtime.session import Stop
+
+LOOK_PERIOD_S: Final = 0.5  # how often runs that nobody waits for are looked for
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     """Who waits for the answer, until when, and since when.
 
-    `deadline_s` is on `time.monotonic`; `arrived_ns` on `time.perf_counter_ns`.
+    `deadline_s` is on `time.monotonic`; `arrived_ns` on `time.perf_counter_ns`. `runs` stops what
+    runs for the call; None where nothing shall.
     """
 
     deadline_s: float
     arrived_ns: int
     waited: Callable[[], bool]
+    runs: "Runs | None" = None
+
+    @property
+    def in_time(self) -> bool:
+        """Whether somebody still waits for the answer."""
+        return time.monotonic() < self.deadline_s and self.waited()
 
     def require_time(self) -> None:
         """Raise DeadlineExceeded unless somebody still waits for the answer."""
-        if time.monotonic() >= self.deadline_s or not self.waited():
+        if not self.in_time:
             raise DeadlineExceeded("the deadline passed before the model ran; nothing was computed")
+
+
+class Runs:
+    """The runs in progress, and the thread that stops those nobody waits for any more."""
+
+    def __init__(self) -> None:
+        self._held: dict[Stop, Sequence[Call]] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._look = threading.Thread(target=self._run, name="runs", daemon=True)
+        self._look.start()
+
+    @contextlib.contextmanager
+    def of(self, calls: Sequence[Call]) -> Iterator[Stop]:
+        """A stop for the run in the body, set when none of the calls waits for it any more."""
+        stop = Stop()
+        with self._lock:
+            self._held[stop] = calls
+        try:
+            yield stop
+        finally:
+            with self._lock:
+                del self._held[stop]
+
+    def close(self) -> None:
+        """Stop the looking thread."""
+        self._ended.set()
+        self._look.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(LOOK_PERIOD_S):
+            with self._lock:
+                held = [*self._held.items()]
+            for stop, calls in held:
+                if not any(call.in_time for call in calls):
+                    stop.set()
+
+
+def run_for(
+    calls: Sequence[Call], servable: Servable, feeds: Mapping[str, Array]
+) -> dict[str, Array]:
+    """Run on behalf of these calls. Raises DeadlineExceeded when all of them gave up meanwhile."""
+    runs = calls[0].runs
+    if runs is None:
+        return servable.run(feeds)
+    with runs.of(calls) as stop:
+        try:
+            return servable.run(feeds, stop=stop)
+        except Unavailable as error:
+            if not stop.is_set:
+                raise
+            raise DeadlineExceeded("the deadline passed while the model ran") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +130,7 @@ class Direct:
         """See `Runner`."""
         call.require_time()
         started = time.perf_counter_ns()
-        results = self._servable.run(feeds)
+        results = run_for((call,), self._servable, feeds)
         infer_ns = time.perf_counter_ns() - started
         self._statistics.executed(rows, infer_ns)
         return Ran(results, 0, infer_ns)

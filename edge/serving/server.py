@@ -24,6 +24,7 @@ from triplane.edge.serving.metrics import MetricsServer, ServingCollector
 from triplane.edge.serving.receiving import Receiving
 from triplane.edge.serving.reflection import private_pool
 from triplane.edge.serving.repository import Repository
+from triplane.edge.serving.running import Runs
 from triplane.edge.serving.sending import Sending
 from triplane.edge.serving.service import Service
 from triplane.edge.serving.wire import WIRE_NAME, Wire
@@ -90,6 +91,7 @@ class Server:
         self.service = Service(repository, limits)
         self._health = Health(WIRE_NAME)
         self._receiving = Receiving()
+        self._runs = Runs()
         self._lanes = (
             Lane("infer", threads=limits.threads, queued=limits.queued_calls),
             Lane("stream", threads=limits.streams, queued=0),
@@ -125,6 +127,7 @@ class Server:
         for lane in self._lanes:
             lane.shutdown()
         self._receiving.close()
+        self._runs.close()
         if self._metrics:
             self._metrics.close()
             self._metrics = None
@@ -154,7 +157,7 @@ class Server:
     def _build(self) -> grpc.Server:
         infer, streams, control = self._lanes
         sending = Sending(self._receiving, self._limits, self._refused)
-        wire = Wire(self.service, self._receiving, sending, self._limits)
+        wire = Wire(self.service, self._receiving, self._runs, sending, self._limits)
         self._routes = routes = Routes(control, self._refused)
         routes.add(WIRE_NAME, wire.methods(infer=infer, streams=streams, control=control))
         check = wire.unary(health_pb2.HealthCheckRequest, self._health.check)

@@ -17,7 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 from triplane.edge.serving.lanes import Behaviour, Lane
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.receiving import REST, Receiving, one
-from triplane.edge.serving.running import Call
+from triplane.edge.serving.running import Call, Runs
 from triplane.edge.serving.sending import Sending
 from triplane.edge.serving.service import Service
 from triplane.edge.serving.structure import check_structure
@@ -37,10 +37,16 @@ class Wire:
     """Makes the behaviours of one server."""
 
     def __init__(
-        self, service: Service, receiving: Receiving, sending: Sending, limits: Limits
+        self,
+        service: Service,
+        receiving: Receiving,
+        runs: Runs,
+        sending: Sending,
+        limits: Limits,
     ) -> None:
         self._service = service
         self._receiving = receiving
+        self._runs = runs
         self._sending = sending
         self._limits = limits
 
@@ -153,7 +159,7 @@ class Wire:
         if "timeout" in request.parameters:
             timeout_us = request.parameters["timeout"].int64_param
             left_s = min(left_s, timeout_us / 1e6) if timeout_us > 0 else left_s
-        return Call(time.monotonic() + left_s, arrived_ns, context.is_active)
+        return Call(time.monotonic() + left_s, arrived_ns, context.is_active, self._runs)
 
 
 def parse(message_class: type[M], data: bytes) -> M:

@@ -112,3 +112,30 @@ def product() -> bytes:
         {"w": (2, 1), "x": ("N", 2)},
         {"p": ("N", 1)},
     )
+
+
+def counting() -> bytes:
+    """y = x + trips, one by one: as many nodes run as the caller says. trips: (), x: (1,)."""
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["going"], ["going_on"]),
+            helper.make_node("Add", ["sum", "one"], ["sum_on"]),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("trip", TensorProto.INT64, []),
+            helper.make_tensor_value_info("going", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("sum", TensorProto.FLOAT, [1]),
+        ],
+        [
+            helper.make_tensor_value_info("going_on", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("sum_on", TensorProto.FLOAT, [1]),
+        ],
+    )
+    return model(
+        [helper.make_node("Loop", ["trips", "", "x"], ["y"], body=body)],
+        {"trips": (), "x": (1,)},
+        {"y": (1,)},
+        {"one": np.ones(1, np.float32)},
+        types={"trips": TensorProto.INT64},
+    )

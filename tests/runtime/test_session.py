@@ -1,10 +1,12 @@
+import threading
+
 import numpy as np
 import pytest
 from onnx import TensorProto, helper
-from tests.runtime.graphs import external, linear, model, sgd_step
+from tests.runtime.graphs import counting, external, linear, model, sgd_step
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
-from triplane.unified_ir.runtime.session import Session, SessionOptions, available_providers
+from triplane.unified_ir.runtime.session import Session, SessionOptions, Stop, available_providers
 from triplane.unified_ir.runtime.signature import TensorInfo, next_name
 
 node = helper.make_node
@@ -63,6 +65,31 @@ def test_values_the_graph_cannot_take_are_invalid_input():
     )
     with pytest.raises(InvalidInput, match="indices element out of data bounds"):
         Session(graph).run({"i": np.array([7])})
+
+
+def test_a_stop_ends_a_run_that_would_never_end_and_the_session_goes_on():
+    session, stop = Session(counting()), Stop()
+    x = np.zeros(1, np.float32)
+    timer = threading.Timer(0.05, stop.set)
+    timer.start()
+    with pytest.raises(Unavailable, match="stopped before it ended"):
+        session.run({"trips": np.array(2**62), "x": x}, stop=stop)
+    timer.join()
+    assert session.run({"trips": np.array(3), "x": x}, stop=Stop())["y"] == 3
+
+
+def test_an_allocation_that_fails_is_an_error_and_no_line_on_standard_error(capfd):
+    wide = model(
+        [node("ConstantOfShape", ["n"], ["y"])],
+        {"n": (1,)},
+        {"y": ("M",)},
+        types={"n": TensorProto.INT64},
+    )
+    session = Session(wide)
+    for size in (2**62, 2**40, -1):
+        with pytest.raises(InvalidInput, match="failed on these values"):
+            session.run({"n": np.array([size])})
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("junk", [b"junk", b"\x08\xff"])

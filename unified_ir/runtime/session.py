@@ -50,6 +50,8 @@ LOG_FATAL: Final = 4
 """onnxruntime's severity "fatal": its errors are raised here, and a caller's bad values must not
 write a line of standard error each."""
 
+ort.set_default_logger_severity(LOG_FATAL)  # the allocator's, which no session's options reach
+
 NO_FOLDER: Final = "/dev/null/none"
 """A path that cannot exist: graphs given as bytes resolve external data here, hence nowhere."""
 
@@ -92,6 +94,22 @@ class SessionOptions:
 DEFAULT_OPTIONS: Final = SessionOptions()
 
 
+class Stop:
+    """Ends the runs it was given to, from any thread and for good: see `Session.run`."""
+
+    def __init__(self) -> None:
+        self._options = _C.RunOptions()
+
+    def set(self) -> None:
+        """Let every run that has this stop end before its next node."""
+        self._options.terminate = True
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it was set."""
+        return bool(self._options.terminate)
+
+
 class Session:
     """A loaded graph. `run` may be called from several threads at once."""
 
@@ -121,14 +139,23 @@ class Session:
         self._output_names = [tensor.name for tensor in self.outputs]
 
     def run(
-        self, feeds: Mapping[str, Array], outputs: tuple[str, ...] | None = None
+        self,
+        feeds: Mapping[str, Array],
+        outputs: tuple[str, ...] | None = None,
+        *,
+        stop: Stop | None = None,
     ) -> dict[str, Array]:
-        """Return the named outputs (all by default) for `feeds`, which must fit `inputs`."""
+        """Return the named outputs (all by default) for `feeds`, which must fit `inputs`.
+
+        Unavailable: `stop` was set before the last node began. A node that runs is never cut short.
+        """
         feeds = self._signature.check(feeds)
         names = self._output_names if outputs is None else self._known(outputs)
         try:
-            values = self._c.run(names, feeds, None)
+            values = self._c.run(names, feeds, stop._options if stop else None)  # noqa: SLF001
         except _FAILURES as error:
+            if stop is not None and stop.is_set:
+                raise Unavailable("the run was stopped before it ended") from error
             raise _run_failure(error) from error
         return dict(zip(names, values, strict=True))
 

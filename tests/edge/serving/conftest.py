@@ -60,8 +60,8 @@ class SessionServable:
     def __post_init__(self):
         self.inputs, self.outputs = self.session.inputs, self.session.outputs
 
-    def run(self, feeds):
-        return self.session.run(feeds)
+    def run(self, feeds, *, stop=None):
+        return self.session.run(feeds, stop=stop)
 
 
 class Gated:
@@ -75,12 +75,12 @@ class Gated:
         self.runs = 0
         self._entered = threading.Condition()
 
-    def run(self, feeds):
+    def run(self, feeds, *, stop=None):
         with self._entered:
             self.runs += 1
             self._entered.notify_all()
         assert self.gate.wait(30)
-        return self.inner.run(feeds)
+        return self.inner.run(feeds, stop=stop)
 
     def wait_for_runs(self, count):
         with self._entered:

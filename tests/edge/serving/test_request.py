@@ -41,8 +41,8 @@ def contract():
         name, version, labels = "plain", "1", {}
         inputs, outputs = session.inputs, session.outputs
 
-        def run(self, feeds):
-            return session.run(feeds)
+        def run(self, feeds, *, stop=None):
+            return session.run(feeds, stop=stop)
 
     return contract_of(Plain())
 

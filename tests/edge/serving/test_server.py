@@ -16,12 +16,14 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from tests.runtime import graphs as runtime_graphs
 
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.server import Server, Tls
 from triplane.edge.serving.wire import WIRE_NAME
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput, NotFound, Unavailable
+from triplane.unified_ir.runtime.session import Session
 
 X = np.ones((1, 4), np.float32)
 
@@ -95,6 +97,22 @@ def test_the_timeout_parameter_is_a_deadline_in_microseconds(serve, connect, kit
         client.infer("linear", [kit.tensor("x", X)], timeout=1)
     assert raised.value.status() == "StatusCode.DEADLINE_EXCEEDED"
     assert client.infer("linear", [kit.tensor("x", X)], timeout=10_000_000)
+
+
+def test_a_run_without_end_is_stopped_when_nobody_waits_for_it_any_more(serve, connect, kit):
+    counting = kit.SessionServable(Session(runtime_graphs.counting()), name="counting")
+    server = serve(counting, limits=Limits(threads=1))
+    client, x = connect(server), np.zeros(1, np.float32)
+
+    def count(trips, **kw):
+        tensors = [kit.tensor("trips", np.array(trips), "INT64"), kit.tensor("x", x)]
+        return client.infer("counting", tensors, **kw).as_numpy("y")
+
+    for options in ({"client_timeout": 0.1}, {"timeout": 100_000}):
+        with pytest.raises(triton.InferenceServerException) as raised:
+            count(2**62, **options)
+        assert raised.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+        assert count(3) == 3, "the only thread is free again"
 
 
 def test_streams_beyond_the_limit_are_refused_and_idle_ones_do_not_block_inference(
@@ -226,7 +244,7 @@ def test_a_fault_of_the_server_leaves_as_a_constant_text_and_an_id(serve, connec
         name, version, labels = "broken", "1", {}
         inputs, outputs = kit.linear().inputs, kit.linear().outputs
 
-        def run(self, feeds):
+        def run(self, feeds, *, stop=None):
             raise ZeroDivisionError("secret")
 
     client = connect(serve(Broken()))
