@@ -1,0 +1,83 @@
+"""`python -m triplane.device HOME`: the device process. One line of JSON says that it is ready."""
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from triplane.proto.errors import TriplaneError
+
+
+class Facts(logging.Formatter):
+    """The event, then its facts, on one line."""
+
+    _KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        facts = {k: v for k, v in vars(record).items() if k not in self._KNOWN}
+        told = " ".join(f"{name}={value!s}" for name, value in facts.items())
+        return (
+            f"{self.formatTime(record)} {record.levelname.lower()} {super().format(record)} {told}"
+        )
+
+
+def main(
+    home: Path | str,
+    samples: Path | str | None = None,
+    *,
+    population: str | None = None,
+    held_out: float | None = None,
+    log_level: str = "INFO",
+    line: Callable[[dict[str, object]], str] = json.dumps,
+) -> None:
+    """Take part in runs until SIGTERM or SIGINT; `line` makes the ready line of its record."""
+    from triplane.device.client import FederatedClient
+
+    log = logging.StreamHandler()
+    log.setFormatter(Facts("%(message)s"))
+    logging.basicConfig(level=log_level.upper(), handlers=[log])
+    client = FederatedClient(home, samples, population=population, held_out=held_out)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: client.stop())
+
+    def ready() -> None:
+        record = {
+            "device": client.name,
+            "population": client.settings.population,
+            "examples": client.shard.examples,
+            "held_out": client.shard.held_out_samples,
+            "pid": os.getpid(),
+        }
+        sys.stdout.write(line(record) + "\n")
+        sys.stdout.flush()
+
+    client.run(ready)
+
+
+def _command() -> None:
+    parser = argparse.ArgumentParser(prog="python -m triplane.device")
+    parser.add_argument("home", type=Path)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--population")
+    parser.add_argument("--held-out", type=float)
+    parser.add_argument("--log-level", default="INFO")
+    given = parser.parse_args()
+    try:
+        main(
+            given.home,
+            given.data,
+            population=given.population,
+            held_out=given.held_out,
+            log_level=given.log_level,
+        )
+    except TriplaneError as error:
+        sys.exit(f"device: {error}")
+
+
+if __name__ == "__main__":
+    _command()

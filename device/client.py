@@ -1,0 +1,350 @@
+"""`FederatedClient`: a device in an application or as a process; samples in, updates out.
+
+One session with the cloud on an event loop, one task at a time in a thread beside it. Everything
+here may be killed at any instant: what matters is in the home, and the next client goes on there.
+"""
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import grpc
+
+from triplane.device.desk import Desk, Stop, Withdrawn
+from triplane.device.home import DEFAULT_HOME, DeviceHome, Settings
+from triplane.device.model import Choice, Model
+from triplane.device.samples import Source, shard_of
+from triplane.device.tasks import Orders, Task, orders_of
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.channels import connect, connect_aio
+from triplane.proto.errors import Conflict, NotFound, TriplaneError, Unavailable
+from triplane.proto.identity import enrol, needs_renewal, renew
+from triplane.proto.stream import SessionClient
+from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.learn import Shard
+from triplane.unified_ir.runtime.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SOFTWARE: Final = "triplane"
+FIRST_WAIT_S: Final = 0.5
+MAX_WAIT_S: Final = 30.0
+RENEWAL_LOOK_S: Final = 3600.0
+REMEMBERED: Final = 256
+"""Leases whose contribution was acknowledged: an older document may still name them."""
+
+_NO_ORDERS: Final = Orders()
+"""Until the first document: what is pending waits, for nothing is known of it."""
+
+
+class FederatedClient:
+    """A device that learns with others from its own samples.
+
+    home: its folder. samples: see `shard_of`. population: which runs it offers itself for.
+
+        client = FederatedClient("my-device", {"x": images, "y": labels}, population="cameras")
+        client.enrol(token, "cloud.example:8444")     # once
+        client.run()                                  # until stop(), from another thread
+        client.predict(images[:1])
+    """
+
+    def __init__(
+        self,
+        home: Path | str = DEFAULT_HOME,
+        samples: Source | None = None,
+        *,
+        population: str | None = None,
+        held_out: float | None = None,
+    ) -> None:
+        """Options that are absent are those of `device.json`. NotFound without any samples."""
+        self._home = DeviceHome(home)
+        settings = self._home.settings
+        if population is not None:
+            settings = replace(settings, population=population)
+        if held_out is not None:
+            settings = replace(settings, held_out=held_out)
+        if samples is None and not settings.data:
+            raise NotFound("no samples: give arrays, an npz file or batches, or set `data`")
+        source = settings.data if samples is None else samples
+        self._settings = settings
+        self.shard: Shard = shard_of(source, held_out=settings.held_out)
+        self._working: _Working | None = None
+        self._lock = threading.Lock()
+        self._serving: tuple[Choice, Plan] | None = None
+
+    @property
+    def name(self) -> str:
+        """In our certificate. NotFound before enrolment."""
+        return self._home.identity.name
+
+    @property
+    def settings(self) -> Settings:
+        """As they hold for this client."""
+        return self._settings
+
+    def enrol(self, token: str, cloud: str) -> str:
+        """Become a device of the cloud whose enrolment port is at `cloud`; our name there.
+
+        May be repeated with the same token. The key is made here and stays here.
+        """
+        self._home.make()
+        enrol(token, cloud, self._home.identity_path)
+        self._home.save_settings(self._settings)
+        return self.name
+
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Take part in runs until `stop`; call from any one thread. `ready`: told when begun."""
+        asyncio.run(self.serve(ready))
+
+    async def serve(self, ready: Callable[[], None] = lambda: None) -> None:
+        """`run` on a loop of the caller's; ends by `stop` or by cancellation."""
+        self._home.require_enrolled()
+        self._home.make()
+        with self._home.held():
+            working = _Working(self._home, self._settings, self.shard)
+            with self._lock:
+                if self._working is not None:
+                    raise Conflict("this client runs already")
+                self._working = working
+            try:
+                ready()
+                await working.run()
+            finally:
+                self._working = None
+
+    def stop(self) -> None:
+        """Let `run` return soon; from any thread, or a signal handler. What was begun is kept."""
+        working = self._working
+        if working is not None:
+            working.stop()
+
+    def choice(self) -> Choice | None:
+        """What the model of this device is and how it was measured; None before the first task."""
+        return Model(self._home.model).choice()
+
+    @property
+    def model(self) -> Plan:
+        """The newest plan with the better of shared and personal state. NotFound before any."""
+        with self._lock:
+            choice = self.choice()
+            if choice is None:
+                raise NotFound("no model yet: it comes with the first task of a run")
+            if self._serving is None or self._serving[0] != choice:
+                plan = Plan.load(self._home.plans / choice.plan)
+                Model(self._home.model).load_into(plan)
+                self._serving = (choice, plan)
+            return self._serving[1]
+
+    def predict(self, *x: Array, **inputs: Array) -> dict[str, Array]:
+        """Run the model's `predict`; see `Plan.predict`. One thread at a time."""
+        return self.model.predict(*x, **inputs)
+
+
+class _Working:
+    """One run of a client."""
+
+    def __init__(self, home: DeviceHome, settings: Settings, shard: Shard) -> None:
+        self._home, self._settings, self._shard = home, settings, shard
+        self._name = home.identity.name
+        self._desk = Desk(home, shard, settings, self._open_channel)
+        self._session = SessionClient(
+            lambda: connect_aio(home.identity),
+            self._on_message,
+            software=SOFTWARE,
+            greeting=self._offer,
+        )
+        self._orders = self._settled = _NO_ORDERS
+        self._changed = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._desk_free = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._doing: tuple[str, Stop] | None = None
+        self._done: dict[str, None] = {}
+        self._channel: grpc.Channel | None = None
+        self._channel_lock = threading.Lock()
+
+    async def run(self) -> None:
+        """Until `stop` or cancellation."""
+        logger.info("device started", extra={"device": self._name, **_sizes(self._shard)})
+        tasks = [
+            asyncio.create_task(work)
+            for work in (self._stopped.wait(), self._session.run(), self._work(), self._renew())
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            if self._doing:
+                self._doing[1].now()
+            self._forget_channel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            async with self._desk_free:
+                logger.info("device stopped", extra={"device": self._name})
+
+    def stop(self) -> None:
+        """From any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._stopped.set)
+
+    def _offer(self) -> pb.Offer:
+        return pb.Offer(
+            population=self._settings.population,
+            examples=self._shard.examples,
+            held_out=self._shard.held_out_samples,
+            software=SOFTWARE,
+        )
+
+    async def _on_message(self, message: Any) -> None:
+        if not isinstance(message, pb.Work):
+            return
+        try:
+            orders = orders_of(
+                message,
+                self._name,
+                max_blob_bytes=self._settings.max_blob_bytes,
+                now_s=time.monotonic(),
+            )
+        except TriplaneError as error:
+            logger.warning("work document refused", extra={"reason": str(error)})
+            return
+        self._orders = orders
+        if self._doing and self._doing[0] not in orders.leases:
+            self._doing[1].now()
+        self._changed.set()
+
+    async def _work(self) -> None:
+        wait_s = FIRST_WAIT_S
+        while True:
+            self._changed.clear()
+            try:
+                await self._settle()
+                contribution = await self._next()
+                wait_s = FIRST_WAIT_S
+            except Withdrawn:
+                continue
+            except Unavailable as error:
+                logger.info("task waits", extra={"reason": str(error), "seconds": wait_s})
+                await self._pause(wait_s)
+                wait_s = min(2 * wait_s, MAX_WAIT_S)
+                continue
+            if contribution is None:
+                await self._changed.wait()
+            else:
+                await self._contribute(contribution)
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+
+    async def _next(self) -> pb.Contribution | None:
+        """Do the first task that was not done yet."""
+        orders = self._orders
+        for refused in orders.refused:
+            if refused.lease.hex() not in self._done:
+                return refused
+        for task in orders.tasks:
+            if task.lease not in self._done:
+                return await self._do(task, orders)
+        return None
+
+    async def _do(self, task: Task, orders: Orders) -> pb.Contribution:
+        stop = Stop(task.until_s)
+        self._doing = (task.lease, stop)
+        wanted = [blob for other in orders.tasks for blob in (other.plan, other.state)]
+        logger.info("task begun", extra=_facts(task))
+        try:
+            return await self._at_desk(lambda: self._desk.do(task, stop, wanted))
+        except Withdrawn:
+            self._remember(task.lease)
+            logger.info("task withdrawn", extra=_facts(task))
+            raise
+        finally:
+            self._doing = None
+
+    async def _contribute(self, contribution: pb.Contribution) -> None:
+        await self._session.send(contribution)
+        self._remember(contribution.lease.hex())
+        kind = contribution.WhichOneof("outcome")
+        logger.info("contributed", extra={"run": contribution.run, "kind": kind})
+
+    async def _settle(self) -> None:
+        """Let updates take effect that counted, and forget those whose lease is over."""
+        orders = self._orders
+        if orders is not self._settled:
+            await self._at_desk(lambda: settle(self._desk, orders))
+            self._settled = orders
+
+    async def _at_desk(self, work: Callable[[], T]) -> T:
+        """Run in a thread; the desk stays taken until the thread ended, even if we do not wait."""
+        async with self._desk_free:
+            doing = asyncio.ensure_future(asyncio.to_thread(work))
+            try:
+                return await asyncio.shield(doing)
+            except asyncio.CancelledError:
+                if self._doing:
+                    self._doing[1].now()
+                await asyncio.wait({doing})
+                raise
+
+    def _remember(self, lease: str) -> None:
+        self._done[lease] = None
+        while len(self._done) > REMEMBERED:
+            del self._done[next(iter(self._done))]
+
+    async def _renew(self) -> None:
+        while True:
+            identity = self._home.identity
+            if needs_renewal(identity, time.time()):
+                try:
+                    await asyncio.to_thread(renew, identity)
+                    self._forget_channel()
+                    logger.info("certificate renewed")
+                except TriplaneError as error:
+                    logger.warning("certificate not renewed", extra={"reason": str(error)})
+            await asyncio.sleep(RENEWAL_LOOK_S)
+
+    def _open_channel(self) -> grpc.Channel:
+        with self._channel_lock:
+            if self._channel is None:
+                self._channel = connect(self._home.identity)
+            return self._channel
+
+    def _forget_channel(self) -> None:
+        with self._channel_lock:
+            old, self._channel = self._channel, None
+        if old is not None:
+            old.close()
+
+
+def settle(desk: Desk, orders: Orders) -> None:
+    """Every pending update is counted, still open, or over."""
+    told = {(s.run, s.lease): s for s in orders.settled}
+    for pending in desk.memory.pending():
+        run, lease = pending.facts.run, pending.facts.lease
+        found = told.get((run, lease))
+        if found is None and lease in orders.leases:
+            continue
+        counted = found is not None and found.counted
+        desk.memory.settle(pending, counted=counted)
+        said = {"counted": counted, "reason": found.reason if found else "its lease is over"}
+        logger.info("update settled", extra={"run": run, "round": pending.facts.round, **said})
+
+
+def _facts(task: Task) -> dict[str, object]:
+    return {"run": task.work.run, "round": task.work.round, "kind": task.kind}
+
+
+def _sizes(shard: Shard) -> dict[str, int]:
+    return {"examples": shard.examples, "held_out": shard.held_out_samples}

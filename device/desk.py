@@ -1,0 +1,276 @@
+"""One task from its documents to its contribution: fetch, learn or score, write down, upload.
+
+Runs in a thread of its own, so the session lives on. What the cloud sends is checked again here:
+digests, plan and state that belong together, demands this version does not meet. A refusal becomes
+a contribution that declines with the reason; only what may pass later is raised (`Unavailable`).
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import grpc
+
+from triplane.device.home import DeviceHome, Settings
+from triplane.device.memory import Facts, Memory, Pending, Personal
+from triplane.device.model import SHARED, Choice, Model
+from triplane.device.tasks import Blob, Task, declined
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import Conflict, InvalidInput, TriplaneError, Unavailable
+from triplane.proto.transfer import BlobFolder, download, upload
+from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.files import read_state, write_update
+from triplane.unified_ir.federated.core.learn import ANCHOR, Shard, learn, shared
+from triplane.unified_ir.runtime.plan import Plan
+from triplane.unified_ir.runtime.signature import TensorInfo
+
+logger = logging.getLogger(__name__)
+
+
+class Withdrawn(Exception):
+    """The work is not wanted any more; nothing comes of it."""
+
+
+class Stop:
+    """Ends work: when it is told to, or at `until_s` of the clock."""
+
+    def __init__(self, until_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._until_s, self._clock = until_s, clock
+        self._told = threading.Event()
+
+    def now(self) -> None:
+        """End it; from any thread."""
+        self._told.set()
+
+    def check(self) -> None:
+        """Raise Withdrawn where the work ends."""
+        if self._told.is_set() or self._clock() >= self._until_s:
+            raise Withdrawn
+
+
+class Watched:
+    """A plan whose steps end with `stop`."""
+
+    def __init__(self, plan: Plan, stop: Stop) -> None:
+        self._plan, self._stop = plan, stop
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """See `Plan`."""
+        return self._plan.entries
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        """See `Plan`."""
+        return self._plan.roles
+
+    def inputs(self, entry: str, /) -> Sequence[TensorInfo]:
+        """See `Plan`."""
+        return self._plan.inputs(entry)
+
+    def run(self, entry: str, batch: Mapping[str, Array], /) -> Mapping[str, Array]:
+        """See `Plan`; raises Withdrawn instead of taking a step that nobody wants."""
+        self._stop.check()
+        return self._plan.run(entry, batch)
+
+    def state(self, *roles: str) -> dict[str, Array]:
+        """See `Plan`."""
+        return self._plan.state(*roles)
+
+    def view(self, *roles: str) -> Mapping[str, Array]:
+        """See `Plan`."""
+        return self._plan.view(*roles)
+
+    def assign(self, values: Mapping[str, Array], /) -> None:
+        """See `Plan`."""
+        self._plan.assign(values)
+
+
+class Desk:
+    """Where a device works. One thread at a time; `settle` counts as one.
+
+    channel: to the cloud, made when it is first needed.
+    """
+
+    def __init__(
+        self,
+        home: DeviceHome,
+        shard: Shard,
+        settings: Settings,
+        channel: Callable[[], grpc.Channel],
+    ) -> None:
+        self._home, self._shard, self._settings = home, shard, settings
+        self._channel = channel
+        self._blobs = BlobFolder(home.plans, max_bytes=settings.max_blob_bytes)
+        self.memory = Memory(home.personal, home.pending)
+        self.model = Model(home.model)
+        self._plan: Plan | None = None
+        self._plan_blob = b""
+        self._fresh: dict[str, Array] = {}
+
+    def do(self, task: Task, stop: Stop, wanted: Iterable[Blob] = ()) -> pb.Contribution:
+        """The task's contribution. wanted: blobs of other tasks at hand, which stay on disk.
+
+        Withdrawn: nobody wants it any more. Unavailable: the link or the disk; try again.
+        """
+        try:
+            return self._do(task, stop, frozenset(blob.sha256 for blob in wanted))
+        except Unavailable:
+            stop.check()
+            raise
+        except TriplaneError as error:
+            stop.check()
+            logger.warning("task declined", extra={**_names(task), "reason": str(error)})
+            lease = bytes.fromhex(task.lease)
+            return declined(task.work.run, task.work.round, lease, str(error))
+
+    def _do(self, task: Task, stop: Stop, wanted: frozenset[bytes]) -> pb.Contribution:
+        for pending in self.memory.pending():
+            if pending.facts.lease == task.lease:
+                return self._offered(pending, stop)
+        wanted |= {task.plan.sha256, task.state.sha256}
+        plan = self._plan_of(task, self._fetch(task.plan, wanted, stop))
+        self._assign(plan, task, self._fetch(task.state, wanted, stop))
+        return DOERS[task.kind](self, plan, task, stop)
+
+    def learn(self, plan: Plan, task: Task, stop: Stop) -> pb.Contribution:
+        """Learn, and write the update with what it implies before a byte of it leaves."""
+        if plan.compression and task.compression not in plan.compression:
+            raise Conflict(
+                f"the plan demands an update by {' or '.join(plan.compression)}, the task asks for "
+                f"{task.compression or 'none'}"
+            )
+        self._adopt_unmeasured(plan, task)
+        began_s = time.monotonic()
+        learned = learn(Watched(plan, stop), task.work, self._shard)
+        facts = Facts(
+            run=task.work.run,
+            round=task.work.round,
+            lease=task.lease,
+            examples=learned.examples,
+            loss=learned.loss,
+            seconds=time.monotonic() - began_s,
+        )
+        return self._offered(self._written(plan, task, facts, learned.change), stop)
+
+    def score(self, plan: Plan, task: Task, stop: Stop) -> pb.Contribution:
+        """Score the shared state before and after adaptation; keep the better for `predict`."""
+        found = self.model.judge(
+            plan,
+            Watched(plan, stop),
+            task.work,
+            self._shard,
+            steps=task.steps,
+            blob=task.plan.sha256.hex(),
+        )
+        told = pb.Score(
+            samples=found.samples, before=found.before, after=found.after, round=task.work.round
+        )
+        lease = bytes.fromhex(task.lease)
+        return pb.Contribution(run=task.work.run, round=task.work.round, lease=lease, score=told)
+
+    def _written(
+        self, plan: Plan, task: Task, facts: Facts, change: Mapping[str, Array]
+    ) -> Pending:
+        path = self._home.pending / f"{facts.run}.new"
+        written = write_update(
+            path,
+            change,
+            run=facts.run,
+            round=facts.round,
+            lease=facts.lease,
+            compression=task.compression,
+            keep=task.keep,
+            seed=task.work.seed,
+            remainder=_fitting(self.memory.personal(facts.run).remainder, change),
+        )
+        implied = Personal(plan.view("personal"), written.remainder)
+        return self.memory.keep(facts, path, implied)
+
+    def _offered(self, pending: Pending, stop: Stop) -> pb.Contribution:
+        """The contribution of an update that the cloud has all bytes of."""
+        path, facts = self.memory.bytes_of(pending), pending.facts
+        stop.check()
+        sha256 = upload(self._channel(), path)
+        told = pb.Update(
+            blob=pb.Blob(sha256=sha256, size=path.stat().st_size),
+            examples=facts.examples,
+            loss=facts.loss,
+            seconds=facts.seconds,
+        )
+        lease = bytes.fromhex(facts.lease)
+        return pb.Contribution(run=facts.run, round=facts.round, lease=lease, update=told)
+
+    def _fetch(self, blob: Blob, wanted: frozenset[bytes], stop: Stop) -> Path:
+        if not self._blobs.has(blob.sha256):
+            self._make_room(blob, wanted)
+        return download(
+            self._channel(), blob.sha256, blob.size, self._blobs, lambda _done, _size: stop.check()
+        )
+
+    def _make_room(self, blob: Blob, wanted: frozenset[bytes]) -> None:
+        """Drop what no task at hand and not the model needs; Conflict where it is not enough."""
+        kept, choice = 0, self.model.choice()
+        if choice is not None:
+            wanted |= {bytes.fromhex(choice.plan)}
+        for path in (*self._home.plans.iterdir(), *self._blobs.partial.iterdir()):
+            if path.is_dir():
+                continue
+            if bytes.fromhex(path.name) in wanted:
+                kept += path.stat().st_size
+            else:
+                self._blobs.remove(bytes.fromhex(path.name))
+        if kept + blob.size > self._settings.max_disk_bytes:
+            raise Conflict(
+                f"plans and states take at most {self._settings.max_disk_bytes} bytes here "
+                f"(max_disk_bytes in device.json); {kept} are in use and {blob.size} more are asked"
+            )
+
+    def _plan_of(self, task: Task, path: Path) -> Plan:
+        if self._plan is None or self._plan_blob != task.plan.sha256:
+            self._plan, self._fresh = None, {}
+            plan = Plan.load(path)
+            of_run = set(shared(plan.roles))
+            kept = (n for n in plan.roles if n not in of_run and not n.startswith(ANCHOR))
+            initial = plan.view()
+            self._fresh = {name: initial[name].copy() for name in kept}
+            self._plan, self._plan_blob = plan, task.plan.sha256
+        return self._plan
+
+    def _assign(self, plan: Plan, task: Task, path: Path) -> None:
+        """The round's start: shared state, our personal tensors, the rest as the plan has it."""
+        state = read_state(path, plan=plan.digest)
+        if odd := sorted(state.keys() ^ set(shared(plan.roles))):
+            raise InvalidInput(f"the state of a task is all shared state; it differs in {odd[:4]}")
+        ours = _fitting(self.memory.personal(task.work.run).tensors, plan.view("personal"))
+        plan.assign({**self._fresh, **state, **ours})
+
+    def _adopt_unmeasured(self, plan: Plan, task: Task) -> None:
+        """Use the shared state where nothing is measured: at first, or with nothing held out."""
+        blob, choice = task.plan.sha256.hex(), self.model.choice()
+        if choice is None or choice.plan != blob or not self._shard.held_out_samples:
+            work = task.work
+            new = Choice(run=work.run, round=work.round, plan=blob, chosen=SHARED)
+            self.model.adopt(plan, new)
+
+
+DOERS: Final[Mapping[str, Callable[[Desk, Plan, Task, Stop], pb.Contribution]]] = {
+    "learn": Desk.learn,
+    "evaluate": Desk.score,
+}
+
+
+def _fitting(ours: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:
+    """Those of our tensors that are of the plan at hand; another model's are of no use to it."""
+    return {
+        name: x
+        for name, x in ours.items()
+        if name in like and (x.dtype, x.shape) == (like[name].dtype, like[name].shape)
+    }
+
+
+def _names(task: Task) -> dict[str, object]:
+    return {"run": task.work.run, "round": task.work.round, "lease": task.lease[:8]}

@@ -1,0 +1,123 @@
+"""Where a device keeps everything, and what its owner decided about it.
+
+identity/      key and certificate          plans/     plans and states by SHA-256
+personal/      what never leaves            pending/   updates that were not settled yet
+device.json    settings                     lock       held by the one process that uses it
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from triplane.proto.disk import OS_DISK, write_atomic
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+
+if TYPE_CHECKING:
+    from triplane.proto.identity import IdentityFolder
+
+DEFAULT_HOME: Final = "~/.triplane/device"
+MAX_SETTINGS_BYTES: Final = 64 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """`device.json`.
+
+    population: which runs this device offers itself for. data: an npz file, for the command.
+    held_out: share of the samples that are never learned from. max_disk_bytes: of plans and states
+    together; max_blob_bytes: of one.
+    """
+
+    population: str = "default"
+    data: str = ""
+    held_out: float = 0.2
+    max_disk_bytes: int = 4 << 30
+    max_blob_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        wanted = {f.name: type(f.default) for f in fields(Settings)}
+        for name, kind in wanted.items():
+            value = getattr(self, name)
+            if type(value) is not kind and not (kind is float and type(value) is int):
+                raise InvalidInput(f"{name} is {kind.__name__}, got {value!r}")
+        if not (math.isfinite(self.held_out) and 0 <= self.held_out < 1):
+            raise InvalidInput(f"held_out is a share in [0, 1), got {self.held_out}")
+
+
+class DeviceHome:
+    """Paths of a device's home."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).expanduser().absolute()
+        self.identity_path = self.path / "identity"
+        self.plans = self.path / "plans"
+        self.personal = self.path / "personal"
+        self.pending = self.path / "pending"
+        self.model = self.personal / "model"
+        self.settings_file = self.path / "device.json"
+
+    def make(self) -> None:
+        """Make the folders; only this user may enter."""
+        for folder in (self.path, self.plans, self.personal, self.pending):
+            OS_DISK.make_folder(folder)
+        self.path.chmod(0o700)
+
+    @property
+    def identity(self) -> "IdentityFolder":
+        """Our key and certificate."""
+        from triplane.proto.identity import IdentityFolder
+
+        return IdentityFolder(self.identity_path)
+
+    @property
+    def is_enrolled(self) -> bool:
+        """Whether an identity is here."""
+        return (self.identity_path / "cert.pem").is_file()
+
+    def require_enrolled(self) -> None:
+        """NotFound where this is no home of an enrolled device."""
+        if not self.is_enrolled:
+            raise NotFound(
+                f"no enrolled device in {self.path}; ask an operator for `triplane cloud token "
+                f"--role device`, then: triplane device enrol TOKEN --cloud HOST:PORT "
+                f"--home {self.path}"
+            )
+
+    @property
+    def settings(self) -> Settings:
+        """What `device.json` says; the defaults where it is absent. Corrupt names what is wrong."""
+        try:
+            with self.settings_file.open("rb") as file:
+                data = file.read(MAX_SETTINGS_BYTES)
+        except FileNotFoundError:
+            return Settings()
+        try:
+            given = json.loads(data)
+            known = {field.name for field in fields(Settings)}
+            if not isinstance(given, dict) or not given.keys() <= known:
+                raise InvalidInput(f"keys are {', '.join(sorted(known))}")
+            return Settings(**given)
+        except (ValueError, TypeError) as error:
+            raise Corrupt(f"{self.settings_file} cannot be read: {error}") from error
+
+    def save_settings(self, settings: Settings) -> None:
+        """Write `device.json` whole."""
+        text = json.dumps(asdict(settings), indent=1, sort_keys=True)
+        write_atomic(self.settings_file, f"{text}\n".encode())
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Be the one process that uses this home; Conflict where another is. Ends with a kill."""
+        with (self.path / "lock").open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise Conflict(
+                    f"another process works in {self.path}; one home is one device"
+                ) from error
+            yield

@@ -1,0 +1,178 @@
+"""What a device remembers of its runs, each as one durable file.
+
+`personal/RUN.state`: personal tensors, and the remainder of compression, as of the newest update
+that counted. `pending/RUN.update`: an update before it leaves, with the personal tensors and the
+remainder it implies; they take effect when the cloud says it counted. So a kill at any instant
+costs nothing: either nothing was written, or the same bytes are sent again.
+"""
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from triplane.proto.disk import OS_DISK, write_atomic
+from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.files import container
+from triplane.unified_ir.files.container import Container
+
+logger = logging.getLogger(__name__)
+
+UPDATE: Final = "update"
+PERSONAL: Final = "personal.safetensors"
+REMAINDER: Final = "remainder.safetensors"
+KIND: Final = "checkpoint"
+MAX_RUNS: Final = 32
+"""Whose personal state is kept; the oldest goes first."""
+
+Arrays = Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Personal:
+    """Personal tensors by name, and what compression lost of earlier updates of one run."""
+
+    tensors: Arrays
+    remainder: Arrays
+
+
+NOTHING: Final = Personal({}, {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is told of an update. seconds: that learning took."""
+
+    run: str
+    round: int
+    lease: str
+    examples: int
+    loss: float
+    seconds: float
+
+    @classmethod
+    def parse(cls, said: Mapping[str, str]) -> "Facts":
+        """Of the properties of a file; Corrupt where they are not such facts."""
+        try:
+            return cls(
+                run=said["run"],
+                round=int(said["round"]),
+                lease=said["lease"],
+                examples=int(said["examples"]),
+                loss=float(said["loss"]),
+                seconds=float(said["seconds"]),
+            )
+        except (KeyError, ValueError) as error:
+            raise Corrupt(f"the facts of an update are missing or no numbers: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """An update that waits for its settlement. path: of the file that holds all of it."""
+
+    path: Path
+    facts: Facts
+
+
+class Memory:
+    """The folders `personal` and `pending` of a home. One thread at a time."""
+
+    def __init__(self, personal: Path, pending: Path) -> None:
+        self._personal, self._pending = personal, pending
+        self._verified: dict[Path, Pending] = {}
+
+    def personal(self, run: str) -> Personal:
+        """Of this run; in a new run, the personal tensors that the newest run left."""
+        path = self._personal / f"{run}.state"
+        if path.exists():
+            return self._read(path) or NOTHING
+        newest = max(self._personal.glob("*.state"), key=_written_s, default=None)
+        found = self._read(newest) if newest else None
+        return Personal(found.tensors, {}) if found else NOTHING
+
+    def keep(self, facts: Facts, update: Path, implied: Personal) -> Pending:
+        """Write an update and what it implies, durable, as one file; takes the file `update`."""
+        path = self._pending / f"{facts.run}.update"
+        alone = path.with_suffix(".out")
+        _drop(alone)
+        properties = {name: str(value) for name, value in asdict(facts).items()}
+        parts = [container.part(UPDATE, update.read_bytes()), *_parts(implied)]
+        container.write(path, KIND, parts, properties=properties)
+        update.replace(alone)
+        self._verified[path] = Pending(path, facts)
+        return self._verified[path]
+
+    def pending(self) -> tuple[Pending, ...]:
+        """Every update that was not settled. A damaged one is dropped: it cannot be sent again."""
+        paths = sorted(self._pending.glob("*.update"))
+        found = (self._verified.get(path) or self._found(path) for path in paths)
+        return tuple(pending for pending in found if pending is not None)
+
+    def bytes_of(self, pending: Pending) -> Path:
+        """The update alone as a file, the same bytes each time."""
+        path = pending.path.with_suffix(".out")
+        if not path.exists():
+            write_atomic(path, Container(pending.path, kind=KIND).part(UPDATE))
+        return path
+
+    def settle(self, pending: Pending, *, counted: bool) -> None:
+        """Let what it implies take effect, or forget it. May be repeated after a crash."""
+        implied = self._read(pending.path) if counted else None
+        if implied is not None:
+            path = self._personal / f"{pending.facts.run}.state"
+            container.write(path, KIND, _parts(implied))
+            self._forget_oldest()
+        self._verified.pop(pending.path, None)
+        _drop(pending.path)
+        _drop(pending.path.with_suffix(".out"))
+
+    def _found(self, path: Path) -> Pending | None:
+        try:
+            file = Container(path, kind=KIND)
+            file.verify()
+            found = Pending(path, Facts.parse(dict(file.manifest.properties)))
+        except (Corrupt, InvalidInput) as error:
+            logger.warning("update dropped", extra={"file": path.name, "reason": str(error)})
+            _drop(path)
+            return None
+        self._verified[path] = found
+        return found
+
+    def _read(self, path: Path) -> Personal | None:
+        """None, and the file goes, where it is damaged: learning goes on from the shared state."""
+        try:
+            file = Container(path, kind=KIND)
+            file.verify()
+            tensors, remainder = (
+                {name: t.data for name, t in file.tensors(part).items()}
+                for part in (PERSONAL, REMAINDER)
+            )
+            return Personal(tensors, remainder)
+        except (Corrupt, InvalidInput) as error:
+            logger.warning("personal state lost", extra={"file": path.name, "reason": str(error)})
+            _drop(path)
+            return None
+
+    def _forget_oldest(self) -> None:
+        for path in sorted(self._personal.glob("*.state"), key=_written_s)[:-MAX_RUNS]:
+            _drop(path)
+
+
+def _parts(personal: Personal) -> list[container.PartData]:
+    roles = dict.fromkeys(personal.tensors, "personal")
+    return [
+        container.tensor_part(PERSONAL, personal.tensors, roles),
+        container.tensor_part(REMAINDER, personal.remainder),
+    ]
+
+
+def _written_s(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _drop(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        OS_DISK.remove(path)

@@ -1,0 +1,181 @@
+"""The cloud's work document, checked: a cloud that was taken over must not waste or harm a device.
+
+What is out of range is refused with its limit before anything is fetched. A task that is wrong but
+names its lease is declined, so that the cloud's people read why; the other tasks are done.
+"""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.compress import Compressor
+from triplane.unified_ir.federated.core.learn import MAX_STEPS, Work
+
+MAX_TASKS: Final = 64
+"""In one document, and as many settlements."""
+MAX_ROUND: Final = 1_000_000_000
+MAX_SAMPLES: Final = 1 << 24
+"""Of one batch, support or query."""
+MAX_SECONDS: Final = 30 * 86_400.0
+MAX_REASON_CHARS: Final = 1000
+RUN: Final = re.compile(r"[0-9a-f]{16}")
+LEASE_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Bytes to fetch: name and size."""
+
+    sha256: bytes
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One piece of work. kind: a field of the task's `work`. steps: of adaptation.
+
+    lease: in hexadecimal. until_s: on the clock that was given when the document came.
+    """
+
+    kind: str
+    lease: str
+    plan: Blob
+    state: Blob
+    work: Work
+    until_s: float
+    compression: str = ""
+    keep: float = 1.0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What became of a contribution."""
+
+    run: str
+    lease: str
+    counted: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """All a device shall do now. refused: contributions that decline what is wrong."""
+
+    tasks: tuple[Task, ...] = ()
+    settled: tuple[Settled, ...] = ()
+    refused: tuple[pb.Contribution, ...] = ()
+
+    @property
+    def leases(self) -> frozenset[str]:
+        """Of all tasks, those refused too."""
+        return frozenset(t.lease for t in self.tasks) | {c.lease.hex() for c in self.refused}
+
+
+def orders_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: float) -> Orders:
+    """The document, parsed. InvalidInput where it is wrong as a whole."""
+    if len(message.tasks) > MAX_TASKS or len(message.settled) > MAX_TASKS:
+        raise InvalidInput(
+            f"a work document has at most {MAX_TASKS} tasks and settlements, got "
+            f"{len(message.tasks)} and {len(message.settled)}"
+        )
+    tasks, refused = [], []
+    for told in message.tasks:
+        _check_lease(told.run, told.lease)
+        try:
+            tasks.append(_task(told, device, max_blob_bytes, now_s))
+        except InvalidInput as error:
+            refused.append(declined(told.run, told.round, told.lease, str(error)))
+    return Orders(tuple(tasks), tuple(map(_settled, message.settled)), tuple(refused))
+
+
+def declined(run: str, round_: int, lease: bytes, reason: str) -> pb.Contribution:
+    """Why there is nothing."""
+    cut = reason[:MAX_REASON_CHARS]
+    return pb.Contribution(run=run, round=round_, lease=lease, declined=cut)
+
+
+def _task(told: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> Task:
+    kind = told.WhichOneof("work") or "nothing"
+    if kind not in KINDS:
+        raise InvalidInput(f"this device can {' and '.join(KINDS)}, the task is {kind!r}")
+    _in_range("deadline_s", told.deadline_s, MAX_SECONDS)
+    _in_range("round", told.round, MAX_ROUND)
+    task = Task(
+        kind=kind,
+        lease=told.lease.hex(),
+        plan=_blob("plan", told.plan, max_blob_bytes),
+        state=_blob("state", told.state, max_blob_bytes),
+        work=_work(told, device),
+        until_s=now_s + told.deadline_s,
+    )
+    return KINDS[kind](task, told)
+
+
+def _learns(task: Task, told: pb.Task) -> Task:
+    learn = told.learn
+    if not 1 <= task.work.steps <= MAX_STEPS:
+        raise InvalidInput(f"learning takes 1 to {MAX_STEPS} steps, the task {task.work.steps}")
+    keep = learn.keep or 1.0
+    Compressor(learn.compression, keep=keep)
+    return replace(task, compression=learn.compression, keep=keep)
+
+
+def _evaluates(task: Task, told: pb.Task) -> Task:
+    _in_range("steps of adaptation", told.evaluate.steps, MAX_STEPS)
+    return replace(task, steps=told.evaluate.steps)
+
+
+KINDS: Final[dict[str, Callable[[Task, pb.Task], Task]]] = {
+    "learn": _learns,
+    "evaluate": _evaluates,
+}
+"""What a device does, by the field of `Task.work`."""
+
+
+def _work(told: pb.Task, device: str) -> Work:
+    sampling = told.sampling
+    for name in ("batch_size", "support", "query"):
+        _in_range(name, getattr(sampling, name), MAX_SAMPLES)
+    return Work(
+        run=told.run,
+        round=told.round,
+        device=device,
+        seed=told.seed,
+        steps=sampling.steps,
+        batch_size=sampling.batch_size,
+        support=sampling.support,
+        query=sampling.query,
+    )
+
+
+def _blob(what: str, told: pb.Blob, max_bytes: int) -> Blob:
+    if len(told.sha256) != 32:
+        raise InvalidInput(f"a {what} is named by 32 bytes of SHA-256, got {len(told.sha256)}")
+    if not 1 <= told.size <= max_bytes:
+        raise InvalidInput(
+            f"a {what} has 1 to {max_bytes} bytes on this device, the task's {told.size}"
+        )
+    return Blob(told.sha256, told.size)
+
+
+def _settled(told: pb.Settlement) -> Settled:
+    _check_lease(told.run, told.lease)
+    return Settled(told.run, told.lease.hex(), told.counted, told.reason[:MAX_REASON_CHARS])
+
+
+def _check_lease(run: str, lease: bytes) -> None:
+    if not RUN.fullmatch(run) or len(lease) != LEASE_BYTES:
+        raise InvalidInput(
+            f"a run is 16 hexadecimal digits and a lease {LEASE_BYTES} bytes, got {run[:80]!r} "
+            f"and {len(lease)} bytes"
+        )
+
+
+def _in_range(what: str, value: float, most: float) -> None:
+    if not (math.isfinite(value) and 0 <= value <= most):
+        raise InvalidInput(f"{what} is 0 to {most:.0f} in a task, got {value}")
