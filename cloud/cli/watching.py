@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import click
 import grpc
@@ -22,6 +22,8 @@ from triplane.proto.fleet_pb2 import GetRolloutRequest, Rollout
 
 if TYPE_CHECKING:
     from triplane.cloud.cli.connection import Calls
+
+T = TypeVar("T")
 
 AWAY_S: Final = 300.0
 RETRY_S: Final = 1.0
@@ -65,21 +67,33 @@ def leaving(rollout_id: str) -> str:
 
 def updates(cloud: Calls, rollout_id: str) -> Iterator[Rollout]:
     """The rollout now and after each change, without end; Unavailable when the cloud stays away."""
+    return kept_open(
+        lambda: cloud.fleet.WatchRollout(GetRolloutRequest(id=rollout_id)),
+        f"rollout {rollout_id}",
+        f"triplane rollout show {rollout_id} --watch",
+    )
+
+
+def kept_open(stream: Callable[[], Iterable[T]], what: str, again: str) -> Iterator[T]:
+    """What a stream of the cloud's gives, opened again when it is lost, without end.
+
+    what, again: named where the cloud stays away for `AWAY_S`, with the command to go on.
+    """
     heard_s = time.monotonic()
     while True:
         why = "the stream ended"
         try:
-            for rollout in cloud.fleet.WatchRollout(GetRolloutRequest(id=rollout_id)):
+            for found in stream():
                 heard_s = time.monotonic()
-                yield rollout
+                yield found
         except grpc.RpcError as error:
             if error.code() not in _PASSING:
                 raise
             why = error.details() or error.code().name
         if time.monotonic() - heard_s > AWAY_S:
             raise Unavailable(
-                f"no word of rollout {rollout_id} for {AWAY_S:.0f} s ({why}); it goes on when the "
-                f"cloud is back: triplane rollout show {rollout_id} --watch"
+                f"no word of {what} for {AWAY_S:.0f} s ({why}); it goes on when the cloud is "
+                f"back: {again}"
             )
         time.sleep(RETRY_S)
 

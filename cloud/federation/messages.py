@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -112,7 +113,7 @@ def _ended(book: Book, ended: Ended, down: BytesDown) -> pb.Round:
         refused=ended.refused,
         late=ended.late,
         lost=ended.lost,
-        loss=ended.loss,
+        loss=ended.loss if math.isfinite(ended.loss) else 0.0,
         bytes_down=down(ended.number),
         bytes_up=ended.bytes_up,
         given_up=ended.given_up,

@@ -6,10 +6,10 @@ import sys
 import click
 import pytest
 
-from triplane.cloud.cli import audit, cloud, deploy, fleet, registry, rollout, sign
+from triplane.cloud.cli import audit, cloud, deploy, federate, fleet, registry, rollout, sign
 from triplane.unified_ir.cli import shell
 
-MODULES = (audit, cloud, deploy, fleet, registry, rollout, sign)
+MODULES = (audit, cloud, deploy, federate, fleet, registry, rollout, sign)
 LIGHT = (
     "import sys, {module}; print(sorted({{m.partition('.')[0] for m in sys.modules}} & {heavy}))"
 )
@@ -51,7 +51,7 @@ def test_every_verb_speaks_json_and_explains_every_option(command):
 @pytest.mark.parametrize("command", ALL)
 def test_every_verb_that_calls_the_cloud_takes_an_identity(command):
     names = {name for p in command.params for name in p.opts}
-    local = {"init", "up", "enrol", "make"}
+    local = {"init", "up", "enrol", "make", "collect"}
     assert ("--identity" in names) == (command.name not in local) or command.name == "enrol"
 
 

@@ -8,6 +8,7 @@ import tempfile
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ def model_bytes(folder, seed=0):
         cell = nn.Sequential(nn.Dense(FEATURES, 8), nn.Tanh(), nn.Dense(8, CLASSES))
         rng = np.random.default_rng(seed)
         for p in cell.parameters().values():
-            p.array = rng.normal(0, 0.5, p.array.shape).astype(np.float32)
+            p.array = np.asarray(rng.normal(0, 0.5, p.array.shape), np.float32)
         trainer = train.Trainer(cell, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
         trainer.prepare(TensorSpec(("N", FEATURES), "float32"), TensorSpec(("N",), "int64"))
         trainer.export(("predict", "evaluate", "loss")).save(path)
@@ -66,7 +67,7 @@ async def registered(cloud, folder, seed=0):
 
 def spec(**fields):
     """Of a short run of two devices."""
-    cohort = {"devices": 2, "quorum": 1.0, "deadline_s": 60.0, "patience_s": 20.0}
+    cohort: dict[str, Any] = {"devices": 2, "quorum": 1.0, "deadline_s": 60.0, "patience_s": 20.0}
     cohort |= fields.pop("cohort", {})
     sampling = {"steps": 3, "batch_size": 8, "support": 6, "query": 6}
     return pb.Spec(
@@ -105,7 +106,7 @@ class Device:
     identity: IdentityFolder
     shard: learn.Shard
     folder: Path
-    act: object = None
+    act: Any = None
     kept: list[Kept] = field(default_factory=list)
     work: pb.Work = field(default_factory=pb.Work)
     heard: list[pb.Work] = field(default_factory=list)
@@ -113,7 +114,7 @@ class Device:
     def __post_init__(self):
         self.name = self.identity.name
         self.blobs = BlobFolder(self.folder / "blobs")
-        self.channel = None
+        self.channel: Any = None
         self.told = asyncio.Condition()
         self.plans = {}
 
@@ -236,6 +237,11 @@ async def enrolled(cloud, folder, name, number):
     place = folder / name
     identity = await asyncio.to_thread(enrol, invited.token, cloud.enrol_address, place)
     return Device(identity, shard(number), place)
+
+
+async def devices_of(cloud, folder, names):
+    """A device a name, each with a shard of its own."""
+    return [await enrolled(cloud, folder, name, n) for n, name in enumerate(names)]
 
 
 @asynccontextmanager

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 from tests.cloud.federation.given import (
+    devices_of,
     ended,
-    enrolled,
     living,
     make_home,
     registered,
@@ -24,10 +24,6 @@ def within(coroutine):
             return await coroutine
 
     return asyncio.run(bounded())
-
-
-async def devices_of(cloud, folder, names):
-    return [await enrolled(cloud, folder, name, n) for n, name in enumerate(names)]
 
 
 @pytest.mark.slow

@@ -1,0 +1,211 @@
+"""`triplane federate`: let devices learn together; see, stop and resume runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from triplane.cloud.cli.connection import calls, client_options
+from triplane.cloud.cli.options import DURATION
+from triplane.unified_ir.cli.shell import open_output
+
+if TYPE_CHECKING:
+    from triplane.cloud.cli.connection import Calls
+    from triplane.proto.federation_pb2 import Run, Spec
+    from triplane.proto.federation_pb2_grpc import FederationStub
+
+EPILOG = """\b
+Examples:
+  triplane federate run digits@latest --population phones --rounds 20 --devices 10
+  triplane federate run digits --population phones --algorithm maml --rounds 100 --quorum 0.8
+  triplane federate run digits --population phones --compression int8 --alias learnt --detach
+
+\b
+What happens: the cloud makes a plan of the model, which devices run with onnxruntime alone. Each
+round it asks devices of the population, gathers their updates, and makes the next state of their
+mean; a killed cloud or device goes on where it was. The result is registered as the model's next
+version; nothing is deployed.
+
+\b
+Every zero or missing option is the cloud's default, which the answer shows (--json). Ctrl-C leaves
+the table, not the run.
+Exit codes: 0 done (or begun, with --detach); 4 stopped or failed.
+"""
+
+RUN: Final = click.argument("run_id", metavar="RUN", default="last")
+REASON: Final = click.option(
+    "--reason", default="", metavar="TEXT", help="Shown with the run and in the audit log."
+)
+_HYPER: Final = ("lr", "meta_lr", "inner_steps", "proximal", "server_lr")
+_COHORT: Final = ("devices", "over_selection", "quorum", "deadline_s", "patience_s")
+_SAMPLING: Final = ("steps", "batch_size", "support", "query")
+
+
+@click.group("federate")
+def command() -> None:
+    """Let devices learn together. RUN is an id, the beginning of one, or `last`."""
+
+
+@command.command("run", epilog=EPILOG)
+@click.argument("model", metavar="MODEL[@VERSION|@ALIAS]")
+@click.option("--population", default="", metavar="NAME", help="Devices that offer themselves so.")
+@click.option(
+    "--algorithm", default="", metavar="NAME",
+    help="fedavg, fedprox, fedadam, maml, fomaml, meta-sgd or reptile.  [default: fedavg]",
+)  # fmt: skip
+@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
+@click.option("--devices", type=click.IntRange(0), default=0, help="Whose updates make a round.")
+@click.option(
+    "--over-selection", type=click.FloatRange(0), default=0.0,
+    help="Ask so many more, as a share: 0.2 asks 12 for 10, and the last two may be late.",
+)  # fmt: skip
+@click.option(
+    "--quorum", type=click.FloatRange(0, 1), default=0.0,
+    help="Share of --devices below which a round is given up.  [default: 0.8]",
+)  # fmt: skip
+@click.option("--deadline", "deadline_s", type=DURATION, default="0", help="Of a round.")
+@click.option(
+    "--patience", "patience_s", type=DURATION, default="0",
+    help="How long a round waits for devices that were there and are away.",
+)  # fmt: skip
+@click.option("--steps", type=click.IntRange(0), default=0, help="Of a device in one round.")
+@click.option("--batch-size", type=click.IntRange(0), default=0)
+@click.option("--support", type=click.IntRange(0), default=0, help="Samples to adapt on.")
+@click.option("--query", type=click.IntRange(0), default=0, help="Samples to judge a start by.")
+@click.option("--lr", type=float, default=0.0, help="Of a device's steps and of adaptation.")
+@click.option("--meta-lr", type=float, default=0.0, help="Of a device's meta-steps.")
+@click.option("--inner-steps", type=click.IntRange(0), default=0, help="Of adaptation.")
+@click.option("--proximal", type=float, default=0.0, help="FedProx's weight of the distance.")
+@click.option("--server-lr", type=float, default=0.0, help="Of the cloud's optimizer.")
+@click.option(
+    "--evaluate-every", type=click.IntRange(0), default=0,
+    help="Rounds between evaluations on every device.  [default: after the last only]",
+)  # fmt: skip
+@click.option("--compression", default="", metavar="NAME", help="Of updates: int8 or top-k.")
+@click.option("--keep", type=float, default=0.0, help="Share of entries that top-k sends.")
+@click.option("--seed", type=click.IntRange(0), default=0)
+@click.option("--release", default="", metavar="auto", help="Release the result by itself.")
+@click.option("--alias", default="", metavar="NAME", help="To set on the result.")
+@click.option("--detach", is_flag=True, help="Begin the run and leave.")
+@client_options
+@click.pass_context
+def run(
+    ctx: click.Context, /, *, detach: bool, identity: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Begin a run from MODEL with the devices of a population, and watch it."""
+    from triplane.cloud.cli.following import follow_to_end
+
+    with calls(identity) as cloud:
+        begun = _begun(cloud, _spec(**options))
+        code = 0 if detach else follow_to_end(cloud, begun, as_json=as_json)
+    if detach:
+        _tell(begun, as_json=as_json, more=f"Watch it: triplane federate watch {begun.id}")
+    ctx.exit(code)
+
+
+def _spec(**options: Any) -> Spec:
+    from triplane.proto.federation_pb2 import Cohort, Hyperparameters, Sampling, Spec
+
+    def taken(names: tuple[str, ...]) -> dict[str, Any]:
+        return {name: options.pop(name) for name in names}
+
+    return Spec(
+        hyperparameters=Hyperparameters(**taken(_HYPER)),
+        cohort=Cohort(**taken(_COHORT)),
+        sampling=Sampling(**taken(_SAMPLING)),
+        **options,
+    )
+
+
+def _begun(cloud: Calls, spec: Spec) -> Run:
+    from triplane.cloud.cli.connection import new_key, repeated
+    from triplane.proto.federation_pb2 import StartRequest
+
+    request = StartRequest(spec=spec, key=new_key())
+    return repeated(lambda: _stub(cloud).Start(request))
+
+
+@command.command("ls")
+@client_options
+def ls(*, identity: Path | None, as_json: bool) -> None:
+    """List runs, newest first."""
+    from triplane.cloud.cli.runs import run_table
+    from triplane.cloud.cli.text import record
+    from triplane.proto.federation_pb2 import ListRunsRequest
+
+    with calls(identity) as cloud:
+        found = _stub(cloud).ListRuns(ListRunsRequest()).runs
+    none = "no run yet; begin one with: triplane federate run MODEL --population NAME"
+    text = run_table(found) if found else none
+    open_output(as_json).result({"runs": [record(r) for r in found]}, text)
+
+
+@command.command("show")
+@RUN
+@client_options
+def show(*, run_id: str, identity: Path | None, as_json: bool) -> None:
+    """Show a run: its rounds, its devices, what was refused."""
+    from triplane.cloud.cli.runs import run_text
+    from triplane.cloud.cli.text import record
+    from triplane.proto.federation_pb2 import GetRunRequest
+
+    with calls(identity) as cloud:
+        found = _stub(cloud).GetRun(GetRunRequest(id=run_id))
+    open_output(as_json).result(record(found), run_text(found))
+
+
+@command.command("watch")
+@RUN
+@client_options
+@click.pass_context
+def watch(ctx: click.Context, *, run_id: str, identity: Path | None, as_json: bool) -> None:
+    """Follow a run until it is done, stopped or failed; exit codes as of `run`."""
+    from triplane.cloud.cli.following import follow_to_end
+    from triplane.proto.federation_pb2 import GetRunRequest
+
+    with calls(identity) as cloud:
+        found = _stub(cloud).GetRun(GetRunRequest(id=run_id))
+        code = follow_to_end(cloud, found, as_json=as_json)
+    ctx.exit(code)
+
+
+@command.command("stop")
+@RUN
+@REASON
+@client_options
+def stop(*, run_id: str, reason: str, identity: Path | None, as_json: bool) -> None:
+    """Stop a run: open work ends, what was reduced stays, `resume` goes on from there."""
+    from triplane.proto.federation_pb2 import ChangeRunRequest
+
+    with calls(identity) as cloud:
+        found = _stub(cloud).Stop(ChangeRunRequest(id=run_id, reason=reason))
+    _tell(found, as_json=as_json)
+
+
+@command.command("resume")
+@RUN
+@REASON
+@client_options
+def resume(*, run_id: str, reason: str, identity: Path | None, as_json: bool) -> None:
+    """Let a stopped run go on where it stopped."""
+    from triplane.proto.federation_pb2 import ChangeRunRequest
+
+    with calls(identity) as cloud:
+        found = _stub(cloud).Resume(ChangeRunRequest(id=run_id, reason=reason))
+    _tell(found, as_json=as_json)
+
+
+def _stub(cloud: Calls) -> FederationStub:
+    from triplane.proto.federation_pb2_grpc import FederationStub
+
+    return FederationStub(cloud.channel)
+
+
+def _tell(found: Run, *, as_json: bool, more: str = "") -> None:
+    from triplane.cloud.cli.runs import headline
+    from triplane.cloud.cli.text import record
+
+    text = f"{headline(found)}\n{more}" if more else headline(found)
+    open_output(as_json).result(record(found), text)

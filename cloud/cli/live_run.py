@@ -1,0 +1,82 @@
+"""The live table of a federated run: redrawn in place, cut to the window, newest rounds last."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from triplane.cloud.cli.following import Show
+from triplane.cloud.cli.runs import ROUND_HEADINGS, headline, phase_of, refusals, round_row
+from triplane.cloud.cli.text import shown
+from triplane.proto.federation_pb2 import Round, Run
+
+REDRAWS_PER_S: Final = 4
+LINES_AROUND: Final = 10
+BAR_CELLS: Final = 30
+# fmt: off
+STYLES: Final = {
+    "done":       "bold green",
+    "stopped":    "bold yellow",
+    "failed":     "bold red",
+}
+# fmt: on
+
+
+@contextlib.contextmanager
+def live_run(console: Console | None = None) -> Iterator[Show]:
+    """Gives a function that puts a run on the screen; clears the table at the end."""
+    console = console or Console()
+    seen: list[Run] = []
+
+    def render() -> RenderableType:
+        if not seen:
+            return Text("waiting for the cloud")
+        return drawn(seen[-1], room=max(3, console.height - LINES_AROUND), now_s=time.time())
+
+    live = Live(
+        get_renderable=render, console=console, refresh_per_second=REDRAWS_PER_S, transient=True
+    )
+    with live:
+
+        def show(run: Run) -> None:
+            seen[:] = [run]
+            live.refresh()
+
+        yield show
+
+
+def drawn(run: Run, *, room: int, now_s: float) -> RenderableType:
+    """The headline, a bar of rounds, a bar of the round at hand, and at most `room` rounds."""
+    title = Text(headline(run), STYLES.get(phase_of(run), "bold"))
+    done = sum(1 for r in run.rounds if r.closed_s and not r.evaluates and not r.given_up)
+    lines: list[RenderableType] = [title, _bar("rounds ", done, run.spec.rounds)]
+    if run.rounds and not run.rounds[-1].closed_s:
+        lines.append(_at_hand(run.rounds[-1], run.spec.cohort.deadline_s, now_s))
+    grid = Table(box=None, pad_edge=False)
+    for heading in ROUND_HEADINGS:
+        grid.add_column(heading)
+    closed = [r for r in run.rounds if r.closed_s]
+    for found in closed[-room:]:
+        style = "red" if found.given_up else ""
+        grid.add_row(*(Text(shown(cell), style) for cell in round_row(found)))
+    return Group(*lines, Text(), grid, *(Text(line, "red") for line in refusals(run)))
+
+
+def _at_hand(found: Round, deadline_s: float, now_s: float) -> Text:
+    left_s = max(0.0, found.opened_s + deadline_s - now_s)
+    return _bar("devices", found.counted, found.asked).append(
+        f", {left_s:.0f} s to the deadline", "dim"
+    )
+
+
+def _bar(name: str, done: int, of: int) -> Text:
+    full = min(BAR_CELLS, round(BAR_CELLS * done / max(1, of)))
+    bar = Text(f"  {name}  ").append("#" * full, "green").append("." * (BAR_CELLS - full), "dim")
+    return bar.append(f"  {done} of {of}")

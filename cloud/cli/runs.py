@@ -1,0 +1,173 @@
+"""Federated runs as text: one line, tables of rounds and devices, what changed, how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from triplane.cloud.cli.text import age, duration, enum_text, shown, size, table
+from triplane.proto.federation_pb2 import Member, Round, Run, Spread
+
+ROUND_HEADINGS: Final = ("ROUND", "ASKED", "COUNTED", "OUT", "LOSS", "TIME", "UP", "ACCURACY")
+MEMBER_HEADINGS: Final = ("DEVICE", "EXAMPLES", "COUNTED", "DROPPED", "BEFORE", "AFTER")
+RUN_HEADINGS: Final = ("RUN", "MODEL", "ALGORITHM", "PHASE", "ROUND", "BEGUN", "RESULT", "REASON")
+OVER: Final = ("done", "failed")
+STANDING: Final = (*OVER, "stopped")
+"""Phases in which nothing happens by itself."""
+LAST_ROUNDS: Final = 20
+MOST_MEMBERS: Final = 50
+
+
+def phase_of(run: Run) -> str:
+    """As "collecting"."""
+    return enum_text(run, "phase")
+
+
+def headline(run: Run) -> str:
+    """What, how far, and why it stands where it stands; one line."""
+    spec, phase = run.spec, phase_of(run)
+    parts = [f"{spec.algorithm} on {spec.model} with {spec.population}: {phase}"]
+    if phase not in {"preparing", *OVER}:
+        parts.append(f"round {min(run.round, spec.rounds)} of {spec.rounds}")
+    if run.members:
+        connected = sum(member.connected for member in run.members)
+        parts.append(f"{connected} of {len(run.members)} devices connected")
+    if run.result:
+        parts.append(f"result {run.result}")
+    if run.reason:
+        parts.append(run.reason)
+    return shown(f"[{run.id}] {', '.join(parts)}")
+
+
+def round_row(found: Round) -> tuple[str, ...]:
+    """Cells of one round."""
+    out = found.refused + found.late + found.lost
+    took = duration_text(found.closed_s - found.opened_s) if found.closed_s else ""
+    learnt = f"{found.loss:.4f}" if found.counted and not found.evaluates else ""
+    return (
+        f"{found.number}{' scored' if found.evaluates else ''}",
+        str(found.asked),
+        str(found.counted),
+        str(out) if out else "",
+        learnt,
+        took,
+        size(found.bytes_up) if found.bytes_up else "",
+        found.given_up or accuracy(found),
+    )
+
+
+def duration_text(seconds: float) -> str:
+    """As "35 ms" or "2.4 s"; longer ones as everywhere."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 120 else duration(seconds)
+
+
+def accuracy(found: Round) -> str:
+    """Before and after adaptation, over the devices of an evaluating round."""
+    if not found.HasField("after"):
+        return ""
+    return f"{_spread(found.before)} -> {_spread(found.after)}"
+
+
+def _spread(spread: Spread) -> str:
+    return f"{spread.mean:.1%} (worst tenth {spread.worst_tenth:.1%})"
+
+
+def member_row(member: Member) -> tuple[str, ...]:
+    """Cells of one device."""
+    scored = member.HasField("score")
+    return (
+        member.device + ("" if member.connected else " (away)"),
+        str(member.examples),
+        str(member.counted),
+        str(member.dropped) if member.dropped else "",
+        f"{member.score.before:.1%}" if scored else "",
+        f"{member.score.after:.1%}" if scored else "",
+    )
+
+
+def refusals(run: Run) -> list[str]:
+    """One line a kind of refused contribution."""
+    return [shown(f"  {r.count} {r.kind}: {r.newest}") for r in run.refusals.reasons]
+
+
+def run_text(run: Run) -> str:
+    """The headline, when, the last rounds, every device."""
+    when = f"begun {age(run.started_s)} by {run.started_by}"
+    if run.ended_s:
+        when += f", took {duration_text(run.ended_s - run.started_s)}"
+    lines = [headline(run), shown(when)]
+    if run.rounds:
+        lines += ["", table(ROUND_HEADINGS, [round_row(r) for r in run.rounds[-LAST_ROUNDS:]])]
+    if run.members:
+        lines += ["", table(MEMBER_HEADINGS, [member_row(m) for m in run.members[:MOST_MEMBERS]])]
+    if len(run.members) > MOST_MEMBERS:
+        lines.append(f"and {len(run.members) - MOST_MEMBERS} more; all of them with --json")
+    if run.refusals.reasons:
+        lines += ["", "refused:", *refusals(run)]
+    return "\n".join(lines)
+
+
+def run_table(runs: Sequence[Run]) -> str:
+    """One line a run."""
+    rows = [
+        (
+            run.id,
+            run.spec.model,
+            run.spec.algorithm,
+            phase_of(run),
+            f"{min(run.round, run.spec.rounds)} of {run.spec.rounds}",
+            age(run.started_s),
+            run.result,
+            run.reason,
+        )
+        for run in runs
+    ]
+    return table(RUN_HEADINGS, rows)
+
+
+def changes(before: Run | None, after: Run) -> list[str]:
+    """Lines that say what is new in `after`; for output that cannot be redrawn."""
+    known = {(r.number, r.evaluates, r.opened_s) for r in _closed(before)} if before else set()
+    lines = [
+        shown("  round " + "  ".join(filter(None, _told(found))))
+        for found in _closed(after)
+        if (found.number, found.evaluates, found.opened_s) not in known
+    ]
+    if before is None or _standing(before) != _standing(after):
+        lines.append(headline(after))
+    return lines
+
+
+def _closed(run: Run) -> list[Round]:
+    return [found for found in run.rounds if found.closed_s]
+
+
+def _told(found: Round) -> list[str]:
+    number, asked, counted, out, loss, took, up, rest = round_row(found)
+    return [
+        number,
+        f"{counted} of {asked}",
+        f"{out} out" if out else "",
+        f"loss {loss}" if loss else "",
+        took,
+        f"{up} up" if up else "",
+        rest,
+    ]
+
+
+def _standing(run: Run) -> tuple[str, str, str]:
+    """What makes a new line; the phases of every round do not."""
+    phase = phase_of(run)
+    busy = phase in {"gathering", "collecting", "reducing"}
+    return ("learning" if busy else phase, run.result, "" if phase == "collecting" else run.reason)
+
+
+def aftermath(run: Run) -> list[str]:
+    """Of a run that stands: what came of it, and what can be done."""
+    if phase_of(run) == "done":
+        return [f"Serve it: triplane deploy {run.result} --to SELECTOR"]
+    if phase_of(run) == "stopped":
+        return [f"  go on where it stopped:  triplane federate resume {run.id}"]
+    return refusals(run)

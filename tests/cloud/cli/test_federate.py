@@ -1,0 +1,90 @@
+"""The verbs of federated runs against a real cloud with devices that learn."""
+
+import asyncio
+import json
+
+import pytest
+from click.testing import CliRunner
+from tests.cloud.federation.given import devices_of, living, make_home, registered
+
+from triplane.cloud.cli.federate import command
+from triplane.cloud.cli.runs import changes
+from triplane.cloud.server import running
+from triplane.proto import federation_pb2 as pb
+
+DEADLINE_S = 60.0
+BEGIN = (
+    "run", "tiny", "--population", "labs", "--rounds", "2", "--devices", "2", "--quorum", "1",
+    "--steps", "2", "--deadline", "60s", "--patience", "20s",
+)  # fmt: skip
+
+
+async def said(home, *argv):
+    """(exit code, what was printed) of a verb."""
+    found = await asyncio.to_thread(
+        CliRunner().invoke, command, [*argv, "--identity", str(home.operator)]
+    )
+    return found.exit_code, found.output
+
+
+@pytest.mark.slow
+def test_a_run_is_begun_followed_listed_and_shown(tmp_path):
+    home = make_home(tmp_path)
+
+    async def story():
+        async with asyncio.timeout(DEADLINE_S), running(home) as cloud:
+            await registered(cloud, tmp_path)
+            async with living(await devices_of(cloud, tmp_path, ("ann", "bob"))):
+                followed = await said(home, *BEGIN)
+            listed = await said(home, "ls")
+            shown = await said(home, "show")
+            record = await said(home, "show", "--json")
+            again = await said(home, "stop")
+            return followed, listed, shown, record, again
+
+    followed, listed, shown, record, again = asyncio.run(story())
+    assert followed[0] == 0, followed
+    assert "round 1  2 of 2" in followed[1]
+    assert "result tiny@2" in followed[1]
+    assert "triplane deploy tiny@2" in followed[1]
+    assert "fedavg" in listed[1]
+    assert "ann" in shown[1]
+    run = json.loads(record[1])
+    assert (run["phase"], run["result"], len(run["rounds"])) == ("done", "tiny@2", 3)
+    assert run["spec"]["hyperparameters"]["inner_steps"] == 3
+    assert again[0] != 0
+
+
+@pytest.mark.slow
+def test_a_stopped_run_says_how_it_goes_on_and_does(tmp_path):
+    home = make_home(tmp_path)
+
+    async def story():
+        async with asyncio.timeout(DEADLINE_S), running(home) as cloud:
+            await registered(cloud, tmp_path)
+            begun = await said(home, *BEGIN, "--detach")
+            run_id = (await cloud.federation.runs())[0].id
+            stopped = await said(home, "stop", run_id, "--reason", "a holiday")
+            followed = await said(home, "watch", run_id)
+            resumed = await said(home, "resume", run_id[:6])
+            async with living(await devices_of(cloud, tmp_path, ("ann", "bob"))):
+                return begun, stopped, followed, resumed, await said(home, "watch")
+
+    begun, stopped, followed, resumed, last = asyncio.run(story())
+    assert begun[0] == 0
+    assert "triplane federate watch" in begun[1]
+    assert "a holiday" in stopped[1]
+    assert followed[0] == 4
+    assert "triplane federate resume" in followed[1]
+    assert resumed[0] == 0
+    assert last[0] == 0, last
+
+
+def test_a_round_is_told_once():
+    def run(*rounds):
+        return pb.Run(id="0" * 16, phase=pb.Run.COLLECTING, rounds=rounds)
+
+    first = pb.Round(number=1, asked=2, counted=2, opened_s=1.0, closed_s=2.0, loss=0.5)
+    second = pb.Round(number=2, asked=2, counted=1, opened_s=2.0)
+    assert len(changes(None, run(first))) == 2
+    assert changes(run(first), run(first, second)) == []
