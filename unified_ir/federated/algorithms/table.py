@@ -39,6 +39,11 @@ class Algorithm:
     adapt: Callable[[Objective], Function]
     beside: Beside
 
+    @property
+    def learns_rates(self) -> bool:
+        """Whether adaptation has rates of its own instead of `hyper.lr`."""
+        return self.adapt is steps.learned_rate_adapt
+
     def step(self, of: Objective, hyper: Hyper) -> Function:
         """The entry `local_update`."""
         return steps.descent(self.gradient(of, hyper.inner_steps), self.rate, "local_update")

@@ -1,0 +1,184 @@
+"""A dataset as the shards of many devices; each choice depends on the seed and names alone.
+
+Every way gives each device a name and its samples in two disjoint parts, to learn from and to be
+scored on. Names sort in the order of devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.draws import Array, Draws
+from triplane.unified_ir.federated.core.learn import Shard
+
+MAX_DEVICES: Final = 100_000
+LEAST_SAMPLES: Final = 2
+"""Of a device: one to learn from, one to be scored on."""
+
+Samples = Mapping[str, Array]
+"""Arrays by batch name ("x", "y"); the first axis counts samples."""
+Shards = dict[str, Shard]
+
+
+def evenly(samples: Samples, devices: int, *, held_out: float = 0.2, seed: int = 0) -> Shards:
+    """Shuffled, in parts whose sizes differ by at most one."""
+    n = _count(samples)
+    _check_devices(devices, n)
+    order = Draws(seed, 0, "partition", "evenly").permutation(n)
+    return _shards(samples, dict(enumerate(np.array_split(order, devices))), held_out, seed)
+
+
+def by_group(
+    samples: Samples, groups: Array, *, held_out: float = 0.2, seed: int = 0, least: int = 2
+) -> Shards:
+    """A device per value of `groups`, such as the writer of each sample.
+
+    Groups of fewer than `least` samples are left out.
+    """
+    n = _count(samples)
+    if groups.shape != (n,) or groups.dtype.kind not in "iu":
+        raise InvalidInput(
+            f"groups are {n} whole numbers, one per sample; got {groups.dtype}{groups.shape}"
+        )
+    order = np.argsort(groups, kind="stable")
+    values, starts = np.unique(groups[order], return_index=True)
+    parts = dict(zip(values.tolist(), np.split(order, starts[1:]), strict=True))
+    kept = {k: rows for k, rows in parts.items() if len(rows) >= max(least, LEAST_SAMPLES)}
+    if not kept:
+        raise InvalidInput(f"no group has {least} samples; the largest has {_largest(parts)}")
+    return _shards(samples, kept, held_out, seed)
+
+
+def by_dirichlet(
+    samples: Samples, devices: int, *, alpha: float, held_out: float = 0.2, seed: int = 0,
+    labels: str = "y",
+) -> Shards:  # fmt: skip
+    """The shares of each class over devices are drawn from Dirichlet(alpha, ..., alpha).
+
+    Small alpha: devices of few classes; large: all alike (Hsu et al. 2019, arXiv 1909.06335).
+    Devices that get fewer than two samples take them from the largest.
+    """
+    y = _labels(samples, labels)
+    _check_devices(devices, len(y))
+    if not 0 < alpha < math.inf:
+        raise InvalidInput(f"Dirichlet's alpha is finite and above 0, got {alpha}")
+    parts: list[list[Array]] = [[] for _ in range(devices)]
+    for label in np.unique(y):
+        draws = Draws(seed, 0, "partition", f"dirichlet {label}")
+        rows = np.flatnonzero(y == label)
+        rows = rows[draws.permutation(len(rows))]
+        shares = _gamma(draws, alpha, devices)
+        edges = np.round(np.cumsum(shares / shares.sum())[:-1] * len(rows)).astype(np.int64)
+        for part, chosen in zip(parts, np.split(rows, edges), strict=True):
+            part.append(chosen)
+    return _shards(samples, dict(enumerate(_filled(parts))), held_out, seed)
+
+
+def by_label_shards(
+    samples: Samples, devices: int, *, shards: int = 2, held_out: float = 0.2, seed: int = 0,
+    labels: str = "y",
+) -> Shards:  # fmt: skip
+    """Samples sorted by class, cut into equal pieces, `shards` random pieces for each device.
+
+    So a device has about `shards` classes (McMahan et al. 2017, section 3).
+    """
+    y = _labels(samples, labels)
+    _check_devices(devices, len(y))
+    if not 1 <= shards <= len(y) // devices:
+        raise InvalidInput(
+            f"{len(y)} samples give each of {devices} devices 1 to {len(y) // devices} pieces, "
+            f"got {shards}"
+        )
+    draws = Draws(seed, 0, "partition", "label shards")
+    shuffled = draws.permutation(len(y))
+    pieces = np.array_split(shuffled[np.argsort(y[shuffled], kind="stable")], devices * shards)
+    dealt = draws.permutation(len(pieces)).reshape(devices, shards)
+    parts = {i: np.concatenate([pieces[k] for k in row]) for i, row in enumerate(dealt)}
+    return _shards(samples, parts, held_out, seed)
+
+
+def _shards(samples: Samples, parts: Mapping[int, Array], held_out: float, seed: int) -> Shards:
+    if not 0 < held_out < 1:
+        raise InvalidInput(f"the held-out share is between 0 and 1, got {held_out}")
+    if len(parts) > MAX_DEVICES:
+        raise InvalidInput(f"a study has at most {MAX_DEVICES} devices, got {len(parts)}")
+    width = len(str(max(parts)))
+    named = {f"device-{k:0{width}}": rows for k, rows in parts.items()}
+    return {name: _split(samples, rows, held_out, seed, name) for name, rows in named.items()}
+
+
+def _split(samples: Samples, rows: Array, held_out: float, seed: int, name: str) -> Shard:
+    if len(rows) < LEAST_SAMPLES:
+        raise InvalidInput(f"{name} gets {len(rows)} samples; a device needs {LEAST_SAMPLES}")
+    order = rows[Draws(seed, 0, name, "split").permutation(len(rows))]
+    cut = min(max(1, round(len(rows) * held_out)), len(rows) - 1)
+    return Shard(
+        {k: np.asarray(v)[order[cut:]] for k, v in samples.items()},
+        {k: np.asarray(v)[order[:cut]] for k, v in samples.items()},
+    )
+
+
+def _filled(parts: list[list[Array]]) -> list[Array]:
+    """The parts, each with the least number of samples."""
+    rows = [np.concatenate(part) for part in parts]
+    for i, part in enumerate(rows):
+        missing = LEAST_SAMPLES - len(part)
+        if missing > 0:
+            largest = max(range(len(rows)), key=lambda k: len(rows[k]))
+            rows[i] = np.concatenate([part, rows[largest][:missing]])
+            rows[largest] = rows[largest][missing:]
+    return rows
+
+
+def _gamma(draws: Draws, alpha: float, n: int) -> Array:
+    """n numbers of Gamma(alpha, 1): Marsaglia and Tsang 2000, by our own uniform numbers.
+
+    Below alpha 1: Gamma(alpha + 1) U^(1/alpha). At least the smallest positive number.
+    """
+    shape = alpha + 1 if alpha < 1 else alpha
+    d = shape - 1 / 3
+    made: list[float] = []
+    while len(made) < n:
+        u, v, w = draws.uniform(3)
+        z = math.sqrt(-2 * math.log(1 - u)) * math.cos(2 * math.pi * v)
+        t = (1 + z / math.sqrt(9 * d)) ** 3
+        if t > 0 and math.log(1 - w) < z * z / 2 + d - d * t + d * math.log(t):
+            made.append(d * t)
+    found = np.asarray(made)
+    if alpha < 1:
+        found *= (1 - draws.uniform(n)) ** (1 / alpha)
+    return np.asarray(np.maximum(found, np.finfo(np.float64).tiny))
+
+
+def _count(samples: Samples) -> int:
+    sizes = {name: np.shape(x)[0] if np.ndim(x) else 0 for name, x in samples.items()}
+    if len(set(sizes.values())) != 1 or not min(sizes.values()):
+        raise InvalidInput(f"samples are arrays of one first axis, at least 1; got {sizes}")
+    return int(next(iter(sizes.values())))
+
+
+def _labels(samples: Samples, name: str) -> Array:
+    n = _count(samples)
+    if name not in samples:
+        raise InvalidInput(f"labels are the array {name!r}; the samples are {sorted(samples)}")
+    y = np.asarray(samples[name])
+    if y.shape != (n,) or y.dtype.kind not in "iu":
+        raise InvalidInput(f"labels are {n} whole numbers, got {y.dtype}{y.shape}")
+    return y
+
+
+def _check_devices(devices: int, samples: int) -> None:
+    if not 1 <= devices <= min(MAX_DEVICES, samples // LEAST_SAMPLES):
+        raise InvalidInput(
+            f"{samples} samples give 1 to {min(MAX_DEVICES, samples // LEAST_SAMPLES)} devices "
+            f"{LEAST_SAMPLES} each, got {devices}"
+        )
+
+
+def _largest(parts: Mapping[int, Array]) -> int:
+    return max(len(rows) for rows in parts.values())

@@ -1,0 +1,264 @@
+"""A federated run in one process: the same round, device work and reduction as over the network.
+
+The run is driven through `core.rules`, devices work by `core.learn`, updates go through
+`core.compress`, so a study foretells a real run of the same seed and names bit for bit, provided
+that every asked device reports. What follows depends on the arguments alone; a study with a folder
+that was killed goes on to the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.algorithms import Algorithm, Hyper, algorithm, plan_of
+from triplane.unified_ir.federated.algorithms.hyper import LR
+from triplane.unified_ir.federated.core import learn as device
+from triplane.unified_ir.federated.core import run as machine
+from triplane.unified_ir.federated.core.compress import Compressor
+from triplane.unified_ir.federated.core.draws import Array, Draws
+from triplane.unified_ir.federated.core.learn import Shard, Work
+from triplane.unified_ir.federated.core.reduce import reduce
+from triplane.unified_ir.federated.core.rules import step
+from triplane.unified_ir.federated.study.checkpoint import Keeper, Place, identity
+from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow, Trial
+from triplane.unified_ir.ir import Module
+from triplane.unified_ir.runtime import Plan
+
+PLAN: Final = "study.plan"
+PERSONAL: Final = "personal"
+NOW_S: Final = 0.0
+"""Nothing in a simulation waits, so its clock stands."""
+
+Arrays = Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """One simulated run. devices: of a round, 0 for all. run: as in a real run's leases.
+
+    steps, batch_size, support, query: a device's sampling, support 0 for all it has.
+    evaluate_every: rounds between scorings, 0 for the end only. rates: of adaptation, tried at the
+    end beside the run's own.
+    """
+
+    algorithm: str
+    rounds: int
+    hyper: Hyper = field(default_factory=Hyper)
+    devices: int = 0
+    steps: int = 5
+    batch_size: int = 32
+    support: int = 20
+    query: int = 20
+    evaluate_every: int = 0
+    rates: tuple[float, ...] = ()
+    compression: str = ""
+    keep: float = 1.0
+    seed: int = 0
+    run: str = "study"
+
+    def __post_init__(self) -> None:
+        row = algorithm(self.algorithm)
+        Compressor(self.compression, keep=self.keep)
+        if self.rounds < 1 or self.devices < 0 or self.evaluate_every < 0:
+            raise InvalidInput(
+                f"a study has at least 1 round and counts that are not negative, got {self.rounds} "
+                f"rounds, {self.devices} devices, scored every {self.evaluate_every}"
+            )
+        if self.rates and row.learns_rates:
+            raise InvalidInput(f"{row.name} learns its rates of adaptation; give no others")
+        if not all(math.isfinite(rate) and rate >= 0 for rate in self.rates):
+            raise InvalidInput(f"rates are finite and not negative, got {self.rates}")
+
+
+def simulate(
+    module: Module,
+    shards: Mapping[str, Shard],
+    study: Study,
+    *,
+    unseen: Mapping[str, Shard] | None = None,
+    folder: Path | None = None,
+    on_round: Callable[[RoundRow], None] | None = None,
+) -> Trial:
+    """Run the study on these devices; `unseen` ones are scored and never learned from.
+
+    folder: keeps the study's place after each round; what lies there of the same study is gone on
+    with, of another is refused (Conflict).
+    """
+    others = dict(unseen or {})
+    if both := sorted(shards.keys() & others.keys()):
+        raise InvalidInput(f"a device takes part or is unseen, not both: {both[:4]}")
+    if not shards or study.devices > len(shards):
+        raise InvalidInput(f"a round asks {study.devices or 1} devices; there are {len(shards)}")
+    with TemporaryDirectory() as temporary:
+        path = Path(temporary) / PLAN
+        digest = plan_of(module, study.algorithm, study.hyper, path).digest
+        plan = Plan.load(path, expected_digest=digest)
+    sizes = {k: (s.examples, s.held_out_samples) for k, s in {**shards, **others}.items()}
+    keeper = None if folder is None else Keeper(folder, identity(digest, study, sizes))
+    return _Simulation(plan, study, dict(shards), others, keeper, on_round).go()
+
+
+class _Simulation:
+    """The devices, the plan they share in turn, and the cloud."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        study: Study,
+        seen: Mapping[str, Shard],
+        unseen: Mapping[str, Shard],
+        keeper: Keeper | None,
+        on_round: Callable[[RoundRow], None] | None,
+    ) -> None:
+        self.plan, self.study, self.keeper, self.on_round = plan, study, keeper, on_round
+        self.row: Algorithm = algorithm(study.algorithm)
+        self.seen, self.shards = seen, {**seen, **unseen}
+        self.compressor = Compressor(study.compression, keep=study.keep)
+        shared = {n: x for n, x in plan.state().items() if n in device.shared(plan.roles)}
+        fresh = plan.state(PERSONAL)
+        found = None if keeper is None else keeper.newest()
+        self.place = found or Place(shared=shared)
+        self.fresh = fresh
+
+    def go(self) -> Trial:
+        """From the place on to the end."""
+        state = self._begin()
+        while state.phase is not machine.Phase.FINISHING:
+            assert state.round is not None
+            evaluates = state.round.evaluates
+            state = self._score(state) if evaluates else self._round(state)
+            if self.keeper is not None and not (state.round and state.round.evaluates):
+                self.keeper.save(self.place)
+        at = self.place
+        return Trial(self.study.algorithm, at.rounds, at.scores, self._sweep(), at.shared)
+
+    def _begin(self) -> machine.State:
+        study = self.study
+        count = study.devices or len(self.seen)
+        plan = machine.Plan(
+            rounds=study.rounds, devices=count, asked=count, quorum=count, deadline_s=1.0,
+            patience_s=0.0, evaluate_every=study.evaluate_every, seed=study.seed,
+        )  # fmt: skip
+        members = {
+            name: machine.Member(
+                device=name, connected=True, held_out=shard.held_out_samples,
+                examples=shard.examples if name in self.seen else 0,
+            )
+            for name, shard in sorted(self.shards.items())
+        }  # fmt: skip
+        state = machine.State(
+            plan=plan, run=study.run, shared="", members=members,
+            turn=(len(self.place.rounds) + 1, False),
+        )  # fmt: skip
+        return step(state, machine.Tick(at_s=NOW_S))[0]
+
+    def _round(self, state: machine.State) -> machine.State:
+        """Every leased device learns, the updates are reduced in their order."""
+        assert state.round is not None
+        started = time.perf_counter()
+        number, leases = state.round.number, state.round.leases
+        updates = {lease.device: self._learn(number, lease) for lease in leases}
+        for lease in leases:
+            made = updates[lease.device]
+            arrived = machine.Update(
+                blob="", size=made.size, examples=made.examples, loss=made.loss, seconds=0.0
+            )
+            state, effects = step(
+                state,
+                machine.Arrived(at_s=NOW_S, device=lease.device, lease=lease.id, update=arrived),
+            )
+        assert any(isinstance(effect, machine.Reduce) for effect in effects)
+        self._reduce(updates)
+        took = time.perf_counter() - started
+        ended = state.history[-1]
+        down = sum(x.nbytes for x in self.place.shared.values()) * len(leases)
+        row = RoundRow(number, len(leases), ended.loss, ended.bytes_up, down, took)
+        self.place = replace(self.place, rounds=(*self.place.rounds, row))
+        if self.on_round is not None:
+            self.on_round(row)
+        return step(state, machine.Reduced(at_s=NOW_S, number=number, shared=""))[0]
+
+    def _learn(self, number: int, lease: machine.Lease) -> _Made:
+        """One device's work, and what it keeps of it."""
+        name, place = lease.device, self.place
+        self._take(name)
+        done = device.learn(self.plan, self._work(number, name), self.shards[name])
+        rng = Draws(self.study.seed, number, lease.id, "compression")
+        sent, lost = self.compressor.pack(done.change, place.remainders.get(name, {}), rng)
+        personal = {**place.personal, name: self.plan.state(PERSONAL)} if self.fresh else {}
+        remainders = {**place.remainders, name: lost} if lost else place.remainders
+        self.place = replace(place, personal=personal, remainders=remainders)
+        change = self.compressor.unpack(sent)
+        return _Made(change, sum(x.nbytes for x in sent.values()), done.examples, done.loss)
+
+    def _reduce(self, updates: Mapping[str, _Made]) -> None:
+        opened = [(made.examples, lambda c=made.change: c) for made in updates.values()]
+        shared, slots = reduce(
+            self.place.shared, self.place.slots, opened,
+            weighting=self.row.weighting, server=self.row.server, hyper=self.study.hyper,
+        )  # fmt: skip
+        self.place = replace(self.place, shared=shared, slots=slots)
+
+    def _score(self, state: machine.State) -> machine.State:
+        """Every leased device adapts and is scored."""
+        assert state.round is not None
+        number = state.round.number
+        for lease in state.round.leases:
+            found = self._scored(number, lease.device)
+            score = machine.Score(
+                samples=found.samples, before=found.before, after=found.after, round=number
+            )
+            self.place = replace(self.place, scores=(*self.place.scores, found))
+            state, _ = step(
+                state,
+                machine.Scored(at_s=NOW_S, device=lease.device, lease=lease.id, score=score),
+            )
+        return state
+
+    def _scored(self, number: int, name: str) -> DeviceScore:
+        self._take(name)
+        work, shard = self._work(number, name), self.shards[name]
+        found = device.evaluate(self.plan, work, shard, steps=self.study.hyper.inner_steps)
+        return DeviceScore(
+            name, name in self.seen, number, found.samples, found.before, found.after
+        )
+
+    def _sweep(self) -> dict[float, tuple[DeviceScore, ...]]:
+        names = [name for name, shard in sorted(self.shards.items()) if shard.held_out_samples]
+        own = {name: x for name, x in self.plan.state().items() if name == LR}
+        found = {}
+        for rate in self.study.rates:
+            self.plan.assign({name: np.full_like(x, rate) for name, x in own.items()})
+            found[rate] = tuple(self._scored(self.study.rounds, name) for name in names)
+        self.plan.assign(own)
+        return found
+
+    def _take(self, name: str) -> None:
+        """The plan becomes the device's: the shared state and what is its own."""
+        self.plan.assign({**self.place.shared, **self.place.personal.get(name, self.fresh)})
+
+    def _work(self, number: int, name: str) -> Work:
+        study = self.study
+        return Work(
+            run=study.run, round=number, device=name, seed=study.seed, steps=study.steps,
+            batch_size=study.batch_size, support=study.support, query=study.query,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """An update as the cloud reads it."""
+
+    change: Arrays
+    size: int
+    examples: int
+    loss: float
