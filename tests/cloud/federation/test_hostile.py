@@ -1,0 +1,287 @@
+"""Contributions that cannot count: refused with a word and a reason, while the run goes on.
+
+One run, in which an honest device and a hostile one are asked in every round; the hostile one has
+another idea each time.
+"""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.cloud.federation.given import (
+    Kept,
+    devices_of,
+    ended,
+    living,
+    make_home,
+    registered,
+    start_request,
+    update_bytes,
+    work_of,
+)
+
+from triplane.cloud.federation.spool import UPLOADS
+from triplane.cloud.server import running
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import Conflict, InvalidInput
+from triplane.proto.status import remote_errors
+from triplane.proto.transfer import upload
+from triplane.proto.transfer_pb2 import DownloadRequest
+from triplane.proto.transfer_pb2_grpc import TransferStub
+from triplane.unified_ir.federated.core import learn
+from triplane.unified_ir.files import container
+
+DEADLINE_S = 90.0
+OTHER_RUN = "f" * 16
+
+
+def honest(device, task):
+    return learn.learn(device.plan(task), work_of(task, device.name), device.shard).change
+
+
+def told(device, task, data, **figures):
+    """Uploads `data` and says that it is the update."""
+    update = device.sent(data, **{"examples": device.shard.examples} | figures)
+    return contribution(task, update=update)
+
+
+def contribution(task, **outcome):
+    return pb.Contribution(run=task.run, round=task.round, lease=task.lease, **outcome)
+
+
+def wrong_shape(device, task):
+    change = honest(device, task)
+    name = min(change)
+    change[name] = np.zeros((*change[name].shape, 1), np.float32)
+    return told(device, task, update_bytes(task, change))
+
+
+def wrong_dtype(device, task):
+    change = honest(device, task)
+    name = min(change)
+    change[name] = change[name].astype(np.float16)
+    return told(device, task, update_bytes(task, change))
+
+
+def not_a_number(device, task):
+    change = honest(device, task)
+    change[max(change)].flat[0] = np.nan
+    return told(device, task, update_bytes(task, change))
+
+
+def missing_tensor(device, task):
+    change = honest(device, task)
+    change.pop(min(change))
+    return told(device, task, update_bytes(task, change))
+
+
+def other_runs(device, task):
+    return told(device, task, update_bytes(task, honest(device, task), run=OTHER_RUN))
+
+
+def of_another_lease(device, task):
+    return told(device, task, update_bytes(task, honest(device, task), lease="0" * 32))
+
+
+def personal_tensor(device, task):
+    change = honest(device, task)
+    roles = dict.fromkeys(change, "parameter") | {min(change): "personal"}
+    part = container.tensor_part("change.safetensors", change, roles)
+    facts = {
+        "compression": "", "lease": task.lease.hex(), "round": str(task.round), "run": task.run,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "update"
+        container.write(path, "update", [part], properties=facts)
+        return told(device, task, path.read_bytes())
+
+
+def garbage(device, task):
+    return told(device, task, b"PK\x03\x04" + bytes(range(256)))
+
+
+def truncated(device, task):
+    return told(device, task, update_bytes(task, honest(device, task))[:-7])
+
+
+def compressed_unasked(device, task):
+    asked = pb.Task()
+    asked.CopyFrom(task)
+    asked.learn.compression = "int8"
+    return told(device, task, update_bytes(asked, honest(device, task)))
+
+
+def oversized(device, task):
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(64 << 20)
+        with pytest.raises(InvalidInput, match="at most"):
+            upload(device.channel, Path(file.name))
+    blob = pb.Blob(sha256=bytes(32), size=64 << 20)
+    return contribution(task, update=pb.Update(blob=blob, examples=1, loss=0.5, seconds=0.1))
+
+
+def models_blob(device, task):
+    """Names a file of the cloud's own, which it never sent."""
+    return contribution(task, update=pb.Update(blob=task.state, examples=1, loss=0.5, seconds=0.1))
+
+
+def too_many_examples(device, task):
+    return told(device, task, update_bytes(task, honest(device, task)), examples=10**9)
+
+
+def infinite_loss(device, task):
+    return told(device, task, update_bytes(task, honest(device, task)), loss=float("inf"))
+
+
+def a_score(device, task):
+    return contribution(task, score=pb.Score(samples=1, before=0.5, after=0.5))
+
+
+def many_files(device, task):
+    for n in range(UPLOADS):
+        device.sent(bytes([n]) * 99, examples=1)
+    with pytest.raises(InvalidInput, match="enough"):
+        device.sent(b"one more", examples=1)
+    return contribution(task, declined="I tried\x1b[2J")
+
+
+# fmt: off
+HOSTILE = (
+    (wrong_shape,        "shape"),
+    (wrong_dtype,        "shape"),
+    (not_a_number,       "nonfinite"),
+    (missing_tensor,     "names"),
+    (other_runs,         "foreign"),
+    (of_another_lease,   "foreign"),
+    (personal_tensor,    "personal"),
+    (garbage,            "damaged"),
+    (truncated,          "damaged"),
+    (compressed_unasked, "compression"),
+    (oversized,          "missing"),
+    (models_blob,        "missing"),
+    (too_many_examples,  "figures"),
+    (infinite_loss,      "figures"),
+    (a_score,            "kind"),
+    (many_files,         ""),
+)
+# fmt: on
+REPLAYS = len(HOSTILE) + 1  # the round whose update is sent again in the next one
+
+
+async def misbehave(device, task):
+    number = task.round
+    if task.WhichOneof("work") == "evaluate":
+        bad = pb.Score(samples=10**6, before=2.0, after=-1.0)
+        return await device.contribute(Kept(task, contribution(task, score=bad)))
+    if number <= len(HOSTILE):
+        act = HOSTILE[number - 1][0]
+        return await device.contribute(Kept(task, await asyncio.to_thread(act, device, task)))
+    if number == REPLAYS:
+        kept = await device.learnt(task)
+        await device.contribute(kept)
+        return await device.contribute(kept)  # the same again
+    device.again = Kept(task, await asyncio.to_thread(told, device, task, device.kept[-1].data))
+    return await device.contribute(device.again)
+
+
+async def story(folder):
+    async with asyncio.timeout(DEADLINE_S), running(make_home(folder)) as cloud:
+        await registered(cloud, folder)
+        devices = await devices_of(cloud, folder, ("ann", "mallory"))
+        mallory = devices[1]
+        mallory.act = misbehave
+        async with living(devices):
+            request = start_request(rounds=REPLAYS + 1, cohort={"quorum": 0.5})
+            made = await cloud.federation.begin(request, by="operator")
+            run = await ended(cloud, made.id)
+            strangers = await asyncio.to_thread(uninvited, mallory)
+        left = [p.name for p in cloud.federation.spool.folder.folder.iterdir() if p.is_file()]
+        return run, mallory, strangers, left
+
+
+def uninvited(device):
+    """What a device without a lease is told."""
+    with pytest.raises(Conflict, match="no open lease") as written:
+        device.sent(b"no lease" * 10, examples=1)
+    stub = TransferStub(device.channel)
+    request = DownloadRequest(sha256=device.kept[0].task.plan.sha256)
+    with pytest.raises(InvalidInput, match="open tasks only") as read, remote_errors():
+        list(stub.Download(request))
+    return written.value, read.value
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    return asyncio.run(story(tmp_path_factory.mktemp("hostile")))
+
+
+def test_a_run_with_a_hostile_device_is_done(outcome):
+    run, _, _, _ = outcome
+    assert run.phase == pb.Run.DONE, run.reason
+    assert run.result == "tiny@2"
+
+
+@pytest.mark.parametrize(
+    "number", range(1, len(HOSTILE) + 1), ids=lambda n: HOSTILE[n - 1][0].__name__
+)
+def test_the_contribution_is_refused_with_a_reason_and_the_round_counts_the_other(outcome, number):
+    run, mallory, _, _ = outcome
+    found = next(r for r in run.rounds if r.number == number and not r.evaluates)
+    assert (found.asked, found.counted, found.refused) == (2, 1, 1)
+    lease = mallory.kept[number - 1].task.lease
+    settled = mallory.settled(lease)
+    assert not settled.counted
+    assert settled.reason
+    assert settled.reason.isprintable()
+
+
+def test_refusals_are_counted_by_their_word(outcome):
+    run, _, _, _ = outcome
+    expected: dict[str, int] = {}
+    for _, kind in HOSTILE:
+        if kind:
+            expected[kind] = expected.get(kind, 0) + 1
+    expected["foreign"] += 1  # the replay
+    expected["figures"] += 1  # the impossible score
+    assert {r.kind: r.count for r in run.refusals.reasons} == expected
+    assert all(r.newest for r in run.refusals.reasons)
+
+
+def test_the_same_update_twice_counts_once(outcome):
+    run, mallory, _, _ = outcome
+    found = next(r for r in run.rounds if r.number == REPLAYS)
+    assert (found.counted, found.refused) == (2, 0)
+    member = next(m for m in run.members if m.device == "mallory")
+    assert member.counted == 1
+    assert mallory.settled(mallory.kept[REPLAYS - 1].task.lease).counted
+
+
+def test_an_update_replayed_in_another_round_is_refused(outcome):
+    run, mallory, _, _ = outcome
+    found = next(r for r in run.rounds if r.number == REPLAYS + 1 and not r.evaluates)
+    assert (found.counted, found.refused) == (1, 1)
+    assert "lease" in mallory.settled(mallory.again.task.lease).reason
+
+
+def test_an_impossible_score_is_refused_and_shown_nowhere(outcome):
+    run, _, _, _ = outcome
+    member = next(m for m in run.members if m.device == "mallory")
+    assert not member.HasField("score")
+    assert run.rounds[-1].evaluates
+    assert (run.rounds[-1].counted, run.rounds[-1].refused) == (1, 1)
+
+
+def test_without_a_lease_a_device_neither_writes_nor_reads(outcome):
+    _, _, (written, read), _ = outcome
+    assert "mallory" in str(written)
+    assert "open tasks" in str(read)
+
+
+def test_nothing_of_a_closed_round_stays_in_the_spool(outcome):
+    _, _, _, left = outcome
+    assert left == []
