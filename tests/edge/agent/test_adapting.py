@@ -1,0 +1,130 @@
+"""A start point on a node: adapted in a child, compared on samples it never saw."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from triplane.edge.agent.adapting import LEAST_SAMPLES, Compared, read_samples, split
+from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.trying import run_adaptation
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import convert, data, nn, ops, optim, train
+from triplane.unified_ir.runtime import Bundle
+
+
+class Digits(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, padding="same")
+        self.head = nn.Dense(8 * 4 * 4, 10)
+
+    def construct(self, x):
+        return self.head(ops.flatten(ops.max_pool(ops.relu(self.conv(x)), 2)))
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A bundle that was trained on digits and adapts in fifty steps."""
+    nn.seed(0)
+    trainer = train.Trainer(Digits(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.Adam(0.01))
+    trainer.fit(data.digits().take(600), epochs=3, progress=False)
+    module = trainer.export(entries=("predict", "evaluate", "adapt"), local_lr=0.3)
+    module = replace(module, meta={**module.meta, "adapt_steps": "50"})
+    path = tmp_path_factory.mktemp("start") / "start.bundle"
+    convert.convert(module, name="digits", out=path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def renamed(tmp_path_factory):
+    """This node's own question: the number after the one that is shown."""
+    path = tmp_path_factory.mktemp("samples") / "digits.npz"
+    digits = data.digits().select(np.arange(900, 1000))
+    np.savez(path, x=digits.x, y=(digits.y + 1) % 10)
+    return path
+
+
+def adapted(start, samples, out, current=None):
+    return run_adaptation(
+        start, size=start.stat().st_size, samples=samples, seed="n\0digits", out=out,
+        current=current,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_adapted_version_is_scored_on_samples_it_never_saw_beside_the_one_that_serves(
+    start, renamed, tmp_path
+):
+    out = tmp_path / "mine.bundle"
+    found = adapted(start, renamed, out, current=start)
+    assert (found.support, found.held_out) == (50, 50)
+    assert found.current == found.start < found.adapted - 0.2
+    assert found.is_better
+    Bundle.load(out, expected_digest=found.digest).check_goldens()
+    again = adapted(start, renamed, tmp_path / "again.bundle", current=out)
+    assert again.current == found.adapted == again.adapted
+
+
+@pytest.mark.slow
+def test_start_point_that_is_worse_than_what_serves_is_told_apart(start, renamed, tmp_path):
+    found = adapted(start, renamed, tmp_path / "mine.bundle")
+    assert found.current is None
+    better = replace(found, current=found.adapted + 0.01)
+    assert not better.is_better
+    assert f"what serves has {better.current:.3f}" in str(better)
+
+
+@pytest.mark.slow
+def test_samples_that_do_not_fit_are_refused_with_nothing_written(start, tmp_path):
+    np.savez(tmp_path / "wrong.npz", x=np.zeros((8, 3), np.float32), y=np.zeros(8, np.int64))
+    with pytest.raises(Refused) as refusal:
+        adapted(start, tmp_path / "wrong.npz", tmp_path / "mine.bundle")
+    assert refusal.value.kind == "adaptation"
+    assert not (tmp_path / "mine.bundle").exists()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "reason"),
+    [
+        ({"x": np.zeros((8, 2), np.float32)}, "x (N, ...) and whole numbers y"),
+        ({"x": np.zeros((8, 2)), "y": np.zeros(8)}, "got float64(8, 2) and float64(8,)"),
+        ({"x": np.zeros((3, 2)), "y": np.zeros(3, np.int64)}, f"from {LEAST_SAMPLES} to"),
+        ({"x": np.zeros((8, 2)), "y": np.zeros(7, np.int64)}, "int64(7,)"),
+    ],
+)
+def test_samples_say_what_they_should_be(tmp_path, arrays, reason):
+    np.savez(tmp_path / "s.npz", **arrays)
+    with pytest.raises(InvalidInput) as error:
+        read_samples(tmp_path / "s.npz")
+    assert reason in str(error.value)
+
+
+def test_samples_that_are_no_archive_or_hide_objects_are_refused(tmp_path):
+    (tmp_path / "s.npz").write_bytes(b"PK\x03\x04 but no zip")
+    with pytest.raises(InvalidInput, match=r"s\.npz is an \.npz"):
+        read_samples(tmp_path / "s.npz")
+    np.savez(tmp_path / "o.npz", x=np.array([{}] * 8, object), y=np.zeros(8, np.int64))
+    with pytest.raises(InvalidInput, match=r"o\.npz is an \.npz"):
+        read_samples(tmp_path / "o.npz")
+
+
+def test_split_is_disjoint_balanced_and_the_same_for_every_version():
+    y = np.repeat(np.arange(5), 10)
+    samples = {"x": np.arange(50), "y": y}
+    support, held_out = split(samples, "node\0model")
+    assert set(support["x"]) | set(held_out["x"]) == set(range(50))
+    assert not set(support["x"]) & set(held_out["x"])
+    assert np.bincount(support["y"]).tolist() == [5] * 5
+    again, _ = split(samples, "node\0model")
+    assert np.array_equal(again["x"], support["x"])
+    other, _ = split(samples, "other\0model")
+    assert not np.array_equal(other["x"], support["x"])
+
+
+def test_comparison_reads_as_a_sentence():
+    found = Compared(support=5, held_out=5, start=0.4, adapted=0.8, current=None, digest="")
+    assert str(found) == (
+        "adapted to 5 own samples it has accuracy 0.800 (0.400 before) on 5 others; "
+        "nothing serves yet"
+    )
