@@ -27,7 +27,7 @@ from triplane.proto.documents import MAX_REASON_CHARS
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError, Unavailable
 from triplane.proto.fleet_pb2 import Assignment
 from triplane.proto.targets import SignedTarget
-from triplane.proto.transfer import BlobFolder, TooSlow
+from triplane.proto.transfer import BlobFolder, TooSlow, WrongLength
 
 logger = logging.getLogger(__name__)
 
@@ -244,6 +244,9 @@ class Attempt:
         except TooSlow as error:
             self._world.incident(Refused("slow-retrieval", f"{target.path}: {error}"))
             raise
+        except Corrupt as error:
+            kind = "length" if isinstance(error, WrongLength) else "digest"
+            raise Refused(kind, f"{target.path}: {error}") from error
 
     def _switch(self, pointer: Pointer, path: Path) -> Pointer | None:
         self._enter("PROBATION")

@@ -113,12 +113,14 @@ def test_announced_manifest_size_is_bounded(tmp_path):
         load(tmp_path / "m")
 
 
+@pytest.mark.slow
 def test_manifest_of_a_million_empty_entries_is_counted_before_it_is_parsed(tmp_path):
     forge.write(tmp_path / "m", b"\x22\x00" * (MAX_MANIFEST_BYTES // 2))
     with refused("manifest: more than", memory_bytes=MAX_MANIFEST_BYTES + MEMORY_BYTES):
         load(tmp_path / "m")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA, zipfile.ZIP_STORED])
 def test_foreign_zips_and_compressed_bombs_are_never_inflated(tmp_path, method):
     with zipfile.ZipFile(tmp_path / "m", "w", method) as file:

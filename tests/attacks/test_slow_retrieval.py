@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -11,8 +12,15 @@ import pytest
 
 from triplane.proto import transfer_pb2 as pb
 from triplane.proto.errors import InvalidInput
-from triplane.proto.transfer import BlobFolder, Pace, TooSlow, digest_of, download
-from triplane.proto.transfer_pb2_grpc import TransferServicer, add_TransferServicer_to_server
+from triplane.proto.transfer import (
+    BlobFolder,
+    Pace,
+    TooSlow,
+    TransferServicer,
+    digest_of,
+    download,
+)
+from triplane.proto.transfer_pb2_grpc import add_TransferServicer_to_server
 
 SIZE = 64 << 10
 PACE = Pace(min_bytes_per_s=16 << 10, patience_s=0.5)
@@ -40,7 +48,7 @@ class Crawling(TransferServicer):
 
 @contextlib.contextmanager
 def serving(servicer):
-    ready, found = threading.Event(), {}
+    ready, found = threading.Event(), dict[str, Any]()
 
     async def main():
         found["done"], found["loop"] = asyncio.Event(), asyncio.get_running_loop()

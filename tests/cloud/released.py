@@ -16,9 +16,9 @@ WAIT_S = 120
 VERSIONS = (1, 2)
 
 
-def make_released(folder):
+def make_released(folder, **signing):
     """HOME and KEYS in `folder`: digits@1 and digits@2, converted for ort-x64 and signed."""
-    made = initialize(folder / "home", offline_keys=folder / "keys")
+    made = initialize(folder / "home", offline_keys=folder / "keys", **signing)
     asyncio.run(asyncio.wait_for(_release(made.home, folder), WAIT_S))
     return folder
 
