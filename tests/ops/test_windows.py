@@ -95,13 +95,13 @@ def test_convolutions_of_any_window_and_their_gradients_agree(window, channels):
 
 
 @searched
-@given(windows(dilated=False), st.booleans())
-def test_maxima_of_any_window_with_ties_agree(window, ties):
+@given(windows(dilated=False), st.booleans(), st.integers(0, 1))
+def test_maxima_of_any_window_with_ties_agree(window, ties, ceil_mode):
     kernel, attrs, sizes = window
     attrs = {k: v for k, v in attrs.items() if k != "dilations"}
     x = random(0, 2, 2, *sizes)
     arrays = {"x": np.round(x) if ties else x}
-    engines_agree(arrays, lambda x: POOL(x, kernel_shape=kernel, **attrs))
+    engines_agree(arrays, lambda x: POOL(x, kernel_shape=kernel, ceil_mode=ceil_mode, **attrs))
 
 
 @searched
@@ -111,6 +111,25 @@ def test_maxima_of_disjoint_windows_agree_whatever_is_left_over(kh, kw, h, w, ti
     x = random(0, 2, 2, h, w)
     arrays = {"x": np.round(x) if ties else x}
     engines_agree(arrays, lambda x: ops.max_pool(x, (kh, kw)))
+
+
+@searched
+@given(windows(dilated=False))
+def test_means_that_round_their_count_of_windows_up_agree(window):
+    kernel, attrs, sizes = window
+    attrs = {k: v for k, v in attrs.items() if k != "dilations"}
+    x = random(0, 2, 2, *sizes)
+    build = Build(TABLE, "f")
+    with build:
+        y = MEAN(
+            build.param("x", TensorSpec(("N", *x.shape[1:]))),
+            kernel_shape=kernel,
+            ceil_mode=1,
+            **attrs,
+        )
+    f = build.finish({"y": y})
+    wanted = engine("reference").compile(f)(x)
+    agree(engine("onnx").compile(f)(x), wanted, "window", close=CLOSE)
 
 
 @searched

@@ -11,6 +11,7 @@ from onnx import GraphProto, TensorProto, ValueInfoProto, helper, numpy_helper
 from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ops.infer import type_proto
+from triplane.unified_ir.ops.pool import pool_window
 from triplane.unified_ir.ops.row import DOMAIN
 
 
@@ -122,6 +123,34 @@ def _matmul(context: Context, node: Node) -> None:
     product = context.emit("MatMul", left, right)
     squeezed = [product, context.constant(np.array(axes))]
     context.add("Squeeze", squeezed, context.output_names(node))
+
+
+def _pool(context: Context, node: Node) -> None:
+    """Windows that `ceil_mode` adds over a static plane are written as padding at the end.
+
+    A window that would start beyond the data is no window, but below opset 22 onnxruntime counts
+    it while it infers shapes, though not while it runs.
+    """
+    x, y = node.inputs[0], node.outputs[0]
+    assert x is not None
+    sizes = x.type.shape[2:]
+    counts_pads = bool(node.attrs.get("count_include_pad"))
+    if not node.attrs.get("ceil_mode") or any(isinstance(size, Expr) for size in sizes):
+        context.plain(node)
+        return
+    window = pool_window({"auto_pad": "NOTSET", **node.attrs}, x.type)
+    n = len(window.kernel)
+    missing = [
+        (int(out) - 1) * window.strides[i] + window.span(i) - window.pads[i] - int(size)  # type: ignore[arg-type]
+        for i, (out, size) in enumerate(zip(y.type.shape[2:], sizes, strict=True))
+    ]
+    ends = tuple(max(a, b) for a, b in zip(window.pads[n:], missing, strict=True))
+    if ends != window.pads[n:] and (
+        counts_pads or any(end >= k for end, k in zip(ends, window.kernel, strict=True))
+    ):  # pads that count, or that a kernel refuses: both only where a window was added
+        context.plain(node)
+        return
+    context.plain(node, ceil_mode=0, auto_pad="NOTSET", pads=window.pads[:n] + ends)
 
 
 def _div(context: Context, node: Node) -> None:
@@ -266,6 +295,8 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "Reshape"): _reshape,
     ("", "Slice"): _slice,
     ("", "MatMul"): _matmul,
+    ("", "MaxPool"): _pool,
+    ("", "AveragePool"): _pool,
     ("", "Div"): _div,
     ("", "Mod"): _mod,
     ("", "BatchNormalization"): _batch_norm,
