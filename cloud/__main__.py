@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import logging
+import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -20,6 +21,8 @@ from triplane.proto.errors import InvalidInput, TriplaneError
 
 if TYPE_CHECKING:
     from triplane.cloud.server import Options
+
+logger = logging.getLogger(__name__)
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -49,14 +52,28 @@ def one_arena() -> None:
         ctypes.CDLL(None).mallopt(ARENA_MAX, 1)
 
 
+def all_descriptors() -> int:
+    """Take as many descriptors as the system lets this process have; returns how many.
+
+    A node's stream is one, and the customary soft limit of 1,024 is for programs that use select.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard not in {resource.RLIM_INFINITY, soft}:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        return hard
+    return soft
+
+
 def main(options: Options) -> None:
     """Configure logging to standard error and serve until a signal. Raises the families."""
     one_arena()
+    descriptors = all_descriptors()
     log = logging.StreamHandler()
     log.setFormatter(Facts())
     logging.basicConfig(level=options.log_level.upper(), handlers=[log])
     from triplane.cloud import server
 
+    logger.info("descriptors", extra={"most": descriptors})
     server.run(options)
 
 

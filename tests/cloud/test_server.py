@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import resource
 import socket
+import subprocess
+import sys
 import urllib.request
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -86,6 +89,7 @@ async def watched(people, rollout_id, *, until_paused=False):
     return heard
 
 
+@pytest.mark.slow
 def test_a_deploy_over_the_wire_reaches_every_node_in_waves(home, tmp_path):
     async def story():
         async with running(home) as cloud:
@@ -105,6 +109,7 @@ def test_a_deploy_over_the_wire_reaches_every_node_in_waves(home, tmp_path):
         assert [a.target_path for a in node.desired.assignments] == [PATH]
 
 
+@pytest.mark.slow
 def test_a_failing_version_pauses_and_abort_takes_it_back(home, tmp_path):
     async def story():
         async with running(home) as cloud:
@@ -130,6 +135,7 @@ def test_a_failing_version_pauses_and_abort_takes_it_back(home, tmp_path):
     assert [(a.version, a.target_path) for a in assignments] == [(1, PATH)] * 2
 
 
+@pytest.mark.slow
 def test_nodes_find_a_restarted_cloud_and_the_rollout_goes_on(home, tmp_path):
     async def story():
         async with running(home) as cloud:
@@ -150,6 +156,7 @@ def test_nodes_find_a_restarted_cloud_and_the_rollout_goes_on(home, tmp_path):
     assert (kept.version, kept.attempt) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_node_reads_the_bundle_assigned_to_it_and_nothing_else(home, tmp_path):
     async def story():
         async with running(home) as cloud:
@@ -308,6 +315,7 @@ def test_a_cloud_that_stops_says_goodbye_to_its_nodes(home, tmp_path):
     assert goodbye.retry_after_s > 0
 
 
+@pytest.mark.slow
 def test_who_was_enrolled_or_revoked_before_a_crash_is_known_after_it(home, tmp_path):
     async def story():
         async with running(home) as cloud:
@@ -452,3 +460,18 @@ def test_a_node_may_not_steer(home, tmp_path):
             return refused.value.code()
 
     assert within(story()) is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_the_process_takes_the_descriptors_it_may_have(home):
+    """A node costs one; a usual soft limit of 1,024 would end a thousand nodes' fleet."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    options = {"home": str(home.path), "host": "127.0.0.1", "json": True}
+    options |= dict.fromkeys(("port", "enrol_port", "dashboard_port"), 0)
+    limited = f"ulimit -Sn 256 && exec {sys.executable} -m triplane.cloud '{json.dumps(options)}'"
+    with subprocess.Popen(["/bin/sh", "-c", limited], stdout=subprocess.PIPE) as cloud:
+        assert cloud.stdout is not None
+        try:
+            assert json.loads(cloud.stdout.readline())["port"]
+            assert resource.prlimit(cloud.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+        finally:
+            cloud.terminate()
