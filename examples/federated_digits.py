@@ -19,7 +19,7 @@ from triplane.unified_ir import data, nn, ops, optim, train
 from triplane.unified_ir.federated.algorithms import Hyper
 from triplane.unified_ir.federated.core.draws import Draws
 from triplane.unified_ir.federated.core.learn import Shard
-from triplane.unified_ir.federated.study import Study, Summary, Trial, evenly, simulate
+from triplane.unified_ir.federated.study import Study, Trial, evenly, simulate, summary
 from triplane.unified_ir.ir import Module
 
 DEVICES: Final = 12
@@ -90,28 +90,19 @@ def trial(study: Study, seed: int) -> Trial:
     )
 
 
-def adapted(made: Trial, *, seen: bool) -> Summary:
-    """With adaptation, at the best of the rates that were tried."""
-    best = made.best_rate(seen=seen)
-    found = made.summary(seen=seen) if best is None else best[1]
-    assert found is not None
-    return found
-
-
 def main(seeds: tuple[int, ...] = SEEDS) -> None:
     """Prints accuracy in percent, the mean over devices and seeds and the worst device."""
     print("                     before adaptation   after adaptation   worst device   bytes up")
     trials = {study.algorithm: [trial(study, seed) for seed in seeds] for study in (FEDAVG, MAML)}
     for seen, group in ((True, "training"), (False, "unseen")):
         for name, made in trials.items():
-            found = [adapted(one, seen=seen) for one in made]
-            before, after = (
-                100 * float(np.mean([getattr(s, k) for s in found])) for k in ("before", "after")
-            )
-            worst = 100 * min(s.after_worst_tenth for s in found)
+            found = [s for one in made for s in one.final(seen=seen)]
+            total = summary(found)
+            assert total is not None
+            worst = min(s.after for s in found)
             print(
-                f"{group:8} {name:8} {before:21.1f} {after:18.1f} {worst:14.1f} "
-                f"{made[0].bytes_up:>10,}"
+                f"{group:8} {name:8} {100 * total.before:21.1f} {100 * total.after:18.1f} "
+                f"{100 * worst:14.1f} {made[0].bytes_up:10,}"
             )
 
 

@@ -12,6 +12,7 @@ import re
 import struct
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -69,6 +70,18 @@ def read(path: Path, *, top: int = 255) -> tuple[Dataset, ...]:
     raise NotFound(
         f"{path} needs the arrays x and y (or x_train, y_train, x_test, y_test): {found}"
     )
+
+
+def columns(path: Path, keys: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """The arrays of these keys as they are stored; NotFound names what is there instead."""
+    with bounded.opened(path) as file:
+        _check_end(path, file)
+        with _unzip(path, file) as archive:
+            present = sorted(set(archive.namelist()))
+            missing = [key for key in keys if f"{key}.npy" not in present]
+            if missing:
+                raise NotFound(f"{path} has no {missing[0]!r}: {', '.join(present[:8])}")
+            return {key: _array(path, archive, key) for key in keys}
 
 
 def _check_end(path: Path, file: IO[bytes]) -> None:

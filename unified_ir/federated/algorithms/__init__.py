@@ -7,7 +7,12 @@ from triplane.unified_ir.federated.algorithms.plan import (
     module_of,
     plan_of,
 )
-from triplane.unified_ir.federated.algorithms.table import ALGORITHMS, Algorithm, algorithm
+from triplane.unified_ir.federated.algorithms.table import (
+    ALGORITHMS,
+    Algorithm,
+    algorithm,
+    defaults,
+)
 
 __all__ = [
     "ALGORITHMS",
@@ -16,6 +21,7 @@ __all__ = [
     "Hyper",
     "PlanMade",
     "algorithm",
+    "defaults",
     "functions_of",
     "module_of",
     "plan_of",

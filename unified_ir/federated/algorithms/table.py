@@ -26,7 +26,8 @@ class Algorithm:
     episodes: a step takes support and query instead of one batch. weighting: of updates, by
     "examples" or "equal". server: the cloud's optimizer, a row of `core.reduce.SERVERS`. gradient:
     what a step goes against, after some inner steps. rate: state that a step multiplies it with.
-    adapt: one step of adaptation. beside: state beside the module's.
+    adapt: one step of adaptation. beside: state beside the module's. server_lr: the cloud's rate
+    where nobody says another.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Algorithm:
     rate: str
     adapt: Callable[[Objective], Function]
     beside: Beside
+    server_lr: float = 1.0
 
     @property
     def learns_rates(self) -> bool:
@@ -92,6 +94,7 @@ _ROWS: Final = (
         name="fedadam", source="Reddi et al. 2021, arXiv 2003.00295, algorithm 2",
         episodes=False, weighting="examples", server="adam",
         gradient=steps.batch_gradient, rate=LR, adapt=steps.plain_adapt, beside=_lr,
+        server_lr=0.03,
     ),
     Algorithm(
         name="maml",
@@ -133,3 +136,8 @@ def algorithm(name: str) -> Algorithm:
     if name not in ALGORITHMS:
         raise InvalidInput(f"algorithms are {', '.join(ALGORITHMS)}; got {name[:80]!r}")
     return ALGORITHMS[name]
+
+
+def defaults(name: str) -> Hyper:
+    """What an algorithm runs with where nobody says otherwise."""
+    return Hyper(server_lr=algorithm(name).server_lr)

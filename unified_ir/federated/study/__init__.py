@@ -6,8 +6,15 @@ from triplane.unified_ir.federated.study.partition import (
     by_label_shards,
     evenly,
 )
+from triplane.unified_ir.federated.study.report import page, picture
 from triplane.unified_ir.federated.study.simulate import Study, simulate
-from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow, Summary, Trial
+from triplane.unified_ir.federated.study.trial import (
+    DeviceScore,
+    RoundRow,
+    Summary,
+    Trial,
+    summary,
+)
 
 __all__ = [
     "DeviceScore",
@@ -19,5 +26,8 @@ __all__ = [
     "by_group",
     "by_label_shards",
     "evenly",
+    "page",
+    "picture",
     "simulate",
+    "summary",
 ]

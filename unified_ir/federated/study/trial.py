@@ -85,6 +85,13 @@ class Trial:
         known = [(rate, s) for rate, s in sorted(found.items()) if s is not None]
         return max(known, key=lambda pair: pair[1].after, default=None)
 
+    def final(self, *, seen: bool) -> tuple[DeviceScore, ...]:
+        """Scores after the last round, at the best of the swept rates where some were tried."""
+        best = self.best_rate(seen=seen)
+        last = self.rounds[-1].number if self.rounds else 0
+        chosen = self.sweep[best[0]] if best is not None else self.scores
+        return tuple(s for s in chosen if s.seen is seen and s.round == last)
+
     @property
     def bytes_up(self) -> int:
         """Of all updates."""

@@ -1,0 +1,64 @@
+"""A small study: points in the plane, each device with a line of its own."""
+
+from functools import cache
+
+import numpy as np
+
+from triplane.unified_ir import nn, optim, train
+from triplane.unified_ir.federated.algorithms import Hyper
+from triplane.unified_ir.federated.core.learn import Shard
+from triplane.unified_ir.federated.study import Study
+
+HYPER = Hyper(lr=0.2, meta_lr=0.1, inner_steps=2)
+
+
+class Personalized(nn.Cell):
+    """A shared layer and a bias that never leaves the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = nn.Dense(2, 4)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Dense(4, 2)
+        self.own = nn.Personal(np.zeros(2, np.float32))
+
+    def construct(self, x):
+        return self.head(self.drop(nn.Tanh()(self.hidden(x)))) + self.own
+
+
+def plain():
+    return nn.Sequential(nn.Dense(2, 4), nn.Tanh(), nn.Dense(4, 2))
+
+
+@cache
+def module(cell=plain):
+    nn.seed(4)
+    trainer = train.Trainer(cell(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
+    trainer.prepare(np.zeros((1, 2), np.float32), np.zeros(1, np.int64))
+    return trainer.export(("predict", "evaluate", "loss"))
+
+
+def part(rng, n, angle):
+    x = rng.standard_normal((n, 2)).astype(np.float32)
+    return {"x": x, "y": (x @ [np.cos(angle), np.sin(angle)] > 0).astype(np.int64)}
+
+
+def shards(count=4, first=0):
+    """Devices of different sizes and different questions."""
+    found = {}
+    for i in range(first, first + count):
+        rng = np.random.default_rng(i)
+        found[f"device-{i}"] = Shard(part(rng, 16 + 4 * i, i), part(rng, 10, i))
+    return found
+
+
+def study(algorithm="fedavg", **options):
+    given = {"rounds": 4, "steps": 2, "batch_size": 6, "support": 5, "query": 5, "hyper": HYPER}
+    return Study(algorithm=algorithm, **{**given, **options})
+
+
+def bits(trial):
+    """Everything of a trial that must not depend on when it ran."""
+    rows = [(r.number, r.devices, r.loss, r.bytes_up, r.bytes_down) for r in trial.rounds]
+    state = {k: x.tobytes() for k, x in trial.state.items()}
+    return rows, list(trial.scores), dict(trial.sweep), state

@@ -1,0 +1,179 @@
+"""Simulated runs: every algorithm, what a round does, resuming, refusals."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput
+from triplane.unified_ir.federated.algorithms import ALGORITHMS, plan_of
+from triplane.unified_ir.federated.core import learn as device
+from triplane.unified_ir.federated.core.learn import Work
+from triplane.unified_ir.federated.study import RoundRow, simulate
+from triplane.unified_ir.runtime import Plan
+
+from .given import HYPER, Personalized, bits, module, shards, study
+
+ROOT = Path(__file__).parents[3]
+VICTIM = Path(__file__).with_name("victim.py")
+
+
+def run(made=None, **options):
+    return simulate(module(), shards(), made or study(), **options)
+
+
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_every_algorithm_learns_and_scores_seen_and_unseen_devices(algorithm):
+    made = run(study(algorithm, evaluate_every=2), unseen=shards(2, first=8))
+    assert [row.number for row in made.rounds] == [1, 2, 3, 4]
+    assert made.scored_rounds() == (2, 4)
+    assert {s.device for s in made.scores if not s.seen} == {"device-8", "device-9"}
+    assert {s.samples for s in made.scores} == {10}
+    assert made.summary(seen=True).devices == 4
+    assert all(np.isfinite(x).all() for x in made.state.values())
+
+
+def test_one_round_is_the_mean_of_what_devices_change(tmp_path):
+    made = run(study(rounds=1))
+    given = plan_of(module(), "fedavg", HYPER, tmp_path / "a.plan")
+    plan = Plan.load(tmp_path / "a.plan")
+    total = sum(shard.examples for shard in shards().values())
+    mean = {k: np.zeros(x.shape) for k, x in given.state.items()}
+    for name, shard in shards().items():
+        plan.assign(given.state)
+        work = Work(
+            run="study", round=1, device=name, seed=0, steps=2, batch_size=6, support=5, query=5
+        )
+        for k, x in device.learn(plan, work, shard).change.items():
+            mean[k] += x.astype(np.float64) * shard.examples / total
+    for k, x in made.state.items():
+        np.testing.assert_allclose(x, given.state[k] + mean[k], rtol=1e-6, atol=1e-7)
+
+
+def test_unseen_devices_change_nothing():
+    assert bits(run())[3] == bits(run(unseen=shards(3, first=8)))[3]
+
+
+def test_a_round_asks_as_many_as_it_should_and_others_next_time():
+    asked = run(study(devices=2, rounds=8))
+    assert {row.devices for row in asked.rounds} == {2}
+    size = sum(x.nbytes for x in asked.state.values())
+    assert {(row.bytes_up, row.bytes_down) for row in asked.rounds} == {(2 * size, 2 * size)}
+
+
+def test_the_seed_decides():
+    assert bits(run()) == bits(run())
+    assert bits(run())[3] != bits(run(study(seed=1)))[3]
+
+
+def test_compression_costs_fewer_bytes():
+    plain, packed = run(), run(study(compression="int8"))
+    assert packed.bytes_up < plain.bytes_up / 2
+    for k, x in plain.state.items():
+        np.testing.assert_allclose(packed.state[k], x, atol=0.05)
+
+
+def test_a_sweep_tries_each_rate_and_leaves_the_state():
+    made = run(study(rates=(0.0, 0.2)), unseen=shards(1, first=8))
+    assert all(s.after == s.before for s in made.sweep[0.0])
+    last = [s for s in made.scores if s.round == 4]
+    assert list(made.sweep[0.2]) == last  # the run's own rate
+    rate, best = made.best_rate(seen=True)
+    assert rate in made.sweep
+    assert best.after >= made.summary(seen=True).after
+    assert bits(made)[3] == bits(run())[3]
+
+
+def test_personal_state_stays_with_its_device():
+    made = simulate(module(Personalized), shards(), study(evaluate_every=1))
+    assert "own" not in made.state
+    assert "drop.key" not in made.state
+
+
+def start(folder, kind):
+    return subprocess.Popen(
+        [sys.executable, str(VICTIM), str(folder), kind],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / '.ci' / 'namespace'}:{ROOT}"},
+    )  # fmt: skip
+
+
+def told(process, rounds):
+    """Lets the process go through `rounds` more rounds."""
+    for _ in range(rounds):
+        line = process.stdout.readline()
+        if not line:
+            break
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fedadam", "personal"])
+def test_a_killed_study_goes_on_to_the_same_bits(tmp_path, kind):
+    from .victim import KINDS
+
+    cell, options = KINDS[kind]
+    whole = simulate(module(cell), shards(), study(**options), unseen=shards(1, first=8))
+    for rounds in (1, 2):
+        with start(tmp_path, kind) as process:
+            told(process, rounds)
+            process.send_signal(signal.SIGKILL)
+        assert (tmp_path / "study.tpc").exists() == (rounds > 1)
+    resumed = simulate(
+        module(cell), shards(), study(**options), unseen=shards(1, first=8), folder=tmp_path
+    )
+    assert bits(resumed) == bits(whole)
+
+
+def test_a_finished_study_is_read_back(tmp_path):
+    first = run(folder=tmp_path)
+    seen: list[RoundRow] = []
+    assert bits(run(folder=tmp_path, on_round=seen.append)) == bits(first)
+    assert seen == []
+
+
+def test_another_study_does_not_go_on_from_it(tmp_path):
+    run(folder=tmp_path)
+    with pytest.raises(Conflict, match="of another study"):
+        run(study(seed=1), folder=tmp_path)
+
+
+def test_a_damaged_place_is_refused(tmp_path):
+    run(folder=tmp_path)
+    (path,) = tmp_path.iterdir()
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(Corrupt):
+        run(folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rounds": 0}, "at least 1 round"),
+        ({"devices": -1}, "not negative"),
+        ({"rates": (float("nan"),)}, "finite"),
+        ({"compression": "zip"}, "compression is one of"),
+        ({"algorithm": "fedsgd"}, "algorithms are fedavg"),
+        ({"algorithm": "meta-sgd", "rates": (0.1,)}, "learns its rates"),
+    ],
+)
+def test_odd_options_are_refused(options, said):
+    with pytest.raises(InvalidInput, match=said):
+        study(**options)
+
+
+def test_devices_are_there_and_in_one_group():
+    with pytest.raises(InvalidInput, match="asks 9 devices; there are 4"):
+        run(study(devices=9))
+    with pytest.raises(InvalidInput, match="takes part or is unseen"):
+        run(unseen=shards(1))
+    with pytest.raises(InvalidInput, match="smaller rate"):
+        run(replace(study(), hyper=replace(HYPER, lr=1e38)))

@@ -1,0 +1,127 @@
+"""From a file of samples to devices, by the options of a study."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.data import load, npz
+from triplane.unified_ir.data.dataset import Dataset, from_arrays
+from triplane.unified_ir.federated.core.draws import Array, Draws
+from triplane.unified_ir.federated.study import partition
+from triplane.unified_ir.federated.study.partition import Samples, Shards
+from triplane.unified_ir.ir import Module
+
+Way = Literal["even", "group", "dirichlet", "labels"]
+NPZ: Final = ".npz"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where samples come from and how devices get them.
+
+    data: the name digits, an npz file, IDX files or a folder of images. x, y, group, split: keys of
+    an npz; group tells whose a sample is; samples where split is not 0 belong to unseen devices.
+    devices: for every way but "group". unseen: share of devices that are scored only, where no
+    split says it. least: samples of a group, of fewer none is made.
+    """
+
+    data: str
+    x: str = "x"
+    y: str = "y"
+    group: str = ""
+    split: str = ""
+    way: Way = "even"
+    devices: int = 20
+    alpha: float = 0.3
+    label_shards: int = 2
+    held_out: float = 0.2
+    unseen: float = 0.0
+    least: int = 10
+    seed: int = 0
+
+
+def devices_of(source: Source, module: Module) -> tuple[Shards, Shards]:
+    """(devices that take part, devices that are only scored), samples named as the model's."""
+    dataset, columns = _read(source)
+    names = batch_names(module)
+    samples: Samples = {names[0]: dataset.x, names[1]: dataset.y}
+    if not source.split:
+        return _chosen(source, _parted(source, samples, columns.get(source.group)))
+    later = columns[source.split] != 0
+    return (
+        _part(source, samples, columns.get(source.group), ~later),
+        _part(source, samples, columns.get(source.group), later),
+    )
+
+
+def _read(source: Source) -> tuple[Dataset, dict[str, Array]]:
+    keys = [key for key in (source.group, source.split) if key]
+    if (source.way == "group") != bool(source.group):
+        raise InvalidInput("a partition by group, and no other, names the column of groups")
+    if Path(source.data).suffix != NPZ:
+        if keys:
+            raise InvalidInput(f"columns {keys} are those of an npz file, not of {source.data}")
+        return load(source.data), {}
+    found = npz.columns(Path(source.data), [source.x, source.y, *keys])
+    dataset = from_arrays(found[source.x], found[source.y])
+    for key in keys:
+        if found[key].shape != (len(dataset),) or found[key].dtype.kind not in "iu":
+            raise InvalidInput(f"column {key!r} has one whole number per sample")
+    return dataset, {key: found[key] for key in keys}
+
+
+def _part(source: Source, samples: Samples, groups: Array | None, chosen: Array) -> Shards:
+    rows = np.flatnonzero(chosen)
+    if not len(rows):
+        raise InvalidInput(f"column {source.split!r} leaves no sample on one side")
+    some = {name: np.asarray(x)[rows] for name, x in samples.items()}
+    return _parted(source, some, None if groups is None else groups[rows])
+
+
+def _parted(source: Source, samples: Samples, groups: Array | None) -> Shards:
+    held_out, seed = source.held_out, source.seed
+    labels = list(samples)[1]
+    match source.way:
+        case "group":
+            assert groups is not None
+            return partition.by_group(
+                samples, groups, held_out=held_out, seed=seed, least=source.least
+            )
+        case "dirichlet":
+            return partition.by_dirichlet(
+                samples, source.devices, alpha=source.alpha, held_out=held_out, seed=seed,
+                labels=labels,
+            )  # fmt: skip
+        case "labels":
+            return partition.by_label_shards(
+                samples, source.devices, shards=source.label_shards, held_out=held_out, seed=seed,
+                labels=labels,
+            )  # fmt: skip
+        case "even":
+            return partition.evenly(samples, source.devices, held_out=held_out, seed=seed)
+
+
+def _chosen(source: Source, shards: Shards) -> tuple[Shards, Shards]:
+    if not 0 <= source.unseen < 1:
+        raise InvalidInput(f"the share of unseen devices is in [0, 1), got {source.unseen}")
+    names = sorted(shards)
+    order = Draws(source.seed, 0, "partition", "unseen").permutation(len(names))
+    count = min(round(len(names) * source.unseen), len(names) - 1)
+    apart = {names[k] for k in order[:count]}
+    return (
+        {name: shard for name, shard in shards.items() if name not in apart},
+        {name: shard for name, shard in shards.items() if name in apart},
+    )
+
+
+def batch_names(module: Module) -> tuple[str, str]:
+    """What the model calls samples and labels."""
+    names = [value.name for value in module.inputs("loss")]
+    if len(names) != 2:
+        raise InvalidInput(f"data here is samples and labels; the model's loss takes {names}")
+    return names[0], names[1]
