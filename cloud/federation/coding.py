@@ -118,8 +118,8 @@ def _scalar(kind: type, found: Any) -> Any:
     if kind is float:
         if found is None:
             return math.nan
-        if type(found) not in (int, float):
-            raise _corrupt("a number", found)
+        if type(found) not in (int, float) or math.isinf(found):
+            raise _corrupt("a finite number", found)
         return float(found)
     if type(found) is not kind:
         raise _corrupt(kind.__name__, found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -108,8 +109,10 @@ class Federation:
     async def start(self) -> None:
         """Take up the runs that an earlier process left."""
         found = await self._db.read(journal.live)
-        needed = {name for _, book in found if book for name in _updates(book.state)}
-        await asyncio.to_thread(self.spool.sweep, needed)
+        states = [book.state for _, book in found if book is not None]
+        needed = {name for state in states for name in _updates(state)}
+        since_s = min([s.round.opened_s for s in states if s.round], default=math.inf)
+        await asyncio.to_thread(self.spool.sweep, needed, since_s)
         for entry, book in found:
             if book is not None:
                 self._begin(entry, book)

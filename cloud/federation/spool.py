@@ -42,6 +42,8 @@ from triplane.unified_ir.federated.core.run import (
 LEASE_BYTES: Final = 16
 MAX_REASON_CHARS: Final = 500
 MAX_WORK_S: Final = 30 * 86_400.0
+CLOCK_S: Final = 60.0
+"""What a clock may have been set back by since a round began."""
 UPLOADS: Final = 4
 """Different files that a device may begin for one lease."""
 
@@ -177,12 +179,17 @@ class Spool:
             for sha256 in self._begun.pop(lease, ()):
                 self.folder.remove(sha256)
 
-    def sweep(self, needed: set[str]) -> None:
-        """At the start: remove what no open round names, finished or not."""
+    def sweep(self, needed: set[str], since_s: float) -> None:
+        """At the start: remove what no open round names and nobody can still mean.
+
+        since_s: when the oldest open round began, infinite without one. What came later stays: its
+        device may have been cut off before it could say so.
+        """
         for path in [*self.folder.folder.iterdir(), *self.folder.partial.iterdir()]:
             if path.is_file() and path.name not in needed:
                 with contextlib.suppress(FileNotFoundError):
-                    path.unlink()
+                    if path.stat().st_mtime < since_s - CLOCK_S:
+                        path.unlink()
 
 
 class Refusal(InvalidInput):

@@ -1,0 +1,183 @@
+"""Events as JSON, and a run that is read back as what it was."""
+
+import dataclasses
+import json
+import math
+import typing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.cloud.federation.given import spec
+
+from triplane.cloud.federation import journal
+from triplane.cloud.federation.book import Book, follow, spread_of
+from triplane.cloud.federation.coding import from_json, to_json
+from triplane.cloud.federation.journal import KINDS, Entry, Prepared
+from triplane.cloud.federation.tables import EVENTS
+from triplane.proto.errors import Conflict, Corrupt
+from triplane.unified_ir.federated.core import run as core
+from triplane.unified_ir.federated.core.run import Event
+
+PREPARED = Prepared(
+    plan="aa" * 32, plan_digest="d", state="bb" * 32, roles={"w": "parameter"},
+    weighting="examples", server="sgd", since_s=1.0,
+)  # fmt: skip
+UPDATE = core.Update(blob="cc" * 32, size=10, examples=4, loss=0.25, seconds=1.5)
+
+
+def entry(**fields):
+    defaults = {
+        "number": 1, "id": "0" * 16, "key": b"k" * 16, "asked": bytes(32), "spec": spec(),
+        "started_s": 1.0, "started_by": "operator", "prepared": PREPARED,
+    }  # fmt: skip
+    return Entry(**defaults | fields)
+
+
+def story(book):
+    """Events of two rounds of two devices, with a refusal; each made of the state it meets."""
+
+    def lease(state, device):
+        return next(x.id for x in state.round.leases if x.device == device)
+
+    yield core.Joined(at_s=2.0, device="ann", examples=4, held_out=2)
+    yield core.Joined(at_s=3.0, device="bob", examples=6)
+    state = book().state
+    yield core.Arrived(at_s=4.0, device="ann", lease=lease(state, "ann"), update=UPDATE)
+    yield core.Refused(
+        at_s=5.0, device="bob", lease=lease(state, "bob"), kind="shape", reason="odd"
+    )
+    yield core.Joined(at_s=6.0, device="bob", examples=6)
+    state = book().state
+    for device in ("ann", "bob"):
+        yield core.Arrived(at_s=7.0, device=device, lease=lease(state, device), update=UPDATE)
+    yield core.Reduced(at_s=8.0, number=1, shared="dd" * 32)
+    yield core.Left(at_s=9.0, device="bob")
+    yield core.Restarted(at_s=10.0)
+
+
+def told():
+    """(events, the book after each)."""
+    events: list[Event] = []
+    books = [journal.first_book(entry())]
+    for event in story(lambda: books[-1]):
+        book, _ = follow(books[-1], event)
+        events.append(event)
+        books.append(book)
+    return events, books
+
+
+def test_an_event_and_a_book_are_read_as_they_were_written():
+    events, books = told()
+    assert {type(event) for event in events} <= set(KINDS.values())
+    for event in events:
+        assert from_json(type(event), to_json(event)) == event
+    for book in books:
+        assert from_json(Book, to_json(book)) == book
+
+
+def test_every_event_of_the_machine_has_a_kind():
+    assert set(KINDS.values()) == set(typing.get_args(core.Event))
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_a_number_keeps_its_bits(value):
+    update = dataclasses.replace(UPDATE, loss=value)
+    assert from_json(core.Update, to_json(update)) == update
+
+
+def test_a_number_that_is_none_stays_none():
+    found = from_json(core.Update, to_json(dataclasses.replace(UPDATE, loss=math.nan)))
+    assert math.isnan(found.loss)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"at_s": "soon"}, {"at_s": True}, {"device": 3}, {"examples": 1.5}, {"unknown": 1},
+    ],
+)  # fmt: skip
+def test_a_stored_event_with_another_field_or_type_is_corrupt(change):
+    event = core.Joined(at_s=2.0, device="ann", examples=4)
+    damaged = json.dumps(json.loads(to_json(event)) | change)
+    with pytest.raises(Corrupt, match="restore a backup"):
+        from_json(core.Joined, damaged)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"at_s": 1e999}', '{"at_s": Infinity}'])
+def test_what_is_no_event_is_corrupt(text):
+    with pytest.raises(Corrupt):
+        from_json(core.Tick, text)
+
+
+def begun(database):
+    return database.write_now(lambda c: journal.begin(c, entry()))
+
+
+@pytest.mark.parametrize("snapshots", [(), (3,), (3, 9)])
+def test_a_run_read_back_is_the_fold_of_its_events(database, snapshots):
+    events, books = told()
+    run = begun(database).id
+
+    def write(connection):
+        journal.prepare(connection, run, PREPARED)
+        for number, (event, book) in enumerate(zip(events, books[1:], strict=True), 1):
+            journal.record(connection, run, [event], number)
+            if number in snapshots:
+                journal.snapshot(connection, run, book)
+
+    database.write_now(write)
+    ((_, found),) = database.read_now(journal.live)
+    assert found == books[-1]
+    assert database.read_now(lambda c: journal.events(c, run)) == events
+
+
+def test_a_lost_event_is_found_out(database):
+    events, _ = told()
+    run = begun(database).id
+    database.write_now(lambda c: journal.prepare(c, run, PREPARED))
+    database.write_now(lambda c: journal.record(c, run, events, len(events)))
+    database.write_now(lambda c: c.execute(EVENTS.delete().where(EVENTS.c.number == 2)))
+    with pytest.raises(Corrupt, match="event 2"):
+        database.read_now(journal.live)
+
+
+def test_the_same_key_begins_one_run_and_another_request_under_it_is_refused(database):
+    first = begun(database)
+    again = entry(id="1" * 16)
+    assert database.write_now(lambda c: journal.begin(c, again)).id == first.id
+    other = entry(id="2" * 16, asked=b"\1" * 32)
+    with pytest.raises(Conflict, match="new random key"):
+        database.write_now(lambda c: journal.begin(c, other))
+
+
+def test_the_collector_is_told_every_blob_that_a_run_needs(database):
+    run = begun(database).id
+    database.write_now(lambda c: journal.prepare(c, run, PREPARED))
+    database.write_now(lambda c: journal.change(c, run, slots=b"\5" * 32))
+    wanted = {bytes.fromhex(PREPARED.plan), bytes.fromhex(PREPARED.state), b"\5" * 32}
+    assert database.read_now(journal.referenced) == wanted
+
+
+@pytest.mark.parametrize(
+    ("devices", "quorum", "over", "expected"),
+    [
+        (10, 0.8, 0.2, (8, 12)),
+        (100, 0.07, 0.0, (7, 100)),
+        (3, 0.7, 0.0, (3, 3)),
+        (1, 0.0, 0.5, (1, 2)),
+    ],
+)
+def test_shares_become_counts_rounded_up(devices, quorum, over, expected):
+    cohort = {"devices": devices, "quorum": quorum, "over_selection": over}
+    plan = journal.plan_of(spec(cohort=cohort))
+    assert (plan.quorum, plan.asked) == expected
+
+
+def test_the_worst_tenth_is_a_mean_of_the_lowest_and_order_does_not_matter():
+    values = [n / 100 for n in range(40)]
+    found = spread_of(values)
+    assert found == spread_of(values[::-1])
+    assert found.worst == 0.0
+    assert found.worst_tenth == pytest.approx(0.015)
+    assert spread_of([0.5]).worst_tenth == 0.5
