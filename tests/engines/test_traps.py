@@ -7,6 +7,7 @@ cost time; that they are flushed is a session option, so here their values alone
 import numpy as np
 import pytest
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines import engine
@@ -219,3 +220,17 @@ class TestSharing:
         step = descent(recorded(specs, body), state)
         batches = [{"x": random(n, n, 5), "labels": np.arange(n) % 3} for n in (8, 3, 1, 8, 13)]
         loops_agree(step, state, batches)
+
+
+@pytest.mark.parametrize("name", ["onnx", "reference", "ascend"])
+@pytest.mark.parametrize("label", [-1, -4, 4, 2**40, -(2**40)])
+def test_a_label_that_is_no_class_is_refused_and_never_counts_from_the_end(name, label):
+    specs = {"logits": TensorSpec(("N", 4)), "labels": TensorSpec(("N",), "int64")}
+    loss = recorded(
+        specs, lambda logits, labels: {"loss": ops.cross_entropy(logits, labels).mean()}
+    )
+    program = engine(name).compile(value_and_grad(loss, ["logits"]))
+    logits = random(0, 3, 4)
+    program(logits, np.array([0, 1, 3]))
+    with pytest.raises(InvalidInput, match="bounds"):
+        program(logits, np.array([0, label, 3]))

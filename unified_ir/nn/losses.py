@@ -30,8 +30,8 @@ class Loss(Cell):
     def classes(self, output: TensorType) -> int | None:
         """How many labels there are for such an output; None where targets are no labels.
 
-        A graph cannot refuse a value, and a label of -1 would count from the end; so whoever feeds
-        labels holds them to this.
+        A graph refuses a label beyond them only when it runs, without a word of which sample; so
+        whoever feeds labels holds them to this.
         """
         return None
 
