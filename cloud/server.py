@@ -47,6 +47,8 @@ from triplane.cloud.identity.rights import Role
 from triplane.cloud.identity.servicers import Enrolment, Identity, Renewal
 from triplane.cloud.identity.tables import TOKENS
 from triplane.cloud.registry import Conversions, Registry, RegistryServicer
+from triplane.cloud.registry.collecting import Stored, claim, collect
+from triplane.cloud.roots import recorded, roots_of
 from triplane.proto import enrolment_pb2_grpc as enrolment_grpc
 from triplane.proto import federation_pb2_grpc as federation_grpc
 from triplane.proto import fleet_pb2_grpc as fleet_grpc
@@ -67,6 +69,10 @@ GOODBYE_S: Final = 2.0
 FRESH_AT_LEAST_S: Final = 60.0
 """Metadata is looked at after each publication, else no more often than this, at least hourly."""
 FRESH_AT_MOST_S: Final = 3600.0
+COLLECT_FIRST_S: Final = 3600.0
+COLLECT_EVERY_S: Final = 86_400.0
+COLLECT_AGE_S: Final = 7 * 86_400.0
+"""Blobs that nothing names stay so long: an upload that broke off may be gone on with."""
 ENROL_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 64 << 10),
@@ -175,6 +181,7 @@ class Cloud:
         await self._serve_enrolment(authority, hosts)
         await self._serve_dashboard()
         self._spawn(self._keep_fresh(), "metadata freshness")
+        self._spawn(self._collect_daily(), "blob collection")
         await asyncio.to_thread(self._tell_operator)
 
     async def _start_federation(self) -> None:
@@ -241,7 +248,7 @@ class Cloud:
         server = grpc.aio.server(interceptors=[self.gate], options=server_options())
         wire = FleetServicer(self.fleet, self.sessions, _name)
         self._wire = wire
-        metadata = trust.MetadataServicer(self.repository, self._submitted)
+        metadata = trust.MetadataServicer(self.repository, self._submitted, self._claimed)
         ours = health.HealthServicer()
         fleet_grpc.add_FleetServicer_to_server(wire, server)
         session_grpc.add_SessionServicer_to_server(
@@ -287,7 +294,7 @@ class Cloud:
 
     async def _serve_dashboard(self) -> None:
         token = self._home.dashboard_token.read_text().strip()
-        app = application(CloudSource(self.fleet, self._wire, self.registry), token=token)
+        app = application(CloudSource(self.fleet, self._wire, self.registry, self.federation), token=token)
         try:
             listener = socket.create_server((LOCAL, self._asked["dashboard"]))
         except OSError as error:
@@ -341,6 +348,34 @@ class Cloud:
         )  # fmt: skip
         if made.published:
             await self._note_signed()
+
+    async def _claimed(self, names: set[bytes]) -> None:
+        await claim(self.database, self.blobs, names)
+
+    async def _collect_daily(self) -> None:
+        """Remove what nobody named for a week: broken uploads, samples of old policies."""
+        wait_s = COLLECT_FIRST_S
+        while True:
+            await asyncio.sleep(wait_s)
+            wait_s = COLLECT_EVERY_S
+            try:
+                gone = await self.collect(COLLECT_AGE_S)
+            except (TriplaneError, OSError):
+                logger.exception("blobs were not collected")
+            else:
+                size = sum(found.size for found in gone)
+                logger.info("blobs collected", extra={"blobs": len(gone), "bytes": size})
+
+    async def collect(self, older_than_s: float) -> tuple[Stored, ...]:
+        """Remove blobs that nothing names and nobody touched for so long."""
+        return await collect(
+            self.database,
+            self.blobs,
+            roots_of(self.repository),
+            older_than_s=older_than_s,
+            clock=self._clock,
+            told=recorded(self._clock()),
+        )
 
     async def _keep_fresh(self) -> None:
         while True:

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from triplane.cloud.cli.connection import calls, client_options
-from triplane.unified_ir.cli.shell import open_output
+from triplane.cloud.cli.connection import calls, client_options, home_option
+from triplane.cloud.cli.options import DURATION
+from triplane.unified_ir.cli.shell import json_option, open_output
 
 PUSH_EPILOG = """\b
 Examples:
@@ -21,6 +22,16 @@ Each push of a name is its next version, and a version never changes. How bundle
 (quantization, samples, budget) is part of the version. A bundle is made when a rollout first needs
 it for a kind of machine; --target has it made now and waits. An upload that broke off goes on
 where it stopped when the same file is pushed again.
+"""
+COLLECT_EPILOG = """\b
+Examples, on the cloud's machine while the cloud does not run:
+  triplane registry collect                       what would go
+  triplane registry collect --older-than 1h --yes
+
+\b
+A running cloud does this by itself once a day, for what is older than a week; this is for a full
+disk. Files stay that a version, a bundle, a policy or a federated run names. What goes: uploads
+that broke off, uploads that were never registered, samples of former policies.
 """
 REFERENCE = "MODEL[@VERSION|@ALIAS]"
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -120,3 +131,22 @@ def alias(
     with calls(identity) as cloud:
         found = cloud.registry.SetAlias(request)
     open_output(as_json).result(record(found), f"{found.name}: {aliases_text(found)}")
+
+
+@command.command("collect", epilog=COLLECT_EPILOG)
+@home_option
+@click.option(
+    "--older-than", "older_than_s", type=DURATION, default="7d", show_default=True, metavar="TIME",
+    help="Only what was untouched for so long, at least 1h.",
+)  # fmt: skip
+@click.option(
+    "--yes/--dry-run", "is_meant", default=False, show_default=True,
+    help="Remove it, or only say what would go.",
+)  # fmt: skip
+@json_option
+def collect(*, home: Path, older_than_s: float, is_meant: bool, as_json: bool) -> None:
+    """Remove uploaded files that nothing names any more, from a cloud that does not run."""
+    from triplane.cloud.cli.collecting import collected, looked
+
+    record, text = (collected if is_meant else looked)(home, older_than_s)
+    open_output(as_json).result(record, text)

@@ -1,13 +1,17 @@
 """Garbage collection of blobs that nothing names any more.
 
-A blob is removed only inside the one writer, where it is seen that no table names it; a push asks
-for its blobs again in the same place, so that it either keeps them or is told to upload them anew.
+A blob is removed only inside the one writer, where it is seen that no table names it and that
+nobody wrote it or claimed it lately. A push asks for its blobs again in the same place, and so does
+everything else that begins to name one (`claim`): it keeps them, or is told to upload them anew.
 Uploads that are younger than `older_than_s`, finished or not, are left to whoever sent them.
 """
 
+import contextlib
+import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +27,41 @@ MIN_AGE_S: Final = 3600.0
 _NAME: Final = re.compile(r"[0-9a-f]{64}")
 
 Roots = Callable[[Connection], set[bytes]]
-"""Digests that one part's tables name, such as `queries.referenced`."""
+"""Digests that one part's tables or files name, such as `queries.referenced`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One file of a blob. last_s: when it was written or claimed, in seconds since 1970."""
+
+    sha256: bytes
+    size: int
+    last_s: float
+
+
+Told = Callable[[Connection, Sequence[Stored]], None]
+"""Told what was removed, in the transaction that saw that nothing names it."""
+
+
+def _nobody(_connection: Connection, _removed: Sequence[Stored]) -> None:
+    """Tell nobody."""
+
+
+async def unwanted(
+    db: Database,
+    blobs: BlobFolder,
+    roots: Sequence[Roots],
+    *,
+    older_than_s: float,
+    clock: Callable[[], float] = time.time,
+) -> tuple[Stored, ...]:
+    """What `collect` would remove now, in the order of their names."""
+    old = _old_files(blobs, roots, older_than_s, clock())
+
+    def work(connection: Connection) -> tuple[Stored, ...]:
+        return _unnamed(connection, roots, old)
+
+    return await db.read(work)
 
 
 async def collect(
@@ -33,33 +71,73 @@ async def collect(
     *,
     older_than_s: float,
     clock: Callable[[], float] = time.time,
-) -> tuple[bytes, ...]:
-    """Remove blobs that are old and not in any of `roots`; returns their names.
+    told: Told = _nobody,
+) -> tuple[Stored, ...]:
+    """Remove blobs that are old and not in any of `roots`; returns what was removed.
 
     roots: of every part that keeps blobs; one that is left out loses them.
     """
+    until_s = clock() - older_than_s
+    old = _old_files(blobs, roots, older_than_s, clock())
+
+    def work(connection: Connection) -> tuple[Stored, ...]:
+        removed = tuple(
+            found
+            for found in _unnamed(connection, roots, old)
+            if all(again.last_s < until_s for again in _files(blobs, found.sha256))
+        )
+        for found in removed:
+            blobs.remove(found.sha256)
+        if removed:
+            told(connection, removed)
+        return removed
+
+    return await db.write(work)
+
+
+async def claim(db: Database, blobs: BlobFolder, names: Iterable[bytes]) -> None:
+    """Keep blobs from collection for `MIN_AGE_S`, until what names them is published.
+
+    NotFound: one is not here; upload it first.
+    """
+    wanted = sorted(names)
+
+    def work(_: Connection) -> None:
+        for name in wanted:
+            os.utime(blobs.find(name))
+
+    if wanted:
+        await db.write(work)
+
+
+def _old_files(
+    blobs: BlobFolder, roots: Sequence[Roots], older_than_s: float, now_s: float
+) -> list[Stored]:
     if older_than_s < MIN_AGE_S or not roots:
         raise InvalidInput(
             f"collection needs the roots of every part and an age of at least {MIN_AGE_S:.0f} s, "
             f"got {len(roots)} roots and {older_than_s} s"
         )
-    until_s = clock() - older_than_s
-    old = [*_old(blobs.folder.iterdir(), until_s), *_old(blobs.partial.iterdir(), until_s)]
-
-    def work(connection: Connection) -> tuple[bytes, ...]:
-        kept = set[bytes]().union(*(root(connection) for root in roots))
-        unwanted = tuple(dict.fromkeys(name for name in old if name not in kept))
-        for name in unwanted:
-            blobs.remove(name)
-        return unwanted
-
-    return await db.write(work)
-
-
-def _old(paths: Iterable[Path], until_s: float) -> list[bytes]:
-    """Digests of the files last written before `until_s`."""
+    paths = [*blobs.folder.iterdir(), *blobs.partial.iterdir()]
+    names = sorted({path.name for path in paths if _NAME.fullmatch(path.name)})
+    found = (list(_files(blobs, bytes.fromhex(name))) for name in names)
     return [
-        bytes.fromhex(path.name)
-        for path in paths
-        if _NAME.fullmatch(path.name) and path.is_file() and path.stat().st_mtime < until_s
+        Stored(files[0].sha256, sum(f.size for f in files), max(f.last_s for f in files))
+        for files in found
+        if files and all(file.last_s < now_s - older_than_s for file in files)
     ]
+
+
+def _files(blobs: BlobFolder, sha256: bytes) -> Iterator[Stored]:
+    """The complete file and the unfinished one, where they are."""
+    for path in (blobs.path(sha256), blobs.partial / sha256.hex()):
+        with contextlib.suppress(FileNotFoundError):
+            seen = Path(path).stat()
+            yield Stored(sha256, seen.st_size, seen.st_mtime)
+
+
+def _unnamed(
+    connection: Connection, roots: Sequence[Roots], old: Sequence[Stored]
+) -> tuple[Stored, ...]:
+    kept = set[bytes]().union(*(root(connection) for root in roots))
+    return tuple(found for found in old if found.sha256 not in kept)

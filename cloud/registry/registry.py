@@ -17,6 +17,7 @@ from sqlalchemy import Connection
 
 from triplane.cloud.identity import audit as audit_log
 from triplane.cloud.registry import queries
+from triplane.cloud.registry.collecting import claim
 from triplane.cloud.registry.conversions import Conversions, Files
 from triplane.cloud.registry.names import Reference, check_alias
 from triplane.cloud.registry.values import Bundle, Model, Push, Recipe, State, Version
@@ -99,6 +100,7 @@ class Registry:
         known = await self._db.read(lambda connection: queries.pushed(connection, push))
         if known is not None:
             return known
+        await claim(self._db, self.blobs, {push.blob, *push.recipe.blobs})
         files = self._files(push.model, push.blob, push.recipe)
         digest = await self._conversions.check(files)
         made = await self._db.write(lambda connection: self._insert(connection, push, digest, by))
@@ -291,12 +293,16 @@ class Registry:
             logger.exception("conversion failed", extra={"bundle": str(asked)})
             made = _failed(asked, f"internal error: {type(error).__name__}; see the cloud's log")
 
-        def work(connection: Connection) -> None:
-            queries.finish(connection, made, may_retry=may_retry)
-            details = {"state": made.state.name, "reason": made.reason}
-            self._note(connection, SYSTEM, "registry.bundle", str(made), details)
+        def work(connection: Connection) -> Bundle:
+            # Asked inside the one writer: blobs are collected there too.
+            is_lost = made.state is State.READY and not self.blobs.has(made.blob)
+            ended = _failed(asked, "its file was collected meanwhile") if is_lost else made
+            queries.finish(connection, ended, may_retry=may_retry or is_lost)
+            details = {"state": ended.state.name, "reason": ended.reason}
+            self._note(connection, SYSTEM, "registry.bundle", str(ended), details)
+            return ended
 
-        await self._db.write(work)
+        made = await self._db.write(work)
         seconds = time.monotonic() - started_s
         facts = {"bundle": str(made), "state": made.state.name, "seconds": seconds}
         logger.info("bundle finished", extra=facts)

@@ -45,6 +45,7 @@ from triplane.proto.disk import OS_DISK, Disk, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.targets import (
     AUTO,
+    POLICY_PATH,
     Policy,
     SignedTarget,
     TargetName,
@@ -150,6 +151,16 @@ class Repository:
                 signed = read_target(path, entry.length, entry.hashes, entry.custom)
                 found[signed.name.model, signed.name.version, signed.name.target] = signed
         return found
+
+    def golden_sets(self) -> set[bytes]:
+        """Digests of the samples that published, superseded or waiting targets list."""
+        with self._lock:
+            waiting = self._pending_file(ROLES["targets"])
+            files = [
+                *self._folder.glob("*.targets.json"),
+                *([waiting] if waiting.is_file() else []),
+            ]
+            return {name for file in files for name in golden_sets(file.read_bytes())}
 
     def expiries(self) -> dict[str, float]:
         """When each role's published metadata ends, in seconds since 1970."""
@@ -448,6 +459,16 @@ class Repository:
     def _tell(self, role: str) -> None:
         for callback in self._told:
             callback(role)
+
+
+def golden_sets(data: bytes) -> set[bytes]:
+    """Digests of the samples that some targets metadata lists."""
+    listed = parse(Targets, data, "targets").signed.targets
+    return {
+        read_target(path, entry.length, entry.hashes, None).sha256
+        for path, entry in listed.items()
+        if path != POLICY_PATH
+    }
 
 
 def _next(role: str, version: int) -> int:

@@ -2,17 +2,22 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
-from triplane.cloud.trust.repository import Repository, Submitted
+from triplane.cloud.trust.repository import Repository, Submitted, golden_sets
 from triplane.proto import metadata_pb2 as pb
+from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.proto.metadata_pb2_grpc import MetadataServicer as Servicer
 from triplane.proto.status import status_of_aio
 
+TARGETS: Final = "targets"
 Recorded = Callable[[str, Submitted], Awaitable[None]]
 """Told of every accepted submission (role, what became of it) before it is answered."""
+
+Claimed = Callable[[set[bytes]], Awaitable[None]]
+"""Told of files that a submission begins to name, raises unless all are here."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -21,11 +26,20 @@ async def _unrecorded(role: str, submitted: Submitted) -> None:
     """For servers without an audit log."""
 
 
+async def _unclaimed(names: set[bytes]) -> None:
+    """For servers that keep no files."""
+
+
 class MetadataServicer(Servicer):
     """Serves a repository on a grpc.aio server; its disk work runs in threads."""
 
-    def __init__(self, repository: Repository, recorded: Recorded = _unrecorded) -> None:
-        self._repository, self._recorded = repository, recorded
+    def __init__(
+        self,
+        repository: Repository,
+        recorded: Recorded = _unrecorded,
+        claimed: Claimed = _unclaimed,
+    ) -> None:
+        self._repository, self._recorded, self._claimed = repository, recorded, claimed
 
     async def Get(self, request: pb.GetRequest, context: _Context) -> pb.GetResponse:
         """See metadata.proto."""
@@ -36,6 +50,8 @@ class MetadataServicer(Servicer):
     async def Submit(self, request: pb.SubmitRequest, context: _Context) -> pb.SubmitResponse:
         """See metadata.proto."""
         async with status_of_aio(context):
+            if request.role == TARGETS:
+                await self._claimed(await asyncio.to_thread(self._new_samples, request.metadata))
             made = await asyncio.to_thread(self._repository.submit, request.role, request.metadata)
             await self._recorded(request.role, made)
             return pb.SubmitResponse(
@@ -44,6 +60,12 @@ class MetadataServicer(Servicer):
                 threshold=made.threshold,
                 version=made.version,
             )
+
+    def _new_samples(self, metadata: bytes) -> set[bytes]:
+        try:
+            return golden_sets(metadata) - self._repository.golden_sets()
+        except Corrupt as error:
+            raise InvalidInput(str(error)) from error
 
     async def GetPending(
         self, request: pb.GetPendingRequest, context: _Context

@@ -159,6 +159,7 @@ async def pushed(database, tmp_path):
         await registry.push(asked(registry.blobs.put(b"model")), by="op")
 
 
+@pytest.mark.slow
 def test_a_child_that_dies_is_tried_again_when_asked_and_given_up_at_last(sqlite, tmp_path):
     seen = tmp_path / "seen"
 
@@ -178,6 +179,7 @@ def test_a_child_that_dies_is_tried_again_when_asked_and_given_up_at_last(sqlite
     assert seen.read_text() == "..."
 
 
+@pytest.mark.slow
 def test_many_who_ask_at_once_get_one_conversion(sqlite, tmp_path):
     seen = tmp_path / "seen"
 

@@ -53,6 +53,7 @@ def test_a_pushed_model_becomes_a_bundle(database, tmp_path):
     assert actions == ["registry.push", "registry.bundle", "registry.signed"]
 
 
+@pytest.mark.slow
 def test_versions_count_from_one_and_references_find_them(database, tmp_path):
     async def main():
         async with quick(database, tmp_path) as registry:
@@ -98,6 +99,7 @@ def test_a_reference_to_nothing_is_refused_by_name(sqlite, tmp_path, reference, 
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_the_same_key_gives_the_same_version(database, tmp_path):
     async def main():
         async with quick(database, tmp_path) as registry:

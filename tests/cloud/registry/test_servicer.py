@@ -61,6 +61,7 @@ def test_a_model_is_pushed_shown_and_converted(sqlite, tmp_path):
     assert list(shown.bundles) == [bundle]
 
 
+@pytest.mark.slow
 def test_lists_and_aliases_go_over_the_wire(sqlite, tmp_path):
     async def main():
         async with served(sqlite, tmp_path, command=child(QUICK)) as (stub, registry):
@@ -94,6 +95,7 @@ def test_an_answer_leaves_before_the_deadline_though_the_conversion_lasts(sqlite
     assert asyncio.run(main()).state == pb.Bundle.CONVERTING
 
 
+@pytest.mark.slow
 def test_refusals_arrive_as_their_family(sqlite, tmp_path):
     async def main():
         async with served(sqlite, tmp_path) as (stub, registry):

@@ -1,0 +1,86 @@
+"""What `triplane registry collect` does: it opens the home of a cloud that does not run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from triplane.cloud.cli.text import age, size, table
+from triplane.cloud.home import Home, open_database
+from triplane.cloud.registry.collecting import Roots, Stored, collect, unwanted
+from triplane.cloud.roots import recorded, roots_of
+from triplane.cloud.store import Database
+from triplane.cloud.trust import Repository
+from triplane.proto.errors import Conflict
+from triplane.proto.transfer import BlobFolder
+
+ACTOR = "operator at the machine"
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    database: Database
+    blobs: BlobFolder
+    roots: tuple[Roots, ...]
+
+
+def looked(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
+    """What would be removed."""
+    with _opened(path) as home:
+        found = asyncio.run(
+            unwanted(home.database, home.blobs, home.roots, older_than_s=older_than_s)
+        )
+    rows = [(f.sha256.hex(), size(f.size), age(f.last_s)) for f in found]
+    text = f"{_sum(found)} would go; remove them with --yes" if found else "nothing to remove"
+    shown = [table(("SHA256", "SIZE", "LAST TOUCHED"), rows)] if found else []
+    return _record(found, removed=False), "\n".join([*shown, text])
+
+
+def collected(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
+    """Remove it; the audit log says so."""
+    with _opened(path) as home:
+        found = asyncio.run(
+            collect(
+                home.database,
+                home.blobs,
+                home.roots,
+                older_than_s=older_than_s,
+                told=recorded(time.time(), ACTOR),
+            )
+        )
+    return _record(found, removed=True), f"{_sum(found)} removed"
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_Opened]:
+    home = Home(path)
+    home.hosts()
+    try:
+        database = open_database(home)
+    except Conflict as error:
+        raise Conflict(
+            f"{error}; a running cloud collects by itself, once a day. Stop it to collect now"
+        ) from error
+    try:
+        repository = Repository(home.metadata, home.keys)
+        yield _Opened(database, BlobFolder(home.blobs), roots_of(repository))
+    finally:
+        database.close()
+
+
+def _sum(found: Sequence[Stored]) -> str:
+    files = "1 file" if len(found) == 1 else f"{len(found)} files"
+    return f"{files}, {size(sum(f.size for f in found))},"
+
+
+def _record(found: Sequence[Stored], *, removed: bool) -> dict[str, Any]:
+    return {
+        "removed": removed,
+        "bytes": sum(f.size for f in found),
+        "blobs": [{"sha256": f.sha256.hex(), "size": f.size, "last_s": f.last_s} for f in found],
+    }

@@ -1,0 +1,51 @@
+"""What every part of the cloud names: the blobs that stay when the others are collected.
+
+* versions, their samples, and bundles: the registry's tables. A rollout, a node and signed metadata
+  name bundles by model, version and target, so they stay with those rows;
+* golden sets of the release policy: the targets metadata that is published, superseded but still
+  readable by a node in a refresh, or waiting for signatures;
+* plans and states of federated runs: the federation's tables. Their updates have another folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from sqlalchemy import Connection
+
+from triplane.cloud.federation import journal
+from triplane.cloud.identity import audit
+from triplane.cloud.registry import queries
+from triplane.cloud.registry.collecting import Roots, Stored, Told
+from triplane.cloud.trust.repository import Repository
+
+MOST_NAMED: Final = 100
+"""Digests in one entry of the audit log; the count is of all."""
+SYSTEM: Final = "cloud"
+
+
+def roots_of(repository: Repository) -> tuple[Roots, ...]:
+    """Of every part, each asked inside the transaction that collects."""
+
+    def golden(_: Connection) -> set[bytes]:
+        return repository.golden_sets()
+
+    return queries.referenced, journal.referenced, golden
+
+
+def recorded(now_s: float, actor: str = SYSTEM) -> Told:
+    """Writes into the audit log what was removed."""
+
+    def told(connection: Connection, removed: Sequence[Stored]) -> None:
+        details: dict[str, Any] = {
+            "blobs": len(removed),
+            "bytes": sum(found.size for found in removed),
+            "sha256": [found.sha256.hex() for found in removed[:MOST_NAMED]],
+        }
+        audit.record(
+            connection, time_s=now_s, actor=actor, action="registry.collect", subject="blobs",
+            details=details,
+        )  # fmt: skip
+
+    return told
