@@ -24,6 +24,7 @@ def folder(tmp_path_factory):
     return made
 
 
+@pytest.mark.slow
 def test_int8_with_all_its_files(folder, tmp_path, capsys):
     code = run([
         "convert", str(folder / "digits.tpm"), "--quantize", "int8",
@@ -67,6 +68,7 @@ def test_a_refusal_is_one_line_and_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_passed_leaves_no_file(folder, tmp_path, capsys):
     code = run([
         "convert", str(folder / "digits.tpm"), "--quantize", "int8",

@@ -49,6 +49,7 @@ def raising(error):
     return callback
 
 
+@pytest.mark.slow
 def test_help_lists_every_installed_verb_and_a_first_session():
     result = command_line("--help")
     assert result.returncode == 0
@@ -57,6 +58,7 @@ def test_help_lists_every_installed_verb_and_a_first_session():
     assert "triplane edge serve" in result.stdout
 
 
+@pytest.mark.slow
 def test_no_argument_shows_the_help():
     assert command_line().stdout == command_line("--help").stdout
 
@@ -190,6 +192,7 @@ def test_debug_asks_for_tracebacks_of_child_processes_too(verb, monkeypatch):
     assert seen == ["1"]
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error():
     program = f"{TRIPLANE[0]} -c '{TRIPLANE[2]}' --help | head -n 1; exit ${{PIPESTATUS[0]}}"
     result = subprocess.run(

@@ -18,6 +18,7 @@ def train(tmp_path: Path, *more: str, cell: str = f"{CELL}:Digits") -> int:
     return run(["train", cell, "--data", "digits", "--epochs", "1", "--out", str(out), *more])
 
 
+@pytest.mark.slow
 def test_a_model_file_holds_every_entry_and_the_trained_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

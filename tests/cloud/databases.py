@@ -99,7 +99,7 @@ def postgres() -> Iterator[Cluster]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
 def database_url(request, tmp_path) -> Iterator[str]:
     """A new, empty database."""
     if request.param == "sqlite":

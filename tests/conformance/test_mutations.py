@@ -56,6 +56,7 @@ def test_the_intact_row_raises_no_complaint(name):
     assert first_complaint(intact) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("row", "column"), mutants(), ids=str)
 def test_no_column_of_any_row_can_break_unseen(row, column):
     complaint = first_complaint(BREAK[column](row))

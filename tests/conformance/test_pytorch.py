@@ -98,6 +98,7 @@ def test_every_golden_file_has_its_counterpart():
     assert {path.stem for path in GOLDEN.glob("*.npz")} == OURS.keys()
 
 
+@pytest.mark.slow
 def test_every_differentiable_row_is_held_to_pytorch():
     used = set()
     for name in OURS:

@@ -47,7 +47,9 @@ def test_reference_gives_the_inferred_types(use):
     checks.reference_runs_as_inferred(use)
 
 
-@pytest.mark.parametrize("opset", OPSETS)
+@pytest.mark.parametrize(
+    "opset", [n if n == 21 else pytest.param(n, marks=pytest.mark.slow) for n in OPSETS]
+)
 @pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
 def test_onnx_agrees_with_reference(use, opset):
     if str(use.row) in MISSING[opset]:

@@ -89,6 +89,7 @@ def test_every_part_has_its_tables(database):
     assert all(part.METADATA is METADATA for part in PARTS)
 
 
+@pytest.mark.slow
 def test_every_kind_of_value_comes_back_exactly(database):
     @given(ROW)
     @settings(max_examples=60)

@@ -45,6 +45,7 @@ def bundle(module, tmp_path_factory):
     return runtime.Bundle.load(path)
 
 
+@pytest.mark.slow
 def test_bundle_adapts_exactly_as_a_device_with_the_plan_does(module, bundle, samples, tmp_path):
     convert.export_plan(module, tmp_path / "digits.plan")
     plan = Plan.load(tmp_path / "digits.plan")

@@ -31,6 +31,7 @@ def int8(tmp_path_factory):
     return report, Bundle.load(out)
 
 
+@pytest.mark.slow
 def test_int8_keeps_the_accuracy_of_a_network_that_knows_digits(int8):
     report, bundle = int8
     _, _, held_out = nets.digits()
@@ -125,6 +126,7 @@ def budget(tmp_path, **limits):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
@@ -154,6 +156,7 @@ def test_a_lost_point_of_accuracy_refuses_by_default(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_larger_drop_can_be_allowed(tmp_path):
     report = badly_calibrated(tmp_path, max_accuracy_drop=100.0)
     assert report.accuracy

@@ -113,6 +113,7 @@ def expected_name(opened: Container, good: bytes, at: int) -> str:
     return "manifest" if at < manifest_end else "header of part"
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_is_refused_and_the_part_named(tmp_path):
     path = tmp_path / "m.tpm"
     small(path)

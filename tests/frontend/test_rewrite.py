@@ -34,6 +34,7 @@ def test_a_programs_gradient_is_its_slope_in_every_mode(name, call):
     assert abs((g * v).sum() - want) <= 2e-4 * max(1.0, abs(want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -147,6 +147,7 @@ def test_a_mutated_module_is_refused_or_sound(bend):
     assert refused > MUTATIONS // 2
 
 
+@pytest.mark.slow
 def test_a_mutated_module_in_a_sound_container_names_the_file(tmp_path):
     rng = random.Random(3)
     data, tensors = encode(sources()[0])

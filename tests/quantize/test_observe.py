@@ -28,6 +28,7 @@ def test_ranges_are_the_extremes_over_all_batches():
     assert list(seen.values()) == [Range(-7.0, 9.0)]
 
 
+@pytest.mark.slow
 def test_the_observed_graph_returns_numbers_not_tensors():
     frozen = freeze(nets.lenet(), "predict")
     values = [node.outputs[0] for node in frozen.function.nodes if node.op.name == "Conv"]

@@ -82,6 +82,7 @@ class StopAt(train.Callback):
             run.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 6, 9, 10, 18])
 def test_resuming_at_any_step_gives_the_same_bits(step, tmp_path):
     whole = trainer()
@@ -134,6 +135,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path):
     assert bits(again) == bits(done)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 1, 100])
 def test_a_truncated_checkpoint_is_passed_over(cut, tmp_path):
     done, (_, newest) = checkpoints(tmp_path)
@@ -223,6 +225,7 @@ def test_a_refused_checkpoint_changes_nothing(tmp_path):
     assert bits(other) == before
 
 
+@pytest.mark.slow
 def test_saving_and_loading_moves_a_run_to_another_trainer(tmp_path):
     whole, first, second = trainer(), trainer(), trainer()
     whole.fit(data(), 3, **QUIET)

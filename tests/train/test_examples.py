@@ -16,6 +16,7 @@ def output_of(name, capsys):
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_digits_are_read(capsys):
     (line,) = output_of("digits.py", capsys)
     assert float(line.rpartition(" ")[2]) >= 0.97

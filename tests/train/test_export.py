@@ -36,6 +36,7 @@ def test_predict_and_evaluate_give_what_the_trainer_gives(done):
     assert {k: float(v) for k, v in measured.items()} == pytest.approx(done.evaluate((x, y)))
 
 
+@pytest.mark.slow
 def test_the_exported_step_is_the_step_that_was_trained(done):
     module, (x, y) = done.export(), data()
     results = call(module, "train_step", x=x, y=y)
@@ -82,6 +83,7 @@ def test_inputs_are_named_and_of_any_batch(done):
     assert [v.name for v in module.inputs("predict")] == ["x"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["local_update", "adapt"])
 def test_local_updates_are_plain_gradient_descent(done, entry):
     module, (x, y) = done.export(ALL, local_lr=0.5), data()

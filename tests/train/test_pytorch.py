@@ -66,6 +66,7 @@ def trained(name, found, engine):
     return trainer, np.array([row["loss"] for row in record.steps])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "tolerance"), [("onnx", 1e-6), ("reference", 1e-6), ("ascend", 5e-3)]
 )

@@ -55,6 +55,7 @@ def test_the_seed_of_keys_and_order_is_the_trainers_own():
     assert not np.array_equal(cell.drop.key.array, key)
 
 
+@pytest.mark.slow
 def test_arrays_datasets_and_lists_of_batches_train_alike():
     rng = np.random.default_rng(1)
     x, y = rng.random((20, 1, 2, 2)).astype(np.float32), rng.integers(0, 3, 20)
@@ -105,6 +106,7 @@ def test_any_batch_size_sees_every_sample_once(size):
     assert history.last["loss"] == pytest.approx(mean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["reference", "ascend"])
 def test_losses_agree_between_engines_with_dropout_and_statistics(other):
     losses = {}
@@ -171,6 +173,7 @@ class LastState(nn.Cell):
         return self.head(self.rnn(x)[1])
 
 
+@pytest.mark.slow
 def test_sequences_of_any_length_train_in_one_graph_where_specs_leave_it_open():
     rng = np.random.default_rng(3)
     batches = [
@@ -219,6 +222,7 @@ def test_frozen_parameters_stay():
     assert "optimizer.m.body.weight" not in after
 
 
+@pytest.mark.slow
 def test_another_rate_between_fits_keeps_the_optimizers_state():
     made = trainer(optimizer=optim.Adam(0.01))
     made.fit(data(), 1, **QUIET)
@@ -231,6 +235,7 @@ def test_another_rate_between_fits_keeps_the_optimizers_state():
     assert not np.array_equal(before["optimizer.m.head.weight"], after["optimizer.m.head.weight"])
 
 
+@pytest.mark.slow
 def test_a_parameter_thawed_between_fits_is_trained():
     made = trainer(optimizer=optim.Adam(0.01))
     weight = made.cell.parameters()["first.weight"]
@@ -243,6 +248,7 @@ def test_a_parameter_thawed_between_fits_is_trained():
     assert made.state()["optimizer.step"] == 2 * step
 
 
+@pytest.mark.slow
 def test_importing_training_imports_no_rich():
     code = "import sys, triplane.unified_ir.train; sys.exit('rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -256,6 +262,7 @@ def test_training_leaves_the_cells_own_modes():
     assert not made.cell.drop.training
 
 
+@pytest.mark.slow
 def test_a_callback_may_stop_the_run_within_an_epoch():
     class Stop(train.Callback):
         def on_step(self, run):
@@ -312,6 +319,7 @@ def test_progress_on_a_terminal_is_a_bar():
     assert "epoch 1/1" in out.getvalue()
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_what_was_learnt_in_the_cell():
     class Interrupt(train.Callback):
         def on_step(self, run):
@@ -413,6 +421,7 @@ def test_a_column_that_no_epoch_has_is_named():
         _ = train.History().last
 
 
+@pytest.mark.slow
 def test_an_engine_of_ones_own_may_be_given():
     made = trainer(engine=engine("reference"))
     assert len(made.fit(data(), 1, **QUIET)) == 1

@@ -245,6 +245,7 @@ def test_a_change_is_finished_though_its_caller_left(opened):
     within(story())
 
 
+@pytest.mark.slow
 def test_reports_share_commits_and_each_is_there(opened):
     async def story():
         async with opened() as fleet:
@@ -268,6 +269,7 @@ def test_reports_share_commits_and_each_is_there(opened):
     assert within(story()) <= 3
 
 
+@pytest.mark.slow
 def test_incidents_are_kept_once_and_bounded(opened):
     async def story():
         async with opened() as fleet:
@@ -329,6 +331,7 @@ INSIDE = [n for n in (f"n{i}" for i in range(40)) if in_share(n, "digits", 0.5)]
 OUTSIDE = [n for n in (f"n{i}" for i in range(40)) if not in_share(n, "digits", 0.5)]
 
 
+@pytest.mark.slow
 def test_nodes_outside_the_policys_share_are_left_out_of_the_waves_and_named(opened, shelf):
     async def story():
         shelf.share = Limit(0.5)

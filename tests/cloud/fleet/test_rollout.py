@@ -352,7 +352,7 @@ def check(rollout, assigned):
     assert bool(rollout.ended_s) is (rollout.state in ENDED and rollout.ended_s > 0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=settings().max_examples * 3, deadline=None)
 @given(begun(), histories)
 def test_no_order_of_events_breaks_a_promise(start, history):
     rollout, effects = start
@@ -371,7 +371,7 @@ def test_no_order_of_events_breaks_a_promise(start, history):
         assert before.state not in ENDED or rollout == before
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings().max_examples * 2, deadline=None)
 @given(begun(), histories, st.lists(st.lists(reports, max_size=8), max_size=8))
 def test_reports_that_come_together_break_no_promise_either(start, history, batches):
     rollout, effects = start
@@ -386,7 +386,7 @@ def test_reports_that_come_together_break_no_promise_either(start, history, batc
         check(rollout, assigned)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(begun(), histories)
 def test_the_same_events_give_the_same_state_and_effects(start, history):
     def replayed():
@@ -401,7 +401,7 @@ def test_the_same_events_give_the_same_state_and_effects(start, history):
     assert replayed() == replayed()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(begun(), histories)
 def test_any_event_twice_changes_nothing_more(start, history):
     rollout, _ = start
@@ -413,7 +413,7 @@ def test_any_event_twice_changes_nothing_more(start, history):
             assert tried(rollout, event, now_s) == (rollout, ())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=settings().max_examples * 2, deadline=None)
 @given(begun(), histories)
 def test_every_rollout_ends_once_bundles_people_and_nodes_answer(start, history):
     """From wherever events led: sign, resume, commit; at most one round per wave is needed."""

@@ -55,6 +55,7 @@ def test_the_trusted_root_itself_must_be_signed(cloud):
         newest_root(cloud.fetch, edited(cloud.fetch("1.root.json"), drop))
 
 
+@pytest.mark.slow
 def test_a_root_under_another_number_and_roots_without_end_are_refused(cloud):
     root = cloud.fetch("1.root.json")
     cloud.forged["2.root.json"] = root

@@ -46,6 +46,7 @@ def crashes(cloud, change, *, forgets):
             return
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgets", [True, False])
 def test_a_publication_is_there_whole_or_not_at_all(tmp_path, forgets):
     cloud = stage(tmp_path)
@@ -67,6 +68,7 @@ def test_a_publication_is_there_whole_or_not_at_all(tmp_path, forgets):
     assert len(seen) > 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgets", [True, False])
 def test_new_keys_of_the_root_are_taken_whole_or_not_at_all(tmp_path, forgets):
     cloud = stage(tmp_path)
@@ -104,6 +106,7 @@ def test_a_first_signature_waits_durably(tmp_path, forgets):
         assert cloud.node("node").refresh().is_fresh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgets", [True, False])
 def test_a_node_that_dies_in_a_refresh_still_refuses_the_past(tmp_path, forgets):
     cloud = stage(tmp_path)

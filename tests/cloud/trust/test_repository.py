@@ -323,6 +323,7 @@ def test_damaged_metadata_is_named_at_the_start(cloud):
         cloud.reopened()
 
 
+@pytest.mark.slow
 def test_readers_never_see_a_mix_while_versions_are_published(cloud):
     """Nodes refresh as fast as they can beside a signer; none ever refuses anything."""
     stop, found = threading.Event(), []

@@ -53,6 +53,7 @@ def test_bytes_that_are_no_journal_leave_an_empty_one(path, data):
     assert reopened(path) == {}
 
 
+@pytest.mark.slow
 def test_a_long_journal_is_cut_down_to_what_counts(path):
     long = line(reason="x" * 900)
     count = MAX_JOURNAL_BYTES // 900

@@ -71,6 +71,7 @@ def test_a_tiny_model_is_not_worth_a_handoff(kit):
     assert probe.merged_rows(made, contract_of(made))[0] == 0
 
 
+@pytest.mark.slow
 def test_a_model_bound_by_reading_its_weights_is_merged(kit):
     wide = np.random.default_rng(0).normal(size=(2048, 2048)).astype(np.float32)
     nodes = [

@@ -111,6 +111,7 @@ def test_the_ready_line_names_the_ports_and_the_process_answers_on_them(start, b
     assert log == ""
 
 
+@pytest.mark.slow
 def test_labels_of_the_bundle_reach_the_client(start, bundle, kit):
     _, ready = start(bundle())
     with triton.InferenceServerClient(f"127.0.0.1:{ready['port']}") as client:

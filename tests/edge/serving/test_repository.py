@@ -129,6 +129,7 @@ def test_a_dropped_version_lets_its_session_go(kit):
     assert gone() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [None, probe.plan], ids=["direct", "probed"])
 def test_no_call_fails_and_none_is_answered_wrongly_over_20_switches(serve, connect, kit, plan):
     server = serve(kit.linear(version="1"), plan=plan)

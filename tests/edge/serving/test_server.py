@@ -225,6 +225,7 @@ def test_a_message_beyond_the_limit_is_refused_before_it_is_read(serve, channel,
     assert status_of(lambda: call(bytes(2 << 20))) == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@pytest.mark.slow
 def test_a_compressed_message_is_bounded_by_what_it_unpacks_to(serve, channel, kit):
     server = serve(kit.linear(), limits=Limits(message_bytes=1 << 20))
     call = channel(server).unary_unary(f"/{WIRE_NAME}/ModelInfer")
