@@ -30,6 +30,7 @@ async def look(source: Source) -> State:
     return state_from(
         await source.nodes(),
         await source.rollouts(),
+        await source.runs(),
         await source.versions(),
         await source.incidents(),
     )

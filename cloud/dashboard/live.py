@@ -7,10 +7,12 @@ from typing import Final
 
 from triplane.cloud.dashboard.rows import MOST_ROWS
 from triplane.cloud.dashboard.source import NodeIncident
+from triplane.cloud.federation.federation import Federation
 from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.servicer import FleetServicer
 from triplane.cloud.registry import encoding
 from triplane.cloud.registry.registry import Registry
+from triplane.proto.federation_pb2 import Run
 from triplane.proto.fleet_pb2 import Node, Rollout
 from triplane.proto.registry_pb2 import Version
 
@@ -25,8 +27,11 @@ VERSIONS_EACH: Final = 5
 class CloudSource:
     """See `Source`. wire: gives nodes and rollouts as messages, with what their streams tell."""
 
-    def __init__(self, fleet: LiveFleet, wire: FleetServicer, registry: Registry) -> None:
+    def __init__(
+        self, fleet: LiveFleet, wire: FleetServicer, registry: Registry, federation: Federation
+    ) -> None:
         self._fleet, self._wire, self._registry = fleet, wire, registry
+        self._federation = federation
 
     async def nodes(self) -> Sequence[Node]:
         """See `Source`."""
@@ -39,6 +44,11 @@ class CloudSource:
             if i < WHOLE_ROLLOUTS or not paper.is_ended:
                 found[i] = await self._fleet.rollout(paper.rollout.id)
         return [self._wire.rollout(paper) for paper in found]
+
+    async def runs(self) -> Sequence[Run]:
+        """See `Source`."""
+        newest = (await self._federation.runs())[: MOST_ROWS["runs"]]
+        return [await self._federation.run(run.id) for run in newest]
 
     async def versions(self) -> Sequence[Version]:
         """See `Source`; the newest few of each model."""

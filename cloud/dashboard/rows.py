@@ -1,6 +1,6 @@
 """The page's rows: what of a node, version, rollout or incident the page draws, as plain values.
 
-A state is four sections of rows by key. A change is the rows that differ: what a browser that has
+A state is five sections of rows by key. A change is the rows that differ: what a browser that has
 one state needs to have the next. Sections are bounded; the page says how many there are in all.
 """
 
@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
+from triplane.cloud.dashboard.runs import run_row
 from triplane.cloud.dashboard.source import NodeIncident
 from triplane.proto import fleet_pb2, registry_pb2
+from triplane.proto.federation_pb2 import Run
 from triplane.proto.fleet_pb2 import FAILED, RETURNED, ModelReport, Node, Rollout, RolloutNode, Wave
 from triplane.proto.registry_pb2 import Bundle, Version
 
@@ -20,11 +22,12 @@ Row = dict[str, Any]
 Section = dict[str, Row]
 State = dict[str, Section]
 
-SECTIONS: Final = ("nodes", "rollouts", "versions", "incidents")
+SECTIONS: Final = ("nodes", "rollouts", "runs", "versions", "incidents")
 # fmt: off
 MOST_ROWS: Final[Mapping[str, int]] = {
     "nodes":     1000,
     "rollouts":  20,
+    "runs":      10,
     "versions":  50,
     "incidents": 50,
 }
@@ -39,6 +42,7 @@ MOST_REASONS: Final = 10
 def state_from(
     nodes: Sequence[Node],
     rollouts: Sequence[Rollout],
+    runs: Sequence[Run],
     versions: Sequence[Version],
     incidents: Sequence[NodeIncident],
 ) -> State:
@@ -46,6 +50,7 @@ def state_from(
     return {
         "nodes": _section("nodes", ((node.name, node_row(node)) for node in nodes)),
         "rollouts": _section("rollouts", ((r.id, rollout_row(r)) for r in rollouts)),
+        "runs": _section("runs", ((run.id, run_row(run)) for run in runs)),
         "versions": _section("versions", (_keyed_version(version) for version in versions)),
         "incidents": _section("incidents", (_keyed_incident(told) for told in incidents)),
         "totals": {"all": {"nodes": len(nodes), "connected": sum(n.connected for n in nodes)}},

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from triplane.proto.federation_pb2 import Run
 from triplane.proto.fleet_pb2 import Incident, Node, Rollout
 from triplane.proto.registry_pb2 import Version
 
@@ -31,6 +32,10 @@ class Source(Protocol):
 
     async def versions(self) -> Sequence[Version]:
         """The newest versions of all models with their bundles."""
+        ...
+
+    async def runs(self) -> Sequence[Run]:
+        """The newest federated runs with their rounds, newest first."""
         ...
 
     async def incidents(self) -> Sequence[NodeIncident]:

@@ -15,6 +15,7 @@ import pytest
 from triplane.cloud.dashboard import NodeIncident, application
 from triplane.cloud.dashboard.page import Page
 from triplane.proto.errors import Conflict, NotFound
+from triplane.proto.federation_pb2 import Run, Spread
 from triplane.proto.fleet_pb2 import (
     COMMITTED,
     DOWNLOADING,
@@ -44,6 +45,7 @@ class WrittenFleet:
 
     held_nodes: list[Node] = field(default_factory=list)
     held_rollouts: list[Rollout] = field(default_factory=list)
+    held_runs: list[Run] = field(default_factory=list)
     held_versions: list[Version] = field(default_factory=list)
     held_incidents: list[NodeIncident] = field(default_factory=list)
     asked: list[tuple] = field(default_factory=list)
@@ -53,6 +55,9 @@ class WrittenFleet:
 
     async def rollouts(self):
         return self.held_rollouts
+
+    async def runs(self):
+        return self.held_runs
 
     async def versions(self):
         return self.held_versions
@@ -85,6 +90,34 @@ class WrittenFleet:
         raise NotFound(f"no rollout {rollout_id}")
 
 
+def small_run() -> Run:
+    """Three of five rounds among twelve phones: one straggler, one refused, judged once."""
+    run = Run(
+        id="4f1c0a2b9d8e7f60", phase=Run.COLLECTING, round=4, started_s=1.7e9,
+        started_by="operator",
+    )  # fmt: skip
+    run.spec.model, run.spec.population, run.spec.algorithm = "digits@4", "phones", "maml"
+    run.spec.rounds = 5
+    for number, counted, given_up in ((1, 10, ""), (2, 9, ""), (3, 3, "3 updates of 8 needed")):
+        run.rounds.add(
+            number=number, opened_s=1.7e9, closed_s=1.7e9 + 1.5, asked=10, counted=counted,
+            lost=10 - counted, loss=1 / number, bytes_up=1 << 20, bytes_down=2 << 20,
+            given_up=given_up,
+        )  # fmt: skip
+    judged = run.rounds.add(number=3, evaluates=True, asked=12, counted=12)
+    judged.before.CopyFrom(Spread(mean=0.5, worst=0.3, worst_tenth=0.3))
+    judged.after.CopyFrom(Spread(mean=0.875, worst=0.75, worst_tenth=0.75))
+    run.rounds.add(number=4, opened_s=1.7e9, asked=10, counted=2)
+    for i in range(12):
+        member = run.members.add(
+            device=f"phone-{i:02}", connected=i != 7, examples=40, counted=3, dropped=2 * (i == 7)
+        )
+        member.score.samples, member.score.round = 20, 3
+        member.score.before, member.score.after = 0.3 + i / 30, 0.75 + i / 60
+    run.refusals.reasons.add(kind="nan", count=2, newest="phone-03: 'head.weight' holds NaN")
+    return run
+
+
 def small_fleet() -> WrittenFleet:
     """Forty nodes, one failed, a rollout that paused in its second wave."""
     fleet = WrittenFleet()
@@ -113,6 +146,7 @@ def small_fleet() -> WrittenFleet:
         node.report.CopyFrom(report)
         fleet.held_nodes.append(node)
     fleet.held_rollouts.append(rollout)
+    fleet.held_runs.append(small_run())
     for number, alias in ((4, ["latest"]), (3, ["stable"])):
         version = Version(
             model="digits", version=number, model_digest=bytes([number] * 32), size=131_207,

@@ -5,6 +5,7 @@ import pytest
 
 from triplane.cloud.dashboard import feed as feed_module
 from triplane.cloud.dashboard.feed import Feed
+from triplane.cloud.dashboard.rows import SECTIONS
 from triplane.proto.errors import Unavailable
 from triplane.proto.fleet_pb2 import Node
 
@@ -30,7 +31,7 @@ def test_a_page_hears_everything_first_and_then_only_what_changed(fleet):
 
     first, second = within(story())
     assert len(first["nodes"]["set"]) == 40
-    assert set(first) == {"nodes", "rollouts", "versions", "incidents", "totals"}
+    assert set(first) == {*SECTIONS, "totals"}
     assert set(second["nodes"]["set"]) == {"new"}
     assert second["nodes"]["gone"] == ["camera-00"]
     assert "rollouts" not in second

@@ -3,6 +3,7 @@
 import pytest
 
 from triplane.cloud.dashboard import NodeIncident
+from triplane.proto.federation_pb2 import Run
 from triplane.proto.fleet_pb2 import COMMITTED, FAILED, Incident, Node, Rollout
 
 pytestmark = pytest.mark.slow
@@ -67,6 +68,31 @@ def test_the_page_shows_nodes_waves_reasons_versions_and_incidents(page, shots):
     assert text(page, "#link") == "live"
     assert "36 of 40 nodes connected" in text(page, "#totals")
     keep(shots, page, "light")
+
+
+def test_the_page_shows_rounds_stragglers_refusals_and_a_dot_for_each_device(page, shots):
+    run = text(page, "#runs")
+    assert "maml among phones, round 4 of 5" in run
+    assert "11 of 12 devices" in run
+    assert "after round 3: mean 50.0%, worst 30.0%; adapted: mean 87.5%, worst 75.0%" in run
+    assert "phone-07: 2 of 5 contributions not counted, away" in run
+    assert "2 refused (nan): phone-03: 'head.weight' holds NaN" in run
+    kinds = [
+        made.get_attribute("class")
+        for made in page.find_elements("css selector", "#runs .bar span")
+    ]
+    assert kinds == ["good", "warn", "bad", "busy"]
+    for name in ("before", "after"):
+        assert len(page.find_elements("css selector", f"#runs circle.{name}")) == 12
+    keep(shots, page, "runs")
+
+
+def test_a_round_that_ends_shows_without_a_reload(page, fleet):
+    run = Run()
+    run.CopyFrom(fleet.held_runs[0])
+    run.phase, run.result = Run.DONE, "digits@5"
+    fleet.held_runs = [run]
+    until(page, "return document.querySelector('#runs').innerText.includes('gave digits@5')")
 
 
 def test_a_change_in_the_cloud_shows_without_a_reload(page, fleet):

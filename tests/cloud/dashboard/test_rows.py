@@ -87,6 +87,6 @@ def test_a_long_reason_is_cut():
 
 def test_a_large_fleet_is_cut_and_counted():
     nodes = [Node(name=f"n{i:05}", connected=i % 2 == 0) for i in range(MOST_ROWS["nodes"] + 5)]
-    state = state_from(nodes, [], [], [])
+    state = state_from(nodes, [], [], [], [])
     assert len(state["nodes"]) == MOST_ROWS["nodes"]
     assert state["totals"]["all"] == {"nodes": len(nodes), "connected": (len(nodes) + 1) // 2}

@@ -1,0 +1,97 @@
+"""The rows of federated runs: rounds as they go, what devices contribute, how accuracy lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any, Final
+
+from triplane.proto.federation_pb2 import Member, Round, Run, Spread
+
+Row = dict[str, Any]
+
+MOST_ROUNDS: Final = 60
+"""Of one run, the newest."""
+MOST_DEVICES: Final = 200
+MOST_REASONS: Final = 10
+MOST_TEXT_CHARS: Final = 500
+
+
+def run_row(run: Run) -> Row:
+    """One run: its newest rounds, its devices, those that were dropped most, the newest spread."""
+    learning = [r for r in run.rounds if not r.evaluates]
+    judged = [r for r in run.rounds if r.evaluates and r.HasField("before")]
+    members = sorted(run.members, key=lambda member: member.device)
+    return {
+        "id": run.id,
+        "model": run.spec.model,
+        "population": run.spec.population,
+        "algorithm": run.spec.algorithm,
+        "phase": Run.Phase.Name(run.phase).lower(),
+        "reason": run.reason[:MOST_TEXT_CHARS],
+        "round": run.round,
+        "of": run.spec.rounds,
+        "started_s": round(run.started_s),
+        "ended_s": round(run.ended_s),
+        "started_by": run.started_by,
+        "result": run.result,
+        "rounds": [_round_row(r) for r in learning[-MOST_ROUNDS:]],
+        "spread": _spread_row(judged[-1]) if judged else None,
+        "devices": [_device_row(member) for member in members[:MOST_DEVICES]],
+        "device_count": len(members),
+        "connected": sum(member.connected for member in members),
+        "stragglers": [_device_row(member) for member in _stragglers(members)],
+        "bytes_up": sum(r.bytes_up for r in run.rounds),
+        "bytes_down": sum(r.bytes_down for r in run.rounds),
+        "refusals": [
+            {"kind": r.kind, "count": r.count, "newest": r.newest[:MOST_TEXT_CHARS]}
+            for r in islice(run.refusals.reasons, MOST_REASONS)
+        ],
+    }
+
+
+def _round_row(found: Round) -> Row:
+    return {
+        "number": found.number,
+        "asked": found.asked,
+        "counted": found.counted,
+        "refused": found.refused,
+        "late": found.late,
+        "lost": found.lost,
+        "loss": round(found.loss, 4),
+        "seconds": round(found.closed_s - found.opened_s, 3) if found.closed_s else None,
+        "given_up": found.given_up[:MOST_TEXT_CHARS],
+    }
+
+
+def _device_row(member: Member) -> Row:
+    scored = member.HasField("score")
+    return {
+        "name": member.device,
+        "connected": member.connected,
+        "counted": member.counted,
+        "dropped": member.dropped,
+        "before": round(member.score.before, 4) if scored else None,
+        "after": round(member.score.after, 4) if scored else None,
+    }
+
+
+def _stragglers(members: Iterable[Member]) -> list[Member]:
+    dropped = [member for member in members if member.dropped]
+    return sorted(dropped, key=lambda member: -member.dropped)[:MOST_REASONS]
+
+
+def _spread_row(found: Round) -> Row:
+    return {
+        "round": found.number,
+        "before": _values(found.before),
+        "after": _values(found.after),
+    }
+
+
+def _values(spread: Spread) -> Row:
+    return {
+        "mean": round(spread.mean, 4),
+        "worst": round(spread.worst, 4),
+        "worst_tenth": round(spread.worst_tenth, 4),
+    }
