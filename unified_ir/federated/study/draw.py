@@ -19,6 +19,7 @@ HEIGHT: Final = 360
 COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 INK, SOFT, GRID = "#1f2933", "#52606d", "#e4e7eb"
 FONT: Final = "font-family='system-ui, Helvetica, Arial, sans-serif'"
+HALO: Final = "stroke='#ffffff' stroke-width='4' paint-order='stroke'"
 MAX_DOTS: Final = 400
 """Devices drawn in one column; of more, every so many of those in order of accuracy."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 16, 56, 52
@@ -37,11 +38,13 @@ class Column:
 
 def dots(columns: Sequence[Column], title: str) -> str:
     """A line per device from its accuracy before adaptation to that after; bars are means."""
-    _check([value for c in columns for pair in c.pairs for value in pair], title)
-    at = _scale(0.0, 1.0, HEIGHT - _BOTTOM, _TOP)
+    values = [value for c in columns for pair in c.pairs for value in pair]
+    _check(values, title)
+    lowest = min(80, math.floor(10 * min(values)) * 10)
+    at = _scale(lowest / 100, 1.0, HEIGHT - _BOTTOM, _TOP + 8)
     body = [_text(16, 26, title, size=15, weight="600")]
     body.append(_text(16, 44, "accuracy on a device's own held-out samples, %", colour=SOFT))
-    for percent in range(0, 101, 20):
+    for percent in range(lowest, 101, 10):
         y = at(percent / 100)
         body.append(_rule(_LEFT, y, WIDTH - _RIGHT, y, GRID, 1))
         body.append(_text(_LEFT - 8, y + 4, str(percent), anchor="end", colour=SOFT))
@@ -92,9 +95,8 @@ def _column(column: Column, x: float, room: float, at: Scale, colour: str) -> li
     for place, k in ((left, 0), (right, 1)):
         mean = math.fsum(pair[k] for pair in column.pairs) / len(column.pairs)
         body.append(_rule(place - 9, at(mean), place + 9, at(mean), INK, 3))
-        body.append(
-            _text(place, at(mean) - 7, f"{100 * mean:.0f}", anchor="middle", weight="700", size=12)
-        )
+        label = _text(place, at(mean) - 7, f"{100 * mean:.0f}", anchor="middle", weight="700")
+        body.append(label.replace("<text ", f"<text {HALO} ", 1))
     below = HEIGHT - _BOTTOM + 18
     body.append(_text(middle, below, column.name, anchor="middle", colour=colour, weight="600"))
     body.append(_text(middle, below + 17, column.group, anchor="middle", colour=SOFT, size=12))

@@ -17,7 +17,7 @@ body { font: 15px/1.5 system-ui, Helvetica, Arial, sans-serif; color: #1f2933; m
        margin: 2em auto; padding: 0 1em; }
 table { border-collapse: collapse; margin: 1em 0; }
 th, td { text-align: right; padding: .25em .8em; border-bottom: 1px solid #e4e7eb; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { text-align: left; white-space: nowrap; }
 th { color: #52606d; font-weight: 600; }
 svg { max-width: 100%; height: auto; }
 p { color: #52606d; }
@@ -39,13 +39,13 @@ def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = 
     """The page; facts: what a reader has to know of the study, by name."""
     if not trials:
         raise InvalidInput("a report is of at least one run")
-    told = "".join(f"<tr><td>{_e(k)}</td><td>{_e(v)}</td></tr>" for k, v in (facts or {}).items())
+    told = " · ".join(f"{_e(k)} <b>{_e(v)}</b>" for k, v in (facts or {}).items())
     body = [
         f"<h1>{_e(title)}</h1>",
-        f"<table>{told}</table>" if told else "",
         results(trials),
         f"<p>{_e(NOTE)}</p>",
         *charts(trials),
+        f"<h2>How it was run</h2><p>{told}</p>" if told else "",
     ]
     head = f"<meta charset='utf-8'><title>{_e(title)}</title><style>{STYLE}</style>"
     return f"<!doctype html>\n<html lang='en'><head>{head}</head>\n<body>\n" + "\n".join(
