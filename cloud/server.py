@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +49,7 @@ from triplane.cloud.identity.servicers import Enrolment, Identity, Renewal
 from triplane.cloud.identity.tables import TOKENS
 from triplane.cloud.registry import Conversions, Registry, RegistryServicer
 from triplane.cloud.registry.collecting import Stored, claim, collect
+from triplane.cloud.releasing import Releasing, check_release
 from triplane.cloud.roots import recorded, roots_of
 from triplane.proto import enrolment_pb2_grpc as enrolment_grpc
 from triplane.proto import federation_pb2_grpc as federation_grpc
@@ -180,6 +182,7 @@ class Cloud:
         await self._serve_main(authority)
         await self._serve_enrolment(authority, hosts)
         await self._serve_dashboard()
+        self._spawn(self.releasing.run(), "releases of results")
         self._spawn(self._keep_fresh(), "metadata freshness")
         self._spawn(self._collect_daily(), "blob collection")
         await asyncio.to_thread(self._tell_operator)
@@ -187,8 +190,10 @@ class Cloud:
     async def _start_federation(self) -> None:
         folder = self._home.federation
         self.federation = Federation(
-            self.database, self.blobs, self.registry, folder, clock=self._clock
-        )
+            self.database, self.blobs, self.registry, folder,
+            may_release=partial(check_release, self.repository), clock=self._clock,
+        )  # fmt: skip
+        self.releasing = Releasing(self.federation, self.fleet)
         self._stack.push_async_callback(self.federation.stop)
         self.federation.on_work(self.sessions.send)
         await self.federation.start()
@@ -294,7 +299,9 @@ class Cloud:
 
     async def _serve_dashboard(self) -> None:
         token = self._home.dashboard_token.read_text().strip()
-        app = application(CloudSource(self.fleet, self._wire, self.registry, self.federation), token=token)
+        app = application(
+            CloudSource(self.fleet, self._wire, self.registry, self.federation), token=token
+        )
         try:
             listener = socket.create_server((LOCAL, self._asked["dashboard"]))
         except OSError as error:

@@ -61,6 +61,10 @@ Told = Callable[[str, pb.Work], None]
 """Sends a device its document, where it has a stream."""
 
 
+def _nobody(model: str) -> None:
+    raise InvalidInput(f"nothing here can release {model!r} by itself; leave release out")
+
+
 @dataclass(slots=True)
 class _Device:
     """A device with an open stream. answers: to contributions that no live run settles."""
@@ -72,7 +76,8 @@ class _Device:
 class Federation:
     """The runs of one cloud. All methods belong to one event loop.
 
-    folder: for updates and the children's files. clock: seconds since 1970.
+    folder: for updates and the children's files. may_release: raises InvalidInput for a model whose
+    versions nobody may release by themselves. clock: seconds since 1970.
     """
 
     def __init__(
@@ -84,12 +89,15 @@ class Federation:
         *,
         children: Children | None = None,
         audit: Audit = audit_log.record,
+        may_release: Callable[[str], None] = _nobody,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self._may_release = may_release
         self._db, self._blobs, self._registry = db, blobs, registry
         self._audit, self._clock = audit, clock
         self.spool = Spool(folder / "updates", blobs)
         self._results = Results(
+            db,
             blobs,
             self.spool,
             children or Children(folder / "children"),
@@ -176,6 +184,8 @@ class Federation:
         spec = await asyncio.to_thread(filled, asked)
         version = await self._registry.version(spec.model)
         spec.model = str(version)
+        if spec.release:
+            await asyncio.to_thread(self._may_release, version.model)
         return spec
 
     async def runs(self) -> list[pb.Run]:

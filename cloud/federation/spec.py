@@ -101,11 +101,6 @@ def _refuse_unbuilt(spec: pb.Spec) -> None:
         )
     if spec.release not in RELEASES:
         raise InvalidInput(f"release is '' or 'auto', got {spec.release[:40]!r}")
-    if spec.release:
-        raise InvalidInput(
-            "release 'auto' of a run's result is not built; leave it out, then deploy the "
-            "registered version with the role auto"
-        )
     if spec.algorithm == FLOWER:
         raise InvalidInput("algorithm 'flower' needs a strategy's process, which is not built")
 

@@ -1,0 +1,90 @@
+"""A run's result goes live by itself: one rollout under the automatic role for each run that asks.
+
+What a rollout may reach, and which accuracy it must show on episodes, is in the policy that people
+signed; nothing here widens it. The rollout's key is made of the run's id, so a cloud that was
+killed in between begins it once, and a rollout that was aborted is not begun again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from typing import Final
+
+from triplane.cloud.federation.federation import Federation
+from triplane.cloud.fleet.fleet import LiveFleet
+from triplane.cloud.trust import Repository
+from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError
+from triplane.proto.federation_pb2 import Run
+from triplane.proto.fleet_pb2 import DeployRequest
+from triplane.proto.targets import AUTO
+
+logger = logging.getLogger(__name__)
+
+RETRY_S: Final = 5.0
+"""Between two tries while another rollout of the model goes on."""
+KEY_BYTES: Final = 16
+
+
+class Releasing:
+    """Watches runs that end, and begins their rollouts. `run` ends by cancellation only."""
+
+    def __init__(self, federation: Federation, fleet: LiveFleet) -> None:
+        self._federation, self._fleet = federation, fleet
+        self._ended: set[str] = set()
+
+    async def run(self) -> None:
+        """Look after each change of any run, and again while something waits."""
+        while True:
+            moved = self._federation.moved
+            waiting = await self._look()
+            try:
+                async with asyncio.timeout(RETRY_S if waiting else None):
+                    await moved.wait()
+            except TimeoutError:
+                continue
+
+    async def _look(self) -> bool:
+        """Whether a release has to wait for another rollout."""
+        waiting = False
+        for found in await self._federation.runs():
+            asked = found.phase == Run.DONE and found.spec.release == AUTO and found.result
+            if asked and found.id not in self._ended:
+                waiting |= not await self._released(found)
+        return waiting
+
+    async def _released(self, run: Run) -> bool:
+        """Whether this run needs no more tries."""
+        request = DeployRequest(
+            reference=run.result, selector="all", role=AUTO, key=release_key(run.id)
+        )
+        try:
+            paper = await self._fleet.deploy(request, by=f"run {run.id}")
+            logger.info("result released", extra={"run_id": run.id, "rollout_id": paper.rollout.id})
+        except Conflict as error:
+            logger.info("release waits", extra={"run_id": run.id, "reason": str(error)})
+            return False
+        except (NotFound, InvalidInput) as error:
+            logger.warning("not released", extra={"run_id": run.id, "reason": str(error)})
+        except TriplaneError:
+            logger.exception("release failed", extra={"run_id": run.id})
+            return False
+        self._ended.add(run.id)
+        return True
+
+
+def check_release(repository: Repository, model: str) -> None:
+    """InvalidInput where the signed policy lets nobody release the model by itself."""
+    rules = repository.policy().models
+    if model not in rules:
+        listed = ", ".join(sorted(rules)) or "none"
+        raise InvalidInput(
+            f"the release policy has no rule for model {model!r} (listed: {listed}), so a run "
+            "cannot release its result; sign one: triplane sign policy"
+        )
+
+
+def release_key(run: str) -> bytes:
+    """Of the one rollout that a run begins."""
+    return hashlib.sha256(f"release {run}".encode()).digest()[:KEY_BYTES]
