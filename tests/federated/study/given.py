@@ -62,3 +62,9 @@ def bits(trial):
     rows = [(r.number, r.devices, r.loss, r.bytes_up, r.bytes_down) for r in trial.rounds]
     state = {k: x.tobytes() for k, x in trial.state.items()}
     return rows, list(trial.scores), dict(trial.sweep), state
+
+
+def there(x):
+    """A value that may be None in general and is not here."""
+    assert x is not None
+    return x

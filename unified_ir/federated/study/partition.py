@@ -126,12 +126,10 @@ def _split(samples: Samples, rows: Array, held_out: float, seed: int, name: str)
 def _filled(parts: list[list[Array]]) -> list[Array]:
     """The parts, each with the least number of samples."""
     rows = [np.concatenate(part) for part in parts]
-    for i, part in enumerate(rows):
-        missing = LEAST_SAMPLES - len(part)
-        if missing > 0:
+    for i in range(len(rows)):
+        while len(rows[i]) < LEAST_SAMPLES:
             largest = max(range(len(rows)), key=lambda k: len(rows[k]))
-            rows[i] = np.concatenate([part, rows[largest][:missing]])
-            rows[largest] = rows[largest][missing:]
+            rows[i], rows[largest] = np.append(rows[i], rows[largest][0]), rows[largest][1:]
     return rows
 
 
