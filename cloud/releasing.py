@@ -81,7 +81,7 @@ def check_release(repository: Repository, model: str) -> None:
         listed = ", ".join(sorted(rules)) or "none"
         raise InvalidInput(
             f"the release policy has no rule for model {model!r} (listed: {listed}), so a run "
-            "cannot release its result; sign one: triplane sign policy"
+            "cannot release its result; sign one: triplane cloud policy set --help"
         )
 
 
