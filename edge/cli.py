@@ -76,6 +76,11 @@ def home_option(function: Any) -> Any:
     "--cloud", "address", required=True, metavar="HOST:PORT", help="The cloud's enrolment port."
 )
 @home_option
+@click.option(
+    "--root", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="root.json",
+    help="The file from beside the offline keys, brought here by hand: what may run here must "
+    "follow from it, whatever the cloud says.  [default: the cloud's own]",
+)  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where to serve calls.")
 @click.option(
     "--port", type=PORT, default=8001, show_default=True,
@@ -101,26 +106,22 @@ def enrol(
     token_text: str,
     address: str,
     home: Path,
+    root: Path | None,
     targets: tuple[str, ...],
     as_json: bool,
     **options: Any,
 ) -> None:
     """Make this machine a node: its key is made here, its certificate comes for TOKEN.
 
-    May be repeated with the same token after an interruption. The token's pin says which cloud this
-    is; nothing else is believed.
+    May be repeated with the same token after an interruption. The token says which cloud this is:
+    nobody else can take its place, not on the enrolment port either, which has no TLS. --root holds
+    even against a cloud that was broken into before.
     """
-    from triplane.edge.agent.metadata import fetch_over
-    from triplane.edge.agent.trust import bootstrap
+    from triplane.edge.enrolling import enrol as enrol_node
     from triplane.edge.home import NodeHome, Settings
-    from triplane.proto.channels import connect
-    from triplane.proto.identity import enrol as enrol_at
 
     node = NodeHome(home)
-    node.make()
-    identity = enrol_at(token_text, address, node.identity.path)
-    with connect(identity) as channel:
-        bootstrap(node.trust, fetch_over(channel))
+    identity = enrol_node(node, token_text, address, root)
     node.save_settings(Settings(targets=targets, **options))
     record = {"name": identity.name, "home": str(node.path), "cloud": identity.cloud}
     text = f"{identity.name}: enrolled in {node.path}; now: triplane edge up --home {node.path}"

@@ -1,0 +1,96 @@
+"""Making a machine a node: its identity from a token, then the first root that it believes.
+
+Two things are trusted from here on, and the enrolment port, which has no TLS, can plant neither.
+The authority is the one whose SHA-256 the token holds. The first root comes over TLS from the main
+port: only a certificate of that authority for serving, and for that address, is accepted, and the
+cloud gives such a one to itself alone (those of nodes and people are for calling, whatever their
+names). So a listener who names another address gets a failed handshake, not a node. What remains is
+a cloud that is stolen already when a node enrols; `root` is against that: the root from beside the
+offline keys, from which the cloud's metadata must follow.
+"""
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from triplane.edge.agent.metadata import fetch_over
+from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.trust import BOOTSTRAP, Trust, bootstrap
+from triplane.edge.home import NodeHome
+from triplane.proto.channels import connect
+from triplane.proto.errors import Conflict, Corrupt, Unavailable
+from triplane.proto.identity import IdentityFolder, Token
+from triplane.proto.identity import enrol as enrol_at
+
+Fetch = Callable[[str], bytes]
+
+
+def enrol(node: NodeHome, token: str, address: str, root: Path | None = None) -> IdentityFolder:
+    """Make `node` an enrolled node of the cloud whose enrolment port is at `address`.
+
+    root: file of the first root, to be believed instead of the cloud's own. May be repeated after
+    an interruption. Conflict: the home belongs to another cloud. Corrupt: somebody else answers, or
+    the cloud's metadata does not follow from `root`. Unavailable: the main port does not answer.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it would say is in the error
+    _require_one_cloud(node, Token.parse(token))
+    node.make()
+    identity = _identity(node, token, address)
+    with connect(identity) as channel:
+        try:
+            _believe(node, fetch_over(channel), root)
+        except Unavailable as error:
+            raise Unavailable(
+                f"{identity.name} has its certificate, but the cloud's main port {identity.cloud} "
+                f"does not answer as the cloud ({error}); nothing is believed yet. Let this "
+                "machine reach it, and run the same command again"
+            ) from error
+    return identity
+
+
+def _require_one_cloud(node: NodeHome, token: Token) -> None:
+    if not (node.trust / BOOTSTRAP).exists():
+        return
+    known = x509.load_pem_x509_certificate(node.identity.authority_pem)
+    if hashlib.sha256(known.public_bytes(Encoding.DER)).digest() != token.pin:
+        raise Conflict(
+            f"{node.path} is a node of another cloud ({node.identity.cloud}) than the token is of; "
+            "give --home another folder, or stop that node and remove its folder"
+        )
+
+
+def _identity(node: NodeHome, token: str, address: str) -> IdentityFolder:
+    """From the token, or the one that it gave before the first root was fetched."""
+    try:
+        return enrol_at(token, address, node.identity.path)
+    except Conflict:
+        if (node.trust / BOOTSTRAP).exists() or not (node.identity.path / "cert.pem").exists():
+            raise
+        return node.identity.load()
+
+
+def _believe(node: NodeHome, fetch: Fetch, root: Path | None) -> None:
+    if root is None:
+        bootstrap(node.trust, fetch)
+        return
+    data = root.read_bytes()
+    with tempfile.TemporaryDirectory(prefix="triplane-root-") as folder:
+        trial = Path(folder)
+        try:
+            bootstrap(trial, lambda _: data)
+        except Refused as refusal:
+            raise Corrupt(f"{root} is no root: {refusal.text}") from refusal
+        found = Trust(trial, fetch).refresh()
+    if found.error is not None:
+        raise found.error
+    if found.refusals:
+        raise Corrupt(
+            f"the cloud's metadata does not follow from {root}: {found.refusals[-1].text}; it is "
+            "another cloud's root, or this cloud is not in the hands of those who made it"
+        )
+    bootstrap(node.trust, lambda _: data)

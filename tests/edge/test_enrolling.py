@@ -1,0 +1,232 @@
+"""Enrolment with somebody in between, who owns the enrolment port and is an insider besides.
+
+He passes on what he likes and names his own server as the cloud's main port. He has a certificate
+of the cloud's authority, as every node has, for the very name under which he is reached. What he
+wants is that a new node takes his root for its first.
+"""
+
+import datetime as dt
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from tests.attacks.trust_stage import stage
+from tests.cloud.cli.proxied import link
+from tests.cloud.cli.test_end_to_end import run, running
+
+from triplane.edge import enrolling
+from triplane.edge.agent.trust import BOOTSTRAP
+from triplane.edge.home import NodeHome
+from triplane.proto import enrolment_pb2, metadata_pb2
+from triplane.proto.enrolment_pb2_grpc import (
+    EnrolmentServicer,
+    EnrolmentStub,
+    add_EnrolmentServicer_to_server,
+)
+from triplane.proto.errors import Conflict, Corrupt, Unavailable
+from triplane.proto.identity import certificate_pem, key_pem, new_key
+from triplane.proto.identity import enrol as person_enrols
+from triplane.proto.metadata_pb2_grpc import MetadataServicer, add_MetadataServicer_to_server
+from triplane.proto.status import status_of
+
+pytestmark = pytest.mark.slow
+OPTIONS = [("grpc.so_reuseport", 0)]
+
+
+class Cloud:
+    """A real cloud process, and an operator's hand on it."""
+
+    def __init__(self, folder, ready):
+        self.home, self.keys = folder / "home", folder / "keys"
+        self.port = ready["port"]
+        self.enrolment = f"127.0.0.1:{ready['enrol_port']}"
+        self.ready = ready
+
+    def token(self, name):
+        made = run("cloud", "token", "--name", name, "--identity", self.home / "operator")
+        return made["token"]
+
+    @property
+    def root(self):
+        return (self.home / "metadata" / "1.root.json").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def cloud(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cloud")
+    run("cloud", "init", "--home", folder / "home", "--offline-keys", folder / "keys")
+    with running(folder / "home") as (ready, _):
+        yield Cloud(folder, ready)
+
+
+class Between(EnrolmentServicer):
+    """Passes everything on, and names another main port."""
+
+    def __init__(self, cloud, address):
+        self._channel = grpc.insecure_channel(cloud.enrolment)
+        self._honest, self._address = EnrolmentStub(self._channel), address
+
+    def GetAuthority(self, request, context):
+        return self._honest.GetAuthority(request, timeout=10)
+
+    def Enrol(self, request, context):
+        try:
+            made = self._honest.Enrol(request, timeout=10)
+        except grpc.RpcError as error:
+            context.abort(error.code(), error.details())
+        return enrolment_pb2.Certificate(certificate=made.certificate, address=self._address)
+
+    def close(self):
+        self._channel.close()
+
+
+class Planting(MetadataServicer):
+    """Answers every question with the thief's own metadata."""
+
+    def __init__(self, repository):
+        self._repository, self.asked = repository, []
+
+    def Get(self, request, context):
+        self.asked.append(request.name)
+        with status_of(context):
+            return metadata_pb2.GetResponse(metadata=self._repository.get(request.name))
+
+
+@contextmanager
+def served(add, servicer, credentials=None):
+    """A port of the thief's."""
+    with ThreadPoolExecutor(4) as pool:
+        server = grpc.server(pool, options=OPTIONS)
+        add(servicer, server)
+        address = "localhost:0" if credentials else "127.0.0.1:0"
+        port = (
+            server.add_secure_port(address, credentials)
+            if credentials
+            else server.add_insecure_port(address)
+        )
+        server.start()
+        try:
+            yield port
+        finally:
+            server.stop(0).wait()
+
+
+def by_himself(cloud, folder):
+    """A certificate for localhost of an authority that he made up."""
+    key = new_key()
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = dt.datetime.now(dt.UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost")])
+    made = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name)
+        .public_key(key.public_key()).serial_number(1)
+        .not_valid_before(now - dt.timedelta(1)).not_valid_after(now + dt.timedelta(1))
+        .add_extension(names, critical=False).sign(key, hashes.SHA256())
+    )  # fmt: skip
+    return key_pem(key), certificate_pem(made)
+
+
+def as_an_insider(cloud, folder):
+    """The certificate of an enrolled node whose name is that of the thief's machine."""
+    person = person_enrols(cloud.token("localhost"), cloud.enrolment, folder / "insider")
+    return person.key_pem, person.certificate_pem
+
+
+def with_the_clouds_own_key(cloud, folder):
+    """What no thief has who did not break into the cloud."""
+    tls = cloud.home / "tls"
+    return (tls / "server.key").read_bytes(), (tls / "server.pem").read_bytes()
+
+
+@contextmanager
+def thief(cloud, folder, armed):
+    """His enrolment port and his metadata."""
+    credentials = grpc.ssl_server_credentials([armed(cloud, folder)])
+    planting = Planting(stage(folder / "thief").repository)
+    with served(add_MetadataServicer_to_server, planting, credentials) as port:
+        between = Between(cloud, f"localhost:{port}")
+        with served(add_EnrolmentServicer_to_server, between) as enrol_port:
+            yield f"127.0.0.1:{enrol_port}", planting
+        between.close()
+
+
+@pytest.mark.parametrize("armed", [by_himself, as_an_insider])
+def test_a_hostile_enrolment_port_cannot_plant_a_root(cloud, tmp_path, armed):
+    node = NodeHome(tmp_path / "node")
+    token = cloud.token(f"victim-{armed.__name__}".replace("_", "-"))
+    with (
+        thief(cloud, tmp_path, armed) as (address, planting),
+        pytest.raises(Unavailable, match="does not answer as the cloud"),
+    ):
+        enrolling.enrol(node, token, address)
+    assert planting.asked == []
+    assert not (node.trust / BOOTSTRAP).exists()
+
+
+def test_the_attack_is_complete_but_for_the_clouds_own_key(cloud, tmp_path):
+    """With a stolen cloud it works, so the tests above fail for the right reason."""
+    node = NodeHome(tmp_path / "node")
+    with thief(cloud, tmp_path, with_the_clouds_own_key) as (address, planting):
+        enrolling.enrol(node, cloud.token("robbed"), address)
+    assert planting.asked == ["root.json"]
+    assert (node.trust / BOOTSTRAP).read_bytes() == planting._repository.get("root.json")
+
+
+def test_a_root_brought_by_hand_holds_against_a_stolen_cloud(cloud, tmp_path):
+    node, root = NodeHome(tmp_path / "node"), cloud.keys / "root.json"
+    with (
+        thief(cloud, tmp_path, with_the_clouds_own_key) as (address, _),
+        pytest.raises(Corrupt, match=r"does not follow from .*root\.json"),
+    ):
+        enrolling.enrol(node, cloud.token("warned"), address, root)
+    assert not (node.trust / BOOTSTRAP).exists()
+
+
+def test_a_root_brought_by_hand_is_the_first(cloud, tmp_path):
+    node, root = NodeHome(tmp_path / "node"), cloud.keys / "root.json"
+    enrolling.enrol(node, cloud.token("careful"), cloud.enrolment, root)
+    assert (node.trust / BOOTSTRAP).read_bytes() == root.read_bytes() == cloud.root
+    (tmp_path / "no-root").write_bytes(b"{}")
+    with pytest.raises(Corrupt, match="no-root is no root"):
+        enrolling.enrol(
+            NodeHome(tmp_path / "other"), cloud.token("hasty"), cloud.enrolment,
+            tmp_path / "no-root",
+        )  # fmt: skip
+
+
+def test_an_enrolment_cut_off_before_the_root_goes_on_with_the_same_token(cloud, tmp_path):
+    """The enrolment port is reached, the main port is not yet: a firewall, most often."""
+    node, token = NodeHome(tmp_path / "node"), cloud.token("behind-a-wall")
+    with link(cloud.port) as walled:
+        between = Between(cloud, walled.address)
+        walled.close()
+        with (
+            served(add_EnrolmentServicer_to_server, between) as enrol_port,
+            pytest.raises(Unavailable, match="run the same command again"),
+        ):
+            enrolling.enrol(node, token, f"127.0.0.1:{enrol_port}")
+        between.close()
+    (node.identity.path / "cloud").write_text(f"127.0.0.1:{cloud.port}\n")  # the wall is open now
+    done = enrolling.enrol(node, token, cloud.enrolment)
+    assert done.name == "behind-a-wall"
+    assert (node.trust / BOOTSTRAP).read_bytes() == cloud.root
+    with pytest.raises(Conflict, match="used for another key"):
+        enrolling.enrol(node, token, cloud.enrolment)
+
+
+def test_a_home_of_another_cloud_is_not_taken_over(cloud, tmp_path):
+    node = NodeHome(tmp_path / "node")
+    enrolling.enrol(node, cloud.token("faithful"), cloud.enrolment)
+    before = node.identity.certificate_pem
+    run("cloud", "init", "--home", tmp_path / "home", "--offline-keys", tmp_path / "keys")
+    with running(tmp_path / "home") as (ready, _):
+        other = Cloud(tmp_path, ready)
+        with pytest.raises(Conflict, match="is a node of another cloud"):
+            enrolling.enrol(node, other.token("faithful"), other.enrolment)
+        assert node.identity.certificate_pem == before
+        shutil.rmtree(node.path)
+        assert enrolling.enrol(node, other.token("new"), other.enrolment).name == "new"
