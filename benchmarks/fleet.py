@@ -2,6 +2,8 @@
 
     python benchmarks/fleet.py 10 100 1000
     python benchmarks/fleet.py --repeat 3 --record     # 10 to 1,000, into docs/evidence/scale.md
+    python benchmarks/fleet.py 1000 --keep runs.jsonl  # one by one, then:
+    python benchmarks/fleet.py --repeat 0 --keep runs.jsonl --record
 
 A cloud process, certificates, streams and a database as in life; only the work of a node is left
 out (`fleet_nodes.py`). 30 percent of the nodes are away when the rollout begins and come after the
@@ -175,6 +177,7 @@ def medians(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             for key, value in runs[0].items()
             if not isinstance(value, str)
         }
+        | {"runs": sum(run["nodes"] == size for run in runs)}
         for size in sizes
     ]
 
@@ -196,14 +199,19 @@ def plot(rows: Sequence[dict[str, Any]], subtitle: str) -> str:
     return stack(charts, "A rollout from 10 to 1,000 nodes", [subtitle])
 
 
-def page(rows: Sequence[dict[str, Any]], machine: str, command: str, repeat: int) -> str:
+def page(rows: Sequence[dict[str, Any]], machine: str) -> str:
     """The text of docs/evidence/scale.md."""
-    head = ["nodes", "away at first", *(f"{name}, s" for name in ("connect", "deploy", "late"))]
+    head = [
+        "nodes",
+        "runs",
+        "away at first",
+        *(f"{name}, s" for name in ("connect", "deploy", "late")),
+    ]
     head += ["back, s", "cloud's CPU, s", "CPU per node, ms", "cloud, MiB", "per node, KiB"]
     head += ["descriptors"]
     lines = [
         [
-            row["nodes"], row["away"], *(f"{row[key]:.2f}" for key in COLUMNS),
+            row["nodes"], row["runs"], row["away"], *(f"{row[key]:.2f}" for key in COLUMNS),
             f"{row['cloud_cpu_s']:.2f}", f"{1000 * row['cloud_cpu_s'] / row['nodes']:.1f}",
             f"{row['cloud_bytes'] / (1 << 20):.0f}", f"{row['bytes_per_node'] / 1024:.0f}",
             row["descriptors"],
@@ -213,15 +221,13 @@ def page(rows: Sequence[dict[str, Any]], machine: str, command: str, repeat: int
     cells = [head, ["---"] * len(head), *lines]
     table = "\n".join(f"| {' | '.join(map(str, line))} |" for line in cells)
     stages = "\n".join(f"* {key.removesuffix('_s')}: {what}." for key, what in COLUMNS.items())
-    return TEXT.format(
-        machine=machine, command=command, repeat=repeat, seed=SEED, table=table, stages=stages,
-        processes=PROCESSES,
-    )  # fmt: skip
+    return TEXT.format(machine=machine, seed=SEED, table=table, stages=stages, processes=PROCESSES)
 
 
 TEXT = """# A thousand nodes
 
-`{command}`: {machine}; seed {seed}; the median of {repeat} runs.
+`python benchmarks/fleet.py --repeat 3 --record`, or one size at a time with `--keep FILE`.
+{machine}; seed {seed}; medians of the runs.
 
 ![seconds, processor time and memory over the number of nodes](scale.svg)
 
@@ -271,19 +277,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", nargs="*", type=int, default=SIZES)
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--keep", type=Path, default=Path(os.devnull))
     parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
     runs = []
-    for i, size in itertools.product(range(given.repeat), given.sizes):
-        run = one_run(size, SEED + 1_000_000 * i)
-        print(json.dumps(run), flush=True)
+    if given.keep.exists():
+        runs = [json.loads(line) for line in given.keep.read_text().splitlines()]
+    for _, size in itertools.product(range(given.repeat), given.sizes):
+        run = one_run(size, SEED + 1_000_000 * sum(run["nodes"] == size for run in runs))
         refuse(run)
+        print(json.dumps(run), flush=True)
+        with given.keep.open("a") as kept:
+            kept.write(f"{json.dumps(run)}\n")
         runs.append(run)
     if given.record:
         rows, machine = medians(runs), machine_text()
-        command = " ".join(["python", "benchmarks/fleet.py", *sys.argv[1:]])
         (EVIDENCE / "scale.svg").write_text(plot(rows, machine))
-        (EVIDENCE / "scale.md").write_text(page(rows, machine, command, given.repeat))
+        (EVIDENCE / "scale.md").write_text(page(rows, machine))
 
 
 if __name__ == "__main__":
