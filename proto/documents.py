@@ -1,12 +1,14 @@
-"""Limits of the documents between cloud and node: what one side writes, the other takes.
+"""Limits of the documents between cloud and node, labels among them.
 
-Both sides check what they are sent, since either may have been taken over: a node's report by
-`cloud/fleet/reports.py`, the cloud's document here. A node that writes more than the cloud takes
-would not be heard any more, so what it writes is cut to the same limits.
+What one side writes, the other takes. Both sides check what they are sent, since either may have
+been taken over: a node's report by `cloud/fleet/reports.py`, the cloud's document here. A node that
+writes more than the cloud takes would not be heard any more, so what it writes is cut to the same
+limits.
 """
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
@@ -23,6 +25,8 @@ MAX_TEXT_CHARS: Final = 2000
 """Of an incident."""
 MAX_PATH_CHARS: Final = 256
 MAX_ID_CHARS: Final = 64
+MAX_LABELS: Final = 32
+"""Of one node."""
 MAX_VERSION: Final = 1_000_000_000
 MAX_NUMBER: Final = 1 << 53
 """Of a document, a report or an attempt: what JSON and every database hold exactly."""
@@ -31,6 +35,29 @@ MAX_TIME_S: Final = 253_402_300_799.0
 """Seconds since 1970: the last one of the year 9999."""
 
 _NAME: Final = re.compile(NAME)
+_LABEL_KEY: Final = re.compile(r"[a-z0-9][a-z0-9._/-]{0,62}")
+_LABEL_VALUE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def check_labels(labels: Mapping[str, str]) -> None:
+    """InvalidInput names the label that is none, or says that they are too many."""
+    if len(labels) > MAX_LABELS:
+        raise InvalidInput(f"a node has at most {MAX_LABELS} labels, got {len(labels)}")
+    for key, value in labels.items():
+        check_label(key, value)
+
+
+def check_label(key: str, value: str) -> None:
+    """InvalidInput where a label is not one that a selector can name."""
+    if not _LABEL_KEY.fullmatch(key):
+        raise InvalidInput(
+            f"a label's key is 1 to 63 of a-z, 0-9, '.', '_', '-', '/', got {key[:100]!r}"
+        )
+    if not _LABEL_VALUE.fullmatch(value):
+        raise InvalidInput(
+            f"the value of label {key} is 1 to 63 letters, digits, '.', '_', '-', "
+            f"got {value[:100]!r}"
+        )
 
 
 def check_desired(desired: Desired) -> None:

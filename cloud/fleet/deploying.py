@@ -106,13 +106,12 @@ def _member(node: Node, model: str, wave: int, *, left_out: str = "") -> Member:
     wanted = sum(row.version > 0 for name, row in node.held.items() if name != model)
     if wanted >= MAX_ASSIGNMENTS:
         raise Conflict(f"node {node.name} has {wanted} models, the most there may be")
-    told_of = {row.model: row for row in node.report.models} if node.report else {}
     return Member(
         name=node.name,
         wave=wave,
         capability=state.capability_of(node.report) if node.report else None,
         attempt=held.attempt,
-        committed_version=told_of[model].committed_version if model in told_of else 0,
+        committed_version=held.good_version,
         excused=left_out,
         left_out=left_out,
     )

@@ -61,8 +61,9 @@ class Plan:
 class Member:
     """One node.
 
-    attempt: the last number given, also by earlier rollouts of the model. left_out: why it was
-    never counted, whatever happens; excused: why it is not counted now.
+    attempt: the last number given, also by earlier rollouts of the model. committed_version: of
+    what it was given; its word about another version counts nothing. left_out: why it was never
+    counted, whatever happens; excused: why it is not counted now.
     """
 
     name: str

@@ -34,11 +34,11 @@ from triplane.cloud.fleet.facts import (
 )
 from triplane.cloud.fleet.incidents import keep, newest
 from triplane.cloud.fleet.reports import check_report
-from triplane.cloud.fleet.selector import MAX_LABELS, check_label
 from triplane.cloud.fleet.state import Fleet, Node, Paper
 from triplane.cloud.fleet.tables import ROLLOUTS
 from triplane.cloud.store import Database
 from triplane.proto import fleet_pb2 as pb
+from triplane.proto.documents import MAX_LABELS, check_label
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
 
 logger = logging.getLogger(__name__)

@@ -110,11 +110,12 @@ def _reported(r: Rollout, e: Reported, now_s: float) -> Result:
     before = r.members.get(e.name)
     if before is None:
         return r, ()
-    told = replace(before, capability=e.capability, committed_version=e.committed_version)
+    told = replace(before, capability=e.capability)
     if told.assigned:
+        told = replace(told, committed_version=e.committed_version)
         return put(r, _progress(told, e, r.plan.version)), ()
-    if before.capability == e.capability:
-        return put(r, told), ()
+    if before.capability == e.capability:  # what it says of a version nobody gave it counts not
+        return r, ()
     return choose(put(r, replace(told, stage=Stage.WAITING, reason="")), e.name)
 
 

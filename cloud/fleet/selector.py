@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from triplane.proto.documents import check_label
 from triplane.proto.errors import InvalidInput
 
 ALL: Final = "all"
 MAX_SELECTOR_CHARS: Final = 1024
-MAX_LABELS: Final = 32
-LABEL_KEY: Final = re.compile(r"[a-z0-9][a-z0-9._/-]{0,62}")
-LABEL_VALUE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _TERM: Final = re.compile(r"([^=!]*)(=|!=)([^=!]*)")
 
 
@@ -66,16 +64,3 @@ def _term(text: str) -> Term:
     key, sign, value = (part.strip() for part in found.groups())
     check_label(key, value)
     return Term(key, value, sign == "=")
-
-
-def check_label(key: str, value: str) -> None:
-    """InvalidInput where a label is not one that a selector can name."""
-    if not LABEL_KEY.fullmatch(key):
-        raise InvalidInput(
-            f"a label's key is 1 to 63 of a-z, 0-9, '.', '_', '-', '/', got {key[:100]!r}"
-        )
-    if not LABEL_VALUE.fullmatch(value):
-        raise InvalidInput(
-            f"the value of label {key} is 1 to 63 letters, digits, '.', '_', '-', "
-            f"got {value[:100]!r}"
-        )

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 FAREWELL: Final = frozenset({"/triplane.session.v1.Session/Open"})
 FAREWELL_S: Final = 0.5
+REVOKED: Final = ("revoked",)
+"""What a task is cancelled with whose caller was revoked."""
 
 _CALLER: Final[ContextVar[Principal]] = ContextVar("caller")
 _S = grpc.StatusCode
@@ -52,6 +54,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._streams: dict[str, dict[asyncio.Task[Any], str]] = {}
         self._ended: set[asyncio.Task[Any]] = set()
         self._callbacks: list[Callable[[str], None]] = []
+        self._revocations = 0
 
     def on_revoked(self, callback: Callable[[str], None]) -> None:
         """Call back with each name that is revoked, before its streams are ended."""
@@ -59,6 +62,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def revoked(self, name: str) -> None:
         """End the name's open streams."""
+        self._revocations += 1
         for callback in self._callbacks:
             callback(name)
         held = self._streams.get(name, {})
@@ -71,7 +75,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def _cut(self, task: asyncio.Task[Any]) -> None:
         if task in self._ended:
-            task.cancel("revoked")
+            task.cancel(*REVOKED)
 
     async def intercept_service(
         self,
@@ -103,8 +107,20 @@ class Gate(grpc.aio.ServerInterceptor):
         inner = handler.stream_unary or handler.unary_unary
 
         async def behave(request: Any, context: Any) -> Any:
-            await self._let_in(method, context)
-            return await inner(request, context)
+            who = await self._let_in(method, context)
+            if not handler.request_streaming:
+                return await inner(request, context)
+            task, answer = self._enter(who, method), None
+            try:
+                answer = await inner(request, context)
+            except asyncio.CancelledError as error:
+                if error.args != REVOKED:
+                    raise
+            finally:
+                was_revoked = self._leave(who, task)
+            if was_revoked:
+                await _end(context, _revoked(who))
+            return answer
 
         return behave
 
@@ -113,27 +129,35 @@ class Gate(grpc.aio.ServerInterceptor):
 
         async def behave(request: Any, context: Any) -> AsyncIterator[Any]:
             who = await self._let_in(method, context)
-            task = asyncio.current_task()
-            assert task is not None
-            held = self._streams.setdefault(who.name, {})
-            held[task] = method
+            task = self._enter(who, method)
             try:
                 async for response in inner(request, context):
                     yield response
             except asyncio.CancelledError as error:
-                if error.args != ("revoked",):
+                if error.args != REVOKED:
                     raise
             finally:
-                del held[task]
-                if not held and self._streams.get(who.name) is held:
-                    del self._streams[who.name]
-                was_revoked = task in self._ended
-                self._ended.discard(task)
+                was_revoked = self._leave(who, task)
             if was_revoked:
-                text = f"the certificate of {who.name!r} was revoked"
-                await _end(context, Refused(_S.UNAUTHENTICATED, text, name=who.name))
+                await _end(context, _revoked(who))
 
         return behave
+
+    def _enter(self, who: Principal, method: str) -> asyncio.Task[Any]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams.setdefault(who.name, {})[task] = method
+        return task
+
+    def _leave(self, who: Principal, task: asyncio.Task[Any]) -> bool:
+        """Whether the stream ends because its name was revoked."""
+        held = self._streams[who.name]
+        del held[task]
+        if not held:
+            del self._streams[who.name]
+        was_revoked = task in self._ended
+        self._ended.discard(task)
+        return was_revoked
 
     async def _let_in(self, method: str, context: Any) -> Principal:
         try:
@@ -161,7 +185,7 @@ class Gate(grpc.aio.ServerInterceptor):
             name = common_name(certificate)
         except (ValueError, Corrupt) as error:
             raise Refused(_S.UNAUTHENTICATED, "a certificate of this cloud is needed") from error
-        found = await self._principals.holder(serial_of(certificate), name)
+        found = await self._holder(serial_of(certificate), name)
         if found is None:
             raise Refused(
                 _S.UNAUTHENTICATED,
@@ -169,6 +193,19 @@ class Gate(grpc.aio.ServerInterceptor):
                 "enrol with a new token",
             )
         return found
+
+    async def _holder(self, serial: str, name: str) -> Principal | None:
+        """Asked again where somebody was revoked meanwhile: the answer may be of before."""
+        while True:
+            revocations = self._revocations
+            found = await self._principals.holder(serial, name)
+            if revocations == self._revocations:
+                return found
+
+
+def _revoked(who: Principal) -> Refused:
+    text = f"the certificate of {who.name!r} was revoked"
+    return Refused(_S.UNAUTHENTICATED, text, name=who.name)
 
 
 async def _end(context: Any, refusal: Refused) -> None:

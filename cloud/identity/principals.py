@@ -19,6 +19,7 @@ from triplane.cloud.identity.authority import Authority
 from triplane.cloud.identity.rights import MACHINES, Role
 from triplane.cloud.identity.tables import CERTIFICATES, PRINCIPALS, TOKENS
 from triplane.cloud.store import Database
+from triplane.proto.documents import check_labels
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
 from triplane.proto.identity import Token, check_name, mac
 
@@ -27,8 +28,6 @@ MAX_TOKEN_S: Final = 30 * 86_400.0
 MAX_OPEN_TOKENS: Final = 10_000
 OLD_CERTIFICATE_S: Final = 3600.0
 """How long a renewed certificate is still good: its owner may crash before it uses the new one."""
-MAX_LABELS: Final = 32
-MAX_LABEL_CHARS: Final = 63
 REFUSED: Final = "the token is unknown, expired or used, or its secret is wrong; ask for a new one"
 
 Labels = Mapping[str, str]
@@ -89,7 +88,8 @@ class Principals:
         if not name and role not in MACHINES:
             raise InvalidInput(f"a {role} is a person: give a name")
         name = check_name(name or f"{role}-{secrets.token_hex(4)}")
-        labels = check_labels(labels or {})
+        labels = labels or {}
+        check_labels(labels)
         token = Token.make(self._authority.der)
         now = self._clock()
 
@@ -242,22 +242,6 @@ class Principals:
             return None if known is None or known.revoked else known
 
         return await self._database.read(work)
-
-
-def check_labels(labels: Labels) -> Labels:
-    """`labels` within limits; InvalidInput names the one that is not."""
-    if len(labels) > MAX_LABELS:
-        raise InvalidInput(f"a node has at most {MAX_LABELS} labels, got {len(labels)}")
-    for key, value in labels.items():
-        for text in (key, value):
-            if not 1 <= len(text) <= MAX_LABEL_CHARS or not text.isprintable() or set(text) & {
-                "=", "!", ",",
-            }:  # fmt: skip
-                raise InvalidInput(
-                    f"label {key[:80]!r}={value[:80]!r}: keys and values have 1 to "
-                    f"{MAX_LABEL_CHARS} printable characters without '=', '!' and ','"
-                )
-    return labels
 
 
 def serial_of(certificate: x509.Certificate) -> str:
