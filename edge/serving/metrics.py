@@ -5,10 +5,12 @@ Labels are the names of loaded models only; a call for an unknown name is counte
 one, so callers cannot grow the label set.
 """
 
+import contextlib
 import logging
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from socketserver import ThreadingMixIn
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 PAGE_CALLERS: Final = 8
 PAGE_IDLE_S: Final = 5.0  # between two reads from one caller
+PAGE_S: Final = 10.0  # from a caller's arrival to the end of the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +136,14 @@ class _Caller(WSGIRequestHandler):
 
 
 class _Page(ThreadingMixIn, WSGIServer):
-    """One thread per caller, for so many callers: further ones are hung up on."""
+    """One thread per caller, for so many callers and so long: the rest is hung up on."""
 
     daemon_threads = True
     request_queue_size = 64  # five, the default, lets a burst of callers wait for retransmission
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._room = threading.BoundedSemaphore(PAGE_CALLERS)
+        self._since: dict[socket.socket, float] = {}
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         super().__init__(address, _Caller)
@@ -153,10 +157,19 @@ class _Page(ThreadingMixIn, WSGIServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """See `socketserver`."""
+        self._since[request] = time.monotonic()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            del self._since[request]
             self._room.release()
+
+    def service_actions(self) -> None:
+        """Called twice a second: who sends a byte now and then is never idle, but ends here."""
+        for request, since_s in [*self._since.items()]:
+            if time.monotonic() - since_s > PAGE_S:
+                with contextlib.suppress(OSError):  # it was quicker
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, *_: object) -> None:
         """Log it: the default prints a traceback for every caller that hangs up."""

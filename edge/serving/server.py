@@ -39,6 +39,8 @@ QUIET_STEP_S: Final = 0.005
 MAX_METADATA_BYTES: Final = 16 << 10
 MAX_STREAMS_PER_CONNECTION: Final = 512
 HANDSHAKE_MS: Final = 5_000  # a connection that has not spoken until then is closed
+ALIVE_EVERY_MS: Final = 60_000  # a silent connection is asked whether somebody is still there
+ALIVE_WITHIN_MS: Final = 20_000  # and closed, with its streams, unless it answers until then
 # One service under two names: its messages are the same in both versions.
 REFLECTION_NAMES: Final = (
     "grpc.reflection.v1alpha.ServerReflection",
@@ -176,6 +178,8 @@ class Server:
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
                 ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+                ("grpc.keepalive_time_ms", ALIVE_EVERY_MS),
+                ("grpc.http2.ping_timeout_ms", ALIVE_WITHIN_MS),
             ),
             # Beyond every lane: grpc itself refuses (RESOURCE_EXHAUSTED) without a thread.
             maximum_concurrent_rpcs=sum(lane.capacity for lane in self._lanes),

@@ -1,5 +1,6 @@
 import socket
 import threading
+import time
 import urllib.request
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import tritonclient.grpc as triton
 from prometheus_client.parser import text_string_to_metric_families
 
+from triplane.edge.serving import metrics
 from triplane.edge.serving.metrics import GAUGES, HISTOGRAMS, LANE_CALLS
 from triplane.edge.serving.wire import WIRE_NAME
 
@@ -59,6 +61,25 @@ def test_callers_that_never_finish_asking_cannot_take_more_than_their_threads(se
     finally:
         for one in held:
             one.close()
+
+
+@pytest.mark.slow
+def test_a_caller_that_asks_byte_by_byte_is_hung_up_on_by_the_clock(serve, kit, monkeypatch):
+    monkeypatch.setattr(metrics, "PAGE_S", 0.2)
+    server = serve(kit.linear(), metrics_port=0)
+    with socket.create_connection(("127.0.0.1", server.metrics_port), timeout=0.05) as caller:
+        caller.sendall(b"GET /metrics HTTP/1.1\r\nSlow: ")
+        deadline, answer = time.monotonic() + 10, None
+        while answer is None and time.monotonic() < deadline:
+            try:
+                caller.sendall(b"x")  # sooner than it could count as idle
+                answer = caller.recv(1)
+            except TimeoutError:
+                continue
+            except OSError:
+                answer = b""
+    assert answer == b""
+    assert scrape(server)
 
 
 def test_histograms_are_cumulative_and_end_at_the_count(serve, connect, kit):

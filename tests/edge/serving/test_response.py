@@ -1,4 +1,5 @@
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -81,3 +82,14 @@ def test_an_array_in_another_memory_order_leaves_in_row_major_order():
     array = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
     encode(response, {"y": array}, [Wanted(Y)], {}, Limits())
     assert np.frombuffer(response.raw_output_contents[0], "<f4").tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_the_best_of_a_large_output_take_no_memory_of_its_size():
+    rows = np.zeros((4096, 256), np.float32)
+    tracemalloc.start()
+    try:
+        top_classes(rows, 1, ())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < rows.nbytes / 2

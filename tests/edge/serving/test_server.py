@@ -1,5 +1,6 @@
 """The server as a whole: refusals, isolation of calls, deadlines, TLS, and its way down."""
 
+import contextlib
 import datetime as dt
 import queue
 import socket
@@ -18,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from tests.runtime import graphs as runtime_graphs
 
+from triplane.edge.serving import server as server_module
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.server import Server, Tls
 from triplane.edge.serving.wire import WIRE_NAME
@@ -464,3 +466,68 @@ def test_health_tells_watchers_when_the_server_goes(kit, channel):
     assert [told.status for told in seen] == [answer.NOT_SERVING]
     stopping.join(30)
     assert not stopping.is_alive()
+
+
+class Relay:
+    """Passes bytes on between a caller and a port, until it is told to pass nothing any more.
+
+    What a network does that forgets a connection: neither side hears of an end.
+    """
+
+    def __init__(self, port):
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._passing = threading.Event()
+        self._passing.set()
+        self._ends, self._threads = [], []
+        self._start(self._accept, port)
+
+    def forget(self):
+        self._passing.clear()
+
+    def close(self):
+        for one in (self._listening, *self._ends):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _start(self, target, *args):
+        self._threads.append(threading.Thread(target=target, args=args))
+        self._threads[-1].start()
+
+    def _accept(self, port):
+        with contextlib.suppress(OSError):
+            caller, _ = self._listening.accept()
+            server = socket.create_connection(("127.0.0.1", port))
+            self._ends += [caller, server]
+            self._start(self._pass, caller, server)
+            self._start(self._pass, server, caller)
+
+    def _pass(self, source, sink):
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                if self._passing.is_set():
+                    sink.sendall(data)
+
+
+@pytest.mark.slow
+def test_a_stream_whose_caller_is_gone_without_a_word_is_ended(serve, kit, monkeypatch):
+    monkeypatch.setattr(server_module, "ALIVE_EVERY_MS", 300)
+    monkeypatch.setattr(server_module, "ALIVE_WITHIN_MS", 300)
+    server = serve(kit.linear(), limits=Limits(streams=1))
+    relay, answers = Relay(server.port), queue.Queue[Any]()
+    try:
+        with triton.InferenceServerClient(f"127.0.0.1:{relay.port}") as client:
+            client.start_stream(lambda result, error: answers.put(error or result))
+            client.async_stream_infer("linear", [kit.tensor("x", X)])
+            assert answers.get(timeout=30).as_numpy("y").shape == (1, 3)
+            relay.forget()
+            streams, deadline = server._lanes[1], time.monotonic() + 20
+            while streams.held and time.monotonic() < deadline:
+                time.sleep(0)
+            assert not streams.held, "the only stream is held by nobody"
+            client.stop_stream(cancel_requests=True)
+    finally:
+        relay.close()
