@@ -161,3 +161,13 @@ def test_a_cut_archive_is_refused(tmp_path_factory, cut):
     path.write_bytes(SMALL[:cut])
     with pytest.raises(TriplaneError):
         data.load(path)
+
+
+def test_further_columns_are_read_as_they_are_stored(tmp_path):
+    path = packed(tmp_path / "a.npz", writer=npy(np.array([7, 7, 8, 9], np.int32)))
+    found = npz.columns(path, ["x", "writer"])
+    assert list(found) == ["x", "writer"]
+    assert np.array_equal(found["x"], X)
+    assert found["writer"].dtype == np.int32
+    with pytest.raises(NotFound, match=r"no 'author': .*writer.npy"):
+        npz.columns(path, ["x", "author"])

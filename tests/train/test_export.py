@@ -84,6 +84,22 @@ def test_inputs_are_named_and_of_any_batch(done):
 
 
 @pytest.mark.slow
+def test_the_loss_is_that_of_a_step_and_assigns_what_it_assigns(done):
+    module, (x, y) = done.export((*ALL, "loss")), data()
+    found, step = (call(module, entry, x=x, y=y) for entry in ("loss", "gradients"))
+    assert set(module.assigned("loss")) == {"norm.running_mean", "norm.running_var", "drop.key"}
+    for name, value in found.items():
+        np.testing.assert_allclose(value, step[name], rtol=1e-6)
+    assert "loss" in done.export().entries
+
+
+def test_frozen_parameters_are_named():
+    made = trainer()
+    made.cell.parameters()["head.bias"].trainable = False
+    made.prepare(*data())
+    assert json.loads(made.export(("predict",)).meta["frozen"]) == ["head.bias"]
+
+
 @pytest.mark.parametrize("entry", ["local_update", "adapt"])
 def test_local_updates_are_plain_gradient_descent(done, entry):
     module, (x, y) = done.export(ALL, local_lr=0.5), data()

@@ -1,0 +1,88 @@
+"""From a file and options to devices that take part and devices that are only scored."""
+
+import numpy as np
+import pytest
+
+from triplane.proto.errors import InvalidInput, NotFound
+from triplane.unified_ir import nn, optim, train
+from triplane.unified_ir.federated.study.source import Source, devices_of
+
+N = 240
+
+
+@pytest.fixture(scope="module")
+def module():
+    trainer = train.Trainer(
+        nn.Sequential(nn.Flatten(), nn.Dense(4, 3)),
+        loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1),
+    )  # fmt: skip
+    trainer.prepare(np.zeros((1, 1, 2, 2), np.float32), np.zeros(1, np.int64))
+    return trainer.export(("predict", "evaluate", "loss"))
+
+
+@pytest.fixture
+def path(tmp_path):
+    rng = np.random.default_rng(0)
+    writer = np.arange(N, dtype=np.int32) % 6
+    np.savez(
+        tmp_path / "a.npz",
+        images=rng.integers(0, 255, (N, 2, 2)).astype(np.uint8),
+        labels=(np.arange(N) % 3).astype(np.uint8),
+        writer=writer,
+        split=(writer >= 4).astype(np.uint8),
+        share=np.linspace(0, 1, N),
+    )
+    return tmp_path / "a.npz"
+
+
+def source(path, **options):
+    return Source(data=str(path), x="images", y="labels", **options)
+
+
+def test_groups_and_their_split(path, module):
+    seen, unseen = devices_of(source(path, way="group", group="writer", split="split"), module)
+    assert list(seen) == ["device-0", "device-1", "device-2", "device-3"]
+    assert list(unseen) == ["device-4", "device-5"]
+    (shard, *_) = seen.values()
+    assert shard.examples + shard.held_out_samples == N // 6
+    assert list(shard.train) == [value.name for value in module.inputs("loss")]
+    x, y = shard.train.values()
+    assert (x.dtype, x.shape[1:], y.dtype) == (np.float32, (1, 2, 2), np.int64)
+    assert 0 <= x.min() <= x.max() <= 1
+
+
+@pytest.mark.parametrize("way", ["even", "dirichlet", "labels"])
+def test_a_share_is_unseen_by_seed(path, module, way):
+    seen, unseen = devices_of(source(path, way=way, devices=8, unseen=0.25), module)
+    assert (len(seen), len(unseen)) == (6, 2)
+    assert not seen.keys() & unseen.keys()
+    other = devices_of(source(path, way=way, devices=8, unseen=0.25, seed=2), module)[1]
+    again = devices_of(source(path, way=way, devices=8, unseen=0.25), module)[1]
+    assert list(again) == list(unseen)
+    assert list(other) != list(unseen)
+
+
+def test_at_least_one_device_takes_part(path, module):
+    seen, unseen = devices_of(source(path, devices=3, unseen=0.9), module)
+    assert (len(seen), len(unseen)) == (1, 2)
+
+
+def test_the_digits_need_no_file(module):
+    seen, unseen = devices_of(Source(data="digits", devices=5), module)
+    assert (len(seen), len(unseen)) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"way": "group"}, InvalidInput, "names the column of groups"),
+        ({"group": "writer"}, InvalidInput, "names the column of groups"),
+        ({"way": "group", "group": "author"}, NotFound, "no 'author'"),
+        ({"way": "group", "group": "share"}, InvalidInput, "one whole number per sample"),
+        ({"unseen": 1.0}, InvalidInput, r"in \[0, 1\)"),
+        ({"data": "digits", "split": "split"}, InvalidInput, "columns .*'split'.* of an npz"),
+    ],
+)
+def test_odd_sources_are_refused(path, module, options, error, said):
+    with pytest.raises(error, match=said):
+        devices_of(Source(**{"data": str(path), "x": "images", "y": "labels", **options}), module)
