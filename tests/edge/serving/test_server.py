@@ -518,8 +518,8 @@ def test_a_stream_whose_caller_is_gone_without_a_word_is_ended(serve, kit, monke
     monkeypatch.setattr(server_module, "ALIVE_WITHIN_MS", 300)
     server = serve(kit.linear(), limits=Limits(streams=1))
     relay, answers = Relay(server.port), queue.Queue[Any]()
-    try:
-        with triton.InferenceServerClient(f"127.0.0.1:{relay.port}") as client:
+    with triton.InferenceServerClient(f"127.0.0.1:{relay.port}") as client:
+        try:
             client.start_stream(lambda result, error: answers.put(error or result))
             client.async_stream_infer("linear", [kit.tensor("x", X)])
             assert answers.get(timeout=30).as_numpy("y").shape == (1, 3)
@@ -528,6 +528,7 @@ def test_a_stream_whose_caller_is_gone_without_a_word_is_ended(serve, kit, monke
             while streams.held and time.monotonic() < deadline:
                 time.sleep(0)
             assert not streams.held, "the only stream is held by nobody"
-            client.stop_stream(cancel_requests=True)
-    finally:
-        relay.close()
+        finally:
+            relay.close()
+        assert answers.get(timeout=30).status() == "StatusCode.UNAVAILABLE"
+        client.stop_stream()
