@@ -47,7 +47,7 @@ def test_groups_and_their_split(path, module):
     assert shard.examples + shard.held_out_samples == N // 6
     assert list(shard.train) == [value.name for value in module.inputs("loss")]
     x, y = shard.train.values()
-    assert (x.dtype, x.shape[1:], y.dtype) == (np.float32, (1, 2, 2), np.int64)
+    assert (str(x.dtype), x.shape[1:], str(y.dtype)) == ("float32", (1, 2, 2), "int64")
     assert 0 <= x.min() <= x.max() <= 1
 
 
@@ -56,7 +56,7 @@ def test_a_share_is_unseen_by_seed(path, module, way):
     seen, unseen = devices_of(source(path, way=way, devices=8, unseen=0.25), module)
     assert (len(seen), len(unseen)) == (6, 2)
     assert not seen.keys() & unseen.keys()
-    other = devices_of(source(path, way=way, devices=8, unseen=0.25, seed=2), module)[1]
+    other = devices_of(source(path, way=way, devices=8, unseen=0.25, seed=3), module)[1]
     again = devices_of(source(path, way=way, devices=8, unseen=0.25), module)[1]
     assert list(again) == list(unseen)
     assert list(other) != list(unseen)
