@@ -20,6 +20,8 @@ DEFAULT_NODE_DEADLINE_S: Final = 600.0
 MAX_SECONDS: Final = 30 * 86400.0
 MAX_KEY_BYTES: Final = 64
 MAX_REASON_CHARS: Final = 1000
+REASONS_BYTES: Final = 2 << 20
+"""Of all the reasons in one message: half of what a message may hold. Many nodes share it."""
 
 
 def desired_message(node: Node) -> pb.Desired:
@@ -53,8 +55,9 @@ def node_message(node: Node, *, connected: bool) -> pb.Node:
 
 
 def rollout_message(paper: Paper, connected: Connected) -> pb.Rollout:
-    """The rollout with its nodes in name order."""
+    """The rollout with its nodes in name order; reasons are cut where a message ends otherwise."""
     r = paper.rollout
+    most_bytes = REASONS_BYTES // max(1, len(r.members))
     return pb.Rollout(
         id=r.id,
         model=r.plan.model,
@@ -63,7 +66,10 @@ def rollout_message(paper: Paper, connected: Connected) -> pb.Rollout:
         state=pb.Rollout.State.ValueType(r.state),
         reason="; ".join(filter(None, (r.reason, r.left_out, r.resumed))),
         wave=max(0, r.wave),
-        nodes=[_member_message(r.members[name], connected(name)) for name in sorted(r.members)],
+        nodes=[
+            _member_message(r.members[name], most_bytes, connected=connected(name))
+            for name in sorted(r.members)
+        ],
         request=paper.request,
         created_s=paper.created_s,
         ended_s=r.ended_s,
@@ -71,13 +77,13 @@ def rollout_message(paper: Paper, connected: Connected) -> pb.Rollout:
     )
 
 
-def _member_message(m: Member, connected: bool) -> pb.RolloutNode:  # noqa: FBT001 - a field
+def _member_message(m: Member, most_bytes: int, *, connected: bool) -> pb.RolloutNode:
     excused = f"not counted: {m.excused}" if m.excused else ""
     return pb.RolloutNode(
         name=m.name,
         wave=m.wave,
         state=pb.NodeState.ValueType(m.stage),
-        reason="; ".join(filter(None, (excused, m.reason))),
+        reason=fitted("; ".join(filter(None, (excused, m.reason))), most_bytes),
         target=m.target,
         downloaded_bytes=m.downloaded_bytes,
         total_bytes=m.total_bytes,
@@ -118,6 +124,15 @@ def _size(wave: pb.Wave) -> Size:
     if wave.WhichOneof("size") == "nodes":
         return Count(wave.nodes)
     return Percent(wave.percent)
+
+
+def fitted(text: str, most_bytes: int) -> str:
+    """The text, or its beginning and an ellipsis, in so many bytes of UTF-8."""
+    data = text.encode()
+    if len(data) <= most_bytes:
+        return text
+    ellipsis = "…"
+    return data[: max(0, most_bytes - len(ellipsis.encode()))].decode(errors="ignore") + ellipsis
 
 
 def cut(reason: str) -> str:

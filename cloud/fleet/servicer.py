@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Final
 
 from triplane.cloud.fleet.fleet import LiveFleet
-from triplane.cloud.fleet.messages import node_message, rollout_message
+from triplane.cloud.fleet.messages import REASONS_BYTES, fitted, node_message, rollout_message
 from triplane.cloud.fleet.selector import Selector
 from triplane.cloud.fleet.sessions import Sessions
 from triplane.cloud.fleet.state import Node, Paper
@@ -18,6 +18,8 @@ from triplane.proto.status import status_of_aio
 
 MAX_NODES: Final = 1000
 DEFAULT_NODES: Final = 100
+PAGE_BYTES: Final = 2 << 20
+"""Of the nodes in one answer, which is half of what a message may hold; `next` tells of more."""
 MAX_ROLLOUTS: Final = 500
 DEFAULT_ROLLOUTS: Final = 50
 WATCH_PERIOD_S: Final = 0.2
@@ -47,15 +49,24 @@ class FleetServicer(Wire):
         async with status_of_aio(context):
             size = _page(request.page_size, DEFAULT_NODES, MAX_NODES)
             selector = Selector.parse(request.selector or "all")
-            found = [
+            found = (
                 node
                 for node in self._fleet.nodes()
                 if node.name > request.after and selector.matches(node.labels)
-            ]
-            return pb.ListNodesResponse(
-                nodes=[self.node(node) for node in found[:size]],
-                next=found[size - 1].name if len(found) > size else "",
             )
+            return self._page(found, size)
+
+    def _page(self, found: Iterator[Node], size: int) -> pb.ListNodesResponse:
+        """As many as were asked for and as fit; at least one, which its own limits make fit."""
+        page, page_bytes = pb.ListNodesResponse(), 0
+        for node in found:
+            message = self.node(node)
+            page_bytes += message.ByteSize()
+            if page.nodes and (len(page.nodes) == size or page_bytes > PAGE_BYTES):
+                page.next = page.nodes[-1].name
+                return page
+            page.nodes.append(message)
+        return page
 
     async def GetNode(self, request: pb.GetNodeRequest, context: Any) -> pb.Node:
         """See fleet.proto."""
@@ -89,7 +100,10 @@ class FleetServicer(Wire):
         async with status_of_aio(context):
             size = _page(request.page_size, DEFAULT_ROLLOUTS, MAX_ROLLOUTS)
             found = await self._fleet.rollouts(size)
-            return pb.ListRolloutsResponse(rollouts=[self.rollout(paper) for paper in found])
+            told = [self.rollout(paper) for paper in found]
+            for rollout in told:
+                rollout.reason = fitted(rollout.reason, REASONS_BYTES // len(told))
+            return pb.ListRolloutsResponse(rollouts=told)
 
     async def GetRollout(self, request: pb.GetRolloutRequest, context: Any) -> pb.Rollout:
         """See fleet.proto."""

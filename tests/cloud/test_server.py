@@ -404,6 +404,27 @@ def test_people_see_nodes_page_by_page(home, tmp_path):
     within(story())
 
 
+def test_a_page_of_nodes_ends_before_its_message_is_too_long(home):
+    async def story():
+        async with running(home) as cloud, operator(home) as people:
+            said = pb.Report(capability=CAPABILITY)
+            for i in range(64):
+                said.models.add(model=f"m{i}", reason="\N{SNAIL}" * 2000)
+            names = [f"n{i:02}" for i in range(12)]
+            for name in names:
+                await cloud.fleet.add_node(name, {})
+                await cloud.fleet.report(name, said)
+            seen, after = [], ""
+            while True:
+                page = await people.ListNodes(pb.ListNodesRequest(page_size=1000, after=after))
+                seen += [node.name for node in page.nodes]
+                if not page.next:
+                    return seen == names
+                after = page.next
+
+    assert within(story())
+
+
 def test_people_are_told_what_the_port_serves_and_machines_are_not(home, tmp_path):
     ask = reflection_pb2.ServerReflectionRequest
 

@@ -1,13 +1,17 @@
 import time
+from dataclasses import replace
 
+import pytest
 from tests.cloud.fleet.given import CAPABILITY
 
 from triplane.cloud.fleet import state
 from triplane.cloud.fleet.capability import Needs
 from triplane.cloud.fleet.deploying import Asked, begun
 from triplane.cloud.fleet.facts import BundleReady, Stage, State
+from triplane.cloud.fleet.messages import rollout_message
 from triplane.cloud.fleet.state import Fleet, Node
 from triplane.proto import fleet_pb2 as pb
+from triplane.proto.channels import MESSAGE_BYTES
 
 
 def deployed(nodes):
@@ -50,3 +54,17 @@ def test_a_fleet_that_reports_at_once_is_looked_at_once():
 
     together = min(seconds([reports]) for _ in range(3))
     assert together < 0.5 * seconds([report] for report in reports)
+
+
+@pytest.mark.parametrize("count", [3, 1000, 4000])
+def test_a_rollout_of_any_size_and_any_words_fits_into_a_message(count):
+    fleet = deployed(count)
+    paper = fleet.papers["r-1"]
+    words = "\N{SNAIL}" * 2000
+    members = {name: replace(m, reason=words) for name, m in paper.rollout.members.items()}
+    paper = replace(paper, rollout=replace(paper.rollout, members=members, reason=words))
+    message = rollout_message(paper, lambda _: True)
+    assert message.ByteSize() < MESSAGE_BYTES
+    assert len(message.nodes) == count
+    assert all(node.reason.startswith("\N{SNAIL}" * 8) for node in message.nodes)
+    assert (message.nodes[0].reason == words) is (count == 3)
