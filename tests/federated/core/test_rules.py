@@ -178,6 +178,31 @@ def test_round_waits_for_known_members_so_that_its_cohort_does_not_depend_on_who
     assert len(first) == 3
 
 
+def test_no_round_waits_for_a_device_that_has_been_away_for_long():
+    state, _ = begun(rounds=3)
+    state, _ = step(state, Left(at_s=1.0, device="ada"))
+    for name in ("bea", "cem"):
+        state, _ = step(state, arrived(state, name, 2.0))
+    state, _ = step(state, Tick(at_s=6.0))
+    state, _ = step(state, Reduced(at_s=6.5, number=1, shared="s1"))
+    assert [lease.device for lease in state.round.leases] == ["bea", "cem"]
+    state, _ = all_arrive(state, 7.0)
+    state, _ = step(state, Joined(at_s=7.5, device="ada", examples=10))
+    state, _ = step(state, Reduced(at_s=8.0, number=2, shared="s2"))
+    assert [lease.device for lease in state.round.leases] == ["ada", "bea", "cem"]
+
+
+def test_every_wait_ends_in_a_tick_and_no_tick_is_due_twice():
+    state, _ = begun(joined=())
+    state, _ = step(state, Joined(at_s=0.0, device="ada", examples=10))
+    state, _ = step(state, Left(at_s=3.0, device="ada"))
+    found = []
+    while (due := due_s(state)) is not None:
+        found.append(due)
+        state, _ = step(state, Tick(at_s=due))
+    assert found == [5.0, 8.0]
+
+
 def test_restart_reduces_again_what_was_being_reduced():
     state, _ = begun()
     state, effects = all_arrive(state)

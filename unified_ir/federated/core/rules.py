@@ -57,18 +57,22 @@ def step(state: State, event: Event) -> tuple[State, Effects]:
     """The state after `event`, and what has to be done because of it."""
     rule = RULES.get((state.phase, type(event)))
     after, effects = rule(state, event) if rule else (state, ())
+    if isinstance(event, Tick):
+        after = replace(after, looked_s=event.at_s)
     return _advance(after, event.at_s, effects)
 
 
 def due_s(state: State) -> float | None:
     """When a `Tick` could change something; None while only others can."""
+    patience_s = state.plan.patience_s
+    waits: list[float] = []
     if state.phase is Phase.GATHERING:
-        return state.since_s + state.plan.patience_s
-    if state.phase is not Phase.COLLECTING or state.round is None:
-        return None
-    away = [x.away_s for x in state.round.leases if x.outcome is Outcome.OPEN and x.away_s]
-    waits = [t + state.plan.patience_s for t in away]
-    return min([state.round.opened_s + state.plan.deadline_s, *waits])
+        waits = [state.since_s + patience_s]
+        waits += [m.away_s + patience_s for m in state.members.values() if m.away_s is not None]
+    elif state.phase is Phase.COLLECTING and state.round is not None:
+        waits = [state.round.opened_s + state.plan.deadline_s]
+        waits += [x.away_s + patience_s for x in _open_leases(state) if x.away_s is not None]
+    return min((at_s for at_s in waits if at_s > state.looked_s), default=None)
 
 
 def open_lease(state: State, device: str) -> Lease | None:
@@ -93,7 +97,9 @@ def lease_id(run: str, number: int, *, evaluates: bool, attempt: int, device: st
 def _join(state: State, event: Joined) -> tuple[State, Effects]:
     known = state.members.get(event.device)
     fresh = known or Member(device=event.device, connected=True, examples=event.examples)
-    member = replace(fresh, connected=True, examples=event.examples, held_out=event.held_out)
+    member = replace(
+        fresh, connected=True, away_s=None, examples=event.examples, held_out=event.held_out
+    )
     return _away(_with(state, member), event.device, None), (Tell(event.device),)
 
 
@@ -101,12 +107,15 @@ def _leave(state: State, event: Left) -> tuple[State, Effects]:
     known = state.members.get(event.device)
     if known is None:
         return state, ()
-    return _away(_with(state, replace(known, connected=False)), event.device, event.at_s), ()
+    gone = replace(known, connected=False, away_s=event.at_s)
+    return _away(_with(state, gone), event.device, event.at_s), ()
 
 
 def _restart(state: State, event: Restarted) -> tuple[State, Effects]:
     """Nobody is there, and waiting begins anew."""
-    gone = {name: replace(m, connected=False) for name, m in state.members.items()}
+    gone = {
+        name: replace(m, connected=False, away_s=event.at_s) for name, m in state.members.items()
+    }
     state = replace(state, members=gone)
     for lease in _open_leases(state):
         state = _put(state, replace(lease, away_s=event.at_s))
@@ -252,10 +261,9 @@ def _open(state: State, now_s: float) -> tuple[State, Effects]:
         return replace(state, phase=Phase.FINISHING, reason="", since_s=now_s), (Finish(),)
     able = [m for m in state.members.values() if m.connected and _able(m, evaluates=evaluates)]
     waited = now_s >= state.since_s + state.plan.patience_s
-    complete = all(m.connected for m in state.members.values())
-    wanted = 1 if evaluates else state.plan.asked
     least = 1 if evaluates else state.plan.quorum
-    if len(able) < (least if waited else wanted) or not (complete or waited):
+    wanted = least if waited else max(least, state.plan.asked - _given_up(state, now_s))
+    if len(able) < wanted or not (waited or _all_here(state, now_s)):
         if evaluates and waited:
             return _open(_gather(state, (number + 1, False), now_s), now_s)
         return replace(state, reason=_waits_for(able, state, evaluates=evaluates)), ()
@@ -274,6 +282,20 @@ def _open(state: State, now_s: float) -> tuple[State, Effects]:
     )
     state = replace(state, phase=Phase.COLLECTING, reason="", since_s=now_s, round=opened)
     return state, tuple(Tell(device) for device in chosen)
+
+
+def _all_here(state: State, now_s: float) -> bool:
+    """Whether nobody is away who may be back within patience."""
+    return all(m.connected or _is_gone(state, m, now_s) for m in state.members.values())
+
+
+def _given_up(state: State, now_s: float) -> int:
+    """Members away for longer than patience: no round waits for them."""
+    return sum(_is_gone(state, m, now_s) for m in state.members.values())
+
+
+def _is_gone(state: State, member: Member, now_s: float) -> bool:
+    return member.away_s is not None and member.away_s + state.plan.patience_s <= now_s
 
 
 def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:

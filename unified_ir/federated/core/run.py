@@ -92,12 +92,13 @@ class Settled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A device that offered itself; it stays a member while it is away."""
+    """A device that offered itself; it stays a member while it is away, since `away_s`."""
 
     device: str
     connected: bool
     examples: int
     held_out: int = 0
+    away_s: float | None = None
     score: Score | None = None
     counted: int = 0
     dropped: int = 0
@@ -164,8 +165,8 @@ class State:
     """A run between two events.
 
     round: the last one that began, from 0. turn: (number, evaluates) of the round to come or at
-    hand. since_s: when the phase began. history: ended rounds, oldest first. shared: blob of the
-    state that the next round begins from (SHA-256 in hexadecimal).
+    hand. since_s: when the phase began; looked_s: the newest tick. history: ended rounds, oldest
+    first. shared: blob of the state that the next round begins from (SHA-256 in hexadecimal).
     """
 
     plan: Plan
@@ -174,6 +175,7 @@ class State:
     phase: Phase = Phase.GATHERING
     reason: str = ""
     since_s: float = 0.0
+    looked_s: float = 0.0
     turn: tuple[int, bool] = (1, False)
     attempt: int = 0
     round: Round | None = None
