@@ -25,8 +25,10 @@ from triplane.cloud.federation.journal import Entry, Prepared
 from triplane.cloud.federation.live import Make, Write
 from triplane.cloud.federation.spec import hyper_of
 from triplane.cloud.federation.spool import Spool
+from triplane.cloud.registry.collecting import claim
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.registry.values import KEY_BYTES, Lineage, Push
+from triplane.cloud.store import Database
 from triplane.proto.errors import Corrupt, TriplaneError
 from triplane.proto.transfer import BlobFolder, digest_of
 from triplane.unified_ir.federated.core.draws import Array
@@ -50,6 +52,8 @@ from triplane.unified_ir.federated.core.run import (
 
 logger = logging.getLogger(__name__)
 
+UNFINISHED: Final = "state-"
+"""Begins the names of files that are not blobs yet."""
 BUFFER: Final = "buffer"
 """The role of the optimizer's tensors in their file."""
 
@@ -62,14 +66,17 @@ class Results:
 
     def __init__(
         self,
+        db: Database,
         blobs: BlobFolder,
         spool: Spool,
         children: Children,
         registry: Registry,
         shares_plan: SharesPlan,
     ) -> None:
-        self._blobs, self._spool, self._children = blobs, spool, children
+        self._db, self._blobs, self._spool, self._children = db, blobs, spool, children
         self._registry, self._shares_plan = registry, shares_plan
+        for left in blobs.partial.glob(f"{UNFINISHED}*"):  # of a process that was killed
+            left.unlink(missing_ok=True)
 
     async def prepare(self, entry: Entry, now_s: float) -> Prepared:
         """The plan of a run and its first state, as blobs."""
@@ -78,6 +85,7 @@ class Results:
         async with self._children.plan(model, entry.spec) as made:
             plan = await asyncio.to_thread(self._blobs.put_file, made.plan)
             state = await asyncio.to_thread(self._blobs.put_file, made.state)
+        await claim(self._db, self._blobs, {plan, state})
         return Prepared(
             plan=plan.hex(),
             plan_digest=made.digest,
@@ -92,6 +100,8 @@ class Results:
         """See `live.Worker`."""
         shared = book.state.shared
         state, slots = await asyncio.to_thread(self._reduced, entry, shared, order)
+        names = {bytes.fromhex(name) for name in (state, slots) if name}
+        await claim(self._db, self._blobs, names)
 
         def make(now: State, at_s: float) -> Reduced | None:
             if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
@@ -136,7 +146,7 @@ class Results:
         return named, self._written(kept, slot_roles, prepared.plan_digest) if kept else ""
 
     def _written(self, tensors: dict[str, Array], roles: dict[str, str], plan: str) -> str:
-        path = self._blobs.partial / f"state-{secrets.token_hex(8)}"
+        path = self._blobs.partial / f"{UNFINISHED}{secrets.token_hex(8)}"
         try:
             write_state(path, tensors, roles, plan=plan)
             return adopted(self._blobs, path).hex()
@@ -152,6 +162,7 @@ class Results:
         state = self._blobs.find(bytes.fromhex(book.state.shared))
         async with self._children.finish(model, spec, state, prepared.plan_digest) as made:
             blob = await asyncio.to_thread(self._blobs.put_file, made.path)
+        await claim(self._db, self._blobs, {blob})
         push = Push(
             model=version.model,
             blob=blob,

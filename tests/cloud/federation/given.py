@@ -17,6 +17,7 @@ from triplane.cloud.identity.rights import Role
 from triplane.cloud.registry import Push
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect, connect_aio
+from triplane.proto.errors import Unavailable
 from triplane.proto.identity import IdentityFolder, enrol
 from triplane.proto.stream import SessionClient
 from triplane.proto.transfer import BlobFolder, download, upload
@@ -141,7 +142,7 @@ class Device:
     @asynccontextmanager
     async def live(self):
         self.client = SessionClient(
-            lambda: connect_aio(self.identity), self._told, rng=lambda: 0.2, software="test",
+            lambda: connect_aio(self.identity), self._told, rng=lambda: 0.05, software="test",
             greeting=self.offer,
         )  # fmt: skip
         self.channel = connect(self.identity)
@@ -174,7 +175,12 @@ class Device:
         kept.acknowledged = True
 
     async def learnt(self, task):
-        return await asyncio.to_thread(self.learn, task)
+        """Once the cloud is there to fetch from and to send to, however often it dies."""
+        while True:
+            try:
+                return await asyncio.to_thread(self.learn, task)
+            except Unavailable:
+                await self.client.connected.wait()
 
     def fetch(self, blob):
         return download(self.channel, blob.sha256, blob.size, self.blobs)
