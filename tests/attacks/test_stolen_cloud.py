@@ -12,7 +12,6 @@ import pytest
 from tests.attacks.cases import Case
 from tests.attacks.stolen_cloud import (
     MODEL,
-    PATIENCE_S,
     TARGET,
     Lab,
     StolenCloud,
@@ -120,7 +119,7 @@ def labelled(bundle):
 TRUST, POLICIES = "edge/agent/trust.py", "edge/agent/policy.py"
 TRIAL, ATTEMPT = "edge/agent/trial.py", "edge/agent/attempt.py"
 TRANSFER, SESSION = "proto/transfer.py", "unified_ir/runtime/session.py"
-CRAWL = f"the other side sent ... bytes in {PATIENCE_S:g} s; at least 16384 bytes/s are due"
+CRAWL = "the other side sent ... bytes in ... s; at least 16384 bytes/s are due"
 ABSENT = f"release/{MODEL}@99+{TARGET}.bundle"
 ODD = f"release/../../{MODEL}@2+{TARGET}.bundle"
 # fmt: off
@@ -160,8 +159,8 @@ CASES = [
          f"release/{MODEL}@3+ort-arm32.bundle is made for ort-arm32, this node takes ...",
          released_as(3, target="ort-arm32"), "hardware"),
     Case("wrong hardware", "a bundle that needs instructions this processor lacks", TRIAL,
-         f"the bundle of {MODEL} version 4 for {TARGET} needs the instructions {FOREIGN}, which "
-         "the node's processor lacks", released_as(4, instructions=(FOREIGN,)), "hardware"),
+         f"the bundle of {MODEL} version 4 for {TARGET} needs the instructions ..., which the "
+         "node's processor lacks", released_as(4, instructions=(FOREIGN,)), "hardware"),
     Case("wrong hardware", "a bundle of an opset that this runtime does not know", TRIAL,
          "needs opset 99, the node's runtime knows opsets to ...",
          released_as(5, opset=99), "hardware"),
@@ -197,10 +196,11 @@ CASES = [
     Case("path traversal", "the name of a bundle's member", "unified_ir/files/manifest.py",
          "manifest: part name '../../etc/cron.d/job' must match ...", member_outside, "load"),
     Case("path traversal", "weights in a file of the node, by a relative path", SESSION,
-         "onnxruntime ... refused the model: ...",
+         "onnxruntime ... refused the model: ...xternal data...",
          outside("../../../../../../etc/passwd"), "load"),
     Case("path traversal", "weights in a file of the node, by an absolute path", SESSION,
-         "onnxruntime ... refused the model: ...", outside("/etc/passwd"), "load"),
+         "onnxruntime ... refused the model: ...xternal data...",
+         outside("/etc/passwd"), "load"),
     Case("zip bomb", "a bundle whose member unfolds", "unified_ir/files/container.py",
          "manifest: its bytes or its header are damaged", deflated, "load"),
     Case("zip bomb", "a graph of a few bytes that takes a terabyte", TRIAL,
