@@ -14,7 +14,7 @@ import mmap
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -36,6 +36,14 @@ from triplane.unified_ir.files.manifest import (
 )
 
 _HASH_CHUNK: Final = 8 << 20
+_HOW_MADE: Final = {
+    ("model", "bundle"): "; `triplane convert MODEL.tpm --out NAME.bundle` makes one of it",
+    ("model", "plan"): "; `triplane convert MODEL.tpm --plan NAME.plan` makes one of it",
+    ("bundle", "model"): "; give the .tpm that it was made from",
+    ("plan", "model"): "; give the .tpm that it was made from",
+}
+"""Whoever gives one kind of file for another, by kinds given and wanted."""
+_READ_CHUNK: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,17 @@ class PartData:
 def part(name: str, data: Buffer) -> PartData:
     """Return a part made of bytes at hand."""
     return PartData(name, memoryview(data).nbytes, (data,))
+
+
+def file_part(name: str, source: Path) -> PartData:
+    """Return a part of a file's bytes, read when it is written; the file must not change."""
+    return PartData(name, source.stat().st_size, _chunks_of(source))
+
+
+def _chunks_of(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_READ_CHUNK):
+            yield chunk
 
 
 def tensor_part(
@@ -122,7 +141,10 @@ class Container:
         except Corrupt as error:
             raise self._corrupt(str(error)) from error
         if self.manifest.kind != kind:
-            raise InvalidInput(f"{self.path.name} is a {self.manifest.kind} file, not a {kind}")
+            raise InvalidInput(
+                f"{self.path.name} is a {self.manifest.kind} file, not a {kind}"
+                f"{_HOW_MADE.get((self.manifest.kind, kind), '')}"
+            )
         self._read: dict[str, memoryview] = {}
 
     def part(self, name: str) -> memoryview:
@@ -157,6 +179,10 @@ class Container:
             self.part(row.name)
             if is_tensor_part(row.name):
                 self.tensors(row.name)
+
+    def release(self) -> None:
+        """Give back the memory of what was read; it is read from the file again when it is used."""
+        self._map.madvise(mmap.MADV_DONTNEED)
 
     def _bytes(self, row: Part) -> memoryview:
         offset = self._data[row.name]
