@@ -1,6 +1,8 @@
 """`python -m triplane.device HOME`: the device process. One line of JSON says that it is ready."""
 
 import argparse
+import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -8,8 +10,15 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from triplane.proto.errors import TriplaneError
+
+ARENA_MAX: Final = -8
+"""glibc's M_ARENA_MAX."""
+MMAP_THRESHOLD: Final = -3
+"""glibc's M_MMAP_THRESHOLD."""
+LARGE_BYTES: Final = 1 << 20
 
 
 class Facts(logging.Formatter):
@@ -36,6 +45,7 @@ def main(
     line: Callable[[dict[str, object]], str] = json.dumps,
 ) -> None:
     """Take part in runs until SIGTERM or SIGINT; `line` makes the ready line of its record."""
+    _hold_little_memory()
     from triplane.device.client import FederatedClient
 
     log = logging.StreamHandler()
@@ -57,6 +67,14 @@ def main(
         sys.stdout.flush()
 
     client.run(ready)
+
+
+def _hold_little_memory() -> None:
+    """One heap for all threads, and large arrays given back as soon as they are freed."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library has other ways
+        library = ctypes.CDLL(None)
+        library.mallopt(ARENA_MAX, 1)
+        library.mallopt(MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def _command() -> None:

@@ -24,7 +24,6 @@ from triplane.device.tasks import Orders, Task, orders_of
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect, connect_aio
 from triplane.proto.errors import Conflict, NotFound, TriplaneError, Unavailable
-from triplane.proto.identity import enrol, needs_renewal, renew
 from triplane.proto.stream import SessionClient
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.learn import Shard
@@ -83,7 +82,8 @@ class FederatedClient:
     @property
     def name(self) -> str:
         """In our certificate. NotFound before enrolment."""
-        return self._home.identity.name
+        self._home.require_enrolled()
+        return self._home.enrolled.name
 
     @property
     def settings(self) -> Settings:
@@ -95,10 +95,12 @@ class FederatedClient:
 
         May be repeated with the same token. The key is made here and stays here.
         """
+        from triplane.proto.identity import enrol
+
         self._home.make()
-        enrol(token, cloud, self._home.identity_path)
+        enrol(token, cloud, self._home.identity.path)
         self._home.save_settings(self._settings)
-        return self.name
+        return self._home.note_certificate().name
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Take part in runs until `stop`; call from any one thread. `ready`: told when begun."""
@@ -153,7 +155,7 @@ class _Working:
 
     def __init__(self, home: DeviceHome, settings: Settings, shard: Shard) -> None:
         self._home, self._settings, self._shard = home, settings, shard
-        self._name = home.identity.name
+        self._name = home.enrolled.name
         self._desk = Desk(home, shard, settings, self._open_channel)
         self._session = SessionClient(
             lambda: connect_aio(home.identity),
@@ -305,10 +307,9 @@ class _Working:
 
     async def _renew(self) -> None:
         while True:
-            identity = self._home.identity
-            if needs_renewal(identity, time.time()):
+            if time.time() >= self._home.enrolled.renew_at_s:
                 try:
-                    await asyncio.to_thread(renew, identity)
+                    await asyncio.to_thread(self._home.renew)
                     self._forget_channel()
                     logger.info("certificate renewed")
                 except TriplaneError as error:

@@ -25,9 +25,13 @@ from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import read_state, write_update
 from triplane.unified_ir.federated.core.learn import ANCHOR, Shard, learn, shared
 from triplane.unified_ir.runtime.plan import Plan
+from triplane.unified_ir.runtime.session import SessionOptions
 from triplane.unified_ir.runtime.signature import TensorInfo
 
 logger = logging.getLogger(__name__)
+
+OPTIONS: Final = SessionOptions(arena=False)
+"""One thread without spinning, and no memory held back between runs: the device has other uses."""
 
 
 class Withdrawn(Exception):
@@ -133,7 +137,8 @@ class Desk:
                 return self._offered(pending, stop)
         wanted |= {task.plan.sha256, task.state.sha256}
         plan = self._plan_of(task, self._fetch(task.plan, wanted, stop))
-        self._assign(plan, task, self._fetch(task.state, wanted, stop))
+        self._fetch(task.state, wanted, stop)
+        self._assign(plan, task)
         return DOERS[task.kind](self, plan, task, stop)
 
     def learn(self, plan: Plan, task: Task, stop: Stop) -> pb.Contribution:
@@ -145,7 +150,9 @@ class Desk:
             )
         self._adopt_unmeasured(plan, task)
         began_s = time.monotonic()
-        learned = learn(Watched(plan, stop), task.work, self._shard)
+        learned = learn(
+            Watched(plan, stop), task.work, self._shard, lambda: self._state_of(plan, task)
+        )
         facts = Facts(
             run=task.work.run,
             round=task.work.round,
@@ -165,6 +172,7 @@ class Desk:
             self._shard,
             steps=task.steps,
             blob=task.plan.sha256.hex(),
+            restart=lambda: self._assign(plan, task),
         )
         told = pb.Score(
             samples=found.samples, before=found.before, after=found.after, round=task.work.round
@@ -232,7 +240,7 @@ class Desk:
     def _plan_of(self, task: Task, path: Path) -> Plan:
         if self._plan is None or self._plan_blob != task.plan.sha256:
             self._plan, self._fresh = None, {}
-            plan = Plan.load(path)
+            plan = Plan.load(path, options=OPTIONS)
             of_run = set(shared(plan.roles))
             kept = (n for n in plan.roles if n not in of_run and not n.startswith(ANCHOR))
             initial = plan.view()
@@ -240,9 +248,12 @@ class Desk:
             self._plan, self._plan_blob = plan, task.plan.sha256
         return self._plan
 
-    def _assign(self, plan: Plan, task: Task, path: Path) -> None:
+    def _state_of(self, plan: Plan, task: Task) -> Mapping[str, Array]:
+        return read_state(self._blobs.find(task.state.sha256), plan=plan.digest)
+
+    def _assign(self, plan: Plan, task: Task) -> None:
         """The round's start: shared state, our personal tensors, the rest as the plan has it."""
-        state = read_state(path, plan=plan.digest)
+        state = self._state_of(plan, task)
         if odd := sorted(state.keys() ^ set(shared(plan.roles))):
             raise InvalidInput(f"the state of a task is all shared state; it differs in {odd[:4]}")
         ours = _fitting(self.memory.personal(task.work.run).tensors, plan.view("personal"))

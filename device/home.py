@@ -9,19 +9,20 @@ import contextlib
 import fcntl
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from triplane.proto.credentials import IdentityFolder
 from triplane.proto.disk import OS_DISK, write_atomic
-from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
-
-if TYPE_CHECKING:
-    from triplane.proto.identity import IdentityFolder
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 
 DEFAULT_HOME: Final = "~/.triplane/device"
 MAX_SETTINGS_BYTES: Final = 64 << 10
+RENEWAL_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +50,26 @@ class Settings:
             raise InvalidInput(f"held_out is a share in [0, 1), got {self.held_out}")
 
 
+@dataclass(frozen=True, slots=True)
+class Enrolled:
+    """What our certificate says. renew_at_s: seconds since 1970."""
+
+    name: str
+    renew_at_s: float
+
+
 class DeviceHome:
     """Paths of a device's home."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).expanduser().absolute()
-        self.identity_path = self.path / "identity"
+        self.identity = IdentityFolder(self.path / "identity")
         self.plans = self.path / "plans"
         self.personal = self.path / "personal"
         self.pending = self.path / "pending"
         self.model = self.personal / "model"
         self.settings_file = self.path / "device.json"
+        self.enrolled_file = self.path / "enrolled.json"
 
     def make(self) -> None:
         """Make the folders; only this user may enter."""
@@ -68,16 +78,9 @@ class DeviceHome:
         self.path.chmod(0o700)
 
     @property
-    def identity(self) -> "IdentityFolder":
-        """Our key and certificate."""
-        from triplane.proto.identity import IdentityFolder
-
-        return IdentityFolder(self.identity_path)
-
-    @property
     def is_enrolled(self) -> bool:
         """Whether an identity is here."""
-        return (self.identity_path / "cert.pem").is_file()
+        return (self.identity.path / "cert.pem").is_file()
 
     def require_enrolled(self) -> None:
         """NotFound where this is no home of an enrolled device."""
@@ -109,6 +112,37 @@ class DeviceHome:
         """Write `device.json` whole."""
         text = json.dumps(asdict(settings), indent=1, sort_keys=True)
         write_atomic(self.settings_file, f"{text}\n".encode())
+
+    @property
+    def enrolled(self) -> "Enrolled":
+        """Written beside the certificate, so that a device need not parse it in its own process."""
+        try:
+            given = json.loads(self.enrolled_file.read_bytes()[:MAX_SETTINGS_BYTES])
+            return Enrolled(str(given["name"]), float(given["renew_at_s"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            return self.note_certificate()
+
+    def note_certificate(self) -> "Enrolled":
+        """Read the certificate and write down what a device needs of it."""
+        from triplane.proto.identity import renewal_due_s
+
+        found = Enrolled(self.identity.name, renewal_due_s(self.identity))
+        write_atomic(self.enrolled_file, json.dumps(asdict(found)).encode())
+        return found
+
+    def renew(self) -> None:
+        """Replace key and certificate, in a process that ends: what it imports outweighs a device.
+
+        Unavailable with what it said.
+        """
+        command = [sys.executable, "-m", "triplane.device.renewing", str(self.path)]
+        try:
+            done = subprocess.run(command, capture_output=True, check=False, timeout=RENEWAL_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise Unavailable(f"the certificate was not renewed: {error}") from error
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip()[-500:]
+            raise Unavailable(f"the certificate was not renewed: {said}")
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

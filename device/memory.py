@@ -99,7 +99,7 @@ class Memory:
         alone = path.with_suffix(".out")
         _drop(alone)
         properties = {name: str(value) for name, value in asdict(facts).items()}
-        parts = [container.part(UPDATE, update.read_bytes()), *_parts(implied)]
+        parts = [container.file_part(UPDATE, update), *_parts(implied)]
         container.write(path, KIND, parts, properties=properties)
         update.replace(alone)
         self._verified[path] = Pending(path, facts)

@@ -5,6 +5,7 @@ while it is better than every shared one that came after it. One durable file, `
 """
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -68,16 +69,24 @@ class Model:
         container.write(self._path, KIND, [part], properties=properties, parent=plan.digest)
 
     def judge(
-        self, plan: Plan, watched: Learner, work: Work, shard: Shard, *, steps: int, blob: str
+        self,
+        plan: Plan,
+        watched: Learner,
+        work: Work,
+        shard: Shard,
+        *,
+        steps: int,
+        blob: str,
+        restart: Callable[[], None],
     ) -> Scored:
         """Score the plan's state, adapt it, score again, and keep the best for `predict`.
 
         watched: `plan`, which may be interrupted at each step. blob: SHA-256 of the plan's file.
-        What is returned does not depend on what this device had before.
+        restart: puts the plan back to the state it has now. What is returned is `core.evaluate`'s
+        and does not depend on what this device had before.
         """
         n = shard.held_out_samples
         before = score(watched, shard)
-        start = plan.state()
         adapt(watched, work, shard, steps=steps)
         after = score(watched, shard)
         best = Choice(
@@ -91,12 +100,12 @@ class Model:
             accuracy=max(before, after),
         )
         if best.chosen == SHARED:
-            plan.assign(start)
-        if not self._kept_is_better(plan, watched, shard, best):
+            restart()
+        if not self._kept_is_better(best, plan, watched, shard):
             self.adopt(plan, best)
         return Scored(n, before, after)
 
-    def _kept_is_better(self, plan: Plan, watched: Learner, shard: Shard, new: Choice) -> bool:
+    def _kept_is_better(self, new: Choice, plan: Plan, watched: Learner, shard: Shard) -> bool:
         """Whether the personal state of before beats the new one on today's held-out samples."""
         kept = self.choice()
         if kept is None or kept.plan != new.plan or kept.chosen != PERSONAL:

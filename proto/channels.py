@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from triplane.proto.identity import IdentityFolder
+from triplane.proto.credentials import IdentityFolder
 
 MESSAGE_BYTES: Final = 4 << 20
 METADATA_BYTES: Final = 16 << 10

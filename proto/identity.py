@@ -1,10 +1,10 @@
 """Who a machine is: its key and certificate in a folder, and how it gets them.
 
-An identity folder holds `ca.pem`, `cert.pem`, `key.pem` (mode 0600) and `cloud` (HOST:PORT of the
-main port). Keys are ECDSA P-256, made where they are used and never sent. A token is SECRET.PIN,
-both in base32: PIN is the SHA-256 of the authority's certificate, and the secret only keys a MAC
-over the certificate request (see `enrolment.proto`), so enrolment needs no TLS and nobody on the
-way learns anything of use. Needs cryptography and, to enrol and renew, grpc.
+The folder is `credentials.IdentityFolder`. Keys are ECDSA P-256, made where they are used and never
+sent. A token is SECRET.PIN, both in base32: PIN is the SHA-256 of the authority's certificate, and
+the secret only keys a MAC over the certificate request (see `enrolment.proto`), so enrolment needs
+no TLS and nobody on the way learns anything of use. Needs
+cryptography and, to enrol and renew, grpc.
 """
 
 import base64
@@ -25,13 +25,15 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from triplane.proto.credentials import MAX_CERTIFICATE_BYTES
+from triplane.proto.credentials import IdentityFolder as IdentityFolder  # noqa: PLC0414 -- callers
+from triplane.proto.credentials import common_name as common_name  # noqa: PLC0414 -- name it here
 from triplane.proto.disk import OS_DISK, atomic_file, write_atomic
-from triplane.proto.errors import Corrupt, InvalidInput, NotFound
+from triplane.proto.errors import Corrupt, InvalidInput
 
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 SECRET_BYTES: Final = 32
 TOKEN_ID_BYTES: Final = 16
-MAX_CERTIFICATE_BYTES: Final = 16 << 10
 MAX_REQUEST_BYTES: Final = 8 << 10
 ENROL_S: Final = 20.0
 RENEW_AT: Final = 2 / 3
@@ -129,89 +131,6 @@ def certificate_pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def common_name(certificate: x509.Certificate) -> str:
-    """The one common name of the subject; Corrupt where there is not exactly one."""
-    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    if len(names) != 1 or not isinstance(names[0].value, str):
-        raise Corrupt(f"a certificate of ours has one common name, this one has {len(names)}")
-    return names[0].value
-
-
-class IdentityFolder:
-    """One identity on disk."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-
-    @property
-    def authority_pem(self) -> bytes:
-        """The authority that both sides trust."""
-        return self._read("ca.pem")
-
-    @property
-    def certificate_pem(self) -> bytes:
-        """Our certificate."""
-        return self._read("cert.pem")
-
-    @property
-    def key_pem(self) -> bytes:
-        """Our key."""
-        return self._read("key.pem")
-
-    def load(self) -> "IdentityFolder":
-        """Itself, once all four files were read; NotFound or Corrupt name the one at fault."""
-        _ = self.authority_pem, self.key_pem, self.cloud, self.name
-        return self
-
-    @property
-    def cloud(self) -> str:
-        """HOST:PORT of the cloud's main port."""
-        return self._read("cloud").decode().strip()
-
-    @property
-    def certificate(self) -> x509.Certificate:
-        """Our certificate, parsed."""
-        try:
-            return x509.load_pem_x509_certificate(self.certificate_pem)
-        except ValueError as error:
-            raise Corrupt(f"{self.path / 'cert.pem'} is no certificate: {error}") from error
-
-    @property
-    def name(self) -> str:
-        """The name in our certificate."""
-        return common_name(self.certificate)
-
-    @property
-    def expires_s(self) -> float:
-        """When the certificate ends, seconds since 1970."""
-        return _seconds(self.certificate.not_valid_after_utc)
-
-    def save(self, *, authority: bytes, certificate: bytes, key: bytes, cloud: str) -> None:
-        """Write all four files, each whole; `certificate` last, so a folder with one is complete.
-
-        authority, certificate, key: PEM.
-        """
-        OS_DISK.make_folder(self.path)
-        write_atomic(self.path / "ca.pem", authority)
-        with atomic_file(self.path / "key.pem") as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write(key)
-        write_atomic(self.path / "cloud", f"{cloud}\n".encode())
-        write_atomic(self.path / "cert.pem", certificate)
-
-    def _read(self, name: str) -> bytes:
-        try:
-            data = (self.path / name).read_bytes()
-        except OSError as error:
-            raise NotFound(
-                f"no identity in {self.path}: {name}: {error.strerror}; enrol first, or name "
-                "another folder"
-            ) from error
-        if len(data) > MAX_CERTIFICATE_BYTES:
-            raise Corrupt(f"{self.path / name} has {len(data)} bytes; not a file of ours")
-        return data
-
-
 def enrol(token: str, address: str, folder: Path, *, timeout_s: float = ENROL_S) -> IdentityFolder:
     """Get a certificate from the enrolment port at `address` and save it in `folder`.
 
@@ -260,9 +179,14 @@ def renew(folder: IdentityFolder, *, timeout_s: float = ENROL_S) -> IdentityFold
 
 def needs_renewal(folder: IdentityFolder, now_s: float) -> bool:
     """Whether two thirds of the certificate's life are over."""
+    return now_s >= renewal_due_s(folder)
+
+
+def renewal_due_s(folder: IdentityFolder) -> float:
+    """When two thirds of the certificate's life are over, seconds since 1970."""
     certificate = folder.certificate
     start, end = map(_seconds, (certificate.not_valid_before_utc, certificate.not_valid_after_utc))
-    return now_s >= start + RENEW_AT * (end - start)
+    return start + RENEW_AT * (end - start)
 
 
 def _accept(

@@ -128,6 +128,7 @@ class Plan:
         self._state = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
         _check_dtypes(file)
         _check_memory(self.limits, self._state)
+        file.release()
         self.steps, self.spent_s = 0, 0.0
         self._sessions: dict[str, Session] = {}
         self._looping: set[str] = set()

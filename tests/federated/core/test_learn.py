@@ -201,5 +201,5 @@ def test_adaptation_is_kept_where_it_is_asked_for(tmp_path):
 
 def test_draws_are_the_same_for_ever():
     draws = Draws(7, 3, "ann", "samples")
-    assert draws.words(2).tolist() == [9419746700216377176, 17650600928680019857]
-    assert Draws(7, 3, "ann", "samples").permutation(6).tolist() == [3, 4, 0, 5, 2, 1]
+    assert draws.words(2).tolist() == [13652342506612874112, 6828871186803678836]
+    assert Draws(7, 3, "ann", "samples").permutation(6).tolist() == [3, 1, 4, 5, 0, 2]

@@ -23,6 +23,8 @@ from triplane.unified_ir.federated.core.draws import Array, Draws
 LEVELS: Final = 127
 """Of int8, in each direction."""
 MAX_INDEX: Final = 2**32 - 1
+CHUNK: Final = 1 << 16
+"""Entries quantized at a time; part of what the draws mean."""
 
 Arrays = Mapping[str, Array]
 
@@ -111,9 +113,13 @@ def _quantize(x: Array, _keep: float, rng: Draws) -> tuple[Array, ...]:
     scale = np.asarray(largest / LEVELS, x.dtype)
     if not scale > 0:
         return np.zeros(x.shape, np.int8), np.zeros((), x.dtype)
-    noise = rng.uniform(x.size).reshape(x.shape)
-    q = np.floor(x / scale.astype(np.float64) + noise)
-    return np.clip(q, -LEVELS, LEVELS).astype(np.int8), scale
+    q = np.empty(x.shape, np.int8)
+    of, to = x.reshape(-1), q.reshape(-1)
+    for at in range(0, x.size, CHUNK):
+        part = of[at : at + CHUNK]
+        level = np.floor(part / scale.astype(np.float64) + rng.uniform(part.size))
+        to[at : at + CHUNK] = np.clip(level, -LEVELS, LEVELS)
+    return q, scale
 
 
 def _dequantize(q: Array, scale: Array) -> Array:

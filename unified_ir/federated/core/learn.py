@@ -8,7 +8,7 @@ A step takes a batch, or an episode where the entry's inputs are named `support.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -146,20 +146,24 @@ def shared(roles: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def learn(plan: Learner, work: Work, shard: Shard) -> Learned:
+def learn(
+    plan: Learner,
+    work: Work,
+    shard: Shard,
+    start: Callable[[], Mapping[str, Array]] | None = None,
+) -> Learned:
     """Take `work.steps` steps from the plan's state, which the caller has assigned.
 
-    The plan is left at its new state, personal tensors included. InvalidInput where the entry does
-    not fit the samples, or learning gives numbers that are not finite.
+    The plan is left at its new state, personal tensors included. start: opens the shared state the
+    plan was given, where the caller has it in a file; without it a copy is held while learning.
+    InvalidInput where the entry does not fit the samples, or numbers are not finite any more.
     """
     _check_steps(work.steps, least=1)
     _begin(plan, work)
-    change = _floats(plan.state(*SHARED_ROLES), shared(plan.roles))
+    kept = {} if start else plan.state(*SHARED_ROLES)
     losses = [_loss(plan.run(LEARN, batch), k) for k, batch in enumerate(_steps(plan, work, shard))]
-    after = plan.view(*SHARED_ROLES)
+    change = _change(plan, start() if start else kept)
     for name, x in change.items():
-        with np.errstate(over="ignore", invalid="ignore"):
-            np.subtract(after[name], x, out=x)
         if not np.isfinite(x).all():
             raise InvalidInput(
                 f"after {work.steps} steps {name!r} is not finite; a smaller rate is needed"
@@ -222,8 +226,17 @@ def _begin(plan: Learner, work: Work) -> None:
     plan.assign(anchors | keys)
 
 
-def _floats(state: Mapping[str, Array], names: Sequence[str]) -> dict[str, Array]:
-    return {n: state[n] for n in names if np.issubdtype(state[n].dtype, np.floating)}
+def _change(plan: Learner, before: Mapping[str, Array]) -> dict[str, Array]:
+    """new - old of the shared float tensors; written over the old where that may be."""
+    after = plan.view(*SHARED_ROLES)
+    names = [n for n in shared(plan.roles) if np.issubdtype(after[n].dtype, np.floating)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        return {
+            n: np.subtract(
+                after[n], before[n], out=before[n] if before[n].flags.writeable else None
+            )
+            for n in names
+        }
 
 
 def _steps(plan: Learner, work: Work, shard: Shard) -> Iterator[dict[str, Array]]:
