@@ -428,7 +428,10 @@ def _bound(bind: Callable[[str], int], host: str, port: int) -> int:
 
 
 def _taken(address: str) -> Unavailable:
-    return Unavailable(f"cannot listen on {address}: the port is taken, or the address not ours")
+    return Unavailable(
+        f"cannot listen on {address}: the port is taken, or the address is not this machine's; is "
+        "another cloud running? --port, --enrol-port, --dashboard-port take others (0: a free one)"
+    )
 
 
 @contextlib.asynccontextmanager

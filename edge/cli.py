@@ -33,7 +33,7 @@ PORT = click.IntRange(0, 65535)
 
 @click.group()
 def edge() -> None:
-    """Run an edge node: enrol it, keep it up, look at it; or only its inference server."""
+    """Run an edge node, or only its inference server."""
 
 
 DEFAULT_HOME = "~/.triplane/node"
@@ -70,7 +70,7 @@ def home_option(function: Any) -> Any:
     )(function)
 
 
-@edge.command(epilog=ENROL_EXAMPLE)
+@edge.command(epilog=ENROL_EXAMPLE, short_help="Make this machine a node, with a token.")
 @click.argument("token_text", metavar="TOKEN", envvar="TRIPLANE_TOKEN")
 @click.option(
     "--cloud", "address", required=True, metavar="HOST:PORT", help="The cloud's enrolment port."
@@ -128,7 +128,7 @@ def enrol(
     open_output(as_json).result(record, text)
 
 
-@edge.command(epilog=UP_EXAMPLE)
+@edge.command(epilog=UP_EXAMPLE, short_help="Keep the node running; says where it answers.")
 @home_option
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as one JSON object.")
 def up(*, home: Path, as_json: bool) -> None:
@@ -150,7 +150,7 @@ def _ready_json(node: "NodeHome", told: "Ready") -> str:
     return json.dumps(record(node, told))
 
 
-@edge.command()
+@edge.command(short_help="What this node serves, and how attempts ended.")
 @home_option
 @json_option
 def status(*, home: Path, as_json: bool) -> None:
@@ -166,7 +166,7 @@ def status(*, home: Path, as_json: bool) -> None:
     output.result(found.record(), found.text())
 
 
-@edge.command(epilog=EXAMPLE)
+@edge.command(epilog=EXAMPLE, short_help="Answer inference calls on bundles, without a cloud.")
 @click.argument("bundles", nargs=-1, required=True, metavar="BUNDLE...")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(

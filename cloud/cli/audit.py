@@ -26,7 +26,7 @@ def command() -> None:
     """The log of what was done, by whom."""
 
 
-@command.command("ls")
+@command.command("ls", short_help="List entries from a number on.")
 @click.option("--from", "first", type=click.IntRange(1), default=1, show_default=True, metavar="N")
 @client_options
 def ls(*, first: int, identity: Path | None, as_json: bool) -> None:
@@ -39,7 +39,7 @@ def ls(*, first: int, identity: Path | None, as_json: bool) -> None:
     open_output(as_json).result({"entries": [record(e) for e in entries]}, entry_table(entries))
 
 
-@command.command("verify", epilog=EPILOG)
+@command.command("verify", short_help="Recompute the chain; nobody rewrote the log.", epilog=EPILOG)
 @click.option(
     "--head", metavar="NUMBER:DIGEST",
     help="A head that you kept: the log must still hold that very entry.",

@@ -80,13 +80,13 @@ KEYS = click.option(
 
 @click.group("cloud")
 def command() -> None:
-    """Run the cloud: registry, fleet, identities, dashboard."""
+    """Run the cloud: who is in, what is signed, what runs."""
 
 
 command.add_command(keys_command)
 
 
-@command.command("init", epilog=INIT_EPILOG)
+@command.command("init", short_help="Make a cloud, its keys and an operator.", epilog=INIT_EPILOG)
 @home_option
 @click.option(
     "--host", "hosts", multiple=True, metavar="NAME",
@@ -157,7 +157,7 @@ def up(**options: Any) -> None:
     run(**options)
 
 
-@command.command("status")
+@command.command("status", short_help="Whether it answers, what it holds, what is due.")
 @client_options
 def status(*, identity: Path | None, as_json: bool) -> None:
     """Say whether the cloud answers, as whom it knows you, and what it holds."""
@@ -168,7 +168,9 @@ def status(*, identity: Path | None, as_json: bool) -> None:
     open_output(as_json).result(record, text)
 
 
-@command.command("token", epilog=LET_IN_EPILOG)
+@command.command(
+    "token", short_help="Make a one-time token for a machine or person.", epilog=LET_IN_EPILOG
+)
 @click.option("--role", type=click.Choice(ROLES), default="node", show_default=True)
 @click.option("--name", default="", metavar="NAME", help="Who it is for.  [default: made up]")
 @click.option(
@@ -213,7 +215,7 @@ def _token_text(made: CreateTokenResponse, role: str) -> str:
     return f"{made.token}\n\nFor {role} {made.name}, once; ends {ends}. On that machine:\n  {use}"
 
 
-@command.command("enrol")
+@command.command("enrol", short_help="Turn a token into an identity folder, for a person.")
 @click.argument("token_text", metavar="TOKEN", envvar="TRIPLANE_TOKEN")
 @click.option(
     "--cloud", "address", required=True, metavar="HOST:PORT",
@@ -253,7 +255,7 @@ def enrol(*, token_text: str, address: str, folder: Path, as_json: bool) -> None
     open_output(as_json).result(record, text)
 
 
-@command.command("renew")
+@command.command("renew", short_help="Get a new certificate before the old one ends.")
 @client_options
 def renew(*, identity: Path | None, as_json: bool) -> None:
     """Get a new certificate before the old one ends (30 days). Nodes do so by themselves."""
@@ -267,12 +269,12 @@ def renew(*, identity: Path | None, as_json: bool) -> None:
     open_output(as_json).result({"name": made.name, "expires_s": made.expires_s}, text)
 
 
-@command.group("policy")
+@command.group("policy", short_help="What the cloud may release without a person.")
 def policy() -> None:
     """What the cloud may release without a person; signed offline, applied by every node."""
 
 
-@policy.command("show")
+@policy.command("show", short_help="Show which models, and within which bounds.")
 @client_options
 def policy_show(*, identity: Path | None, as_json: bool) -> None:
     """Show which models may be released by themselves, and within which bounds."""
@@ -283,7 +285,9 @@ def policy_show(*, identity: Path | None, as_json: bool) -> None:
     open_output(as_json).result(record, text)
 
 
-@policy.command("set", epilog=POLICY_EPILOG)
+@policy.command(
+    "set", short_help="Let the cloud release MODEL, within bounds.", epilog=POLICY_EPILOG
+)
 @click.argument("model")
 @click.option(
     "--golden", required=True, metavar="FILE.npz",
@@ -334,7 +338,7 @@ def policy_remove(*, model: str, keys: Path, identity: Path | None, as_json: boo
     open_output(as_json).result(record, text)
 
 
-@command.command("revoke")
+@command.command("revoke", short_help="Throw a name out, now.")
 @click.argument("name")
 @click.option("--reason", default="", metavar="TEXT", help="For the audit log.")
 @client_options
@@ -351,7 +355,7 @@ def revoke(*, name: str, reason: str, identity: Path | None, as_json: bool) -> N
     open_output(as_json).result(record(out), f"{out.name}: revoked")
 
 
-@command.command("who")
+@command.command("who", short_help="List who was let in, with role and certificate.")
 @client_options
 def who(*, identity: Path | None, as_json: bool) -> None:
     """List everyone who was let in, with role and the end of the certificate."""

@@ -147,6 +147,11 @@ def errors_at(address: str, *, expires_s: float = math.inf) -> Iterator[None]:
         if is_away(error):
             raise Unavailable(_away_text(address, _details(error), expires_s)) from error
         raise error_from(error) from error
+    except Unavailable as error:  # where a call was already turned into its family
+        cause = error.__cause__
+        if isinstance(cause, grpc.RpcError) and is_away(cause):
+            raise Unavailable(_away_text(address, _details(cause), expires_s)) from cause
+        raise
 
 
 def is_away(error: grpc.RpcError) -> bool:

@@ -39,7 +39,7 @@ Exit codes: 0 done (or begun, with --detach); 4 paused, failed or aborted.
 """
 
 
-@click.command("deploy", epilog=EPILOG)
+@click.command("deploy", short_help="Bring a version to nodes, wave by wave.", epilog=EPILOG)
 @click.argument("reference", metavar="MODEL[@VERSION|@ALIAS]")
 @click.option(
     "--to", "selector", required=True, metavar="SELECTOR",

@@ -48,7 +48,7 @@ def command() -> None:
     """Let devices learn together. RUN is an id, the beginning of one, or `last`."""
 
 
-@command.command("run", epilog=EPILOG)
+@command.command("run", short_help="Begin a run over the devices of a population.", epilog=EPILOG)
 @click.argument("model", metavar="MODEL[@VERSION|@ALIAS]")
 @click.option("--population", default="", metavar="NAME", help="Devices that offer themselves so.")
 @click.option(
@@ -156,7 +156,7 @@ def show(*, run_id: str, identity: Path | None, as_json: bool) -> None:
     open_output(as_json).result(record(found), run_text(found))
 
 
-@command.command("watch")
+@command.command("watch", short_help="Follow a run, round by round, to its end.")
 @RUN
 @client_options
 @click.pass_context
@@ -171,7 +171,7 @@ def watch(ctx: click.Context, *, run_id: str, identity: Path | None, as_json: bo
     ctx.exit(code)
 
 
-@command.command("stop")
+@command.command("stop", short_help="Stop a run; `resume` goes on from there.")
 @RUN
 @REASON
 @client_options

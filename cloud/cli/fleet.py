@@ -22,7 +22,7 @@ def command() -> None:
     """See and arrange the nodes."""
 
 
-@command.command("ls")
+@command.command("ls", short_help="List nodes: labels, what each serves, its state.")
 @click.option(
     "--to", "selector", default="", metavar="SELECTOR",
     help="Only nodes with these labels, as site=factory,camera!=old.  [default: all]",
@@ -45,7 +45,7 @@ def _none(selector: str) -> str:
     return "no node yet; let one in with: triplane cloud token --role node"
 
 
-@command.command("show")
+@command.command("show", short_help="All that is known of a node, with its incidents.")
 @click.argument("node")
 @client_options
 def show(*, node: str, identity: Path | None, as_json: bool) -> None:

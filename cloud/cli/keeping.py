@@ -99,6 +99,7 @@ def renewed(
     cloud: Calls, output: Output, folder: Path, roles: Sequence[str]
 ) -> tuple[dict[str, Any], str]:
     """Sign again; without `roles` what the folder has keys for. NotFound: for none."""
+    trusted_root(folder)
     done: dict[str, Submitted] = {}
     with remote_at(cloud) as remote:
         for role in roles or _due(remote):
@@ -201,7 +202,10 @@ def _rotated_text(record: dict[str, Any], folder: Path, named: Submitted) -> str
     if role in {"targets", "release"}:
         lines.append(_list_text(role, record))
     lines += [f"of no more use: {file}; destroy every copy" for file in record["of_no_more_use"]]
-    lines.append(f"copy {folder} again to where its second copy is")
+    if ROLES[role].keys == "online":
+        lines.append(f"of no more use: the former key of {role} in the folder keys of the cloud")
+    else:
+        lines.append(f"copy {folder} again to where its second copy is")
     return "\n".join(lines)
 
 

@@ -45,10 +45,10 @@ Do not rotate while a rollout runs: for a moment nothing is signed.
 
 @click.group("keys")
 def command() -> None:
-    """See which keys sign what and until when; renew signatures, replace keys."""
+    """See which keys sign what, until when; renew, replace."""
 
 
-@command.command("show")
+@command.command("show", short_help="Roles, their keys, how many must sign, when it ends.")
 @click.option(
     "--keys", type=FOLDER, metavar="DIR",
     help="The offline folder: verify from its root.json, and mark the keys that it holds.",
@@ -84,7 +84,7 @@ def renew(*, keys: Path, roles: tuple[str, ...], identity: Path | None, as_json:
     output.result(record, text)
 
 
-@command.command("rotate", epilog=ROTATE_EPILOG)
+@command.command("rotate", short_help="Give a role other keys.", epilog=ROTATE_EPILOG)
 @click.argument("role", type=click.Choice(ALL_ROLES), metavar="ROLE")
 @click.option(
     "--keys", required=True, type=FOLDER, metavar="DIR",
@@ -125,7 +125,7 @@ def rotate(
     output.result(record, text)
 
 
-@command.command("make")
+@command.command("make", short_help="Make a key for a role to be given.")
 @click.argument("name", metavar="NAME")
 @click.option(
     "--keys", required=True, type=click.Path(file_okay=False, path_type=Path), metavar="DIR",

@@ -150,5 +150,8 @@ def _text(version: Version, bundles: Sequence[Bundle]) -> str:
     reference = f"{version.model}@{version.version}"
     lines = [f"{reference}: digest {version.model_digest.hex()}"]
     lines += [f"  {bundle_text(bundle)}" for bundle in bundles]
-    lines.append(f"Next: triplane deploy {reference} --to SELECTOR")
+    lines.append(
+        f"Next, where the keys are: triplane sign {reference} --keys DIR; then: "
+        f"triplane deploy {reference} --to SELECTOR"
+    )
     return "\n".join(lines)

@@ -40,7 +40,7 @@ def ls(*, limit: int, identity: Path | None, as_json: bool) -> None:
     open_output(as_json).result({"rollouts": [record(r) for r in found]}, text)
 
 
-@command.command("show")
+@command.command("show", short_help="Waves, nodes with their states, and the reasons.")
 @ID
 @click.option("--watch", is_flag=True, help="Stay and show every change until it ends.")
 @client_options
@@ -65,7 +65,7 @@ def show(
     ctx.exit(code)
 
 
-@command.command("pause")
+@command.command("pause", short_help="Open no further wave until it is resumed.")
 @ID
 @REASON
 @client_options
@@ -78,7 +78,7 @@ def pause(*, rollout_id: str, reason: str, identity: Path | None, as_json: bool)
     _tell(found, as_json=as_json)
 
 
-@command.command("resume")
+@command.command("resume", short_help="Go on; nodes that failed try once more.")
 @ID
 @REASON
 @client_options

@@ -28,7 +28,7 @@ until they are enough.
 """
 
 
-@click.command("sign", epilog=EPILOG)
+@click.command("sign", short_help="Sign a bundle, after repeating its conversion.", epilog=EPILOG)
 @click.argument("reference", metavar="MODEL[@VERSION|@ALIAS]")
 @click.option(
     "--target", default="ort-x64", show_default=True, metavar="NAME", help="Kind of machine."

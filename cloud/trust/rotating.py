@@ -64,8 +64,9 @@ def rotate(
         raise InvalidInput(f"roles are {', '.join(ROLES)}, got {role[:100]!r}")
     if role == TARGETS and lists is Lists.DROPPED:
         raise InvalidInput(
-            "the list of the role targets names the keys of release and auto, so it is carried on; "
-            "read what is carried, and rotate those roles too if a thief may have named their keys"
+            "the list of the role targets names the keys of release and auto, so it is carried on, "
+            "not dropped: rotate targets without --stolen, read what was carried, then rotate "
+            "release and auto too if the thief may have named keys for them"
         )
     now = time.time() if now_s is None else now_s
     chain = read(cloud.get, newest_root(cloud.get, trusted_root(keys_folder)))

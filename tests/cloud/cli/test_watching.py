@@ -14,6 +14,7 @@ from triplane.proto.fleet_pb2_grpc import FleetStub
 from triplane.proto.identity_pb2_grpc import IdentityStub
 from triplane.proto.metadata_pb2_grpc import MetadataStub
 from triplane.proto.registry_pb2_grpc import RegistryStub
+from triplane.proto.status import remote_errors
 
 NO_PORT_SHARING = (("grpc.so_reuseport", 0),)
 
@@ -153,6 +154,18 @@ def test_a_cloud_that_is_away_is_named_with_how_to_start_it():
         calls_to(port) as cloud,
         pytest.raises(Unavailable, match=r"fleet\.example:8443 does not answer.*cloud up"),
         errors_at("fleet.example:8443"),
+    ):
+        cloud.fleet.GetRollout(GetRolloutRequest(id="last"))
+
+
+def test_a_cloud_that_is_away_is_named_by_verbs_that_sign_too():
+    with serving(written_watch()) as port:
+        pass
+    with (
+        calls_to(port) as cloud,
+        pytest.raises(Unavailable, match=r"fleet\.example:8443 does not answer.*cloud up"),
+        errors_at("fleet.example:8443"),
+        remote_errors(),
     ):
         cloud.fleet.GetRollout(GetRolloutRequest(id="last"))
 
