@@ -160,7 +160,7 @@ def test_other_digest_other_kind_and_no_file_have_their_own_families(tmp_path):
     digest = small(tmp_path / "m.tpm")
     with pytest.raises(Corrupt, match=f"manifest: root digest is {digest}, not 00"):
         read(tmp_path / "m.tpm", expected_digest="00" * 32)
-    with pytest.raises(InvalidInput, match="is a model file, not a plan; .*--plan"):
+    with pytest.raises(InvalidInput, match=r"is a model file, not a plan; .*--plan"):
         Container(tmp_path / "m.tpm", kind="plan")
     with pytest.raises(NotFound):
         read(tmp_path / "absent")
