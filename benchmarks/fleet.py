@@ -42,6 +42,8 @@ from triplane.unified_ir.convert.chart import line_chart, stack
 SIZES = (10, 30, 100, 300, 1000)
 PROCESSES = 4
 DEADLINE_S = 240.0
+IDLE_S = 20.0
+"""Two beats of every stream."""
 SEED = 2026
 EVIDENCE = Path(__file__).resolve().parents[1] / "docs" / "evidence"
 COLUMNS = {
@@ -121,7 +123,16 @@ def deploy(people: Calls) -> pb.Rollout:
     return people.fleet.Deploy(request)
 
 
-def measured(cloud: CloudProcess, home: Home, folder: Path, size: int, seed: int) -> dict[str, Any]:
+def idle_share(cloud: CloudProcess, seconds: float) -> float:
+    """Of one core, what nodes cost that have nothing to say but that they live."""
+    before_s = cloud.cpu_s()
+    time.sleep(seconds)
+    return (cloud.cpu_s() - before_s) / seconds
+
+
+def measured(
+    cloud: CloudProcess, home: Home, folder: Path, size: int, seed: int, idle_s: float
+) -> dict[str, Any]:
     """One size, from the first connection to the last."""
     with nodes(folder, cloud.address, size, seed) as crowd, calls(home.operator) as people:
         crowd.wait("ready")
@@ -136,6 +147,7 @@ def measured(cloud: CloudProcess, home: Home, folder: Path, size: int, seed: int
         crowd.go_on()
         found["late_s"] = crowd.wait("all")
         found["cloud_cpu_s"] = cloud.cpu_s() - cpu_before
+        found["idle_share"] = idle_share(cloud, idle_s)
         found["cloud_bytes"] = cloud.resident_bytes()
         found["bytes_per_node"] = (found["cloud_bytes"] - bytes_before) // size
         found["descriptors"] = cloud.descriptors()
@@ -149,13 +161,15 @@ def measured(cloud: CloudProcess, home: Home, folder: Path, size: int, seed: int
         found["back_s"] = crowd.wait("back")
         found["connected"] = sum(n.connected for n in people.fleet.ListNodes(EVERYONE).nodes)
         crowd.go_on()
-    return {key: round(value, 3) if key.endswith("_s") else value for key, value in found.items()}
+    return {
+        key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()
+    }
 
 
 EVERYONE = pb.ListNodesRequest(page_size=1000)
 
 
-def one_run(size: int, seed: int) -> dict[str, Any]:
+def one_run(size: int, seed: int, idle_s: float) -> dict[str, Any]:
     """A cloud of its own, its nodes, the figures."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -163,7 +177,7 @@ def one_run(size: int, seed: int) -> dict[str, Any]:
         let_in(home, folder / "nodes", size)
         cloud = CloudProcess(home, folder / "cloud.log")
         try:
-            return measured(cloud, home, folder / "nodes", size, seed)
+            return measured(cloud, home, folder / "nodes", size, seed, idle_s)
         finally:
             cloud.stop()
 
@@ -208,13 +222,13 @@ def page(rows: Sequence[dict[str, Any]], machine: str) -> str:
         *(f"{name}, s" for name in ("connect", "deploy", "late")),
     ]
     head += ["back, s", "cloud's CPU, s", "CPU per node, ms", "cloud, MiB", "per node, KiB"]
-    head += ["descriptors"]
+    head += ["idle, % of a core", "descriptors"]
     lines = [
         [
             row["nodes"], row["runs"], row["away"], *(f"{row[key]:.2f}" for key in COLUMNS),
             f"{row['cloud_cpu_s']:.2f}", f"{1000 * row['cloud_cpu_s'] / row['nodes']:.1f}",
             f"{row['cloud_bytes'] / (1 << 20):.0f}", f"{row['bytes_per_node'] / 1024:.0f}",
-            row["descriptors"],
+            f"{100 * row['idle_share']:.1f}", f"{row['descriptors']:.0f}",
         ]
         for row in rows
     ]  # fmt: skip
@@ -250,7 +264,8 @@ and reporting to the restarted cloud; a run that does not is refused, not record
   `large-file.md` and the fault tests do that with real nodes.
 * Clients and cloud share the machine, and whatever else ran on it: seconds are an upper bound, and
   processor time is the steadier figure. Memory per node is the growth of the cloud from no node to
-  all, divided; the cloud without nodes is the rest.
+  all, divided, so among few nodes the first growth weighs. Idle is what the cloud uses while all
+  are connected and say nothing but that they live.
 * Past 1,000 nodes nothing was measured. A list of nodes has pages of 1,000.
 """
 
@@ -277,6 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sizes", nargs="*", type=int, default=SIZES)
     parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--idle", type=float, default=IDLE_S, metavar="SECONDS")
     parser.add_argument("--keep", type=Path, default=Path(os.devnull))
     parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
@@ -284,7 +300,8 @@ def main() -> None:
     if given.keep.exists():
         runs = [json.loads(line) for line in given.keep.read_text().splitlines()]
     for _, size in itertools.product(range(given.repeat), given.sizes):
-        run = one_run(size, SEED + 1_000_000 * sum(run["nodes"] == size for run in runs))
+        before = sum(run["nodes"] == size for run in runs)
+        run = one_run(size, SEED + 1_000_000 * before, given.idle)
         refuse(run)
         print(json.dumps(run), flush=True)
         with given.keep.open("a") as kept:

@@ -17,7 +17,7 @@ NODE_BYTES = 1 << 20
 @pytest.mark.slow
 def test_thirty_nodes_of_which_a_third_comes_late_converge_and_outlive_a_kill():
     done = subprocess.run(
-        [sys.executable, BENCHMARK, str(NODES)],
+        [sys.executable, BENCHMARK, str(NODES), "--idle", "0.1"],
         capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
