@@ -54,8 +54,10 @@ MAX_SOFTWARE_CHARS: Final = 200
 MAX_EXAMPLES: Final = 1 << 32
 """That one device may offer."""
 MAX_LISTED: Final = 200
-KEPT_ENDED: Final = 32
-"""Ended runs whose settlements are told without asking the database."""
+KEPT_ENDED: Final = 16
+"""Ended runs whose settlements devices are still told unasked."""
+MAX_TOLD: Final = 32
+"""Tasks, and settlements, in one document: a device refuses more than 64."""
 
 Told = Callable[[str, pb.Work], None]
 """Sends a device its document, where it has a stream."""
@@ -286,6 +288,9 @@ class Federation:
 
     def _begin(self, entry: Entry, book: Book) -> None:
         run = LiveRun(self._db, entry, book, self._results, self, self._clock)
+        ended = [id_ for id_, known in self._runs.items() if known.is_over]
+        for forgotten in ended[:-KEPT_ENDED]:
+            del self._runs[forgotten]
         self._runs[entry.id] = run
         run.start()
 
@@ -405,16 +410,18 @@ class Federation:
     def work_of(self, name: str) -> pb.Work:
         """All the device shall do now, and what became of what it did."""
         work, now_s = pb.Work(), self._clock()
-        answers = dict(self._devices[name].answers) if name in self._devices else {}
+        answers: dict[str, pb.Settlement] = {}
         for run in self._runs.values():
             state = run.book.state
             member = state.members.get(name)
             if member is not None and member.settled is not None:
-                answers.setdefault(run.entry.id, messages.settlement(run.entry.id, member.settled))
-            if open_lease(state, name) is not None:
+                answers[run.entry.id] = messages.settlement(run.entry.id, member.settled)
+            if open_lease(state, name) is not None and len(work.tasks) < MAX_TOLD:
                 files = self._files(run)
                 work.tasks.append(messages.task_message(run.entry, state, name, files, now_s))
-        work.settled.extend(answers.values())
+        if name in self._devices:
+            answers |= self._devices[name].answers
+        work.settled.extend(list(answers.values())[-MAX_TOLD:])
         return work
 
     def _files(self, run: LiveRun) -> messages.Files:

@@ -8,7 +8,6 @@ queue and come back as events; what is lost with the process is asked for again 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BATCH: Final = 256
 """Events in one commit."""
-MAX_WAITING: Final = 10_000
 RETRY_S: Final = 1.0
 """Between tries to commit what nobody waits for."""
 STOPPING: Final = "the cloud is stopping; say it again when it is back"
@@ -98,7 +96,7 @@ class LiveRun:
     ) -> None:
         self._db, self._worker, self._audience, self._clock = db, worker, audience, clock
         self.entry, self.book = entry, book
-        self._queue: asyncio.Queue[_Put] = asyncio.Queue(MAX_WAITING)
+        self._queue: asyncio.Queue[_Put] = asyncio.Queue()
         self._last_s = book.state.since_s
         self._ticked_s: float | None = None
         self._work: set[asyncio.Task[None]] = set()
@@ -129,7 +127,7 @@ class LiveRun:
                 return self.book
             raise Unavailable(STOPPING)
         done: asyncio.Future[Book] = asyncio.get_running_loop().create_future()
-        await self._queue.put(_Put(make, done=done))
+        self._queue.put_nowait(_Put(make, done=done))
         return await done
 
     def note(self, make: Make, write: Write | None = None) -> None:
@@ -253,8 +251,7 @@ class LiveRun:
         """Refuse those who wait and keep the rest for a moment later."""
         for put in batch:
             if put.done is None:
-                with contextlib.suppress(asyncio.QueueFull):
-                    self._queue.put_nowait(put)
+                self._queue.put_nowait(put)
             else:
                 _answer(put, error)
         await asyncio.sleep(RETRY_S)
