@@ -228,10 +228,11 @@ class Cloud:
 
     async def _reconcile(self) -> None:
         """Tell the fleet who was enrolled or revoked while nobody told it."""
+        known = {node.name for node in self.fleet.nodes()}
         for who in await self.principals.listed():
-            if who.role is Role.NODE and who.revoked:
+            if who.revoked and who.name in known:
                 await self.fleet.remove_node(who.name, "revoked")
-            elif who.role is Role.NODE:
+            elif not who.revoked and who.name not in known:
                 await self._joined(who.name, who.role, {})
 
     async def _joined(self, name: str, role: Role, labels: Labels) -> None:

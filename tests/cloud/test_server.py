@@ -335,6 +335,26 @@ def test_who_was_enrolled_or_revoked_before_a_crash_is_known_after_it(home, tmp_
     assert within(story()) == {"late": {"site": "lab"}}
 
 
+def test_a_start_asks_nothing_about_nodes_that_the_fleet_knows(home, tmp_path, monkeypatch):
+    asked = []
+    invited_with = Cloud._invited_with
+
+    async def heard(cloud, name):
+        asked.append(name)
+        return await invited_with(cloud, name)
+
+    async def story():
+        async with running(home) as cloud:
+            await enrolled(cloud, tmp_path, "a", site="lab")
+            known = [dict(node.labels) for node in cloud.fleet.nodes()]
+        monkeypatch.setattr(Cloud, "_invited_with", heard)
+        async with running(home) as again:
+            return known == [dict(node.labels) for node in again.fleet.nodes()]
+
+    assert within(story())
+    assert not asked
+
+
 async def _enrol_untold(cloud, tmp_path):
     from triplane.cloud.identity.rights import Role
     from triplane.proto.identity import Token, certificate_request, mac, new_key
