@@ -39,10 +39,12 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @click.group("registry")
 def command() -> None:
-    """Keep models: push versions, list them, name one of them `stable`."""
+    """Keep models: push, list and name versions."""
 
 
-@command.command("push", epilog=PUSH_EPILOG)
+@command.command(
+    "push", short_help="Register a model file as the next version.", epilog=PUSH_EPILOG
+)
 @click.argument("file", type=FILE, metavar="MODEL.tpm")
 @click.option("--name", metavar="NAME", help="The model's name.  [default: that of the file]")
 @click.option(
@@ -88,7 +90,7 @@ def ls(*, model: str | None, identity: Path | None, as_json: bool) -> None:
     open_output(as_json).result(record, text)
 
 
-@command.command("show")
+@command.command("show", short_help="One version: digests, lineage, bundles, signatures.")
 @click.argument("reference", metavar=REFERENCE)
 @client_options
 def show(*, reference: str, identity: Path | None, as_json: bool) -> None:
@@ -102,7 +104,24 @@ def show(*, reference: str, identity: Path | None, as_json: bool) -> None:
     open_output(as_json).result(record(found), version_text(found))
 
 
-@command.command("alias")
+@command.command("pull", short_help="Download the model file of a version.")
+@click.argument("reference", metavar=REFERENCE)
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Where to.  [default: MODEL-VERSION.tpm]",
+)  # fmt: skip
+@client_options
+def pull(*, reference: str, out: Path | None, identity: Path | None, as_json: bool) -> None:
+    """Download a version's model file, as in: triplane registry pull digits@stable."""
+    from triplane.cloud.cli.pulling import pull_file
+
+    output = open_output(as_json)
+    with calls(identity) as cloud:
+        record, text = pull_file(cloud, output, reference=reference, out=out)
+    output.result(record, text)
+
+
+@command.command("alias", short_help="Let a name point at a version.")
 @click.argument("model")
 @click.argument("alias")
 @click.argument("version", type=click.IntRange(1), required=False)
@@ -133,7 +152,11 @@ def alias(
     open_output(as_json).result(record(found), f"{found.name}: {aliases_text(found)}")
 
 
-@command.command("collect", epilog=COLLECT_EPILOG)
+@command.command(
+    "collect",
+    short_help="Remove files that nothing names, from a stopped cloud.",
+    epilog=COLLECT_EPILOG,
+)
 @home_option
 @click.option(
     "--older-than", "older_than_s", type=DURATION, default="7d", show_default=True, metavar="TIME",

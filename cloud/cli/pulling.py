@@ -1,0 +1,42 @@
+"""What `triplane registry pull` does: a version's model file, verified, whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from triplane.cloud.cli.connection import Calls
+from triplane.cloud.cli.progress import reported
+from triplane.cloud.cli.text import record
+from triplane.proto.disk import OS_DISK
+from triplane.proto.errors import Conflict
+from triplane.proto.registry_pb2 import GetVersionRequest
+from triplane.proto.transfer import BlobFolder, download
+from triplane.unified_ir.cli.shell import Output
+
+
+def pull_file(
+    cloud: Calls, output: Output, *, reference: str, out: Path | None
+) -> tuple[dict[str, Any], str]:
+    """The record and the text of the version; `out` is NAME-VERSION.tpm where it is absent.
+
+    Conflict where another file lies there already. What broke off goes on when it is called again.
+    """
+    found = cloud.registry.GetVersion(GetVersionRequest(reference=reference))
+    path = out or Path(f"{found.model}-{found.version}.tpm")
+    if path.exists():
+        raise Conflict(f"{path} is there already; name another file with --out")
+    parts = BlobFolder(path.parent / f".{path.name}.parts")
+    with reported(output, f"downloading {path.name}") as progress:
+        blob = download(cloud.channel, found.blob, found.size, parts, progress)
+    OS_DISK.replace(blob, path)
+    OS_DISK.sync_folder(path.parent)
+    _remove(parts)
+    return record(found) | {"file": str(path)}, f"{path}: {found.model}@{found.version}"
+
+
+def _remove(parts: BlobFolder) -> None:
+    """The empty folders of the download."""
+    for folder in (parts.partial, parts.folder):
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
