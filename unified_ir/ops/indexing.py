@@ -168,8 +168,20 @@ def _extreme_row(name: str, f: Any) -> Op:
     )
 
 
-reduce_max_row = _extreme_row("ReduceMax", np.max)
-reduce_min_row = _extreme_row("ReduceMin", np.min)
+def _lowest(dtype: np.dtype[Any]) -> Any:
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).min
+    return False if dtype.kind == "b" else -np.inf
+
+
+def _highest(dtype: np.dtype[Any]) -> Any:
+    if dtype.kind in "iu":
+        return np.iinfo(dtype).max
+    return True if dtype.kind == "b" else np.inf
+
+
+reduce_max_row = _extreme_row("ReduceMax", lambda x, **k: np.max(x, initial=_lowest(x.dtype), **k))
+reduce_min_row = _extreme_row("ReduceMin", lambda x, **k: np.min(x, initial=_highest(x.dtype), **k))
 
 
 def _arg_extreme(call: Call) -> Types:

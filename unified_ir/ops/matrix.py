@@ -142,7 +142,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _softmax_reference(x: Any, *, axis: int) -> Any:
-    e = np.exp(x - x.max(axis, keepdims=True))
+    e = np.exp(x - x.max(axis, keepdims=True, initial=-np.inf))
     return e / e.sum(axis, keepdims=True)
 
 
@@ -160,7 +160,7 @@ softmax = Op(
 
 
 def _log_softmax_reference(x: Any, *, axis: int) -> Any:
-    shifted = x - x.max(axis, keepdims=True)
+    shifted = x - x.max(axis, keepdims=True, initial=-np.inf)
     return shifted - np.log(np.exp(shifted).sum(axis, keepdims=True))
 
 
