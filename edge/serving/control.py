@@ -61,7 +61,7 @@ class Control:
                 ("grpc.max_receive_message_length", MESSAGE_BYTES),
             ),
         )
-        with contextlib.suppress(FileNotFoundError):
+        if socket.is_socket():
             socket.unlink()  # of a server that was killed; the home's lock says there is no other
         try:
             self._server.add_insecure_port(f"unix:{socket}")

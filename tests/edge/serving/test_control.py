@@ -12,7 +12,7 @@ from triplane.edge.serving.repository import Repository
 from triplane.edge.serving.server import Server
 from triplane.edge.serving.wire import WIRE_NAME
 from triplane.proto import open_inference_pb2 as pb
-from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.errors import Corrupt, InvalidInput, Unavailable
 from triplane.proto.status import error_from
 from triplane.unified_ir.runtime import Bundle
 
@@ -115,6 +115,17 @@ def test_a_socket_path_too_long_for_linux_is_refused_by_length(tmp_path):
             Control(tmp_path / ("x" * 100), server.repository, server.service, model_threads=1)
     finally:
         server.stop(0)
+
+
+def test_a_file_that_is_no_socket_is_not_removed_to_listen_in_its_place(tmp_path):
+    (tmp_path / "s").write_text("somebody's")
+    server = Server(Repository())
+    try:
+        with pytest.raises(Unavailable, match="cannot listen"):
+            Control(tmp_path / "s", server.repository, server.service, model_threads=1)
+    finally:
+        server.stop(0)
+    assert (tmp_path / "s").read_text() == "somebody's"
 
 
 def test_a_pointer_comes_back_as_it_was_written(tmp_path):
