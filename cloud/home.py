@@ -6,11 +6,14 @@ everything that opens a home, so a half-made cloud never runs.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import fcntl
 import json
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,9 +23,12 @@ from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 
 if TYPE_CHECKING:
     from triplane.cloud.store import Database
+    from triplane.proto.identity import IdentityFolder
 
 FORMAT: Final = 1
 OPERATOR: Final = "operator"
+MACHINE: Final = "the cloud's machine"
+"""The actor of what needs nobody's leave but its own."""
 LOCAL: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8443
 MAX_HOSTS: Final = 32
@@ -206,6 +212,65 @@ def _make_identities(home: Home, hosts: Sequence[str], port: int, now_s: float) 
         key=key_pem(operator_key),
         cloud=f"{LOCAL}:{port}",
     )
+
+
+def admit_operator(home: Home, name: str, folder: Path, now_s: float | None = None) -> Path:
+    """Make an operator's identity in a new folder, with nobody's leave but this machine's.
+
+    For a cloud that no operator can reach any more. Whoever had the name before is thrown out.
+    Conflict: the cloud runs, or the folder is not empty. InvalidInput: the name.
+    """
+    from triplane.cloud.identity.authority import Authority
+    from triplane.cloud.identity.principals import Principals
+    from triplane.cloud.identity.rights import Role
+    from triplane.proto.identity import (
+        IdentityFolder,
+        certificate_pem,
+        certificate_request,
+        check_name,
+        key_pem,
+        new_key,
+    )
+
+    check_name(name)
+    host, now_s = home.hosts()[0], time.time() if now_s is None else now_s
+    if folder.exists() and any(folder.iterdir()):
+        raise Conflict(f"{folder} is not empty; an identity is made in a new folder")
+    authority, key = Authority.load(home.authority), new_key()
+    database = open_database(home)
+    try:
+        principals = Principals(database, authority, lambda: now_s)
+        with contextlib.suppress(NotFound):
+            asyncio.run(principals.revoke(MACHINE, name, "replaced on the cloud's machine"))
+        certificate = principals.admit_now(certificate_request(key), name, Role.OPERATOR)
+    finally:
+        database.close()
+    IdentityFolder(folder).save(
+        authority=authority.pem,
+        certificate=certificate_pem(certificate),
+        key=key_pem(key),
+        cloud=f"{host}:{_known_port(home)}",
+    )
+    return folder
+
+
+@contextlib.contextmanager
+def one_renews(identity: IdentityFolder) -> Iterator[None]:
+    """Hold an identity for renewal: two at once would mix key and certificate. Conflict."""
+    with (identity.path / ".renewing").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise Conflict(f"another process renews {identity.path}; try again") from error
+        yield
+
+
+def _known_port(home: Home) -> int:
+    """As the first operator's identity names it."""
+    try:
+        return int((home.operator / "cloud").read_text().rpartition(":")[2])
+    except (OSError, ValueError):
+        return DEFAULT_PORT
 
 
 def open_database(home: Home) -> Database:

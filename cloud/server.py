@@ -38,7 +38,7 @@ from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.servicer import FleetServicer
 from triplane.cloud.fleet.sessions import Sessions, SessionServicer, Side
 from triplane.cloud.fleet.supply import Supply
-from triplane.cloud.home import LOCAL, Home, open_database
+from triplane.cloud.home import LOCAL, Home, one_renews, open_database
 from triplane.cloud.identity import audit
 from triplane.cloud.identity.authority import Authority
 from triplane.cloud.identity.gate import Gate, caller
@@ -62,6 +62,15 @@ from triplane.proto import transfer_pb2_grpc as transfer_grpc
 from triplane.proto.channels import server_credentials, server_options
 from triplane.proto.disk import write_atomic
 from triplane.proto.errors import TriplaneError, Unavailable
+from triplane.proto.identity import (
+    IdentityFolder,
+    certificate_of,
+    certificate_pem,
+    certificate_request,
+    key_pem,
+    needs_renewal,
+    new_key,
+)
 from triplane.proto.transfer import BlobFolder, TransferServicer
 
 logger = logging.getLogger(__name__)
@@ -71,6 +80,7 @@ GOODBYE_S: Final = 2.0
 FRESH_AT_LEAST_S: Final = 60.0
 """Metadata is looked at after each publication, else no more often than this, at least hourly."""
 FRESH_AT_MOST_S: Final = 3600.0
+OPERATOR_LOOK_S: Final = 6 * 3600.0
 COLLECT_FIRST_S: Final = 3600.0
 COLLECT_EVERY_S: Final = 86_400.0
 COLLECT_AGE_S: Final = 7 * 86_400.0
@@ -186,6 +196,7 @@ class Cloud:
         self._spawn(self._keep_fresh(), "metadata freshness")
         self._spawn(self._collect_daily(), "blob collection")
         await asyncio.to_thread(self._tell_operator)
+        self._spawn(self._keep_operator(), "first operator's certificate")
 
     async def _start_federation(self) -> None:
         folder = self._home.federation
@@ -398,6 +409,30 @@ class Cloud:
                 async with asyncio.timeout(max(wait_s, FRESH_AT_LEAST_S)):
                     await self._stale.wait()
             self._stale.clear()
+
+    async def _keep_operator(self) -> None:
+        """Renew the identity in the cloud's own home, so that nobody locks himself out of it."""
+        folder = IdentityFolder(self._home.operator)
+        while True:
+            try:
+                if needs_renewal(folder, self._clock()):
+                    with one_renews(folder):
+                        await self._renew(folder)
+                    logger.info("operator's certificate renewed", extra={"principal": folder.name})
+            except (TriplaneError, OSError) as error:  # moved away, or revoked
+                logger.info("no operator's identity is kept here", extra={"reason": str(error)})
+            await asyncio.sleep(OPERATOR_LOOK_S)
+
+    async def _renew(self, folder: IdentityFolder) -> None:
+        key = new_key()
+        der = await self.principals.renew(folder.name, certificate_request(key))
+        await asyncio.to_thread(
+            folder.save,
+            authority=folder.authority_pem,
+            certificate=certificate_pem(certificate_of(der, "our own certificate")),
+            key=key_pem(key),
+            cloud=folder.cloud,
+        )
 
     def _spawn(self, duty: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(duty, name=name)

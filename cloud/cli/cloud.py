@@ -269,6 +269,27 @@ def renew(*, identity: Path | None, as_json: bool) -> None:
     open_output(as_json).result({"name": made.name, "expires_s": made.expires_s}, text)
 
 
+@command.command("operator", short_help="Make an operator, on the cloud's own machine.")
+@click.argument("name")
+@home_option
+@click.option(
+    "--identity", "folder", required=True, type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR", help="The identity folder to make; where it is lost, this replaces it.",
+)  # fmt: skip
+@json_option
+def operator(*, name: str, home: Path, folder: Path, as_json: bool) -> None:
+    """Let NAME in as an operator, while the cloud does not run.
+
+    For a cloud that no operator can reach any more: their identities are lost, or have ended. An
+    earlier identity of NAME is void from now on. The audit log tells.
+    """
+    from triplane.cloud.home import Home, admit_operator
+
+    made = admit_operator(Home(home), name, folder)
+    text = f"{name}: operator, identity in {made}\nUse it: export {IDENTITY_VARIABLE}={made}"
+    open_output(as_json).result({"name": name, "identity": str(made)}, text)
+
+
 @command.group("policy", short_help="What the cloud may release without a person.")
 def policy() -> None:
     """What the cloud may release without a person; signed offline, applied by every node."""

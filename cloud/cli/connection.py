@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from triplane.proto.errors import NotFound, Unavailable
+from triplane.proto.errors import NotFound, TriplaneError, Unavailable
 from triplane.unified_ir.cli.shell import json_option
 
 if TYPE_CHECKING:
     import grpc
 
     from triplane.proto.fleet_pb2_grpc import FleetStub
+    from triplane.proto.identity import IdentityFolder
     from triplane.proto.identity_pb2_grpc import IdentityStub
     from triplane.proto.metadata_pb2_grpc import MetadataStub
     from triplane.proto.registry_pb2_grpc import RegistryStub
@@ -37,6 +38,8 @@ HOME_VARIABLE: Final = "TRIPLANE_CLOUD_HOME"
 DEFAULT_HOME: Final = "~/.triplane/cloud"
 OPERATOR_FOLDER: Final = "operator"
 KEY_BYTES: Final = 16
+RENEWAL_S: Final = 5.0
+"""A verb waits no longer for a new certificate; the next one tries again."""
 TRANSPORT_WORDS: Final = (
     "failed to connect",
     "connection lost",
@@ -116,7 +119,7 @@ def calls(identity: Path | None) -> Iterator[Calls]:
     from triplane.proto.metadata_pb2_grpc import MetadataStub
     from triplane.proto.registry_pb2_grpc import RegistryStub
 
-    folder = IdentityFolder(path).load()
+    folder = _renewed(IdentityFolder(path).load())
     channel = connect(folder)
     try:
         with errors_at(folder.cloud, expires_s=folder.expires_s):
@@ -129,6 +132,19 @@ def calls(identity: Path | None) -> Iterator[Calls]:
             )
     finally:
         channel.close()
+
+
+def _renewed(folder: IdentityFolder) -> IdentityFolder:
+    """With a new certificate in the last third of the old one's life, where the cloud answers."""
+    from triplane.cloud.home import one_renews
+    from triplane.proto.identity import needs_renewal, renew
+
+    now_s = time.time()
+    if now_s >= folder.expires_s or not needs_renewal(folder, now_s):
+        return folder
+    with contextlib.suppress(TriplaneError, OSError), one_renews(folder):
+        return renew(folder, timeout_s=RENEWAL_S)
+    return folder
 
 
 @contextlib.contextmanager
@@ -171,7 +187,8 @@ def _away_text(address: str, details: str, expires_s: float) -> str:
     if expires_s < time.time():
         return (
             f"the cloud at {address} lets nobody in whose certificate has ended, as yours has; ask "
-            "an operator for a new token (triplane cloud token) and enrol again"
+            "an operator for a new token (triplane cloud token) and enrol again. Is none left: "
+            "triplane cloud operator NAME, on the cloud's machine"
         )
     if "certificate_verify_failed" in details.lower():
         return (
