@@ -46,8 +46,9 @@ def test_adapt_repeats_the_batches_and_returns_each_loss(tmp_path):
     assert len(losses) == 7
     assert losses[-1] < losses[0]
     assert len(plan.adapt(batches)) == 5, "what the plan says"
-    with pytest.raises(InvalidInput, match="at least one batch"):
-        plan.adapt([])
+    for no_list in ([], batches[0]):
+        with pytest.raises(InvalidInput, match="at least one batch"):
+            plan.adapt(no_list)
 
 
 def test_adapt_entry_is_preferred_and_shares_the_state(tmp_path):
@@ -77,12 +78,16 @@ def test_calls_that_do_not_fit_name_what_does(tmp_path):
     plan = loaded(tmp_path)
     with pytest.raises(NotFound, match=r"has entries .* not 'adapt'"):
         plan.run("adapt")
-    with pytest.raises(InvalidInput, match=r"evaluate takes \['x', 'y'\]|unknown"):
+    with pytest.raises(InvalidInput, match=r"evaluate takes exactly \['x', 'y'\], got"):
         plan.run("evaluate", samples(4), z=np.zeros(1))
     with pytest.raises(InvalidInput, match="is state, not batch"):
         plan.run("predict", w=np.zeros((2, 1), np.float32), x=np.zeros((1, 2), np.float32))
     with pytest.raises(InvalidInput, match="give them by name"):
         plan.predict(np.zeros((1, 2)), np.zeros((1, 2)))
+    with pytest.raises(InvalidInput, match=r"predict takes exactly \['x'\], got \[\]"):
+        plan.predict()
+    with pytest.raises(InvalidInput, match=r"roles are .* not \['weights'\]"):
+        plan.state("weights")
 
 
 def test_saved_state_resumes_bit_for_bit(tmp_path):
@@ -137,7 +142,12 @@ def test_assign_replaces_named_tensors_or_none(tmp_path):
     plan.run("local_update", samples(8))
     plan.assign({"w": np.ones((2, 1), np.float32)})
     assert plan.predict(np.ones((1, 2), np.float32))["p"] == 2
-    for bad in ({"v": np.zeros(1)}, {"w": np.zeros((2, 1))}, {"w": np.zeros((1, 2), np.float32)}):
+    for bad in (
+        {"v": np.zeros(1)},
+        {"w": [[0.0], [1.0]]},
+        {"w": np.zeros((2, 1))},
+        {"w": np.zeros((1, 2), np.float32)},
+    ):
         with pytest.raises(InvalidInput, match="state '"):
             plan.assign({"seen": np.array([9]), **bad})
     assert plan.state()["seen"] == [3]

@@ -14,6 +14,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from triplane.proto import files_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.unified_ir.files import container
@@ -163,6 +165,8 @@ class Plan:
         fed = {**(batch or {}), **more}
         if theirs := sorted(fed.keys() & self.roles.keys()):
             raise InvalidInput(f"{theirs} is state, not batch; assign() replaces state")
+        if fed.keys() != (batch_names := {t.name for t in session.inputs} - self.roles.keys()):
+            raise InvalidInput(f"{entry} takes exactly {sorted(batch_names)}, got {sorted(fed)}")
         if entry not in self._looping:
             return session.run({**self._feeds(session), **fed})
         self._check_limits()
@@ -192,8 +196,8 @@ class Plan:
         or else one pass.
         """
         entry = "adapt" if "adapt" in self.entries else "local_update"
-        if not batches:
-            raise InvalidInput("adapt needs at least one batch")
+        if not batches or isinstance(batches, Mapping):
+            raise InvalidInput("adapt needs a list of at least one batch, each with inputs by name")
         if not 0 <= steps <= MAX_STEPS:
             raise InvalidInput(f"adapt takes 0 to {MAX_STEPS} steps, got {steps}")
         self._session(entry)
