@@ -4,13 +4,16 @@ Safe: every row of a merged run equals the same row run alone. A model that norm
 batch, or quantizes activations by the range of the whole batch, fails this and is never merged.
 Pays: the best measured size handles rows at least `MIN_GAIN` times as fast as single rows, and
 saves more per row than it costs to hand a request to another thread. Both are measured on
-generated values, within `PROBE_S`.
+generated values, within `PROBE_S`. A graph may have no end for some shape; its load still has one,
+or nothing could be loaded after it.
 """
 
+import contextlib
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import numpy as np
@@ -19,10 +22,15 @@ from triplane.edge.serving.batching import Merged
 from triplane.edge.serving.running import Direct, Runner
 from triplane.edge.serving.servable import Array, Contract, Servable, TensorSpec
 from triplane.edge.serving.statistics import Statistics
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import Corrupt, InvalidInput, Unavailable
+from triplane.unified_ir.runtime.session import Stop
 
 logger = logging.getLogger(__name__)
 
+WARM_S: Final = 60.0
+"""For one generated row; a model that takes longer is not served."""
+TRIES_S: Final = 20.0
+"""For all runs of several rows; a model that takes longer is served, but never merged."""
 PROBE_S: Final = 0.5
 SIZES: Final = (4, 8, 16)  # rows of a merged run that are tried
 REPEATS: Final = 7
@@ -57,18 +65,47 @@ def _cores() -> int:
 def merged_rows(servable: Servable, contract: Contract) -> tuple[int, float]:
     """Rows to merge requests up to, 0 for never, and seconds of a single row. Warms the model."""
     try:
-        servable.run(sample(contract, 1))
+        _warm(servable, contract)
         if not contract.mergeable:
             return 0, 0.0
-        feeds = sample(contract, SIZES[-1])
-        if not _rows_are_independent(servable, feeds):
-            return 0, 0.0
-        seconds = _measure(servable, feeds, time.perf_counter() + PROBE_S)
-        return best_size(seconds), seconds[1]
-    except InvalidInput as error:
+        with _ending(TRIES_S) as stop:
+            return _tried(servable, contract, stop)
+    except (InvalidInput, Unavailable) as error:
         # Generated values need not suit a model; real requests are judged one by one.
         logger.info("model not probed", extra={"model": servable.name, "reason": str(error)})
         return 0, 0.0
+
+
+def _warm(servable: Servable, contract: Contract) -> None:
+    try:
+        with _ending(WARM_S) as stop:
+            servable.run(sample(contract, 1), stop=stop)
+    except Unavailable as error:
+        raise Corrupt(
+            f"model {servable.name!r}: a run of one generated row did not end within {WARM_S:g} s"
+        ) from error
+
+
+def _tried(servable: Servable, contract: Contract, stop: Stop) -> tuple[int, float]:
+    feeds = sample(contract, SIZES[-1])
+    if not _rows_are_independent(servable, feeds, stop):
+        return 0, 0.0
+    seconds = _measure(servable, feeds, stop, time.perf_counter() + PROBE_S)
+    return best_size(seconds), seconds[1]
+
+
+@contextlib.contextmanager
+def _ending(seconds: float) -> Iterator[Stop]:
+    """A stop that is set after so long."""
+    stop = Stop()
+    timer = threading.Timer(seconds, stop.set)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield stop
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def best_size(seconds: Mapping[int, float]) -> int:
@@ -106,11 +143,14 @@ def _values(rng: np.random.Generator, spec: TensorSpec, contract: Contract, rows
     return values.astype(spec.datatype.dtype)
 
 
-def _rows_are_independent(servable: Servable, feeds: Mapping[str, Array]) -> bool:
+def _rows_are_independent(
+    servable: Servable, feeds: Mapping[str, Array], stop: Stop | None = None
+) -> bool:
     rows = SIZES[0]
-    together = servable.run({name: values[:rows] for name, values in feeds.items()})
+    together = servable.run({name: values[:rows] for name, values in feeds.items()}, stop=stop)
     for row in range(rows):
-        alone = servable.run({name: values[row : row + 1] for name, values in feeds.items()})
+        one = {name: values[row : row + 1] for name, values in feeds.items()}
+        alone = servable.run(one, stop=stop)
         for name, values in together.items():
             if values.shape[:1] != (rows,) or not _close(values[row : row + 1], alone[name]):
                 return False
@@ -126,7 +166,9 @@ def _close(a: Array, b: Array) -> bool:
     )
 
 
-def _measure(servable: Servable, feeds: Mapping[str, Array], until_s: float) -> dict[int, float]:
+def _measure(
+    servable: Servable, feeds: Mapping[str, Array], stop: Stop, until_s: float
+) -> dict[int, float]:
     """Shortest duration of a run by rows, sizes in turn; sizes beyond the time are left out."""
     seconds: dict[int, float] = {}
     for _ in range(REPEATS):
@@ -135,7 +177,7 @@ def _measure(servable: Servable, feeds: Mapping[str, Array], until_s: float) -> 
                 return seconds
             part = {name: values[:size] for name, values in feeds.items()}
             started = time.perf_counter()
-            servable.run(part)
+            servable.run(part, stop=stop)
             took = time.perf_counter() - started
             seconds[size] = min(took, seconds.get(size, took))
     return seconds
