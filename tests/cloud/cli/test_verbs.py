@@ -49,10 +49,17 @@ def test_every_verb_speaks_json_and_explains_every_option(command):
 
 
 @pytest.mark.parametrize("command", ALL)
+def test_a_list_of_verbs_shows_whole_sentences(command):
+    """Click cuts what is longer than a line of 80 columns has left."""
+    assert not command.get_short_help_str(60).endswith("...")
+
+
+@pytest.mark.parametrize("command", ALL)
 def test_every_verb_that_calls_the_cloud_takes_an_identity(command):
     names = {name for p in command.params for name in p.opts}
     local = {"init", "up", "enrol", "make", "collect"}
-    assert ("--identity" in names) == (command.name not in local) or command.name == "enrol"
+    makes_one = command.name in {"enrol", "operator"}
+    assert ("--identity" in names) == (command.name not in local) or makes_one
 
 
 def test_an_identity_that_is_not_there_says_how_one_is_made(tmp_path, capsys):
