@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 from tests.runtime.graphs import linear, product
@@ -46,7 +48,8 @@ def test_adapt_repeats_the_batches_and_returns_each_loss(tmp_path):
     assert len(losses) == 7
     assert losses[-1] < losses[0]
     assert len(plan.adapt(batches)) == 5, "what the plan says"
-    for no_list in ([], batches[0]):
+    no_lists: list[Any] = [[], batches[0]]
+    for no_list in no_lists:
         with pytest.raises(InvalidInput, match="at least one batch"):
             plan.adapt(no_list)
 
@@ -142,12 +145,13 @@ def test_assign_replaces_named_tensors_or_none(tmp_path):
     plan.run("local_update", samples(8))
     plan.assign({"w": np.ones((2, 1), np.float32)})
     assert plan.predict(np.ones((1, 2), np.float32))["p"] == 2
-    for bad in (
+    wrong: list[dict[str, Any]] = [
         {"v": np.zeros(1)},
         {"w": [[0.0], [1.0]]},
         {"w": np.zeros((2, 1))},
         {"w": np.zeros((1, 2), np.float32)},
-    ):
+    ]
+    for bad in wrong:
         with pytest.raises(InvalidInput, match="state '"):
             plan.assign({"seen": np.array([9]), **bad})
     assert plan.state()["seen"] == [3]

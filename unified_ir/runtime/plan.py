@@ -210,6 +210,8 @@ class Plan:
 
     def view(self, *roles: str) -> dict[str, Array]:
         """Return the state itself: to be read before the next step and never written."""
+        if unknown := sorted(set(roles) - set(ROLES)):
+            raise InvalidInput(f"roles are {ROLES[1:]}, not {unknown}")
         newest = self._newest.view() if self._newest else {}
         return {
             name: newest.get(name, value)
@@ -219,6 +221,7 @@ class Plan:
 
     def assign(self, values: Mapping[str, Array]) -> None:
         """Replace the named state tensors, all or (InvalidInput) none; the others stay."""
+        values = {name: np.asarray(value) for name, value in values.items()}
         for name, value in values.items():
             old = self._state.get(name)
             if old is None or (old.dtype, old.shape) != (value.dtype, value.shape):
