@@ -270,6 +270,7 @@ def test_a_certificate_that_was_never_recorded_is_refused(play, tmp_path):
     play(story)
 
 
+@pytest.mark.slow
 def test_revocation_refuses_calls_and_ends_live_streams(play):
     async def story(cloud):
         boss = cloud.operator()
