@@ -1,7 +1,8 @@
 """The place of a study, kept after each round: whole files, so kill -9 loses one round's work.
 
 The file is a container of kind "checkpoint"; tensors are named by what they belong to:
-`shared/NAME`, `slot/NAME`, `personal/DEVICE/NAME`, `remainder/DEVICE/NAME`.
+`shared/NAME`, `slot/NAME`, `personal/DEVICE/NAME`, `remainder/DEVICE/NAME`, a device's name quoted
+as in a URL.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import quote, unquote
 
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.unified_ir.federated.core.draws import Array
@@ -82,26 +84,33 @@ class Keeper:
                 f"{self.path} is of another study: other options, model or devices; go on with "
                 "those, or name another folder"
             )
-        progress = _progress(file)
-        arrays: dict[str, dict[str, Array]] = {kind: {} for kind in ROLES}
-        for name, tensor in file.tensors(STATE).items():
-            kind, _, rest = name.partition("/")
-            arrays[kind][rest] = tensor.data.copy()
-        return Place(
-            shared=arrays["shared"],
-            slots=arrays["slot"],
-            personal=_by_device(arrays["personal"]),
-            remainders=_by_device(arrays["remainder"]),
-            rounds=tuple(RoundRow(**row) for row in progress["rounds"]),
-            scores=tuple(DeviceScore(**row) for row in progress["scores"]),
-        )
+        try:
+            return _place(file, _progress(file))
+        except (KeyError, TypeError, ValueError) as error:
+            raise Corrupt(f"{self.path} is no study's place: {error}") from error
+
+
+def _place(file: Container, progress: Mapping[str, Any]) -> Place:
+    arrays: dict[str, dict[str, Array]] = {kind: {} for kind in ROLES}
+    for name, tensor in file.tensors(STATE).items():
+        kind, _, rest = name.partition("/")
+        arrays[kind][rest] = tensor.data.copy()
+    return Place(
+        shared=arrays["shared"],
+        slots=arrays["slot"],
+        personal=_by_device(arrays["personal"]),
+        remainders=_by_device(arrays["remainder"]),
+        rounds=tuple(RoundRow(**row) for row in progress["rounds"]),
+        scores=tuple(DeviceScore(**row) for row in progress["scores"]),
+    )
 
 
 def _named(place: Place) -> dict[str, Array]:
     found = {f"shared/{k}": x for k, x in place.shared.items()}
     found |= {f"slot/{k}": x for k, x in place.slots.items()}
     for kind, owned in (("personal", place.personal), ("remainder", place.remainders)):
-        found |= {f"{kind}/{who}/{k}": x for who, own in owned.items() for k, x in own.items()}
+        for who, own in owned.items():
+            found |= {f"{kind}/{quote(who, safe='')}/{k}": x for k, x in own.items()}
     return found
 
 
@@ -109,7 +118,7 @@ def _by_device(arrays: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
     found: dict[str, dict[str, Array]] = {}
     for name, x in arrays.items():
         who, _, rest = name.partition("/")
-        found.setdefault(who, {})[rest] = x
+        found.setdefault(unquote(who), {})[rest] = x
     return found
 
 
@@ -117,10 +126,7 @@ def _progress(file: Container) -> dict[str, Any]:
     data = file.part(PROGRESS)
     if len(data) > MAX_PROGRESS_BYTES:
         raise Corrupt(f"{file.path.name}: {PROGRESS} has {len(data)} bytes, too many to read")
-    try:
-        found = json.loads(bytes(data))
-        assert isinstance(found["rounds"], list)
-        assert isinstance(found["scores"], list)
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
-        raise Corrupt(f"{file.path.name}: {PROGRESS} is no study's progress") from error
-    return dict(found)
+    found = json.loads(bytes(data))
+    if not isinstance(found, dict):
+        raise TypeError(f"{PROGRESS} holds no object")
+    return found
