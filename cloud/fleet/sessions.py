@@ -18,7 +18,7 @@ from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.messages import desired_message
 from triplane.cloud.fleet.state import Node
 from triplane.proto import fleet_pb2, session_pb2
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.proto.session_pb2_grpc import SessionServicer as Wire
 from triplane.proto.status import status_of_aio
 from triplane.proto.stream import HELLO_S, Message, ServerSession, new_epoch
@@ -114,10 +114,7 @@ class Sessions:
         if self._stopping:
             yield _goodbye(session_pb2.Goodbye.SHUTTING_DOWN, SHUTDOWN_WAIT_S)
             return
-        async with asyncio.timeout(HELLO_S):
-            first = await anext(frames, None)
-        if first is None:
-            raise InvalidInput("a session begins with a hello")
+        first = await _first_of(frames)
         side = side or self._nodes
         session = self._session(name, side)
         session.send(side.greeting(name))
@@ -176,6 +173,19 @@ class SessionServicer(Wire):
             name, side = self._caller()
             async for frame in self._sessions.serve(name, request_iterator, side):
                 yield frame
+
+
+async def _first_of(frames: AsyncIterator[session_pb2.Frame]) -> session_pb2.Frame:
+    try:
+        async with asyncio.timeout(HELLO_S):
+            first = await anext(frames, None)
+    except TimeoutError as error:
+        raise Unavailable(
+            f"no hello came within {HELLO_S:g} s of the stream's opening; open it again"
+        ) from error
+    if first is None:
+        raise InvalidInput("a session begins with a hello")
+    return first
 
 
 def _goodbye(why: session_pb2.Goodbye.Why.ValueType, retry_after_s: float) -> session_pb2.Frame:

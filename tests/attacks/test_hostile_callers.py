@@ -26,6 +26,7 @@ from tests.faults.fleet import wait_until
 from tuf.api._payload import Targets
 from tuf.api.metadata import Metadata
 
+from triplane.cloud.fleet import sessions
 from triplane.cloud.home import Home
 from triplane.cloud.identity.rights import Role
 from triplane.cloud.server import Cloud, running
@@ -189,6 +190,14 @@ async def ordering(scene):
     call = await scene.stream(liar.identity)
     await call.write(session_pb2.Frame(number=1, desired=pb.Desired(number=9)))
     return await ended(call)
+
+
+async def saying_nothing(scene):
+    """A node opens its stream, and that is all."""
+    liar = await scene.node("liar")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions, "HELLO_S", 0.3)
+        return await ended(SessionStub(scene.channel(liar.identity)).Open())
 
 
 async def steering(scene):
@@ -485,6 +494,8 @@ CASES = [
     Case("endless data", "a report of 2 MB", REPORTS,
          "size of the report in bytes is at most 1048576 in a report, got ...",
          saying(pb.Report(serving_address="x" * 2_000_000)), ""),
+    Case("slow retrieval", "a stream that is opened and says nothing", "cloud/fleet/sessions.py",
+         "UNAVAILABLE: no hello came within 0.3 s of the stream's opening", saying_nothing, ""),
     Case("endless data", "an upload that goes on after its end", TRANSFER,
          "blob 0000000000000000... has 1000 bytes; 1000 more after 1000 were sent",
          endless_upload, ""),
