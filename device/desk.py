@@ -194,6 +194,7 @@ class Desk:
             keep=task.keep,
             seed=task.work.seed,
             remainder=_fitting(self.memory.personal(facts.run).remainder, change),
+            device=task.work.device,
         )
         implied = Personal(plan.view("personal"), written.remainder)
         return self.memory.keep(facts, path, implied)

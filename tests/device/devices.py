@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import psutil
 from tests.cloud.federation import given
 
 from triplane.cloud.identity.rights import Role
@@ -77,19 +79,34 @@ class Process:
     home: Path
     data: Path
     population: str = given.POPULATION
+    interpreter: tuple = (sys.executable,)
     said: dict = field(default_factory=dict)
     child: subprocess.Popen | None = None
 
-    def start(self):
-        command = [
-            sys.executable, "-m", "triplane.device", str(self.home), "--data", str(self.data),
+    def command(self):
+        return [
+            *self.interpreter, "-m", "triplane.device", str(self.home), "--data", str(self.data),
             "--population", self.population,
         ]  # fmt: skip
+
+    def start(self):
         with (self.home / "log").open("ab") as log:
-            self.child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+            self.child = subprocess.Popen(
+                self.command(), stdout=subprocess.PIPE, stderr=log, text=True
+            )
         line = self.child.stdout.readline()
         assert line, self.log()
         self.said = json.loads(line)
+
+    def processor_s(self):
+        """Seconds of processor it took so far."""
+        times = psutil.Process(self.child.pid).cpu_times()
+        return times.user + times.system
+
+    def peak_bytes(self):
+        """The most memory that was resident at once."""
+        status = Path(f"/proc/{self.child.pid}/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) * 1024
 
     def kill(self):
         if self.child is not None:

@@ -120,12 +120,14 @@ def write_update(
     keep: float,
     seed: int,
     remainder: Mapping[str, Array] | None = None,
+    device: str = "",
 ) -> Written:
     """Compress `change` and write it; equal arguments give equal bytes.
 
-    lease: in hexadecimal. remainder: what earlier updates of this device lost.
+    lease: in hexadecimal. remainder: what earlier updates of this device lost. device: by whose
+    name rounding draws, so that equal runs give equal changes; the lease where it is not given.
     """
-    draws = Draws(seed, round, lease, "compression")
+    draws = Draws(seed, round, device or lease, "compression")
     arrays, lost = Compressor(compression, keep=keep).pack(change, remainder or {}, draws)
     properties = {"compression": compression, "lease": lease, "round": str(round), "run": run}
     part = container.tensor_part(CHANGE, arrays, dict.fromkeys(arrays, "parameter"))

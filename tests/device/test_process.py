@@ -1,0 +1,167 @@
+"""The device as a real process: what it imports and takes, how it starts, stops and dies."""
+
+import asyncio
+import random
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from tests.cloud.federation import given
+from tests.device.devices import Process, cloud_of, process_of, save_shard, started, within
+
+from triplane.cloud.registry import Push
+from triplane.proto import federation_pb2 as pb
+from triplane.unified_ir import nn, optim, train
+from triplane.unified_ir.federated.core.learn import Shard
+from triplane.unified_ir.ir import TensorSpec
+
+pytestmark = pytest.mark.slow
+
+ROUNDS = 12
+KILLS = 10
+READY_S = 1.0
+WEIGHTLESS = re.compile(
+    r"\| +(onnx|flwr|dp_accounting|cryptography|click|rich|sqlalchemy|tuf|ml_dtypes|torch|jax)\b"
+)
+MIB = 1 << 20
+
+
+async def one_run(cloud, **fields):
+    made = await cloud.federation.begin(given.start_request(**fields), by="operator")
+    run = await given.ended(cloud, made.id)
+    assert run.phase == pb.Run.DONE, run.reason
+    return await cloud.registry.version(run.result), run
+
+
+def test_a_process_says_that_it_is_ready_learns_and_stops_when_told(tmp_path):
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            process = await process_of(cloud, tmp_path, "ann", 0)
+            with started(process):
+                await one_run(cloud, cohort={"devices": 1})
+                return process.said, await asyncio.to_thread(process.stop), process.log()
+
+    said, code, log = within(story())
+    assert said["device"] == "ann"
+    assert (said["population"], said["examples"], said["held_out"]) == (given.POPULATION, 24, 12)
+    assert code == 0
+    for event in ("device started", "task begun", "contributed", "update settled", "stopped"):
+        assert event in log
+
+
+def test_a_whole_run_imports_nothing_of_weight(tmp_path):
+    """`-X importtime` writes every import to standard error."""
+
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            process = await process_of(cloud, tmp_path, "ann", 0)
+            process.interpreter = (sys.executable, "-X", "importtime")
+            with started(process):
+                await one_run(cloud, cohort={"devices": 1})
+            return process.log()
+
+    log = within(story())
+    assert "| onnxruntime" in log.replace("  ", "")
+    assert not WEIGHTLESS.findall(log)
+
+
+def test_it_is_ready_within_a_second_of_a_free_processor(tmp_path):
+    """Processor seconds, which other processes of the machine do not lengthen."""
+
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            process = await process_of(cloud, tmp_path, "ann", 0)
+            with started(process):
+                return process.processor_s()
+
+    assert within(story()) <= READY_S
+
+
+def wide_model(folder):
+    """About 10 MB of parameters, in one matrix for the most part."""
+    cell = nn.Sequential(nn.Dense(500, 5000), nn.Tanh(), nn.Dense(5000, 10))
+    trainer = train.Trainer(cell, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
+    trainer.prepare(TensorSpec(("N", 500), "float32"), TensorSpec(("N",), "int64"))
+    module = trainer.export(("predict", "evaluate", "loss"))
+    module.save(folder / "wide.tpm")
+    size = sum(t.array.nbytes for t in module.state.values())
+    return (folder / "wide.tpm").read_bytes(), size
+
+
+def test_its_memory_is_80_mb_and_5_times_the_parameters(tmp_path):
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            data, size = wide_model(tmp_path)
+            blob = cloud.blobs.put(data)
+            push = Push(model="wide", blob=blob, key=b"k" * 16)
+            await cloud.registry.push(push, by="operator")
+            process = await process_of(cloud, tmp_path, "ann", 0)
+            rng = np.random.default_rng(0)
+            x, y = rng.normal(size=(100, 500)).astype(np.float32), rng.integers(0, 10, 100)
+            save_shard(process.data, Shard({"x": x[20:], "y": y[20:]}, {"x": x[:20], "y": y[:20]}))
+            with started(process):
+                await one_run(cloud, model="wide", cohort={"devices": 1}, evaluate_every=1)
+                return process.peak_bytes(), size
+
+    peak, size = within(story())
+    assert peak <= 80 * MIB + 5 * size
+
+
+def test_killed_devices_end_with_the_very_model_of_undisturbed_ones(tmp_path):
+    """Learning is by seed, round and name; int8's remainder and the update survive each kill."""
+
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            processes = [
+                await process_of(cloud, tmp_path, name, k) for k, name in enumerate(("ann", "bob"))
+            ]
+            spec = {"model": "tiny@1", "rounds": ROUNDS, "compression": "int8"}
+            with started(*processes):
+                undisturbed, _ = await one_run(cloud, **spec)
+                killing = asyncio.create_task(killed_often(processes, random.Random(5)))
+                disturbed, run = await one_run(cloud, **spec)
+                killing.cancel()
+                kills = (await asyncio.gather(killing, return_exceptions=True))[0]
+            starts = sum(process.log().count("device started") for process in processes)
+            return undisturbed, disturbed, run, kills, starts
+
+    undisturbed, disturbed, run, kills, starts = within(story(), 240)
+    assert starts >= 2 + 3
+    assert not isinstance(kills, Exception) or isinstance(kills, asyncio.CancelledError), kills
+    assert disturbed.model_digest == undisturbed.model_digest
+    assert all(r.counted == 2 for r in run.rounds)
+
+
+async def killed_often(processes, rng):
+    """Kill and start one of them again and again, at instants that nothing announces."""
+    for _ in range(KILLS):
+        pause = asyncio.get_running_loop().create_future()
+        await asyncio.wait([pause], timeout=rng.uniform(0.05, 0.8))
+        process = rng.choice(processes)
+        await asyncio.to_thread(process.kill)
+        await asyncio.to_thread(process.start)
+
+
+def test_one_home_is_one_process(tmp_path):
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            process = await process_of(cloud, tmp_path, "ann", 0)
+            with started(process):
+                return await asyncio.to_thread(
+                    subprocess.run, process.command(), capture_output=True, text=True, timeout=30
+                )
+
+    second = within(story())
+    assert second.returncode == 1
+    assert "another process works in" in second.stderr
+
+
+def test_a_home_without_an_identity_says_what_to_do(tmp_path):
+    (tmp_path / "empty").mkdir()
+    save_shard(tmp_path / "data.npz", given.shard(0))
+    command = Process(tmp_path / "empty", tmp_path / "data.npz").command()
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "triplane device enrol TOKEN --cloud HOST:PORT" in done.stderr
