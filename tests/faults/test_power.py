@@ -213,9 +213,12 @@ def cuts(folder, *, points, seed, unsynced=()):
     return operations
 
 
-@pytest.mark.slow
-def test_five_thousand_power_cuts_leave_a_committed_version_serving(tmp_path):
-    assert cuts(tmp_path, points=5000, seed=1) > 50
+@pytest.mark.parametrize(
+    ("points", "seed"),
+    [pytest.param(1000, 1, marks=pytest.mark.slow), pytest.param(5000, 2, marks=pytest.mark.deep)],
+)
+def test_power_cuts_leave_a_committed_version_serving(tmp_path, points, seed):
+    assert 50 < cuts(tmp_path, points=points, seed=seed) < points / 5, "each operation, five times"
 
 
 @pytest.mark.parametrize("forgotten", ["sync", "sync_folder"])
