@@ -59,6 +59,7 @@ def found(name, algorithm):
     return {k.removeprefix("grad."): v for k, v in results.items() if "grad." in k}, results["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", NAMES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gradient_equals_pytorchs_through_three_inner_steps(name, algorithm):
@@ -101,6 +102,7 @@ def slope(f, w, direction):
     return (ahead - behind) / (2 * EPSILON)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", NAMES)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gradient_is_the_slope_of_what_it_descends(name, algorithm):
@@ -142,6 +144,7 @@ def test_a_plan_takes_that_step_on_onnxruntime(name, algorithm, tmp_path):
     assert all(np.array_equal(after[k], given[k]) for k in untouched)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, MAX_INNER_STEPS])
 def test_inner_steps_are_as_many_as_asked(steps):
     """Gradients of Meta-SGD by a rate of zero: w_K is w, so steps add up exactly."""
