@@ -88,6 +88,7 @@ def check(cloud, role, data):
     return kind
 
 
+@pytest.mark.slow
 @given(role=st.sampled_from(ROLES), at=st.floats(0, 1, exclude_max=True), mask=st.integers(1, 255))
 def test_any_changed_byte_is_refused_or_means_the_same(cloud, role, at, mask):
     data = bytearray(cloud.repository.get(name_of(cloud, role)))
@@ -95,6 +96,7 @@ def test_any_changed_byte_is_refused_or_means_the_same(cloud, role, at, mask):
     check(cloud, role, bytes(data))
 
 
+@pytest.mark.slow
 @given(
     role=st.sampled_from(ROLES),
     at=st.floats(0, 1),
@@ -106,6 +108,7 @@ def test_any_inserted_text_is_refused_or_means_the_same(cloud, role, at, text):
     check(cloud, role, data[:place] + text + data[place:])
 
 
+@pytest.mark.slow
 @given(role=st.sampled_from(ROLES), at=st.floats(0, 1, exclude_max=True))
 def test_any_truncation_is_refused(cloud, role, at):
     data = cloud.repository.get(name_of(cloud, role))

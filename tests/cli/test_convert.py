@@ -42,6 +42,7 @@ def test_int8_with_all_its_files(folder, tmp_path, capsys):
     assert ET.fromstring((tmp_path / "a.svg").read_text()).tag.endswith("svg")
 
 
+@pytest.mark.slow
 def test_json_is_one_document(folder, tmp_path, capsys):
     out = tmp_path / "a.bundle"
     assert run(["convert", str(folder / "digits.tpm"), "--out", str(out), "--json"]) == 0

@@ -67,6 +67,7 @@ def test_version_is_the_installed_one():
     assert command_line("--version").stdout.startswith("triplane 0.")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["edge", "--help"]])
 def test_help_imports_click_and_nothing_heavy(argv):
     program = f"""

@@ -34,6 +34,8 @@ from triplane.proto.status import facts_of, remote_errors
 from triplane.proto.stream import new_epoch
 from triplane.proto.transfer import BlobFolder, download
 
+pytestmark = pytest.mark.slow  # each test is a whole cloud
+
 DEADLINE_S = 15.0
 PATH = "release/digits@1+ort-x64.bundle"
 
@@ -89,7 +91,6 @@ async def watched(people, rollout_id, *, until_paused=False):
     return heard
 
 
-@pytest.mark.slow
 def test_a_deploy_over_the_wire_reaches_every_node_in_waves(home, tmp_path):
     async def story():
         async with running(home) as cloud:
@@ -109,7 +110,6 @@ def test_a_deploy_over_the_wire_reaches_every_node_in_waves(home, tmp_path):
         assert [a.target_path for a in node.desired.assignments] == [PATH]
 
 
-@pytest.mark.slow
 def test_a_failing_version_pauses_and_abort_takes_it_back(home, tmp_path):
     async def story():
         async with running(home) as cloud:
@@ -135,7 +135,6 @@ def test_a_failing_version_pauses_and_abort_takes_it_back(home, tmp_path):
     assert [(a.version, a.target_path) for a in assignments] == [(1, PATH)] * 2
 
 
-@pytest.mark.slow
 def test_nodes_find_a_restarted_cloud_and_the_rollout_goes_on(home, tmp_path):
     async def story():
         async with running(home) as cloud:
@@ -156,7 +155,6 @@ def test_nodes_find_a_restarted_cloud_and_the_rollout_goes_on(home, tmp_path):
     assert (kept.version, kept.attempt) == (1, 1)
 
 
-@pytest.mark.slow
 def test_a_node_reads_the_bundle_assigned_to_it_and_nothing_else(home, tmp_path):
     async def story():
         async with running(home) as cloud:
@@ -315,7 +313,6 @@ def test_a_cloud_that_stops_says_goodbye_to_its_nodes(home, tmp_path):
     assert goodbye.retry_after_s > 0
 
 
-@pytest.mark.slow
 def test_who_was_enrolled_or_revoked_before_a_crash_is_known_after_it(home, tmp_path):
     async def story():
         async with running(home) as cloud:

@@ -177,6 +177,7 @@ def slopes_hold(scalar, args, tolerance):
         assert abs((g * direction).sum() - want) <= tolerance * max(1.0, abs(want)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_of_both_orders_equal_central_differences(name):
     function, args = recorded(name, np.float64)
@@ -245,6 +246,7 @@ def test_a_function_with_loops_inlines_twice(name, engine_name):
     agree(engine(engine_name).compile(twice)(*args.values()), wanted, name)
 
 
+@pytest.mark.slow
 def test_slope_of_a_slope_through_a_loop_is_a_loop_again():
     function, args = recorded("for", np.float64)
     ones = {k: np.ones_like(a) for k, a in args.items()}

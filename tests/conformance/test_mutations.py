@@ -50,6 +50,7 @@ def test_a_broken_row_is_named(slip):
     assert str(broken) in complaint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({str(broken) for broken in BROKEN.values()}))
 def test_the_intact_row_raises_no_complaint(name):
     intact = next(r for r in TABLE.values() if str(r) == name)

@@ -232,6 +232,7 @@ def test_a_damaged_file_is_corrupt_and_not_touched(tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_broken_connection_heals(postgres):
     name = f"heals_{os.getpid()}"
     postgres.execute(f"CREATE DATABASE {name}")

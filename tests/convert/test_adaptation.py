@@ -56,6 +56,7 @@ def test_bundle_adapts_exactly_as_a_device_with_the_plan_does(module, bundle, sa
     assert batch_names(bundle) == ("x", "y")
 
 
+@pytest.mark.slow
 def test_adapted_bundle_is_a_bundle_whose_goldens_hold(bundle, samples, tmp_path):
     digest = write_adapted(bundle, adapted_weights(bundle, samples), tmp_path / "mine.bundle")
     mine = runtime.Bundle.load(tmp_path / "mine.bundle", expected_digest=digest)
@@ -71,6 +72,7 @@ def test_start_point_is_served_unfolded_under_its_own_names(module, bundle):
     assert bundle.description.adapt_steps == STEPS
 
 
+@pytest.mark.slow
 def test_model_that_does_not_ask_for_it_gets_no_graph(module, tmp_path):
     plain = replace(module, meta={k: v for k, v in module.meta.items() if k != "adapt_steps"})
     convert.convert(plain, "ort-x64", name="digits", out=tmp_path / "plain.bundle")

@@ -16,6 +16,8 @@ from triplane.unified_ir.frontend import trace
 from triplane.unified_ir.ir import Module, Role, StateTensor
 from triplane.unified_ir.runtime import Bundle
 
+pytestmark = pytest.mark.slow  # each test trains, converts or times
+
 x64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels of x64")
 
 
@@ -31,7 +33,6 @@ def int8(tmp_path_factory):
     return report, Bundle.load(out)
 
 
-@pytest.mark.slow
 def test_int8_keeps_the_accuracy_of_a_network_that_knows_digits(int8):
     report, bundle = int8
     _, _, held_out = nets.digits()
@@ -126,7 +127,6 @@ def budget(tmp_path, **limits):
     )  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
@@ -156,7 +156,6 @@ def test_a_lost_point_of_accuracy_refuses_by_default(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_larger_drop_can_be_allowed(tmp_path):
     report = badly_calibrated(tmp_path, max_accuracy_drop=100.0)
     assert report.accuracy
@@ -322,7 +321,6 @@ print(made.content_digest)
 """
 
 
-@pytest.mark.slow
 def test_the_content_is_the_same_in_every_process(tmp_path):
     found = {
         subprocess.run(

@@ -50,6 +50,7 @@ def test_quartiles_are_of_the_values():
     assert quartiles([1, 2, 3, 4, 5]) == Quartiles(2, 3, 4)
 
 
+@pytest.mark.slow
 def test_a_session_against_itself_is_about_as_fast():
     made = artifact(freeze(nets.lenet(), "predict"))
     a, b, c = (made.session() for _ in range(3))

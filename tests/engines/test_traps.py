@@ -144,6 +144,7 @@ class TestTies:
         x[:, :, 2:5, 3:6] = random(seed, 4, 1, 3, 3)
         return x
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("kernel", "stride", "padding"), [(2, 2, 0), (3, 2, 1), (3, 3, 0)])
     def test_training_through_tied_maxima_agrees(self, kernel, stride, padding):
         def body(w, b, x, labels):

@@ -221,6 +221,7 @@ def test_power_cuts_leave_a_committed_version_serving(tmp_path, points, seed):
     assert 50 < cuts(tmp_path, points=points, seed=seed) < points / 5, "each operation, five times"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", ["sync", "sync_folder"])
 def test_the_search_finds_a_missing_sync(tmp_path, forgotten):
     with pytest.raises((AssertionError, Corrupt, KeyError)):

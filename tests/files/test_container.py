@@ -140,6 +140,7 @@ def test_damage_inside_a_tensor_names_the_tensor(tmp_path):
         read(path)
 
 
+@pytest.mark.slow
 def test_every_truncation_and_extension_is_refused(tmp_path):
     path = tmp_path / "m.tpm"
     small(path)

@@ -37,6 +37,7 @@ def stored(draw) -> Tensor:
     return Tensor(row.name, data.view(row.storage).reshape(shape))
 
 
+@pytest.mark.slow
 @given(st.dictionaries(names, stored(), max_size=6))
 def test_any_tensors_survive_the_round_trip_bit_for_bit(values):
     found = tensors.unpack(packed(values), "part")
@@ -59,6 +60,7 @@ def test_the_official_reader_reads_ours(values):
         assert bytes(found[name]["data"]) == tensor.data.tobytes()
 
 
+@pytest.mark.slow
 @given(st.dictionaries(names, stored(), max_size=6))
 def test_ours_reads_what_the_official_writer_wrote(values):
     plain = {

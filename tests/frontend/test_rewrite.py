@@ -18,12 +18,14 @@ from .programs import CASES, PROGRAMS, N, X
 from .sides import everywhere, floats, on_side, slope
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "call"), CASES)
 def test_a_program_gives_one_result_in_every_mode(name, call):
     f, calls = PROGRAMS[name]
     everywhere(f, *calls[call])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "call"), CASES)
 def test_a_programs_gradient_is_its_slope_in_every_mode(name, call):
     f, calls = PROGRAMS[name]

@@ -41,6 +41,7 @@ def assert_same_bits(function, read, args):
         assert a.tobytes() == b.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", list(TABLE.values()), ids=str)
 def test_every_sample_of_a_row_comes_back_with_the_same_results(row):
     for sample in row.samples:
@@ -52,6 +53,7 @@ def test_every_sample_of_a_row_comes_back_with_the_same_results(row):
             assert_same_bits(gradient, back(gradient), args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", graphs.WITH_REGIONS)
 def test_regions_and_their_gradients_come_back_with_the_same_results(name):
     for function in graphs.with_gradients(name):

@@ -40,6 +40,7 @@ def test_every_sample_of_a_row_reads_back(row):
             assert_reads_back(value_and_grad(loss))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", graphs.WITH_REGIONS)
 def test_regions_read_back(name):
     for function in graphs.with_gradients(name):

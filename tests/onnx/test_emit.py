@@ -55,6 +55,7 @@ def graphs(graph):
                 yield from graphs(attribute.g)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", [17, 21, 26])
 def test_every_sample_gives_a_model_that_passes_the_full_check(opset):
     for use in uses_of():

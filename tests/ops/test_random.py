@@ -53,6 +53,7 @@ def test_blocks_equal_the_published_answers(name, counter, key, result):
     assert tuple(int(w[0]) for w in found) == result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_bits_are_equal_on_every_engine(size):
     found = [drawn(name, lambda key, x: ops.random_bits(key, x.shape), size)[0] for name in ENGINES]

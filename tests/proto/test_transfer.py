@@ -55,6 +55,7 @@ def file_of(tmp_path, n_bytes):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_bytes", [0, 1, (1 << 20) - 1, 1 << 20, 3_500_000])
 def test_a_file_goes_up_and_down_unchanged(tmp_path, cloud, n_bytes):
     blobs, channel = cloud
@@ -104,6 +105,7 @@ def test_an_absent_blob_is_not_found(tmp_path, cloud):
         download(channel, bytes(32), 10, BlobFolder(tmp_path / "node"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [b"", b"../../etc/passwd", bytes(31), bytes(33)])
 def test_a_name_that_is_no_digest_is_refused(cloud, name):
     _, channel = cloud

@@ -95,6 +95,7 @@ def test_resuming_at_any_step_gives_the_same_bits(step, tmp_path):
     assert history.rows == whole.history.rows
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_trained_again(tmp_path):
     done = trainer()
     done.fit(data(), 2, checkpoint=tmp_path, **QUIET)
@@ -107,6 +108,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
     assert again.place.epoch == 3
 
 
+@pytest.mark.slow
 def test_a_resumed_early_stop_stays_stopped(tmp_path):
     stop = {"callbacks": [train.EarlyStop("loss", patience=1, min_change=9.0)]}
     for _ in range(2):
@@ -126,6 +128,7 @@ def damage(path, at=-200):
     path.write_bytes(raw)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path):
     done, (_, newest) = checkpoints(tmp_path)
     damage(newest)
@@ -170,6 +173,7 @@ def rewritten(path, **changes):
     container.write(path, "checkpoint", parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -70,6 +70,7 @@ def test_data_that_is_not_finite_is_named():
         trainer().fit((x, y), 1, batch_size=64, **QUIET)
 
 
+@pytest.mark.slow
 def test_the_cell_keeps_the_state_of_the_last_whole_epoch():
     x, y = data()
     good, bad = [(x[:25], y[:25]), (x[25:], y[25:])], (x[:25] * np.nan, y[:25])

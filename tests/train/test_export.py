@@ -29,6 +29,7 @@ def call(module, entry, **batch):
     return dict(zip(function.result_names, values, strict=True))
 
 
+@pytest.mark.slow
 def test_predict_and_evaluate_give_what_the_trainer_gives(done):
     module, (x, y) = done.export(ALL), data()
     assert np.array_equal(call(module, "predict", x=x)["logits"], done.predict(x))

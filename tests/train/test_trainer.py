@@ -77,6 +77,7 @@ def test_arrays_datasets_and_lists_of_batches_train_alike():
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_fitting_twice_goes_on():
     once, twice = trainer(), trainer()
     once.fit(data(), 4, **QUIET)
@@ -301,6 +302,7 @@ def test_the_history_is_kept_in_files(tmp_path):
     assert len(rows) == 2
 
 
+@pytest.mark.slow
 def test_progress_without_a_terminal_is_a_line_per_epoch():
     out = io.StringIO()
     trainer().fit(data(), 2, progress=train.Progress(stream=out))
@@ -370,6 +372,7 @@ class Clashing(nn.Cell):
 X, Y = data()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "said"),
     [

@@ -32,6 +32,7 @@ ALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_a_verb_imports_click_only_until_it_runs(module):
     code = LIGHT.format(module=module.__name__, heavy=HEAVY)

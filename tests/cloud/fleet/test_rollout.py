@@ -352,6 +352,7 @@ def check(rollout, assigned):
     assert bool(rollout.ended_s) is (rollout.state in ENDED and rollout.ended_s > 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples * 3, deadline=None)
 @given(begun(), histories)
 def test_no_order_of_events_breaks_a_promise(start, history):
@@ -371,6 +372,7 @@ def test_no_order_of_events_breaks_a_promise(start, history):
         assert before.state not in ENDED or rollout == before
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples * 2, deadline=None)
 @given(begun(), histories, st.lists(st.lists(reports, max_size=8), max_size=8))
 def test_reports_that_come_together_break_no_promise_either(start, history, batches):

@@ -42,6 +42,7 @@ def test_reports_that_come_together_are_the_same_as_one_by_one():
     assert {m.stage for m in rollout.members.values()} == {Stage.COMMITTED}
 
 
+@pytest.mark.slow
 def test_a_fleet_that_reports_at_once_is_looked_at_once():
     fleet = deployed(500)
     reports = [committed(name) for name in fleet.nodes]

@@ -338,6 +338,7 @@ def test_every_method_has_a_row_or_stands_on_the_open_port():
     assert {row for row in RIGHTS if row.startswith("/triplane.")} <= set(methods())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", list(Role))
 def test_a_role_calls_what_its_rows_say_and_nothing_else(play, role):
     async def story(cloud):

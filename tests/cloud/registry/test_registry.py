@@ -74,6 +74,7 @@ def test_versions_count_from_one_and_references_find_them(database, tmp_path):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "family", "message"),
     [

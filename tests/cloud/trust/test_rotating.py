@@ -38,6 +38,7 @@ def rotated(cloud, role, *keys, **options):
     return rotate(cloud.repository, role, keys, cloud.offline, now_s=cloud.clock(), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ROLES)
 def test_nodes_follow_to_other_keys_of_any_role_and_keep_what_is_listed(cloud, role):
     node, old = cloud.node(), KeyFolder(folder_of(cloud, role)).path / f"{role}.pem"

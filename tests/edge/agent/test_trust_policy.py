@@ -26,6 +26,7 @@ def test_a_larger_share_has_the_nodes_of_a_smaller(node, model, a, b):
     assert in_share(node, model, large) or not in_share(node, model, small)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
 def test_a_share_has_about_so_many_nodes_and_others_for_another_model(share):
     nodes = [f"node-{i}" for i in range(20_000)]
