@@ -35,13 +35,13 @@ class Releasing:
         self._ended: set[str] = set()
 
     async def run(self) -> None:
-        """Look after each change of any run, and again while something waits."""
+        """Look after the end of each run, and again while something waits."""
         while True:
-            moved = self._federation.moved
+            ended = self._federation.ended
             waiting = await self._look()
             try:
                 async with asyncio.timeout(RETRY_S if waiting else None):
-                    await moved.wait()
+                    await ended.wait()
             except TimeoutError:
                 continue
 

@@ -172,7 +172,7 @@ class Receiving:
 
     def sync(self) -> None:
         """Make what was written durable."""
-        if self._file is not None:
+        if self._file is not None and self._unsynced:
             self._file.sync()
         self._unsynced = 0
 
@@ -209,7 +209,7 @@ class Receiving:
         """Let go of the file; what is synced stays for the next try."""
         if self._file is not None:
             with contextlib.suppress(Unavailable):
-                self._file.sync()
+                self.sync()
             self._file.close()
             self._file = None
 
@@ -327,13 +327,19 @@ def upload(channel: grpc.Channel, path: Path, progress: Report = _quiet) -> byte
     """
     sha256, size = digest_of(path), path.stat().st_size
     stub = TransferStub(channel)
+    guess = size <= CHUNK_BYTES  # that nothing is there: a small file needs no question first
     for attempt in _tries():
+        have = pb.Progress()
         try:
-            have = stub.Stat(pb.StatRequest(sha256=sha256, size=size))
+            if not guess:
+                have = stub.Stat(pb.StatRequest(sha256=sha256, size=size))
             if not have.complete:
                 have = stub.Upload(_upload_chunks(path, sha256, size, have.stored, progress))
         except grpc.RpcError as error:
-            attempt(error_from(error))
+            refusal = error_from(error)
+            if not (guess and isinstance(refusal, Conflict)):
+                attempt(refusal)
+            guess = False
             continue
         if have.complete:
             progress(size, size)
@@ -487,8 +493,8 @@ class TransferServicer(Base):
                 await self._write(receiving, first)
             async for chunk in chunks:
                 await self._write(receiving, chunk)
-            await asyncio.to_thread(receiving.sync)
             if receiving.stored < receiving.size:
+                await asyncio.to_thread(receiving.sync)
                 return pb.Progress(stored=receiving.stored)
             await asyncio.to_thread(receiving.finish)
             return pb.Progress(stored=receiving.size, complete=True)
@@ -508,6 +514,7 @@ class TransferServicer(Base):
             size = path.stat().st_size
             if request.offset > size:
                 raise InvalidInput(f"the blob has {size} bytes; {request.offset} is beyond its end")
-            pieces = chunks_of(path, request.offset)
-            while (data := await asyncio.to_thread(next, pieces, None)) is not None:
+            pieces, sent = chunks_of(path, request.offset), request.offset
+            while sent < size and (data := await asyncio.to_thread(next, pieces, None)):
+                sent += len(data)
                 yield pb.DownloadChunk(size=size, data=data)

@@ -113,7 +113,7 @@ class Federation:
         self._down: dict[tuple[str, int], int] = {}
         self._sizes: dict[str, int] = {}
         self._told: list[Told] = []
-        self._moved = asyncio.Event()
+        self._moved, self._ended = asyncio.Event(), asyncio.Event()
         self._stopping = False
 
     async def start(self) -> None:
@@ -149,6 +149,11 @@ class Federation:
     def moved(self) -> asyncio.Event:
         """Set at the next change of anything; take it before looking."""
         return self._moved
+
+    @property
+    def ended(self) -> asyncio.Event:
+        """Set when a run is over; take it before looking."""
+        return self._ended
 
     # People
 
@@ -403,9 +408,12 @@ class Federation:
             for told in self._told:
                 told(device, work)
 
-    def moved_now(self) -> None:
+    def moved_now(self, *, over: bool) -> None:
         """See `live.Audience`."""
         self._move()
+        if over:
+            ended, self._ended = self._ended, asyncio.Event()
+            ended.set()
 
     def work_of(self, name: str) -> pb.Work:
         """All the device shall do now, and what became of what it did."""

@@ -69,8 +69,8 @@ class Audience(Protocol):
     def tell(self, device: str) -> None:
         """A device's work changed."""
 
-    def moved_now(self) -> None:
-        """Something changed that people see."""
+    def moved_now(self, *, over: bool) -> None:
+        """Something changed that people see. over: the run ended by it."""
 
 
 @dataclass(eq=False, slots=True)
@@ -217,7 +217,7 @@ class LiveRun:
         for effect in effects:
             if isinstance(effect, Reduce | Finish):
                 self._do(effect)
-        self._audience.moved_now()
+        self._audience.moved_now(over=self.is_over)
 
     def _do(self, effect: Reduce | Finish) -> None:
         task = asyncio.create_task(self._done(effect), name=f"{effect} of {self.entry.id}"[:80])

@@ -34,9 +34,7 @@ from triplane.proto.transfer import BlobFolder, digest_of
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import (
     like_of,
-    most_bytes,
     read_state,
-    read_update,
     write_state,
 )
 from triplane.unified_ir.federated.core.reduce import reduce
@@ -124,8 +122,7 @@ class Results:
 
         def opened(lease: Lease) -> dict[str, Array]:
             assert lease.update is not None
-            path = self._spool.folder.find(bytes.fromhex(lease.update.blob))
-            return read_update(path, like, run=entry.id, lease=lease.id, max_bytes=most_bytes(like))
+            return self._spool.opened(entry.id, lease.id, lease.update, like)
 
         updates = [
             (lease.update.examples, partial(opened, lease))
@@ -190,8 +187,7 @@ class Results:
         closed, at_hand = before.state.round, after.state.round
         if closed is None or (at_hand is not None and _same(closed, at_hand)):
             return
-        self._spool.close(lease.id for lease in closed.leases)
-        updates = {x.update.blob for x in closed.leases if x.update}
+        updates = self._spool.forget(closed.leases)
         stale = {before.state.shared, old.slots.hex()} - {after.state.shared, new.slots.hex(), ""}
         if new.prepared is None or self._shares_plan(new):
             stale = set()  # another run may be at the same bytes
@@ -199,9 +195,9 @@ class Results:
             stale.discard(new.prepared.state)
         asyncio.get_running_loop().run_in_executor(None, self._drop, new.id, updates, stale)
 
-    def _drop(self, run: str, updates: set[str], stale: set[str]) -> None:
+    def _drop(self, run: str, updates: set[bytes], stale: set[str]) -> None:
         try:
-            self._spool.drop(updates)
+            self._spool.remove(updates)
             for name in stale:
                 self._blobs.remove(bytes.fromhex(name))
         except (OSError, TriplaneError):

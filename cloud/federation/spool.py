@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from triplane.cloud.federation.live import LiveRun, Make
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
@@ -32,6 +34,7 @@ from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
     Arrived,
     Declined,
+    Lease,
     Refused,
     Score,
     Scored,
@@ -44,6 +47,9 @@ MAX_REASON_CHARS: Final = 500
 MAX_WORK_S: Final = 30 * 86_400.0
 CLOCK_S: Final = 60.0
 """What a clock may have been set back by since a round began."""
+SMALL_BYTES: Final = 256 << 10
+MAX_SMALL_BYTES: Final = 64 << 20
+"""Of small updates that are remembered between their arrival and their round's end."""
 UPLOADS: Final = 4
 """Different files that a device may begin for one lease."""
 
@@ -72,6 +78,8 @@ class Spool:
         self._blobs = blobs
         self._rooms: dict[str, Room] = {}
         self._begun: dict[str, set[bytes]] = {}
+        self._small: dict[str, dict[str, Array]] = {}
+        self._small_bytes = 0
 
     async def room(self, run: LiveRun) -> Room:
         """Of a prepared run; its first state says it."""
@@ -139,15 +147,30 @@ class Spool:
                 seconds=told.seconds,
             )
             room = await self.room(run)
-            await asyncio.to_thread(self.open, run, lease, update, room)
+            change = await asyncio.to_thread(self._checked, run, lease, update, room)
+            self._remember(update, change)
         except Refusal as refusal:
             return refused(device, lease, refusal.kind, str(refusal))
         except BadUpdate as refusal:
             return refused(device, lease, refusal.kind, str(refusal))
         return lambda _, at_s: Arrived(at_s=at_s, device=device, lease=lease, update=update)
 
-    def open(self, run: LiveRun, lease: str, update: Update, room: Room) -> dict[str, Array]:
-        """The change that an update holds. BadUpdate, Refusal."""
+    def _remember(self, update: Update, change: dict[str, Array]) -> None:
+        """Keep a small change until its round is reduced, so that its file is parsed once."""
+        if update.size <= SMALL_BYTES and self._small_bytes + update.size <= MAX_SMALL_BYTES:
+            self._small[update.blob] = {name: np.array(x) for name, x in change.items()}
+            self._small_bytes += update.size
+
+    def opened(self, run: str, lease: str, update: Update, like: Like) -> dict[str, Array]:
+        """The change of a counted update: remembered, or read from its file again."""
+        found = self._small.get(update.blob)
+        if found is not None:
+            return found
+        path = self.folder.find(bytes.fromhex(update.blob))
+        return read_update(path, like, run=run, lease=lease, max_bytes=most_bytes(like))
+
+    def _checked(self, run: LiveRun, lease: str, update: Update, room: Room) -> dict[str, Array]:
+        """The change in an update that was just announced. BadUpdate, Refusal."""
         try:
             path = self.folder.find(bytes.fromhex(update.blob))
         except (NotFound, InvalidInput) as error:
@@ -168,16 +191,21 @@ class Spool:
             compression=run.entry.spec.compression,
         )
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Remove updates that nobody needs any more."""
-        for name in names:
-            self.folder.remove(bytes.fromhex(name))
-
-    def close(self, leases: Iterable[str]) -> None:
-        """Forget leases that are over, with what was uploaded for them."""
+    def forget(self, leases: Iterable[Lease]) -> set[bytes]:
+        """Leases are over; returns the files that came for them, for `remove`."""
+        found: set[bytes] = set()
         for lease in leases:
-            for sha256 in self._begun.pop(lease, ()):
-                self.folder.remove(sha256)
+            found |= self._begun.pop(lease.id, set())
+            if lease.update is not None:
+                found.add(bytes.fromhex(lease.update.blob))
+                if self._small.pop(lease.update.blob, None) is not None:
+                    self._small_bytes -= lease.update.size
+        return found
+
+    def remove(self, files: Iterable[bytes]) -> None:
+        """Remove files from the disk; for a thread."""
+        for sha256 in files:
+            self.folder.remove(sha256)
 
     def sweep(self, needed: set[str], since_s: float) -> None:
         """At the start: remove what no open round names and nobody can still mean.
