@@ -20,12 +20,14 @@ from triplane.cloud.identity.rights import MACHINES, Role
 from triplane.cloud.identity.tables import CERTIFICATES, PRINCIPALS, TOKENS
 from triplane.cloud.store import Database
 from triplane.proto.documents import check_labels
-from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
 from triplane.proto.identity import Token, check_name, mac
 
 TOKEN_S: Final = 3600.0
 MAX_TOKEN_S: Final = 30 * 86_400.0
 MAX_OPEN_TOKENS: Final = 10_000
+MAX_RENEWALS: Final = 8
+"""Of one name within `OLD_CERTIFICATE_S`: each adds rows for good, and none of them is needed."""
 OLD_CERTIFICATE_S: Final = 3600.0
 """How long a renewed certificate is still good: its owner may crash before it uses the new one."""
 REFUSED: Final = "the token is unknown, expired or used, or its secret is wrong; ask for a new one"
@@ -160,6 +162,7 @@ class Principals:
             known = _principal(connection, name)
             if known is None or known.revoked:
                 raise NotFound(f"{name!r} is not enrolled, or was revoked")
+            _check_patience(connection, name, now)
             certificate = self._authority.issue(request, name, now)
             connection.execute(
                 sa.update(CERTIFICATES)
@@ -247,6 +250,19 @@ class Principals:
 def serial_of(certificate: x509.Certificate) -> str:
     """Serial number in hexadecimal, as the tables and the log have it."""
     return f"{certificate.serial_number:x}"
+
+
+def _check_patience(connection: sa.Connection, name: str, now: float) -> None:
+    count = connection.scalar(
+        sa.select(sa.func.count())
+        .select_from(CERTIFICATES)
+        .where(CERTIFICATES.c.name == name, CERTIFICATES.c.issued_s > now - OLD_CERTIFICATE_S)
+    )
+    if (count or 0) > MAX_RENEWALS:
+        raise Unavailable(
+            f"{name!r} was given {count} certificates within {OLD_CERTIFICATE_S:.0f} s, which is "
+            "enough; the newest is good for weeks"
+        )
 
 
 def _admit(

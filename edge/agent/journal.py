@@ -19,7 +19,9 @@ from triplane.proto.fleet_pb2 import NodeState
 logger = logging.getLogger(__name__)
 
 MAX_JOURNAL_BYTES: Final = 4 << 20
-"""A longer journal is cut down to the last line of each model when the agent starts."""
+"""A longer journal is cut down to the last line of each model."""
+MAX_MODELS_KEPT: Final = 256
+"""By a cut, those of the newest lines: a cloud that was taken over makes names up."""
 MAX_REASON_CHARS: Final = 1000
 ENDED: Final = frozenset({"COMMITTED", "FAILED", "RETURNED", "KEPT"})
 
@@ -46,12 +48,13 @@ class Journal:
     """The open journal of a node; one process writes it."""
 
     def __init__(self, path: Path, disk: Disk = OS_DISK) -> None:
+        self._path, self._disk = path, disk
         self.last: dict[str, Line] = {}
         kept = b""
         if path.exists():
             data = path.read_bytes()
             for line, raw in _lines(data):
-                self.last[line.model] = line
+                self._note(line)
                 kept += raw
             if len(kept) != len(data) or len(data) > MAX_JOURNAL_BYTES:
                 logger.warning(
@@ -63,16 +66,31 @@ class Journal:
 
     def add(self, line: Line) -> None:
         """Return once the line is on the disk."""
+        if self._file.size > MAX_JOURNAL_BYTES:
+            self._cut()
         self._file.write(_encode(line))
         self._file.sync()
-        self.last[line.model] = line
+        self._note(line)
         logger.info("attempt", extra=asdict(line))
 
     def close(self) -> None:
         """Let go of the file."""
         self._file.close()
 
+    def _note(self, line: Line) -> None:
+        """Keep the last line of each model, the newest last."""
+        self.last.pop(line.model, None)
+        self.last[line.model] = line
+
+    def _cut(self) -> None:
+        self._file.close()
+        try:
+            write_atomic(self._path, self._shortest(), self._disk)
+        finally:
+            self._file = AppendFile(self._path, self._disk)
+
     def _shortest(self) -> bytes:
+        self.last = dict(list(self.last.items())[-MAX_MODELS_KEPT:])
         return b"".join(map(_encode, self.last.values()))
 
 

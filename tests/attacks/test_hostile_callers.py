@@ -35,7 +35,7 @@ from triplane.proto import enrolment_pb2, identity_pb2, metadata_pb2, registry_p
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto import transfer_pb2 as transfer
 from triplane.proto.channels import connect, connect_aio
-from triplane.proto.enrolment_pb2_grpc import EnrolmentStub
+from triplane.proto.enrolment_pb2_grpc import EnrolmentStub, RenewalStub
 from triplane.proto.errors import TriplaneError
 from triplane.proto.fleet_pb2_grpc import FleetStub
 from triplane.proto.identity import IdentityFolder, Token, certificate_request, mac, new_key
@@ -228,6 +228,16 @@ def on(**changed):
         return found.reason
 
     return attack
+
+
+async def renewing(scene):
+    """A node renews its certificate as fast as it can: each renewal adds rows for good."""
+    liar = await scene.node("liar")
+    stub = RenewalStub(scene.channel(liar.identity))
+    request = enrolment_pb2.RenewRequest(request=certificate_request(new_key()))
+    for _ in range(8):
+        await stub.Renew(request)
+    return await refused(stub.Renew(request))
 
 
 # Tokens
@@ -499,6 +509,8 @@ CASES = [
     Case("endless data", "an upload that goes on after its end", TRANSFER,
          "blob 0000000000000000... has 1000 bytes; 1000 more after 1000 were sent",
          endless_upload, ""),
+    Case("endless data", "renewals of a certificate, one after the other", TOKENS,
+         "'liar' was given 9 certificates within 3600 s, which is enough", renewing, ""),
     Case("flipped byte", "an upload with one other byte", TRANSFER,
          "the bytes received have the digest ...; they were dropped, send it again from the "
          "start", flipped_upload, ""),

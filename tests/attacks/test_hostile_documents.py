@@ -8,6 +8,7 @@ from tests.faults.crash_disk import CrashDisk
 from tests.faults.test_power import BAD, MODEL, Node, made_home, path_of
 
 from triplane.cloud.fleet.reports import check_report
+from triplane.edge.agent import journal
 from triplane.edge.agent.reconciler import read_desired, report
 from triplane.edge.agent.refusal import Refused
 from triplane.edge.home import NodeHome
@@ -138,3 +139,15 @@ def test_a_node_that_met_many_models_is_still_heard(node):
     }
     check_report(said(node))
     assert MODEL in {model.model for model in said(node).models}
+
+
+def test_a_flood_of_attempts_does_not_fill_the_disk(node, monkeypatch):
+    """Names and attempts are the cloud's to choose; the journal is cut while it grows."""
+    monkeypatch.setattr(journal, "MAX_JOURNAL_BYTES", 20_000)
+    kept = node.journal.last[MODEL]
+    for i in range(400):
+        node.journal.add(replace(kept, model=f"m{i % 300}", reason="x" * 200, state="FAILED"))
+        assert node.home.journal.stat().st_size < 200_000
+    last = {line.model: line for line in journal.readable(node.home.journal)}
+    assert last["m99"] == node.journal.last["m99"]
+    assert len(last) <= 300
