@@ -144,6 +144,12 @@ def test_support_and_query_have_sizes_of_their_own(kept):
     assert shapes["support.x"] == shapes["support.y"] != shapes["query.x"] == shapes["query.y"]
 
 
+def test_personal_and_frozen_tensors_are_not_pulled_to_the_rounds_start(kept):
+    anchors = {k for k in kept("fedprox")[1].roles if k.startswith("anchor.")}
+    paths = ("body.weight", "body.bias", "head.weight", "head.bias")
+    assert anchors == {f"anchor.{k}" for k in paths}
+
+
 def test_rates_are_state_that_one_plan_takes_any_of(tmp_path):
     _, plan = planned(tmp_path, "fedavg")
     given = {**batch()}

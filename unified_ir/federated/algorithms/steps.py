@@ -16,7 +16,6 @@ loss, newly assigned state, and `grad.PATH` of what it trains.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -82,11 +81,10 @@ def descent(gradient: Function, rate: str, name: str) -> Function:
     """One step against `gradient` at the rate that is the state `rate`."""
     with Build(TABLE, name) as build:
         params = _params(build, gradient.params)
-        found = dict(
-            zip(gradient.result_names, inline(gradient, list(params.values())), strict=True)
-        )
-        moving = [n.removeprefix(GRAD) for n in found if n.startswith(GRAD) and n[5:] in params]
-        lr = params.get(rate) or build.param(rate, TensorType(params[moving[0]].dtype, ()))
+        results = inline(gradient, list(params.values()))
+        found = dict(zip(gradient.result_names, results, strict=True))
+        moving = [path for path in params if GRAD + path in found]
+        lr = build.param(rate, TensorType(params[moving[0]].dtype, ()))
         moved = {path: params[path] - found.pop(GRAD + path) * lr for path in moving}
     return clean(build.finish({**found, **moved}))
 
@@ -106,6 +104,11 @@ def learned_rate_adapt(of: Objective) -> Function:
     return clean(build.finish({**found, **moved}))
 
 
+def learned_rates(of: Objective, lr: float) -> Mapping[str, np.ndarray]:
+    """Where Meta-SGD's rates begin: `lr` everywhere."""
+    return {RATE + p: np.full_like(of.state[p].array, lr) for p in of.trained}
+
+
 def shared_trained(of: Objective) -> tuple[str, ...]:
     """What is trained and leaves the device."""
     return tuple(p for p in of.trained if of.state[p].role is Role.PARAMETER)
@@ -116,35 +119,24 @@ def scalar_of(of: Objective) -> TensorType:
     return TensorType(of.loss.results[0].type.dtype, ())
 
 
-@dataclass(frozen=True)
-class _Point:
-    """State after some inner steps."""
-
-    state: dict[str, Tensor]
-
-    def after(self, found: Tensors, moved: Tensors) -> _Point:
-        assigned = {k: v for k, v in found.items() if k in self.state}
-        return _Point({**self.state, **assigned, **moved})
-
-
 def _episode(
     of: Objective, steps: int, name: str, *, exact: bool = True, own_rates: bool = False
 ) -> Function:
     """Support, query and state -> the measures on the query after inner steps on the support."""
     _refuse_statistics(of)
     with Build(TABLE, name) as build:
-        start = _params(build, of.reads)
+        state = _params(build, of.reads)
         support = _part(build, of, SUPPORT)
         query = _part(build, of, QUERY)
         rates = _own_rates(build, of) if own_rates else _one_rate(build, of)
-        point = _Point(start)
         for _ in range(steps):
-            found, grads = of.differentiate(support, point.state)
+            found, grads = of.differentiate(support, state)
             if not exact:
                 grads = {path: stop_gradient(g) for path, g in grads.items()}
-            moved = {p: point.state[p] - grads[p] * rates(p) for p in of.trained}
-            point = point.after(found, moved)
-        measured = of.measure(query, point.state)
+            drawn = {name: found[name] for name in of.assigned}
+            moved = {path: state[path] - grads[path] * rates(path) for path in of.trained}
+            state = {**state, **drawn, **moved}
+        measured = of.measure(query, state)
     return clean(build.finish(measured))
 
 
@@ -180,8 +172,3 @@ def _own_rates(build: Build, of: Objective) -> Rates:
 def _finished(build: Build, found: Tensors, grads: Tensors) -> Function:
     named = {GRAD + path: g for path, g in grads.items()}
     return clean(build.finish({**found, **named}))
-
-
-def learned_rates(of: Objective, lr: float) -> Mapping[str, np.ndarray]:
-    """Where Meta-SGD's rates begin: `lr` everywhere."""
-    return {RATE + p: np.full_like(of.state[p].array, lr) for p in of.trained}
