@@ -72,6 +72,14 @@ def main(
     client.run(ready)
 
 
+def text(record: dict[str, object]) -> str:
+    """The ready line for people."""
+    return (
+        f"{record['device']}: takes part in runs of {record['population']} with "
+        f"{record['examples']} samples, {record['held_out']} held out"
+    )
+
+
 def _hold_little_memory() -> None:
     """One heap for all threads, and large arrays given back as soon as they are freed."""
     with contextlib.suppress(OSError, AttributeError):  # another C library has other ways

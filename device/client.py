@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -65,11 +64,7 @@ class FederatedClient:
     ) -> None:
         """Options that are absent are those of `device.json`. NotFound without any samples."""
         self._home = DeviceHome(home)
-        settings = self._home.settings
-        if population is not None:
-            settings = replace(settings, population=population)
-        if held_out is not None:
-            settings = replace(settings, held_out=held_out)
+        settings = self._home.settings.but(data=None, population=population, held_out=held_out)
         if samples is None and not settings.data:
             raise NotFound("no samples: give arrays, an npz file or batches, or set `data`")
         source = settings.data if samples is None else samples

@@ -22,6 +22,7 @@ from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Una
 
 DEFAULT_HOME: Final = "~/.triplane/device"
 MAX_SETTINGS_BYTES: Final = 64 << 10
+MAX_POPULATION_CHARS: Final = 64
 RENEWAL_S: Final = 60.0
 
 
@@ -46,8 +47,24 @@ class Settings:
             value = getattr(self, name)
             if type(value) is not kind and not (kind is float and type(value) is int):
                 raise InvalidInput(f"{name} is {kind.__name__}, got {value!r}")
+        if not self.population or len(self.population) > MAX_POPULATION_CHARS:
+            raise InvalidInput(
+                f"a population is named by 1 to {MAX_POPULATION_CHARS} characters, got "
+                f"{self.population[:80]!r}"
+            )
         if not (math.isfinite(self.held_out) and 0 <= self.held_out < 1):
             raise InvalidInput(f"held_out is a share in [0, 1), got {self.held_out}")
+
+    def but(
+        self, *, data: Path | None, population: str | None, held_out: float | None
+    ) -> "Settings":
+        """With those of the given values that are not None."""
+        given = {
+            "data": None if data is None else str(Path(data).absolute()),
+            "population": population,
+            "held_out": held_out,
+        }
+        return Settings(**{**asdict(self), **{k: v for k, v in given.items() if v is not None}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +160,18 @@ class DeviceHome:
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip()[-500:]
             raise Unavailable(f"the certificate was not renewed: {said}")
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a process works here."""
+        try:
+            with (self.path / "lock").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

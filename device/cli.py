@@ -1,0 +1,161 @@
+"""The verb `triplane device`: a device from the shell. Imports click only until it is called."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from triplane.unified_ir.cli.shell import json_option, open_output
+
+DEFAULT_HOME = "~/.triplane/device"
+ENROL_EXAMPLE = """
+\b
+An operator makes a token on a machine that reaches the cloud:
+  triplane cloud token --role device
+\b
+Then, here, once, and from now on:
+  triplane device enrol TOKEN --cloud cloud.example:8444 --population cameras --data samples.npz
+  triplane device run
+"""
+RUN_EXAMPLE = """
+\b
+Examples:
+  triplane device run
+  triplane device run --data other.npz --json
+\b
+samples.npz holds arrays x and y, one row for each sample. What is never learned from may be given
+as held_out.x and held_out.y, otherwise one sample of five is held out.
+"""
+
+
+def home_option(function: Any) -> Any:
+    """`--home DIR`: where a device keeps everything."""
+    return click.option(
+        "--home",
+        type=click.Path(file_okay=False, path_type=Path),
+        envvar="TRIPLANE_DEVICE_HOME",
+        default=DEFAULT_HOME,
+        show_default=True,
+        metavar="DIR",
+        help="The device's folder (also TRIPLANE_DEVICE_HOME).",
+        callback=lambda _ctx, _param, path: path.expanduser(),
+    )(function)
+
+
+def sample_options(function: Any) -> Any:
+    """What a device learns from, and with whom."""
+    for option in (
+        click.option(
+            "--held-out",
+            type=click.FloatRange(0, 1, max_open=True),
+            help="Share of samples that are never learned from.",
+        ),
+        click.option("--population", metavar="NAME", help="Which runs to take part in."),
+        click.option(
+            "--data",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            metavar="FILE.npz",
+            help="The samples.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@click.group()
+def device() -> None:
+    """Learn with other devices from samples that stay here."""
+
+
+@device.command(epilog=ENROL_EXAMPLE)
+@click.argument("token_text", metavar="TOKEN", envvar="TRIPLANE_TOKEN")
+@click.option(
+    "--cloud", "address", required=True, metavar="HOST:PORT", help="The cloud's enrolment port."
+)
+@home_option
+@sample_options
+@json_option
+def enrol(
+    *,
+    token_text: str,
+    address: str,
+    home: Path,
+    data: Path | None,
+    population: str | None,
+    held_out: float | None,
+    as_json: bool,
+) -> None:
+    """Make this machine a device: its key is made here, its certificate comes for TOKEN.
+
+    May be repeated with the same token after an interruption. What is said of samples and
+    population is kept as the defaults of `run`.
+    """
+    from triplane.device.home import DeviceHome
+    from triplane.proto.identity import enrol as enrol_at
+
+    place = DeviceHome(home)
+    settings = place.settings.but(data=data, population=population, held_out=held_out)
+    place.make()
+    enrol_at(token_text, address, place.identity.path)
+    place.save_settings(settings)
+    name = place.note_certificate().name
+    record = {"name": name, "home": str(place.path), "cloud": place.identity.cloud}
+    text = f"{name}: enrolled in {place.path}; now: triplane device run --home {place.path}"
+    open_output(as_json).result(record, text)
+
+
+@device.command(epilog=RUN_EXAMPLE)
+@home_option
+@sample_options
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="Events on standard error.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the ready line as one JSON object.")
+def run(
+    *,
+    home: Path,
+    data: Path | None,
+    population: str | None,
+    held_out: float | None,
+    log_level: str,
+    as_json: bool,
+) -> None:
+    """Take part in runs until SIGTERM or Ctrl-C.
+
+    One line on standard output says that it has begun. Killing this process loses nothing: what was
+    learned and not yet sent is sent by the next.
+    """
+    import json
+
+    from triplane.device.__main__ import main, text
+
+    main(
+        home,
+        data,
+        population=population,
+        held_out=held_out,
+        log_level=log_level,
+        line=json.dumps if as_json else text,
+    )
+
+
+@device.command()
+@home_option
+@json_option
+def status(*, home: Path, as_json: bool) -> None:
+    """Show what this device's model is, how good it is here, and what waits to be sent.
+
+    Reads the home only; works without the cloud and beside a running device.
+    """
+    from triplane.device.status import look
+
+    found = look(home)
+    open_output(as_json).result(found.record(), found.text())
+
+
+if __name__ == "__main__":
+    device()

@@ -1,0 +1,99 @@
+"""The verbs of a device, as a person and as a script use them."""
+
+import asyncio
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from tests.cloud.federation import given
+from tests.device.devices import cloud_of, save_shard, token_for, within
+
+from triplane.device.cli import device
+from triplane.proto.errors import InvalidInput, NotFound
+
+COMMAND = (sys.executable, "-m", "triplane.device.cli")
+
+
+def verb(*args, **options):
+    return subprocess.run(
+        [*COMMAND, *map(str, args)], check=False, capture_output=True, text=True, timeout=60,
+        **options,
+    )  # fmt: skip
+
+
+def begun(home):
+    return subprocess.Popen(
+        [*COMMAND, "run", "--home", str(home), "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_device_is_enrolled_runs_and_shows_what_it_has(tmp_path):
+    home, data = tmp_path / "home", tmp_path / "samples.npz"
+    save_shard(data, given.shard(0))
+
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            enrolled = await asyncio.to_thread(
+                verb, "enrol", await token_for(cloud, "ann"), "--cloud", cloud.enrol_address,
+                "--home", home, "--data", data, "--population", given.POPULATION, "--json",
+            )  # fmt: skip
+            running = await asyncio.to_thread(begun, home)
+            try:
+                ready = json.loads(await asyncio.to_thread(running.stdout.readline))
+                request = given.start_request(cohort={"devices": 1})
+                made = await cloud.federation.begin(request, by="operator")
+                run = await given.ended(cloud, made.id)
+                during = await asyncio.to_thread(verb, "status", "--home", home)
+            finally:
+                running.terminate()
+                code = await asyncio.to_thread(running.wait)
+                running.stdout.close()
+            return enrolled, ready, run, during, code
+
+    enrolled, ready, run, during, code = within(story())
+    assert json.loads(enrolled.stdout)["name"] == "ann"
+    assert (ready["device"], ready["population"]) == ("ann", given.POPULATION)
+    assert code == 0
+    assert "(running)" in during.stdout
+    assert f"of run {run.id}; " in during.stdout
+    assert "of 12 held-out samples" in during.stdout
+    after = json.loads(verb("status", "--home", home, "--json").stdout)
+    assert (after["running"], after["pending"]) == (False, [])
+    assert after["model"]["accuracy"] >= after["model"]["before"]
+
+
+@pytest.mark.parametrize(
+    ("args", "family", "says"),
+    [
+        (("status",), NotFound, "no enrolled device in"),
+        (("run",), NotFound, "no samples: give arrays"),
+        (("run", "--data", "{data}"), NotFound, "triplane device enrol TOKEN --cloud HOST:PORT"),
+        (("run", "--data", "{bad}"), InvalidInput, "is no npz file of plain arrays"),
+        (("enrol", "token", "--cloud", "127.0.0.1:1"), InvalidInput, "a token is SECRET.PIN"),
+        (("enrol", "t", "--cloud", "c", "--population", ""), InvalidInput, "a population is named"),
+    ],
+)
+def test_mistakes_are_told_with_the_way_out(tmp_path, args, family, says):
+    save_shard(tmp_path / "data.npz", given.shard(0))
+    np.savez(tmp_path / "bad.npz", x=np.array([{}], object), y=np.zeros(1))
+    names = {"data": tmp_path / "data.npz", "bad": tmp_path / "bad.npz"}
+    asked = [*(arg.format(**names) for arg in args), "--home", str(tmp_path / "home")]
+    done = CliRunner().invoke(device, asked)
+    assert isinstance(done.exception, family)
+    assert says in str(done.exception)
+
+
+@pytest.mark.parametrize("name", ["enrol", "run", "status"])
+def test_every_verb_explains_itself(name):
+    assert "Usage" in CliRunner().invoke(device, [name, "--help"]).output
+
+
+def test_its_help_imports_click_only():
+    code = "import sys, triplane.device.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert not {"numpy", "grpc", "onnxruntime", "cryptography"} & set(done.stdout.split())
