@@ -95,6 +95,12 @@ class Planting(MetadataServicer):
         with status_of(context):
             return metadata_pb2.GetResponse(metadata=self._repository.get(request.name))
 
+    def Submit(self, request, context):
+        raise NotImplementedError
+
+    def GetPending(self, request, context):
+        raise NotImplementedError
+
 
 @contextmanager
 def served(add, servicer, credentials=None):

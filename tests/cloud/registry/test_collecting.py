@@ -15,7 +15,7 @@ from tests.cloud.registry.models import QUICK, asked, child, npz, registry_of
 from tuf.api._payload import TargetFile
 
 from triplane.cloud.registry import Recipe, Registry, State
-from triplane.cloud.registry.collecting import MIN_AGE_S, claim, collect, unwanted
+from triplane.cloud.registry.collecting import MIN_AGE_S, Stored, claim, collect, unwanted
 from triplane.cloud.registry.queries import referenced
 from triplane.cloud.roots import roots_of
 from triplane.cloud.store import METADATA, Database
@@ -107,14 +107,15 @@ def test_what_would_go_is_told_and_stays(sqlite, tmp_path):
     async def main():
         async with registry_of(sqlite, tmp_path, command=child(QUICK)) as registry:
             name = registry.blobs.put(b"unwanted")
-            told = []
-            options = {"older_than_s": MIN_AGE_S, "clock": tomorrow}
-            (found,) = await unwanted(sqlite, registry.blobs, [referenced], **options)
+            told: list[Stored] = []
+            (found,) = await unwanted(
+                sqlite, registry.blobs, [referenced], older_than_s=MIN_AGE_S, clock=tomorrow
+            )
             assert found.sha256 == name
             registry.blobs.find(name)
             for _ in range(2):
                 await collect(
-                    sqlite, registry.blobs, [referenced], **options,
+                    sqlite, registry.blobs, [referenced], older_than_s=MIN_AGE_S, clock=tomorrow,
                     told=lambda _, removed: told.extend(removed),
                 )  # fmt: skip
             assert told == [found]
@@ -269,8 +270,7 @@ class World:
 
     async def collect(self):
         roots = roots_of(self.cloud.repository)
-        options = {"older_than_s": MIN_AGE_S}
-        gone = await collect(self.database, self.registry.blobs, roots, **options)
+        gone = await collect(self.database, self.registry.blobs, roots, older_than_s=MIN_AGE_S)
         assert not self.must_stay() & {found.sha256 for found in gone}
 
     async def _sign(self, data, *keys):

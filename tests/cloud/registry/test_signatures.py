@@ -61,7 +61,7 @@ async def path_of(registry):
 
 def test_a_published_signature_is_noted_once_and_told(told):
     async def story(registry, made):
-        heard = []
+        heard: list[Bundle] = []
         registry.on_bundle(heard.append)
         first = await registry.note_signed(signed(made))
         again = await registry.note_signed(signed(made))
