@@ -1,0 +1,216 @@
+"""What a contribution does to the device: nothing until the cloud says that it counted."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from tests.device.devices import within
+from tests.device.stage import RUN, client_at, lease, serving, staged
+from tests.federated.core import plans
+
+from triplane.device.home import DeviceHome
+from triplane.device.memory import Memory
+from triplane.proto import federation_pb2 as pb
+from triplane.unified_ir.federated.core.compress import LEVELS
+from triplane.unified_ir.federated.core.files import like_of, most_bytes, read_update
+
+SHARD = plans.shard(held_out=6)
+INT8 = pb.Learn(compression="int8")
+
+
+def memory(folder):
+    home = DeviceHome(folder / "ann")
+    return Memory(home.personal, home.pending)
+
+
+def settlement(number, *, counted):
+    return pb.Settlement(run=RUN, lease=lease(number), counted=counted, reason="for a test")
+
+
+async def learnt(stage, number, *settled, **changes):
+    stage.tell(stage.task(number, learn=INT8, **changes), settled=settled)
+    return await stage.contribution(lease(number))
+
+
+def change_of(stage, told):
+    like = like_of({n: plans.state()[n] for n in ("w", "bias")})
+    return read_update(
+        stage.blobs.find(told.update.blob.sha256),
+        like,
+        run=RUN,
+        lease=told.lease.hex(),
+        max_bytes=most_bytes(like),
+        compression="int8",
+    )
+
+
+def story_of(folder, tell):
+    """Run `tell(stage)` with a device at work; what it returns."""
+
+    async def story():
+        async with (
+            staged(folder / "stage") as stage,
+            serving(client_at(stage, folder / "ann", SHARD)),
+        ):
+            await stage.offer()
+            return await tell(stage)
+
+    return within(story())
+
+
+@pytest.mark.parametrize(("counted", "steps"), [(True, [3, 3]), (False, [])])
+def test_personal_state_changes_only_with_an_update_that_counted(tmp_path, counted, steps):
+    """`head` counts the steps that this device took; three belong to the update."""
+
+    async def tell(stage):
+        await learnt(stage, 1)
+        assert memory(tmp_path).personal(RUN).tensors == {}
+        assert [p.facts.lease for p in memory(tmp_path).pending()] == [lease(1).hex()]
+        await stage.heeded(pb.Work(settled=[settlement(1, counted=counted)]))
+        await learnt(stage, 2)
+
+    story_of(tmp_path, tell)
+    assert list(memory(tmp_path).personal(RUN).tensors.get("head", [])) == steps
+
+
+def test_the_remainder_of_what_counted_is_in_the_next_update(tmp_path):
+    """The three tasks learn the same change: they differ in their lease only."""
+
+    async def tell(stage):
+        first = change_of(stage, await learnt(stage, 1))
+        alone = change_of(stage, await learnt(stage, 2, settlement(1, counted=False)))
+        await stage.heeded(pb.Work(settled=[settlement(2, counted=True)]))
+        third = await learnt(stage, 3)
+        lost = memory(tmp_path).personal(RUN).remainder
+        return first, alone, change_of(stage, third), lost
+
+    first, alone, after, lost = story_of(tmp_path, tell)
+    assert {n: x.tobytes() for n, x in first.items()} == {n: x.tobytes() for n, x in alone.items()}
+    level = 1.01 * np.abs(alone["w"]).max() / LEVELS
+    np.testing.assert_allclose(after["w"], alone["w"] + 2 * lost["w"], atol=level)
+    assert lost["w"].any()
+
+
+def test_an_update_that_waits_is_sent_again_byte_for_byte_by_the_next_process(tmp_path):
+    """The cloud forgets everything too: a new epoch, and no bytes of the update."""
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            port = stage.port
+            async with serving(client_at(stage, tmp_path / "ann", SHARD)):
+                await stage.offer()
+                task = stage.task(1, learn=INT8)
+                stage.tell(task)
+                first = await stage.contribution(lease(1))
+        stage.blobs.remove(first.update.blob.sha256)
+        async with (
+            staged(tmp_path / "stage", port) as stage,
+            serving(client_at(stage, tmp_path / "ann", SHARD)),
+        ):
+            await stage.offer()
+            stage.tell(task)
+            again = await stage.contribution(lease(1))
+            return first, again, stage.blobs.has(again.update.blob.sha256)
+
+    first, again, arrived = within(story())
+    assert again == first
+    assert arrived
+
+
+def test_a_device_offers_itself_again_to_a_cloud_that_restarted(tmp_path):
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            port, client = stage.port, client_at(stage, tmp_path / "ann", SHARD)
+            working = serving(client)
+            await working.__aenter__()
+            first = await stage.offer()
+        try:
+            async with staged(tmp_path / "stage", port) as stage:
+                return first, await stage.offer()
+        finally:
+            await working.__aexit__(None, None, None)
+
+    first, again = within(story())
+    assert first == again
+    assert (again.population, again.examples, again.held_out) == ("labs", 20, 6)
+
+
+def test_an_update_whose_lease_is_over_is_forgotten(tmp_path):
+    async def tell(stage):
+        await learnt(stage, 1)
+        await stage.heeded(pb.Work())
+        await learnt(stage, 2)
+        return [p.facts.lease for p in memory(tmp_path).pending()]
+
+    assert story_of(tmp_path, tell) == [lease(2).hex()]
+
+
+def test_the_same_settlement_again_changes_nothing(tmp_path):
+    async def tell(stage):
+        await learnt(stage, 1)
+        for _ in range(3):
+            await stage.heeded(pb.Work(settled=[settlement(1, counted=True)]))
+        await learnt(stage, 2, settlement(1, counted=True))
+        return memory(tmp_path).personal(RUN).tensors["head"].tolist()
+
+    assert story_of(tmp_path, tell) == [3, 3]
+
+
+def test_work_that_nobody_wants_any_more_ends_and_the_next_begins(tmp_path):
+    """Years of steps are given up at once."""
+    long = pb.Sampling(steps=1_000_000, batch_size=16)
+
+    async def tell(stage):
+        stage.tell(stage.task(1, sampling=long))
+        await until_begun(tmp_path)
+        return await learnt(stage, 2), stage.heard
+
+    told, heard = story_of(tmp_path, tell)
+    assert told.WhichOneof("outcome") == "update"
+    assert not any(isinstance(m, pb.Contribution) and m.lease == lease(1) for m in heard)
+
+
+async def until_begun(folder):
+    """The model file appears when the first task has its plan and state."""
+    while not (folder / "ann/personal/model").exists():
+        await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=0.01)
+
+
+def test_work_ends_with_its_deadline(tmp_path):
+    long = pb.Sampling(steps=1_000_000, batch_size=16)
+
+    async def tell(stage):
+        first = stage.task(1, sampling=long, deadline_s=0.5)
+        stage.tell(first, stage.task(2))
+        return await stage.contribution(lease(2)), stage.heard
+
+    told, heard = story_of(tmp_path, tell)
+    assert told.WhichOneof("outcome") == "update"
+    assert not any(isinstance(m, pb.Contribution) and m.lease == lease(1) for m in heard)
+
+
+def test_the_better_model_is_kept_and_a_worse_one_never_replaces_it(tmp_path):
+    """`adapt` of this plan leads away from the answer, so the shared state wins."""
+    right = np.array([[1.0], [-2.0]], np.float32)
+
+    async def tell(stage):
+        plan, digest = stage.plan()
+        asked = {"plan": plan, "evaluate": pb.Evaluate(steps=3)}
+        stage.tell(stage.task(1, state=stage.state(digest, w=right), **asked))
+        return await stage.contribution(lease(1))
+
+    told = story_of(tmp_path, tell)
+    assert told.score.samples == 6
+    assert told.score.before == 1.0
+    assert told.score.after < 1.0
+    client = None
+
+    async def look():
+        nonlocal client
+        async with staged(tmp_path / "stage") as stage:
+            client = client_at(stage, tmp_path / "ann", SHARD)
+
+    within(look())
+    assert (client.choice().chosen, client.choice().accuracy) == ("shared", 1.0)
+    found = client.predict(SHARD.held_out["x"])["p"]
+    np.testing.assert_allclose(found, SHARD.held_out["y"], atol=1e-5)
