@@ -1,7 +1,7 @@
 """The one door of the main port: who calls, and whether the role may call this.
 
 Each call's peer certificate must carry a serial number that was issued to its name and is neither
-revoked nor expired, looked up in the database per call; then the method's row of `RIGHTS` decides.
+revoked nor expired, as the database has it (`known.py`); then the method's row of `RIGHTS` decides.
 A servicer finds out who called with `caller()`. Revoking a name ends its streams, here: at once,
 but for the methods of `FAREWELL`, which have a moment to say why in their own words.
 """
@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any, Final
 
 import grpc
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 FAREWELL: Final = frozenset({"/triplane.session.v1.Session/Open"})
 FAREWELL_S: Final = 0.5
+CERTIFICATES: Final = 4096
+"""Parsed ones that are remembered."""
 REVOKED: Final = ("revoked",)
 """What a task is cancelled with whose caller was revoked."""
 
@@ -181,11 +184,10 @@ class Gate(grpc.aio.ServerInterceptor):
     async def _who(self, context: Any) -> Principal:
         pem = context.auth_context().get("x509_pem_cert", [b""])[0]
         try:
-            certificate = x509.load_pem_x509_certificate(pem)
-            name = common_name(certificate)
+            serial, name = _read(pem)
         except (ValueError, Corrupt) as error:
             raise Refused(_S.UNAUTHENTICATED, "a certificate of this cloud is needed") from error
-        found = await self._holder(serial_of(certificate), name)
+        found = await self._holder(serial, name)
         if found is None:
             raise Refused(
                 _S.UNAUTHENTICATED,
@@ -201,6 +203,13 @@ class Gate(grpc.aio.ServerInterceptor):
             found = await self._principals.holder(serial, name)
             if revocations == self._revocations:
                 return found
+
+
+@lru_cache(maxsize=CERTIFICATES)
+def _read(pem: bytes) -> tuple[str, str]:
+    """(serial number, name) of a certificate. ValueError, Corrupt."""
+    certificate = x509.load_pem_x509_certificate(pem)
+    return serial_of(certificate), common_name(certificate)
 
 
 def _revoked(who: Principal) -> Refused:

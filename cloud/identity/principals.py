@@ -3,12 +3,13 @@
 Every change is a transaction together with its audit entry. Times are seconds since 1970.
 """
 
+import asyncio
 import hmac
 import json
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import sqlalchemy as sa
 from cryptography import x509
@@ -16,6 +17,7 @@ from cryptography.hazmat.primitives import serialization
 
 from triplane.cloud.identity import audit
 from triplane.cloud.identity.authority import Authority
+from triplane.cloud.identity.known import Known
 from triplane.cloud.identity.rights import MACHINES, Role
 from triplane.cloud.identity.tables import CERTIFICATES, PRINCIPALS, TOKENS
 from triplane.cloud.store import Database
@@ -33,6 +35,7 @@ OLD_CERTIFICATE_S: Final = 3600.0
 REFUSED: Final = "the token is unknown, expired or used, or its secret is wrong; ask for a new one"
 
 Labels = Mapping[str, str]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Principals:
         self, database: Database, authority: Authority, clock: Callable[[], float]
     ) -> None:
         self._database, self._authority, self._clock = database, authority, clock
+        self._known = Known()
 
     async def invite(
         self,
@@ -152,7 +156,7 @@ class Principals:
             )  # fmt: skip
             return Enrolled(der, row.name, Role(row.role), json.loads(row.labels))
 
-        return await self._database.write(work)
+        return await self._changed(work)
 
     async def renew(self, name: str, request: bytes) -> bytes:
         """A new certificate (DER) for a name; the old one holds for another hour."""
@@ -179,7 +183,7 @@ class Principals:
             )  # fmt: skip
             return certificate.public_bytes(serialization.Encoding.DER)
 
-        return await self._database.write(work)
+        return await self._changed(work)
 
     def admit_now(self, request: bytes, name: str, role: Role) -> x509.Certificate:
         """Enrol a name without a token: the first operator, made with the cloud itself."""
@@ -193,7 +197,10 @@ class Principals:
                 details={"role": role.value, "serial": serial_of(certificate)},
             )  # fmt: skip
 
-        self._database.write_now(work)
+        try:
+            self._database.write_now(work)
+        finally:
+            self._known.forget()
         return certificate
 
     async def revoke(self, actor: str, name: str, reason: str) -> Principal:
@@ -218,7 +225,7 @@ class Principals:
             assert revoked is not None
             return revoked
 
-        return await self._database.write(work)
+        return await self._changed(work)
 
     async def named(self, name: str) -> Principal:
         """One principal. NotFound."""
@@ -233,18 +240,32 @@ class Principals:
 
     async def holder(self, serial: str, name: str) -> Principal | None:
         """Whose valid certificate this is; None where it is void."""
-        now = self._clock()
+        now, at = self._clock(), self._known.changes
+        remembered = self._known.get((serial, name), now)
+        if remembered is not None:
+            return remembered
 
-        def work(connection: sa.Connection) -> Principal | None:
+        def work(connection: sa.Connection) -> tuple[Principal, float] | None:
             row = connection.execute(
                 sa.select(CERTIFICATES).where(CERTIFICATES.c.serial == serial)
             ).first()
             if row is None or row.revoked or row.name != name or row.expires_s < now:
                 return None
             known = _principal(connection, name)
-            return None if known is None or known.revoked else known
+            return None if known is None or known.revoked else (known, row.expires_s)
 
-        return await self._database.read(work)
+        found = await self._database.read(work)
+        if found is None:
+            return None
+        who, expires_s = found
+        self._known.keep((serial, name), who, expires_s=expires_s, now_s=now, at=at)
+        return who
+
+    async def _changed(self, work: Callable[[sa.Connection], T]) -> T:
+        """Write; what is remembered is forgotten after the commit, even if the caller is gone."""
+        writing = asyncio.create_task(self._database.write(work))
+        writing.add_done_callback(lambda _: self._known.forget())
+        return await asyncio.shield(writing)
 
 
 def serial_of(certificate: x509.Certificate) -> str:
