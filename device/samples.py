@@ -75,11 +75,14 @@ def _gathered(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
 def _from_npz(path: Path, held_out: float) -> Shard:
     try:
         _check_size(path.stat().st_size)
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if not isinstance(loaded, np.lib.npyio.NpzFile):
+                raise TypeError("it holds one array without a name")
+            arrays = {name: loaded[name] for name in loaded.files}
     except FileNotFoundError as error:
         raise NotFound(f"no samples at {path}; give an npz file with arrays x and y") from error
-    except (ValueError, OSError, BadZipFile, AttributeError) as error:
+    except (ValueError, TypeError, OSError, BadZipFile) as error:
         raise InvalidInput(f"{path} is no npz file of plain arrays: {error}") from error
     train = {name: x for name, x in arrays.items() if not name.startswith(HELD_OUT_PREFIX)}
     if len(train) == len(arrays):

@@ -1,0 +1,145 @@
+"""What a device remembers survives a crash at every step, whole or not at all."""
+
+import numpy as np
+import pytest
+
+from triplane.device import memory as remembering
+from triplane.device.memory import NOTHING, Facts, Memory, Personal
+from triplane.proto.disk import OS_DISK
+from triplane.proto.errors import Corrupt, Unavailable
+
+RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
+IMPLIED = Personal({"head": np.arange(3.0)}, {"w": np.full((2, 2), 0.25, np.float32)})
+
+
+def facts(run=RUN, lease="ab" * 16):
+    return Facts(run=run, round=3, lease=lease, examples=20, loss=0.1 + 0.2, seconds=1e-3)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name in ("personal", "pending"):
+        (tmp_path / name).mkdir()
+    return tmp_path / "personal", tmp_path / "pending"
+
+
+def kept(folders, run=RUN, data=b"the update's bytes", implied=IMPLIED):
+    source = folders[1] / "new"
+    source.write_bytes(data)
+    return Memory(*folders).keep(facts(run), source, implied)
+
+
+def plain(personal):
+    return {
+        n: x.tolist() for part in (personal.tensors, personal.remainder) for n, x in part.items()
+    }
+
+
+def test_what_was_kept_is_found_by_the_next_process(folders):
+    kept(folders)
+    (found,) = Memory(*folders).pending()
+    assert found.facts == facts()
+    assert Memory(*folders).bytes_of(found).read_bytes() == b"the update's bytes"
+
+
+def test_the_bytes_to_send_are_made_again_where_a_crash_lost_their_file(folders):
+    pending = kept(folders)
+    pending.path.with_suffix(".out").unlink()
+    assert Memory(*folders).bytes_of(pending).read_bytes() == b"the update's bytes"
+
+
+def test_an_older_update_s_bytes_are_never_sent_for_a_newer_one(folders):
+    """A crash after the newer one was kept, before its file took its place."""
+    (folders[1] / f"{RUN}.out").write_bytes(b"older")
+    source = folders[1] / "new"
+    source.write_bytes(b"newer")
+    memory = Memory(*folders)
+
+    def crash(_path):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pathlib.Path.replace", lambda *_: crash(None))
+        patch.setattr(OS_DISK.__class__, "replace", lambda _self, a, b: a.rename(b))
+        with pytest.raises(KeyboardInterrupt):
+            memory.keep(facts(), source, IMPLIED)
+    (found,) = Memory(*folders).pending()
+    assert Memory(*folders).bytes_of(found).read_bytes() == b"newer"
+
+
+def test_it_takes_effect_when_it_counted_and_leaves_nothing_behind(folders):
+    memory = Memory(*folders)
+    memory.settle(kept(folders), counted=True)
+    assert plain(memory.personal(RUN)) == plain(IMPLIED)
+    assert list(folders[1].iterdir()) == []
+
+
+def test_it_is_forgotten_when_it_did_not_count(folders):
+    memory = Memory(*folders)
+    memory.settle(kept(folders), counted=False)
+    assert memory.personal(RUN) == NOTHING
+    assert [p for folder in folders for p in folder.iterdir()] == []
+
+
+def test_a_settlement_that_a_crash_cut_short_is_done_again(folders, monkeypatch):
+    """Killed after the personal state was written, before the pending update went."""
+    pending = kept(folders)
+
+    def crash(_path):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remembering, "_drop", crash)
+        with pytest.raises(KeyboardInterrupt):
+            Memory(*folders).settle(pending, counted=True)
+    memory = Memory(*folders)
+    (again,) = memory.pending()
+    memory.settle(again, counted=True)
+    assert plain(memory.personal(RUN)) == plain(IMPLIED)
+    assert list(folders[1].iterdir()) == []
+
+
+def test_a_new_run_begins_with_the_newest_personal_tensors_and_no_remainder(folders):
+    memory = Memory(*folders)
+    memory.settle(kept(folders), counted=True)
+    assert plain(memory.personal(OTHER)) == {"head": [0, 1, 2]}
+
+
+def test_damage_is_noticed_and_only_that_file_is_lost(folders):
+    memory = Memory(*folders)
+    memory.settle(kept(folders), counted=True)
+    kept(folders)
+    for path in (folders[0] / f"{RUN}.state", folders[1] / f"{RUN}.update"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    assert Memory(*folders).pending() == ()
+    assert Memory(*folders).personal(RUN) == NOTHING
+    assert not (folders[0] / f"{RUN}.state").exists()
+
+
+def test_a_full_disk_keeps_what_was_there(folders, monkeypatch):
+    kept(folders)
+
+    def full(_self, _file):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OS_DISK.__class__, "sync", full)
+        with pytest.raises(Unavailable, match="No space left"):
+            kept(folders, data=b"other")
+    (found,) = Memory(*folders).pending()
+    assert Memory(*folders).bytes_of(found).read_bytes() == b"the update's bytes"
+
+
+def test_only_so_many_runs_are_remembered(folders, monkeypatch):
+    monkeypatch.setattr(remembering, "MAX_RUNS", 3)
+    memory = Memory(*folders)
+    for number in range(6):
+        memory.settle(kept(folders, run=f"{number:016x}"), counted=True)
+    assert len(list(folders[0].iterdir())) == 3
+
+
+def test_facts_that_are_none_are_corrupt():
+    with pytest.raises(Corrupt, match="facts of an update"):
+        Facts.parse({"run": RUN, "round": "x"})

@@ -1,0 +1,108 @@
+"""The model a device uses is the best of shared, adapted and what it had, by its own held-out."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.federated.core import plans
+
+from triplane.device.model import PERSONAL, SHARED, Choice, Model
+from triplane.unified_ir.federated.core.learn import Shard, evaluate
+
+WORK = replace(plans.WORK, support=0)
+RIGHT = np.array([[1.0], [-2.0]], np.float32)
+LEADS_THERE = RIGHT.reshape(1, 2)
+"""`adapt` of the plan goes towards the mean of x: of such samples, towards the answer."""
+
+
+def helpful(seed=0, held_out=40):
+    """Training samples whose mean is the answer, held-out ones of the same rule."""
+    data = plans.shard(n=1, held_out=held_out, seed=seed)
+    x = np.repeat(LEADS_THERE, 8, axis=0)
+    return Shard({"x": x, "y": x @ RIGHT}, data.held_out)
+
+
+def judged(folder, plan, shard, *, w, steps=5, blob="aa"):
+    model = Model(folder / "model")
+    start = {**plans.state(), "w": w}
+
+    def restart():
+        plan.assign(start)
+
+    restart()
+    found = model.judge(plan, plan, WORK, shard, steps=steps, blob=blob, restart=restart)
+    return found, model.choice()
+
+
+def used(folder, plan):
+    Model(folder / "model").load_into(plan)
+    return plan.state()["w"]
+
+
+def test_the_adapted_state_is_kept_where_it_is_better(tmp_path):
+    plan = plans.plan(tmp_path)
+    found, choice = judged(tmp_path, plan, helpful(), w=np.zeros((2, 1), np.float32), steps=60)
+    assert found.after == 1.0 > found.before
+    assert (choice.chosen, choice.accuracy, choice.samples) == (PERSONAL, 1.0, 40)
+    np.testing.assert_allclose(used(tmp_path, plan), RIGHT, atol=0.1)
+
+
+def test_the_shared_state_is_kept_where_adaptation_is_worse_or_no_better(tmp_path):
+    plan = plans.plan(tmp_path)
+    found, choice = judged(tmp_path, plan, plans.shard(held_out=30), w=RIGHT, steps=20)
+    assert found.before == 1.0 > found.after
+    assert (choice.chosen, choice.accuracy) == (SHARED, 1.0)
+    assert used(tmp_path, plan).tolist() == RIGHT.tolist()
+
+
+def test_an_older_personal_state_stays_while_it_is_better_than_both(tmp_path):
+    plan = plans.plan(tmp_path)
+    judged(tmp_path, plan, helpful(), w=np.zeros((2, 1), np.float32), steps=60)
+    far = np.full((2, 1), 50, np.float32)
+    found, choice = judged(tmp_path, plan, helpful(), w=far, steps=1)
+    assert max(found.before, found.after) < 1.0
+    assert (choice.chosen, choice.accuracy) == (PERSONAL, 1.0)
+
+
+def test_an_older_personal_state_goes_when_the_shared_one_is_as_good(tmp_path):
+    plan = plans.plan(tmp_path)
+    judged(tmp_path, plan, helpful(), w=np.zeros((2, 1), np.float32), steps=60)
+    _, choice = judged(tmp_path, plan, helpful(), w=RIGHT, steps=1)
+    assert choice.chosen == SHARED
+
+
+def test_what_is_told_to_the_cloud_is_the_mathematics_of_the_core(tmp_path):
+    plan, shard = plans.plan(tmp_path), helpful()
+    w = np.array([[0.5], [-1.5]], np.float32)
+    for _ in range(2):
+        found, _ = judged(tmp_path, plan, shard, w=w)
+        plan.assign({**plans.state(), "w": w})
+        assert found == evaluate(plan, WORK, shard, steps=5)
+
+
+def test_a_damaged_or_absent_model_is_none(tmp_path):
+    model = Model(tmp_path / "model")
+    assert model.choice() is None
+    (tmp_path / "model").write_bytes(b"damaged")
+    assert model.choice() is None
+    assert not (tmp_path / "model").exists()
+
+
+def test_the_facts_of_a_model_come_back_exactly(tmp_path):
+    plan = plans.plan(tmp_path)
+    choice = Choice(
+        run=WORK.run, round=4, plan="ab" * 32, chosen=SHARED, samples=3, before=1 / 3,
+        after=2 / 3, accuracy=2 / 3,
+    )  # fmt: skip
+    Model(tmp_path / "model").adopt(plan, choice)
+    assert Model(tmp_path / "model").choice() == choice
+
+
+@pytest.mark.parametrize("blob", ["aa", "bb"])
+def test_a_personal_state_of_another_plan_is_not_compared(tmp_path, blob):
+    plan = plans.plan(tmp_path)
+    judged(tmp_path, plan, helpful(), w=np.zeros((2, 1), np.float32), steps=60)
+    _, choice = judged(
+        tmp_path, plan, helpful(), w=np.full((2, 1), 50, np.float32), steps=1, blob=blob
+    )
+    assert (choice.accuracy == 1.0) == (blob == "aa")
