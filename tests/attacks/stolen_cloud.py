@@ -177,9 +177,9 @@ class StolenCloud(SessionServicer, MetadataServicer, TransferServicer):
         desired = fleet_pb2.Desired(number=self._number, assignments=assignments)
         self._loop.loop.call_soon_threadsafe(self._session.send, desired)
 
-    def hear(self, wanted, what):
+    def hear(self, wanted, what, wait_s=WAIT_S):
         """The first thing that `wanted(report)` finds in a report, also in one of before."""
-        until, seen = time.monotonic() + WAIT_S, 0
+        until, seen = time.monotonic() + wait_s, 0
         with self._said:
             while True:
                 for report in self.reports[seen:]:

@@ -13,6 +13,7 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import onnx
 from tests.attacks import forge
+from tests.attacks.endless import endless_for
 from tests.attacks.stolen_cloud import MODEL, TARGET
 from tests.attacks.trust_stage import forge_chain, load, serve, signed_by
 
@@ -121,6 +122,12 @@ def unfolding(lab):
         ]
     )
     return by_auto(lab, model=graph.SerializeToString())
+
+
+def never_ending(lab):
+    """A graph that takes the processor for ever as soon as its goldens are run."""
+    x = Container(lab.second._file.path, kind="bundle").tensors("goldens.safetensors")["input.x"]
+    return by_auto(lab, model=endless_for(lab.second.model, "logits", len(x.data)))
 
 
 def deflated(lab):
