@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import signal
 import socket
 import sys
@@ -80,6 +81,7 @@ GOODBYE_S: Final = 2.0
 FRESH_AT_LEAST_S: Final = 60.0
 """Metadata is looked at after each publication, else no more often than this, at least hourly."""
 FRESH_AT_MOST_S: Final = 3600.0
+WARN_EVERY_S: Final = 86_400.0
 OPERATOR_LOOK_S: Final = 6 * 3600.0
 COLLECT_FIRST_S: Final = 3600.0
 COLLECT_EVERY_S: Final = 86_400.0
@@ -129,6 +131,7 @@ class Cloud:
         self._duties: set[asyncio.Task[None]] = set()
         self._noting = asyncio.Lock()
         self._stale = asyncio.Event()
+        self._warned_s = -math.inf
         self.port = self.enrol_port = self.dashboard_port = 0
 
     @property
@@ -312,7 +315,8 @@ class Cloud:
     async def _serve_dashboard(self) -> None:
         token = self._home.dashboard_token.read_text().strip()
         app = application(
-            CloudSource(self.fleet, self._wire, self.registry, self.federation), token=token
+            CloudSource(self.fleet, self._wire, self.registry, self.federation, self.repository),
+            token=token,
         )
         try:
             listener = socket.create_server((LOCAL, self._asked["dashboard"]))
@@ -402,6 +406,7 @@ class Cloud:
             try:
                 due_s = await asyncio.to_thread(self.repository.keep_fresh)
                 wait_s = min(due_s - self._clock(), FRESH_AT_MOST_S)
+                self._warn()
             except (TriplaneError, OSError):
                 logger.exception("metadata was not signed again")
                 wait_s = FRESH_AT_LEAST_S
@@ -409,6 +414,15 @@ class Cloud:
                 async with asyncio.timeout(max(wait_s, FRESH_AT_LEAST_S)):
                     await self._stale.wait()
             self._stale.clear()
+
+    def _warn(self) -> None:
+        """Log what people must sign again, once a day."""
+        now_s = self._clock()
+        if now_s - self._warned_s < WARN_EVERY_S:
+            return
+        self._warned_s = now_s
+        for what in trust.due(self.repository.expiries(), now_s):
+            logger.warning("a signature ends", extra={"what": what})
 
     async def _keep_operator(self) -> None:
         """Renew the identity in the cloud's own home, so that nobody locks himself out of it."""

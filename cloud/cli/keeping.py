@@ -23,8 +23,6 @@ from triplane.proto.errors import InvalidInput, NotFound
 from triplane.proto.identity import check_name
 from triplane.unified_ir.cli.shell import Output
 
-WARN_S: Final = 30 * DAY_S
-"""So long before the end of what people signed `cloud status` says so."""
 ROOT_RENEWED_S: Final = 365 * DAY_S
 KEY_CHARS: Final = 12
 RENEWED: Final = ("targets", "release", "root")
@@ -34,20 +32,6 @@ def ends_of(remote: Remote) -> dict[str, float]:
     """When each role's published metadata ends, as the cloud tells it."""
     chain = read(remote.get, newest_root(remote.get, remote.get(TRUSTED_ROOT)))
     return {role: _metadata(chain, role).signed.expires.timestamp() for role in ROLES}
-
-
-def warnings(ends: dict[str, float], now_s: float) -> list[str]:
-    """What must be done about signatures, and by when."""
-    found = []
-    for role, end_s in ends.items():
-        by_people = ROLES[role].keys == "offline"
-        if by_people and end_s - now_s < WARN_S:
-            when = f"ends {until(end_s)}" if end_s > now_s else "has ended; nodes take nothing new"
-            way = f"triplane cloud keys renew --role {role} --keys DIR"
-            found.append(f"what people signed for {role} {when}; with the offline folder: {way}")
-        elif not by_people and end_s < now_s:
-            found.append(f"{role} has ended and the cloud does not sign it again; see its log")
-    return found
 
 
 def shown(cloud: Calls, folder: Path | None) -> tuple[dict[str, Any], str]:

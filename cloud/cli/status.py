@@ -6,10 +6,11 @@ import time
 from typing import Any
 
 from triplane.cloud.cli.connection import Calls
-from triplane.cloud.cli.keeping import ends_of, warnings
+from triplane.cloud.cli.keeping import ends_of
 from triplane.cloud.cli.nodes import all_nodes
 from triplane.cloud.cli.remote import remote_at
 from triplane.cloud.cli.text import enum_text, facts, until
+from triplane.cloud.trust.expiring import due
 from triplane.proto.fleet_pb2 import ListRolloutsRequest
 from triplane.proto.identity_pb2 import WhoAmIRequest
 from triplane.proto.registry_pb2 import ListModelsRequest
@@ -26,7 +27,7 @@ def status_of(cloud: Calls) -> tuple[dict[str, Any], str]:
     open_rollouts = [r for r in rollouts if enum_text(r, "state") in OPEN_STATES]
     with remote_at(cloud) as remote:
         ends = ends_of(remote)
-    urgent = warnings(ends, time.time())
+    urgent = due(ends, time.time())
     connected = sum(node.connected for node in nodes)
     record = {
         "name": me.name,

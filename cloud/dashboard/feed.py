@@ -33,6 +33,7 @@ async def look(source: Source) -> State:
         await source.runs(),
         await source.versions(),
         await source.incidents(),
+        await source.due(),
     )
 
 

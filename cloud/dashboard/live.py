@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Final
 
@@ -12,6 +13,8 @@ from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.servicer import FleetServicer
 from triplane.cloud.registry import encoding
 from triplane.cloud.registry.registry import Registry
+from triplane.cloud.trust.expiring import due
+from triplane.cloud.trust.repository import Repository
 from triplane.proto.federation_pb2 import Run
 from triplane.proto.fleet_pb2 import Node, Rollout
 from triplane.proto.registry_pb2 import Version
@@ -28,10 +31,15 @@ class CloudSource:
     """See `Source`. wire: gives nodes and rollouts as messages, with what their streams tell."""
 
     def __init__(
-        self, fleet: LiveFleet, wire: FleetServicer, registry: Registry, federation: Federation
+        self,
+        fleet: LiveFleet,
+        wire: FleetServicer,
+        registry: Registry,
+        federation: Federation,
+        repository: Repository,
     ) -> None:
         self._fleet, self._wire, self._registry = fleet, wire, registry
-        self._federation = federation
+        self._federation, self._repository = federation, repository
 
     async def nodes(self) -> Sequence[Node]:
         """See `Source`."""
@@ -63,6 +71,10 @@ class CloudSource:
     async def incidents(self) -> Sequence[NodeIncident]:
         """See `Source`."""
         return [NodeIncident(*told) for told in await self._fleet.incidents(MOST_ROWS["incidents"])]
+
+    async def due(self) -> Sequence[str]:
+        """See `Source`."""
+        return due(self._repository.expiries(), time.time())
 
     async def pause(self, rollout_id: str, reason: str) -> Rollout:
         """See `Source`."""

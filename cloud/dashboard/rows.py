@@ -45,15 +45,17 @@ def state_from(
     runs: Sequence[Run],
     versions: Sequence[Version],
     incidents: Sequence[NodeIncident],
+    due: Sequence[str] = (),
 ) -> State:
     """Everything the page shows, cut to `MOST_ROWS`."""
+    connected = sum(node.connected for node in nodes)
     return {
         "nodes": _section("nodes", ((node.name, node_row(node)) for node in nodes)),
         "rollouts": _section("rollouts", ((r.id, rollout_row(r)) for r in rollouts)),
         "runs": _section("runs", ((run.id, run_row(run)) for run in runs)),
         "versions": _section("versions", (_keyed_version(version) for version in versions)),
         "incidents": _section("incidents", (_keyed_incident(told) for told in incidents)),
-        "totals": {"all": {"nodes": len(nodes), "connected": sum(n.connected for n in nodes)}},
+        "totals": {"all": {"nodes": len(nodes), "connected": connected, "due": list(due)}},
     }
 
 

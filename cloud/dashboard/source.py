@@ -42,6 +42,10 @@ class Source(Protocol):
         """The newest incidents of all nodes."""
         ...
 
+    async def due(self) -> Sequence[str]:
+        """What must be done about signatures, a sentence each."""
+        ...
+
     async def pause(self, rollout_id: str, reason: str) -> Rollout:
         """As `triplane rollout pause`; raises the families."""
         ...

@@ -48,6 +48,7 @@ class WrittenFleet:
     held_runs: list[Run] = field(default_factory=list)
     held_versions: list[Version] = field(default_factory=list)
     held_incidents: list[NodeIncident] = field(default_factory=list)
+    held_due: list[str] = field(default_factory=list)
     asked: list[tuple] = field(default_factory=list)
 
     async def nodes(self):
@@ -64,6 +65,9 @@ class WrittenFleet:
 
     async def incidents(self):
         return self.held_incidents
+
+    async def due(self):
+        return self.held_due
 
     async def pause(self, rollout_id, reason):
         return self._to(rollout_id, reason, {Rollout.RUNNING}, Rollout.PAUSED)

@@ -89,4 +89,8 @@ def test_a_large_fleet_is_cut_and_counted():
     nodes = [Node(name=f"n{i:05}", connected=i % 2 == 0) for i in range(MOST_ROWS["nodes"] + 5)]
     state = state_from(nodes, [], [], [], [])
     assert len(state["nodes"]) == MOST_ROWS["nodes"]
-    assert state["totals"]["all"] == {"nodes": len(nodes), "connected": (len(nodes) + 1) // 2}
+    assert state["totals"]["all"] == {
+        "nodes": len(nodes),
+        "connected": (len(nodes) + 1) // 2,
+        "due": [],
+    }

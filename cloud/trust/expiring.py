@@ -1,0 +1,27 @@
+"""What must be done about signatures, and by when: said by `cloud status`, the page and the log."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from triplane.cloud.trust.roles import DAY_S, ROLES, moment
+
+WARN_S: Final = 30 * DAY_S
+"""So long before the end of what people signed they are told."""
+
+
+def due(ends: Mapping[str, float], now_s: float) -> list[str]:
+    """One sentence for each role that needs somebody. ends: by role, in seconds since 1970."""
+    found = []
+    for role, end_s in ends.items():
+        if ROLES[role].keys == "offline" and end_s - now_s < WARN_S:
+            date = f"{moment(end_s):%Y-%m-%d}"
+            when = (
+                f"ends on {date}" if end_s > now_s else f"ended on {date}: nodes take nothing new"
+            )
+            found.append(
+                f"what people signed for {role} {when}; with the offline folder: "
+                f"triplane cloud keys renew --role {role} --keys DIR"
+            )
+        elif ROLES[role].keys == "online" and end_s < now_s:
+            found.append(f"{role} has ended and the cloud does not sign it again; see its log")
+    return found
