@@ -9,6 +9,7 @@ import sys
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -81,7 +82,7 @@ class Process:
     population: str = given.POPULATION
     interpreter: tuple = (sys.executable,)
     said: dict = field(default_factory=dict)
-    child: subprocess.Popen | None = None
+    child: Any = None
 
     def command(self):
         return [
@@ -106,7 +107,8 @@ class Process:
     def peak_bytes(self):
         """The most memory that was resident at once."""
         status = Path(f"/proc/{self.child.pid}/status").read_text()
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status).group(1)) * 1024
+        (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
+        return int(peak) * 1024
 
     def kill(self):
         if self.child is not None:

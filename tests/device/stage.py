@@ -58,6 +58,7 @@ class Stage(SessionServicer):
     async def heeded(self, document):
         """Send a document; returns when the device has handled and acknowledged it."""
         link = self.session._link
+        assert link is not None
         link.freed.clear()
         self.session.send(document)
         await link.freed.wait()

@@ -37,13 +37,13 @@ def test_settings_out_of_range_are_refused(field, value):
 
 
 def test_one_process_works_in_a_home(tmp_path):
-    home = DeviceHome(tmp_path)
-    assert not home.is_held
-    with home.held():
-        assert home.is_held
-        with pytest.raises(Conflict, match="another process works in"), DeviceHome(tmp_path).held():
-            pass
-    assert not home.is_held
+    assert not DeviceHome(tmp_path).is_held
+    with DeviceHome(tmp_path).held():
+        assert DeviceHome(tmp_path).is_held
+        second = DeviceHome(tmp_path).held()
+        with pytest.raises(Conflict, match="another process works in"):
+            second.__enter__()
+    assert not DeviceHome(tmp_path).is_held
 
 
 def test_only_its_user_may_enter(tmp_path):

@@ -1,5 +1,7 @@
 """Samples from arrays, files and batches, and the part that is never learned from."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -47,7 +49,8 @@ def test_sorted_and_periodic_labels_are_held_out_evenly():
 
 
 def test_a_file_may_say_itself_what_is_held_out(tmp_path):
-    np.savez(tmp_path / "a.npz", x=np.zeros((3, 2)), **{"held_out.x": np.ones((1, 2))})
+    held_out: dict[str, Any] = {"held_out.x": np.ones((1, 2))}
+    np.savez(tmp_path / "a.npz", x=np.zeros((3, 2)), **held_out)
     shard = shard_of(tmp_path / "a.npz")
     assert (shard.examples, shard.held_out["x"].tolist()) == (3, [[1, 1]])
 

@@ -1,7 +1,5 @@
 """Plans of a small linear learner, with one tensor of every role and rule a device must keep."""
 
-from dataclasses import dataclass
-
 import numpy as np
 from onnx import TensorProto, helper
 from tests.runtime.graphs import model
@@ -125,16 +123,16 @@ def shard(n=20, held_out=6, seed=0) -> Shard:
     return Shard({"x": x[:n], "y": y[:n]}, {"x": x[n:], "y": y[n:]})
 
 
-@dataclass
 class Recording:
     """A plan that also notes what each entry was fed."""
 
-    plan: Plan
-
-    def __post_init__(self):
-        self.fed = []
-        for name in ("entries", "roles", "inputs", "state", "view", "assign"):
-            setattr(self, name, getattr(self.plan, name))
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.fed: list = []
+        self.entries, self.roles = plan.entries, plan.roles
+        self.inputs, self.state, self.view, self.assign = (
+            plan.inputs, plan.state, plan.view, plan.assign,
+        )  # fmt: skip
 
     def run(self, entry, batch):
         self.fed.append((entry, batch))

@@ -70,7 +70,8 @@ def test_top_k_sends_the_largest_entries_as_they_are(x, keep):
 def test_over_many_rounds_nothing_is_lost_but_the_last_remainder(name):
     compressor, rng = Compressor(name, keep=0.1), np.random.default_rng(0)
     changes = [{"w": rng.normal(size=(7, 11)).astype(np.float32)} for _ in range(40)]
-    remainder, total = {}, np.zeros((7, 11))
+    remainder: dict = {}
+    total = np.zeros((7, 11))
     for k, change in enumerate(changes):
         packed, remainder = compressor.pack(change, remainder, draws(str(k)))
         total += compressor.unpack(packed)["w"]

@@ -1,5 +1,7 @@
 """States and updates as files: what goes in comes out, and what strangers send is refused."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -24,7 +26,7 @@ from triplane.unified_ir.files import container
 RUN, LEASE, PLAN = "0123456789abcdef", "ab" * 16, "cd" * 32
 OF = {"run": RUN, "lease": LEASE}
 FACT = {"compression": "", "lease": LEASE, "round": "3", "run": RUN}
-STATED = {
+STATED: dict[str, Any] = {
     "w": np.arange(12, dtype=np.float32).reshape(3, 4),
     "b": np.ones((), np.float32),
     "count": np.array(4, np.int64),

@@ -123,7 +123,8 @@ def test_the_server_s_rate_scales_the_mean():
 def test_fedadam_follows_its_paper_over_rounds():
     hyper, x = Hyper(server_lr=0.1), floats(state())["w"].astype(np.float64)
     m, v = np.zeros_like(x), np.zeros_like(x)
-    now, slots = state(), {}
+    now = state()
+    slots: dict = {}
     for k in range(5):
         arrived = changes(3, seed=k)
         now, slots = reduce(
