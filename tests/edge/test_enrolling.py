@@ -16,7 +16,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from tests.attacks.trust_stage import stage
 from tests.cloud.cli.proxied import link
-from tests.cloud.cli.test_end_to_end import run, running
+from tests.cloud.cli.test_end_to_end import running
+from tests.cloud.cli.verbs import answer
 
 from triplane.edge import enrolling
 from triplane.edge.agent.trust import BOOTSTRAP
@@ -47,7 +48,7 @@ class Cloud:
         self.ready = ready
 
     def token(self, name):
-        made = run("cloud", "token", "--name", name, "--identity", self.home / "operator")
+        made = answer("cloud", "token", "--name", name, "--identity", self.home / "operator")
         return made["token"]
 
     @property
@@ -58,7 +59,7 @@ class Cloud:
 @pytest.fixture(scope="module")
 def cloud(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cloud")
-    run("cloud", "init", "--home", folder / "home", "--offline-keys", folder / "keys")
+    answer("cloud", "init", "--home", folder / "home", "--offline-keys", folder / "keys")
     with running(folder / "home") as (ready, _):
         yield Cloud(folder, ready)
 
@@ -228,7 +229,7 @@ def test_a_home_of_another_cloud_is_not_taken_over(cloud, tmp_path):
     node = NodeHome(tmp_path / "node")
     enrolling.enrol(node, cloud.token("faithful"), cloud.enrolment)
     before = node.identity.certificate_pem
-    run("cloud", "init", "--home", tmp_path / "home", "--offline-keys", tmp_path / "keys")
+    answer("cloud", "init", "--home", tmp_path / "home", "--offline-keys", tmp_path / "keys")
     with running(tmp_path / "home") as (ready, _):
         other = Cloud(tmp_path, ready)
         with pytest.raises(Conflict, match="is a node of another cloud"):

@@ -4,7 +4,8 @@ import asyncio
 import os
 
 import pytest
-from tests.cloud.cli.test_end_to_end import run, running, said
+from tests.cloud.cli.test_end_to_end import running, said
+from tests.cloud.cli.verbs import answer
 from tests.cloud.released import copied, make_released
 
 from triplane.cloud import server
@@ -57,11 +58,11 @@ def test_by_hand_it_is_shown_first_and_refused_while_the_cloud_runs(home, capsys
         assert "a running cloud collects by itself" in said(capsys, *words, "--yes", code=3)
     age(BlobFolder(home.blobs))
     assert "at least 3600 s" in said(capsys, *words, "--older-than", "1min", code=2)
-    done = run(*words, "--yes")
+    done = answer(*words, "--yes")
     assert sorted(found["sha256"] for found in done["blobs"]) == names
     assert said(capsys, *words) == "nothing to remove\n"
     with running(home.path):
-        versions = [run("registry", "show", f"digits@{n}") for n in (1, 2)]
+        versions = [answer("registry", "show", f"digits@{n}") for n in (1, 2)]
         assert "registry.collect" in said(capsys, "audit", "ls")
         said(capsys, "audit", "verify")
     kept = {path.name for path in home.blobs.iterdir()}

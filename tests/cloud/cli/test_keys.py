@@ -5,7 +5,8 @@ import shutil
 import time
 
 import pytest
-from tests.cloud.cli.test_end_to_end import run, running, said
+from tests.cloud.cli.test_end_to_end import running, said
+from tests.cloud.cli.verbs import answer
 from tests.cloud.registry.models import model_bytes
 
 from triplane.cloud import trust
@@ -23,7 +24,7 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cloud(place):
     """A cloud made 340 days ago, as far as signatures tell, with one released version."""
-    run("cloud", "init", "--home", place / "home", "--offline-keys", place / "first")
+    answer("cloud", "init", "--home", place / "home", "--offline-keys", place / "first")
     home = Home(place / "home")
     for folder in (home.metadata, home.keys):
         shutil.rmtree(folder)
@@ -43,7 +44,7 @@ def people(cloud, monkeypatch):
 def shown(place):
     return {
         role["role"]: role
-        for role in run("cloud", "keys", "show", "--keys", place / "keys")["roles"]
+        for role in answer("cloud", "keys", "show", "--keys", place / "keys")["roles"]
     }
 
 
@@ -57,24 +58,24 @@ def test_what_people_signed_is_renewed_after_a_warning(people, place, capsys):
         assert f"what people signed for {role} ends on {day}" in status
         assert f"triplane cloud keys renew --role {role}" in status
     assert "for root" not in status
-    done = run("cloud", "keys", "renew", "--keys", place / "keys")
+    done = answer("cloud", "keys", "renew", "--keys", place / "keys")
     assert {role: made["published"] for role, made in done["roles"].items()} == {
         "targets": True,
         "release": True,
     }
-    assert run("cloud", "status")["warnings"] == []
+    assert answer("cloud", "status")["warnings"] == []
     told = said(capsys, "cloud", "keys", "renew", "--keys", place / "keys", "--role", "root")
     assert "root 2 published; it ends in 1825 days" in told
 
 
 def test_only_the_reviewed_model_is_signed(people, place, capsys):
-    pushed = run("registry", "push", place / "lenet.tpm", "--target", "ort-x64")
+    pushed = answer("registry", "push", place / "lenet.tpm", "--target", "ort-x64")
     signing = ("sign", "lenet@1", "--keys", place / "keys", "--model-digest")
     refused = said(capsys, *signing, "0" * 64, code=5)
     assert f"is model file {pushed['model_digest'][:12]} in the cloud, not 000000000000" in refused
-    done = run(*signing, pushed["model_digest"].upper())
+    done = answer(*signing, pushed["model_digest"].upper())
     assert done["targets"][0]["model_digest"] == pushed["model_digest"]
-    version = run("registry", "show", "lenet@1")
+    version = answer("registry", "show", "lenet@1")
     assert version["bundles"][0]["signed_path"] == PATH
 
 
@@ -86,9 +87,9 @@ def test_keys_of_every_role_are_replaced_and_the_release_stays(people, place, ca
     for role in ROLES:
         options = []
         if ROLES[role].keys == "online":
-            made = run("cloud", "keys", "make", f"{role}-2", "--keys", people.keys)
+            made = answer("cloud", "keys", "make", f"{role}-2", "--keys", people.keys)
             options = ["--public", made["public"]]
-        done = run("cloud", "keys", "rotate", role, "--keys", keys, *options)
+        done = answer("cloud", "keys", "rotate", role, "--keys", keys, *options)
         assert done["named"]["published"]
         if ROLES[role].keys == "offline":
             assert done["of_no_more_use"] == [str(keys / f"{role}.pem")]
@@ -99,7 +100,7 @@ def test_keys_of_every_role_are_replaced_and_the_release_stays(people, place, ca
         assert told["version"] > before[role]["version"] or role in {"snapshot", "timestamp"}
         assert all(key["here"] == (told["kept"] == "offline") for key in told["keys"])
     assert after["release"]["content"] == 1
-    assert run("registry", "show", "lenet@1")["bundles"][0]["signed_path"] == PATH
+    assert answer("registry", "show", "lenet@1")["bundles"][0]["signed_path"] == PATH
 
 
 def test_after_a_theft_the_old_list_is_dropped_and_the_registry_says_so(people, place, capsys):
@@ -108,8 +109,8 @@ def test_after_a_theft_the_old_list_is_dropped_and_the_registry_says_so(people, 
     assert "signed again: nothing; sign what you know with triplane sign" in told
     assert "destroy every copy" in told
     assert "not signed, so no node takes it" in said(capsys, "registry", "show", "lenet@1")
-    run("sign", "lenet@1", "--keys", keys)
-    assert run("registry", "show", "lenet@1")["bundles"][0]["signed_path"] == PATH
+    answer("sign", "lenet@1", "--keys", keys)
+    assert answer("registry", "show", "lenet@1")["bundles"][0]["signed_path"] == PATH
     assert "it is carried on" in said(
         capsys, "cloud", "keys", "rotate", "targets", "--keys", keys, "--stolen", code=2
     )
@@ -120,6 +121,6 @@ def test_a_folder_without_keys_is_named(people, place, capsys):
     shutil.copy(place / "keys" / "root.json", place / "empty")
     words = ("cloud", "keys", "renew", "--keys", place / "empty")
     assert "name the offline folder" in said(capsys, *words, code=2)
-    refused = run("cloud", "keys", "rotate", "release", "--keys", place / "empty", code=2)
+    refused = answer("cloud", "keys", "rotate", "release", "--keys", place / "empty", code=2)
     assert "has no key of the role targets" in json.dumps(refused)
     assert not list((place / "empty").glob("*.pem")), "no key is made before it can be named"

@@ -4,7 +4,8 @@ import shutil
 import time
 
 import pytest
-from tests.cloud.cli.test_end_to_end import run, running, said
+from tests.cloud.cli.test_end_to_end import running, said
+from tests.cloud.cli.verbs import answer
 from tests.faults.fleet import wait_until
 
 from triplane.cloud.home import admit_operator, initialize
@@ -22,7 +23,7 @@ def made_before(folder, days):
 
 
 def status(identity):
-    return run("cloud", "status", "--identity", identity)
+    return answer("cloud", "status", "--identity", identity)
 
 
 def test_a_verb_renews_the_certificate_in_its_last_third(tmp_path):

@@ -6,7 +6,8 @@ import subprocess
 
 import pytest
 from tests.cloud.cli.proxied import link
-from tests.cloud.cli.test_end_to_end import COMMAND, run, running
+from tests.cloud.cli.test_end_to_end import COMMAND, running
+from tests.cloud.cli.verbs import answer
 from tests.quantize import nets
 
 from triplane.cloud.cli.pushing import register_within_s
@@ -23,7 +24,7 @@ WIDTH = 3072  # a square of float32 with 36 MiB
 @pytest.fixture
 def place(tmp_path):
     """A cloud's home, an operator's identity of the test's own, and a large model file."""
-    run("cloud", "init", "--home", tmp_path / "home", "--offline-keys", tmp_path / "keys")
+    answer("cloud", "init", "--home", tmp_path / "home", "--offline-keys", tmp_path / "keys")
     shutil.copytree(tmp_path / "home" / "operator", tmp_path / "me")
     cell = nets.shaken(nn.Dense(WIDTH, WIDTH))
     nets.module_of(cell, TensorSpec(("N", WIDTH))).save(tmp_path / "wide.tpm")
@@ -54,7 +55,7 @@ def test_a_push_that_was_stopped_sends_the_rest_when_it_is_run_again(place, numb
             assert first.returncode == (130 if number == signal.SIGINT else -number)
             assert "uploading wide.tpm" in told
         with link(ready["port"]) as whole:
-            made = run(*push_over(whole, place))
+            made = answer(*push_over(whole, place))
     assert made["version"] == 1
     assert not partial.exists()
     kept = size - whole.sent
