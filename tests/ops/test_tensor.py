@@ -146,3 +146,15 @@ def test_summaries_are_named_scalars_without_gradient():
         with pytest.raises(InvalidInput, match="takes a scalar"):
             ops.scalar_summary("all", x)
     assert list(build.effects) == ["summary/mean"]
+
+
+def test_numpys_functions_are_refused_with_ours_named():
+    build, (x,) = recording(TensorSpec(("N", 4)))
+    with build:
+        for use in (
+            lambda: np.reshape(x, (-1, 2)),
+            lambda: np.asarray(x),
+            lambda: np.concatenate([x, x]),
+        ):
+            with pytest.raises(InvalidInput, match="operand of a graph; use the function"):
+                use()

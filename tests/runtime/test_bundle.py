@@ -31,6 +31,10 @@ def test_bundle_predicts_and_passes_its_goldens(tmp_path):
     make_bundle(tmp_path / "b")
     bundle = Bundle.load(tmp_path / "b")
     np.testing.assert_allclose(bundle.predict(x=X)["y"], Y)
+    np.testing.assert_allclose(bundle.predict(X)["y"], Y)
+    for more, given in (((X,), {}), ((), {"x": X})):
+        with pytest.raises(InvalidInput, match=r"predict takes \['x'\]; give them by name"):
+            bundle.predict(X, *more, **given)
     assert bundle.check_goldens() <= 1e-5
     with pytest.raises(InvalidInput, match="x: float32"):
         bundle.predict(x=X[0])

@@ -372,6 +372,17 @@ class Clashing(nn.Cell):
 X, Y = data()
 
 
+class Silent(nn.Cell):
+    def construct(self, x):
+        pass
+
+
+def made(**fields):
+    """A trainer of which one part is not what it is to be."""
+    parts = {"cell": nn.Dense(4, 3), "loss": nn.MSE(), "optimizer": optim.SGD(0.1), **fields}
+    return train.Trainer(parts.pop("cell"), **parts)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "said"),
@@ -400,6 +411,12 @@ X, Y = data()
             lambda: trainer(metrics={"all": lambda y, _: y}).fit((X, Y), 1),
             r"'all' is float32\[N,3\]; take the mean",
         ),
+        (lambda: trainer(cell=Silent).fit((X, Y), 1), "Silent.construct gives nothing; return"),
+        (lambda: made(cell=nn.ReLU), r"cell is the class ReLU; make one: ReLU\("),
+        (lambda: made(loss=nn.MSE), "loss is the class MSE"),
+        (lambda: made(loss="mse"), "loss is to be a loss cell or a function, got 'mse'"),
+        (lambda: made(optimizer=optim.Adam), "optimizer is the class Adam"),
+        (lambda: made(optimizer=0.1), "optimizer is to be of kind Optimizer, got 0.1"),
         (lambda: train.EarlyStop(patience=0), "patience >= 1"),
         (lambda: train.HistoryFile("h.txt"), r"ends in \.csv or \.json"),
         (lambda: train.Checkpoint("c", keep=0), "keep >= 1"),

@@ -46,6 +46,12 @@ class Tensor:
         """Number of axes."""
         return len(self.value.type.shape)
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        raise InvalidInput(
+            f"numpy was given {self}, which is an operand of a graph; use the function of that "
+            "name in triplane.unified_ir.ops, or its own methods"
+        )
+
     def numpy(self) -> Array:
         """The array, in eager mode."""
         if self.build.arrays is None:

@@ -173,9 +173,12 @@ class Bundle:
             raise Corrupt(f"{self._what(MODEL)}: its inputs or outputs are not as described")
         return session
 
-    def predict(self, **inputs: Array) -> dict[str, Array]:
-        """Run the graph once on `inputs`, by name, with a session kept for the next call."""
-        return self._session.run(inputs)
+    def predict(self, *x: Array, **inputs: Array) -> dict[str, Array]:
+        """Run the graph once on inputs by name, or on its only one, with a session that is kept."""
+        if x and (len(x) > 1 or inputs or len(self.inputs) > 1):
+            names = [info.name for info in self.inputs]
+            raise InvalidInput(f"predict takes {names}; give them by name, not {len(x)} unnamed")
+        return self._session.run({self.inputs[0].name: x[0]} if x else inputs)
 
     def check_goldens(self, session: Session | None = None) -> float:
         """Run the golden inputs and return the largest |y - g|; Corrupt when out of tolerance."""

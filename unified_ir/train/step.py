@@ -82,6 +82,8 @@ def model_of(
     target_name = "y" if "y" not in names else "target"
     chosen = loss.metrics() if metrics is None else metrics
     found = predict(cell, inputs, loss.output)
+    if not found.results:
+        raise InvalidInput(f"{type(cell).__name__}.construct gives nothing; return the output")
     model = Model(
         cell=cell,
         loss=loss,

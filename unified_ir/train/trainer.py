@@ -59,6 +59,9 @@ class Trainer:
         clip_norm: float | None = None,
         labels: Sequence[str] = (),
     ) -> None:
+        _check_made("cell", cell, Cell)
+        _check_made("loss", loss, None)
+        _check_made("optimizer", optimizer, Optimizer)
         self.cell = cell
         self.loss = loss if isinstance(loss, Loss) else _Function(loss)
         self.optimizer = optimizer
@@ -351,6 +354,15 @@ class _Function(Loss):
     def construct(self, output: Any, target: Any) -> Any:
         """See the class."""
         return self.function(output, target)
+
+
+def _check_made(what: str, given: object, kind: type | None) -> None:
+    """A class where an object belongs, or any other thing, would only be met much later."""
+    if isinstance(given, type):
+        raise InvalidInput(f"{what} is the class {given.__name__}; make one: {given.__name__}(...)")
+    if not (callable(given) if kind is None else isinstance(given, kind)):
+        wanted = "a loss cell or a function" if kind is None else f"of kind {kind.__name__}"
+        raise InvalidInput(f"{what} is to be {wanted}, got {given!r:.80}")
 
 
 def _set_keys(cell: Cell, seed: int) -> None:
