@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from securesystemslib.signer._key import Key
-
 from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.remote import Remote, remote_at
 from triplane.cloud.cli.text import table, until
@@ -136,13 +134,15 @@ def rotated(
     with remote_at(cloud) as remote:
         before = set(_keyids(remote, role))
         KeyFolder(folder).of(_keyids(remote, decider), decider)
-        keys = [read_public(file) for file in publics] or [_new(folder, role)]
+        files = list(publics) or [_new(folder, role)]
+        keys = [read_public(file) for file in files]
         lists = Lists.DROPPED if stolen else Lists.CARRIED
         made = rotate(remote, role, keys, folder, threshold=threshold, lists=lists)
     unused = KeyFolder(folder).files_of(before - {key.keyid for key in keys})
     record = {
         "role": role,
         "keys": [key.keyid for key in keys],
+        "public": [str(file) for file in files],
         "named": _submitted(made.named.submitted),
         "signed_again": _submitted(made.again.submitted) if made.again else None,
         "carried": list(made.carried),
@@ -151,14 +151,16 @@ def rotated(
     return record, _rotated_text(record, folder, made.named.submitted)
 
 
-def _new(folder: Path, role: str) -> Key:
+def _new(folder: Path, role: str) -> Path:
+    """The public half of a key made in the folder."""
     if ROLES[role].keys == "online":
         raise InvalidInput(
             f"the cloud signs {role} by itself, so its key is made on the cloud's machine: "
             f"triplane cloud keys make {role}-2 --keys HOME/keys; then give the file it wrote: "
             f"--public {role}-2.pub"
         )
-    return KeyFolder(folder).make_next(role)[1].public_key
+    keys = KeyFolder(folder)
+    return keys.write_public(keys.make_next(role)[0].stem)
 
 
 def _keyids(remote: Remote, role: str) -> list[str]:
@@ -181,7 +183,8 @@ def _rotated_text(record: dict[str, Any], folder: Path, named: Submitted) -> str
     keys = ", ".join(keyid[:KEY_CHARS] for keyid in record["keys"])
     by = "root" if role in TOP else "targets"
     if not named.published:
-        return f"{role} shall have {keys}: {_waits(named)}, with the same --public files"
+        files = " ".join(f"--public {file}" for file in record["public"])
+        return f"{role} shall have {keys}: {_waits(named)}, with {files}"
     lines = [f"{role} has the keys {keys}, named by {by} {named.version}; nodes follow"]
     if role in {"targets", "release"}:
         lines.append(_list_text(role, record))

@@ -10,7 +10,7 @@ from tests.cloud.cli.verbs import answer
 from tests.cloud.registry.models import model_bytes
 
 from triplane.cloud import trust
-from triplane.cloud.home import Home
+from triplane.cloud.home import Home, initialize
 from triplane.cloud.trust.roles import DAY_S, ROLES, moment
 
 PATH = "release/lenet@1+ort-x64.bundle"
@@ -93,6 +93,7 @@ def test_keys_of_every_role_are_replaced_and_the_release_stays(people, place, ca
         assert done["named"]["published"]
         if ROLES[role].keys == "offline":
             assert done["of_no_more_use"] == [str(keys / f"{role}.pem")]
+            assert done["public"] == [str(keys / f"{role}-2.pub")]
     after = shown(place)
     for role, told in after.items():
         assert told["signed"], role
@@ -124,3 +125,26 @@ def test_a_folder_without_keys_is_named(people, place, capsys):
     refused = answer("cloud", "keys", "rotate", "release", "--keys", place / "empty", code=2)
     assert "has no key of the role targets" in json.dumps(refused)
     assert not list((place / "empty").glob("*.pem")), "no key is made before it can be named"
+
+
+def test_the_second_holder_of_a_root_key_names_the_same_new_key(tmp_path, capsys, monkeypatch):
+    made = initialize(
+        tmp_path / "home", offline_keys=tmp_path / "keys", keys={"root": 2}, thresholds={"root": 2}
+    )
+    monkeypatch.setenv("TRIPLANE_IDENTITY", str(made.home.operator))
+    for person in (1, 2):
+        own = tmp_path / f"holder-{person}"
+        own.mkdir()
+        for name in ("root.json", f"root-{person}.pem", *(["targets.pem"] if person == 1 else [])):
+            shutil.copy(tmp_path / "keys" / name, own)
+    rotate = ("cloud", "keys", "rotate", "targets", "--keys")
+    with running(made.home.path):
+        told = said(capsys, *rotate, tmp_path / "holder-1")
+        public = tmp_path / "holder-1" / "targets-2.pub"
+        assert f"1 of 2 signatures; the other holders run the same, with --public {public}" in told
+        done = answer(*rotate, tmp_path / "holder-2", "--public", public)
+        assert done["named"]["published"]
+        assert done["signed_again"] is None, "the new key is the first holder's"
+        again = answer(*rotate, tmp_path / "holder-1", "--public", public)
+        assert again["signed_again"]["published"]
+        assert all(role["signed"] for role in answer("cloud", "keys", "show")["roles"])
