@@ -158,3 +158,13 @@ def test_numpys_functions_are_refused_with_ours_named():
         ):
             with pytest.raises(InvalidInput, match="operand of a graph; use the function"):
                 use()
+
+
+def test_a_recorded_value_is_no_number_yet_and_never_changes():
+    build, (x,) = recording(TensorSpec(("N",)))
+    with build:
+        for use in (lambda: float(x.sum()), lambda: int(x.sum())):
+            with pytest.raises(InvalidInput, match="a recorded graph has no values yet"):
+                use()
+        with pytest.raises(InvalidInput, match=r"ops\.scatter_nd give a changed one"):
+            x[0] = 1.0

@@ -61,6 +61,17 @@ class Tensor:
             )
         return self.build.arrays[self.value]
 
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __setitem__(self, _: object, __: object) -> None:
+        raise InvalidInput(
+            f"{self} is a value and never changes; ops.where and ops.scatter_nd give a changed one"
+        )
+
     def __repr__(self) -> str:
         name = self.value.name or "value"
         if self.build.arrays is not None and self.value in self.build.arrays:
