@@ -1,12 +1,16 @@
 """What holds for every verb of the fleet: light to load, explained, machine-readable."""
 
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
 
 from triplane.cloud.cli import audit, cloud, deploy, federate, fleet, registry, rollout, sign
+from triplane.edge.cli import edge
 from triplane.unified_ir.cli import shell
 
 MODULES = (audit, cloud, deploy, federate, fleet, registry, rollout, sign)
@@ -90,3 +94,26 @@ def test_an_identity_that_is_not_there_says_how_one_is_made(tmp_path, capsys):
 def test_a_wrong_call_is_named_before_anything_is_sent(argv, words, capsys):
     assert shell.run(list(argv)) == 2
     assert words in capsys.readouterr().err
+
+
+ROOT = Path(__file__).resolve().parents[3]
+TREE = {"edge": edge} | {module.command.name: module.command for module in MODULES}
+EXAMPLE = re.compile(rf"^\s+(triplane (?:{'|'.join(TREE)}) .*)$", re.MULTILINE)
+
+
+def examples():
+    """Every command line of the page for operators and of the verbs' own help."""
+    texts = [(ROOT / "docs/deploying.md").read_text()]
+    texts += [command.epilog or "" for root in TREE.values() for _, command in commands(root)]
+    lines = [line for text in texts for line in EXAMPLE.findall(text.replace("\\\n", " "))]
+    return sorted({re.split(r"\s{3,}|  +[a-z]| \| | \(| && ", line)[0] for line in lines})
+
+
+@pytest.mark.parametrize("line", examples())
+def test_every_written_example_names_verbs_and_options_that_there_are(line):
+    command, words = None, shlex.split(line)[1:]
+    while words and (command is None or isinstance(command, click.Group)):
+        command = (TREE if command is None else command.commands)[words.pop(0)]
+    assert command is not None
+    known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)}
+    assert {word for word in words if word.startswith("--")} <= known | {"--help"}
