@@ -27,7 +27,7 @@ class Digits(nn.Cell):
 def module():
     nn.seed(0)
     trainer = train.Trainer(Digits(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
-    trainer.fit(data.digits().take(256), epochs=1, batch_size=32, progress=False)
+    trainer.fit(data.digits().take(256), epochs=1, batch_size=32, progress="none")
     made = trainer.export(entries=("predict", "evaluate", "adapt"))
     return replace(made, meta={**made.meta, "adapt_steps": str(STEPS)})
 
