@@ -36,6 +36,8 @@ SOFTWARE: Final = "triplane"
 FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 30.0
 RENEWAL_LOOK_S: Final = 3600.0
+MODEL_TRIES: Final = 3
+"""To read a model while newer ones may take its place."""
 REMEMBERED: Final = 256
 """Leases whose contribution was acknowledged: an older document may still name them."""
 
@@ -131,14 +133,24 @@ class FederatedClient:
     def model(self) -> Plan:
         """The newest plan with the better of shared and personal state. NotFound before any."""
         with self._lock:
-            choice = self.choice()
-            if choice is None:
-                raise NotFound("no model yet: it comes with the first task of a run")
-            if self._serving is None or self._serving[0] != choice:
-                plan = Plan.load(self._home.plans / choice.plan)
-                Model(self._home.model).load_into(plan)
-                self._serving = (choice, plan)
-            return self._serving[1]
+            for tries in range(MODEL_TRIES, 0, -1):
+                choice = self.choice()
+                if choice is None:
+                    raise NotFound("no model yet: it comes with the first task of a run")
+                try:
+                    return self._loaded(choice)
+                except (Conflict, NotFound):
+                    if tries == 1:
+                        raise
+            raise AssertionError("the tries end with an error")
+
+    def _loaded(self, choice: Choice) -> Plan:
+        """Conflict or NotFound: a newer model took the place of this one meanwhile."""
+        if self._serving is None or self._serving[0] != choice:
+            plan = Plan.load(self._home.plans / choice.plan)
+            Model(self._home.model).load_into(plan)
+            self._serving = (choice, plan)
+        return self._serving[1]
 
     def predict(self, *x: Array, **inputs: Array) -> dict[str, Array]:
         """Run the model's `predict`; see `Plan.predict`. One thread at a time."""

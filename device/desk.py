@@ -139,7 +139,11 @@ class Desk:
         plan = self._plan_of(task, self._fetch(task.plan, wanted, stop))
         self._fetch(task.state, wanted, stop)
         self._assign(plan, task)
-        return DOERS[task.kind](self, plan, task, stop)
+        try:
+            return DOERS[task.kind](self, plan, task, stop)
+        finally:
+            if plan.limits.max_steps or plan.limits.time_s:
+                self.memory.note_spent(plan.digest, plan.steps, plan.spent_s)
 
     def learn(self, plan: Plan, task: Task, stop: Stop) -> pb.Contribution:
         """Learn, and write the update with what it implies before a byte of it leaves."""
@@ -246,6 +250,7 @@ class Desk:
             kept = (n for n in plan.roles if n not in of_run and not n.startswith(ANCHOR))
             initial = plan.view()
             self._fresh = {name: initial[name].copy() for name in kept}
+            plan.steps, plan.spent_s = self.memory.spent(plan.digest)
             self._plan, self._plan_blob = plan, task.plan.sha256
         return self._plan
 

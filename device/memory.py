@@ -1,9 +1,10 @@
 """What a device remembers of its runs, each as one durable file.
 
 `personal/RUN.state`: personal tensors, and the remainder of compression, as of the newest update
-that counted. `pending/RUN.update`: an update before it leaves, with the personal tensors and the
-remainder it implies; they take effect when the cloud says it counted. So a kill at any instant
-costs nothing: either nothing was written, or the same bytes are sent again.
+that counted. `personal/PLAN.spent`: steps and seconds that a plan with limits has used, so that a
+restart does not refill them. `pending/RUN.update`: an update before it leaves, with the personal
+tensors and the remainder it implies; they take effect when the cloud says it counted. So a kill at
+any instant costs nothing: either nothing was written, or the same bytes are sent again.
 """
 
 import contextlib
@@ -124,10 +125,23 @@ class Memory:
         if implied is not None:
             path = self._personal / f"{pending.facts.run}.state"
             container.write(path, KIND, _parts(implied))
-            self._forget_oldest()
+            self._forget_oldest("*.state")
         self._verified.pop(pending.path, None)
         _drop(pending.path)
         _drop(pending.path.with_suffix(".out"))
+
+    def spent(self, plan: str) -> tuple[int, float]:
+        """Steps and seconds of the plan of that root digest. What is damaged counts as nothing."""
+        try:
+            steps, seconds = (self._personal / f"{plan}.spent").read_text().split()
+            return int(steps), float(seconds)
+        except (OSError, ValueError):
+            return 0, 0.0
+
+    def note_spent(self, plan: str, steps: int, seconds: float) -> None:
+        """Write down how much of its limits a plan has used."""
+        write_atomic(self._personal / f"{plan}.spent", f"{steps} {seconds!r}\n".encode())
+        self._forget_oldest("*.spent")
 
     def _found(self, path: Path) -> Pending | None:
         try:
@@ -156,8 +170,8 @@ class Memory:
             _drop(path)
             return None
 
-    def _forget_oldest(self) -> None:
-        for path in sorted(self._personal.glob("*.state"), key=_written_s)[:-MAX_RUNS]:
+    def _forget_oldest(self, names: str) -> None:
+        for path in sorted(self._personal.glob(names), key=_written_s)[:-MAX_RUNS]:
             _drop(path)
 
 

@@ -14,6 +14,7 @@ from triplane.device.memory import Memory
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.federated.core.compress import LEVELS
 from triplane.unified_ir.federated.core.files import like_of, most_bytes, read_update
+from triplane.unified_ir.runtime import Limits
 
 SHARD = plans.shard(held_out=6)
 INT8 = pb.Learn(compression="int8")
@@ -175,6 +176,23 @@ async def until_begun(folder):
     """The model file appears when the first task has its plan and state."""
     while not (folder / "ann/personal/model").exists():
         await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=0.01)
+
+
+def test_a_restart_does_not_refill_the_limits_of_a_plan(tmp_path):
+    """A plan of 7 steps allows two tasks of 3."""
+    said: list[str] = []
+
+    async def tell(stage):
+        plan, digest = stage.plan(limits=Limits(max_steps=7))
+        number = len(said)
+        told = await learnt(stage, number, plan=plan, state=stage.state(digest))
+        said.append(told.WhichOneof("outcome"))
+        return told
+
+    for _ in range(3):
+        last = story_of(tmp_path, tell)
+    assert said == ["update", "update", "declined"]
+    assert "the plan allows 7 steps and took 7" in last.declined
 
 
 def test_work_ends_with_its_deadline(tmp_path):
