@@ -22,10 +22,10 @@ from triplane.unified_ir.federated.study.source import Source, devices_of
 from triplane.unified_ir.ir import Module
 
 FILE: Final = "mnist_by_writer.npz"
-RATES: Final = (0.01, 0.03, 0.1)
+RATES: Final = (0.03, 0.1)
 """Of adaptation, for algorithms that learn by batches."""
 BASE: Final = Study(
-    algorithm="fedavg", rounds=60, devices=10, steps=2, batch_size=20, support=20, query=20,
+    algorithm="fedavg", rounds=40, devices=10, steps=3, batch_size=20, support=20, query=20,
     hyper=Hyper(lr=0.1, inner_steps=3),
 )  # fmt: skip
 # fmt: off
