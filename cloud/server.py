@@ -52,6 +52,7 @@ from triplane.cloud.registry import Conversions, Registry, RegistryServicer
 from triplane.cloud.registry.collecting import Stored, claim, collect
 from triplane.cloud.releasing import Releasing, check_release
 from triplane.cloud.roots import recorded, roots_of
+from triplane.cloud.trust.expiring import due
 from triplane.proto import enrolment_pb2_grpc as enrolment_grpc
 from triplane.proto import federation_pb2_grpc as federation_grpc
 from triplane.proto import fleet_pb2_grpc as fleet_grpc
@@ -421,7 +422,7 @@ class Cloud:
         if now_s - self._warned_s < WARN_EVERY_S:
             return
         self._warned_s = now_s
-        for what in trust.due(self.repository.expiries(), now_s):
+        for what in due(self.repository.expiries(), now_s):
             logger.warning("a signature ends", extra={"what": what})
 
     async def _keep_operator(self) -> None:

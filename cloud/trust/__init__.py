@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from triplane.cloud.trust.expiring import due
     from triplane.cloud.trust.initial import Initialized, initialize
     from triplane.cloud.trust.repository import Pending, Repository, Submitted
     from triplane.cloud.trust.servicer import MetadataServicer
@@ -19,7 +18,6 @@ _HOMES: Final = {
     "Pending": "repository",
     "Repository": "repository",
     "Submitted": "repository",
-    "due": "expiring",
     "initialize": "initial",
 }
 
@@ -29,7 +27,6 @@ __all__ = [
     "Pending",
     "Repository",
     "Submitted",
-    "due",
     "initialize",
 ]
 
