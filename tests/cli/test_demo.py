@@ -41,7 +41,7 @@ def demo(short: Path, *args: str) -> subprocess.Popen[str]:
 
 def test_the_demo_measures_every_step_and_leaves_no_file(short: Path) -> None:
     with demo(short, "--json") as process:
-        out, told = process.communicate(timeout=240)
+        out, told = process.communicate(timeout=400)
     assert process.returncode == 0, told
     facts = json.loads(out)
     assert facts["held_out_accuracy"] >= 0.97
@@ -59,7 +59,13 @@ def test_the_demo_measures_every_step_and_leaves_no_file(short: Path) -> None:
     assert facts["healed"]
     assert facts["killed_at"] != "committed"
     assert facts["healed_accuracy"] >= 0.95
-    assert facts["seconds"] < 180
+    learned, never = facts["learned_gain_points"]
+    assert learned > 4
+    assert never > 0
+    assert facts["killed_devices_at"] >= 25
+    assert all(after >= before for before, after in zip(
+        facts["live_before"], facts["live_after"], strict=True
+    ))  # fmt: skip
     assert list(short.iterdir()) == []
 
 
@@ -111,7 +117,7 @@ def test_few_samples_of_few_classes_are_enough(short: Path, tmp_path: Path) -> N
     rng = np.random.default_rng(0)
     np.savez(few, x=rng.random((40, 1, 8, 8), np.float32), y=np.arange(40) % 3)
     with demo(short, "--data", str(few), "--epochs", "1", "--json") as process:
-        out, told = process.communicate(timeout=240)
+        out, told = process.communicate(timeout=400)
     assert process.returncode == 0, told
     assert "camera_after" in json.loads(out)
 
@@ -120,7 +126,7 @@ def test_few_samples_of_few_classes_are_enough(short: Path, tmp_path: Path) -> N
 def test_a_folder_is_kept_with_model_bundles_plan_and_charts(short: Path) -> None:
     kept = short / "kept"
     with demo(short, "--keep", str(kept), "--json") as process:
-        out, told = process.communicate(timeout=240)
+        out, told = process.communicate(timeout=400)
     assert process.returncode == 0, told
     assert "Dashboard: http://127.0.0.1:" in told
     names = {path.name for path in kept.iterdir()}

@@ -89,6 +89,16 @@ def background(*args: str | Path, log: Path) -> Iterator[None]:
 
 
 @contextmanager
+def started(*args: str | Path, log: Path) -> Iterator[subprocess.Popen[str]]:
+    """Runs `triplane ARGS --json` until it says that it is ready; gives the process."""
+    with log.open("a") as words, _child([*COMMAND, *map(str, args), "--json"], stderr=words) as p:
+        assert p.stdout is not None
+        if not p.stdout.readline():
+            raise Failed(f"it did not start; its words are in {log}")
+        yield p
+
+
+@contextmanager
 def _child(
     command: Sequence[str],
     *,

@@ -69,7 +69,7 @@ def deploy(stage: Stage, fleet: Fleet) -> None:
     _push(cloud, stage.file("digits.tpm"))
     stage.say("   signed away from the cloud: the conversion is repeated, then compared")
     cloud.ask("sign", f"{MODEL}@1", "--target", TARGET, "--keys", cloud.offline_keys)
-    _roll_out(cloud, f"{MODEL}@1", "--waves", "1,100%")
+    roll_out(cloud, f"{MODEL}@1", "--waves", "1,100%")
     rollout = cloud.ask("rollout", "show")
     answers = [_asked(stage, cloud, name) for name in NODES]
     for name, answer in zip(NODES, answers, strict=True):
@@ -124,7 +124,7 @@ def heal(stage: Stage, fleet: Fleet, epochs: int) -> None:
     before = agent_process(fleet.homes[victim])
     killer = _Killer(cloud, fleet.homes[victim], victim)
     killer.start()
-    _roll_out(cloud, f"{MODEL}@3", probation=LONG_PROBATION)
+    roll_out(cloud, f"{MODEL}@3", probation=LONG_PROBATION)
     killer.join()
     if killer.killed_at is None:
         raise InvalidInput(f"{victim} had taken version 3 before it could be disturbed")
@@ -201,7 +201,8 @@ def _push(cloud: Cloud, file: Path) -> None:
     cloud.ask("registry", "push", file, "--name", MODEL, "--target", TARGET)
 
 
-def _roll_out(cloud: Cloud, reference: str, *more: str, probation: str = PROBATION) -> None:
+def roll_out(cloud: Cloud, reference: str, *more: str, probation: str = PROBATION) -> None:
+    """Deploy to both nodes and follow it here; Failed where it did not get done."""
     code = cloud.followed("deploy", reference, "--to", "site=demo", *more, "--probation", probation)
     if code != 0:
         raise InvalidInput(f"the rollout of {reference} ended with exit code {code}")

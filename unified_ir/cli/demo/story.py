@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli.demo import processes, rolling
+from triplane.unified_ir.cli.demo import learning, processes, rolling
 from triplane.unified_ir.cli.demo.ask import ask
 from triplane.unified_ir.cli.demo.camera import changed
 from triplane.unified_ir.cli.demo.engines import losses_side_by_side
@@ -63,6 +63,7 @@ def tell(
             rolling.deploy(stage, fleet)
             rolling.refuse(stage, fleet)
             rolling.heal(stage, fleet, epochs + MORE_EPOCHS)
+            learning.learn(stage, fleet)
             seconds = time.perf_counter() - start
             kept = f"files kept in {folder}" if keep else "files removed; --keep DIR keeps them"
             stage.summary.add("all", "wall time", f"{seconds:.0f} s; {kept}", seconds=seconds)

@@ -1,0 +1,104 @@
+"""Twelve devices with a question each, and how well a model answers them, before and after."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from triplane.unified_ir.data.dataset import Dataset
+from triplane.unified_ir.federated.algorithms import Hyper, plan_of
+from triplane.unified_ir.federated.core.draws import Array, Draws
+from triplane.unified_ir.federated.core.learn import Shard, Work, evaluate
+from triplane.unified_ir.federated.study import DeviceScore, evenly
+from triplane.unified_ir.ir import Module
+from triplane.unified_ir.runtime import Plan, SessionOptions
+
+DEVICES: Final = 12
+LEARNING: Final = 6
+INNER_STEPS: Final = 3
+SUPPORT: Final = 40
+RATES: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+"""Of adaptation after FedAvg, which was not learned for any."""
+LEAST_SAMPLES: Final = 30 * DEVICES
+
+
+def shards_of(data: Dataset, seed: int = 0) -> dict[str, Shard]:
+    """A part of the data for each device; y says whether it is one of the device's own classes."""
+    samples: dict[str, Array] = {"x": np.asarray(data.x), "y": np.asarray(data.y)}
+    found = evenly(samples, DEVICES, held_out=0.4, seed=seed)
+    return {name: _asked(shard, name, len(data.labels), seed) for name, shard in found.items()}
+
+
+def _asked(shard: Shard, device: str, classes: int, seed: int) -> Shard:
+    own = Draws(seed, 0, device, "question").permutation(classes)[: max(1, classes // 2)]
+    parts = (
+        {"x": part["x"], "y": np.isin(part["y"], own).astype(np.int64)}
+        for part in (shard.train, shard.held_out)
+    )
+    return Shard(*parts)
+
+
+def save(path: Path, shard: Shard) -> Path:
+    """What a device or node is given: its samples to learn from, none of those to be asked."""
+    np.savez(path, x=shard.train["x"], y=shard.train["y"])
+    return path
+
+
+def save_episodes(path: Path, shards: Mapping[str, Shard]) -> Path:
+    """Signed samples: for each question a support set to adapt to and a query set to answer."""
+    found: dict[str, list[Array]] = {}
+    for name, shard in shards.items():
+        order = Draws(0, 0, name, "episode").permutation(shard.examples)
+        size = shard.examples // 2
+        for what, rows in (("support", order[:size]), ("query", order[size : 2 * size])):
+            for key in ("x", "y"):
+                found.setdefault(f"{what}.{key}", []).append(shard.train[key][rows])
+    least = min(len(part) for part in found["query.y"])
+    stacked = {name: np.stack([part[:least] for part in parts]) for name, parts in found.items()}
+    np.savez(path, allow_pickle=False, **stacked)
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """Scores of every device at one rate of adaptation."""
+
+    rate: float
+    scores: tuple[DeviceScore, ...]
+
+    def of(self, *, seen: bool, adapted: bool) -> list[float]:
+        """Accuracies of the devices that learned, or of the others."""
+        found = (s for s in self.scores if s.seen is seen)
+        return [s.after if adapted else s.before for s in found]
+
+
+def answered(
+    module: Module, algorithm: str, rate: float, shards: Mapping[str, Shard], round_: int
+) -> Answers:
+    """Every device adapts the model to its support in three steps and answers what it never saw."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "asked.plan"
+        hyper = Hyper(lr=rate, meta_lr=rate, inner_steps=INNER_STEPS)
+        plan_of(module, algorithm, hyper, path)
+        plan = Plan.load(path, options=SessionOptions(threads=1))
+    work = Work(
+        run="demo", round=round_, device="", seed=0, steps=1, batch_size=1,
+        support=SUPPORT, query=SUPPORT,
+    )  # fmt: skip
+    scores = []
+    for i, (name, shard) in enumerate(sorted(shards.items())):
+        found = evaluate(plan, replace(work, device=name), shard, steps=INNER_STEPS)
+        scores.append(
+            DeviceScore(name, i < LEARNING, round_, found.samples, found.before, found.after)
+        )
+    return Answers(rate, tuple(scores))
+
+
+def best(tried: list[Answers]) -> Answers:
+    """Of several rates, the one that is best for the devices that learned."""
+    return max(tried, key=lambda a: float(np.mean(a.of(seen=True, adapted=True))))

@@ -1,0 +1,345 @@
+"""The demo's last part: six devices learn together; what they learned goes live, and adapts."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+
+from triplane.unified_ir import nn, optim, train
+from triplane.unified_ir.cli.demo import asking, processes
+from triplane.unified_ir.cli.demo.ask import ask
+from triplane.unified_ir.cli.demo.asking import INNER_STEPS, LEARNING, RATES, Answers, answered
+from triplane.unified_ir.cli.demo.fleet import NODES, Cloud, reports, until
+from triplane.unified_ir.cli.demo.question import Question
+from triplane.unified_ir.cli.demo.rolling import TARGET, Fleet, roll_out
+from triplane.unified_ir.cli.demo.stage import Stage
+from triplane.unified_ir.data.dataset import Dataset
+from triplane.unified_ir.federated.core.learn import Shard
+from triplane.unified_ir.federated.study import RoundRow, Trial, picture
+from triplane.unified_ir.ops.check import load
+
+MODEL: Final = "question"
+POPULATION: Final = "askers"
+ROUNDS: Final = 100
+STEPS: Final = 2
+RATE: Final = {"fedavg": 0.3, "maml": 0.5}
+FLOOR: Final = "55%"
+KILL_AT: Final = 25
+BACK_AT: Final = 40
+DONE: Final = ("committed", "kept")
+STEP_S: Final = 0.05
+PAUSE_S: Final = 1.0
+"""Between two passes of a client over its questions: some 50 calls a second."""
+
+
+def learn(stage: Stage, fleet: Fleet) -> bool:
+    """FedAvg and exact MAML on six device processes; False where there are too few samples."""
+    data = _all(stage)
+    if len(data) < asking.LEAST_SAMPLES:
+        stage.summary.add(
+            "learn", "skipped", f"{len(data)} samples are too few for {asking.DEVICES} devices"
+        )
+        return False
+    shards = asking.shards_of(data)
+    names = sorted(shards)
+    stage.say(
+        f"\n9  Learn together: {LEARNING} device processes, each with a question of its own "
+        '("is this one of my five?"); their digits stay with them'
+    )
+    _first_version(stage, fleet.cloud)
+    _serve_first(stage, fleet, shards)
+    with _devices(stage, fleet.cloud, {n: shards[n] for n in names[:LEARNING]}) as devices:
+        runs = {"fedavg": _run(stage, fleet.cloud, "fedavg")}
+        killer = _Killer(fleet.cloud, devices[-2:])
+        killer.start()
+        clients = [_Client(stage, fleet.cloud, node, shards[name]) for node, name in _homes(names)]
+        with contextlib.ExitStack() as asked:
+            for client in clients:
+                asked.enter_context(client)
+            runs["maml"] = _run(stage, fleet.cloud, "maml", "--release", "auto")
+            killer.join()
+            until("both nodes done with it", lambda: _both_done(fleet.cloud, runs["maml"]))
+            kept = _kept(fleet.cloud)
+    stage.say(f"   {killer.told}")
+    _compare(stage, fleet.cloud, runs, shards, killer)
+    _gone_live(stage, clients, runs["maml"], kept)
+    return True
+
+
+def _all(stage: Stage) -> Dataset:
+    parts = (stage.train, stage.held_out)
+    x, y = (np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "y"))
+    return Dataset(x, y, stage.train.labels)
+
+
+def _homes(names: list[str]) -> list[tuple[str, str]]:
+    """(node, whose question it asks): the first and the last of the devices that do not learn."""
+    return list(zip(NODES, (names[LEARNING], names[-1]), strict=True))
+
+
+def _first_version(stage: Stage, cloud: Cloud) -> None:
+    """The untrained network, registered."""
+    nn.seed(0)
+    trainer = train.Trainer(Question(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
+    trainer.prepare(np.zeros((1, *stage.train.x.shape[1:]), np.float32), np.zeros(1, np.int64))
+    trainer.export(("predict", "evaluate", "loss")).save(stage.file("question.tpm"))
+    cloud.ask("registry", "push", stage.file("question.tpm"), "--name", MODEL, "--target", TARGET)
+
+
+def _serve_first(stage: Stage, fleet: Fleet, shards: dict[str, Shard]) -> None:
+    """Both nodes serve it; both have some labelled samples; people signed what may follow."""
+    cloud, names = fleet.cloud, sorted(shards)
+    for node, name in _homes(names):
+        folder = fleet.homes[node] / "samples"
+        folder.mkdir(exist_ok=True)
+        asking.save(folder / f"{MODEL}.npz", shards[name])
+    cloud.ask("sign", f"{MODEL}@1", "--target", TARGET, "--keys", cloud.offline_keys)
+    roll_out(cloud, f"{MODEL}@1")
+    others = {name: shards[name] for name in names[LEARNING + 1 : -1]}
+    episodes = asking.save_episodes(stage.file("episodes.npz"), others)
+    cloud.ask(
+        "cloud", "policy", "set", MODEL, "--golden", episodes, "--floor", FLOOR,
+        "--share", "100%", "--keys", cloud.offline_keys,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Device:
+    """A device process; `again` starts it anew after a kill."""
+
+    name: str
+    home: Path
+    log: Path
+    child: Any = None
+    stack: Any = None
+
+    def start(self) -> None:
+        """Run it; returns when it is ready."""
+        self.stack = contextlib.ExitStack()
+        self.child = self.stack.enter_context(
+            processes.started("device", "run", "--home", self.home, log=self.log)
+        )
+
+    def kill(self) -> None:
+        """The hard way."""
+        self.child.send_signal(signal.SIGKILL)
+        self.stop()
+
+    def stop(self) -> None:
+        """End it, if it runs."""
+        if self.stack is not None:
+            self.stack.close()
+
+
+@contextlib.contextmanager
+def _devices(stage: Stage, cloud: Cloud, shards: dict[str, Shard]) -> Iterator[list[Device]]:
+    """Enrolled and running, each with its own samples."""
+    found = []
+    with contextlib.ExitStack() as running:
+        for name, shard in shards.items():
+            home = stage.file(name)
+            token = cloud.ask("cloud", "token", "--role", "device", "--name", name)
+            processes.checked(
+                processes.triplane(
+                    "device", "enrol", token["token"], "--cloud",
+                    f"127.0.0.1:{cloud.enrol_port}", "--home", home, "--population", POPULATION,
+                    "--data", asking.save(stage.file(f"{name}.npz"), shard), "--json",
+                )
+            )  # fmt: skip
+            device = Device(name, home, stage.file(f"{name}.log"))
+            device.start()
+            running.callback(device.stop)
+            found.append(device)
+        yield found
+
+
+def _run(stage: Stage, cloud: Cloud, algorithm: str, *more: str) -> dict[str, Any]:
+    """One run of the demo's length, shown as it goes; its record."""
+    rate = str(RATE[algorithm])
+    stage.say(f"\n   {algorithm}: {ROUNDS} rounds of {LEARNING} devices")
+    code = cloud.followed(
+        "federate", "run", f"{MODEL}@1", "--population", POPULATION, "--algorithm", algorithm,
+        "--rounds", str(ROUNDS), "--devices", str(LEARNING), "--quorum", "0.6",
+        "--patience", "2s", "--steps", str(STEPS), "--batch-size", "40", "--support", "40",
+        "--query", "40", "--lr", rate, "--meta-lr", rate, "--inner-steps", str(INNER_STEPS), *more,
+    )  # fmt: skip
+    found: dict[str, Any] = cloud.ask("federate", "show", "last")
+    if code or found["phase"] != "done":
+        raise processes.Failed(f"the run ended {found['phase']}: {found.get('reason', '')}")
+    return found
+
+
+class _Killer(threading.Thread):
+    """Kills two devices in the middle of the run that comes; one of them comes back."""
+
+    def __init__(self, cloud: Cloud, victims: list[Device]) -> None:
+        super().__init__(name="killer", daemon=True)
+        self._cloud, self._victims = cloud, victims
+        self.killed = self.back = 0
+        self.told = ""
+
+    def run(self) -> None:
+        """See the class."""
+        with contextlib.suppress(processes.Failed, OSError):
+            self.killed = self._round(KILL_AT)
+            for device in self._victims:
+                device.kill()
+            self.back = self._round(BACK_AT)
+            self._victims[0].start()
+            first, second = (device.name for device in self._victims)
+            self.told = (
+                f"{first} and {second} died by kill -9 in round {self.killed}; {first} came back "
+                f"in round {self.back}"
+            )
+
+    def _round(self, number: int) -> int:
+        """Wait for a round of the run that is going on."""
+        while True:
+            found = self._cloud.ask("federate", "show", "last")
+            at = int(found.get("round", 0))
+            if found["spec"]["algorithm"] == "maml" and at >= number:
+                return at
+            threading.Event().wait(STEP_S)
+
+
+class _Client:
+    """Asks a node its own question, over and over, with calls that are never repeated."""
+
+    def __init__(self, stage: Stage, cloud: Cloud, node: str, shard: Shard) -> None:
+        self.node = node
+        self._address = reports(cloud)[node]["report"]["serving_address"]
+        self._shard = shard
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._ask, name=f"client of {node}")
+        self.accuracies: list[float] = []
+        self.calls, self.error = 0, ""
+
+    def __enter__(self) -> Self:
+        self._once()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._once()
+
+    def _ask(self) -> None:
+        while not self._stop.wait(PAUSE_S):
+            self._once()
+
+    def _once(self) -> None:
+        samples = self._shard.held_out
+        try:
+            found = ask(self._address, MODEL, samples["x"], samples["y"])
+        except Exception as error:  # noqa: BLE001 - whatever a client may raise is a failed call
+            self.error = self.error or f"{type(error).__name__}: {error}"
+            self._stop.set()
+            return
+        self.calls += found.calls
+        self.accuracies.append(found.accuracy)
+
+
+def _models(cloud: Cloud) -> dict[str, dict[str, Any]]:
+    """What each node says of the model, by the node's name."""
+    return {
+        name: next((m for m in node["report"]["models"] if m["model"] == MODEL), {})
+        for name, node in reports(cloud).items()
+    }
+
+
+def _both_done(cloud: Cloud, run: dict[str, Any]) -> bool:
+    """Each node serves the result, or has found that what it serves answers better."""
+    version = int(run["result"].rpartition("@")[2])
+    told = _models(cloud).values()
+    return all(m.get("version") == version and m.get("state") in DONE for m in told)
+
+
+def _kept(cloud: Cloud) -> dict[str, str]:
+    """Why, by the names of nodes that keep the older version."""
+    return {
+        name: str(m["reason"]) for name, m in _models(cloud).items() if m.get("state") == "kept"
+    }
+
+
+def _compare(
+    stage: Stage, cloud: Cloud, runs: dict[str, Any], shards: dict[str, Shard], killer: _Killer
+) -> None:
+    """Both results on all twelve devices, six of which never learned."""
+    tried = {name: _answers(stage, cloud, name, run, shards) for name, run in runs.items()}
+    rows: list[tuple[str, ...]] = [
+        ("", "six that learned", "", "six others", ""),
+        ("", "mean", "worst", "mean", "worst"),
+    ]
+    for name, found in tried.items():
+        for adapted, what in ((False, name), (True, f"{name}, adapted at rate {found.rate:g}")):
+            groups = [found.of(seen=seen, adapted=adapted) for seen in (True, False)]
+            figures = [f(g) for g in groups for f in (np.mean, np.min)]
+            rows.append((what, *(f"{100 * float(f):.1f}" for f in figures)))
+    stage.say("\n   accuracy on samples that neither learning nor adaptation saw, in percent:")
+    for first, *rest in rows:
+        stage.say(f"   {first:32}" + "".join(f"{cell:>18}" for cell in rest))
+    trials = [_trial(name, found, runs[name]) for name, found in tried.items()]
+    stage.file("learning.svg").write_text(
+        picture(trials, "Twelve devices, a question each: before and after adaptation")
+    )
+    means = {name: [float(np.mean(f.of(seen=s, adapted=True))) for s in (True, False)]
+             for name, f in tried.items()}  # fmt: skip
+    gain = [100 * (a - b) for a, b in zip(means["maml"], means["fedavg"], strict=True)]
+    stage.summary.add(
+        "learn", "maml against fedavg", f"adapted {100 * means['maml'][0]:.1f} % against "
+        f"{100 * means['fedavg'][0]:.1f} %; on devices that never learned "
+        f"{100 * means['maml'][1]:.1f} % against {100 * means['fedavg'][1]:.1f} %",
+        learned_accuracy=means, learned_gain_points=gain, killed_devices_at=killer.killed,
+    )  # fmt: skip
+
+
+def _answers(
+    stage: Stage, cloud: Cloud, name: str, run: dict[str, Any], shards: dict[str, Shard]
+) -> Answers:
+    file = stage.file(f"question-{name}.tpm")
+    cloud.ask("registry", "pull", run["result"], "--out", file)
+    module = load(file)
+    rates = RATES if name == "fedavg" else (RATE[name],)
+    return asking.best([answered(module, name, rate, shards, ROUNDS) for rate in rates])
+
+
+def _trial(name: str, found: Answers, run: dict[str, Any]) -> Trial:
+    rounds = [r for r in run["rounds"] if not r.get("evaluates")]
+    sent = sum(int(r.get("bytes_up", 0)) for r in rounds)
+    taken = sum(int(r.get("bytes_down", 0)) for r in rounds)
+    last = RoundRow(ROUNDS, LEARNING, 0.0, sent, taken, 0.0)
+    return Trial(name, [last], found.scores, {}, {})
+
+
+def _gone_live(
+    stage: Stage, clients: list[_Client], run: dict[str, Any], kept: dict[str, str]
+) -> None:
+    """What the nodes' own clients saw."""
+    stage.say(f"\n10 Live: {run['result']} was released by itself, under what people had signed")
+    failed = [f"{c.node}: {c.error}" for c in clients if c.error]
+    if failed:
+        raise processes.Failed(f"a call failed while versions changed: {'; '.join(failed)}")
+    for client in clients:
+        before, after = client.accuracies[0], client.accuracies[-1]
+        if client.node in kept:
+            stage.say(f"   {client.node} keeps the older version: {kept[client.node]}")
+            continue
+        stage.say(
+            f"   {client.node} adapted it to its own samples and answers its own question: "
+            f"accuracy {before:.3f} before, {after:.3f} now; {client.calls} calls, none failed"
+        )
+    stage.summary.add(
+        "live", run["result"], f"{clients[0].node} {clients[0].accuracies[0]:.3f} -> "
+        f"{clients[0].accuracies[-1]:.3f} on its own question; "
+        f"{sum(c.calls for c in clients)} calls, none failed",
+        live_before=[c.accuracies[0] for c in clients],
+        live_after=[c.accuracies[-1] for c in clients], live_kept=sorted(kept),
+    )  # fmt: skip
