@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from triplane.cloud.federation.live import LiveRun, Make
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
@@ -47,9 +45,8 @@ MAX_REASON_CHARS: Final = 500
 MAX_WORK_S: Final = 30 * 86_400.0
 CLOCK_S: Final = 60.0
 """What a clock may have been set back by since a round began."""
-SMALL_BYTES: Final = 256 << 10
-MAX_SMALL_BYTES: Final = 64 << 20
-"""Of small updates that are remembered between their arrival and their round's end."""
+MAX_KEPT_BYTES: Final = 64 << 20
+"""Of unpacked changes that are remembered between their arrival and their round's end."""
 UPLOADS: Final = 4
 """Different files that a device may begin for one lease."""
 
@@ -78,8 +75,8 @@ class Spool:
         self._blobs = blobs
         self._rooms: dict[str, Room] = {}
         self._begun: dict[str, set[bytes]] = {}
-        self._small: dict[str, dict[str, Array]] = {}
-        self._small_bytes = 0
+        self._kept: dict[str, tuple[int, dict[str, Array]]] = {}
+        self._kept_bytes = 0
 
     async def room(self, run: LiveRun) -> Room:
         """Of a prepared run; its first state says it."""
@@ -156,16 +153,20 @@ class Spool:
         return lambda _, at_s: Arrived(at_s=at_s, device=device, lease=lease, update=update)
 
     def _remember(self, update: Update, change: dict[str, Array]) -> None:
-        """Keep a small change until its round is reduced, so that its file is parsed once."""
-        if update.size <= SMALL_BYTES and self._small_bytes + update.size <= MAX_SMALL_BYTES:
-            self._small[update.blob] = {name: np.array(x) for name, x in change.items()}
-            self._small_bytes += update.size
+        """Keep a change until its round is reduced, so that its file is checked once.
+
+        What is a view of the file costs no memory; what was unpacked does, up to `MAX_KEPT_BYTES`.
+        """
+        owned = sum(x.nbytes for x in change.values() if x.flags.owndata)
+        if update.blob not in self._kept and self._kept_bytes + owned <= MAX_KEPT_BYTES:
+            self._kept[update.blob] = owned, change
+            self._kept_bytes += owned
 
     def opened(self, run: str, lease: str, update: Update, like: Like) -> dict[str, Array]:
         """The change of a counted update: remembered, or read from its file again."""
-        found = self._small.get(update.blob)
+        found = self._kept.get(update.blob)
         if found is not None:
-            return found
+            return found[1]
         path = self.folder.find(bytes.fromhex(update.blob))
         return read_update(path, like, run=run, lease=lease, max_bytes=most_bytes(like))
 
@@ -198,8 +199,8 @@ class Spool:
             found |= self._begun.pop(lease.id, set())
             if lease.update is not None:
                 found.add(bytes.fromhex(lease.update.blob))
-                if self._small.pop(lease.update.blob, None) is not None:
-                    self._small_bytes -= lease.update.size
+                owned, _ = self._kept.pop(lease.update.blob, (0, {}))
+                self._kept_bytes -= owned
         return found
 
     def remove(self, files: Iterable[bytes]) -> None:

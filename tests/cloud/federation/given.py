@@ -17,7 +17,7 @@ from triplane.cloud.identity.rights import Role
 from triplane.cloud.registry import Push
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect, connect_aio
-from triplane.proto.errors import Unavailable
+from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.identity import IdentityFolder, enrol
 from triplane.proto.stream import SessionClient
 from triplane.proto.transfer import BlobFolder, download, upload
@@ -167,7 +167,16 @@ class Device:
             if self.act is not None:
                 await self.act(self, task)
             else:
-                await self.contribute(await self.learnt(task))
+                await self._worked(task)
+
+    async def _worked(self, task):
+        """Learn and contribute, unless the task is withdrawn meanwhile."""
+        try:
+            made = await self.learnt(task)
+        except (InvalidInput, Conflict):
+            await self.until(lambda work: all(t.lease != task.lease for t in work.tasks))
+        else:
+            await self.contribute(made)
 
     async def contribute(self, kept):
         self.kept.append(kept)

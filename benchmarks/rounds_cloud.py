@@ -1,0 +1,76 @@
+"""The cloud of `rounds.py`: `triplane.cloud` with clocks around what a round waits for.
+
+    python benchmarks/rounds_cloud.py OPTIONS FIGURES
+
+OPTIONS are those of `python -m triplane.cloud`. When it is stopped it writes to the file FIGURES
+the seconds spent in each part, over all threads: fsync, hash, reduce, check (of an update),
+commit (with its own fsync), and the processor time of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from triplane.cloud import __main__ as cloud
+from triplane.cloud.federation import results, spool
+from triplane.cloud.store import writing
+from triplane.proto import disk, transfer
+from triplane.unified_ir.files import container
+
+SPENT: defaultdict[str, float] = defaultdict(float)
+CALLS: defaultdict[str, int] = defaultdict(int)
+LOCK = threading.Lock()
+
+
+def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, its time added to that of the part."""
+
+    @wraps(call)
+    def timing(*args: Any, **named: Any) -> Any:
+        started_s = time.perf_counter()
+        try:
+            return call(*args, **named)
+        finally:
+            with LOCK:
+                SPENT[part] += time.perf_counter() - started_s
+                CALLS[part] += 1
+
+    return timing
+
+
+def put_clocks() -> None:
+    """Around the parts."""
+    for owner, name, part in (
+        (disk.OsDisk, "sync", "fsync"),
+        (disk.OsDisk, "sync_folder", "fsync"),
+        (transfer, "digest_of", "hash"),
+        (results, "digest_of", "hash"),
+        (container, "_hash", "hash"),
+        (results, "reduce", "reduce"),
+        (spool, "read_update", "check"),
+        (writing.Writer, "_do", "commit"),
+    ):
+        setattr(owner, name, timed(part, getattr(owner, name)))
+
+
+def main() -> None:
+    """Serve until told, then write the figures."""
+    options, figures = sys.argv[1:]
+    put_clocks()
+    try:
+        cloud.main(cloud.parse([options]))
+    finally:
+        found = {"spent_s": SPENT, "calls": CALLS, "cpu_s": time.process_time()}
+        Path(figures).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The devices of `rounds.py`: one process that is many of them, each with a stream of its own.
+
+    python benchmarks/rounds_devices.py FOLDER FIRST LAST
+
+A device fetches the state of its task, sends an update of zeros and says so; only learning is left
+out. The process ends at the end of its standard input, with one line of JSON: seconds spent, over
+all devices, in fetching, encoding, uploading, and waiting for the acknowledgement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.channels import connect, connect_aio
+from triplane.proto.errors import Conflict
+from triplane.proto.identity import IdentityFolder
+from triplane.proto.stream import SessionClient
+from triplane.proto.transfer import BlobFolder, download, upload
+from triplane.unified_ir.federated.core.files import like_of, read_state, write_update
+from triplane.unified_ir.runtime.plan import Plan
+
+SPENT: defaultdict[str, float] = defaultdict(float)
+
+
+class Device:
+    """One device. It learns nothing, and does the rest as a device does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._identity = folder, IdentityFolder(folder)
+        self._channel: grpc.Channel | None = None
+        self._blobs = BlobFolder(folder / "blobs")
+        self._digests: dict[bytes, str] = {}
+        self._asked: asyncio.Queue[pb.Work] = asyncio.Queue()
+        self._client = SessionClient(
+            lambda: connect_aio(self._identity), self._asked.put, greeting=self._offer
+        )
+
+    def _offer(self) -> pb.Offer:
+        return pb.Offer(population="bench", examples=1, held_out=1)
+
+    async def live(self) -> None:
+        """Until cancelled."""
+        session = asyncio.create_task(self._client.run())
+        done: set[bytes] = set()
+        try:
+            while True:
+                for task in (await self._asked.get()).tasks:
+                    if task.lease not in done:
+                        done.add(task.lease)
+                        await self._do(task)
+        finally:
+            session.cancel()
+            await asyncio.gather(session, return_exceptions=True)
+
+    async def _do(self, task: pb.Task) -> None:
+        try:
+            told = await asyncio.to_thread(self._done, task)
+        except Conflict:
+            return  # enough others were faster
+        started_s = time.perf_counter()
+        await self._client.send(told)
+        SPENT["acknowledge"] += time.perf_counter() - started_s
+
+    def _done(self, task: pb.Task) -> pb.Contribution:
+        told = pb.Contribution(run=task.run, round=task.round, lease=task.lease)
+        if task.WhichOneof("work") == "evaluate":
+            told.score.CopyFrom(pb.Score(samples=1, before=0.5, after=0.5))
+            return told
+        if self._channel is None:
+            self._channel = connect(self._identity)
+        marks = [time.perf_counter()]
+        state = self._state(self._channel, task)
+        marks.append(time.perf_counter())
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            path = Path(folder) / "update"
+            change = {n: np.zeros(shape, dtype) for n, (dtype, shape) in like_of(state).items()}
+            write_update(
+                path, change, run=task.run, round=task.round, lease=task.lease.hex(),
+                compression="", keep=1.0, seed=0,
+            )  # fmt: skip
+            marks.append(time.perf_counter())
+            blob = pb.Blob(sha256=upload(self._channel, path), size=path.stat().st_size)
+        marks.append(time.perf_counter())
+        for part, before, after in zip(
+            ("fetch", "encode", "upload"), marks, marks[1:], strict=False
+        ):
+            SPENT[part] += after - before
+        told.update.CopyFrom(pb.Update(blob=blob, examples=1, loss=0.5, seconds=0.0))
+        return told
+
+    def _state(self, channel: grpc.Channel, task: pb.Task) -> dict[str, Any]:
+        sha256 = task.plan.sha256
+        if sha256 not in self._digests:
+            path = download(channel, sha256, task.plan.size, self._blobs)
+            self._digests[sha256] = Plan.load(path).digest
+        path = download(channel, task.state.sha256, task.state.size, self._blobs)
+        state = read_state(path, plan=self._digests[sha256])
+        self._blobs.remove(task.state.sha256)
+        return state
+
+
+async def main() -> None:
+    """Be the devices until the standard input ends."""
+    folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    tasks = [asyncio.create_task(Device(folder / str(n)).live()) for n in range(first, last)]
+    await asyncio.to_thread(sys.stdin.read)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    print(json.dumps(SPENT | {"cpu": time.process_time()}))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,274 @@
+"""Runs as people steer them and devices meet them, on the real service."""
+
+import asyncio
+import secrets
+
+import pytest
+from tests.cloud.federation.given import (
+    POPULATION,
+    Kept,
+    devices_of,
+    ended,
+    living,
+    make_home,
+    registered,
+    spec,
+    start_request,
+)
+
+from triplane.cloud.federation.spec import filled
+from triplane.cloud.server import running
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import Conflict, InvalidInput, NotFound
+
+DEADLINE_S = 60.0
+
+
+def within(coroutine):
+    async def bounded():
+        async with asyncio.timeout(DEADLINE_S):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+async def until(cloud, run_id, holds):
+    while True:
+        moved = cloud.federation.moved
+        run = await cloud.federation.run(run_id)
+        if holds(run):
+            return run
+        await moved.wait()
+
+
+async def begun(cloud, **fields):
+    return (await cloud.federation.begin(start_request(**fields), by="operator")).id
+
+
+async def never(_device, _task):
+    """Takes its work and is silent."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"model": "no model"}, "model"),
+        ({"population": "no name!"}, "population"),
+        ({"algorithm": "magic"}, "fedavg, fedprox"),
+        ({"compression": "zip"}, "int8"),
+        ({"keep": 0.5}, "top-k"),
+        ({"rounds": 10**9}, "rounds"),
+        ({"privacy": ["noise"]}, "noise"),
+        ({"privacy": ["secure-aggregation"]}, "secure-aggregation"),
+        ({"release": "now"}, "release"),
+        ({"cohort": {"quorum": 1.5}}, "quorum"),
+        ({"cohort": {"devices": 10**6}}, "devices"),
+        ({"cohort": {"deadline_s": float("nan")}}, "deadline_s"),
+        ({"cohort": {"over_selection": -0.1}}, "over_selection"),
+        ({"hyperparameters": pb.Hyperparameters(inner_steps=99)}, "inner_steps"),
+        ({"hyperparameters": pb.Hyperparameters(lr=-1.0)}, "lr"),
+        ({"sampling": pb.Sampling(steps=2**31)}, "steps"),
+        ({"alias": "latest"}, "alias"),
+    ],
+)
+def test_a_spec_out_of_range_is_refused_by_name(fields, words):
+    fields = {"sampling": pb.Sampling(steps=1)} | fields
+    sampling = fields.pop("sampling")
+    asked = spec(**fields)
+    asked.sampling.CopyFrom(sampling)
+    with pytest.raises(InvalidInput, match=words):
+        filled(asked)
+
+
+def test_every_zero_becomes_a_default_that_can_be_asked_for_again():
+    made = filled(pb.Spec(model="tiny"))
+    assert filled(made) == made
+    assert (made.algorithm, made.population, made.rounds) == ("fedavg", "default", 10)
+    assert made.cohort.devices == 2
+    assert filled(pb.Spec(model="tiny", algorithm="maml")).sampling.steps == 1
+    assert filled(pb.Spec(model="tiny", algorithm="fedadam")).hyperparameters.server_lr < 1
+
+
+@pytest.mark.slow
+def test_the_same_key_begins_one_run_and_another_request_is_refused(tmp_path):
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            key = secrets.token_bytes(16)
+            first = await cloud.federation.begin(start_request(key), by="operator")
+            again = await cloud.federation.begin(start_request(key), by="operator")
+            with pytest.raises(Conflict):
+                await cloud.federation.begin(start_request(key, rounds=3), by="operator")
+            with pytest.raises(NotFound):
+                await begun(cloud, model="nobody")
+            with pytest.raises(NotFound):
+                await cloud.federation.run("f" * 16)
+            listed = await cloud.federation.runs()
+            return first, again, listed
+
+    first, again, listed = within(story())
+    assert first.id == again.id
+    assert [run.id for run in listed] == [first.id]
+    assert listed[0].spec.model == "tiny@1"
+
+
+@pytest.mark.slow
+def test_a_model_without_a_loss_fails_its_run_with_the_reason(tmp_path):
+    from tests.cloud.registry.models import model_bytes
+
+    from triplane.cloud.registry import Push
+
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            blob = cloud.blobs.put(model_bytes(tmp_path))
+            push = Push(model="bare", blob=blob, key=b"1" * 16)
+            await cloud.registry.push(push, by="operator")
+            run = await ended(cloud, await begun(cloud, model="bare"))
+            with pytest.raises(Conflict, match="over"):
+                await cloud.federation.resume(run.id, reason="", by="operator")
+            return run
+
+    run = within(story())
+    assert run.phase == pb.Run.FAILED
+    assert "loss" in run.reason
+
+
+@pytest.mark.slow
+def test_over_selection_counts_the_fastest_and_tells_the_last_it_was_late(tmp_path):
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            devices = await devices_of(cloud, tmp_path, ("ann", "bob", "cy"))
+            slow = devices[2]
+            held: list[pb.Task] = []
+
+            async def keep(device, task):
+                if task.WhichOneof("work") == "evaluate":
+                    await device.contribute(await device.learnt(task))
+                else:
+                    held.append(task)
+
+            slow.act = keep
+            async with living(devices):
+                cohort = {"devices": 2, "over_selection": 0.5}
+                run_id = await begun(cloud, rounds=1, cohort=cohort)
+                run = await ended(cloud, run_id)
+                kept = pb.Contribution(run=run.id, round=1, lease=held[0].lease, declined="late")
+                await slow.contribute(Kept(held[0], kept))
+            return run, slow.settled(held[0].lease)
+
+    run, settled = within(story())
+    assert run.phase == pb.Run.DONE, run.reason
+    assert (run.rounds[0].asked, run.rounds[0].counted, run.rounds[0].late) == (3, 2, 1)
+    assert not settled.counted
+    assert "faster" in settled.reason
+
+
+@pytest.mark.slow
+def test_a_silent_device_is_lost_at_the_deadline_and_the_quorum_goes_on(tmp_path):
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            devices = await devices_of(cloud, tmp_path, ("ann", "bob"))
+            devices[1].act = never
+            async with living(devices):
+                cohort = {"quorum": 0.5, "deadline_s": 1.0}
+                return await ended(cloud, await begun(cloud, rounds=2, cohort=cohort))
+
+    run = within(story())
+    assert run.phase == pb.Run.DONE, run.reason
+    assert [(r.counted, r.lost) for r in run.rounds] == [(1, 1)] * 3
+
+
+@pytest.mark.slow
+def test_a_round_without_a_quorum_is_given_up_and_tried_again(tmp_path):
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            devices = await devices_of(cloud, tmp_path, ("ann", "bob"))
+            tries: list[pb.Task] = []
+
+            async def second_time(device, task):
+                tries.append(task)
+                if len(tries) > 1:
+                    await device.contribute(await device.learnt(task))
+
+            devices[1].act = second_time
+            async with living(devices):
+                cohort = {"quorum": 1.0, "deadline_s": 1.0}
+                return await ended(cloud, await begun(cloud, rounds=1, cohort=cohort)), tries
+
+    run, tries = within(story())
+    assert run.phase == pb.Run.DONE, run.reason
+    assert [bool(r.given_up) for r in run.rounds] == [True, False, False]
+    assert tries[0].lease != tries[1].lease
+
+
+@pytest.mark.slow
+def test_a_stopped_run_ends_open_work_and_resumes_where_it_was(tmp_path):
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            devices = await devices_of(cloud, tmp_path, ("ann", "bob"))
+            devices[1].act = never
+            async with living(devices):
+                run_id = await begun(cloud, rounds=2)
+                await devices[1].until(lambda work: work.tasks)
+                stopped = await cloud.federation.halt(run_id, reason="lunch", by="operator")
+                await devices[1].until(lambda work: not work.tasks)
+                devices[1].act = None
+                await cloud.federation.resume(run_id, reason="", by="operator")
+                return stopped, await ended(cloud, run_id)
+
+    stopped, run = within(story())
+    assert (stopped.phase, stopped.reason) == (pb.Run.STOPPED, "lunch")
+    assert run.phase == pb.Run.DONE, run.reason
+    assert [r.counted for r in run.rounds] == [2, 2, 2]
+
+
+@pytest.mark.slow
+def test_two_runs_of_one_population_both_end_and_another_population_is_not_asked(tmp_path):
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            devices = await devices_of(cloud, tmp_path, ("ann", "bob"))
+            async with living(devices):
+                first, second = await begun(cloud), await begun(cloud, seed=8)
+                other = await begun(cloud, population="elsewhere")
+                runs = [await ended(cloud, first), await ended(cloud, second)]
+                waiting = await until(
+                    cloud, other, lambda r: r.phase == pb.Run.GATHERING and r.reason
+                )
+                return runs, waiting
+
+    runs, waiting = within(story())
+    assert [run.phase for run in runs] == [pb.Run.DONE] * 2
+    assert not waiting.members
+    assert "0 devices of 2" in waiting.reason
+
+
+@pytest.mark.slow
+def test_what_a_device_says_out_of_its_limits_ends_its_stream_and_nothing_else(tmp_path):
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            refused = []
+            for message in (
+                pb.Offer(population="no name!", examples=1),
+                pb.Offer(population=POPULATION, examples=1 << 40),
+                pb.Offer(population=POPULATION, examples=1, software="x" * 1000),
+                pb.Contribution(run="r", lease=b"short", declined="no"),
+                pb.Contribution(run="r" * 100, lease=b"l" * 16, declined="no"),
+                pb.Contribution(run="r", lease=b"l" * 16),
+                pb.Work(),
+            ):
+                with pytest.raises(InvalidInput) as error:
+                    await cloud.federation.take("mallory", message)
+                refused.append(str(error.value))
+            stray = pb.Contribution(run="f" * 16, lease=b"l" * 16, declined="no")
+            await cloud.federation.take("mallory", stray)
+            return refused, cloud.federation.work_of("mallory")
+
+    refused, work = within(story())
+    assert len(set(refused)) == len(refused) - 1
+    assert [(s.run, s.counted) for s in work.settled] == [("f" * 16, False)]
