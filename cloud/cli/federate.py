@@ -10,6 +10,7 @@ import click
 from triplane.cloud.cli.connection import calls, client_options
 from triplane.cloud.cli.options import DURATION
 from triplane.unified_ir.cli.shell import open_output
+from triplane.unified_ir.cli.simulate import simulate
 
 if TYPE_CHECKING:
     from triplane.cloud.cli.connection import Calls
@@ -46,6 +47,9 @@ _SAMPLING: Final = ("steps", "batch_size", "support", "query")
 @click.group("federate")
 def command() -> None:
     """Let devices learn together. RUN is an id, the beginning of one, or `last`."""
+
+
+command.add_command(simulate)
 
 
 @command.command("run", short_help="Begin a run over the devices of a population.", epilog=EPILOG)

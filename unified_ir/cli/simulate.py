@@ -32,7 +32,7 @@ RATE = click.FloatRange(min=0)
 COUNT = click.IntRange(min=1)
 
 
-@click.command("simulate", epilog=EPILOG)
+@click.command("simulate", short_help="Compare algorithms on simulated devices.", epilog=EPILOG)
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL.tpm")
 @click.option("--data", required=True, metavar="DATA", help="Labelled samples; see below.")
 @click.option("--x", default="x", show_default=True, metavar="KEY", help="Samples in an .npz.")

@@ -62,7 +62,7 @@ def test_a_list_of_verbs_shows_whole_sentences(command):
 @pytest.mark.parametrize("command", ALL)
 def test_every_verb_that_calls_the_cloud_takes_an_identity(command):
     names = {name for p in command.params for name in p.opts}
-    local = {"init", "up", "enrol", "make", "collect"}
+    local = {"init", "up", "enrol", "make", "collect", "simulate"}
     makes_one = command.name in {"enrol", "operator"}
     assert ("--identity" in names) == (command.name not in local) or makes_one
 
