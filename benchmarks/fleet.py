@@ -277,7 +277,7 @@ the cloud and all clients on one core that other work also wanted (load 20), 53 
 connected in the first 10 s and none in the 100 s after: a node gives up after 10 s without a
 welcome and the cloud ends a TLS handshake that takes 5 s, so each try throws away the work of the
 one before. A run of 1,000 on both cores beside as much other work failed the same way after 240 s.
-With patience that doubles (from 10 s to 120 s on the node, 30 s for a handshake) 543 of the 700 were
+With patience that doubles (10 s to 120 s on the node, 30 s for a handshake) 543 of the 700 were
 in after 120 s, and the number still grew; the wire does not do that yet.
 
 ## What is real, and what is not
