@@ -37,12 +37,13 @@ class Spreads:
 class Book:
     """A run as of its newest event.
 
-    revision: number of that event. spreads: by the number of the evaluating round, as text.
-    refused: newest reason by kind.
+    revision, at_s: number and time of that event. spreads: by the number of the evaluating round,
+    as text. refused: newest reason by kind.
     """
 
     state: State
     revision: int = 0
+    at_s: float = 0.0
     spreads: Mapping[str, Spreads] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
@@ -50,7 +51,7 @@ class Book:
 def follow(book: Book, event: Event) -> tuple[Book, Effects]:
     """The book after `event`, and what has to be done because of it."""
     state, effects = step(book.state, event)
-    after = replace(book, state=state, revision=book.revision + 1)
+    after = replace(book, state=state, revision=book.revision + 1, at_s=event.at_s)
     if isinstance(event, Refused):
         after = replace(after, refused={**book.refused, event.kind: event.reason})
     for ended in state.history[len(book.state.history) :]:

@@ -212,13 +212,12 @@ class Federation:
         """Stop a run; it can be resumed. Conflict: it is over."""
         why = shown(reason) or f"stopped by {by}"
         entry = await self._steered(id, "federation.stop", by, reason)
+        await self._halt_preparing(entry, why)
         run = self._runs.get(entry.id)
         if run is not None:
             await run.put(
                 lambda s, at_s: None if s.phase is Phase.STOPPED else Stopped(at_s=at_s, reason=why)
             )
-        else:
-            await self._halt_preparing(entry, why)
         return await self.run(entry.id)
 
     async def resume(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
@@ -230,7 +229,7 @@ class Federation:
             await run.put(
                 lambda s, at_s: Resumed(at_s=at_s, reason=why) if s.phase is Phase.STOPPED else None
             )
-        elif entry.before == "stopped":
+        elif entry.before == "stopped" and entry.id not in self._preparing:
             await self._change(entry, before="preparing", reason="")
             self._prepare(self._waiting[entry.id])
         return await self.run(entry.id)
@@ -300,6 +299,7 @@ class Federation:
         run.start()
 
     async def _halt_preparing(self, entry: Entry, why: str) -> None:
+        """Only a run without a plan; it may have got one in this very moment."""
         task = self._preparing.get(entry.id)
         if task is not None:
             task.cancel()

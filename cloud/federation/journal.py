@@ -196,7 +196,8 @@ def first_book(entry: Entry) -> Book:
             run=entry.id,
             shared=entry.prepared.state,
             since_s=entry.prepared.since_s,
-        )
+        ),
+        at_s=entry.prepared.since_s,
     )
 
 

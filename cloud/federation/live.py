@@ -97,7 +97,7 @@ class LiveRun:
         self._db, self._worker, self._audience, self._clock = db, worker, audience, clock
         self.entry, self.book = entry, book
         self._queue: asyncio.Queue[_Put] = asyncio.Queue()
-        self._last_s = book.state.since_s
+        self._last_s = book.at_s
         self._ticked_s: float | None = None
         self._work: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
@@ -138,14 +138,27 @@ class LiveRun:
         while not self.is_over:
             batch = await self._batch()
             try:
-                await self._commit(batch)
-            except Unavailable as error:
-                logger.warning("run waits for the database", extra=self._facts(reason=str(error)))
-                await self._again(batch, error)
-            except Exception as error:  # the senders get it, and the run goes on
-                logger.exception("events were not taken", extra=self._facts())
+                await self._take(batch)
+            except BaseException:
                 for put in batch:
-                    _answer(put, error)
+                    _answer(put, Unavailable(STOPPING))
+                raise
+
+    async def _take(self, batch: list[_Put]) -> None:
+        try:
+            await self._commit(batch)
+        except Unavailable as error:
+            logger.warning("run waits for the database", extra=self._facts(reason=str(error)))
+            await self._again(batch, error)
+        except Exception as error:
+            if len(batch) > 1:  # what is wrong with one must not cost the others
+                for put in batch:
+                    await self._take([put])
+                return
+            logger.exception("an event was not taken", extra=self._facts())
+            _answer(batch[0], error)
+            if batch[0].write is not None:
+                self._halt(f"what it came to could not be kept: {error}")
 
     async def _batch(self) -> list[_Put]:
         """At least one event: those that wait, or a tick when it is due."""
@@ -211,12 +224,15 @@ class LiveRun:
         state = book.state
         if (state.phase, state.turn) != (before.state.phase, before.state.turn):
             logger.info("run state", extra=self._facts(phase=state.phase.value, turn=state.turn[0]))
-        self._worker.settled(old, self.entry, before, book)
-        for device in {effect.device: None for effect in effects if isinstance(effect, Tell)}:
-            self._audience.tell(device)
         for effect in effects:
             if isinstance(effect, Reduce | Finish):
                 self._do(effect)
+        try:
+            self._worker.settled(old, self.entry, before, book)
+            for device in {effect.device: None for effect in effects if isinstance(effect, Tell)}:
+                self._audience.tell(device)
+        except Exception:  # the event is committed whatever its audience makes of it
+            logger.exception("not everybody was told", extra=self._facts())
         self._audience.moved_now(over=self.is_over)
 
     def _do(self, effect: Reduce | Finish) -> None:

@@ -272,3 +272,45 @@ def test_what_a_device_says_out_of_its_limits_ends_its_stream_and_nothing_else(t
     refused, work = within(story())
     assert len(set(refused)) == len(refused) - 1
     assert [(s.run, s.counted) for s in work.settled] == [("f" * 16, False)]
+
+
+@pytest.mark.slow
+def test_a_result_that_cannot_be_registered_stops_the_run_until_it_is_resumed(
+    tmp_path, monkeypatch
+):
+    def refuse(*_args):
+        raise Conflict("the shelf is full")
+
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            devices = await devices_of(cloud, tmp_path, ("ann", "bob"))
+            async with living(devices):
+                with monkeypatch.context() as broken:
+                    broken.setattr(cloud.registry, "insert", refuse)
+                    stopped = await ended(cloud, await begun(cloud))
+                await cloud.federation.resume(stopped.id, reason="", by="operator")
+                return stopped, await until(cloud, stopped.id, lambda r: r.phase == pb.Run.DONE)
+
+    stopped, run = within(story())
+    assert stopped.phase == pb.Run.STOPPED
+    assert "the shelf is full" in stopped.reason
+    assert not stopped.result
+    assert run.result == "tiny@2"
+
+
+@pytest.mark.slow
+def test_a_run_stopped_while_it_is_prepared_is_prepared_when_resumed(tmp_path):
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            run_id = await begun(cloud)
+            stopped = await cloud.federation.halt(run_id, reason="too soon", by="operator")
+            devices = await devices_of(cloud, tmp_path, ("ann", "bob"))
+            async with living(devices):
+                await cloud.federation.resume(run_id, reason="", by="operator")
+                return stopped, await ended(cloud, run_id)
+
+    stopped, run = within(story())
+    assert (stopped.phase, stopped.reason) == (pb.Run.STOPPED, "too soon")
+    assert run.phase == pb.Run.DONE, run.reason
