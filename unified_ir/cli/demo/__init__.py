@@ -46,9 +46,14 @@ def command(*, data: str, epochs: int, keep: Path | None, as_json: bool) -> None
 
     Then it starts a cloud and two nodes, lets the nodes in over mutual TLS, signs the model away
     from the cloud and rolls it out; has a bad version refused by the nodes themselves, which
-    pauses its rollout; and kills a node's agent in the middle of the next one. Every step runs the
-    real command; nothing is left running. With --keep on a terminal the fleet stays up, with its
-    dashboard, until Ctrl-C.
+    pauses its rollout; and kills a node's agent in the middle of the next one.
+
+    Last, six device processes learn a second model together, by federated averaging and by exact
+    meta-learning, while two of them are killed and one comes back. The result releases itself under
+    what people had signed, and each node adapts it to its own samples while a client asks.
+
+    Every step runs the real command; nothing is left running. With --keep on a terminal the fleet
+    stays up, with its dashboard, until Ctrl-C.
     """
     from triplane.unified_ir.cli.demo.story import tell
 
