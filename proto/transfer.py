@@ -170,6 +170,13 @@ class Receiving:
         if self._unsynced >= SYNC_BYTES:
             self.sync()
 
+    def take(self, chunk: bytes) -> None:
+        """Add the next bytes, and finish with the last ones. InvalidInput beyond the size."""
+        if chunk:
+            self.write(chunk)
+            if self._have == self.size:
+                self.finish()
+
     def sync(self) -> None:
         """Make what was written durable."""
         if self._file is not None and self._unsynced:
@@ -350,11 +357,18 @@ def upload(channel: grpc.Channel, path: Path, progress: Report = _quiet) -> byte
 def _upload_chunks(
     path: Path, sha256: bytes, size: int, offset: int, progress: Report
 ) -> Iterator[pb.UploadChunk]:
-    yield pb.UploadChunk(sha256=sha256, size=size, offset=offset)
+    names = pb.UploadChunk(sha256=sha256, size=size, offset=offset)
+    if size > CHUNK_BYTES:  # a small file goes in one message
+        yield names
+        names = pb.UploadChunk()
     for chunk in chunks_of(path, offset):
-        yield pb.UploadChunk(data=chunk)
+        names.data = chunk
+        yield names
+        names = pb.UploadChunk()
         offset += len(chunk)
         progress(offset, size)
+    if names.sha256:
+        yield names
 
 
 def download(
@@ -496,13 +510,14 @@ class TransferServicer(Base):
             if receiving.stored < receiving.size:
                 await asyncio.to_thread(receiving.sync)
                 return pb.Progress(stored=receiving.stored)
-            await asyncio.to_thread(receiving.finish)
+            if not folder.has(first.sha256):  # it had all its bytes before this call
+                await asyncio.to_thread(receiving.finish)
             return pb.Progress(stored=receiving.size, complete=True)
 
     async def _write(self, receiving: Receiving, chunk: pb.UploadChunk) -> None:
         if len(chunk.data) > CHUNK_BYTES:
             raise InvalidInput(f"a chunk has at most {CHUNK_BYTES} bytes, got {len(chunk.data)}")
-        await asyncio.to_thread(receiving.write, chunk.data)
+        await asyncio.to_thread(receiving.take, chunk.data)
 
     async def Download(
         self, request: pb.DownloadRequest, context: Any
