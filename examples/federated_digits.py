@@ -17,7 +17,7 @@ import numpy as np
 
 from triplane.unified_ir import data, nn, ops, optim, train
 from triplane.unified_ir.federated.algorithms import Hyper
-from triplane.unified_ir.federated.core.draws import Draws
+from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.federated.study import Study, Trial, evenly, simulate, summary
 from triplane.unified_ir.ir import Module
@@ -46,7 +46,8 @@ class Question(nn.Cell):
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, 1, 8, 8) in 0..1 -> (N, 2)."""
-        return self.head(ops.relu(self.hidden(ops.flatten(x))))
+        logits: ops.Tensor = self.head(ops.relu(self.hidden(ops.flatten(x))))
+        return logits
 
 
 def question(device: str, seed: int) -> list[int]:
@@ -57,7 +58,7 @@ def question(device: str, seed: int) -> list[int]:
 def shards(seed: int) -> dict[str, Shard]:
     """150 digits for each device, 60 of them to be scored on; y says yes or no."""
     digits = data.digits()
-    samples = {"x": digits.x, "y": digits.y}
+    samples: dict[str, Array] = {"x": np.asarray(digits.x), "y": np.asarray(digits.y)}
     found = evenly(samples, DEVICES, held_out=0.4, seed=seed)
     return {name: _asked(shard, question(name, seed)) for name, shard in found.items()}
 

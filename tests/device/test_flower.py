@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,6 +56,7 @@ APP = """
 """
 SERVER = """
     from pathlib import Path
+from typing import Any
     import numpy as np
     from flwr.serverapp import ServerApp
     from triplane.cloud.federation.flower import Sampling, Triplane, named_arrays, record_of
@@ -113,7 +115,8 @@ def made(tmp_path_factory):
     trainer.prepare(digits.x, digits.y)
     path = tmp_path_factory.mktemp("plan") / "run.plan"
     plan = plan_of(trainer.export(entries=("loss", "evaluate", "predict")), "maml", HYPER, path)
-    state, slots, row = dict(plan.state), {}, algorithm("maml")
+    slots: dict[str, Any] = {}
+    state, row = dict(plan.state), algorithm("maml")
     for number in range(1, ROUNDS + 1):
         updates = []
         for device in ("0", "1"):
@@ -159,7 +162,7 @@ def flower(tmp_path):
         "PYTHONPATH": str(NAMESPACE),
         "PYTHONWARNINGS": "ignore",
     }
-    started = []
+    started: list[subprocess.Popen[bytes]] = []
 
     def start(*command):
         log = (tmp_path / f"{len(started)}.log").open("wb")
@@ -172,8 +175,9 @@ def flower(tmp_path):
         started.append(process)
         return process
 
-    start.home, start.env = home, env
-    yield start
+    made: Any = start
+    made.home = home
+    yield made
     mark = f"FLWR_HOME={home}".encode()
     deadline = time.monotonic() + READY_S
     for process in started:

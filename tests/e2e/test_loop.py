@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,13 +37,14 @@ def write_samples(path, shard):
 
 def write_episodes(path, shards):
     """Signed episodes: each shard's support and query, for questions that nobody trains on."""
-    parts = {"support.x": [], "support.y": [], "query.x": [], "query.y": []}
+    parts: dict[str, list[Any]] = {f"{s}.{n}": [] for s in ("support", "query") for n in "xy"}
     for name, shard in shards.items():
         order = Draws(1, 0, name, "episode").permutation(shard.examples)
         for what, rows in (("support", order[:40]), ("query", order[40:80])):
             parts[f"{what}.x"].append(shard.train["x"][rows])
             parts[f"{what}.y"].append(shard.train["y"][rows])
-    np.savez(path, **{name: np.stack(found) for name, found in parts.items()})
+    arrays = {name: np.stack(found) for name, found in parts.items()}
+    np.savez(path, allow_pickle=False, **arrays)
     return path
 
 
@@ -71,7 +73,8 @@ class Device:
     def stop(self):
         self.child.terminate()
         self.child.wait(30)
-        self.child.stdout.close()
+        if self.child.stdout:
+            self.child.stdout.close()
 
 
 def accuracy(port, samples):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -227,7 +228,8 @@ def shard(node):
 def test_our_algorithm_as_a_flower_strategy_gives_the_bits_of_our_own_round(name, module, tmp_path):
     hyper, sampling = Hyper(inner_steps=1), Sampling(steps=2, batch_size=4, support=4, query=4)
     made = plan_of(module, name, hyper, tmp_path / "run.plan")
-    ours, slots = dict(made.state), {}
+    ours = dict(made.state)
+    slots: dict[str, Any] = {}
     for number in (1, 2):
         updates = []
         for node in NODES[:3]:

@@ -28,7 +28,7 @@ def start(tmp_path_factory):
     """A bundle that was trained on digits and adapts in fifty steps."""
     nn.seed(0)
     trainer = train.Trainer(Digits(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.Adam(0.01))
-    trainer.fit(data.digits().take(600), epochs=3, progress=False)
+    trainer.fit(data.digits().take(600), epochs=3, progress="none")
     module = trainer.export(entries=("predict", "evaluate", "adapt"), local_lr=0.3)
     module = replace(module, meta={**module.meta, "adapt_steps": "50"})
     path = tmp_path_factory.mktemp("start") / "start.bundle"

@@ -229,7 +229,7 @@ def test_a_start_point_serves_in_the_form_it_was_adapted_to(node):
             assert (path.read_bytes(), digest_) == (ADAPTED, "ad" * 32)
             self.served[model] = "2"
 
-    seen = {}
+    seen: dict[str, Any] = {}
     made, told, incidents = attempt(
         node, trial=start_point, adaptation=comparing(0.9, 0.5, seen), seam=Serving()
     )

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.core.rules import (
-    MAX_GIVEN_UP,
-    due_s,
-    lease_id,
-    open_lease,
-    step,
-)
+from triplane.unified_ir.federated.core import rules
+from triplane.unified_ir.federated.core.rules import MAX_GIVEN_UP, due_s, lease_id
 from triplane.unified_ir.federated.core.run import (
     Arrived,
     Declined,
@@ -42,6 +38,8 @@ from triplane.unified_ir.federated.core.run import (
     Update,
 )
 
+step: Any = rules.step
+open_lease: Any = rules.open_lease
 DEVICES = ("ada", "bea", "cem", "dia", "eli")
 
 
@@ -127,7 +125,7 @@ def test_late_update_changes_no_round():
 
 
 def test_over_selection_closes_at_the_wanted_number_and_tells_the_slower():
-    state = State(plan=plan(asked=5), run="r1", shared="s0")
+    state: Any = State(plan=plan(asked=5), run="r1", shared="s0")
     for name in DEVICES:
         assert state.phase is Phase.GATHERING
         state, _ = step(state, Joined(at_s=0.0, device=name, examples=10))
@@ -330,7 +328,8 @@ def events(draw):
 @settings(max_examples=settings().max_examples * 2)
 def test_no_order_of_events_breaks_a_promise(found, asked):
     first = State(plan=plan(asked=asked), run="r1", shared="s0")
-    state, spoken = first, {}
+    state: Any = first
+    spoken: dict[int, list[str]] = {}
     for event in found:
         before = state
         state, effects = step(state, event)
