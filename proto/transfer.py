@@ -170,13 +170,6 @@ class Receiving:
         if self._unsynced >= SYNC_BYTES:
             self.sync()
 
-    def take(self, chunk: bytes) -> None:
-        """Add the next bytes, and finish with the last ones. InvalidInput beyond the size."""
-        if chunk:
-            self.write(chunk)
-            if self._have == self.size:
-                self.finish()
-
     def sync(self) -> None:
         """Make what was written durable."""
         if self._file is not None and self._unsynced:
@@ -510,14 +503,13 @@ class TransferServicer(Base):
             if receiving.stored < receiving.size:
                 await asyncio.to_thread(receiving.sync)
                 return pb.Progress(stored=receiving.stored)
-            if not folder.has(first.sha256):  # it had all its bytes before this call
-                await asyncio.to_thread(receiving.finish)
+            await asyncio.to_thread(receiving.finish)
             return pb.Progress(stored=receiving.size, complete=True)
 
     async def _write(self, receiving: Receiving, chunk: pb.UploadChunk) -> None:
         if len(chunk.data) > CHUNK_BYTES:
             raise InvalidInput(f"a chunk has at most {CHUNK_BYTES} bytes, got {len(chunk.data)}")
-        await asyncio.to_thread(receiving.take, chunk.data)
+        await asyncio.to_thread(receiving.write, chunk.data)
 
     async def Download(
         self, request: pb.DownloadRequest, context: Any
