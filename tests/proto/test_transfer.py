@@ -15,7 +15,7 @@ from triplane.proto.transfer_pb2_grpc import TransferStub, add_TransferServicer_
 
 
 @contextlib.contextmanager
-def serving(blobs):
+def serving(blobs, *hooks):
     """The cloud's half on a loopback port, in a thread with a loop of its own."""
     ready, address, ends = threading.Event(), [], []
 
@@ -24,7 +24,7 @@ def serving(blobs):
         loop = asyncio.get_running_loop()
         ends.append(lambda: loop.call_soon_threadsafe(done.set))
         server = grpc.aio.server()
-        add_TransferServicer_to_server(TransferServicer(blobs), server)
+        add_TransferServicer_to_server(TransferServicer(blobs, *hooks), server)
         address.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
         await server.start()
         ready.set()
@@ -64,6 +64,41 @@ def test_a_file_goes_up_and_down_unchanged(tmp_path, cloud, n_bytes):
     assert blobs.find(sha256).read_bytes() == path.read_bytes()
     node = BlobFolder(tmp_path / "node")
     assert download(channel, sha256, n_bytes, node).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("there", [1, 999, 1000])
+def test_a_small_upload_goes_on_where_it_stopped_though_it_asks_nothing_first(
+    tmp_path, cloud, there
+):
+    blobs, channel = cloud
+    path = file_of(tmp_path, 1000)
+    with blobs.receive(digest_of(path), 1000) as receiving:
+        receiving.write(path.read_bytes()[:there])
+    assert blobs.find(upload(channel, path)).read_bytes() == path.read_bytes()
+
+
+def test_a_caller_writes_where_it_may_and_only_that(tmp_path):
+    blobs, other = BlobFolder(tmp_path / "cloud"), BlobFolder(tmp_path / "other")
+    asked = []
+
+    async def everything(_sha256):
+        return None
+
+    async def small_ones_elsewhere(sha256, size):
+        asked.append((sha256, size))
+        if size > 1000:
+            raise Conflict("no lease for so much")
+        return other
+
+    with serving(blobs, everything, small_ones_elsewhere) as channel:
+        sha256 = upload(channel, file_of(tmp_path, 1000))
+        with pytest.raises(Conflict, match="no lease"):
+            upload(channel, file_of(tmp_path, 1001))
+        known = TransferStub(channel).Stat(pb.StatRequest(sha256=sha256, size=1000))
+    assert other.has(sha256)
+    assert not blobs.has(sha256)
+    assert known.complete
+    assert asked[0] == (sha256, 1000)
 
 
 def test_an_upload_goes_on_where_it_stopped(tmp_path, cloud):
