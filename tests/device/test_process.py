@@ -1,6 +1,7 @@
 """The device as a real process: what it imports and takes, how it starts, stops and dies."""
 
 import asyncio
+import contextlib
 import random
 import re
 import subprocess
@@ -80,8 +81,8 @@ def test_it_is_ready_within_a_second_of_a_free_processor(tmp_path):
 
 
 def wide_model(folder):
-    """About 10 MB of parameters, in one matrix for the most part."""
-    cell = nn.Sequential(nn.Dense(500, 5000), nn.Tanh(), nn.Dense(5000, 10))
+    """About 20 MB of parameters, in one matrix for the most part."""
+    cell = nn.Sequential(nn.Dense(500, 10_000), nn.Tanh(), nn.Dense(10_000, 10))
     trainer = train.Trainer(cell, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
     trainer.prepare(TensorSpec(("N", 500), "float32"), TensorSpec(("N",), "int64"))
     module = trainer.export(("predict", "evaluate", "loss"))
@@ -120,28 +121,33 @@ def test_killed_devices_end_with_the_very_model_of_undisturbed_ones(tmp_path):
             spec = {"model": "tiny@1", "rounds": ROUNDS, "compression": "int8"}
             with started(*processes):
                 undisturbed, _ = await one_run(cloud, **spec)
-                killing = asyncio.create_task(killed_often(processes, random.Random(5)))
-                disturbed, run = await one_run(cloud, **spec)
-                killing.cancel()
-                kills = (await asyncio.gather(killing, return_exceptions=True))[0]
-            starts = sum(process.log().count("device started") for process in processes)
-            return undisturbed, disturbed, run, kills, starts
+                over = asyncio.Event()
+                killing = asyncio.create_task(killed_often(processes, random.Random(5), over))
+                try:
+                    disturbed, run = await one_run(cloud, **spec)
+                finally:
+                    over.set()
+                    kills = await killing
+            return undisturbed, disturbed, run, kills
 
-    undisturbed, disturbed, run, kills, starts = within(story(), 240)
-    assert starts >= 2 + 3
-    assert not isinstance(kills, Exception) or isinstance(kills, asyncio.CancelledError), kills
+    undisturbed, disturbed, run, kills = within(story(), 240)
+    assert kills >= 3
     assert disturbed.model_digest == undisturbed.model_digest
     assert all(r.counted == 2 for r in run.rounds)
 
 
-async def killed_often(processes, rng):
+async def killed_often(processes, rng, over):
     """Kill and start one of them again and again, at instants that nothing announces."""
-    for _ in range(KILLS):
-        pause = asyncio.get_running_loop().create_future()
-        await asyncio.wait([pause], timeout=rng.uniform(0.05, 0.8))
+    for kills in range(KILLS):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(rng.uniform(0.05, 0.8)):
+                await over.wait()
+        if over.is_set():
+            return kills
         process = rng.choice(processes)
         await asyncio.to_thread(process.kill)
         await asyncio.to_thread(process.start)
+    return KILLS
 
 
 def test_one_home_is_one_process(tmp_path):
