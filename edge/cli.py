@@ -56,6 +56,14 @@ What the node serves is decided in the cloud (triplane deploy); look here with: 
 """
 
 
+SAMPLES_EXAMPLE = """
+\b
+Examples:
+  triplane edge samples question labelled.npz
+  python -c 'import numpy as np; np.savez("labelled.npz", x=images, y=classes)'
+"""
+
+
 def home_option(function: Any) -> Any:
     """`--home DIR`: where a node keeps everything."""
     return click.option(
@@ -148,6 +156,26 @@ def _ready_json(node: "NodeHome", told: "Ready") -> str:
     from triplane.edge.supervisor.ready import record
 
     return json.dumps(record(node, told))
+
+
+@edge.command(epilog=SAMPLES_EXAMPLE, short_help="Give this node labelled samples of its own.")
+@click.argument("model")
+@click.argument("file", metavar="FILE.npz", type=click.Path(path_type=Path, dir_okay=False))
+@home_option
+@json_option
+def samples(*, model: str, file: Path, home: Path, as_json: bool) -> None:
+    """Give this node labelled samples of its own for MODEL: x (N, ...) and classes y (N,).
+
+    A version that was learned to be adapted serves here only after a few steps on one half of them,
+    and only if it then answers the other half at least as well as what serves now. They stay on
+    this machine. A later file takes the place of an earlier one, from the next version on.
+    """
+    from triplane.edge.agent.adapting import keep_samples
+    from triplane.edge.home import NodeHome
+
+    count, path = keep_samples(NodeHome(home).samples, model, file)
+    record = {"model": model, "samples": count, "file": str(path)}
+    open_output(as_json).result(record, f"{count} samples for {model} in {path}")
 
 
 @edge.command(short_help="What this node serves, and how attempts ended.")

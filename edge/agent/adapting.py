@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.proto.errors import InvalidInput, TriplaneError
+from triplane.edge.serving.pointers import pointer_path
+from triplane.proto.disk import OS_DISK, write_atomic
+from triplane.proto.errors import InvalidInput, NotFound, TriplaneError
 
 FILES: Final = 64
 LEAST_SAMPLES: Final = 4
@@ -111,6 +113,20 @@ def read_samples(path: Path) -> dict[str, Any]:
             "one half to adapt and the other to compare"
         )
     return {"x": x, "y": y.astype(np.int64)}
+
+
+def keep_samples(folder: Path, model: str, source: Path) -> tuple[int, Path]:
+    """Make `source` the node's samples for a model, whole or not at all: how many, and where.
+
+    InvalidInput where they are none, or the model's name is no name.
+    """
+    if not source.is_file():
+        raise NotFound(f"no file {source}")
+    count = len(read_samples(source)["y"])
+    path = pointer_path(folder, model).with_suffix(".npz")
+    OS_DISK.make_folder(folder)
+    write_atomic(path, source.read_bytes())
+    return count, path
 
 
 def split(samples: Mapping[str, Any], seed: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -191,7 +191,8 @@ class Attempt:
             raise Refused(
                 "adaptation",
                 f"{target.path} is a start point: it serves after it was adapted to labelled "
-                f"samples of the node, and there are none; put an .npz with x and y to {samples}",
+                f"samples of the node, and there are none; give it some: triplane edge samples "
+                f"{model} FILE.npz --home {world.home.path}",
             )
         now = world.home.bundles / self._committed.sha256 if self._committed else None
         made = world.home.run / f"{model}.adapted"

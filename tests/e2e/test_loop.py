@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from examples import federated_digits as questions
-from tests.faults.fleet import RECONNECT, Load, fleet, wait_until
+from tests.faults.fleet import RECONNECT, Load, fleet, verb, wait_until
 
 from triplane.edge.agent.adapting import split
 from triplane.unified_ir.federated.core.draws import Draws
@@ -98,8 +98,8 @@ def test_what_devices_learn_goes_live_adapted_where_it_serves(tmp_path, shards):
     questions.model(0).save(tmp_path / "question.tpm")
     with fleet(tmp_path) as cloud:
         node = cloud.add_node("camera")
-        (node.home / "samples").mkdir(exist_ok=True)
-        samples = write_samples(node.home / "samples" / f"{MODEL}.npz", node_shard)
+        samples = write_samples(tmp_path / "own.npz", node_shard)
+        verb("edge", "samples", MODEL, samples, "--home", node.home)
         first = cloud.publish(tmp_path / "question.tpm", MODEL)
         cloud.deploy(f"{MODEL}@{first}")
         wait_until(lambda: node.committed(MODEL) == first, "the first version", WAIT_S)

@@ -1,14 +1,25 @@
 """A start point on a node: adapted in a child, compared on samples it never saw."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from triplane.edge.agent.adapting import LEAST_SAMPLES, Compared, read_samples, split
+from triplane.edge.agent.adapting import (
+    LEAST_SAMPLES,
+    Compared,
+    accuracy,
+    keep_samples,
+    read_samples,
+    split,
+)
 from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.trial import golden_accuracy
 from triplane.edge.agent.trying import run_adaptation
-from triplane.proto.errors import InvalidInput
+from triplane.edge.cli import edge
+from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir import convert, data, nn, ops, optim, train
 from triplane.unified_ir.runtime import Bundle
 
@@ -107,6 +118,61 @@ def test_samples_that_are_no_archive_or_hide_objects_are_refused(tmp_path):
     np.savez(tmp_path / "o.npz", x=np.array([{}] * 8, object), y=np.zeros(8, np.int64))
     with pytest.raises(InvalidInput, match=r"o\.npz is an \.npz"):
         read_samples(tmp_path / "o.npz")
+
+
+def write_episodes(path, count=3, **changed):
+    """Episodes of this node's question: the number after the one that is shown."""
+    digits = data.digits().select(np.arange(900, 900 + 60 * count))
+    x = digits.x.reshape(count, 60, *digits.x.shape[1:])
+    y = ((digits.y + 1) % 10).reshape(count, 60)
+    arrays = {
+        "support.x": x[:, :40], "support.y": y[:, :40], "query.x": x[:, 40:], "query.y": y[:, 40:],
+    }  # fmt: skip
+    np.savez(path, **{**arrays, **changed})
+    return path
+
+
+@pytest.mark.slow
+def test_a_start_point_is_judged_by_what_it_becomes(start, tmp_path):
+    bundle = Bundle.load(start)
+    session = bundle.session()
+    found = golden_accuracy(bundle, session, write_episodes(tmp_path / "e.npz"))
+    digits = data.digits().select(np.arange(900, 1080))
+    unadapted = accuracy(bundle, {"x": digits.x, "y": (digits.y + 1) % 10})
+    assert found > 0.5 > unadapted
+    bad = write_episodes(tmp_path / "bad.npz", **{"support.y": np.zeros((3, 39), np.int64)})
+    with pytest.raises(Corrupt, match="support.y"):
+        golden_accuracy(bundle, session, bad)
+    np.savez(tmp_path / "plain.npz", x=digits.x, y=digits.y)
+    with pytest.raises(Corrupt, match="which a start point is judged by"):
+        golden_accuracy(bundle, session, tmp_path / "plain.npz")
+
+
+def test_given_samples_are_kept_where_the_agent_looks(tmp_path):
+    np.savez(tmp_path / "mine.npz", x=np.zeros((8, 2), np.float32), y=np.arange(8) % 2)
+    found = CliRunner().invoke(
+        edge, ["samples", "m", str(tmp_path / "mine.npz"), "--home", str(tmp_path / "n"), "--json"]
+    )
+    assert json.loads(found.stdout)["samples"] == 8
+    kept = tmp_path / "n" / "samples" / "m.npz"
+    assert kept.read_bytes() == (tmp_path / "mine.npz").read_bytes()
+
+
+@pytest.mark.parametrize("model", ["../m", "M", "", "a/b"])
+def test_a_model_name_that_leaves_the_folder_is_refused(tmp_path, model):
+    np.savez(tmp_path / "mine.npz", x=np.zeros((8, 2), np.float32), y=np.arange(8) % 2)
+    with pytest.raises(InvalidInput, match="not the name of a model"):
+        keep_samples(tmp_path / "samples", model, tmp_path / "mine.npz")
+
+
+def test_bad_samples_leave_the_good_ones(tmp_path):
+    np.savez(tmp_path / "mine.npz", x=np.zeros((8, 2), np.float32), y=np.arange(8) % 2)
+    _, kept = keep_samples(tmp_path / "samples", "m", tmp_path / "mine.npz")
+    before = kept.read_bytes()
+    (tmp_path / "bad.npz").write_bytes(b"nothing")
+    with pytest.raises(InvalidInput):
+        keep_samples(tmp_path / "samples", "m", tmp_path / "bad.npz")
+    assert kept.read_bytes() == before
 
 
 def test_split_is_disjoint_balanced_and_the_same_for_every_version():

@@ -259,5 +259,5 @@ def test_a_start_point_without_samples_is_refused_with_where_to_put_them(node):
     made, told, incidents = attempt(node, trial=start_point)
     assert made.run() is None
     assert (told[-1].state, incidents[0].kind) == ("FAILED", "adaptation")
-    assert f"put an .npz with x and y to {node.home.samples}" in told[-1].reason
+    assert f"triplane edge samples {MODEL} FILE.npz --home {node.home.path}" in told[-1].reason
     still_serves_one(node)

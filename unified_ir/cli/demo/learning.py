@@ -97,9 +97,10 @@ def _serve_first(stage: Stage, fleet: Fleet, shards: dict[str, Shard]) -> None:
     """Both nodes serve it; both have some labelled samples; people signed what may follow."""
     cloud, names = fleet.cloud, sorted(shards)
     for node, name in _homes(names):
-        folder = fleet.homes[node] / "samples"
-        folder.mkdir(exist_ok=True)
-        asking.save(folder / f"{MODEL}.npz", shards[name])
+        own = asking.save(stage.file(f"{node}.npz"), shards[name])
+        processes.checked(
+            processes.triplane("edge", "samples", MODEL, own, "--home", fleet.homes[node], "--json")
+        )
     cloud.ask("sign", f"{MODEL}@1", "--target", TARGET, "--keys", cloud.offline_keys)
     roll_out(cloud, f"{MODEL}@1")
     others = {name: shards[name] for name in names[LEARNING + 1 : -1]}
