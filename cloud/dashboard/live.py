@@ -82,7 +82,8 @@ class CloudSource:
 
     async def resume(self, rollout_id: str, reason: str) -> Rollout:
         """See `Source`."""
-        return self._wire.rollout(await self._fleet.resume(rollout_id, by=ACTOR))
+        paper = await self._fleet.resume(rollout_id, reason=reason, by=ACTOR)
+        return self._wire.rollout(paper)
 
     async def abort(self, rollout_id: str, reason: str, *, revert: bool) -> Rollout:
         """See `Source`."""
