@@ -23,18 +23,18 @@ DONTNEED: Final = 4
 LARGE_BYTES: Final = 1 << 20
 
 
-class Facts(logging.Formatter):
-    """The event, then its facts, on one line."""
+_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
-    _KNOWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+class Facts(logging.Formatter):
+    """One line per event: time, level, module, constant text, then the fields as JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
-        facts = {k: v for k, v in vars(record).items() if k not in self._KNOWN}
-        told = " ".join(f"{name}={value!s}" for name, value in facts.items())
-        return (
-            f"{self.formatTime(record)} {record.levelname.lower()} {super().format(record)} {told}"
-        )
+        facts = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        line = f"{self.formatTime(record)} {record.levelname} {record.name} {record.getMessage()}"
+        line += f" {json.dumps(facts, default=str)}" if facts else ""
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def main(
@@ -51,7 +51,7 @@ def main(
     from triplane.device.client import FederatedClient
 
     log = logging.StreamHandler()
-    log.setFormatter(Facts("%(message)s"))
+    log.setFormatter(Facts())
     logging.basicConfig(level=log_level.upper(), handlers=[log])
     _give_back_code()
     client = FederatedClient(home, samples, population=population, held_out=held_out)

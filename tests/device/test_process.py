@@ -20,8 +20,6 @@ from triplane.unified_ir.ir import TensorSpec
 
 pytestmark = pytest.mark.slow
 
-ROUNDS = 12
-KILLS = 10
 READY_S = 1.0
 WEIGHTLESS = re.compile(
     r"\| +(onnx|flwr|dp_accounting|cryptography|click|rich|sqlalchemy|tuf|ml_dtypes|torch|jax)\b"
@@ -110,7 +108,10 @@ def test_its_memory_is_80_mb_and_5_times_the_parameters(tmp_path):
     assert peak <= 80 * MIB + 5 * size
 
 
-def test_killed_devices_end_with_the_very_model_of_undisturbed_ones(tmp_path):
+@pytest.mark.parametrize(
+    ("rounds", "most_kills"), [(12, 10), pytest.param(100, 60, marks=pytest.mark.deep)]
+)
+def test_killed_devices_end_with_the_very_model_of_undisturbed_ones(tmp_path, rounds, most_kills):
     """Learning is by seed, round and name; int8's remainder and the update survive each kill."""
 
     async def story():
@@ -118,11 +119,11 @@ def test_killed_devices_end_with_the_very_model_of_undisturbed_ones(tmp_path):
             processes = [
                 await process_of(cloud, tmp_path, name, k) for k, name in enumerate(("ann", "bob"))
             ]
-            spec = {"model": "tiny@1", "rounds": ROUNDS, "compression": "int8"}
+            spec = {"model": "tiny@1", "rounds": rounds, "compression": "int8"}
             with started(*processes):
                 undisturbed, _ = await one_run(cloud, **spec)
                 over = asyncio.Event()
-                killing = asyncio.create_task(killed_often(processes, random.Random(5), over))
+                killing = asyncio.create_task(killed_often(processes, most_kills, over))
                 try:
                     disturbed, run = await one_run(cloud, **spec)
                 finally:
@@ -130,15 +131,16 @@ def test_killed_devices_end_with_the_very_model_of_undisturbed_ones(tmp_path):
                     kills = await killing
             return undisturbed, disturbed, run, kills
 
-    undisturbed, disturbed, run, kills = within(story(), 240)
+    undisturbed, disturbed, run, kills = within(story(), 900)
     assert kills >= 3
     assert disturbed.model_digest == undisturbed.model_digest
     assert all(r.counted == 2 for r in run.rounds)
 
 
-async def killed_often(processes, rng, over):
+async def killed_often(processes, most, over):
     """Kill and start one of them again and again, at instants that nothing announces."""
-    for kills in range(KILLS):
+    rng = random.Random(5)
+    for kills in range(most):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(rng.uniform(0.05, 0.8)):
                 await over.wait()
@@ -147,7 +149,7 @@ async def killed_often(processes, rng, over):
         process = rng.choice(processes)
         await asyncio.to_thread(process.kill)
         await asyncio.to_thread(process.start)
-    return KILLS
+    return most
 
 
 def test_one_home_is_one_process(tmp_path):

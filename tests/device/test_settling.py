@@ -178,6 +178,25 @@ async def until_begun(folder):
         await asyncio.wait([asyncio.get_running_loop().create_future()], timeout=0.01)
 
 
+def test_a_device_stops_soon_though_the_cloud_is_away(tmp_path):
+    """Its cloud went while it had work, so it is somewhere between two tries."""
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            client = client_at(stage, tmp_path / "ann", SHARD)
+            working = asyncio.create_task(client.serve())
+            await stage.offer()
+            stage.tell(stage.task(1))
+            await stage.contribution(lease(1))
+            stage.tell(stage.task(2, round=2))
+        began = asyncio.get_running_loop().time()
+        client.stop()
+        await working
+        return asyncio.get_running_loop().time() - began
+
+    assert within(story()) < 10
+
+
 def test_a_restart_does_not_refill_the_limits_of_a_plan(tmp_path):
     """A plan of 7 steps allows two tasks of 3."""
     said: list[str] = []
