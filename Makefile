@@ -18,7 +18,7 @@ help: ## this list
 venv:
 	@.ci/venv .venv -c $(CONSTRAINTS) -e '.[dev]'
 
-demo: venv ## train, convert, serve, fine-tune and roll out a digit reader, a minute and a half
+demo: venv ## train, convert, serve, roll out, learn together: the whole story in two to three minutes
 	@$(BIN)/triplane demo $(ARGS)
 
 test: venv ## the whole suite, at most 8 minutes on 2 cores

@@ -95,7 +95,7 @@ The same on many machines, signed, wave by wave (docs/deploying.md):
   triplane sign digits@1 --keys DIR && triplane deploy digits@1 --to all
 
 \b
-New here? `triplane demo` does all of it in a minute and a half, on real data.
+New here? `triplane demo` does all of it in two to three minutes, on real data.
 Each verb explains itself: triplane VERB --help
 
 \b
