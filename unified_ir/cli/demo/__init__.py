@@ -37,7 +37,7 @@ Examples:
 )
 @json_option
 def command(*, data: str, epochs: int, keep: Path | None, as_json: bool) -> None:
-    """Carry a digit reader through the whole platform, on real data, in a minute and a half.
+    """Carry a digit reader through the whole platform, on real data, in a few minutes.
 
     Trains a small convolutional network, writes it as one file, damages a copy to show the
     refusal, converts it to float and int8 bundles, serves one over gRPC and asks it with a stock
