@@ -141,7 +141,7 @@ def test_a_start_point_is_judged_by_what_it_becomes(start, tmp_path):
     unadapted = accuracy(bundle, {"x": digits.x, "y": (digits.y + 1) % 10})
     assert found > 0.5 > unadapted
     bad = write_episodes(tmp_path / "bad.npz", **{"support.y": np.zeros((3, 39), np.int64)})
-    with pytest.raises(Corrupt, match="support.y"):
+    with pytest.raises(Corrupt, match=r"support\.y"):
         golden_accuracy(bundle, session, bad)
     np.savez(tmp_path / "plain.npz", x=digits.x, y=digits.y)
     with pytest.raises(Corrupt, match="which a start point is judged by"):
