@@ -97,9 +97,9 @@ class Results:
     async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write]:
         """See `live.Worker`."""
         shared = book.state.shared
-        state, slots = await asyncio.to_thread(self._reduced, entry, shared, order)
-        names = {bytes.fromhex(name) for name in (state, slots) if name}
-        await claim(self._db, self._blobs, names)
+        known: set[bytes] = set()
+        state, slots = await asyncio.to_thread(self._reduced, entry, shared, order, known)
+        await claim(self._db, self._blobs, known)
 
         def make(now: State, at_s: float) -> Reduced | None:
             if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
@@ -111,7 +111,10 @@ class Results:
 
         return make, write
 
-    def _reduced(self, entry: Entry, shared: str, order: Reduce) -> tuple[str, str]:
+    def _reduced(
+        self, entry: Entry, shared: str, order: Reduce, known: set[bytes]
+    ) -> tuple[str, str]:
+        """(the next state, the optimizer's) by digest; adds to `known` what was there before."""
         prepared = entry.prepared
         assert prepared is not None
         state = read_state(self._blobs.find(bytes.fromhex(shared)), plan=prepared.plan_digest)
@@ -138,15 +141,23 @@ class Results:
             hyper=hyper_of(entry.spec),
         )
         roles = dict(prepared.roles)
-        named = self._written(after, roles, prepared.plan_digest)
+        named = self._written(after, roles, prepared.plan_digest, known)
         slot_roles = dict.fromkeys(kept, BUFFER)
-        return named, self._written(kept, slot_roles, prepared.plan_digest) if kept else ""
+        if not kept:
+            return named, ""
+        return named, self._written(kept, slot_roles, prepared.plan_digest, known)
 
-    def _written(self, tensors: dict[str, Array], roles: dict[str, str], plan: str) -> str:
+    def _written(
+        self, tensors: dict[str, Array], roles: dict[str, str], plan: str, known: set[bytes]
+    ) -> str:
         path = self._blobs.partial / f"{UNFINISHED}{secrets.token_hex(8)}"
         try:
             write_state(path, tensors, roles, plan=plan)
-            return adopted(self._blobs, path).hex()
+            sha256 = digest_of(path)
+            if self._blobs.has(sha256):
+                known.add(sha256)
+            adopt(self._blobs, path, sha256)
+            return sha256.hex()
         finally:
             path.unlink(missing_ok=True)
 
@@ -212,13 +223,10 @@ def _same(one: Round, other: Round) -> bool:
     )
 
 
-def adopted(blobs: BlobFolder, path: Path) -> bytes:
+def adopt(blobs: BlobFolder, path: Path, sha256: bytes) -> None:
     """A durable file in the folder of blobs' own file system becomes the blob of its digest."""
-    sha256 = digest_of(path)
-    if blobs.has(sha256):
-        if blobs.find(sha256).stat().st_size != path.stat().st_size:
-            raise Corrupt(f"blob {sha256.hex()} has another size than its bytes; restore a backup")
-        return sha256
-    blobs.disk.replace(path, blobs.path(sha256))
-    blobs.disk.sync_folder(blobs.folder)
-    return sha256
+    if not blobs.has(sha256):
+        blobs.disk.replace(path, blobs.path(sha256))
+        blobs.disk.sync_folder(blobs.folder)
+    elif blobs.find(sha256).stat().st_size != path.stat().st_size:
+        raise Corrupt(f"blob {sha256.hex()} has another size than its bytes; restore a backup")
