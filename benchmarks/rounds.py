@@ -2,7 +2,8 @@
 
     python benchmarks/rounds.py                  # 3, 10, 100 devices; 40 MB with 2 devices
     python benchmarks/rounds.py --only 10        # one of them
-    python benchmarks/rounds.py --record         # into docs/evidence/rounds.md
+    python benchmarks/rounds.py --only 1000      # 1,000 devices, 100 of them in each round
+    python benchmarks/rounds.py --record         # also into docs/evidence/rounds.md
 
 A real cloud process, mutual TLS, a stream a device, digests, fsync and the journal on. A device
 fetches the state, sends an update of zeros and waits for the acknowledgement. Two runs are measured
@@ -61,13 +62,22 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Case:
-    """devices in a round; side: of the square matrix that is learnt; target_ms of a round."""
+    """devices in a round; side: of the square matrix that is learnt; target_ms of a round.
+
+    crowd: devices that are there, at least as many.
+    """
 
     name: str
     devices: int
     side: int
     rounds: int
     target_ms: float
+    crowd: int = 0
+
+    @property
+    def there(self) -> int:
+        """Devices with a stream."""
+        return max(self.crowd, self.devices)
 
 
 CASES = (
@@ -76,6 +86,7 @@ CASES = (
     Case("100", 100, 16, 15, 250.0),
     Case("40mb", 2, 3162, 8, 700.0),
 )
+LARGE = Case("1000", 100, 16, 6, 250.0, crowd=1000)
 
 
 def furnished(folder: Path, case: Case) -> Home:
@@ -176,10 +187,10 @@ def measured(case: Case) -> dict[str, Any]:
         folder = Path(name)
         home = furnished(folder, case)
         port = free_port()
-        let_in(home, folder / "devices", case.devices, f"127.0.0.1:{port}")
+        let_in(home, folder / "devices", case.there, f"127.0.0.1:{port}")
         with (
             cloud_process(home, folder, port) as figures,
-            device_processes(folder / "devices", case.devices) as sides,
+            device_processes(folder / "devices", case.there) as sides,
             calls(operator_at(home, port)) as cloud,
         ):
             runs = [periods_ms(run_of(cloud, case)) for _ in range(2)]
@@ -192,6 +203,8 @@ def measured(case: Case) -> dict[str, Any]:
                 parts[f"device {part}"] = parts.get(f"device {part}", 0.0) + spent / rounds
         return {
             "case": case.name,
+            "target_ms": case.target_ms,
+            "memory_mb": round(cloud_side["rss_bytes"] / 1e6),
             "ms": [statistics.quantiles(run, n=4) for run in runs],
             "parts_ms": {k: round(1000 * v, 2) for k, v in sorted(parts.items())},
             "calls": {k: round(v / rounds, 1) for k, v in cloud_side["calls"].items()},
@@ -213,15 +226,54 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def document(conditions: str, found: list[dict[str, Any]]) -> str:
+    """What `--record` writes."""
+    names = sorted({part for row in found for part in row["parts_ms"]})
+    cases = " | ".join(row["case"] for row in found)
+    lines = [
+        "# Rounds in which nothing is learnt",
+        "",
+        f"Made by `python benchmarks/rounds.py --record`. {conditions}",
+        "",
+        "A round is from its opening to that of the next: median (quartiles) in ms, of two runs in",
+        "turn. Below are ms per round, summed over threads and devices; they overlap.",
+        "",
+        f"| | {cases} |",
+        "|---|" + "---|" * len(found),
+    ]
+    for number in (0, 1):
+        cells = " | ".join(_quartiles(row["ms"][number]) for row in found)
+        lines.append(f"| run {number + 1} | {cells} |")
+    lines.append("| target | " + " | ".join(f"{row['target_ms']:g}" for row in found) + " |")
+    memory = " | ".join(str(row["memory_mb"]) for row in found)
+    lines.append(f"| the cloud's memory, MB | {memory} |")
+    for name in names:
+        cells = " | ".join(f"{row['parts_ms'].get(name, 0):.1f}" for row in found)
+        lines.append(f"| {name} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+def _quartiles(found: list[float]) -> str:
+    low, middle, high = found
+    return f"{middle:.0f} ({low:.0f} to {high:.0f})"
+
+
 def main() -> None:
     """Measures and prints one line of JSON a case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=[case.name for case in CASES])
+    parser.add_argument("--only", choices=[case.name for case in (*CASES, LARGE)], action="append")
+    parser.add_argument("--record", action="store_true", help=f"into {EVIDENCE.name}")
     options = parser.parse_args()
-    print(json.dumps(machine() | {"numpy": np.__version__, "load": os.getloadavg()[0]}))
-    for case in CASES:
-        if options.only in {None, case.name}:
-            print(json.dumps(measured(case)), flush=True)
+    load = f"{len(os.sched_getaffinity(0))} processors, load {os.getloadavg()[0]:.1f} before"
+    conditions = f"{'; '.join(machine().values())}; {load}; numpy {np.__version__}."
+    print(conditions, flush=True)
+    found = []
+    for case in (*CASES, LARGE):
+        if case.name in (options.only or [case.name for case in CASES]):
+            found.append(measured(case))
+            print(json.dumps(found[-1]), flush=True)
+    if options.record:
+        EVIDENCE.write_text(document(conditions, found))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ commit (with its own fsync), and the processor time of the process.
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import threading
 import time
@@ -68,7 +69,8 @@ def main() -> None:
     try:
         cloud.main(cloud.parse([options]))
     finally:
-        found = {"spent_s": SPENT, "calls": CALLS, "cpu_s": time.process_time()}
+        cpu_s, peak_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found = {"spent_s": SPENT, "calls": CALLS, "cpu_s": cpu_s, "rss_bytes": peak_kib << 10}
         Path(figures).write_text(json.dumps(found))
 
 
