@@ -42,13 +42,14 @@ class Spec(_message.Message):
     PRIVACY_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     ALIAS_FIELD_NUMBER: _builtins.int
+    FLOWER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The version to begin from, "digits@3"; an alias is resolved when the run starts."""
     population: _builtins.str
     """Devices that offer themselves for it."""
     algorithm: _builtins.str
     """A row of the algorithm table: "fedavg", "fedprox", "fedadam", "maml", "fomaml", "meta-sgd",
-    "reptile"; or "flower", where a strategy outside decides.
+    "reptile". Where `flower` is given it says what devices do, and the strategy the rest.
     """
     rounds: _builtins.int
     evaluate_every: _builtins.int
@@ -74,6 +75,10 @@ class Spec(_message.Message):
     def privacy(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Refused by name until they are built: masking, noise."""
 
+    @_builtins.property
+    def flower(self) -> Global___Flower:
+        """A strategy of Flower in place of the algorithm's own mean and optimizer."""
+
     def __init__(
         self,
         *,
@@ -91,14 +96,81 @@ class Spec(_message.Message):
         privacy: _abc.Iterable[_builtins.str] | None = ...,
         release: _builtins.str = ...,
         alias: _builtins.str = ...,
+        flower: Global___Flower | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "hyperparameters", b"hyperparameters", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cohort", b"cohort", "flower", b"flower", "hyperparameters", b"hyperparameters", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alias", b"alias", "cohort", b"cohort", "compression", b"compression", "evaluate_every", b"evaluate_every", "hyperparameters", b"hyperparameters", "keep", b"keep", "model", b"model", "population", b"population", "privacy", b"privacy", "release", b"release", "rounds", b"rounds", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["algorithm", b"algorithm", "alias", b"alias", "cohort", b"cohort", "compression", b"compression", "evaluate_every", b"evaluate_every", "flower", b"flower", "hyperparameters", b"hyperparameters", "keep", b"keep", "model", b"model", "population", b"population", "privacy", b"privacy", "release", b"release", "rounds", b"rounds", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Spec: _TypeAlias = Spec  # noqa: Y015
+
+@_typing.final
+class Flower(_message.Message):
+    """It runs in a process of the cloud; no code of it ever travels."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    APP_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    strategy: _builtins.str
+    """By Flower's name, "FedAdam", in any case of letters; or "NAME" or "NAME:ATTRIBUTE" of NAME.py
+    in the cloud's folder of strategies.
+    """
+    app: _builtins.bool
+    """Devices answer with the ClientApp that their owner gave; otherwise by the run's plan."""
+    sha256: _builtins.bytes
+    """Filled in by the cloud: SHA-256 of the strategy's file, empty for one that Flower ships, and
+    the version of flwr.
+    """
+    version: _builtins.str
+    @_builtins.property
+    def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___Option]: ...
+    def __init__(
+        self,
+        *,
+        strategy: _builtins.str = ...,
+        options: _abc.Iterable[Global___Option] | None = ...,
+        app: _builtins.bool = ...,
+        sha256: _builtins.bytes = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["app", b"app", "options", b"options", "sha256", b"sha256", "strategy", b"strategy", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Flower: _TypeAlias = Flower  # noqa: Y015
+
+@_typing.final
+class Option(_message.Message):
+    """An argument of a strategy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    JSON_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    json: _builtins.str
+    """A number, a string, true, false or null in JSON."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json", b"json", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Option: _TypeAlias = Option  # noqa: Y015
 
 @_typing.final
 class Hyperparameters(_message.Message):
@@ -634,11 +706,14 @@ class Offer(_message.Message):
     EXAMPLES_FIELD_NUMBER: _builtins.int
     HELD_OUT_FIELD_NUMBER: _builtins.int
     SOFTWARE_FIELD_NUMBER: _builtins.int
+    APP_FIELD_NUMBER: _builtins.int
     population: _builtins.str
     examples: _builtins.int
     held_out: _builtins.int
     """Of these at most will be used to evaluate."""
     software: _builtins.str
+    app: _builtins.bool
+    """It has a ClientApp of Flower to answer with."""
     def __init__(
         self,
         *,
@@ -646,10 +721,11 @@ class Offer(_message.Message):
         examples: _builtins.int = ...,
         held_out: _builtins.int = ...,
         software: _builtins.str = ...,
+        app: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["examples", b"examples", "held_out", b"held_out", "population", b"population", "software", b"software"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["app", b"app", "examples", b"examples", "held_out", b"held_out", "population", b"population", "software", b"software"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,7 +55,8 @@ def follow(book: Book, event: Event) -> tuple[Book, Effects]:
     if isinstance(event, Refused):
         after = replace(after, refused={**book.refused, event.kind: event.reason})
     for ended in state.history[len(book.state.history) :]:
-        if ended.evaluates and ended.counted:
+        scored = any(m.score and m.score.round == ended.number for m in state.members.values())
+        if ended.evaluates and ended.counted and scored:
             spreads = {**after.spreads, str(ended.number): _spreads(state, ended)}
             after = replace(after, spreads=spreads)
     return after, effects

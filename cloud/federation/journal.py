@@ -30,7 +30,9 @@ KINDS: Final[Mapping[str, type[Event]]] = {
         core.Joined,
         core.Left,
         core.Restarted,
+        core.Asked,
         core.Arrived,
+        core.Answered,
         core.Scored,
         core.Refused,
         core.Declined,
@@ -221,6 +223,15 @@ def _ceil(value: float) -> int:
     return math.ceil(value - ROUNDING)
 
 
+def last_asked(connection: sa.Connection, run: str) -> core.Asked | None:
+    """Whom a strategy asked in the newest round it was heard about."""
+    query = sa.select(EVENTS.c.body).where(
+        EVENTS.c.run == run, EVENTS.c.kind == core.Asked.__name__
+    )
+    row = connection.execute(query.order_by(EVENTS.c.number.desc()).limit(1)).first()
+    return None if row is None else from_json(core.Asked, row.body)
+
+
 def referenced(connection: sa.Connection) -> set[bytes]:
     """Blobs that runs need or began from: for the collector of blobs. Updates are elsewhere."""
     found: set[bytes] = set()
@@ -231,6 +242,9 @@ def referenced(connection: sa.Connection) -> set[bytes]:
             found |= {bytes.fromhex(entry.prepared.plan), bytes.fromhex(entry.prepared.state)}
         if book is not None:
             found.add(bytes.fromhex(book.state.shared))
+        if row.live and entry.spec.HasField("flower"):
+            asked = last_asked(connection, entry.id)
+            found |= {bytes.fromhex(name) for name in asked.messages.values()} if asked else set()
     return found - {b""}
 
 

@@ -14,12 +14,15 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core import rules
 from triplane.unified_ir.federated.core.rules import MAX_GIVEN_UP, due_s, lease_id
 from triplane.unified_ir.federated.core.run import (
+    Answered,
     Arrived,
+    Asked,
     Declined,
     Failed,
     Finish,
     Finished,
     Joined,
+    Judged,
     Left,
     Outcome,
     Phase,
@@ -225,6 +228,44 @@ def test_run_ends_after_an_evaluation_of_its_last_round():
     assert state.phase is Phase.DONE
 
 
+def asked(state, *devices, at_s=1.0):
+    found = state.round
+    return Asked(
+        at_s=at_s, number=found.number, evaluates=found.evaluates, attempt=found.attempt,
+        messages=dict.fromkeys(devices, ""),
+    )  # fmt: skip
+
+
+def test_whom_a_strategy_does_not_ask_has_no_part_in_the_round():
+    state, _ = begun(quorum=2)
+    state, effects = step(state, asked(state, "bea", "ada"))
+    assert effects == (Tell("ada"), Tell("bea"))
+    assert open_lease(state, DEVICES[2]) is None
+    state, effects = all_arrive(state)
+    (reduce,) = reduces(effects)
+    assert [lease.device for lease in reduce.leases] == ["ada", "bea"]
+
+
+def test_what_a_strategy_asked_of_another_round_changes_nothing():
+    state, _ = begun()
+    late = replace(asked(state, "ada"), attempt=1)
+    assert step(state, late) == (state, ())
+
+
+def test_a_reply_to_a_strategy_counts_in_an_evaluating_round_too_and_is_handed_over():
+    state, _ = begun(rounds=1)
+    state, _ = all_arrive(state)
+    state, _ = step(state, Reduced(at_s=2.0, number=1, shared="s1"))
+    state, _ = step(state, asked(state, "ada", at_s=2.0))
+    lease = open_lease(state, "ada")
+    told = Answered(at_s=3.0, device="ada", lease=lease.id, update=update("ada"))
+    state, effects = step(state, told)
+    (judged,) = (effect for effect in effects if isinstance(effect, Judged))
+    assert [(x.device, x.update.blob) for x in judged.leases] == [("ada", "u-ada")]
+    assert step(state, told)[0] == state
+    assert state.phase is Phase.FINISHING
+
+
 def test_refused_update_ends_its_lease_only_and_is_counted_by_kind():
     state, _ = begun()
     lease = open_lease(state, "ada").id
@@ -308,6 +349,14 @@ def events(draw):
                         Arrived(at_s=now, device=holder, lease=lease, update=update(holder)),
                         Arrived(at_s=now, device=holder, lease=lease, update=update(holder)),
                         Arrived(at_s=now, device=device, lease=lease, update=update(device)),
+                        Answered(at_s=now, device=holder, lease=lease, update=update(holder)),
+                        Asked(
+                            at_s=now,
+                            number=number,
+                            evaluates=evaluates,
+                            attempt=attempt,
+                            messages={device: "", holder: ""},
+                        ),
                         Scored(at_s=now, device=holder, lease=lease, score=score),
                         Refused(at_s=now, device=holder, lease=lease, kind="shape", reason="r"),
                         Declined(at_s=now, device=holder, lease=lease, reason="no"),

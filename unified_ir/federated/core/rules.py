@@ -18,7 +18,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from triplane.unified_ir.federated.core.run import (
+    Answered,
     Arrived,
+    Asked,
     Declined,
     Effects,
     Ended,
@@ -27,6 +29,7 @@ from triplane.unified_ir.federated.core.run import (
     Finish,
     Finished,
     Joined,
+    Judged,
     Lease,
     Left,
     Member,
@@ -131,9 +134,27 @@ def _due(state: State) -> Effects:
     return (Finish(),) if state.phase is Phase.FINISHING else ()
 
 
+def _ask(state: State, event: Asked) -> tuple[State, Effects]:
+    found = state.round
+    assert found is not None
+    if (event.number, event.evaluates, event.attempt) != (
+        found.number, found.evaluates, found.attempt,
+    ):  # fmt: skip
+        return state, ()
+    leases = tuple(x for x in found.leases if x.device in event.messages)
+    asked = replace(state, round=replace(found, leases=leases))
+    return asked, tuple(Tell(x.device) for x in leases if x.outcome is Outcome.OPEN)
+
+
 def _arrive(state: State, event: Arrived) -> tuple[State, Effects]:
+    if state.round and state.round.evaluates:
+        return _unwanted(state, event.device, event.lease)
+    return _answer(state, event)
+
+
+def _answer(state: State, event: Arrived | Answered) -> tuple[State, Effects]:
     lease = _held(state, event)
-    if lease is None or (state.round and state.round.evaluates):
+    if lease is None:
         return _unwanted(state, event.device, event.lease)
     done = replace(lease, outcome=Outcome.COUNTED, update=event.update, away_s=None)
     return _settle(state, done)
@@ -215,7 +236,7 @@ def _fail(state: State, event: Failed) -> tuple[State, Effects]:
     return after, told
 
 
-def _late(state: State, event: Arrived | Scored) -> tuple[State, Effects]:
+def _late(state: State, event: Arrived | Answered | Scored) -> tuple[State, Effects]:
     return _unwanted(state, event.device, event.lease)
 
 
@@ -229,8 +250,11 @@ RULES: Final[Mapping[tuple[Phase, type], Rule]] = {
     **{(phase, Failed):       _fail   for phase in _LIVE},
     **{(phase, Stopped):      _stop   for phase in _LIVE if phase is not Phase.STOPPED},
     **{(phase, Arrived):      _late   for phase in _LIVE},
+    **{(phase, Answered):     _late   for phase in _LIVE},
     **{(phase, Scored):       _late   for phase in _LIVE},
+    (Phase.COLLECTING, Asked):    _ask,
     (Phase.COLLECTING, Arrived):  _arrive,
+    (Phase.COLLECTING, Answered): _answer,
     (Phase.COLLECTING, Scored):   _score,
     (Phase.COLLECTING, Declined): _decline,
     (Phase.COLLECTING, Tick):     _tick,
@@ -317,7 +341,8 @@ def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:
     if short:
         return _give_up(state, why, now_s), told
     if found.evaluates:
-        return _gather(state, (found.number + 1, False), now_s), told
+        after = _gather(state, (found.number + 1, False), now_s)
+        return after, (*told, Judged(found.number, counted))
     state = replace(state, phase=Phase.REDUCING, since_s=now_s)
     return state, (*told, Reduce(found.number, counted))
 

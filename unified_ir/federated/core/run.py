@@ -216,6 +216,30 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A strategy outside chose whom of the round it asks; the other leases are as never given.
+
+    messages: by device, blob of what it is asked, empty where the run's plan says it.
+    """
+
+    at_s: float
+    number: int
+    evaluates: bool
+    attempt: int
+    messages: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """As `Arrived`, to what a strategy outside asked; it counts in either kind of round."""
+
+    at_s: float
+    device: str
+    lease: str
+    update: Update
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
     """An evaluation."""
 
@@ -304,7 +328,9 @@ Event = (
     Joined
     | Left
     | Restarted
+    | Asked
     | Arrived
+    | Answered
     | Scored
     | Refused
     | Declined
@@ -336,9 +362,17 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
+class Judged:
+    """An evaluating round is over, with these leases; nothing has to come of it."""
+
+    number: int
+    leases: tuple[Lease, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Register the result; then `Finished`."""
 
 
-Effect = Tell | Reduce | Finish
+Effect = Tell | Reduce | Judged | Finish
 Effects = tuple[Effect, ...]
