@@ -22,7 +22,7 @@ demo: venv ## train, convert, serve, roll out, learn together: the whole story i
 	@$(BIN)/triplane demo $(ARGS)
 
 test: venv ## the whole suite, at most 8 minutes on 2 cores
-	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 quick: venv ## lint, types, imports and the fast tests, under a minute
 	@$(MAKE) --no-print-directory lint imports types
