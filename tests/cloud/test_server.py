@@ -460,7 +460,7 @@ def test_people_are_told_what_the_port_serves_and_machines_are_not(home, tmp_pat
             people = IdentityFolder(home.operator)
             return await told(
                 people, ask(list_services=""), ask(file_containing_symbol=symbol),
-                ask(file_containing_symbol="inference.GRPCInferenceService"),
+                ask(file_containing_symbol="triplane.nowhere.v1.Nobody"),
             )  # fmt: skip
 
     listed, found, missing = within(story())
