@@ -1,279 +1,191 @@
-"""Rounds in which nothing is learnt: what the way of an update costs, part by part.
+"""Rounds in which nothing is learnt, beside Flower's SuperLink and its gRPC server of before.
 
     python benchmarks/rounds.py                  # 3, 10, 100 devices; 40 MB with 2 devices
     python benchmarks/rounds.py --only 10        # one of them
-    python benchmarks/rounds.py --only 1000      # 1,000 devices, 100 of them in each round
-    python benchmarks/rounds.py --record         # also into docs/evidence/rounds.md
+    python benchmarks/rounds.py --ours           # without Flower, which then need not be there
+    python benchmarks/rounds.py --keep FILE      # also as a line of JSON a case
+    python benchmarks/rounds.py --record FILE    # the kept cases into docs/evidence/rounds.md
 
-A real cloud process, mutual TLS, a stream a device, digests, fsync and the journal on. A device
-fetches the state, sends an update of zeros and waits for the acknowledgement. Two runs are measured
-in turn, A and A again: their difference is the noise. Parts are seconds per round summed over
-threads and devices, so they overlap and need not add up to the round.
+Every side is a server process and devices in processes of their own, all started before the first
+figure. They take turns, a few rounds each, in an order that rotates; a ratio is of the medians of
+two turns in the same place, so what drifts cancels. `again` is a second cloud of ours: the control.
+Bytes are counted afterwards by a relay that stands between nothing that is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
-import itertools
 import json
 import os
+import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
-from harness import machine
+import rounds_flower
+from harness import machine, ratio
+from rounds_ours import Ours, ours
+from rounds_record import page
+from rounds_relay import Relay, relaying
+from rounds_sides import Case, Side, Turn, per_round
 
-from triplane.cloud.cli.connection import Calls, calls, new_key
-from triplane.cloud.home import Home, initialize, open_database
-from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.principals import Principals
-from triplane.cloud.identity.rights import Role
-from triplane.cloud.registry import Push
-from triplane.cloud.server import running
-from triplane.proto import federation_pb2 as pb
-from triplane.proto.federation_pb2_grpc import FederationStub
-from triplane.proto.identity import (
-    IdentityFolder,
-    certificate_pem,
-    certificate_request,
-    key_pem,
+EVIDENCE: Final = Path(__file__).resolve().parent.parent / "docs" / "evidence" / "rounds.md"
+TURNS: Final = 8
+WARM: Final = 2
+"""Turns that do not count: connections, plans and caches."""
+COUNTED: Final = 2
+"""Turns whose bytes are counted."""
+
+CASES: Final = (
+    Case("3", 3, 16, 20, 10.0),
+    Case("10", 10, 16, 15, 25.0),
+    Case("100", 100, 16, 5, 250.0, flower=0),
+    Case("40mb", 2, 3162, 3, 700.0),
 )
-from triplane.proto.identity import (
-    new_key as private_key,
-)
-from triplane.unified_ir import nn, optim, train
-from triplane.unified_ir.ir import TensorSpec
-
-HERE = Path(__file__).resolve().parent
-EVIDENCE = HERE.parent / "docs" / "evidence" / "rounds.md"
-WARM = 3
-"""Rounds that do not count."""
-POLL_S = 0.2
+Start = Callable[[Path, Case, Relay | None], AbstractContextManager[Side]]
+FLOWER: Final[dict[str, Start]] = {
+    "legacy": rounds_flower.legacy,
+    "superlink": rounds_flower.superlink,
+}
 
 
-@dataclass(frozen=True)
-class Case:
-    """devices in a round; side: of the square matrix that is learnt; target_ms of a round.
-
-    crowd: devices that are there, at least as many.
-    """
-
-    name: str
-    devices: int
-    side: int
-    rounds: int
-    target_ms: float
-    crowd: int = 0
-
-    @property
-    def there(self) -> int:
-        """Devices with a stream."""
-        return max(self.crowd, self.devices)
+def sides_of(case: Case, *, flower: bool) -> dict[str, Start]:
+    """Who takes part."""
+    found: dict[str, Start] = {"ours": ours, "again": ours}
+    if flower:
+        found["legacy"] = FLOWER["legacy"]
+    if flower and case.flower:
+        found["superlink"] = FLOWER["superlink"]
+    return found
 
 
-CASES = (
-    Case("3", 3, 16, 60, 10.0),
-    Case("10", 10, 16, 40, 25.0),
-    Case("100", 100, 16, 15, 250.0),
-    Case("40mb", 2, 3162, 8, 700.0),
-)
-LARGE = Case("1000", 100, 16, 6, 250.0, crowd=1000)
+def rounds_of(name: str, case: Case) -> int:
+    """In a turn."""
+    return case.flower if name == "superlink" else case.rounds
 
 
-def furnished(folder: Path, case: Case) -> Home:
-    """A cloud with square@1, and identities of the devices."""
-    cell = nn.Sequential(nn.Dense(case.side, case.side))
-    trainer = train.Trainer(cell, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
-    trainer.prepare(TensorSpec(("N", case.side), "float32"), TensorSpec(("N",), "int64"))
-    trainer.export(("predict", "evaluate", "loss")).save(folder / "square.tpm")
-    home = initialize(folder / "home", offline_keys=folder / "keys").home
-
-    async def push() -> None:
-        async with running(home) as cloud:
-            blob = await asyncio.to_thread(cloud.blobs.put_file, folder / "square.tpm")
-            await cloud.registry.push(Push(model="square", blob=blob, key=b"1" * 16), by="operator")
-
-    asyncio.run(push())
-    return home
+def taking_turns(sides: dict[str, Side], case: Case, turns: int) -> Iterator[dict[str, Turn]]:
+    """A turn of each side, again and again; the order rotates."""
+    names = list(sides)
+    for i in range(turns):
+        shift = i % len(names)
+        order = names[shift:] + names[:shift]
+        yield {name: sides[name].turn(rounds_of(name, case)) for name in order}
 
 
-def let_in(home: Home, folder: Path, count: int, address: str) -> None:
-    """Certificates for that many devices, as if each had enrolled."""
-    authority, database = Authority.load(home.authority), open_database(home)
-    principals = Principals(database, authority, time.time)
-    for number in range(count):
-        key = private_key()
-        name = f"device-{number:05}"
-        made = principals.admit_now(certificate_request(key), name, Role.DEVICE)
-        IdentityFolder(folder / f"{number}").save(
-            authority=authority.pem, certificate=certificate_pem(made), key=key_pem(key),
-            cloud=address,
-        )  # fmt: skip
-    database.close()
-
-
-@contextlib.contextmanager
-def cloud_process(home: Home, folder: Path, port: int) -> Iterator[Path]:
-    """Serves on `port`; the file it leaves its figures in."""
-    options = {"home": str(home.path), "host": "127.0.0.1", "port": port}
-    options |= {"enrol_port": 0, "dashboard_port": 0, "json": True}
-    figures = folder / "figures.json"
-    command = [sys.executable, HERE / "rounds_cloud.py", json.dumps(options), figures]
-    with (folder / "cloud.log").open("wb") as log:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-    assert child.stdout is not None
-    if not child.stdout.readline():
-        raise RuntimeError((folder / "cloud.log").read_text()[-2000:])
-    try:
-        yield figures
-    finally:
-        child.terminate()
-        child.wait(60)
-
-
-@contextlib.contextmanager
-def device_processes(folder: Path, count: int) -> Iterator[list[dict[str, float]]]:
-    """The devices, in as many processes as there are processors; their figures at the end."""
-    processes = min(count, os.cpu_count() or 1)
-    bounds = [count * i // processes for i in range(processes + 1)]
-    children = [
-        subprocess.Popen(
-            [sys.executable, HERE / "rounds_devices.py", folder, str(a), str(b)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-        for a, b in itertools.pairwise(bounds)
-    ]  # fmt: skip
-    found: list[dict[str, float]] = []
-    try:
-        yield found
-    finally:
-        found += [json.loads(child.communicate(timeout=120)[0] or "{}") for child in children]
-
-
-def run_of(cloud: Calls, case: Case) -> pb.Run:
-    """One run, ended."""
-    stub = FederationStub(cloud.channel)
-    spec = pb.Spec(
-        model="square@1", population="bench", rounds=case.rounds,
-        cohort=pb.Cohort(devices=case.devices, quorum=1.0, deadline_s=300.0, patience_s=120.0),
-    )  # fmt: skip
-    run = stub.Start(pb.StartRequest(spec=spec, key=new_key()))
-    while run.phase not in {pb.Run.DONE, pb.Run.FAILED, pb.Run.STOPPED}:
-        time.sleep(POLL_S)
-        run = stub.GetRun(pb.GetRunRequest(id=run.id))
-    if run.phase != pb.Run.DONE:
-        raise RuntimeError(f"{case.name}: {run.reason}")
-    return run
-
-
-def periods_ms(run: pb.Run) -> list[float]:
-    """From the opening of one round to that of the next, warm ones only."""
-    opened = [found.opened_s for found in run.rounds]
-    return [1000 * (b - a) for a, b in itertools.pairwise(opened)][WARM:]
-
-
-def measured(case: Case) -> dict[str, Any]:
-    """Quartiles of two runs in ms, and seconds of each part per round."""
-    with tempfile.TemporaryDirectory(prefix="triplane-rounds-") as name:
+def measured(case: Case, *, flower: bool) -> dict[str, Any]:
+    """Everything of one case."""
+    starts = sides_of(case, flower=flower)
+    with tempfile.TemporaryDirectory(prefix="tr-") as name, ExitStack() as stack:
         folder = Path(name)
-        home = furnished(folder, case)
-        port = free_port()
-        let_in(home, folder / "devices", case.there, f"127.0.0.1:{port}")
-        with (
-            cloud_process(home, folder, port) as figures,
-            device_processes(folder / "devices", case.there) as sides,
-            calls(operator_at(home, port)) as cloud,
-        ):
-            runs = [periods_ms(run_of(cloud, case)) for _ in range(2)]
-        rounds = 2 * case.rounds
-        cloud_side = json.loads(figures.read_text())
-        parts = {k: v / rounds for k, v in cloud_side["spent_s"].items()}
-        parts["cloud cpu"] = cloud_side["cpu_s"] / rounds
-        for side in sides:
-            for part, spent in side.items():
-                parts[f"device {part}"] = parts.get(f"device {part}", 0.0) + spent / rounds
-        return {
-            "case": case.name,
-            "target_ms": case.target_ms,
-            "memory_mb": round(cloud_side["rss_bytes"] / 1e6),
-            "ms": [statistics.quantiles(run, n=4) for run in runs],
-            "parts_ms": {k: round(1000 * v, 2) for k, v in sorted(parts.items())},
-            "calls": {k: round(v / rounds, 1) for k, v in cloud_side["calls"].items()},
+        sides = {
+            side: stack.enter_context(start(folder / side, case, None))
+            for side, start in starts.items()
         }
+        for _ in taking_turns(sides, case, WARM):
+            pass
+        first = sides["ours"]
+        assert isinstance(first, Ours)
+        before, opened = parts_s(first), first.opened
+        turns = list(taking_turns(sides, case, TURNS))
+        parts = per_round(before, parts_s(first), first.opened - opened)
+        peaks = {side: found.peak_bytes() for side, found in sides.items()}
+    row: dict[str, Any] = {"case": asdict(case), "parts_ms": parts, "peak_bytes": peaks}
+    row |= figures({side: [turn[side] for turn in turns] for side in starts})
+    row["wire_bytes"] = {
+        side: wire_bytes(start, case, rounds_of(side, case))
+        for side, start in starts.items()
+        if side != "again"
+    }
+    return row
 
 
-def operator_at(home: Home, port: int) -> Path:
-    """The operator's identity, calling that port."""
-    (home.operator / "cloud").write_text(f"127.0.0.1:{port}\n")
-    return home.operator
+def parts_s(side: Ours) -> dict[str, float]:
+    """Seconds of each part so far, the devices' as of the end of the last turn."""
+    return side.parts_s() | side.spent_s
 
 
-def free_port() -> int:
-    """One that nobody listens on."""
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def document(conditions: str, found: list[dict[str, Any]]) -> str:
-    """What `--record` writes."""
-    names = sorted({part for row in found for part in row["parts_ms"]})
-    cases = " | ".join(row["case"] for row in found)
-    lines = [
-        "# Rounds in which nothing is learnt",
-        "",
-        f"Made by `python benchmarks/rounds.py --record`. {conditions}",
-        "",
-        "A round is from its opening to that of the next: median (quartiles) in ms, of two runs in",
-        "turn. Below are ms per round, summed over threads and devices; they overlap.",
-        "",
-        f"| | {cases} |",
-        "|---|" + "---|" * len(found),
-    ]
-    for number in (0, 1):
-        cells = " | ".join(_quartiles(row["ms"][number]) for row in found)
-        lines.append(f"| run {number + 1} | {cells} |")
-    lines.append("| target | " + " | ".join(f"{row['target_ms']:g}" for row in found) + " |")
-    memory = " | ".join(str(row["memory_mb"]) for row in found)
-    lines.append(f"| the cloud's memory, MB | {memory} |")
-    for name in names:
-        cells = " | ".join(f"{row['parts_ms'].get(name, 0):.1f}" for row in found)
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines) + "\n"
+def figures(turns: dict[str, list[Turn]]) -> dict[str, Any]:
+    """Times, CPU and ratios of all sides."""
+    medians = {side: [statistics.median(t.ms) for t in found] for side, found in turns.items()}
+    spread = {side: [x for turn in found for x in turn.ms] for side, found in turns.items()}
+    return {
+        "ms": {side: quartiles(found) for side, found in spread.items()},
+        "ratio": {
+            side: asdict(ratio(medians["ours"], found))
+            for side, found in medians.items()
+            if side != "ours"
+        },
+        "cpu_ms": {
+            side: {
+                part: statistics.median(turn.cpu_ms[part] for turn in found)
+                for part in ("server", "devices")
+            }
+            for side, found in turns.items()
+        },
+    }
 
 
-def _quartiles(found: list[float]) -> str:
-    low, middle, high = found
-    return f"{middle:.0f} ({low:.0f} to {high:.0f})"
+def quartiles(found: list[float]) -> list[float]:
+    """First, median, third."""
+    return statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
+
+
+def wire_bytes(start: Start, case: Case, rounds: int) -> dict[str, float]:
+    """On the wire per round, TLS included, to the devices and from them."""
+    with (
+        tempfile.TemporaryDirectory(prefix="tr-") as name,
+        relaying() as relay,
+        start(Path(name) / "side", case, relay) as side,
+    ):
+        side.turn(rounds)
+        down, up = relay.down, relay.up
+        done = sum(side.turn(rounds).rounds for _ in range(COUNTED))
+        return {"down": (relay.down - down) / done, "up": (relay.up - up) / done}
+
+
+def conditions(*, flower: bool) -> str:
+    """What the figures were taken on and with."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("grpcio", "protobuf", "numpy"))
+    theirs = f"; {rounds_flower.version()}" if flower else ""
+    return f"{'; '.join(machine().values())}; {packages}{theirs}"
+
+
+@contextmanager
+def orderly() -> Iterator[None]:
+    """SIGTERM ends this process as an error would, so that no child is left."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    yield
 
 
 def main() -> None:
     """Measures and prints one line of JSON a case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=[case.name for case in (*CASES, LARGE)], action="append")
-    parser.add_argument("--record", action="store_true", help=f"into {EVIDENCE.name}")
+    parser.add_argument("--only", choices=[case.name for case in CASES], action="append")
+    parser.add_argument("--ours", action="store_true", help="without Flower")
+    parser.add_argument("--keep", type=Path, default=Path(os.devnull))
+    parser.add_argument("--record", type=Path, metavar="FILE", help=f"into {EVIDENCE.name}")
     options = parser.parse_args()
-    load = f"{len(os.sched_getaffinity(0))} processors, load {os.getloadavg()[0]:.1f} before"
-    conditions = f"{'; '.join(machine().values())}; {load}; numpy {np.__version__}."
-    print(conditions, flush=True)
-    found = []
-    for case in (*CASES, LARGE):
-        if case.name in (options.only or [case.name for case in CASES]):
-            found.append(measured(case))
-            print(json.dumps(found[-1]), flush=True)
     if options.record:
-        EVIDENCE.write_text(document(conditions, found))
+        kept = [json.loads(line) for line in options.record.read_text().splitlines()]
+        EVIDENCE.write_text(page(kept))
+        return
+    with orderly():
+        for case in CASES:
+            if case.name not in (options.only or [case.name]):
+                continue
+            load = os.getloadavg()[0]
+            row = measured(case, flower=not options.ours)
+            row |= {"conditions": conditions(flower=not options.ours), "load": load}
+            print(json.dumps(row), flush=True)
+            with options.keep.open("a") as kept_file:
+                kept_file.write(f"{json.dumps(row)}\n")
 
 
 if __name__ == "__main__":

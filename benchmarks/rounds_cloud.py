@@ -2,15 +2,15 @@
 
     python benchmarks/rounds_cloud.py OPTIONS FIGURES
 
-OPTIONS are those of `python -m triplane.cloud`. When it is stopped it writes to the file FIGURES
-the seconds spent in each part, over all threads: fsync, hash, reduce, check (of an update),
-commit (with its own fsync), and the processor time of the process.
+OPTIONS are those of `python -m triplane.cloud`. At each SIGUSR1 it writes to the file FIGURES the
+seconds spent so far in each part, over all threads: fsync, hash, reduce, check (of an update), and
+commit (with its own fsync); and how often each was entered.
 """
 
 from __future__ import annotations
 
 import json
-import resource
+import signal
 import sys
 import threading
 import time
@@ -63,15 +63,18 @@ def put_clocks() -> None:
 
 
 def main() -> None:
-    """Serve until told, then write the figures."""
-    options, figures = sys.argv[1:]
+    """Serve until told."""
+    options, figures = json.loads(sys.argv[1]), Path(sys.argv[2]).resolve()
+
+    def tell(_number: int, _frame: object) -> None:
+        found = SPENT | {f"{part} calls": count for part, count in CALLS.items()}
+        made = figures.with_suffix(".new")
+        made.write_text(json.dumps(found))
+        made.replace(figures)
+
+    signal.signal(signal.SIGUSR1, tell)
     put_clocks()
-    try:
-        cloud.main(cloud.parse([options]))
-    finally:
-        cpu_s, peak_kib = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        found = {"spent_s": SPENT, "calls": CALLS, "cpu_s": cpu_s, "rss_bytes": peak_kib << 10}
-        Path(figures).write_text(json.dumps(found))
+    cloud.main(cloud.parse([json.dumps(options)]))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python benchmarks/rounds_devices.py FOLDER FIRST LAST
 
 A device fetches the state of its task, sends an update of zeros and says so; only learning is left
-out. The process ends at the end of its standard input, with one line of JSON: seconds spent, over
-all devices, in fetching, encoding, uploading, and waiting for the acknowledgement.
+out. A line of standard input is a number: tasks of rounds up to it are answered. The first task
+beyond it is answered by a line of JSON: seconds spent so far, over all devices, in fetching,
+encoding, uploading, and waiting for the acknowledgement. The end of the input ends the process.
 """
 
 from __future__ import annotations
@@ -33,11 +34,35 @@ from triplane.unified_ir.runtime.plan import Plan
 SPENT: defaultdict[str, float] = defaultdict(float)
 
 
+class Gate:
+    """Holds back the tasks of rounds beyond `limit`."""
+
+    def __init__(self) -> None:
+        self._limit = 0
+        self._told = False
+        self._raised = asyncio.Event()
+
+    async def passed(self, number: int) -> None:
+        """When the tasks of that round may be answered."""
+        while number > self._limit:
+            if not self._told:
+                self._told = True
+                print(json.dumps(SPENT), flush=True)
+            await self._raised.wait()
+
+    async def follow(self) -> None:
+        """Raise the limit to each line of standard input, until it ends."""
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            self._limit, self._told = int(line), False
+            raised, self._raised = self._raised, asyncio.Event()
+            raised.set()
+
+
 class Device:
     """One device. It learns nothing, and does the rest as a device does."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._identity = folder, IdentityFolder(folder)
+    def __init__(self, folder: Path, gate: Gate) -> None:
+        self._folder, self._identity, self._gate = folder, IdentityFolder(folder), gate
         self._channel: grpc.Channel | None = None
         self._blobs = BlobFolder(folder / "blobs")
         self._digests: dict[bytes, str] = {}
@@ -58,6 +83,7 @@ class Device:
                 for task in (await self._asked.get()).tasks:
                     if task.lease not in done:
                         done.add(task.lease)
+                        await self._gate.passed(task.round)
                         await self._do(task)
         finally:
             session.cancel()
@@ -113,12 +139,12 @@ class Device:
 async def main() -> None:
     """Be the devices until the standard input ends."""
     folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    tasks = [asyncio.create_task(Device(folder / str(n)).live()) for n in range(first, last)]
-    await asyncio.to_thread(sys.stdin.read)
+    gate = Gate()
+    tasks = [asyncio.create_task(Device(folder / str(n), gate).live()) for n in range(first, last)]
+    await gate.follow()
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    print(json.dumps(SPENT | {"cpu": time.process_time()}))
 
 
 if __name__ == "__main__":
