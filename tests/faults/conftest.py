@@ -1,7 +1,12 @@
 """Processes here are killed and started anew within tests, so they are counted per module."""
 
+import tempfile
+from pathlib import Path
+
 import psutil
 import pytest
+
+MEMORY = Path("/dev/shm")  # where a disk is played, thousands of small files need no real one
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +20,10 @@ def no_process_is_left():
     yield
     left = {*psutil.Process().children(recursive=True)} - before
     assert not left, [" ".join(process.cmdline()) for process in left]
+
+
+@pytest.fixture
+def quick_folder():
+    """An empty folder for many small files, in memory where the machine has it."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as made:
+        yield Path(made)
