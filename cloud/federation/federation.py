@@ -22,10 +22,11 @@ import sqlalchemy as sa
 from triplane.cloud.federation import journal, messages
 from triplane.cloud.federation.book import Book
 from triplane.cloud.federation.children import Children
+from triplane.cloud.federation.flower_runs import FlowerRuns, Places
 from triplane.cloud.federation.journal import Entry, Prepared
-from triplane.cloud.federation.live import LiveRun
+from triplane.cloud.federation.live import LiveRun, Make
 from triplane.cloud.federation.results import Results
-from triplane.cloud.federation.spec import check_population, filled
+from triplane.cloud.federation.spec import check_population
 from triplane.cloud.federation.spool import LEASE_BYTES, Spool, shown
 from triplane.cloud.identity import audit as audit_log
 from triplane.cloud.registry.registry import Audit, Registry
@@ -78,7 +79,8 @@ class _Device:
 class Federation:
     """The runs of one cloud. All methods belong to one event loop.
 
-    folder: for updates and the children's files. may_release: raises InvalidInput for a model whose
+    folder: for updates and the children's files. strategies: where the operator's own lie, of
+    Flower's kind; without it in that folder. may_release: raises InvalidInput for a model whose
     versions nobody may release by themselves. clock: seconds since 1970.
     """
 
@@ -90,6 +92,7 @@ class Federation:
         folder: Path,
         *,
         children: Children | None = None,
+        strategies: Path | None = None,
         audit: Audit = audit_log.record,
         may_release: Callable[[str], None] = _nobody,
         clock: Callable[[], float] = time.time,
@@ -105,6 +108,10 @@ class Federation:
             children or Children(folder / "children"),
             registry,
             self._shares_plan,
+        )
+        places = Places(folder / "flower", strategies or folder / "strategies")
+        self._flower = FlowerRuns(
+            db, blobs, self.spool, self._results, places=places, put=self._put
         )
         self._runs: dict[str, LiveRun] = {}
         self._waiting: dict[str, Entry] = {}  # runs without a plan yet
@@ -125,6 +132,8 @@ class Federation:
         await asyncio.to_thread(self.spool.sweep, needed, since_s)
         for entry, book in found:
             if book is not None:
+                if entry.spec.HasField("flower"):
+                    await self._flower.take_up(entry)
                 self._begin(entry, book)
                 await self._runs[entry.id].put(lambda _, at_s: Restarted(at_s=at_s))
             else:
@@ -140,6 +149,7 @@ class Federation:
             task.cancel()
         await asyncio.gather(*preparing, return_exceptions=True)
         await asyncio.gather(*(run.stop() for run in self._runs.values()))
+        await self._flower.stop()
 
     def on_work(self, told: Told) -> None:
         """Call with each device whose document changed, after the commit."""
@@ -188,11 +198,14 @@ class Federation:
         return await self.run(entry.id)
 
     async def _checked(self, asked: pb.Spec) -> pb.Spec:
-        spec = await asyncio.to_thread(filled, asked)
+        spec = await asyncio.to_thread(self._flower.filled, asked)
         version = await self._registry.version(spec.model)
         spec.model = str(version)
         if spec.release:
             await asyncio.to_thread(self._may_release, version.model)
+        if spec.HasField("flower"):
+            entries = [run.entry for run in self._live()] + list(self._waiting.values())
+            await self._flower.check(spec, sum(e.spec.HasField("flower") for e in entries))
         return spec
 
     async def runs(self) -> list[pb.Run]:
@@ -291,7 +304,8 @@ class Federation:
         self._move()
 
     def _begin(self, entry: Entry, book: Book) -> None:
-        run = LiveRun(self._db, entry, book, self._results, self, self._clock)
+        worker = self._flower if entry.spec.HasField("flower") else self._results
+        run = LiveRun(self._db, entry, book, worker, self, self._clock)
         ended = [id_ for id_, known in self._runs.items() if known.is_over]
         for forgotten in ended[:-KEPT_ENDED]:
             del self._runs[forgotten]
@@ -424,13 +438,29 @@ class Federation:
             member = state.members.get(name)
             if member is not None and member.settled is not None:
                 answers[run.entry.id] = messages.settlement(run.entry.id, member.settled)
-            if open_lease(state, name) is not None and len(work.tasks) < MAX_TOLD:
+            if self._is_told(run, name) and len(work.tasks) < MAX_TOLD:
                 files = self._files(run)
                 work.tasks.append(messages.task_message(run.entry, state, name, files, now_s))
         if name in self._devices:
             answers |= self._devices[name].answers
         work.settled.extend(list(answers.values())[-MAX_TOLD:])
         return work
+
+    def _is_told(self, run: LiveRun, name: str) -> bool:
+        """Whether the device has work in the run; a strategy's round begins when it has asked."""
+        state = run.book.state
+        if open_lease(state, name) is None:
+            return False
+        spec = run.entry.spec
+        return not spec.HasField("flower") or (
+            self._flower.message(run.entry.id, state, name) is not None
+        )
+
+    async def _put(self, run: str, make: Make) -> Book:
+        """Have an event happen in a run. NotFound: it is not live."""
+        if run not in self._runs:
+            raise NotFound(f"run {run} is not live")
+        return await self._runs[run].put(make)
 
     def _files(self, run: LiveRun) -> messages.Files:
         prepared = run.entry.prepared

@@ -1,9 +1,10 @@
 """Flower's strategies on our grid, and our algorithms as a Flower strategy (extra `[flower]`).
 
-The one module of the cloud that imports flwr. `StreamGrid` is what a Flower `Strategy` calls; what
-carries its messages is given to it, so the same grid runs over the session stream, in one process,
-or under a test. `Triplane` is a Flower strategy whose devices run a plan: it works on our grid and
-under Flower's own SuperLink alike.
+The one module of the cloud that imports flwr, and only a strategy's own process imports this one
+(`flower_child`). `StreamGrid` is what a Flower `Strategy` calls; what carries its messages is given
+to it, so the same grid runs over the session stream, in one process, or under a test; `TurnGrid`
+hands over whole turns. `Triplane` is a Flower strategy whose devices run a plan: it works on our
+grid and under Flower's own SuperLink alike.
 
 Flower keeps the run, the node and the task in process-wide variables, and its wire form is in a
 private module; both are used here and held by the contract tests, for flwr 1.41.
@@ -20,8 +21,8 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as WireMessage
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg
+from flwr.serverapp import Grid, strategy
+from flwr.serverapp.strategy import FedAvg, Strategy
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -33,6 +34,9 @@ MAX_MESSAGE_BYTES: Final = 2**31 - 1
 PLAN: Final = "plan"
 PLAN_DIGEST: Final = "plan-digest"
 
+ARRAYS: Final = "arrays"
+METRICS: Final = "metrics"
+Named = Mapping[str, np.ndarray[Any, Any]]
 Exchange = Callable[[Mapping[int, bytes], float | None], Mapping[int, bytes]]
 """(message by node, seconds to wait or None) -> reply by node; who does not answer is left out."""
 
@@ -98,6 +102,65 @@ class StreamGrid(Grid):
             wanted[node] = message_to_proto(message).SerializeToString()
         found = self._exchange(wanted, timeout) if wanted else {}
         return [message_of(found[node]) for node in sorted(found.keys() & wanted.keys())]
+
+
+Turn = Callable[[Sequence[Message]], Sequence[Message]]
+"""Messages of one turn, each for another node -> the replies there are."""
+
+
+class TurnGrid(StreamGrid):
+    """A grid that hands the messages of a turn over as they are. turn: see `Turn`."""
+
+    def __init__(self, nodes: Callable[[], Sequence[int]], turn: Turn, *, run: int) -> None:
+        super().__init__(nodes, lambda _wanted, _timeout: {}, run=run)
+        self._turn = turn
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """See `Grid`; replies come in order of node ids."""
+        del timeout  # the round's deadline is the run's
+        found = self._turn(list(messages))
+        return sorted(found, key=lambda reply: int(reply.metadata.src_node_id))
+
+
+def shipped(name: str) -> Callable[..., Strategy]:
+    """What makes the strategy that Flower ships under that name."""
+    made: Callable[..., Strategy] = getattr(strategy, name)
+    return made
+
+
+def is_strategy(value: Any) -> bool:
+    """Whether it is one of Flower's kind."""
+    return isinstance(value, Strategy)
+
+
+def instruction(node: int, kind: str) -> Message:
+    """An empty message, to make a reply for."""
+    return Message(RecordDict({}), node, kind)
+
+
+def reply_to(message: Message, arrays: Named | None, metrics: Mapping[str, Any]) -> Message:
+    """What a device without a `ClientApp` would have replied. arrays: absent after evaluation."""
+    records: dict[str, Any] = {METRICS: MetricRecord(dict(metrics))}
+    if arrays is not None:
+        records[ARRAYS] = record_of(arrays)
+    return Message(RecordDict(records), reply_to=message)
+
+
+def arrays_in(message: Message) -> dict[str, ArrayRecord]:
+    """Records of arrays in a message, by their keys."""
+    return dict(message.content.array_records)
+
+
+def no_settings() -> ConfigRecord:
+    """What `Strategy.start` begins a turn with."""
+    return ConfigRecord()
+
+
+def settings_in(message: Message) -> dict[str, Any]:
+    """Everything that the message's records of configuration say, together."""
+    return {k: v for record in message.content.config_records.values() for k, v in record.items()}
 
 
 def message_of(data: bytes) -> Message:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -27,6 +27,7 @@ from triplane.unified_ir.federated.core.run import (
     Event,
     Failed,
     Finish,
+    Judged,
     Phase,
     Reduce,
     Reduced,
@@ -55,6 +56,9 @@ class Worker(Protocol):
 
     async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write]:
         """The next shared state."""
+
+    async def judged(self, entry: Entry, book: Book, order: Judged) -> None:
+        """An evaluating round is over. Raises nothing: the run goes on meanwhile."""
 
     async def finish(self, entry: Entry, book: Book) -> tuple[Make, Write]:
         """The model of the last shared state."""
@@ -225,8 +229,10 @@ class LiveRun:
         if (state.phase, state.turn) != (before.state.phase, before.state.turn):
             logger.info("run state", extra=self._facts(phase=state.phase.value, turn=state.turn[0]))
         for effect in effects:
-            if isinstance(effect, Reduce | Finish):
-                self._do(effect)
+            if isinstance(effect, Judged):
+                self._spawn(self._worker.judged(self.entry, self.book, effect), "judged")
+            elif isinstance(effect, Reduce | Finish):
+                self._spawn(self._done(effect), str(effect))
         try:
             self._worker.settled(old, self.entry, before, book)
             for device in {effect.device: None for effect in effects if isinstance(effect, Tell)}:
@@ -235,8 +241,8 @@ class LiveRun:
             logger.exception("not everybody was told", extra=self._facts())
         self._audience.moved_now(over=self.is_over)
 
-    def _do(self, effect: Reduce | Finish) -> None:
-        task = asyncio.create_task(self._done(effect), name=f"{effect} of {self.entry.id}"[:80])
+    def _spawn(self, work: Coroutine[None, None, None], what: str) -> None:
+        task = asyncio.create_task(work, name=f"{what} of {self.entry.id}"[:80])
         self._work.add(task)
         task.add_done_callback(self._work.discard)
 

@@ -29,6 +29,7 @@ from triplane.cloud.registry.collecting import claim
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.registry.values import KEY_BYTES, Lineage, Push
 from triplane.cloud.store import Database
+from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Corrupt, TriplaneError
 from triplane.proto.transfer import BlobFolder, digest_of
 from triplane.unified_ir.federated.core.draws import Array
@@ -40,6 +41,7 @@ from triplane.unified_ir.federated.core.files import (
 from triplane.unified_ir.federated.core.reduce import reduce
 from triplane.unified_ir.federated.core.run import (
     Finished,
+    Judged,
     Lease,
     Phase,
     Reduce,
@@ -161,6 +163,9 @@ class Results:
         finally:
             path.unlink(missing_ok=True)
 
+    async def judged(self, entry: Entry, book: Book, order: Judged) -> None:
+        """See `live.Worker`: accuracies are in the book already."""
+
     async def finish(self, entry: Entry, book: Book) -> tuple[Make, Write]:
         """See `live.Worker`."""
         prepared, spec = entry.prepared, entry.spec
@@ -180,7 +185,7 @@ class Results:
             lineage=Lineage(
                 parent=str(version),
                 source=f"federated run {entry.id}",
-                note=f"{spec.algorithm}, {spec.rounds} rounds, population {spec.population}",
+                note=f"{means(spec)}, {spec.rounds} rounds, population {spec.population}",
             ),
         )
 
@@ -213,6 +218,16 @@ class Results:
                 self._blobs.remove(bytes.fromhex(name))
         except (OSError, TriplaneError):
             logger.exception("old files stay", extra={"run_id": run})
+
+
+def means(spec: pb.Spec) -> str:
+    """The algorithm, and the strategy in whose hands it was."""
+    if not spec.HasField("flower"):
+        return spec.algorithm
+    flower = spec.flower
+    pinned = f" of file {flower.sha256.hex()[:16]}" if flower.sha256 else ""
+    work = "ClientApp" if flower.app else spec.algorithm
+    return f"{flower.strategy}{pinned} of flwr {flower.version} over {work}"
 
 
 def _same(one: Round, other: Round) -> bool:

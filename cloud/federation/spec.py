@@ -102,7 +102,10 @@ def _refuse_unbuilt(spec: pb.Spec) -> None:
     if spec.release not in RELEASES:
         raise InvalidInput(f"release is '' or 'auto', got {spec.release[:40]!r}")
     if spec.algorithm == FLOWER:
-        raise InvalidInput("algorithm 'flower' needs a strategy's process, which is not built")
+        raise InvalidInput(
+            "an algorithm is what devices do; name a strategy of Flower beside it, as in "
+            "--strategy fedavg"
+        )
 
 
 def _fill_learning(spec: pb.Spec) -> None:

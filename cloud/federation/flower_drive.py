@@ -1,0 +1,318 @@
+"""Drives `Strategy.start` through the rounds of a run, in the strategy's own process.
+
+The strategy asks for nodes and sends messages as ever; between them its turns are those of the
+run: a turn waits until the cloud opened the round, says whom the strategy asks, and waits for the
+replies that counted. After each aggregation the new state and what the strategy remembers are
+written down, so another process can go on from there; its rounds keep their numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from triplane.cloud.federation import flower
+from triplane.cloud.federation.flower_memory import recall, remember
+from triplane.cloud.federation.flower_spec import digest_of
+from triplane.proto.errors import Conflict, InvalidInput, Unavailable
+from triplane.unified_ir.federated.core.files import (
+    like_of,
+    most_bytes,
+    read_state,
+    read_update,
+    write_state,
+)
+
+TRAIN: Final = "train"
+EVALUATE: Final = "evaluate"
+LOOKS: Final = 2
+"""Times a strategy looks for nodes in a turn; one that looks again waits for more to come."""
+KNOWN: Final = frozenset({"server-round"})
+"""What a message may say to a device that follows its plan."""
+
+Array = np.ndarray[Any, Any]
+
+
+class Pipe(Protocol):
+    """See `flower_child.Pipe`."""
+
+    def next(self) -> dict[str, Any]:
+        """The next order."""
+
+    def say(self, answer: Mapping[str, Any]) -> None:
+        """Answer it."""
+
+
+class _Skipped(Exception):
+    """The run went on without this evaluation: no device could take part."""
+
+
+class Drive:
+    """One strategy through its rounds. order: the first line; see `flower_runs`."""
+
+    def __init__(self, strategy: Any, order: Mapping[str, Any], pipe: Pipe) -> None:
+        self._strategy, self._order, self._pipe = strategy, order, pipe
+        self._folder = Path(order["folder"])
+        self._state: dict[str, Array] = read_state(Path(order["state"]), plan=order["plan"])
+        self._like = like_of(self._state)
+        if order["memory"]:
+            recall(self._strategy, Path(order["memory"]))
+        self._offset = int(order["number"]) - (not order["evaluates"])
+        self._at = (0, False)
+        self._nodes: dict[int, str] | None = None
+        self._leases: dict[str, str] = {}
+        self._looks, self._skips = 0, False
+        self._kept: dict[str, Any] | None = None
+        self._grid = flower.TurnGrid(self._look, self._turn, run=int(order["run"], 16) >> 1)
+
+    def run(self) -> None:
+        """All rounds from the order's on."""
+        strategy, rounds = self._strategy, int(self._order["rounds"])
+        ours = {name: getattr(self, f"_{name}") for name in _HOOKED}
+        self._theirs = {name: getattr(strategy, name) for name in _HOOKED}
+        for name, hook in ours.items():
+            setattr(strategy, name, hook)
+        arrays = flower.record_of(self._shared())
+        if self._order["evaluates"]:
+            self._evaluate_first(arrays)
+        if self._offset < rounds:
+            strategy.start(self._grid, arrays, num_rounds=rounds - self._offset)
+
+    def _evaluate_first(self, arrays: Any) -> None:
+        """The turn at hand evaluates what an earlier process aggregated."""
+        messages = self._configure_evaluate(0, arrays, flower.no_settings(), self._grid)
+        self._aggregate_evaluate(0, self._grid.send_and_receive(messages))
+
+    # What `Strategy.start` calls instead of the strategy's own
+
+    def _configure_train(self, number: int, *rest: Any) -> list[Any]:
+        return self._configured(TRAIN, number + self._offset, rest)
+
+    def _configure_evaluate(self, number: int, *rest: Any) -> list[Any]:
+        number += self._offset
+        every, rounds = self._order["evaluate_every"], self._order["rounds"]
+        due = number == rounds or (every > 0 and number % every == 0)
+        if not due:
+            self._at, self._skips = (number, True), True
+            return []
+        try:
+            return self._configured(EVALUATE, number, rest)
+        except _Skipped:
+            self._skips = True
+            return []
+
+    def _configured(self, kind: str, number: int, rest: Sequence[Any]) -> list[Any]:
+        self._at, self._nodes, self._looks, self._skips = (number, kind == EVALUATE), None, 0, False
+        random.seed(f"{self._order['seed']}/{number}/{kind}")  # whom Flower's strategies draw
+        return list(self._theirs[f"configure_{kind}"](number, *rest))
+
+    def _aggregate_train(self, number: int, replies: Iterable[Any]) -> Any:
+        arrays, metrics = self._theirs["aggregate_train"](number + self._offset, list(replies))
+        if arrays is not None:
+            self._state |= self._taken(flower.named_arrays(arrays))
+        state, memory = self._folder / "next.state", self._folder / "next.memory"
+        write_state(state, self._state, self._order["roles"], plan=self._order["plan"])
+        remember(self._without_hooks(), memory)
+        self._pipe.say({"state": str(state), "memory": str(memory), "metrics": _numbers(metrics)})
+        return arrays, metrics
+
+    def _aggregate_evaluate(self, number: int, replies: Iterable[Any]) -> Any:
+        if self._skips:
+            return None
+        metrics = self._theirs["aggregate_evaluate"](number + self._offset, list(replies))
+        self._pipe.say({"metrics": _numbers(metrics)})
+        return metrics
+
+    def _without_hooks(self) -> Any:
+        class Held:
+            """The strategy's attributes but for the hooks."""
+
+        held = Held()
+        vars(held).update({k: v for k, v in vars(self._strategy).items() if k not in _HOOKED})
+        return held
+
+    def _taken(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Aggregated arrays as shared tensors. InvalidInput: they are none."""
+        if odd := sorted(arrays.keys() ^ self._like.keys()):
+            raise InvalidInput(f"a strategy gives the arrays it was given, it differs in {odd[:4]}")
+        found = {}
+        for name, (dtype, shape) in self._like.items():
+            if arrays[name].shape != shape:
+                raise InvalidInput(
+                    f"{name!r} is {shape}, the strategy made it {arrays[name].shape}"
+                )
+            found[name] = arrays[name].astype(dtype)
+            if not np.isfinite(found[name]).all():
+                raise InvalidInput(f"the strategy made {name!r} hold numbers that are not finite")
+        return found
+
+    def _shared(self) -> dict[str, Array]:
+        return {name: self._state[name] for name in self._like}
+
+    # The grid
+
+    def _look(self) -> list[int]:
+        """Ids of the devices of the round at hand, once it is open."""
+        self._looks += 1
+        nodes = self._opened()
+        if self._looks > LOOKS:
+            raise Unavailable(
+                f"the strategy waits for more than the {len(nodes)} devices of round {self._at[0]};"
+                " its least numbers of nodes must not be above what --devices and --quorum ask"
+            )
+        return list(nodes)
+
+    def _opened(self) -> dict[int, str]:
+        if self._nodes is None:
+            order = self._next("turn")
+            turn = order["number"], order["evaluates"]
+            if turn != self._at:
+                self._kept = order
+                if self._at[1] and turn > self._at:
+                    raise _Skipped
+                raise InvalidInput(f"the strategy is at turn {self._at}, the run at {turn}")
+            self._leases = order["nodes"]
+            self._nodes = {node_of(device): device for device in self._leases}
+        return self._nodes
+
+    def _next(self, do: str) -> dict[str, Any]:
+        order, self._kept = self._kept or self._pipe.next(), None
+        if order["do"] != do:
+            raise InvalidInput(f"the strategy waits for {do!r}, the run says {order['do']!r}")
+        return order
+
+    def _turn(self, messages: Sequence[Any]) -> list[Any]:
+        if self._skips:
+            return []
+        try:
+            nodes = self._opened()
+        except _Skipped:
+            self._skips = True
+            return []
+        sent = self._checked(messages, nodes)
+        self._pipe.say({"asked": {nodes[node]: "" for node in sent}})
+        told = self._next("replies")["replies"]
+        kind = EVALUATE if self._at[1] else TRAIN
+        replies = []
+        for device, facts in sorted(told.items()):
+            node = node_of(device)
+            to = sent.get(node) or flower.instruction(node, kind)
+            replies.append(self._reply(to, facts))
+        return replies
+
+    def _checked(self, messages: Sequence[Any], nodes: Mapping[int, str]) -> dict[int, Any]:
+        """Messages by node. InvalidInput: one that the devices cannot follow."""
+        wanted, sent = EVALUATE if self._at[1] else TRAIN, {}
+        shared = self._shared()
+        seen: set[int] = set()
+        for message in messages:
+            node, kind = message.metadata.dst_node_id, message.metadata.message_type
+            if node in sent or node not in nodes:
+                raise InvalidInput(f"a strategy asks each node of its round once, not {node}")
+            if kind != wanted:
+                raise InvalidInput(f"this turn is for {wanted!r}, the strategy asks for {kind!r}")
+            if id(message.content) not in seen:
+                self._check_followed(message, shared)
+                seen.add(id(message.content))
+            sent[node] = message
+        return sent
+
+    def _check_followed(self, message: Any, shared: Mapping[str, Array]) -> None:
+        """A device without a ClientApp knows its plan, the shared state, and nothing else."""
+        said = flower.settings_in(message)
+        allowed = set(KNOWN)
+        if said.get("proximal-mu") == self._order["proximal"]:
+            allowed.add("proximal-mu")
+        if odd := sorted(said.keys() - allowed):
+            raise InvalidInput(
+                f"the strategy tells devices {odd[0]!r}, which a plan does not follow; it needs "
+                "devices that answer with a ClientApp (--app)"
+            )
+        for record in flower.arrays_in(message).values():
+            sent = flower.named_arrays(record)
+            if sent.keys() != shared.keys() or not all(
+                np.array_equal(sent[name], shared[name]) for name in shared
+            ):
+                raise InvalidInput(
+                    "the strategy sends other arrays than its newest, which a plan does not follow;"
+                    " it needs devices that answer with a ClientApp (--app)"
+                )
+
+    def _reply(self, to: Any, facts: Mapping[str, Any]) -> Any:
+        if "samples" in facts:
+            metrics = {
+                "num-examples": facts["samples"],
+                "accuracy": facts["before"],
+                "adapted": facts["after"],
+            }
+            return flower.reply_to(to, None, metrics)
+        change = read_update(
+            Path(facts["path"]),
+            self._like,
+            run=self._order["run"],
+            lease=facts["lease"],
+            max_bytes=most_bytes(self._like),
+        )
+        arrays = {name: self._state[name] + change[name] for name in self._like}
+        loss = facts["loss"]
+        metrics = {"num-examples": facts["examples"], "loss": loss, "train_loss": loss}
+        return flower.reply_to(to, arrays, metrics)
+
+
+_HOOKED: Final = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
+
+
+def node_of(device: str) -> int:
+    """A device's number in Flower: 63 bits of its name's digest, never 0 or 1."""
+    return (int.from_bytes(hashlib.sha256(device.encode()).digest()[:8]) >> 1) | 2
+
+
+def made(order: Mapping[str, Any]) -> Any:
+    """The strategy that an order names. InvalidInput, Conflict; or what an operator's raises."""
+    if order["file"]:
+        return _of_file(Path(order["file"]), order["attribute"], order)
+    make = flower.shipped(order["strategy"])
+    least = order["quorum"]
+    counts = {
+        "min_train_nodes": least,
+        "min_available_nodes": least,
+        "min_evaluate_nodes": 1,
+    }
+    options = dict(order["options"])
+    if order["wraps"]:
+        options.setdefault("num_sampled_clients", order["devices"])
+        return make(flower.shipped("FedAvg")(**counts), **options)
+    return make(**counts, **options)
+
+
+def _of_file(path: Path, attribute: str, order: Mapping[str, Any]) -> Any:
+    if digest_of(path).hex() != order["sha256"]:
+        raise Conflict(f"{path.name} is not what it was when the run began; put that file back")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, attribute, None)
+    if callable(found) and not flower.is_strategy(found):
+        found = found(**order["options"])
+    if not flower.is_strategy(found):
+        raise InvalidInput(f"{path.name} needs {attribute!r}: a Strategy, or what makes one")
+    return found
+
+
+def _numbers(metrics: Any) -> dict[str, float]:
+    """Finite numbers of a MetricRecord, for people."""
+    found = dict(metrics) if metrics is not None else {}
+    return {
+        str(name): float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }

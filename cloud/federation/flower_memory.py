@@ -1,0 +1,113 @@
+"""What a strategy remembers between rounds, as one file: the plain data among its attributes.
+
+Numbers, text, arrays, Flower's array records, and lists, tuples and dictionaries of them, of the
+strategy and of one that it wraps (`strategy.strategy`). That is all that the strategies of Flower
+keep (moments, a clipping norm, the newest arrays); what else an operator's strategy holds begins
+anew with a new process. No pickle: the file is a container of tensors beside their structure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import Corrupt
+from triplane.unified_ir.files import container
+from triplane.unified_ir.files.container import Container
+
+KIND: Final = "checkpoint"
+TENSORS: Final = "memory.safetensors"
+STRUCTURE: Final = "memory.json"
+MAX_DEPTH: Final = 8
+WRAPPED: Final = "strategy"
+_SKIP: Final = object()
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+
+
+def remember(strategy: Any, path: Path) -> None:
+    """Write down what a strategy holds."""
+    arrays: Arrays = {}
+    found = _facts(strategy, arrays, 0)
+    parts = [
+        container.part(STRUCTURE, json.dumps(found).encode()),
+        container.tensor_part(TENSORS, arrays),
+    ]
+    container.write(path, KIND, parts)
+
+
+def recall(strategy: Any, path: Path) -> None:
+    """Give a new strategy what an earlier one held. Corrupt: the file is damaged."""
+    from triplane.cloud.federation.flower import record_of
+
+    file = Container(path, kind=KIND)
+    file.verify()
+    arrays = {name: tensor.data.copy() for name, tensor in file.tensors(TENSORS).items()}
+    try:
+        _give(strategy, json.loads(bytes(file.part(STRUCTURE))), arrays, record_of)
+    except (ValueError, KeyError, TypeError) as error:
+        raise Corrupt(f"what the strategy remembered cannot be read: {error!r:.200}") from error
+
+
+def _facts(strategy: Any, arrays: Arrays, depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in vars(strategy).items():
+        if name == WRAPPED and hasattr(value, "aggregate_train") and depth < MAX_DEPTH:
+            found[name] = {"wrapped": _facts(value, arrays, depth + 1)}
+        elif (plain := _plain(value, arrays, depth)) is not _SKIP:
+            found[name] = plain
+    return found
+
+
+def _plain(value: Any, arrays: Arrays, depth: int) -> Any:
+    """The value in JSON, its arrays put aside; `_SKIP` where any of it is something else."""
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
+        name = str(len(arrays))
+        arrays[name] = np.array(value)
+        return {"scalar" if isinstance(value, np.generic) else "array": name}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    if depth >= MAX_DEPTH:
+        return _SKIP
+    if hasattr(value, "to_numpy_ndarrays"):
+        named = {key: array.numpy() for key, array in value.items()}
+        return _items("record", list(named.items()), arrays, depth)
+    if isinstance(value, dict):
+        return _items("dict", list(value.items()), arrays, depth)
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return _items(kind, list(enumerate(value)), arrays, depth)
+    return _SKIP
+
+
+def _items(kind: str, items: list[tuple[Any, Any]], arrays: Arrays, depth: int) -> Any:
+    if not all(isinstance(key, str | int) for key, _ in items):
+        return _SKIP
+    found = [[key, _plain(value, arrays, depth + 1)] for key, value in items]
+    return _SKIP if any(value is _SKIP for _, value in found) else {kind: found}
+
+
+def _give(strategy: Any, facts: dict[str, Any], arrays: Arrays, record: Callable[..., Any]) -> None:
+    for name, told in facts.items():
+        if "wrapped" in told:
+            _give(getattr(strategy, name), told["wrapped"], arrays, record)
+        else:
+            setattr(strategy, name, _value(told, arrays, record))
+
+
+def _value(told: dict[str, Any], arrays: Arrays, record: Callable[..., Any]) -> Any:
+    (kind, held), *_ = told.items()
+    if kind == "value":
+        return held
+    if kind in ("array", "scalar"):
+        return arrays[held] if kind == "array" else arrays[held][()]
+    items = {key: _value(value, arrays, record) for key, value in held}
+    if kind == "record":
+        return record(items)
+    if kind == "dict":
+        return items
+    return list(items.values()) if kind == "list" else tuple(items.values())

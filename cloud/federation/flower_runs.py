@@ -1,0 +1,396 @@
+"""Runs whose rounds a Flower strategy decides: which process has which run, and what it is asked.
+
+The machine of runs stays as it is (`core.rules`): it opens a round with the devices that are there,
+the strategy narrows it to those that it asks (`Asked`), devices work as in any run, and in place of
+our own mean and optimizer the strategy aggregates what counted. The new state and what the strategy
+remembers are blobs that one commit names, so a process that is killed is begun anew from the last
+of them, and so is one of a cloud that was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import sqlalchemy as sa
+
+from triplane.cloud.federation import journal
+from triplane.cloud.federation.book import Book
+from triplane.cloud.federation.flower_process import (
+    Died,
+    Limits,
+    StrategyProcess,
+    forget_left,
+)
+from triplane.cloud.federation.flower_spec import (
+    fill_flower,
+    options_of,
+    shipped_row,
+    strategy_file,
+)
+from triplane.cloud.federation.journal import Entry
+from triplane.cloud.federation.live import Make, Write
+from triplane.cloud.federation.results import Results
+from triplane.cloud.federation.spec import filled
+from triplane.cloud.federation.spool import Spool
+from triplane.cloud.registry.collecting import claim
+from triplane.cloud.store import Database
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError
+from triplane.proto.transfer import BlobFolder
+from triplane.unified_ir.federated.core.files import read_state
+from triplane.unified_ir.federated.core.run import (
+    ENDED,
+    Asked,
+    Failed,
+    Judged,
+    Lease,
+    Outcome,
+    Phase,
+    Reduce,
+    Reduced,
+    Round,
+    State,
+    Stopped,
+)
+
+logger = logging.getLogger(__name__)
+
+LIMITS: Final = Limits()
+TRIES: Final = 3
+"""Processes in a row that may die at one turn."""
+
+Turn = tuple[int, bool, int]
+"""(number, whether it evaluates, attempt) of a round."""
+Put = Callable[[str, Make], Awaitable[Book]]
+"""Have an event happen in a run; the book after its commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """folder: for the processes' files. strategies: where the operator's own lie."""
+
+    folder: Path
+    strategies: Path
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run's process. turn: that it was given and whose replies it waits for."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    process: StrategyProcess | None = None
+    turn: Turn | None = None
+    asked: Asked | None = None
+    asking: asyncio.Task[None] | None = None
+    over: bool = False
+
+
+class FlowerRuns:
+    """See `live.Worker`; for runs whose spec has `flower`. put: has an event happen in a run."""
+
+    def __init__(
+        self,
+        db: Database,
+        blobs: BlobFolder,
+        spool: Spool,
+        results: Results,
+        *,
+        places: Places,
+        put: Put,
+        limits: Limits = LIMITS,
+    ) -> None:
+        self._db, self._spool, self._results = db, spool, results
+        self._blobs, self._places = blobs, places
+        self._put, self._limits = put, limits
+        self._runs: dict[str, _Run] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        forget_left(places.folder)
+
+    async def check(self, spec: pb.Spec, live: int) -> None:
+        """Raise unless the spec's strategy can be made here. live: runs that have one already."""
+        if live >= self._limits.runs:
+            raise Conflict(f"{live} runs with a strategy go on here; wait for one, or stop it")
+        process = await StrategyProcess.start(self._places.folder, self._facts(spec), self._limits)
+        await process.end()
+
+    def filled(self, asked: pb.Spec) -> pb.Spec:
+        """See `spec.filled`; with the strategy, where it names one. Call it in a thread."""
+        spec = pb.Spec()
+        spec.CopyFrom(asked)
+        if spec.HasField("flower"):
+            fill_flower(spec, self._places.strategies)
+        return filled(spec)
+
+    async def take_up(self, entry: Entry) -> None:
+        """Learn whom a run's strategy asked, before an earlier cloud ended."""
+        self._of(entry.id).asked = await self._db.read(lambda c: journal.last_asked(c, entry.id))
+
+    async def stop(self) -> None:
+        """End every process; `take_up` goes on."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(self._end(run) for run in self._runs.values()))
+
+    def message(self, run: str, state: State, device: str) -> str | None:
+        """Blob of what a device of the round at hand is asked, "" for its plan; None: not yet."""
+        asked = self._of(run).asked
+        if asked is None or state.round is None or _turn_of(asked) != _turn_of(state.round):
+            return None
+        return asked.messages.get(device)
+
+    # As a worker
+
+    async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write]:
+        """See `live.Worker`."""
+        told = {lease.device: self._update(lease) for lease in order.leases}
+        run = self._of(entry.id)
+        async with run.lock:
+            answer = await self._persistently(run, lambda: self._reduced(run, entry, book, told))
+            state, memory = await asyncio.to_thread(self._kept, entry, answer)
+        await claim(self._db, self._blobs, {state, memory})
+
+        def make(now: State, at_s: float) -> Reduced | None:
+            if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
+                return None
+            return Reduced(at_s=at_s, number=order.number, shared=state.hex())
+
+        def write(connection: sa.Connection, _: Book) -> None:
+            journal.change(connection, entry.id, slots=memory)
+
+        return make, write
+
+    async def judged(self, entry: Entry, book: Book, order: Judged) -> None:
+        """See `live.Worker`: tells the strategy, unless it began anew since it asked."""
+        run, members = self._of(entry.id), book.state.members
+        told: dict[str, Any] = {}
+        for lease in order.leases:
+            score = members[lease.device].score
+            if score is not None and score.round == order.number:
+                facts = {"samples": score.samples, "before": score.before, "after": score.after}
+                told[lease.device] = facts
+        async with run.lock:
+            if run.process is None or run.turn is None or run.turn[:2] != (order.number, True):
+                return
+            try:
+                answer = await run.process.ask({"do": "replies", "replies": told})
+            except TriplaneError as error:
+                logger.warning("evaluation lost", extra={"run_id": entry.id, "reason": str(error)})
+                await self._end(run)
+                return
+            run.turn = None
+        said = {"run_id": entry.id, "round": order.number, "metrics": answer["metrics"]}
+        logger.info("strategy evaluated", extra=said)
+
+    async def finish(self, entry: Entry, book: Book) -> tuple[Make, Write]:
+        """See `live.Worker`."""
+        return await self._results.finish(entry, book)
+
+    def settled(self, old: Entry, new: Entry, before: Book, after: Book) -> None:
+        """See `live.Worker`: begins the turn of a round that was opened."""
+        self._results.settled(old, new, before, after)
+        self.look(new, after)
+
+    def look(self, entry: Entry, book: Book) -> None:
+        """Ask the strategy about the round at hand, unless that is under way; end an idle one."""
+        state, found = book.state, book.state.round
+        if state.phase is Phase.STOPPED or state.phase in ENDED:
+            idle = self._runs.pop(entry.id, None)
+            if idle is not None:
+                self._spawn(self._ended(idle))
+            return
+        run = self._of(entry.id)
+        if state.phase is not Phase.COLLECTING or found is None or run.asking is not None:
+            return
+        if run.asked is None or _turn_of(run.asked) != _turn_of(found):
+            run.asking = self._spawn(self._ask(run, entry, book, found))
+
+    # Turns
+
+    async def _ask(self, run: _Run, entry: Entry, book: Book, found: Round) -> None:
+        make = await self._turn(run, entry, book, found)
+        try:
+            after = await self._put(entry.id, lambda _, at_s: make(at_s))
+        except TriplaneError as error:  # the cloud is stopping; the next one asks again
+            logger.info("strategy not heard", extra={"run_id": entry.id, "reason": str(error)})
+        else:
+            run.asking = None
+            self.look(entry, after)  # the round may be another one by now
+
+    async def _turn(
+        self, run: _Run, entry: Entry, book: Book, found: Round
+    ) -> Callable[[float], Asked | Failed | Stopped]:
+        """The event that a turn of the strategy comes to."""
+        turn = _turn_of(found)
+        devices = {x.device: x.id for x in found.leases if x.outcome is Outcome.OPEN}
+        try:
+            async with run.lock:
+                answer = await self._persistently(
+                    run, lambda: self._begun(run, entry, book.state, turn, devices)
+                )
+            asked = self._asked(entry, turn, answer, devices)
+        except (InvalidInput, Corrupt, Conflict) as error:
+            reason = f"the strategy cannot go on: {error}"
+            return lambda at_s: Failed(at_s=at_s, reason=reason)
+        except TriplaneError as error:
+            why = f"{error}; resume it when that is mended"
+            return lambda at_s: Stopped(at_s=at_s, reason=why)
+        run.asked = asked(0.0)  # before the commit, which tells the devices
+        return asked
+
+    def _asked(
+        self, entry: Entry, turn: Turn, answer: Mapping[str, Any], devices: Mapping[str, str]
+    ) -> Callable[[float], Asked]:
+        """The event of an answer. InvalidInput: too few devices, or others than were offered."""
+        number, evaluates, attempt = turn
+        messages = {str(k): str(v) for k, v in sorted(answer["asked"].items())}
+        quorum = journal.plan_of(entry.spec).quorum
+        if not messages.keys() <= devices.keys():
+            raise InvalidInput("the strategy asks devices that are not of its round")
+        if not evaluates and len(messages) < min(quorum, len(devices)):
+            raise InvalidInput(
+                f"the strategy asks {len(messages)} of {len(devices)} devices, a round needs "
+                f"{quorum} updates; begin it with a smaller --quorum"
+            )
+        return lambda at_s: Asked(
+            at_s=at_s, number=number, evaluates=evaluates, attempt=attempt, messages=messages
+        )
+
+    async def _begun(
+        self, run: _Run, entry: Entry, state: State, turn: Turn, devices: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Give the strategy a turn; its process is begun where none is ready for it."""
+        if run.process is None or run.turn is not None:
+            await self._end(run)
+            run.process = await self._process(entry, state, turn)
+        order = {"do": "turn", "number": turn[0], "evaluates": turn[1], "nodes": dict(devices)}
+        answer = await run.process.ask(order)
+        run.turn = turn
+        return answer
+
+    async def _reduced(
+        self, run: _Run, entry: Entry, book: Book, told: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        found = book.state.round
+        assert found is not None
+        turn = _turn_of(found)
+        if run.process is None or run.turn != turn:
+            # Another process gave this turn; whom it asked is settled, so all members are offered.
+            members = dict.fromkeys(sorted(book.state.members), "")
+            await self._begun(run, entry, book.state, turn, members)
+        assert run.process is not None
+        answer = await run.process.ask({"do": "replies", "replies": told})
+        run.turn = None
+        return answer
+
+    async def _persistently(
+        self, run: _Run, work: Callable[[], Awaitable[dict[str, Any]]]
+    ) -> dict[str, Any]:
+        """`work`, with another process where one died. Any other error ends the process too."""
+        for tries in range(TRIES, 0, -1):
+            try:
+                return await work()
+            except Died as error:
+                await self._end(run)
+                if tries == 1 or run.over:
+                    raise
+                logger.warning("strategy begun anew", extra={"reason": str(error)})
+            except BaseException:
+                await self._end(run)
+                raise
+        raise AssertionError("the tries end with an error")
+
+    # Processes
+
+    async def _process(self, entry: Entry, state: State, turn: Turn) -> StrategyProcess:
+        prepared = entry.prepared
+        assert prepared is not None
+        order = {
+            **self._facts(entry.spec),
+            "run": entry.id,
+            "number": turn[0],
+            "evaluates": turn[1],
+            "plan": prepared.plan_digest,
+            "roles": dict(prepared.roles),
+            "state": str(self._blobs.find(bytes.fromhex(state.shared))),
+            "memory": str(self._blobs.find(entry.slots)) if entry.slots else "",
+        }
+        process = await StrategyProcess.start(self._places.folder, order, self._limits)
+        facts = {"run_id": entry.id, "strategy": entry.spec.flower.strategy, "round": turn[0]}
+        logger.info("strategy begun", extra={**facts, "pid": process.pid})
+        return process
+
+    def _facts(self, spec: pb.Spec) -> dict[str, Any]:
+        """What a strategy is made of, without a run."""
+        flower, plan = spec.flower, journal.plan_of(spec)
+        row = None if flower.sha256 else shipped_row(flower.strategy)
+        file, attribute = "", ""
+        if row is None:
+            path, attribute = strategy_file(flower.strategy, self._places.strategies)
+            file = str(path)
+        return {
+            "run": "",
+            "strategy": flower.strategy,
+            "file": file,
+            "attribute": attribute,
+            "sha256": flower.sha256.hex(),
+            "wraps": row is not None and row.wraps,
+            "options": options_of(flower),
+            "app": flower.app,
+            "rounds": spec.rounds,
+            "evaluate_every": spec.evaluate_every,
+            "quorum": plan.quorum,
+            "devices": plan.devices,
+            "proximal": spec.hyperparameters.proximal,
+            "seed": spec.seed,
+        }
+
+    def _update(self, lease: Lease) -> dict[str, Any]:
+        update = lease.update
+        assert update is not None
+        path = self._spool.folder.find(bytes.fromhex(update.blob))
+        return {
+            "path": str(path),
+            "lease": lease.id,
+            "examples": update.examples,
+            "loss": update.loss,
+        }
+
+    def _kept(self, entry: Entry, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
+        """What a strategy wrote, as blobs: the next state, checked, and what it remembers."""
+        assert entry.prepared is not None
+        state = Path(answer["state"])
+        found = read_state(state, plan=entry.prepared.plan_digest)
+        if found.keys() != entry.prepared.roles.keys():
+            raise InvalidInput("the strategy's process gave another state than the run's")
+        return self._blobs.put_file(state), self._blobs.put_file(Path(answer["memory"]))
+
+    def _of(self, run: str) -> _Run:
+        return self._runs.setdefault(run, _Run())
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _ended(self, run: _Run) -> None:
+        """Whatever it does now is not wanted."""
+        run.over = True
+        if run.asking is not None:
+            run.asking.cancel()
+        await self._end(run)
+
+    async def _end(self, run: _Run) -> None:
+        process, run.process, run.turn = run.process, None, None
+        if process is not None:
+            await process.end()
+
+
+def _turn_of(found: Round | Asked) -> Turn:
+    return found.number, found.evaluates, found.attempt
