@@ -1,13 +1,17 @@
 """`simulate`: what it prints and writes, from a model file and a dataset's name."""
 
 import json
+import re
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.cli.simulate import simulate
+from triplane.unified_ir.federated.algorithms import ALGORITHMS
 
 ARGS = ("--data", "digits", "--partition", "labels", "--population", "6", "--unseen", "0.5",
         "--rounds", "2", "--steps", "1")  # fmt: skip
@@ -62,3 +66,91 @@ def test_compression_is_by_name(model):
         for more in ((), ("--compression", "top-k", "--keep", "0.1"))
     )
     assert packed["bytes_up"] < plain["bytes_up"] / 3
+
+
+def test_what_happens_is_told_on_the_way(model, tmp_path):
+    options = ("--algorithm", "fedavg", "--rate", "0.3", "--folder", str(tmp_path))
+    told = run(model, *options).stderr.splitlines()
+    assert told[0] == "3 devices learn, 3 are only scored; each has 299 to 300 samples"
+    assert [line.split("  ")[0] for line in told[1:]] == [
+        "fedavg round 1/2", "fedavg round 2/2", "fedavg scored after round 2",
+        "fedavg scored after round 2",
+    ]  # fmt: skip
+    assert "at rate 0.3" in told[-1]
+    again = run(model, *options).stderr.splitlines()
+    assert [line.split("  ")[0] for line in again[1:]] == [
+        "fedavg scored after round 2", f"fedavg was finished; read back from {tmp_path}",
+    ]  # fmt: skip
+
+
+def test_a_study_that_goes_on_says_so(model, tmp_path):
+    options = ("--algorithm", "fedavg", "--rounds", "6", "--folder", str(tmp_path))
+    with pytest.raises(Stopped):
+        at_round(3, lambda: run(model, *options))
+    told = run(model, *options).stderr
+    assert "fedavg goes on after round 2\n" in told
+    assert "round 2/6" not in told
+
+
+class Stopped(BaseException):
+    """As a signal would."""
+
+
+def at_round(number, go):
+    """Calls `go` and ends it where the study would tell of a round."""
+    original = click.echo
+
+    def echo(text, **options):
+        if f"round {number}/" in text:
+            raise Stopped
+        original(text, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(click, "echo", echo)
+        go()
+
+
+DIVERGING = ("--algorithm", "fedavg", "--algorithm", "maml", "--meta-lr", "1e38", "--steps", "3")
+
+
+def test_an_algorithm_that_diverges_is_named_and_others_go_on(model, tmp_path):
+    out = tmp_path / "study.html"
+    made = run(model, *DIVERGING, "--json", "--out", str(out))
+    assert made.exit_code == 2
+    record = json.loads(made.stdout)
+    assert [trial["algorithm"] for trial in record["trials"]] == ["fedavg"]
+    assert list(record["stopped"]) == ["maml"]
+    assert "in round 1: " in record["stopped"]["maml"]
+    assert "smaller rate" in record["stopped"]["maml"]
+    assert "maml stopped: device-" in run(model, *DIVERGING).stdout
+    assert "smaller rate" in out.read_text()
+
+
+def test_what_stops_every_algorithm_is_an_error(model):
+    with pytest.raises(InvalidInput, match="a round asks 9 devices; there are 3"):
+        run(model, "--devices", "9")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--held-out", "1"), "0.0<x<1.0|0<x<1"),
+        (("--unseen", "1"), "x<1"),
+        (("--keep", "0"), "0<x<=1|0.0<x"),
+        (("--rounds", "0"), "x>=1"),
+        (("--lr", "-1"), "x>=0"),
+        (("--out", "no/such/folder/a.html"), "no folder 'no/such/folder'"),
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(model, options, said):
+    made = run(model, *options)
+    assert made.exit_code == 2
+    assert f"'{options[0]}'" in made.stderr
+    assert re.search(said, made.stderr)
+
+
+def test_help_tells_the_algorithms_apart():
+    text = CliRunner().invoke(simulate, ["--help"], catch_exceptions=False).stdout
+    _, _, after = text.partition("Examples:")
+    for name in ALGORITHMS:
+        assert f"  {name} " in after

@@ -7,29 +7,53 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli.shell import EXIT_CODES, OUTPUT_FILE, json_option, open_output
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from triplane.unified_ir.federated.study import Study, Trial
+    from triplane.unified_ir.federated.study import DeviceScore, RoundRow, Study, Trial
+    from triplane.unified_ir.federated.study.partition import Shards
     from triplane.unified_ir.federated.study.source import Source
     from triplane.unified_ir.ir import Module
 
+    Groups = tuple[Shards, Shards]
+    Note = Callable[[str], None]
+
 EPILOG = """\b
 Examples:
+  triplane train examples/digits.py:Digits --data digits --epochs 1 --out digits.tpm
   triplane federate simulate digits.tpm --data digits --partition labels --unseen 0.5
   triplane federate simulate net.tpm --data writers.npz --x images --y labels --group writer \\
-      --split split --algorithm fedavg --algorithm maml --rounds 200 --out study.html
+      --split split --algorithm fedavg --algorithm maml --rounds 200 --devices 10 \\
+      --rate 0.01 --rate 0.1 --folder study --out study.html
 
 \b
-MODEL.tpm has the entry `loss` (`triplane train` exports it). DATA is the name digits, an .npz,
-MNIST IDX files or a folder of images. Each device gets its samples in two disjoint parts, to learn
-and adapt with and to be scored on. The same seed gives the same bits; a real run of the same names
-and seed gives them too. With --folder a killed study goes on where it was.
+MODEL.tpm has the entry `loss` (`triplane train` exports it); its weights are where all begin.
+DATA is the name digits, an .npz, MNIST IDX files or a folder of images by class. Each device gets
+samples in two disjoint parts: to learn and adapt with, and to be scored on (--held-out).
+
+\b
+  fedavg     local steps, averaged                 fedprox   and held near the round's start
+  fedadam    and Adam on the cloud                 reptile   and each device counts the same
+  maml       a start from which --inner-steps steps on --support samples lead far (exact)
+  fomaml     the same to first order               meta-sgd  and a learned rate for each weight
+
+\b
+Read the table so: `before` is the shared model, `adapted` is it after --inner-steps steps on a
+device's own support, at --lr or the best --rate. A fair comparison gives all the same rounds,
+devices and steps, and algorithms without a rate of adaptation of their own several --rate.
+
+\b
+The same seed gives the same bits; a real run of the same names and seed gives them too. With
+--folder a killed study goes on where it was. An algorithm that diverges is named, the others go on;
+the exit code is then 2.
 """
 RATE = click.FloatRange(min=0)
+SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
 COUNT = click.IntRange(min=1)
+GROUPS = (("training", True), ("unseen", False))
 
 
 @click.command("simulate", short_help="Compare algorithms on simulated devices.", epilog=EPILOG)
@@ -37,63 +61,105 @@ COUNT = click.IntRange(min=1)
 @click.option("--data", required=True, metavar="DATA", help="Labelled samples; see below.")
 @click.option("--x", default="x", show_default=True, metavar="KEY", help="Samples in an .npz.")
 @click.option("--y", default="y", show_default=True, metavar="KEY", help="Labels in an .npz.")
-@click.option("--group", default="", metavar="KEY", help="Whose a sample is: a device per value.")
 @click.option(
-    "--split", default="", metavar="KEY", help="Not 0 where a sample is an unseen device's."
-)
+    "--group", default="", metavar="KEY",
+    help="Whole numbers in an .npz, whose a sample is: a device per value.",
+)  # fmt: skip
+@click.option(
+    "--split", default="", metavar="KEY",
+    help="Whole numbers in an .npz, with --group: not 0 where the sample's device is unseen.",
+)  # fmt: skip
+@click.option(
+    "--least", type=COUNT, default=10, show_default=True, metavar="N",
+    help="With --group: groups of fewer samples are left out.",
+)  # fmt: skip
 @click.option(
     "--partition", "way", type=click.Choice(["even", "dirichlet", "labels"]), default="even",
-    show_default=True, help="How devices get samples where no --group says it.",
-)  # fmt: skip
-@click.option("--population", type=COUNT, default=20, show_default=True, help="Devices in all.")
-@click.option(
-    "--alpha", type=RATE, default=0.3, show_default=True, help="Of --partition dirichlet."
-)
-@click.option(
-    "--label-shards", type=COUNT, default=2, show_default=True,
-    help="Pieces of one class each, of --partition labels.",
+    show_default=True,
+    help="Without --group: equal shares, shares of each class at random, or few classes each.",
 )  # fmt: skip
 @click.option(
-    "--held-out", type=RATE, default=0.2, show_default=True,
+    "--population", type=COUNT, default=20, show_default=True, metavar="N",
+    help="Without --group: devices in all.",
+)  # fmt: skip
+@click.option(
+    "--alpha", type=RATE, default=0.3, show_default=True, metavar="A",
+    help="Of --partition dirichlet: small gives each device few classes, large all alike.",
+)  # fmt: skip
+@click.option(
+    "--label-shards", type=COUNT, default=2, show_default=True, metavar="N",
+    help="Of --partition labels: pieces of one class that each device gets.",
+)  # fmt: skip
+@click.option(
+    "--held-out", type=SHARE, default=0.2, show_default=True, metavar="SHARE",
     help="Share of a device's samples that only score it.",
 )  # fmt: skip
 @click.option(
-    "--unseen", type=RATE, default=0.0, show_default=True,
-    help="Share of devices that never learn, where no --split says it.",
+    "--unseen", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True,
+    metavar="SHARE", help="Share of devices that never learn, where no --split says it.",
 )  # fmt: skip
 @click.option(
     "--algorithm", "algorithms", multiple=True, default=("fedavg", "maml"), show_default=True,
-    metavar="NAME", help="fedavg, fedprox, fedadam, maml, fomaml, meta-sgd, reptile; repeatable.",
+    metavar="NAME", help="One of those below; repeatable.",
 )  # fmt: skip
-@click.option("--rounds", type=COUNT, default=50, show_default=True)
+@click.option("--rounds", type=COUNT, default=50, show_default=True, metavar="N")
 @click.option(
-    "--devices", type=click.IntRange(min=0), default=0, help="In a round.  [default: all]"
-)
-@click.option("--steps", type=COUNT, default=5, show_default=True, help="Of a device in a round.")
-@click.option("--batch-size", type=COUNT, default=32, show_default=True)
-@click.option(
-    "--support", type=click.IntRange(min=0), default=20, show_default=True,
-    help="Samples of adaptation; 0 scores with all a device has.",
-)  # fmt: skip
-@click.option("--query", type=COUNT, default=20, show_default=True, help="Samples of a meta-step.")
-@click.option("--lr", type=RATE, default=0.05, show_default=True, help="Rate of a device's steps.")
-@click.option("--meta-lr", type=RATE, default=0.05, show_default=True, help="Rate of meta-steps.")
-@click.option("--inner-steps", type=COUNT, default=3, show_default=True, help="Of an adaptation.")
-@click.option("--proximal", type=RATE, default=0.01, show_default=True, help="Weight of FedProx.")
-@click.option("--server-lr", type=RATE, help="The cloud's rate.  [default: the algorithm's]")
-@click.option(
-    "--rate", "rates", type=RATE, multiple=True,
-    help="Rate of adaptation to try at the end, the best one counts; repeatable.",
+    "--devices", type=click.IntRange(min=0), default=0, metavar="N",
+    help="In a round, drawn anew for each.  [default: all]",
 )  # fmt: skip
 @click.option(
-    "--evaluate-every", type=click.IntRange(min=0), default=0, help="Rounds.  [default: at the end]"
-)
+    "--steps", type=COUNT, default=5, show_default=True, metavar="N",
+    help="Of a device in a round.",
+)  # fmt: skip
+@click.option(
+    "--batch-size", type=COUNT, default=32, show_default=True, metavar="N",
+    help="Samples of a step of fedavg, fedprox, fedadam, reptile.",
+)  # fmt: skip
+@click.option(
+    "--support", type=click.IntRange(min=0), default=20, show_default=True, metavar="N",
+    help="Samples of adaptation; 0 takes all a device may adapt with, in scoring only.",
+)  # fmt: skip
+@click.option(
+    "--query", type=COUNT, default=20, show_default=True, metavar="N",
+    help="Samples that a step of maml, fomaml, meta-sgd takes beside its support.",
+)  # fmt: skip
+@click.option(
+    "--lr", type=RATE, default=0.05, show_default=True, metavar="RATE",
+    help="Of a device's steps, and of adaptation.",
+)  # fmt: skip
+@click.option(
+    "--meta-lr", type=RATE, default=0.05, show_default=True, metavar="RATE",
+    help="Of a device's steps in maml, fomaml, meta-sgd.",
+)  # fmt: skip
+@click.option(
+    "--inner-steps", type=COUNT, default=3, show_default=True, metavar="N",
+    help="Of an adaptation, at most 10.",
+)  # fmt: skip
+@click.option(
+    "--proximal", type=RATE, default=0.01, show_default=True, metavar="MU",
+    help="How firmly fedprox holds on to the round's start.",
+)  # fmt: skip
+@click.option(
+    "--server-lr", type=RATE, metavar="RATE",
+    help="The cloud's.  [default: 1; fedadam 0.03]",
+)  # fmt: skip
+@click.option(
+    "--rate", "rates", type=RATE, multiple=True, metavar="RATE",
+    help="Of adaptation, tried at the end; the best one counts; repeatable.",
+)  # fmt: skip
+@click.option(
+    "--evaluate-every", type=click.IntRange(min=0), default=0, metavar="N",
+    help="Rounds between scorings.  [default: once, at the end]",
+)  # fmt: skip
 @click.option("--compression", type=click.Choice(["int8", "top-k"]), help="Of updates.")
-@click.option("--keep", type=RATE, default=0.1, show_default=True, help="Share that top-k sends.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--keep", type=click.FloatRange(0, 1, min_open=True), default=0.1, show_default=True,
+    metavar="SHARE", help="Of --compression top-k: the share that is sent.",
+)  # fmt: skip
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N")
 @click.option(
     "--folder", type=click.Path(path_type=Path, file_okay=False),
-    help="Keeps the place of each algorithm, to go on from.",
+    help="Keeps the place of each algorithm after each round, to go on from.",
 )  # fmt: skip
 @click.option("--out", type=OUTPUT_FILE, help="Write the report as one HTML page.")
 @json_option
@@ -101,31 +167,64 @@ def simulate(**options: Any) -> None:
     """Let simulated devices learn together from MODEL.tpm and compare how well each ends up."""
     output = open_output(options["as_json"])
     from triplane.unified_ir.convert.conversion import read_model
-    from triplane.unified_ir.federated.study import page
     from triplane.unified_ir.federated.study.source import devices_of
 
     studies = [_study(name, options) for name in dict.fromkeys(options["algorithms"])]
     module, _ = read_model(options["model"])
     groups = devices_of(_source(options), module)
-    trials = [_trial(study, module, groups, options["folder"], output.note) for study in studies]
+    output.note(_population(groups))
+    trials, stopped = _trials(studies, module, groups, options["folder"], output.note)
     record = {
         "devices": len(groups[0]),
         "unseen": len(groups[1]),
         "trials": [_record(trial) for trial in trials],
+        "stopped": stopped,
     }
     if options["out"] is not None:
-        from triplane.proto.disk import write_atomic
+        _write(options, trials, _facts(options, groups) | stopped)
+    output.result(record, "\n".join([*_lines(trials), *_stopped(stopped)]))
+    if stopped:
+        click.get_current_context().exit(EXIT_CODES[InvalidInput])
 
-        facts = _facts(options, groups)
-        title = f"{options['model'].name}: {', '.join(t.algorithm for t in trials)}"
-        write_atomic(options["out"], page(trials, title, facts).encode())
-    output.result(record, "\n".join(_lines(trials)))
+
+def _population(groups: Groups) -> str:
+    seen, unseen = groups
+    held = [shard.examples + shard.held_out_samples for part in groups for shard in part.values()]
+    others = f", {len(unseen)} are only scored" if unseen else ""
+    samples = f"{min(held)} to {max(held)}" if min(held) < max(held) else str(held[0])
+    return f"{len(seen)} devices learn{others}; each has {samples} samples"
+
+
+def _trials(
+    studies: list[Study], module: Module, groups: Groups, folder: Path | None, note: Note
+) -> tuple[list[Trial], dict[str, str]]:
+    """What ran to its end, and why others did not; what stops every algorithm is raised."""
+    trials, stopped = [], {}
+    for study in studies:
+        try:
+            trials.append(_trial(study, module, groups, folder, note))
+        except InvalidInput as error:
+            stopped[study.algorithm] = str(error)
+            failure = error
+            note(f"{study.algorithm} stopped: {error}")
+    if not trials:
+        raise failure
+    return trials, stopped
+
+
+def _write(options: dict[str, Any], trials: list[Trial], facts: dict[str, str]) -> None:
+    from triplane.proto.disk import write_atomic
+    from triplane.unified_ir.federated.study import page
+
+    title = f"{options['model'].name}: {', '.join(t.algorithm for t in trials)}"
+    write_atomic(options["out"], page(trials, title, facts).encode())
 
 
 def _source(options: dict[str, Any]) -> Source:
     from triplane.unified_ir.federated.study.source import Source
 
-    names = ("data", "x", "y", "group", "split", "alpha", "label_shards", "held_out", "unseen")
+    names = ("data", "x", "y", "group", "split", "alpha", "label_shards", "held_out", "unseen",
+             "least")  # fmt: skip
     return Source(
         way="group" if options["group"] else options["way"],
         devices=options["population"],
@@ -154,18 +253,41 @@ def _study(name: str, options: dict[str, Any]) -> Study:
     )
 
 
-def _trial(
-    study: Study, module: Module, groups: Any, folder: Path | None, note: Callable[[str], None]
-) -> Trial:
+def _trial(study: Study, module: Module, groups: Groups, folder: Path | None, note: Note) -> Trial:
+    """One algorithm, told of on the way."""
     from triplane.unified_ir.federated.study import simulate as run
 
-    seen, unseen = groups
-    return run(
-        module, seen, study, unseen=unseen, folder=folder and folder / study.algorithm,
-        on_round=lambda row: note(
-            f"{study.algorithm} round {row.number}/{study.rounds}  loss {row.loss:.4f}"
-        ),
+    name, (seen, unseen) = study.algorithm, groups
+    heard: list[int] = []
+
+    def on_round(row: RoundRow) -> None:
+        if not heard and row.number > 1:
+            note(f"{name} goes on after round {row.number - 1}")
+        heard.append(row.number)
+        note(f"{name} round {row.number}/{study.rounds}  loss {row.loss:.4f}  {row.seconds:.2f} s")
+
+    def on_scores(number: int, rate: float | None, scores: Sequence[DeviceScore]) -> None:
+        at = "" if rate is None else f"  at rate {rate:g}"
+        heard.extend([number] if rate is None else [])
+        note(f"{name} scored after round {number}{at}  {_accuracies(scores)}")
+
+    made = run(
+        module, seen, study, unseen=unseen, folder=folder and folder / name,
+        on_round=on_round, on_scores=on_scores,
     )  # fmt: skip
+    if not heard:
+        note(f"{name} was finished; read back from {folder}")
+    return made
+
+
+def _accuracies(scores: Sequence[DeviceScore]) -> str:
+    """Mean accuracy in percent before and after adaptation, by group of devices."""
+    from triplane.unified_ir.federated.study import summary
+
+    found = {group: summary(s for s in scores if s.seen is seen) for group, seen in GROUPS}
+    return ", ".join(
+        f"{group} {100 * s.before:.1f} -> {100 * s.after:.1f}" for group, s in found.items() if s
+    )
 
 
 def _record(trial: Trial) -> dict[str, Any]:
@@ -177,13 +299,10 @@ def _record(trial: Trial) -> dict[str, Any]:
         "bytes_down": trial.bytes_down,
         "seconds": trial.seconds,
         "rounds": [asdict(row) for row in trial.rounds],
-        **{
-            group: [asdict(score) for score in trial.final(seen=seen)]
-            for group, seen in (("training", True), ("unseen", False))
-        },
+        **{group: [asdict(score) for score in trial.final(seen=seen)] for group, seen in GROUPS},
         "rates": {
             group: best[0]
-            for group, seen in (("training", True), ("unseen", False))
+            for group, seen in GROUPS
             if (best := trial.best_rate(seen=seen)) is not None
         },
     }
@@ -194,7 +313,7 @@ def _lines(trials: list[Trial]) -> list[str]:
 
     lines = ["algorithm  devices           before  adapted  worst tenth     MB up"]
     for trial in trials:
-        for group, seen in (("training", True), ("unseen", False)):
+        for group, seen in GROUPS:
             found = summary(trial.final(seen=seen))
             if found is not None:
                 lines.append(
@@ -203,6 +322,10 @@ def _lines(trials: list[Trial]) -> list[str]:
                     f"{trial.bytes_up / 1e6:9.1f}"
                 )
     return lines
+
+
+def _stopped(stopped: dict[str, str]) -> list[str]:
+    return [f"{name} stopped: {why}" for name, why in stopped.items()]
 
 
 def _facts(options: dict[str, Any], groups: Any) -> dict[str, str]:

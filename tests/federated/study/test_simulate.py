@@ -101,6 +101,28 @@ def test_a_sweep_tries_each_rate_and_leaves_the_state():
     assert bits(made)[3] == bits(run())[3]
 
 
+def test_the_runs_own_rate_counts_among_those_tried():
+    made = run(study(rates=(0.0,)))
+    assert list(made.sweep) == [0.0, HYPER.lr]
+    assert there(made.best_rate(seen=True))[1].after >= there(made.summary(seen=True)).after
+
+
+def test_scores_are_told_when_they_are_known():
+    told = []
+    made = run(
+        study(evaluate_every=2, rates=(0.0,)),
+        on_scores=lambda *found: told.append(found),
+    )
+    assert [found[:2] for found in told] == [(2, None), (4, None), (4, 0.0)]
+    assert [s for found in told[:2] for s in found[2]] == list(made.scores)
+    assert told[2][2] == made.sweep[0.0]
+
+
+def test_a_device_whose_numbers_break_is_named():
+    with pytest.raises(InvalidInput, match=r"device-\d in round 1: .*smaller rate"):
+        run(replace(study(), hyper=replace(HYPER, lr=1e38)))
+
+
 def test_personal_state_stays_with_its_device():
     made = simulate(module(Personalized), shards(), study(evaluate_every=1))
     assert "own" not in made.state
@@ -224,5 +246,3 @@ def test_devices_are_there_and_in_one_group():
         run(study(devices=9))
     with pytest.raises(InvalidInput, match="takes part or is unseen"):
         run(unseen=shards(1))
-    with pytest.raises(InvalidInput, match="smaller rate"):
-        run(replace(study(), hyper=replace(HYPER, lr=1e38)))

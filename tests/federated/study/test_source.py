@@ -10,14 +10,18 @@ from triplane.unified_ir.federated.study.source import Source, devices_of
 N = 240
 
 
-@pytest.fixture(scope="module")
-def module():
+def classifier(size=2, classes=3, entries=("predict", "evaluate", "loss")):
     trainer = train.Trainer(
-        nn.Sequential(nn.Flatten(), nn.Dense(4, 3)),
+        nn.Sequential(nn.Flatten(), nn.Dense(size * size, classes)),
         loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1),
     )  # fmt: skip
-    trainer.prepare(np.zeros((1, 1, 2, 2), np.float32), np.zeros(1, np.int64))
-    return trainer.export(("predict", "evaluate", "loss"))
+    trainer.prepare(np.zeros((1, 1, size, size), np.float32), np.zeros(1, np.int64))
+    return trainer.export(entries)
+
+
+@pytest.fixture(scope="module")
+def module():
+    return classifier()
 
 
 @pytest.fixture
@@ -31,6 +35,8 @@ def path(tmp_path):
         writer=writer,
         split=(writer >= 4).astype(np.uint8),
         share=np.linspace(0, 1, N),
+        one=np.full(N, 2),
+        signed=np.arange(N) % 3 - 1,
     )
     return tmp_path / "a.npz"
 
@@ -67,8 +73,8 @@ def test_at_least_one_device_takes_part(path, module):
     assert (len(seen), len(unseen)) == (1, 2)
 
 
-def test_the_digits_need_no_file(module):
-    seen, unseen = devices_of(Source(data="digits", devices=5), module)
+def test_the_digits_need_no_file():
+    seen, unseen = devices_of(Source(data="digits", devices=5), classifier(8, 10))
     assert (len(seen), len(unseen)) == (5, 0)
 
 
@@ -78,11 +84,29 @@ def test_the_digits_need_no_file(module):
         ({"way": "group"}, InvalidInput, "names the column of groups"),
         ({"group": "writer"}, InvalidInput, "names the column of groups"),
         ({"way": "group", "group": "author"}, NotFound, "no 'author'"),
-        ({"way": "group", "group": "share"}, InvalidInput, "one whole number per sample"),
+        (
+            {"way": "group", "group": "share"},
+            InvalidInput,
+            r"whole number for each of 240 samples, got float64\[240\]",
+        ),
         ({"unseen": 1.0}, InvalidInput, r"in \[0, 1\)"),
-        ({"data": "digits", "split": "split"}, InvalidInput, "columns .*'split'.* of an npz"),
+        ({"split": "split"}, InvalidInput, "'split' .* no column of groups is named"),
+        (
+            {"data": "digits", "way": "group", "group": "writer"},
+            InvalidInput,
+            "columns .*'writer'.* of an npz",
+        ),
+        ({"x": "pixels"}, NotFound, "no 'pixels': .*; x, y, group and split say which"),
+        ({"y": "one"}, InvalidInput, "all 240 samples of .* have the label 2"),
+        ({"y": "signed"}, InvalidInput, r"classes are .*, got -1\.\.1"),
+        ({"data": "digits"}, InvalidInput, "3 classes apart, 0 to 2; the labels .* are 0 to 9"),
     ],
 )
 def test_odd_sources_are_refused(path, module, options, error, said):
     with pytest.raises(error, match=said):
         devices_of(Source(**{"data": str(path), "x": "images", "y": "labels", **options}), module)
+
+
+def test_a_model_that_devices_cannot_learn_is_refused_before_data_is_read(tmp_path):
+    with pytest.raises(InvalidInput, match="export it with loss"):
+        devices_of(source(tmp_path / "none.npz"), classifier(entries=("predict", "evaluate")))

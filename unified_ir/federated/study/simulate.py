@@ -39,6 +39,9 @@ NOW_S: Final = 0.0
 """Nothing in a simulation waits, so its clock stands."""
 
 Arrays = Mapping[str, Array]
+OnRound = Callable[[RoundRow], None]
+OnScores = Callable[[int, float | None, tuple[DeviceScore, ...]], None]
+"""(round, rate of adaptation where it is a swept one, scores)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +50,7 @@ class Study:
 
     steps, batch_size, support, query: a device's sampling, support 0 for all it has.
     evaluate_every: rounds between scorings, 0 for the end only. rates: of adaptation, tried at the
-    end beside the run's own.
+    end beside the run's own; the best of all then counts.
     """
 
     algorithm: str
@@ -86,7 +89,8 @@ def simulate(
     *,
     unseen: Mapping[str, Shard] | None = None,
     folder: Path | None = None,
-    on_round: Callable[[RoundRow], None] | None = None,
+    on_round: OnRound | None = None,
+    on_scores: OnScores | None = None,
 ) -> Trial:
     """Run the study on these devices; `unseen` ones are scored and never learned from.
 
@@ -104,7 +108,9 @@ def simulate(
         plan = Plan.load(path, expected_digest=digest)
     sizes = {k: (s.examples, s.held_out_samples) for k, s in {**shards, **others}.items()}
     keeper = None if folder is None else Keeper(folder, identity(digest, study, sizes))
-    return _Simulation(plan, study, dict(shards), others, keeper, on_round).go()
+    return _Simulation(
+        plan, study, dict(shards), others, keeper=keeper, on_round=on_round, on_scores=on_scores
+    ).go()
 
 
 class _Simulation:
@@ -116,10 +122,13 @@ class _Simulation:
         study: Study,
         seen: Mapping[str, Shard],
         unseen: Mapping[str, Shard],
+        *,
         keeper: Keeper | None,
-        on_round: Callable[[RoundRow], None] | None,
+        on_round: OnRound | None,
+        on_scores: OnScores | None,
     ) -> None:
-        self.plan, self.study, self.keeper, self.on_round = plan, study, keeper, on_round
+        self.plan, self.study, self.keeper = plan, study, keeper
+        self.on_round, self.on_scores = on_round, on_scores
         self.row: Algorithm = algorithm(study.algorithm)
         self.seen, self.shards = seen, {**seen, **unseen}
         self.compressor = Compressor(study.compression, keep=study.keep)
@@ -191,7 +200,10 @@ class _Simulation:
         """One device's work, and what it keeps of it."""
         name, place = lease.device, self.place
         self._take(name)
-        done = device.learn(self.plan, self._work(number, name), self.shards[name])
+        try:
+            done = device.learn(self.plan, self._work(number, name), self.shards[name])
+        except InvalidInput as error:
+            raise InvalidInput(f"{name} in round {number}: {error}") from error
         rng = Draws(self.study.seed, number, lease.id, "compression")
         sent, lost = self.compressor.pack(done.change, place.remainders.get(name, {}), rng)
         personal = {**place.personal, name: self.plan.state(PERSONAL)} if self.fresh else {}
@@ -222,7 +234,12 @@ class _Simulation:
                 state,
                 machine.Scored(at_s=NOW_S, device=lease.device, lease=lease.id, score=score),
             )
+        self._tell(number, None, tuple(s for s in self.place.scores if s.round == number))
         return state
+
+    def _tell(self, number: int, rate: float | None, scores: tuple[DeviceScore, ...]) -> None:
+        if self.on_scores is not None:
+            self.on_scores(number, rate, scores)
 
     def _scored(self, number: int, name: str) -> DeviceScore:
         self._take(name)
@@ -233,19 +250,30 @@ class _Simulation:
         )
 
     def _sweep(self) -> dict[float, tuple[DeviceScore, ...]]:
-        """Scores at the end by rate; at the run's own rate they are known."""
-        names = [name for name, shard in sorted(self.shards.items()) if shard.held_out_samples]
+        """Scores at the end by rate, the run's own among them, where they are known."""
+        rates = dict.fromkeys((*self.study.rates, self.study.hyper.lr)) if self.study.rates else {}
         own = {name: x for name, x in self.plan.state().items() if name == LR}
         last = tuple(s for s in self.place.scores if s.round == self.study.rounds)
         found = {}
-        for rate in self.study.rates:
+        for rate in rates:
             self.plan.assign({name: np.full_like(x, rate) for name, x in own.items()})
             known = rate == self.study.hyper.lr
-            found[rate] = (
-                last if known else tuple(self._scored(self.study.rounds, n) for n in names)
-            )
+            found[rate] = last if known else tuple(map(self._adapted, last))
+            if not known:
+                self._tell(self.study.rounds, rate, found[rate])
         self.plan.assign(own)
         return found
+
+    def _adapted(self, score: DeviceScore) -> DeviceScore:
+        """The same device at the plan's rate; what it had before adaptation stays."""
+        name, shard = score.device, self.shards[score.device]
+        self._take(name)
+        kept = self.plan.state()
+        work = self._work(score.round, name)
+        device.adapt(self.plan, work, shard, steps=self.study.hyper.inner_steps)
+        after = device.score(self.plan, shard)
+        self.plan.assign(kept)
+        return replace(score, after=after)
 
     def _take(self, name: str) -> None:
         """The plan becomes the device's: the shared state and what is its own."""

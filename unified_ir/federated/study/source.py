@@ -8,9 +8,10 @@ from typing import Final, Literal
 
 import numpy as np
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import load, npz
 from triplane.unified_ir.data.dataset import Dataset, from_arrays
+from triplane.unified_ir.federated.algorithms.objective import objective_of
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.study import partition
 from triplane.unified_ir.federated.study.partition import Samples, Shards
@@ -47,8 +48,9 @@ class Source:
 
 def devices_of(source: Source, module: Module) -> tuple[Shards, Shards]:
     """(devices that take part, devices that are only scored), samples named as the model's."""
-    dataset, columns = _read(source)
     names = batch_names(module)
+    dataset, columns = _read(source)
+    _check_labels(source, dataset.y, module)
     samples: Samples = {names[0]: dataset.x, names[1]: dataset.y}
     if not source.split:
         return _chosen(source, _parted(source, samples, columns.get(source.group)))
@@ -63,16 +65,44 @@ def _read(source: Source) -> tuple[Dataset, dict[str, Array]]:
     keys = [key for key in (source.group, source.split) if key]
     if (source.way == "group") != bool(source.group):
         raise InvalidInput("a partition by group, and no other, names the column of groups")
+    if source.split and not source.group:
+        raise InvalidInput(
+            f"the column {source.split!r} says which groups are unseen, and no column of groups is "
+            "named; name one, or give the share of unseen devices"
+        )
     if Path(source.data).suffix != NPZ:
         if keys:
             raise InvalidInput(f"columns {keys} are those of an npz file, not of {source.data}")
         return load(source.data), {}
-    found = npz.columns(Path(source.data), [source.x, source.y, *keys])
+    try:
+        found = npz.columns(Path(source.data), [source.x, source.y, *keys])
+    except NotFound as error:
+        raise NotFound(f"{error}; x, y, group and split say which array is which") from error
     dataset = from_arrays(found[source.x], found[source.y])
     for key in keys:
         if found[key].shape != (len(dataset),) or found[key].dtype.kind not in "iu":
-            raise InvalidInput(f"column {key!r} has one whole number per sample")
+            raise InvalidInput(
+                f"column {key!r} has a whole number for each of {len(dataset)} samples, got "
+                f"{found[key].dtype}{list(found[key].shape)}"
+            )
     return dataset, {key: found[key] for key in keys}
+
+
+def _check_labels(source: Source, y: Array, module: Module) -> None:
+    """Refuse what a classifier cannot learn, in the words of labels rather than of a graph."""
+    least, most = int(y.min()), int(y.max())
+    if least == most:
+        raise InvalidInput(
+            f"all {len(y)} samples of {source.data} have the label {most}; a study compares "
+            "classifiers of at least two: is another array meant?"
+        )
+    shape = module.entry("predict").results[0].type.shape
+    classes = shape[-1] if len(shape) == 2 else None
+    if isinstance(classes, int) and most >= classes:
+        raise InvalidInput(
+            f"the model tells {classes} classes apart, 0 to {classes - 1}; the labels of "
+            f"{source.data} are {least} to {most}"
+        )
 
 
 def _part(source: Source, samples: Samples, groups: Array | None, chosen: Array) -> Shards:
@@ -120,8 +150,8 @@ def _chosen(source: Source, shards: Shards) -> tuple[Shards, Shards]:
 
 
 def batch_names(module: Module) -> tuple[str, str]:
-    """What the model calls samples and labels."""
-    names = [value.name for value in module.inputs("loss")]
+    """What the model calls samples and labels; InvalidInput where devices cannot learn it."""
+    names = [value.name for value in objective_of(module).batch]
     if len(names) != 2:
         raise InvalidInput(f"data here is samples and labels; the model's loss takes {names}")
     return names[0], names[1]
