@@ -62,6 +62,11 @@ class Home:
         return self.path / "federation"
 
     @property
+    def strategies(self) -> Path:
+        """Strategies of Flower that the operator puts here, as NAME.py."""
+        return self.path / "strategies"
+
+    @property
     def keys(self) -> Path:
         """The signing keys that the cloud needs: snapshot, timestamp, auto."""
         return self.path / "keys"

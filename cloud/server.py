@@ -205,7 +205,7 @@ class Cloud:
     async def _start_federation(self) -> None:
         folder = self._home.federation
         self.federation = Federation(
-            self.database, self.blobs, self.registry, folder,
+            self.database, self.blobs, self.registry, folder, strategies=self._home.strategies,
             may_release=partial(check_release, self.repository), clock=self._clock,
         )  # fmt: skip
         self.releasing = Releasing(self.federation, self.fleet)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,12 +23,18 @@ Examples:
   triplane federate run digits@latest --population phones --rounds 20 --devices 10
   triplane federate run digits --population phones --algorithm maml --rounds 100 --quorum 0.8
   triplane federate run digits --population phones --compression int8 --alias learnt --detach
+  triplane federate run digits --population phones --strategy fedadam --option eta=0.01
 
 \b
 What happens: the cloud makes a plan of the model, which devices run with onnxruntime alone. Each
 round it asks devices of the population, gathers their updates, and makes the next state of their
 mean; a killed cloud or device goes on where it was. The result is registered as the model's next
 version; nothing is deployed.
+
+\b
+--strategy puts a strategy of Flower in place of the cloud's own mean and optimizer; --algorithm
+then says what devices do. It runs in a process of the cloud, which needs triplane[flower]; devices
+need nothing. One of your own is NAME.py in the folder `strategies` of the cloud's home.
 
 \b
 Every zero or missing option is the cloud's default, which the answer shows (--json). Ctrl-C leaves
@@ -42,6 +49,23 @@ REASON: Final = click.option(
 _HYPER: Final = ("lr", "meta_lr", "inner_steps", "proximal", "server_lr")
 _COHORT: Final = ("devices", "over_selection", "quorum", "deadline_s", "patience_s")
 _SAMPLING: Final = ("steps", "batch_size", "support", "query")
+
+
+def _named(
+    _ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]
+) -> list[tuple[str, str]]:
+    """(name, JSON) of each NAME=VALUE; what is no JSON is a string."""
+    found = []
+    for text in given:
+        name, told, value = text.partition("=")
+        if not told or not name.isidentifier():
+            raise click.BadParameter(f"{text!r} is not NAME=VALUE")
+        try:
+            json.loads(value)
+        except ValueError:
+            value = json.dumps(value)
+        found.append((name, value))
+    return found
 
 
 @click.group("federate")
@@ -59,6 +83,15 @@ command.add_command(simulate)
     "--algorithm", default="", metavar="NAME",
     help="fedavg, fedprox, fedadam, maml, fomaml, meta-sgd or reptile.  [default: fedavg]",
 )  # fmt: skip
+@click.option(
+    "--strategy", default="", metavar="NAME",
+    help="Of Flower: fedavg, fedadam, krum, ... or NAME[:ATTRIBUTE] of the cloud's own.",
+)  # fmt: skip
+@click.option(
+    "--option", "strategy_options", multiple=True, metavar="NAME=VALUE", callback=_named,
+    help="An argument of the strategy; may be repeated.",
+)  # fmt: skip
+@click.option("--app", is_flag=True, help="Devices answer with the ClientApp their owner gave.")
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
 @click.option("--devices", type=click.IntRange(0), default=0, help="Whose updates make a round.")
 @click.option(
@@ -109,8 +142,22 @@ def run(
     ctx.exit(code)
 
 
-def _spec(**options: Any) -> Spec:
-    from triplane.proto.federation_pb2 import Cohort, Hyperparameters, Sampling, Spec
+def _spec(
+    *, strategy: str, strategy_options: list[tuple[str, str]], app: bool, **options: Any
+) -> Spec:
+    from triplane.proto.federation_pb2 import (
+        Cohort,
+        Flower,
+        Hyperparameters,
+        Option,
+        Sampling,
+        Spec,
+    )
+
+    if (strategy_options or app) and not strategy:
+        raise click.UsageError("--option and --app are of a strategy; name one with --strategy")
+    said = [Option(name=name, json=value) for name, value in strategy_options]
+    flower = Flower(strategy=strategy, options=said, app=app) if strategy else None
 
     def taken(names: tuple[str, ...]) -> dict[str, Any]:
         return {name: options.pop(name) for name in names}
@@ -119,6 +166,7 @@ def _spec(**options: Any) -> Spec:
         hyperparameters=Hyperparameters(**taken(_HYPER)),
         cohort=Cohort(**taken(_COHORT)),
         sampling=Sampling(**taken(_SAMPLING)),
+        flower=flower,
         **options,
     )
 

@@ -23,10 +23,18 @@ def phase_of(run: Run) -> str:
     return enum_text(run, "phase")
 
 
+def means(run: Run) -> str:
+    """As "maml", or "FedAdam over fedavg" where a strategy of Flower decides."""
+    spec = run.spec
+    if not spec.HasField("flower"):
+        return spec.algorithm
+    return f"{spec.flower.strategy} over {'ClientApp' if spec.flower.app else spec.algorithm}"
+
+
 def headline(run: Run) -> str:
     """What, how far, and why it stands where it stands; one line."""
     spec, phase = run.spec, phase_of(run)
-    parts = [f"{spec.algorithm} on {spec.model} with {spec.population}: {phase}"]
+    parts = [f"{means(run)} on {spec.model} with {spec.population}: {phase}"]
     if phase not in {"preparing", *OVER}:
         parts.append(f"round {min(run.round, spec.rounds)} of {spec.rounds}")
     if run.members:
@@ -115,7 +123,7 @@ def run_table(runs: Sequence[Run]) -> str:
         (
             run.id,
             run.spec.model,
-            run.spec.algorithm,
+            means(run),
             phase_of(run),
             f"{min(run.round, run.spec.rounds)} of {run.spec.rounds}",
             age(run.started_s),
