@@ -30,7 +30,6 @@ from triplane.unified_ir.federated.core.run import (
     Judged,
     Phase,
     Reduce,
-    Reduced,
     State,
     Stopped,
     Tell,
@@ -41,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BATCH: Final = 256
 """Events in one commit."""
+SNAPSHOT_EVENTS: Final = 256
+"""Least number of events between two snapshots; a restart folds those after the newest."""
 RETRY_S: Final = 1.0
 """Between tries to commit what nobody waits for."""
 STOPPING: Final = "the cloud is stopping; say it again when it is back"
@@ -103,6 +104,7 @@ class LiveRun:
         self._queue: asyncio.Queue[_Put] = asyncio.Queue()
         self._last_s = book.at_s
         self._ticked_s: float | None = None
+        self._kept_at = 0  # so that a run that was read back is soon kept again
         self._work: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
 
@@ -201,6 +203,8 @@ class LiveRun:
             self.entry = await self._db.write(
                 lambda connection: self._write(connection, events, writes, book)
             )
+            if self._is_kept(book):
+                self._kept_at = book.revision
             self._after(old, before, book, effects)
         for put in batch:
             _answer(put, book)
@@ -216,12 +220,18 @@ class LiveRun:
         for write, then in writes:
             write(connection, then)
         over = book.state.phase in ENDED
-        if over or any(isinstance(event, Reduced) for event in events):
+        if self._is_kept(book):
             journal.snapshot(connection, self.entry.id, book)
         if over:
             ended_s = book.state.since_s
             journal.change(connection, self.entry.id, live=False, ended_s=ended_s)
         return journal.entry(connection, self.entry.id) if over or writes else self.entry
+
+    def _is_kept(self, book: Book) -> bool:
+        """Whether the commit at hand keeps a snapshot. Each costs as much as it has parts."""
+        parts = len(book.state.members) + len(book.state.history)
+        since = book.revision - self._kept_at
+        return book.state.phase in ENDED or since >= max(SNAPSHOT_EVENTS, parts)
 
     def _after(self, old: Entry, before: Book, book: Book, effects: Effects) -> None:
         self.book = book
