@@ -40,7 +40,7 @@ def demo(short: Path, *args: str) -> subprocess.Popen[str]:
 
 
 def test_the_demo_measures_every_step_and_leaves_no_file(short: Path) -> None:
-    with demo(short, "--json") as process:
+    with demo(short, "--rounds", "50", "--json") as process:
         out, told = process.communicate(timeout=400)
     assert process.returncode == 0, told
     facts = json.loads(out)

@@ -30,13 +30,17 @@ Examples:
     help="Passes over the training data.",
 )  # fmt: skip
 @click.option(
+    "--rounds", type=click.IntRange(50), default=100, show_default=True, metavar="N",
+    help="Rounds in which the devices learn together, by each of two algorithms.",
+)  # fmt: skip
+@click.option(
     "--keep",
     type=click.Path(file_okay=False, path_type=Path),
     help="Keep all files (model, bundles, plan, charts, cloud, nodes) in this folder, and on a "
     "terminal the fleet running until Ctrl-C; otherwise they go.",
 )
 @json_option
-def command(*, data: str, epochs: int, keep: Path | None, as_json: bool) -> None:
+def command(*, data: str, epochs: int, rounds: int, keep: Path | None, as_json: bool) -> None:
     """Carry a digit reader through the whole platform, on real data, in a few minutes.
 
     Trains a small convolutional network, writes it as one file, damages a copy to show the
@@ -59,6 +63,6 @@ def command(*, data: str, epochs: int, keep: Path | None, as_json: bool) -> None
 
     output = open_output(as_json)
     tell(
-        data=data, epochs=epochs, keep=keep, output=output,
+        data=data, epochs=epochs, rounds=rounds, keep=keep, output=output,
         done=lambda summary: output.result(summary.record(), summary.table()),
     )  # fmt: skip

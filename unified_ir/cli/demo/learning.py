@@ -27,7 +27,6 @@ from triplane.unified_ir.ops.check import load
 
 MODEL: Final = "question"
 POPULATION: Final = "askers"
-ROUNDS: Final = 100
 STEPS: Final = 2
 RATE: Final = {"fedavg": 0.3, "maml": 0.5}
 FLOOR: Final = "55%"
@@ -164,10 +163,10 @@ def _devices(stage: Stage, cloud: Cloud, shards: dict[str, Shard]) -> Iterator[l
 def _run(stage: Stage, cloud: Cloud, algorithm: str, *more: str) -> dict[str, Any]:
     """One run of the demo's length, shown as it goes; its record."""
     rate = str(RATE[algorithm])
-    stage.say(f"\n   {algorithm}: {ROUNDS} rounds of {LEARNING} devices")
+    stage.say(f"\n   {algorithm}: {stage.rounds} rounds of {LEARNING} devices")
     code = cloud.followed(
         "federate", "run", f"{MODEL}@1", "--population", POPULATION, "--algorithm", algorithm,
-        "--rounds", str(ROUNDS), "--devices", str(LEARNING), "--quorum", "0.6",
+        "--rounds", str(stage.rounds), "--devices", str(LEARNING), "--quorum", "0.6",
         "--patience", "2s", "--steps", str(STEPS), "--batch-size", "40", "--support", "40",
         "--query", "40", "--lr", rate, "--meta-lr", rate, "--inner-steps", str(INNER_STEPS), *more,
     )  # fmt: skip
@@ -287,7 +286,7 @@ def _compare(
     stage.say("\n   accuracy on samples that neither learning nor adaptation saw, in percent:")
     for first, *rest in rows:
         stage.say(f"   {first:32}" + "".join(f"{cell:>18}" for cell in rest))
-    trials = [_trial(name, found, runs[name]) for name, found in tried.items()]
+    trials = [_trial(name, found, runs[name], stage.rounds) for name, found in tried.items()]
     stage.file("learning.svg").write_text(
         picture(trials, "Twelve devices, a question each: before and after adaptation")
     )
@@ -309,14 +308,14 @@ def _answers(
     cloud.ask("registry", "pull", run["result"], "--out", file)
     module = load(file)
     rates = RATES if name == "fedavg" else (RATE[name],)
-    return asking.best([answered(module, name, rate, shards, ROUNDS) for rate in rates])
+    return asking.best([answered(module, name, rate, shards, stage.rounds) for rate in rates])
 
 
-def _trial(name: str, found: Answers, run: dict[str, Any]) -> Trial:
+def _trial(name: str, found: Answers, run: dict[str, Any], number: int) -> Trial:
     rounds = [r for r in run["rounds"] if not r.get("evaluates")]
     sent = sum(int(r.get("bytes_up", 0)) for r in rounds)
     taken = sum(int(r.get("bytes_down", 0)) for r in rounds)
-    last = RoundRow(ROUNDS, LEARNING, 0.0, sent, taken, 0.0)
+    last = RoundRow(number, LEARNING, 0.0, sent, taken, 0.0)
     return Trial(name, [last], found.scores, {}, {})
 
 

@@ -35,7 +35,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where the demo works and what it works on."""
+    """Where the demo works and what it works on; rounds: of each algorithm that learns together."""
 
     folder: Path
     output: Output
@@ -43,6 +43,7 @@ class Stage:
     train: Dataset
     held_out: Dataset
     summary: Summary
+    rounds: int
 
     def file(self, name: str) -> Path:
         """A file of the demo."""

@@ -39,7 +39,13 @@ MOST_ON_DEVICE: Final = 5000
 
 
 def tell(
-    *, data: str, epochs: int, keep: Path | None, output: Output, done: Callable[[Summary], None]
+    *,
+    data: str,
+    epochs: int,
+    rounds: int,
+    keep: Path | None,
+    output: Output,
+    done: Callable[[Summary], None],
 ) -> None:
     """Runs all steps and calls `done`; on a terminal, with `keep`, the fleet then stays up.
 
@@ -52,7 +58,7 @@ def tell(
     if train.x.shape[2:] != (8, 8):
         train, held_out = _small(train), _small(held_out)
     with _folder(keep) as folder:
-        stage = Stage(folder, output, data, train, held_out, Summary())
+        stage = Stage(folder, output, data, train, held_out, Summary(), rounds)
         _save_data(stage)
         _train(stage, epochs)
         _inspect(stage)
