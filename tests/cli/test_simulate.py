@@ -46,7 +46,9 @@ def test_it_compares_algorithms_in_a_table_and_a_page(model, tmp_path):
     assert "maml round 2/2  loss" in made.stderr
     text = out.read_text()
     assert text.startswith("<!doctype html>")
-    assert "rates <b>0.1, 0.3</b>" in text
+    assert "<td>rates</td><td>0.1, 0.3</td>" in text
+    assert "<td>label shards</td><td>2</td>" in text
+    assert "<td>alpha</td>" not in text
 
 
 def test_the_record_is_whole_and_the_same_again(model, tmp_path):

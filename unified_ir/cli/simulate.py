@@ -181,7 +181,11 @@ def simulate(**options: Any) -> None:
         "stopped": stopped,
     }
     if options["out"] is not None:
-        _write(options, trials, _facts(options, groups) | stopped)
+        _write(
+            options,
+            trials,
+            _facts(options, groups) | {f"{k} stopped": v for k, v in stopped.items()},
+        )
     output.result(record, "\n".join([*_lines(trials), *_stopped(stopped)]))
     if stopped:
         click.get_current_context().exit(EXIT_CODES[InvalidInput])
@@ -216,7 +220,8 @@ def _write(options: dict[str, Any], trials: list[Trial], facts: dict[str, str]) 
     from triplane.proto.disk import write_atomic
     from triplane.unified_ir.federated.study import page
 
-    title = f"{options['model'].name}: {', '.join(t.algorithm for t in trials)}"
+    names = ", ".join(t.algorithm for t in trials)
+    title = f"{options['model'].name}: {names if len(trials) < 4 else 'algorithms compared'}"
     write_atomic(options["out"], page(trials, title, facts).encode())
 
 
@@ -328,10 +333,31 @@ def _stopped(stopped: dict[str, str]) -> list[str]:
     return [f"{name} stopped: {why}" for name, why in stopped.items()]
 
 
-def _facts(options: dict[str, Any], groups: Any) -> dict[str, str]:
-    """What a reader of the page has to know."""
+def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
+    """What a reader of the page has to know: the options that had a say, by name."""
+    from triplane.unified_ir.federated.algorithms import ALGORITHMS
+
+    rows = [ALGORITHMS[name] for name in options["algorithms"]]
+    meta = any(row.episodes for row in rows)
+    # fmt: off
+    matters = {
+        "x": options["data"].endswith(".npz"), "y": options["data"].endswith(".npz"),
+        "least": options["group"], "way": not options["group"],
+        "population": not options["group"], "unseen": not options["split"],
+        "alpha": options["way"] == "dirichlet" and not options["group"],
+        "label_shards": options["way"] == "labels" and not options["group"],
+        "batch_size": not all(row.episodes for row in rows), "query": meta, "meta_lr": meta,
+        "proximal": "fedprox" in options["algorithms"],
+        "keep": options["compression"] == "top-k",
+        "devices": options["devices"], "evaluate_every": options["evaluate_every"],
+    }
+    # fmt: on
     left_out = {"as_json", "folder", "out", "model", "algorithms"}
-    told = {k.replace("_", " "): _shown(v) for k, v in options.items() if k not in left_out}
+    told = {
+        k.replace("_", " ").replace("way", "partition"): _shown(v)
+        for k, v in options.items()
+        if k not in left_out and matters.get(k, True)
+    }
     sizes = {"devices taking part": str(len(groups[0])), "devices unseen": str(len(groups[1]))}
     return sizes | {k: v for k, v in told.items() if v}
 

@@ -1,6 +1,7 @@
 """The page: one file that needs nothing, the numbers of the study in it."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
 
@@ -8,7 +9,7 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.study import page, picture, simulate
-from triplane.unified_ir.federated.study.draw import MAX_DOTS, Column, dots
+from triplane.unified_ir.federated.study.draw import COLOURS, INK, MAX_DOTS, SOFT, Column, dots
 from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow, Trial, summary
 
 from .given import module, shards, study, there
@@ -49,21 +50,40 @@ def test_the_page_is_whole_and_needs_no_other_file(trials):
     assert tags.open == []
     assert "script" not in tags.seen
     assert not {name for name, _ in tags.attributes} & {"src", "href", "onload"}
+    assert not re.search(r"url\(|@import", text)
     assert "&lt;digits&gt; &amp; others" in text
-    assert "data <b>&lt;x&gt;</b>" in text
+    assert "<td>data</td><td>&lt;x&gt;</td>" in text
 
 
-def test_the_table_says_what_was_measured(trials):
-    text = page(trials, "t")
+def test_the_tables_say_what_was_measured(trials):
+    text = page(trials, "t").replace("<b>", "").replace("</b>", "")
     for trial in trials:
-        for seen, group in ((True, "training"), (False, "unseen")):
+        for seen in (True, False):
             found = there(summary(trial.final(seen=seen)))
             rate = trial.best_rate(seen=seen)
             cells = [
-                f"{trial.algorithm}, {group}", str(found.devices), f"{100 * found.before:.1f}",
-                f"{100 * found.after:.1f}", "own" if rate is None else f"{rate[0]:g}",
+                trial.algorithm, f"{100 * found.before:.1f}", f"{100 * found.after:.1f}",
+                "own" if rate is None else f"{rate[0]:g}",
+                f"{100 * found.before_worst_tenth:.1f}", f"{100 * found.after_worst_tenth:.1f}",
             ]  # fmt: skip
             assert "".join(f"<td>{cell}</td>" for cell in cells) in text
+        costs = [trial.algorithm, "4", f"{trial.bytes_up / 1e6:,.1f}"]
+        assert "".join(f"<td>{cell}</td>" for cell in costs) in text
+    assert "Devices that learned: 4" in text
+    assert "Devices that never took part: 2" in text
+
+
+def made(name, afters):
+    scores = [score(f"d{k}", after) for k, after in enumerate(afters)]
+    return Trial(name, [RoundRow(2, 2, 0.1, 0, 0, 0.0)], scores, {}, {})
+
+
+def test_the_best_is_said_and_set_in_bold_ties_named_together():
+    text = page([made("a", [0.5, 0.7]), made("b", [0.9, 0.8]), made("c", [0.8, 0.9])], "t")
+    assert "On training devices, after adaptation: b, c 85.0; a 60.0." in text
+    bold = re.findall(r"<td>(\w)</td><td>[^/]*</b></td><td><b>(.{4})</b>", text)
+    assert bold == [("b", "85.0"), ("c", "85.0")]
+    assert "unseen devices" not in text
 
 
 def test_there_are_dots_lines_and_losses(trials):
@@ -80,6 +100,32 @@ def test_a_picture_has_two_dots_per_device_and_is_the_same_again(trials):
     circles = [e for e in root.iter() if e.tag.endswith("circle")]
     assert len(circles) == 2 * 2 * (4 + 2)
     assert made == picture(trials, "before & after")
+
+
+def test_many_algorithms_have_a_picture_for_each_group(trials):
+    names = [replace(trial, algorithm=f"{trial.algorithm}{k}") for trial in trials for k in (1, 2)]
+    charts = re.findall(r"<title>(Devices.*?)</title>", page(names, "t"))
+    assert [title.partition(": ")[2] for title in charts] == ["training", "unseen"]
+
+
+def test_every_colour_of_a_chart_can_be_told_from_dark_paper(trials):
+    text = page(trials, "t")
+    paper = re.search(r"prefers-color-scheme: dark.*?background: (#\w+)", text, re.DOTALL)
+    dark = dict(re.findall(r"svg \[(?:fill|stroke)='(#\w+)'\] \{ \w+: (#\w+); \}", text))
+    for colour in (*COLOURS, INK, SOFT):
+        assert contrast(dark.get(colour, colour), there(paper)[1]) >= 3
+
+
+def contrast(a, b):
+    """Ratio of luminances, as WCAG 2 defines it."""
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour):
+    parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def test_many_devices_are_thinned():

@@ -16,6 +16,8 @@ from triplane.proto.errors import InvalidInput
 
 WIDTH: Final = 760
 HEIGHT: Final = 360
+DASHES: Final = ("", "9 4", "3 3", "12 3 3 3")
+"""Of lines one after another, so that one hides no other that runs along it."""
 COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 INK, SOFT, GRID = "#1f2933", "#52606d", "#e4e7eb"
 FONT: Final = "font-family='system-ui, Helvetica, Arial, sans-serif'"
@@ -36,8 +38,11 @@ class Column:
     pairs: Sequence[tuple[float, float]]
 
 
-def dots(columns: Sequence[Column], title: str) -> str:
-    """A line per device from its accuracy before adaptation to that after; bars are means."""
+def dots(columns: Sequence[Column], title: str, *, decimals: int = 0) -> str:
+    """A line per device from its accuracy before adaptation to that after; bars are means.
+
+    decimals: of the means' percentages.
+    """
     values = [value for c in columns for pair in c.pairs for value in pair]
     _check(values, title)
     lowest = min(80, math.floor(10 * min(values)) * 10)
@@ -52,7 +57,7 @@ def dots(columns: Sequence[Column], title: str) -> str:
     names = list(dict.fromkeys(column.name for column in columns))
     for i, column in enumerate(columns):
         colour = COLOURS[names.index(column.name) % len(COLOURS)]
-        body += _column(column, _LEFT + i * room, room, at, colour)
+        body += _column(column, _LEFT + i * room, room, at, colour, decimals)
     return _page(title, body)
 
 
@@ -76,12 +81,18 @@ def lines(series: Mapping[str, Sequence[tuple[float, float]]], title: str, y_lab
     for i, (name, line) in enumerate(series.items()):
         colour = COLOURS[i % len(COLOURS)]
         path = " ".join(f"{_f(at_x(x))},{_f(at_y(y))}" for x, y in line)
-        body.append(f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='2'/>")
+        dash = DASHES[i % len(DASHES)]
+        dashed = f" stroke-dasharray='{dash}'" if dash else ""
+        body.append(
+            f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='2'{dashed}/>"
+        )
         body.append(_text(right + 8, ends[name] + 4, name, colour=colour, weight="600"))
     return _page(title, body)
 
 
-def _column(column: Column, x: float, room: float, at: Scale, colour: str) -> list[str]:
+def _column(
+    column: Column, x: float, room: float, at: Scale, colour: str, decimals: int
+) -> list[str]:
     left, right, middle = x + room * 0.25, x + room * 0.75, x + room / 2
     shown = _thinned(sorted(column.pairs))
     opacity = _f(max(0.12, min(0.55, 12 / len(shown))))
@@ -95,7 +106,9 @@ def _column(column: Column, x: float, room: float, at: Scale, colour: str) -> li
     for place, k in ((left, 0), (right, 1)):
         mean = math.fsum(pair[k] for pair in column.pairs) / len(column.pairs)
         body.append(_rule(place - 9, at(mean), place + 9, at(mean), INK, 3))
-        label = _text(place, at(mean) - 7, f"{100 * mean:.0f}", anchor="middle", weight="700")
+        label = _text(
+            place, at(mean) - 7, f"{100 * mean:.{decimals}f}", anchor="middle", weight="700"
+        )
         body.append(label.replace("<text ", f"<text {HALO} ", 1))
     below = HEIGHT - _BOTTOM + 18
     body.append(_text(middle, below, column.name, anchor="middle", colour=colour, weight="600"))

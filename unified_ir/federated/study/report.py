@@ -9,72 +9,155 @@ from typing import Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.study.draw import Column, dots, lines
-from triplane.unified_ir.federated.study.trial import Trial, summary
+from triplane.unified_ir.federated.study.trial import Summary, Trial, summary
 
-GROUPS: Final = ((True, "training"), (False, "unseen"))
+GROUPS: Final = (
+    (True, "training", "Devices that learned"),
+    (False, "unseen", "Devices that never took part"),
+)
+IN_ONE_PICTURE: Final = 6
+"""Columns of dots; with more, each group of devices has a picture of its own."""
 STYLE: Final = """
-body { font: 15px/1.5 system-ui, Helvetica, Arial, sans-serif; color: #1f2933; max-width: 60em;
-       margin: 2em auto; padding: 0 1em; }
-table { border-collapse: collapse; margin: 1em 0; }
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, Helvetica, Arial, sans-serif; color: #1f2933; background: #ffffff;
+       max-width: 52em; margin: 2em auto; padding: 0 1em; }
+h1 { line-height: 1.2; } h2 { margin-top: 1.6em; font-size: 1.2em; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; margin: .5em 0 1em; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: .25em .8em; border-bottom: 1px solid #e4e7eb; }
 th:first-child, td:first-child { text-align: left; white-space: nowrap; }
-th { color: #52606d; font-weight: 600; }
-svg { max-width: 100%; height: auto; }
-p { color: #52606d; }
+th { color: #52606d; font-weight: 600; vertical-align: bottom; }
+table.facts td:last-child { text-align: left; overflow-wrap: anywhere; }
+svg { display: block; max-width: 100%; height: auto; margin: 1em 0; }
+p { color: #52606d; } p.said { color: inherit; font-size: 1.1em; }
+@media (prefers-color-scheme: dark) {
+  body { color: #e4e7eb; background: #14181d; }
+  p, th { color: #a5b1bd; } th, td { border-color: #333c46; }
+  svg [fill='#ffffff'] { fill: #14181d; } svg [stroke='#ffffff'] { stroke: #14181d; }
+  svg [fill='#1f2933'] { fill: #e4e7eb; } svg [stroke='#1f2933'] { stroke: #e4e7eb; }
+  svg [fill='#52606d'] { fill: #a5b1bd; } svg [stroke='#e4e7eb'] { stroke: #333c46; }
+  svg [fill='#000000'] { fill: #ffffff; } svg [stroke='#000000'] { stroke: #ffffff; }
+  svg [fill='#0072b2'] { fill: #4aa8e0; } svg [stroke='#0072b2'] { stroke: #4aa8e0; }
+}
 """
 HEADS: Final = (
-    "algorithm", "devices", "before", "adapted", "at rate", "worst tenth before",
-    "worst tenth adapted", "MB up", "MB down", "seconds",
+    "algorithm", "before", "adapted", "at rate", "worst tenth before", "worst tenth adapted",
 )  # fmt: skip
+COSTS: Final = ("algorithm", "rounds", "MB up", "MB down", "seconds", "seconds a round")
 NOTE: Final = (
     "Accuracy in percent, the mean over devices, each device once, on samples that neither "
     "learning nor adaptation saw. Adapted: after the inner steps on the device's own support. "
     "Where several rates of adaptation were tried, the one with the best mean stands for the "
-    "algorithm. The worst tenth is the mean of the lowest tenth of devices. Bytes are those of "
-    "tensors."
+    "algorithm. The worst tenth is the mean of the lowest tenth of devices."
 )
+COST_NOTE: Final = (
+    "Bytes are those of tensors, of all devices and rounds. Seconds are of learning and reducing "
+    "in this process, one device after another, without scoring."
+)
+LOSS_NOTE: Final = "of a batch; for maml, fomaml, meta-sgd of the query after the inner steps"
 
 
 def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = None) -> str:
     """The page; facts: what a reader has to know of the study, by name."""
     if not trials:
         raise InvalidInput("a report is of at least one run")
-    told = " · ".join(f"{_e(k)} <b>{_e(v)}</b>" for k, v in (facts or {}).items())
     body = [
         f"<h1>{_e(title)}</h1>",
-        results(trials),
+        *(f"<p class='said'>{_e(line)}</p>" for line in _verdicts(trials)),
+        *(results(trials, seen=seen, heading=heading) for seen, _, heading in GROUPS),
         f"<p>{_e(NOTE)}</p>",
+        "<h2>What it cost</h2>",
+        _costs(trials),
+        f"<p>{_e(COST_NOTE)}</p>",
         *charts(trials),
-        f"<h2>How it was run</h2><p>{told}</p>" if told else "",
+        _told(facts or {}),
     ]
-    head = f"<meta charset='utf-8'><title>{_e(title)}</title><style>{STYLE}</style>"
+    head = (
+        "<meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
+        f"<title>{_e(title)}</title><style>{STYLE}</style>"
+    )
     return f"<!doctype html>\n<html lang='en'><head>{head}</head>\n<body>\n" + "\n".join(
         [part for part in body if part] + ["</body></html>\n"]
     )
 
 
-def results(trials: Sequence[Trial]) -> str:
-    """The table of accuracies, bytes and times, a row per algorithm and group of devices."""
-    rows = [f"<tr>{''.join(f'<th>{_e(h)}</th>' for h in HEADS)}</tr>"]
-    for trial, seen, group in _scored(trials):
-        found = summary(trial.final(seen=seen))
-        assert found is not None
+def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
+    """The table of accuracies of one group of devices, the best set in bold; empty for none."""
+    found = {t.algorithm: summary(t.final(seen=seen)) for t in trials}
+    known = {name: s for name, s in found.items() if s is not None}
+    if not known:
+        return ""
+    tops = [max(column) for column in zip(*map(_numbers, known.values()), strict=True)]
+    rows = []
+    for trial in trials:
+        if trial.algorithm not in known:
+            continue
         best = trial.best_rate(seen=seen)
-        cells = [
-            f"{trial.algorithm}, {group}", str(found.devices), _percent(found.before),
-            _percent(found.after), "own" if best is None else f"{best[0]:g}",
-            _percent(found.before_worst_tenth), _percent(found.after_worst_tenth),
-            f"{trial.bytes_up / 1e6:,.1f}", f"{trial.bytes_down / 1e6:,.1f}",
-            f"{trial.seconds:,.1f}",
-        ]  # fmt: skip
-        rows.append(f"<tr>{''.join(f'<td>{_e(c)}</td>' for c in cells)}</tr>")
-    return f"<table>{''.join(rows)}</table>"
+        numbers = _numbers(known[trial.algorithm])
+        cells = [_marked(x, top) for x, top in zip(numbers, tops, strict=True)]
+        rate = "own" if best is None else f"{best[0]:g}"
+        rows.append([_e(trial.algorithm), *cells[:2], rate, *cells[2:]])
+    count = max(s.devices for s in known.values())
+    return f"<h2>{_e(heading)}: {count}</h2>{_table(HEADS, rows)}"
+
+
+def _numbers(s: Summary) -> tuple[float, float, float, float]:
+    return s.before, s.after, s.before_worst_tenth, s.after_worst_tenth
+
+
+def _marked(share: float, top: float) -> str:
+    return f"<b>{_percent(share)}</b>" if _percent(share) == _percent(top) else _percent(share)
+
+
+def _verdicts(trials: Sequence[Trial]) -> list[str]:
+    """Who is ahead after adaptation, and by how much, as far as the printed digits tell."""
+    lines = []
+    for seen, group, _ in GROUPS:
+        found = {t.algorithm: summary(t.final(seen=seen)) for t in trials}
+        known = sorted(
+            ((s.after, name) for name, s in found.items() if s is not None), key=lambda f: -f[0]
+        )
+        if len(known) > 1:
+            best, *others = known
+            ahead = [name for after, name in known if _percent(after) == _percent(best[0])]
+            rest = "".join(
+                f"; {name} {_percent(after)}" for after, name in others if name not in ahead
+            )
+            lines.append(
+                f"On {group} devices, after adaptation: {', '.join(ahead)} "
+                f"{_percent(best[0])}{rest}."
+            )
+    return lines
+
+
+def _costs(trials: Sequence[Trial]) -> str:
+    rows = [
+        [
+            _e(t.algorithm), str(len(t.rounds)), f"{t.bytes_up / 1e6:,.1f}",
+            f"{t.bytes_down / 1e6:,.1f}", f"{t.seconds:,.1f}",
+            f"{t.seconds / max(1, len(t.rounds)):.3f}",
+        ]
+        for t in trials
+    ]  # fmt: skip
+    return _table(COSTS, rows)
+
+
+def _told(facts: Mapping[str, str]) -> str:
+    rows = "".join(f"<tr><td>{_e(k)}</td><td>{_e(v)}</td></tr>" for k, v in facts.items())
+    return f"<h2>How it was run</h2><table class='facts'>{rows}</table>" if facts else ""
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Cells are HTML already."""
+    head = "".join(f"<th>{_e(h)}</th>" for h in heads)
+    body = "".join(f"<tr>{''.join(f'<td>{c}</td>' for c in row)}</tr>" for row in rows)
+    return f"<div class='wide'><table><tr>{head}</tr>{body}</table></div>"
 
 
 def charts(trials: Sequence[Trial]) -> list[str]:
     """Dots of devices; accuracy over rounds where there is more than one; the loss."""
-    found = [picture(trials, "Devices before and after adaptation")] if _scored(trials) else []
-    for seen, group in GROUPS:
+    found = _dots(trials)
+    for seen, group, _ in GROUPS:
         over = {t.algorithm: _over_rounds(t, seen=seen) for t in trials}
         drawn = {name: line for name, line in over.items() if len(line) > 1}
         if drawn:
@@ -86,22 +169,44 @@ def charts(trials: Sequence[Trial]) -> list[str]:
     }
     drawn = {name: line for name, line in losses.items() if len(line) > 1}
     if drawn:
-        found.append(lines(drawn, "Loss of local steps", "mean over the round's samples"))
+        found.append(lines(drawn, "Loss of local steps", LOSS_NOTE))
     return found
 
 
-def picture(trials: Sequence[Trial], title: str) -> str:
-    """Dots before and after adaptation, a column per group of devices and algorithm, as SVG."""
+def _dots(trials: Sequence[Trial]) -> list[str]:
+    scored = _scored(trials)
+    title = "Devices before and after adaptation"
+    if len(scored) <= IN_ONE_PICTURE:
+        return [picture(trials, title, decimals=1)] if scored else []
+    return [
+        picture(trials, f"{title}: {group}", decimals=1, groups=(seen,))
+        for seen, group, _ in GROUPS
+        if any(s is seen for _, s, _ in scored)
+    ]
+
+
+def picture(
+    trials: Sequence[Trial],
+    title: str,
+    *,
+    decimals: int = 0,
+    groups: Sequence[bool] = (True, False),
+) -> str:
+    """Dots before and after adaptation, a column per group of devices and algorithm, as SVG.
+
+    decimals: of the means written beside their bars. groups: seen devices, unseen ones, or both.
+    """
     ordered = sorted(_scored(trials), key=lambda found: not found[1])
     columns = [
         Column(t.algorithm, group, [(s.before, s.after) for s in t.final(seen=seen)])
         for t, seen, group in ordered
+        if seen in groups
     ]
-    return dots(columns, title)
+    return dots(columns, title, decimals=decimals)
 
 
 def _scored(trials: Sequence[Trial]) -> list[tuple[Trial, bool, str]]:
-    return [(t, seen, group) for t in trials for seen, group in GROUPS if t.final(seen=seen)]
+    return [(t, seen, group) for t in trials for seen, group, _ in GROUPS if t.final(seen=seen)]
 
 
 def _over_rounds(trial: Trial, *, seen: bool) -> list[tuple[float, float]]:
