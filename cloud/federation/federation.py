@@ -375,7 +375,8 @@ class Federation:
         return member is not None and member.connected
 
     def _join(self, run: LiveRun, name: str, offer: pb.Offer | None) -> None:
-        if offer is None or run.entry.spec.population != offer.population:
+        spec = run.entry.spec
+        if offer is None or spec.population != offer.population or spec.flower.app > offer.app:
             return
         examples, held_out = offer.examples, offer.held_out
 
@@ -396,7 +397,8 @@ class Federation:
         if run is None or run.is_over:
             await self._answer(name, told)
             return
-        make = await self.spool.judged(run, name, told)
+        check = self._flower.check_reply if run.entry.spec.flower.app else None
+        make = await self.spool.judged(run, name, told, check)
         await run.put(make)
 
     async def _answer(self, name: str, told: pb.Contribution) -> None:
@@ -439,7 +441,7 @@ class Federation:
             if member is not None and member.settled is not None:
                 answers[run.entry.id] = messages.settlement(run.entry.id, member.settled)
             if self._is_told(run, name) and len(work.tasks) < MAX_TOLD:
-                files = self._files(run)
+                files = self._files(run, name)
                 work.tasks.append(messages.task_message(run.entry, state, name, files, now_s))
         if name in self._devices:
             answers |= self._devices[name].answers
@@ -462,10 +464,12 @@ class Federation:
             raise NotFound(f"run {run} is not live")
         return await self._runs[run].put(make)
 
-    def _files(self, run: LiveRun) -> messages.Files:
-        prepared = run.entry.prepared
+    def _files(self, run: LiveRun, name: str) -> messages.Files:
+        prepared, state = run.entry.prepared, run.book.state
         assert prepared is not None
-        return messages.Files(self._blob(prepared.plan), self._blob(run.book.state.shared))
+        asked = self._flower.message(run.entry.id, state, name) if run.entry.spec.flower.app else ""
+        message = self._blob(asked) if asked else None
+        return messages.Files(self._blob(prepared.plan), self._blob(state.shared), message)
 
     def _blob(self, name: str) -> pb.Blob:
         sha256 = bytes.fromhex(name)
@@ -481,7 +485,8 @@ class Federation:
             state, prepared = run.book.state, run.entry.prepared
             if open_lease(state, device) is None or prepared is None:
                 continue
-            if blob.hex() in {prepared.plan, state.shared}:
+            message = self._flower.message(run.entry.id, state, device)
+            if blob.hex() in {prepared.plan, state.shared, message}:
                 assert state.round is not None
                 key = run.entry.id, state.round.number
                 self._down[key] = self._down.get(key, 0) + self._blob(blob.hex()).size

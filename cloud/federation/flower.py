@@ -153,6 +153,53 @@ def arrays_in(message: Message) -> dict[str, ArrayRecord]:
     return dict(message.content.array_records)
 
 
+def sendable(message: Message, lease: str, shared: Named) -> bytes:
+    """A message's bytes for a device that has the shared state already.
+
+    An empty record stands for arrays that are that state. The message's id is the lease.
+    """
+    records = dict(message.content.items())
+    for key, record in arrays_in(message).items():
+        if same_arrays(named_arrays(record), shared):
+            records[key] = ArrayRecord()
+    about = message.metadata
+    made = Message(
+        RecordDict(records), about.dst_node_id, about.message_type, ttl=about.ttl,
+        group_id=about.group_id,
+    )  # fmt: skip
+    made.metadata.__dict__["_message_id"] = lease
+    return bytes(message_to_proto(made).SerializeToString(deterministic=True))
+
+
+def same_arrays(some: Named, others: Named) -> bool:
+    """Whether names and values are equal."""
+    return some.keys() == others.keys() and all(
+        np.array_equal(array, others[name]) for name, array in some.items()
+    )
+
+
+def replied(data: bytes) -> tuple[dict[str, np.ndarray[Any, Any]] | None, dict[str, Any]]:
+    """(arrays, metrics) of a device's reply: its one record of each, arrays None where it has none.
+
+    InvalidInput: these are no bytes of a reply, it says that the app failed, or has more records.
+    """
+    message = message_of(data)
+    if message.has_error():
+        raise InvalidInput(f"the reply is an error: {message.error.reason}")
+    arrays, metrics = arrays_in(message), message.content.metric_records
+    if len(arrays) > 1 or len(metrics) != 1:
+        raise InvalidInput(
+            f"a reply holds one record of metrics and at most one of arrays, got {len(metrics)} "
+            f"and {len(arrays)}"
+        )
+    try:
+        found = [named_arrays(record) for record in arrays.values()]
+    except Exception as error:  # whatever numpy stumbles over
+        raise InvalidInput(f"the reply's arrays cannot be read: {error}") from error
+    (told,) = metrics.values()
+    return (found[0] if found else None), dict(told)
+
+
 def no_settings() -> ConfigRecord:
     """What `Strategy.start` begins a turn with."""
     return ConfigRecord()

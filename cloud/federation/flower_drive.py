@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,13 +19,18 @@ import numpy as np
 
 from triplane.cloud.federation import flower
 from triplane.cloud.federation.flower_memory import recall, remember
+from triplane.cloud.federation.flower_replies import (
+    Contributed,
+    checked,
+    common,
+    contributed,
+    numbers,
+)
 from triplane.cloud.federation.flower_spec import digest_of
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.unified_ir.federated.core.files import (
     like_of,
-    most_bytes,
     read_state,
-    read_update,
     write_state,
 )
 
@@ -120,14 +124,14 @@ class Drive:
         state, memory = self._folder / "next.state", self._folder / "next.memory"
         write_state(state, self._state, self._order["roles"], plan=self._order["plan"])
         remember(self._without_hooks(), memory)
-        self._pipe.say({"state": str(state), "memory": str(memory), "metrics": _numbers(metrics)})
+        self._pipe.say({"state": str(state), "memory": str(memory), "metrics": numbers(metrics)})
         return arrays, metrics
 
     def _aggregate_evaluate(self, number: int, replies: Iterable[Any]) -> Any:
         if self._skips:
             return None
         metrics = self._theirs["aggregate_evaluate"](number + self._offset, list(replies))
-        self._pipe.say({"metrics": _numbers(metrics)})
+        self._pipe.say({"metrics": numbers(metrics)})
         return metrics
 
     def _without_hooks(self) -> Any:
@@ -184,6 +188,9 @@ class Drive:
 
     def _next(self, do: str) -> dict[str, Any]:
         order, self._kept = self._kept or self._pipe.next(), None
+        while order["do"] == "check":
+            self._pipe.say(checked(order, self._like))
+            order = self._pipe.next()
         if order["do"] != do:
             raise InvalidInput(f"the strategy waits for {do!r}, the run says {order['do']!r}")
         return order
@@ -197,15 +204,29 @@ class Drive:
             self._skips = True
             return []
         sent = self._checked(messages, nodes)
-        self._pipe.say({"asked": {nodes[node]: "" for node in sent}})
+        self._pipe.say({"asked": {nodes[node]: self._file_of(m) for node, m in sent.items()}})
         told = self._next("replies")["replies"]
         kind = EVALUATE if self._at[1] else TRAIN
+        parts = {device: self._contributed(facts) for device, facts in sorted(told.items())}
+        known = common([metrics for _, metrics in parts.values()])
         replies = []
-        for device, facts in sorted(told.items()):
+        for device, (arrays, metrics) in parts.items():
             node = node_of(device)
             to = sent.get(node) or flower.instruction(node, kind)
-            replies.append(self._reply(to, facts))
+            replies.append(flower.reply_to(to, arrays, {name: metrics[name] for name in known}))
         return replies
+
+    def _contributed(self, facts: Mapping[str, Any]) -> Contributed:
+        return contributed(facts, self._order, self._like, self._state)
+
+    def _file_of(self, message: Any) -> str:
+        """Where the message's bytes are, for a device with a ClientApp."""
+        if not self._order["app"]:
+            return ""
+        lease = self._leases[self._opened()[message.metadata.dst_node_id]]
+        path = self._folder / f"{lease}.message"
+        path.write_bytes(flower.sendable(message, lease, self._shared()))
+        return str(path)
 
     def _checked(self, messages: Sequence[Any], nodes: Mapping[int, str]) -> dict[int, Any]:
         """Messages by node. InvalidInput: one that the devices cannot follow."""
@@ -218,7 +239,7 @@ class Drive:
                 raise InvalidInput(f"a strategy asks each node of its round once, not {node}")
             if kind != wanted:
                 raise InvalidInput(f"this turn is for {wanted!r}, the strategy asks for {kind!r}")
-            if id(message.content) not in seen:
+            if not self._order["app"] and id(message.content) not in seen:
                 self._check_followed(message, shared)
                 seen.add(id(message.content))
             sent[node] = message
@@ -236,34 +257,11 @@ class Drive:
                 "devices that answer with a ClientApp (--app)"
             )
         for record in flower.arrays_in(message).values():
-            sent = flower.named_arrays(record)
-            if sent.keys() != shared.keys() or not all(
-                np.array_equal(sent[name], shared[name]) for name in shared
-            ):
+            if not flower.same_arrays(flower.named_arrays(record), shared):
                 raise InvalidInput(
                     "the strategy sends other arrays than its newest, which a plan does not follow;"
                     " it needs devices that answer with a ClientApp (--app)"
                 )
-
-    def _reply(self, to: Any, facts: Mapping[str, Any]) -> Any:
-        if "samples" in facts:
-            metrics = {
-                "num-examples": facts["samples"],
-                "accuracy": facts["before"],
-                "adapted": facts["after"],
-            }
-            return flower.reply_to(to, None, metrics)
-        change = read_update(
-            Path(facts["path"]),
-            self._like,
-            run=self._order["run"],
-            lease=facts["lease"],
-            max_bytes=most_bytes(self._like),
-        )
-        arrays = {name: self._state[name] + change[name] for name in self._like}
-        loss = facts["loss"]
-        metrics = {"num-examples": facts["examples"], "loss": loss, "train_loss": loss}
-        return flower.reply_to(to, arrays, metrics)
 
 
 _HOOKED: Final = ("configure_train", "aggregate_train", "configure_evaluate", "aggregate_evaluate")
@@ -306,13 +304,3 @@ def _of_file(path: Path, attribute: str, order: Mapping[str, Any]) -> Any:
     if not flower.is_strategy(found):
         raise InvalidInput(f"{path.name} needs {attribute!r}: a Strategy, or what makes one")
     return found
-
-
-def _numbers(metrics: Any) -> dict[str, float]:
-    """Finite numbers of a MetricRecord, for people."""
-    found = dict(metrics) if metrics is not None else {}
-    return {
-        str(name): float(value)
-        for name, value in found.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,16 +34,17 @@ from triplane.cloud.federation.flower_spec import (
     strategy_file,
 )
 from triplane.cloud.federation.journal import Entry
-from triplane.cloud.federation.live import Make, Write
+from triplane.cloud.federation.live import LiveRun, Make, Write
 from triplane.cloud.federation.results import Results
 from triplane.cloud.federation.spec import filled
-from triplane.cloud.federation.spool import Spool
+from triplane.cloud.federation.spool import Refusal, Spool, most_examples
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError
 from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core.files import read_state
+from triplane.unified_ir.federated.core.rules import lease_id
 from triplane.unified_ir.federated.core.run import (
     ENDED,
     Asked,
@@ -144,6 +146,36 @@ class FlowerRuns:
             return None
         return asked.messages.get(device)
 
+    async def check_reply(self, run: LiveRun, device: str, path: Path) -> tuple[int, float]:
+        """See `spool.Check`: a ClientApp's reply, read by the strategy's process."""
+        ours, state = self._of(run.entry.id), run.book.state
+        assert state.round is not None
+        turn = _turn_of(state.round)
+        order = {
+            "do": "check",
+            "path": str(path),
+            "evaluates": turn[1],
+            "examples": most_examples(state.members[device], evaluates=turn[1]),
+        }
+        try:
+            async with ours.lock:
+                found = await self._persistently(
+                    ours, lambda: self._checked(ours, run.entry, state, turn, order)
+                )
+        except Died as error:
+            raise Refusal("damaged", f"reading the reply: {error}") from error
+        if "refused" in found:
+            raise Refusal(found["refused"], found["text"])
+        return int(found["examples"]), math.nan if found["loss"] is None else float(found["loss"])
+
+    async def _checked(
+        self, run: _Run, entry: Entry, state: State, turn: Turn, order: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        if run.process is None or run.turn != turn:
+            await self._begun_again(run, entry, state, turn)
+        assert run.process is not None
+        return await run.process.ask(order)
+
     # As a worker
 
     async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write]:
@@ -171,7 +203,9 @@ class FlowerRuns:
         told: dict[str, Any] = {}
         for lease in order.leases:
             score = members[lease.device].score
-            if score is not None and score.round == order.number:
+            if lease.update is not None:
+                told[lease.device] = self._update(lease)
+            elif score is not None and score.round == order.number:
                 facts = {"samples": score.samples, "before": score.before, "after": score.after}
                 told[lease.device] = facts
         async with run.lock:
@@ -233,7 +267,7 @@ class FlowerRuns:
                 answer = await self._persistently(
                     run, lambda: self._begun(run, entry, book.state, turn, devices)
                 )
-            asked = self._asked(entry, turn, answer, devices)
+                asked = await self._asked(entry, turn, answer, devices)
         except (InvalidInput, Corrupt, Conflict) as error:
             reason = f"the strategy cannot go on: {error}"
             return lambda at_s: Failed(at_s=at_s, reason=reason)
@@ -243,23 +277,32 @@ class FlowerRuns:
         run.asked = asked(0.0)  # before the commit, which tells the devices
         return asked
 
-    def _asked(
+    async def _asked(
         self, entry: Entry, turn: Turn, answer: Mapping[str, Any], devices: Mapping[str, str]
     ) -> Callable[[float], Asked]:
         """The event of an answer. InvalidInput: too few devices, or others than were offered."""
         number, evaluates, attempt = turn
-        messages = {str(k): str(v) for k, v in sorted(answer["asked"].items())}
+        files = {str(k): str(v) for k, v in sorted(answer["asked"].items())}
         quorum = journal.plan_of(entry.spec).quorum
-        if not messages.keys() <= devices.keys():
+        if not files.keys() <= devices.keys():
             raise InvalidInput("the strategy asks devices that are not of its round")
-        if not evaluates and len(messages) < min(quorum, len(devices)):
+        if not evaluates and len(files) < min(quorum, len(devices)):
             raise InvalidInput(
-                f"the strategy asks {len(messages)} of {len(devices)} devices, a round needs "
+                f"the strategy asks {len(files)} of {len(devices)} devices, a round needs "
                 f"{quorum} updates; begin it with a smaller --quorum"
             )
+        messages = await asyncio.to_thread(self._sent, files)
+        await claim(self._db, self._blobs, {bytes.fromhex(x) for x in messages.values() if x})
         return lambda at_s: Asked(
             at_s=at_s, number=number, evaluates=evaluates, attempt=attempt, messages=messages
         )
+
+    def _sent(self, files: Mapping[str, str]) -> dict[str, str]:
+        """Blobs of messages by device; "" where the plan says all."""
+        return {
+            device: self._blobs.put_file(Path(path)).hex() if path else ""
+            for device, path in files.items()
+        }
 
     async def _begun(
         self, run: _Run, entry: Entry, state: State, turn: Turn, devices: Mapping[str, str]
@@ -280,13 +323,22 @@ class FlowerRuns:
         assert found is not None
         turn = _turn_of(found)
         if run.process is None or run.turn != turn:
-            # Another process gave this turn; whom it asked is settled, so all members are offered.
-            members = dict.fromkeys(sorted(book.state.members), "")
-            await self._begun(run, entry, book.state, turn, members)
+            await self._begun_again(run, entry, book.state, turn)
         assert run.process is not None
         answer = await run.process.ask({"do": "replies", "replies": told})
         run.turn = None
         return answer
+
+    async def _begun_again(self, run: _Run, entry: Entry, state: State, turn: Turn) -> None:
+        """Bring a new process to a turn that another one gave.
+
+        Whom it asked is settled, so all members are offered and what it asks now is not sent.
+        """
+        members = {
+            name: lease_id(state.run, turn[0], evaluates=turn[1], attempt=turn[2], device=name)
+            for name in sorted(state.members)
+        }
+        await self._begun(run, entry, state, turn, members)
 
     async def _persistently(
         self, run: _Run, work: Callable[[], Awaitable[dict[str, Any]]]

@@ -46,10 +46,11 @@ BytesDown = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The blobs a task names, with their sizes."""
+    """The blobs a task names, with their sizes. message: to a device's own app."""
 
     plan: pb.Blob
     state: pb.Blob
+    message: pb.Blob | None = None
 
 
 def run_message(entry: Entry, book: Book | None, *, rounds: bool, down: BytesDown) -> pb.Run:
@@ -167,7 +168,9 @@ def task_message(entry: Entry, state: State, device: str, files: Files, now_s: f
         seed=spec.seed,
         deadline_s=max(0.0, found.opened_s + state.plan.deadline_s - now_s),
     )
-    if found.evaluates:
+    if files.message is not None:
+        task.flower.CopyFrom(files.message)
+    elif found.evaluates:
         task.evaluate.CopyFrom(pb.Evaluate(steps=spec.hyperparameters.inner_steps))
     else:
         task.learn.CopyFrom(pb.Learn(compression=spec.compression, keep=spec.keep))

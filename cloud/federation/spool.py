@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,6 +20,7 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
 from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.files import KINDS as BAD_UPDATES
 from triplane.unified_ir.federated.core.files import (
     BadUpdate,
     Like,
@@ -30,9 +31,11 @@ from triplane.unified_ir.federated.core.files import (
 )
 from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
+    Answered,
     Arrived,
     Declined,
     Lease,
+    Member,
     Refused,
     Score,
     Scored,
@@ -52,6 +55,7 @@ UPLOADS: Final = 4
 
 # fmt: off
 KINDS: Final[Mapping[str, str]] = {
+    **BAD_UPDATES,
     "missing":  "the file it names was not uploaded",
     "figures":  "examples, loss or accuracy out of their range",
     "kind":     "an update where a score was asked for, or the other way round",
@@ -65,6 +69,10 @@ class Room:
 
     like: Like
     most_bytes: int
+
+
+Check = Callable[[LiveRun, str, Path], Awaitable[tuple[int, float]]]
+"""(run, device, file of a reply) -> its examples and its loss, or NaN. Raises Refusal."""
 
 
 class Spool:
@@ -103,7 +111,7 @@ class Spool:
         Conflict: it has no open lease to learn. InvalidInput: no update of its runs is so large, or
         it began too many files.
         """
-        held = [(r, x) for r in runs if (x := _learns(r.book.state, device)) is not None]
+        held = [(r, x) for r in runs if (x := _sends(r, device)) is not None]
         if not held:
             raise Conflict(
                 f"{device!r} has no open lease to learn; an update is uploaded while its round "
@@ -120,12 +128,19 @@ class Spool:
                 files.add(sha256)
         return self.folder
 
-    async def judged(self, run: LiveRun, device: str, told: pb.Contribution) -> Make:
-        """The event that a contribution is. Reads the update's file; does nothing else."""
+    async def judged(
+        self, run: LiveRun, device: str, told: pb.Contribution, check: Check | None = None
+    ) -> Make:
+        """The event that a contribution is. Reads the update's file; does nothing else.
+
+        check: reads the file in place of us, where it is the reply of a device's own app.
+        """
         lease = told.lease.hex()
         if not _is_open(run.book.state, device, lease):
             return _belated(device, lease)
         outcome = told.WhichOneof("outcome")
+        if check is not None and outcome != "declined":
+            return await self._answered(run, device, lease, told, check)
         if outcome == "update":
             return await self._update(run, device, lease, told.update)
         if outcome == "score":
@@ -152,6 +167,30 @@ class Spool:
             return refused(device, lease, refusal.kind, str(refusal))
         return lambda _, at_s: Arrived(at_s=at_s, device=device, lease=lease, update=update)
 
+    async def _answered(
+        self, run: LiveRun, device: str, lease: str, told: pb.Contribution, check: Check
+    ) -> Make:
+        try:
+            if told.WhichOneof("outcome") != "update":
+                raise Refusal("kind", "the strategy asked for a reply, not a score")
+            path = self._found(told.update.blob.sha256, told.update.blob.size)
+            most = (await self.room(run)).most_bytes
+            if told.update.blob.size > most:
+                raise Refusal(
+                    "oversized", f"a reply has at most {most} bytes, got {told.update.blob.size}"
+                )
+            examples, loss = await check(run, device, path)
+            update = Update(
+                blob=told.update.blob.sha256.hex(),
+                size=told.update.blob.size,
+                examples=examples,
+                loss=loss,
+                seconds=min(max(0.0, told.update.seconds), MAX_WORK_S),
+            )
+        except Refusal as refusal:
+            return refused(device, lease, refusal.kind, str(refusal))
+        return lambda _, at_s: Answered(at_s=at_s, device=device, lease=lease, update=update)
+
     def _remember(self, update: Update, change: dict[str, Array]) -> None:
         """Keep a change until its round is reduced, so that its file is checked once.
 
@@ -172,14 +211,7 @@ class Spool:
 
     def _checked(self, run: LiveRun, lease: str, update: Update, room: Room) -> dict[str, Array]:
         """The change in an update that was just announced. BadUpdate, Refusal."""
-        try:
-            path = self.folder.find(bytes.fromhex(update.blob))
-        except (NotFound, InvalidInput) as error:
-            raise Refusal("missing", f"no such update here: {error}") from error
-        if path.stat().st_size != update.size:
-            raise Refusal(
-                "missing", f"the update has {path.stat().st_size} bytes, announced {update.size}"
-            )
+        path = self._found(bytes.fromhex(update.blob), update.size)
         found = run.book.state.round
         assert found is not None
         return read_update(
@@ -191,6 +223,18 @@ class Spool:
             round=found.number,
             compression=run.entry.spec.compression,
         )
+
+    def _found(self, sha256: bytes, size: int) -> Path:
+        """The file of a contribution that was just announced. Refusal."""
+        try:
+            path = self.folder.find(sha256)
+        except (NotFound, InvalidInput) as error:
+            raise Refusal("missing", f"no such update here: {error}") from error
+        if path.stat().st_size != size:
+            raise Refusal(
+                "missing", f"the update has {path.stat().st_size} bytes, announced {size}"
+            )
+        return path
 
     def forget(self, leases: Iterable[Lease]) -> set[bytes]:
         """Leases are over; returns the files that came for them, for `remove`."""
@@ -241,11 +285,18 @@ def shown(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_REASON_CHARS])
 
 
-def _learns(state: State, device: str) -> str | None:
+def _sends(run: LiveRun, device: str) -> str | None:
+    """The open lease that a device may upload a file for; an app replies to evaluation too."""
+    state = run.book.state
     lease = open_lease(state, device)
-    if lease is None or state.round is None or state.round.evaluates:
+    if lease is None or state.round is None:
         return None
-    return lease.id
+    return lease.id if run.entry.spec.flower.app or not state.round.evaluates else None
+
+
+def most_examples(member: Member, *, evaluates: bool) -> int:
+    """What a contribution of a device may stand for."""
+    return member.held_out if evaluates else member.examples
 
 
 def _is_open(state: State, device: str, lease: str) -> bool:
