@@ -8,6 +8,7 @@ import grpc.aio
 import pytest
 
 from triplane.proto import transfer_pb2 as pb
+from triplane.proto.disk import OsDisk
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.status import error_from
 from triplane.proto.transfer import BlobFolder, TransferServicer, digest_of, download, upload
@@ -188,3 +189,46 @@ def test_one_blob_is_received_once_at_a_time(tmp_path):
     blobs = BlobFolder(tmp_path / "b")
     with blobs.receive(bytes(32), 10), pytest.raises(Conflict), blobs.receive(bytes(32), 10):
         pass
+
+
+class Steps(OsDisk):
+    """Writes down what is asked of it."""
+
+    def __init__(self):
+        self.taken = []
+
+    def sync(self, file):
+        self.taken.append("sync")
+        super().sync(file)
+
+    def replace(self, source, target):
+        self.taken.append("replace")
+        super().replace(source, target)
+
+    def sync_folder(self, folder):
+        self.taken.append("sync_folder")
+        super().sync_folder(folder)
+
+
+def test_a_small_blob_is_synced_before_it_has_its_name_and_with_no_sync_too_many(tmp_path):
+    disk = Steps()
+    blobs = BlobFolder(tmp_path / "b", disk)
+    disk.taken.clear()
+    blobs.put(b"small")
+    assert disk.taken == ["sync", "replace", "sync_folder"]
+
+
+def test_a_small_blob_of_other_bytes_leaves_nothing(tmp_path):
+    blobs = BlobFolder(tmp_path / "b")
+    with blobs.receive(bytes(32), 5) as receiving, pytest.raises(Corrupt, match="send it again"):
+        receiving.take(b"small")
+    assert [path for path in (tmp_path / "b").rglob("*") if path.is_file()] == []
+
+
+def test_what_follows_a_whole_blob_is_refused(cloud):
+    blobs, channel = cloud
+    chunks = [pb.UploadChunk(sha256=bytes(32), size=1, data=b"a"), pb.UploadChunk(data=b"b")]
+    with pytest.raises(grpc.RpcError) as caught:
+        TransferStub(channel).Upload(iter(chunks))
+    assert isinstance(error_from(caught.value), InvalidInput)
+    assert not blobs.has(bytes(32))
