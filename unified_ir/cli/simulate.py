@@ -208,6 +208,8 @@ def _trials(
         try:
             trials.append(_trial(study, module, groups, folder, note))
         except InvalidInput as error:
+            if len(studies) == 1:
+                raise
             stopped[study.algorithm] = str(error)
             failure = error
             note(f"{study.algorithm} stopped: {error}")

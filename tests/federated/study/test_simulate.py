@@ -172,6 +172,23 @@ def test_a_finished_study_is_read_back(tmp_path):
     assert seen == []
 
 
+def test_a_finished_study_goes_on_to_more_rounds(tmp_path):
+    whole = run(study(rounds=6, rates=(0.1,)))
+    run(study(rounds=4), folder=tmp_path)
+    longer = run(study(rounds=6, rates=(0.1,)), folder=tmp_path)
+    assert bits(longer)[0] == bits(whole)[0]
+    assert bits(longer)[2:] == bits(whole)[2:]
+    assert longer.scored_rounds() == (4, 6)
+    with pytest.raises(Conflict, match=r"6 rounds of this study are done; .* got 5"):
+        run(study(rounds=5), folder=tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_known_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        run(folder=tmp_path / "file" / "place", on_round=pytest.fail)
+
+
 def test_another_study_does_not_go_on_from_it(tmp_path):
     run(folder=tmp_path)
     with pytest.raises(Conflict, match="of another study"):

@@ -99,7 +99,11 @@ def test_the_digits_need_no_file():
         ({"x": "pixels"}, NotFound, "no 'pixels': .*; x, y, group and split say which"),
         ({"y": "one"}, InvalidInput, "all 240 samples of .* have the label 2"),
         ({"y": "signed"}, InvalidInput, r"classes are .*, got -1\.\.1"),
-        ({"data": "digits"}, InvalidInput, "3 classes apart, 0 to 2; the labels .* are 0 to 9"),
+        (
+            {"data": "digits"},
+            InvalidInput,
+            r"samples as float32\[N,1,2,2\].* digits are \[1, 8, 8\] each",
+        ),
     ],
 )
 def test_odd_sources_are_refused(path, module, options, error, said):
@@ -110,3 +114,8 @@ def test_odd_sources_are_refused(path, module, options, error, said):
 def test_a_model_that_devices_cannot_learn_is_refused_before_data_is_read(tmp_path):
     with pytest.raises(InvalidInput, match="export it with loss"):
         devices_of(source(tmp_path / "none.npz"), classifier(entries=("predict", "evaluate")))
+
+
+def test_labels_beyond_the_models_classes_are_refused():
+    with pytest.raises(InvalidInput, match=r"3 classes apart, 0 to 2; the labels .* are 0 to 9"):
+        devices_of(Source(data="digits"), classifier(8, 3))

@@ -27,6 +27,8 @@ PROGRESS: Final = "progress.json"
 MAX_PROGRESS_BYTES: Final = 256 << 20
 STUDY: Final = "study"
 """Property: which study this is of."""
+OPEN: Final = ("rounds", "rates")
+"""Options that a study may be gone on with at other values."""
 ROLES: Final = {
     "shared": "parameter", "slot": "optimizer", "personal": "personal", "remainder": "buffer",
 }  # fmt: skip
@@ -47,8 +49,12 @@ class Place:
 
 
 def identity(plan: str, study: Any, sizes: Mapping[str, tuple[int, int]]) -> str:
-    """Names a study: equal plans, options and devices give the same one."""
-    text = json.dumps([plan, asdict(study), dict(sizes)], sort_keys=True)
+    """Names a study: equal plans, options and devices give the same one.
+
+    How many rounds there are and which rates are tried at the end changes nothing that is kept.
+    """
+    kept = {k: v for k, v in asdict(study).items() if k not in OPEN}
+    text = json.dumps([plan, kept, dict(sizes)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -56,11 +62,12 @@ class Keeper:
     """Keeps the newest place of one study in a folder of its own."""
 
     def __init__(self, folder: Path, study: str) -> None:
+        """The folder is made now: one that cannot be is known before any work is done."""
         self.path, self.study = Path(folder) / NAME, study
+        self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def save(self, place: Place) -> None:
         """Replace what is there, whole or not at all."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         tensors = dict(_named(place))
         roles = {name: ROLES[name.partition("/")[0]] for name in tensors}
         progress = {

@@ -174,7 +174,7 @@ def _check_devices(devices: int, samples: int) -> None:
     if not 1 <= devices <= min(MAX_DEVICES, samples // LEAST_SAMPLES):
         raise InvalidInput(
             f"{samples} samples give 1 to {min(MAX_DEVICES, samples // LEAST_SAMPLES)} devices "
-            f"{LEAST_SAMPLES} each, got {devices}"
+            f"of at least {LEAST_SAMPLES} each, got {devices}"
         )
 
 

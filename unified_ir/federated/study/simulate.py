@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import Conflict, InvalidInput
 from triplane.unified_ir.federated.algorithms import Algorithm, Hyper, algorithm, plan_of
 from triplane.unified_ir.federated.algorithms.hyper import LR
 from triplane.unified_ir.federated.core import learn as device
@@ -95,7 +95,7 @@ def simulate(
     """Run the study on these devices; `unseen` ones are scored and never learned from.
 
     folder: keeps the study's place after each round; what lies there of the same study is gone on
-    with, of another is refused (Conflict).
+    with, also to more rounds or other `rates`; of another it is refused (Conflict).
     """
     others = dict(unseen or {})
     if both := sorted(shards.keys() & others.keys()):
@@ -135,6 +135,11 @@ class _Simulation:
         shared = {n: x for n, x in plan.state().items() if n in device.shared(plan.roles)}
         fresh = plan.state(PERSONAL)
         found = None if keeper is None else keeper.newest()
+        if found is not None and len(found.rounds) > study.rounds:
+            raise Conflict(
+                f"{len(found.rounds)} rounds of this study are done; ask for as many or more, got "
+                f"{study.rounds}"
+            )
         self.place = found or Place(shared=shared)
         self.fresh = fresh
 

@@ -50,6 +50,7 @@ def devices_of(source: Source, module: Module) -> tuple[Shards, Shards]:
     """(devices that take part, devices that are only scored), samples named as the model's."""
     names = batch_names(module)
     dataset, columns = _read(source)
+    _check_samples(source, dataset.x, module)
     _check_labels(source, dataset.y, module)
     samples: Samples = {names[0]: dataset.x, names[1]: dataset.y}
     if not source.split:
@@ -86,6 +87,17 @@ def _read(source: Source) -> tuple[Dataset, dict[str, Array]]:
                 f"{found[key].dtype}{list(found[key].shape)}"
             )
     return dataset, {key: found[key] for key in keys}
+
+
+def _check_samples(source: Source, x: Array, module: Module) -> None:
+    """Refuse samples of another shape than the model's."""
+    wanted = objective_of(module).batch[0].type
+    sizes = zip(wanted.shape[1:], x.shape[1:], strict=False)
+    if len(wanted.shape) != x.ndim or any(isinstance(a, int) and a != b for a, b in sizes):
+        raise InvalidInput(
+            f"the model takes samples as {wanted}; those of {source.data} are "
+            f"{list(x.shape[1:])} each"
+        )
 
 
 def _check_labels(source: Source, y: Array, module: Module) -> None:
