@@ -20,7 +20,6 @@ import numpy as np
 from triplane.cloud.federation import flower
 from triplane.cloud.federation.flower_memory import recall, remember
 from triplane.cloud.federation.flower_replies import (
-    Contributed,
     checked,
     common,
     contributed,
@@ -74,6 +73,7 @@ class Drive:
         self._leases: dict[str, str] = {}
         self._looks, self._skips = 0, False
         self._kept: dict[str, Any] | None = None
+        self._scores: dict[str, dict[str, Any]] = {}  # of apps, as their replies came
         self._grid = flower.TurnGrid(self._look, self._turn, run=int(order["run"], 16) >> 1)
 
     def run(self) -> None:
@@ -114,6 +114,7 @@ class Drive:
 
     def _configured(self, kind: str, number: int, rest: Sequence[Any]) -> list[Any]:
         self._at, self._nodes, self._looks, self._skips = (number, kind == EVALUATE), None, 0, False
+        self._scores = {}
         random.seed(f"{self._order['seed']}/{number}/{kind}")  # whom Flower's strategies draw
         return list(self._theirs[f"configure_{kind}"](number, *rest))
 
@@ -121,6 +122,7 @@ class Drive:
         arrays, metrics = self._theirs["aggregate_train"](number + self._offset, list(replies))
         if arrays is not None:
             self._state |= self._taken(flower.named_arrays(arrays))
+            arrays = flower.record_of(self._shared())  # in the types that devices have
         state, memory = self._folder / "next.state", self._folder / "next.memory"
         write_state(state, self._state, self._order["roles"], plan=self._order["plan"])
         remember(self._without_hooks(), memory)
@@ -189,7 +191,8 @@ class Drive:
     def _next(self, do: str) -> dict[str, Any]:
         order, self._kept = self._kept or self._pipe.next(), None
         while order["do"] == "check":
-            self._pipe.say(checked(order, self._like))
+            answer, self._scores[order["device"]] = checked(order, self._like)
+            self._pipe.say(answer)
             order = self._pipe.next()
         if order["do"] != do:
             raise InvalidInput(f"the strategy waits for {do!r}, the run says {order['do']!r}")
@@ -207,7 +210,12 @@ class Drive:
         self._pipe.say({"asked": {nodes[node]: self._file_of(m) for node, m in sent.items()}})
         told = self._next("replies")["replies"]
         kind = EVALUATE if self._at[1] else TRAIN
-        parts = {device: self._contributed(facts) for device, facts in sorted(told.items())}
+        if self._order["app"] and self._at[1]:
+            told = {d: {"metrics": self._scores[d]} for d in told if d in self._scores}
+        parts = {
+            device: contributed(facts, self._order, self._like, self._state)
+            for device, facts in sorted(told.items())
+        }
         known = common([metrics for _, metrics in parts.values()])
         replies = []
         for device, (arrays, metrics) in parts.items():
@@ -215,9 +223,6 @@ class Drive:
             to = sent.get(node) or flower.instruction(node, kind)
             replies.append(flower.reply_to(to, arrays, {name: metrics[name] for name in known}))
         return replies
-
-    def _contributed(self, facts: Mapping[str, Any]) -> Contributed:
-        return contributed(facts, self._order, self._like, self._state)
 
     def _file_of(self, message: Any) -> str:
         """Where the message's bytes are, for a device with a ClientApp."""

@@ -31,6 +31,8 @@ def contributed(
     facts: Mapping[str, Any], order: Mapping[str, Any], like: Like, state: Mapping[str, Array]
 ) -> Contributed:
     """Of one device: a score, a reply of its app, or the shared state and its change."""
+    if "metrics" in facts:
+        return None, dict(facts["metrics"])
     if "samples" in facts:
         accuracies = {"accuracy": facts["before"], "adapted": facts["after"]}
         return None, {EXAMPLES: facts["samples"], **accuracies}
@@ -44,12 +46,21 @@ def contributed(
     return arrays, {EXAMPLES: facts["examples"], "loss": facts["loss"], "train_loss": facts["loss"]}
 
 
-def checked(order: Mapping[str, Any], like: Like) -> dict[str, Any]:
-    """What an app's reply says of itself; or the word and the sentence it is refused by."""
+def checked(order: Mapping[str, Any], like: Like) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what an app's reply says of itself, or the word and sentence it is refused by; metrics)."""
     try:
         arrays, metrics = flower.replied(Path(order["path"]).read_bytes())
     except InvalidInput as error:
-        return _refused("damaged", str(error))
+        return _refused("damaged", str(error)), {}
+    return _judged(order, like, arrays, metrics), metrics
+
+
+def _judged(
+    order: Mapping[str, Any],
+    like: Like,
+    arrays: Mapping[str, Array] | None,
+    metrics: Mapping[str, Any],
+) -> dict[str, Any]:
     examples = metrics.get(EXAMPLES)
     if not isinstance(examples, int) or not 1 <= examples <= order["examples"]:
         wanted = f"1 to {order['examples']} {EXAMPLES}"

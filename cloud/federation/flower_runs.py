@@ -10,6 +10,7 @@ of them, and so is one of a cloud that was killed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -63,6 +64,8 @@ from triplane.unified_ir.federated.core.run import (
 logger = logging.getLogger(__name__)
 
 LIMITS: Final = Limits()
+LAST_S: Final = 10.0
+"""For a strategy to take in the last evaluation when its run is done."""
 TRIES: Final = 3
 """Processes in a row that may die at one turn."""
 
@@ -154,6 +157,7 @@ class FlowerRuns:
         order = {
             "do": "check",
             "path": str(path),
+            "device": device,
             "evaluates": turn[1],
             "examples": most_examples(state.members[device], evaluates=turn[1]),
         }
@@ -204,7 +208,7 @@ class FlowerRuns:
         for lease in order.leases:
             score = members[lease.device].score
             if lease.update is not None:
-                told[lease.device] = self._update(lease)
+                told[lease.device] = {}  # it has read the reply when it came; the file is gone
             elif score is not None and score.round == order.number:
                 facts = {"samples": score.samples, "before": score.before, "after": score.after}
                 told[lease.device] = facts
@@ -236,7 +240,7 @@ class FlowerRuns:
         if state.phase is Phase.STOPPED or state.phase in ENDED:
             idle = self._runs.pop(entry.id, None)
             if idle is not None:
-                self._spawn(self._ended(idle))
+                self._spawn(self._ended(idle, LAST_S if state.phase is Phase.DONE else 0.0))
             return
         run = self._of(entry.id)
         if state.phase is not Phase.COLLECTING or found is None or run.asking is not None:
@@ -431,9 +435,12 @@ class FlowerRuns:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _ended(self, run: _Run) -> None:
-        """Whatever it does now is not wanted."""
+    async def _ended(self, run: _Run, wait_s: float) -> None:
+        """End what is not wanted any more, in `wait_s` at most."""
         run.over = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s), run.lock:
+                pass
         if run.asking is not None:
             run.asking.cancel()
         await self._end(run)
