@@ -10,9 +10,9 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from triplane.proto.errors import TriplaneError
+from triplane.proto.errors import NotFound, TriplaneError
 
 ARENA_MAX: Final = -8
 """glibc's M_ARENA_MAX."""
@@ -43,10 +43,14 @@ def main(
     *,
     population: str | None = None,
     held_out: float | None = None,
+    app: str | None = None,
     log_level: str = "INFO",
     line: Callable[[dict[str, object]], str] = json.dumps,
 ) -> None:
-    """Take part in runs until SIGTERM or SIGINT; `line` makes the ready line of its record."""
+    """Take part in runs until SIGTERM or SIGINT; `line` makes the ready line of its record.
+
+    app: names the owner's `ClientApp`, as `device.flower.load_app` takes it.
+    """
     _hold_little_memory()
     from triplane.device.client import FederatedClient
 
@@ -54,7 +58,9 @@ def main(
     log.setFormatter(Facts())
     logging.basicConfig(level=log_level.upper(), handlers=[log])
     _give_back_code()
-    client = FederatedClient(home, samples, population=population, held_out=held_out)
+    client = FederatedClient(
+        home, samples, population=population, held_out=held_out, app=_app(app) if app else None
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: client.stop())
 
@@ -70,6 +76,17 @@ def main(
         sys.stdout.flush()
 
     client.run(ready)
+
+
+def _app(name: str) -> Any:
+    """The owner's app. NotFound: flwr is not installed."""
+    try:
+        from triplane.device.flower import load_app
+    except ModuleNotFoundError as error:
+        raise NotFound(
+            f"a ClientApp needs Flower on the device ({error}); pip install 'triplane[flower]'"
+        ) from error
+    return load_app(name)
 
 
 def text(record: dict[str, object]) -> str:
@@ -109,6 +126,7 @@ def _command() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--population")
     parser.add_argument("--held-out", type=float)
+    parser.add_argument("--app")
     parser.add_argument("--log-level", default="INFO")
     given = parser.parse_args()
     try:
@@ -117,6 +135,7 @@ def _command() -> None:
             given.data,
             population=given.population,
             held_out=given.held_out,
+            app=given.app,
             log_level=given.log_level,
         )
     except TriplaneError as error:

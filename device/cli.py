@@ -22,6 +22,7 @@ RUN_EXAMPLE = """
 Examples:
   triplane device run
   triplane device run --data other.npz --json
+  triplane device run --app my_app:app
 \b
 samples.npz holds arrays x and y, one row for each sample. What is never learned from may be given
 as held_out.x and held_out.y, otherwise one sample of five is held out.
@@ -108,6 +109,9 @@ def enrol(
 @home_option
 @sample_options
 @click.option(
+    "--app", metavar="MODULE:NAME", help="A ClientApp of yours, for runs of a Flower strategy."
+)
+@click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default="info",
@@ -121,6 +125,7 @@ def run(
     data: Path | None,
     population: str | None,
     held_out: float | None,
+    app: str | None,
     log_level: str,
     as_json: bool,
 ) -> None:
@@ -138,6 +143,7 @@ def run(
         data,
         population=population,
         held_out=held_out,
+        app=app,
         log_level=log_level,
         line=json.dumps if as_json else text,
     )

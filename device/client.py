@@ -48,7 +48,8 @@ _NO_ORDERS: Final = Orders()
 class FederatedClient:
     """A device that learns with others from its own samples.
 
-    home: its folder. samples: see `shard_of`. population: which runs it offers itself for.
+    home: its folder. samples: see `shard_of`. population: which runs it offers itself for. app: a
+    Flower `ClientApp` of the device's owner (extra `[flower]`), for runs whose strategy asks one.
 
         client = FederatedClient("my-device", {"x": images, "y": labels}, population="cameras")
         client.enrol(token, "cloud.example:8444")     # once
@@ -63,6 +64,7 @@ class FederatedClient:
         *,
         population: str | None = None,
         held_out: float | None = None,
+        app: Any = None,
     ) -> None:
         """Options that are absent are those of `device.json`. NotFound without any samples."""
         self._home = DeviceHome(home)
@@ -72,6 +74,7 @@ class FederatedClient:
         source = settings.data if samples is None else samples
         self._settings = settings
         self.shard: Shard = shard_of(source, held_out=settings.held_out)
+        self._app = app
         self._working: _Working | None = None
         self._lock = threading.Lock()
         self._serving: tuple[Choice, Plan] | None = None
@@ -108,7 +111,7 @@ class FederatedClient:
         self._home.require_enrolled()
         self._home.make()
         with self._home.held():
-            working = _Working(self._home, self._settings, self.shard)
+            working = _Working(self._home, self._settings, self.shard, self._app)
             with self._lock:
                 if self._working is not None:
                     raise Conflict("this client runs already")
@@ -160,10 +163,10 @@ class FederatedClient:
 class _Working:
     """One run of a client."""
 
-    def __init__(self, home: DeviceHome, settings: Settings, shard: Shard) -> None:
-        self._home, self._settings, self._shard = home, settings, shard
+    def __init__(self, home: DeviceHome, settings: Settings, shard: Shard, app: Any) -> None:
+        self._home, self._settings, self._shard, self._app = home, settings, shard, app
         self._name = home.enrolled.name
-        self._desk = Desk(home, shard, settings, self._open_channel)
+        self._desk = Desk(home, shard, settings, self._open_channel, app)
         self._session = SessionClient(
             lambda: connect_aio(home.identity),
             self._on_message,
@@ -212,6 +215,7 @@ class _Working:
             examples=self._shard.examples,
             held_out=self._shard.held_out_samples,
             software=SOFTWARE,
+            app=self._app is not None,
         )
 
     async def _on_message(self, message: Any) -> None:
@@ -271,7 +275,12 @@ class _Working:
     async def _do(self, task: Task, orders: Orders) -> pb.Contribution:
         stop = Stop(task.until_s)
         self._doing = (task.lease, stop)
-        wanted = [blob for other in orders.tasks for blob in (other.plan, other.state)]
+        wanted = [
+            blob
+            for other in orders.tasks
+            for blob in (other.plan, other.state, other.message)
+            if blob is not None
+        ]
         logger.info("task begun", extra=_facts(task))
         try:
             return await self._at_desk(lambda: self._desk.do(task, stop, wanted))

@@ -10,20 +10,23 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import grpc
+import numpy as np
 
 from triplane.device.home import DeviceHome, Settings
 from triplane.device.memory import Facts, Memory, Pending, Personal
 from triplane.device.model import SHARED, Choice, Model
 from triplane.device.tasks import Blob, Task, declined
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.disk import write_atomic
 from triplane.proto.errors import Conflict, InvalidInput, TriplaneError, Unavailable
 from triplane.proto.transfer import BlobFolder, download, upload
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import read_state, write_update
 from triplane.unified_ir.federated.core.learn import ANCHOR, Shard, learn, shared
+from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
 from triplane.unified_ir.runtime.session import SessionOptions
 from triplane.unified_ir.runtime.signature import TensorInfo
@@ -96,7 +99,7 @@ class Watched:
 class Desk:
     """Where a device works. One thread at a time; `settle` counts as one.
 
-    channel: to the cloud, made when it is first needed.
+    channel: to the cloud, made when it is first needed. app: the owner's `ClientApp` of Flower.
     """
 
     def __init__(
@@ -105,9 +108,10 @@ class Desk:
         shard: Shard,
         settings: Settings,
         channel: Callable[[], grpc.Channel],
+        app: Any = None,
     ) -> None:
         self._home, self._shard, self._settings = home, shard, settings
-        self._channel = channel
+        self._channel, self._app = channel, app
         self._blobs = BlobFolder(home.plans, max_bytes=settings.max_blob_bytes)
         self.memory = Memory(home.personal, home.pending)
         self.model = Model(home.model)
@@ -135,9 +139,14 @@ class Desk:
         for pending in self.memory.pending():
             if pending.facts.lease == task.lease:
                 return self._offered(pending, stop)
+        if task.message is not None and self._app is None:
+            raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
         wanted |= {task.plan.sha256, task.state.sha256}
-        plan = self._plan_of(task, self._fetch(task.plan, wanted, stop))
+        path = self._fetch(task.plan, wanted, stop)
         self._fetch(task.state, wanted, stop)
+        if task.message is not None:
+            return self._answered(task, path, task.message, wanted | {task.message.sha256}, stop)
+        plan = self._plan_of(task, path)
         self._assign(plan, task)
         try:
             return DOERS[task.kind](self, plan, task, stop)
@@ -183,6 +192,38 @@ class Desk:
         )
         lease = bytes.fromhex(task.lease)
         return pb.Contribution(run=task.work.run, round=task.work.round, lease=lease, score=told)
+
+    def _answered(
+        self, task: Task, plan: Path, message: Blob, wanted: frozenset[bytes], stop: Stop
+    ) -> pb.Contribution:
+        """Have the owner's app answer; its reply is written with what it keeps before it leaves."""
+        from triplane.device.flower import answered
+
+        run, name = task.work.run, f"flower.{task.work.run}"
+        state = read_state(
+            self._blobs.find(task.state.sha256), plan=Container(plan, kind="plan").digest
+        )
+        arrays = {n: x for n, x in state.items() if np.issubdtype(x.dtype, np.floating)}
+        kept = self.memory.personal(run).tensors.get(name)
+        said = self._fetch(message, wanted, stop).read_bytes()
+        began_s = time.monotonic()
+        found = answered(
+            self._app, said, arrays, b"" if kept is None else kept.tobytes(), run=run,
+            device=task.work.device,
+        )  # fmt: skip
+        stop.check()
+        facts = Facts(
+            run=run,
+            round=task.work.round,
+            lease=task.lease,
+            examples=found.examples,
+            loss=found.loss,
+            seconds=time.monotonic() - began_s,
+        )
+        path = self._home.pending / f"{run}.new"
+        write_atomic(path, found.reply)
+        implied = Personal({name: np.frombuffer(found.kept, np.uint8)}, {})
+        return self._offered(self.memory.keep(facts, path, implied), stop)
 
     def _written(
         self, plan: Plan, task: Task, facts: Facts, change: Mapping[str, Array]

@@ -3,14 +3,21 @@
 The one module of the device that imports flwr. `client_app` runs the plan that the strategy
 `triplane.cloud.federation.flower.Triplane` sends, with the mathematics of `federated.core`, so a
 fleet of Flower's SuperNodes takes part in our algorithms. `answer` runs a Flower message through a
-`ClientApp` and gives the reply's bytes, so a fleet of ours takes part in any Flower strategy.
+`ClientApp` and gives the reply's bytes, so a fleet of ours takes part in any Flower strategy;
+`answered` does so for a task of the cloud. The app is code of the device's owner, loaded by them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import importlib.util
 import logging
+import math
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,11 +32,17 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.clientapp import ClientApp
-from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.common.serde import (
+    message_from_proto,
+    message_to_proto,
+    recorddict_from_proto,
+    recorddict_to_proto,
+)
 from flwr.proto.message_pb2 import Message as WireMessage
+from flwr.proto.recorddict_pb2 import RecordDict as WireRecords
 from flwr.supercore.task_identity import TaskIdentity
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.federated.core.learn import Shard, Work, evaluate, learn
 from triplane.unified_ir.runtime import Plan, SessionOptions
 
@@ -74,9 +87,7 @@ def client_app(shard: Callable[[Context], Shard]) -> ClientApp:
 
 def answer(app: ClientApp, data: bytes, context: Context) -> bytes:
     """The reply of `app` to a serialized Flower message; what it raises becomes an error reply."""
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = (
-        context.run_id, context.node_id, 1,
-    )  # fmt: skip
+    _be(context)
     try:
         message = message_from_proto(WireMessage.FromString(data))
     except Exception as error:  # whatever protobuf or flwr stumbles over
@@ -87,6 +98,104 @@ def answer(app: ClientApp, data: bytes, context: Context) -> bytes:
         logger.warning("app failed", extra={"reason": str(error)})
         reply = Message(Error(FAILED, f"{type(error).__name__}: {error}"), reply_to=message)
     return bytes(message_to_proto(reply).SerializeToString())
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A reply's bytes, what the app keeps until the next message, and what the reply says."""
+
+    reply: bytes
+    kept: bytes
+    examples: int
+    loss: float
+
+
+def answered(
+    app: ClientApp,
+    message: bytes,
+    arrays: Mapping[str, np.ndarray[Any, Any]],
+    kept: bytes,
+    *,
+    run: str,
+    device: str,
+) -> Answered:
+    """The app's answer to a message of the cloud, whose empty records stand for `arrays`.
+
+    kept: its `context.state` as of its newest reply in this run that counted. InvalidInput: it
+    raised, or replied with an error; the text says which.
+    """
+    context = Context(
+        run_id=int(run, 16) >> 1,
+        node_id=_number(device),
+        node_config={"device": device},
+        state=recorddict_from_proto(WireRecords.FromString(kept)) if kept else RecordDict(),
+        run_config={},
+    )
+    _be(context)
+    try:
+        asked = message_from_proto(WireMessage.FromString(message))
+    except Exception as error:  # whatever protobuf or flwr stumbles over
+        raise InvalidInput(f"these bytes are no Flower message: {error}") from error
+    for key, record in asked.content.array_records.items():
+        if not record:
+            made = {name: Array(np.array(x)) for name, x in arrays.items()}
+            asked.content[key] = ArrayRecord(made)
+    try:
+        reply = app(asked, context)
+    except Exception as error:
+        raise InvalidInput(f"the ClientApp raised {type(error).__name__}: {error}") from error
+    if reply.has_error():
+        raise InvalidInput(f"the ClientApp replied with an error: {reply.error.reason}")
+    metrics = {k: v for record in reply.content.metric_records.values() for k, v in record.items()}
+    examples, loss = metrics.get("num-examples"), metrics.get("loss")
+    return Answered(
+        bytes(message_to_proto(reply).SerializeToString()),
+        bytes(recorddict_to_proto(context.state).SerializeToString()),
+        examples if isinstance(examples, int) else 0,
+        float(loss) if isinstance(loss, int | float) else math.nan,
+    )
+
+
+def load_app(name: str) -> ClientApp:
+    """The `ClientApp` at "module:attribute" or "path/to/file.py:attribute". NotFound, InvalidInput.
+
+    Modules are also looked for in the current folder, as `python -m` does.
+    """
+    where, told, attribute = name.rpartition(":")
+    if not told or not where or not attribute.isidentifier():
+        raise InvalidInput(f"an app is named MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE, got {name!r}")
+    found = getattr(_module(where), attribute, None)
+    if not isinstance(found, ClientApp):
+        raise InvalidInput(f"{attribute!r} of {where} is no ClientApp but {type(found).__name__}")
+    return found
+
+
+def _module(where: str) -> Any:
+    try:
+        if not where.endswith(".py"):
+            sys.path[:0] = [] if "" in sys.path else [""]
+            return importlib.import_module(where)
+        spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (ImportError, FileNotFoundError) as error:
+        raise NotFound(f"no app at {where!r}: {error}") from error
+    else:
+        return module
+
+
+def _number(device: str) -> int:
+    """Any number that stays this device's."""
+    return int.from_bytes(hashlib.sha256(device.encode()).digest()[:8]) >> 1
+
+
+def _be(context: Context) -> None:
+    """Flower keeps who is at work in process-wide variables."""
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = (
+        context.run_id, context.node_id, 1,
+    )  # fmt: skip
 
 
 def _begin(message: Message, context: Context) -> tuple[Plan, Work]:

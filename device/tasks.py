@@ -38,7 +38,8 @@ class Blob:
 class Task:
     """One piece of work. kind: a field of the task's `work`. steps: of adaptation.
 
-    lease: in hexadecimal. until_s: on the clock that was given when the document came.
+    message: to this device's own app. lease: in hexadecimal. until_s: on the clock that was given
+    when the document came.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Task:
     compression: str = ""
     keep: float = 1.0
     steps: int = 0
+    message: Blob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +115,10 @@ def _task(told: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> Task
         work=_work(told, device),
         until_s=now_s + told.deadline_s,
     )
-    return KINDS[kind](task, told)
+    return KINDS[kind](task, told, max_blob_bytes)
 
 
-def _learns(task: Task, told: pb.Task) -> Task:
+def _learns(task: Task, told: pb.Task, _max_blob_bytes: int) -> Task:
     learn = told.learn
     if not 1 <= task.work.steps <= MAX_STEPS:
         raise InvalidInput(f"learning takes 1 to {MAX_STEPS} steps, the task {task.work.steps}")
@@ -125,14 +127,19 @@ def _learns(task: Task, told: pb.Task) -> Task:
     return replace(task, compression=learn.compression, keep=keep)
 
 
-def _evaluates(task: Task, told: pb.Task) -> Task:
+def _evaluates(task: Task, told: pb.Task, _max_blob_bytes: int) -> Task:
     _in_range("steps of adaptation", told.evaluate.steps, MAX_STEPS)
     return replace(task, steps=told.evaluate.steps)
 
 
-KINDS: Final[dict[str, Callable[[Task, pb.Task], Task]]] = {
+def _answers(task: Task, told: pb.Task, max_blob_bytes: int) -> Task:
+    return replace(task, message=_blob("message", told.flower, max_blob_bytes))
+
+
+KINDS: Final[dict[str, Callable[[Task, pb.Task, int], Task]]] = {
     "learn": _learns,
     "evaluate": _evaluates,
+    "flower": _answers,
 }
 """What a device does, by the field of `Task.work`."""
 

@@ -99,10 +99,8 @@ SAID = {
     "nameless plan": ({"plan": blob(b"x")}, "32 bytes of SHA-256, got 1"),
     "unknown packing": ({"learn": pb.Learn(compression="zip")}, "'', 'int8', 'top-k', got 'zip'"),
     "absurd keep": ({"learn": pb.Learn(compression="top-k", keep=7)}, "in (0, 1], got 7.0"),
-    "unknown work": (
-        {"flower": blob()},
-        "this device can learn and evaluate, the task is 'flower'",
-    ),
+    "work for an app": ({"flower": blob()}, "this device has no ClientApp"),
+    "huge message": ({"flower": blob(size=2**40)}, "a message has 1 to 1073741824 bytes"),
     "endless adapting": ({"evaluate": pb.Evaluate(steps=2**31)}, "adaptation is 0 to 1000000"),
 }
 # What a file is, and the reason.
