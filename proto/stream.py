@@ -126,18 +126,26 @@ class Link:
         self._sent = 0  # highest number written to this stream
         self._told = half.received  # highest acknowledgement written to it
         self._wake = asyncio.Event()
+        self._is_over = False
         self.freed = asyncio.Event()  # set at each acknowledgement
 
     def wake(self) -> None:
         """There is something to write."""
         self._wake.set()
 
+    def end(self) -> None:
+        """There is nothing more to write."""
+        self._is_over = True
+        self._wake.set()
+
     async def outgoing(self) -> AsyncIterator[pb.Frame]:
-        """Frames to write, heartbeats included; never ends by itself."""
-        while True:
+        """Frames to write, heartbeats included, until `end`."""
+        while not self._is_over:
             self._wake.clear()
             due = [f for f in self.half.unacknowledged if f.number > self._sent]
             for frame in due:
+                if self._is_over:
+                    return
                 self._sent, self._told = frame.number, self.half.received
                 yield self.half.stamped(frame)
             if due:
@@ -146,6 +154,8 @@ class Link:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._heartbeat_s):
                         await self._wake.wait()
+            if self._is_over:
+                return
             if not any(f.number > self._sent for f in self.half.unacknowledged):
                 self._told = self.half.received
                 yield self.half.beat()
@@ -342,9 +352,13 @@ class ServerSession:
         welcome = pb.Welcome(epoch=self._epoch, heartbeat_s=self._heartbeat_s)
         yield pb.Frame(welcome=welcome, acknowledged=self._half.received)
         reading = asyncio.create_task(link.incoming(lambda: anext(frames, None)))
+        for ending in (reading, goodbye):
+            ending.add_done_callback(lambda _: link.end())
         try:
-            async for frame in _until(link.outgoing(), reading, goodbye):
+            async for frame in link.outgoing():
                 yield frame
+            if goodbye.done():
+                yield pb.Frame(goodbye=goodbye.result())
             if reading.done():
                 reading.result()
         finally:
@@ -387,27 +401,6 @@ def _retry_after_s(goodbye: pb.Goodbye) -> float:
             f"retry_after_s is 0 to {MAX_RETRY_AFTER_S} in a goodbye, got {goodbye.retry_after_s}"
         )
     return goodbye.retry_after_s
-
-
-async def _until(
-    outgoing: AsyncIterator[pb.Frame],
-    reading: "asyncio.Task[Any]",
-    goodbye: "asyncio.Future[pb.Goodbye]",
-) -> AsyncIterator[pb.Frame]:
-    """Outgoing frames until the reader ends or somebody says goodbye, which is the last frame."""
-    while True:
-        following = asyncio.ensure_future(anext(outgoing))
-        try:
-            await asyncio.wait({following, reading, goodbye}, return_when=asyncio.FIRST_COMPLETED)
-            if goodbye.done():
-                yield pb.Frame(goodbye=goodbye.result())
-                return
-            if reading.done():
-                return
-            yield following.result()
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
 
 
 async def _read(call: Any) -> pb.Frame | None:
