@@ -15,7 +15,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -27,8 +27,10 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.algorithms import Hyper, algorithm
 from triplane.unified_ir.federated.core.reduce import reduce
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.federated.algorithms import Hyper
 
 MAX_MESSAGE_BYTES: Final = 2**31 - 1
 PLAN: Final = "plan"
@@ -248,6 +250,9 @@ class Triplane(FedAvg):
         seed: int = 0,
         **flower: Any,
     ) -> None:
+        # Here, because a strategy's own process needs none of the graphs that come with it.
+        from triplane.unified_ir.federated.algorithms import Hyper, algorithm
+
         super().__init__(**flower)
         self._row, self._hyper = algorithm(name), hyper or Hyper()
         self._plan = record_of({PLAN: np.frombuffer(plan, np.uint8)})
