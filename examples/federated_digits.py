@@ -28,9 +28,10 @@ SEEDS: Final = (0, 1, 2)
 RATES: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 """Of adaptation, tried for FedAvg; MAML adapts at the rate it was learned for."""
 FEDAVG: Final = Study(
-    algorithm="fedavg", hyper=Hyper(lr=0.3, inner_steps=3), rates=RATES,
+    algorithm="fedavg", hyper=Hyper(lr=1.0, inner_steps=3), rates=RATES,
     rounds=200, steps=1, batch_size=40, support=40, query=40,
 )  # fmt: skip
+"""At the best of the rates 0.1, 0.3, 1 and 3 and of batches of 40 and 80."""
 MAML: Final = replace(
     FEDAVG, algorithm="maml", hyper=Hyper(lr=0.5, meta_lr=0.5, inner_steps=3), rates=()
 )
