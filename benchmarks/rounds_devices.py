@@ -2,10 +2,11 @@
 
     python benchmarks/rounds_devices.py FOLDER FIRST LAST
 
-A device fetches the state of its task, sends an update of zeros and says so; only learning is left
-out. A line of standard input is a number: tasks of rounds up to it are answered. The first task
-beyond it is answered by a line of JSON: seconds spent so far, over all devices, in fetching,
-encoding, uploading, and waiting for the acknowledgement. The end of the input ends the process.
+A device fetches the state of its task, sends the same small change of every number and says so;
+only learning is left out. A line of standard input is a number: tasks of rounds up to it are
+answered. The first task beyond it is answered by a line of JSON: seconds spent so far, over all
+devices, in fetching, encoding, uploading, and waiting for the acknowledgement. The end of the input
+ends the process.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from triplane.device.desk import Unsynced
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect, connect_aio
 from triplane.proto.errors import Conflict
@@ -31,6 +33,9 @@ from triplane.proto.transfer import BlobFolder, download, upload
 from triplane.unified_ir.federated.core.files import like_of, read_state, write_update
 from triplane.unified_ir.runtime.plan import Plan
 
+STEP = 2.0**-10
+"""A change of zero would leave every round the same state, which then is neither written nor sent.
+"""
 SPENT: defaultdict[str, float] = defaultdict(float)
 
 
@@ -65,6 +70,7 @@ class Device:
         self._folder, self._identity, self._gate = folder, IdentityFolder(folder), gate
         self._channel: grpc.Channel | None = None
         self._blobs = BlobFolder(folder / "blobs")
+        self._states = BlobFolder(folder / "blobs", Unsynced())
         self._digests: dict[bytes, str] = {}
         self._asked: asyncio.Queue[pb.Work] = asyncio.Queue()
         self._client = SessionClient(
@@ -110,7 +116,8 @@ class Device:
         marks.append(time.perf_counter())
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             path = Path(folder) / "update"
-            change = {n: np.zeros(shape, dtype) for n, (dtype, shape) in like_of(state).items()}
+            like = like_of(state)
+            change = {n: np.full(shape, STEP, dtype) for n, (dtype, shape) in like.items()}
             write_update(
                 path, change, run=task.run, round=task.round, lease=task.lease.hex(),
                 compression="", keep=1.0, seed=0,
@@ -130,7 +137,7 @@ class Device:
         if sha256 not in self._digests:
             path = download(channel, sha256, task.plan.size, self._blobs)
             self._digests[sha256] = Plan.load(path).digest
-        path = download(channel, task.state.sha256, task.state.size, self._blobs)
+        path = download(channel, task.state.sha256, task.state.size, self._states)
         state = read_state(path, plan=self._digests[sha256])
         self._blobs.remove(task.state.sha256)
         return state

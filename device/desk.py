@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import grpc
 import numpy as np
@@ -20,9 +20,9 @@ from triplane.device.memory import Facts, Memory, Pending, Personal
 from triplane.device.model import SHARED, Choice, Model
 from triplane.device.tasks import Blob, Task, declined
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.disk import write_atomic
-from triplane.proto.errors import Conflict, InvalidInput, TriplaneError, Unavailable
-from triplane.proto.transfer import BlobFolder, download, upload
+from triplane.proto.disk import OsDisk, write_atomic
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
+from triplane.proto.transfer import BlobFolder, digest_of, download, upload
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import read_state, write_update
 from triplane.unified_ir.federated.core.learn import ANCHOR, Shard, learn, shared
@@ -35,6 +35,17 @@ logger = logging.getLogger(__name__)
 
 OPTIONS: Final = SessionOptions(arena=False)
 """One thread without spinning, and no memory held back between runs: the device has other uses."""
+
+
+class Unsynced(OsDisk):
+    """Files that are fetched again where a power cut lost or tore them: states of rounds."""
+
+    def sync(self, file: BinaryIO) -> None:
+        """See `Disk`; what reads the file sees it all, and no more is waited for."""
+        file.flush()
+
+    def sync_folder(self, folder: Path) -> None:
+        """See `Disk`; nothing is waited for."""
 
 
 class Withdrawn(Exception):
@@ -113,6 +124,7 @@ class Desk:
         self._home, self._shard, self._settings = home, shard, settings
         self._channel, self._app = channel, app
         self._blobs = BlobFolder(home.plans, max_bytes=settings.max_blob_bytes)
+        self._states = BlobFolder(home.plans, Unsynced(), max_bytes=settings.max_blob_bytes)
         self.memory = Memory(home.personal, home.pending)
         self.model = Model(home.model)
         self._plan: Plan | None = None
@@ -142,8 +154,8 @@ class Desk:
         if task.message is not None and self._app is None:
             raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
         wanted |= {task.plan.sha256, task.state.sha256}
-        path = self._fetch(task.plan, wanted, stop)
-        self._fetch(task.state, wanted, stop)
+        path = self._fetch(task.plan, self._blobs, wanted, stop)
+        self._fetch(task.state, self._states, wanted, stop)
         if task.message is not None:
             return self._answered(task, path, task.message, wanted | {task.message.sha256}, stop)
         plan = self._plan_of(task, path)
@@ -205,7 +217,7 @@ class Desk:
         )
         arrays = {n: x for n, x in state.items() if np.issubdtype(x.dtype, np.floating)}
         kept = self.memory.personal(run).tensors.get(name)
-        said = self._fetch(message, wanted, stop).read_bytes()
+        said = self._fetch(message, self._blobs, wanted, stop).read_bytes()
         began_s = time.monotonic()
         found = answered(
             self._app, said, arrays, b"" if kept is None else kept.tobytes(), run=run,
@@ -258,11 +270,11 @@ class Desk:
         lease = bytes.fromhex(facts.lease)
         return pb.Contribution(run=facts.run, round=facts.round, lease=lease, update=told)
 
-    def _fetch(self, blob: Blob, wanted: frozenset[bytes], stop: Stop) -> Path:
-        if not self._blobs.has(blob.sha256):
+    def _fetch(self, blob: Blob, into: BlobFolder, wanted: frozenset[bytes], stop: Stop) -> Path:
+        if not into.has(blob.sha256):
             self._make_room(blob, wanted)
         return download(
-            self._channel(), blob.sha256, blob.size, self._blobs, lambda _done, _size: stop.check()
+            self._channel(), blob.sha256, blob.size, into, lambda _done, _size: stop.check()
         )
 
     def _make_room(self, blob: Blob, wanted: frozenset[bytes]) -> None:
@@ -296,7 +308,14 @@ class Desk:
         return self._plan
 
     def _state_of(self, plan: Plan, task: Task) -> Mapping[str, Array]:
-        return read_state(self._blobs.find(task.state.sha256), plan=plan.digest)
+        path = self._states.find(task.state.sha256)
+        try:
+            return read_state(path, plan=plan.digest)
+        except Corrupt as error:
+            if digest_of(path) == task.state.sha256:
+                raise  # the cloud's own bytes
+            self._states.remove(task.state.sha256)
+            raise Unavailable(f"a power cut tore the state on disk: {error}") from error
 
     def _assign(self, plan: Plan, task: Task) -> None:
         """The round's start: shared state, our personal tensors, the rest as the plan has it."""
