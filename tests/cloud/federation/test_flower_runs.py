@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -25,6 +26,8 @@ from tests.device.devices import (
 
 pytest.importorskip("flwr", reason="needs the extra [flower]")
 
+from triplane.cloud.home import Home
+from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.files.container import Container
 
@@ -156,32 +159,122 @@ def test_an_app_of_the_devices_owner_answers_and_keeps_its_state(tmp_path, caplo
     assert record.metrics == {"rounds": 4.0}
 
 
-async def killed_at(cloud, when):
-    """Kill the strategy's process once the run's newest round is `when`."""
-    while True:
-        moved = cloud.federation.moved
-        run = (await cloud.federation.runs())[0]
-        found = cloud.federation._flower._runs.get(run.id)
-        if run.round >= when and found is not None and found.process is not None:
-            os.killpg(found.process.pid, signal.SIGKILL)
-            return
-        await moved.wait()
-
-
-def test_a_killed_strategy_goes_on_to_the_same_bits_from_what_it_remembered(tmp_path, caplog):
-    fields = {"model": "tiny@1", "rounds": 4, "flower": strategy("fedadam", eta=0.05)}
+def test_a_killed_strategy_and_a_new_cloud_end_with_the_same_bits(tmp_path, caplog):
+    fields = {"model": "tiny@1", "rounds": 6, "flower": strategy("fedadam", eta=0.05)}
 
     async def story():
-        async with cloud_of(tmp_path) as cloud:
-            clients = await clients_of(cloud, tmp_path)
-            async with taking_part(*clients):
+        async with contextlib.AsyncExitStack() as devices:
+            async with cloud_of(tmp_path) as cloud:
+                await devices.enter_async_context(taking_part(*await clients_of(cloud, tmp_path)))
                 calm = await done_run(cloud, **fields)
-                killing = asyncio.create_task(killed_at(cloud, 3))
-                killed = await done_run(cloud, **fields)
-                await killing
-            return [await parameters(cloud, run.result) for run in (calm, killed)]
+                made = await cloud.federation.begin(given.start_request(**fields), by="operator")
+                os.killpg(await process_in_round(cloud, made.id, 2), signal.SIGKILL)
+                await process_in_round(cloud, made.id, 4)
+            async with running(Home(tmp_path / "home"), port=cloud.port) as cloud:
+                killed = await given.ended(cloud, made.id)
+                return [await parameters(cloud, run.result) for run in (calm, killed)]
 
     calm, killed = within(story())
     assert "strategy begun anew" in caplog.text
     for name, array in calm.items():
         np.testing.assert_array_equal(killed[name], array, err_msg=name)
+
+
+SOME = """
+    import random
+    from flwr.serverapp.strategy import FedAvg
+
+    class Some(FedAvg):
+        \"\"\"Asks one device a round, fewer to evaluate, and counts its rounds.\"\"\"
+
+        def __init__(self, fails_in=0):
+            super().__init__(
+                fraction_train=0.1, min_train_nodes=1, min_available_nodes=1, fraction_evaluate=0.0
+            )
+            self.seen, self.fails_in = [], fails_in
+
+        def aggregate_train(self, server_round, replies):
+            replies = list(replies)
+            self.seen.append([server_round, len(replies)])
+            if server_round == self.fails_in:
+                raise OSError(f"no room after {self.seen}")
+            return super().aggregate_train(server_round, replies)
+
+    def make(fails_in=0):
+        return Some(fails_in)
+"""
+ALONE = {"cohort": {"devices": 3, "quorum": 0.3}}
+
+
+def test_a_strategy_of_the_operators_asks_whom_it_likes_and_may_fail(tmp_path):
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            written(tmp_path / "home" / "strategies" / "some.py", SOME)
+            clients = await clients_of(cloud, tmp_path, ("ann", "bob", "cem"))
+            async with taking_part(*clients):
+                asked = strategy("some:make")
+                done = await done_run(cloud, rounds=4, flower=asked, **ALONE)
+                asked = strategy("some:make", fails_in=2)
+                failed = await ended_run(cloud, rounds=4, flower=asked, **ALONE)
+                quorum = await ended_run(cloud, flower=strategy("some:make"))
+            return done, failed, quorum, await cloud.registry.version(done.result)
+
+    done, failed, quorum, version = within(story())
+    learnt = [r for r in done.rounds if not r.evaluates]
+    assert [(r.asked, r.counted) for r in learnt] == [(1, 1)] * 4
+    assert sum(m.counted for m in done.members) == 4
+    assert len([m for m in done.members if m.counted]) > 1
+    assert [r.asked for r in done.rounds if r.evaluates] == [0]
+    assert done.spec.flower.sha256.hex()[:16] in version.lineage.note
+    assert failed.phase == pb.Run.FAILED
+    assert "OSError (some.py:18): no room after [[1, 1], [2, 1]]" in failed.reason
+    assert quorum.phase == pb.Run.FAILED
+    assert "asks 1 of 2 devices, a round needs 2 updates" in quorum.reason
+
+
+def test_a_run_that_is_stopped_ends_its_process_and_goes_on_when_resumed(tmp_path):
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            (ann,) = await clients_of(cloud, tmp_path, ("ann",))
+            async with taking_part(ann):
+                fields = {"cohort": {"devices": 1}, "rounds": 30, "flower": strategy()}
+                made = await cloud.federation.begin(given.start_request(**fields), by="operator")
+                pid = await process_in_round(cloud, made.id, 3)
+                await cloud.federation.halt(made.id, reason="lunch", by="operator")
+                await ended_process(pid)
+                stopped = await cloud.federation.run(made.id)
+                await cloud.federation.resume(made.id, reason="", by="operator")
+                other = await process_in_round(cloud, made.id, stopped.round + 1)
+                return stopped, pid, other, await given.ended(cloud, made.id)
+
+    stopped, pid, other, done = within(story())
+    assert (stopped.phase, stopped.reason) == (pb.Run.STOPPED, "lunch")
+    assert other != pid
+    assert done.phase == pb.Run.DONE, done.reason
+    assert len({r.number for r in done.rounds if r.counted and not r.evaluates}) == 30
+
+
+async def process_in_round(cloud, run_id, number):
+    """The strategy's process once the run is that far."""
+    while True:
+        moved = cloud.federation.moved
+        run = await cloud.federation.run(run_id)
+        found = cloud.federation._flower._runs.get(run_id)
+        if run.round >= number and found is not None and found.process is not None:
+            return found.process.pid
+        await moved.wait()
+
+
+async def ended_process(pid):
+    descriptor = None
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop, gone = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, gone.set)
+    try:
+        await gone.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
