@@ -180,6 +180,52 @@ def test_a_killed_strategy_and_a_new_cloud_end_with_the_same_bits(tmp_path, capl
         np.testing.assert_array_equal(killed[name], array, err_msg=name)
 
 
+LIAR = """
+    import numpy as np
+    from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+
+    app = ClientApp()
+
+    def arrays_of(message, device, number):
+        arrays = {k: v.numpy() for k, v in message.content["arrays"].items()}
+        name = min(arrays)
+        if device == "bob" and number == 2:
+            arrays[name] = np.full_like(arrays[name], np.nan)
+        if device == "bob" and number == 3:
+            arrays[name] = arrays[name][..., None]
+        if device == "bob" and number == 4:
+            del arrays[name]
+        return ArrayRecord({k: Array(v) for k, v in arrays.items()})
+
+    @app.train()
+    def train(message, context):
+        device, number = context.node_config["device"], message.content["config"]["server-round"]
+        if device == "bob" and number == 1:
+            raise OSError("the camera is unplugged")
+        told = {"num-examples": 10**6 if device == "bob" and number == 5 else 5}
+        if device == "bob":
+            told["odd"] = 1
+        records = {"arrays": arrays_of(message, device, number), "metrics": MetricRecord(told)}
+        return Message(RecordDict(records), reply_to=message)
+"""
+
+
+def test_replies_that_do_not_fit_are_refused_with_a_word_and_stop_nothing(tmp_path):
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            with started(*await app_processes(cloud, tmp_path, text=LIAR)):
+                fields = {"rounds": 6, "cohort": {"devices": 2, "quorum": 0.5}}
+                return await done_run(cloud, flower=strategy(app=True), **fields)
+
+    run = within(story())
+    found = {refusal.kind: refusal.newest for refusal in run.refusals.reasons}
+    assert found.keys() == {"nonfinite", "shape", "names", "figures"}
+    assert "1 to 24 num-examples, got 1000000" in found["figures"]
+    learnt = [(r.counted, r.refused) for r in run.rounds if not r.evaluates]
+    assert learnt == [(1, 1)] * 5 + [(2, 0)]
+
+
 SOME = """
     import random
     from flwr.serverapp.strategy import FedAvg
