@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import Final
 
 from triplane.proto.credentials import IdentityFolder
-from triplane.proto.disk import OS_DISK, write_atomic
+from triplane.proto.disk import OS_DISK, AppendFile, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 
 DEFAULT_HOME: Final = "~/.triplane/device"
 MAX_SETTINGS_BYTES: Final = 64 << 10
 MAX_POPULATION_CHARS: Final = 64
 RENEWAL_S: Final = 60.0
+TEMPORARY: Final = ".*.tmp"
+"""Names of files that were to take another's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,4 +185,25 @@ class DeviceHome:
                 raise Conflict(
                     f"another process works in {self.path}; one home is one device"
                 ) from error
+            self._take_over()
             yield
+
+    def _take_over(self) -> None:
+        """Remove what a process that was killed wrote in part; make durable what goes on growing.
+
+        A download that has all its bytes is named without another look at them, so bytes that the
+        killed process had not synced are synced here: a power cut must not tear them later.
+        """
+        unfinished = [
+            p for f in (self.path, self.personal, self.pending) for p in f.glob(TEMPORARY)
+        ]
+        unfinished += self.pending.glob("*.new")
+        unfinished += [
+            p for p in self.pending.glob("*.out") if not p.with_suffix(".update").exists()
+        ]
+        for path in unfinished:
+            OS_DISK.remove(path)
+        for path in (self.plans / "partial").glob("*"):
+            file = AppendFile(path)
+            file.sync()
+            file.close()

@@ -3,6 +3,7 @@
 import pytest
 
 from triplane.device.home import DeviceHome, Settings
+from triplane.proto.disk import OS_DISK
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 
 
@@ -55,3 +56,31 @@ def test_only_its_user_may_enter(tmp_path):
 def test_an_empty_home_says_how_to_enrol(tmp_path):
     with pytest.raises(NotFound, match="triplane cloud token --role device"):
         DeviceHome(tmp_path).require_enrolled()
+
+
+def test_what_a_killed_process_wrote_in_part_goes_when_the_next_one_works_here(tmp_path):
+    home = DeviceHome(tmp_path / "home")
+    home.make()
+    kept = [home.pending / "0.update", home.pending / "0.out", home.personal / "0.state"]
+    partial = [
+        home.path / ".device.json.ab.tmp", home.personal / ".0.state.cd.tmp",
+        home.pending / ".0.update.ef.tmp", home.pending / "1.new", home.pending / "2.out",
+    ]  # fmt: skip
+    for path in (*kept, *partial):
+        path.write_bytes(b"x")
+    with home.held():
+        assert [path.exists() for path in kept] == [True] * len(kept)
+        assert [path.exists() for path in partial] == [False] * len(partial)
+
+
+def test_an_unfinished_download_is_synced_before_it_goes_on(tmp_path, monkeypatch):
+    home = DeviceHome(tmp_path / "home")
+    home.make()
+    partial = home.plans / "partial" / ("ab" * 32)
+    partial.parent.mkdir()
+    partial.write_bytes(b"all bytes, none synced")
+    synced = []
+    monkeypatch.setattr(OS_DISK, "sync", lambda file: synced.append(file.name), raising=False)
+    with home.held():
+        assert list(map(str, synced)) == [str(partial)]
+    assert partial.read_bytes() == b"all bytes, none synced"
