@@ -46,7 +46,7 @@ STUDIES: Final = {
     "reptile":  replace(BASE, algorithm="reptile", rates=RATES, hyper=Hyper(lr=0.3)),
     "maml":     replace(BASE, algorithm="maml", hyper=Hyper(lr=0.03, meta_lr=0.3)),
     "fomaml":   replace(BASE, algorithm="fomaml", hyper=Hyper(lr=0.03, meta_lr=0.3)),
-    "meta-sgd": replace(BASE, algorithm="meta-sgd", hyper=Hyper(lr=0.03, meta_lr=0.1)),
+    "meta-sgd": replace(BASE, algorithm="meta-sgd", hyper=Hyper(lr=0.03, meta_lr=0.05)),
 }
 TRIED: Final[Mapping[str, tuple[Hyper, ...]]] = {
     "fedavg":   tuple(Hyper(lr=a) for a in (0.03, 0.1, 0.3, 1.0)),
@@ -59,7 +59,7 @@ TRIED: Final[Mapping[str, tuple[Hyper, ...]]] = {
     "fomaml":   tuple(Hyper(lr=a, meta_lr=b) for a, b in
                       ((0.01, 0.3), (0.03, 0.1), (0.03, 0.2), (0.03, 0.3))),
     "meta-sgd": tuple(Hyper(lr=a, meta_lr=b) for a, b in
-                      ((0.03, 0.1), (0.03, 0.2), (0.03, 0.3), (0.1, 0.1))),
+                      ((0.03, 0.05), (0.03, 0.1), (0.03, 0.2), (0.03, 0.3), (0.1, 0.1))),
 }
 # fmt: on
 TUNING_ROUNDS: Final = 40

@@ -39,10 +39,11 @@ def test_it_compares_algorithms_in_a_table_and_a_page(model, tmp_path):
     made = run(model, "--rate", "0.1", "--rate", "0.3", "--out", str(out))
     assert made.exit_code == 0
     rows = [line.split() for line in made.stdout.splitlines()]
-    assert [row[:3] for row in rows[1:]] == [
+    assert [row[:3] for row in rows[1:5]] == [
         ["fedavg", "3", "training"], ["fedavg", "3", "unseen"],
         ["maml", "3", "training"], ["maml", "3", "unseen"],
     ]  # fmt: skip
+    assert [" ".join(row[:2]) for row in rows[5:]] == ["On training", "On unseen"]
     assert "maml round 2/2  loss" in made.stderr
     text = out.read_text()
     assert text.startswith("<!doctype html>")

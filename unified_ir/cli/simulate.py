@@ -167,6 +167,7 @@ def simulate(**options: Any) -> None:
     """Let simulated devices learn together from MODEL.tpm and compare how well each ends up."""
     output = open_output(options["as_json"])
     from triplane.unified_ir.convert.conversion import read_model
+    from triplane.unified_ir.federated.study import verdicts
     from triplane.unified_ir.federated.study.source import devices_of
 
     studies = [_study(name, options) for name in dict.fromkeys(options["algorithms"])]
@@ -186,7 +187,7 @@ def simulate(**options: Any) -> None:
             trials,
             _facts(options, groups) | {f"{k} stopped": v for k, v in stopped.items()},
         )
-    output.result(record, "\n".join([*_lines(trials), *_stopped(stopped)]))
+    output.result(record, "\n".join([*_lines(trials), *verdicts(trials), *_stopped(stopped)]))
     if stopped:
         click.get_current_context().exit(EXIT_CODES[InvalidInput])
 

@@ -5,10 +5,11 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.study import page, picture, simulate
+from triplane.unified_ir.federated.study import difference, page, picture, simulate, verdicts
 from triplane.unified_ir.federated.study.draw import COLOURS, INK, MAX_DOTS, SOFT, Column, dots
 from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow, Trial, summary
 
@@ -63,7 +64,7 @@ def test_the_tables_say_what_was_measured(trials):
             rate = trial.best_rate(seen=seen)
             cells = [
                 trial.algorithm, f"{100 * found.before:.1f}", f"{100 * found.after:.1f}",
-                "own" if rate is None else f"{rate[0]:g}",
+                against(trial, trials[0], seen), "own" if rate is None else f"{rate[0]:g}",
                 f"{100 * found.before_worst_tenth:.1f}", f"{100 * found.after_worst_tenth:.1f}",
             ]  # fmt: skip
             assert "".join(f"<td>{cell}</td>" for cell in cells) in text
@@ -73,17 +74,44 @@ def test_the_tables_say_what_was_measured(trials):
     assert "Devices that never took part: 2" in text
 
 
+def against(trial, first, seen):
+    if trial is first:
+        return ""
+    apart = there(difference(trial.final(seen=seen), first.final(seen=seen)))
+    return f"{100 * apart.mean:+.2f} ± {100 * apart.twice_error:.2f}"
+
+
 def made(name, afters):
     scores = [score(f"d{k}", after) for k, after in enumerate(afters)]
     return Trial(name, [RoundRow(2, 2, 0.1, 0, 0, 0.0)], scores, {}, {})
 
 
-def test_the_best_is_said_and_set_in_bold_ties_named_together():
-    text = page([made("a", [0.5, 0.7]), made("b", [0.9, 0.8]), made("c", [0.8, 0.9])], "t")
-    assert "On training devices, after adaptation: b, c 85.0; a 60.0." in text
-    bold = re.findall(r"<td>(\w)</td><td>[^/]*</b></td><td><b>(.{4})</b>", text)
+def test_the_best_is_said_and_set_in_bold():
+    trials = [made("a", [0.5, 0.7]), made("b", [0.9, 0.8]), made("c", [0.8, 0.9])]
+    bold = re.findall(r"<td>(\w)</td><td>[^/]*</b></td><td><b>(.{4})</b>", page(trials, "t"))
     assert bold == [("b", "85.0"), ("c", "85.0")]
-    assert "unseen devices" not in text
+
+
+def test_who_is_ahead_is_told_from_whom_chance_may_have_put_there():
+    ahead, near, far = [0.9, 0.8, 0.9, 0.8], [0.8, 0.9, 0.9, 0.7], [0.5, 0.4, 0.6, 0.4]
+    trials = [made("far", far), made("near", near), made("ahead", ahead)]
+    (said,) = verdicts(trials)
+    assert said.endswith(": ahead 85.0; not told from it: near 82.5; behind: far 47.5.")
+    text = page(trials, "t")
+    assert said in text
+    assert "<th>against far</th>" in text
+    assert "<td>+37.50 ± 5.00</td>" in text
+    assert verdicts(trials[:1]) == []
+
+
+def test_a_difference_is_of_pairs_and_its_error_numpys():
+    rng = np.random.default_rng(0)
+    a, b = rng.random(30), rng.random(30)
+    found = there(difference(made("a", a).scores, reversed(made("b", b).scores)))
+    assert found.mean == pytest.approx((a - b).mean())
+    assert found.twice_error == pytest.approx(2 * (a - b).std(ddof=1) / np.sqrt(30))
+    assert found.shown == (abs(found.mean) > found.twice_error)
+    assert difference(made("a", a[:1]).scores, made("b", b).scores) is None
 
 
 def test_there_are_dots_lines_and_losses(trials):

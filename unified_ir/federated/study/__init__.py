@@ -6,18 +6,21 @@ from triplane.unified_ir.federated.study.partition import (
     by_label_shards,
     evenly,
 )
-from triplane.unified_ir.federated.study.report import page, picture
+from triplane.unified_ir.federated.study.report import page, picture, verdicts
 from triplane.unified_ir.federated.study.simulate import Study, simulate
 from triplane.unified_ir.federated.study.trial import (
     DeviceScore,
+    Difference,
     RoundRow,
     Summary,
     Trial,
+    difference,
     summary,
 )
 
 __all__ = [
     "DeviceScore",
+    "Difference",
     "RoundRow",
     "Study",
     "Summary",
@@ -25,9 +28,11 @@ __all__ = [
     "by_dirichlet",
     "by_group",
     "by_label_shards",
+    "difference",
     "evenly",
     "page",
     "picture",
     "simulate",
     "summary",
+    "verdicts",
 ]

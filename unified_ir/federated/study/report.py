@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.study.draw import Column, dots, lines
-from triplane.unified_ir.federated.study.trial import Summary, Trial, summary
+from triplane.unified_ir.federated.study.trial import (
+    DeviceScore,
+    Summary,
+    Trial,
+    difference,
+    summary,
+)
 
 GROUPS: Final = (
     (True, "training", "Devices that learned"),
     (False, "unseen", "Devices that never took part"),
 )
+LEAST_COMPARED: Final = 2
 IN_ONE_PICTURE: Final = 6
 """Columns of dots; with more, each group of devices has a picture of its own."""
 STYLE: Final = """
@@ -41,14 +48,17 @@ p { color: #52606d; } p.said { color: inherit; font-size: 1.1em; }
 }
 """
 HEADS: Final = (
-    "algorithm", "before", "adapted", "at rate", "worst tenth before", "worst tenth adapted",
+    "algorithm", "before", "adapted", "against {first}", "at rate", "worst tenth before",
+    "worst tenth adapted",
 )  # fmt: skip
 COSTS: Final = ("algorithm", "rounds", "MB up", "MB down", "seconds", "seconds a round")
 NOTE: Final = (
     "Accuracy in percent, the mean over devices, each device once, on samples that neither "
     "learning nor adaptation saw. Adapted: after the inner steps on the device's own support. "
     "Where several rates of adaptation were tried, the one with the best mean stands for the "
-    "algorithm. The worst tenth is the mean of the lowest tenth of devices."
+    "algorithm. The worst tenth is the mean of the lowest tenth of devices. Against: the mean "
+    "difference after adaptation, paired by device, with two standard errors; one within them may "
+    "come from which devices there are, and one run says nothing about other seeds."
 )
 COST_NOTE: Final = (
     "Bytes are those of tensors, of all devices and rounds. Seconds are of learning and reducing "
@@ -63,7 +73,7 @@ def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = 
         raise InvalidInput("a report is of at least one run")
     body = [
         f"<h1>{_e(title)}</h1>",
-        *(f"<p class='said'>{_e(line)}</p>" for line in _verdicts(trials)),
+        *(f"<p class='said'>{_e(line)}</p>" for line in verdicts(trials)),
         *(results(trials, seen=seen, heading=heading) for seen, _, heading in GROUPS),
         f"<p>{_e(NOTE)}</p>",
         "<h2>What it cost</h2>",
@@ -96,9 +106,11 @@ def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
         numbers = _numbers(known[trial.algorithm])
         cells = [_marked(x, top) for x, top in zip(numbers, tops, strict=True)]
         rate = "own" if best is None else f"{best[0]:g}"
-        rows.append([_e(trial.algorithm), *cells[:2], rate, *cells[2:]])
+        against = _against(trial, trials[0], seen=seen)
+        rows.append([_e(trial.algorithm), *cells[:2], against, rate, *cells[2:]])
     count = max(s.devices for s in known.values())
-    return f"<h2>{_e(heading)}: {count}</h2>{_table(HEADS, rows)}"
+    heads = [head.format(first=trials[0].algorithm) for head in HEADS]
+    return f"<h2>{_e(heading)}: {count}</h2>{_table(heads, rows)}"
 
 
 def _numbers(s: Summary) -> tuple[float, float, float, float]:
@@ -109,25 +121,39 @@ def _marked(share: float, top: float) -> str:
     return f"<b>{_percent(share)}</b>" if _percent(share) == _percent(top) else _percent(share)
 
 
-def _verdicts(trials: Sequence[Trial]) -> list[str]:
-    """Who is ahead after adaptation, and by how much, as far as the printed digits tell."""
+def verdicts(trials: Sequence[Trial]) -> list[str]:
+    """Who is ahead after adaptation in each group of devices, and who cannot be told from that."""
     lines = []
     for seen, group, _ in GROUPS:
-        found = {t.algorithm: summary(t.final(seen=seen)) for t in trials}
-        known = sorted(
-            ((s.after, name) for name, s in found.items() if s is not None), key=lambda f: -f[0]
-        )
-        if len(known) > 1:
-            best, *others = known
-            ahead = [name for after, name in known if _percent(after) == _percent(best[0])]
-            rest = "".join(
-                f"; {name} {_percent(after)}" for after, name in others if name not in ahead
-            )
-            lines.append(
-                f"On {group} devices, after adaptation: {', '.join(ahead)} "
-                f"{_percent(best[0])}{rest}."
-            )
+        scored = {t.algorithm: t.final(seen=seen) for t in trials if t.final(seen=seen)}
+        if len(scored) < LEAST_COMPARED:
+            continue
+        means = {name: _after(found) for name, found in scored.items()}
+        best = max(means, key=lambda name: means[name])
+        near: list[str] = []
+        behind: list[str] = []
+        for name in sorted(scored.keys() - {best}, key=lambda name: -means[name]):
+            apart = difference(scored[best], scored[name])
+            group_of = behind if apart is not None and apart.shown else near
+            group_of.append(f"{name} {_percent(means[name])}")
+        said = [f"{best} {_percent(means[best])}"]
+        said += [f"not told from it: {', '.join(near)}"] if near else []
+        said += [f"behind: {', '.join(behind)}"] if behind else []
+        lines.append(f"On {group} devices, after adaptation: {'; '.join(said)}.")
     return lines
+
+
+def _after(scores: Iterable[DeviceScore]) -> float:
+    found = summary(scores)
+    assert found is not None
+    return found.after
+
+
+def _against(trial: Trial, other: Trial, *, seen: bool) -> str:
+    found = difference(trial.final(seen=seen), other.final(seen=seen))
+    if found is None or trial is other:
+        return ""
+    return f"{100 * found.mean:+.2f} ± {100 * found.twice_error:.2f}"
 
 
 def _costs(trials: Sequence[Trial]) -> str:

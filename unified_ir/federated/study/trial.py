@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from triplane.unified_ir.federated.core.draws import Array
+
+LEAST_PAIRS: Final = 2
+"""Devices that a standard error takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,33 @@ def summary(scores: Iterable[DeviceScore]) -> Summary | None:
         return None
     before, after = [s.before for s in found], [s.after for s in found]
     return Summary(len(found), _mean(before), _mean(after), _worst(before), _worst(after))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How much more accurate one trial's devices are than the same devices of another, adapted.
+
+    twice_error: two standard errors of the mean over devices; a mean within it shows nothing.
+    """
+
+    mean: float
+    twice_error: float
+
+    @property
+    def shown(self) -> bool:
+        """Whether it is larger than what the choice of devices may make."""
+        return abs(self.mean) > self.twice_error
+
+
+def difference(ours: Iterable[DeviceScore], theirs: Iterable[DeviceScore]) -> Difference | None:
+    """Paired by device; None for fewer than two devices in common."""
+    known = {s.device: s.after for s in theirs}
+    found = [s.after - known[s.device] for s in ours if s.device in known]
+    if len(found) < LEAST_PAIRS:
+        return None
+    mean = _mean(found)
+    variance = math.fsum((d - mean) ** 2 for d in found) / (len(found) - 1)
+    return Difference(mean, 2 * math.sqrt(variance / len(found)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
