@@ -6,7 +6,7 @@
 export PYTHON OFFLINE
 BIN := .venv/bin
 CONSTRAINTS := .ci/constraints.txt
-BENCHES := run serving
+BENCHES := run serving rounds
 SUITE_crash := tests/faults/test_crashes.py
 
 .PHONY: help venv demo test quick deep lint format types imports proto wheels bench peers constraints clean
@@ -54,11 +54,12 @@ wheels: venv ## download everything that OFFLINE=1 needs into .wheels
 	@rm -f .wheels/triplane-*.whl
 	@echo ".wheels holds $$(ls .wheels | wc -l) wheels, $$(du -sm .wheels | cut -f1) MB; now: make demo OFFLINE=1"
 
-bench: venv peers ## ratios against PyTorch and others; docs/benchmarks.md tells how to read them
+bench: venv peers ## ratios against PyTorch, Flower and others; docs/benchmarks.md tells how to read them
 	@for bench in $(BENCHES); do $(BIN)/python benchmarks/$$bench.py $(ARGS) || exit 1; done
 
-peers: ## the environment of the benchmarks' other side, with PyTorch
+peers: ## the environments of the benchmarks' other sides, with PyTorch and with Flower
 	@.ci/venv .venv-peers -r benchmarks/requirements-peers.txt
+	@.ci/venv .venv-peers-flower -c .ci/constraints-flower.txt -r benchmarks/requirements-flower.txt
 
 constraints: ## resolve both pin sets anew: with Flower's pins (protobuf 6) and without (protobuf 7)
 	@.ci/constrain .ci/constraints.txt '.[dev]'

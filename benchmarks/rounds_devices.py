@@ -26,7 +26,7 @@ import numpy as np
 from triplane.device.desk import Unsynced
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect, connect_aio
-from triplane.proto.errors import Conflict
+from triplane.proto.errors import TriplaneError
 from triplane.proto.identity import IdentityFolder
 from triplane.proto.stream import SessionClient
 from triplane.proto.transfer import BlobFolder, download, upload
@@ -98,8 +98,9 @@ class Device:
     async def _do(self, task: pb.Task) -> None:
         try:
             told = await asyncio.to_thread(self._done, task)
-        except Conflict:
-            return  # enough others were faster
+        except TriplaneError as error:  # its round is over, or its run
+            print(error, file=sys.stderr)
+            return
         started_s = time.perf_counter()
         await self._client.send(told)
         SPENT["acknowledge"] += time.perf_counter() - started_s
