@@ -63,6 +63,13 @@ def test_the_record_is_whole_and_the_same_again(model, tmp_path):
     assert (tmp_path / "meta-sgd" / "study.tpc").is_file()
 
 
+def test_all_names_every_algorithm_once(model):
+    options = ("--json", "--algorithm", "maml", "--algorithm", "all")
+    names = [t["algorithm"] for t in json.loads(run(model, *options).stdout)["trials"]]
+    assert names[0] == "maml"
+    assert sorted(names) == sorted(ALGORITHMS)
+
+
 def test_compression_is_by_name(model):
     plain, packed = (
         json.loads(run(model, "--json", "--algorithm", "fedavg", *more).stdout)["trials"][0]

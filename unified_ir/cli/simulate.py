@@ -53,6 +53,7 @@ the exit code is then 2.
 RATE = click.FloatRange(min=0)
 SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
 COUNT = click.IntRange(min=1)
+ALL = "all"
 GROUPS = (("training", True), ("unseen", False))
 
 
@@ -100,7 +101,7 @@ GROUPS = (("training", True), ("unseen", False))
 )  # fmt: skip
 @click.option(
     "--algorithm", "algorithms", multiple=True, default=("fedavg", "maml"), show_default=True,
-    metavar="NAME", help="One of those below; repeatable.",
+    metavar="NAME", help="One of those below, or all of them by the name all; repeatable.",
 )  # fmt: skip
 @click.option("--rounds", type=COUNT, default=50, show_default=True, metavar="N")
 @click.option(
@@ -170,7 +171,7 @@ def simulate(**options: Any) -> None:
     from triplane.unified_ir.federated.study import verdicts
     from triplane.unified_ir.federated.study.source import devices_of
 
-    studies = [_study(name, options) for name in dict.fromkeys(options["algorithms"])]
+    studies = [_study(name, options) for name in _names(options["algorithms"])]
     module, _ = read_model(options["model"])
     groups = devices_of(_source(options), module)
     output.note(_population(groups))
@@ -190,6 +191,14 @@ def simulate(**options: Any) -> None:
     output.result(record, "\n".join([*_lines(trials), *verdicts(trials), *_stopped(stopped)]))
     if stopped:
         click.get_current_context().exit(EXIT_CODES[InvalidInput])
+
+
+def _names(given: tuple[str, ...]) -> tuple[str, ...]:
+    """Each algorithm once, in the order asked for."""
+    from triplane.unified_ir.federated.algorithms import ALGORITHMS
+
+    every = [n for name in given for n in (ALGORITHMS if name == ALL else (name,))]
+    return tuple(dict.fromkeys(every))
 
 
 def _population(groups: Groups) -> str:
@@ -340,7 +349,7 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
     """What a reader of the page has to know: the options that had a say, by name."""
     from triplane.unified_ir.federated.algorithms import ALGORITHMS
 
-    rows = [ALGORITHMS[name] for name in options["algorithms"]]
+    rows = [ALGORITHMS[name] for name in _names(options["algorithms"])]
     meta = any(row.episodes for row in rows)
     # fmt: off
     matters = {
@@ -350,7 +359,7 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         "alpha": options["way"] == "dirichlet" and not options["group"],
         "label_shards": options["way"] == "labels" and not options["group"],
         "batch_size": not all(row.episodes for row in rows), "query": meta, "meta_lr": meta,
-        "proximal": "fedprox" in options["algorithms"],
+        "proximal": any(row.name == "fedprox" for row in rows),
         "keep": options["compression"] == "top-k",
         "devices": options["devices"], "evaluate_every": options["evaluate_every"],
     }

@@ -1,5 +1,6 @@
 """The page: one file that needs nothing, the numbers of the study in it."""
 
+import itertools
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -10,7 +11,17 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.study import difference, page, picture, simulate, verdicts
-from triplane.unified_ir.federated.study.draw import COLOURS, INK, MAX_DOTS, SOFT, Column, dots
+from triplane.unified_ir.federated.study.draw import (
+    COLOURS,
+    HEIGHT,
+    INK,
+    MAX_DOTS,
+    SOFT,
+    Column,
+    dots,
+    lines,
+)
+from triplane.unified_ir.federated.study.report import charts
 from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow, Trial, summary
 
 from .given import module, shards, study, there
@@ -96,7 +107,7 @@ def test_who_is_ahead_is_told_from_whom_chance_may_have_put_there():
     ahead, near, far = [0.9, 0.8, 0.9, 0.8], [0.8, 0.9, 0.9, 0.7], [0.5, 0.4, 0.6, 0.4]
     trials = [made("far", far), made("near", near), made("ahead", ahead)]
     (said,) = verdicts(trials)
-    assert said.endswith(": ahead 85.0; not told from it: near 82.5; behind: far 47.5.")
+    assert said.endswith(": ahead 85.0; cannot be told from it: near 82.5; behind: far 47.5.")
     text = page(trials, "t")
     assert said in text
     assert "<th>against far</th>" in text
@@ -120,6 +131,26 @@ def test_there_are_dots_lines_and_losses(trials):
         "Devices before and after adaptation", "Adapted accuracy of training devices",
         "Adapted accuracy of unseen devices", "Loss of local steps",
     ]  # fmt: skip
+
+
+def test_names_of_lines_stay_on_the_picture_apart():
+    series = {f"line {k}": [(0.0, 2.0), (300.0, 0.001 * k)] for k in range(7)}
+    root = ET.fromstring(lines(series, "t", "y"))
+    names = {e.text: float(there(e.get("y"))) for e in root.iter() if e.text in series}
+    heights = sorted(names.values())
+    assert len(names) == 7
+    assert heights[-1] <= HEIGHT - 40
+    assert min(b - a for a, b in itertools.pairwise(heights)) >= 15.9
+
+
+def test_losses_of_many_rounds_are_drawn_as_means(trials):
+    rounds = [RoundRow(k + 1, 2, float(k % 2), 0, 0, 0.0) for k in range(120)]
+    (*_, chart) = charts([replace(trials[0], rounds=rounds)])
+    assert "mean of 2 rounds" in chart
+    (path,) = re.findall(r"points='([^']*)'", chart)
+    heights = {point.partition(",")[2] for point in path.split()}
+    assert len(path.split()) == 60
+    assert len(heights) == 1
 
 
 def test_a_picture_has_two_dots_per_device_and_is_the_same_again(trials):

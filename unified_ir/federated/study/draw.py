@@ -157,11 +157,15 @@ def _scale(low: float, high: float, start: float, end: float) -> Scale:
 
 
 def _apart(ends: Mapping[str, float], least: float = 16.0) -> dict[str, float]:
-    """Heights of names, moved down just enough that no two touch."""
+    """Heights of names, moved down just enough that no two touch; up again from the lower edge."""
     placed: dict[str, float] = {}
     last = -math.inf
     for name, y in sorted(ends.items(), key=lambda pair: pair[1]):
         last = placed[name] = max(y, last + least)
+    limit = float(HEIGHT - _BOTTOM)
+    for name in reversed(list(placed)):
+        placed[name] = min(placed[name], limit)
+        limit = placed[name] - least
     return placed
 
 

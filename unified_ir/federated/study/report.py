@@ -22,6 +22,8 @@ GROUPS: Final = (
     (False, "unseen", "Devices that never took part"),
 )
 LEAST_COMPARED: Final = 2
+MAX_POINTS: Final = 60
+"""Of a line of losses, which are of few samples each."""
 IN_ONE_PICTURE: Final = 6
 """Columns of dots; with more, each group of devices has a picture of its own."""
 STYLE: Final = """
@@ -137,7 +139,7 @@ def verdicts(trials: Sequence[Trial]) -> list[str]:
             group_of = behind if apart is not None and apart.shown else near
             group_of.append(f"{name} {_percent(means[name])}")
         said = [f"{best} {_percent(means[best])}"]
-        said += [f"not told from it: {', '.join(near)}"] if near else []
+        said += [f"cannot be told from it: {', '.join(near)}"] if near else []
         said += [f"behind: {', '.join(behind)}"] if behind else []
         lines.append(f"On {group} devices, after adaptation: {'; '.join(said)}.")
     return lines
@@ -189,14 +191,20 @@ def charts(trials: Sequence[Trial]) -> list[str]:
         if drawn:
             title = f"Adapted accuracy of {group} devices"
             found.append(lines(drawn, title, "mean over devices, %, at the run's own rate"))
-    losses = {
-        t.algorithm: [(float(r.number), r.loss) for r in t.rounds if math.isfinite(r.loss)]
-        for t in trials
-    }
+    every = math.ceil(max(len(t.rounds) for t in trials) / MAX_POINTS)
+    losses = {t.algorithm: _losses(t, every) for t in trials}
     drawn = {name: line for name, line in losses.items() if len(line) > 1}
     if drawn:
-        found.append(lines(drawn, "Loss of local steps", LOSS_NOTE))
+        note = LOSS_NOTE if every == 1 else f"mean of {every} rounds, {LOSS_NOTE}"
+        found.append(lines(drawn, "Loss of local steps", note))
     return found
+
+
+def _losses(trial: Trial, every: int) -> list[tuple[float, float]]:
+    """(round, loss), each the mean of so many rounds; the last may be of fewer."""
+    known = [(r.number, r.loss) for r in trial.rounds if math.isfinite(r.loss)]
+    parts = [known[at : at + every] for at in range(0, len(known), every)]
+    return [(float(part[-1][0]), math.fsum(loss for _, loss in part) / len(part)) for part in parts]
 
 
 def _dots(trials: Sequence[Trial]) -> list[str]:
