@@ -63,6 +63,7 @@ def test_the_record_is_whole_and_the_same_again(model, tmp_path):
     assert (tmp_path / "meta-sgd" / "study.tpc").is_file()
 
 
+@pytest.mark.slow
 def test_all_names_every_algorithm_once(model):
     options = ("--json", "--algorithm", "maml", "--algorithm", "all")
     names = [t["algorithm"] for t in json.loads(run(model, *options).stdout)["trials"]]
@@ -123,6 +124,7 @@ def at_round(number, go):
 DIVERGING = ("--algorithm", "fedavg", "--algorithm", "maml", "--meta-lr", "1e38", "--steps", "3")
 
 
+@pytest.mark.slow
 def test_an_algorithm_that_diverges_is_named_and_others_go_on(model, tmp_path):
     out = tmp_path / "study.html"
     made = run(model, *DIVERGING, "--json", "--out", str(out))
