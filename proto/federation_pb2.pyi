@@ -393,11 +393,14 @@ class Member(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     COUNTED_FIELD_NUMBER: _builtins.int
     DROPPED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     connected: _builtins.bool
     examples: _builtins.int
     counted: _builtins.int
     dropped: _builtins.int
+    reason: _builtins.str
+    """Why its newest contribution did not count; empty where it did."""
     @_builtins.property
     def score(self) -> Global___Score:
         """Newest evaluation of this device."""
@@ -411,10 +414,11 @@ class Member(_message.Message):
         score: Global___Score | None = ...,
         counted: _builtins.int = ...,
         dropped: _builtins.int = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "counted", b"counted", "device", b"device", "dropped", b"dropped", "examples", b"examples", "score", b"score"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "counted", b"counted", "device", b"device", "dropped", b"dropped", "examples", b"examples", "reason", b"reason", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,12 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from triplane.cloud.cli.following import Show
-from triplane.cloud.cli.runs import ROUND_HEADINGS, headline, phase_of, refusals, round_row
+from triplane.cloud.cli.runs import ROUND_HEADINGS, dropped, headline, phase_of, refusals, round_row
 from triplane.cloud.cli.text import shown
 from triplane.proto.federation_pb2 import Round, Run
 
 REDRAWS_PER_S: Final = 4
-LINES_AROUND: Final = 10
+LINES_AROUND: Final = 14
 BAR_CELLS: Final = 30
 # fmt: off
 STYLES: Final = {
@@ -66,7 +66,8 @@ def drawn(run: Run, *, room: int, now_s: float) -> RenderableType:
     for found in closed[-room:]:
         style = "red" if found.given_up else ""
         grid.add_row(*(Text(shown(cell), style) for cell in round_row(found)))
-    return Group(*lines, Text(), grid, *(Text(line, "red") for line in refusals(run)))
+    why = (Text(line, "red") for line in (*dropped(None, run), *refusals(run)))
+    return Group(*lines, Text(), grid, *why)
 
 
 def _at_hand(found: Round, deadline_s: float, now_s: float) -> Text:

@@ -9,13 +9,16 @@ from triplane.cloud.cli.text import age, duration, enum_text, shown, size, table
 from triplane.proto.federation_pb2 import Member, Round, Run, Spread
 
 ROUND_HEADINGS: Final = ("ROUND", "ASKED", "COUNTED", "OUT", "LOSS", "TIME", "UP", "ACCURACY")
-MEMBER_HEADINGS: Final = ("DEVICE", "EXAMPLES", "COUNTED", "DROPPED", "BEFORE", "AFTER")
+MEMBER_HEADINGS: Final = ("DEVICE", "EXAMPLES", "COUNTED", "DROPPED", "BEFORE", "AFTER", "WHY")
 RUN_HEADINGS: Final = ("RUN", "MODEL", "ALGORITHM", "PHASE", "ROUND", "BEGUN", "RESULT", "REASON")
 OVER: Final = ("done", "failed")
 STANDING: Final = (*OVER, "stopped")
 """Phases in which nothing happens by itself."""
 LAST_ROUNDS: Final = 20
 MOST_MEMBERS: Final = 50
+MOST_REASONS: Final = 3
+"""Devices whose reasons are told after a round; `show` has all."""
+MOST_REASON_CHARS: Final = 200
 
 
 def phase_of(run: Run) -> str:
@@ -92,7 +95,23 @@ def member_row(member: Member) -> tuple[str, ...]:
         str(member.dropped) if member.dropped else "",
         f"{member.score.before:.1%}" if scored else "",
         f"{member.score.after:.1%}" if scored else "",
+        cut(member.reason),
     )
+
+
+def cut(text: str) -> str:
+    """On one line of bounded length."""
+    return text if len(text) <= MOST_REASON_CHARS else text[: MOST_REASON_CHARS - 3] + "..."
+
+
+def dropped(before: Run | None, after: Run) -> list[str]:
+    """Why devices' newest contributions did not count, of those dropped since `before`."""
+    known = {member.device: member.dropped for member in before.members} if before else {}
+    found = [m for m in after.members if m.reason and m.dropped > known.get(m.device, 0)]
+    lines = [shown(f"    {m.device}: {cut(m.reason)}") for m in found[:MOST_REASONS]]
+    if len(found) > MOST_REASONS:
+        lines.append(f"    and {len(found) - MOST_REASONS} more devices; triplane federate show")
+    return lines
 
 
 def refusals(run: Run) -> list[str]:
@@ -143,6 +162,8 @@ def changes(before: Run | None, after: Run) -> list[str]:
         for found in _closed(after)
         if (found.number, found.evaluates, found.opened_s) not in known
     ]
+    if lines:
+        lines += dropped(before, after)
     if before is None or _standing(before) != _standing(after):
         lines.append(headline(after))
     return lines
@@ -175,7 +196,15 @@ def _standing(run: Run) -> tuple[str, str, str]:
 def aftermath(run: Run) -> list[str]:
     """Of a run that stands: what came of it, and what can be done."""
     if phase_of(run) == "done":
-        return [f"Serve it: triplane deploy {run.result} --to SELECTOR"]
+        return _served(run)
     if phase_of(run) == "stopped":
         return [f"  go on where it stopped:  triplane federate resume {run.id}"]
     return refusals(run)
+
+
+def _served(run: Run) -> list[str]:
+    """How the result comes to nodes, which take nothing unsigned."""
+    if run.spec.release:
+        return ["It is released as the policy says: triplane rollout show"]
+    sign = f"triplane sign {run.result} --keys DIR, where the keys are"
+    return [f"Serve it: {sign}; then: triplane deploy {run.result} --to SELECTOR"]

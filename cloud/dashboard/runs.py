@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any, Final
 
+from triplane.cloud.cli.runs import means
 from triplane.proto.federation_pb2 import Member, Round, Run, Spread
 
 Row = dict[str, Any]
@@ -26,7 +27,7 @@ def run_row(run: Run) -> Row:
         "id": run.id,
         "model": run.spec.model,
         "population": run.spec.population,
-        "algorithm": run.spec.algorithm,
+        "algorithm": means(run),
         "phase": Run.Phase.Name(run.phase).lower(),
         "reason": run.reason[:MOST_TEXT_CHARS],
         "round": run.round,
@@ -71,6 +72,7 @@ def _device_row(member: Member) -> Row:
         "connected": member.connected,
         "counted": member.counted,
         "dropped": member.dropped,
+        "reason": member.reason[:MOST_TEXT_CHARS],
         "before": round(member.score.before, 4) if scored else None,
         "after": round(member.score.after, 4) if scored else None,
     }

@@ -94,6 +94,7 @@ def _member(member: Member) -> pb.Member:
         score=_score(member.score) if member.score else None,
         counted=member.counted,
         dropped=member.dropped,
+        reason=member.settled.reason if member.settled else "",
     )
 
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from tests.cloud.federation.given import devices_of, living, make_home, registered
 
 from triplane.cloud.cli.federate import command
-from triplane.cloud.cli.runs import changes
+from triplane.cloud.cli.runs import aftermath, changes, run_text
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
 
@@ -88,3 +88,28 @@ def test_a_round_is_told_once():
     second = pb.Round(number=2, asked=2, counted=1, opened_s=2.0)
     assert len(changes(None, run(first))) == 2
     assert changes(run(first), run(first, second)) == []
+
+
+def test_a_round_tells_why_devices_did_not_count_and_show_names_each():
+    first = pb.Run(
+        id="0" * 16, phase=pb.Run.COLLECTING,
+        members=[pb.Member(device="ann", dropped=1, reason="the round's deadline passed")],
+    )  # fmt: skip
+    closed = pb.Round(number=1, asked=6, refused=5, opened_s=1.0, closed_s=2.0)
+    names = ("bob", "cleo", "dan", "eve", "fay")
+    members = [pb.Member(device=name, dropped=1, reason=f"no {name}\x1b[2J") for name in names]
+    second = pb.Run(
+        id="0" * 16, phase=pb.Run.COLLECTING, rounds=[closed], members=[*first.members, *members]
+    )
+    told = changes(first, second)
+    assert told[1:4] == [f"    {name}: no {name}?[2J" for name in names[:3]]
+    assert "2 more devices" in told[4]
+    assert "ann" not in "".join(told)
+    assert all(f"no {name}?" in run_text(second) for name in names)
+
+
+def test_a_result_that_is_not_signed_says_sign_first():
+    done = pb.Run(phase=pb.Run.DONE, result="digits@2")
+    assert "triplane sign digits@2" in aftermath(done)[0]
+    done.spec.release = "auto"
+    assert "sign" not in aftermath(done)[0]

@@ -116,6 +116,7 @@ def small_run() -> Run:
         member = run.members.add(
             device=f"phone-{i:02}", connected=i != 7, examples=40, counted=3, dropped=2 * (i == 7)
         )
+        member.reason = "its stream was away too long" if i == 7 else ""
         member.score.samples, member.score.round = 20, 3
         member.score.before, member.score.after = 0.3 + i / 30, 0.75 + i / 60
     run.refusals.reasons.add(kind="nan", count=2, newest="phone-03: 'head.weight' holds NaN")

@@ -252,6 +252,14 @@ def test_refusals_are_counted_by_their_word(outcome):
     assert all(r.newest for r in run.refusals.reasons)
 
 
+def test_people_see_why_the_newest_contribution_of_each_device_did_not_count(outcome):
+    run, mallory, _, _ = outcome
+    said = {member.device: member.reason for member in run.members}
+    assert not said["ann"]
+    assert said["mallory"]
+    assert said["mallory"] == mallory.settled(mallory.kept[-1].task.lease).reason
+
+
 def test_the_same_update_twice_counts_once(outcome):
     run, mallory, _, _ = outcome
     found = next(r for r in run.rounds if r.number == REPLAYS)
