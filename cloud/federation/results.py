@@ -75,8 +75,9 @@ class Results:
     ) -> None:
         self._db, self._blobs, self._spool, self._children = db, blobs, spool, children
         self._registry, self._shares_plan = registry, shares_plan
-        for left in blobs.partial.glob(f"{UNFINISHED}*"):  # of a process that was killed
-            left.unlink(missing_ok=True)
+        for pattern in (f"{UNFINISHED}*", f".{UNFINISHED}*"):  # of a process that was killed
+            for left in blobs.partial.glob(pattern):
+                blobs.disk.remove(left)
 
     async def prepare(self, entry: Entry, now_s: float) -> Prepared:
         """The plan of a run and its first state, as blobs."""

@@ -6,6 +6,7 @@ power cut that comes later finds out whether the next process made it durable.
 
 import random
 import shutil
+import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,11 +19,27 @@ METHODS = ("create", "append", "sync", "replace", "remove", "make_folder", "sync
 
 
 class Forgetful(CrashDisk):
-    """Leaves out one kind of sync. forgets: (method, folder below the root), "" for any folder."""
+    """Leaves out one kind of sync. forgets: (method, folder below the root), "" for any folder.
+
+    on_cut: told once the power goes, from the thread that met it.
+    """
 
     def __init__(self, root, *, forgets=("", ""), **options):
         super().__init__(root, **options)
-        self._forgets = forgets
+        self._forgets, self._lock = forgets, threading.Lock()
+        self.on_cut = lambda: None
+
+    @property
+    def is_cut(self):
+        return self.count >= self.fail_at
+
+    def _step(self):
+        with self._lock:
+            try:
+                super()._step()
+            except PowerCut:
+                self.on_cut()
+                raise
 
     def _is_forgotten(self, method, folder):
         method_, folder_ = self._forgets
@@ -70,13 +87,16 @@ def cuts(folder, play, *, points, seed, outcomes=1, forgets=("", "")):
     crash; `check(home)` is what must hold of what a crash left before it does.
     """
     rng = random.Random(seed)
-    with on(CrashDisk(made(folder / "whole"))) as disk:
-        play(disk.root).live(disk.root)
+    root = made(folder / "whole")
+    played = play(root)
+    with on(Forgetful(root)) as disk:
+        played.live(root)
     operations, kills = disk.count, 0
+    order = rng.sample(range(1, operations + 1), operations)
     for cut in range(points):
         root = made(folder / str(cut))
         played = play(root)
-        fail_at = 1 + cut % operations
+        fail_at = order[cut % operations]
         with on(Forgetful(root, fail_at=fail_at, forgets=forgets)) as disk:
             assert not is_whole(played, root)
             if cut % 2:
@@ -87,7 +107,7 @@ def cuts(folder, play, *, points, seed, outcomes=1, forgets=("", "")):
             after = folder / f"{cut}-{number}"
             disk.outcome(after, rng)
             again = played.copy()
-            with on(CrashDisk(after)):
+            with on(Forgetful(after)):
                 again.check(after)
                 again.live(after)
             shutil.rmtree(after)

@@ -1,0 +1,278 @@
+"""Power cuts and kills at every disk operation of a cloud that gathers and reduces updates.
+
+The real federation, its spool, its live run and its journal; played are devices, which send what
+they are asked for. The files are on a disk that forgets; the database is one that keeps what it
+committed and nothing else. What was acknowledged is there after a cut, and so is every file that
+the journal names, and the run goes on to the very states of an undisturbed one.
+"""
+
+import asyncio
+import hashlib
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.cloud.federation.given import POPULATION, spec
+from tests.faults.crash_disk import PowerCut
+from tests.faults.cuts import Forgetful, cuts, on
+from tests.faults.lab import OVER
+
+from triplane.cloud.federation import journal
+from triplane.cloud.federation.federation import Federation
+from triplane.cloud.federation.journal import Entry, Prepared
+from triplane.cloud.federation.spec import filled
+from triplane.cloud.registry.conversions import Conversions
+from triplane.cloud.registry.registry import Registry
+from triplane.cloud.store import Database
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.disk import OS_DISK
+from triplane.proto.errors import Corrupt
+from triplane.proto.transfer import BlobFolder
+from triplane.unified_ir.federated.algorithms import algorithm
+from triplane.unified_ir.federated.core.files import write_state, write_update
+from triplane.unified_ir.federated.core.rules import lease_id
+from triplane.unified_ir.federated.core.run import Arrived, Reduced
+
+RUN, PLAN_DIGEST = "0123456789abcdef", "d" * 64
+NAMES = ("ann", "bob")
+ROUNDS = 2
+ROLES = {"w": "parameter", "scale": "buffer"}
+FIRST = {"w": np.arange(6, dtype=np.float32), "scale": np.ones((), np.float32)}
+DEADLINE_S = 60.0
+POINTS = 30  # of some 70 operations
+
+
+def sha256(content):
+    return hashlib.sha256(content).digest()
+
+
+class Cut(Database):
+    """A database that the power cut takes along: each commit is one more operation of the disk."""
+
+    disk = None
+
+    def _submit(self, work):
+        if self.disk is not None:
+            self.disk._step()
+        return super()._submit(work)
+
+
+@dataclass
+class Story:
+    """A cloud's two folders, and what its devices know. acknowledged: updates by lease."""
+
+    folder: Path
+    given: "Given"
+    expected: list = field(default_factory=list)
+    copies: int = 0
+    acknowledged: dict = field(default_factory=dict)
+
+    @property
+    def url(self):
+        return f"sqlite:///{self.folder / 'cloud.db'}"
+
+    def copy(self):
+        folder = self.folder.with_name(f"{self.folder.name}-{self.copies}")
+        self.copies += 1
+        shutil.copytree(self.folder, folder)
+        return replace(self, folder=folder, acknowledged=dict(self.acknowledged))
+
+    def live(self, root):
+        """Be the cloud, and its devices, until so many rounds were reduced; PowerCut."""
+        disk = OS_DISK.sync.__self__
+        is_over = asyncio.run(self._live(root, disk))
+        if disk.is_cut:
+            raise PowerCut
+        assert is_over
+        found = self.states()
+        assert found == (self.expected or found)
+        assert not [*(root / "blobs" / "partial").iterdir()]
+        updates = root / "federation" / "updates"
+        left = {path.name for path in [*updates.iterdir(), *(updates / "partial").iterdir()]}
+        known = {sha256(content).hex() for content in self.given.updates.values()}
+        assert left - {"partial"} <= known, "what may still be meant is swept a minute later"
+
+    def states(self):
+        """Shared states in the order in which they were reduced."""
+        return [event.shared for event in self.journaled()[2] if isinstance(event, Reduced)]
+
+    async def _live(self, root, disk):
+        cut, loop = asyncio.Event(), asyncio.get_running_loop()
+        disk.on_cut = lambda: loop.call_soon_threadsafe(cut.set)
+        database = Cut.open(self.url)
+        database.disk = disk
+        blobs = BlobFolder(root / "blobs")
+        registry = Registry(database, blobs, Conversions(self.folder / "conversions"))
+        federation = Federation(database, blobs, registry, root / "federation")
+        devices = asyncio.create_task(self._devices(federation))
+        power = asyncio.create_task(cut.wait())
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await asyncio.wait({devices, power}, return_when=asyncio.FIRST_COMPLETED)
+            if devices.done() and not disk.is_cut:
+                devices.result()
+            return not disk.is_cut
+        finally:
+            for task in (devices, power):
+                task.cancel()
+            await asyncio.gather(devices, power, return_exceptions=True)
+            await federation.stop()
+            disk.on_cut = lambda: None
+            database.close()
+
+    async def _devices(self, federation):
+        await federation.start()
+        for name in NAMES:
+            federation.greeting(name)
+            offer = pb.Offer(population=POPULATION, examples=10, software="test")
+            await federation.take(name, offer)
+        while True:
+            moved = federation.moved
+            run = await federation.run(RUN)
+            assert run.phase not in OVER, run.reason
+            if sum(r.counted == len(NAMES) for r in run.rounds) >= ROUNDS and run.round > ROUNDS:
+                return True
+            for name in NAMES:
+                for task in federation.work_of(name).tasks:
+                    await self._contribute(federation, name, task)
+            await moved.wait()
+
+    async def _contribute(self, federation, name, task):
+        content = self.given.updates[task.lease.hex()]
+        folder = await federation.folder_for(name, sha256(content), len(content))
+        if not folder.has(sha256(content)):
+            with folder.receive(sha256(content), len(content)) as receiving:
+                for cut in (len(content) // 2, len(content)):
+                    receiving.write(content[receiving.stored : cut])
+                    receiving.sync()
+                receiving.finish()
+        blob = pb.Blob(sha256=sha256(content), size=len(content))
+        told = pb.Update(blob=blob, examples=10, loss=0.5, seconds=0.1)
+        await federation.take(
+            name, pb.Contribution(run=task.run, round=task.round, lease=task.lease, update=told)
+        )
+        self.acknowledged[task.lease.hex()] = sha256(content).hex()
+
+    def check(self, root):
+        """What was acknowledged is journaled; what the journal names is there, whole."""
+        entry, book, events = self.journaled()
+        arrived = {e.lease: e.update.blob for e in events if isinstance(e, Arrived)}
+        assert self.acknowledged.items() <= arrived.items()
+        named = [entry.prepared.plan, entry.prepared.state, book.state.shared, entry.slots.hex()]
+        for name in filter(None, named):
+            assert sha256((root / "blobs" / name).read_bytes()).hex() == name
+        for lease in book.state.round.leases if book.state.round else ():
+            if lease.update:
+                path = root / "federation" / "updates" / lease.update.blob
+                assert sha256(path.read_bytes()).hex() == lease.update.blob
+
+    def journaled(self):
+        database = Database.open(self.url)
+        try:
+            ((entry, book),) = database.read_now(lambda c: journal.find(c, RUN))
+            return entry, book, database.read_now(lambda c: journal.events(c, RUN))
+        finally:
+            database.close()
+
+
+@dataclass(frozen=True)
+class Given:
+    """What every story begins with. updates: by lease, the same bytes in each."""
+
+    plan: bytes
+    state: bytes
+    updates: dict
+
+    @classmethod
+    def make(cls, folder):
+        path, updates = folder / "made", {}
+        write_state(path, FIRST, ROLES, plan=PLAN_DIGEST)
+        state = path.read_bytes()
+        for number in range(1, ROUNDS + 2):
+            for name in NAMES:
+                lease = lease_id(RUN, number, evaluates=False, attempt=0, device=name)
+                value = number + len(name) * NAMES.index(name)
+                change = {n: np.full(x.shape, value, x.dtype) for n, x in FIRST.items()}
+                write_update(
+                    path, change, run=RUN, round=number, lease=lease, compression="", keep=1.0,
+                    seed=0, device=name,
+                )  # fmt: skip
+                updates[lease] = path.read_bytes()
+        return cls(b"a plan that no device of this story opens", state, updates)
+
+    def entry(self):
+        row = algorithm("fedadam")
+        prepared = Prepared(
+            plan=sha256(self.plan).hex(), plan_digest=PLAN_DIGEST, state=sha256(self.state).hex(),
+            roles=ROLES, weighting=row.weighting, server=row.server, since_s=1.0,
+        )  # fmt: skip
+        asked = filled(spec(model="tiny@1", algorithm=row.name, rounds=ROUNDS + 2))
+        return Entry(
+            number=0, id=RUN, key=bytes(16), asked=bytes(32), spec=asked, started_s=1.0,
+            started_by="operator", prepared=prepared,
+        )  # fmt: skip
+
+    def begin(self, root, folder):
+        """A home with the run's first blobs, and a database with the run; the story of both."""
+        for made in ("blobs/partial", "federation/updates/partial"):
+            (root / made).mkdir(parents=True)
+        for content in (self.plan, self.state):
+            (root / "blobs" / sha256(content).hex()).write_bytes(content)
+        folder.mkdir()
+        story, entry = Story(folder, self), self.entry()
+        database = Database.open(story.url)
+
+        def work(connection):
+            journal.begin(connection, entry)
+            journal.prepare(connection, RUN, entry.prepared)
+
+        database.write_now(work)
+        database.close()
+        return story
+
+
+@pytest.fixture
+def play(quick_folder):
+    """Begins a story that must come to the states of an undisturbed one."""
+    folder = quick_folder / "given"
+    folder.mkdir()
+    given, calm_home = Given.make(folder), quick_folder / "calm"
+    calm_home.mkdir()
+    calm = given.begin(calm_home, folder / "calm")
+    with on(Forgetful(calm_home)):
+        calm.live(calm_home)
+    expected = calm.states()
+    assert len(expected) == ROUNDS
+
+    def begin(root):
+        made = given.begin(root, folder / root.name)
+        made.expected = expected
+        return made
+
+    return begin
+
+
+@pytest.mark.slow
+def test_power_cuts_and_kills_leave_what_was_acknowledged_and_what_is_journaled(quick_folder, play):
+    operations, made, kills = cuts(quick_folder, play, points=POINTS, seed=1)
+    assert operations > 50
+    assert kills >= made // 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "folder"),
+    [
+        ("sync", ""),
+        ("sync_folder", ""),
+        ("sync", "blobs/partial"),
+        ("sync", "federation/updates/partial"),
+        ("sync_folder", "blobs"),
+        ("sync_folder", "federation/updates"),
+    ],
+)
+def test_the_search_finds_a_sync_that_the_cloud_leaves_out(quick_folder, play, method, folder):
+    with pytest.raises((AssertionError, Corrupt, FileNotFoundError)):
+        cuts(quick_folder, play, points=10 * POINTS, seed=1, forgets=(method, folder))
