@@ -1,13 +1,15 @@
 """A device's samples, from what its developer has: arrays, an npz file, or batches one by one.
 
+What could not be learned from is refused here, with its place, rather than by every task of a run.
 The part that is held out is never learned from, and a sample keeps its part when more arrive: of
 each block of consecutive samples one is held out, chosen by a fixed draw.
 """
 
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final
-from zipfile import BadZipFile
+from typing import Any, Final
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
@@ -18,8 +20,16 @@ from triplane.unified_ir.federated.core.learn import Shard
 DEFAULT_HELD_OUT: Final = 0.2
 MAX_SHARD_BYTES: Final = 2 << 30
 """Of all samples together: they are held in memory."""
+MAX_BATCHES: Final = 1 << 20
+"""Of one iterator: one that never ends is found out, however small its batches are."""
+MAX_BLOCK: Final = 1 << 32
+"""Samples of which one is held out."""
 HELD_OUT_PREFIX: Final = "held_out."
 """Of arrays in an npz file that say themselves what is held out."""
+NUMBERS: Final = "biuf"
+"""Kinds of elements that a graph takes, as numpy names them."""
+AT_ONCE: Final = 1 << 20
+"""Bytes of one array looked at in one go, so that looking needs no second copy of it."""
 
 Source = Shard | Mapping[str, Array] | str | Path | Iterable[Mapping[str, Array]]
 
@@ -28,61 +38,114 @@ def shard_of(source: Source, *, held_out: float = DEFAULT_HELD_OUT) -> Shard:
     """The samples of `source`, split where it does not say itself what is held out.
 
     source: a Shard, arrays by name ("x", "y") with one row per sample, the path of an npz file of
-    such arrays (held-out ones named "held_out.x" if it has them), or an iterable of batches.
-    held_out: share in [0, 1); 0 holds nothing out, and such a device does not evaluate.
+    such arrays (held-out ones named "held_out.x" if it has them), or an iterable of batches that
+    ends. held_out: share in [0, 1), taken as the nearest 1/n, or 1 - 1/n above a half; 0 holds
+    nothing out, and such a device does not evaluate. InvalidInput: what is no number, not finite,
+    or differs in size or names.
     """
     if isinstance(source, Shard):
-        return source
+        return _checked(source)
     if isinstance(source, str | Path):
-        return _from_npz(Path(source), held_out)
-    arrays = source if isinstance(source, Mapping) else _gathered(source)
-    return split({name: np.asarray(x) for name, x in arrays.items()}, held_out)
+        return _checked(_from_npz(Path(source).expanduser(), held_out))
+    arrays = _named(source) if isinstance(source, Mapping) else _gathered(source)
+    return _checked(split(arrays, held_out))
 
 
 def split(arrays: Mapping[str, Array], held_out: float) -> Shard:
-    """Hold out one sample of each block of round(1 / held_out)."""
+    """Hold out one sample of each block of round(1 / held_out); above a half, all but one."""
     if not 0 <= held_out < 1:
         raise InvalidInput(f"the share to hold out is in [0, 1), got {held_out}")
     n = len(Shard(arrays, {}).train[next(iter(arrays))])
     out = np.zeros(n, bool)
     if held_out:
-        block = max(2, round(1 / held_out))
+        block = min(max(2, round(1 / min(held_out, 1 - held_out))), MAX_BLOCK)
         words = Draws(0, 0, "", "held out").words(-(-n // block))
         at = np.arange(len(words)) * block + (words % np.uint64(block)).astype(np.intp)
         out[at[at < n]] = True
+    if held_out > 0.5:
+        out = ~out
     return Shard(
         {name: x[~out] for name, x in arrays.items()}, {name: x[out] for name, x in arrays.items()}
     )
+
+
+def _named(batch: Any) -> dict[str, Array]:
+    if not isinstance(batch, Mapping):
+        raise InvalidInput(
+            'samples are arrays by name, as in {"x": images, "y": labels}, an npz file of them, or '
+            f"batches of that form; got {type(batch).__name__}"
+        )
+    found = {}
+    for name, x in batch.items():
+        if not isinstance(name, str):
+            raise InvalidInput(f"arrays are named by strings, as 'x' and 'y', got {name!r}")
+        try:
+            found[name] = np.asarray(x)
+        except ValueError as error:
+            raise InvalidInput(f"{name!r} is no array of samples of one shape: {error}") from error
+    return found
 
 
 def _gathered(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
     """All batches as one; InvalidInput beyond `MAX_SHARD_BYTES`."""
     kept: list[dict[str, Array]] = []
     size = 0
-    for batch in batches:
-        kept.append({name: np.asarray(x) for name, x in batch.items()})
-        size += sum(x.nbytes for x in kept[-1].values())
+    for number, batch in enumerate(_batches(batches), 1):
+        arrays = _named(batch)
+        size += sum(x.nbytes for x in arrays.values())
         _check_size(size)
-        if kept[-1].keys() != kept[0].keys():
-            raise InvalidInput(
-                f"batches have the same names, got {sorted(kept[0])} and {sorted(kept[-1])}"
-            )
+        if number > MAX_BATCHES:
+            raise InvalidInput(f"an iterator gives at most {MAX_BATCHES} batches; let it end")
+        _check_rows(arrays, number)
+        kept.append(arrays)
+        _check_alike(kept[0], arrays, number)
     if not kept:
         raise InvalidInput("the iterator gave no batch; a device has at least one sample")
     return {name: np.concatenate([batch[name] for batch in kept]) for name in kept[0]}
 
 
+def _batches(source: Any) -> Iterable[Any]:
+    """What can be asked for batches; anything else is handed on as one, to be named."""
+    return source if isinstance(source, Iterable) and not hasattr(source, "dtype") else (source,)
+
+
+def _check_rows(arrays: Mapping[str, Array], number: int) -> None:
+    rows = {name: x.shape[:1] for name, x in arrays.items()}
+    if len(set(rows.values())) > 1 or () in rows.values():
+        raise InvalidInput(
+            f"arrays of a batch agree in their first axis, which counts samples (one sample is a "
+            f"batch of 1); batch {number} has {rows}"
+        )
+
+
+def _check_alike(first: Mapping[str, Array], batch: Mapping[str, Array], number: int) -> None:
+    if batch.keys() != first.keys():
+        raise InvalidInput(
+            f"batches have the same names, got {sorted(first)} and, in batch {number}, "
+            f"{sorted(batch)}"
+        )
+    for name, x in batch.items():
+        if (x.dtype, x.shape[1:]) != (first[name].dtype, first[name].shape[1:]):
+            raise InvalidInput(
+                f"samples of all batches have one shape and type; {name!r} began as "
+                f"{first[name].dtype}{list(first[name].shape[1:])} and is "
+                f"{x.dtype}{list(x.shape[1:])} in batch {number}"
+            )
+
+
 def _from_npz(path: Path, held_out: float) -> Shard:
     try:
-        _check_size(path.stat().st_size)
         with path.open("rb") as file:
+            with ZipFile(file) as members:
+                _check_size(sum(member.file_size for member in members.infolist()))
+            file.seek(0)
             loaded = np.load(file, allow_pickle=False)
-            if not isinstance(loaded, np.lib.npyio.NpzFile):
-                raise TypeError("it holds one array without a name")
             arrays = {name: loaded[name] for name in loaded.files}
     except FileNotFoundError as error:
         raise NotFound(f"no samples at {path}; give an npz file with arrays x and y") from error
-    except (ValueError, TypeError, OSError, BadZipFile) as error:
+    except InvalidInput:
+        raise
+    except _UNREADABLE as error:
         raise InvalidInput(f"{path} is no npz file of plain arrays: {error}") from error
     train = {name: x for name, x in arrays.items() if not name.startswith(HELD_OUT_PREFIX)}
     if len(train) == len(arrays):
@@ -92,8 +155,54 @@ def _from_npz(path: Path, held_out: float) -> Shard:
     return Shard(train, named)
 
 
+_UNREADABLE: Final = (
+    ValueError,
+    TypeError,
+    OSError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    BadZipFile,
+    zlib.error,
+)
+"""Of a file that is damaged, encrypted, compressed otherwise, or claims more than it holds."""
+
+
+def _checked(shard: Shard) -> Shard:
+    """The shard, if both parts have the same names and nothing but finite numbers."""
+    if shard.held_out and shard.held_out.keys() != shard.train.keys():
+        raise InvalidInput(
+            f"samples that are held out have the names of the others, {sorted(shard.train)}; got "
+            f"{sorted(shard.held_out)}"
+        )
+    for arrays in (shard.train, shard.held_out):
+        for name, x in arrays.items():
+            _check_numbers(name, np.asarray(x))
+    return shard
+
+
+def _check_numbers(name: str, x: Array) -> None:
+    if x.dtype.kind not in NUMBERS:
+        raise InvalidInput(f"samples are numbers, {name!r} is {x.dtype}; encode it first")
+    if x.dtype.kind != "f":
+        return
+    rows = max(1, AT_ONCE // max(1, x[:1].nbytes))
+    for at in range(0, len(x), rows):
+        bad = ~np.isfinite(x[at : at + rows]).reshape(len(x[at : at + rows]), -1).all(axis=1)
+        if bad.any():
+            raise InvalidInput(
+                f"samples are finite, {name!r} of one holds {_odd(x[at + int(bad.argmax())])}; "
+                "fill in what is missing, or leave such samples out"
+            )
+
+
+def _odd(row: Array) -> str:
+    return "NaN" if np.isnan(row).any() else "an infinity"
+
+
 def _check_size(size: int) -> None:
     if size > MAX_SHARD_BYTES:
         raise InvalidInput(
-            f"samples take at most {MAX_SHARD_BYTES} bytes, got {size}; give a part of them"
+            f"samples take at most {MAX_SHARD_BYTES} bytes, got {size}; give a part of them (an "
+            "iterator of batches has to end)"
         )

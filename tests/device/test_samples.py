@@ -79,3 +79,80 @@ def test_what_is_no_set_of_samples_is_refused_with_the_rule(tmp_path, monkeypatc
     monkeypatch.setattr(samples, "MAX_SHARD_BYTES", 100)
     with pytest.raises(InvalidInput, match="at most 100 bytes"):
         shard_of([arrays()])
+
+
+X = np.zeros((4, 2), np.float32)
+Y = np.arange(4)
+
+
+# fmt: off
+REFUSED: Any = (
+    ((X, Y),                                                  "arrays by name"),
+    ([(X, Y)],                                                "got tuple"),
+    (X,                                                       "got ndarray"),
+    (5,                                                       "got int"),
+    ([None],                                                  "got NoneType"),
+    ({0: X},                                                  "named by strings"),
+    ({"x": [[1], [1, 2]], "y": [1, 2]},                       "samples of one shape"),
+    ({"x": X, "y": np.array(list("abcd"))},                   "numbers, 'y' is <U1"),
+    ({"x": X, "y": np.array([None] * 4)},                     "numbers, 'y' is object"),
+    ({"x": X, "y": np.array([0, np.nan, 1, 2])},              "'y' of one holds NaN"),
+    ({"x": X + np.float32(np.inf), "y": Y},                   "'x' of one holds an infinity"),
+    ([{"x": X, "y": Y}, {"x": X[:, :1], "y": Y}],             r"float32\[1\] in batch 2"),
+    ([{"x": X, "y": Y}, {"x": X.astype(float), "y": Y}],      r"float64\[2\] in batch 2"),
+    ([{"x": x, "y": y} for x, y in zip(X, Y, strict=True)],   "one sample is a batch of 1"),
+    ([{"x": X, "y": Y[:3]}, {"x": X[:3], "y": Y}],            "batch 1 has"),
+    (Shard({"x": X, "y": Y}, {"x": X}),                       "names of the others"),
+    (Shard({"x": X, "y": Y * np.nan}, {}),                    "holds NaN"),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("source", "says"), REFUSED)
+def test_samples_that_no_step_could_take_are_refused_with_their_place(source, says):
+    with pytest.raises(InvalidInput, match=says):
+        shard_of(source)
+
+
+def test_batches_whose_sums_agree_while_they_do_not_are_refused():
+    """Else the labels of one batch would belong to samples of another, and nobody would know."""
+    with pytest.raises(InvalidInput, match="batch 2 has"):
+        shard_of([{"x": X, "y": Y}, {"x": X, "y": Y[:3]}, {"x": X[:3], "y": Y}])
+
+
+def test_what_an_archive_unpacks_to_is_limited_before_it_is_unpacked(tmp_path, monkeypatch):
+    np.savez_compressed(tmp_path / "a.npz", x=np.zeros((1000, 100)))
+    assert (tmp_path / "a.npz").stat().st_size < 10_000
+    monkeypatch.setattr(samples, "MAX_SHARD_BYTES", 10_000)
+    with pytest.raises(InvalidInput, match="at most 10000 bytes"):
+        shard_of(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("at", [0, 60, 200, -30])
+def test_a_damaged_archive_is_named(tmp_path, at):
+    np.savez_compressed(tmp_path / "a.npz", x=np.arange(1000.0), y=np.arange(1000))
+    data = bytearray((tmp_path / "a.npz").read_bytes())
+    data[at : at + 20 if at >= 0 else None] = b"\xff" * len(data[at : at + 20 if at >= 0 else None])
+    (tmp_path / "a.npz").write_bytes(data)
+    with pytest.raises(InvalidInput, match="is no npz file of plain arrays"):
+        shard_of(tmp_path / "a.npz")
+    (tmp_path / "a.npz").write_bytes(b"")
+    with pytest.raises(InvalidInput, match="is no npz file of plain arrays"):
+        shard_of(tmp_path / "a.npz")
+
+
+def test_an_iterator_that_never_ends_is_found_out(monkeypatch):
+    monkeypatch.setattr(samples, "MAX_BATCHES", 10)
+    with pytest.raises(InvalidInput, match="at most 10 batches; let it end"):
+        shard_of({"x": X[:0]} for _ in iter(int, 1))
+
+
+@pytest.mark.parametrize(("share", "held"), [(0.7, 67), (0.9, 90), (0.999, 100), (1e-300, 0)])
+def test_shares_above_a_half_and_tiny_ones_are_kept_to(share, held):
+    assert abs(split(arrays(101), share).held_out_samples - held) <= 1
+
+
+def test_a_path_may_begin_at_the_users_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    np.savez(tmp_path / "a.npz", **arrays())
+    assert shard_of("~/a.npz").examples == 40
