@@ -289,10 +289,15 @@ def made(order: Mapping[str, Any]) -> Any:
         "min_evaluate_nodes": 1,
     }
     options = dict(order["options"])
-    if order["wraps"]:
+    try:
+        if not order["wraps"]:
+            return make(**counts, **options)
         options.setdefault("num_sampled_clients", order["devices"])
         return make(flower.shipped("FedAvg")(**counts), **options)
-    return make(**counts, **options)
+    except TypeError as error:
+        raise InvalidInput(
+            f"{order['strategy']} is not made with the options {sorted(options)}: {error}"
+        ) from error
 
 
 def _of_file(path: Path, attribute: str, order: Mapping[str, Any]) -> Any:
