@@ -59,7 +59,8 @@ TRIED: Final[Mapping[str, tuple[Hyper, ...]]] = {
     "fomaml":   tuple(Hyper(lr=a, meta_lr=b) for a, b in
                       ((0.01, 0.3), (0.03, 0.1), (0.03, 0.2), (0.03, 0.3))),
     "meta-sgd": tuple(Hyper(lr=a, meta_lr=b) for a, b in
-                      ((0.01, 0.1), (0.03, 0.05), (0.03, 0.1), (0.03, 0.2), (0.03, 0.3), (0.1, 0.1))),
+                      ((0.01, 0.1), (0.03, 0.05), (0.03, 0.1), (0.03, 0.2), (0.03, 0.3),
+                       (0.1, 0.1))),
 }
 # fmt: on
 TUNING_ROUNDS: Final = 40
