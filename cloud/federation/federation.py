@@ -204,7 +204,8 @@ class Federation:
         if spec.release:
             await asyncio.to_thread(self._may_release, version.model)
         if spec.HasField("flower"):
-            entries = [run.entry for run in self._live()] + list(self._waiting.values())
+            going = [r.entry for r in self._live() if r.book.state.phase is not Phase.STOPPED]
+            entries = [*going, *self._waiting.values()]
             await self._flower.check(spec, sum(e.spec.HasField("flower") for e in entries))
         return spec
 

@@ -17,6 +17,7 @@ input is closed, that is when the cloud is gone.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import signal
@@ -78,6 +79,7 @@ class Pipe:
 
 def main() -> None:
     """Run the strategy of the first order until the cloud ends this process."""
+    logging.getLogger("flwr").setLevel(logging.WARNING)  # it tells of every round, a run has many
     pipe = Pipe()
     order = pipe.begin()
     try:

@@ -288,7 +288,7 @@ def made(order: Mapping[str, Any]) -> Any:
         "min_available_nodes": least,
         "min_evaluate_nodes": 1,
     }
-    options = dict(order["options"])
+    options = {**_of_devices(order), **order["options"]}
     try:
         if not order["wraps"]:
             return make(**counts, **options)
@@ -298,6 +298,12 @@ def made(order: Mapping[str, Any]) -> Any:
         raise InvalidInput(
             f"{order['strategy']} is not made with the options {sorted(options)}: {error}"
         ) from error
+
+
+def _of_devices(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that must say what devices do, where the run does not give them."""
+    found = {"FedProx": {"proximal_mu": "proximal"}, "QFedAvg": {"client_learning_rate": "lr"}}
+    return {name: order[of] for name, of in found.get(order["strategy"], {}).items()}
 
 
 def _of_file(path: Path, attribute: str, order: Mapping[str, Any]) -> Any:

@@ -144,7 +144,8 @@ class FlowerRuns:
 
     def message(self, run: str, state: State, device: str) -> str | None:
         """Blob of what a device of the round at hand is asked, "" for its plan; None: not yet."""
-        asked = self._of(run).asked
+        known = self._runs.get(run)
+        asked = known.asked if known else None
         if asked is None or state.round is None or _turn_of(asked) != _turn_of(state.round):
             return None
         return asked.messages.get(device)
@@ -403,6 +404,7 @@ class FlowerRuns:
             "quorum": plan.quorum,
             "devices": plan.devices,
             "proximal": spec.hyperparameters.proximal,
+            "lr": spec.hyperparameters.lr,
             "seed": spec.seed,
         }
 
@@ -438,12 +440,14 @@ class FlowerRuns:
     async def _ended(self, run: _Run, wait_s: float) -> None:
         """End what is not wanted any more, in `wait_s` at most."""
         run.over = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s), run.lock:
-                pass
-        if run.asking is not None:
-            run.asking.cancel()
-        await self._end(run)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s), run.lock:
+                    pass
+        finally:
+            if run.asking is not None:
+                run.asking.cancel()
+            await self._end(run)
 
     async def _end(self, run: _Run) -> None:
         process, run.process, run.turn = run.process, None, None
