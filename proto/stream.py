@@ -40,6 +40,13 @@ HELLO_S: Final = 10.0
 SILENT_BEATS: Final = 3
 FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 30.0
+REFUSALS: Final = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
+"""How the cloud ends a stream for what was said on it: said again, it ends again."""
 BODIES: Final = ("desired", "report", "offer", "work", "contribution")
 """Fields of `Frame.body` that are messages; the others keep the stream itself."""
 
@@ -231,7 +238,7 @@ class SessionClient:
                 least_s, greeted = await self._one_stream()
                 wait_s = FIRST_WAIT_S if greeted else wait_s
             except (grpc.aio.AioRpcError, Unavailable, InvalidInput) as error:
-                if self.connected.is_set():
+                if self.connected.is_set() and not _is_refusal(error):
                     wait_s = FIRST_WAIT_S
                 logger.info("session lost", extra={"reason": _reason(error)})
             finally:
@@ -241,7 +248,11 @@ class SessionClient:
             wait_s = min(2 * wait_s, MAX_WAIT_S)
 
     async def _one_stream(self) -> tuple[float, bool]:
-        """One stream from greeting to end: how long to wait at least, whether it was greeted."""
+        """One stream from greeting to end: the least wait, and whether waits begin anew.
+
+        They do where we were greeted, unless another process has our identity: two would take the
+        stream from each other as fast as they can.
+        """
         channel = self._connect()
         try:
             call = SessionStub(channel).Open()
@@ -263,13 +274,14 @@ class SessionClient:
             if self._greeting:
                 message = self._greeting()
                 self._half.replace(_field_of(message), message)
-            return await self._pump(call, heartbeat_s), True
+            return await self._pump(call, heartbeat_s)
         except TimeoutError as error:
             raise Unavailable(f"no welcome within {HELLO_S} s") from error
         finally:
             await channel.close()
 
-    async def _pump(self, call: Any, heartbeat_s: float) -> float:
+    async def _pump(self, call: Any, heartbeat_s: float) -> tuple[float, bool]:
+        """A greeted stream to its end; see `_one_stream`."""
         link = self._link = Link(self._half, self._on_message, heartbeat_s)
         self.connected.set()
         logger.info("session open", extra={"heartbeat_s": heartbeat_s})
@@ -279,7 +291,10 @@ class SessionClient:
             goodbye = await link.incoming(lambda: _read(call))
             if goodbye is None:
                 raise await _end_of(call)
-            return _retry_after_s(goodbye)
+            replaced = goodbye.why == pb.Goodbye.REPLACED
+            if replaced:
+                logger.warning("session replaced by another process with our identity")
+            return _retry_after_s(goodbye), not replaced
         finally:
             for task in (writing, settling):
                 task.cancel()
@@ -417,6 +432,10 @@ async def _end_of(call: Any) -> Exception:
     """Why a stream ended, as an error."""
     code, text = await call.code(), await call.details()
     return Unavailable(f"the cloud ended the session: {text or code.name}")
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() in REFUSALS
 
 
 def _reason(error: Exception) -> str:

@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+from itertools import pairwise
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from triplane.proto import fleet_pb2 as fleet
 from triplane.proto import session_pb2 as pb
+from triplane.proto import stream
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.session_pb2_grpc import SessionServicer, add_SessionServicer_to_server
 from triplane.proto.status import status_of_aio
@@ -60,13 +62,13 @@ async def serving(cloud, port=0):
 
 
 @contextlib.asynccontextmanager
-async def calling(port, on_message, greeting=None):
+async def calling(port, on_message, greeting=None, rng=lambda: 0.05):
     client = SessionClient(
         lambda: grpc.aio.insecure_channel(
             f"127.0.0.1:{port}", options=[("grpc.use_local_subchannel_pool", 1)]
         ),
         on_message,
-        rng=lambda: 0.05,
+        rng=rng,
         greeting=greeting,
     )
     running = asyncio.create_task(client.run())
@@ -171,6 +173,39 @@ def test_a_broken_stream_is_opened_again_and_nothing_is_handled_twice():
         assert cloud.streams > 1
 
     run(main)
+
+
+async def refuse(_cloud):
+    raise InvalidInput("a node sends reports")
+
+
+async def replace(cloud):
+    cloud.session.close(pb.Goodbye.REPLACED)
+
+
+@pytest.mark.parametrize("end", [refuse, replace])
+def test_a_caller_whose_streams_end_for_what_it_is_comes_back_ever_less_often(end, monkeypatch):
+    """Each stream is welcomed first, so a wait that a welcome resets would never grow."""
+    monkeypatch.setattr(stream, "FIRST_WAIT_S", 0.04)
+    opened = []
+
+    class Refusing(Cloud):
+        async def take(self, _report):
+            opened.append(asyncio.get_running_loop().time())
+            self.got.set()
+            await end(self)
+
+    async def main():
+        cloud = Refusing()
+        async with serving(cloud) as port, calling(port, Inbox(), fleet.Report, rng=lambda: 1.0):
+            async with asyncio.timeout(30):
+                while len(opened) < 5:
+                    cloud.got.clear()
+                    await cloud.got.wait()
+
+    run(main)
+    waits = [after - before for before, after in pairwise(opened)]
+    assert all(wait >= 0.04 * 2**k for k, wait in enumerate(waits)), waits
 
 
 def test_a_second_stream_of_a_name_replaces_the_first():
