@@ -91,15 +91,12 @@ def enrol(
     May be repeated with the same token after an interruption. What is said of samples and
     population is kept as the defaults of `run`.
     """
+    from triplane.device.enrolling import enrol as enrol_at
     from triplane.device.home import DeviceHome
-    from triplane.proto.identity import enrol as enrol_at
 
     place = DeviceHome(home)
     settings = place.settings.but(data=data, population=population, held_out=held_out)
-    place.make()
-    enrol_at(token_text, address, place.identity.path)
-    place.save_settings(settings)
-    name = place.note_certificate().name
+    name = enrol_at(place, settings, token_text, address).name
     record = {"name": name, "home": str(place.path), "cloud": place.identity.cloud}
     text = f"{name}: enrolled in {place.path}; now: triplane device run --home {place.path}"
     open_output(as_json).result(record, text)

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from triplane.device.desk import Desk, Stop, Withdrawn
+from triplane.device.enrolling import enrol
 from triplane.device.home import DEFAULT_HOME, DeviceHome, Settings
 from triplane.device.model import Choice, Model
 from triplane.device.samples import Source, shard_of
@@ -70,12 +71,16 @@ class FederatedClient:
         self._home = DeviceHome(home)
         settings = self._home.settings.but(data=None, population=population, held_out=held_out)
         if samples is None and not settings.data:
-            raise NotFound("no samples: give arrays, an npz file or batches, or set `data`")
+            raise NotFound(
+                "no samples: give arrays, an npz file (--data FILE.npz) or batches, or set `data` "
+                f"in {self._home.settings_file}"
+            )
         source = settings.data if samples is None else samples
         self._settings = settings
         self.shard: Shard = shard_of(source, held_out=settings.held_out)
         self._app = app
         self._working: _Working | None = None
+        self._told_to_stop = False
         self._lock = threading.Lock()
         self._serving: tuple[Choice, Plan] | None = None
 
@@ -93,14 +98,9 @@ class FederatedClient:
     def enrol(self, token: str, cloud: str) -> str:
         """Become a device of the cloud whose enrolment port is at `cloud`; our name there.
 
-        May be repeated with the same token. The key is made here and stays here.
+        See `enrolling.enrol`. The key is made here and stays here.
         """
-        from triplane.proto.identity import enrol
-
-        self._home.make()
-        enrol(token, cloud, self._home.identity.path)
-        self._home.save_settings(self._settings)
-        return self._home.note_certificate().name
+        return enrol(self._home, self._settings, token, cloud).name
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Take part in runs until `stop`; call from any one thread. `ready`: told when begun."""
@@ -118,12 +118,17 @@ class FederatedClient:
                 self._working = working
             try:
                 ready()
-                await working.run()
+                if not self._told_to_stop:
+                    await working.run()
             finally:
-                self._working = None
+                self._working, self._told_to_stop = None, False
 
     def stop(self) -> None:
-        """Let `run` return soon; from any thread, or a signal handler. What was begun is kept."""
+        """Let `run` return soon; from any thread, or a signal handler. What was begun is kept.
+
+        Where nothing runs yet, the next `run` returns at once: a thread may not have begun it.
+        """
+        self._told_to_stop = True
         working = self._working
         if working is not None:
             working.stop()

@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Una
 
 DEFAULT_HOME: Final = "~/.triplane/device"
 MAX_SETTINGS_BYTES: Final = 64 << 10
-MAX_POPULATION_CHARS: Final = 64
+POPULATION: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+"""What the cloud takes as the name of a population."""
 RENEWAL_S: Final = 60.0
 TEMPORARY: Final = ".*.tmp"
 """Names of files that were to take another's name."""
@@ -49,10 +51,9 @@ class Settings:
             value = getattr(self, name)
             if type(value) is not kind and not (kind is float and type(value) is int):
                 raise InvalidInput(f"{name} is {kind.__name__}, got {value!r}")
-        if not self.population or len(self.population) > MAX_POPULATION_CHARS:
+        if not POPULATION.fullmatch(self.population):
             raise InvalidInput(
-                f"a population is named by 1 to {MAX_POPULATION_CHARS} characters, got "
-                f"{self.population[:80]!r}"
+                f"a population is named as in {POPULATION.pattern}, got {self.population[:80]!r}"
             )
         if not (math.isfinite(self.held_out) and 0 <= self.held_out < 1):
             raise InvalidInput(f"held_out is a share in [0, 1), got {self.held_out}")

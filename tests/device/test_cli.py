@@ -76,6 +76,7 @@ def test_a_device_is_enrolled_runs_and_shows_what_it_has(tmp_path):
         (("run", "--data", "{bad}"), InvalidInput, "is no npz file of plain arrays"),
         (("enrol", "token", "--cloud", "127.0.0.1:1"), InvalidInput, "a token is SECRET.PIN"),
         (("enrol", "t", "--cloud", "c", "--population", ""), InvalidInput, "a population is named"),
+        (("enrol", "t", "--cloud", "c", "--population", "My Phones"), InvalidInput, "[a-z0-9]"),
     ],
 )
 def test_mistakes_are_told_with_the_way_out(tmp_path, args, family, says):

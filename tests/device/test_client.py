@@ -1,11 +1,17 @@
 """A device in an application: whole runs against a real cloud over mutual TLS."""
 
+import asyncio
+
 import numpy as np
 import pytest
 from tests.cloud.federation.given import ended, shard, start_request
-from tests.device.devices import client_of, cloud_of, taking_part, within
+from tests.device.devices import client_of, cloud_of, taking_part, token_for, within
 
+from triplane.device import FederatedClient
+from triplane.device.home import DeviceHome
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import Conflict, Unavailable
+from triplane.proto.identity import Token
 
 
 @pytest.mark.slow
@@ -34,3 +40,51 @@ def test_two_devices_finish_a_run_and_use_the_better_model(tmp_path, algorithm):
         logits = client.predict(x=held_out["x"])
         found = next(iter(logits.values())).argmax(1)
         assert np.mean(found == held_out["y"]) == pytest.approx(choice.accuracy)
+
+
+@pytest.mark.slow
+def test_a_client_that_is_stopped_before_it_runs_ends_at_once_and_can_run_again(tmp_path):
+    """A thread that was started may not have come to `run` when its owner stops it."""
+
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            client = await client_of(cloud, tmp_path, "ann", 0)
+            client.stop()
+            await client.serve()
+            again = asyncio.create_task(client.serve(begun.set))
+            await begun.wait()
+            with pytest.raises(Conflict, match="another process works"):
+                await client.serve()
+            client.stop()
+            await again
+
+    begun = asyncio.Event()
+    within(story())
+
+
+@pytest.mark.slow
+def test_a_home_that_is_enrolled_keeps_its_identity_when_a_token_is_used_up(tmp_path):
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            client = await client_of(cloud, tmp_path, "ann", 0)
+            used, fresh = await token_for(cloud, "bob"), await token_for(cloud, "cleo")
+            at = cloud.enrol_address
+            other = FederatedClient(tmp_path / "bob", shard(1))
+            await asyncio.to_thread(other.enrol, used, at)
+            with pytest.raises(Conflict, match="stays ann, enrolled before: triplane device run"):
+                await asyncio.to_thread(client.enrol, used, at)
+            assert client.name == "ann"
+            with (
+                DeviceHome(tmp_path / "ann").held(),
+                pytest.raises(Conflict, match="a process works in"),
+            ):
+                await asyncio.to_thread(client.enrol, fresh, at)
+            assert await asyncio.to_thread(client.enrol, fresh, at) == "cleo"
+
+    within(story())
+
+
+def test_an_address_where_nobody_enrols_is_named_with_where_it_is_told(tmp_path):
+    token = str(Token(b"s" * 32, b"p" * 32))
+    with pytest.raises(Unavailable, match=r"lets machines in at 127\.0\.0\.1:1 .*8444"):
+        FederatedClient(tmp_path / "ann", shard(0)).enrol(token, "127.0.0.1:1")

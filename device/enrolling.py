@@ -1,0 +1,34 @@
+"""Making a machine a device: a key made here, a certificate for a token, its owner's settings."""
+
+from triplane.device.home import DeviceHome, Enrolled, Settings
+from triplane.proto.errors import Conflict, Unavailable
+
+
+def enrol(home: DeviceHome, settings: Settings, token: str, address: str) -> Enrolled:
+    """Become a device of the cloud whose enrolment port is at `address`.
+
+    May be repeated with the same token after an interruption; a home that is enrolled takes a new
+    token, as where its certificate has ended. Conflict: a process works here, or the token was
+    used up. Unavailable: nobody answers as an enrolment port.
+    """
+    from triplane.proto.identity import enrol as enrol_at
+
+    if home.is_held:
+        raise Conflict(f"a process works in {home.path}; stop it before it gets a new identity")
+    home.make()
+    try:
+        enrol_at(token, address, home.identity.path)
+    except Conflict as error:
+        if not home.is_enrolled:
+            raise
+        raise Conflict(
+            f"{error}; {home.path} stays {home.enrolled.name}, enrolled before: "
+            f"triplane device run --home {home.path}"
+        ) from error
+    except Unavailable as error:
+        raise Unavailable(
+            f"no cloud lets machines in at {address} ({error}); `triplane cloud up` says where it "
+            "does, under `enrolment`, 8444 unless told otherwise"
+        ) from error
+    home.save_settings(settings)
+    return home.note_certificate()
