@@ -145,13 +145,17 @@ class Link:
         self._is_over = True
         self._wake.set()
 
+    def _has_ended(self) -> bool:
+        """Asked anew after each frame: another task ends the stream meanwhile."""
+        return self._is_over
+
     async def outgoing(self) -> AsyncIterator[pb.Frame]:
         """Frames to write, heartbeats included, until `end`."""
-        while not self._is_over:
+        while not self._has_ended():
             self._wake.clear()
             due = [f for f in self.half.unacknowledged if f.number > self._sent]
             for frame in due:
-                if self._is_over:
+                if self._has_ended():
                     return
                 self._sent, self._told = frame.number, self.half.received
                 yield self.half.stamped(frame)
@@ -161,7 +165,7 @@ class Link:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._heartbeat_s):
                         await self._wake.wait()
-            if self._is_over:
+            if self._has_ended():
                 return
             if not any(f.number > self._sent for f in self.half.unacknowledged):
                 self._told = self.half.received

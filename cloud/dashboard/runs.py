@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any, Final
 
-from triplane.cloud.cli.runs import means
-from triplane.proto.federation_pb2 import Member, Round, Run, Spread
+from triplane.proto.federation_pb2 import Member, Round, Run, Spec, Spread
 
 Row = dict[str, Any]
 
@@ -27,7 +26,7 @@ def run_row(run: Run) -> Row:
         "id": run.id,
         "model": run.spec.model,
         "population": run.spec.population,
-        "algorithm": means(run),
+        "algorithm": _algorithm(run.spec),
         "phase": Run.Phase.Name(run.phase).lower(),
         "reason": run.reason[:MOST_TEXT_CHARS],
         "round": run.round,
@@ -49,6 +48,13 @@ def run_row(run: Run) -> Row:
             for r in islice(run.refusals.reasons, MOST_REASONS)
         ],
     }
+
+
+def _algorithm(spec: Spec) -> str:
+    """What devices do, and the strategy of Flower that asks them where there is one."""
+    if not spec.HasField("flower"):
+        return spec.algorithm
+    return f"{spec.flower.strategy} over {'ClientApp' if spec.flower.app else spec.algorithm}"
 
 
 def _round_row(found: Round) -> Row:
