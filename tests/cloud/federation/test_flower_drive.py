@@ -24,7 +24,7 @@ from triplane.unified_ir.federated.core.files import read_state, write_state, wr
 logging.getLogger("flwr").setLevel(logging.ERROR)
 
 RUN, DIGEST = "0123456789abcdef", "ab" * 32
-STATE = {
+STATE: dict[str, np.ndarray[Any, Any]] = {
     "b": np.ones(2, np.float32), "n": np.array([3], np.int64), "w": np.zeros((2, 3), np.float32),
 }  # fmt: skip
 ROLES = dict.fromkeys(STATE, "parameter")
@@ -152,7 +152,7 @@ def test_the_same_devices_are_drawn_again(tmp_path):
     assert len(asked[0]) == 2
 
 
-class Sends(flower.FedAvg):
+class Sends(flower.FedAvg):  # type: ignore[misc]
     """Changes the messages of training by a function."""
 
     def __init__(self, change):
@@ -172,7 +172,7 @@ def other_kind(messages):
     return [Message(RecordDict({}), m.metadata.dst_node_id, "query") for m in messages]
 
 
-class Gives(flower.FedAvg):
+class Gives(flower.FedAvg):  # type: ignore[misc]
     """Aggregates to something else."""
 
     def __init__(self, arrays):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import textwrap
 from dataclasses import dataclass
@@ -276,6 +277,33 @@ def test_a_strategy_of_the_operators_asks_whom_it_likes_and_may_fail(tmp_path):
     assert "OSError (some.py:18): no room after [[1, 1], [2, 1]]" in failed.reason
     assert quorum.phase == pb.Run.FAILED
     assert "asks 1 of 2 devices, a round needs 2 updates" in quorum.reason
+
+
+GREEDY = """
+    from flwr.serverapp.strategy import FedAvg
+
+    strategy = FedAvg(min_available_nodes=3)
+"""
+PAGE = Path(__file__).parents[3] / "docs" / "federated.md"
+
+
+def test_the_strategy_of_the_page_runs_and_one_that_wants_more_devices_says_so(tmp_path):
+    fence = r"```python\n# .*/strategies/halving.py\n(.*?)```"
+    (example,) = re.findall(fence, PAGE.read_text(), re.DOTALL)
+
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            folder = tmp_path / "home" / "strategies"
+            written(folder / "halving.py", example)
+            written(folder / "greedy.py", GREEDY)
+            async with taking_part(*await clients_of(cloud, tmp_path)):
+                done = await done_run(cloud, rounds=1, flower=strategy("halving", eta=0.1))
+                return done, await ended_run(cloud, flower=strategy("greedy"))
+
+    done, stopped = within(story())
+    assert done.spec.flower.strategy == "halving:strategy"
+    assert stopped.phase == pb.Run.STOPPED
+    assert "waits for more than the 2 devices of round 1" in stopped.reason
 
 
 def test_a_run_that_is_stopped_ends_its_process_and_goes_on_when_resumed(tmp_path):
