@@ -8,6 +8,7 @@ BIN := .venv/bin
 CONSTRAINTS := .ci/constraints.txt
 BENCHES := run serving rounds
 SUITE_crash := tests/faults/test_crashes.py
+SUITE_rounds := tests/faults/test_rounds_long.py
 
 .PHONY: help venv demo test quick deep lint format types imports proto wheels bench peers constraints clean
 .DEFAULT_GOAL := help
@@ -28,7 +29,7 @@ quick: venv ## lint, types, imports and the fast tests, under a minute
 	@$(MAKE) --no-print-directory lint imports types
 	@$(BIN)/python -m pytest -q -n 2 -m 'not deep and not slow' $(ARGS)
 
-deep: venv ## the long searches, minutes each; SUITE=crash kills 500 times and writes docs/evidence/crash.md
+deep: venv ## the long searches, minutes each; SUITE=crash or rounds kills hundreds of times and writes docs/evidence/
 	@HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m 'deep or hypothesis' $(SUITE_$(SUITE)) $(ARGS)
 
 lint: venv ## ruff: rules and format

@@ -78,6 +78,7 @@ class Results:
         for pattern in (f"{UNFINISHED}*", f".{UNFINISHED}*"):  # of a process that was killed
             for left in blobs.partial.glob(pattern):
                 blobs.disk.remove(left)
+        blobs.disk.sync_folder(blobs.folder)  # a state it named is believed to be there
 
     async def prepare(self, entry: Entry, now_s: float) -> Prepared:
         """The plan of a run and its first state, as blobs."""

@@ -17,6 +17,7 @@ from typing import Final
 
 from triplane.cloud.federation.live import LiveRun, Make
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.disk import AppendFile
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
 from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core.draws import Array
@@ -262,7 +263,20 @@ class Spool:
             if path.is_file() and path.name not in needed:
                 with contextlib.suppress(FileNotFoundError):
                     if path.stat().st_mtime < since_s - CLOCK_S:
-                        path.unlink()
+                        self.folder.disk.remove(path)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Make durable what an earlier process wrote and, killed, did not sync.
+
+        An upload that has all its bytes, or even its name, is believed from now on: without this, a
+        power cut could take from the journal what it names.
+        """
+        for path in self.folder.partial.iterdir():
+            file = AppendFile(path, self.folder.disk)
+            file.sync()
+            file.close()
+        self.folder.disk.sync_folder(self.folder.folder)
 
 
 class Refusal(InvalidInput):

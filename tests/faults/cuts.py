@@ -9,6 +9,7 @@ import shutil
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.faults.crash_disk import CrashDisk, PowerCut
@@ -69,6 +70,12 @@ def on(disk):
             yield disk
         finally:
             disk.close()
+
+
+def plugged():
+    """The disk of the innermost `on`."""
+    method: Any = OS_DISK.sync
+    return method.__self__
 
 
 def is_whole(played, root):

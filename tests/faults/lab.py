@@ -6,6 +6,7 @@ crash between a commit and what follows from it would show.
 
 import asyncio
 import contextlib
+import copy
 import json
 import sqlite3
 import sys
@@ -38,6 +39,7 @@ from triplane.proto.channels import connect_aio
 from triplane.proto.federation_pb2_grpc import FederationStub
 from triplane.proto.identity import IdentityFolder
 from triplane.proto.registry_pb2_grpc import RegistryStub
+from triplane.unified_ir.federated.core.run import Joined, Restarted
 
 NAMES = ("ann", "bob", "cy")  # devices of the test's own process, in the population of `given`
 REAL = ("dora", "eve", "fay")  # processes
@@ -59,7 +61,7 @@ class Tally:
     instants: Counter = field(default_factory=Counter)
     after: Counter = field(default_factory=Counter)  # kinds of events
     at_once: int = 1
-    rejoined_s: list = field(default_factory=list)
+    started: list = field(default_factory=list)  # (name, when) of processes
 
     @property
     def killed(self):
@@ -77,6 +79,12 @@ class Lab:
         self._nursery = nursery
         self.ports = {"port": free_port(), "enrol_port": free_port()}
         self.devices: list[Device] = []
+
+    def cold(self):
+        """The same lab, whose processes are started by their commands."""
+        made = copy.copy(self)
+        made._nursery = None
+        return made
 
     async def furnish(self):
         async with running(self.home, **self.ports) as cloud:
@@ -213,7 +221,19 @@ async def strike(victims, tally, pause_s=0.0):
     tally.kills.update([*victims])
     tally.at_once = max(tally.at_once, len(victims))
     await moment(pause_s)
+    tally.started.extend((name, time.time()) for name in victims)
     await asyncio.gather(*(asyncio.to_thread(process.start) for process in victims.values()))
+
+
+def rejoined_s(tally, events):
+    """Seconds from the starts of devices to their joining a run, where no cloud came between."""
+    found = []
+    for name, when in tally.started:
+        after = [e for e in events if e.at_s >= when and isinstance(e, (Joined, Restarted))]
+        joined = next((e for e in after if isinstance(e, Restarted) or e.device == name), None)
+        if isinstance(joined, Joined):
+            found.append(joined.at_s - when)
+    return found
 
 
 def lives(process):

@@ -178,13 +178,12 @@ def plain(personal):
     }
 
 
-@pytest.fixture
-def play(quick_folder):
-    """Begins a story on a home that must go as an undisturbed one went."""
-    (quick_folder / "blobs").mkdir()
-    blobs = Blobs.make(quick_folder / "blobs")
+def stories(folder):
+    """What begins a story on a home; it must go as an undisturbed one went."""
+    (folder / "blobs").mkdir()
+    blobs = Blobs.make(folder / "blobs")
     calm = Story(blobs)
-    calm.live(quick_folder / "calm")
+    calm.live(folder / "calm")
     assert len(set(map(str, calm.remembered))) == ROUNDS, "each that counts changes the state"
 
     def begin(_home):
@@ -193,6 +192,11 @@ def play(quick_folder):
         return made
 
     return begin
+
+
+@pytest.fixture
+def play(quick_folder):
+    return stories(quick_folder)
 
 
 @pytest.mark.slow

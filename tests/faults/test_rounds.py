@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 from tests.cloud.federation.given import living, shard
-from tests.faults.lab import LAB, NAMES, REAL, Lab, Tally, instant, strike
+from tests.faults.lab import LAB, NAMES, REAL, Lab, Tally, instant, rejoined_s, strike
 from tests.faults.nursery import Nursery
 
 from triplane.cloud.federation import journal
@@ -27,6 +27,7 @@ from triplane.unified_ir.runtime import Plan
 KILLS_OF_CLOUD, KILLS_OF_ALL = 16, 36
 ROUNDS = 30
 DEADLINE_S = 240.0
+REJOIN_S = 5.0
 AWAY = 0.25  # share of kills after which devices stay away for longer than patience
 
 pytestmark = pytest.mark.slow
@@ -87,7 +88,7 @@ def check_exact(lab, kills, rng, tally):
         assert not run.refusals.reasons
     assert set(digests) == {digests[0]}
     check_acknowledged(lab, rough)
-    return calm, rough
+    return rough
 
 
 def check_acknowledged(lab, runs):
@@ -143,6 +144,32 @@ def check_replays(lab, kills, rng, tally):
         assert not run.refusals.reasons
     assert any(r.counted < len(REAL) for run in runs for r in run.rounds), "no kill was felt"
     return runs
+
+
+def test_a_killed_device_has_its_lease_again_at_once(lab):
+    """Started by its command, as after a power cut: measured to the journaled event."""
+    fields = ROUGH | {"rounds": 8, "cohort": {"devices": 1, "quorum": 1.0, "patience_s": 60.0}}
+    rng, tally = random.Random(6), Tally()
+
+    async def story():
+        async with asyncio.timeout(DEADLINE_S):
+            run_id = await lab.begin(**fields)
+            for _ in range(2):
+                assert await asyncio.to_thread(instant, lab, run_id, rng, tally)
+                await strike({"dora": dora}, tally)
+            return await lab.ended(run_id)
+
+    dora = lab.cold().device("dora")
+    try:
+        run = asyncio.run(story())
+    finally:
+        dora.stop()
+    assert run.phase == pb.Run.DONE, run.reason
+    assert all((r.counted, r.lost) == (1, 0) for r in run.rounds)
+    _, _, events = lab.journaled(run.id)
+    found = rejoined_s(tally, events)
+    assert len(found) == 2
+    assert max(found) < REJOIN_S
 
 
 def replayed(lab, run_id):

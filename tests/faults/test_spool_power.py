@@ -7,16 +7,18 @@ the journal names, and the run goes on to the very states of an undisturbed one.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.cloud.federation.given import POPULATION, spec
 from tests.faults.crash_disk import PowerCut
-from tests.faults.cuts import Forgetful, cuts, on
+from tests.faults.cuts import Forgetful, cuts, on, plugged
 from tests.faults.lab import OVER
 
 from triplane.cloud.federation import journal
@@ -27,7 +29,6 @@ from triplane.cloud.registry.conversions import Conversions
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.disk import OS_DISK
 from triplane.proto.errors import Corrupt
 from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.algorithms import algorithm
@@ -51,7 +52,7 @@ def sha256(content):
 class Cut(Database):
     """A database that the power cut takes along: each commit is one more operation of the disk."""
 
-    disk = None
+    disk: Any = None
 
     def _submit(self, work):
         if self.disk is not None:
@@ -81,7 +82,7 @@ class Story:
 
     def live(self, root):
         """Be the cloud, and its devices, until so many rounds were reduced; PowerCut."""
-        disk = OS_DISK.sync.__self__
+        disk = plugged()
         is_over = asyncio.run(self._live(root, disk))
         if disk.is_cut:
             raise PowerCut
@@ -99,13 +100,22 @@ class Story:
         return [event.shared for event in self.journaled()[2] if isinstance(event, Reduced)]
 
     async def _live(self, root, disk):
+        with contextlib.closing(Cut.open(self.url)) as opened:
+            database: Any = opened
+            database.disk = disk
+            blobs = BlobFolder(root / "blobs")
+            registry = Registry(database, blobs, Conversions(self.folder / "conversions"))
+            federation = Federation(database, blobs, registry, root / "federation")
+            try:
+                return await self._worked(federation, disk)
+            finally:
+                await federation.stop()
+                disk.on_cut = lambda: None
+
+    async def _worked(self, federation, disk):
+        """Whether the devices' work came to its end before the power went."""
         cut, loop = asyncio.Event(), asyncio.get_running_loop()
         disk.on_cut = lambda: loop.call_soon_threadsafe(cut.set)
-        database = Cut.open(self.url)
-        database.disk = disk
-        blobs = BlobFolder(root / "blobs")
-        registry = Registry(database, blobs, Conversions(self.folder / "conversions"))
-        federation = Federation(database, blobs, registry, root / "federation")
         devices = asyncio.create_task(self._devices(federation))
         power = asyncio.create_task(cut.wait())
         try:
@@ -118,9 +128,6 @@ class Story:
             for task in (devices, power):
                 task.cancel()
             await asyncio.gather(devices, power, return_exceptions=True)
-            await federation.stop()
-            disk.on_cut = lambda: None
-            database.close()
 
     async def _devices(self, federation):
         await federation.start()
@@ -132,6 +139,7 @@ class Story:
             moved = federation.moved
             run = await federation.run(RUN)
             assert run.phase not in OVER, run.reason
+            assert not run.refusals.reasons, run.refusals.reasons
             if sum(r.counted == len(NAMES) for r in run.rounds) >= ROUNDS and run.round > ROUNDS:
                 return True
             for name in NAMES:
@@ -233,9 +241,8 @@ class Given:
         return story
 
 
-@pytest.fixture
-def play(quick_folder):
-    """Begins a story that must come to the states of an undisturbed one."""
+def stories(quick_folder):
+    """What begins a story on a home; it must come to the states of an undisturbed one."""
     folder = quick_folder / "given"
     folder.mkdir()
     given, calm_home = Given.make(folder), quick_folder / "calm"
@@ -252,6 +259,11 @@ def play(quick_folder):
         return made
 
     return begin
+
+
+@pytest.fixture
+def play(quick_folder):
+    return stories(quick_folder)
 
 
 @pytest.mark.slow

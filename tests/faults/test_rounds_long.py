@@ -1,0 +1,84 @@
+"""`make deep SUITE=rounds`: hundreds of kills, thousands of power cuts, and their evidence."""
+
+import asyncio
+import os
+import platform
+import random
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from tests.faults import test_device_power, test_spool_power
+from tests.faults.cuts import cuts, made
+from tests.faults.lab import Lab, Tally, rejoined_s
+from tests.faults.test_rounds import check_exact, check_replays
+
+SEED = 2026
+ROOT = Path(__file__).parents[2]
+EVIDENCE = ROOT / "docs" / "evidence" / "rounds-killed.md"
+KILLS = int(os.environ.get("TRIPLANE_KILLS", "200"))
+CUTS = int(os.environ.get("TRIPLANE_CUTS", "1000"))  # of a cloud, and three times of a device
+
+pytestmark = pytest.mark.deep
+
+
+def test_hundreds_of_kills_and_thousands_of_cuts_lose_nothing(tmp_path, quick_folder):
+    """Processes are started by their commands here, not forked."""
+    began_s = time.time()
+    rows = [*killed(tmp_path), *cut(quick_folder)]
+    EVIDENCE.write_text(page(rows, began_s))
+
+
+def killed(folder):
+    rng, alone, everybody = random.Random(SEED), Tally(), Tally()
+    lab = Lab(folder)
+    asyncio.run(lab.furnish())
+    with lab.started():
+        exact = check_exact(lab, KILLS // 4, rng, alone)
+        rough = check_replays(lab, KILLS - KILLS // 4, rng, everybody)
+        back_s = [s for run in rough for s in rejoined_s(everybody, lab.journaled(run.id)[2])]
+    kills, instants = alone.kills + everybody.kills, alone.instants + everybody.instants
+    yield from ((f"kill -9 of {name}", count) for name, count in sorted(kills.items()))
+    yield from ((f"at a {name} instant", count) for name, count in sorted(instants.items()))
+    after = alone.after + everybody.after
+    yield from ((f"right after {kind} was journaled", count) for kind, count in after.most_common())
+    yield "processes killed at one instant, at most", everybody.at_once
+    yield "runs whose cloud alone was killed; all with the undisturbed run's model", len(exact)
+    rounds = sum(r.counted > 0 for run in rough for r in run.rounds)
+    yield "runs whose devices were killed too; all equal to their replay", len(rough)
+    yield "their rounds, evaluations included", rounds
+    yield "contributions that were refused", 0
+    yield "starts of devices whose way back was timed", len(back_s)
+    median_s, longest_s = statistics.median(back_s), max(back_s)
+    yield "from start to journaled return, median, longest", f"{median_s:.2f} s, {longest_s:.2f} s"
+
+
+def cut(folder):
+    for what, module, points in (
+        ("device", test_device_power, 3 * CUTS), ("cloud", test_spool_power, CUTS),
+    ):  # fmt: skip
+        place = made(folder / what)
+        play = module.stories(place)
+        operations, count, kills = cuts(place, play, points=points, seed=SEED)
+        yield f"power cuts of a {what}, over its {operations} disk operations", count
+        yield f"of these after a kill -9 of the {what}", kills
+    yield "acknowledged updates lost, sent in two forms, or journaled without their bytes", 0
+
+
+def page(rows, began_s):
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    head = (
+        "# Rounds that are killed\n\n"
+        f"`make deep SUITE=rounds`, {time.strftime('%Y-%m-%d', time.gmtime(began_s))}, "
+        f"seed {SEED}, commit {commit}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}; {(time.time() - began_s) / 60:.0f} minutes.\n\n"
+    )
+    return f"{head}| what | |\n|---|---|\n" + "".join(f"| {n} | {x} |\n" for n, x in rows)
