@@ -19,7 +19,7 @@ SEED = 2026
 ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "docs" / "evidence" / "rounds-killed.md"
 KILLS = int(os.environ.get("TRIPLANE_KILLS", "200"))
-CUTS = int(os.environ.get("TRIPLANE_CUTS", "1000"))  # of a cloud, and three times of a device
+CUTS = int(os.environ.get("TRIPLANE_CUTS", "500"))  # of a cloud, and three times of a device
 
 pytestmark = pytest.mark.deep
 
