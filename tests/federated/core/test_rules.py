@@ -213,6 +213,32 @@ def test_restart_reduces_again_what_was_being_reduced():
     assert again.phase is Phase.REDUCING
 
 
+@pytest.mark.parametrize(("held_out", "judges"), [((4, 0, 4), ["ada", "cem"]), ((0, 0, 0), [])])
+def test_no_evaluation_waits_for_devices_that_hold_nothing_out(held_out, judges):
+    state, _ = begun(())
+    for name, samples in zip(DEVICES, held_out, strict=False):
+        joins = Joined(at_s=0.0, device=name, examples=10, held_out=samples)
+        state, _ = step(state, joins)
+    state = replace(state, plan=plan(evaluate_every=1))
+    state, _ = all_arrive(state)
+    state, _ = step(state, Reduced(at_s=2.0, number=1, shared="s1"))
+    assert state.phase is Phase.COLLECTING
+    assert state.round.evaluates is bool(judges)
+    if judges:
+        assert [lease.device for lease in state.round.leases] == judges
+
+
+def test_an_evaluation_waits_for_a_device_that_may_be_back():
+    state, _ = begun()
+    state, _ = all_arrive(replace(state, plan=plan(evaluate_every=1)))
+    state, _ = step(state, Left(at_s=1.5, device="bea"))
+    state, _ = step(state, Reduced(at_s=2.0, number=1, shared="s1"))
+    assert (state.phase, state.reason) == (Phase.GATHERING, "2 devices are there; away: bea")
+    state, _ = step(state, Joined(at_s=3.0, device="bea", examples=10, held_out=4))
+    assert state.round.evaluates
+    assert len(state.round.leases) == 3
+
+
 def test_run_ends_after_an_evaluation_of_its_last_round():
     state, _ = begun(rounds=1)
     state, _ = all_arrive(state)

@@ -286,9 +286,11 @@ def _open(state: State, now_s: float) -> tuple[State, Effects]:
     able = [m for m in state.members.values() if m.connected and _able(m, evaluates=evaluates)]
     waited = now_s >= state.since_s + state.plan.patience_s
     least = 1 if evaluates else state.plan.quorum
-    wanted = least if waited else max(least, state.plan.asked - _given_up(state, now_s))
-    if len(able) < wanted or not (waited or _all_here(state, now_s)):
-        if evaluates and waited:
+    usual = least if evaluates else state.plan.asked - _given_up(state, now_s)
+    wanted = least if waited else max(least, usual)
+    here = waited or _all_here(state, now_s)
+    if len(able) < wanted or not here:
+        if evaluates and here:
             return _open(_gather(state, (number + 1, False), now_s), now_s)
         return replace(state, reason=_waits_for(able, state, evaluates=evaluates)), ()
     chosen = sorted(m.device for m in able) if evaluates else _chosen(state, able)
@@ -377,8 +379,8 @@ def _chosen(state: State, able: list[Member]) -> list[str]:
 
 def _waits_for(able: list[Member], state: State, *, evaluates: bool) -> str:
     away = sorted(m.device for m in state.members.values() if not m.connected)
-    wanted = 1 if evaluates else state.plan.asked
-    text = f"{len(able)} devices of {wanted} are there"
+    wanted = "" if evaluates else f" of {state.plan.asked}"
+    text = f"{len(able)} devices{wanted} are there"
     return f"{text}; away: {', '.join(away[:5])}" if away else text
 
 
