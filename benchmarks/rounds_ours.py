@@ -156,8 +156,10 @@ class Ours:
 
 
 @contextlib.contextmanager
-def clouded(folder: Path, side: int, there: int, relay: Relay | None = None) -> Iterator[Ours]:
-    """A cloud of its own with so many devices there. relay: what they call instead."""
+def clouded(
+    folder: Path, side: int, there: int, relay: Relay | None = None, *, start: bool = True
+) -> Iterator[Ours]:
+    """A cloud of its own with so many devices. relay: what they call instead. start: them too."""
     with running(folder) as family:
         home = furnished(folder, side)
         port = free_port()
@@ -175,7 +177,8 @@ def clouded(folder: Path, side: int, there: int, relay: Relay | None = None) -> 
             raise RuntimeError("the cloud did not start")
         (home.operator / "cloud").write_text(f"127.0.0.1:{port}\n")
         with calls(home.operator) as cloud:
-            yield Ours(family, home, cloud, server, _devices(family, there))
+            devices = _devices(family, there) if start else []
+            yield Ours(family, home, cloud, server, devices)
 
 
 def _devices(family: Family, count: int) -> list[subprocess.Popen[str]]:
