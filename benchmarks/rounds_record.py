@@ -146,8 +146,8 @@ FILE`, then `rounds.py --record FILE`. {conditions}. Other work ran on the machi
 
 {times}
 
-From the opening of a round to that of the next. All sides were up at once and took turns; a ratio is
-of medians of two turns in the same place. The second cloud of ours is the control.
+From the opening of a round to that of the next. All sides were up at once and took turns; a ratio
+is of medians of two turns in the same place. The second cloud of ours is the control.
 
 What is not equal:
 
@@ -175,8 +175,8 @@ do not add up to the round.
 
 {cost}
 
-CPU of a round by part. Bytes are on the wire, TLS included, counted by a relay in a pass of its own.
-Memory is the sum over processes of the most that each had resident.
+CPU of a round by part. Bytes are on the wire, TLS included, counted by a relay in a pass of its
+own. Memory is the sum over processes of the most that each had resident.
 
 ## Memory of the cloud, a thousand devices there
 
@@ -184,14 +184,14 @@ Memory is the sum over processes of the most that each had resident.
 
 {memory}
 
-The peak of the process during a short run; `anonymous` is what no file backs. Updates are spooled to
-disk and mapped one after another, so a round of 300 takes little more than one of 10. What the
-first run adds stays: it is the journal's and the grpc library's, with a thousand members.
+The peak of the process during a short run; `anonymous` is what no file backs. Updates are spooled
+to disk and mapped one after another, so a round of 300 takes little more than one of 10. Most of
+what the first run adds stays, whatever its size; what it is was not looked into.
 
 ## The device process
 
 {device}
 
-`python -m triplane.device` in a real run of three rounds with real steps, scored at the end: ready is
-the median of seven starts, the peak that of the last process.
+`python -m triplane.device` in a real run of three rounds with real steps, scored at the end: ready
+is the median of seven starts, the peak that of the last process.
 """
