@@ -18,7 +18,7 @@ LAST_ROUNDS: Final = 20
 MOST_MEMBERS: Final = 50
 MOST_REASONS: Final = 3
 """Devices whose reasons are told after a round; `show` has all."""
-MOST_REASON_CHARS: Final = 200
+MOST_REASON_CHARS: Final = 300
 
 
 def phase_of(run: Run) -> str:
@@ -105,9 +105,9 @@ def cut(text: str) -> str:
 
 
 def dropped(before: Run | None, after: Run) -> list[str]:
-    """Why devices' newest contributions did not count, of those dropped since `before`."""
-    known = {member.device: member.dropped for member in before.members} if before else {}
-    found = [m for m in after.members if m.reason and m.dropped > known.get(m.device, 0)]
+    """Why devices' newest contributions did not count, where that is new since `before`."""
+    known = {member.device: member.reason for member in before.members} if before else {}
+    found = [m for m in after.members if m.reason and m.reason != known.get(m.device)]
     lines = [shown(f"    {m.device}: {cut(m.reason)}") for m in found[:MOST_REASONS]]
     if len(found) > MOST_REASONS:
         lines.append(f"    and {len(found) - MOST_REASONS} more devices; triplane federate show")

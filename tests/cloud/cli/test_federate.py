@@ -105,6 +105,9 @@ def test_a_round_tells_why_devices_did_not_count_and_show_names_each():
     assert told[1:4] == [f"    {name}: no {name}?[2J" for name in names[:3]]
     assert "2 more devices" in told[4]
     assert "ann" not in "".join(told)
+    third = pb.Run(id="0" * 16, phase=pb.Run.COLLECTING, rounds=[closed], members=members)
+    third.rounds.add(number=2, asked=6, refused=5, opened_s=2.0, closed_s=3.0)
+    assert len(changes(second, third)) == 1  # the same reasons again
     assert all(f"no {name}?" in run_text(second) for name in names)
 
 
