@@ -56,7 +56,6 @@ APP = """
 """
 SERVER = """
     from pathlib import Path
-from typing import Any
     import numpy as np
     from flwr.serverapp import ServerApp
     from triplane.cloud.federation.flower import Sampling, Triplane, named_arrays, record_of
