@@ -14,8 +14,9 @@ import pytest
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
 from triplane.unified_ir.federated.algorithms import ALGORITHMS, plan_of
 from triplane.unified_ir.federated.core import learn as device
-from triplane.unified_ir.federated.core.learn import Work
-from triplane.unified_ir.federated.study import RoundRow, simulate
+from triplane.unified_ir.federated.core.learn import Shard, Work
+from triplane.unified_ir.federated.core.rules import step
+from triplane.unified_ir.federated.study import RoundRow, Study, simulate
 from triplane.unified_ir.federated.study.checkpoint import Keeper
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
@@ -116,6 +117,35 @@ def test_scores_are_told_when_they_are_known():
     assert [found[:2] for found in told] == [(2, None), (4, None), (4, 0.0)]
     assert [s for found in told[:2] for s in found[2]] == list(made.scores)
     assert told[2][2] == made.sweep[0.0]
+
+
+def test_the_rules_hear_of_as_many_events_however_many_devices_are_scored(monkeypatch):
+    simulation = sys.modules[Study.__module__]
+
+    def steps(count):
+        heard = []
+
+        def hear(state, event):
+            heard.append(event)
+            return step(state, event)
+
+        monkeypatch.setattr(simulation, "step", hear)
+        made = run(study(rounds=1), unseen=shards(count, first=8))
+        assert len(made.scores) == 4 + count
+        return len(heard)
+
+    assert steps(9) == steps(1)
+
+
+def test_a_study_without_held_out_samples_scores_nobody():
+    bare = {
+        name: Shard(shard.train, {k: x[:0] for k, x in shard.held_out.items()})
+        for name, shard in shards().items()
+    }
+    made = simulate(module(), bare, study())
+    assert len(made.rounds) == 4
+    assert made.scores == ()
+    assert made.summary(seen=True) is None
 
 
 def test_a_device_whose_numbers_break_is_named():

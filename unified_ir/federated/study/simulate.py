@@ -162,9 +162,11 @@ class _Simulation:
             rounds=study.rounds, devices=count, asked=count, quorum=count, deadline_s=1.0,
             patience_s=0.0, evaluate_every=study.evaluate_every, seed=study.seed,
         )  # fmt: skip
+        scorer = self._scorers()[:1]  # an event for each would cost the square of their number
         members = {
             name: machine.Member(
-                device=name, connected=True, held_out=shard.held_out_samples,
+                device=name, connected=True,
+                held_out=shard.held_out_samples if name in scorer else 0,
                 examples=shard.examples if name in self.seen else 0,
             )
             for name, shard in sorted(self.shards.items())
@@ -226,21 +228,21 @@ class _Simulation:
         self.place = replace(self.place, shared=shared, slots=slots)
 
     def _score(self, state: machine.State) -> machine.State:
-        """Every leased device adapts and is scored."""
+        """Every device with held-out samples adapts and is scored; the rules hear of one."""
         assert state.round is not None
         number = state.round.number
-        for lease in state.round.leases:
-            found = self._scored(number, lease.device)
-            score = machine.Score(
-                samples=found.samples, before=found.before, after=found.after, round=number
-            )
-            self.place = replace(self.place, scores=(*self.place.scores, found))
-            state, _ = step(
-                state,
-                machine.Scored(at_s=NOW_S, device=lease.device, lease=lease.id, score=score),
-            )
-        self._tell(number, None, tuple(s for s in self.place.scores if s.round == number))
-        return state
+        found = tuple(self._scored(number, name) for name in self._scorers())
+        self.place = replace(self.place, scores=(*self.place.scores, *found))
+        self._tell(number, None, found)
+        (lease,), (first, *_) = state.round.leases, found
+        score = machine.Score(
+            samples=first.samples, before=first.before, after=first.after, round=number
+        )
+        told = machine.Scored(at_s=NOW_S, device=lease.device, lease=lease.id, score=score)
+        return step(state, told)[0]
+
+    def _scorers(self) -> list[str]:
+        return sorted(name for name, shard in self.shards.items() if shard.held_out_samples)
 
     def _tell(self, number: int, rate: float | None, scores: tuple[DeviceScore, ...]) -> None:
         if self.on_scores is not None:
