@@ -19,6 +19,8 @@ MOST_MEMBERS: Final = 50
 MOST_REASONS: Final = 3
 """Devices whose reasons are told after a round; `show` has all."""
 MOST_REASON_CHARS: Final = 300
+MOST_LOSS: Final = 1e6
+"""Larger ones are told by their power of ten."""
 
 
 def phase_of(run: Run) -> str:
@@ -54,7 +56,7 @@ def round_row(found: Round) -> tuple[str, ...]:
     """Cells of one round."""
     out = found.refused + found.late + found.lost
     took = duration_text(found.closed_s - found.opened_s) if found.closed_s else ""
-    learnt = f"{found.loss:.4f}" if found.counted and not found.evaluates else ""
+    learnt = loss_text(found.loss) if found.counted and not found.evaluates else ""
     return (
         f"{found.number}{' scored' if found.evaluates else ''}",
         str(found.asked),
@@ -65,6 +67,11 @@ def round_row(found: Round) -> tuple[str, ...]:
         size(found.bytes_up) if found.bytes_up else "",
         found.given_up or accuracy(found),
     )
+
+
+def loss_text(loss: float) -> str:
+    """As "0.3122"; what a device claims may have three hundred digits."""
+    return f"{loss:.4f}" if abs(loss) < MOST_LOSS else f"{loss:.2e}"
 
 
 def duration_text(seconds: float) -> str:

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from tests.cloud.federation.given import devices_of, living, make_home, registered
 
 from triplane.cloud.cli.federate import command
-from triplane.cloud.cli.runs import aftermath, changes, run_text
+from triplane.cloud.cli.runs import ROUND_HEADINGS, aftermath, changes, round_row, run_text
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
 
@@ -116,3 +116,9 @@ def test_a_result_that_is_not_signed_says_sign_first():
     assert "triplane sign digits@2" in aftermath(done)[0]
     done.spec.release = "auto"
     assert "sign" not in aftermath(done)[0]
+
+
+@pytest.mark.parametrize(("loss", "text"), [(0.31221, "0.3122"), (1e300, "1.00e+300")])
+def test_a_loss_that_a_device_made_up_does_not_break_the_table(loss, text):
+    found = pb.Round(number=1, asked=2, counted=2, opened_s=1.0, closed_s=2.0, loss=loss)
+    assert round_row(found)[ROUND_HEADINGS.index("LOSS")] == text
