@@ -17,8 +17,9 @@ from triplane.proto.errors import Unavailable
 from triplane.unified_ir.cli.demo import processes
 
 NODES: Final = ("camera-a", "camera-b")
-WAIT_S: Final = 30.0
-STEP_S: Final = 0.05
+WAIT_S: Final = 90.0
+STEP_S: Final = 0.5
+"""Between two questions to the cloud, each of which is a process of half a second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from triplane.unified_ir import nn, optim, train
 from triplane.unified_ir.cli.demo import asking, processes
 from triplane.unified_ir.cli.demo.ask import ask
 from triplane.unified_ir.cli.demo.asking import INNER_STEPS, LEARNING, RATES, Answers, answered
-from triplane.unified_ir.cli.demo.fleet import NODES, Cloud, reports, until
+from triplane.unified_ir.cli.demo.fleet import NODES, STEP_S, Cloud, reports, until
 from triplane.unified_ir.cli.demo.question import Question
 from triplane.unified_ir.cli.demo.rolling import TARGET, Fleet, roll_out
 from triplane.unified_ir.cli.demo.stage import Stage
@@ -33,7 +33,6 @@ FLOOR: Final = "55%"
 KILL_AT: Final = 25
 BACK_AT: Final = 40
 DONE: Final = ("committed", "kept")
-STEP_S: Final = 0.05
 PAUSE_S: Final = 1.0
 """Between two passes of a client over its questions: some 50 calls a second."""
 
