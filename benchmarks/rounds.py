@@ -17,12 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -33,20 +31,20 @@ from harness import machine, ratio
 from rounds_ours import Ours, ours
 from rounds_record import lines_of, page
 from rounds_relay import Relay, relaying
-from rounds_sides import Case, Side, Turn, per_round
+from rounds_sides import Case, Side, Turn, end_in_order, per_round
 
 EVIDENCE: Final = Path(__file__).resolve().parent.parent / "docs" / "evidence" / "rounds.md"
-TURNS: Final = 6
+TURNS: Final = 5
 WARM: Final = 1
 """Turns that do not count: connections, plans and caches."""
 COUNTED: Final = 1
 """Turns whose bytes are counted."""
 
 CASES: Final = (
-    Case("3", 3, 16, 20, 10.0),
-    Case("10", 10, 16, 15, 25.0),
-    Case("100", 100, 16, 5, 250.0, flower=0),
-    Case("40mb", 2, 3162, 3, 700.0),
+    Case("3", 3, 16, 10, 10.0),
+    Case("10", 10, 16, 8, 25.0),
+    Case("100", 100, 16, 3, 250.0, flower=0),
+    Case("40mb", 2, 3162, 2, 700.0),
 )
 Start = Callable[[Path, Case, Relay | None], AbstractContextManager[Side]]
 FLOWER: Final[dict[str, Start]] = {
@@ -157,13 +155,6 @@ def conditions(*, flower: bool) -> str:
     return f"{'; '.join(machine().values())}; {packages}{theirs}"
 
 
-@contextmanager
-def orderly() -> Iterator[None]:
-    """SIGTERM ends this process as an error would, so that no child is left."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    yield
-
-
 def main() -> None:
     """Measures and prints one line of JSON a case."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -175,16 +166,16 @@ def main() -> None:
     if options.record:
         EVIDENCE.write_text(page(lines_of(options.record.read_text())))
         return
-    with orderly():
-        for case in CASES:
-            if case.name not in (options.only or [case.name]):
-                continue
-            load = os.getloadavg()[0]
-            row = measured(case, flower=not options.ours)
-            row |= {"conditions": conditions(flower=not options.ours), "load": load}
-            print(json.dumps(row), flush=True)
-            with options.keep.open("a") as kept_file:
-                kept_file.write(f"{json.dumps(row)}\n")
+    end_in_order()
+    for case in CASES:
+        if case.name not in (options.only or [case.name]):
+            continue
+        load = os.getloadavg()[0]
+        row = measured(case, flower=not options.ours)
+        row |= {"conditions": conditions(flower=not options.ours), "load": load}
+        print(json.dumps(row), flush=True)
+        with options.keep.open("a") as kept_file:
+            kept_file.write(f"{json.dumps(row)}\n")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any, Final
 import numpy as np
 from rounds_memory import status_bytes, until
 from rounds_ours import POPULATION, Ours, clouded
+from rounds_sides import end_in_order
 
 from triplane.cloud.cli.connection import new_key
 from triplane.proto import federation_pb2 as pb
@@ -115,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--keep", type=Path, default=Path(os.devnull))
     given = parser.parse_args()
+    end_in_order()
     for name, size, compression in CASES:
         line = json.dumps({"device": name, **measured(size, compression)})
         print(line, flush=True)

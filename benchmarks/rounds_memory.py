@@ -1,6 +1,7 @@
 """The cloud's memory over the devices of a round, with a thousand of them there on streams.
 
-    python benchmarks/rounds_memory.py --record     # docs/evidence/rounds-memory.svg, and figures
+    python benchmarks/rounds_memory.py --keep FILE      # a line of JSON for each size of update
+    python benchmarks/rounds_memory.py --record FILE    # the kept lines as a plot, docs/evidence/
     python benchmarks/rounds_memory.py --there 200 --devices 10 --devices 50
 
 One cloud for a size of update; a short run for each number of devices, fewest first, and before it
@@ -23,7 +24,7 @@ from typing import Any, Final, Self
 
 from harness import machine
 from rounds_ours import NO_END, Ours, clouded
-from rounds_sides import STEP_S
+from rounds_sides import STEP_S, end_in_order
 
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.convert.chart import line_chart, stack
@@ -117,16 +118,18 @@ def measured(size: int, there: int, devices: list[int]) -> list[dict[str, Any]]:
         return [idle, *(one_run(side, count) for count in devices)]
 
 
-def plot(rows: dict[str, list[dict[str, Any]]], there: int, conditions: str) -> str:
+def plot(kept: list[dict[str, Any]]) -> str:
     """Two lines for each size of update."""
     lines = {
-        f"{name}, {kind}": [(row["devices"], row[f"{kind}_bytes"] / (1 << 20)) for row in found]
-        for name, found in rows.items()
+        f"{line['memory']}, {kind}": [
+            (row["devices"], row[f"{kind}_bytes"] / (1 << 20)) for row in line["rows"]
+        ]
+        for line in kept
         for kind in ("resident", "anonymous")
     }
     chart = line_chart(lines, "The cloud's peak memory", "devices in a round", "MiB")
-    title = f"Rounds of some of {there:,} devices, by the size of an update"
-    return stack([chart], title, [conditions])
+    title = f"Rounds of some of {kept[0]['there']:,} devices, by the size of an update"
+    return stack([chart], title, [kept[0]["conditions"]])
 
 
 def main() -> None:
@@ -136,17 +139,20 @@ def main() -> None:
     parser.add_argument("--devices", type=int, action="append")
     parser.add_argument("--size", choices=SIDES, action="append")
     parser.add_argument("--keep", type=Path, default=Path(os.devnull))
-    parser.add_argument("--record", action="store_true", help=f"draw {PLOT.name}")
+    parser.add_argument("--record", type=Path, metavar="FILE", help=f"draw {PLOT.name}")
     given = parser.parse_args()
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for name in given.size or SIDES:
-        rows[name] = measured(SIDES[name], given.there, given.devices or list(DEVICES))
-        line = json.dumps({"memory": name, "there": given.there, "rows": rows[name]})
-        print(line, flush=True)
-        with given.keep.open("a") as kept:
-            kept.write(f"{line}\n")
     if given.record:
-        PLOT.write_text(plot(rows, given.there, "; ".join(machine().values())))
+        lines = [json.loads(line) for line in given.record.read_text().splitlines()]
+        PLOT.write_text(plot([line for line in lines if "memory" in line]))
+        return
+    end_in_order()
+    conditions = "; ".join(machine().values())
+    for name in given.size or SIDES:
+        rows = measured(SIDES[name], given.there, given.devices or list(DEVICES))
+        told = {"memory": name, "there": given.there, "conditions": conditions, "rows": rows}
+        print(json.dumps(told), flush=True)
+        with given.keep.open("a") as kept:
+            kept.write(f"{json.dumps(told)}\n")
 
 
 if __name__ == "__main__":
