@@ -287,7 +287,7 @@ def test_a_reply_to_a_strategy_counts_in_an_evaluating_round_too_and_is_handed_o
     told = Answered(at_s=3.0, device="ada", lease=lease.id, update=update("ada"))
     state, effects = step(state, told)
     (judged,) = (effect for effect in effects if isinstance(effect, Judged))
-    assert [(x.device, x.update.blob) for x in judged.leases] == [("ada", "u-ada")]
+    assert [(x.device, x.update and x.update.blob) for x in judged.leases] == [("ada", "u-ada")]
     assert step(state, told)[0] == state
     assert state.phase is Phase.FINISHING
 
