@@ -34,6 +34,9 @@ from triplane.unified_ir.files.container import Container
 
 pytestmark = pytest.mark.slow
 
+DEADLINE_S = 200.0
+"""Of one story: several runs, each with two interpreters to start."""
+
 
 def strategy(name="fedavg", *, app=False, **options):
     said = [pb.Option(name=key, json=json.dumps(value)) for key, value in options.items()]
@@ -78,7 +81,7 @@ def test_fedavg_of_flower_over_two_device_processes_ends_where_ours_does(tmp_pat
             found = [await parameters(cloud, run.result) for run in (theirs, ours)]
             return theirs, found, await cloud.registry.version(theirs.result)
 
-    run, (theirs, ours), version = within(story())
+    run, (theirs, ours), version = within(story(), DEADLINE_S)
     assert [(r.number, r.evaluates, r.counted) for r in run.rounds] == [
         (1, False, 2), (2, False, 2), (2, True, 2),
     ]  # fmt: skip
@@ -148,7 +151,7 @@ def test_an_app_of_the_devices_owner_answers_and_keeps_its_state(tmp_path, caplo
                 run = await done_run(cloud, rounds=3, flower=strategy("FedAvg", app=True))
             return run, [await parameters(cloud, name) for name in ("tiny@1", run.result)]
 
-    run, (before, after) = within(story())
+    run, (before, after) = within(story(), DEADLINE_S)
     assert [(r.number, r.evaluates, r.counted) for r in run.rounds] == [
         (1, False, 2), (2, False, 2), (3, False, 2), (3, True, 2),
     ]  # fmt: skip
@@ -175,7 +178,7 @@ def test_a_killed_strategy_and_a_new_cloud_end_with_the_same_bits(tmp_path, capl
                 killed = await given.ended(cloud, made.id)
                 return [await parameters(cloud, run.result) for run in (calm, killed)]
 
-    calm, killed = within(story())
+    calm, killed = within(story(), DEADLINE_S)
     assert "strategy begun anew" in caplog.text
     for name, array in calm.items():
         np.testing.assert_array_equal(killed[name], array, err_msg=name)
@@ -219,7 +222,7 @@ def test_replies_that_do_not_fit_are_refused_with_a_word_and_stop_nothing(tmp_pa
                 fields = {"rounds": 6, "cohort": {"devices": 2, "quorum": 0.5}}
                 return await done_run(cloud, flower=strategy(app=True), **fields)
 
-    run = within(story())
+    run = within(story(), DEADLINE_S)
     found = {refusal.kind: refusal.newest for refusal in run.refusals.reasons}
     assert found.keys() == {"nonfinite", "shape", "names", "figures"}
     assert "1 to 24 num-examples, got 1000000" in found["figures"]
@@ -266,7 +269,7 @@ def test_a_strategy_of_the_operators_asks_whom_it_likes_and_may_fail(tmp_path):
                 quorum = await ended_run(cloud, flower=strategy("some:make"))
             return done, failed, quorum, await cloud.registry.version(done.result)
 
-    done, failed, quorum, version = within(story())
+    done, failed, quorum, version = within(story(), DEADLINE_S)
     learnt = [r for r in done.rounds if not r.evaluates]
     assert [(r.asked, r.counted) for r in learnt] == [(1, 1)] * 4
     assert sum(m.counted for m in done.members) == 4
@@ -300,7 +303,7 @@ def test_the_strategy_of_the_page_runs_and_one_that_wants_more_devices_says_so(t
                 done = await done_run(cloud, rounds=1, flower=strategy("halving", eta=0.1))
                 return done, await ended_run(cloud, flower=strategy("greedy"))
 
-    done, stopped = within(story())
+    done, stopped = within(story(), DEADLINE_S)
     assert done.spec.flower.strategy == "halving:strategy"
     assert stopped.phase == pb.Run.STOPPED
     assert "waits for more than the 2 devices of round 1" in stopped.reason
@@ -321,7 +324,7 @@ def test_a_run_that_is_stopped_ends_its_process_and_goes_on_when_resumed(tmp_pat
                 other = await process_in_round(cloud, made.id, stopped.round + 1)
                 return stopped, pid, other, await given.ended(cloud, made.id)
 
-    stopped, pid, other, done = within(story())
+    stopped, pid, other, done = within(story(), DEADLINE_S)
     assert (stopped.phase, stopped.reason) == (pb.Run.STOPPED, "lunch")
     assert other != pid
     assert done.phase == pb.Run.DONE, done.reason
