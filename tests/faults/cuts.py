@@ -87,8 +87,10 @@ def is_whole(played, root):
     return True
 
 
-def cuts(folder, play, *, points, seed, outcomes=1, forgets=("", "")):
-    """Cut the power so often; returns (operations of an undisturbed life, cuts, kills).
+def cuts(folder, play, *, points, seed, outcomes=3, forgets=("", "")):
+    """Cut the power at so many points; returns (operations of an undisturbed life, cuts, kills).
+
+    outcomes: of each cut that are drawn and checked; the program goes on from the first.
 
     play: `play(home)` makes an object whose `live(home)` runs the program to its end, again after a
     crash; `check(home)` is what must hold of what a crash left before it does.
@@ -113,10 +115,10 @@ def cuts(folder, play, *, points, seed, outcomes=1, forgets=("", "")):
         for number in range(outcomes):
             after = folder / f"{cut}-{number}"
             disk.outcome(after, rng)
-            again = played.copy()
             with on(Forgetful(after)):
-                again.check(after)
-                again.live(after)
+                played.check(after)
+                if not number:
+                    played.copy().live(after)
             shutil.rmtree(after)
         shutil.rmtree(root)
     return operations, points * outcomes, kills

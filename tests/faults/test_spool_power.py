@@ -69,6 +69,7 @@ class Story:
     expected: list = field(default_factory=list)
     copies: int = 0
     acknowledged: dict = field(default_factory=dict)
+    read: Any = None  # what the database says, until the next life
 
     @property
     def url(self):
@@ -82,7 +83,7 @@ class Story:
 
     def live(self, root):
         """Be the cloud, and its devices, until so many rounds were reduced; PowerCut."""
-        disk = plugged()
+        disk, self.read = plugged(), None
         is_over = asyncio.run(self._live(root, disk))
         if disk.is_cut:
             raise PowerCut
@@ -177,12 +178,11 @@ class Story:
                 assert sha256(path.read_bytes()).hex() == lease.update.blob
 
     def journaled(self):
-        database = Database.open(self.url)
-        try:
-            ((entry, book),) = database.read_now(lambda c: journal.find(c, RUN))
-            return entry, book, database.read_now(lambda c: journal.events(c, RUN))
-        finally:
-            database.close()
+        if self.read is None:
+            with contextlib.closing(Database.open(self.url)) as database:
+                ((entry, book),) = database.read_now(lambda c: journal.find(c, RUN))
+                self.read = entry, book, database.read_now(lambda c: journal.events(c, RUN))
+        return self.read
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,8 @@ def play(quick_folder):
 @pytest.mark.slow
 def test_power_cuts_and_kills_leave_what_was_acknowledged_and_what_is_journaled(quick_folder, play):
     operations, made, kills = cuts(quick_folder, play, points=POINTS, seed=1)
-    assert operations > 50
-    assert kills >= made // 2
+    assert 50 < operations <= made
+    assert kills == POINTS // 2
 
 
 @pytest.mark.slow
