@@ -75,14 +75,16 @@ OTHERS = [
         ("1  Train", signal.SIGTERM),
         ("4  Serve", signal.SIGINT),
         ("4  Serve", signal.SIGTERM),
+        ("7  A bad version", signal.SIGINT),
         ("7  A bad version", signal.SIGTERM),
+        ("9  Learn", signal.SIGINT),
     ]
 ]
 
 
 @pytest.mark.parametrize(
     ("step", "number"),
-    [("1  Train", signal.SIGINT), ("7  A bad version", signal.SIGINT), *OTHERS],
+    [("1  Train", signal.SIGINT), ("   dashboard", signal.SIGINT), *OTHERS],  # the fleet is up
 )
 def test_an_interrupted_demo_leaves_nothing_running(
     short: Path, step: str, number: signal.Signals
