@@ -25,7 +25,7 @@ from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.flower_runs import FlowerRuns, Places
 from triplane.cloud.federation.journal import Entry, Prepared
 from triplane.cloud.federation.live import LiveRun, Make
-from triplane.cloud.federation.results import Results
+from triplane.cloud.federation.results import Results, means
 from triplane.cloud.federation.spec import check_population
 from triplane.cloud.federation.spool import LEASE_BYTES, Spool, shown
 from triplane.cloud.identity import audit as audit_log
@@ -186,7 +186,7 @@ class Federation:
         def work(connection: sa.Connection) -> Entry:
             entry = journal.begin(connection, made)
             if entry.id == made.id:
-                details = {"model": spec.model, "algorithm": spec.algorithm}
+                details = {"model": spec.model, "algorithm": means(spec)}
                 self._note(connection, by, "federation.start", made.id, details)
             return entry
 

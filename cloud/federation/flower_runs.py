@@ -218,7 +218,7 @@ class FlowerRuns:
                 return
             try:
                 answer = await run.process.ask({"do": "replies", "replies": told})
-            except TriplaneError as error:
+            except Exception as error:  # noqa: BLE001 - the run goes on without it
                 logger.warning("evaluation lost", extra={"run_id": entry.id, "reason": str(error)})
                 await self._end(run)
                 return
@@ -279,6 +279,10 @@ class FlowerRuns:
         except TriplaneError as error:
             why = f"{error}; resume it when that is mended"
             return lambda at_s: Stopped(at_s=at_s, reason=why)
+        except Exception as error:
+            logger.exception("strategy not asked", extra={"run_id": entry.id})
+            fault = f"internal error: {type(error).__name__}; see the cloud's log"
+            return lambda at_s: Stopped(at_s=at_s, reason=fault)
         run.asked = asked(0.0)  # before the commit, which tells the devices
         return asked
 

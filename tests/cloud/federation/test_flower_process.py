@@ -146,6 +146,13 @@ def test_it_ends_with_the_cloud(tmp_path):
     pipes.stdout.close()
 
 
+@pytest.mark.slow
+def test_the_clouds_own_process_leaves_flower_alone():
+    check = "import sys, triplane.cloud.server; sys.exit('flwr' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    assert subprocess.run([sys.executable, "-c", check], env=env, check=False).returncode == 0
+
+
 FIVE = {"min_train_nodes": 2, "min_evaluate_nodes": 2, "min_available_nodes": 2}
 
 
