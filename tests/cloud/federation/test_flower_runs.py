@@ -141,15 +141,20 @@ async def app_processes(cloud, folder, names=("ann", "bob"), text=APP):
     return [AppProcess(p.home, p.data, app=app) for p in made]
 
 
-def test_an_app_of_the_devices_owner_answers_and_keeps_its_state(tmp_path, caplog):
+def test_an_app_of_the_devices_owner_answers_and_keeps_its_state_beyond_a_cloud(tmp_path, caplog):
     caplog.set_level("INFO", "triplane")
 
     async def story():
-        async with cloud_of(tmp_path) as cloud:
-            plain = await process_of(cloud, tmp_path, "cem", 2)
-            with started(*await app_processes(cloud, tmp_path), plain):
-                run = await done_run(cloud, rounds=3, flower=strategy("FedAvg", app=True))
-            return run, [await parameters(cloud, name) for name in ("tiny@1", run.result)]
+        with contextlib.ExitStack() as devices:
+            async with cloud_of(tmp_path) as cloud:
+                plain = await process_of(cloud, tmp_path, "cem", 2)
+                devices.enter_context(started(*await app_processes(cloud, tmp_path), plain))
+                asked = given.start_request(rounds=3, flower=strategy("FedAvg", app=True))
+                made = await cloud.federation.begin(asked, by="operator")
+                await process_in_round(cloud, made.id, 2)
+            async with running(Home(tmp_path / "home"), port=cloud.port) as cloud:
+                run = await given.ended(cloud, made.id)
+                return run, [await parameters(cloud, name) for name in ("tiny@1", run.result)]
 
     run, (before, after) = within(story(), DEADLINE_S)
     assert [(r.number, r.evaluates, r.counted) for r in run.rounds] == [
