@@ -77,6 +77,8 @@ def test_the_page_shows_rounds_stragglers_refusals_and_a_dot_for_each_device(pag
     assert "after round 3: mean 50.0%, worst 30.0%; adapted: mean 87.5%, worst 75.0%" in run
     why = "its stream was away too long"
     assert f"phone-07: 2 of 5 contributions not counted, away: {why}" in run
+    assert "loss 0.5 in round 2" in run  # the third was given up
+    assert "lowest when adapted: phone-00 75.0%, phone-01 76.7%, phone-02 78.3%" in run
     assert "2 refused (nan): phone-03: 'head.weight' holds NaN" in run
     kinds = [
         made.get_attribute("class")
