@@ -35,14 +35,21 @@ from triplane.cloud.federation.flower_spec import (
     strategy_file,
 )
 from triplane.cloud.federation.journal import Entry
-from triplane.cloud.federation.live import LiveRun, Make, Write
+from triplane.cloud.federation.live import RETRY_S, LiveRun, Make, Write
 from triplane.cloud.federation.results import Results
 from triplane.cloud.federation.spec import filled
 from triplane.cloud.federation.spool import Refusal, Spool, most_examples
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError
+from triplane.proto.errors import (
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    TriplaneError,
+    Unavailable,
+)
 from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core.files import read_state
 from triplane.unified_ir.federated.core.rules import lease_id
@@ -66,6 +73,8 @@ logger = logging.getLogger(__name__)
 LIMITS: Final = Limits()
 LAST_S: Final = 10.0
 """For a strategy to take in the last evaluation when its run is done."""
+OVER: Final = (1, math.nan)
+"""What is said of a reply that nobody reads any more."""
 TRIES: Final = 3
 """Processes in a row that may die at one turn."""
 
@@ -164,6 +173,9 @@ class FlowerRuns:
         }
         try:
             async with ours.lock:
+                at_hand = run.book.state.round
+                if at_hand is None or _turn_of(at_hand) != turn:
+                    return OVER  # its event will find that the round is over
                 found = await self._persistently(
                     ours, lambda: self._checked(ours, run.entry, state, turn, order)
                 )
@@ -253,13 +265,19 @@ class FlowerRuns:
 
     async def _ask(self, run: _Run, entry: Entry, book: Book, found: Round) -> None:
         make = await self._turn(run, entry, book, found)
-        try:
-            after = await self._put(entry.id, lambda _, at_s: make(at_s))
-        except TriplaneError as error:  # the cloud is stopping; the next one asks again
-            logger.info("strategy not heard", extra={"run_id": entry.id, "reason": str(error)})
-        else:
-            run.asking = None
-            self.look(entry, after)  # the round may be another one by now
+        while True:
+            try:
+                after = await self._put(entry.id, lambda _, at_s: make(at_s))
+            except Unavailable as error:  # the database, or the cloud is stopping and ends this
+                facts = {"run_id": entry.id, "reason": str(error)}
+                logger.info("strategy not heard", extra=facts)
+                await asyncio.sleep(RETRY_S)
+            except NotFound:  # the run is over and forgotten
+                return
+            else:
+                run.asking = None
+                self.look(entry, after)  # the round may be another one by now
+                return
 
     async def _turn(
         self, run: _Run, entry: Entry, book: Book, found: Round

@@ -292,10 +292,20 @@ GREEDY = """
 
     strategy = FedAvg(min_available_nodes=3)
 """
+DYING = """
+    import os
+    from flwr.serverapp.strategy import FedAvg
+
+    class Dying(FedAvg):
+        def configure_train(self, *_):
+            os._exit(3)
+
+    strategy = Dying()
+"""
 PAGE = Path(__file__).parents[3] / "docs" / "federated.md"
 
 
-def test_the_strategy_of_the_page_runs_and_one_that_wants_more_devices_says_so(tmp_path):
+def test_the_strategy_of_the_page_runs_and_those_that_cannot_go_on_stop_and_say_why(tmp_path):
     fence = r"```python\n# .*/strategies/halving.py\n(.*?)```"
     (example,) = re.findall(fence, PAGE.read_text(), re.DOTALL)
 
@@ -304,14 +314,18 @@ def test_the_strategy_of_the_page_runs_and_one_that_wants_more_devices_says_so(t
             folder = tmp_path / "home" / "strategies"
             written(folder / "halving.py", example)
             written(folder / "greedy.py", GREEDY)
+            written(folder / "dying.py", DYING)
             async with taking_part(*await clients_of(cloud, tmp_path)):
                 done = await done_run(cloud, rounds=1, flower=strategy("halving", eta=0.1))
-                return done, await ended_run(cloud, flower=strategy("greedy"))
+                stopped = await ended_run(cloud, flower=strategy("greedy"))
+                return done, stopped, await ended_run(cloud, flower=strategy("dying"))
 
-    done, stopped = within(story(), DEADLINE_S)
+    done, stopped, dead = within(story(), DEADLINE_S)
     assert done.spec.flower.strategy == "halving:strategy"
     assert stopped.phase == pb.Run.STOPPED
     assert "waits for more than the 2 devices of round 1" in stopped.reason
+    assert dead.phase == pb.Run.STOPPED
+    assert "process ended with status 3" in dead.reason
 
 
 def test_a_run_that_is_stopped_ends_its_process_and_goes_on_when_resumed(tmp_path):
