@@ -18,6 +18,7 @@ import grpc
 from triplane.device.desk import Desk, Stop, Withdrawn
 from triplane.device.enrolling import enrol
 from triplane.device.home import DEFAULT_HOME, DeviceHome, Settings
+from triplane.device.link import Link
 from triplane.device.model import Choice, Model
 from triplane.device.samples import Source, shard_of
 from triplane.device.tasks import Orders, Task, orders_of
@@ -319,6 +320,8 @@ class _Working:
                 if self._doing:
                     self._doing[1].now()
                 await asyncio.wait({doing})
+                if (error := doing.exception()) and not isinstance(error, Withdrawn):
+                    logger.warning("work ended while stopping", extra={"reason": str(error)})
                 raise
 
     def _remember(self, lease: str) -> None:
@@ -331,7 +334,8 @@ class _Working:
             if time.time() >= self._home.enrolled.renew_at_s:
                 try:
                     await asyncio.to_thread(self._home.renew)
-                    self._forget_channel()
+                    async with self._desk_free:
+                        self._forget_channel()
                     logger.info("certificate renewed")
                 except TriplaneError as error:
                     logger.warning("certificate not renewed", extra={"reason": str(error)})
@@ -340,7 +344,7 @@ class _Working:
     def _open_channel(self) -> grpc.Channel:
         with self._channel_lock:
             if self._channel is None:
-                self._channel = connect(self._home.identity)
+                self._channel = Link(connect(self._home.identity))
             return self._channel
 
     def _forget_channel(self) -> None:

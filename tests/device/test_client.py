@@ -1,6 +1,8 @@
 """A device in an application: whole runs against a real cloud over mutual TLS."""
 
 import asyncio
+import gc
+import logging
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from tests.cloud.federation.given import ended, shard, start_request
 from tests.device.devices import client_of, cloud_of, taking_part, token_for, within
 
 from triplane.device import FederatedClient
+from triplane.device import client as client_module
 from triplane.device.home import DeviceHome
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Unavailable
@@ -88,3 +91,30 @@ def test_an_address_where_nobody_enrols_is_named_with_where_it_is_told(tmp_path)
     token = str(Token(b"s" * 32, b"p" * 32))
     with pytest.raises(Unavailable, match=r"lets machines in at 127\.0\.0\.1:1 .*8444"):
         FederatedClient(tmp_path / "ann", shard(0)).enrol(token, "127.0.0.1:1")
+
+
+@pytest.mark.slow
+def test_a_stop_in_the_middle_of_a_task_is_no_error(tmp_path, caplog, monkeypatch):
+    begun = asyncio.Event()
+    caplog.set_level(logging.INFO, "triplane.device.client")
+
+    class Hears(logging.Handler):
+        def emit(self, record):
+            if record.msg == "task begun":
+                begun.set()
+
+    monkeypatch.setattr(client_module.logger, "handlers", [Hears()])
+
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            client = await client_of(cloud, tmp_path, "ann", 0)
+            working = asyncio.create_task(client.serve())
+            request = start_request(cohort={"devices": 1}, sampling={"steps": 1_000_000})
+            await cloud.federation.begin(request, by="operator")
+            await begun.wait()
+            client.stop()
+            await working
+
+    within(story())
+    gc.collect()  # an error that nobody took is told when its future goes
+    assert not [record for record in caplog.records if record.name == "asyncio" and record.exc_info]
