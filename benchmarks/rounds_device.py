@@ -31,7 +31,7 @@ from triplane.proto import federation_pb2 as pb
 MIB: Final = 1 << 20
 CASES: Final = (("1 kB", 16, ""), ("40 MB", 3162, ""), ("40 MB", 3162, "int8"))
 """Name of the model, side of its matrix, compression of updates."""
-STARTS: Final = 7
+STARTS: Final = 5
 ROUNDS: Final = 3
 RUN_S: Final = 200.0
 READY_S: Final = 1.0

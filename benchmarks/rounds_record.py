@@ -62,7 +62,7 @@ def times(rows: Sequence[dict[str, Any]]) -> str:
                 continue
             low, middle, high = row["ms"][side]
             ratio = row["ratio"].get(side)
-            told = "" if ratio is None else "{median:.2g} ({q1:.2g} to {q3:.2g})".format(**ratio)
+            told = "" if ratio is None else "{median:.3g} ({q1:.3g} to {q3:.3g})".format(**ratio)
             target = f"{row['case']['target_ms']:g}" if side == "ours" else ""
             spread = f"{middle:,.0f} ({low:,.0f} to {high:,.0f})"
             lines.append([label(row), NAMES[side], target, spread, told])
@@ -159,8 +159,8 @@ What is not equal:
   file. Their clients keep the round in memory.
 * Our devices and the gRPC server's clients are two processes that are many devices each. The
   SuperLink has a process for each SuperNode and starts one for each message, as Flower deploys it;
-  its rounds wait for polls of fixed lengths. It was not run with 100 devices: a hundred SuperNodes
-  and as many starts of a process a round do not fit on this machine.
+  its rounds wait for polls of fixed lengths. It was not run with 100 devices: by the figures below
+  a hundred SuperNodes would take 30 GB, which this machine has not.
 * Every update is as large as the state: float32, not compressed. Ours changes each number by a
   constant, so that every round has a state of its own; Flower's clients answer zeros.
 
@@ -193,5 +193,7 @@ what the first run adds stays, whatever its size; what it is was not looked into
 {device}
 
 `python -m triplane.device` in a real run of three rounds with real steps, scored at the end: ready
-is the median of seven starts, the peak that of the last process.
+is the median of five starts, beside the same other work, the peak that of the last process. The
+bound is 80 MiB and five times the parameters. An update that is compressed to int8 breaks it: its
+remainder, its sum with the change and what it stands for are in memory at once.
 """
