@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from pathlib import Path
@@ -12,12 +13,15 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra [flower]")
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp import strategy as flower
 
 from triplane.cloud.federation.flower import message_of, record_of
 from triplane.cloud.federation.flower_drive import Drive, made
 from triplane.cloud.federation.flower_spec import SHIPPED
+from triplane.device.flower import answered
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.federated.core.files import read_state, write_state, write_update
 
@@ -98,6 +102,55 @@ def drive(order, pipe, strategy=None):
 
 def state_of(answer):
     return read_state(Path(answer["state"]), plan=DIGEST)
+
+
+class AppTurns(Turns):
+    """Devices answer with an app of their own, as `device.flower` has it answer."""
+
+    def __init__(self, folder, app):
+        super().__init__(folder, script=[(1, False), (2, False)])
+        self.app, self.state = app, STATE
+
+    def _played(self):
+        for number, evaluates in self.script:
+            nodes = {device: lease(number, device) for device in DEVICES}
+            yield {"do": "turn", "number": number, "evaluates": evaluates, "nodes": nodes}
+            replies = {}
+            for device, message in sorted(self.said[-1]["asked"].items()):
+                path = self.folder / f"{number}-{device}.reply"
+                arrays = {n: x for n, x in self.state.items() if x.dtype.kind == "f"}
+                said = Path(message).read_bytes()
+                found = answered(self.app, said, arrays, b"", run=RUN, device=device)
+                path.write_bytes(found.reply)
+                facts = {"path": str(path), "device": device, "evaluates": False, "examples": 10}
+                yield {"do": "check", **facts}
+                assert self.said[-1] == {"examples": 10, "loss": 0.5}
+                replies[device] = facts
+            yield {"do": "replies", "replies": replies}
+            self.state = state_of(self.said[-1])
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.app], ids=lambda row: row.name)
+def test_apps_clip_by_the_mods_that_private_strategies_need(row, tmp_path):
+    adaptive = row.name.endswith("AdaptiveClipping")
+    app = ClientApp(mods=[adaptiveclipping_mod if adaptive else fixedclipping_mod])
+
+    @app.train()
+    def train(message, context):
+        arrays = {n: a.numpy() + np.float32(9) for n, a in message.content["arrays"].items()}
+        told = MetricRecord({"num-examples": 10, "loss": 0.5})
+        records = RecordDict({"arrays": record_of(arrays), "metrics": told})
+        return Message(records, reply_to=message)
+
+    options = {"noise_multiplier": 1e-9, **({} if adaptive else {"clipping_norm": 0.1})}
+    order = order_of(tmp_path, row.name, app=True, options=options)
+    pipe = AppTurns(tmp_path, app)
+    with contextlib.suppress(StopIteration):  # after two rounds that learn
+        drive(order, pipe)
+    moved = state_of(pipe.said[-1])  # twice by a clipped step
+    norm = np.sqrt(sum(np.square(moved[n] - STATE[n]).sum() for n in STATE))
+    assert norm < 0.2 if adaptive else norm == pytest.approx(0.2, rel=1e-3)
+    assert sum("state" in said for said in pipe.said) == 2
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
