@@ -139,16 +139,24 @@ def test_over_selection_counts_the_fastest_and_tells_the_last_it_was_late(tmp_pa
         async with running(make_home(tmp_path)) as cloud:
             await registered(cloud, tmp_path)
             devices = await devices_of(cloud, tmp_path, ("ann", "bob", "cy"))
-            slow = devices[2]
+            *fast, slow = devices
             held: list[pb.Task] = []
+            asked = asyncio.Event()
 
             async def keep(device, task):
                 if task.WhichOneof("work") == "evaluate":
                     await device.contribute(await device.learnt(task))
                 else:
                     held.append(task)
+                    asked.set()
+
+            async def after_it_was_asked(device, task):
+                await asked.wait()
+                await device._worked(task)
 
             slow.act = keep
+            for device in fast:
+                device.act = after_it_was_asked
             async with living(devices):
                 cohort = {"devices": 2, "over_selection": 0.5}
                 run_id = await begun(cloud, rounds=1, cohort=cohort)
