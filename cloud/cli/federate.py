@@ -134,8 +134,9 @@ def run(
     """Begin a run from MODEL with the devices of a population, and watch it."""
     from triplane.cloud.cli.following import follow_to_end
 
+    spec = _spec(**options)
     with calls(identity) as cloud:
-        begun = _begun(cloud, _spec(**options))
+        begun = _begun(cloud, spec)
         code = 0 if detach else follow_to_end(cloud, begun, as_json=as_json)
     if detach:
         _tell(begun, as_json=as_json, more=f"Watch it: triplane federate watch {begun.id}")
@@ -162,13 +163,16 @@ def _spec(
     def taken(names: tuple[str, ...]) -> dict[str, Any]:
         return {name: options.pop(name) for name in names}
 
-    return Spec(
-        hyperparameters=Hyperparameters(**taken(_HYPER)),
-        cohort=Cohort(**taken(_COHORT)),
-        sampling=Sampling(**taken(_SAMPLING)),
-        flower=flower,
-        **options,
-    )
+    try:
+        return Spec(
+            hyperparameters=Hyperparameters(**taken(_HYPER)),
+            cohort=Cohort(**taken(_COHORT)),
+            sampling=Sampling(**taken(_SAMPLING)),
+            flower=flower,
+            **options,
+        )
+    except ValueError as error:  # of protobuf: wider than the field
+        raise click.UsageError(f"a number is larger than any run takes: {error}") from error
 
 
 def _begun(cloud: Calls, spec: Spec) -> Run:

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from tests.cloud.federation.given import devices_of, living, make_home, registered
 
-from triplane.cloud.cli.federate import command
+from triplane.cloud.cli.federate import _named, _spec, command
 from triplane.cloud.cli.runs import ROUND_HEADINGS, aftermath, changes, round_row, run_text
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
@@ -122,3 +122,36 @@ def test_a_result_that_is_not_signed_says_sign_first():
 def test_a_loss_that_a_device_made_up_does_not_break_the_table(loss, text):
     found = pb.Round(number=1, asked=2, counted=2, opened_s=1.0, closed_s=2.0, loss=loss)
     assert round_row(found)[ROUND_HEADINGS.index("LOSS")] == text
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--seed", "--devices", "--steps", "--inner-steps"])
+def test_a_number_wider_than_its_field_is_a_wrong_option(option):
+    argv = ["run", "tiny", option, str(1 << 65), "--identity", "."]
+    done = CliRunner().invoke(command, argv)
+    assert done.exit_code == 2
+    assert "larger than any run takes" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--option", "eta=1"), "name one with --strategy"),
+        (("--app",), "name one with --strategy"),
+        (("--strategy", "fedadam", "--option", "eta"), "'eta' is not NAME=VALUE"),
+        (("--strategy", "fedadam", "--option", "e ta=1"), "'e ta=1' is not NAME=VALUE"),
+    ],
+)
+def test_options_of_no_strategy_are_told_at_once(words, why, tmp_path):
+    found = CliRunner().invoke(command, ["run", "tiny", *words, "--identity", str(tmp_path)])
+    assert found.exit_code == 2
+    assert why in found.output
+
+
+def test_an_option_that_is_no_json_is_a_string():
+    flower = _spec(
+        strategy="mine", strategy_options=_named(ANY, ANY, ("a=1e-3", "b=true", "c=x y", "d=a=b")),
+        app=True, model="tiny",
+    ).flower  # fmt: skip
+    said = {option.name: option.json for option in flower.options}
+    assert said == {"a": "1e-3", "b": "true", "c": '"x y"', "d": '"a=b"'}
+    assert flower.app
