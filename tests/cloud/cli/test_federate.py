@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from tests.cloud.federation.given import devices_of, living, make_home, registered
 
-from triplane.cloud.cli.federate import _named, _spec, command
+from triplane.cloud.cli.federate import command
 from triplane.cloud.cli.runs import ROUND_HEADINGS, aftermath, changes, round_row, run_text
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
@@ -130,28 +130,3 @@ def test_a_number_wider_than_its_field_is_a_wrong_option(option):
     done = CliRunner().invoke(command, argv)
     assert done.exit_code == 2
     assert "larger than any run takes" in done.output
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (("--option", "eta=1"), "name one with --strategy"),
-        (("--app",), "name one with --strategy"),
-        (("--strategy", "fedadam", "--option", "eta"), "'eta' is not NAME=VALUE"),
-        (("--strategy", "fedadam", "--option", "e ta=1"), "'e ta=1' is not NAME=VALUE"),
-    ],
-)
-def test_options_of_no_strategy_are_told_at_once(words, why, tmp_path):
-    found = CliRunner().invoke(command, ["run", "tiny", *words, "--identity", str(tmp_path)])
-    assert found.exit_code == 2
-    assert why in found.output
-
-
-def test_an_option_that_is_no_json_is_a_string():
-    flower = _spec(
-        strategy="mine", strategy_options=_named(ANY, ANY, ("a=1e-3", "b=true", "c=x y", "d=a=b")),
-        app=True, model="tiny",
-    ).flower  # fmt: skip
-    said = {option.name: option.json for option in flower.options}
-    assert said == {"a": "1e-3", "b": "true", "c": '"x y"', "d": '"a=b"'}
-    assert flower.app
