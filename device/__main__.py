@@ -138,7 +138,7 @@ def _command() -> None:
             app=given.app,
             log_level=given.log_level,
         )
-    except TriplaneError as error:
+    except (TriplaneError, OSError) as error:
         sys.exit(f"device: {error}")
 
 
