@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import copy
 import json
+import math
 import sqlite3
 import sys
 import threading
@@ -39,7 +40,7 @@ from triplane.proto.channels import connect_aio
 from triplane.proto.federation_pb2_grpc import FederationStub
 from triplane.proto.identity import IdentityFolder
 from triplane.proto.registry_pb2_grpc import RegistryStub
-from triplane.unified_ir.federated.core.run import Joined, Restarted
+from triplane.unified_ir.federated.core.run import Joined
 
 NAMES = ("ann", "bob", "cy")  # devices of the test's own process, in the population of `given`
 REAL = ("dora", "eve", "fay")  # processes
@@ -221,18 +222,27 @@ async def strike(victims, tally, pause_s=0.0):
     tally.kills.update([*victims])
     tally.at_once = max(tally.at_once, len(victims))
     await moment(pause_s)
-    tally.started.extend((name, time.time()) for name in victims)
+    when = time.time()
+    tally.started.extend((name, when) for name in victims)
     await asyncio.gather(*(asyncio.to_thread(process.start) for process in victims.values()))
 
 
 def rejoined_s(tally, events):
-    """Seconds from the starts of devices to their joining a run, where no cloud came between."""
+    """Seconds from the starts of devices during a run to their joining it again.
+
+    Left out: where the cloud was killed, or the device again, before it could join.
+    """
     found = []
-    for name, when in tally.started:
-        after = [e for e in events if e.at_s >= when and isinstance(e, (Joined, Restarted))]
-        joined = next((e for e in after if isinstance(e, Restarted) or e.device == name), None)
-        if isinstance(joined, Joined):
-            found.append(joined.at_s - when)
+    for number, (name, when) in enumerate(tally.started):
+        if not events[0].at_s <= when <= events[-1].at_s:
+            continue
+        again = [w for n, w in tally.started[number + 1 :] if n in {name, "cloud"}]
+        until = min(again, default=math.inf)
+        back = [e.at_s for e in events if isinstance(e, Joined) and e.device == name]
+        joined = next((at_s for at_s in back if at_s >= when), math.inf)
+        together = ("cloud", when) in tally.started
+        if name != "cloud" and joined < until and not together:
+            found.append(joined - when)
     return found
 
 
