@@ -179,11 +179,11 @@ def test_a_home_that_cannot_be_written_is_one_line_not_a_traceback(tmp_path):
     home = tmp_path / "home"
     (home / "identity").mkdir(parents=True)
     (home / "identity" / "cert.pem").touch()
-    (home / "plans").touch()
+    (home / "lock").mkdir()
     save_shard(tmp_path / "data.npz", given.shard(0))
     command = Process(home, tmp_path / "data.npz").command()
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert done.stderr.startswith("device: ")
-    assert str(home / "plans") in done.stderr
+    assert str(home / "lock") in done.stderr
     assert len(done.stderr.splitlines()) == 1
