@@ -22,15 +22,22 @@ def test_options_of_no_strategy_are_told_at_once(words, why, tmp_path):
     assert why in found.output
 
 
+class Sent(Exception):
+    """What the command would have sent."""
+
+
 def test_an_option_that_is_no_json_is_a_string(monkeypatch, tmp_path):
-    """The spec that would be sent, caught where the cloud would be called."""
-    sent = []
-    monkeypatch.setattr(federate, "_spec", lambda **options: sent.append(options) or 1 / 0)
+    def told(**options):
+        raise Sent(options)
+
+    monkeypatch.setattr(federate, "_spec", told)
     words = ["--strategy", "mine", "--app"]
     for option in ("a=1e-3", "b=true", "c=x y", "d=a=b"):
         words += ["--option", option]
-    CliRunner().invoke(command, ["run", "tiny", *words, "--identity", str(tmp_path)])
-    (options,) = sent
+    argv = ["run", "tiny", *words, "--identity", str(tmp_path)]
+    with pytest.raises(Sent) as sent:
+        CliRunner().invoke(command, argv, catch_exceptions=False)
+    (options,) = sent.value.args
     assert options["strategy_options"] == [
         ("a", "1e-3"), ("b", "true"), ("c", '"x y"'), ("d", '"a=b"'),
     ]  # fmt: skip
