@@ -18,7 +18,6 @@ import grpc
 from triplane.device.desk import Desk, Stop, Withdrawn
 from triplane.device.enrolling import enrol
 from triplane.device.home import DEFAULT_HOME, DeviceHome, Settings
-from triplane.device.link import Link
 from triplane.device.model import Choice, Model
 from triplane.device.samples import Source, shard_of
 from triplane.device.tasks import Orders, Task, orders_of
@@ -344,7 +343,7 @@ class _Working:
     def _open_channel(self) -> grpc.Channel:
         with self._channel_lock:
             if self._channel is None:
-                self._channel = Link(connect(self._home.identity))
+                self._channel = connect(self._home.identity)
             return self._channel
 
     def _forget_channel(self) -> None:

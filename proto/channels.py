@@ -4,13 +4,15 @@ A unary call without a deadline of its own gets `DEADLINE_S`; streams live as lo
 want, held up by keepalive. Message limits are the same on both sides.
 """
 
+import threading
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import grpc
 import grpc.aio
 
 from triplane.proto.credentials import IdentityFolder
+from triplane.proto.errors import Unavailable
 
 MESSAGE_BYTES: Final = 4 << 20
 METADATA_BYTES: Final = 16 << 10
@@ -62,7 +64,7 @@ def connect(identity: IdentityFolder, *, address: str | None = None) -> grpc.Cha
     channel = grpc.secure_channel(
         address or identity.cloud, _credentials(identity), options=CHANNEL_OPTIONS
     )
-    return grpc.intercept_channel(channel, _Deadline())
+    return Guarded(grpc.intercept_channel(channel, _Deadline()))
 
 
 def connect_aio(identity: IdentityFolder, *, address: str | None = None) -> grpc.aio.Channel:
@@ -81,6 +83,61 @@ def _credentials(identity: IdentityFolder) -> grpc.ChannelCredentials:
         private_key=identity.key_pem,
         certificate_chain=identity.certificate_pem,
     )
+
+
+class Guarded(grpc.Channel):
+    """A channel that one thread may close while another works with it.
+
+    grpc ends the process by a segmentation fault where a stub is made of a closed channel. Here
+    that is `Unavailable`; a call that is under way then ends as any that lost its link.
+    """
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def _made(self, kind: str, *args: Any, **options: Any) -> Any:
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the link to the cloud was closed meanwhile")
+            return getattr(self._channel, kind)(*args, **options)
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        """See `grpc.Channel`."""
+        return self._made("unary_unary", *args, **options)
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        """See `grpc.Channel`."""
+        return self._made("unary_stream", *args, **options)
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        """See `grpc.Channel`."""
+        return self._made("stream_unary", *args, **options)
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        """See `grpc.Channel`."""
+        return self._made("stream_stream", *args, **options)
+
+    def subscribe(self, *args: Any, **options: Any) -> None:
+        """See `grpc.Channel`."""
+        self._made("subscribe", *args, **options)
+
+    def unsubscribe(self, *args: Any, **options: Any) -> None:
+        """See `grpc.Channel`."""
+        self._made("unsubscribe", *args, **options)
+
+    def close(self) -> None:
+        """May be said again; calls that are under way end."""
+        with self._lock:
+            self._closed = True
+            self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class _Details(grpc.ClientCallDetails):

@@ -5,30 +5,30 @@ import threading
 import grpc
 import pytest
 
-from triplane.device.link import Link
+from triplane.proto.channels import Guarded
 from triplane.proto.errors import Unavailable
 from triplane.proto.transfer_pb2_grpc import TransferStub
 
 
-def test_a_stub_of_a_closed_link_is_refused_where_grpc_would_end_the_process():
-    link = Link(grpc.insecure_channel("127.0.0.1:1"))
-    TransferStub(link)
-    link.close()
-    link.close()
+def test_a_stub_of_a_closed_channel_is_refused_where_grpc_would_end_the_process():
+    channel = Guarded(grpc.insecure_channel("127.0.0.1:1"))
+    TransferStub(channel)
+    channel.close()
+    channel.close()
     with pytest.raises(Unavailable, match="closed meanwhile"):
-        TransferStub(link)
+        TransferStub(channel)
 
 
 def test_threads_that_make_stubs_while_it_closes_are_refused_or_served():
     for _ in range(20):
-        link = Link(grpc.insecure_channel("127.0.0.1:1"))
+        channel = Guarded(grpc.insecure_channel("127.0.0.1:1"))
         begun, ends = threading.Barrier(4), list[str]()
 
-        def work(link=link, begun=begun, ends=ends):
+        def work(channel=channel, begun=begun, ends=ends):
             begun.wait()
             try:
                 while True:
-                    TransferStub(link)
+                    TransferStub(channel)
             except Unavailable as error:
                 ends.append(str(error))
 
@@ -36,7 +36,7 @@ def test_threads_that_make_stubs_while_it_closes_are_refused_or_served():
         for thread in threads:
             thread.start()
         begun.wait()
-        link.close()
+        channel.close()
         for thread in threads:
             thread.join(30)
         assert len(ends) == 3
