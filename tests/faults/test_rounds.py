@@ -148,7 +148,7 @@ def check_replays(lab, kills, rng, tally):
 
 def test_a_killed_device_has_its_lease_again_at_once(lab):
     """Started by its command, as after a power cut: measured to the journaled event."""
-    fields = ROUGH | {"rounds": 8, "cohort": {"devices": 1, "quorum": 1.0, "patience_s": 60.0}}
+    fields = ROUGH | {"rounds": 20, "cohort": {"devices": 1, "quorum": 1.0, "patience_s": 60.0}}
     rng, tally = random.Random(6), Tally()
 
     async def story():
@@ -168,7 +168,7 @@ def test_a_killed_device_has_its_lease_again_at_once(lab):
     assert all((r.counted, r.lost) == (1, 0) for r in run.rounds)
     _, _, events = lab.journaled(run.id)
     found = rejoined_s(tally, events)
-    assert len(found) == 2
+    assert found, "the last start is timed, the first where the second kill left it the time"
     assert max(found) < REJOIN_S
 
 
