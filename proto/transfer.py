@@ -60,6 +60,7 @@ class BlobFolder:
         self._busy: set[bytes] = set()
         self._lock = threading.Lock()
         disk.make_folder(self.partial)
+        disk.sync_folder(self.folder)  # names that a process gave before it was killed
 
     def path(self, sha256: bytes) -> Path:
         """Where the blob is, or would be."""
@@ -143,8 +144,8 @@ class Receiving:
         self.sha256, self.size = sha256, size
         self._file: AppendFile | None = None
         self._is_named = False
-        self._unsynced = 0
         self._have = partial.stat().st_size if partial.is_file() else 0
+        self._unsynced = self._have  # whoever wrote them may have been killed before a sync
         if self._have > size:
             self.restart()
         self._require_space()

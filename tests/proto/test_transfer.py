@@ -1,11 +1,14 @@
 import asyncio
 import contextlib
+import hashlib
 import os
+import random
 import threading
 
 import grpc
 import grpc.aio
 import pytest
+from tests.faults.crash_disk import CrashDisk
 
 from triplane.proto import transfer_pb2 as pb
 from triplane.proto.disk import OsDisk
@@ -232,3 +235,32 @@ def test_what_follows_a_whole_blob_is_refused(cloud):
         TransferStub(channel).Upload(iter(chunks))
     assert isinstance(error_from(caught.value), InvalidInput)
     assert not blobs.has(bytes(32))
+
+
+def test_what_a_killed_process_did_not_sync_is_durable_once_the_next_says_so(tmp_path):
+    data = bytes(range(256)) * 40
+    name = hashlib.sha256(data).digest()
+    (tmp_path / "disk").mkdir()
+    disk = CrashDisk(tmp_path / "disk")
+    with contextlib.ExitStack() as killed:  # left too late to matter
+        first = killed.enter_context(BlobFolder(disk.root, disk).receive(name, len(data)))
+        first.write(data)
+        with BlobFolder(disk.root, disk).receive(name, len(data)) as receiving:
+            receiving.finish()
+        for seed in range(20):
+            disk.outcome(tmp_path / str(seed), random.Random(seed))
+            assert (tmp_path / str(seed) / name.hex()).read_bytes() == data
+    disk.close()
+
+
+def test_the_name_a_killed_process_gave_is_durable_once_the_next_has_it(tmp_path):
+    data = bytes(range(256))
+    (tmp_path / "disk").mkdir()
+    disk = CrashDisk(tmp_path / "disk", unsynced=("sync_folder",))
+    name = BlobFolder(disk.root, disk).put(data)  # and is killed before the folder is synced
+    disk.unsynced = ()
+    assert BlobFolder(disk.root, disk).has(name)
+    for seed in range(20):
+        disk.outcome(tmp_path / str(seed), random.Random(seed))
+        assert (tmp_path / str(seed) / name.hex()).read_bytes() == data
+    disk.close()
