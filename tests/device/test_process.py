@@ -89,7 +89,10 @@ def wide_model(folder):
     return (folder / "wide.tpm").read_bytes(), size
 
 
-def test_its_memory_is_80_mb_and_5_times_the_parameters(tmp_path):
+@pytest.mark.parametrize(
+    "compression", ["int8", *(pytest.param(c, marks=pytest.mark.deep) for c in ("", "top-k"))]
+)
+def test_its_memory_is_80_mb_and_5_times_the_parameters(tmp_path, compression):
     async def story():
         async with cloud_of(tmp_path) as cloud:
             data, size = wide_model(tmp_path)
@@ -101,7 +104,10 @@ def test_its_memory_is_80_mb_and_5_times_the_parameters(tmp_path):
             x, y = rng.normal(size=(100, 500)).astype(np.float32), rng.integers(0, 10, 100)
             save_shard(process.data, Shard({"x": x[20:], "y": y[20:]}, {"x": x[:20], "y": y[:20]}))
             with started(process):
-                await one_run(cloud, model="wide", cohort={"devices": 1}, evaluate_every=1)
+                await one_run(
+                    cloud, model="wide", cohort={"devices": 1}, evaluate_every=1, rounds=2,
+                    compression=compression, keep=0.1 if compression == "top-k" else 0,
+                )  # fmt: skip
                 return process.peak_bytes(), size
 
     peak, size = within(story())

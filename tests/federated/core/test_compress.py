@@ -21,7 +21,7 @@ def draws(lease="a"):
 
 def sent(name, x, keep=0.3, lease="a"):
     compressor = Compressor(name, keep=keep)
-    packed, lost = compressor.pack({"w": x}, {}, draws(lease))
+    packed, lost = compressor.pack({"w": x.copy()}, {}, draws(lease))
     return compressor.unpack(packed)["w"], lost
 
 
@@ -73,7 +73,7 @@ def test_over_many_rounds_nothing_is_lost_but_the_last_remainder(name):
     remainder: dict = {}
     total = np.zeros((7, 11))
     for k, change in enumerate(changes):
-        packed, remainder = compressor.pack(change, remainder, draws(str(k)))
+        packed, remainder = compressor.pack({"w": change["w"].copy()}, remainder, draws(str(k)))
         total += compressor.unpack(packed)["w"]
     expected = np.sum([c["w"] for c in changes], axis=0, dtype=np.float64)
     np.testing.assert_allclose(total + remainder["w"], expected, atol=2e-4)
@@ -83,7 +83,7 @@ def test_over_many_rounds_nothing_is_lost_but_the_last_remainder(name):
 @pytest.mark.parametrize("name", COMPRESSIONS)
 def test_equal_draws_give_equal_bytes(name):
     x = np.linspace(-1, 1, 50, dtype=np.float32)
-    one, two = (Compressor(name, keep=0.5).pack({"w": x}, {}, draws())[0] for _ in range(2))
+    one, two = (Compressor(name, keep=0.5).pack({"w": x.copy()}, {}, draws())[0] for _ in range(2))
     assert {n: a.tobytes() for n, a in one.items()} == {n: a.tobytes() for n, a in two.items()}
 
 

@@ -31,12 +31,16 @@ Arrays = Mapping[str, Array]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way to write a tensor. parts: suffixes of its arrays, "" for the bare name."""
+    """One way to write a tensor. parts: suffixes of its arrays, "" for the bare name.
+
+    lose: takes what its arrays stand for from the tensor, in place; None where nothing is lost.
+    """
 
     name: str
     parts: tuple[str, ...]
     pack: Callable[[Array, float, Draws], tuple[Array, ...]]
     unpack: Callable[..., Array]
+    lose: Callable[..., None] | None
     shape: Callable[..., tuple[int, ...]]
     dtype: Callable[..., np.dtype[Any]]
 
@@ -53,17 +57,22 @@ class Compressor:
     def pack(
         self, change: Arrays, remainder: Arrays, rng: Draws
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """(arrays to send, what they lose of `change` and the earlier remainder)."""
+        """(arrays to send, what they lose of `change` and the earlier remainder).
+
+        Where a row loses something, that is written into the arrays of `change`: a device has no
+        room for another copy of its parameters.
+        """
         arrays: dict[str, Array] = {}
         lost: dict[str, Array] = {}
         for name in sorted(change):
             x = np.ascontiguousarray(change[name]).reshape(change[name].shape)
             if name in remainder:
-                x = x + remainder[name]
+                np.add(x, remainder[name], out=x)
             parts = self.row.pack(x, self.keep, rng)
             arrays |= dict(zip(self.names(name), parts, strict=True))
-            if self.row.name:
-                lost[name] = x - self.row.unpack(*parts)
+            if self.row.lose is not None:
+                self.row.lose(x, *parts)
+                lost[name] = x
         return arrays, lost
 
     def unpack(self, arrays: Arrays) -> dict[str, Array]:
@@ -109,7 +118,7 @@ def _is(x: Array) -> Array:
 
 
 def _quantize(x: Array, _keep: float, rng: Draws) -> tuple[Array, ...]:
-    largest = float(np.max(np.abs(x), initial=0.0))
+    largest = max(float(np.max(x, initial=0.0)), -float(np.min(x, initial=0.0)))
     scale = np.asarray(largest / LEVELS, x.dtype)
     if not scale > 0:
         return np.zeros(x.shape, np.int8), np.zeros((), x.dtype)
@@ -125,7 +134,13 @@ def _quantize(x: Array, _keep: float, rng: Draws) -> tuple[Array, ...]:
 def _dequantize(q: Array, scale: Array) -> Array:
     if q.dtype != np.int8 or scale.shape != () or not np.issubdtype(scale.dtype, np.floating):
         raise InvalidInput(f"int8 writes int8 and one scale, got {q.dtype} and {scale.dtype}")
-    return np.asarray(q.astype(scale.dtype) * scale)
+    return np.asarray(np.multiply(q, scale, dtype=scale.dtype))
+
+
+def _lose_levels(x: Array, q: Array, scale: Array) -> None:
+    of, sent = x.reshape(-1), q.reshape(-1)
+    for at in range(0, x.size, CHUNK):
+        of[at : at + CHUNK] -= _dequantize(sent[at : at + CHUNK], scale)
 
 
 # The k = ceil(keep * size) entries that are largest in absolute value; of equal ones the first.
@@ -137,6 +152,10 @@ def _pick(x: Array, keep: float, _rng: Draws) -> tuple[Array, ...]:
         raise InvalidInput(f"top-k indexes at most {MAX_INDEX} entries, got {flat.size}")
     index = _largest(np.abs(flat), math.ceil(keep * flat.size))
     return index.astype(np.uint32), flat[index], np.asarray(x.shape, np.int64).reshape(-1)
+
+
+def _lose_picked(x: Array, index: Array, _value: Array, _shape: Array) -> None:
+    x.reshape(-1)[index] = 0
 
 
 def _largest(size: Array, k: int) -> Array:
@@ -170,11 +189,11 @@ def _picked_shape(index: Array, value: Array, shape: Array) -> tuple[int, ...]:
 COMPRESSIONS: Final[Mapping[str, Row]] = {
     row.name: row
     for row in (
-        Row("",      ("",),                        _bare,     _is,
+        Row("",      ("",),                        _bare,     _is,         None,
             lambda x: x.shape,                     lambda x: x.dtype),
-        Row("int8",  ("q", "scale"),               _quantize, _dequantize,
+        Row("int8",  ("q", "scale"),               _quantize, _dequantize, _lose_levels,
             lambda q, _scale: q.shape,             lambda _q, scale: scale.dtype),
-        Row("top-k", ("index", "value", "shape"),  _pick,     _scatter,
+        Row("top-k", ("index", "value", "shape"),  _pick,     _scatter,    _lose_picked,
             _picked_shape,                         lambda _i, value, _s: value.dtype),
     )
 }
