@@ -51,6 +51,9 @@ CLOCK_S: Final = 60.0
 """What a clock may have been set back by since a round began."""
 MAX_KEPT_BYTES: Final = 64 << 20
 """Of unpacked changes that are remembered between their arrival and their round's end."""
+BELATED: Final = 64
+"""Contributions of a device to no open lease that are journaled, beside `PER_ROUND` a round."""
+PER_ROUND: Final = 4
 UPLOADS: Final = 4
 """Different files that a device may begin for one lease."""
 
@@ -321,11 +324,15 @@ def _is_open(state: State, device: str, lease: str) -> bool:
 def _belated(device: str, lease: str) -> Make:
     """A contribution to no open lease: its file is not even looked at.
 
-    Should the lease have been opened meanwhile, whoever guessed it is refused.
+    Should the lease have been opened meanwhile, whoever guessed it is refused. Nothing is written
+    down of a device that is no member, nor of one that was late more often than it was asked.
     """
     update = Update(blob="", size=0, examples=0, loss=math.nan, seconds=0.0)
 
-    def make(state: State, at_s: float) -> Arrived | Refused:
+    def make(state: State, at_s: float) -> Arrived | Refused | None:
+        member, rounds = state.members.get(device), state.round.number if state.round else 0
+        if member is None or member.dropped >= BELATED + PER_ROUND * rounds:
+            return None
         if _is_open(state, device, lease):
             reason = "it came before its lease was open"
             return Refused(at_s=at_s, device=device, lease=lease, kind="kind", reason=reason)

@@ -6,7 +6,10 @@ another idea each time.
 
 import asyncio
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +25,7 @@ from tests.cloud.federation.given import (
     work_of,
 )
 
-from triplane.cloud.federation.spool import UPLOADS
+from triplane.cloud.federation.spool import BELATED, UPLOADS, Spool
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput
@@ -31,6 +34,7 @@ from triplane.proto.transfer import upload
 from triplane.proto.transfer_pb2 import DownloadRequest
 from triplane.proto.transfer_pb2_grpc import TransferStub
 from triplane.unified_ir.federated.core import learn
+from triplane.unified_ir.federated.core.run import Member, Plan, State
 from triplane.unified_ir.files import container
 
 DEADLINE_S = 90.0
@@ -293,3 +297,18 @@ def test_without_a_lease_a_device_neither_writes_nor_reads(outcome):
 def test_nothing_of_a_closed_round_stays_in_the_spool(outcome):
     _, _, _, left = outcome
     assert left == []
+
+
+def test_leases_that_a_device_invents_fill_no_journal():
+    member = Member(device="mallory", connected=True, examples=9)
+    plan = Plan(rounds=1, devices=1, asked=1, quorum=1, deadline_s=1.0, patience_s=1.0)
+    state = State(plan=plan, run=OTHER_RUN, shared="", members={"mallory": member})
+    told = pb.Contribution(run=OTHER_RUN, lease=bytes(16), declined="no")
+    run: Any = SimpleNamespace(book=SimpleNamespace(state=state))
+    spool: Any = None
+    make = asyncio.run(Spool.judged(spool, run, "mallory", told))
+    assert make(state, 1.0) is not None
+    for late in (BELATED, BELATED + 1000):
+        often = replace(state, members={"mallory": replace(member, dropped=late)})
+        assert make(often, 1.0) is None
+    assert make(replace(state, members={}), 1.0) is None
