@@ -30,7 +30,7 @@ KILLS = int(os.environ.get("TRIPLANE_KILLS", "20"))
 NODES = 4
 DEADLINE_S = 240.0 + 10.0 * KILLS
 START_S = 60.0
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 class Process:
@@ -127,7 +127,7 @@ async def killed(process, rng, kills):
             starting = asyncio.ensure_future(process.start())
             await asyncio.wait([starting], timeout=rng.uniform(0.1, 1.5))
             if not starting.done() and process.child is not None:
-                process.child.kill()
+                await process.end()
                 await asyncio.gather(starting, return_exceptions=True)
         if process.child.returncode is not None or process.child is None:
             await process.start()
