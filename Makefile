@@ -22,8 +22,11 @@ venv:
 demo: venv ## train, convert, serve, roll out, learn together: the whole story in two to three minutes
 	@$(BIN)/triplane demo $(ARGS)
 
-test: venv ## the whole suite, at most 8 minutes on 2 cores
+test: venv ## the suite, at most 8 minutes on 2 cores
 	@$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+long: venv ## the whole demo, and 120 kills of every kind of process; CI runs it after `make test`
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m 'long and not deep' $(ARGS)
 
 quick: venv ## lint, types, imports and the fast tests, under a minute
 	@$(MAKE) --no-print-directory lint imports types

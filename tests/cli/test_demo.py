@@ -39,6 +39,7 @@ def demo(short: Path, *args: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 def test_the_demo_measures_every_step_and_leaves_no_file(short: Path) -> None:
     with demo(short, "--rounds", "50", "--json") as process:
         out, told = process.communicate(timeout=400)

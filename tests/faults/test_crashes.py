@@ -158,6 +158,7 @@ def one_round(running, node, operator, rng, tally):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_fifty_kills_at_random_and_journaled_instants_leave_nothing_broken(tmp_path):
     tally = campaign(tmp_path, kills=int(os.environ.get("TRIPLANE_KILLS", "52")), seed=1)
     assert sum(tally.kills.values()) >= 52

@@ -9,7 +9,7 @@ from tests.faults.fleet import Load, fleet, wait_until, write_model
 X = np.zeros((1, 1, 8, 8), np.float32)
 BACK_S = 5.0
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

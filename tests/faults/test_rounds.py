@@ -30,7 +30,7 @@ DEADLINE_S = 240.0
 REJOIN_S = 5.0
 AWAY = 0.25  # share of kills after which devices stay away for longer than patience
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 EXACT = {
     "model": "tiny@1", "rounds": ROUNDS, "algorithm": "fedadam", "evaluate_every": 10,

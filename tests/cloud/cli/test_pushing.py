@@ -16,7 +16,7 @@ from triplane.proto.transfer import digest_of
 from triplane.unified_ir import nn
 from triplane.unified_ir.ir import TensorSpec
 
-MIB = 1 << 20
+IN_FLIGHT_BYTES = 12 << 20  # what buffers on the way may hold when the sender dies
 WAIT_S = 60
 WIDTH = 3072  # a square of float32 with 36 MiB
 
@@ -59,7 +59,7 @@ def test_a_push_that_was_stopped_sends_the_rest_when_it_is_run_again(place, numb
     assert made["version"] == 1
     assert not partial.exists()
     kept = size - whole.sent
-    assert kept > size // 2 - 4 * MIB, f"sent {whole.sent} of {size} bytes again"
+    assert kept > size // 2 - IN_FLIGHT_BYTES, f"sent {whole.sent} of {size} bytes again"
 
 
 @pytest.mark.slow
