@@ -141,6 +141,7 @@ def test_a_node_that_met_many_models_is_still_heard(node):
     assert MODEL in {model.model for model in said(node).models}
 
 
+@pytest.mark.slow
 def test_a_flood_of_attempts_does_not_fill_the_disk(node, monkeypatch):
     """Names and attempts are the cloud's to choose; the journal is cut while it grows."""
     monkeypatch.setattr(journal, "MAX_JOURNAL_BYTES", 20_000)
