@@ -34,7 +34,7 @@ KEPT_OPEN = (
 
 # One seed on CI and at home: a red search is red again. `deep` looks further, with fresh examples.
 settings.register_profile(
-    "default", derandomize=True, deadline=None, max_examples=50,
+    "default", derandomize=True, deadline=None, max_examples=40,
     suppress_health_check=[HealthCheck.too_slow],
 )  # fmt: skip
 settings.register_profile(
@@ -45,7 +45,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_configure(config):
-    """`make quick` searches a fifth as far; before any module of tests reads the profile."""
+    """`make quick` searches a quarter as far; before any module of tests reads the profile."""
     if quick(config) and "HYPOTHESIS_PROFILE" not in os.environ:
         settings.load_profile("quick")
 

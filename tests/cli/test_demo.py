@@ -70,6 +70,7 @@ def test_the_demo_measures_every_step_and_leaves_no_file(short: Path) -> None:
     assert list(short.iterdir()) == []
 
 
+FLEET_IS_UP = pytest.param("   dashboard", signal.SIGINT, marks=pytest.mark.long)
 OTHERS = [
     pytest.param(step, number, marks=pytest.mark.deep)
     for step, number in [
@@ -85,7 +86,7 @@ OTHERS = [
 
 @pytest.mark.parametrize(
     ("step", "number"),
-    [("1  Train", signal.SIGINT), ("   dashboard", signal.SIGINT), *OTHERS],  # the fleet is up
+    [("1  Train", signal.SIGINT), FLEET_IS_UP, *OTHERS],
 )
 def test_an_interrupted_demo_leaves_nothing_running(
     short: Path, step: str, number: signal.Signals

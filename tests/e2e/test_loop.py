@@ -92,6 +92,7 @@ def accuracy(port, samples):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_devices_learn_goes_live_adapted_where_it_serves(tmp_path, shards):
     names = sorted(shards)
     node_shard = shards[names[-1]]

@@ -105,6 +105,7 @@ def check(folder, size):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_large_file_survives_kills_on_both_sides(tmp_path):
     check(tmp_path, 128 * MIB)
 

@@ -15,6 +15,7 @@ NODE_BYTES = 1 << 20
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_thirty_nodes_of_which_a_third_comes_late_converge_and_outlive_a_kill():
     done = subprocess.run(
         [sys.executable, BENCHMARK, str(NODES), "--idle", "0.1"],
