@@ -2,7 +2,8 @@
 
 A child lives in a session of its own and is recorded with process id and start time, which together
 name one process for as long as the machine is up. Whoever finds the record and the process takes it
-over: a killed supervisor costs nothing.
+over: a killed supervisor costs nothing. A child begins to run only once its record is durable: no
+instant of a kill leaves one that nobody knows of.
 """
 
 import contextlib
@@ -26,6 +27,8 @@ MAX_LOG_BYTES: Final = 16 << 20
 """A longer log is set aside as NAME.log.1 when its process starts."""
 LAST_BYTES: Final = 2048
 """Of a log, when it is asked why its process ended."""
+_GATE: Final = ("/bin/sh", "-c", 'read -r _ && exec "$@" </dev/null', "gate")
+"""Becomes the command, in the same process, when a line comes; ends when its giver does first."""
 _START_FIELD: Final = 21  # of /proc/PID/stat, counted from 0: clock ticks from boot to start
 
 
@@ -88,8 +91,8 @@ def start(
         says.unlink(missing_ok=True)
     with log.open("ab") as errors, (says or log).open("ab") as out:
         process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
+            [*_GATE, *command],
+            stdin=subprocess.PIPE,
             stdout=out,
             stderr=errors,
             start_new_session=True,
@@ -97,6 +100,9 @@ def start(
         )
     record = Record(process.pid, _started(process.pid) or 0)
     write_atomic(run / f"{name}.json", json.dumps(asdict(record)).encode())
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # killed before it began
+            process.stdin.write(b"go\n")
     process.returncode = 0  # ours to watch by its handle, not subprocess's to reap
     logger.info("started", extra={"child": name, "pid": record.pid})
     return Child(name, record)

@@ -18,6 +18,8 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra [flower]")
 
+from tests.faults.fleet import free_port
+
 from triplane.unified_ir import data, nn, ops, optim, train
 from triplane.unified_ir.federated.algorithms import Hyper, algorithm, plan_of
 from triplane.unified_ir.federated.core.learn import Shard, Work, learn
@@ -138,12 +140,6 @@ def learned(path, state, number, device):
         run="", round=number, device=device, seed=5, steps=2, batch_size=4, support=4, query=4
     )
     return learn(plan, work, shard)
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 @pytest.fixture

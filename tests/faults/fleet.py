@@ -1,7 +1,9 @@
 """A cloud and nodes as real processes, a client under load, and what must be true of them."""
 
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +21,8 @@ from triplane.edge.supervisor.children import recorded
 COMMAND = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
 RATE_HZ = 50.0
 STEP_S = 0.02
+# Connections take theirs from 32768 on; workers of one run begin far from each other.
+PORTS = itertools.cycle(random.Random(os.getpid()).sample(range(10000, 32000), 20000))
 # By default grpc waits 1 s, then 1.6 times as long, before it looks for a server again.
 RECONNECT = {"grpc.min_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 200}
 
@@ -44,9 +48,15 @@ def verb(*args, check=True, timeout=120):
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that nobody listens on, outside the range from which connections get theirs."""
+    while True:
+        port = next(PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 class Process:

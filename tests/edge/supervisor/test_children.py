@@ -1,8 +1,12 @@
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
+import time
 
+import psutil
 import pytest
 
 from triplane.edge.supervisor.children import adopt, is_alive, recorded, start
@@ -53,3 +57,48 @@ def test_a_record_that_cannot_be_read_is_none(tmp_path, text):
 
 def test_a_child_lives_in_a_session_of_its_own(child):
     assert os.getsid(child.pid) == child.pid
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from triplane.edge.supervisor import children
+
+def killed(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+children.write_atomic = killed
+folder = Path(sys.argv[1])
+children.start("serving", ["/bin/touch", str(folder / "ran")], run=folder, logs=folder)
+"""
+
+
+def test_a_supervisor_killed_before_it_recorded_a_child_leaves_none(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE
+    ) as parent:
+        parent.wait(30)
+    assert parent.returncode == -signal.SIGKILL
+    log = tmp_path / "serving.log"
+    assert log.exists(), "the child was never started, so nothing was tried"
+    assert until(lambda: not holders(log)), "a process that nobody recorded lives on"
+    assert not (tmp_path / "ran").exists()
+
+
+def holders(file):
+    """Processes that have the file open."""
+    return [p.pid for p in psutil.process_iter() if str(file) in opened(p)]
+
+
+def opened(process):
+    try:
+        return [found.path for found in process.open_files()]
+    except psutil.Error:
+        return []
+
+
+def until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()) and time.monotonic() < deadline:
+        threading.Event().wait(0.02)
+    return found
