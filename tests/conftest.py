@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,11 @@ def quick(config):
     return "not slow" in config.option.markexpr
 
 
+def sampled(item):
+    """Whether `make quick` takes it: all that stands alone, a fifth of the cases of a table."""
+    return not hasattr(item, "callspec") or zlib.crc32(item.nodeid.encode()) % 5 == 0
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks():
     before = living()
@@ -70,8 +76,16 @@ def nothing_leaks():
     assert not left, f"left behind by this test: {sorted(left)}"
 
 
-def pytest_collection_modifyitems(items):
-    """Files with slow tests go first: what is short fills the workers up at the end."""
+def pytest_collection_modifyitems(config, items):
+    """Files with slow tests go first: what is short fills the workers up at the end.
+
+    With TRIPLANE_SAMPLED (`make quick`) one case in five of a parametrized test runs, always the
+    same one.
+    """
+    if os.environ.get("TRIPLANE_SAMPLED"):
+        left_out = [item for item in items if not sampled(item)]
+        items[:] = [item for item in items if sampled(item)]
+        config.hook.pytest_deselected(items=left_out)
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
 
