@@ -6,6 +6,7 @@ longer than one test belongs in a fixture of wider scope, which is set up before
 
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -46,7 +47,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_configure(config):
-    """`make quick` searches a quarter as far; before any module of tests reads the profile."""
+    """`make quick` searches a quarter as far; before any module of tests reads the profile.
+
+    A shell's background job ignores Ctrl-C and so would every process that a test interrupts.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if quick(config) and "HYPOTHESIS_PROFILE" not in os.environ:
         settings.load_profile("quick")
 

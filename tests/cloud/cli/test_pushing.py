@@ -38,9 +38,7 @@ def push_over(made, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.deep)]
-)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_push_that_was_stopped_sends_the_rest_when_it_is_run_again(place, number):
     file = place / "wide.tpm"
     size = file.stat().st_size
