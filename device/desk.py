@@ -25,7 +25,7 @@ from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError
 from triplane.proto.transfer import BlobFolder, digest_of, download, upload
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import read_state, write_update
-from triplane.unified_ir.federated.core.learn import ANCHOR, Shard, learn, shared
+from triplane.unified_ir.federated.core.learn import ANCHOR, Shard, buffers, learn, shared
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
 from triplane.unified_ir.runtime.session import SessionOptions
@@ -252,6 +252,7 @@ class Desk:
             seed=task.work.seed,
             remainder=_fitting(self.memory.personal(facts.run).remainder, change),
             device=task.work.device,
+            buffers=buffers(plan.roles),
         )
         implied = Personal(plan.view("personal"), written.remainder)
         return self.memory.keep(facts, path, implied)

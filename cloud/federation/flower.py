@@ -15,6 +15,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -27,7 +28,10 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.learn import buffers
 from triplane.unified_ir.federated.core.reduce import reduce
+from triplane.unified_ir.files.container import Container
+from triplane.unified_ir.runtime.plan import STATE
 
 if TYPE_CHECKING:
     from triplane.unified_ir.federated.algorithms import Hyper
@@ -256,7 +260,7 @@ class Triplane(FedAvg):
         super().__init__(**flower)
         self._row, self._hyper = algorithm(name), hyper or Hyper()
         self._plan = record_of({PLAN: np.frombuffer(plan, np.uint8)})
-        self._digest = digest
+        self._digest, self._buffers = digest, buffers(_roles_of(plan))
         self._work = {**asdict(sampling or Sampling()), "seed": seed}
         self._know: set[int] = set()
         self._state: dict[str, np.ndarray[Any, Any]] = {}
@@ -292,6 +296,7 @@ class Triplane(FedAvg):
             weighting=self._row.weighting,
             server=self._row.server,
             hyper=self._hyper,
+            buffers=self._buffers,
         )
         metrics = self.train_metrics_aggr_fn([m.content for m in valid], self.weighted_by_key)
         return record_of(state), metrics
@@ -323,6 +328,11 @@ class Triplane(FedAvg):
     def _remember(self, valid: Sequence[Message], failed: Sequence[Message]) -> None:
         self._know |= {message.metadata.src_node_id for message in valid}
         self._know -= {message.metadata.src_node_id for message in failed}
+
+
+def _roles_of(plan: bytes) -> dict[str, str]:
+    file = Container(Path(PLAN), kind="plan", data=plan)
+    return {tensor.name: tensor.role for tensor in file.manifest.tensors_of(STATE)}
 
 
 def named_arrays(record: ArrayRecord) -> dict[str, np.ndarray[Any, Any]]:

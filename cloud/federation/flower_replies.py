@@ -17,6 +17,7 @@ import numpy as np
 from triplane.cloud.federation import flower
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.files import Like, most_bytes, read_update
+from triplane.unified_ir.federated.core.learn import buffers
 
 LOSSES: Final = ("loss", "train_loss", "train-loss")
 """Metrics of a ClientApp that may say how well it learned."""
@@ -40,7 +41,7 @@ def contributed(
         return flower.replied(Path(facts["path"]).read_bytes())
     change = read_update(
         Path(facts["path"]), like, run=order["run"], lease=facts["lease"],
-        max_bytes=most_bytes(like),
+        max_bytes=most_bytes(like), buffers=buffers(order["roles"]),
     )  # fmt: skip
     arrays = {name: state[name] + change[name] for name in like}
     return arrays, {EXAMPLES: facts["examples"], "loss": facts["loss"], "train_loss": facts["loss"]}

@@ -38,6 +38,7 @@ from triplane.unified_ir.federated.core.files import (
     read_state,
     write_state,
 )
+from triplane.unified_ir.federated.core.learn import buffers
 from triplane.unified_ir.federated.core.reduce import reduce
 from triplane.unified_ir.federated.core.run import (
     Finished,
@@ -129,7 +130,7 @@ class Results:
 
         def opened(lease: Lease) -> dict[str, Array]:
             assert lease.update is not None
-            return self._spool.opened(entry.id, lease.id, lease.update, like)
+            return self._spool.opened(entry, lease.id, lease.update, like)
 
         updates = [
             (lease.update.examples, partial(opened, lease))
@@ -143,6 +144,7 @@ class Results:
             weighting=prepared.weighting,
             server=prepared.server,
             hyper=hyper_of(entry.spec),
+            buffers=buffers(prepared.roles),
         )
         roles = dict(prepared.roles)
         named = self._written(after, roles, prepared.plan_digest, known)

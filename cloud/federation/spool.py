@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from triplane.cloud.federation.journal import Entry
 from triplane.cloud.federation.live import LiveRun, Make
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import AppendFile
@@ -30,6 +31,7 @@ from triplane.unified_ir.federated.core.files import (
     read_state,
     read_update,
 )
+from triplane.unified_ir.federated.core.learn import buffers
 from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
     Answered,
@@ -205,19 +207,28 @@ class Spool:
             self._kept[update.blob] = owned, change
             self._kept_bytes += owned
 
-    def opened(self, run: str, lease: str, update: Update, like: Like) -> dict[str, Array]:
+    def opened(self, run: Entry, lease: str, update: Update, like: Like) -> dict[str, Array]:
         """The change of a counted update: remembered, or read from its file again."""
         found = self._kept.get(update.blob)
         if found is not None:
             return found[1]
         path = self.folder.find(bytes.fromhex(update.blob))
-        return read_update(path, like, run=run, lease=lease, max_bytes=most_bytes(like))
+        assert run.prepared is not None
+        return read_update(
+            path,
+            like,
+            run=run.id,
+            lease=lease,
+            max_bytes=most_bytes(like),
+            buffers=buffers(run.prepared.roles),
+        )
 
     def _checked(self, run: LiveRun, lease: str, update: Update, room: Room) -> dict[str, Array]:
         """The change in an update that was just announced. BadUpdate, Refusal."""
         path = self._found(bytes.fromhex(update.blob), update.size)
         found = run.book.state.round
         assert found is not None
+        assert run.entry.prepared is not None
         return read_update(
             path,
             room.like,
@@ -226,6 +237,7 @@ class Spool:
             max_bytes=room.most_bytes,
             round=found.number,
             compression=run.entry.spec.compression,
+            buffers=buffers(run.entry.prepared.roles),
         )
 
     def _found(self, sha256: bytes, size: int) -> Path:

@@ -43,6 +43,7 @@ def change_of(stage, told):
         lease=told.lease.hex(),
         max_bytes=most_bytes(like),
         compression="int8",
+        buffers={"bias"},
     )
 
 

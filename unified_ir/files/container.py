@@ -123,14 +123,22 @@ class Container:
     digest: the root digest in hexadecimal.
     """
 
-    def __init__(self, path: Path, *, kind: str, expected_digest: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        kind: str,
+        expected_digest: str | None = None,
+        data: bytes | None = None,
+    ) -> None:
         """Map `path` and check its directory, its kind and, when given, its root digest.
 
+        data: the file's bytes where they are at hand; `path` is then a name in what is said.
         NotFound: no such file. InvalidInput: another kind of file, or a newer format.
         Corrupt: anything else that is not exactly what `write` produces.
         """
         self.path = Path(path)
-        self._map = _mapped(self.path)
+        self._map = _mapped(self.path) if data is None else data
         try:
             stored = _stored_manifest(self._map)
             self.digest = digests.sha256(stored).hex()
@@ -182,7 +190,8 @@ class Container:
 
     def release(self) -> None:
         """Give back the memory of what was read; it is read from the file again when it is used."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        if isinstance(self._map, mmap.mmap):
+            self._map.madvise(mmap.MADV_DONTNEED)
 
     def _bytes(self, row: Part) -> memoryview:
         offset = self._data[row.name]
@@ -266,7 +275,7 @@ def _mapped(path: Path) -> mmap.mmap:
         os.close(handle)
 
 
-def _stored_manifest(data: mmap.mmap) -> bytes:
+def _stored_manifest(data: mmap.mmap | bytes) -> bytes:
     """Return the manifest's bytes, its header and CRC-32 checked; nothing else is read."""
     start = Layout(0, ()).data[0]
     if len(data) < start or data[:4] != b"PK\3\4":
@@ -283,7 +292,9 @@ def _stored_manifest(data: mmap.mmap) -> bytes:
     return stored
 
 
-def _check_frames(data: mmap.mmap, stored: bytes, parts: tuple[Part, ...]) -> dict[str, int]:
+def _check_frames(
+    data: mmap.mmap | bytes, stored: bytes, parts: tuple[Part, ...]
+) -> dict[str, int]:
     """Compare every byte that is not data with what the manifest implies; return data offsets."""
     layout = Layout(len(stored), parts)
     if layout.size != len(data):

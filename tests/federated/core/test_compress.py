@@ -144,3 +144,13 @@ SCALE = np.ones((), np.float32)
 def test_arrays_that_no_pack_wrote_are_refused(name, arrays_, says):
     with pytest.raises(InvalidInput, match=says):
         Compressor(name).unpack(arrays_)
+
+
+@pytest.mark.parametrize("name", sorted(COMPRESSIONS))
+def test_plain_tensors_travel_as_they_are_and_lose_nothing(name):
+    x = {"w": np.linspace(-1, 1, 9, dtype=np.float32), "norm.var": np.full(3, 1e-6, np.float32)}
+    compressor = Compressor(name, keep=0.2, plain={"norm.var"})
+    sent, lost = compressor.pack({k: v.copy() for k, v in x.items()}, {}, draws())
+    assert sent["norm.var"].tobytes() == x["norm.var"].tobytes()
+    assert "norm.var" not in lost
+    assert compressor.unpack(sent)["norm.var"].tobytes() == x["norm.var"].tobytes()

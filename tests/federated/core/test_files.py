@@ -251,3 +251,19 @@ def test_the_facts_of_an_update_are_those_written(tmp_path):
     file = container.Container(tmp_path / "u", kind="update")
     assert tuple(dict(file.manifest.properties)) == FACTS
     assert file.manifest.parent == ""
+
+
+@pytest.mark.parametrize("compression", ["int8", "top-k"])
+def test_buffers_of_an_update_are_neither_compressed_nor_accepted_so(tmp_path, compression):
+    write(tmp_path / "u", compression, buffers={"b"})
+    found = read(tmp_path / "u", buffers={"b"})
+    assert found["b"].tobytes() == change()["b"].tobytes()
+    roles = {
+        t.name: t.role for t in container.Container(tmp_path / "u", kind="update").manifest.tensors
+    }
+    assert {role for name, role in roles.items() if name.startswith("w")} == {"parameter"}
+    assert roles["b"] == "buffer"
+    write(tmp_path / "packed", compression)
+    with pytest.raises(BadUpdate) as refused:
+        read(tmp_path / "packed", buffers={"b"})
+    assert refused.value.kind == "names"

@@ -167,3 +167,16 @@ def test_what_cannot_be_reduced_is_refused_by_name():
         attempt([(1, lambda: good)], server="lion")
     with pytest.raises(InvalidInput, match="examples or equal, got 'loss'"):
         attempt([(1, lambda: good)], weighting="loss")
+
+
+@pytest.mark.parametrize("server", sorted(SERVERS))
+def test_buffers_take_the_plain_mean_whatever_the_optimizer_and_its_rate(server):
+    arrived = changes(5)
+    found, slots = reduce(
+        state(), {}, in_order(arrived), weighting="equal", server=server,
+        hyper=Hyper(server_lr=0.3), buffers={"w"},
+    )  # fmt: skip
+    expected = mean(arrived, "equal", server_lr=1.0)
+    assert found["w"].tobytes() == expected["w"].tobytes()
+    assert found["b"].tobytes() != expected["b"].tobytes()
+    assert not [name for name in slots if name.endswith(".w")]

@@ -26,6 +26,18 @@ class Personalized(nn.Cell):
         return self.head(self.drop(nn.Tanh()(self.hidden(x)))) + self.own
 
 
+class Normed(nn.Cell):
+    """Statistics of batches, and a shared layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.head = nn.Dense(2, 2)
+
+    def construct(self, x):
+        return self.head(self.norm(x))
+
+
 def plain():
     return nn.Sequential(nn.Dense(2, 4), nn.Tanh(), nn.Dense(4, 2))
 

@@ -22,7 +22,7 @@ from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime import Plan
 
-from .given import HYPER, Personalized, bits, module, shards, study, there
+from .given import HYPER, Normed, Personalized, bits, module, shards, study, there
 
 ROOT = Path(__file__).parents[3]
 VICTIM = Path(__file__).with_name("victim.py")
@@ -293,3 +293,20 @@ def test_devices_are_there_and_in_one_group():
         run(study(devices=9))
     with pytest.raises(InvalidInput, match="takes part or is unseen"):
         run(unseen=shards(1))
+
+
+@pytest.mark.parametrize(("algorithm", "compression"), [("fedadam", ""), ("fedavg", "int8")])
+def test_statistics_of_batches_stay_variances_through_optimizer_and_compression(
+    algorithm, compression
+):
+    scale = np.array([1, 0.02], np.float32)  # the narrow feature's variance is 0.0004
+    devices = {
+        name: Shard(*({**part, "x": part["x"] * scale} for part in (shard.train, shard.held_out)))
+        for name, shard in shards().items()
+    }
+    options = {"rounds": 40, "compression": compression, "hyper": replace(HYPER, server_lr=0.3)}
+    made = simulate(module(Normed), devices, study(algorithm, **options))
+    (variance,) = (x for n, x in made.state.items() if n.endswith("running_var"))
+    seen = np.concatenate([shard.train["x"] for shard in devices.values()])
+    assert (variance > 0).all()
+    np.testing.assert_allclose(variance, seen.var(0), rtol=0.1, atol=0.001)

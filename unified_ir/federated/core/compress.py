@@ -3,7 +3,8 @@
 A row maps one tensor to named arrays and back; `Compressor` keeps what was lost in a remainder that
 is added to the device's next update (Seide et al. 2014; Karimireddy et al. 2019), so the sum of
 what was sent and the remainder is the sum of the changes. Arrays are named `NAME` or `NAME:PART`;
-no tensor of a model has a colon in its name.
+no tensor of a model has a colon in its name. Buffers go as they are (`plain`): a running variance
+that is rounded may fall below zero.
 
 Unpacking trusts nothing: sizes were bounded by the caller, everything else is checked here.
 """
@@ -11,7 +12,7 @@ Unpacking trusts nothing: sizes were bounded by the caller, everything else is c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -46,10 +47,13 @@ class Row:
 
 
 class Compressor:
-    """Packs updates by a row of `COMPRESSIONS`. keep: share of entries that `top-k` sends."""
+    """Packs updates by a row of `COMPRESSIONS`. keep: share of entries that `top-k` sends.
 
-    def __init__(self, name: str, *, keep: float = 1.0) -> None:
-        self.row = row_of(name)
+    plain: tensors that are sent as they are, whatever the row.
+    """
+
+    def __init__(self, name: str, *, keep: float = 1.0, plain: Collection[str] = ()) -> None:
+        self.row, self.plain = row_of(name), frozenset(plain)
         if not 0 < keep <= 1:
             raise InvalidInput(f"the share of entries to keep is in (0, 1], got {keep}")
         self.keep = keep
@@ -68,16 +72,19 @@ class Compressor:
             x = np.ascontiguousarray(change[name]).reshape(change[name].shape)
             if name in remainder:
                 np.add(x, remainder[name], out=x)
-            parts = self.row.pack(x, self.keep, rng)
+            row = self.row_for(name)
+            parts = row.pack(x, self.keep, rng)
             arrays |= dict(zip(self.names(name), parts, strict=True))
-            if self.row.lose is not None:
-                self.row.lose(x, *parts)
+            if row.lose is not None:
+                row.lose(x, *parts)
                 lost[name] = x
         return arrays, lost
 
     def unpack(self, arrays: Arrays) -> dict[str, Array]:
         """The change that `arrays` stand for; InvalidInput where they are no result of `pack`."""
-        return {name: self.row.unpack(*parts) for name, parts in self.grouped(arrays).items()}
+        return {
+            name: self.row_for(name).unpack(*parts) for name, parts in self.grouped(arrays).items()
+        }
 
     def grouped(self, arrays: Arrays) -> dict[str, tuple[Array, ...]]:
         """The parts of each tensor; InvalidInput where one is missing or too many."""
@@ -91,7 +98,11 @@ class Compressor:
 
     def names(self, stem: str) -> list[str]:
         """Names of the arrays that stand for the tensor `stem`."""
-        return [f"{stem}:{part}" if part else stem for part in self.row.parts]
+        return [f"{stem}:{part}" if part else stem for part in self.row_for(stem).parts]
+
+    def row_for(self, stem: str) -> Row:
+        """How the tensor `stem` is written."""
+        return COMPRESSIONS[""] if stem in self.plain else self.row
 
 
 def row_of(name: str) -> Row:

@@ -10,7 +10,7 @@ the state that is learned, and only then reads numbers. Each refusal is a `BadUp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,7 @@ import numpy as np
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
 from triplane.unified_ir.federated.core.compress import Compressor
 from triplane.unified_ir.federated.core.draws import Array, Draws
-from triplane.unified_ir.federated.core.learn import SHARED_ROLES
+from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, SHARED_ROLES
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.files.dtypes import BY_NAME
@@ -121,16 +121,20 @@ def write_update(
     seed: int,
     remainder: Mapping[str, Array] | None = None,
     device: str = "",
+    buffers: Collection[str] = (),
 ) -> Written:
     """Compress `change` and write it; equal arguments give equal bytes.
 
-    lease: in hexadecimal. remainder: what earlier updates of this device lost. device: by whose
-    name rounding draws, so that equal runs give equal changes; the lease where it is not given.
+    buffers: of `change`, which go as they are. lease: in hexadecimal. remainder: what earlier
+    updates of this device lost. device: by whose name rounding draws, so that equal runs give equal
+    changes; the lease where it is not given.
     """
     draws = Draws(seed, round, device or lease, "compression")
-    arrays, lost = Compressor(compression, keep=keep).pack(change, remainder or {}, draws)
+    compressor = Compressor(compression, keep=keep, plain=buffers)
+    arrays, lost = compressor.pack(change, remainder or {}, draws)
+    roles = {name: BUFFER if name in buffers else PARAMETER for name in arrays}
     properties = {"compression": compression, "lease": lease, "round": str(round), "run": run}
-    part = container.tensor_part(CHANGE, arrays, dict.fromkeys(arrays, "parameter"))
+    part = container.tensor_part(CHANGE, arrays, roles)
     digest = container.write(path, "update", [part], properties=properties)
     return Written(digest, lost)
 
@@ -144,10 +148,11 @@ def read_update(
     max_bytes: int,
     round: int | None = None,  # noqa: A002 -- the word of the domain
     compression: str | None = None,
+    buffers: Collection[str] = (),
 ) -> dict[str, Array]:
     """The change in an update: exactly the tensors of `like`, finite. BadUpdate otherwise.
 
-    round, compression: checked too where they are given.
+    round, compression: checked too where they are given. buffers: of `like`, sent as they are.
     """
     size = path.stat().st_size
     if size > max_bytes:
@@ -159,7 +164,7 @@ def read_update(
         raise BadUpdate("damaged", f"no update: {error}") from error
     facts = dict(file.manifest.properties)
     _check_facts(facts, {"run": run, "lease": lease, "round": round})
-    compressor = _compressor(facts["compression"], compression)
+    compressor = _compressor(facts["compression"], compression, buffers)
     parts = _checked_names(file, compressor, like)
     try:
         file.verify()
@@ -182,11 +187,11 @@ def _check_facts(facts: Mapping[str, str], wanted: Mapping[str, Any]) -> None:
             )
 
 
-def _compressor(said: str, wanted: str | None) -> Compressor:
+def _compressor(said: str, wanted: str | None, buffers: Collection[str]) -> Compressor:
     if wanted is not None and said != wanted:
         raise BadUpdate("compression", f"the run asks for {wanted!r}, the update has {said[:80]!r}")
     try:
-        return Compressor(said)
+        return Compressor(said, plain=buffers)
     except InvalidInput as error:
         raise BadUpdate("compression", str(error)) from error
 
@@ -224,7 +229,7 @@ def _opened(
     dtype: np.dtype[Any],
     shape: tuple[int, ...],
 ) -> Array:
-    row = compressor.row
+    row = compressor.row_for(name)
     try:
         found = (row.dtype(*parts), row.shape(*parts))
         if found != (dtype, shape):

@@ -26,7 +26,9 @@ SUPPORT: Final = "support."
 QUERY: Final = "query."
 ANCHOR: Final = "anchor."
 HYPER: Final = "hyper."
-SHARED_ROLES: Final = ("parameter", "buffer")
+PARAMETER: Final = "parameter"
+BUFFER: Final = "buffer"
+SHARED_ROLES: Final = (PARAMETER, BUFFER)
 EVALUATE_ROWS: Final = 256
 """Samples in one call of `evaluate`: bounds memory, whatever a device holds."""
 MAX_STEPS: Final = 1_000_000
@@ -144,6 +146,15 @@ def shared(roles: Mapping[str, str]) -> tuple[str, ...]:
             if role in SHARED_ROLES and not name.startswith((ANCHOR, HYPER))
         )
     )
+
+
+def buffers(roles: Mapping[str, str]) -> frozenset[str]:
+    """Of these tensors those that are no parameters: statistics, which are averaged plainly.
+
+    A server's optimizer, rounding or a choice of the largest changes would take a running variance
+    below zero.
+    """
+    return frozenset(name for name, role in roles.items() if role == BUFFER)
 
 
 def learn(

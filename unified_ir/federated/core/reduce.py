@@ -1,7 +1,7 @@
 """The cloud's side of a round: the mean of the updates, then the server's optimizer.
 
     d = sum_k w_k change_k / sum_k w_k,  in float64 and in the given order
-    state' = step(state, d)
+    state' = step(state, d) for parameters, state + d for buffers (statistics of batches)
 
 The order decides the bits, so callers give updates in the order of device names. Updates are opened
 one at a time and added chunk by chunk: memory is the state, its sums in float64 and one update.
@@ -9,7 +9,7 @@ one at a time and added chunk by chunk: memory is the state, its sums in float64
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -66,20 +66,21 @@ def reduce(
     weighting: str,
     server: str,
     hyper: ServerHyper,
+    buffers: Collection[str] = (),
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """(the next shared state, the optimizer's next slots); `slots` is empty before the first round.
 
-    Tensors that are not floats stay as they are. InvalidInput without updates, or where one does
-    not fit the state.
+    buffers: tensors that take the mean as it is, whatever optimizer and rate. What is no float
+    stays as it is. InvalidInput without updates, or where one does not fit the state.
     """
     if server not in SERVERS:
         raise InvalidInput(f"the server's optimizer is one of {', '.join(SERVERS)}, got {server!r}")
     sums = _mean(state, updates, weighting)
-    row = SERVERS[server]
     after = dict(state)
     kept: dict[str, Array] = {}
     for name, d in sums.items():
         x = state[name]
+        row = PLAIN if name in buffers else SERVERS[server]
         old = tuple(slots.get(f"{s}.{name}", np.zeros(x.shape, x.dtype)) for s in row.slots)
         new, moved = row.step(x.astype(np.float64), d, old, hyper)
         after[name] = new.astype(x.dtype)
@@ -139,6 +140,15 @@ def _adam(
     v = hyper.beta2 * v.astype(np.float64) + (1 - hyper.beta2) * d * d
     return x + hyper.server_lr * m / (np.sqrt(v) + hyper.floor), (m, v)
 
+
+def _mean_itself(
+    x: Array, d: Array, _slots: tuple[Array, ...], _hyper: ServerHyper
+) -> tuple[Array, tuple[Array, ...]]:
+    """x' = x + d: of values that no gradient moves, so no rate is meant for them."""
+    return x + d, ()
+
+
+PLAIN: Final = Server("", (), _mean_itself)
 
 # fmt: off
 SERVERS: Final[Mapping[str, Server]] = {

@@ -131,7 +131,8 @@ class _Simulation:
         self.on_round, self.on_scores = on_round, on_scores
         self.row: Algorithm = algorithm(study.algorithm)
         self.seen, self.shards = seen, {**seen, **unseen}
-        self.compressor = Compressor(study.compression, keep=study.keep)
+        self.buffers = device.buffers(plan.roles)
+        self.compressor = Compressor(study.compression, keep=study.keep, plain=self.buffers)
         shared = {n: x for n, x in plan.state().items() if n in device.shared(plan.roles)}
         fresh = plan.state(PERSONAL)
         found = None if keeper is None else keeper.newest()
@@ -224,6 +225,7 @@ class _Simulation:
         shared, slots = reduce(
             self.place.shared, self.place.slots, opened,
             weighting=self.row.weighting, server=self.row.server, hyper=self.study.hyper,
+            buffers=self.buffers,
         )  # fmt: skip
         self.place = replace(self.place, shared=shared, slots=slots)
 
