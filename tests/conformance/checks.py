@@ -8,7 +8,7 @@ from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines.ascend import AscendEngine, round_cube_operands
 from triplane.unified_ir.engines.onnx import OnnxEngine
 from triplane.unified_ir.engines.reference import ReferenceEngine
-from triplane.unified_ir.ir.dims import evaluate
+from triplane.unified_ir.ir.dims import evaluate, is_symbol
 from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.evaluate import run_function
 
@@ -41,9 +41,20 @@ def reference_runs_as_inferred(use):
         with naming(f"{use} in {np.dtype(dtype)} on reference"):
             function, args = recorded(use, dtype)
             results = ReferenceEngine().compile(function)(*args.values())
-            for result, array in zip(function.results, results, strict=True):
-                made = (array.dtype, array.shape)
-                assert made == (result.type.dtype.numpy, result.type.shape), f"{result.type} {made}"
+            has_types(function, results, {})
+
+
+def has_types(function, results, sizes):
+    """Results are as inferred; a size that only the data decide is what it is, once."""
+    sizes = dict(sizes)
+    for result, array in zip(function.results, results, strict=True):
+        made = f"inferred {result.type}, produced {array.dtype}{array.shape}"
+        assert array.dtype == result.type.dtype.numpy, made
+        assert array.ndim == result.type.rank, made
+        for dim, size in zip(result.type.shape, array.shape, strict=True):
+            if is_symbol(dim):
+                sizes.setdefault(str(dim), size)
+            assert evaluate(dim, sizes) == size, made
 
 
 def onnx_agrees(use, opset):
@@ -109,9 +120,7 @@ def symbolic_axis_keeps_types(use):
             ]
             sizes = {"N": times * len(args[f"x{operands[0]}"])}
             wanted = ReferenceEngine().compile(function)(*given)
-            for result, array in zip(function.results, wanted, strict=True):
-                inferred = tuple(evaluate(d, sizes) for d in result.type.shape)
-                assert inferred == array.shape, f"inferred {result.type}, produced {array.shape}"
+            has_types(function, wanted, sizes)
             agree(program(*given), wanted, f"{use} at N={sizes['N']}")
         if use.sample.outputs == 1:
             static = ReferenceEngine().compile(recorded(use, np.float32)[0])

@@ -22,8 +22,8 @@ MISSING = {  # rows an opset lacks and that have no other form in it
 }
 NO_GRADIENT = {
     "And", "ArgMax", "BitShift", "BitwiseOr", "BitwiseXor", "Constant", "DequantizeLinear",
-    "Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Mod", "Not", "Or",
-    "QuantizeLinear", "Range", "triplane.Dims",
+    "Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Mod",
+    "NonMaxSuppression", "Not", "Or", "QuantizeLinear", "Range", "triplane.Dims",
 }
 FLAT = {"Ceil", "Floor", "Round", "Sign", "triplane.StopGradient"}  # slope 0 where there is one
 INTEGERS = {"triplane.Threefry2x32"}  # a body of integer rows: nothing to differentiate

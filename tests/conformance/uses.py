@@ -104,7 +104,8 @@ def weighted_sum(function, dtype, *, table=TABLE, seed=5):
         parts = []
         for y in inline(function, params):
             if y.dtype.is_float:
-                weight = rng.standard_normal(y.type.concrete({})).astype(y.dtype.numpy)
+                shape = () if y.type.symbols else y.type.concrete({})
+                weight = rng.standard_normal(shape).astype(y.dtype.numpy)
                 parts.append((y * weight).sum().cast(as_dtype(dtype)))
         if not parts:
             return None

@@ -15,6 +15,7 @@ from triplane.unified_ir.engines.onnx import OnnxEngine, OnnxProgram
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import float16, float32
 from triplane.unified_ir.ops.build import expansion
+from triplane.unified_ir.ops.inline import renewed
 from triplane.unified_ir.ops.row import DOMAIN
 from triplane.unified_ir.ops.table import TABLE
 
@@ -63,6 +64,7 @@ def _round_node(
     key = (node.op.domain, node.op.name)
     hides_products = key not in CUBE and key not in MOVES and not node.regions
     if hides_products and (meaning := expansion(TABLE, node)) is not None:
+        meaning = renewed(meaning, f"inner_{len(nodes)}")
         _round_expansion(node, meaning, inputs, nodes, rounded, env)
         return
     for i in range(CUBE.get(key, 0)):

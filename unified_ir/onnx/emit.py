@@ -34,6 +34,7 @@ from triplane.unified_ir.onnx.sizes import emit_dims
 from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
 from triplane.unified_ir.ops.build import expansion
 from triplane.unified_ir.ops.infer import onnx_attrs, type_proto
+from triplane.unified_ir.ops.inline import renewed
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.passes.fuse import fuse
@@ -189,7 +190,7 @@ class _Emitter(Context):
                 f"{row} does not exist in opset {self.target.opset} and has no other form "
                 f"(at {node.meta.location}); choose a target with a newer opset"
             )
-        self.inline(node, clean(meaning))
+        self.inline(node, clean(renewed(meaning, f"inner_{self.counter[0]}")))
 
     def available(self, node: Node) -> bool:
         """Whether the target's opset has the operator (in any version lowered by rule)."""

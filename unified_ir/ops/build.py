@@ -21,7 +21,7 @@ from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Location, M
 from triplane.unified_ir.ir.types import DType, TensorType, TypeMismatch, as_dtype
 from triplane.unified_ir.ops.infer import check_groups, infer
 from triplane.unified_ir.ops.recorder import stack
-from triplane.unified_ir.ops.row import DOMAIN, Known, Op, Table
+from triplane.unified_ir.ops.row import DOMAIN, OPEN, Call, Known, Op, Table
 from triplane.unified_ir.ops.sizes import bind_sizes
 from triplane.unified_ir.ops.source import user_location
 from triplane.unified_ir.ops.tensor import Tensor
@@ -169,7 +169,7 @@ class Build:
         meta = self.meta_here()
         try:
             operands = self._operands(row, inputs)
-            normal = row.normal_attrs(attrs)
+            normal = self._opened(row, operands, row.normal_attrs(attrs), regions, outputs)
             types = self._infer(row, operands, normal, regions, outputs)
         except InvalidInput as error:
             raise _located(error, meta.location, meta.scope) from None
@@ -188,6 +188,25 @@ class Build:
             if isinstance(contents, tuple):
                 self._known[made[0].value] = contents
         return made
+
+    def _opened(
+        self,
+        row: Op,
+        operands: Sequence[Tensor | None],
+        attrs: dict[str, AttrValue],
+        regions: tuple[Function, ...],
+        outputs: int,
+    ) -> dict[str, AttrValue]:
+        """Attributes with a name for each size that only the data decide."""
+        if not row.opens or OPEN in attrs:
+            return attrs
+        types = tuple(None if x is None else x.type for x in operands)
+        known = tuple(None if x is None else self.known(x) for x in operands)
+        check_groups(row, types)
+        call = Call(row, types, known, row.full_attrs(attrs), regions, outputs)
+        place = "_".join(map(str, self.position()))
+        names = tuple(f"open_{place}_{k}" for k in range(row.open_count(call)))
+        return dict(sorted({**attrs, OPEN: names}.items())) if names else attrs
 
     def _infer(
         self,
@@ -324,6 +343,12 @@ def _body_function(
         made = row.body(*operands, **row.full_attrs({k: v.value for k, v in attrs}))
         results: Sequence[Tensor] = (made,) if isinstance(made, Tensor) else made
         named = {f"y{i}": r for i, r in zip(range(outputs), results, strict=False)}
+    made_here = {n for node in build.nodes for n in node.attrs.get(OPEN, ())}  # type: ignore[union-attr]
+    if any(made_here & r.type.symbols for r in named.values()):
+        raise InvalidInput(
+            f"the body of {row} has results of sizes only the data decide: its row "
+            "needs `opens` and a rule of inference"
+        )
     return build.finish(named)
 
 

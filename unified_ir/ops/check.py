@@ -24,6 +24,7 @@ from triplane.unified_ir.ir.module import Module
 from triplane.unified_ir.ir.types import DType, TensorType
 from triplane.unified_ir.ops.build import body_function
 from triplane.unified_ir.ops.infer import check_groups, infer
+from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.row import DOMAIN, Known, Op
 from triplane.unified_ir.ops.table import TABLE
 
@@ -100,8 +101,9 @@ class _Checker:
         for name, value in node.attrs.items():
             _check_attr(row, name, value)
         _check_required(row, node)
-        if node.attrs.get("trips") in symbols:
-            raise Corrupt(f"the size {node.attrs['trips']!r} it introduces is another's")
+        names = introduced(node)
+        if len(set(names)) < len(names) or not symbols.isdisjoint(names):
+            raise Corrupt(f"the size {next(iter(names))!r} it introduces is another's")
         for k, region in enumerate(node.regions):
             _labelled(f"region {k}", self, region)
         given = tuple(None if v is None else v.type for v in node.inputs)

@@ -17,6 +17,7 @@ from triplane.unified_ir.ir.dims import evaluate, is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ops.build import body_function
 from triplane.unified_ir.ops.infer import onnx_attrs
+from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.row import MEANING_OPSET, Table
 from triplane.unified_ir.ops.sizes import Sizes, bind_sizes
 
@@ -37,6 +38,8 @@ def run_function(
         arrays[param] = arg
     for node in function.nodes:
         operands = [None if v is None else arrays[v] for v in node.inputs]
+        for name in introduced(node):
+            sizes.pop(name, None)
         for value, array in zip(node.outputs, run_node(table, node, operands, sizes), strict=True):
             arrays[value] = array
             bind_sizes(sizes, value.type, array.shape)

@@ -11,7 +11,7 @@ from onnx import TypeProto, checker, helper, numpy_helper, shape_inference
 from triplane.unified_ir.ir.dims import Dim, Expr, parse
 from triplane.unified_ir.ir.graph import AttrValue, Function
 from triplane.unified_ir.ir.types import BY_ONNX, ShapeError, TensorType, TypeMismatch
-from triplane.unified_ir.ops.row import MEANING_OPSET, Call, Known, Op
+from triplane.unified_ir.ops.row import MEANING_OPSET, OPEN, Call, Known, Op
 
 
 def infer(
@@ -25,7 +25,8 @@ def infer(
     """Output types; a wrong call raises ShapeError or TypeMismatch naming the operator."""
     check_groups(row, types)
     if row.infer is not None:
-        call = Call(row, tuple(types), tuple(known), row.full_attrs(attrs), regions, outputs)
+        names: Any = attrs.get(OPEN, ()) if row.opens else ()
+        call = Call(row, tuple(types), tuple(known), row.full_attrs(attrs), regions, outputs, names)
         return row.infer(call)
     return _infer_by_onnx(row, types, known, attrs, outputs)
 
@@ -86,9 +87,11 @@ def _short(error: Exception) -> str:
 
 
 def onnx_attrs(attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
-    """Attributes as `onnx.helper.make_node` takes them."""
+    """Attributes as `onnx.helper.make_node` takes them, without those that only the IR has."""
     return {
-        k: numpy_helper.from_array(v) if isinstance(v, np.ndarray) else v for k, v in attrs.items()
+        k: numpy_helper.from_array(v) if isinstance(v, np.ndarray) else v
+        for k, v in attrs.items()
+        if k != OPEN
     }
 
 

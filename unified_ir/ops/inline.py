@@ -14,6 +14,7 @@ from triplane.unified_ir.ir.dims import Dim, is_symbol, substitute, symbol
 from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.row import OPEN
 from triplane.unified_ir.ops.tensor import Tensor
 
 
@@ -73,7 +74,7 @@ class Replay:
         return [None if v is None else self.values[v] for v in node.inputs]
 
     def attrs(self, node: Node) -> Mapping[str, AttrValue]:
-        """Attributes with sizes substituted and a new name for the trips a loop counts."""
+        """Attributes with sizes substituted and a new name for each size the node introduces."""
         changed: dict[str, Any] = {}
         dims = node.attrs.get("dims")
         if isinstance(dims, tuple) and self.sizes:
@@ -82,6 +83,11 @@ class Replay:
         if isinstance(trips, str) and trips:
             changed["trips"] = "trips_" + "_".join(map(str, self.build.position()))
             self.sizes[trips] = symbol(changed["trips"])
+        opened = node.attrs.get(OPEN, ())
+        if opened:
+            place = "_".join(map(str, self.build.position()))
+            changed[OPEN] = tuple(f"open_{place}_{k}" for k in range(len(opened)))  # type: ignore[arg-type]
+            self.sizes.update(zip(opened, map(symbol, changed[OPEN]), strict=True))  # type: ignore[arg-type]
         return {**node.attrs, **changed}
 
     def regions(self, node: Node) -> tuple[Function, ...]:
@@ -93,6 +99,22 @@ class Replay:
     def results(self) -> list[Tensor]:
         """The tensors that stand for the function's results."""
         return [self.build.admit(self.values[r]) for r in self.function.results]
+
+
+def introduced(node: Node) -> tuple[str, ...]:
+    """Names of the sizes that a node introduces: the trips of a loop, what only data decide."""
+    trips = node.attrs.get("trips")
+    opened: Any = node.attrs.get(OPEN, ())
+    return (*opened, trips) if isinstance(trips, str) and trips else opened
+
+
+def renewed(function: Function, tag: str) -> Function:
+    """The function with `tag` in each size its nodes introduce, so that it can stand twice."""
+    names = [name for node in function.nodes for name in introduced(node)]
+    if not names:
+        return function
+    sizes: dict[str, Dim] = {name: symbol(f"{tag}_{k}") for k, name in enumerate(names)}
+    return with_sizes(function, sizes)
 
 
 def _bind(sizes: dict[str, Dim], param: Value, arg: Tensor) -> None:
@@ -124,8 +146,21 @@ def with_sizes(function: Function, sizes: Mapping[str, Dim]) -> Function:
         attrs = dict(node.attrs)
         if isinstance(attrs.get("dims"), tuple):
             attrs["dims"] = tuple(substitute(d, sizes) for d in attrs["dims"])  # type: ignore[union-attr,arg-type]
+        if introduced(node):
+            attrs.update(_named_anew(node, sizes))
         regions = tuple(with_sizes(r, sizes) for r in node.regions)
         outputs = tuple(renew(v) for v in node.outputs)
         nodes.append(Node(node.op, inputs, outputs, attrs, regions, node.meta))
     results = tuple(env[r] for r in function.results)
     return Function(function.name, params, results, function.result_names, tuple(nodes))
+
+
+def _named_anew(node: Node, sizes: Mapping[str, Dim]) -> Mapping[str, Any]:
+    """The attributes that name introduced sizes, by their new names."""
+    trips, opened = node.attrs.get("trips"), node.attrs.get(OPEN)
+    changed: dict[str, Any] = {}
+    if isinstance(trips, str) and trips:
+        changed["trips"] = str(sizes.get(trips, trips))
+    if isinstance(opened, tuple):
+        changed[OPEN] = tuple(str(sizes.get(str(n), n)) for n in opened)
+    return changed

@@ -17,7 +17,7 @@ import numpy as np
 from onnx import TensorProto, defs
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, Expr
+from triplane.unified_ir.ir.dims import Dim, Expr, symbol
 from triplane.unified_ir.ir.graph import Array, AttrValue, Function, OpId
 from triplane.unified_ir.ir.types import BY_ONNX, DType, TensorType, float32, float64
 from triplane.unified_ir.ops.recorder import recorder
@@ -30,6 +30,9 @@ MEANING_OPSET: Final = 26
 
 DOMAIN: Final = "triplane"
 """Domain of operators that ONNX lacks; each lowers to ONNX operators."""
+
+OPEN: Final = "open"
+"""Attribute in which a node of a row with `opens` names the sizes that depend on data."""
 
 Known = Array | tuple[Dim, ...]
 """What inference knows of an operand's contents: a constant, or an int64 vector of dimensions."""
@@ -45,6 +48,14 @@ class Call:
     attrs: Mapping[str, Any]
     regions: tuple[Function, ...]
     outputs: int
+    open: tuple[str, ...] = ()
+    """Names for sizes that depend on data."""
+
+    def opened(self, i: int = 0) -> Dim:
+        """The `i`-th size of this node that only its data decide: a symbol of its own."""
+        if i >= len(self.open):
+            raise InvalidInput(f"{self.row} names {len(self.open)} sizes, its types need {i + 1}")
+        return symbol(self.open[i])
 
     def type(self, i: int) -> TensorType:
         """Type of operand `i`, which must be present."""
@@ -133,6 +144,8 @@ class Op:
     vjp: Vjp | None = None
     body: Body | None = None
     linearize: Linearize | None = None
+    opens: int | Callable[[Call], int] = 0
+    """How many sizes of its outputs its data decide; each node names them (`Call.opened`)."""
     keeps_contents: bool = False
     """The output lists the same elements as operand 0, so known sizes stay known."""
     inline_region: bool = False
@@ -195,14 +208,21 @@ class Op:
     @cached_property
     def attr_specs(self) -> Mapping[str, AttrSpec]:
         """Every attribute the row takes."""
-        if self.schema is None:
-            return self.attrs
-        return {name: _spec(a) for name, a in self.schema.attributes.items()}
+        own = self.attrs
+        if self.schema is not None:
+            own = {name: _spec(a) for name, a in self.schema.attributes.items()}
+        return {**own, OPEN: AttrSpec("STRINGS", ())} if self.opens else own
+
+    def open_count(self, call: Call) -> int:
+        """How many sizes the data of this call decide."""
+        return self.opens(call) if callable(self.opens) else self.opens
 
     def full_attrs(self, attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
-        """`attrs` with defaults filled in; an attribute without default is absent or None."""
+        """`attrs` with defaults, without names of sizes; one without default is absent or None."""
         full: dict[str, Any] = {k: s.default for k, s in self.attr_specs.items()}
         full.update(attrs)
+        if self.opens:
+            del full[OPEN]
         return full
 
     def normal_attrs(self, attrs: Mapping[str, Any]) -> dict[str, AttrValue]:

@@ -8,6 +8,7 @@ from typing import Final
 from triplane.unified_ir.ops import (
     control,
     convolution,
+    detection,
     elementwise,
     indexing,
     matrix,
@@ -21,6 +22,7 @@ from triplane.unified_ir.ops.row import Op, Table
 
 _MODULES: Final = (
     structure, elementwise, matrix, indexing, convolution, pool, norm, control, random, quant,
+    detection,
 )  # fmt: skip
 
 
