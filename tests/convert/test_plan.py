@@ -20,12 +20,13 @@ def predict(x, w, head):
     return {"y": x * w + head}
 
 
-def module():
+def module(**more):
     traced = [trace(f, **SPECS, name=f.__name__) for f in (learn, predict)]
     functions = {f.name: f for f in traced}
     state = {
         "w": StateTensor(Role.PARAMETER, np.ones(2, np.float32)),
         "head": StateTensor(Role.PERSONAL, np.full(2, 7.0, np.float32)),
+        **more,
         "seen": StateTensor(Role.BUFFER, np.zeros((), np.float32)),
         "spare": StateTensor(Role.PARAMETER, np.zeros(5, np.float32)),
     }
@@ -58,6 +59,14 @@ def test_a_plan_says_what_it_holds(tmp_path):
 def test_personal_state_starts_at_zero_so_that_nothing_personal_travels(tmp_path):
     plan = loaded(tmp_path)
     assert plan.state("personal")["head"].tolist() == [0.0, 0.0]
+
+
+def test_personal_state_starts_where_the_model_says_and_not_at_what_it_learned(tmp_path):
+    start = StateTensor(Role.BUFFER, np.array([0.5, -1.0], np.float32))
+    export_plan(module(**{"start.head": start}), tmp_path / "a.plan")
+    plan = Plan.load(tmp_path / "a.plan")
+    assert plan.state("personal")["head"].tolist() == [0.5, -1.0]
+    assert "start.head" not in plan.roles
 
 
 def test_the_same_module_gives_the_same_plan(tmp_path):

@@ -1,7 +1,7 @@
 """From a module to a plan: each entry as a graph whose weights stay inputs, so that it can learn.
 
-Personal state goes in by name, type and role; its contents stay where they are, and a device starts
-it at zero, as a model file does.
+Personal state goes in by name, type and role; what it has stays where it is, and a device starts
+it where the model file says, at `start.NAME` or at zero.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir import Module, Role
-from triplane.unified_ir.ir.graph import Array, Function, Value
+from triplane.unified_ir.ir import Module
+from triplane.unified_ir.ir.graph import Function, Value
 from triplane.unified_ir.onnx import OnnxTarget, emit, serialize
 from triplane.unified_ir.runtime import Limits, PlanSpec, write_plan
 
@@ -47,7 +45,7 @@ def export_plan(
             name: serialize(emit(function, target=OnnxTarget(opset)))
             for name, function in functions.items()
         },
-        state={name: _initial(module, name) for name in sorted(used)},
+        state={name: module.initial(name) for name in sorted(used)},
         roles={name: str(module.state[name].role) for name in sorted(used)},
         steps=steps or {},
         limits=limits or Limits(),
@@ -82,8 +80,3 @@ def with_state(module: Module, entry: str) -> Function:
     missing = [n for n in module.assigned(entry) if n not in function.param_names]
     params = (*function.params, *(Value(module.state[n].type, n) for n in missing))
     return Function(function.name, params, function.results, function.result_names, function.nodes)
-
-
-def _initial(module: Module, name: str) -> Array:
-    tensor = module.state[name]
-    return np.zeros_like(tensor.array) if tensor.role is Role.PERSONAL else tensor.array

@@ -2,23 +2,28 @@
 
 In a `Module` a parameter named like a state tensor *is* that state, and a result of that name is
 its new value. Personal state never enters a file: the file names it with its type, and a module
-that is read back starts it at zero.
+that is read back has it at its start: the buffer `start.NAME`, what the model was built with before
+anything was learned, or zero where there is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.files import container
 from triplane.unified_ir.ir import codec
-from triplane.unified_ir.ir.graph import Function, StateTensor, Value
+from triplane.unified_ir.ir.graph import Array, Function, Role, StateTensor, Value
 
 KIND: Final = "model"
 WEIGHTS_PART: Final = "weights.safetensors"
+START: Final = "start."
+"""Prefix of a buffer with the value that a personal tensor begins from on every device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +62,15 @@ class Module:
     def assigned(self, entry: str) -> tuple[str, ...]:
         """State that one call of the entry replaces."""
         return tuple(r for r in self.entry(entry).result_names if r in self.state)
+
+    def initial(self, name: str) -> Array:
+        """What a state tensor has on a device that begins; of a personal one never what it has."""
+        tensor = self.state[name]
+        if tensor.role is not Role.PERSONAL:
+            return tensor.array
+        start = self.state.get(START + name)
+        fits = start is not None and start.role is Role.BUFFER and start.type == tensor.type
+        return start.array if start is not None and fits else np.zeros_like(tensor.array)
 
     def save(self, path: str | Path, *, parent: str = "") -> str:
         """Write a model file whole or not at all; its root digest in hexadecimal.
@@ -97,9 +111,11 @@ def read(path: str | Path, expected_digest: str | None = None) -> Module:
 
 def _module(found: codec.Contents) -> Module:
     try:
-        return Module(found.functions, found.entries, found.state, found.meta)
+        made = Module(found.functions, found.entries, found.state, found.meta)
     except InvalidInput as error:
         raise Corrupt(f"{codec.PART}: {error}") from error
+    state = {n: StateTensor(t.role, made.initial(n)) for n, t in made.state.items()}
+    return replace(made, state=state)
 
 
 def _check_state(function: Function, state: Mapping[str, StateTensor]) -> None:

@@ -15,10 +15,14 @@ State = Any
 
 
 class Personal(Parameter):
-    """A parameter that is trained and never leaves the device: no wire has a field for it."""
+    """A parameter that is trained and never leaves the device: no wire has a field for it.
+
+    start: what it was made with, which every device begins from, however long it is trained here.
+    """
 
     def __init__(self, array: Any) -> None:
         super().__init__(array, role=Role.PERSONAL)
+        self.start = self.array.copy()
 
 
 class Buffer(Parameter):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir import Function, Module, Role, StateTensor
+from triplane.unified_ir.ir.module import START
+from triplane.unified_ir.nn import Personal
 from triplane.unified_ir.optim import SGD, Constant, Optimizer
 from triplane.unified_ir.train import step
 
@@ -59,10 +61,24 @@ def local_rate(optimizer: Optimizer) -> float:
 
 def _state(trainer: Trainer, *, with_optimizer: bool) -> dict[str, StateTensor]:
     roles = trainer.roles()
-    return {
+    state = {
         name: StateTensor(roles[name], array.copy())
         for name, array in trainer.state().items()
         if with_optimizer or roles[name] is not Role.OPTIMIZER
+    }
+    starts = _starts(trainer)
+    if clash := sorted(starts.keys() & state.keys()):
+        raise InvalidInput(f"{clash[0]!r} is where a personal tensor begins; rename the attribute")
+    return state | starts
+
+
+def _starts(trainer: Trainer) -> dict[str, StateTensor]:
+    """Where personal tensors begin on a device, those at zero left out."""
+    personal = {k: p for k, p in trainer.cell.parameters().items() if isinstance(p, Personal)}
+    return {
+        START + name: StateTensor(Role.BUFFER, p.start.copy())
+        for name, p in personal.items()
+        if p.start.any()
     }
 
 

@@ -128,7 +128,20 @@ def test_what_is_shared_leaves_out_the_personal_and_the_keys(kept, name):
     assert not any(k.startswith(("hyper.", "anchor.")) for k in made.state)
     assert "own" not in made.state
     assert "fixed" in made.state
-    assert plan.state("personal")["own"].tolist() == [0.0, 0.0, 0.0]
+    assert plan.state("personal")["own"].tolist() == [0.25, 0.25, 0.25]
+
+
+def test_what_was_learned_of_a_personal_tensor_is_in_no_plan_and_no_model_file(tmp_path):
+    cell = Mixed()
+    cell.own.array = np.array([1.5, 2.5, 3.5], np.float32)  # as training leaves it
+    made = exported(cell, (4,))
+    plan_of(made, "fedavg", HYPER, tmp_path / "a.plan")
+    made.save(tmp_path / "a.tpm")
+    for file in (tmp_path / "a.plan", tmp_path / "a.tpm"):
+        assert cell.own.array.tobytes() not in file.read_bytes()
+    plan, back = Plan.load(tmp_path / "a.plan"), read(tmp_path / "a.tpm")
+    for own in (plan.state("personal")["own"], back.state["own"].array):
+        assert own.tolist() == [0.25, 0.25, 0.25]
 
 
 def test_the_same_arguments_give_the_same_plan(tmp_path):

@@ -26,6 +26,18 @@ class Personalized(nn.Cell):
         return self.head(self.drop(nn.Tanh()(self.hidden(x)))) + self.own
 
 
+class OwnLayer(nn.Cell):
+    """A hidden layer of each device's own before a shared head."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Personal(np.random.default_rng(1).normal(size=(2, 8)).astype(np.float32))
+        self.head = nn.Dense(8, 2)
+
+    def construct(self, x):
+        return self.head(nn.ReLU()(x @ self.own))
+
+
 class Normed(nn.Cell):
     """Statistics of batches, and a shared layer."""
 

@@ -22,7 +22,7 @@ from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime import Plan
 
-from .given import HYPER, Normed, Personalized, bits, module, shards, study, there
+from .given import HYPER, Normed, OwnLayer, Personalized, bits, module, shards, study, there
 
 ROOT = Path(__file__).parents[3]
 VICTIM = Path(__file__).with_name("victim.py")
@@ -310,3 +310,10 @@ def test_statistics_of_batches_stay_variances_through_optimizer_and_compression(
     seen = np.concatenate([shard.train["x"] for shard in devices.values()])
     assert (variance > 0).all()
     np.testing.assert_allclose(variance, seen.var(0), rtol=0.1, atol=0.001)
+
+
+def test_a_personal_hidden_layer_begins_where_the_model_has_it_and_learns():
+    made = simulate(module(OwnLayer), shards(), study(rounds=30, steps=5))
+    assert made.rounds[0].loss > 0.5
+    assert made.rounds[-1].loss < 0.4
+    assert there(made.summary(seen=True)).before > 0.8

@@ -53,15 +53,18 @@ def plan_of(
 ) -> PlanMade:
     """Write the plan of a run of algorithm `name`, whole or not at all.
 
-    digest: the model's root digest. Personal state goes in by name and type and starts at zero.
+    digest: the model's root digest. Personal state goes in by name and type, as `Module.initial`
+    has it: at the start that the model was built with, never at what was learned of it.
     InvalidInput: the module cannot be learned by this algorithm; the message says why.
     """
     row, of = algorithm(name), _objective(module)
     state = {**module.state, **_beside(row, of, hyper)}
     functions = {k: _closed(f, state) for k, f in functions_of(module, name, hyper).items()}
     used = sorted({p.name for f in functions.values() for p in f.params} & state.keys())
-    arrays = {n: _initial(state[n]) for n in used}
     roles = {n: str(state[n].role) for n in used}
+    arrays = {
+        n: module.initial(n) if state[n].role is Role.PERSONAL else state[n].array for n in used
+    }
     spec = PlanSpec(
         entries={k: serialize(emit(f)) for k, f in functions.items()},
         state=arrays,
@@ -128,10 +131,6 @@ def _closed(function: Function, state: Mapping[str, StateTensor]) -> Function:
     missing = [n for n in function.result_names if n in state and n not in function.param_names]
     params = (*function.params, *(Value(state[n].type, n) for n in missing))
     return Function(function.name, params, function.results, function.result_names, function.nodes)
-
-
-def _initial(tensor: StateTensor) -> Array:
-    return np.zeros_like(tensor.array) if tensor.role is Role.PERSONAL else tensor.array
 
 
 def _check(state: Mapping[str, Array], known: Mapping[str, StateTensor]) -> None:
