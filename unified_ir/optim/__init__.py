@@ -1,12 +1,27 @@
 """Optimizers and schedules: pure descriptions, computed inside the graph of the training step."""
 
 from triplane.unified_ir.optim.adam import Adam, AdamW
-from triplane.unified_ir.optim.clipping import clip_by_global_norm, global_norm
+from triplane.unified_ir.optim.adaptive import Adadelta, Adagrad, RMSProp
+from triplane.unified_ir.optim.clipping import (
+    clip_by_global_norm,
+    clip_by_norm,
+    clip_by_value,
+    global_norm,
+)
+from triplane.unified_ir.optim.group import Group
+from triplane.unified_ir.optim.large_batch import LAMB, Lion
 from triplane.unified_ir.optim.optimizer import STEP, Optimizer, slot_name
 from triplane.unified_ir.optim.schedules import (
+    Chained,
     Constant,
     Cosine,
+    CosineRestarts,
     Exponential,
+    MultiStep,
+    OneCycle,
+    Piecewise,
+    Polynomial,
+    Product,
     Schedule,
     StepDecay,
     Warmup,
@@ -14,18 +29,33 @@ from triplane.unified_ir.optim.schedules import (
 from triplane.unified_ir.optim.sgd import SGD
 
 __all__ = [
+    "LAMB",
     "SGD",
     "STEP",
+    "Adadelta",
+    "Adagrad",
     "Adam",
     "AdamW",
+    "Chained",
     "Constant",
     "Cosine",
+    "CosineRestarts",
     "Exponential",
+    "Group",
+    "Lion",
+    "MultiStep",
+    "OneCycle",
     "Optimizer",
+    "Piecewise",
+    "Polynomial",
+    "Product",
+    "RMSProp",
     "Schedule",
     "StepDecay",
     "Warmup",
     "clip_by_global_norm",
+    "clip_by_norm",
+    "clip_by_value",
     "global_norm",
     "slot_name",
 ]

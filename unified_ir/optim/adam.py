@@ -12,23 +12,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.ops.tensor import Tensor
-from triplane.unified_ir.optim.optimizer import Optimizer, Rule, check_range
+from triplane.unified_ir.optim.optimizer import (
+    Decay,
+    Optimizer,
+    Rule,
+    check_positive,
+    check_range,
+)
 from triplane.unified_ir.optim.schedules import Schedule
 
 FIRST: Final = "m"
 SECOND: Final = "v"
+LARGEST: Final = "largest"
 
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """Adam (Kingma and Ba 2015, algorithm 1); `weight_decay` p is added to the gradient.
+    """Adam (Kingma and Ba 2015, algorithm 1).
 
+    amsgrad: divide by the largest v so far (Reddi et al. 2018), kept in a third slot.
     Slots: m / (1 - beta1) and v / (1 - beta2), see the module.
     """
 
@@ -36,54 +43,46 @@ class Adam(Optimizer):
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
-    weight_decay: float = 0.0
-
-    slots = (FIRST, SECOND)
+    amsgrad: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         name = type(self).__name__
         check_range(name, "beta1", self.beta1, 0, 1)
         check_range(name, "beta2", self.beta2, 0, 1)
-        if not (self.epsilon > 0 and self.weight_decay >= 0):
-            raise InvalidInput(
-                f"{name} needs epsilon > 0 and weight_decay >= 0, got {self.epsilon} and "
-                f"{self.weight_decay}"
-            )
+        check_positive(name, "epsilon", self.epsilon)
 
     def counts(self) -> bool:
         """Always: the bias corrections depend on the number of updates."""
         return True
 
+    def used_slots(self) -> tuple[str, ...]:
+        """See `Optimizer`."""
+        return (FIRST, SECOND, LARGEST) if self.amsgrad else (FIRST, SECOND)
+
     def rule(self, step: Tensor | None) -> Rule:
         """See `Optimizer`."""
         assert step is not None
         scale, epsilon = self._scalars(step)
-        shrink = self._shrink(step)
 
         def move(
             p: Tensor, g: Tensor, slots: Mapping[str, Tensor]
         ) -> tuple[Tensor, dict[str, Tensor]]:
-            g = self._decayed(p, g)
             m = slots[FIRST] * self.beta1 + g
             v = slots[SECOND] * self.beta2 + g * g
-            start = p if shrink is None else p * shrink
-            return start - m / (ops.sqrt(v) + epsilon) * scale, {FIRST: m, SECOND: v}
+            kept = {FIRST: m, SECOND: v}
+            if self.amsgrad:
+                v = kept[LARGEST] = ops.maximum(slots[LARGEST], v)
+            return p - m / (ops.sqrt(v) + epsilon) * scale, kept
 
         return move
 
     def _scalars(self, step: Tensor) -> tuple[Tensor, Tensor]:
         """a and e of the module's formula."""
         t = step.cast("float32") + 1.0
-        left1, left2 = _one_minus_power(self.beta1, t), _one_minus_power(self.beta2, t)
+        left1, left2 = one_minus_power(self.beta1, t), one_minus_power(self.beta2, t)
         inverse = ops.sqrt(left2 * (1.0 / (1.0 - self.beta2)))
         return inverse / left1 * (1.0 - self.beta1) * self.rate(step), inverse * self.epsilon
-
-    def _decayed(self, p: Tensor, g: Tensor) -> Tensor:
-        return g + p * self.weight_decay if self.weight_decay else g
-
-    def _shrink(self, step: Tensor) -> Tensor | float | None:
-        return None
 
 
 @dataclass(frozen=True)
@@ -93,19 +92,11 @@ class AdamW(Adam):
     p <- p (1 - lr weight_decay) - a M / (sqrt(V) + e).
     """
 
-    weight_decay: float = 1e-2
-
-    def _decayed(self, p: Tensor, g: Tensor) -> Tensor:
-        return g
-
-    def _shrink(self, step: Tensor) -> Tensor | float | None:
-        if not self.weight_decay:
-            return None
-        lr = self.rate(step)
-        return 1.0 - lr * self.weight_decay
+    weight_decay: float = field(default=1e-2, kw_only=True)
+    decay: Decay = field(default="decoupled", kw_only=True)
 
 
-def _one_minus_power(base: float, t: Tensor) -> Tensor:
+def one_minus_power(base: float, t: Tensor) -> Tensor:
     """1 - base^t for 0 <= base < 1, without the cancellation that float32 has where it is small.
 
     1 - exp(-y) = 2 u / (1 + u) with u = tanh(y / 2).

@@ -1,7 +1,8 @@
-"""Clipping of gradients by their common norm."""
+"""Clipping of gradients: by element, by the norm of each tensor, by their common norm."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from triplane.proto.errors import InvalidInput
@@ -17,7 +18,28 @@ def global_norm(grads: Mapping[str, Tensor]) -> Tensor:
 
 def clip_by_global_norm(grads: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
     """Each gradient times min(1, limit / (norm + 1e-6)) (Pascanu et al. 2013, as in PyTorch)."""
-    if not limit > 0:
-        raise InvalidInput(f"a gradient's norm is clipped to a limit > 0, got {limit}")
-    factor = ops.minimum(limit / (global_norm(grads) + 1e-6), 1.0)
+    check_limit("norm", limit)
+    factor = _factor(global_norm(grads), limit)
     return {k: g * factor for k, g in grads.items()}
+
+
+def clip_by_norm(grads: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
+    """As `clip_by_global_norm`, each gradient by its own norm."""
+    check_limit("norm", limit)
+    return {k: g * _factor(global_norm({k: g}), limit) for k, g in grads.items()}
+
+
+def clip_by_value(grads: Mapping[str, Tensor], limit: float) -> dict[str, Tensor]:
+    """Each element within -limit..limit."""
+    check_limit("element", limit)
+    return {k: ops.clip(g, -float(limit), float(limit)) for k, g in grads.items()}
+
+
+def check_limit(what: str, limit: float) -> None:
+    """0 < limit < infinity."""
+    if not 0 < limit < math.inf:
+        raise InvalidInput(f"a gradient's {what} is clipped to a limit > 0, got {limit}")
+
+
+def _factor(norm: Tensor, limit: float) -> Tensor:
+    return ops.minimum(limit / (norm + 1e-6), 1.0)

@@ -8,10 +8,10 @@ scalar that counts them. The description itself holds no arrays: one optimizer t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import TensorType, int64, type_of
 from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.optim.group import Group
 from triplane.unified_ir.optim.schedules import Constant, Schedule
 
 STEP: Final = "optimizer.step"
@@ -26,6 +27,9 @@ STEP: Final = "optimizer.step"
 
 Rule = Callable[[Tensor, Tensor, Mapping[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 """(parameter, its gradient, its slots) -> the next parameter and slots."""
+
+Decay = Literal["coupled", "decoupled"]
+"""Where weight decay enters: in the gradient, or in the parameter beside the update."""
 
 
 def slot_name(slot: str, path: str) -> str:
@@ -38,37 +42,78 @@ class Optimizer:
     """A rule that moves each parameter by its gradient and its slots.
 
     lr: a number, or a schedule of the number of updates done before this one.
+    weight_decay: w; coupled adds w p to the gradient, decoupled multiplies p by 1 - lr w first
+    (Loshchilov and Hutter 2019). groups: other options by parameter, see `Group`.
     """
 
     lr: float | Schedule
+    weight_decay: float = field(default=0.0, kw_only=True)
+    decay: Decay = field(default="coupled", kw_only=True)
+    groups: tuple[Group, ...] = field(default=(), kw_only=True)
 
     slots: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
+        name = type(self).__name__
         lr: Any = self.lr
         is_number = isinstance(lr, Real) and not isinstance(lr, bool)
         if not isinstance(lr, Schedule) and not (is_number and 0 <= lr < math.inf):
             raise InvalidInput(f"a learning rate is a schedule or finite and >= 0, got {lr!r}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise InvalidInput(f"{name} needs weight_decay >= 0, got {self.weight_decay}")
+        if self.decay not in ("coupled", "decoupled"):
+            raise InvalidInput(f"{name} needs decay coupled or decoupled, got {self.decay!r}")
+        object.__setattr__(self, "groups", tuple(self.groups))
+        for group in self.groups:
+            self._with_options(group)
 
     def used_slots(self) -> tuple[str, ...]:
-        """Slots this optimizer keeps; each is shaped like its parameter and starts at 0."""
+        """Slots this optimizer keeps; each is shaped like its parameter."""
         return self.slots
+
+    def slot_start(self, slot: str) -> float:
+        """The number that fills a slot before the first update."""
+        return 0.0
 
     def counts(self) -> bool:
         """Whether an update depends on how many came before, so that `optimizer.step` is kept."""
         return isinstance(self.lr, Schedule) and not isinstance(self.lr, Constant)
 
+    def frozen(self, paths: Iterable[str]) -> frozenset[str]:
+        """Those of `paths` that a group freezes."""
+        return frozenset(p for p in paths if (g := self._group(p)) is not None and g.frozen)
+
+    def freezing(self) -> tuple[Group, ...]:
+        """Groups that say no more than which parameters are frozen, for another optimizer."""
+        return tuple(g if g.frozen else Group(g.pattern) for g in self.groups)
+
+    def of(self, path: str) -> Self:
+        """This optimizer as it is for one parameter: its group's options, and no groups."""
+        group = self._group(path)
+        return replace(self, groups=()) if group is None else self._with_options(group)
+
     def state_types(self, params: Mapping[str, TensorType]) -> dict[str, TensorType]:
         """Types of the state kept for parameters by path."""
-        types = {STEP: TensorType(int64, ())} if self.counts() else {}
-        for slot in self.used_slots():
-            types |= {slot_name(slot, path): type_ for path, type_ in params.items()}
+        chosen = self._chosen(params)
+        types = {STEP: TensorType(int64, ())} if any(o.counts() for o in chosen.values()) else {}
+        names = dict.fromkeys(slot for o in chosen.values() for slot in o.used_slots())
+        for slot in names:
+            kept = {p: params[p] for p, o in chosen.items() if slot in o.used_slots()}
+            types |= {slot_name(slot, path): type_ for path, type_ in kept.items()}
         return types
 
     def init(self, params: Mapping[str, Array]) -> dict[str, Array]:
-        """Starting state for parameters by path: zeros."""
+        """Starting state for parameters by path."""
         types = self.state_types({path: type_of(p) for path, p in params.items()})
-        return {name: np.zeros(t.concrete({}), t.dtype.numpy) for name, t in types.items()}
+        starts = {
+            slot_name(slot, path): one.slot_start(slot)
+            for path, one in self._chosen(params).items()
+            for slot in one.used_slots()
+        }
+        return {
+            name: np.full(t.concrete({}), starts.get(name, 0), t.dtype.numpy)
+            for name, t in types.items()
+        }
 
     def update(
         self,
@@ -76,20 +121,39 @@ class Optimizer:
         grads: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Next parameters and next state, recorded in the graph under construction."""
+        """Next parameters and next state, recorded in the graph under construction.
+
+        Frozen parameters have no gradient and no result.
+        """
         step = state.get(STEP)
-        rule = self.rule(step)
         moved: dict[str, Tensor] = {}
         kept: dict[str, Tensor] = {} if step is None else {STEP: step + 1}
-        for path, param in params.items():
-            slots = {s: state[slot_name(s, path)] for s in self.used_slots()}
-            moved[path], after = rule(param, grads[path], slots)
+        rules: dict[Group | None, Rule] = {}
+        for path, one in self._chosen(params).items():
+            group = self._group(path)
+            if group not in rules:
+                rules[group] = one.rule_with_decay(step)
+            slots = {s: state[slot_name(s, path)] for s in one.used_slots()}
+            moved[path], after = rules[group](params[path], grads[path], slots)
             kept |= {slot_name(s, path): x for s, x in after.items()}
         return moved, kept
 
     def rule(self, step: Tensor | None) -> Rule:
-        """The update of one parameter; scalars that depend on `step` are computed here, once."""
+        """The update of one parameter; scalars that depend on `step` are computed here, once.
+
+        The rule is given the parameter and gradient after weight decay.
+        """
         raise NotImplementedError
+
+    def rule_with_decay(self, step: Tensor | None) -> Rule:
+        """`rule` after weight decay."""
+        rule, decay = self.rule(step), self.weight_decay
+        if not decay:
+            return rule
+        if self.decay == "coupled":
+            return lambda p, g, slots: rule(p, g + p * decay, slots)
+        shrink = 1.0 - self.rate(step) * decay
+        return lambda p, g, slots: rule(p * shrink, g, slots)
 
     def rate(self, step: Tensor | None) -> Tensor | float:
         """The learning rate of this update; a plain number where it never changes."""
@@ -100,8 +164,42 @@ class Optimizer:
             return self.lr(step)
         return float(self.lr)
 
+    def rate_at(self, updates: int) -> float:
+        """The learning rate after that many updates, of parameters in no group."""
+        return self.lr.at(updates) if isinstance(self.lr, Schedule) else float(self.lr)
+
+    def _group(self, path: str) -> Group | None:
+        return next((g for g in self.groups if g.holds(path)), None)
+
+    def _with_options(self, group: Group) -> Self:
+        known = {f.name for f in fields(self)} - {"groups"}
+        odd = [k for k, _ in group.options if k not in known]
+        if odd:
+            raise InvalidInput(
+                f"group {group.pattern!r} sets {odd[0]!r}, and {type(self).__name__} has "
+                f"{', '.join(sorted(known))}"
+            )
+        return replace(self, groups=(), **dict(group.options))
+
+    def _chosen(self, paths: Iterable[str]) -> dict[str, Self]:
+        """The optimizer of each parameter that is not frozen."""
+        all_paths = list(paths)
+        idle = [g.pattern for g in self.groups if not any(map(g.holds, all_paths))]
+        if idle and all_paths:
+            raise InvalidInput(
+                f"group {idle[0]!r} matches no trained parameter; there are {', '.join(all_paths)}"
+            )
+        frozen = self.frozen(all_paths)
+        return {path: self.of(path) for path in all_paths if path not in frozen}
+
 
 def check_range(owner: str, name: str, value: float, low: float, high: float) -> None:
     """low <= value < high, with the names in the error."""
     if not low <= value < high:
         raise InvalidInput(f"{owner} needs {name} in [{low:g}, {high:g}), got {value}")
+
+
+def check_positive(owner: str, name: str, value: float) -> None:
+    """0 < value < infinity, with the names in the error."""
+    if not 0 < value < math.inf:
+        raise InvalidInput(f"{owner} needs {name} > 0, got {value}")

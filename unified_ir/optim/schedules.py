@@ -6,19 +6,54 @@ t is that number, 0 at the first update; each formula is in float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final, Literal
+
+import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
+from triplane.unified_ir.ir.types import TensorType, int64
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.evaluate import run_node
+from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
+
+_FAR: Final = 2**62
+"""Beyond every number of updates."""
 
 
 class Schedule:
-    """A learning rate that depends on the number of updates done."""
+    """A learning rate that depends on the number of updates done; `a * b` is their product."""
 
     def __call__(self, step: Tensor) -> Tensor:
         """step: int64 scalar -> float32 scalar."""
         raise NotImplementedError
+
+    def at(self, updates: int) -> float:
+        """The rate after that many updates, computed as the graph does."""
+        with (build := Build(TABLE, "rate", run=run_node)):
+            step = build.param("t", TensorType(int64, ()), np.array(updates, np.int64))
+            return float(self(step))
+
+    def __mul__(self, other: Schedule | float) -> Product:
+        return Product(self, other)
+
+    __rmul__ = __mul__
+
+
+@dataclass(frozen=True)
+class Product(Schedule):
+    """lr(t) = first(t) second(t), such as a decay times factors of the first updates."""
+
+    first: Schedule
+    second: Schedule | float
+
+    def __call__(self, step: Tensor) -> Tensor:
+        """See `Schedule`."""
+        return self.first(step) * _value(self.second, step)
 
 
 @dataclass(frozen=True)
@@ -102,11 +137,192 @@ class Warmup(Schedule):
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
         risen = ops.minimum((_time(step) + 1.0) * (1.0 / self.steps), 1.0)
-        return risen * (self.after(step) if isinstance(self.after, Schedule) else self.after)
+        return risen * _value(self.after, step)
+
+
+@dataclass(frozen=True)
+class Polynomial(Schedule):
+    """lr(t) = low + (high - low) (1 - min(t, steps) / steps)^power: a line where `power` is 1."""
+
+    high: float
+    steps: int
+    power: float = 1.0
+    low: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive("Polynomial", self.steps)
+        if not 0 < self.power < math.inf:
+            raise InvalidInput(f"Polynomial needs a power > 0, got {self.power}")
+
+    def __call__(self, step: Tensor) -> Tensor:
+        """See `Schedule`."""
+        left = 1.0 - ops.minimum(_time(step), float(self.steps)) * (1.0 / self.steps)
+        shape = left if self.power == 1 else ops.power(ops.maximum(left, 0.0), float(self.power))
+        return self.low + (self.high - self.low) * shape
+
+
+@dataclass(frozen=True)
+class Piecewise(Schedule):
+    """lr(t) = rates[k] with k the number of `bounds` <= t; one rate more than bounds."""
+
+    bounds: tuple[int, ...]
+    rates: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bounds", _rising("Piecewise", self.bounds))
+        object.__setattr__(self, "rates", tuple(map(float, self.rates)))
+        if len(self.rates) != len(self.bounds) + 1:
+            raise InvalidInput(
+                f"Piecewise needs one rate more than bounds, got {len(self.rates)} rates and "
+                f"{len(self.bounds)} bounds"
+            )
+
+    def __call__(self, step: Tensor) -> Tensor:
+        """See `Schedule`."""
+        table = ops.constant(np.array(self.rates, np.float32))
+        return ops.gather(table, _passed(step, self.bounds))
+
+
+@dataclass(frozen=True)
+class MultiStep(Schedule):
+    """lr(t) = start * factor^k with k the number of `bounds` <= t."""
+
+    start: float
+    factor: float
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bounds", _rising("MultiStep", self.bounds))
+
+    def __call__(self, step: Tensor) -> Tensor:
+        """See `Schedule`."""
+        rates = tuple(self.start * self.factor**k for k in range(len(self.bounds) + 1))
+        return Piecewise(self.bounds, rates)(step)
+
+
+@dataclass(frozen=True)
+class CosineRestarts(Schedule):
+    """`Cosine` again and again, each `growth` times as long (Loshchilov and Hutter 2017).
+
+    The first takes `steps` updates; growth: a whole number.
+    """
+
+    high: float
+    steps: int
+    growth: int = 1
+    low: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive("CosineRestarts", self.steps)
+        if self.growth < 1 or self.growth != int(self.growth):
+            raise InvalidInput(f"CosineRestarts needs a whole growth >= 1, got {self.growth}")
+
+    def __call__(self, step: Tensor) -> Tensor:
+        """See `Schedule`."""
+        if self.growth == 1:
+            since = step - step / self.steps * self.steps
+            share = since.cast("float32") * (1.0 / self.steps)
+        else:
+            starts, lengths = self._rounds()
+            k = _passed(step, starts[1:])
+            since = step - ops.gather(ops.constant(np.array(starts, np.int64)), k)
+            share = since.cast("float32") / ops.gather(
+                ops.constant(np.array(lengths, np.float32)), k
+            )
+        return self.low + (self.high - self.low) * (0.5 + 0.5 * ops.cos(share * math.pi))
+
+    def _rounds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Where rounds start and how long they are, as far as int64 counts."""
+        starts, lengths = [0], [self.steps]
+        while starts[-1] + lengths[-1] < _FAR:
+            starts.append(starts[-1] + lengths[-1])
+            lengths.append(lengths[-1] * self.growth)
+        return tuple(starts), tuple(lengths)
+
+
+@dataclass(frozen=True)
+class OneCycle(Schedule):
+    """Up from high / first to `high` in the share `rise` of `steps`, then down (Smith 2018).
+
+    It ends at high / first / last and stays there; both ways along half a cosine, or along a line.
+    """
+
+    high: float
+    steps: int
+    rise: float = 0.3
+    first: float = 25.0
+    last: float = 1e4
+    shape: Literal["cosine", "line"] = "cosine"
+
+    def __post_init__(self) -> None:
+        _positive("OneCycle", self.steps)
+        if self.shape not in ("cosine", "line"):
+            raise InvalidInput(f"OneCycle's shape is 'cosine' or 'line', got {self.shape!r}")
+        if not 1 < self.rise * self.steps < self.steps - 1 or min(self.first, self.last) <= 0:
+            raise InvalidInput(
+                "OneCycle needs more than one update on either side of its top and first, last > "
+                f"0; got {self.rise} of {self.steps} updates, {self.first}, {self.last}"
+            )
+
+    def __call__(self, step: Tensor) -> Tensor:
+        """See `Schedule`."""
+        low, top, end = self.high / self.first, self.rise * self.steps - 1, self.steps - 1
+        t = ops.minimum(_time(step), float(end))
+        up = self._between(low, self.high, t * (1.0 / top))
+        down = self._between(self.high, low / self.last, (t - top) * (1.0 / (end - top)))
+        return ops.where(t <= top, up, down)
+
+    def _between(self, start: float, end: float, share: Tensor) -> Tensor:
+        if self.shape == "line":
+            return start + (end - start) * share
+        return end + (start - end) * (0.5 + 0.5 * ops.cos(share * math.pi))
+
+
+@dataclass(frozen=True)
+class Chained(Schedule):
+    """One schedule after another: the next begins, from its own update 0, at each of `bounds`."""
+
+    schedules: tuple[Schedule | float, ...]
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedules", tuple(self.schedules))
+        object.__setattr__(self, "bounds", _rising("Chained", self.bounds))
+        if len(self.schedules) != len(self.bounds) + 1:
+            raise InvalidInput(
+                f"Chained needs one schedule more than bounds, got {len(self.schedules)} and "
+                f"{len(self.bounds)}"
+            )
+
+    def __call__(self, step: Tensor) -> Tensor:
+        """See `Schedule`."""
+        lr = _value(self.schedules[0], step)
+        for begin, following in zip(self.bounds, self.schedules[1:], strict=True):
+            since = ops.maximum(step - begin, 0)
+            lr = ops.where(step >= begin, _value(following, since), lr)
+        return lr
 
 
 def _time(step: Tensor) -> Tensor:
     return step.cast("float32")
+
+
+def _value(lr: Schedule | float, step: Tensor) -> Tensor:
+    return lr(step) if isinstance(lr, Schedule) else _time(step) * 0.0 + float(lr)
+
+
+def _passed(step: Tensor, bounds: tuple[int, ...]) -> Tensor:
+    """How many of `bounds` are <= step, int64 scalar."""
+    if not bounds:
+        return step * 0
+    return (step >= np.array(bounds, np.int64)).cast("int64").sum()
+
+
+def _rising(name: str, bounds: Sequence[int]) -> tuple[int, ...]:
+    found = tuple(bounds)
+    if any(b < 1 or b != int(b) for b in found) or any(a >= b for a, b in pairwise(found)):
+        raise InvalidInput(f"{name} needs whole bounds >= 1 that rise, got {list(found)}")
+    return tuple(map(int, found))
 
 
 def _positive(name: str, steps: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import ops
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.optim.optimizer import Optimizer, Rule, check_range
 
@@ -14,23 +15,28 @@ MOMENTUM = "momentum"
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """v <- momentum v + g, p <- p - lr v; with `nesterov`, p <- p - lr (g + momentum v).
+    """v <- momentum v + (1 - dampening) g, p <- p - lr v; with `nesterov`, p - lr (g + momentum v).
 
-    g includes weight_decay p. Sutskever et al. 2013 in PyTorch's form (lr outside v, no dampening).
+    Sutskever et al. 2013 in PyTorch's form: lr outside v, and the first v is g, undampened.
     Without momentum no slot is kept.
     """
 
     momentum: float = 0.0
     nesterov: bool = False
-    weight_decay: float = 0.0
+    dampening: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("SGD", "momentum", self.momentum, 0, 1)
-        if not self.weight_decay >= 0:
-            raise InvalidInput(f"SGD needs weight_decay >= 0, got {self.weight_decay}")
+        check_range("SGD", "dampening", self.dampening, 0, 1)
         if self.nesterov and not self.momentum:
             raise InvalidInput("SGD with nesterov needs a momentum above 0")
+        if self.dampening and (self.nesterov or not self.momentum):
+            raise InvalidInput("SGD takes dampening with plain momentum only")
+
+    def counts(self) -> bool:
+        """See `Optimizer`."""
+        return super().counts() or bool(self.dampening)
 
     def used_slots(self) -> tuple[str, ...]:
         """See `Optimizer`."""
@@ -39,16 +45,22 @@ class SGD(Optimizer):
     def rule(self, step: Tensor | None) -> Rule:
         """See `Optimizer`."""
         lr = self.rate(step)
+        share = self._share(step)
 
         def move(
             p: Tensor, g: Tensor, slots: Mapping[str, Tensor]
         ) -> tuple[Tensor, dict[str, Tensor]]:
-            if self.weight_decay:
-                g = g + p * self.weight_decay
             if not self.momentum:
                 return p - g * lr, {}
-            v = slots[MOMENTUM] * self.momentum + g
+            v = slots[MOMENTUM] * self.momentum + (g if share is None else g * share)
             push = g + v * self.momentum if self.nesterov else v
             return p - push * lr, {MOMENTUM: v}
 
         return move
+
+    def _share(self, step: Tensor | None) -> Tensor | None:
+        """What of a gradient enters the momentum."""
+        if not self.dampening:
+            return None
+        assert step is not None
+        return ops.where(step > 0, 1.0 - self.dampening, 1.0)
