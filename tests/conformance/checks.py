@@ -1,5 +1,7 @@
 """What must hold for one use of one row: each check raises AssertionError naming the row."""
 
+from dataclasses import replace
+
 import numpy as np
 from tests.conformance.uses import naming, recorded, slope, weighted_sum
 
@@ -55,6 +57,15 @@ def has_types(function, results, sizes):
             if is_symbol(dim):
                 sizes.setdefault(str(dim), size)
             assert evaluate(dim, sizes) == size, made
+
+
+def body_means_the_same(use):
+    """The body, which opsets without the operator get, computes what the kernel computes."""
+    with naming(f"body of {use}"):
+        function, args = recorded(use, np.float64)
+        wanted = run_function(use.table, function, list(args.values()))
+        bodied = {**use.table, (use.row.domain, use.row.name): replace(use.row, reference=None)}
+        agree(run_function(bodied, function, list(args.values())), wanted, str(use))
 
 
 def onnx_agrees(use, opset):

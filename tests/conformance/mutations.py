@@ -20,6 +20,8 @@ READERS = ("autodiff.transforms", "engines.ascend", "engines.reference", "onnx.e
 def checks_of(use):
     """The suite for one use, as test_rows runs it."""
     yield lambda: checks.reference_runs_as_inferred(use)
+    if use.row.reference and use.row.body:
+        yield lambda: checks.body_means_the_same(use)
     for opset in OPSETS:
         if str(use.row) not in MISSING[opset]:
             yield lambda opset=opset: checks.onnx_agrees(use, opset)

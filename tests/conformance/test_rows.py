@@ -38,6 +38,7 @@ def ids(uses):
 
 
 EVERY = uses_of()
+TOLD_TWICE = [use for use in EVERY if use.row.reference and use.row.body]
 LEVEL = [use for use in differentiable() if str(use.row) in FLAT]
 SMOOTH = [use for use in differentiable() if str(use.row) not in FLAT]
 
@@ -45,6 +46,11 @@ SMOOTH = [use for use in differentiable() if str(use.row) not in FLAT]
 @pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
 def test_reference_gives_the_inferred_types(use):
     checks.reference_runs_as_inferred(use)
+
+
+@pytest.mark.parametrize("use", TOLD_TWICE, ids=ids(TOLD_TWICE))
+def test_a_body_computes_what_the_kernel_computes(use):
+    checks.body_means_the_same(use)
 
 
 @pytest.mark.parametrize(

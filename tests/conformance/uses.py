@@ -12,7 +12,7 @@ from triplane.unified_ir.ir.types import as_dtype, type_of
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.row import Op, Sample
-from triplane.unified_ir.ops.samples import Given
+from triplane.unified_ir.ops.samples import Given, Literal
 from triplane.unified_ir.ops.table import TABLE
 
 
@@ -39,8 +39,9 @@ class Use:
         ]
 
     def is_constant(self, i, array):
-        """Sizes, axes and positions given as literals are constants of the graph."""
-        return isinstance(self.sample.inputs[i], Given) and array.dtype.kind in "iu"
+        """Sizes, axes, positions and literals are constants of the graph."""
+        maker = self.sample.inputs[i]
+        return isinstance(maker, Literal) or (isinstance(maker, Given) and array.dtype.kind in "iu")
 
     def smooth(self, args):
         """Parameters in which finite differences hold, by the sample's own statement."""

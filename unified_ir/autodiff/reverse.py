@@ -109,7 +109,8 @@ def _linearize_body(
     row: Op, attrs: Mapping[str, AttrValue], inputs: Sequence[Tensor | None], n: int
 ) -> tuple[Sequence[Tensor], Pullback]:
     types = tuple(None if x is None else x.type for x in inputs)
-    body = body_function(recorder().table, row, types, attrs, n)
+    known = [None if x is None else recorder().known(x) for x in inputs]
+    body = body_function(recorder().table, row, types, attrs, n, known)
     present = [i for i, x in enumerate(inputs) if x is not None]
     args = [x for x in inputs if x is not None]
     outputs, inner = linearize(body, args, range(len(args)))

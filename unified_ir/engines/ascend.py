@@ -14,9 +14,9 @@ from typing import Final
 from triplane.unified_ir.engines.onnx import OnnxEngine, OnnxProgram
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import float16, float32
-from triplane.unified_ir.ops.build import expansion
+from triplane.unified_ir.ops.build import expansion, note_contents
 from triplane.unified_ir.ops.inline import renewed
-from triplane.unified_ir.ops.row import DOMAIN
+from triplane.unified_ir.ops.row import DOMAIN, Known
 from triplane.unified_ir.ops.table import TABLE
 
 CUBE: Final[dict[tuple[str, str], int]] = {
@@ -27,10 +27,6 @@ CUBE: Final[dict[tuple[str, str], int]] = {
     (DOMAIN, "ConvGradWeight"): 2,
 }
 """Operators of the cube, and how many leading operands it rounds (a bias is added in fp32)."""
-
-MOVES: Final = frozenset({(DOMAIN, "MaxUnpoolFirst"), (DOMAIN, "MaxSelectFirst")})
-"""Rows that move elements: where their bodies copy by a product with 0/1 matrices, on this machine
-the vector unit copies, and nothing is rounded. (The copies are compared for equality.)"""
 
 
 class AscendEngine:
@@ -48,60 +44,59 @@ class AscendEngine:
 
 def round_cube_operands(function: Function) -> Function:
     """The function with every float32 cube operand rounded through fp16, regions included."""
-    nodes: list[Node] = []
-    rounded: dict[Value, Value] = {}
-    env: dict[Value, Value] = {}
+    rounding = _Rounding()
     for node in function.nodes:
-        _round_node(node, nodes, rounded, env)
-    results = tuple(env.get(r, r) for r in function.results)
-    return Function(function.name, function.params, results, function.result_names, tuple(nodes))
+        rounding.add(node)
+    results = tuple(rounding.env.get(r, r) for r in function.results)
+    nodes = tuple(rounding.nodes)
+    return Function(function.name, function.params, results, function.result_names, nodes)
 
 
-def _round_node(
-    node: Node, nodes: list[Node], rounded: dict[Value, Value], env: dict[Value, Value]
-) -> None:
-    inputs = [None if v is None else env.get(v, v) for v in node.inputs]
-    key = (node.op.domain, node.op.name)
-    hides_products = key not in CUBE and key not in MOVES and not node.regions
-    if hides_products and (meaning := expansion(TABLE, node)) is not None:
-        meaning = renewed(meaning, f"inner_{len(nodes)}")
-        _round_expansion(node, meaning, inputs, nodes, rounded, env)
-        return
-    for i in range(CUBE.get(key, 0)):
-        operand = inputs[i]
-        if operand is not None and operand.type.dtype == float32:
-            inputs[i] = _through_half(operand, node, nodes, rounded)
-    regions = tuple(round_cube_operands(r) for r in node.regions)
-    nodes.append(Node(node.op, tuple(inputs), node.outputs, node.attrs, regions, node.meta))
+class _Rounding:
+    """The nodes of one function so far, what stands for their values, which were rounded."""
 
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.env: dict[Value, Value] = {}
+        self.rounded: dict[Value, Value] = {}
+        self.contents: dict[Value, Known] = {}
 
-def _round_expansion(
-    node: Node,
-    meaning: Function,
-    inputs: list[Value | None],
-    nodes: list[Node],
-    rounded: dict[Value, Value],
-    env: dict[Value, Value],
-) -> None:
-    """A body's nodes in place of the node, since products may hide in it."""
-    inner = dict(zip(meaning.params, [v for v in inputs if v is not None], strict=True))
-    for part in meaning.nodes:
-        outputs = tuple(Value(v.type) for v in part.outputs)
-        operands = tuple(None if v is None else inner[v] for v in part.inputs)
-        inner.update(zip(part.outputs, outputs, strict=True))
-        copy = Node(part.op, operands, outputs, part.attrs, part.regions, node.meta)
-        _round_node(copy, nodes, rounded, env)
-    for out, result in zip(node.outputs, meaning.results, strict=False):
-        env[out] = env.get(inner[result], inner[result])
+    def add(self, node: Node) -> None:
+        """A node with its cube operands rounded; where a rule is lacking, its body's nodes."""
+        inputs = [None if v is None else self.env.get(v, v) for v in node.inputs]
+        key = (node.op.domain, node.op.name)
+        row = TABLE[key]
+        note_contents(row, node, self.contents)
+        hides_products = key not in CUBE and row.vjp is None and not node.regions
+        meaning = expansion(TABLE, node, self.contents) if hides_products else None
+        if meaning is not None:
+            self._expand(node, renewed(meaning, f"inner_{len(self.nodes)}"), inputs)
+            return
+        for i in range(CUBE.get(key, 0)):
+            operand = inputs[i]
+            if operand is not None and operand.type.dtype == float32:
+                inputs[i] = self._through_half(operand, node)
+        regions = tuple(round_cube_operands(r) for r in node.regions)
+        made = Node(node.op, tuple(inputs), node.outputs, node.attrs, regions, node.meta)
+        self.nodes.append(made)
 
+    def _expand(self, node: Node, meaning: Function, inputs: list[Value | None]) -> None:
+        """A body's nodes in place of the node, since products may hide in it."""
+        inner = dict(zip(meaning.params, [v for v in inputs if v is not None], strict=True))
+        for part in meaning.nodes:
+            outputs = tuple(Value(v.type) for v in part.outputs)
+            operands = tuple(None if v is None else inner[v] for v in part.inputs)
+            inner.update(zip(part.outputs, outputs, strict=True))
+            self.add(Node(part.op, operands, outputs, part.attrs, part.regions, node.meta))
+        for out, result in zip(node.outputs, meaning.results, strict=False):
+            self.env[out] = self.env.get(inner[result], inner[result])
 
-def _through_half(
-    operand: Value, node: Node, nodes: list[Node], rounded: dict[Value, Value]
-) -> Value:
-    if operand not in rounded:
-        cast = TABLE["", "Cast"].id
-        half, back = Value(operand.type.with_dtype(float16)), Value(operand.type)
-        nodes.append(Node(cast, (operand,), (half,), {"to": float16.onnx}, (), node.meta))
-        nodes.append(Node(cast, (half,), (back,), {"to": float32.onnx}, (), node.meta))
-        rounded[operand] = back
-    return rounded[operand]
+    def _through_half(self, operand: Value, node: Node) -> Value:
+        if operand not in self.rounded:
+            cast = TABLE["", "Cast"].id
+            half, back = Value(operand.type.with_dtype(float16)), Value(operand.type)
+            to_half, to_single = {"to": float16.onnx}, {"to": float32.onnx}
+            self.nodes.append(Node(cast, (operand,), (half,), to_half, (), node.meta))
+            self.nodes.append(Node(cast, (half,), (back,), to_single, (), node.meta))
+            self.rounded[operand] = back
+        return self.rounded[operand]

@@ -32,9 +32,10 @@ from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.onnx.lower import LOWER, RULES, Context
 from triplane.unified_ir.onnx.sizes import emit_dims
 from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
-from triplane.unified_ir.ops.build import expansion
+from triplane.unified_ir.ops.build import expansion, note_contents
 from triplane.unified_ir.ops.infer import onnx_attrs, type_proto
 from triplane.unified_ir.ops.inline import renewed
+from triplane.unified_ir.ops.row import Known
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.passes.fuse import fuse
@@ -103,6 +104,7 @@ class _Emitter(Context):
         self.nodes: list[NodeProto] = []
         self.tensors: list[TensorProto] = []
         self.names: dict[Value, str] = {}
+        self.contents: dict[Value, Known] = {}
         self.size_sources: dict[str, tuple[str, int]] = {}
         self.size_names: dict[str, str] = {}
         self.counter: list[int] = parent.counter if parent else [0]
@@ -167,6 +169,7 @@ class _Emitter(Context):
         """Emits the nodes of a function whose parameters are already named."""
         for node in function.nodes:
             self.node(node)
+            note_contents(TABLE[node.op.domain, node.op.name], node, self.contents)
             for value in node.outputs:
                 self.note_sizes(value, self.names[value])
 
@@ -174,17 +177,18 @@ class _Emitter(Context):
         """One IR node: structural rule, opset rule, expansion, or an ONNX node as it is."""
         row = TABLE[node.op.domain, node.op.name]
         rule = RULES.get((node.op.domain, node.op.name))
-        if rule is not None:
+        native = row.native is None or row.native(node, self.target.opset)
+        if rule is not None and native:
             rule(self, node)
             return
-        if row.domain == "" and self.available(node):
+        if row.domain == "" and native and self.available(node):
             for below, name in row.lower_below.items():
                 if self.target.opset < below:
                     LOWER[name](self, node)
                     return
             self.plain(node)
             return
-        meaning = expansion(TABLE, node)
+        meaning = expansion(TABLE, node, self.contents)
         if meaning is None:
             raise InvalidInput(
                 f"{row} does not exist in opset {self.target.opset} and has no other form "
@@ -206,6 +210,8 @@ class _Emitter(Context):
         present = [v for v in node.inputs if v is not None]
         for param, value in zip(meaning.params, present, strict=True):
             self.names[param] = self.name_of(value)
+            if value in self.contents:
+                self.contents[param] = self.contents[value]
         self.body(meaning)
         for value, result in zip(node.outputs, meaning.results, strict=False):
             self.names[value] = self.names[result]

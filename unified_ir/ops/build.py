@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -29,7 +29,14 @@ from triplane.unified_ir.ops.tensor import Tensor
 MAX_SHARED_CONSTANT_BYTES: Final = 64
 """Constants up to this size are stored once per graph."""
 
-RunNode = Callable[[Table, Node, Sequence[Array | None], Mapping[str, int]], tuple[Array, ...]]
+MAX_SIZES: Final = 64
+"""Contents of a longer constant are never sizes: a shape has 16 axes, bounds two per axis."""
+NOTHING_KNOWN: Final[Mapping[Value, Known]] = MappingProxyType({})
+
+RunNode = Callable[
+    [Table, Node, Sequence[Array | None], Mapping[str, int], Sequence[Known | None]],
+    tuple[Array, ...],
+]
 
 
 class Build:
@@ -109,6 +116,10 @@ class Build:
         if tensor.build is not self:
             return tensor.build.known(tensor)
         return self._known.get(tensor.value)
+
+    def know(self, tensor: Tensor, contents: Known) -> None:
+        """Notes the contents of a value of this graph, which its producer guarantees."""
+        self._known[tensor.value] = contents
 
     def admit(self, x: Any, dtype: DType | None = None) -> Tensor:
         """`x` as a tensor of this build: itself, a captured operand, or a constant."""
@@ -219,10 +230,13 @@ class Build:
         types = tuple(None if x is None else x.type for x in operands)
         if row.infer is None and row.body is not None:
             check_groups(row, types)
-            body = body_function(self.table, row, types, attrs, outputs)
+            body = body_function(self.table, row, types, attrs, outputs, self._known_of(operands))
             return tuple(v.type for v in body.results)
-        known = [None if x is None else self.known(x) for x in operands]
+        known = self._known_of(operands)
         return infer(row, types, known, attrs, regions, outputs)
+
+    def _known_of(self, operands: Sequence[Tensor | None]) -> list[Known | None]:
+        return [None if x is None else self.known(x) for x in operands]
 
     def _operands(self, row: Op, inputs: Sequence[Any]) -> list[Tensor | None]:
         """Operands as tensors; a Python number takes the dtype of its type group."""
@@ -246,7 +260,8 @@ class Build:
         self._own.update(node.outputs)
         if self.arrays is not None and self.run is not None:
             operands = [None if v is None else self.arrays[v] for v in node.inputs]
-            results = self.run(self.table, node, operands, self.sizes)
+            known = [None if v is None else self._known.get(v) for v in node.inputs]
+            results = self.run(self.table, node, operands, self.sizes, known)
             for value, array in zip(node.outputs, results, strict=True):
                 self.arrays[value] = array
                 bind_sizes(self.sizes, value.type, array.shape)
@@ -322,10 +337,18 @@ def body_function(
     types: tuple[TensorType | None, ...],
     attrs: Mapping[str, AttrValue],
     outputs: int,
+    known: Sequence[Known | None] = (),
 ) -> Function:
-    """A row's body as a function of its present operands, for the given types."""
+    """A row's body as a function of its present operands, for the given types.
+
+    `known`: what is known of the operands' contents, sizes and axes among them.
+    """
     frozen = tuple(sorted((k, _Frozen(v)) for k, v in attrs.items()))
-    return _body_function(_Identity(table), row, types, frozen, outputs)
+    contents = tuple(
+        _Frozen(k) if isinstance(k, tuple) or (k is not None and k.size <= MAX_SIZES) else None
+        for k in known
+    )
+    return _body_function(_Identity(table), row, types, frozen, outputs, contents)
 
 
 @lru_cache(maxsize=2048)
@@ -335,11 +358,15 @@ def _body_function(
     types: tuple[TensorType | None, ...],
     attrs: tuple[tuple[str, _Frozen], ...],
     outputs: int,
+    known: tuple[_Frozen | None, ...],
 ) -> Function:
     assert row.body is not None
     build = Build(table.value, str(row))
     with build:
         operands = [None if t is None else build.param(f"x{i}", t) for i, t in enumerate(types)]
+        for x, contents in zip(operands, known, strict=False):
+            if x is not None and contents is not None:
+                build.know(x, contents.value)
         made = row.body(*operands, **row.full_attrs({k: v.value for k, v in attrs}))
         results: Sequence[Tensor] = (made,) if isinstance(made, Tensor) else made
         named = {f"y{i}": r for i, r in zip(range(outputs), results, strict=False)}
@@ -352,15 +379,35 @@ def _body_function(
     return build.finish(named)
 
 
-def expansion(table: Table, node: Node) -> Function | None:
-    """What a node means in other nodes, as a function of its present operands; None: primitive."""
+def expansion(
+    table: Table, node: Node, contents: Mapping[Value, Known] = NOTHING_KNOWN
+) -> Function | None:
+    """What a node means in other nodes, as a function of its present operands; None: primitive.
+
+    `contents`: what `note_contents` found in the nodes before it.
+    """
     row = table[node.op.domain, node.op.name]
     if row.inline_region:
         return node.regions[0]
     if row.body is None:
         return None
     types = tuple(None if v is None else v.type for v in node.inputs)
-    return body_function(table, row, types, node.attrs, len(node.outputs))
+    known = [None if v is None else contents.get(v) for v in node.inputs]
+    return body_function(table, row, types, node.attrs, len(node.outputs), known)
+
+
+def note_contents(row: Op, node: Node, contents: dict[Value, Known]) -> None:
+    """Adds what a node makes known: constants, vectors of sizes, and what only rearranges these."""
+    value = node.attrs.get("value")
+    if row.name == "Constant" and isinstance(value, np.ndarray):
+        if value.ndim <= 1 and value.size <= MAX_SIZES:
+            contents[node.outputs[0]] = value
+    elif (row.domain, row.name) == (DOMAIN, "Dims"):
+        contents[node.outputs[0]] = node.attrs["dims"]  # type: ignore[assignment]
+    elif row.keeps_contents and node.inputs[0] is not None:
+        found = contents.get(node.inputs[0])
+        if isinstance(found, tuple):
+            contents[node.outputs[0]] = found
 
 
 class _Identity:
@@ -379,8 +426,8 @@ class _Identity:
 class _Frozen:
     """An attribute value with equality and hash by content."""
 
-    def __init__(self, value: AttrValue) -> None:
-        self.value = value
+    def __init__(self, value: AttrValue | Known) -> None:
+        self.value: Any = value
         self._key: Any = (
             (value.dtype.str, value.shape, value.tobytes())
             if isinstance(value, np.ndarray)

@@ -22,14 +22,12 @@ from triplane.unified_ir.ir.dims import Dim, FloorDiv
 from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
 from triplane.unified_ir.ir.module import Module
 from triplane.unified_ir.ir.types import DType, TensorType
-from triplane.unified_ir.ops.build import body_function
+from triplane.unified_ir.ops.build import MAX_SIZES, body_function, note_contents
 from triplane.unified_ir.ops.infer import check_groups, infer
 from triplane.unified_ir.ops.inline import introduced
-from triplane.unified_ir.ops.row import DOMAIN, Known, Op
+from triplane.unified_ir.ops.row import Known, Op
 from triplane.unified_ir.ops.table import TABLE
 
-MAX_SIZES: Final = 64
-"""Contents of a longer constant are never sizes: a shape has 16 axes, bounds two per axis."""
 MAX_WORK: Final = 4_000_000
 """Operands' symbolic terms, squared, over all nodes; an operand with one symbol counts 1."""
 
@@ -111,7 +109,7 @@ class _Checker:
         found, claimed = self.infer(row, node, given, contents), tuple(v.type for v in node.outputs)
         if found != claimed:
             raise Corrupt(f"claims {_shown(claimed)}, of {_shown(given)} it is {_shown(found)}")
-        _note_contents(row, node, known)
+        note_contents(row, node, known)
 
     def infer(
         self, row: Op, node: Node, types: _Types, known: Sequence[Known | None]
@@ -204,27 +202,13 @@ def _inferred(
     try:
         if row.infer is None and row.body is not None:
             check_groups(row, types)
-            body = body_function(TABLE, row, types, node.attrs, len(node.outputs))
+            body = body_function(TABLE, row, types, node.attrs, len(node.outputs), known)
             return tuple(v.type for v in body.results)
         return tuple(infer(row, types, known, node.attrs, node.regions, len(node.outputs)))
     except InvalidInput as error:
         raise Corrupt(str(error)) from error
     except Exception as error:
         raise Corrupt(f"its types do not follow: {type(error).__name__}: {error}") from error
-
-
-def _note_contents(row: Op, node: Node, known: dict[Value, Known]) -> None:
-    """As a build does: constants, vectors of sizes, and what only rearranges the latter."""
-    value = node.attrs.get("value")
-    if row.name == "Constant" and isinstance(value, np.ndarray):
-        if value.ndim <= 1 and value.size <= MAX_SIZES:
-            known[node.outputs[0]] = value
-    elif (row.domain, row.name) == (DOMAIN, "Dims"):
-        known[node.outputs[0]] = node.attrs["dims"]  # type: ignore[assignment]
-    elif row.keeps_contents and node.inputs[0] is not None:
-        contents = known.get(node.inputs[0])
-        if isinstance(contents, tuple):
-            known[node.outputs[0]] = contents
 
 
 def _hashable(value: Any) -> Any:

@@ -15,10 +15,10 @@ from onnx import helper
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import evaluate, is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
-from triplane.unified_ir.ops.build import body_function
+from triplane.unified_ir.ops.build import body_function, note_contents
 from triplane.unified_ir.ops.infer import onnx_attrs
 from triplane.unified_ir.ops.inline import introduced
-from triplane.unified_ir.ops.row import MEANING_OPSET, Table
+from triplane.unified_ir.ops.row import MEANING_OPSET, Known, Table
 from triplane.unified_ir.ops.sizes import Sizes, bind_sizes
 
 
@@ -36,11 +36,15 @@ def run_function(
         check_argument(param, arg)
         bind_sizes(sizes, param.type, arg.shape)
         arrays[param] = arg
+    contents: dict[Value, Known] = {}
     for node in function.nodes:
         operands = [None if v is None else arrays[v] for v in node.inputs]
         for name in introduced(node):
             sizes.pop(name, None)
-        for value, array in zip(node.outputs, run_node(table, node, operands, sizes), strict=True):
+        known = [None if v is None else contents.get(v) for v in node.inputs]
+        results = run_node(table, node, operands, sizes, known)
+        note_contents(table[node.op.domain, node.op.name], node, contents)
+        for value, array in zip(node.outputs, results, strict=True):
             arrays[value] = array
             bind_sizes(sizes, value.type, array.shape)
     return [arrays[r] for r in function.results]
@@ -55,9 +59,16 @@ def check_argument(param: Value, arg: Array) -> None:
 
 
 def run_node(
-    table: Table, node: Node, operands: Sequence[Array | None], sizes: Sizes
+    table: Table,
+    node: Node,
+    operands: Sequence[Array | None],
+    sizes: Sizes,
+    known: Sequence[Known | None] = (),
 ) -> tuple[Array, ...]:
-    """Outputs of one node, checked against the inferred element types."""
+    """Outputs of one node, checked against the inferred element types.
+
+    `known`: what was known of the operands' contents when the graph was built.
+    """
     row = table[node.op.domain, node.op.name]
     attrs = {k: _concrete(v, sizes) for k, v in row.full_attrs(node.attrs).items()}
     if row.reference is not None:
@@ -67,7 +78,7 @@ def run_node(
         results = raw if isinstance(raw, tuple) else (raw,)
     elif row.body is not None:
         types = tuple(None if v is None else v.type for v in node.inputs)
-        body = body_function(table, row, types, node.attrs, len(node.outputs))
+        body = body_function(table, row, types, node.attrs, len(node.outputs), known)
         results = tuple(run_function(table, body, [a for a in operands if a is not None], sizes))
     else:
         results = _onnx_kernel(node, operands)

@@ -18,7 +18,7 @@ from onnx import TensorProto, defs
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, symbol
-from triplane.unified_ir.ir.graph import Array, AttrValue, Function, OpId
+from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Node, OpId
 from triplane.unified_ir.ir.types import BY_ONNX, DType, TensorType, float32, float64
 from triplane.unified_ir.ops.recorder import recorder
 
@@ -93,6 +93,7 @@ Kernel = Callable[..., Any]
 Vjp = Callable[..., Sequence["Tensor | None"]]
 Body = Callable[..., "Tensor | Sequence[Tensor]"]
 Linearize = Callable[..., tuple[Sequence["Tensor"], Callable[..., Sequence["Tensor | None"]]]]
+Native = Callable[[Node, int], bool]
 MakeArray = Callable[[np.random.Generator], Array]
 
 
@@ -150,6 +151,9 @@ class Op:
     """The output lists the same elements as operand 0, so known sizes stay known."""
     inline_region: bool = False
     """The node means its first region applied to its operands."""
+    native: Native | None = None
+    """Whether the operator of an opset, and its kernel in onnxruntime, can do what a node asks;
+    otherwise the body is emitted. Always, where there is no such rule."""
     lower_below: Mapping[int, str] = field(default_factory=dict)
     """Opset -> name of the emission rule (`onnx/lower.py`) for targets below it."""
     samples: tuple[Sample, ...] = ()

@@ -54,7 +54,13 @@ class Given:
         return np.asarray(self.value, self.dtype)
 
 
+@dataclass(frozen=True)
+class Literal(Given):
+    """As `Given`, and a constant of the graph whatever its element type."""
+
+
 given = Given
+literal = Literal
 
 
 def sample(
