@@ -1,86 +1,19 @@
-"""Cells a callable reaches, and a key that changes when what it would record does.
+"""Cells a callable reaches: their state is what its trace may read by name.
 
 A function reaches the cells among its arguments, in its closure, in the globals it names, and those
-of the user's functions found on the way. Plain values found there are part of the key, so that a
-changed number or flag is a new trace; arrays and other objects count by identity.
+of the user's functions found on the way.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping
-from enum import Enum
 from types import FunctionType, MethodType
-from typing import Any, Final
+from typing import Any
 
 from triplane.unified_ir.frontend.binding import Parameter
 from triplane.unified_ir.frontend.owner import Owner
 from triplane.unified_ir.frontend.source import belongs_to_user
-from triplane.unified_ir.ir.dims import Expr
-from triplane.unified_ir.ir.types import DType, TensorType
 from triplane.unified_ir.ops.trees import leaves
-
-_BY_VALUE: Final = (bool, int, float, complex, str, bytes, Enum, DType, Expr, type(None))
-_OWN: Final = frozenset({"_parameters", "_cells", "training"})
-
-
-class Identity:
-    """Equal to another only while both stand for the same living object."""
-
-    def __init__(self, value: Any) -> None:
-        self._hash = id(value)
-        try:
-            self._get: Any = weakref.ref(value)
-        except TypeError:
-            self._get = lambda: value
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Identity):
-            return False
-        mine = self._get()
-        return mine is not None and mine is other._get()
-
-
-def value_key(x: Any) -> Any:
-    """A hashable stand-in for a value that a trace bakes in."""
-    if isinstance(x, TensorType):
-        return x
-    if isinstance(x, _BY_VALUE):
-        return type(x), repr(x)
-    if isinstance(x, Owner):
-        return state_key(x)
-    if isinstance(x, (tuple, list)):
-        return type(x), tuple(value_key(v) for v in x)
-    if isinstance(x, dict):
-        return dict, tuple((value_key(k), value_key(v)) for k, v in x.items())
-    return Identity(x)
-
-
-def state_key(owner: Owner) -> Any:
-    """What about a cell changes its graph besides its inputs: modes, attributes, state."""
-    modes = tuple((path, cell.training, *(_attribute_keys(cell))) for path, cell in owner.cells())
-    state = tuple((k, Identity(p), p.type) for k, p in owner.parameters().items())
-    return Identity(owner), modes, state
-
-
-def _attribute_keys(cell: Owner) -> Iterator[Any]:
-    for name, value in cell.__dict__.items():
-        if name not in _OWN:
-            yield name, Identity(value) if isinstance(value, Owner) else value_key(value)
-
-
-def held_key(target: Any) -> Any:
-    """A key of what a callable holds besides its arguments."""
-    if isinstance(target, Owner):
-        return state_key(target)
-    return tuple((k, value_key(v)) for k, v in _held(target) if not callable(v) or _is_cell(v))
-
-
-def _is_cell(x: Any) -> bool:
-    return isinstance(x, Owner)
 
 
 def state_of(target: Any, arguments: Mapping[str, Any]) -> dict[str, Parameter]:
@@ -143,5 +76,5 @@ def _named(f: FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     for name in code.co_names:
         value = f.__globals__.get(name)
-        if isinstance(value, (*_BY_VALUE[:-1], Owner, FunctionType)):
+        if isinstance(value, (Owner, FunctionType)):
             yield name, value

@@ -12,6 +12,10 @@ from triplane.unified_ir.frontend.binding import Parameter
 class Owner:
     """Holds parameters and other owners by name; `training` is the mode of the whole tree."""
 
+    __slots__ = ("__dict__", "__weakref__", "_programs_")
+    _programs_: Any
+    """What was compiled of it, kept by `frontend.run`: no attribute, and not copied with it."""
+
     _parameters: dict[str, Parameter]
     _cells: dict[str, Owner]
     training: bool
@@ -20,6 +24,9 @@ class Owner:
         self.__dict__["_parameters"] = {}
         self.__dict__["_cells"] = {}
         self.__dict__["training"] = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
 
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         """The computation; overridden by every cell."""

@@ -13,29 +13,24 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import BoundArguments
-from threading import Lock
 from typing import Any, Final, Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.engines import ENGINES, Program, engine
+from triplane.unified_ir.engines import ENGINES, engine
 from triplane.unified_ir.frontend.depth import entered
-from triplane.unified_ir.frontend.held import held_key, value_key
+from triplane.unified_ir.frontend.programs import Compiled, Identity, programs_of
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.trace import Traceable, Traced, bind, record
+from triplane.unified_ir.frontend.watch import PLAIN, Watch
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.recorder import recording
-from triplane.unified_ir.ops.trees import leaves, rebuild, structure
+from triplane.unified_ir.ops.trees import leaves, rebuild
 
 Mode = Literal["graph", "eager"]
 Floats = Literal["float32", "float64"]
-_CACHE_SIZE: Final = 64
-"""Compiled signatures kept per cell or function; the oldest goes first."""
-_compiled: Final[WeakKeyDictionary[Any, dict[Any, tuple[Traced, Program]]]] = WeakKeyDictionary()
-_lock: Final = Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +81,77 @@ def mode(mode: Mode, engine: str = "onnx", *, floats: Floats = "float32") -> Ite
 def run(target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The results of a cell or function on arrays; assigned buffers are written back."""
     setting = _setting.get()
-    arguments, arrays = host_arguments(target, args, kwargs, setting.floats)
     if setting.mode == "eager":
-        done = record(target, arguments, run=run_node, arrays=arrays)
+        arguments, given = host_arguments(target, args, kwargs, setting.floats)
+        done = record(target, arguments, run=run_node, arrays=given)
         assert done.arrays is not None
-        values: Sequence[Array] = [done.arrays[v] for v in done.function.results]
-    else:
-        done, program = _program(target, arguments, setting.engine)
-        values = program(*arrays, *state_arrays(done))
+        return _handed_out(done, [done.arrays[v] for v in done.function.results])
+    programs = programs_of(target)
+    if kwargs:
+        args, kwargs = programs.ordered(args, kwargs)
+    arrays: list[Array] = []
+    objects: list[Any] = []
+    made = [_key_of(x, setting.floats, arrays, objects) for x in args]
+    made += [(k, _key_of(v, setting.floats, arrays, objects)) for k, v in kwargs.items()]
+    key = (setting.engine, len(args), *made)
+    found = programs.find(key)
+    if found is None:
+        watch = Watch([target, *objects])
+        found = _compiled(target, args, kwargs, setting, watch)
+        programs.keep(key, found)
+    values = found.program(*arrays, *[p.array for p in found.state])
+    for i, parameter in found.assigned:
+        parameter.array = values[i]
+    return values[0] if found.single else _rebuilt(found.done, values)
+
+
+def _handed_out(done: Traced, values: Sequence[Array]) -> Any:
+    """The results as the function gave them; assigned buffers are written back."""
+    for path, value in zip(done.function.result_names, values, strict=True):
+        if path in done.assigned:
+            done.state[path].array = value
+    return _rebuilt(done, values)
+
+
+def _rebuilt(done: Traced, values: Sequence[Array]) -> Any:
     by_name = dict(zip(done.function.result_names, values, strict=True))
-    for path in done.assigned:
-        done.state[path].array = by_name[path]
     return rebuild(done.results, [by_name[n] for n in leaves(done.results)])
+
+
+def _compiled(
+    target: Traceable,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    setting: _Setting,
+    watch: Watch,
+) -> Compiled:
+    arguments, _ = host_arguments(target, args, kwargs, setting.floats)
+    done = record(target, arguments)
+    names = done.function.result_names
+    return Compiled(
+        done,
+        engine(setting.engine).compile(done.function),
+        watch,
+        tuple(done.state[p.name] for p in done.function.params if p.name in done.state),
+        tuple((names.index(path), done.state[path]) for path in done.assigned),
+        single=bool(names) and done.results == names[0],
+    )
+
+
+def _key_of(x: Any, floats: Floats, arrays: list[Array], objects: list[Any]) -> Any:
+    """What of one argument a trace depends on; its arrays and objects are put into the lists."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        host = _host(x, floats)
+        arrays.append(host)
+        return host.dtype, host.shape
+    if isinstance(x, PLAIN):
+        return type(x), repr(x)
+    if isinstance(x, (tuple, list)):
+        return type(x), *(_key_of(v, floats, arrays, objects) for v in x)
+    if isinstance(x, dict):
+        return dict, *((k, _key_of(x[k], floats, arrays, objects)) for k in sorted(x))
+    objects.append(x)
+    return Identity(x)
 
 
 def host_arguments(
@@ -112,30 +166,6 @@ def host_arguments(
 def state_arrays(done: Traced) -> list[Array]:
     """Arrays of the state that a traced function takes, in the order of its parameters."""
     return [done.state[p.name].array for p in done.function.params if p.name in done.state]
-
-
-def _program(
-    target: Traceable, arguments: BoundArguments, engine_name: str
-) -> tuple[Traced, Program]:
-    owner = getattr(target, "__self__", target)
-    key = (
-        getattr(target, "__name__", ""),
-        engine_name,
-        tuple((k, structure(v)) for k, v in arguments.arguments.items()),
-        tuple(value_key(x) for v in arguments.arguments.values() for x in leaves(v)),
-        held_key(target),
-    )
-    with _lock:
-        cache = _compiled.setdefault(owner, {})
-        found = cache.get(key)
-    if found is None:
-        done = record(target, arguments)
-        found = (done, engine(engine_name).compile(done.function))
-        with _lock:
-            while len(cache) >= _CACHE_SIZE:
-                cache.pop(next(iter(cache)))
-            cache[key] = found
-    return found
 
 
 def _host(x: Any, floats: Floats) -> Any:

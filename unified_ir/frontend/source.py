@@ -52,11 +52,12 @@ def source_of(function: FunctionType) -> Source | None:
 
 def belongs_to_user(function: FunctionType) -> bool:
     """False for the standard library, numpy and this package's own layers."""
-    return _user_file(function.__code__.co_filename)
+    return is_users_file(function.__code__.co_filename)
 
 
 @lru_cache(maxsize=4096)
-def _user_file(filename: str) -> bool:
+def is_users_file(filename: str) -> bool:
+    """False for files of the standard library, numpy and this package's own layers."""
     if filename.startswith("<"):
         return True
     path = Path(filename).resolve()

@@ -1,0 +1,396 @@
+"""What a trace read besides its arguments, and whether all of it is still as it was.
+
+A trace bakes in what Python holds at that moment: attributes of cells and of other objects, items
+of lists and dicts, closures, globals, defaults, class attributes, methods. A `Watch` remembers them
+all before the trace, by following the values themselves; a program is used again only while nothing
+on its watch has changed. Values are compared by identity, plain ones also by value, arrays by their
+bytes (a read-only array cannot change and is not looked at again, so a large table is cheapest
+frozen: `table.flags.writeable = False`).
+
+Not followed: objects of the standard library, numpy and this package's own layers other than cells,
+which count by identity.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from functools import lru_cache, partial
+from operator import is_
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.frontend.binding import Parameter
+from triplane.unified_ir.frontend.owner import Owner
+from triplane.unified_ir.frontend.source import belongs_to_user, is_users_file
+from triplane.unified_ir.ir.dims import Expr
+from triplane.unified_ir.ir.types import DType, TensorType
+
+MAX_WATCHED: Final = 100_000
+"""Containers that one callable may reach; each is compared at every call."""
+
+PLAIN: Final = (
+    bool, int, float, complex, str, bytes, Enum, DType, Expr, TensorType, type(None), np.generic,
+    np.dtype,
+)  # fmt: skip
+"""Values that never change, equal when their types and texts are."""
+
+_MISSING: Final = object()
+
+
+class Spot(Protocol):
+    """One place that can change."""
+
+    def changed(self) -> str | None:
+        """What is different now; None while nothing is."""
+        ...
+
+
+class Watch:
+    """Everything that the given callables and objects reach, as it is now."""
+
+    def __init__(self, targets: Iterable[Any]) -> None:
+        self._spots: list[Spot] = []
+        self._seen: dict[int, Any] = {}
+        todo: list[tuple[Any, str]] = [(target, _name(target)) for target in targets]
+        while todo:
+            value, label = todo.pop()
+            if _is_fixed(value) or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            todo.extend(_follow(value, label, self._spots.append))
+            if len(self._spots) > MAX_WATCHED:
+                raise InvalidInput(
+                    f"a trace holds what it reads, and {_name(value)} ({label}) leads to more than "
+                    f"{MAX_WATCHED:,} lists, dicts and objects; pass what is needed as an argument"
+                )
+        self._seen.clear()
+
+    def changed(self) -> str | None:
+        """The first thing that differs, by name; None while all is as it was."""
+        for spot in self._spots:
+            found = spot.changed()
+            if found is not None:
+                return found
+        return None
+
+    def holds(self) -> bool:
+        """Whether nothing has changed."""
+        return self.changed() is None
+
+
+class _Attributes:
+    """Values by name, in no order: of an object or a class."""
+
+    __slots__ = ("keys", "label", "space", "values")
+
+    def __init__(self, space: Mapping[Any, Any], label: str) -> None:
+        self.space, self.label = space, label
+        self.keys, self.values = list(space), list(space.values())
+
+    def changed(self) -> str | None:
+        now = self.space
+        if all(map(is_, now.values(), self.values)) and list(now) == self.keys:
+            return None
+        odd = self._odd_keys()
+        if odd:
+            return f"{self.label} ({', '.join(odd)})"
+        for key, before in zip(self.keys, self.values, strict=True):
+            if not _same(before, now[key]):
+                return f"{self.label}.{key}"
+        return None
+
+    def _odd_keys(self) -> list[str]:
+        return sorted(map(str, set(self.space) ^ set(self.keys)))
+
+
+class _Dict(_Attributes):
+    """A dict; its order is part of it."""
+
+    __slots__ = ()
+
+    def _odd_keys(self) -> list[str]:
+        same = list(self.space) == self.keys
+        return [] if same else super()._odd_keys() or ["the order of its keys"]
+
+
+class _Items:
+    """A list or set and what is in it."""
+
+    __slots__ = ("items", "label", "values")
+
+    def __init__(self, items: Any, label: str) -> None:
+        self.items, self.values, self.label = items, list(items), label
+
+    def changed(self) -> str | None:
+        if len(self.items) == len(self.values) and all(map(is_, self.items, self.values)):
+            return None
+        now = list(self.items)
+        same = len(now) == len(self.values) and all(map(_same, self.values, now))
+        return None if same else self.label
+
+
+class _Bytes:
+    """A writeable array, by its contents."""
+
+    __slots__ = ("array", "label", "sum", "type")
+
+    def __init__(self, array: Any, label: str) -> None:
+        self.array, self.label = array, label
+        self.type, self.sum = (array.dtype, array.shape), _checksum(array)
+
+    def changed(self) -> str | None:
+        now = self.array
+        same = (now.dtype, now.shape) == self.type and _checksum(now) == self.sum
+        return None if same else f"the array {self.label}"
+
+
+class _State:
+    """A parameter's element type and shape; its numbers are an operand, not part of the trace."""
+
+    __slots__ = ("dtype", "label", "parameter", "shape")
+
+    def __init__(self, parameter: Parameter, label: str) -> None:
+        self.parameter, self.label = parameter, label
+        self.dtype, self.shape = parameter.array.dtype, parameter.array.shape
+
+    def changed(self) -> str | None:
+        now = self.parameter.array
+        return None if now.dtype == self.dtype and now.shape == self.shape else self.label
+
+
+class _Read:
+    """Values found by calls: variables of a closure, globals, defaults, slots."""
+
+    __slots__ = ("label", "reads", "values")
+
+    def __init__(self, reads: list[tuple[str, Callable[[], Any]]], label: str) -> None:
+        self.reads, self.label = reads, label
+        self.values = [read() for _, read in reads]
+
+    def changed(self) -> str | None:
+        for (name, read), before in zip(self.reads, self.values, strict=True):
+            after = read()
+            if after is not before and not _same(before, after):
+                return f"{name} of {self.label}"
+        return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """The same object, or equal plain values; tuples of such likewise."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, PLAIN) and repr(a) == repr(b)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether nothing about a value can change."""
+    if isinstance(value, PLAIN) or value is _MISSING:
+        return True
+    return isinstance(value, np.ndarray) and not _writeable(value)
+
+
+def _writeable(array: Any) -> bool:
+    """Whether the array's memory can be written through it or through what it views."""
+    while isinstance(array, np.ndarray):
+        if array.flags.writeable:
+            return True
+        array = array.base
+    return False
+
+
+def _checksum(array: Any) -> Any:
+    if array.dtype.hasobject:
+        return repr(array.tolist())
+    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
+
+
+def _follow(value: Any, label: str, watch: Callable[[Spot], None]) -> list[tuple[Any, str]]:
+    """Watches one value; what it leads to."""
+    for kinds, rule in _RULES:
+        if isinstance(value, kinds):
+            found: list[tuple[Any, str]] = rule(value, label, watch)
+            return found
+    kind: type = type(value)
+    return _object(value, label, watch) if _is_users(kind) else []
+
+
+Watching = Callable[[Spot], None]
+
+
+def _function(f: FunctionType, label: str, watch: Watching) -> list[tuple[Any, str]]:
+    """Code, defaults, closure and named globals; of this package's wrappers the closure alone."""
+    name = f.__qualname__
+    reads: list[tuple[str, Callable[[], Any]]] = []
+    for variable, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+        reads.append((variable, partial(_contents, cell)))
+    if belongs_to_user(f):
+        reads += [(k, partial(getattr, f, k)) for k in ("__code__", "__defaults__")]
+        reads.append(("__kwdefaults__", lambda: tuple((f.__kwdefaults__ or {}).items())))
+        for path in _named_paths(f.__code__):
+            reads.append((".".join(path), partial(_outer, f, path)))
+    spot = _Read(reads, name)
+    watch(spot)
+    found = [(v, f"{k} of {name}") for (k, _), v in zip(reads, spot.values, strict=True)]
+    return [*found, (getattr(f, "__wrapped__", None), label)]
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
+
+
+def _outer(f: FunctionType, path: tuple[str, ...]) -> Any:
+    """What an outer name, or attributes of a user's module behind one, stand for now."""
+    free = f.__code__.co_freevars
+    if path[0] in free:
+        value = _contents((f.__closure__ or ())[free.index(path[0])])
+    else:
+        value = f.__globals__.get(path[0], _MISSING)
+    for name in path[1:]:
+        if not isinstance(value, ModuleType) or not _is_users_module(value):
+            break
+        value = getattr(value, name, _MISSING)
+    return value
+
+
+@lru_cache(maxsize=4096)
+def _named_paths(code: CodeType) -> tuple[tuple[str, ...], ...]:
+    """Outer names that a function or one nested in it reads, with attributes that follow."""
+    found: dict[tuple[str, ...], None] = {}
+    path: tuple[str, ...] = ()
+    for step in dis.get_instructions(code):
+        if step.opname in {"LOAD_GLOBAL", "LOAD_DEREF"}:
+            path = (str(step.argval),)
+        elif path and step.opname in {"LOAD_ATTR", "LOAD_METHOD"}:
+            path = (*path, str(step.argval))
+        elif step.opname != "CACHE":
+            found |= {path: None} if path else {}
+            path = ()
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            found |= dict.fromkeys(_named_paths(inner))
+    return tuple(found)
+
+
+def _method(f: MethodType, label: str, _: Watching) -> list[tuple[Any, str]]:
+    return [(f.__func__, label), (f.__self__, label)]
+
+
+def _partial(f: Any, label: str, _: Watching) -> list[tuple[Any, str]]:
+    return [(f.func, label), (f.args, label), (f.keywords, label)]
+
+
+def _cell(cell: Owner, label: str, watch: Watching) -> list[tuple[Any, str]]:
+    own, parts = vars(cell), (cell._parameters, cell._cells)  # noqa: SLF001 - what it is made of
+    found: list[tuple[Any, str]] = []
+    for space in (own, *parts):
+        watch((_Attributes if space is own else _Dict)(space, label))
+        found += [(v, f"{label}.{k}") for k, v in space.items() if not any(v is p for p in parts)]
+    return [*found, (type(cell), type(cell).__qualname__)]
+
+
+def _class(cls: type, _: str, watch: Watching) -> list[tuple[Any, str]]:
+    """Attributes and methods of a user's class and of those it comes from."""
+    found: list[tuple[Any, str]] = []
+    for part in cls.__mro__:
+        if not _is_users(part):
+            continue
+        watch(_Attributes(vars(part), part.__qualname__))
+        found += [(v, f"{part.__qualname__}.{k}") for k, v in vars(part).items()]
+    return [x for x in found if not x[1].endswith((".__init__", ".__dict__", ".__weakref__"))]
+
+
+def _descriptor(d: Any, label: str, _: Watching) -> list[tuple[Any, str]]:
+    return [(getattr(d, k, None), label) for k in ("fget", "__func__", "func")]
+
+
+def _dict(d: dict[Any, Any], label: str, watch: Watching) -> list[tuple[Any, str]]:
+    watch(_Dict(d, label))
+    return [(v, f"{label}[{k!r}]") for k, v in d.items()]
+
+
+def _list(items: Any, label: str, watch: Watching) -> list[tuple[Any, str]]:
+    watch(_Items(items, label))
+    return [(v, f"{label}[{i}]") for i, v in enumerate(items)]
+
+
+def _tuple(items: Any, label: str, _: Watching) -> list[tuple[Any, str]]:
+    return [(v, f"{label}[{i}]") for i, v in enumerate(items)]
+
+
+def _array(array: Any, label: str, watch: Watching) -> list[tuple[Any, str]]:
+    watch(_Bytes(array, label))
+    return []
+
+
+def _parameter(p: Parameter, label: str, watch: Watching) -> list[tuple[Any, str]]:
+    watch(_State(p, label))
+    return []
+
+
+def _object(x: Any, label: str, watch: Watching) -> list[tuple[Any, str]]:
+    """Any other object of the user's: its attributes, its class."""
+    found: list[tuple[Any, str]] = [] if isinstance(x, SimpleNamespace) else [(type(x), label)]
+    if isinstance(getattr(x, "__dict__", None), dict):
+        watch(_Attributes(vars(x), label))
+        found += [(v, f"{label}.{k}") for k, v in vars(x).items()]
+    slots = [s for c in type(x).__mro__ for s in _slots(c)]
+    if slots:
+        spot = _Read([(s, partial(getattr, x, s, _MISSING)) for s in slots], label)
+        watch(spot)
+        found += [(v, f"{label}.{s}") for s, v in zip(slots, spot.values, strict=True)]
+    return found
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    found = vars(cls).get("__slots__", ())
+    names = (found,) if isinstance(found, str) else tuple(found)
+    return tuple(n for n in names if n not in {"__dict__", "__weakref__"})
+
+
+Rule = Callable[[Any, str, Watching], list[tuple[Any, str]]]
+_RULES: Final[tuple[tuple[Any, Rule], ...]] = (
+    (Owner, _cell),
+    (Parameter, _parameter),
+    (np.ndarray, _array),
+    (dict, _dict),
+    ((list, set, frozenset), _list),
+    (tuple, _tuple),
+    (FunctionType, _function),
+    (MethodType, _method),
+    (partial, _partial),
+    (type, _class),
+    ((property, staticmethod, classmethod), _descriptor),
+    (ModuleType, lambda *_: []),
+    (SimpleNamespace, _object),
+)
+
+
+@lru_cache(maxsize=4096)
+def _is_users(cls: type) -> bool:
+    module = sys.modules.get(cls.__module__)
+    return module is not None and cls.__module__ != "builtins" and _is_users_module(module)
+
+
+def _is_users_module(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return module.__name__ == "__main__" if file is None else is_users_file(file)
+
+
+def _name(x: Any) -> str:
+    if isinstance(x, Owner):
+        return type(x).__name__
+    return str(getattr(x, "__qualname__", type(x).__name__))
