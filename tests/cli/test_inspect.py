@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from tests.attacks import forge
 from tests.ir import graphs
+from tests.quantize import nets
 
 from triplane.proto.errors import Corrupt
+from triplane.unified_ir import nn, ops
 from triplane.unified_ir.cli import shell
 from triplane.unified_ir.cli.inspect import size_text
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
-from triplane.unified_ir.ir import Module, Role, StateTensor
+from triplane.unified_ir.ir import Module, Role, StateTensor, TensorSpec
 from triplane.unified_ir.ir.text import function_text, module_text
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "files" / "v1"
@@ -110,6 +112,34 @@ def test_graph_is_one_sound_svg_with_tooltips(model, capsys, tmp_path):
 def test_graph_defaults_to_predict(model, capsys, tmp_path):
     run(capsys, model, "--graph", tmp_path / "g.svg")
     assert "predict: " in (tmp_path / "g.svg").read_text()
+
+
+class Tower(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.CellList([nn.Dense(4, 4) for _ in range(6)])
+
+    def construct(self, x):
+        for layer in self.layers:
+            h = layer(x)
+            x = ops.tanh(h) * ops.sigmoid(h) + x
+        return x
+
+
+def test_repeats_are_told_and_given_whole_as_json(tmp_path, capsys):
+    path = tmp_path / "tower.tpm"
+    nets.module_of(nets.shaken(Tower()), TensorSpec(("N", 4))).save(path)
+    code, out, _ = run(capsys, path, "--repeats")
+    assert code == 0
+    assert re.search(r"block_0\s+\d\s+6\s+.*test_inspect.py", out), out
+    record = json.loads(run(capsys, path, "--repeats", "--json")[1])
+    (occurrences,) = record["repeats"].values()
+    assert len(occurrences) == 6
+    assert all(each["edges"] for each in occurrences)
+
+
+def test_a_model_without_repeats_says_so(model, capsys):
+    assert "no block of nodes occurs twice" in run(capsys, model, "--repeats")[1]
 
 
 def test_bundles_and_plans_are_told_without_running_them(capsys):

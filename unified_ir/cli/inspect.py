@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from triplane.unified_ir.files.container import Container
     from triplane.unified_ir.ir import Function, Module
 
+SHOWN_OPERATORS: Final = 5
+"""Of a block, in a line for people."""
+
 EPILOG = """\b
 Examples:
   triplane inspect digits.tpm                                    entries, state, digests
   triplane inspect digits.tpm --text --entry predict             the graph, with your lines
   triplane inspect digits.tpm --graph step.svg --entry train_step
+  triplane inspect digits.tpm --repeats --entry train_step       blocks that occur again and again
   triplane inspect digits.bundle --verify
 
 \b
@@ -39,14 +43,25 @@ types against what inference says. Bundles and plans are read that far with --ve
     help="Draw one entry of a model file as an SVG instead of printing the summary.",
 )  # fmt: skip
 @click.option(
+    "--repeats", is_flag=True,
+    help="List the blocks of nodes that one entry repeats; every node and edge with --json.",
+)  # fmt: skip
+@click.option(
     "--entry",
     metavar="NAME",
-    help="Only this entry.  [default for --graph: predict, else the first]",
+    help="Only this entry.  [default for --graph and --repeats: predict, else the first]",
 )
 @click.option("--verify", is_flag=True, help="Hash every byte of the file and say so.")
 @json_option
 def command(
-    *, file: Path, text: bool, graph: Path | None, entry: str | None, verify: bool, as_json: bool
+    *,
+    file: Path,
+    text: bool,
+    graph: Path | None,
+    repeats: bool,
+    entry: str | None,
+    verify: bool,
+    as_json: bool,
 ) -> None:
     """Say what is in FILE: a model file, a bundle or a plan.
 
@@ -70,10 +85,13 @@ def command(
     if text:
         record["text"] = _module_text(module, entry) if module else _onnx_text(opened, entry)
         lines = [record["text"]]
+    if repeats:
+        record["repeats"] = _repeats(module, entry)
+        lines = list(_repeats_lines(record["repeats"]))
     if graph is not None:
         drawn = _draw(module, entry, graph)
         record["graph"] = str(graph)
-        lines = [*(lines if text else ()), f"{graph}: {drawn}"]
+        lines = [*(lines if text or repeats else ()), f"{graph}: {drawn}"]
     output.result(record, "\n".join(lines))
 
 
@@ -272,9 +290,31 @@ def _draw(module: Module | None, entry: str | None, out: Path) -> str:
     return f"{function.name}, {sum(1 for _ in function.walk())} nodes"
 
 
+def _repeats(module: Module | None, entry: str | None) -> dict[str, Any]:
+    from triplane.unified_ir.passes.occurrences import repeated
+
+    if module is None:
+        raise InvalidInput("--repeats reads the IR of a model file; give the .tpm it was made from")
+    return repeated(_chosen(module, entry))
+
+
+def _repeats_lines(blocks: Mapping[str, Any]) -> Iterator[str]:
+    if not blocks:
+        yield "no block of nodes occurs twice"
+        return
+    rows = [("", "nodes", "times", "operators", "from")]
+    for name, occurrences in blocks.items():
+        nodes = occurrences[0]["nodes"]
+        operators = " ".join(operator for _, operator, _ in nodes[:SHOWN_OPERATORS])
+        more = " ..." if len(nodes) > SHOWN_OPERATORS else ""
+        counts = (str(len(nodes)), str(len(occurrences)))
+        rows.append((name, *counts, operators + more, nodes[0][2] or ""))
+    yield from _table("blocks", rows)
+
+
 def _chosen(module: Module, entry: str | None) -> Function:
     if entry is not None:
         return module.entry(entry)
     if not module.entries:
-        raise InvalidInput("the module has no entries to draw")
+        raise InvalidInput("the module has no entries")
     return module.entry("predict" if "predict" in module.entries else next(iter(module.entries)))

@@ -22,6 +22,8 @@ ONNX forbids one name for an input and for a node's result (onnxruntime: "Duplic
 name"), so the new value carries this suffix; no parameter path contains a colon.
 """
 
+LISTED: Final = 12
+"""Names that a message lists before it counts."""
 UNNAMED: Final = "?"
 """The dimension of a shape whose size the graph does not say; two of them may differ."""
 
@@ -138,5 +140,12 @@ def _compile(tensor: TensorInfo) -> Row:
 def _names_differ(names: frozenset[str], feeds: Mapping[str, Array]) -> InvalidInput:
     missing, unknown = sorted(names - feeds.keys()), sorted(feeds.keys() - names)
     return InvalidInput(
-        f"inputs must be exactly {sorted(names)}; missing {missing}, unknown {unknown}"
+        f"inputs must be exactly {_listed(sorted(names))}; missing {_listed(missing)}, "
+        f"unknown {_listed(unknown)}"
     )
+
+
+def _listed(names: list[str]) -> str:
+    """All names, or as many as a person reads."""
+    more = len(names) - LISTED
+    return f"{names[:LISTED]} and {more} more" if more > 0 else str(names)

@@ -1,0 +1,238 @@
+"""Repeated structure of a graph: blocks of nodes that occur again and again, wired alike.
+
+Two occurrences of a block are equal where their nodes carry the same labels in the same order and
+every operand comes from the same place: an output of the same node of the block, or the same one of
+the values that the block takes from outside. Types do not count, as they do not for an ONNX
+function. The search is close to linear in the number of nodes: neighbours that often stand together
+become one symbol, round after round (byte pair encoding, Gage 1994), which proposes blocks; each is
+then compared wire by wire. A block is a run of the given order, and no node is in two.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEAST_NODES: Final = 4
+"""A smaller block says less than its name."""
+
+_PRIME: Final = (1 << 61) - 1
+_BASE: Final = 0x1F3D5B79F1E3D5B7 % _PRIME
+_NEVER: Final = np.iinfo(np.int64).max
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The nodes of any graph in an order in which they can run; values are numbers from 0.
+
+    labels: what a node does, whatever it is applied to; None where it must stay as it is.
+    inputs: values, -1 where an optional operand is absent.  results: values the graph gives.
+    """
+
+    labels: Sequence[Hashable]
+    inputs: Sequence[Sequence[int]]
+    outputs: Sequence[Sequence[int]]
+    results: frozenset[int]
+
+    @cached_property
+    def first_output(self) -> list[int]:
+        """Place of a node's first output among all outputs, and of the end."""
+        places = [0]
+        for made in self.outputs:
+            places.append(places[-1] + len(made))
+        return places
+
+    @cached_property
+    def place(self) -> dict[int, int]:
+        """Value -> its place among all outputs; values from outside the graph have none."""
+        return {value: i for i, value in enumerate(chain.from_iterable(self.outputs))}
+
+    @cached_property
+    def last_use(self) -> dict[int, int]:
+        """Value -> the last node that takes it; past the end for a result."""
+        last = {v: i for i, taken in enumerate(self.inputs) for v in taken}
+        return last | dict.fromkeys(self.results, len(self.labels))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What repeats: `length` nodes from each of `starts` on.
+
+    arguments: for each occurrence, the values it takes from outside by their first use.
+    outputs: (node of the block, output of the node) that some occurrence gives to the outside.
+    """
+
+    length: int
+    starts: tuple[int, ...]
+    arguments: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, int], ...]
+
+    @property
+    def saved_nodes(self) -> int:
+        """Fewer nodes when each occurrence becomes one call of one function."""
+        return (len(self.starts) - 1) * self.length - len(self.starts)
+
+
+def repeats(listing: Listing, least_nodes: int = LEAST_NODES) -> tuple[Block, ...]:
+    """Blocks of at least `least_nodes` nodes that occur twice or more, in the graph's order."""
+    taken = np.zeros(len(listing.labels), dtype=bool)
+    sums = _sums(taken)
+    found = []
+    for length, starts in _by_gain(_symbols(listing), least_nodes):
+        free = starts[sums[starts + length] == sums[starts]]
+        for block in _alike(listing, length, free.tolist()):
+            found.append(block)
+            for start in block.starts:
+                taken[start : start + length] = True
+            sums = _sums(taken)
+    return tuple(sorted(found, key=lambda block: block.starts))
+
+
+def _by_gain(symbols: dict[int, _Symbol], least_nodes: int) -> Iterator[tuple[int, Indices]]:
+    """(length, starts) of what may be worth a name, the largest gain first."""
+    rows = []
+    for symbol in symbols.values():
+        if symbol.length < least_nodes:
+            continue
+        starts = np.unique(np.concatenate(symbol.starts))
+        gain = (len(starts) - 1) * symbol.length - len(starts)
+        if gain > 0:
+            rows.append((-gain, int(starts[0]), symbol.length, starts))
+    rows.sort(key=lambda row: row[:3])
+    return ((length, starts) for _, _, length, starts in rows)
+
+
+def _alike(listing: Listing, length: int, starts: list[int]) -> Iterator[Block]:
+    """The classes of equal wiring among runs of equal labels."""
+    classes: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+    for start in starts:
+        wiring, arguments = _wiring(listing, start, length)
+        classes[wiring].append((start, arguments))
+    for members in classes.values():
+        own = tuple(start for start, _ in members)
+        block = Block(length, own, tuple(a for _, a in members), _given(listing, length, own))
+        if block.saved_nodes > 0:
+            yield block
+
+
+def _wiring(listing: Listing, start: int, length: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where each operand comes from, and the values from outside.
+
+    2 p stands for output p of the block, 2 k + 1 for the k-th value from outside, -1 for none.
+    """
+    base, place = listing.first_output[start], listing.place
+    outside: dict[int, int] = {}
+    wires = []
+    for taken in listing.inputs[start : start + length]:
+        for value in taken:
+            at = place.get(value, -1) - base
+            if value < 0:
+                wires.append(-1)
+            elif at >= 0:
+                wires.append(2 * at)
+            else:
+                wires.append(2 * outside.setdefault(value, len(outside)) + 1)
+    return tuple(wires), tuple(outside)
+
+
+def _given(listing: Listing, length: int, starts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    last = listing.last_use
+    return tuple(
+        (node, k)
+        for node in range(length)
+        for k in range(len(listing.outputs[starts[0] + node]))
+        if any(last.get(listing.outputs[s + node][k], -1) >= s + length for s in starts)
+    )
+
+
+def _sums(taken: NDArray[np.bool_]) -> Indices:
+    return np.concatenate([[0], np.cumsum(taken)]).astype(np.int64)
+
+
+@dataclass(slots=True)
+class _Symbol:
+    """A run of labels: its content by hash and length, and where it was met."""
+
+    hash: int
+    length: int
+    starts: list[Indices]
+
+
+def _symbols(listing: Listing) -> dict[int, _Symbol]:
+    """Every symbol that rounds of joining frequent neighbours make."""
+    tokens = _tokens(listing)
+    starts = np.arange(len(tokens), dtype=np.int64)
+    made: dict[int, _Symbol] = {}
+    for token in np.unique(tokens).tolist():
+        made[token] = _Symbol(pow(_BASE, token + 2, _PRIME), 1, [])
+    known = {(s.hash, s.length): token for token, s in made.items()}
+    while len(tokens) > 1:
+        joined = _joined(tokens)
+        if not joined.size:
+            break
+        pairs, inverse = np.unique(
+            np.stack([tokens[joined], tokens[joined + 1]]), axis=1, return_inverse=True
+        )
+        names = []
+        for a, b in pairs.T.tolist():
+            left, right = made[a], made[b]
+            length = left.length + right.length
+            content = (left.hash * pow(_BASE, right.length, _PRIME) + right.hash) % _PRIME
+            token = known.setdefault((content, length), len(made))
+            made.setdefault(token, _Symbol(content, length, []))
+            names.append(token)
+        tokens[joined] = np.array(names, dtype=np.int64)[inverse.reshape(-1)]
+        order = np.argsort(tokens[joined], kind="stable")
+        cuts = np.flatnonzero(np.diff(tokens[joined][order])) + 1
+        for part in np.split(joined[order], cuts):
+            made[int(tokens[part[0]])].starts.append(starts[part])
+        tokens, starts = np.delete(tokens, joined + 1), np.delete(starts, joined + 1)
+    return {token: symbol for token, symbol in made.items() if symbol.starts}
+
+
+def _tokens(listing: Listing) -> Indices:
+    """One number for each kind of node; one of its own for what must stay."""
+    kinds: dict[Any, int] = {}
+    tokens = np.empty(len(listing.labels), dtype=np.int64)
+    for i, label in enumerate(listing.labels):
+        shape = (len(listing.inputs[i]), len(listing.outputs[i]))
+        key = (i,) if label is None else (label, shape)
+        tokens[i] = kinds.setdefault(key, len(kinds))
+    return tokens
+
+
+def _joined(tokens: Indices) -> Indices:
+    """Places whose token joins the next one: of the neighbouring pairs, the most frequent.
+
+    What joins depends on the neighbourhood alone: equal runs are parsed alike but for their ends.
+    """
+    codes = tokens[:-1] * (int(tokens.max()) + 1) + tokens[1:]
+    _, first, inverse, counts = np.unique(
+        codes, return_index=True, return_inverse=True, return_counts=True
+    )
+    order = np.lexsort((first, -counts))
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    ranks = np.where(counts[inverse] > 1, 2 * rank[inverse], _NEVER)
+    ranks = ranks + np.where(ranks < _NEVER, _parity(codes), 0)
+    before = np.concatenate([[_NEVER], ranks[:-1]])
+    after = np.concatenate([ranks[1:], [_NEVER]])
+    won: Indices = np.flatnonzero((ranks < _NEVER) & (ranks < before) & (ranks < after))
+    return won
+
+
+def _parity(codes: Indices) -> Indices:
+    """Odd or even place within a run of equal pairs, as `aaaa` has them: every other one joins."""
+    places = np.arange(len(codes))
+    begins = np.concatenate([[True], codes[1:] != codes[:-1]])
+    parity: Indices = (places - np.maximum.accumulate(np.where(begins, places, 0))) % 2
+    return parity
