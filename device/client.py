@@ -27,6 +27,7 @@ from triplane.proto.errors import Conflict, NotFound, TriplaneError, Unavailable
 from triplane.proto.stream import SessionClient
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.learn import Shard
+from triplane.unified_ir.files.pixels import as_input
 from triplane.unified_ir.runtime.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -161,8 +162,17 @@ class FederatedClient:
         return self._serving[1]
 
     def predict(self, *x: Array, **inputs: Array) -> dict[str, Array]:
-        """Run the model's `predict`; see `Plan.predict`. One thread at a time."""
-        return self.model.predict(*x, **inputs)
+        """Run the model's `predict`; see `Plan.predict`. One thread at a time.
+
+        Unsigned bytes for a float input are pixels, as in training: divided by 255.
+        """
+        model = self.model
+        types = {tensor.name: tensor.dtype for tensor in model.inputs("predict")}
+        only = next(iter(types.values()), "")
+        return model.predict(
+            *(as_input(array, only) for array in x),
+            **{name: as_input(array, types.get(name, "")) for name, array in inputs.items()},
+        )
 
 
 class _Working:

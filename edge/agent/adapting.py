@@ -75,10 +75,13 @@ def main(argv: list[str]) -> int:
 
 def adapt(given: Mapping[str, Any]) -> dict[str, Any]:
     """Adapt, write the result, score it beside what serves."""
+    from triplane.unified_ir.files.pixels import as_input
     from triplane.unified_ir.runtime import Bundle, adapted_weights, write_adapted
 
     bundle = Bundle.load(Path(given["path"]))
-    support, held_out = split(read_samples(Path(given["samples"])), given["seed"])
+    samples = read_samples(Path(given["samples"]))
+    samples["x"] = as_input(samples["x"], bundle.inputs[0].dtype)
+    support, held_out = split(samples, given["seed"])
     out = Path(given["out"])
     weights = adapted_weights(bundle, support)
     digest = write_adapted(bundle, weights, out)

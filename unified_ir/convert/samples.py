@@ -19,6 +19,7 @@ from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.data import Dataset, load
 from triplane.unified_ir.data.bounded import opened
 from triplane.unified_ir.data.npz import DAMAGE, END
+from triplane.unified_ir.files.pixels import as_input
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.quantize import Samples
@@ -28,8 +29,6 @@ MAX_ARRAY_BYTES: Final = 1 << 30
 """Of one array, before it becomes float32."""
 MAX_MEMBERS: Final = 64
 MAX_HEADER_BYTES: Final = 10_000
-TOP: Final = 255
-"""Unsigned bytes for a float input are divided by this, as `data.load` does."""
 GENERATED: Final = 4
 MAX_DIRECTORY_BYTES: Final = 64 << 10
 """Of the archive's list of members, which `zipfile` reads whole."""
@@ -116,7 +115,7 @@ def read_samples(source: str | Path, inputs: Sequence[Value]) -> dict[str, Array
     missing = [p.name for p in inputs if p.name not in found]
     if missing:
         raise NotFound(f"{path} has no array {missing[0]!r}; it needs {_names(inputs)}")
-    scaled = {p.name: _scaled(found[p.name], p) for p in inputs}
+    scaled = {p.name: as_input(found[p.name], p.type.dtype.numpy) for p in inputs}
     return as_samples(scaled, inputs, str(path))
 
 
@@ -134,10 +133,6 @@ def read_labelled(source: str | Path, inputs: Sequence[Value]) -> tuple[dict[str
 def _names(inputs: Sequence[Value]) -> str:
     alone = len(inputs) == 1 and inputs[0].name != "x"
     return ", ".join(p.name for p in inputs) + (" (or x)" if alone else "")
-
-
-def _scaled(x: Array, p: Value) -> Array:
-    return x / np.float32(TOP) if p.type.dtype.is_float and x.dtype == np.uint8 else x
 
 
 def _read(path: Path, wanted: set[str]) -> dict[str, Array]:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.files.pixels import TOP, as_input
 
 MAX_IMAGES: Final = 4 * 2**20
 MAX_PIXELS: Final = 256 * 2**20  # of all images together: 1 GiB as float32
@@ -89,7 +90,7 @@ class Dataset:
 
 
 def from_arrays(
-    x: NDArray[Any], y: NDArray[Any], *, labels: tuple[str, ...] = (), top: int = 255
+    x: NDArray[Any], y: NDArray[Any], *, labels: tuple[str, ...] = (), top: int = TOP
 ) -> Dataset:
     """A Dataset of arrays as they come in files.
 
@@ -99,8 +100,7 @@ def from_arrays(
     if x.ndim == 3:
         x = x[:, None]
     if x.dtype == np.uint8:
-        scaled = x.astype(np.float32, order="C")
-        scaled /= top
+        scaled = as_input(x, np.dtype(np.float32), top=top)
     elif x.dtype.kind == "f":
         with np.errstate(over="ignore"):  # becomes infinite, which Dataset refuses
             scaled = x.astype(np.float32, order="C")

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.data import bounded
 from triplane.unified_ir.data.dataset import MAX_IMAGES, Dataset, check_sizes, from_arrays
+from triplane.unified_ir.files.pixels import TOP
 
 MAX_DIRECTORY_BYTES: Final = 64 * 2**10  # of the archive's list of members, about a thousand
 # What a damaged archive makes `zipfile` raise; NotImplementedError: an unusual compression method.
@@ -51,7 +52,7 @@ PART_KEYS: Final = (  # the first pair present is the training part; a second pa
 )
 
 
-def read(path: Path, *, top: int = 255) -> tuple[Dataset, ...]:
+def read(path: Path, *, top: int = TOP) -> tuple[Dataset, ...]:
     """One dataset from keys `x` and `y`, or two from `x_train` and so on.
 
     uint8 pixels are divided by `top`; other keys stay unread.

@@ -21,6 +21,7 @@ from triplane.edge.agent.trying import run_adaptation
 from triplane.edge.cli import edge
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir import convert, data, nn, ops, optim, train
+from triplane.unified_ir.data.dataset import from_arrays
 from triplane.unified_ir.runtime import Bundle
 
 
@@ -75,6 +76,19 @@ def test_adapted_version_is_scored_on_samples_it_never_saw_beside_the_one_that_s
     Bundle.load(out, expected_digest=found.digest).check_goldens()
     again = adapted(start, renamed, tmp_path / "again.bundle", current=out)
     assert again.current == found.adapted == again.adapted
+
+
+@pytest.mark.slow
+def test_pixels_as_bytes_mean_what_they_meant_in_training(start, renamed, tmp_path):
+    with np.load(renamed) as file:
+        pixels, y = np.round(file["x"] * 255).astype(np.uint8), file["y"]
+    np.savez(tmp_path / "bytes.npz", x=pixels, y=y)
+    np.savez(tmp_path / "floats.npz", x=from_arrays(pixels, y).x, y=y)
+    made = [
+        adapted(start, tmp_path / f"{name}.npz", tmp_path / name) for name in ("bytes", "floats")
+    ]
+    assert made[0] == made[1]
+    assert made[0].adapted > made[0].start
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 from tests.federated.core.plans import WORK, Recording, plan, shard
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.data.dataset import from_arrays
 from triplane.unified_ir.federated.core.draws import Draws
 from triplane.unified_ir.federated.core.learn import (
     EVALUATE_ROWS,
@@ -203,3 +204,15 @@ def test_draws_are_the_same_for_ever():
     draws = Draws(7, 3, "ann", "samples")
     assert draws.words(2).tolist() == [13652342506612874112, 6828871186803678836]
     assert Draws(7, 3, "ann", "samples").permutation(6).tolist() == [3, 1, 4, 5, 0, 2]
+
+
+def test_pixels_mean_the_numbers_they_mean_in_training(tmp_path):
+    x = np.array([[0, 51], [255, 102], [204, 153]], np.uint8)
+    y = np.array([0, 1, 1])
+    samples = {"x": x, "y": y[:, None]}
+    noted = Recording(plan(tmp_path))
+    learn(noted, replace(WORK, steps=1, batch_size=3), Shard(samples, {}))
+    (_, fed), *_ = noted.fed
+    trained_on = from_arrays(x.reshape(3, 1, 1, 2), y).x.reshape(3, 2)
+    assert fed["x"].dtype == np.float32
+    assert sorted(map(tuple, fed["x"])) == sorted(map(tuple, trained_on))

@@ -16,6 +16,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array, Draws
+from triplane.unified_ir.files.pixels import as_input
 
 LEARN: Final = "local_update"
 ADAPT: Final = "adapt"
@@ -305,7 +306,7 @@ def _column(
         raise InvalidInput(
             f"`{entry}` of this plan takes {tensor.name!r}; the samples are {sorted(samples)}"
         )
-    found = samples[name][rows[prefix]]
+    found = as_input(samples[name][rows[prefix]], tensor.dtype)
     if not np.can_cast(found.dtype, tensor.dtype, "same_kind"):
         raise InvalidInput(f"{name!r} is {found.dtype} here, `{entry}` takes {tensor.dtype}")
     return found.astype(tensor.dtype, copy=False)
