@@ -117,6 +117,18 @@ CASES: Final[Mapping[str, Case]] = {
     "sin": Case(normal(x=(2, 3)), torch.sin),
     "cos": Case(normal(x=(2, 3)), torch.cos),
     "erf": Case(normal(x=(2, 3)), torch.erf),
+    "tan": Case(normal(x=(2, 3)), torch.tan),
+    "asin": Case(fixed(x=[-0.9, 0.0, 0.5]), torch.asin),
+    "acos": Case(fixed(x=[-0.9, 0.0, 0.5]), torch.acos),
+    "atan": Case(normal(x=(2, 3)), torch.atan),
+    "sinh": Case(normal(x=(2, 3)), torch.sinh),
+    "cosh": Case(normal(x=(2, 3)), torch.cosh),
+    "asinh": Case(normal(x=(2, 3)), torch.asinh),
+    "acosh": Case(fixed(x=[1.1, 2.0, 5.0]), torch.acosh),
+    "atanh": Case(fixed(x=[-0.9, 0.0, 0.5]), torch.atanh),
+    "fmod": Case(fixed(a=[[5.3, -5.3, 0.7]], b=[[2.0], [-1.5]]), torch.fmod),
+    "sum_of_three": Case(normal(a=(2, 3), b=(3,), c=(2, 1)), lambda a, b, c: a + b + c),
+    "mean_of_three": Case(normal(a=(2, 3), b=(3,), c=(2, 1)), lambda a, b, c: (a + b + c) / 3),
     "sign": Case(fixed(x=[-1.5, 0.0, 2.0]), torch.sign),
     "floor": Case(fixed(x=[-1.5, 0.0, 2.7]), torch.floor),
     "ceil": Case(fixed(x=[-1.5, 0.0, 2.7]), torch.ceil),
@@ -125,10 +137,26 @@ CASES: Final[Mapping[str, Case]] = {
     "square_of_negatives": Case(normal(x=(2, 3)), lambda x: x**2),
     "gelu": Case(normal(x=(2, 3)), F.gelu),
     "gelu_tanh": Case(normal(x=(2, 3)), lambda x: F.gelu(x, approximate="tanh")),
+    "elu_at_0": Case(
+        fixed(x=[-200.0, -1.0, 0.0, 2.0, 200.0]), lambda x: F.elu(x, 0.5), second=False),
+    "celu_at_0": Case(
+        fixed(x=[-200.0, -1.0, 0.0, 2.0, 200.0]), lambda x: F.celu(x, 0.5), second=False),
+    "selu": Case(fixed(x=[-200.0, -1.0, 2.0, 200.0]), F.selu),
+    "prelu_at_0": Case(
+        both(fixed(x=[[-1.5, 0.0, 2.0], [0.5, -0.5, -2.0]]), positive(slope=(3,))),
+        F.prelu, second=False),
+    "thresholded_relu": Case(
+        fixed(x=[-1.5, 0.5, 1.0, 2.0]), lambda x: F.threshold(x, 1.0, 0.0)),
+    "softsign": Case(fixed(x=[-1.5, 0.5, 2.0]), F.softsign),
+    "mish": Case(normal(x=(2, 3)), F.mish),
+    "soft_shrink": Case(fixed(x=[-1.5, -0.3, 0.2, 2.0]), lambda x: F.softshrink(x, 0.5)),
+    "hard_shrink": Case(fixed(x=[-1.5, -0.3, 0.2, 2.0]), lambda x: F.hardshrink(x, 0.5)),
     "hard_sigmoid": Case(fixed(x=[-4.0, -1.0, 0.5, 2.0, 4.0]), F.hardsigmoid, second=False),
     "hard_swish": Case(fixed(x=[-4.0, -1.0, 0.5, 2.0, 4.0]), F.hardswish, second=False),
     "clip_at_its_bounds": Case(
         fixed(x=[-2.0, -1.0, 0.3, 1.0, 2.0]), lambda x: torch.clamp(x, -1.0, 1.0)),
+    "clip_with_bounds": Case(
+        fixed(x=[-2.0, -1.0, 0.3, 1.0, 2.0], low=-1.5, high=1.5), torch.clamp),
     "maximum_of_ties": Case(coarse(a=(3, 4), b=(4,)), torch.maximum, second=False),
     "minimum_of_ties": Case(coarse(a=(3, 4), b=(4,)), torch.minimum, second=False),
     "where": Case(

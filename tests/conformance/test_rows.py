@@ -16,14 +16,27 @@ NO_SAMPLES = {  # tested with regions or sizes of their own
     "triplane.Loop": "test_control", "triplane.CustomGradient": "test_control",
 }
 MISSING = {  # rows an opset lacks and that have no other form in it
-    17: {"BitwiseOr", "BitwiseXor", "triplane.Threefry2x32"},
-    21: set(),
+    17: {
+        "BitCast", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "triplane.Threefry2x32",
+    },
+    21: {"BitCast"},
     26: set(),
 }
 NO_GRADIENT = {
-    "And", "ArgMax", "BitShift", "BitwiseOr", "BitwiseXor", "Constant", "DequantizeLinear",
-    "Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Mod",
-    "NonMaxSuppression", "Not", "Or", "QuantizeLinear", "Range", "triplane.Dims",
+    "And", "ArgMax",
+    "BitCast", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor",
+    "Constant",
+    "DequantizeLinear",
+    "Equal",
+    "Greater", "GreaterOrEqual",
+    "IsInf", "IsNaN",
+    "Less", "LessOrEqual",
+    "NonMaxSuppression", "Not",
+    "Or",
+    "QuantizeLinear",
+    "Range",
+    "Xor",
+    "triplane.Dims",
 }
 FLAT = {"Ceil", "Floor", "Round", "Sign", "triplane.StopGradient"}  # slope 0 where there is one
 INTEGERS = {"triplane.Threefry2x32"}  # a body of integer rows: nothing to differentiate
@@ -73,7 +86,8 @@ def test_onnx_agrees_with_reference_at_the_opsets_between(use, opset):
 
 @pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
 def test_ascend_agrees_with_rounded_operands_on_reference(use):
-    checks.ascend_agrees(use)
+    if str(use.row) not in MISSING[21]:
+        checks.ascend_agrees(use)
 
 
 def test_every_row_has_samples_or_a_test_named_here():
@@ -89,7 +103,7 @@ def test_a_symbolic_first_axis_keeps_types_and_values(use):
     if str(use) in NO_SYMBOL:
         assert checks.symbolic_form(use) is None, "this sample now takes a symbol: unlist it"
     else:
-        checks.symbolic_axis_keeps_types(use)
+        checks.symbolic_axis_keeps_types(use, 26 if str(use.row) in MISSING[21] else 21)
 
 
 @pytest.mark.parametrize("use", SMOOTH, ids=ids(SMOOTH))

@@ -10,6 +10,7 @@ from onnx import GraphProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
+from triplane.unified_ir.ir.types import float32, float64, int32, int64
 from triplane.unified_ir.ops.infer import type_proto
 from triplane.unified_ir.ops.pool import pool_window
 from triplane.unified_ir.ops.row import DOMAIN
@@ -171,11 +172,38 @@ def _div(context: Context, node: Node) -> None:
 def _mod(context: Context, node: Node) -> None:
     """Integers: a mod -1 is a mod 1, which is 0 too and does not trap (see `_div`)."""
     a, b = context.inputs(node)
+    if node.outputs[0].type.dtype.is_float and not node.attrs.get("fmod", 0):
+        _float_mod(context, node, a, b)
+        return
     if node.attrs.get("fmod", 0) or not _may_trap(context, node, b):
         context.plain(node)
         return
     _, safe = _minus_one_apart(context, node, b)
     context.add("Mod", [a, safe], context.output_names(node))
+
+
+def _float_mod(context: Context, node: Node, a: str, b: str) -> None:
+    """onnxruntime has the remainder with the dividend's sign; b is added where b has the other."""
+    zero = context.constant(np.array(0, node.outputs[0].type.dtype.numpy))
+    rest = context.emit("Mod", a, b, fmod=1)
+    crossed = context.emit("Less", context.emit("Mul", rest, b), zero)
+    moved = context.emit("Add", rest, b)
+    context.add("Where", [crossed, moved, rest], context.output_names(node))
+
+
+_POWERS: Final = frozenset({int32, int64, float32, float64})
+
+
+def _pow(context: Context, node: Node) -> None:
+    """An exponent of a type that onnxruntime has no kernel for is counted as int64."""
+    exponent = node.inputs[1]
+    assert exponent is not None
+    if exponent.type.dtype in _POWERS or exponent.type.dtype.is_float:
+        context.plain(node)
+        return
+    x, p = context.inputs(node)
+    cast = context.emit("Cast", p, to=int64.onnx)
+    context.add("Pow", [x, cast], context.output_names(node))
 
 
 def _may_trap(context: Context, node: Node, divisor: str) -> bool:
@@ -299,6 +327,7 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "AveragePool"): _pool,
     ("", "Div"): _div,
     ("", "Mod"): _mod,
+    ("", "Pow"): _pow,
     ("", "BatchNormalization"): _batch_norm,
     (DOMAIN, "Dims"): _dims,
     (DOMAIN, "Cond"): _cond,

@@ -20,7 +20,7 @@ from triplane.unified_ir.ir.dims import symbol
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_, int64
 from triplane.unified_ir.ops.build import Build, region
-from triplane.unified_ir.ops.inline import inline
+from triplane.unified_ir.ops.inline import inline, introduced
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
 from triplane.unified_ir.ops.structure import zeros
@@ -38,7 +38,14 @@ def _region_types(call: Call, i: int, params: Sequence[TensorType]) -> Types:
     found = [p.type for p in call.regions[i].params]
     if found != list(params):
         raise TypeMismatch(f"{call.row} passes {list(params)} to a region that takes {found}")
-    return tuple(r.type for r in call.regions[i].results)
+    results = tuple(r.type for r in call.regions[i].results)
+    opened = {name for n in call.regions[i].nodes for name in introduced(n)}
+    if any(opened & r.symbols for r in results):
+        raise TypeMismatch(
+            f"a region of {call.row} gives {list(results)}, a size of which depends on data in it; "
+            "give back a tensor of a size that is known outside"
+        )
+    return results
 
 
 def _all_types(call: Call) -> list[TensorType]:

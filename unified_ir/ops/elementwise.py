@@ -91,6 +91,22 @@ def _mod_reference(a: Any, b: Any, fmod: int) -> Any:
     return np.fmod(a, b) if fmod else np.mod(a, b)
 
 
+def _is_inf_reference(x: Any, *, detect_negative: int, detect_positive: int) -> Any:
+    return np.isposinf(x) & bool(detect_positive) | np.isneginf(x) & bool(detect_negative)
+
+
+def _mod_vjp(g: Tensor, y: Tensor, a: Tensor, b: Tensor, *, fmod: int) -> Any:
+    """mod(a, b) = a - b n with n, an integer, constant almost everywhere."""
+    return sum_to(g, a), sum_to(-(g * round_((a - y) / b)), b)
+
+
+def _pow_reference(x: Any, p: Any) -> Any:
+    """Whole powers of integers are exact; a negative one is a fraction, cut off."""
+    if x.dtype.kind in "iu" and (p.dtype.kind not in "iu" or np.any(p < 0)):
+        return np.power(x.astype(np.float64), p)
+    return np.power(x, p.astype(x.dtype) if x.dtype.kind in "iu" else p)
+
+
 def _refuse_zero(divisor: Any) -> None:
     """As onnxruntime does: an integer has no infinity to answer with."""
     if not np.all(divisor):
@@ -124,6 +140,19 @@ relu = _unary("Relu", lambda x: np.maximum(x, 0), lambda g, y, x: (g * step(y),)
               sample(apart(2, 3)))
 sin = _unary("Sin", np.sin, lambda g, y, x: (g * cos(x),))
 cos: Op = _unary("Cos", np.cos, lambda g, y, x: (-(g * sin(x)),))
+tan = _unary("Tan", np.tan, lambda g, y, x: (g * (1.0 + y * y),))
+asin = _unary("Asin", np.arcsin, lambda g, y, x: (g / sqrt(1.0 - x * x),),
+              sample(between(-0.9, 0.9, 2, 3)))
+acos = _unary("Acos", np.arccos, lambda g, y, x: (-(g / sqrt(1.0 - x * x)),),
+              sample(between(-0.9, 0.9, 2, 3)))
+atan = _unary("Atan", np.arctan, lambda g, y, x: (g / (1.0 + x * x),))
+sinh = _unary("Sinh", np.sinh, lambda g, y, x: (g * cosh(x),))
+cosh: Op = _unary("Cosh", np.cosh, lambda g, y, x: (g * sinh(x),))
+asinh = _unary("Asinh", np.arcsinh, lambda g, y, x: (g / sqrt(x * x + 1.0),))
+acosh = _unary("Acosh", np.arccosh, lambda g, y, x: (g / sqrt(x * x - 1.0),),
+               sample(between(1.5, 3, 2, 3)))
+atanh = _unary("Atanh", np.arctanh, lambda g, y, x: (g / (1.0 - x * x),),
+               sample(between(-0.9, 0.9, 2, 3)))
 erf = _unary("Erf", lambda x: np.vectorize(math.erf, otypes=[x.dtype])(x),
              lambda g, y, x: (g * _TWO_OVER_ROOT_PI * exp(-(x * x)),))
 sign: Op = _unary("Sign", np.sign, _flat, sample(apart(2, 3)))
@@ -134,6 +163,11 @@ round_ = _unary("Round", np.round, _flat, sample(apart(2, 3)),
 not_ = _unary("Not", np.logical_not, None, sample(bools(2, 3)))
 is_nan = Op(name="IsNaN", infer=lambda call: (call.type(0).with_dtype(bool_),),
             reference=np.isnan, samples=(sample(given([1.0, float("nan")])),))
+is_inf = Op(name="IsInf", infer=lambda call: (call.type(0).with_dtype(bool_),),
+            reference=_is_inf_reference, samples=(
+                sample(given([1.0, np.inf, -np.inf, np.nan])),
+                sample(given([1.0, np.inf, -np.inf]), detect_negative=0),
+                sample(given([1.0, np.inf, -np.inf]), detect_positive=0)))
 equal = _compare("Equal", np.equal)
 less = _compare("Less", np.less)
 less_equal = _compare("LessOrEqual", np.less_equal)
@@ -143,43 +177,31 @@ and_ = Op(name="And", infer=_needs_bool, reference=np.logical_and,
           samples=(sample(bools(2, 3), bools(3)),))
 or_ = Op(name="Or", infer=_needs_bool, reference=np.logical_or,
          samples=(sample(bools(2, 3), bools(3)),))
+xor = Op(name="Xor", infer=_needs_bool, reference=np.logical_xor,
+         samples=(sample(bools(2, 3), bools(3)),))
 # fmt: on
 
-_words = ints(0, 2**32, 5, dtype="uint32")
-bitwise_xor = Op(
-    name="BitwiseXor", infer=broadcast_same, reference=np.bitwise_xor,
-    samples=(sample(_words, _words),),
-)  # fmt: skip
-bitwise_or = Op(
-    name="BitwiseOr", infer=broadcast_same, reference=np.bitwise_or,
-    samples=(sample(_words, _words),),
-)  # fmt: skip
-bit_shift = Op(
-    name="BitShift",
-    infer=broadcast_same,
-    reference=lambda x, n, direction: (np.left_shift if direction == "LEFT" else np.right_shift)(
-        x, n
-    ),
-    samples=(
-        sample(_words, given(7, "uint32"), direction="LEFT"),
-        sample(_words, given(7, "uint32"), direction="RIGHT"),
-    ),
-)
 mod = Op(
     name="Mod",
     infer=broadcast_same,
     reference=_mod_reference,
-    samples=(sample(ints(-9, 9, 5), given(4)),),
+    vjp=_mod_vjp,
+    samples=(
+        sample(ints(-9, 9, 5), given(4)),
+        sample(given([[5.3, -5.3, 0.7]]), given([[2.0], [-1.5]]), fmod=1),
+    ),
 )
 pow_ = Op(
     name="Pow",
     infer=broadcast_same,
-    reference=np.power,
+    reference=_pow_reference,
     vjp=_pow_vjp,
     samples=(
         sample(between(0.5, 2, 2, 3), given(3.0)),
         sample(between(0.5, 2, 2, 3), normal(3)),
         sample(normal(2, 3), given(2.0), smooth=(0,)),
+        sample(normal(2, 3), given([2, 3, 0])),
+        sample(ints(-4, 4, 5, dtype="int32"), given(3.0), smooth=()),
     ),
 )
 
@@ -211,12 +233,36 @@ minimum = Op(
 )  # fmt: skip
 
 
+def _total_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
+    return [sum_to(g, x) for x in xs]
+
+
+total = Op(
+    name="Sum", infer=broadcast_same, reference=_fold(np.add), vjp=_total_vjp,
+    samples=(sample(normal(2, 3), normal(3), normal(2, 1)), sample(normal(3))),
+)  # fmt: skip
+average = Op(
+    name="Mean", infer=broadcast_same,
+    reference=lambda *xs: _fold(np.add)(*xs) / len(xs),
+    vjp=lambda g, y, *xs: _total_vjp(g * (1 / len(xs)), y, *xs),
+    samples=(sample(normal(2, 3), normal(3), normal(2, 1)), sample(normal(3))),
+)  # fmt: skip
+
+
 def _clip_vjp(
     g: Tensor, y: Tensor, x: Tensor, low: Tensor | None = None, high: Tensor | None = None
 ) -> Any:
-    """The bounds count as constants; the cotangent passes where low <= x <= high."""
-    inside = (x == y).cast(g.dtype)
-    return (g * inside, None, None)
+    """The cotangent goes to x where low <= x <= high, to the bound that took its place elsewhere.
+
+    Where low > high, the upper bound is the result everywhere.
+    """
+    d_x = g * (x == y).cast(g.dtype)
+    beyond = None if high is None else (x > high if low is None else (x > high) | (low > high))
+    d_high = None if beyond is None or high is None else sum_to(where(beyond, g, 0), high)
+    if low is None:
+        return d_x, None, d_high
+    below = x < low if high is None else (x < low) & (low <= high)
+    return d_x, sum_to(where(below, g, 0), low), d_high
 
 
 clip = Op(
@@ -224,7 +270,11 @@ clip = Op(
     infer=same,
     reference=lambda x, low=None, high=None: np.clip(x, low, high),
     vjp=_clip_vjp,
-    samples=(sample(apart(2, 3), given(-0.35), given(0.35), smooth=(0,)),),
+    samples=(
+        sample(apart(2, 3), given(-0.35), given(0.35)),
+        sample(apart(2, 3), None, given(0.05)),
+        sample(apart(2, 3), given(0.25)),
+    ),
 )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, ceil_div, product
 from triplane.unified_ir.ir.types import TensorType, float32, uint32
-from triplane.unified_ir.ops.elementwise import bit_shift, bitwise_or, bitwise_xor
+from triplane.unified_ir.ops.bits import bit_shift, bitwise_or, bitwise_xor
 from triplane.unified_ir.ops.indexing import arange
 from triplane.unified_ir.ops.row import DOMAIN, Call, Op
 from triplane.unified_ir.ops.samples import given, ints, sample

@@ -6,6 +6,8 @@ from types import MappingProxyType, ModuleType
 from typing import Final
 
 from triplane.unified_ir.ops import (
+    activations,
+    bits,
     control,
     convolution,
     detection,
@@ -21,9 +23,20 @@ from triplane.unified_ir.ops import (
 from triplane.unified_ir.ops.row import Op, Table
 
 _MODULES: Final = (
-    structure, elementwise, matrix, indexing, convolution, pool, norm, control, random, quant,
+    structure,
+    elementwise,
+    bits,
+    activations,
+    matrix,
+    indexing,
+    convolution,
+    pool,
+    norm,
+    control,
+    random,
+    quant,
     detection,
-)  # fmt: skip
+)
 
 
 def _collect(modules: tuple[ModuleType, ...]) -> dict[tuple[str, str], Op]:

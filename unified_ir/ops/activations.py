@@ -1,0 +1,83 @@
+"""Activations that ONNX defines, each a body in other rows.
+
+Where one side overflows it is fed 0 before the choice, so that no infinity meets a zero cotangent.
+"""
+
+from __future__ import annotations
+
+from triplane.unified_ir.ir.types import ShapeError, TensorType, float32
+from triplane.unified_ir.ops.elementwise import abs_, broadcast_same, exp, softplus, tanh
+from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.samples import apart, between, ints, normal, sample
+from triplane.unified_ir.ops.structure import where
+from triplane.unified_ir.ops.tensor import Tensor
+
+
+def _exponential(x: Tensor, alpha: float, width: float = 1.0) -> Tensor:
+    """x above 0, alpha (exp(x / width) - 1) up to it."""
+    below = where(x > 0.0, 0.0, x)
+    return where(x > 0.0, x, alpha * (exp(below / width) - 1.0))
+
+
+elu = Op(
+    name="Elu",
+    body=lambda x, *, alpha: _exponential(x, alpha),
+    samples=(sample(normal(2, 3)), sample(normal(2, 3), alpha=0.5)),
+)
+"""Clevert et al. 2016."""
+
+celu = Op(
+    name="Celu",
+    body=lambda x, *, alpha: _exponential(x, alpha, alpha),
+    samples=(sample(apart(2, 3)), sample(apart(2, 3), alpha=0.5)),
+)
+"""Barron 2017: elu with a continuous slope."""
+
+selu = Op(
+    name="Selu",
+    body=lambda x, *, alpha, gamma: gamma * _exponential(x, alpha),
+    samples=(sample(apart(2, 3)), sample(apart(2, 3), alpha=0.5, gamma=1.5)),
+)
+"""Klambauer et al. 2017; alpha and gamma keep mean 0 and variance 1."""
+
+
+def _prelu(call: Call) -> tuple[TensorType, ...]:
+    x, slope = call.type(0), call.type(1)
+    if broadcast_same(call) != (x,):
+        raise ShapeError(f"PRelu needs a slope that broadcasts to {x}, got {slope}")
+    return (x,)
+
+
+prelu = Op(
+    name="PRelu",
+    infer=_prelu,
+    body=lambda x, slope: where(x > 0, x, slope * x),
+    samples=(sample(apart(2, 3, 4), between(0.1, 0.5, 3, 1)),),
+)
+"""He et al. 2015; at 0 the slope is the learned one, as in PyTorch."""
+
+thresholded_relu = Op(
+    name="ThresholdedRelu",
+    body=lambda x, *, alpha: where(x > alpha, x, 0.0),
+    samples=(sample(apart(3, 4)), sample(apart(2, 3), alpha=0.2)),
+)
+softsign = Op(name="Softsign", body=lambda x: x / (1.0 + abs_(x)), samples=(sample(apart(2, 3)),))
+mish = Op(name="Mish", body=lambda x: x * tanh(softplus(x)), samples=(sample(normal(2, 3)),))
+"""Misra 2020."""
+
+
+def _shrink(x: Tensor, *, lambd: float, bias: float) -> Tensor:
+    """Towards 0 by `bias` beyond `lambd`, 0 between; integers are counted as float32."""
+    y = x if x.dtype.is_float else x.cast(float32)
+    return where(y < -lambd, y + bias, where(y > lambd, y - bias, 0.0)).cast(x.dtype)
+
+
+shrink = Op(
+    name="Shrink",
+    body=_shrink,
+    samples=(
+        sample(apart(3, 4), lambd=0.4, bias=0.25),
+        sample(between(-1, 1, 3, 4)),
+        sample(ints(-5, 5, 8, dtype="int32"), lambd=1.5, bias=1.0),
+    ),
+)

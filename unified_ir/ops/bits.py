@@ -1,0 +1,52 @@
+"""Rows over the bits of integers, and of any element type."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from triplane.unified_ir.ir.types import TensorType, TypeMismatch
+from triplane.unified_ir.ops.elementwise import broadcast_same
+from triplane.unified_ir.ops.row import Call, Op, dtype_attr
+from triplane.unified_ir.ops.samples import given, ints, sample
+from triplane.unified_ir.ops.structure import same
+
+_words = ints(0, 2**32, 5, dtype="uint32")
+_pair = (sample(_words, _words),)
+
+# fmt: off
+bitwise_and = Op(name="BitwiseAnd", infer=broadcast_same, reference=np.bitwise_and, samples=_pair)
+bitwise_or = Op(name="BitwiseOr", infer=broadcast_same, reference=np.bitwise_or, samples=_pair)
+bitwise_xor = Op(name="BitwiseXor", infer=broadcast_same, reference=np.bitwise_xor, samples=_pair)
+bitwise_not = Op(name="BitwiseNot", infer=same, reference=np.invert, samples=(sample(_words),))
+# fmt: on
+
+bit_shift = Op(
+    name="BitShift",
+    infer=broadcast_same,
+    reference=lambda x, n, direction: (np.left_shift if direction == "LEFT" else np.right_shift)(
+        x, n
+    ),
+    samples=(
+        sample(_words, given(7, "uint32"), direction="LEFT"),
+        sample(_words, given(7, "uint32"), direction="RIGHT"),
+    ),
+)
+
+
+def _bit_cast(call: Call) -> tuple[TensorType, ...]:
+    x, wanted = call.type(0), dtype_attr(call.attrs["to"])
+    if x.dtype.bits != wanted.bits:
+        raise TypeMismatch(f"BitCast keeps the width of an element, got {x} to {wanted}")
+    return (x.with_dtype(wanted),)
+
+
+bit_cast = Op(
+    name="BitCast",
+    infer=_bit_cast,
+    reference=lambda x, to: np.ascontiguousarray(x).view(dtype_attr(to).numpy).reshape(x.shape),
+    samples=(
+        sample(lambda rng: rng.standard_normal((2, 3)).astype(np.float32), to=6),
+        sample(_words, to=1),
+    ),
+)
+"""The same bits as another element type of the same width; no gradient passes."""
