@@ -148,6 +148,8 @@ CASES: Final[Mapping[str, Case]] = {
     "thresholded_relu": Case(
         fixed(x=[-1.5, 0.5, 1.0, 2.0]), lambda x: F.threshold(x, 1.0, 0.0)),
     "softsign": Case(fixed(x=[-1.5, 0.5, 2.0]), F.softsign),
+    "silu": Case(normal(x=(2, 3)), F.silu),
+    "swish": Case(normal(x=(2, 3)), lambda x: x * torch.sigmoid(0.5 * x)),
     "mish": Case(normal(x=(2, 3)), F.mish),
     "soft_shrink": Case(fixed(x=[-1.5, -0.3, 0.2, 2.0]), lambda x: F.softshrink(x, 0.5)),
     "hard_shrink": Case(fixed(x=[-1.5, -0.3, 0.2, 2.0]), lambda x: F.hardshrink(x, 0.5)),

@@ -6,7 +6,7 @@ Where one side overflows it is fed 0 before the choice, so that no infinity meet
 from __future__ import annotations
 
 from triplane.unified_ir.ir.types import ShapeError, TensorType, float32
-from triplane.unified_ir.ops.elementwise import abs_, broadcast_same, exp, softplus, tanh
+from triplane.unified_ir.ops.elementwise import abs_, broadcast_same, exp, sigmoid, softplus, tanh
 from triplane.unified_ir.ops.row import Call, Op
 from triplane.unified_ir.ops.samples import apart, between, ints, normal, sample
 from triplane.unified_ir.ops.structure import where
@@ -64,6 +64,14 @@ thresholded_relu = Op(
 softsign = Op(name="Softsign", body=lambda x: x / (1.0 + abs_(x)), samples=(sample(apart(2, 3)),))
 mish = Op(name="Mish", body=lambda x: x * tanh(softplus(x)), samples=(sample(normal(2, 3)),))
 """Misra 2020."""
+
+swish = Op(
+    name="Swish",
+    body=lambda x, *, alpha: x * sigmoid(x if alpha == 1.0 else alpha * x),
+    native=lambda node, opset: False,  # onnxruntime 1.31 has no kernel of it
+    samples=(sample(normal(2, 3)), sample(normal(2, 3), alpha=0.5)),
+)
+"""Ramachandran et al. 2017; alpha 1 is SiLU."""
 
 
 def _shrink(x: Tensor, *, lambd: float, bias: float) -> Tensor:
