@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from triplane.unified_ir.frontend.compare import compare
     from triplane.unified_ir.frontend.trace import trace
     from triplane.unified_ir.ir import Module, TensorSpec
+    from triplane.unified_ir.onnx import import_onnx
     from triplane.unified_ir.ops.check import load
 
 _SUBPACKAGES = frozenset({"convert", "data", "nn", "ops", "optim", "runtime", "train"})
@@ -33,6 +34,7 @@ _NAMES = {
     "compare": "frontend.compare",
     "grad": "frontend",
     "graph": "frontend",
+    "import_onnx": "onnx.importer",
     "load": "ops.check",
     "mode": "frontend",
     "set_mode": "frontend",
@@ -49,6 +51,7 @@ __all__ = [
     "data",
     "grad",
     "graph",
+    "import_onnx",
     "load",
     "mode",
     "nn",

@@ -1,7 +1,8 @@
-"""Whole functions as ONNX models."""
+"""Whole functions as ONNX models, and ONNX models as modules."""
 
 from triplane.unified_ir.onnx.blocks import fold_repeats, node_count
 from triplane.unified_ir.onnx.emit import External, Initializer, emit, serialize
+from triplane.unified_ir.onnx.importer import import_onnx
 from triplane.unified_ir.onnx.target import OnnxTarget
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "OnnxTarget",
     "emit",
     "fold_repeats",
+    "import_onnx",
     "node_count",
     "serialize",
 ]

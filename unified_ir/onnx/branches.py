@@ -1,0 +1,186 @@
+"""If, Loop and Scan of ONNX as nodes with closed regions: what a body reads outside is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from onnx import GraphProto
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.types import TensorType, bool_, int64
+from triplane.unified_ir.onnx.scope import Scope
+from triplane.unified_ir.onnx.structure import Site, Structure
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.control import cond_node, loop_row, scan_row
+from triplane.unified_ir.ops.indexing import arange
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
+
+
+def _if(site: Site) -> Sequence[Tensor]:
+    """One branch alone where the condition is known at import."""
+    predicate = site.present(0)
+    branches = [site.graph("then_branch"), site.graph("else_branch")]
+    if any(b.input for b in branches):
+        raise InvalidInput("its branches take inputs; a branch has none")
+    known = site.importer.contents.of(predicate)
+    if known is not None and known.size == 1 and isinstance(known.flat[0], (bool, np.bool_)):
+        chosen = branches[0 if known.flat[0] else 1]
+        return site.importer.inner(chosen, [], site.frame, site.build)
+    builds, results = [], []
+    for name, branch in zip(("then", "else"), branches, strict=True):
+        build = Build(site.build.table, name)
+        with build:
+            results.append(site.importer.inner(branch, [], site.frame, build, name))
+        builds.append(build)
+    if len(results[0]) != len(results[1]):
+        raise InvalidInput(f"its branches give {len(results[0])} and {len(results[1])} values")
+    return cond_node(_scalar(predicate), [], builds, results)
+
+
+def _scalar(x: Tensor) -> Tensor:
+    return x.reshape(()) if x.rank else x
+
+
+def _numbered(results: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"y{i}": r for i, r in enumerate(results)}
+
+
+def _check_body(body: GraphProto, inputs: int, carried: int, extra: int) -> None:
+    if len(body.input) != inputs or len(body.output) < carried + extra:
+        raise InvalidInput(
+            f"its body takes {len(body.input)} and gives {len(body.output)} values; "
+            f"{inputs} are passed to it and {carried} are carried"
+        )
+
+
+def _loop(site: Site) -> Sequence[Tensor]:
+    body = site.graph("body")
+    first = site.inputs[0] if site.inputs else None
+    trips = None if first is None else _scalar(first)
+    given = site.inputs[1] if len(site.inputs) > 1 else None
+    go = as_tensor(np.array(True)) if given is None else _scalar(given)
+    carry = [site.present(i) for i in range(2, len(site.inputs))]
+    n = len(carry)
+    _check_body(body, n + 2, n, 1)
+    build = Build(site.build.table, "loop")
+    types = [TensorType(int64, ()), TensorType(bool_, ()), *(x.type for x in carry)]
+    with build:
+        params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
+        results = site.importer.inner(body, params, site.frame, build, "body")
+        results[0] = _scalar(results[0])
+    attrs: dict[str, Any] = {"num_carry": n}
+    if len(results) > n + 1:
+        attrs["trips"] = str(site.importer.symbols.fresh(f"trips_{site.node.name}"))
+    region = build.finish(_numbered(results))
+    operands = (trips, go, *carry, *build.captured)
+    return site.build.apply(loop_row, operands, attrs, regions=(region,), outputs=len(results) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """Directions of a scan's inputs and outputs: 0 forward, 1 backward."""
+
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+
+    @property
+    def reverse(self) -> bool:
+        """Whether all of them go backward."""
+        return all(self.inputs) and all(self.outputs)
+
+
+def _scan(site: Site) -> Sequence[Tensor]:
+    attrs, body = site.attrs(), site.graph("body")
+    m = int(attrs["num_scan_inputs"])
+    old = site.frame.opsets[""] < 9
+    if old and site.inputs[0] is not None:
+        raise InvalidInput("sequence_lens of Scan-8 is not supported; export with opset 9")
+    operands = [site.present(i) for i in range(1 if old else 0, len(site.inputs))]
+    n = len(operands) - m
+    if not 0 < m <= len(operands):
+        raise InvalidInput(f"num_scan_inputs is {m}, there are {len(operands)} operands")
+    _check_body(body, n + m, n, 0)
+    k = len(body.output) - n
+    forward, back = (0,) * m, (0,) * k
+    if old:
+        return _batched(site, body, operands, n, _Ways(attrs.get("directions", forward), back))
+    axes = attrs.get("scan_input_axes", forward)
+    xs = [_to_front(x, int(axis)) for x, axis in zip(operands[n:], axes, strict=True)]
+    ways = _Ways(
+        attrs.get("scan_input_directions", forward), attrs.get("scan_output_directions", back)
+    )
+    made = _scanned(site, body, operands[:n], xs, ways)
+    out = attrs.get("scan_output_axes", back)
+    ys = [_from_front(y, int(axis)) for y, axis in zip(made[n:], out, strict=True)]
+    return [*made[:n], *ys]
+
+
+def _scanned(
+    site: Site, body: GraphProto, carry: Sequence[Tensor], xs: Sequence[Tensor], ways: _Ways
+) -> list[Tensor]:
+    """The scan of `body` along the first axes."""
+    if not ways.reverse:
+        xs = [_flipped(x) if way else x for x, way in zip(xs, ways.inputs, strict=True)]
+    build = Build(site.build.table, "scan")
+    types = [*(x.type for x in carry), *(x.type.with_shape(x.shape[1:]) for x in xs)]
+    with build:
+        params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
+        results = site.importer.inner(body, params, site.frame, build, "body")
+    attrs = {"num_carry": len(carry), "num_scanned": len(xs), "reverse": int(ways.reverse)}
+    region = build.finish(_numbered(results))
+    operands = (*carry, *xs, *build.captured)
+    made = site.build.apply(scan_row, operands, attrs, regions=(region,), outputs=len(results))
+    if ways.reverse:
+        return list(made)
+    n = len(carry)
+    ys = [_flipped(y) if way else y for y, way in zip(made[n:], ways.outputs, strict=True)]
+    return [*made[:n], *ys]
+
+
+def _batched(
+    site: Site, body: GraphProto, operands: Sequence[Tensor], n: int, ways: _Ways
+) -> list[Tensor]:
+    """Scan-8: axis 0 is the batch, axis 1 the sequence; a scan over the batch of scans."""
+    build = Build(site.build.table, "batch")
+    with build:
+        params = [
+            build.param(f"x{i}", x.type.with_shape(x.shape[1:])) for i, x in enumerate(operands)
+        ]
+        outer = site.frame.scope
+        scope = Scope(build, site.importer.weights, outer.uses, outer, outer.prefix)
+        inside = replace(site, frame=replace(site.frame, scope=scope))
+        results = _scanned(inside, body, params[:n], params[n:], ways)
+    attrs = {"num_carry": 0, "num_scanned": len(operands), "reverse": 0}
+    made = site.build.apply(
+        scan_row,
+        (*operands, *build.captured),
+        attrs,
+        regions=(build.finish(_numbered(results)),),
+        outputs=len(results),
+    )
+    return list(made)
+
+
+def _flipped(x: Tensor) -> Tensor:
+    """`x` backwards along its first axis, whatever its size."""
+    size = x.shape[0]
+    return emit("Gather", x, (size - 1) - arange(size), axis=0)
+
+
+def _to_front(x: Tensor, axis: int) -> Tensor:
+    axis %= max(x.rank, 1)
+    return x if not axis else x.transpose(axis, *(i for i in range(x.rank) if i != axis))
+
+
+def _from_front(y: Tensor, axis: int) -> Tensor:
+    axis %= max(y.rank, 1)
+    order = list(range(1, y.rank))
+    order.insert(axis, 0)
+    return y if not axis else y.transpose(*order)
+
+
+BRANCHES: Final[Mapping[str, Structure]] = {"If": _if, "Loop": _loop, "Scan": _scan}
+"""Operators with inner graphs."""

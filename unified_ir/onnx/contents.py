@@ -1,0 +1,87 @@
+"""Contents of values known while a model is imported: constants, and sizes as dimensions."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.unified_ir.ir.dims import Expr
+from triplane.unified_ir.ir.graph import Array, Value
+from triplane.unified_ir.ir.types import DType, bool_
+from triplane.unified_ir.onnx.fold import MAX_CONTENTS, fold, symbolic
+from triplane.unified_ir.onnx.lift import Application
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.evaluate import run_node
+from triplane.unified_ir.ops.row import Op, dtype_attr
+from triplane.unified_ir.ops.tensor import Tensor
+
+MAX_FOLDED: Final = 1024
+"""Elements of a constant that is computed at import, so that sizes behind it are known."""
+
+
+class Contents:
+    """Sizes by the value that holds them, beside what the build knows of its constants."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[Value, Array] = {}
+
+    def of(self, x: Tensor) -> Array | None:
+        """Contents as an array of ints, truths or dimensions; None where they are not known."""
+        if x.value in self.sizes:
+            return self.sizes[x.value]
+        known = x.build.known(x)
+        if isinstance(known, np.ndarray):
+            whole = known.dtype.kind in "iub" and known.size <= MAX_CONTENTS
+            return known.astype(object) if whole else None
+        if isinstance(known, tuple) and all(isinstance(d, int) for d in x.shape):
+            return np.array(known, dtype=object).reshape(x.shape)
+        return None
+
+    def hold(self, build: Build, made: Array, dtype: DType) -> Tensor:
+        """Sizes as a tensor whose contents stay known."""
+        if not symbolic(made):
+            return build.constant(made.astype(dtype.numpy))
+        flat = [d if isinstance(d, Expr) else int(d) for d in made.flat]
+        x = build.dims(flat).reshape(made.shape).cast(dtype)
+        self.sizes[x.value] = made
+        return x
+
+    def folded(self, build: Build, row: Op, app: Application) -> Tensor | None:
+        """The output as a constant or a vector of sizes, where the operands say what it is."""
+        present = [x for x in app.inputs if x is not None]
+        if app.outputs != 1 or not present:
+            return None
+        known = [x.build.known(x) for x in present]
+        if all(isinstance(k, np.ndarray) and k.size <= MAX_FOLDED for k in known):
+            return _evaluated(build, row, app)
+        found = [None if x is None else self.of(x) for x in app.inputs]
+        if any(f is None for f, x in zip(found, app.inputs, strict=True) if x is not None):
+            return None
+        made = fold(app.op, found, app.attrs)
+        return None if made is None else self.hold(build, made, _dtype(app, made))
+
+
+def _dtype(app: Application, made: Array) -> DType:
+    if made.size and all(isinstance(v, (bool, np.bool_)) for v in made.flat):
+        return bool_
+    if "to" in app.attrs:
+        return dtype_attr(app.attrs["to"])
+    return next(x.dtype for x in app.inputs if x is not None and x.dtype != bool_)
+
+
+def _evaluated(build: Build, row: Op, app: Application) -> Tensor | None:
+    """The kernel's result on constants, where it is small and the same each time."""
+    schema: Any = row.schema
+    if schema is None or schema.non_deterministic:
+        return None
+    known = [None if x is None else x.build.known(x) for x in app.inputs]
+    scratch = Build(build.table, "constants")
+    with scratch:
+        scratch.apply(row, known, app.attrs)
+    node = scratch.nodes[-1]
+    size = node.outputs[0].type.size
+    if not isinstance(size, int) or size > MAX_FOLDED:
+        return None
+    (array,) = run_node(build.table, node, known, {})  # type: ignore[arg-type]
+    return build.constant(array)

@@ -1,0 +1,441 @@
+"""An ONNX model as a module: weights become state, old definitions the newest, sizes stay symbols.
+
+Every node is recorded through its operator's row, so types are inferred here and not believed.
+Local functions, and operators that have no row but a body in ONNX's own words, are inlined. What
+cannot be imported is refused with the node, the operator and the opset.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    defs,
+    helper,
+)
+
+from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError
+from triplane.unified_ir.ir import Function, Module, limits
+from triplane.unified_ir.ir.graph import NO_META, Array, Meta
+from triplane.unified_ir.ir.types import TensorType
+from triplane.unified_ir.onnx.bodies import function_of, has_body
+from triplane.unified_ir.onnx.branches import BRANCHES
+from triplane.unified_ir.onnx.contents import Contents
+from triplane.unified_ir.onnx.lift import Application, lift
+from triplane.unified_ir.onnx.order import needed_in_order
+from triplane.unified_ir.onnx.scope import Scope, Weights
+from triplane.unified_ir.onnx.source import Source, array_of, read_model
+from triplane.unified_ir.onnx.structure import STRUCTURES, Site
+from triplane.unified_ir.onnx.symbols import Shapes, Symbols, declared_type, tensor_type
+from triplane.unified_ir.onnx.uses import Uses
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.row import MEANING_OPSET
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.tensor import Tensor
+
+ENTRY: Final = "predict"
+OLDEST_OPSET: Final = 7
+MAX_NODES: Final = limits.MAX_NODES
+"""Nodes of a model after its functions are inlined."""
+MAX_CALLS: Final = 64
+"""Functions called inside one another."""
+
+FunctionKey = tuple[str, str, str]
+
+_STRUCTURES: Final = {**STRUCTURES, **BRANCHES}
+
+
+def import_onnx(source: Source, *, shapes: Shapes | None = None) -> Module:
+    """A module with the entry `predict` from an ONNX model, opsets 7 to 26, any IR version.
+
+    source: a path, bytes, or a ModelProto. shapes: sizes of inputs by name, where the file leaves
+    them open or says too much: `{"image": ("N", 3, "H", "W")}`; sizes named alike are equal.
+    Weights keep their names and have the role parameter (running statistics: buffer).
+
+    NotFound: no such file or external data. Corrupt: the bytes are no sound model. InvalidInput:
+    the model is sound and cannot be imported; the message names node, operator, opset and way out.
+    """
+    model, folder = read_model(source)
+    given = shapes or {}
+    unknown = sorted(given.keys() - {i.name for i in model.graph.input})
+    if unknown:
+        have = ", ".join(i.name for i in model.graph.input)
+        raise InvalidInput(f"shapes= names the input {unknown[0]!r}; the model has {have}")
+    build = Build(TABLE, ENTRY)
+    importer = Importer(model, build, Weights(build, folder, _names(model.graph)))
+    with build:
+        function = importer.top(given)
+    state = importer.weights.state
+    return Module({ENTRY: function}, {ENTRY: ENTRY}, state, _meta(model, function, state))
+
+
+def _names(graph: GraphProto) -> set[str]:
+    """Names of inputs and outputs, which no inner weight may take."""
+    return {i.name for i in graph.input if i.name not in {t.name for t in graph.initializer}}
+
+
+def _meta(model: ModelProto, function: Function, state: Mapping[str, Any]) -> dict[str, str]:
+    inputs = {p.name: str(p.type) for p in function.params if p.name not in state}
+    versions = {o.domain or "ai.onnx": o.version for o in model.opset_import}
+    return {
+        "inputs": json.dumps(inputs),
+        "onnx.opsets": json.dumps(versions),
+        "onnx.producer": f"{model.producer_name} {model.producer_version}".strip()[:200],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What holds while the nodes of one graph or function body are imported."""
+
+    scope: Scope
+    opsets: Mapping[str, int]
+    attrs: Mapping[str, AttributeProto]
+    calls: tuple[FunctionKey, ...] = ()
+    place: str = ""
+
+
+class Importer:
+    """One model on its way into one build."""
+
+    def __init__(self, model: ModelProto, build: Build, weights: Weights) -> None:
+        self.model = model
+        self.build = build
+        self.weights = weights
+        self.contents = Contents()
+        self.symbols = Symbols(model.graph.input)
+        self.functions = _functions(model)
+        self.nodes = 0
+
+    def top(self, shapes: Shapes) -> Function:
+        """The whole graph as a function of its inputs and weights."""
+        graph = self.model.graph
+        opsets = _opsets(self.model.opset_import)
+        held = {t.name for t in graph.initializer} | {
+            t.values.name for t in graph.sparse_initializer
+        }
+        scope = Scope(self.build, self.weights, Uses(graph.node))
+        for info in graph.input:
+            if info.name in held:
+                continue
+            _named(info.name, "input")
+            type_ = declared_type(info, self.symbols, shapes)
+            scope.define(info.name, self.build.param(info.name, type_))
+        self._declare(scope, graph)
+        outputs = [info.name for info in graph.output]
+        if not outputs:
+            raise InvalidInput("the model has no outputs")
+        results = self.graph(graph, Frame(scope, opsets, {}))
+        self._check_outputs(graph, results)
+        return self.build.finish(dict(zip(outputs, results, strict=True)))
+
+    def _declare(self, scope: Scope, graph: GraphProto) -> None:
+        if graph.sparse_initializer:
+            raise InvalidInput("sparse initializers are not supported; store dense ones")
+        scope.declare(graph.initializer)
+
+    def _check_outputs(self, graph: GraphProto, results: Sequence[Tensor]) -> None:
+        seen: set[str] = set()
+        for info, x in zip(graph.output, results, strict=True):
+            _named(info.name, "output")
+            if info.name in seen:
+                raise InvalidInput(f"the output {info.name[:80]!r} is listed twice")
+            seen.add(info.name)
+            declared = info.type.tensor_type.elem_type
+            if declared and declared != x.dtype.onnx:
+                name = TensorProto.DataType.Name(declared) if declared < 64 else declared
+                raise InvalidInput(
+                    f"output {info.name[:80]!r} is declared with elements of type {name}, the "
+                    f"graph gives {x.type}; correct the declaration"
+                )
+
+    def graph(self, graph: GraphProto, frame: Frame) -> list[Tensor]:
+        """The outputs of a graph whose inputs and initializers are already declared."""
+        outputs = [info.name for info in graph.output]
+        return self.run(graph.node, outputs, frame)
+
+    def run(self, nodes: Iterable[NodeProto], outputs: Sequence[str], frame: Frame) -> list[Tensor]:
+        """Imports what the outputs need of some nodes, in order; the outputs."""
+        for node in needed_in_order(list(nodes), outputs):
+            self.node(node, frame)
+        return [self.found(frame.scope, name, "output") for name in outputs]
+
+    def inner(
+        self,
+        graph: GraphProto,
+        params: Sequence[Tensor],
+        frame: Frame,
+        build: Build,
+        label: str = "",
+    ) -> list[Tensor]:
+        """The outputs of a graph inside a node, recorded into `build`, on the given inputs."""
+        prefix = ".".join(p for p in (frame.scope.prefix, label) if p)
+        scope = Scope(build, self.weights, frame.scope.uses, frame.scope, prefix)
+        for info, x in zip(graph.input, params, strict=True):
+            scope.define(info.name, x)
+        self._declare(scope, graph)
+        return self.graph(graph, replace(frame, scope=scope))
+
+    def found(self, scope: Scope, name: str, what: str) -> Tensor:
+        """What a name stands for; refused where nothing gives it."""
+        x = scope.find(name)
+        if x is None:
+            raise InvalidInput(f"{what} {name[:80]!r} is given by no node, input or initializer")
+        return x
+
+    def node(self, node: NodeProto, frame: Frame) -> None:
+        """Imports one node."""
+        self.nodes += 1
+        if self.nodes > MAX_NODES:
+            raise InvalidInput(f"the model has more than {MAX_NODES} nodes, functions inlined")
+        label = _label(node, frame)
+        try:
+            self._node(node, frame)
+        except TriplaneError as error:
+            raise _explained(label, error) from error
+        except RecursionError as error:
+            raise InvalidInput(f"{label}: it nests too deep to be read") from error
+        except (ValueError, TypeError, IndexError, KeyError, AttributeError, ArithmeticError) as e:
+            raise InvalidInput(
+                f"{label}: its operands or attributes do not fit it ({type(e).__name__}: {e})"
+            ) from e
+
+    def _node(self, node: NodeProto, frame: Frame) -> None:
+        inputs = [
+            self.found(frame.scope, name, f"operand {i}") if name else None
+            for i, name in enumerate(node.input)
+        ]
+        place = f"{frame.place}.{node.name}" if frame.place and node.name else node.name
+        meta = Meta(None, place[:200] or frame.place) if place or frame.place else NO_META
+        outputs = len(node.output)
+        while outputs > 1 and not node.output[outputs - 1]:
+            outputs -= 1
+        build = frame.scope.build
+        with build.at(meta):
+            made = self.apply(node, inputs, outputs, frame)
+        if len(made) < outputs:
+            raise InvalidInput(f"{outputs} outputs are asked for, {len(made)} are known")
+        for name, x in zip(node.output, made, strict=False):
+            if name:
+                frame.scope.define(name, x)
+
+    def apply(
+        self, node: NodeProto, inputs: list[Tensor | None], outputs: int, frame: Frame
+    ) -> Sequence[Tensor]:
+        """The values of a node: a local function's, a structure's, a row's or a body's."""
+        domain = _domain(node.domain)
+        local = self.functions.get((domain, node.op_type, node.overload))
+        if local is not None:
+            return self.call(local, node, inputs, frame)
+        schema = _schema(node, domain, frame.opsets)
+        structure = None if domain else _STRUCTURES.get(node.op_type)
+        if structure is not None:
+            return structure(Site(self, node, inputs, frame))
+        row = TABLE.get((domain, node.op_type))
+        if domain or (row is None and has_body(schema)):
+            return self.body(schema, node, inputs, frame)
+        attrs = self.attrs(node, frame)
+        app = Application(node.op_type, schema.since_version, tuple(inputs), attrs, outputs)
+        lifted = lift(app, frame.opsets[domain])
+        if isinstance(lifted, tuple):
+            return lifted
+        return self.applied(lifted, frame.scope.build)
+
+    def applied(self, app: Application, build: Build) -> Sequence[Tensor]:
+        """The outputs of an application in the newest definition."""
+        row = TABLE.get(("", app.op))
+        if row is None:
+            raise InvalidInput(f"there is no row for {app.op} in the operator table")
+        folded = self.contents.folded(build, row, app)
+        if folded is not None:
+            return (folded,)
+        return build.apply(row, app.inputs, app.attrs, outputs=app.outputs)
+
+    def attrs(self, node: NodeProto, frame: Frame) -> dict[str, Any]:
+        """Attributes as Python values; references are those of the function called."""
+        found: dict[str, Any] = {}
+        for attribute in self.resolved(node, frame):
+            if attribute.name in found:
+                raise InvalidInput(f"the attribute {attribute.name!r} is given twice")
+            found[attribute.name] = self.value(attribute)
+        return found
+
+    def resolved(self, node: NodeProto, frame: Frame) -> list[AttributeProto]:
+        """A node's attributes, those of the function called in place of references to them."""
+        made = []
+        for attribute in node.attribute:
+            if not attribute.ref_attr_name:
+                made.append(attribute)
+            elif attribute.ref_attr_name in frame.attrs:
+                copy = AttributeProto()
+                copy.CopyFrom(frame.attrs[attribute.ref_attr_name])
+                copy.name = attribute.name
+                made.append(copy)
+        return made
+
+    def value(self, attribute: AttributeProto) -> Any:
+        """An attribute's value: numbers, text, arrays."""
+        if attribute.type == AttributeProto.TENSOR:
+            return array_of(attribute.t, self.weights.folder)
+        value = helper.get_attribute_value(attribute)
+        if isinstance(value, bytes):
+            return value.decode()
+        if isinstance(value, (int, float, str)):
+            return value
+        if attribute.type in {AttributeProto.INTS, AttributeProto.FLOATS, AttributeProto.STRINGS}:
+            return tuple(v.decode() if isinstance(v, bytes) else v for v in value)
+        kind = AttributeProto.AttributeType.Name(attribute.type)
+        raise InvalidInput(f"the attribute {attribute.name!r} is of kind {kind}")
+
+    def call(
+        self,
+        function: FunctionProto,
+        node: NodeProto,
+        inputs: Sequence[Tensor | None],
+        frame: Frame,
+        extra: Sequence[AttributeProto] = (),
+    ) -> list[Tensor]:
+        """A function's outputs, its nodes inlined."""
+        key = (_domain(function.domain), function.name, function.overload)
+        if key in frame.calls:
+            raise InvalidInput(f"the function {function.name!r} calls itself")
+        if len(frame.calls) >= MAX_CALLS:
+            raise InvalidInput(f"functions call one another more than {MAX_CALLS} deep")
+        if len(inputs) > len(function.input):
+            raise InvalidInput(f"{function.name!r} takes {len(function.input)} operands")
+        given = {a.name: a for a in (*extra, *function.attribute_proto)}
+        given |= {a.name: a for a in self.resolved(node, frame)}
+        scope = Scope(frame.scope.build, self.weights, Uses(function.node), None, node.name)
+        absent = set(function.input[len(inputs) :])
+        for name, x in zip(function.input, inputs, strict=False):
+            if x is None:
+                absent.add(name)
+            else:
+                scope.define(name, x)
+        opsets = {**frame.opsets, **_opsets(function.opset_import)}
+        place = f"{frame.place}.{node.name}" if frame.place and node.name else node.name
+        inner = Frame(scope, opsets, given, (*frame.calls, key), place or frame.place)
+        nodes = [_without_absent(n, absent) for n in function.node]
+        outputs = [n if o else "" for n, o in zip(function.output, node.output, strict=False)]
+        wanted = [n for n in outputs if n]
+        found = dict(zip(wanted, self.run(nodes, wanted, inner), strict=True))
+        return [found[n] if n else next(iter(found.values())) for n in outputs]
+
+    def body(
+        self,
+        schema: defs.OpSchema,
+        node: NodeProto,
+        inputs: Sequence[Tensor | None],
+        frame: Frame,
+    ) -> list[Tensor]:
+        """An operator without a row, by the body that ONNX itself gives."""
+        opset = frame.opsets.get("", MEANING_OPSET)
+        function = function_of(schema, node, [None if x is None else x.type for x in inputs], opset)
+        if function is None:
+            domain = f"{schema.domain}." if schema.domain else ""
+            raise InvalidInput(f"there is no row for {domain}{schema.name} in the operator table")
+        defaults = [a.default_value for a in schema.attributes.values() if a.default_value.name]
+        return self.call(function, node, inputs, frame, defaults)
+
+    def constant(self, name: str, array: Array, scope: Scope) -> Tensor:
+        """A constant, or the weight that it is by where it is read."""
+        floats = array.dtype.kind not in "iubO" and array.ndim and array.size > 1
+        if floats and scope.uses.weighs(name):
+            return scope.held(name, array)
+        return scope.build.constant(array)
+
+    def region_type(self, info: Any, name: str) -> TensorType:
+        """The declared type of an inner graph's input."""
+        return tensor_type(info.type, f"input {name[:80]!r}", name, self.symbols, {})
+
+
+def _domain(domain: str) -> str:
+    return "" if domain == "ai.onnx" else domain
+
+
+def _opsets(imports: Iterable[Any]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for entry in imports:
+        domain = _domain(entry.domain)
+        if found.setdefault(domain, int(entry.version)) != entry.version:
+            raise InvalidInput(f"two versions of the domain {domain!r} are imported")
+    return found
+
+
+def _functions(model: ModelProto) -> dict[FunctionKey, FunctionProto]:
+    found: dict[FunctionKey, FunctionProto] = {}
+    for function in model.functions:
+        key = (_domain(function.domain), function.name, function.overload)
+        if key in found:
+            raise InvalidInput(f"the function {function.name[:80]!r} is defined twice")
+        found[key] = function
+    return found
+
+
+def _schema(node: NodeProto, domain: str, opsets: Mapping[str, int]) -> defs.OpSchema:
+    """The definition a node means; refused where its domain, opset or name is unknown."""
+    if domain not in opsets:
+        raise InvalidInput(
+            f"the model imports no opset of the domain {domain!r}; add it to opset_import"
+        )
+    opset = opsets[domain]
+    newest = defs.onnx_opset_version()
+    if domain == "" and not OLDEST_OPSET <= opset <= newest:
+        raise InvalidInput(
+            f"models of opsets {OLDEST_OPSET} to {MEANING_OPSET} are imported, this one has "
+            f"{opset}; convert it with onnx.version_converter"
+        )
+    try:
+        return defs.get_schema(node.op_type, opset, domain)
+    except defs.SchemaError:
+        known = "of ai.onnx" if domain == "" else f"of the domain {domain!r}"
+        raise InvalidInput(
+            f"no operator {known} has this name in opset {opset}; if it is a custom one, give "
+            "the model a local function of its name"
+        ) from None
+
+
+def _without_absent(node: NodeProto, absent: set[str]) -> NodeProto:
+    """The node, operands that the caller left out being absent."""
+    if not absent.intersection(node.input):
+        return node
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    for i, name in enumerate(copy.input):
+        if name in absent:
+            copy.input[i] = ""
+    return copy
+
+
+def _named(name: str, what: str) -> None:
+    if not name or len(name.encode()) > limits.MAX_NAME_BYTES:
+        raise InvalidInput(
+            f"each {what} has a name of 1 to {limits.MAX_NAME_BYTES} bytes, got {name[:40]!r}"
+        )
+
+
+def _label(node: NodeProto, frame: Frame) -> str:
+    name = f"node {node.name[:80]!r}" if node.name else f"node giving {list(node.output)[:1]}"
+    domain = f"{node.domain}." if _domain(node.domain) else ""
+    opset = frame.opsets.get(_domain(node.domain), "unknown")
+    inside = f", in {frame.place[:80]}" if frame.place else ""
+    return f"{name} ({domain}{node.op_type[:80]}, opset {opset}{inside})"
+
+
+def _explained(label: str, error: TriplaneError) -> TriplaneError:
+    """The error with the innermost node in front."""
+    if getattr(error, "of_node", False):
+        return error
+    kind = Corrupt if isinstance(error, Corrupt) else InvalidInput
+    made = kind(f"{label}: {error}")
+    made.__dict__["of_node"] = True
+    return made

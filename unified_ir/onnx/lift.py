@@ -1,0 +1,292 @@
+"""Older definitions of operators, lifted to the one the IR means; newer ones that mean the same.
+
+`LIFTS` is literal: (operator, version of the older definition) -> what the application is in the
+next one. A definition without a rule is lifted as it is: its attributes, defaults and operands
+have the same meaning, which a test holds against ONNX's own schemas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+from onnx import defs
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import ops
+from triplane.unified_ir.ir.dims import product
+from triplane.unified_ir.ops.row import MEANING_OPSET
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
+
+_FLOAT_MAX: Final = 3.4028234663852886e38
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """An operator applied: `since` is the version of the definition that its form follows."""
+
+    op: str
+    since: int
+    inputs: tuple[Tensor | None, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: int = 1
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """An attribute, or what stands for it."""
+        return self.attrs.get(name, default)
+
+    def operand(self, i: int) -> Tensor:
+        """Operand `i`, which must be there."""
+        found = self.inputs[i] if i < len(self.inputs) else None
+        if found is None:
+            raise InvalidInput(f"{self.op} needs operand {i}")
+        return found
+
+    def without(self, *names: str, **attrs: Any) -> Application:
+        """Without some attributes, with others."""
+        kept = {k: v for k, v in self.attrs.items() if k not in names}
+        return replace(self, attrs=kept | attrs)
+
+    def padded(self, n: int) -> tuple[Tensor | None, ...]:
+        """The operands, absent ones added up to `n`."""
+        return (*self.inputs, *(None for _ in range(n - len(self.inputs))))
+
+
+Lifted = Application | tuple[Tensor, ...]
+Lift = Callable[[Application], Lifted]
+
+
+def lift(app: Application, opset: int) -> Lifted:
+    """The application in the definition that the IR means, or the values it gives."""
+    while (newer := _next_version(app.op, app.since)) is not None:
+        rule = LIFTS.get((app.op, app.since))
+        if rule is None:
+            app = replace(app, since=newer)
+            continue
+        made = rule(app)
+        if isinstance(made, tuple):
+            return made
+        app = replace(made, since=newer if made.op == app.op else _version(made.op))
+    return _as_meant(app, opset)
+
+
+def _as_meant(app: Application, opset: int) -> Application:
+    """A definition newer than the IR's, where the application means the same in both."""
+    if app.since > MEANING_OPSET:
+        rule = NEWER.get((app.op, app.since))
+        if rule is None:
+            raise InvalidInput(
+                f"{app.op} is defined anew in opset {app.since} (the model has {opset}); this "
+                f"program knows definitions up to {MEANING_OPSET}; export with an older opset"
+            )
+        app = rule(app)
+    return app
+
+
+def _versions() -> Mapping[str, tuple[int, ...]]:
+    found: dict[str, list[int]] = {}
+    for schema in defs.get_all_schemas_with_history():
+        if schema.domain == "" and schema.since_version <= MEANING_OPSET and not schema.deprecated:
+            found.setdefault(schema.name, []).append(schema.since_version)
+    return {name: tuple(sorted(v)) for name, v in found.items()}
+
+
+VERSIONS: Final = _versions()
+"""Versions of each operator's definition up to the IR's, from ONNX's own schemas."""
+
+
+def _next_version(op: str, since: int) -> int | None:
+    later = [v for v in VERSIONS.get(op, ()) if v > since]
+    if later:
+        return later[0]
+    return MEANING_OPSET if op in REPLACED and since < MEANING_OPSET else None
+
+
+def _version(op: str) -> int:
+    return VERSIONS[op][-1]
+
+
+def _moved(*names: str, dtype: Any = np.int64) -> Lift:
+    """Attributes that become the operands after the first, absent where they were not given."""
+
+    def rule(app: Application) -> Application:
+        made = [_as_operand(app.attrs[n], dtype) if n in app.attrs else None for n in names]
+        return replace(app.without(*names), inputs=(*app.inputs, *made))
+
+    return rule
+
+
+def _as_operand(value: Any, dtype: Any) -> Tensor:
+    return as_tensor(np.array(value, dtype))
+
+
+def _flattened(app: Application) -> Lifted:
+    """Before opset 13 all axes from `axis` on are one: softmax of a matrix."""
+    x = app.operand(0)
+    axis = app.attr("axis", 1) % x.rank if x.rank else 0
+    if x.rank and axis == x.rank - 1:
+        return app.without(axis=-1)
+    matrix = x.reshape(product(x.shape[:axis]), product(x.shape[axis:]))
+    return (emit(app.op, matrix, axis=-1).reshape(x.shape),)
+
+
+def _batch_norm_7(app: Application) -> Application:
+    if not app.attr("spatial", 1):
+        raise InvalidInput("spatial=0, statistics per position, is not known; export with opset 9")
+    return app.without("spatial")
+
+
+def _batch_norm_9(app: Application) -> Application:
+    """Further outputs meant training; the running statistics came first, saved ones after."""
+    if app.outputs > 3:
+        raise InvalidInput(
+            "saved_mean and saved_var are outputs of old training graphs; export for inference"
+        )
+    return app.without(training_mode=1) if app.outputs > 1 else app
+
+
+def _clip_6(app: Application) -> Application:
+    x = app.operand(0)
+    bounds = [app.attr("min", -_FLOAT_MAX), app.attr("max", _FLOAT_MAX)]
+    given = [
+        None if abs(b) >= _FLOAT_MAX else as_tensor(np.array(b, x.dtype.numpy)) for b in bounds
+    ]
+    return replace(app.without("min", "max"), inputs=(x, *given))
+
+
+def _dropout_10(app: Application) -> Application:
+    """The older forms drop nothing: what runs is inference."""
+    return app.without("ratio", "seed")
+
+
+def _grid_sample_16(app: Application) -> Application:
+    modes = {"bilinear": "linear", "bicubic": "cubic"}
+    mode = app.attr("mode", "bilinear")
+    return app.without(mode=modes.get(mode, mode))
+
+
+def _group_norm_18(app: Application) -> Application:
+    """Scale and bias by group, repeated for each channel of the group."""
+    x, groups = app.operand(0), app.attr("num_groups")
+    channels = x.shape[1]
+    repeated = [
+        ops.reshape(
+            ops.expand(ops.unsqueeze(app.operand(i), 1), (groups, channels // groups)), (channels,)
+        )
+        for i in (1, 2)
+    ]
+    return replace(app, inputs=(x, *repeated))
+
+
+def _pad_2(app: Application) -> Application:
+    x = app.operand(0)
+    value = as_tensor(np.array(app.attr("value", 0.0), x.dtype.numpy))
+    pads = as_tensor(np.array(app.attr("pads", app.attr("paddings")), np.int64))
+    return replace(app.without("pads", "value", "paddings"), inputs=(x, pads, value))
+
+
+def _upsampled(app: Application) -> Application:
+    """Upsample and Resize-10: output[i] = input[floor(i / scale)], and linear between."""
+    return replace(
+        app.without(
+            mode=app.attr("mode", "nearest"),
+            coordinate_transformation_mode="asymmetric",
+            nearest_mode="floor",
+        ),
+        op="Resize",
+        inputs=(app.operand(0), None, app.operand(1)),
+    )
+
+
+def _resize_10(app: Application) -> Application:
+    return replace(_upsampled(app), op="Resize", since=11)
+
+
+def _upsample_7(app: Application) -> Application:
+    scales = as_tensor(np.array(app.attr("scales"), np.float32))
+    return replace(app.without("scales"), inputs=(app.operand(0), scales))
+
+
+def _resize_11(app: Application) -> Application:
+    """Empty scales or region of interest stand for absent ones."""
+    given = [None if x is not None and x.shape == (0,) else x for x in app.padded(4)]
+    return replace(app, inputs=tuple(given))
+
+
+def _roi_align_10(app: Application) -> Application:
+    return app.without(coordinate_transformation_mode="output_half_pixel")
+
+
+def _split_13(app: Application) -> Application:
+    """Without sizes the parts are equal, as many as there are outputs."""
+    if len(app.inputs) > 1 and app.inputs[1] is not None:
+        return app
+    return app.without(num_outputs=app.outputs)
+
+
+def _slice_1(app: Application) -> Application:
+    starts = [dims_of(app.attr(n)) for n in ("starts", "ends")]
+    axes = dims_of(app.attrs["axes"]) if "axes" in app.attrs else None
+    made = (app.operand(0), *starts, axes)
+    return replace(app.without("starts", "ends", "axes"), inputs=made)
+
+
+def _topk_1(app: Application) -> Application:
+    k = as_tensor(np.array([app.attr("k")], np.int64))
+    return replace(app.without("k"), inputs=(app.operand(0), k))
+
+
+def _dft_17(app: Application) -> Application:
+    length = app.inputs[1] if len(app.inputs) > 1 else None
+    axis = as_tensor(np.array(app.attr("axis", 1), np.int64))
+    return replace(app.without("axis"), inputs=(app.operand(0), length, axis))
+
+
+def _same(app: Application) -> Application:
+    return app
+
+
+REPLACED: Final[Mapping[str, str]] = {"Upsample": "Resize", "Scatter": "ScatterElements"}
+"""Operators that ONNX dropped, and what says the same now."""
+
+_REDUCTIONS: Final = (
+    "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean",
+    "ReduceMin", "ReduceProd", "ReduceSumSquare",
+)  # fmt: skip
+
+LIFTS: Final[Mapping[tuple[str, int], Lift]] = {
+    ("BatchNormalization", 7): _batch_norm_7,
+    ("BatchNormalization", 9): _batch_norm_9,
+    ("Clip", 6): _clip_6,
+    ("DFT", 17): _dft_17,
+    ("Dropout", 7): _dropout_10,
+    ("Dropout", 10): _dropout_10,
+    ("GridSample", 16): _grid_sample_16,
+    ("GroupNormalization", 18): _group_norm_18,
+    ("Hardmax", 1): _flattened,
+    ("Hardmax", 11): _flattened,
+    ("LogSoftmax", 1): _flattened,
+    ("LogSoftmax", 11): _flattened,
+    ("Pad", 2): _pad_2,
+    **{(name, 13): _moved("axes") for name in _REDUCTIONS},
+    ("ReduceSum", 11): _moved("axes"),
+    ("Resize", 10): _resize_10,
+    ("Resize", 11): _resize_11,
+    ("RoiAlign", 10): _roi_align_10,
+    ("Scatter", 9): lambda app: replace(app, op="ScatterElements"),
+    ("Slice", 1): _slice_1,
+    ("Softmax", 1): _flattened,
+    ("Softmax", 11): _flattened,
+    ("Split", 11): _moved("split"),
+    ("Split", 13): _split_13,
+    ("Squeeze", 11): _moved("axes"),
+    ("TopK", 1): _topk_1,
+    ("Unsqueeze", 11): _moved("axes"),
+    ("Upsample", 7): _upsample_7,
+    ("Upsample", 9): _upsampled,
+}
+
+NEWER: Final[Mapping[tuple[str, int], Callable[[Application], Application]]] = {}
+"""Definitions newer than the IR's that mean the same for the applications they let through."""

@@ -1,0 +1,123 @@
+"""Names of one ONNX graph while it is imported, and the weights of the whole model.
+
+A name stands for a value computed so far, or for an initializer nobody has read yet. An inner
+graph sees its parent's names; the build it records into makes captures of what it reads there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from onnx import TensorProto
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir import limits
+from triplane.unified_ir.ir.graph import Array, Role, StateTensor
+from triplane.unified_ir.ir.types import type_of
+from triplane.unified_ir.onnx.fold import MAX_CONTENTS
+from triplane.unified_ir.onnx.source import array_of
+from triplane.unified_ir.onnx.uses import Uses
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.tensor import Tensor
+
+MAX_WEIGHT_BYTES: Final = 2**34
+"""All weights of a model together."""
+
+
+class Weights:
+    """State tensors made so far, by name, and the parameters that stand for them."""
+
+    def __init__(self, build: Build, folder: Path | None, taken: Iterable[str]) -> None:
+        self.build = build
+        self.folder = folder
+        self.state: dict[str, StateTensor] = {}
+        self.taken = set(taken)
+        self.bytes = 0
+
+    def add(self, name: str, array: Array, role: Role, prefix: str = "") -> Tensor:
+        """A weight under its own name; another of that name is told apart by where it lies."""
+        self.bytes += array.nbytes
+        if self.bytes > MAX_WEIGHT_BYTES:
+            raise InvalidInput(f"the weights are more than {MAX_WEIGHT_BYTES} bytes")
+        free = self._free(name, prefix)
+        self.state[free] = StateTensor(role, array)
+        return self.build.param(free, type_of(array))
+
+    def _free(self, name: str, prefix: str) -> str:
+        stem = name if name not in self.taken else f"{prefix or 'inner'}.{name}"
+        if len(stem.encode()) > limits.MAX_NAME_BYTES - 8:
+            raise InvalidInput(f"the name {stem[:40]!r}... is longer than names may be")
+        free, k = stem, 1
+        while free in self.taken:
+            k += 1
+            free = f"{stem}.{k}"
+        self.taken.add(free)
+        return free
+
+
+class Scope:
+    """Names of one graph, function body or region."""
+
+    def __init__(
+        self,
+        build: Build,
+        weights: Weights,
+        uses: Uses,
+        parent: Scope | None = None,
+        prefix: str = "",
+    ) -> None:
+        self.build = build
+        self.weights = weights
+        self.uses = uses
+        self.parent = parent
+        self.prefix = prefix
+        self.values: dict[str, Tensor] = {}
+        self.waiting: dict[str, TensorProto] = {}
+
+    def declare(self, initializers: Iterable[TensorProto]) -> None:
+        """Names that stand for initializers, read when first used."""
+        for tensor in initializers:
+            if tensor.name in self.waiting or not tensor.name:
+                fault = "is given twice" if tensor.name else "has no name"
+                raise InvalidInput(f"initializer {tensor.name[:80]!r} {fault}")
+            self.waiting[tensor.name] = tensor
+
+    def define(self, name: str, x: Tensor) -> None:
+        """Lets a name stand for a value; each name is given once."""
+        if name in self.values or name in self.waiting:
+            raise InvalidInput(f"the name {name[:80]!r} is given to two values")
+        self.values[name] = x
+
+    def knows(self, name: str) -> bool:
+        """Whether a name stands for something here or outside."""
+        here = name in self.values or name in self.waiting
+        return here or (self.parent is not None and self.parent.knows(name))
+
+    def find(self, name: str) -> Tensor | None:
+        """What a name stands for."""
+        if name in self.values:
+            return self.values[name]
+        if name in self.waiting:
+            made = self.held(name, array_of(self.waiting.pop(name), self.weights.folder))
+            self.values[name] = made
+            return made
+        return self.parent.find(name) if self.parent is not None else None
+
+    def held(self, name: str, array: Array) -> Tensor:
+        """An initializer: state where it is a weight, a constant where its contents matter."""
+        role = self.uses.role(name, array)
+        if role is None:
+            return self.build.constant(array)
+        return self.weights.add(name, array, role, self.prefix)
+
+
+def whole(array: Any) -> bool:
+    """Whether contents are few whole numbers or truths, as sizes and indices are."""
+    kind = np.asarray(array).dtype.kind
+    return kind in "iub" and np.asarray(array).size <= MAX_CONTENTS
+
+
+Names = Mapping[str, Tensor]

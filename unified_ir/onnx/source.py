@@ -1,0 +1,169 @@
+"""Bytes of an ONNX model from anywhere: parsed once, within limits, before any work on them.
+
+Weights outside the graph are read from files in the model's own folder only: no absolute path, no
+`..`, no link that leads out of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.ir.types import BY_ONNX, MAX_RANK, DType
+
+MAX_MODEL_BYTES: Final = 2**31 - 1
+"""A protobuf message is no longer; larger models keep their weights in files beside."""
+MAX_TENSOR_BYTES: Final = 2**34
+MAX_NESTING: Final = 16
+"""Graphs inside one another, as in a model file."""
+MAX_ATTRIBUTE_BYTES: Final = 1 << 20
+"""A value that an attribute repeats, such as a fill, is not longer."""
+
+Source = str | Path | bytes | ModelProto
+
+
+def read_model(source: Source) -> tuple[ModelProto, Path | None]:
+    """The model, and the folder that its external data lies in (None: it came as bytes).
+
+    NotFound: no such file. Corrupt: the bytes are no ONNX model.
+    """
+    if isinstance(source, ModelProto):
+        return _checked(source), None
+    if isinstance(source, bytes):
+        return _checked(_parsed(source, "the bytes given")), None
+    path = Path(source)
+    if not path.is_file():
+        raise NotFound(f"there is no file {path}; give the path of a .onnx file")
+    if path.stat().st_size > MAX_MODEL_BYTES:
+        raise InvalidInput(
+            f"{path.name} has {path.stat().st_size} bytes, an ONNX graph at most "
+            f"{MAX_MODEL_BYTES}; save it with its weights as external data"
+        )
+    return _checked(_parsed(path.read_bytes(), path.name)), path.resolve().parent
+
+
+def _parsed(data: bytes, name: str) -> ModelProto:
+    try:
+        model = ModelProto.FromString(data)
+    except DecodeError as error:
+        raise Corrupt(f"{name}: no ONNX model, its protobuf does not parse: {error}") from error
+    if not model.HasField("graph") or not model.opset_import:
+        raise Corrupt(f"{name}: no ONNX model, it has no {_absent(model)}")
+    return model
+
+
+def _absent(model: ModelProto) -> str:
+    return "opset_import" if model.HasField("graph") else "graph"
+
+
+def _checked(model: ModelProto) -> ModelProto:
+    for graph in [model.graph]:
+        _check_nesting(graph, 0)
+    return model
+
+
+def _check_nesting(graph: GraphProto, depth: int) -> None:
+    if depth > MAX_NESTING:
+        raise InvalidInput(f"graphs nest at most {MAX_NESTING} deep, this model goes deeper")
+    for inner in subgraphs(graph):
+        _check_nesting(inner, depth + 1)
+
+
+def subgraphs(graph: GraphProto) -> Iterator[GraphProto]:
+    """Graphs in attributes of the graph's nodes."""
+    for node in graph.node:
+        yield from subgraphs_of(node)
+
+
+def subgraphs_of(node: NodeProto) -> Iterator[GraphProto]:
+    """Graphs in a node's attributes."""
+    for attribute in node.attribute:
+        if attribute.HasField("g"):
+            yield attribute.g
+        yield from attribute.graphs
+
+
+def dtype_of(number: int, what: str) -> DType:
+    """An element type by its ONNX number."""
+    if number not in BY_ONNX:
+        name = TensorProto.DataType.Name(number) if number in TensorProto.DataType.values() else ""
+        raise InvalidInput(f"{what} has elements of type {number} {name}, which is not supported")
+    return BY_ONNX[number]
+
+
+def array_of(tensor: TensorProto, folder: Path | None) -> Array:
+    """The contents of a tensor; Corrupt where its bytes do not fit its type."""
+    name = tensor.name[:80]
+    dtype = dtype_of(tensor.data_type, f"tensor {name!r}")
+    shape = tuple(tensor.dims)
+    if len(shape) > MAX_RANK or any(d < 0 for d in shape):
+        raise Corrupt(f"tensor {name!r} has the shape {list(shape)[:20]}")
+    count = 1
+    for d in shape:
+        count *= d
+    n = (count * dtype.bits + 7) // 8
+    if n > MAX_TENSOR_BYTES:
+        raise InvalidInput(f"tensor {name!r} has {n} bytes, the limit is {MAX_TENSOR_BYTES}")
+    if tensor.data_location == TensorProto.EXTERNAL:
+        return _external(tensor, dtype, shape, n, folder)
+    if tensor.HasField("raw_data") and len(tensor.raw_data) != n:
+        raise Corrupt(f"tensor {name!r} has {len(tensor.raw_data)} bytes, its type takes {n}")
+    return _decoded(tensor)
+
+
+def _decoded(tensor: TensorProto) -> Array:
+    try:
+        array: Any = numpy_helper.to_array(tensor)
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise Corrupt(f"tensor {tensor.name[:80]!r} does not fit its type: {error}") from error
+    made: Array = np.asarray(array)
+    return made
+
+
+def _external(
+    tensor: TensorProto, dtype: DType, shape: tuple[int, ...], n: int, folder: Path | None
+) -> Array:
+    entries = {e.key: e.value for e in tensor.external_data}
+    path = _inside(entries.get("location", ""), tensor.name[:80], folder)
+    offset, length = _number(entries, "offset", 0), _number(entries, "length", n)
+    if length != n:
+        raise Corrupt(f"tensor {tensor.name[:80]!r} has {length} external bytes, it takes {n}")
+    if offset + n > path.stat().st_size:
+        raise Corrupt(f"tensor {tensor.name[:80]!r} reaches beyond the end of {path.name}")
+    with path.open("rb") as file:
+        file.seek(offset)
+        data = file.read(n)
+    return _decoded(TensorProto(name=tensor.name, dims=shape, data_type=dtype.onnx, raw_data=data))
+
+
+def _number(entries: dict[str, str], key: str, default: int) -> int:
+    text = entries.get(key, str(default))
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise Corrupt(f"external data has the {key} {text[:40]!r}; a number was expected")
+    return int(text)
+
+
+def _inside(location: str, name: str, folder: Path | None) -> Path:
+    """The file of external data, which lies in the model's folder, links followed."""
+    if folder is None:
+        raise InvalidInput(
+            f"tensor {name!r} lies in the file {location[:80]!r}, and the model came without a "
+            "path; give import_onnx the path of the .onnx file"
+        )
+    parts = Path(location).parts
+    if not location or "\0" in location or Path(location).is_absolute() or ".." in parts:
+        raise Corrupt(f"tensor {name!r} lies at {location[:80]!r}; data lies beside the model")
+    path = Path(os.path.realpath(folder / location))
+    if not path.is_relative_to(os.path.realpath(folder)):
+        raise Corrupt(f"tensor {name!r} lies at {location[:80]!r}, a link out of the folder")
+    if not path.is_file():
+        raise NotFound(f"tensor {name!r} lies in {location[:80]!r}, which is not in {folder.name}")
+    return path

@@ -1,0 +1,98 @@
+"""Types that an ONNX graph declares, as IR types: a `dim_param` stays a symbol."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from onnx import TensorShapeProto, TypeProto, ValueInfoProto
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import MAX_DIM, Dim, Expr, as_dim, is_symbol, parse, symbol
+from triplane.unified_ir.ir.types import MAX_RANK, TensorType
+from triplane.unified_ir.onnx.source import dtype_of
+
+MAX_SYMBOL_CHARS: Final = 64
+Shapes = Mapping[str, Sequence["int | str | Expr"]]
+
+
+class Symbols:
+    """Names of sizes in one model: a bare `dim_param` keeps its name, an unnamed size gets one."""
+
+    def __init__(self, inputs: Sequence[ValueInfoProto]) -> None:
+        self.bare = {
+            d.dim_param
+            for info in inputs
+            for d in info.type.tensor_type.shape.dim
+            if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", d.dim_param)
+        }
+        self.named: dict[str, Dim] = {}
+        self.taken: set[str] = set(self.bare)
+
+    def fresh(self, stem: str) -> Expr:
+        """A symbol no other size has, named after `stem`."""
+        base = re.sub(r"[^A-Za-z0-9_]+", "_", stem)[: MAX_SYMBOL_CHARS - 12].strip("_") or "size"
+        base = base if base[0].isalpha() or base[0] == "_" else f"n{base}"
+        name, k = base, 1
+        while name in self.taken:
+            k += 1
+            name = f"{base}_{k}"
+        self.taken.add(name)
+        return symbol(name)
+
+    def dim(self, proto: TensorShapeProto.Dimension, stem: str) -> Dim:
+        """A declared size; negative or absent ones are open and get a name of their own."""
+        if proto.HasField("dim_value") and 0 <= proto.dim_value <= MAX_DIM:
+            return int(proto.dim_value)
+        if not proto.dim_param:
+            return self.fresh(stem)
+        if proto.dim_param not in self.named:
+            self.named[proto.dim_param] = self._param(proto.dim_param)
+        return self.named[proto.dim_param]
+
+    def _param(self, text: str) -> Dim:
+        """A bare name as it is, an expression over bare names as such, other text renamed."""
+        try:
+            found = parse(text)
+        except InvalidInput:
+            return self.fresh(text)
+        known = isinstance(found, int) or is_symbol(found) or _names(found) <= self.bare
+        return found if known else self.fresh(text)
+
+
+def _names(dim: Expr) -> set[str]:
+    from triplane.unified_ir.ir.dims import symbols
+
+    return set(symbols(dim))
+
+
+def declared_type(info: ValueInfoProto, names: Symbols, shapes: Shapes) -> TensorType:
+    """The type of a graph input; `shapes` overrides what the file says."""
+    return tensor_type(info.type, f"input {info.name[:80]!r}", info.name, names, shapes)
+
+
+def tensor_type(
+    proto: TypeProto, what: str, name: str, names: Symbols, shapes: Shapes
+) -> TensorType:
+    """A tensor type; refused where it is no tensor or has no known number of axes."""
+    kind = proto.WhichOneof("value")
+    if kind != "tensor_type":
+        raise InvalidInput(f"{what} is of kind {kind or 'unknown'}, tensors are supported")
+    tensor = proto.tensor_type
+    dtype = dtype_of(tensor.elem_type, what)
+    if name in shapes:
+        given = tuple(as_dim(d) for d in shapes[name])
+        if tensor.HasField("shape") and len(tensor.shape.dim) != len(given):
+            raise InvalidInput(
+                f"{what} has {len(tensor.shape.dim)} axes in the model, shapes= gives {given}"
+            )
+        return TensorType(dtype, given)
+    if not tensor.HasField("shape"):
+        raise InvalidInput(
+            f"{what} is declared without a shape; say it: shapes={{{name!r}: ('N', ...)}}"
+        )
+    if len(tensor.shape.dim) > MAX_RANK:
+        raise InvalidInput(f"{what} has {len(tensor.shape.dim)} axes, the limit is {MAX_RANK}")
+    dims = (names.dim(d, f"{name}_{i}") for i, d in enumerate(tensor.shape.dim))
+    return TensorType(dtype, tuple(dims))
