@@ -25,6 +25,27 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Form:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FormEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Form.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FORM_TENSOR: _Form.ValueType  # 0
+    FORM_SEQUENCE: _Form.ValueType  # 1
+    FORM_EMPTY: _Form.ValueType  # 2
+    """A sequence that holds nothing."""
+    FORM_OPTIONAL: _Form.ValueType  # 3
+
+class Form(_Form, metaclass=_FormEnumTypeWrapper): ...
+
+FORM_TENSOR: Form.ValueType  # 0
+FORM_SEQUENCE: Form.ValueType  # 1
+FORM_EMPTY: Form.ValueType  # 2
+"""A sequence that holds nothing."""
+FORM_OPTIONAL: Form.ValueType  # 3
+Global___Form: _TypeAlias = Form  # noqa: Y015
+
 class _Role:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -62,6 +83,8 @@ class _DTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DType.ValueType
     DTYPE_INT16: _DType.ValueType  # 5
     DTYPE_INT32: _DType.ValueType  # 6
     DTYPE_INT64: _DType.ValueType  # 7
+    DTYPE_STRING: _DType.ValueType  # 8
+    """Constants only; since version 2, as 18, 20 and 23 to 26."""
     DTYPE_BOOL: _DType.ValueType  # 9
     DTYPE_FLOAT16: _DType.ValueType  # 10
     DTYPE_FLOAT64: _DType.ValueType  # 11
@@ -69,9 +92,15 @@ class _DTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DType.ValueType
     DTYPE_UINT64: _DType.ValueType  # 13
     DTYPE_BFLOAT16: _DType.ValueType  # 16
     DTYPE_FLOAT8E4M3FN: _DType.ValueType  # 17
+    DTYPE_FLOAT8E4M3FNUZ: _DType.ValueType  # 18
     DTYPE_FLOAT8E5M2: _DType.ValueType  # 19
+    DTYPE_FLOAT8E5M2FNUZ: _DType.ValueType  # 20
     DTYPE_UINT4: _DType.ValueType  # 21
     DTYPE_INT4: _DType.ValueType  # 22
+    DTYPE_FLOAT4E2M1: _DType.ValueType  # 23
+    DTYPE_FLOAT8E8M0: _DType.ValueType  # 24
+    DTYPE_UINT2: _DType.ValueType  # 25
+    DTYPE_INT2: _DType.ValueType  # 26
 
 class DType(_DType, metaclass=_DTypeEnumTypeWrapper):
     """Numbers as in ONNX's TensorProto.DataType."""
@@ -84,6 +113,8 @@ DTYPE_UINT16: DType.ValueType  # 4
 DTYPE_INT16: DType.ValueType  # 5
 DTYPE_INT32: DType.ValueType  # 6
 DTYPE_INT64: DType.ValueType  # 7
+DTYPE_STRING: DType.ValueType  # 8
+"""Constants only; since version 2, as 18, 20 and 23 to 26."""
 DTYPE_BOOL: DType.ValueType  # 9
 DTYPE_FLOAT16: DType.ValueType  # 10
 DTYPE_FLOAT64: DType.ValueType  # 11
@@ -91,9 +122,15 @@ DTYPE_UINT32: DType.ValueType  # 12
 DTYPE_UINT64: DType.ValueType  # 13
 DTYPE_BFLOAT16: DType.ValueType  # 16
 DTYPE_FLOAT8E4M3FN: DType.ValueType  # 17
+DTYPE_FLOAT8E4M3FNUZ: DType.ValueType  # 18
 DTYPE_FLOAT8E5M2: DType.ValueType  # 19
+DTYPE_FLOAT8E5M2FNUZ: DType.ValueType  # 20
 DTYPE_UINT4: DType.ValueType  # 21
 DTYPE_INT4: DType.ValueType  # 22
+DTYPE_FLOAT4E2M1: DType.ValueType  # 23
+DTYPE_FLOAT8E8M0: DType.ValueType  # 24
+DTYPE_UINT2: DType.ValueType  # 25
+DTYPE_INT2: DType.ValueType  # 26
 Global___DType: _TypeAlias = DType  # noqa: Y015
 
 @_typing.final
@@ -111,7 +148,9 @@ class Module(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     META_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
-    """1. A reader refuses a newer one by number."""
+    """1, or 2 where a type has a form or a number that version 2 added: a writer keeps to the oldest
+    version that can hold the module. A reader refuses a newer one by number.
+    """
     @_builtins.property
     def strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -189,7 +228,16 @@ class TensorType(_message.Message):
 
     DTYPE_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    FORM_FIELD_NUMBER: _builtins.int
+    ELEMENT_FIELD_NUMBER: _builtins.int
     dtype: Global___DType.ValueType
+    form: Global___Form.ValueType
+    """Since version 2."""
+    element: _builtins.int
+    """Of a sequence or an optional: 1 + the index of the type that it holds, which stands before it. A
+    sequence of which only the element type is known has 0 here and that in `dtype`. In the type of
+    a sequence's elements the size "_" is each element's own.
+    """
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """n >= 0 is the size n; n < 0 is the size dims[-1 - n]."""
@@ -199,10 +247,12 @@ class TensorType(_message.Message):
         *,
         dtype: Global___DType.ValueType = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
+        form: Global___Form.ValueType = ...,
+        element: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "element", b"element", "form", b"form", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -467,7 +517,9 @@ Global___Strings: _TypeAlias = Strings  # noqa: Y015
 
 @_typing.final
 class Tensor(_message.Message):
-    """Little-endian elements in row-major order; int4 and uint4 two to a byte, the first one low."""
+    """Little-endian elements in row-major order; elements of 4 bits two to a byte, of 2 bits four, the
+    first one low. A string is its length in 4 bytes and its UTF-8.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

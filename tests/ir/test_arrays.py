@@ -17,9 +17,16 @@ def any_bits(dtype, shape, seed=0):
     rng = np.random.default_rng(seed)
     if dtype.name == "bool":
         return rng.random(shape) < 0.5
-    if dtype.bits == 4:
-        low = -8 if dtype.kind == "int" else 0
-        return rng.integers(low, low + 16, shape).astype(dtype.numpy)
+    if dtype.name == "string":
+        return np.array(["", "a", "é\0 b", "日本"], object)[rng.integers(0, 4, shape)]
+    if dtype.bits < 8:
+        low = -(2 ** (dtype.bits - 1)) if dtype.kind == "int" else 0
+        drawn = rng.integers(low, low + 2**dtype.bits, shape)
+        return (
+            drawn.astype(np.uint8).view(dtype.numpy)
+            if dtype.is_float
+            else drawn.astype(dtype.numpy)
+        )
     data = rng.integers(0, 256, (*shape, dtype.bits // 8), np.uint8)
     return data.view(dtype.numpy).reshape(shape)
 
@@ -28,10 +35,17 @@ def any_bits(dtype, shape, seed=0):
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (4,), (2, 3), (3, 1, 5)])
 def test_every_element_type_comes_back_with_its_bits(dtype, shape):
     array = any_bits(dtype, shape)
-    for found in (from_raw(raw(array), type_of(array)), from_stored(stored(array), type_of(array))):
-        assert found.dtype == array.dtype
-        assert found.shape == array.shape
-        assert found.tobytes() == array.tobytes()
+    type_ = TensorSpec(shape, dtype)
+    copies = [from_raw(raw(np.asarray(array, dtype.numpy)), type_)]
+    if dtype.name != "string":
+        copies.append(from_stored(stored(array), type_))
+    for found in copies:
+        assert found.dtype == dtype.numpy
+        assert found.shape == shape
+        if dtype.name == "string":
+            assert found.tolist() == np.asarray(array, object).tolist()
+        else:
+            assert found.tobytes() == array.tobytes()
         assert not found.flags.writeable
 
 
@@ -52,10 +66,36 @@ def test_views_of_a_file_are_not_copied():
     assert np.shares_memory(view, data)
 
 
-@given(st.integers(0, 40), st.sampled_from(["int4", "uint4"]))
-def test_four_bit_elements_take_half_a_byte(n, name):
+@given(st.integers(0, 40), st.sampled_from(["int4", "uint4", "float4e2m1", "int2", "uint2"]))
+def test_narrow_elements_share_bytes(n, name):
     array = any_bits(DTYPES[name], (n,), n)
-    assert len(raw(array)) == (n + 1) // 2
+    each = 8 // DTYPES[name].bits
+    assert len(raw(array)) == (n + each - 1) // each
+
+
+BAD_STRINGS = {
+    "too few": (b"\x01\0\0\0a", "takes more than"),
+    "beyond the end": (b"\x01\0\0\0a\x09\0\0\0b", "string 1 of string.2. ends beyond"),
+    "no UTF-8": (b"\x01\0\0\0a\x01\0\0\0\xff", "not UTF-8"),
+    "too many": (b"\x01\0\0\0a\x01\0\0\0b\0", "takes 10 bytes, got 11"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STRINGS)
+def test_bytes_that_are_no_strings_are_refused(name):
+    data, match = BAD_STRINGS[name]
+    with pytest.raises(Corrupt, match=match):
+        from_raw(data, TensorSpec((2,), "string"))
+
+
+def test_strings_are_no_tensor_of_a_file():
+    with pytest.raises(InvalidInput, match="strings are no state"):
+        stored(np.array(["a"], object))
+
+
+def test_an_array_of_objects_is_a_tensor_only_of_strings():
+    with pytest.raises(InvalidInput, match="only where each is a str"):
+        type_of(np.array(["a", None], object))
 
 
 @pytest.mark.parametrize(

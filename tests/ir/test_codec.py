@@ -163,9 +163,17 @@ def _set(path, value):
     return change
 
 
+def _newer(**fields):
+    def change(m):
+        m.format_version = 2
+        m.types.add(**fields)
+
+    return change
+
+
 F = ("functions", 0, "function")
 BENT = {
-    "a newer format": (_set(("format_version",), 2), InvalidInput, "format version 2"),
+    "a newer format": (_set(("format_version",), 3), InvalidInput, "format version 3"),
     "no format": (_set(("format_version",), 0), Corrupt, "no format version"),
     "operator index": (_set((*F, "nodes", 1, "op"), 99), Corrupt, "operator 99 of"),
     "operand ahead": (_set((*F, "nodes", 1, "inputs", 0), 99), Corrupt, "value 98, which"),
@@ -180,6 +188,15 @@ BENT = {
     "entry index": (lambda m: m.entries.add(name=0, function=9), Corrupt, "function 9 of"),
     "entries": (lambda m: [m.entries.add() for _ in "ab"], Corrupt, "two entries"),
     "dtype": (lambda m: m.types.add(dtype=99), Corrupt, "number 99"),
+    "a newer form": (lambda m: m.types.add(form=1, dtype=1), Corrupt, "version 1 has no"),
+    "a newer dtype": (lambda m: m.types.add(dtype=8), Corrupt, "version 1 has no"),
+    "form": (_newer(form=9), Corrupt, "number 9 is none"),
+    "a sequence of nothing": (_newer(form=1), Corrupt, "number 0 is none"),
+    "a sequence of itself": (_newer(form=1, element=99), Corrupt, "type 98 of"),
+    "a sequence with sizes": (_newer(form=1, dtype=1, shape=[2]), Corrupt, "element type alone"),
+    "an optional of nothing": (_newer(form=3), Corrupt, "names it"),
+    "an optional with sizes": (_newer(form=3, element=1, shape=[2]), Corrupt, "no size of its own"),
+    "a tensor that holds a type": (_newer(dtype=1, element=1), Corrupt, "but its element type"),
     "no dtype": (lambda m: m.types.add(), Corrupt, "number 0"),
     "rank": (lambda m: m.types.add(dtype=1, shape=[1] * 17), Corrupt, "17 axes"),
     "size": (lambda m: m.types.add(dtype=1, shape=[2**63 - 1]), Corrupt, "at most"),

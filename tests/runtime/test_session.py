@@ -217,15 +217,25 @@ def test_numbers_that_are_no_arrays_are_taken_by_their_own_dtype():
         Session(graph).run({"x": np.float32(3)})  # type: ignore[dict-item] # on purpose
 
 
-def test_graph_over_text_is_refused_at_load():
-    graph = model(
+def over_text():
+    return model(
         [node("Identity", ["x"], ["y"])],
         {"x": (1,)},
         {"y": (1,)},
         types=dict.fromkeys("xy", TensorProto.STRING),
     )
+
+
+def test_graph_over_text_is_refused_at_load():
     with pytest.raises(InvalidInput, match=r"x must be a tensor of numbers, got tensor\(string\)"):
-        Session(graph)
+        Session(over_text())
+
+
+def test_text_passes_where_any_value_may():
+    session = Session(over_text(), options=SessionOptions(values="any"))
+    assert session.run({"x": np.array(["é"], object)})["y"].tolist() == ["é"]
+    with pytest.raises(InvalidInput, match="x: string"):
+        session.run({"x": np.zeros(1, np.float32)})
 
 
 def batch(rows: int, seed: int = 0) -> dict[str, np.ndarray]:

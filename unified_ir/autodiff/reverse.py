@@ -31,7 +31,7 @@ def linearize(
     None where there is no dependence.
     """
     replay = Replay(function, args)
-    active = {function.params[i] for i in wanted if function.params[i].type.dtype.is_float}
+    active = {function.params[i] for i in wanted if function.params[i].type.carries_gradient}
     steps: list[_Step] = []
     for node in function.nodes:
         if not any(v in active for v in node.inputs if v is not None):
@@ -39,7 +39,7 @@ def linearize(
             continue
         outputs, pullback = _linearize_node(replay, node)
         replay.define(node, outputs)
-        active.update(v for v in node.outputs if v.type.dtype.is_float)
+        active.update(v for v in node.outputs if v.type.carries_gradient)
         steps.append((node, pullback))
 
     def pull(gs: Cotangents) -> list[Tensor | None]:

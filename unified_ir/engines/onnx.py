@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-
-import numpy as np
+from dataclasses import replace
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines.protocol import by_position, check_donated
 from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.onnx.emit import emit, serialize
 from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
+from triplane.unified_ir.ops.contents import as_contents
 from triplane.unified_ir.runtime.session import Loop, Session, SessionOptions
 from triplane.unified_ir.runtime.signature import next_name
 
@@ -42,7 +42,8 @@ class OnnxProgram:
 
     def __call__(self, *args: Array) -> tuple[Array, ...]:
         """See `Program`."""
-        feeds = by_position(self.function, [np.asarray(a) for a in args])
+        given = by_position(self.function, args)
+        feeds = {p.name: as_contents(given[p.name], p.type) for p in self.function.params}
         found = self._session.run(feeds, self._outputs)
         return tuple(found[n] for n in self._outputs)
 
@@ -62,7 +63,7 @@ class OnnxEngine:
     def __init__(
         self, *, options: SessionOptions | None = None, target: OnnxTarget = DEFAULT
     ) -> None:
-        self._options = options or SessionOptions()
+        self._options = replace(options or SessionOptions(), values="any")
         self._target = target
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> OnnxProgram:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Collection, Mapping
 
 from triplane.proto.errors import InvalidInput, TriplaneError
 from triplane.unified_ir.engines.protocol import HostLoop, by_position, check_donated
 from triplane.unified_ir.ir.graph import Array, Function
+from triplane.unified_ir.ops.contents import as_contents
 from triplane.unified_ir.ops.evaluate import run_function
 from triplane.unified_ir.ops.table import TABLE
 
@@ -23,8 +22,9 @@ class ReferenceProgram:
 
     def __call__(self, *args: Array) -> tuple[Array, ...]:
         """See `Program`."""
-        arrays: Sequence[Array] = [np.asarray(a) for a in args]
-        by_position(self.function, arrays)
+        by_position(self.function, args)
+        params = self.function.params
+        arrays = [as_contents(a, p.type) for a, p in zip(args, params, strict=True)]
         try:
             return tuple(run_function(TABLE, self.function, arrays))
         except TriplaneError:

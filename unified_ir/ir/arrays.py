@@ -1,8 +1,9 @@
-"""Arrays as bytes: little-endian, row-major, 4-bit elements two to a byte (the first one low).
+"""Arrays as bytes: little-endian, row-major, several narrow elements to a byte (the first one low).
 
-Views of a file are handed out as they lie there, read-only; only 4-bit elements are unpacked, since
-the host holds one per byte. A file's tensors know storage types alone: 4-bit elements are a flat
-`uint8` there, bfloat16 a `uint16`, and the type in the graph says what they are.
+Views of a file are handed out as they lie there, read-only; only elements of 2 or 4 bits are
+unpacked, since the host holds one per byte. A file's tensors know storage types alone: narrow
+elements are a flat `uint8` there, bfloat16 a `uint16`, and the type in the graph says what they
+are. Strings are no tensors of a file: as bytes each is its length, 4 bytes, and its UTF-8.
 """
 
 from __future__ import annotations
@@ -16,20 +17,30 @@ from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.files.dtypes import BY_NAME, StoredDtype
 from triplane.unified_ir.files.tensors import Tensor
 from triplane.unified_ir.ir.graph import Array
-from triplane.unified_ir.ir.types import DType, TensorType, type_of
+from triplane.unified_ir.ir.types import DType, TensorType, is_plain, string, type_of
 
 _STORED_NAME: Final = {
     "float8e4m3fn": "float8_e4m3fn",
     "float8e5m2": "float8_e5m2",
+    "float8e4m3fnuz": "uint8",
+    "float8e5m2fnuz": "uint8",
+    "float8e8m0": "uint8",
+    "float4e2m1": "uint8",
     "int4": "uint8",
     "uint4": "uint8",
+    "int2": "uint8",
+    "uint2": "uint8",
 }
+_LENGTH: Final = np.dtype("<u4")
+"""What stands before the bytes of each string."""
 CONSTANT_PREFIX: Final = "constant."
 _NAME_DIGITS: Final = 16
 
 
 def stored_dtype(dtype: DType) -> StoredDtype:
     """How a file holds elements of this type."""
+    if dtype == string:
+        raise InvalidInput("strings are no state of a model; keep them in constants or attributes")
     return BY_NAME[_STORED_NAME.get(dtype.name, dtype.name)]
 
 
@@ -37,13 +48,16 @@ def stored(array: Array) -> Tensor:
     """The array as a file holds it, without a copy where the bytes are the same."""
     dtype = type_of(array).dtype
     row = stored_dtype(dtype)
-    if dtype.bits == 4:
-        return Tensor(row.name, _packed(array))
+    if dtype.bits < 8:
+        return Tensor(row.name, _packed(array, dtype.bits))
     return Tensor(row.name, np.asarray(array, order="C").view(row.storage))
 
 
 def raw(array: Array) -> bytes:
-    """The bytes of `stored`."""
+    """The bytes of `stored`, or of strings."""
+    if array.dtype.kind == "O":
+        texts = [str(text).encode() for text in array.reshape(-1)]
+        return b"".join(np.array(len(t), _LENGTH).tobytes() + t for t in texts)
     tensor = stored(array)
     return np.asarray(tensor.data, stored_dtype(type_of(array).dtype).storage).tobytes()
 
@@ -51,7 +65,7 @@ def raw(array: Array) -> bytes:
 def from_stored(tensor: Tensor, type_: TensorType) -> Array:
     """The array of type `type_` that a file holds; Corrupt where it is of another type."""
     shape, row = static_shape(type_), stored_dtype(type_.dtype)
-    held = (_packed_size(shape),) if type_.dtype.bits == 4 else shape
+    held = (_packed_size(shape, type_.dtype.bits),) if type_.dtype.bits < 8 else shape
     if tensor.dtype != row.name or tensor.shape != held:
         raise Corrupt(
             f"{type_} is stored as {row.name}{list(held)}, "
@@ -62,8 +76,11 @@ def from_stored(tensor: Tensor, type_: TensorType) -> Array:
 
 def from_raw(data: bytes, type_: TensorType) -> Array:
     """The array of type `type_` with these bytes; Corrupt where their number is another."""
-    shape, row = static_shape(type_), stored_dtype(type_.dtype)
-    n = _packed_size(shape) if type_.dtype.bits == 4 else _count(shape)
+    shape = static_shape(type_)
+    if type_.dtype == string:
+        return _strings(data, type_, shape)
+    row, bits = stored_dtype(type_.dtype), type_.dtype.bits
+    n = _packed_size(shape, bits) if bits < 8 else _count(shape)
     if len(data) != n * row.storage.itemsize:
         raise Corrupt(f"{type_} takes {n * row.storage.itemsize} bytes, got {len(data)}")
     return _viewed(np.frombuffer(data, row.storage), type_, shape)
@@ -78,7 +95,7 @@ def constant_name(array: Array) -> str:
 def static_shape(type_: TensorType) -> tuple[int, ...]:
     """The shape of a tensor with contents, whose sizes are numbers."""
     shape = tuple(d for d in type_.shape if isinstance(d, int))
-    if len(shape) != type_.rank:
+    if len(shape) != type_.rank or not is_plain(type_):
         raise InvalidInput(f"a tensor with contents has sizes that are numbers, not {type_}")
     return shape
 
@@ -90,18 +107,25 @@ def _count(shape: tuple[int, ...]) -> int:
     return n
 
 
-def _packed_size(shape: tuple[int, ...]) -> int:
-    return (_count(shape) + 1) // 2
+def _packed_size(shape: tuple[int, ...], bits: int) -> int:
+    return -(-_count(shape) * bits // 8)
 
 
-def _packed(array: Array) -> Array:
-    nibbles = array.reshape(-1).astype(np.int8).view(np.uint8) & 0xF
-    nibbles = np.append(nibbles, np.zeros(len(nibbles) % 2, np.uint8))
-    return nibbles[0::2] | nibbles[1::2] << 4
+def _packed(array: Array, bits: int) -> Array:
+    """Each element's lowest bits, the first element of a byte lowest."""
+    flat = np.asarray(array, order="C").reshape(-1)
+    held = flat.view(np.uint8) if flat.dtype.kind == "V" else flat.astype(np.int8).view(np.uint8)
+    each = 8 // bits
+    narrow = np.zeros(-(-len(held) // each) * each, np.uint8)
+    narrow[: len(held)] = held & (2**bits - 1)
+    made = np.zeros(len(narrow) // each, np.uint8)
+    for k in range(each):
+        made |= narrow[k::each] << (bits * k)
+    return made
 
 
 def _viewed(data: np.ndarray[Any, Any], type_: TensorType, shape: tuple[int, ...]) -> Array:
-    if type_.dtype.bits == 4:
+    if type_.dtype.bits < 8:
         array = _unpacked(data, type_, shape)
     elif type_.dtype.name == "bool":
         bits = data.view(np.uint8)
@@ -115,11 +139,39 @@ def _viewed(data: np.ndarray[Any, Any], type_: TensorType, shape: tuple[int, ...
 
 
 def _unpacked(data: Array, type_: TensorType, shape: tuple[int, ...]) -> Array:
-    nibbles = np.stack([data & 0xF, data >> 4], axis=-1).reshape(-1)
+    bits = type_.dtype.bits
+    each = [data >> (bits * k) & (2**bits - 1) for k in range(8 // bits)]
+    narrow = np.stack(each, axis=-1).reshape(-1)
     n = _count(shape)
-    if nibbles[n:].any():
-        raise Corrupt("the padding after 4-bit elements is not zero")
-    signed = nibbles[:n].view(np.int8)
+    if narrow[n:].any():
+        raise Corrupt(f"the padding after {bits}-bit elements is not zero")
+    if type_.dtype.is_float:
+        return narrow[:n].astype(np.uint8).view(type_.dtype.numpy).reshape(shape)
+    signed = narrow[:n].view(np.int8)
     if type_.dtype.kind == "int":
-        signed = (signed ^ 8) - 8
+        top = 2 ** (bits - 1)
+        signed = (signed ^ top) - top
     return signed.astype(type_.dtype.numpy).reshape(shape)
+
+
+def _strings(data: bytes, type_: TensorType, shape: tuple[int, ...]) -> Array:
+    """The strings in `data`, as many as the shape says and no byte more."""
+    n, at = _count(shape), 0
+    if n * _LENGTH.itemsize > len(data):
+        raise Corrupt(f"{type_} takes more than {len(data)} bytes")
+    array = np.empty(n, np.object_)
+    for i in range(n):
+        end = at + _LENGTH.itemsize
+        size = int.from_bytes(data[at:end], "little")
+        at = end + size
+        if at > len(data):
+            raise Corrupt(f"string {i} of {type_} ends beyond its {len(data)} bytes")
+        try:
+            array[i] = data[end:at].decode()
+        except UnicodeDecodeError as error:
+            raise Corrupt(f"string {i} of {type_} is not UTF-8: {error}") from error
+    if at != len(data):
+        raise Corrupt(f"{type_} takes {at} bytes, got {len(data)}")
+    array = array.reshape(shape)
+    array.flags.writeable = False
+    return array

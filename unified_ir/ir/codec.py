@@ -18,7 +18,7 @@ from triplane.unified_ir.files.tensors import Tensor
 from triplane.unified_ir.ir import limits
 from triplane.unified_ir.ir.arrays import stored
 from triplane.unified_ir.ir.decode import Decoder
-from triplane.unified_ir.ir.encode import FORMAT_VERSION, Encoder
+from triplane.unified_ir.ir.encode import FIRST_VERSION, FORMAT_VERSION, Encoder
 from triplane.unified_ir.ir.graph import Function, Role, StateTensor
 
 PART: Final = "module.pb"
@@ -102,7 +102,7 @@ def _parsed(data: bytes) -> pb.Module:
             f"the module has format version {message.format_version}, this program reads "
             f"{FORMAT_VERSION}; a newer triplane may read it"
         )
-    if message.format_version < FORMAT_VERSION:
+    if message.format_version < FIRST_VERSION:
         raise Corrupt("the module has no format version")
     return message
 

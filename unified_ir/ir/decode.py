@@ -25,6 +25,7 @@ from triplane.unified_ir.ir.arrays import (
     static_shape,
 )
 from triplane.unified_ir.ir.dims import MAX_DIM, Dim, parse
+from triplane.unified_ir.ir.encode import FIRST_VERSION, NEWER
 from triplane.unified_ir.ir.graph import (
     NO_META,
     Array,
@@ -38,7 +39,16 @@ from triplane.unified_ir.ir.graph import (
     StateTensor,
     Value,
 )
-from triplane.unified_ir.ir.types import BY_ONNX, MAX_RANK, DType, TensorType
+from triplane.unified_ir.ir.types import (
+    BY_ONNX,
+    MAX_RANK,
+    DType,
+    OptionalType,
+    SequenceType,
+    TensorType,
+    is_plain,
+    string,
+)
 
 _T = TypeVar("_T")
 
@@ -58,7 +68,9 @@ class Decoder:
         self.strings = [_string(s) for s in message.strings]
         self.dims = _dims(message.dims)
         self.ops = [self._op(op) for op in message.ops]
-        self.types = [self._type(t) for t in message.types]
+        self.types: list[TensorType] = []
+        for item in message.types:
+            self.types.append(self._type(item))
         self.places = [self._place(p) for p in message.places]
 
     def functions(self) -> dict[str, Function]:
@@ -208,6 +220,36 @@ class Decoder:
         return OpId(domain and _name(domain), self.name(message.name), message.since)
 
     def _type(self, message: pb.TensorType) -> TensorType:
+        """A type; one that holds another stands after it."""
+        first = self.message.format_version == FIRST_VERSION
+        if first and (message.form or message.element or message.dtype in NEWER):
+            raise Corrupt(f"format version {FIRST_VERSION} has no such type: {message}")
+        if message.form not in _FORMS:
+            raise Corrupt(f"form of type number {message.form} is none")
+        return _FORMS[message.form](self, message)
+
+    def sequence_type(self, message: pb.TensorType) -> TensorType:
+        """A sequence, of what is known of its elements."""
+        empty = message.form == pb.FORM_EMPTY
+        if message.element and not message.dtype and not empty:
+            return SequenceType(self._held(message))
+        if message.element or message.shape:
+            raise Corrupt("a sequence has a type of its elements or their element type alone")
+        return SequenceType(_dtype(message.dtype), empty=empty)
+
+    def optional_type(self, message: pb.TensorType) -> TensorType:
+        """An optional."""
+        return OptionalType(self._held(message))
+
+    def _held(self, message: pb.TensorType) -> TensorType:
+        if not message.element or message.shape or message.dtype:
+            raise Corrupt("a type that holds another names it, and has no size of its own")
+        return _pick(self.types, message.element - 1, "type")
+
+    def tensor_type(self, message: pb.TensorType) -> TensorType:
+        """A tensor type."""
+        if message.element:
+            raise Corrupt("a tensor has no type of elements but its element type")
         _at_most(MAX_RANK, message.shape, "axes")
         shape = tuple(self.dim(n) for n in message.shape)
         if any(isinstance(d, int) and d > MAX_DIM for d in shape):
@@ -228,6 +270,8 @@ class Decoder:
     def _state(self, message: pb.State) -> tuple[str, StateTensor]:
         name = self.name(message.name)
         type_ = _pick(self.types, message.type, "type")
+        if not is_plain(type_) or type_.dtype == string:
+            raise Corrupt(f"state {name!r} is a tensor of numbers, not {type_}")
         if message.role not in _ROLES:
             raise Corrupt(f"state {name!r} has role number {message.role}, which is none")
         role = _ROLES[message.role]
@@ -255,6 +299,14 @@ _READ: Final[Mapping[str, _Read]] = {
 }
 # fmt: on
 _ROLES: Final[Mapping[int, Role]] = {pb.Role.Value(f"ROLE_{r.name}"): r for r in Role}
+
+
+_FORMS: Final[Mapping[int, Callable[[Decoder, pb.TensorType], TensorType]]] = {
+    pb.FORM_TENSOR: Decoder.tensor_type,
+    pb.FORM_SEQUENCE: Decoder.sequence_type,
+    pb.FORM_EMPTY: Decoder.sequence_type,
+    pb.FORM_OPTIONAL: Decoder.optional_type,
+}
 
 
 def _dtype(number: int) -> DType:

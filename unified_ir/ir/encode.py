@@ -21,9 +21,14 @@ from triplane.unified_ir.ir.graph import (
     StateTensor,
     Value,
 )
-from triplane.unified_ir.ir.types import DType, TensorType, type_of
+from triplane.unified_ir.ir.types import DType, OptionalType, SequenceType, TensorType, type_of
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+"""2 added sequences, optionals, strings and further narrow element types."""
+FIRST_VERSION: Final = 1
+"""What is written where nothing newer is in the module, so that older programs read it."""
+NEWER: Final = frozenset({8, 18, 20, 23, 24, 25, 26})
+"""Numbers of the element types that version 2 added."""
 MAX_INLINE_BYTES: Final = 1024
 """Constants above this size lie in the weights, where they map in place and are stored once."""
 
@@ -34,7 +39,7 @@ class Encoder:
     """One message being filled, its tables, and the constants that belong in the weights."""
 
     def __init__(self, max_inline_bytes: int = MAX_INLINE_BYTES) -> None:
-        self.message = pb.Module(format_version=FORMAT_VERSION)
+        self.message = pb.Module(format_version=FIRST_VERSION)
         self.constants: dict[str, Array] = {}
         self._max_inline_bytes = max_inline_bytes
         self._strings: dict[str, int] = {}
@@ -106,7 +111,7 @@ class Encoder:
     def tensor(self, array: Array, out: pb.Attribute) -> None:
         """A tensor: inline where small, else in the weights."""
         type_ = self.type(type_of(array))
-        if array.nbytes <= self._max_inline_bytes:
+        if array.nbytes <= self._max_inline_bytes or array.dtype.kind == "O":
             out.tensor.type = type_
             out.tensor.data = raw(array)
             return
@@ -116,6 +121,12 @@ class Encoder:
             raise InvalidInput(f"two constants share the digest of {name!r}; change one of them")
         out.tensor_ref.type = type_
         out.tensor_ref.name = self.string(name)
+
+    def dtype(self, dtype: DType, out: pb.Attribute) -> None:
+        """An element type as an attribute."""
+        if dtype.onnx in NEWER:
+            self.message.format_version = FORMAT_VERSION
+        out.dtype = dtype.onnx  # type: ignore[assignment]
 
     def string(self, text: str) -> int:
         """Index of a text."""
@@ -140,10 +151,23 @@ class Encoder:
         """Index of a type."""
 
         def add(type_: TensorType) -> None:
-            shape = [self.dim(d) for d in type_.shape]
-            self.message.types.add(dtype=type_.dtype.onnx, shape=shape)
+            made = pb.TensorType(**self._form(type_))
+            if made.form or made.dtype in NEWER:
+                self.message.format_version = FORMAT_VERSION
+            self.message.types.append(made)
 
         return _index(self._types, type_, add)
+
+    def _form(self, type_: TensorType) -> dict[str, Any]:
+        """Fields of a type; what a sequence or an optional holds comes into the table first."""
+        if isinstance(type_, OptionalType):
+            return {"form": pb.FORM_OPTIONAL, "element": 1 + self.type(type_.element)}
+        if isinstance(type_, SequenceType):
+            form = pb.FORM_EMPTY if type_.empty else pb.FORM_SEQUENCE
+            if isinstance(type_.element, DType):
+                return {"form": form, "dtype": type_.element.onnx}
+            return {"form": form, "element": 1 + self.type(type_.element)}
+        return {"dtype": type_.dtype.onnx, "shape": [self.dim(d) for d in type_.shape]}
 
     def place(self, meta: Meta) -> int:
         """Index of a place."""
@@ -200,5 +224,5 @@ _WRITE: Final[Mapping[str, _Write]] = {
     "strings": lambda e, out, v: out.strings.CopyFrom(pb.Strings(values=[e.string(s) for s in v])),
     "tensor": lambda e, out, v: e.tensor(v, out),
     "dims": lambda e, out, v: out.dims.values.extend(e.dim(d) for d in v),
-    "dtype": lambda _, out, v: setattr(out, "dtype", v.onnx),
+    "dtype": lambda e, out, v: e.dtype(v, out),
 }

@@ -30,7 +30,15 @@ from triplane.unified_ir.ir.graph import (
     Value,
 )
 from triplane.unified_ir.ir.text import DIGEST_DIGITS, MAX_SHOWN_ELEMENTS, digest_of
-from triplane.unified_ir.ir.types import DTYPES, MAX_RANK, DType, TensorType
+from triplane.unified_ir.ir.types import (
+    DTYPES,
+    MAX_RANK,
+    DType,
+    OptionalType,
+    SequenceType,
+    TensorType,
+    string,
+)
 
 MAX_TEXT_CHARS: Final = 16 << 20
 
@@ -40,8 +48,11 @@ _WORD: Final = r"[A-Za-z_][A-Za-z0-9_./*-]*"
 _NAME: Final = re.compile(rf"{_STRING}|{_WORD}")
 _VALUE: Final = re.compile(rf"%(?:(\d+)|({_STRING}|{_WORD}))")
 _TYPE: Final = re.compile(r"([a-z0-9]+)\[([^\][]*)\]")
+_WRAPPED: Final = re.compile(r"(seq|optional)\(")
+_WORD_ONLY: Final = re.compile(r"[a-z0-9]+")
 _INT: Final = re.compile(r"-?\d+", re.ASCII)
 _FLOAT: Final = re.compile(r"-?(?:\d+(?:\.\d*)?(?:e[+-]?\d+)?|inf)|nan", re.ASCII)
+_ELEMENT: Final = re.compile(rf"{_STRING}|[^,}}\"]+")
 _ITEM: Final = re.compile(rf"{_STRING}|[^,\"]+")
 _OP: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_.]*)")
 _PLACE: Final = re.compile(r"  # (?:(\S.*?):(\d+)(?: (.*))?|(.*))$")
@@ -259,17 +270,22 @@ class _Reader:
                 raise InvalidInput(f"no constant {type_} of digest {digest} was given")
             return found
         line.need("{")
-        items = line.list("}", lambda at: at.match(re.compile(r"[^,}]+"), "a number")[0])
+        items = line.list("}", lambda at: at.match(_ELEMENT, "an element")[0])
         n = dims.product(list(shape))
         if len(items) != n or len(items) > MAX_SHOWN_ELEMENTS:
             raise InvalidInput(f"{type_} has {n} elements, {len(items)} are given")
-        array = np.array([_element(i, type_.dtype) for i in items]).reshape(shape)
-        array = array.astype(type_.dtype.numpy)
+        array = np.empty(len(items), type_.dtype.numpy)
+        array[:] = [_element(i, type_.dtype) for i in items]
+        array = array.reshape(shape)
         array.flags.writeable = False
         return array
 
 
-def _element(text: str, dtype: DType) -> int | float | bool:
+def _element(text: str, dtype: DType) -> int | float | bool | str:
+    if dtype == string:
+        if not text.startswith('"'):
+            raise InvalidInput(f"a string stands in quotes, got {text[:40]!r}")
+        return _unquoted(text)
     if dtype.name == "bool":
         if text not in {"true", "false"}:
             raise InvalidInput(f"a bool is true or false, got {text!r}")
@@ -342,13 +358,36 @@ def _output(line: _Line) -> tuple[str, Value]:
 
 
 def _type(line: _Line) -> TensorType:
+    """A type of a value; a sequence's element may be an element type alone."""
+    wrapped = _WRAPPED.match(line.text, line.at)
+    if wrapped is None:
+        return _tensor_type(line)
+    line.at = wrapped.end()
+    made: TensorType
+    if wrapped[1] == "optional":
+        made = OptionalType(_type(line))
+    elif _TYPE.match(line.text, line.at):
+        made = SequenceType(_tensor_type(line))
+    else:
+        dtype = _dtype(line.match(_WORD_ONLY, "a type")[0])
+        made = SequenceType(dtype, empty=line.skip(" none"))
+    line.need(")")
+    return made
+
+
+def _dtype(name: str) -> DType:
+    if name not in DTYPES:
+        raise InvalidInput(f"no element type {name!r}; known: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _tensor_type(line: _Line) -> TensorType:
     found = line.match(_TYPE, "a type")
-    if found[1] not in DTYPES:
-        raise InvalidInput(f"no element type {found[1]!r}; known: {', '.join(DTYPES)}")
+    dtype = _dtype(found[1])
     sizes = found[2].split(",") if found[2] else []
     if len(sizes) > MAX_RANK:
         raise InvalidInput(f"a tensor has at most {MAX_RANK} axes, got {len(sizes)}")
-    return TensorType(DTYPES[found[1]], tuple(_size(s) for s in sizes))
+    return TensorType(dtype, tuple(_size(s) for s in sizes))
 
 
 @lru_cache(maxsize=4096)

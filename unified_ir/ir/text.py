@@ -128,6 +128,8 @@ def digest_of(array: Array) -> str:
 
 def _elements(array: Array) -> Sequence[str]:
     """Each element in the fewest digits that read back as it."""
+    if array.dtype.kind == "O":
+        return [_quoted(v) for v in array.reshape(-1)]
     if array.dtype.kind == "b":
         return [str(bool(v)).lower() for v in array.reshape(-1)]
     return [str(v) for v in array.reshape(-1)]

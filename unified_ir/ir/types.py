@@ -1,4 +1,9 @@
-"""Element types and tensor types. One literal table holds every property of an element type."""
+"""Element types; types of tensors, sequences and optionals.
+
+One literal table holds every property of an element type. A sequence or an optional is a
+`TensorType` without axes whose `dtype` is no number: what is written for tensors passes it through
+untouched, and a rule that takes one asks for its class.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, as_dim, evaluate, product, symbols
+from triplane.unified_ir.ir.dims import Dim, as_dim, evaluate, product, substitute, symbol, symbols
 
 MAX_RANK: Final = 16
 
@@ -27,11 +32,12 @@ class TypeMismatch(InvalidInput):
 
 @dataclass(frozen=True)
 class DType:
-    """An element type: `kind` is one of bool, int, uint, float; `onnx` its TensorProto number."""
+    """An element type: `kind` is one of bool, int, uint, float, string; `onnx` its number there."""
 
     name: str
     kind: str
     bits: int
+    """Of one element; 0 for strings, whose elements have no common size."""
     onnx: int
     host: Any
     """The numpy scalar type that holds one element on the host."""
@@ -56,22 +62,29 @@ class DType:
 # fmt: off
 _ROWS: Final = (
     DType("bool",       "bool",   8,  9, np.bool_),
+    DType("int2",       "int",    2, 26, ml_dtypes.int2),
     DType("int4",       "int",    4, 22, ml_dtypes.int4),
     DType("int8",       "int",    8,  3, np.int8),
     DType("int16",      "int",   16,  5, np.int16),
     DType("int32",      "int",   32,  6, np.int32),
     DType("int64",      "int",   64,  7, np.int64),
+    DType("uint2",      "uint",   2, 25, ml_dtypes.uint2),
     DType("uint4",      "uint",   4, 21, ml_dtypes.uint4),
     DType("uint8",      "uint",   8,  2, np.uint8),
     DType("uint16",     "uint",  16,  4, np.uint16),
     DType("uint32",     "uint",  32, 12, np.uint32),
     DType("uint64",     "uint",  64, 13, np.uint64),
+    DType("float4e2m1", "float",  4, 23, ml_dtypes.float4_e2m1fn),
     DType("float8e4m3fn", "float", 8, 17, ml_dtypes.float8_e4m3fn),
+    DType("float8e4m3fnuz", "float", 8, 18, ml_dtypes.float8_e4m3fnuz),
     DType("float8e5m2", "float",  8, 19, ml_dtypes.float8_e5m2),
+    DType("float8e5m2fnuz", "float", 8, 20, ml_dtypes.float8_e5m2fnuz),
+    DType("float8e8m0", "float",  8, 24, ml_dtypes.float8_e8m0fnu),
     DType("bfloat16",   "float", 16, 16, ml_dtypes.bfloat16),
     DType("float16",    "float", 16, 10, np.float16),
     DType("float32",    "float", 32,  1, np.float32),
     DType("float64",    "float", 64, 11, np.float64),
+    DType("string",     "string", 0,  8, np.object_),
 )
 # fmt: on
 DTYPES: Final[Mapping[str, DType]] = {row.name: row for row in _ROWS}
@@ -88,6 +101,12 @@ uint32 = DTYPES["uint32"]
 float16 = DTYPES["float16"]
 float32 = DTYPES["float32"]
 float64 = DTYPES["float64"]
+string = DTYPES["string"]
+
+_SEQUENCE: Final = DType("sequence", "sequence", 0, 0, np.object_)
+_OPTIONAL: Final = DType("optional", "optional", 0, 0, np.object_)
+OWN: Final = symbol("_")
+"""In the type of a sequence's elements: a size that each element has for itself."""
 
 
 def as_dtype(x: DType | DTypeLike | str) -> DType:
@@ -97,7 +116,8 @@ def as_dtype(x: DType | DTypeLike | str) -> DType:
     if isinstance(x, str) and x in DTYPES:
         return DTYPES[x]
     try:
-        return _BY_NUMPY[np.dtype(x)]
+        found = np.dtype(x)
+        return string if found.kind == "U" else _BY_NUMPY[found]
     except (TypeError, KeyError):
         raise InvalidInput(f"no element type {x!r}; known: {', '.join(DTYPES)}") from None
 
@@ -129,6 +149,15 @@ class TensorType:
         """Symbols in the shape."""
         return frozenset().union(*(symbols(d) for d in self.shape))
 
+    @property
+    def carries_gradient(self) -> bool:
+        """Whether a value of this type holds numbers that gradients flow through."""
+        return self.dtype.is_float
+
+    def with_sizes(self, sizes: Mapping[str, Dim]) -> TensorType:
+        """The type with symbols replaced."""
+        return TensorType(self.dtype, tuple(substitute(d, sizes) for d in self.shape))
+
     def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape as ints, for the given sizes of symbols."""
         return tuple(evaluate(d, sizes) for d in self.shape)
@@ -152,6 +181,132 @@ def TensorSpec(
     return TensorType(as_dtype(dtype), dims)
 
 
+@dataclass(frozen=True, init=False, repr=False)
+class SequenceType(TensorType):
+    """Any number of tensors in order; `str` gives e.g. `seq(float32[_,3])`.
+
+    `element` is their type, where a size `_` is each one's own, or an element type alone where
+    nothing is known of their shapes. `empty`: there is none yet, so any shape may come.
+    """
+
+    element: TensorType | DType
+    empty: bool
+
+    def __init__(self, element: TensorType | DType, *, empty: bool = False) -> None:
+        if not isinstance(element, DType):
+            if not is_plain(element):
+                raise InvalidInput(f"a sequence holds tensors, not {element}")
+            shape = (OWN if "_" in symbols(d) else d for d in element.shape)
+            element = element.dtype if empty else element.with_shape(shape)
+        _fill(self, dtype=_SEQUENCE, shape=(), element=element, empty=empty)
+
+    def __str__(self) -> str:
+        return f"seq({self.element}{' none' if self.empty else ''})"
+
+    __repr__ = __str__
+
+    @property
+    def element_dtype(self) -> DType:
+        """The element type of the tensors."""
+        return self.element if isinstance(self.element, DType) else self.element.dtype
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Symbols of the scope in the elements' shape."""
+        inner = self.element
+        return frozenset() if isinstance(inner, DType) else inner.symbols - {"_"}
+
+    @property
+    def carries_gradient(self) -> bool:
+        """See `TensorType`."""
+        return self.element_dtype.is_float
+
+    def with_sizes(self, sizes: Mapping[str, Dim]) -> SequenceType:
+        """See `TensorType`."""
+        if isinstance(self.element, DType):
+            return self
+        kept = {name: size for name, size in sizes.items() if name != "_"}
+        return SequenceType(self.element.with_sizes(kept))
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class OptionalType(TensorType):
+    """A tensor or sequence of type `element`, or nothing; `str` gives `optional(float32[2])`."""
+
+    element: TensorType
+
+    def __init__(self, element: TensorType) -> None:
+        if isinstance(element, OptionalType):
+            raise InvalidInput(f"an optional holds a tensor or a sequence, not {element}")
+        _fill(self, dtype=_OPTIONAL, shape=(), element=element)
+
+    def __str__(self) -> str:
+        return f"optional({self.element})"
+
+    __repr__ = __str__
+
+    @property
+    def symbols(self) -> frozenset[str]:
+        """Symbols of what it may hold."""
+        return self.element.symbols
+
+    @property
+    def carries_gradient(self) -> bool:
+        """See `TensorType`."""
+        return self.element.carries_gradient
+
+    def with_sizes(self, sizes: Mapping[str, Dim]) -> OptionalType:
+        """See `TensorType`."""
+        return OptionalType(self.element.with_sizes(sizes))
+
+
+def _fill(made: TensorType, **fields: object) -> None:
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+
+
+def is_plain(type_: TensorType) -> bool:
+    """Whether values of the type are tensors: no sequences, no optionals."""
+    return type(type_) is TensorType
+
+
+def joined(a: TensorType, b: TensorType) -> TensorType | None:
+    """The narrowest type of which values of both types are; None where there is none.
+
+    Two tensor types join only where they are equal; two sequences of one element type always do.
+    """
+    if a == b:
+        return a
+    if isinstance(a, OptionalType) and isinstance(b, OptionalType):
+        inner = joined(a.element, b.element)
+        return None if inner is None else OptionalType(inner)
+    if not isinstance(a, SequenceType) or not isinstance(b, SequenceType):
+        return None
+    if a.element_dtype != b.element_dtype:
+        return None
+    if a.empty or b.empty:
+        return b if a.empty else a
+    return SequenceType(joined_elements(a.element, b.element))
+
+
+def joined_elements(a: TensorType | DType, b: TensorType | DType) -> TensorType | DType:
+    """What is known of tensors of one element type that are `a` or `b`."""
+    if isinstance(a, DType) or isinstance(b, DType):
+        return a if isinstance(a, DType) else a.dtype
+    if a.rank != b.rank:
+        return a.dtype
+    pairs = zip(a.shape, b.shape, strict=True)
+    return a.with_shape(x if x == y else OWN for x, y in pairs)
+
+
+def fits(given: TensorType, wanted: TensorType) -> bool:
+    """Whether each value of type `given` is one of type `wanted`."""
+    return joined(given, wanted) == wanted
+
+
 def type_of(array: np.ndarray[Any, Any]) -> TensorType:
     """The type of a host array."""
-    return TensorType(as_dtype(array.dtype), array.shape)
+    dtype = as_dtype(array.dtype)
+    if dtype == string and not all(isinstance(x, str) for x in array.reshape(-1)):
+        raise InvalidInput("an array of Python objects is a tensor only where each is a str")
+    return TensorType(dtype, array.shape)

@@ -19,10 +19,10 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Location, Meta, Node, Value
 from triplane.unified_ir.ir.types import DType, TensorType, TypeMismatch, as_dtype
+from triplane.unified_ir.ops.contents import bind
 from triplane.unified_ir.ops.infer import check_groups, infer
 from triplane.unified_ir.ops.recorder import stack
 from triplane.unified_ir.ops.row import DOMAIN, OPEN, Call, Known, Op, Table
-from triplane.unified_ir.ops.sizes import bind_sizes
 from triplane.unified_ir.ops.source import user_location
 from triplane.unified_ir.ops.tensor import Tensor
 
@@ -87,7 +87,7 @@ class Build:
         self._own.add(value)
         if self.arrays is not None and array is not None:
             self.arrays[value] = array
-            bind_sizes(self.sizes, type_, array.shape)
+            bind(self.sizes, type_, array)
         return Tensor(self, value)
 
     def constant(self, array: Any, dtype: DType | None = None) -> Tensor:
@@ -264,7 +264,7 @@ class Build:
             results = self.run(self.table, node, operands, self.sizes, known)
             for value, array in zip(node.outputs, results, strict=True):
                 self.arrays[value] = array
-                bind_sizes(self.sizes, value.type, array.shape)
+                bind(self.sizes, value.type, array)
         return tuple(Tensor(self, v) for v in node.outputs)
 
     def finish(self, results: Mapping[str, Tensor | Any]) -> Function:
@@ -313,7 +313,8 @@ def _host_array(x: Any, dtype: DType | None) -> Array:
     try:
         if dtype is None and type(x) is float:
             dtype = as_dtype("float32")
-        return np.asarray(x, dtype=dtype.numpy if dtype else None)
+        array = np.asarray(x, dtype=dtype.numpy if dtype else None)
+        return array.astype(np.object_) if array.dtype.kind == "U" else array
     except (OverflowError, TypeError, ValueError) as error:
         raise InvalidInput(f"{x!r} does not fit {dtype or 'an array'}: {error}") from None
 

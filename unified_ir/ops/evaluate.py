@@ -15,11 +15,13 @@ from onnx import helper
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import evaluate, is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
+from triplane.unified_ir.ir.types import TensorType, is_plain
 from triplane.unified_ir.ops.build import body_function, note_contents
+from triplane.unified_ir.ops.contents import Contents, as_contents, bind
 from triplane.unified_ir.ops.infer import onnx_attrs
 from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.row import MEANING_OPSET, Known, Table
-from triplane.unified_ir.ops.sizes import Sizes, bind_sizes
+from triplane.unified_ir.ops.sizes import Sizes
 
 
 def run_function(
@@ -34,7 +36,7 @@ def run_function(
                 sizes.pop(str(d), None)
     for param, arg in zip(function.params, args, strict=True):
         check_argument(param, arg)
-        bind_sizes(sizes, param.type, arg.shape)
+        bind(sizes, param.type, arg)
         arrays[param] = arg
     contents: dict[Value, Known] = {}
     for node in function.nodes:
@@ -46,12 +48,14 @@ def run_function(
         note_contents(table[node.op.domain, node.op.name], node, contents)
         for value, array in zip(node.outputs, results, strict=True):
             arrays[value] = array
-            bind_sizes(sizes, value.type, array.shape)
+            bind(sizes, value.type, array)
     return [arrays[r] for r in function.results]
 
 
 def check_argument(param: Value, arg: Array) -> None:
     """Element type and rank of an argument, with the parameter's name in the error."""
+    if not is_plain(param.type):
+        return
     if arg.dtype != param.type.dtype.numpy or arg.ndim != param.type.rank:
         raise InvalidInput(
             f"argument {param.name!r} is {param.type}, got {arg.dtype}{list(arg.shape)}"
@@ -83,9 +87,14 @@ def run_node(
     else:
         results = _onnx_kernel(node, operands)
     filled = [*results, *(_empty(v, sizes) for v in node.outputs[len(results) :])]
-    return tuple(
-        np.asarray(a, v.type.dtype.numpy) for a, v in zip(filled, node.outputs, strict=False)
-    )
+    return tuple(_held(a, v.type) for a, v in zip(filled, node.outputs, strict=False))
+
+
+def _held(made: Contents, type_: TensorType) -> Contents:
+    """What a kernel made, as values of the type are held."""
+    if is_plain(type_):
+        return np.asarray(made, type_.dtype.numpy)
+    return as_contents(made, type_)
 
 
 def _empty(value: Value, sizes: Sizes) -> Array:

@@ -10,7 +10,17 @@ from onnx import TypeProto, checker, helper, numpy_helper, shape_inference
 
 from triplane.unified_ir.ir.dims import Dim, Expr, parse
 from triplane.unified_ir.ir.graph import AttrValue, Function
-from triplane.unified_ir.ir.types import BY_ONNX, ShapeError, TensorType, TypeMismatch
+from triplane.unified_ir.ir.types import (
+    BY_ONNX,
+    OWN,
+    DType,
+    OptionalType,
+    SequenceType,
+    ShapeError,
+    TensorType,
+    TypeMismatch,
+    is_plain,
+)
 from triplane.unified_ir.ops.row import MEANING_OPSET, OPEN, Call, Known, Op
 
 
@@ -36,9 +46,9 @@ def check_groups(row: Op, types: Sequence[TensorType | None]) -> None:
     seen: dict[str, TensorType] = {}
     for i, t in enumerate(types):
         letter = row.letter(i)
-        if t is not None and row.schema and t.dtype not in row.takes(i):
+        if t is not None and row.schema and not row.admits(i, t):
             raise TypeMismatch(f"{row} does not take {t} as operand {i}; cast it")
-        if t is None or letter.startswith("tensor(") or not letter:
+        if t is None or "tensor(" in letter or not letter or not is_plain(t):
             continue
         if row.schema and row.schema.inputs and not _homogeneous(row, i):
             continue
@@ -97,8 +107,20 @@ def onnx_attrs(attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
 
 def type_proto(t: TensorType) -> TypeProto:
     """ONNX's form of a type; a symbolic size becomes a dim_param holding its text."""
+    if isinstance(t, OptionalType):
+        return helper.make_optional_type_proto(type_proto(t.element))
+    if isinstance(t, SequenceType):
+        return helper.make_sequence_type_proto(_element_proto(t))
     shape = [d if isinstance(d, int) else str(d) for d in t.shape]
     return helper.make_tensor_type_proto(t.dtype.onnx, shape)
+
+
+def _element_proto(t: SequenceType) -> TypeProto:
+    """An own size has no name: onnxruntime would take two of one name for equal."""
+    if isinstance(t.element, DType):
+        return helper.make_tensor_type_proto(t.element.onnx, None)
+    shape = [None if d == OWN else d if isinstance(d, int) else str(d) for d in t.element.shape]
+    return helper.make_tensor_type_proto(t.element.dtype.onnx, shape)
 
 
 def _from_proto(row: Op, proto: TypeProto, types: Sequence[TensorType | None]) -> TensorType:

@@ -12,7 +12,7 @@ from typing import Any
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, is_symbol, substitute, symbol
 from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
-from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ir.types import ShapeError, fits, is_plain
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import OPEN
 from triplane.unified_ir.ops.tensor import Tensor
@@ -119,6 +119,8 @@ def renewed(function: Function, tag: str) -> Function:
 
 def _bind(sizes: dict[str, Dim], param: Value, arg: Tensor) -> None:
     """Matches an argument's shape against a parameter's, giving symbols their dimensions."""
+    if not is_plain(param.type) and not fits(arg.type, param.type):
+        raise ShapeError(f"parameter {param.name!r} is {param.type}, got {arg.type}")
     if arg.dtype != param.type.dtype or arg.rank != param.type.rank:
         raise ShapeError(f"parameter {param.name!r} is {param.type}, got {arg.type}")
     for wanted, given in zip(param.type.shape, arg.shape, strict=True):
@@ -135,8 +137,7 @@ def with_sizes(function: Function, sizes: Mapping[str, Dim]) -> Function:
     env: dict[Value, Value] = {}
 
     def renew(value: Value) -> Value:
-        shape = (substitute(d, sizes) for d in value.type.shape)
-        env[value] = Value(TensorType(value.type.dtype, tuple(shape)), value.name)
+        env[value] = Value(value.type.with_sizes(sizes), value.name)
         return env[value]
 
     params = tuple(renew(p) for p in function.params)

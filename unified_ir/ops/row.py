@@ -19,7 +19,16 @@ from onnx import TensorProto, defs
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, symbol
 from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Node, OpId
-from triplane.unified_ir.ir.types import BY_ONNX, DType, TensorType, float32, float64
+from triplane.unified_ir.ir.types import (
+    BY_ONNX,
+    DType,
+    OptionalType,
+    SequenceType,
+    TensorType,
+    float32,
+    float64,
+    is_plain,
+)
 from triplane.unified_ir.ops.recorder import recorder
 
 if TYPE_CHECKING:
@@ -201,6 +210,14 @@ class Op:
         """Element types for operand `i`: ONNX's, and float64 where float32 is one of them."""
         return self._taken[min(i, len(self._taken) - 1)]
 
+    def admits(self, i: int, type_: TensorType) -> bool:
+        """Whether operand `i` may be of this type, as far as its element type goes."""
+        if is_plain(type_):
+            return type_.dtype in self.takes(i)
+        assert self.schema is not None
+        declared = self.schema.inputs[min(i, len(self.schema.inputs) - 1)].types
+        return any(text in declared for text in _texts_of(type_))
+
     @cached_property
     def _taken(self) -> tuple[frozenset[DType], ...]:
         inputs = self.schema.inputs if self.schema else ()
@@ -259,6 +276,15 @@ class Op:
 def _text_of(dtype: DType) -> str:
     """An element type as ONNX's schemas write it."""
     return f"tensor({TensorProto.DataType.Name(dtype.onnx).lower()})"
+
+
+def _texts_of(type_: TensorType) -> list[str]:
+    """A type as ONNX's schemas write it, and as they would with float32 for float64."""
+    if isinstance(type_, OptionalType):
+        return [f"optional({inner})" for inner in _texts_of(type_.element)]
+    if isinstance(type_, SequenceType):
+        return [f"seq({f(type_.element_dtype)})" for f in (_text_of, _single)]
+    return [_text_of(type_.dtype), _single(type_.dtype)]
 
 
 def _single(dtype: DType) -> str:

@@ -27,6 +27,7 @@ from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.files.tensors import Tensor, as_tensor
 from triplane.unified_ir.runtime.signature import (
     DTYPES,
+    HELD,
     INSIDE_ONLY,
     NEXT,
     UNNAMED,
@@ -81,6 +82,7 @@ class SessionOptions:
     threads: for one operator, >= 1. spin: threads wait by spinning, faster only on idle cores.
     disabled_optimizers: onnxruntime's rewriter names, such as "CommonSubexpressionElimination".
     optimized_model_path: receives the graph after fusion. profile_prefix: see `Session.profile`.
+    values: what inputs and outputs may be; "any" also takes text, sequences and optionals.
     """
 
     threads: int = 1
@@ -91,6 +93,7 @@ class SessionOptions:
     optimized_model_path: Path | None = None
     profile_prefix: Path | None = None
     providers: tuple[str, ...] = ("CPUExecutionProvider",)
+    values: Literal["numbers", "any"] = "numbers"
 
 
 DEFAULT_OPTIONS: Final = SessionOptions()
@@ -135,8 +138,8 @@ class Session:
         held = {name: _ortvalue(name, value) for name, value in weights.items()}
         self._ort = _load(model, _ort_options(model, held, options), options)
         self._c = self._ort._sess  # noqa: SLF001 - see the module's docstring
-        self.inputs = tuple(_info(arg) for arg in self._ort.get_inputs())
-        self.outputs = tuple(_info(arg) for arg in self._ort.get_outputs())
+        self.inputs = tuple(_info(arg, options) for arg in self._ort.get_inputs())
+        self.outputs = tuple(_info(arg, options) for arg in self._ort.get_outputs())
         self._signature = Signature(self.inputs)
         self._output_names = [tensor.name for tensor in self.outputs]
 
@@ -329,11 +332,16 @@ def _ortvalue(name: str, value: Array | Tensor) -> ort.OrtValue:
         raise InvalidInput(f"weight {name} cannot enter onnxruntime: {error}") from error
 
 
-def _info(arg: Any) -> TensorInfo:
-    if arg.type not in DTYPES:
+def _info(arg: Any, options: SessionOptions) -> TensorInfo:
+    form, inner = "tensor", arg.type
+    for prefix, name in HELD.items():
+        if inner.startswith(prefix):
+            form, inner = name, inner[len(prefix) :].rstrip(")") + ")"
+    other = form != "tensor" or inner == "tensor(string)"
+    if inner not in DTYPES or (other and options.values == "numbers"):
         raise InvalidInput(f"{arg.name} must be a tensor of numbers, got {arg.type}")
-    shape = tuple(UNNAMED if dim is None else dim for dim in arg.shape)
-    return TensorInfo(arg.name, DTYPES[arg.type], shape)
+    shape = tuple(UNNAMED if dim is None else dim for dim in arg.shape or ())
+    return TensorInfo(arg.name, DTYPES[inner], shape, form)
 
 
 def _load_failure(error: Exception) -> TriplaneError:

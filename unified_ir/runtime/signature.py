@@ -47,14 +47,28 @@ DTYPES: Final[Mapping[str, str]] = {
     "tensor(float8e5m2)":    "float8_e5m2",
     "tensor(int4)":          "int4",
     "tensor(uint4)":         "uint4",
+    "tensor(float8e4m3fnuz)": "float8_e4m3fnuz",
+    "tensor(float8e5m2fnuz)": "float8_e5m2fnuz",
+    "tensor(float8e8m0)":    "float8_e8m0",
+    "tensor(float4e2m1)":    "float4_e2m1",
+    "tensor(int2)":          "int2",
+    "tensor(uint2)":         "uint2",
+    "tensor(string)":        "string",
 }
 # fmt: on
 
-INSIDE_ONLY: Final = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "uint4"})
+INSIDE_ONLY: Final = frozenset({
+    "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0",
+    "float4_e2m1", "int4", "uint4", "int2", "uint2",
+})  # fmt: skip
 """Dtypes that numpy lacks: they live inside a graph and do not enter or leave it here."""
 
 _NO_ARRAY: Final = np.dtype([("no array has this dtype", "V1")])
 """Stands for the dtypes above in a check; not None, which numpy takes for float64."""
+
+
+HELD: Final = {"optional(seq(": "optional sequence", "optional(": "optional", "seq(": "sequence"}
+"""What onnxruntime writes before the type of what a sequence or an optional holds."""
 
 
 def next_name(state: str) -> str:
@@ -69,14 +83,18 @@ class TensorInfo:
     name: str
     dtype: str
     shape: tuple[int | str, ...]
+    form: str = "tensor"
+    """Or "sequence" (a list of arrays), "optional", "optional sequence" (one of these, or None)."""
 
     @property
     def is_static(self) -> bool:
-        """Whether every dimension is a number."""
-        return all(isinstance(dim, int) for dim in self.shape)
+        """Whether it is a tensor, every dimension of which is a number."""
+        return self.form == "tensor" and all(isinstance(dim, int) for dim in self.shape)
 
     def __str__(self) -> str:
         dims = ", ".join(str(dim) for dim in self.shape)
+        if self.form != "tensor":
+            return f"{self.name}: {self.form} of {self.dtype}"
         return f"{self.name}: {self.dtype}({dims})"
 
 
@@ -86,7 +104,8 @@ class Signature:
     def __init__(self, tensors: Iterable[TensorInfo]) -> None:
         self.tensors = tuple(tensors)
         self.names = frozenset(tensor.name for tensor in self.tensors)
-        self._rows = tuple(_compile(tensor) for tensor in self.tensors)
+        self._rows = tuple(_compile(tensor) for tensor in self.tensors if tensor.form == "tensor")
+        self._others = tuple(tensor for tensor in self.tensors if tensor.form != "tensor")
 
     def check(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
         """Return `feeds` as arrays; InvalidInput names the tensor, what was expected and seen.
@@ -112,6 +131,8 @@ class Signature:
             for axis, symbol in symbols:
                 if sizes.setdefault(symbol, shape[axis]) != shape[axis]:
                     raise self._refused(name, x, f"; {symbol} is {sizes[symbol]} in another input")
+        for info in self._others:
+            check_held(info, feeds[info.name])
         return feeds
 
     def _refused(self, name: str, x: Array, more: str = "") -> InvalidInput:
@@ -127,7 +148,7 @@ Row = tuple[
 
 
 def _compile(tensor: TensorInfo) -> Row:
-    dtype = _NO_ARRAY if tensor.dtype in INSIDE_ONLY else np.dtype(tensor.dtype)
+    dtype = _numpy_dtype(tensor.dtype)
     fixed = tuple((axis, dim) for axis, dim in enumerate(tensor.shape) if isinstance(dim, int))
     symbols = tuple(
         (axis, dim)
@@ -135,6 +156,27 @@ def _compile(tensor: TensorInfo) -> Row:
         if isinstance(dim, str) and dim != UNNAMED
     )
     return tensor.name, dtype, len(tensor.shape), fixed, symbols
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    if name in INSIDE_ONLY:
+        return _NO_ARRAY
+    return np.dtype(np.object_ if name == "string" else name)
+
+
+def check_held(info: TensorInfo, held: Any) -> None:
+    """InvalidInput unless `held` is what a sequence or an optional of this kind holds."""
+    if held is None and info.form.startswith("optional"):
+        return
+    items = held if info.form.endswith("sequence") else [held]
+    dtype = _numpy_dtype(info.dtype)
+    if not isinstance(items, list) or not all(
+        isinstance(x, np.ndarray) and x.dtype == dtype for x in items
+    ):
+        raise InvalidInput(
+            f"input must be {info}: a sequence is a list of arrays, an optional None or what it "
+            f"holds; got {str(held)[:80]}"
+        )
 
 
 def _names_differ(names: frozenset[str], feeds: Mapping[str, Array]) -> InvalidInput:
