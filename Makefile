@@ -61,8 +61,10 @@ wheels: venv ## download everything that OFFLINE=1 needs into .wheels
 bench: venv peers ## ratios against PyTorch, Flower and others; docs/benchmarks.md tells how to read them
 	@for bench in $(BENCHES); do $(BIN)/python benchmarks/$$bench.py $(ARGS) || exit 1; done
 
-peers: ## the environments of the benchmarks' other sides, with PyTorch and with Flower
+peers: ## the environments of the benchmarks' other sides: PyTorch, Flower, JAX, onnxsim, MindSpore
 	@.ci/venv .venv-peers -r benchmarks/requirements-peers.txt
+	@for rival in jax onnxsim mindspore; do \
+	  .ci/venv .venv-peers-$$rival -r benchmarks/requirements-$$rival.txt || exit 1; done
 	@.ci/venv .venv-peers-flower -c .ci/constraints-flower.txt -r benchmarks/requirements-flower.txt
 
 constraints: ## resolve both pin sets anew: with Flower's pins (protobuf 6) and without (protobuf 7)

@@ -23,18 +23,19 @@ import numpy as np
 from triplane.proto.errors import NotFound
 
 ROOT: Final = Path(__file__).parents[1]
-ONE_THREAD: Final = dict.fromkeys(
-    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"
-)
+THREADS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def peer() -> str:
-    """The interpreter that has PyTorch: TRIPLANE_PEERS, else what `make peers` made."""
-    found = Path(os.environ.get("TRIPLANE_PEERS") or ROOT / ".venv-peers" / "bin" / "python")
+def peer(variable: str = "TRIPLANE_PEERS", made: str = ".venv-peers") -> str:
+    """A rival's interpreter: what the variable names, else what `make peers` made.
+
+    TRIPLANE_PEERS has PyTorch; TRIPLANE_PEERS_JAX, _ONNXSIM and _MINDSPORE what they say.
+    """
+    found = Path(os.environ.get(variable) or ROOT / made / "bin" / "python")
     if not found.exists():
         raise NotFound(
-            f"no peers' interpreter at {found}; run `make peers`, or set TRIPLANE_PEERS to a "
-            "python that has benchmarks/requirements-peers.txt installed"
+            f"no peers' interpreter at {found}; run `make peers`, or set {variable} to a "
+            "python that has the matching benchmarks/requirements-*.txt installed"
         )
     return str(found)
 
@@ -42,13 +43,13 @@ def peer() -> str:
 class Worker:
     """A side's process; `ask` sends one command and waits for its answer."""
 
-    def __init__(self, script: str, *, python: str = sys.executable) -> None:
+    def __init__(self, script: str, *, python: str = sys.executable, threads: int = 1) -> None:
         self._process = subprocess.Popen(
             [python, "-W", "ignore", Path(__file__).with_name(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **ONE_THREAD},
+            env={**os.environ, **dict.fromkeys(THREADS, str(threads))},
         )
 
     def ask(self, do: str, **more: Any) -> dict[str, Any]:

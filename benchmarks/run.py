@@ -1,4 +1,4 @@
-"""Every comparison against PyTorch, in about three minutes; `make bench` runs it.
+"""Every comparison against PyTorch, in about twenty minutes; `make bench` runs it.
 
 `--record` also replaces the figures in docs/benchmarks.md between its two markers.
 """
@@ -26,7 +26,7 @@ def conditions() -> str:
     torch = subprocess.run([peer(), "-c", asked], check=True, capture_output=True, text=True)
     packages = ", ".join(f"{name} {version(name)}" for name in ("onnxruntime", "numpy", "onnx"))
     lines = [*machine().values(), f"{packages}; PyTorch {torch.stdout.strip()}"]
-    return f"{'; '.join(lines)}; one thread on both sides; seed {SEED}."
+    return f"{'; '.join(lines)}; seed {SEED}."
 
 
 def recorded(text: str, figures: str) -> str:

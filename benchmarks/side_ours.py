@@ -1,4 +1,4 @@
-"""Triplane's side: the Trainer's own step, one graph on the onnx engine, one thread."""
+"""Triplane's side: the Trainer's own step, one graph on the onnx engine."""
 
 from __future__ import annotations
 
@@ -6,34 +6,17 @@ import time
 from typing import Any
 
 import networks
-from worker import Step, serve
+from cells import network
+from worker import Step, serve, threads
 
 from triplane.unified_ir import nn, optim, train
-from triplane.unified_ir.engines import engine
+from triplane.unified_ir.engines.onnx import OnnxEngine
 from triplane.unified_ir.runtime import session
-
-
-def network(case: networks.Case) -> nn.Cell:
-    """The case's layers as cells, holding its starting weights."""
-    made: list[nn.Cell] = []
-    for i, layer in enumerate(case.layers):
-        if isinstance(layer, networks.Conv):
-            made += [nn.Conv2d(layer.inputs, layer.outputs, layer.kernel, padding=layer.padding)]
-            made += [nn.ReLU(), nn.MaxPool2d(2)]
-            continue
-        if i and isinstance(case.layers[i - 1], networks.Conv):
-            made.append(nn.Flatten())
-        made.append(nn.Dense(layer.inputs, layer.outputs))
-        if i + 1 < len(case.layers):
-            made.append(nn.ReLU())
-    cell = nn.Sequential(*made)
-    cell.load(dict(zip(cell.parameters(), networks.weights(case).values(), strict=True)))
-    return cell
 
 
 def trainer_of(case: networks.Case) -> train.Trainer:
     """A trainer that has seen one batch, so that its step is recorded."""
-    optimizer = optim.SGD(case.lr, momentum=case.momentum)
+    optimizer = optim.Adam(case.lr) if case.adam else optim.SGD(case.lr, momentum=case.momentum)
     loss = nn.SoftmaxCrossEntropy()
     trainer = train.Trainer(network(case), loss=loss, optimizer=optimizer, metrics={})
     trainer.prepare(*next(networks.batches(case)))
@@ -47,7 +30,8 @@ def side(case: networks.Case) -> tuple[Step, dict[str, Any]]:
     function = trainer.train_function()
     recorded = time.process_time()
     names, batch = trainer.state_names(function), trainer.model.batch_names()
-    program = engine("onnx").compile(function, donate=names)
+    made = OnnxEngine(options=session.SessionOptions(threads=threads()))
+    program = made.compile(function, donate=names)
     times = {"record_s": recorded - start, "compile_s": time.process_time() - recorded}
     state = trainer.state()
     loop = program.loop({name: state[name] for name in names})

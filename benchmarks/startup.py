@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import networks
 import numpy as np
-from harness import ONE_THREAD, Worker, peer, ratio, table
+from harness import THREADS, Worker, peer, ratio, table
 
 ROUNDS: Final = 5
 STEPS: Final = 20
@@ -57,7 +57,11 @@ def launch(python: str, script: str, plan: Path) -> dict[str, Any]:
     born = repr(time.monotonic())
     command = [python, "-W", "ignore", Path(__file__).with_name(script), plan, born, CASE]
     made = subprocess.run(
-        command, env={**os.environ, **ONE_THREAD}, check=True, capture_output=True, text=True
+        command,
+        env={**os.environ, **dict.fromkeys(THREADS, "1")},
+        check=True,
+        capture_output=True,
+        text=True,
     )
     found: dict[str, Any] = json.loads(made.stdout)
     return found

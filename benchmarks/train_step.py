@@ -1,8 +1,8 @@
-"""A training step against PyTorch eager: one thread, from equal weights, on equal batches."""
+"""A training step against PyTorch eager and others: from equal weights, on equal batches."""
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Final
@@ -10,6 +10,8 @@ from typing import Any, Final
 import numpy as np
 from harness import Worker, peer, ratio, table, take_turns
 from networks import CASES
+
+from triplane.proto.errors import NotFound
 
 COMPARED: Final = 20
 """Steps from the start over which the two losses are compared."""
@@ -23,13 +25,31 @@ HEADS: Final = (
 )  # fmt: skip
 
 
-def measure(case: str, *, rounds: int = 31) -> dict[str, Any]:
-    """Everything known about one case; `control` is PyTorch against a second PyTorch process."""
+OTHERS: Final = (
+    ("JAX", "side_jax.py", ("TRIPLANE_PEERS_JAX", ".venv-peers-jax"),
+     ("MLP B64 momentum", "LeNet B32 SGD", "LEAF CNN B32 SGD", "CNN B32 Adam")),
+    ("onnxsim", "side_onnxsim.py", ("TRIPLANE_PEERS_ONNXSIM", ".venv-peers-onnxsim"),
+     ("CNN B32 Adam",)),
+    ("MindSpore", "side_mindspore.py", ("TRIPLANE_PEERS_MINDSPORE", ".venv-peers-mindspore"),
+     ("MLP B64 momentum", "LeNet B32 SGD", "LEAF CNN B32 SGD", "CNN B32 Adam")),
+)  # fmt: skip
+"""Further rivals: name, script, interpreter, and the networks they are asked for."""
+
+
+def measure(
+    case: str,
+    *,
+    rounds: int = 31,
+    threads: int = 1,
+    theirs: tuple[str, str] = ("side_pytorch.py", ""),
+) -> dict[str, Any]:
+    """Everything known about one case; `control` is the rival against a second process of it."""
+    script, python = theirs[0], theirs[1] or peer()
     with ExitStack() as stack:
         workers = {
-            "ours": stack.enter_context(Worker("side_ours.py")),
-            "theirs": stack.enter_context(Worker("side_pytorch.py", python=peer())),
-            "again": stack.enter_context(Worker("side_pytorch.py", python=peer())),
+            "ours": stack.enter_context(Worker("side_ours.py", threads=threads)),
+            "theirs": stack.enter_context(Worker(script, python=python, threads=threads)),
+            "again": stack.enter_context(Worker(script, python=python, threads=threads)),
         }
         started = {name: w.ask("start", case=case) for name, w in workers.items()}
         first = {name: w.ask("run", steps=COMPARED) for name, w in workers.items()}
@@ -58,10 +78,40 @@ def row(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def main(cases: Sequence[str] = tuple(CASES)) -> str:
-    """The table for some cases, all by default."""
-    return table(HEADS, [row(measure(case)) for case in cases])
+def main(
+    cases: Sequence[str] = tuple(CASES), *, rounds: int = 31, threads: Sequence[int] = (1, 2)
+) -> str:
+    """The tables for some cases, all by default: PyTorch by number of threads, then the others."""
+    parts = [
+        f"{n} thread{'s' * (n > 1)} on both sides:\n\n"
+        + table(HEADS, [row(measure(case, rounds=rounds, threads=n)) for case in cases])
+        for n in threads
+    ]
+    for name, script, place, able in OTHERS:
+        asked = [case for case in cases if case in able]
+        if not asked:
+            continue
+        try:
+            python = peer(*place)
+        except NotFound as error:
+            parts.append(f"{name}: {error}")
+            continue
+        heads = tuple(head.replace("PyTorch", name) for head in HEADS)
+        rows = [row(measure(case, rounds=rounds, theirs=(script, python))) for case in asked]
+        parts.append(f"Against {name}, one thread:\n\n{table(heads, rows)}")
+    return "\n\n".join(parts)
+
+
+def asked() -> str:
+    """The tables that the command line asks for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("case", nargs="*", choices=[*CASES, []], help="networks; all by default")
+    parser.add_argument("--rounds", type=int, default=31, help="turns of about 60 ms each")
+    parser.add_argument("--threads", type=int, action="append", help="1 and 2 by default")
+    options = parser.parse_args()
+    cases = options.case or tuple(CASES)
+    return main(cases, rounds=options.rounds, threads=options.threads or (1, 2))
 
 
 if __name__ == "__main__":
-    print(main(sys.argv[1:] or tuple(CASES)))
+    print(asked())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -39,6 +40,11 @@ def serve(side: Side) -> None:
         else:
             reply = {"peak_bytes": peak_bytes()}
         print(json.dumps(reply), flush=True)
+
+
+def threads() -> int:
+    """For one operator: what the harness set for every library."""
+    return int(os.environ.get("OMP_NUM_THREADS", "1"))
 
 
 def peak_bytes() -> int:
