@@ -25,7 +25,14 @@ from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError
 from triplane.proto.transfer import BlobFolder, digest_of, download, upload
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import read_state, write_update
-from triplane.unified_ir.federated.core.learn import ANCHOR, Shard, buffers, learn, shared
+from triplane.unified_ir.federated.core.learn import (
+    ANCHOR,
+    Shard,
+    buffers,
+    check_labels,
+    learn,
+    shared,
+)
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
 from triplane.unified_ir.runtime.session import SessionOptions
@@ -198,6 +205,7 @@ class Desk:
             steps=task.steps,
             blob=task.plan.sha256.hex(),
             restart=lambda: self._assign(plan, task),
+            other=lambda blob: Plan.load(self._home.plans / blob, options=OPTIONS),
         )
         told = pb.Score(
             samples=found.samples, before=found.before, after=found.after, round=task.work.round
@@ -300,6 +308,7 @@ class Desk:
         if self._plan is None or self._plan_blob != task.plan.sha256:
             self._plan, self._fresh = None, {}
             plan = Plan.load(path, options=OPTIONS)
+            check_labels(plan, self._shard)
             of_run = set(shared(plan.roles))
             kept = (n for n in plan.roles if n not in of_run and not n.startswith(ANCHOR))
             initial = plan.view()
@@ -327,9 +336,12 @@ class Desk:
         plan.assign({**self._fresh, **state, **ours})
 
     def _adopt_unmeasured(self, plan: Plan, task: Task) -> None:
-        """Use the shared state where nothing is measured: at first, or with nothing held out."""
+        """Use the shared state where nothing is measured: at first, or with nothing held out.
+
+        What was measured stays until another model was, also when a run has another plan.
+        """
         blob, choice = task.plan.sha256.hex(), self.model.choice()
-        if choice is None or choice.plan != blob or not self._shard.held_out_samples:
+        if not choice or not choice.samples or not self._shard.held_out_samples:
             work = task.work
             new = Choice(run=work.run, round=work.round, plan=blob, chosen=SHARED)
             self.model.adopt(plan, new)

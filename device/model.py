@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from triplane.proto.disk import OS_DISK
-from triplane.proto.errors import Corrupt, InvalidInput, NotFound
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.unified_ir.federated.core.learn import Learner, Scored, Shard, Work, adapt, score
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
@@ -78,12 +78,14 @@ class Model:
         steps: int,
         blob: str,
         restart: Callable[[], None],
+        other: Callable[[str], Plan] | None = None,
     ) -> Scored:
         """Score the plan's state, adapt it, score again, and keep the best for `predict`.
 
         watched: `plan`, which may be interrupted at each step. blob: SHA-256 of the plan's file.
-        restart: puts the plan back to the state it has now. What is returned is `core.evaluate`'s
-        and does not depend on what this device had before.
+        restart: puts the plan back to the state it has now. other: opens the plan of an earlier
+        run, by its blob; without it what was kept of one is not compared. What is returned is
+        `core.evaluate`'s and does not depend on what this device had before.
         """
         n = shard.held_out_samples
         before = score(watched, shard)
@@ -101,21 +103,39 @@ class Model:
         )
         if best.chosen == SHARED:
             restart()
-        if not self._kept_is_better(best, plan, watched, shard):
+        if not self._kept_is_better(best, plan, watched, shard, other):
             self.adopt(plan, best)
         return Scored(n, before, after)
 
-    def _kept_is_better(self, new: Choice, plan: Plan, watched: Learner, shard: Shard) -> bool:
-        """Whether the personal state of before beats the new one on today's held-out samples."""
+    def _kept_is_better(
+        self,
+        new: Choice,
+        plan: Plan,
+        watched: Learner,
+        shard: Shard,
+        other: Callable[[str], Plan] | None,
+    ) -> bool:
+        """Whether what was measured before beats the new state on today's held-out samples."""
         kept = self.choice()
-        if kept is None or kept.plan != new.plan or kept.chosen != PERSONAL:
+        if kept is None or not kept.samples:
             return False
+        if kept.plan != new.plan:
+            return other is not None and self._scored_by(other, kept, shard) > new.accuracy
         challenger = plan.state()
         plan.load_state(self._path)
         if score(watched, shard) > new.accuracy:
             return True
         plan.assign(challenger)
         return False
+
+    def _scored_by(self, other: Callable[[str], Plan], kept: Choice, shard: Shard) -> float:
+        """Accuracy of the model of another run's plan; 0 where the plan is gone or unfit by now."""
+        try:
+            earlier = other(kept.plan)
+            earlier.load_state(self._path)
+            return score(earlier, shard)
+        except (Corrupt, InvalidInput, NotFound, Conflict):
+            return 0.0
 
 
 _FIELDS: Final = ("run", "round", "plan", "chosen", "samples", "before", "after", "accuracy")

@@ -118,3 +118,24 @@ def test_a_stop_in_the_middle_of_a_task_is_no_error(tmp_path, caplog, monkeypatc
     within(story())
     gc.collect()  # an error that nobody took is told when its future goes
     assert not [record for record in caplog.records if record.name == "asyncio" and record.exc_info]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", [-1, 3])
+def test_labels_that_the_model_has_no_class_for_are_declined_with_the_reason(tmp_path, odd):
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            client = await client_of(cloud, tmp_path, "ann", 0)
+            client.shard.train["y"][5] = odd
+            async with taking_part(client):
+                made = await cloud.federation.begin(
+                    start_request(cohort={"devices": 1}), by="operator"
+                )
+                while True:
+                    moved = cloud.federation.moved
+                    run = await cloud.federation.run(made.id)
+                    if run.members and run.members[0].reason:
+                        return run.members[0].reason
+                    await moved.wait()
+
+    assert "the model tells 3 classes apart, 0 to 2; labels 'y'" in within(story())

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from tests.federated.core import plans
 
 from triplane.device.model import PERSONAL, SHARED, Choice, Model
+from triplane.proto.errors import NotFound
 from triplane.unified_ir.federated.core.learn import Shard, evaluate
 
 WORK = replace(plans.WORK, support=0)
@@ -22,7 +22,7 @@ def helpful(seed=0, held_out=40):
     return Shard({"x": x, "y": x @ RIGHT}, data.held_out)
 
 
-def judged(folder, plan, shard, *, w, steps=5, blob="aa"):
+def judged(folder, plan, shard, *, w, steps=5, blob="aa", **more):
     model = Model(folder / "model")
     start = {**plans.state(), "w": w}
 
@@ -30,7 +30,8 @@ def judged(folder, plan, shard, *, w, steps=5, blob="aa"):
         plan.assign(start)
 
     restart()
-    found = model.judge(plan, plan, WORK, shard, steps=steps, blob=blob, restart=restart)
+    options = {"steps": steps, "blob": blob, "restart": restart, **more}
+    found = model.judge(plan, plan, WORK, shard, **options)
     return found, model.choice()
 
 
@@ -98,11 +99,40 @@ def test_the_facts_of_a_model_come_back_exactly(tmp_path):
     assert Model(tmp_path / "model").choice() == choice
 
 
-@pytest.mark.parametrize("blob", ["aa", "bb"])
-def test_a_personal_state_of_another_plan_is_not_compared(tmp_path, blob):
+def test_what_another_run_left_stays_while_it_is_better_on_the_same_samples(tmp_path):
     plan = plans.plan(tmp_path)
     judged(tmp_path, plan, helpful(), w=np.zeros((2, 1), np.float32), steps=60)
-    _, choice = judged(
-        tmp_path, plan, helpful(), w=np.full((2, 1), 50, np.float32), steps=1, blob=blob
-    )
-    assert (choice.accuracy == 1.0) == (blob == "aa")
+    far = np.full((2, 1), 50, np.float32)
+    asked = []
+
+    def other(blob):
+        asked.append(blob)
+        return plans.plan(tmp_path)
+
+    options = {"steps": 1, "blob": "bb"}
+    found, choice = judged(tmp_path, plan, helpful(), w=far, other=other, **options)
+    assert max(found.before, found.after) < 1.0
+    assert (choice.plan, choice.accuracy, asked) == ("aa", 1.0, ["aa"])
+    _, choice = judged(tmp_path, plan, helpful(), w=RIGHT, other=other, **options)
+    assert (choice.plan, choice.accuracy) == ("bb", 1.0)
+
+
+def test_what_another_run_left_goes_when_its_plan_is_not_there_any_more(tmp_path):
+    plan = plans.plan(tmp_path)
+    judged(tmp_path, plan, helpful(), w=np.zeros((2, 1), np.float32), steps=60)
+
+    def other(blob):
+        raise NotFound(f"no plan {blob}")
+
+    far = np.full((2, 1), 50, np.float32)
+    _, choice = judged(tmp_path, plan, helpful(), w=far, steps=1, blob="bb", other=other)
+    assert (choice.plan, choice.accuracy < 1.0) == ("bb", True)
+
+
+def test_a_measured_shared_state_stays_while_a_newer_one_is_worse(tmp_path):
+    plan = plans.plan(tmp_path)
+    judged(tmp_path, plan, plans.shard(held_out=30), w=RIGHT, steps=20)
+    far = np.full((2, 1), 50, np.float32)
+    _, choice = judged(tmp_path, plan, plans.shard(held_out=30), w=far, steps=1)
+    assert (choice.chosen, choice.accuracy) == (SHARED, 1.0)
+    assert used(tmp_path, plan).tolist() == RIGHT.tolist()

@@ -248,3 +248,22 @@ def test_the_better_model_is_kept_and_a_worse_one_never_replaces_it(tmp_path):
     assert (choice.chosen, choice.accuracy) == ("shared", 1.0)
     found = client.predict(SHARD.held_out["x"])["p"]
     np.testing.assert_allclose(found, SHARD.held_out["y"], atol=1e-5)
+
+
+def test_a_measured_model_is_not_dropped_for_the_unmeasured_one_of_another_run(tmp_path):
+    right = np.array([[1.0], [-2.0]], np.float32)
+
+    async def tell(stage):
+        plan, digest = stage.plan()
+        asked = {"plan": plan, "evaluate": pb.Evaluate(steps=3)}
+        stage.tell(stage.task(1, state=stage.state(digest, w=right), **asked))
+        await stage.contribution(lease(1))
+        other, digest = stage.plan(lr=0.3)
+        stage.tell(stage.task(2, run="f" * 16, plan=other, state=stage.state(digest)))
+        await stage.contribution(lease(2))
+        return plan.sha256.hex()
+
+    measured = story_of(tmp_path, tell)
+    choice = FederatedClient(tmp_path / "ann", SHARD).choice()
+    assert choice is not None
+    assert (choice.plan, choice.accuracy) == (measured, 1.0)

@@ -154,6 +154,15 @@ class Plan:
         """Return what a batch for `entry` consists of."""
         return tuple(t for t in self._session(entry).inputs if t.name not in self.roles)
 
+    def signature(self, entry: str) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
+        """(what a batch for `entry` consists of, its results); keeps no session for the asking."""
+        made = entry in self._sessions
+        session = self._session(entry)
+        batch, results = self.inputs(entry), tuple(session.outputs)
+        if not made:
+            del self._sessions[entry]
+        return batch, results
+
     def run(
         self, entry: str, batch: Mapping[str, Array] | None = None, /, **more: Array
     ) -> dict[str, Array]:

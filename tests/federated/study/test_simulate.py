@@ -317,3 +317,15 @@ def test_a_personal_hidden_layer_begins_where_the_model_has_it_and_learns():
     assert made.rounds[0].loss > 0.5
     assert made.rounds[-1].loss < 0.4
     assert there(made.summary(seen=True)).before > 0.8
+
+
+@pytest.mark.parametrize(("odd", "seen"), [(-1, "-1 to 1"), (2, "0 to 2")])
+@pytest.mark.parametrize("part", ["train", "held_out"])
+def test_a_label_beyond_the_model_s_classes_is_refused_by_device_and_value(part, odd, seen):
+    devices = shards()
+    shard = devices["device-2"]
+    y = getattr(shard, part)["y"].copy()
+    y[3] = odd
+    devices["device-2"] = replace(shard, **{part: {**getattr(shard, part), "y": y}})
+    with pytest.raises(InvalidInput, match=f"device-2: the model tells 2 classes.* are {seen}"):
+        simulate(module(), devices, study())

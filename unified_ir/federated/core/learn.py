@@ -21,12 +21,15 @@ from triplane.unified_ir.files.pixels import as_input
 LEARN: Final = "local_update"
 ADAPT: Final = "adapt"
 EVALUATE: Final = "evaluate"
+PREDICT: Final = "predict"
 LOSS: Final = "loss"
 ACCURACY: Final = "accuracy"
 SUPPORT: Final = "support."
 QUERY: Final = "query."
 ANCHOR: Final = "anchor."
 HYPER: Final = "hyper."
+WHOLE: Final = frozenset({"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"})
+"""Element types of labels."""
 PARAMETER: Final = "parameter"
 BUFFER: Final = "buffer"
 SHARED_ROLES: Final = (PARAMETER, BUFFER)
@@ -46,6 +49,25 @@ class Input(Protocol):
     @property
     def dtype(self) -> str:
         """As numpy names it."""
+
+
+class Output(Input, Protocol):
+    """One result of an entry, or a batch input with its sizes."""
+
+    @property
+    def shape(self) -> tuple[int | str, ...]:
+        """Sizes, those of the batch as text."""
+
+
+class Signed(Protocol):
+    """What `check_labels` asks of `runtime.Plan`; see there."""
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Names of graphs."""
+
+    def signature(self, entry: str, /) -> tuple[Sequence[Output], Sequence[Output]]:
+        """Batch and results of an entry."""
 
 
 class Learner(Protocol):
@@ -156,6 +178,39 @@ def buffers(roles: Mapping[str, str]) -> frozenset[str]:
     below zero.
     """
     return frozenset(name for name, role in roles.items() if role == BUFFER)
+
+
+def check_labels(plan: Signed, shard: Shard) -> None:
+    """InvalidInput where a label is none of the classes that the plan tells apart.
+
+    A graph would stop at a label beyond the last class, and take -1 for the last one. Labels are
+    what `evaluate` takes in whole numbers beside what `predict` takes, classes the last size of
+    what `predict` gives where that has one size more than the labels.
+    """
+    if not {EVALUATE, PREDICT} <= set(plan.entries):
+        return
+    asked, told = plan.signature(PREDICT)
+    known = {tensor.name for tensor in asked}
+    for tensor in plan.signature(EVALUATE)[0]:
+        if tensor.name in known or tensor.dtype not in WHOLE:
+            continue
+        shape = told[0].shape if told else ()
+        if len(shape) == len(tensor.shape) + 1 and isinstance(shape[-1], int):
+            _check_classes(tensor.name, shape[-1], shard)
+
+
+def _check_classes(name: str, classes: int, shard: Shard) -> None:
+    for part, arrays in (("learn from", shard.train), ("score on", shard.held_out)):
+        y = arrays.get(name)
+        if y is None or not y.size:
+            continue
+        least, most = y.min(), y.max()
+        if least < 0 or most >= classes:
+            raise InvalidInput(
+                f"the model tells {classes} classes apart, 0 to {classes - 1}; labels {name!r} of "
+                f"the samples to {part} are {least} to {most}: leave the others out, or number "
+                "the classes as the model does"
+            )
 
 
 def learn(

@@ -131,6 +131,11 @@ class _Simulation:
         self.on_round, self.on_scores = on_round, on_scores
         self.row: Algorithm = algorithm(study.algorithm)
         self.seen, self.shards = seen, {**seen, **unseen}
+        for name, shard in self.shards.items():
+            try:
+                device.check_labels(plan, shard)
+            except InvalidInput as error:
+                raise InvalidInput(f"{name}: {error}") from error
         self.buffers = device.buffers(plan.roles)
         self.compressor = Compressor(study.compression, keep=study.keep, plain=self.buffers)
         shared = {n: x for n, x in plan.state().items() if n in device.shared(plan.roles)}
