@@ -1,8 +1,9 @@
 """`python -m triplane.edge.agent.adapting JSON`: adapt a start point to this node's own samples.
 
-A child with limits, as the trial is. The node's samples are split once and for all, by the node's
-and the model's name: the start point learns from one part, and both it and the version that serves
-now are scored on the other, which no adaptation ever sees. Whoever is better there serves.
+A child with limits, as the trial is. Each of the node's samples is in one half once and for all, by
+its own bytes and the node's and the model's name: the start point learns from one half, and the
+start, what became of it and the version that serves now are scored on the other, which no
+adaptation ever sees, however many samples are added. Whoever is best there serves.
 """
 
 import hashlib
@@ -29,7 +30,10 @@ GROWTH: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Accuracy on the node's held-out samples. current: of what serves now, None for nothing."""
+    """Accuracy on the node's held-out samples. current: of what serves now, None for nothing.
+
+    digest: of the bundle that was written: the adapted one, or the start where that is better.
+    """
 
     support: int
     held_out: int
@@ -39,17 +43,24 @@ class Compared:
     digest: str
 
     @property
+    def start_is_best(self) -> bool:
+        """Whether adaptation made the start worse, so that the start itself was written."""
+        return self.start > self.adapted
+
+    @property
     def is_better(self) -> bool:
-        """Whether the adapted version is at least as good as the one that serves."""
-        return self.current is None or self.adapted >= self.current
+        """Whether what was written is at least as good as the version that serves."""
+        return self.current is None or max(self.start, self.adapted) >= self.current
 
     def __str__(self) -> str:
         now = (
             "nothing serves yet" if self.current is None else f"what serves has {self.current:.3f}"
         )
+        new = "the start as it is" if self.start_is_best else "the adapted one"
         return (
             f"adapted to {self.support} own samples it has accuracy {self.adapted:.3f} "
-            f"({self.start:.3f} before) on {self.held_out} others; {now}"
+            f"({self.start:.3f} before) on {self.held_out} others; {now}; kept is "
+            f"{new if self.is_better else 'what serves'}"
         )
 
 
@@ -83,14 +94,16 @@ def adapt(given: Mapping[str, Any]) -> dict[str, Any]:
     samples["x"] = as_input(samples["x"], bundle.inputs[0].dtype)
     support, held_out = split(samples, given["seed"])
     out = Path(given["out"])
-    weights = adapted_weights(bundle, support)
-    digest = write_adapted(bundle, weights, out)
+    digest = write_adapted(bundle, adapted_weights(bundle, support), out)
+    start, adapted = accuracy(bundle, held_out), accuracy(Bundle.load(out), held_out)
+    if start > adapted:
+        digest = write_adapted(bundle, {n: t.data for n, t in bundle.weights.items()}, out)
     current = given.get("current")
     return {
         "support": len(support["y"]),
         "held_out": len(held_out["y"]),
-        "start": accuracy(bundle, held_out),
-        "adapted": accuracy(Bundle.load(out), held_out),
+        "start": start,
+        "adapted": adapted,
         "current": None if current is None else accuracy(Bundle.load(Path(current)), held_out),
         "digest": digest,
     }
@@ -133,14 +146,21 @@ def keep_samples(folder: Path, model: str, source: Path) -> tuple[int, Path]:
 
 
 def split(samples: Mapping[str, Any], seed: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(support, held out): halves, the same for every version. Each class goes to both."""
+    """(support, held out): about half each; by the bytes of a sample, whatever else is there.
+
+    A sample keeps its half when others come, and equal samples are in one half. InvalidInput where
+    a half has none: with few samples that may happen.
+    """
     import numpy as np
 
-    y = samples["y"]
-    ranks = [hashlib.sha256(f"{seed}\0{i}".encode()).digest() for i in range(len(y))]
-    order = sorted(range(len(y)), key=lambda i: (int(y[i]), ranks[i]))
-    chosen = np.zeros(len(y), dtype=bool)
-    chosen[order[::2]] = True
+    x = np.ascontiguousarray(samples["x"])
+    key = hashlib.sha256(seed.encode()).digest()
+    chosen = np.array([hashlib.sha256(key + row.tobytes()).digest()[0] % 2 == 0 for row in x], bool)
+    if chosen.all() or not chosen.any():
+        raise InvalidInput(
+            f"all {len(x)} samples fall into one half, by their bytes: equal ones always do; give "
+            "more that differ, one half is to adapt and the other to compare"
+        )
     return (
         {name: array[chosen] for name, array in samples.items()},
         {name: array[~chosen] for name, array in samples.items()},

@@ -70,7 +70,7 @@ def test_adapted_version_is_scored_on_samples_it_never_saw_beside_the_one_that_s
 ):
     out = tmp_path / "mine.bundle"
     found = adapted(start, renamed, out, current=start)
-    assert (found.support, found.held_out) == (50, 50)
+    assert found.support + found.held_out == 100
     assert found.current == found.start < found.adapted - 0.2
     assert found.is_better
     Bundle.load(out, expected_digest=found.digest).check_goldens()
@@ -96,6 +96,7 @@ def test_start_point_that_is_worse_than_what_serves_is_told_apart(start, renamed
     found = adapted(start, renamed, tmp_path / "mine.bundle")
     assert found.current is None
     better = replace(found, current=found.adapted + 0.01)
+    assert found.adapted > found.start
     assert not better.is_better
     assert f"what serves has {better.current:.3f}" in str(better)
 
@@ -189,22 +190,72 @@ def test_bad_samples_leave_the_good_ones(tmp_path):
     assert kept.read_bytes() == before
 
 
-def test_split_is_disjoint_balanced_and_the_same_for_every_version():
-    y = np.repeat(np.arange(5), 10)
-    samples = {"x": np.arange(50), "y": y}
-    support, held_out = split(samples, "node\0model")
-    assert set(support["x"]) | set(held_out["x"]) == set(range(50))
-    assert not set(support["x"]) & set(held_out["x"])
-    assert np.bincount(support["y"]).tolist() == [5] * 5
-    again, _ = split(samples, "node\0model")
+def rows(part):
+    return {row.tobytes() for row in part["x"]}
+
+
+def pictures(n, seed=0):
+    x = np.random.default_rng(seed).random((n, 4), np.float32)
+    return {"x": x, "y": np.arange(n) % 5}
+
+
+def test_split_is_disjoint_and_the_same_for_every_version():
+    support, held_out = split(pictures(200), "node\0model")
+    assert rows(support) | rows(held_out) == rows(pictures(200))
+    assert not rows(support) & rows(held_out)
+    assert 70 < len(support["y"]) < 130
+    again, _ = split(pictures(200), "node\0model")
     assert np.array_equal(again["x"], support["x"])
-    other, _ = split(samples, "other\0model")
-    assert not np.array_equal(other["x"], support["x"])
+    other, _ = split(pictures(200), "other\0model")
+    assert rows(other) != rows(support)
+
+
+def test_a_sample_stays_in_its_half_when_others_come_in_any_order():
+    few, many = pictures(40), pictures(60, seed=1)
+    support, held_out = split(few, "node\0model")
+    order = np.random.default_rng(2).permutation(100)
+    both = {name: np.concatenate([many[name], few[name]])[order] for name in few}
+    later = [rows(part) for part in split(both, "node\0model")]
+    assert rows(support) <= later[0]
+    assert rows(held_out) <= later[1]
+
+
+def test_equal_samples_are_in_one_half_whatever_their_labels():
+    once = pictures(20)
+    twice = {"x": np.concatenate([once["x"]] * 2), "y": np.arange(40) % 7}
+    support, held_out = split(twice, "node\0model")
+    assert not rows(support) & rows(held_out)
+    same = {"x": np.zeros((8, 4), np.float32), "y": np.arange(8)}
+    with pytest.raises(InvalidInput, match="all 8 samples fall into one half"):
+        split(same, "node\0model")
+
+
+@pytest.mark.slow
+def test_a_start_that_adaptation_makes_worse_serves_as_it_is(start, tmp_path):
+    """Its half to adapt to has wrong labels, the other half right ones."""
+    digits = data.digits().select(np.arange(900, 1000))
+    support, _ = split({"x": digits.x, "y": digits.y}, "n\0digits")
+    misled = [row.tobytes() in rows(support) for row in digits.x]
+    np.savez(tmp_path / "s.npz", x=digits.x, y=np.where(misled, 0, digits.y))
+    found = adapted(start, tmp_path / "s.npz", tmp_path / "mine.bundle")
+    assert found.start > found.adapted
+    assert str(found).endswith("nothing serves yet; kept is the start as it is")
+    kept = Bundle.load(tmp_path / "mine.bundle", expected_digest=found.digest)
+    kept.check_goldens()
+    first = Bundle.load(start)
+    assert {n: bytes(t.data) for n, t in kept.weights.items()} == {
+        n: bytes(t.data) for n, t in first.weights.items()
+    }
+    assert found.is_better
+    assert replace(found, current=found.start).is_better
+    worse = replace(found, current=found.start + 0.01)
+    assert not worse.is_better
+    assert str(worse).endswith("kept is what serves")
 
 
 def test_comparison_reads_as_a_sentence():
     found = Compared(support=5, held_out=5, start=0.4, adapted=0.8, current=None, digest="")
     assert str(found) == (
         "adapted to 5 own samples it has accuracy 0.800 (0.400 before) on 5 others; "
-        "nothing serves yet"
+        "nothing serves yet; kept is the adapted one"
     )
