@@ -89,6 +89,77 @@ def _blank_corner(rng: np.random.Generator) -> dict[str, Array]:
     return {"x": x}
 
 
+FROM_ONNX = {4: (0, 2, 3, 1), 3: (1, 0, 2), 1: (0,)}
+"""PyTorch's gates (i f g o; r z n) among those of ONNX (i o f c; z r h), by their number."""
+
+
+def _sorted(stacked: Any, gates: int) -> Any:
+    return stacked.reshape(gates, -1, *stacked.shape[1:])[list(FROM_ONNX[gates])].flatten(0, 1)
+
+
+def _weights(gates: int, w: Any, r: Any, b: Any) -> list[Any]:
+    """Per direction, as PyTorch's functions take them."""
+    found = []
+    for d in range(len(w)):
+        parts = (w[d], r[d], *b[d].chunk(2))
+        found += [_sorted(p, gates) for p in parts]
+    return found
+
+
+def _outputs(y: Any, directions: int) -> Any:
+    """(T, N, directions H) -> (T, directions, N, H)."""
+    return y.unflatten(2, (directions, -1)).transpose(1, 2)
+
+
+def _lstm_of_lengths(x: Any, w: Any, r: Any, b: Any, h: Any, c: Any) -> Any:
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4, 2, 1]))
+    y, h, c = torch.lstm(
+        packed.data, packed.batch_sizes, (h, c), _weights(4, w, r, b), True, 1, 0.0, True, True
+    )
+    y = torch.nn.utils.rnn.pad_packed_sequence(packed._replace(data=y))[0]
+    return _outputs(y, 2), h, c
+
+
+def _gru_both_ways(x: Any, w: Any, r: Any, b: Any, h: Any) -> Any:
+    y, h = torch.gru(x, h, _weights(3, w, r, b), True, 1, 0.0, True, True, False)
+    return _outputs(y, 2), h
+
+
+def _rnn(x: Any, w: Any, r: Any, b: Any, h: Any) -> Any:
+    y, h = torch.rnn_tanh(x, h, _weights(1, w, r, b), True, 1, 0.0, True, False, False)
+    return _outputs(y, 1), h
+
+
+def _swept(gates: int, mixed: Any, r: Any, bias: Any = None) -> list[Any]:
+    """Weights of one direction that takes its inputs as they are."""
+    rows = mixed.shape[2]
+    inner = torch.zeros(rows, dtype=r.dtype)
+    if bias is not None:
+        inner = torch.cat([inner[: rows - len(bias)], bias])
+    w = torch.eye(rows, dtype=r.dtype)
+    return [_sorted(p, gates) for p in (w, r, torch.zeros_like(inner), inner)]
+
+
+def _lstm_sweep(mixed: Any, r: Any, h: Any, c: Any) -> Any:
+    y, h, c = torch.lstm(
+        mixed, (h[None], c[None]), _swept(4, mixed, r), True, 1, 0.0, True, False, False
+    )
+    return y, h[0], c[0]
+
+
+def _gru_sweep(mixed: Any, r: Any, bias: Any, h: Any) -> Any:
+    y, h = torch.gru(mixed, h[None], _swept(3, mixed, r, bias), True, 1, 0.0, True, False, False)
+    return y, h[0]
+
+
+def _simple_sweep(function: Callable[..., Any]) -> Callable[..., Any]:
+    def sweep(mixed: Any, r: Any, h: Any) -> Any:
+        y, h = function(mixed, h[None], _swept(1, mixed, r), True, 1, 0.0, True, False, False)
+        return y, h[0]
+
+    return sweep
+
+
 _conv = normal(x=(2, 4, 7, 6), w=(6, 4, 3, 3), b=(6,))
 _grouped = normal(x=(2, 4, 7, 6), w=(6, 2, 3, 3))
 _labels = fixed(labels=np.array([2, 0, 2, 4]))
@@ -268,6 +339,19 @@ CASES: Final[Mapping[str, Case]] = {
     "layer_norm": Case(
         both(normal(x=(2, 3, 4)), positive(scale=(4,)), normal(bias=(4,))),
         lambda x, scale, bias: F.layer_norm(x, (4,), scale, bias)),
+    # sequences
+    "lstm_of_lengths": Case(
+        normal(x=(4, 3, 2), w=(2, 12, 2), r=(2, 12, 3), b=(2, 24), h=(2, 3, 3), c=(2, 3, 3)),
+        _lstm_of_lengths),
+    "gru_both_ways": Case(
+        normal(x=(4, 3, 2), w=(2, 9, 2), r=(2, 9, 3), b=(2, 18), h=(2, 3, 3)), _gru_both_ways),
+    "rnn": Case(normal(x=(4, 3, 2), w=(1, 3, 2), r=(1, 3, 3), b=(1, 6), h=(1, 3, 3)), _rnn),
+    "lstm_sweep": Case(normal(mixed=(4, 2, 12), r=(12, 3), h=(2, 3), c=(2, 3)), _lstm_sweep),
+    "gru_sweep": Case(normal(mixed=(4, 2, 9), r=(9, 3), bias=(3,), h=(2, 3)), _gru_sweep),
+    "tanh_sweep": Case(
+        normal(mixed=(4, 2, 3), r=(3, 3), h=(2, 3)), _simple_sweep(torch.rnn_tanh)),
+    "relu_sweep": Case(
+        normal(mixed=(4, 2, 3), r=(3, 3), h=(2, 3)), _simple_sweep(torch.rnn_relu)),
 }
 # fmt: on
 

@@ -103,6 +103,19 @@ def wrong_body(row):
     return replace(row, body=body)
 
 
+def wrong_linearize(row):
+    def linearize(*args, **more):
+        made, pullback = row.linearize(*args, **more)
+
+        def pull(gs):
+            first, *rest = pullback(gs)
+            return [first * 1.01, *rest]
+
+        return made, pull
+
+    return replace(row, linearize=linearize)
+
+
 def without_lowering(row):
     return replace(row, lower_below={})
 
@@ -110,6 +123,7 @@ def without_lowering(row):
 BREAK = {
     "reference": wrong_kernel,
     "vjp": wrong_vjp,
+    "linearize": wrong_linearize,
     "infer": wrong_infer,
     "body": wrong_body,
     "lower_below": without_lowering,

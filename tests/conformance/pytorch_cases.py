@@ -25,6 +25,19 @@ def _masked(x):
     return ops.softmax(x + np.array([0, 0, -np.inf, 0, -1e9], x.dtype.numpy))
 
 
+def _sequence(name, states, **attrs):
+    return lambda *xs: row(name).all_outputs(*xs[:4], None, *xs[4:], outputs=1 + states, **attrs)
+
+
+def _lstm_of_lengths(x, w, r, b, h, c):
+    lengths = np.array([4, 2, 1], np.int32)
+    return row("LSTM").all_outputs(x, w, r, b, lengths, h, c, outputs=3, direction="bidirectional")
+
+
+def _sweep(name, outputs):
+    return lambda *xs: row(name, "triplane").all_outputs(*xs, outputs=outputs)
+
+
 # fmt: off
 OURS = {
     "identity": row("Identity"),
@@ -104,5 +117,10 @@ OURS = {
         *xs, outputs=3, training_mode=1, momentum=0.75),
     "batch_norm_inference": row("BatchNormalization"),
     "layer_norm": ops.layer_norm,
+    "lstm_of_lengths": _lstm_of_lengths,
+    "gru_both_ways": _sequence("GRU", 1, direction="bidirectional", linear_before_reset=1),
+    "rnn": _sequence("RNN", 1),
+    "lstm_sweep": _sweep("LSTMSweep", 3), "gru_sweep": _sweep("GRUSweep", 2),
+    "tanh_sweep": _sweep("TanhSweep", 2), "relu_sweep": _sweep("ReluSweep", 2),
 }
 # fmt: on

@@ -10,7 +10,7 @@ import pytest
 from tests.quantize import nets
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir import TensorSpec, nn
+from triplane.unified_ir import TensorSpec, nn, ops
 from triplane.unified_ir.convert import convert
 from triplane.unified_ir.frontend import trace
 from triplane.unified_ir.ir import Module, Role, StateTensor
@@ -271,23 +271,35 @@ def test_several_inputs_and_whole_numbers_convert(tmp_path):
     assert [layer.op for layer in report.layers] == ["Gemm"]
 
 
-class Recurrent(nn.Cell):
+class Stepping(nn.Cell):
     def __init__(self):
         super().__init__()
-        self.rnn = nn.RNN(4, 8)
+        self.step = nn.RNNCell(4, 8)
         self.head = nn.Dense(8, 3)
 
     def construct(self, x):
-        y, _ = self.rnn(x)
-        return self.head(y[:, -1])
+        start = ops.zeros((x.shape[0], 8))
+        last, _ = ops.scan(lambda h, v: (self.step(v, h), ()), start, x.transpose(1, 0, 2))
+        return self.head(last)
 
 
-def test_products_inside_a_loop_stay_in_float_and_are_counted(tmp_path):
-    module = nets.module_of(nets.shaken(Recurrent()), TensorSpec(("N", 6, 4)))
+class Recurrent(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.step = nn.RNN(4, 8)
+        self.head = nn.Dense(8, 3)
+
+    def construct(self, x):
+        return self.head(self.step(x)[1])
+
+
+@pytest.mark.parametrize(("cell", "where"), [(Stepping, "loops or branches"), (Recurrent, "RNN")])
+def test_products_inside_something_stay_in_float_and_are_told(tmp_path, cell, where):
+    module = nets.module_of(nets.shaken(cell()), TensorSpec(("N", 6, 4)))
     x = np.random.default_rng(0).standard_normal((32, 6, 4)).astype(np.float32)
     report = convert(module, quantize="int8", calibration=x, out=tmp_path / "a.bundle")
     assert Bundle.load(tmp_path / "a.bundle").check_goldens() == 0.0
-    assert "products inside loops or branches stay in float" in " ".join(report.notes)
+    assert f"products inside {where} stay in float" in " ".join(report.notes)
 
 
 class NoProduct(nn.Cell):

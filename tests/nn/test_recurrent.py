@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from triplane.unified_ir import TensorSpec, mode, nn, trace
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import TensorSpec, grad, graph, mode, nn, trace
 
 N, T, I, H = 3, 5, 4, 6
 RNG = np.random.default_rng(5)
@@ -77,3 +78,74 @@ def test_a_single_step_is_a_sequence_of_one_from_a_given_state(name):
 def test_batch_and_length_may_both_be_symbols(name):
     function = trace(CASES[name][0](I, H), TensorSpec(("N", "T", I)))
     assert str(function.results[0].type) == f"float32[N,T,{H}]"
+
+
+def walked(step, p, x, ending, length, states):
+    """One direction over one sequence (T, I) of `length` steps: outputs, and the last state."""
+    found = {k: p[k + ending] for k in ("weight_ih", "weight_hh", "bias")}
+    if f"bias_n{ending}" in p:
+        found["bias_n"] = p[f"bias_n{ending}"]
+    state, ys = tuple(np.zeros((1, H)) for _ in range(states)), np.zeros((len(x), H))
+    for t in range(length)[:: -1 if ending.endswith("_reverse") else 1]:
+        state = step(found, x[t : t + 1], state)
+        ys[t] = state[0][0]
+    return ys, [s[0] for s in state]
+
+
+def deep(step, cell, x, lengths, states):
+    """Two layers in both directions, sequence by sequence; (N, T, 2 H), (4, N, H) each."""
+    p = {k: v.array.astype(np.float64) for k, v in cell.parameters().items()}
+    outputs, lasts = [], []
+    for sequence, length in zip(x.astype(np.float64), lengths, strict=True):
+        y, ends = sequence, []
+        for k in ("", "_l1"):
+            both = [walked(step, p, y, k + e, length, states) for e in ("", "_reverse")]
+            y = np.concatenate([ys for ys, _ in both], axis=1)
+            ends += [end for _, end in both]
+        outputs.append(y)
+        lasts.append(ends)
+    stacked = [np.stack([[end[s] for end in ends] for ends in lasts], 1) for s in range(states)]
+    return np.stack(outputs), stacked
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["operator", "recorded gradient"])
+@pytest.mark.parametrize("name", CASES)
+def test_layers_in_both_directions_end_where_the_lengths_say(name, training):
+    layer, _, step, states = CASES[name]
+    cell = layer(I, H, num_layers=2, bidirectional=True)
+    lengths = np.array([T, 2, 3])
+    wanted, ends = deep(step, cell, X, lengths, states)
+
+    def loss(x):
+        ys, last = cell(x, None, lengths)
+        last = last if isinstance(last, tuple) else (last,)
+        return sum(((y * y).sum() for y in last), (ys * ys).sum()), (ys, last)
+
+    if training:  # forward of the gradient is another graph than the operator's
+        g = grad(lambda x: loss(x)[0])(X)
+        h = 1e-2 * np.sign(RNG.standard_normal(X.shape)).astype(np.float32)
+        slope = (float(graph(loss)(X + h)[0]) - float(graph(loss)(X - h)[0])) / 2
+        np.testing.assert_allclose((g * h).sum(), slope, rtol=2e-2, atol=2e-4)
+        assert not g[1, 2:].any(), "nothing beyond a length has an effect"
+        return
+    ys, last = graph(loss)(X)[1]
+    np.testing.assert_allclose(ys, wanted, rtol=1e-4, atol=1e-6)
+    for got, want in zip(last, ends, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_elements_between_layers_are_dropped_in_training_alone():
+    cell = nn.LSTM(I, H, num_layers=2, p_drop=0.5)
+    cell.train()
+    one, two = cell(X)[0], cell(X)[0]
+    assert not np.array_equal(one, two)
+    cell.eval()
+    np.testing.assert_array_equal(cell(X)[0], cell(X)[0])
+    with pytest.raises(InvalidInput, match="between layers"):
+        nn.LSTM(I, H, p_drop=0.5)
+
+
+def test_a_state_of_another_form_is_refused():
+    cell = nn.GRU(I, H, bidirectional=True)
+    with pytest.raises(InvalidInput, match=r"takes a state \(2, N, 6\), got"):
+        cell(X, np.zeros((N, H), np.float32))

@@ -48,7 +48,9 @@ from triplane.unified_ir.data import Dataset
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.graph import Array, Node
+from triplane.unified_ir.ops.build import expansion
 from triplane.unified_ir.ops.check import load
+from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import (
     Artifact,
     Frozen,
@@ -363,9 +365,18 @@ def _notes(row: Target, frozen: Frozen, int8: _Int8 | None) -> tuple[str, ...]:
     inside_count = len(inside) - len(product_nodes(frozen.function))
     if inside_count:
         notes.append(f"{inside_count} products inside loops or branches stay in float")
+    whole = sorted({node.op.name for node in frozen.function.nodes if _hides_products(node)})
+    if whole:
+        notes.append(f"products inside {', '.join(whole)} stay in float")
     if not row.is_here:
         notes.append("kernels and times above are this machine's, not the target's")
     return tuple(notes)
+
+
+def _hides_products(node: Node) -> bool:
+    """Whether an operator that runs as a whole, such as LSTM, multiplies inside."""
+    meaning = None if node.regions else expansion(TABLE, node)
+    return meaning is not None and any(n.op.name in PRODUCTS for n in meaning.walk())
 
 
 def _forgotten(module: Module, entry: str) -> tuple[str, ...]:

@@ -1,33 +1,37 @@
-"""Recurrent layers: one step as a cell, a whole sequence as a scan.
+"""Recurrent layers: one step as a cell, whole sequences as ONNX's LSTM, GRU and RNN.
 
-Sequences are x: (N, T, inputs). The product of all inputs with their weight is taken at once,
-before the scan; inside it only the product with the state remains. Gates lie one after another in
-the rows of a weight, in PyTorch's order.
+Sequences are x: (N, T, inputs). Gates lie one after another in the rows of a weight, in PyTorch's
+order; of its two biases there is the sum.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, Parameter
+from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.nn.init import Uniform
-from triplane.unified_ir.nn.random import generator
+from triplane.unified_ir.nn.random import Dropout, generator
 from triplane.unified_ir.nn.sizes import check_axis, check_rank, positive
 from triplane.unified_ir.nn.state import State
+from triplane.unified_ir.ops import recurrent
+from triplane.unified_ir.ops.row import Op
 
 Carry = tuple[ops.Tensor, ...]
+REVERSE: Final = "_reverse"
+"""Ends the names of the weights that walk backwards, as PyTorch has it."""
 
 
-class _Gated(Cell):
+class _Step(Cell):
     """Weights of `gates` stacked gates; all start uniform within 1 / sqrt(hidden)."""
 
     gates: ClassVar[int] = 1
-    states: ClassVar[int] = 1
     weight_ih: State
     weight_hh: State
     bias: State
@@ -42,131 +46,250 @@ class _Gated(Cell):
         self.weight_hh = Parameter(draw((rows, hidden), source))
         self.bias = Parameter(draw((rows,), source))
 
-    def advance(self, mixed: ops.Tensor, state: Carry) -> Carry:
-        """The next state; mixed: (N, gates hidden) = x weight_ih^T + bias."""
-        raise NotImplementedError
-
-    def one_step(self, x: ops.Tensor, state: Sequence[ops.Tensor]) -> Carry:
-        """x: (N, inputs), state: (N, hidden) each -> the next state."""
-        self._check(x, f"(N, {self.inputs})", 2)
-        return self.advance(ops.linear(x, self.weight_ih, self.bias), tuple(state))
-
-    def sequence(
-        self, x: ops.Tensor, state: Sequence[ops.Tensor] | None
-    ) -> tuple[ops.Tensor, Carry]:
-        """x: (N, T, inputs) -> (N, T, hidden) of the first state tensor, and the last state."""
-        self._check(x, f"(N, T, {self.inputs})", 3)
-        mixed = ops.linear(x, self.weight_ih, self.bias).transpose(1, 0, 2)
-        start = tuple(state) if state is not None else self.zero_state(x)
-        last, ys = ops.scan(self._scanned, start, mixed)
-        return ys.transpose(1, 0, 2), last
-
-    def zero_state(self, x: ops.Tensor) -> Carry:
-        """Zeros for the batch of x."""
-        return tuple(ops.zeros((x.shape[0], self.hidden), x.dtype) for _ in range(self.states))
-
-    def _scanned(self, state: Carry, mixed: ops.Tensor) -> tuple[Carry, ops.Tensor]:
-        after = self.advance(mixed, state)
-        return after, after[0]
-
-    def _check(self, x: ops.Tensor, takes: str, rank: int) -> None:
-        name = f"{type(self).__name__}({self.inputs}, {self.hidden})"
-        check_rank(name, takes, x, rank)
+    def _mixed(self, x: ops.Tensor) -> ops.Tensor:
+        """(N, gates hidden): x weight_ih^T + bias."""
+        name, takes = f"{type(self).__name__}({self.inputs}, {self.hidden})", f"(N, {self.inputs})"
+        check_rank(name, takes, x, 2)
         check_axis(name, takes, x, -1, self.inputs)
+        return ops.linear(x, self.weight_ih, self.bias)
 
     def _gate(self, stacked: ops.Tensor, i: int) -> ops.Tensor:
         return stacked[:, i * self.hidden : (i + 1) * self.hidden]
 
 
-class _RNN(_Gated):
-    def advance(self, mixed: ops.Tensor, state: Carry) -> Carry:
-        """h' = tanh(mixed + h weight_hh^T)."""
-        return (ops.tanh(ops.gemm(state[0], self.weight_hh, mixed, transB=1)),)
+class RNNCell(_Step):
+    """One step of a simple recurrent net (Elman 1990): h' = tanh(W_ih x + W_hh h + b)."""
+
+    def construct(self, x: ops.Tensor, h: ops.Tensor) -> ops.Tensor:
+        """x: (N, inputs), h: (N, hidden) -> (N, hidden)."""
+        return ops.tanh(ops.gemm(h, self.weight_hh, self._mixed(x), transB=1))
 
 
-class _LSTM(_Gated):
+class LSTMCell(_Step):
+    """One step of a long short-term memory (Hochreiter and Schmidhuber 1997); gates i, f, g, o.
+
+    c' = f c + i g, h' = o tanh(c').
+    """
+
     gates = 4
-    states = 2
 
-    def advance(self, mixed: ops.Tensor, state: Carry) -> Carry:
-        """c' = f c + i g, h' = o tanh(c')."""
-        h, c = state
-        stacked = ops.gemm(h, self.weight_hh, mixed, transB=1)
+    def construct(self, x: ops.Tensor, h: ops.Tensor, c: ops.Tensor) -> Carry:
+        """x: (N, inputs), h and c: (N, hidden) -> the next h and c."""
+        stacked = ops.gemm(h, self.weight_hh, self._mixed(x), transB=1)
         i, f, g, o = (self._gate(stacked, k) for k in range(4))
         c = ops.sigmoid(f) * c + ops.sigmoid(i) * ops.tanh(g)
         return ops.sigmoid(o) * ops.tanh(c), c
 
 
-class _GRU(_Gated):
+class GRUCell(_Step):
+    """One step of a gated recurrent unit (Cho et al. 2014), gates r, z, n as cuDNN has them.
+
+    n = tanh(mixed_n + r (h weight_n^T + bias_n)), h' = (1 - z) n + z h.
+    """
+
     gates = 3
     bias_n: State
 
     def __init__(self, inputs: int, hidden: int, *, rng: np.random.Generator | None = None) -> None:
         super().__init__(inputs, hidden, rng=rng)
-        draw = Uniform(1.0 / math.sqrt(hidden))
-        self.bias_n = Parameter(draw((hidden,), generator(rng)))
+        self.bias_n = Parameter(Uniform(1.0 / math.sqrt(hidden))((hidden,), generator(rng)))
 
-    def advance(self, mixed: ops.Tensor, state: Carry) -> Carry:
-        """n = tanh(mixed_n + r (h weight_n^T + bias_n)), h' = (1 - z) n + z h."""
-        (h,) = state
-        w = self.weight_hh
+    def construct(self, x: ops.Tensor, h: ops.Tensor) -> ops.Tensor:
+        """x: (N, inputs), h: (N, hidden) -> (N, hidden)."""
+        mixed, w = self._mixed(x), self.weight_hh
         r_z = ops.gemm(h, w[: 2 * self.hidden], mixed[:, : 2 * self.hidden], transB=1)
         gates = ops.sigmoid(r_z)
         r, z = self._gate(gates, 0), self._gate(gates, 1)
         inner = ops.gemm(h, w[2 * self.hidden :], self.bias_n, transB=1)
         n = ops.tanh(self._gate(mixed, 2) + r * inner)
-        return (n + z * (h - n),)
+        return n + z * (h - n)
 
 
-class RNNCell(_RNN):
-    """One step of a simple recurrent net (Elman 1990): h' = tanh(W_ih x + W_hh h + b)."""
+class _Layers(Cell):
+    """Layers over a sequence, each in one or two directions.
 
-    def construct(self, x: ops.Tensor, h: ops.Tensor) -> ops.Tensor:
-        """x: (N, inputs), h: (N, hidden) -> (N, hidden)."""
-        return self.one_step(x, (h,))[0]
+    `weight_ih`, `weight_hh` and `bias` of the first layer; those of layer k end in `_lk`, those
+    that walk backwards in `_reverse`: weight_hh, weight_hh_reverse, weight_hh_l1, ...
+    """
+
+    row: ClassVar[Op]
+    gates: ClassVar[int] = 1
+    order: ClassVar[tuple[int, ...]] = (0,)
+    """Where the gates of ONNX's order lie in PyTorch's."""
+    options: ClassVar[dict[str, int]] = {}
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        *,
+        num_layers: int = 1,
+        bidirectional: bool = False,
+        p_drop: float = 0.0,
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        positive(type(self).__name__, inputs=inputs, hidden=hidden, num_layers=num_layers)
+        if p_drop and num_layers == 1:
+            raise InvalidInput(
+                f"{type(self).__name__} drops elements between layers; with one layer there is "
+                "nothing between, put a Dropout behind it"
+            )
+        self.inputs, self.hidden, self.num_layers = inputs, hidden, num_layers
+        self.endings = ("", REVERSE) if bidirectional else ("",)
+        for k in range(num_layers):
+            for ending in self.endings:
+                taken = inputs if k == 0 else hidden * len(self.endings)
+                self._draw(f"_l{k}{ending}" if k else ending, taken, generator(rng))
+        self.dropout = Dropout(p_drop, rng=rng) if p_drop else None
+
+    def _draw(self, ending: str, inputs: int, source: np.random.Generator) -> None:
+        """One direction's weights, uniform within 1 / sqrt(hidden)."""
+        draw, rows = Uniform(1.0 / math.sqrt(self.hidden)), self.gates * self.hidden
+        setattr(self, f"weight_ih{ending}", Parameter(draw((rows, inputs), source)))
+        setattr(self, f"weight_hh{ending}", Parameter(draw((rows, self.hidden), source)))
+        setattr(self, f"bias{ending}", Parameter(draw((rows,), source)))
+
+    def _sequence(
+        self, x: ops.Tensor, state: Sequence[ops.Tensor | None], lengths: ops.Tensor | None
+    ) -> tuple[ops.Tensor, Carry]:
+        """All outputs (N, T, directions hidden) and the last state, in the form it has outside."""
+        name = f"{type(self).__name__}({self.inputs}, {self.hidden})"
+        check_rank(name, f"(N, T, {self.inputs})", x, 3)
+        check_axis(name, f"(N, T, {self.inputs})", x, -1, self.inputs)
+        starts = [self._inwards(name, s) for s in state]
+        lens = None if lengths is None else ops.cast(lengths, "int32")
+        y = x.transpose(1, 0, 2)
+        lasts = []
+        for k in range(self.num_layers):
+            if k and self.dropout is not None:
+                y = self.dropout(y)
+            ys, *last = self._layer(k, y, starts, lens)
+            y = ys.transpose(0, 2, 1, 3) if len(self.endings) > 1 else ys
+            y = y.reshape((*x.shape[1::-1], len(self.endings) * self.hidden))
+            lasts.append(last)
+        joined = (ops.concat(list(s)) if len(s) > 1 else s[0] for s in zip(*lasts, strict=True))
+        return y.transpose(1, 0, 2), tuple(self._outwards(s) for s in joined)
+
+    def _layer(
+        self, k: int, x: ops.Tensor, starts: Sequence[ops.Tensor | None], lens: ops.Tensor | None
+    ) -> Carry:
+        """x: (T, N, inputs) -> all outputs (T, directions, N, hidden), last states."""
+        count = len(self.endings)
+        endings = [f"_l{k}{e}" if k else e for e in self.endings]
+        w, r, b = (
+            ops.stack([part(e) for e in endings])
+            for part in (self._weight_ih, self._weight_hh, self._biases)
+        )
+        states = [None if s is None else s[k * count : (k + 1) * count] for s in starts]
+        return self.row.all_outputs(
+            x, w, r, b, lens, *states,
+            outputs=1 + len(states), hidden_size=self.hidden,
+            direction="bidirectional" if count > 1 else "forward", **self.options,
+        )  # fmt: skip
+
+    def _weight_ih(self, ending: str) -> ops.Tensor:
+        return self._ordered(getattr(self, f"weight_ih{ending}"))
+
+    def _weight_hh(self, ending: str) -> ops.Tensor:
+        return self._ordered(getattr(self, f"weight_hh{ending}"))
+
+    def _biases(self, ending: str) -> ops.Tensor:
+        """ONNX's two biases; the second, of the product with the state, is zero."""
+        bias = self._ordered(getattr(self, f"bias{ending}"))
+        return ops.concat([bias, ops.zeros(bias.shape, bias.dtype)])
+
+    def _ordered(self, stacked: ops.Tensor) -> ops.Tensor:
+        """The rows of PyTorch's gates in ONNX's order."""
+        if len(self.order) == 1:
+            return stacked
+        back = tuple(int(k) for k in np.argsort(self.order))
+        made: ops.Tensor = ops.custom_gradient(
+            lambda x: _blocks(x, self.order), lambda _, __, g: _blocks(g, back), stacked
+        )
+        return made
+
+    def _inwards(self, name: str, state: ops.Tensor | None) -> ops.Tensor | None:
+        """(N, hidden) of one layer in one direction, else (layers directions, N, hidden)."""
+        if state is None:
+            return None
+        count = self.num_layers * len(self.endings)
+        wanted = (count,) if count > 1 else ()
+        if state.rank != len(wanted) + 2 or state.shape[: len(wanted)] != wanted:
+            shown = f"({count}, N, {self.hidden})" if count > 1 else f"(N, {self.hidden})"
+            raise ShapeError(f"{name} takes a state {shown}, got {state.type}")
+        return state if count > 1 else ops.unsqueeze(state, 0)
+
+    def _outwards(self, state: ops.Tensor) -> ops.Tensor:
+        return state if state.shape[0] != 1 else state.reshape(state.shape[1:])
 
 
-class RNN(_RNN):
-    """A simple recurrent net over a sequence; gives (all states, last state)."""
+def _blocks(x: ops.Tensor, order: Sequence[int]) -> ops.Tensor:
+    """Equal blocks of rows in another order; its gradient is the order back, one copy as well."""
+    rows = x.shape[0] // len(order)
+    stacked = x.reshape((len(order), rows, *x.shape[1:]))
+    return ops.gather(stacked, np.array(order)).reshape(x.shape)
+
+
+class RNN(_Layers):
+    """A simple recurrent net over sequences (Elman 1990); gives (all outputs, last state)."""
+
+    row = recurrent.rnn
 
     def construct(
-        self, x: ops.Tensor, h: ops.Tensor | None = None
+        self, x: ops.Tensor, h: ops.Tensor | None = None, lengths: ops.Tensor | None = None
     ) -> tuple[ops.Tensor, ops.Tensor]:
-        """x: (N, T, inputs), h: (N, hidden) or zeros -> (N, T, hidden), (N, hidden)."""
-        ys, (last,) = self.sequence(x, None if h is None else (h,))
+        """x: (N, T, inputs), h: a state or zeros, lengths: (N,) ints -> see `LSTM`."""
+        ys, (last,) = self._sequence(x, (h,), lengths)
         return ys, last
 
 
-class LSTMCell(_LSTM):
-    """One step of a long short-term memory (Hochreiter and Schmidhuber 1997); gates i, f, g, o."""
+class LSTM(_Layers):
+    """A long short-term memory over sequences (Hochreiter and Schmidhuber 1997).
 
-    def construct(self, x: ops.Tensor, h: ops.Tensor, c: ops.Tensor) -> Carry:
-        """x: (N, inputs), h and c: (N, hidden) -> the next h and c."""
-        return self.one_step(x, (h, c))
+    Gives (all outputs, (last h, last c)): (N, T, directions hidden), and states that are
+    (N, hidden) of one layer in one direction, else (layers directions, N, hidden) as PyTorch's.
+    With `lengths` a sequence ends there: outputs beyond are 0 and its last state is that at its
+    end, where a backward direction begins. In training `p_drop` of the elements between layers
+    is dropped.
+    """
 
-
-class LSTM(_LSTM):
-    """A long short-term memory over a sequence; gives (all h, (last h, last c))."""
-
-    def construct(self, x: ops.Tensor, state: Carry | None = None) -> tuple[ops.Tensor, Carry]:
-        """x: (N, T, inputs), state: (h, c), each (N, hidden), or zeros."""
-        return self.sequence(x, state)
-
-
-class GRUCell(_GRU):
-    """One step of a gated recurrent unit (Cho et al. 2014), gates r, z, n as cuDNN has them."""
-
-    def construct(self, x: ops.Tensor, h: ops.Tensor) -> ops.Tensor:
-        """x: (N, inputs), h: (N, hidden) -> (N, hidden)."""
-        return self.one_step(x, (h,))[0]
-
-
-class GRU(_GRU):
-    """A gated recurrent unit over a sequence; gives (all states, last state)."""
+    row = recurrent.lstm
+    gates = 4
+    order = (0, 3, 1, 2)
 
     def construct(
-        self, x: ops.Tensor, h: ops.Tensor | None = None
+        self, x: ops.Tensor, state: Carry | None = None, lengths: ops.Tensor | None = None
+    ) -> tuple[ops.Tensor, Carry]:
+        """x: (N, T, inputs), state: (h, c) or zeros, lengths: (N,) ints in 1..T."""
+        return self._sequence(x, state or (None, None), lengths)
+
+
+class GRU(_Layers):
+    """A gated recurrent unit over sequences (Cho et al. 2014); gives (all outputs, last state).
+
+    Gates r, z, n as cuDNN has them: the reset gate multiplies the product with the state, which
+    has the bias `bias_n`.
+    """
+
+    row = recurrent.gru
+    gates = 3
+    order = (1, 0, 2)
+    options: ClassVar[dict[str, int]] = {"linear_before_reset": 1}
+
+    def _draw(self, ending: str, inputs: int, source: np.random.Generator) -> None:
+        super()._draw(ending, inputs, source)
+        draw = Uniform(1.0 / math.sqrt(self.hidden))
+        setattr(self, f"bias_n{ending}", Parameter(draw((self.hidden,), source)))
+
+    def _biases(self, ending: str) -> ops.Tensor:
+        bias = self._ordered(getattr(self, f"bias{ending}"))
+        inner = getattr(self, f"bias_n{ending}")
+        return ops.concat([bias, ops.zeros((2 * self.hidden,), bias.dtype), inner])
+
+    def construct(
+        self, x: ops.Tensor, h: ops.Tensor | None = None, lengths: ops.Tensor | None = None
     ) -> tuple[ops.Tensor, ops.Tensor]:
-        """x: (N, T, inputs), h: (N, hidden) or zeros -> (N, T, hidden), (N, hidden)."""
-        ys, (last,) = self.sequence(x, None if h is None else (h,))
+        """x: (N, T, inputs), h: a state or zeros, lengths: (N,) ints -> see `LSTM`."""
+        ys, (last,) = self._sequence(x, (h,), lengths)
         return ys, last

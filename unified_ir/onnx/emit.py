@@ -230,11 +230,13 @@ class _Emitter(Context):
         return _Emitter(self.target, clean(function), {}, self)
 
     def result_infos(self) -> list[ValueInfoProto]:
-        """Results of a subgraph, each under a name of its own."""
-        infos = []
+        """Results of a subgraph, each under a name that this subgraph produces once."""
+        produced = {name for node in self.nodes for name in node.output}
+        infos: list[ValueInfoProto] = []
         for value in self.function.results:
-            name = self.fresh()
-            self.add("Identity", [self.name_of(value)], [name])
+            name = self.name_of(value)
+            if name not in produced or any(info.name == name for info in infos):
+                name = self.emit("Identity", name)
             infos.append(_info(name, value.type))
         return infos
 

@@ -318,6 +318,23 @@ def _loop(context: Context, node: Node) -> None:
     context.add("Loop", names[: 2 + n], context.output_names(node), body=body)
 
 
+def _recurrent(context: Context, node: Node) -> None:
+    """Batch-first operands are turned around it: onnxruntime 1.31 refuses layout 1."""
+    if not node.attrs.get("layout"):
+        context.plain(node)
+        return
+    names = context.inputs(node)
+    for i in (0, 5, 6):
+        if i < len(names) and names[i]:
+            names[i] = context.emit("Transpose", names[i], perm=[1, 0, 2])
+    made = [context.fresh() for _ in node.outputs]
+    attrs = {k: v for k, v in node.attrs.items() if k != "layout"}
+    context.add(node.op.name, names, made, **attrs)
+    perms = [[2, 0, 1, 3], [1, 0, 2], [1, 0, 2]]
+    for name, final, perm in zip(made, context.output_names(node), perms, strict=False):
+        context.add("Transpose", [name], [final], perm=perm)
+
+
 RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "Constant"): _constant,
     ("", "Reshape"): _reshape,
@@ -329,6 +346,9 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "Mod"): _mod,
     ("", "Pow"): _pow,
     ("", "BatchNormalization"): _batch_norm,
+    ("", "RNN"): _recurrent,
+    ("", "GRU"): _recurrent,
+    ("", "LSTM"): _recurrent,
     (DOMAIN, "Dims"): _dims,
     (DOMAIN, "Cond"): _cond,
     (DOMAIN, "Scan"): _scan,

@@ -540,7 +540,8 @@ def concat(xs: Sequence[TensorLike], axis: int = 0) -> Tensor:
 
 def stack(xs: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Joins tensors along a new axis."""
-    return concat([unsqueeze(x, axis) for x in xs], axis)
+    parts = [unsqueeze(x, axis) for x in xs]
+    return parts[0] if len(parts) == 1 else concat(parts, axis)
 
 
 def pad(x: TensorLike, pads: Sequence[int], value: float = 0.0) -> Tensor:

@@ -18,7 +18,9 @@ from triplane.unified_ir.ops import (
     pool,
     quant,
     random,
+    recurrent,
     structure,
+    sweeps,
 )
 from triplane.unified_ir.ops.row import Op, Table
 
@@ -36,6 +38,8 @@ _MODULES: Final = (
     random,
     quant,
     detection,
+    sweeps,
+    recurrent,
 )
 
 

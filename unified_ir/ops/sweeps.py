@@ -1,0 +1,303 @@
+"""Recurrences over a sequence whose gradient is taken by gates, in one walk back.
+
+Each row is one direction of a recurrent layer after its inputs were multiplied by their weight. The
+forward walk keeps the gates; everything of the gradient that does not depend on the cotangent is
+then computed for the whole sequence at once, a step back is few small operators, and the gradient
+of the recurrent weight is one product over all steps. The cotangents are operators again, so any
+order exists.
+
+gates: (T, N, k H), r: (k H, H), states: (N, H), mask: bool (T, N, 1) or absent. Where the mask is
+false a step keeps the state and gives 0; `reverse` walks from the last step to the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ir.types import ShapeError, TensorType, bool_
+from triplane.unified_ir.ops.control import scan
+from triplane.unified_ir.ops.elementwise import relu, sigmoid, step, tanh
+from triplane.unified_ir.ops.matrix import gemm
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, MakeArray, Op
+from triplane.unified_ir.ops.samples import bools, normal, sample
+from triplane.unified_ir.ops.structure import concat, sum_to, unsqueeze, where, zeros
+from triplane.unified_ir.ops.tensor import Tensor
+
+State = tuple[Tensor, ...]
+Pullback = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One kind of recurrence.
+
+    `advance(gates, state, weights)` gives the next state and what the way back needs of a step;
+    `slopes(kept, before)` turns that and the state before, of all steps, into factors;
+    `back(cotangents of the state, factors)` gives those of the state before, None where they come
+    through the product with r alone, then that of the product, then that of the gates;
+    `beside(cotangents of all products, weights)` gives those of the weights beside r.
+    """
+
+    gates: int
+    weights: int
+    states: int
+    advance: Callable[[Tensor, State, State], tuple[State, State]]
+    slopes: Callable[[State, State], State]
+    back: Callable[[State, State], tuple[Sequence[Tensor | None], Tensor, Tensor]]
+    beside: Callable[[Tensor, State], list[Tensor]]
+
+
+def _columns(x: Tensor, count: int) -> list[Tensor]:
+    """Equal parts of the last axis."""
+    size = x.shape[-1] // count
+    return [x[..., k * size : (k + 1) * size] for k in range(count)]
+
+
+def _lstm_step(gates: Tensor, state: State, weights: State) -> tuple[State, State]:
+    """c' = f c + i g, h' = o tanh(c'); gates i, o, f, g."""
+    h, c = state
+    stacked = gemm(h, weights[0], gates, transB=1)
+    size = h.shape[1]
+    squashed = sigmoid(stacked[:, : 3 * size])
+    g = tanh(stacked[:, 3 * size :])
+    i, o, f = _columns(squashed, 3)
+    c = f * c + i * g
+    bent = tanh(c)
+    return (o * bent, c), (squashed, g, bent)
+
+
+def _lstm_slopes(kept: State, before: State) -> State:
+    squashed, g, bent = kept
+    i, o, f = _columns(squashed, 3)
+    c = before[1]
+    by_i, by_f, by_g = g * (i - i * i), c * (f - f * f), i - i * g * g
+    return (by_i, bent * (o - o * o), by_f, by_g, o - o * bent * bent, f)
+
+
+def _lstm_back(gs: State, slopes: State) -> tuple[Sequence[Tensor | None], Tensor, Tensor]:
+    """The output's cotangent reaches c' through tanh; all gates but o see c' alone."""
+    g_h, g_c = gs
+    by_i, by_o, by_f, by_g, through, f = slopes
+    g_c = g_c + g_h * through
+    g_gates = concat([g_c * by_i, g_h * by_o, g_c * by_f, g_c * by_g], axis=1)
+    return (None, g_c * f), g_gates, g_gates
+
+
+def _gru_step(gates: Tensor, state: State, weights: State) -> tuple[State, State]:
+    """n = tanh(x_n + r q), q = R_n h + b, h' = n + z (h - n); gates z, r, n."""
+    (h,) = state
+    r, bias = weights
+    size = h.shape[1]
+    product = gemm(h, r, transB=1)
+    squashed = sigmoid(gates[:, : 2 * size] + product[:, : 2 * size])
+    z, reset = _columns(squashed, 2)
+    q = product[:, 2 * size :] + bias
+    n = tanh(gates[:, 2 * size :] + reset * q)
+    return (n + z * (h - n),), (squashed, q, n)
+
+
+def _gru_slopes(kept: State, before: State) -> State:
+    squashed, q, n = kept
+    z, reset = _columns(squashed, 2)
+    by_n = (1.0 - z) * (1.0 - n * n)
+    return ((before[0] - n) * (z - z * z), by_n, q * (reset - reset * reset), reset, z)
+
+
+def _gru_back(gs: State, slopes: State) -> tuple[Sequence[Tensor | None], Tensor, Tensor]:
+    (g,) = gs
+    by_z, by_n, by_r, reset, z = slopes
+    g_z, g_n = g * by_z, g * by_n
+    g_r = g_n * by_r
+    inner = concat([g_z, g_r, g_n * reset], axis=1)
+    return (g * z,), inner, concat([g_z, g_r, g_n], axis=1)
+
+
+def _gru_beside(inner: Tensor, weights: State) -> list[Tensor]:
+    bias = weights[1]
+    return [sum_to(inner[:, 2 * bias.shape[0] :], bias)]
+
+
+def _none(_: Tensor, __: State) -> list[Tensor]:
+    return []
+
+
+def _simple(squash: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Sweep:
+    """h' = squash(x + R h), whose slope is a function of its result."""
+
+    def advance(gates: Tensor, state: State, weights: State) -> tuple[State, State]:
+        h = squash(gemm(state[0], weights[0], gates, transB=1))
+        return (h,), (h,)
+
+    def back(gs: State, slopes: State) -> tuple[Sequence[Tensor | None], Tensor, Tensor]:
+        g = gs[0] * slopes[0]
+        return (None,), g, g
+
+    return Sweep(1, 1, 1, advance, lambda kept, _: (slope(kept[0]),), back, _none)
+
+
+LSTM: Final = Sweep(4, 1, 2, _lstm_step, _lstm_slopes, _lstm_back, _none)
+GRU: Final = Sweep(3, 2, 1, _gru_step, _gru_slopes, _gru_back, _gru_beside)
+TANH: Final = _simple(tanh, lambda y: 1.0 - y * y)
+RELU: Final = _simple(relu, step)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The operands of one sweep by role."""
+
+    sweep: Sweep
+    gates: Tensor
+    weights: State
+    states: State
+    mask: Tensor | None
+    reverse: bool
+
+    def forward(self, *, keep: bool) -> tuple[State, State]:
+        """The last state, and of all steps: results, and if asked states and what is kept."""
+
+        def one(before: State, xs: tuple[Tensor, Tensor | None]) -> tuple[State, State]:
+            gates, mask = xs
+            after, kept = self.sweep.advance(gates, before, self.weights)
+            y = after[0]
+            if mask is not None:
+                y = where(mask, y, 0.0)
+                pairs = zip(after, before, strict=True)
+                after = tuple(where(mask, a, b) for a, b in pairs)
+            # without a mask the results are the states of the first kind
+            return after, (y, *(after[mask is None :] if keep else ()), *(kept if keep else ()))
+
+        last, stacked = scan(one, self.states, (self.gates, self.mask), reverse=self.reverse)
+        return last, stacked
+
+    def before(self, stacked: Sequence[Tensor]) -> State:
+        """The state that each step started from."""
+        pairs = zip(self.states, stacked, strict=True)
+        if self.reverse:
+            return tuple(concat([xs[1:], unsqueeze(start, 0)]) for start, xs in pairs)
+        return tuple(concat([unsqueeze(start, 0), xs[:-1]]) for start, xs in pairs)
+
+    def pulled(self, gs: Sequence[Tensor | None], before: State, kept: State) -> list[Tensor]:
+        """Cotangents of gates, weights and states; gs: those of the results and last states."""
+        starts = tuple(
+            zeros(x.shape, x.dtype) if g is None else g
+            for x, g in zip(self.states, gs[1:], strict=True)
+        )
+        first, (inner, *outer) = scan(
+            self._step_back,
+            starts,
+            (self.sweep.slopes(kept, before), gs[0], self.mask),
+            reverse=not self.reverse,
+        )
+        flat = inner.reshape((-1, inner.shape[-1]))
+        h = before[0].reshape((-1, before[0].shape[-1]))
+        g_weights = [gemm(flat, h, transA=1), *self.sweep.beside(flat, self.weights)]
+        return [outer[0] if outer else inner, *g_weights, *first]
+
+    def _step_back(
+        self, gs: State, xs: tuple[State, Tensor | None, Tensor | None]
+    ) -> tuple[State, State]:
+        slopes, g_y, mask = xs
+        if mask is None:
+            entering, passing = gs, None
+        else:
+            entering = tuple(where(mask, g, 0.0) for g in gs)
+            passing = tuple(where(mask, 0.0, g) for g in gs)
+        if g_y is not None:
+            g_y = g_y if mask is None else where(mask, g_y, 0.0)
+            entering = (entering[0] + g_y, *entering[1:])
+        kept, inner, outer = self.sweep.back(entering, slopes)
+        through = gemm(inner, self.weights[0], kept[0])
+        found = (through, *kept[1:])
+        if passing is not None:
+            found = tuple(a + b for a, b in zip(found, passing, strict=True))
+        return found, (inner,) if inner is outer else (inner, outer)  # type: ignore[return-value]
+
+
+def _call(sweep: Sweep, inputs: Sequence[Tensor | None], reverse: int) -> _Call:
+    first, last = 1 + sweep.weights, 1 + sweep.weights + sweep.states
+    gates, weights, states = inputs[0], tuple(inputs[1:first]), tuple(inputs[first:last])
+    mask = inputs[last] if len(inputs) > last else None
+    return _Call(sweep, gates, weights, states, mask, bool(reverse))  # type: ignore[arg-type]
+
+
+def _types(sweep: Sweep) -> Callable[[Call], tuple[TensorType, ...]]:
+    def infer(call: Call) -> tuple[TensorType, ...]:
+        gates, r = call.type(0), call.type(1)
+        hidden = r.shape[-1]
+        if (
+            gates.rank != 3
+            or r.rank != 2
+            or not r.shape[0] == gates.shape[2] == (sweep.gates * hidden)
+        ):
+            raise ShapeError(
+                f"{call.row} takes gates (T, N, {sweep.gates} H) and r ({sweep.gates} H, H), got "
+                f"{gates} and {r}"
+            )
+        first = 1 + sweep.weights
+        states = [call.type(first + k) for k in range(sweep.states)]
+        wrong = [s for s in states if s.shape != (gates.shape[1], hidden)]
+        mask = call.type(first + sweep.states) if call.has(first + sweep.states) else None
+        if mask and mask != TensorType(bool_, (*gates.shape[:2], 1)):
+            wrong.append(mask)
+        if wrong or (sweep.weights > 1 and call.type(2).shape != (hidden,)):
+            raise ShapeError(
+                f"{call.row} takes states (N, H), a mask bool (T, N, 1) and a bias (H), got "
+                f"{[str(t) for t in call.types]}"
+            )
+        y = gates.with_shape((*gates.shape[:2], hidden))
+        return (y, *states)[: call.outputs]
+
+    return infer
+
+
+def _row(name: str, sweep: Sweep, operands: str, *makers: MakeArray) -> Op:
+    def body(*inputs: Tensor | None, reverse: int) -> list[Tensor]:
+        last, (ys,) = _call(sweep, inputs, reverse).forward(keep=False)
+        return [ys, *last]
+
+    def linearize(
+        inputs: Sequence[Tensor | None], attrs: Mapping[str, Any], regions: Sequence[Function],
+        outputs: int, vjp_of: Any,
+    ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
+        call = _call(sweep, inputs, attrs.get("reverse", 0))
+        last, (y, *rest) = call.forward(keep=True)
+        states = rest[: sweep.states] if call.mask is not None else [y, *rest][: sweep.states]
+        kept = tuple(rest[sweep.states - (call.mask is None) :])
+
+        def pull(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+            padded = [*gs, *[None] * (1 + sweep.states - len(gs))]
+            return [*call.pulled(padded, call.before(states), kept), None][: len(inputs)]
+
+        return [y, *last][:outputs], pull
+
+    masked = (*makers, bools(4, 2, 1))
+    outputs = 1 + sweep.states
+    return Op(
+        name=name,
+        domain=DOMAIN,
+        operands=(*operands, "P?"),
+        attrs={"reverse": AttrSpec("INT", 0)},
+        infer=_types(sweep),
+        body=body,
+        linearize=linearize,
+        samples=(
+            sample(*makers, outputs=outputs),
+            sample(*masked, outputs=outputs, reverse=1),
+        ),
+    )
+
+
+# fmt: off
+lstm_sweep = _row("LSTMSweep", LSTM, "TTTT", normal(4, 2, 12), normal(12, 3), normal(2, 3),
+                  normal(2, 3))
+"""(gates i, o, f, c; r; h; c; mask?) -> (all h, last h, last c)."""
+gru_sweep = _row("GRUSweep", GRU, "TTTT", normal(4, 2, 9), normal(9, 3), normal(3), normal(2, 3))
+"""(gates z, r, h; r; bias of h's product; h; mask?) -> (all h, last h); reset after the product."""
+tanh_sweep = _row("TanhSweep", TANH, "TTT", normal(4, 2, 3), normal(3, 3), normal(2, 3))
+"""(gates; r; h; mask?) -> (all h, last h)."""
+relu_sweep = _row("ReluSweep", RELU, "TTT", normal(4, 2, 3), normal(3, 3), normal(2, 3))
+"""(gates; r; h; mask?) -> (all h, last h)."""
+# fmt: on
