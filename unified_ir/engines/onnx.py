@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines.protocol import by_position, check_donated
@@ -11,8 +12,11 @@ from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.onnx.emit import emit, serialize
 from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
 from triplane.unified_ir.ops.contents import as_contents
+from triplane.unified_ir.passes.widen import widen_half
 from triplane.unified_ir.runtime.session import Loop, Session, SessionOptions
 from triplane.unified_ir.runtime.signature import next_name
+
+_CPU_ONLY: Final = ("CPUExecutionProvider",)
 
 
 class OnnxProgram:
@@ -35,7 +39,8 @@ class OnnxProgram:
                 f"results {sorted(replaced - set(donate))} replace parameters that are not "
                 "donated; donate them or rename the results"
             )
-        self._session = Session(serialize(emit(function, target=target)), options=options)
+        graph = widen_half(function) if options.providers == _CPU_ONLY else function
+        self._session = Session(serialize(emit(graph, target=target)), options=options)
         self._outputs = tuple(
             next_name(n) if n in self._params else n for n in function.result_names
         )

@@ -8,7 +8,7 @@ scalar that counts them. The description itself holds no arrays: one optimizer t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, ClassVar, Final, Literal, Self
@@ -79,7 +79,7 @@ class Optimizer:
         """Whether an update depends on how many came before, so that `optimizer.step` is kept."""
         return isinstance(self.lr, Schedule) and not isinstance(self.lr, Constant)
 
-    def frozen(self, paths: Iterable[str]) -> frozenset[str]:
+    def frozen(self, paths: Collection[str]) -> frozenset[str]:
         """Those of `paths` that a group freezes."""
         return frozenset(p for p in paths if (g := self._group(p)) is not None and g.frozen)
 
@@ -94,6 +94,7 @@ class Optimizer:
 
     def state_types(self, params: Mapping[str, TensorType]) -> dict[str, TensorType]:
         """Types of the state kept for parameters by path."""
+        self._check_groups(params)
         chosen = self._chosen(params)
         types = {STEP: TensorType(int64, ())} if any(o.counts() for o in chosen.values()) else {}
         names = dict.fromkeys(slot for o in chosen.values() for slot in o.used_slots())
@@ -181,16 +182,18 @@ class Optimizer:
             )
         return replace(self, groups=(), **dict(group.options))
 
-    def _chosen(self, paths: Iterable[str]) -> dict[str, Self]:
+    def _chosen(self, paths: Collection[str]) -> dict[str, Self]:
         """The optimizer of each parameter that is not frozen."""
-        all_paths = list(paths)
-        idle = [g.pattern for g in self.groups if not any(map(g.holds, all_paths))]
-        if idle and all_paths:
+        frozen = self.frozen(paths)
+        return {path: self.of(path) for path in paths if path not in frozen}
+
+    def _check_groups(self, paths: Collection[str]) -> None:
+        """A pattern that matches nothing is a slip of the pen."""
+        idle = [g.pattern for g in self.groups if not any(map(g.holds, paths))]
+        if idle and paths:
             raise InvalidInput(
-                f"group {idle[0]!r} matches no trained parameter; there are {', '.join(all_paths)}"
+                f"group {idle[0]!r} matches no trained parameter; there are {', '.join(paths)}"
             )
-        frozen = self.frozen(all_paths)
-        return {path: self.of(path) for path in all_paths if path not in frozen}
 
 
 def check_range(owner: str, name: str, value: float, low: float, high: float) -> None:

@@ -94,6 +94,15 @@ class Source:
         return not isinstance(self._data, Iterator)
 
 
+def with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
+    """Each batch, and whether it is the last one."""
+    held = next(batches, None)
+    while held is not None:
+        following = next(batches, None)
+        yield held, following is None
+        held = following
+
+
 def in_order(data: Any, size: int) -> Iterator[Batch]:
     """Batches of at most `size` in the data's own order, for evaluation."""
     accepted = _accepted(data)

@@ -47,9 +47,10 @@ def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
         case "loss":
             return step.loss(model)
         case "gradients":
-            return step.gradients(model)
+            return step.gradients(model, trainer.optimizer)
     lr = local_rate(trainer.optimizer) if local_lr is None else local_lr
-    return step.local_update(model, SGD(lr), name=name)
+    plain = SGD(lr, groups=trainer.optimizer.freezing())
+    return step.local_update(model, plain, name=name)
 
 
 def local_rate(optimizer: Optimizer) -> float:
@@ -94,7 +95,7 @@ def _meta(trainer: Trainer) -> dict[str, str]:
     """Text by key; lists and mappings as JSON."""
     model, cell = trainer.model, type(trainer.cell)
     inputs = {name: str(type_) for name, type_ in model.inputs.items()}
-    trained = model.trainable()
+    trained = set(model.trainable()) - trainer.optimizer.frozen(model.trainable())
     frozen = [k for k, r in trainer.roles().items() if r in LEARNABLE and k not in trained]
     return {
         "cell": f"{cell.__module__}:{cell.__qualname__}",

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.engines import Loop
+from triplane.unified_ir.engines import Loop, Program
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train import step
-from triplane.unified_ir.train.batches import Source
+from triplane.unified_ir.train.batches import Batch, Source, with_last
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.diagnosis import NonFinite, finite, first_nonfinite
 from triplane.unified_ir.train.history import Row, scalars
+from triplane.unified_ir.train.recipe import LEFT
 from triplane.unified_ir.train.run import Run
 
 if TYPE_CHECKING:
@@ -34,14 +35,8 @@ class Fit:
     ) -> None:
         self.trainer, self.source, self.validation = trainer, source, validation
         self.callbacks, self.goal = callbacks, goal
-        self.program = trainer.training_program()
-        self.model = trainer.model
-        self.names = self.model.batch_names()
-        held = trainer.state_names(self.program.function)
-        state = trainer.state()
-        self.anchor = {k: state[k] for k in held}
+        self._compile(trainer.training_program())
         self.start = trainer.place.copy()
-        self.loop: Loop = self.program.loop(self.anchor)
         self.info = Run(
             trainer.place,
             trainer.history,
@@ -51,6 +46,16 @@ class Fit:
                 self.loop.state(), batch_size=source.size, samples=source.samples or 0
             ),
         )
+
+    def _compile(self, program: Program) -> None:
+        """Lets the trainer's state go on in a program's buffers."""
+        trainer = self.trainer
+        self.program, self.model = program, trainer.model
+        self.names = self.model.batch_names()
+        self.accumulates = trainer.accumulate > 1
+        state = trainer.state()
+        self.anchor = {k: state[k] for k in trainer.state_names(program.function)}
+        self.loop: Loop = program.loop(self.anchor)
 
     def run(self) -> None:
         """Trains to the goal; the state is written back unless the loss was not finite."""
@@ -75,8 +80,13 @@ class Fit:
     def _epoch(self) -> bool:
         """The rest of an epoch; False when it was stopped in between."""
         place = self.trainer.place
-        for batch in self.source.epoch(place.epoch, first=place.position):
+        program = self.trainer.training_program()
+        if program is not self.program:
+            self._compile(program)
+        for batch, is_last in self._batches(place.epoch, place.position):
             self.model.check(batch)
+            if is_last:
+                self.loop.load({LEFT: np.ones((), np.int64)})
             results = self.loop.step(**dict(zip(self.names, batch, strict=True)))
             self.info.results = scalars(results)
             if not np.isfinite(self.info.results[step.LOSS]):
@@ -88,6 +98,14 @@ class Fit:
         if not place.rows:
             raise InvalidInput(f"epoch {place.epoch + 1} has no batches; {_ONCE}")
         return True
+
+    def _batches(self, epoch: int, first: int) -> Iterator[tuple[Batch, bool]]:
+        """Batches, and whether to update after this one whatever the count says.
+
+        Only accumulation looks ahead: whoever stops a run finds an iterator's next batch unread.
+        """
+        batches = self.source.epoch(epoch, first=first)
+        return with_last(batches) if self.accumulates else ((b, False) for b in batches)
 
     def _finish_epoch(self) -> None:
         trainer, place = self.trainer, self.trainer.place
@@ -136,7 +154,9 @@ class Fit:
         """Steps of this epoch again: None while all is finite, then that step's arguments."""
         loop = self.program.loop(self.anchor)
         before = loop.state()
-        for batch in self.source.epoch(self.trainer.place.epoch, first=self.start.position):
+        for batch, is_last in self._batches(self.trainer.place.epoch, self.start.position):
+            if is_last:
+                loop.load({LEFT: np.ones((), np.int64)})
             named = dict(zip(self.names, batch, strict=True))
             results, after = loop.step(**named), loop.state()
             bad = not all(finite(a) for a in (*after.values(), *results.values()))

@@ -17,24 +17,28 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import ops
 from triplane.unified_ir.autodiff import GRAD, value_and_grad
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.frontend.trace import traced
-from triplane.unified_ir.ir.graph import Array, Function, Node, Value
+from triplane.unified_ir.ir.graph import Array, Function, Node, Role, Value
 from triplane.unified_ir.ir.types import TensorSpec, TensorType
 from triplane.unified_ir.nn.losses import Loss, Metric
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
-from triplane.unified_ir.optim import Optimizer, clip_by_global_norm
+from triplane.unified_ir.optim import Optimizer
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.train.batches import Batch
+from triplane.unified_ir.train.precision import half
+from triplane.unified_ir.train.recipe import SCALE, Recipe
 
 BATCH: Final = "N"
 """The symbol of the batch axis."""
 LOSS: Final = "loss"
 """The result to be made small."""
+_SCALED: Final = "loss.scaled"
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,14 +183,17 @@ def loss(model: Model) -> Function:
         return clean(_objective(model, "loss"))
 
 
-def gradients(model: Model) -> Function:
-    """A batch and state -> loss, metrics, and `grad.PATH` of each trained parameter."""
-    return _differentiated(model, "gradients")
+def gradients(model: Model, optimizer: Optimizer | None = None) -> Function:
+    """A batch and state -> loss, metrics, and `grad.PATH` of each trained parameter.
+
+    What `optimizer` freezes is not trained.
+    """
+    return _differentiated(model, _trained(model, optimizer), "gradients")
 
 
-def train_step(model: Model, optimizer: Optimizer, *, clip_norm: float | None = None) -> Function:
+def train_step(model: Model, recipe: Recipe) -> Function:
     """One update; see the module."""
-    return _updated(model, optimizer, clip_norm, "train_step")
+    return _updated(model, recipe, "train_step")
 
 
 def local_update(model: Model, optimizer: Optimizer, *, name: str = "local_update") -> Function:
@@ -196,7 +203,7 @@ def local_update(model: Model, optimizer: Optimizer, *, name: str = "local_updat
             f"{name} runs where no optimizer state is kept; {optimizer} keeps "
             f"{', '.join(optimizer.used_slots())}; use optim.SGD(lr) without momentum"
         )
-    return _updated(model, optimizer, None, name)
+    return _updated(model, Recipe(optimizer=optimizer), name)
 
 
 def _objective(model: Model, name: str) -> Function:
@@ -234,15 +241,24 @@ def _only_measures(function: Function, model: Model) -> Function:
     return clean(Function(function.name, function.params, results, tuple(names), function.nodes))
 
 
-def _differentiated(model: Model, name: str) -> Function:
+def _trained(model: Model, optimizer: Optimizer | None) -> tuple[str, ...]:
+    """Paths of what an optimizer moves."""
+    paths = model.trainable()
+    frozen = optimizer.frozen(paths) if optimizer is not None else ()
+    return tuple(k for k in paths if k not in frozen)
+
+
+def _differentiated(
+    model: Model, wanted: Sequence[str], name: str, recipe: Recipe | None = None
+) -> Function:
+    """Loss, metrics and gradients: of the scaled loss where the recipe has a scale."""
     with training(model.cell, on=True):
         forward = _objective(model, name)
-    wanted = model.trainable()
     if not wanted:
         raise InvalidInput(f"{type(model.cell).__name__} has no trainable parameter")
     unused = [k for k in wanted if k not in forward.param_names]
     if not unused:
-        found = value_and_grad(forward, wanted, of=LOSS)
+        found = _gradients(forward, wanted, recipe)
         unused = [k for k in wanted if _is_zero(found, found.result(GRAD + k))]
     if unused:
         raise InvalidInput(
@@ -250,6 +266,21 @@ def _differentiated(model: Model, name: str) -> Function:
             "by construction; use it, remove it, or create it with trainable=False"
         )
     return Function(name, found.params, found.results, found.result_names, found.nodes)
+
+
+def _gradients(forward: Function, wanted: Sequence[str], recipe: Recipe | None) -> Function:
+    if recipe is not None and recipe.precision == "float16":
+        forward = half(forward)
+    if recipe is None or recipe.loss_scale is None:
+        return value_and_grad(forward, wanted, of=LOSS)
+    with (build := Build(TABLE, forward.name)):
+        params = [build.param(p.name, p.type) for p in forward.params]
+        named = dict(zip(forward.result_names, inline(forward, params), strict=True))
+        scale = build.param(SCALE, TensorSpec((), "float32"))
+        named[_SCALED] = named[LOSS] * scale
+    both = value_and_grad(build.finish(named), wanted, of=_SCALED)
+    names = tuple(n for n in both.result_names if n != _SCALED)
+    return Function(both.name, both.params, tuple(map(both.result, names)), names, both.nodes)
 
 
 def _is_zero(function: Function, value: Value) -> bool:
@@ -263,26 +294,28 @@ def _is_zero(function: Function, value: Value) -> bool:
     return not np.any(np.asarray(node.attrs["value"]))
 
 
-def _updated(model: Model, optimizer: Optimizer, clip_norm: float | None, name: str) -> Function:
-    """Gradients, then the optimizer, recorded into one graph."""
-    source = _differentiated(model, name)
-    paths = model.trainable()
+def _updated(model: Model, recipe: Recipe, name: str) -> Function:
+    """Gradients, then what the recipe makes of them, recorded into one graph."""
+    paths = _trained(model, recipe.optimizer)
+    source = _differentiated(model, paths, name, recipe)
     build = Build(TABLE, name)
     with build:
         params = {p.name: build.param(p.name, p.type) for p in source.params}
         found = dict(zip(source.result_names, inline(source, list(params.values())), strict=True))
         grads = {k: found.pop(GRAD + k) for k in paths}
-        if clip_norm is not None:
-            grads = clip_by_global_norm(grads, clip_norm)
-        moved = _apply(build, optimizer, {k: params[k] for k in paths}, grads)
+        types = recipe.state_types({k: params[k].type for k in model.trainable() if k in params})
+        state = {k: params[k] if k in params else build.param(k, t) for k, t in types.items()}
+        rows = build.dims([params[model.target[0]].shape[0]]).reshape(()).cast("float32")
+        moved, fine = recipe.advance({k: params[k] for k in paths}, grads, state, rows)
+        if fine is not None:
+            found |= _guarded(model, found, params, fine)
     return clean(build.finish({**found, **moved}))
 
 
-def _apply(
-    build: Build, optimizer: Optimizer, params: Mapping[str, Tensor], grads: Mapping[str, Tensor]
+def _guarded(
+    model: Model, found: Mapping[str, Tensor], params: Mapping[str, Tensor], fine: Tensor
 ) -> dict[str, Tensor]:
-    """Next parameters, then next optimizer state."""
-    types = optimizer.state_types({k: p.type for k, p in params.items()})
-    state = {k: build.param(k, t) for k, t in types.items()}
-    moved, after = optimizer.update(params, grads, state)
-    return {**moved, **after}
+    """Assigned buffers, kept as they were where the gradients are not finite."""
+    buffers = [k for k, p in model.cell.parameters().items() if p.role is Role.BUFFER]
+    kept = [k for k in buffers if k in found and k in params]
+    return {k: ops.where(fine, found[k], params[k]) for k in kept}

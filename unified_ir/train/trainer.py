@@ -7,7 +7,9 @@ and when `fit` ends in any way but a loss that is not finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import is_
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,11 +18,12 @@ import numpy as np
 from triplane.proto.errors import Conflict, InvalidInput
 from triplane.unified_ir.engines import Engine, Program, engine
 from triplane.unified_ir.frontend.cell import Cell
+from triplane.unified_ir.frontend.watch import Watch
 from triplane.unified_ir.ir import Function, Module, Role
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.nn.losses import Loss, Metric
-from triplane.unified_ir.optim import Optimizer
+from triplane.unified_ir.optim import STEP, Optimizer, slot_name
 from triplane.unified_ir.train import step
 from triplane.unified_ir.train.batches import Batch, Source, as_batch, in_order
 from triplane.unified_ir.train.callbacks import Callback
@@ -28,7 +31,9 @@ from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.exporting import Entry, build_module
 from triplane.unified_ir.train.fitting import Fit
 from triplane.unified_ir.train.history import History, Place, Row, scalars
+from triplane.unified_ir.train.precision import LossScale, Precision, fixed_scale
 from triplane.unified_ir.train.progress import Progress, Style
+from triplane.unified_ir.train.recipe import AVERAGE, Recipe
 from triplane.unified_ir.train.snapshot import Snapshot, read
 
 EVALUATION_BATCH: Final = 256
@@ -42,8 +47,10 @@ class Trainer:
 
     loss: an `nn.Loss`, or a function of (output, target) that gives a scalar. metrics: functions
     of the same by name; by default those that go with the loss. seed: of the order of batches and
-    of random keys (starting weights are `nn.seed`'s). clip_norm: largest norm of all gradients
-    together.
+    of random keys (starting weights are `nn.seed`'s). clip_value, clip_each, clip_norm,
+    accumulate, average: see `Recipe`. precision: "float16" computes products in half precision
+    around float32 weights; loss_scale: a number that stays, or a `LossScale` that follows the
+    gradients (the default there).
     """
 
     def __init__(
@@ -56,7 +63,13 @@ class Trainer:
         seed: int = 0,
         metrics: Mapping[str, Metric] | None = None,
         callbacks: Sequence[Callback] = (),
+        clip_value: float | None = None,
+        clip_each: float | None = None,
         clip_norm: float | None = None,
+        accumulate: int = 1,
+        precision: Precision = "float32",
+        loss_scale: LossScale | float | None = None,
+        average: float | None = None,
         labels: Sequence[str] = (),
     ) -> None:
         _check_made("cell", cell, Cell)
@@ -69,7 +82,12 @@ class Trainer:
         self.seed = seed
         self.metrics = metrics
         self.callbacks = tuple(callbacks)
-        self.clip_norm = clip_norm
+        self.clip_value, self.clip_each, self.clip_norm = clip_value, clip_each, clip_norm
+        self.accumulate, self.precision, self.average = accumulate, precision, average
+        self.loss_scale = (
+            fixed_scale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
+        )
+        _ = self.recipe
         self.labels = tuple(labels)
         self.place = Place()
         self.history = History()
@@ -77,6 +95,8 @@ class Trainer:
         self._models: dict[Any, step.Model] = {}
         self._optimizer_state: dict[str, Array] = {}
         self._programs: dict[Any, Program] = {}
+        self._watched: tuple[Any, ...] = ()
+        self._watch = Watch(())
         _set_keys(cell, seed)
 
     def fit(
@@ -202,7 +222,18 @@ class Trainer:
             return self._types
         return tuple(step.batch_type(a) for a in batch)
 
+    def _forget_stale(self) -> None:
+        """Drops every graph if anything of cell, loss or metrics that it read has changed."""
+        metrics = () if self.metrics is None else tuple(self.metrics.items())
+        watched = (self.cell, self.loss, *(x for pair in metrics for x in pair))
+        same = len(watched) == len(self._watched) and all(map(is_, watched, self._watched))
+        if not (same and self._watch.holds()):
+            self._models.clear()
+            self._programs.clear()
+            self._watched, self._watch = watched, Watch(watched)
+
     def _model_of(self, types: tuple[TensorType, ...]) -> step.Model:
+        self._forget_stale()
         key = (types, self._signature())
         if key not in self._models:
             self._models[key] = step.model_of(self.cell, self.loss, self.metrics, types)
@@ -210,11 +241,27 @@ class Trainer:
 
     def train_function(self) -> Function:
         """The training step as an IR function."""
-        return step.train_step(self.model, self.optimizer, clip_norm=self.clip_norm)
+        return step.train_step(self.model, self.recipe)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What happens between gradients and the next weights."""
+        scale = self.loss_scale
+        return Recipe(
+            optimizer=self.optimizer,
+            clip_value=self.clip_value,
+            clip_each=self.clip_each,
+            clip_norm=self.clip_norm,
+            accumulate=self.accumulate,
+            precision=self.precision,
+            loss_scale=LossScale() if scale is None and self.precision == "float16" else scale,
+            average=self.average,
+        )
 
     def training_program(self) -> Program:
         """The training step on the engine, its state donated."""
-        key = ("train", self._types, self._signature(), self.optimizer, self.clip_norm)
+        self._forget_stale()
+        key = ("train", self._types, self._signature(), self.recipe)
         if key not in self._programs:
             function = self.train_function()
             state = self.state_names(function)
@@ -238,6 +285,7 @@ class Trainer:
         return program.function, program
 
     def _compiled(self, name: Any, make: Callable[[], Function]) -> Program:
+        self._forget_stale()
         key = (name, self._signature())
         if key not in self._programs:
             self._programs[key] = self._engine().compile(make())
@@ -263,7 +311,7 @@ class Trainer:
 
         What a parameter made trainable or another optimizer adds starts at zero; the rest stays.
         """
-        fresh = self.optimizer.init(self._trainable())
+        fresh = self.recipe.init(self._trainable())
         kept = self._optimizer_state
         for name in fresh.keys() & kept.keys():
             if kept[name].shape == fresh[name].shape:
@@ -292,6 +340,27 @@ class Trainer:
                 own[name].array = array
             else:
                 kept[name] = array
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within the block the cell holds the moving averages of its weights (`average=`).
+
+        For evaluating, predicting and exporting; before the first update they are the weights.
+        """
+        if self.average is None:
+            raise InvalidInput("there is no moving average of the weights; give Trainer average=")
+        if not self.optimizer_state()[STEP]:
+            yield
+            return
+        own, kept = self.cell.parameters(), self.optimizer_state()
+        before = {k: own[k].array for k in own if slot_name(AVERAGE, k) in kept}
+        for k in before:
+            own[k].array = kept[slot_name(AVERAGE, k)]
+        try:
+            yield
+        finally:
+            for k, array in before.items():
+                own[k].array = array
 
     def snapshot(self, state: Mapping[str, Array], *, batch_size: int, samples: int) -> Snapshot:
         """Everything a run needs to go on, with `state` in place of what is here."""

@@ -1,0 +1,262 @@
+"""Accumulation, half precision, loss scales, averages of weights: what a step adds around it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import nn, ops, optim, train
+from triplane.unified_ir.engines import engine
+from triplane.unified_ir.ir.types import type_of
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.table import TABLE
+
+from .models import QUIET, bits, data, trainer
+
+
+def dense():
+    return nn.Sequential(nn.Dense(4, 8), nn.Tanh(), nn.Dense(8, 3))
+
+
+@pytest.mark.parametrize("name", ["onnx", "reference"])
+def test_accumulated_batches_are_one_large_batch(name):
+    """8 batches of 6 and one of 2, by fours, are batches of 24, 24 and 2 in the same order."""
+    large = trainer(cell=dense, clip_norm=0.5, average=0.9, engine=name)
+    large.fit(data(), 3, batch_size=24, **QUIET)
+    small = trainer(cell=dense, clip_norm=0.5, average=0.9, engine=name, accumulate=4)
+    small.fit(data(), 3, batch_size=6, **QUIET)
+    expected, found = large.state(), small.state()
+    assert found["optimizer.step"] == expected["optimizer.step"] == 9
+    for k, array in expected.items():
+        np.testing.assert_allclose(found[k], array, rtol=2e-5, atol=2e-7, err_msg=k)
+    assert found["optimizer.left"] == 4
+    assert found["optimizer.rows"] == 0
+
+
+class Everything(nn.Cell):
+    """Products of every kind, normalization, a scan, a product hidden in a body."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.rnn, self.head = nn.LSTM(16, 8), nn.Dense(8, 3)
+
+    def construct(self, x):
+        y = ops.max_pool(ops.relu(self.norm(self.conv(x))), 2)
+        rows = y.transpose(0, 2, 1, 3).reshape(-1, 4, 16)
+        return self.head(self.rnn(rows)[1][0])
+
+
+def images(n=32):
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((n, 1, 8, 8)).astype(np.float32)
+    return x, (x[:, 0, :4].mean((1, 2)) > 0).astype(np.int64)
+
+
+@pytest.mark.parametrize("name", ["onnx", "reference"])
+def test_half_precision_follows_single(name):
+    losses = {}
+    for precision in ("float32", "float16"):
+        record = train.Record()
+        made = trainer(cell=Everything, precision=precision, engine=name, callbacks=[record])
+        made.fit(images(), 3, batch_size=8, **QUIET)
+        losses[precision] = [row["loss"] for row in record.steps]
+        assert {a.dtype for k, a in made.state().items() if "weight" in k} == {np.dtype("f4")}
+    np.testing.assert_allclose(losses["float16"], losses["float32"], rtol=5e-3, atol=5e-3)
+    assert losses["float16"] != losses["float32"]
+
+
+def test_every_product_is_in_half_precision_and_nothing_else():
+    made = trainer(cell=Everything, precision="float16")
+    made.prepare(*images())
+    kinds: dict[str, set[str]] = {}
+    for node in made.train_function().walk():
+        if node.outputs[0].type.dtype.is_float:
+            kinds.setdefault(node.op.name, set()).add(str(node.outputs[0].type.dtype))
+    products = {"Conv", "ConvGradWeight", "MatMul", "Gemm"}
+    assert products <= kinds.keys()
+    assert all(kinds[name] == {"float16"} for name in products)
+    assert all(kinds[name] == {"float32"} for name in ("Sqrt", "Exp", "ReduceMean", "Tanh"))
+
+
+def half(**options):
+    record = train.Record()
+    options = {"cell": dense, "precision": "float16", "callbacks": [record], **options}
+    made = trainer(**options)
+    made.fit(data(), 1, batch_size=5, **QUIET)
+    return made, record.steps
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_update_that_overflows_is_skipped_and_the_scale_halved(accumulate):
+    """The loss is about 1: times 2^18 and more its gradients leave float16."""
+    start = trainer(cell=dense).state()
+    scale = train.LossScale(start=2.0**21)
+    made, steps = half(loss_scale=scale, accumulate=accumulate)
+    due = steps[accumulate - 1 :: accumulate]
+    skipped = [row["summary/skipped"] for row in due]
+    lost = int(sum(skipped))
+    assert 0 < lost < len(due)
+    scales = [row["summary/loss_scale"] for row in due]
+    assert (scales[0], skipped[0]) == (2.0**21, 1.0)
+    for before, after, lost_one in zip(scales, scales[1:], skipped, strict=False):
+        assert after == before * (0.5 if lost_one else 1.0)
+    state = made.state()
+    assert state["optimizer.step"] == len(due) - lost
+    assert all(np.isfinite(a).all() for a in state.values())
+    assert not np.array_equal(state["0.weight"], start["0.weight"])
+
+
+def test_a_skipped_update_changes_no_weight_and_no_statistics():
+    made = trainer(cell=Everything, precision="float16", loss_scale=2.0**60)
+    before = made.state()
+    history = made.fit(images(), 1, batch_size=8, **QUIET)
+    after = made.state()
+    assert history.last["summary/skipped"] == 1
+    assert {k for k in after if not np.array_equal(after[k], before[k])} == set()
+    assert after["optimizer.scale"] == 2.0**60
+
+
+def test_the_scale_grows_after_good_updates():
+    _, steps = half(loss_scale=train.LossScale(start=4.0, growth=2.0, interval=3))
+    scales = [row["summary/loss_scale"] for row in steps]
+    assert scales == [4, 4, 4, 8, 8, 8, 16, 16, 16, 32]
+
+
+def test_a_fixed_scale_saves_gradients_that_float16_would_lose():
+    """A loss of 1e-6: its gradients lie below what float16 holds."""
+
+    def tiny(y, t):
+        return ((y - t) * (y - t)).mean() * 1e-8
+
+    moved = []
+    for scale in (1.0, 2.0**20):
+        nn.seed(0)
+        made = train.Trainer(
+            nn.Dense(4, 1), loss=tiny, optimizer=optim.SGD(1e7), precision="float16",
+            loss_scale=scale,
+        )  # fmt: skip
+        x, y = data()
+        before = made.state()["weight"]
+        made.fit((x, y[:, None].astype(np.float32)), 1, batch_size=50, **QUIET)
+        moved.append(np.abs(made.state()["weight"] - before).max())
+    assert moved[0] < 0.9 * moved[1]
+
+
+def test_the_average_of_weights_follows_pytorch():
+    with np.load(Path(__file__).parents[1] / "golden" / "optim" / "updates.npz") as held:
+        golden = {k: held[k] for k in held.files}
+    params = {k: golden[f"start/{k}"] for k in ("w", "b")}
+    recipe = train.Recipe(optimizer=optim.SGD(0.1), average=0.9)
+    types = {k: type_of(a) for k, a in params.items()}
+    with (build := Build(TABLE, "update")):
+        p = {k: build.param(k, t) for k, t in types.items()}
+        g = {k: build.param(f"g.{k}", t) for k, t in types.items()}
+        state = {k: build.param(k, t) for k, t in recipe.state_types(types).items()}
+        found, _ = recipe.advance(p, g, state, ops.constant(np.float32(1)))
+    held_state = {**params, **recipe.init(params)}
+    loop = engine("onnx").compile(build.finish(found), donate=tuple(held_state)).loop(held_state)
+    kept = []
+    for t in range(100):
+        loop.step(**{f"g.{k}": golden[f"grad/{k}"][t] for k in params})
+        if t < 10 or t % 10 == 9:
+            kept.append(loop.state())
+    for k in params:
+        ours = np.stack([s[f"optimizer.average.{k}"] for s in kept])
+        np.testing.assert_allclose(ours, golden[f"averaged/{k}"], rtol=1e-5, atol=3e-6)
+
+
+def test_averaged_weights_stand_in_for_the_block_only():
+    made = trainer(cell=dense, average=0.5)
+    made.fit(data(), 2, **QUIET)
+    plain, raw = made.evaluate(data())["loss"], bits(made)
+    with made.averaged():
+        averaged = made.evaluate(data())["loss"]
+        module = made.export(["predict"])
+    assert averaged != plain
+    assert np.array_equal(
+        module.state["0.weight"].array, made.state()["optimizer.average.0.weight"]
+    )
+    assert bits(made) == raw
+    with pytest.raises(ZeroDivisionError), made.averaged():
+        raise ZeroDivisionError
+    assert bits(made) == raw
+    fresh = trainer(cell=dense, average=0.5)
+    fresh.prepare(*data())
+    with fresh.averaged():
+        assert np.abs(fresh.state()["0.weight"]).max() > 0
+
+
+def test_a_run_resumes_between_the_batches_of_an_update(tmp_path):
+    options = {"cell": dense, "accumulate": 4, "precision": "float16", "average": 0.9}
+    whole = trainer(**options)
+    whole.fit(data(), 2, batch_size=6, **QUIET)
+
+    class Stop(train.Callback):
+        def on_step(self, run):
+            if run.step == 6:
+                run.stop()
+
+    first = trainer(callbacks=[Stop()], **options)
+    first.fit(data(), 2, batch_size=6, checkpoint=tmp_path, **QUIET)
+    assert first.state()["optimizer.left"] == 2
+    second = trainer(**options)
+    second.fit(data(), 2, batch_size=6, checkpoint=tmp_path, **QUIET)
+    assert bits(second) == bits(whole)
+
+
+def test_stopping_an_accumulated_run_leaves_an_iterators_next_batch_unless_it_must_look():
+    x, y = data()
+    batches = iter([(x[i : i + 5], y[i : i + 5]) for i in range(0, 50, 5)])
+
+    class Stop(train.Callback):
+        def on_step(self, run):
+            run.stop()
+
+    trainer(cell=dense, callbacks=[Stop()]).fit(batches, 1, **QUIET)
+    assert len(list(batches)) == 9
+
+
+def test_a_frozen_group_gets_no_gradient_and_is_exported_as_frozen():
+    groups = (optim.Group("0.*", frozen=True),)
+    made = trainer(cell=dense, optimizer=optim.Adam(0.1, groups=groups))
+    before = made.state()
+    made.fit(data(), 1, **QUIET)
+    after = made.state()
+    assert np.array_equal(before["0.weight"], after["0.weight"])
+    assert not np.array_equal(before["2.weight"], after["2.weight"])
+    module = made.export(["gradients", "local_update", "train_step"])
+    names = module.functions["gradients"].result_names
+    assert [n for n in names if n.startswith("grad.")] == ["grad.2.weight", "grad.2.bias"]
+    assert "0.weight" not in module.functions["local_update"].result_names
+    assert '"0.weight"' in module.meta["frozen"]
+    assert not [k for k in module.state if k.startswith("optimizer.") and ".0." in k]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"accumulate": 0}, "batches >= 1, got 0"),
+        ({"precision": "int8"}, "float32 or float16, got 'int8'"),
+        ({"loss_scale": 8.0}, "is for precision='float16'"),
+        ({"average": 1.0}, r"a decay in \[0, 1\), got 1.0"),
+        ({"clip_value": -1.0}, "element is clipped to a limit > 0"),
+        ({"precision": "float16", "loss_scale": 0.0}, "starts above 0, got 0.0"),
+        ({"loss_scale": train.LossScale}, "precision='float16'"),
+    ],
+)
+def test_senseless_options_are_refused_at_once(options, said):
+    with pytest.raises(InvalidInput, match=said):
+        trainer(cell=dense, **options)
+
+
+def test_senseless_loss_scales_are_refused():
+    for options in ({"growth": 0.5}, {"backoff": 0.0}, {"interval": 0}):
+        with pytest.raises(InvalidInput, match="growth >= 1"):
+            train.LossScale(**options)
+    with (
+        pytest.raises(InvalidInput, match="there is no moving average"),
+        trainer(cell=dense).averaged(),
+    ):
+        pass

@@ -1,0 +1,188 @@
+"""What happens between a batch's gradients and the next weights, as one value.
+
+In order: division by the loss scale, accumulation over batches, clipping, the optimizer, the moving
+average of the weights. All of its state is tensors called `optimizer.*` beside the optimizer's own:
+`average.PATH` and `sum.PATH` by parameter, and the scalars `scale`, `good`, `rows`, `left`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import ops
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.ir.types import TensorType, float32, int64, type_of
+from triplane.unified_ir.ops.losses import SUMMARY
+from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.optim import (
+    STEP,
+    Optimizer,
+    clip_by_global_norm,
+    clip_by_norm,
+    clip_by_value,
+    slot_name,
+)
+from triplane.unified_ir.optim.averaging import moving_average
+from triplane.unified_ir.optim.clipping import check_limit
+from triplane.unified_ir.optim.optimizer import check_range
+from triplane.unified_ir.train.precision import PRECISIONS, LossScale, Precision, all_finite
+
+AVERAGE: Final = "average"
+"""Slot: the moving average of a parameter."""
+SUM: Final = "sum"
+"""Slot: gradients times their batch's rows, summed since the last update."""
+ROWS: Final = "optimizer.rows"
+"""State: rows in the sums, float32 scalar."""
+LEFT: Final = "optimizer.left"
+"""State: batches to come until an update, int64 scalar; 1 lets the next batch update."""
+SCALE: Final = "optimizer.scale"
+GOOD: Final = "optimizer.good"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """See the module; every default leaves its part out of the graph.
+
+    clip_value, clip_each, clip_norm: limits of each element, of each tensor's norm, of the norm of
+    all together. accumulate: batches per update. average: the weight of the past in the moving
+    average of the weights.
+    """
+
+    optimizer: Optimizer
+    clip_value: float | None = None
+    clip_each: float | None = None
+    clip_norm: float | None = None
+    accumulate: int = 1
+    precision: Precision = "float32"
+    loss_scale: LossScale | None = None
+    average: float | None = None
+
+    def __post_init__(self) -> None:
+        limits = (("element", self.clip_value), ("norm", self.clip_each), ("norm", self.clip_norm))
+        for what, limit in limits:
+            if limit is not None:
+                check_limit(what, limit)
+        if self.accumulate < 1 or self.accumulate != int(self.accumulate):
+            raise InvalidInput(f"accumulate is a number of batches >= 1, got {self.accumulate}")
+        if self.precision not in PRECISIONS:
+            raise InvalidInput(f"precision is {' or '.join(PRECISIONS)}, got {self.precision!r}")
+        if self.loss_scale is not None and self.precision == "float32":
+            raise InvalidInput("a loss scale is for precision='float16'; leave it out")
+        if self.average is not None:
+            check_range("a moving average", "a decay", self.average, 0, 1)
+
+    def state_types(self, params: Mapping[str, TensorType]) -> dict[str, TensorType]:
+        """Types of all `optimizer.*` state for parameters by path."""
+        count, number = TensorType(int64, ()), TensorType(float32, ())
+        moved = {k: params[k] for k in self._moved(params)}
+        types = dict(self.optimizer.state_types(params))
+        if self.average is not None:
+            types = {STEP: count} | types
+            types |= {slot_name(AVERAGE, k): t for k, t in moved.items()}
+        if self.loss_scale is not None:
+            types |= {SCALE: number, GOOD: count}
+        if self.accumulate > 1:
+            types |= {slot_name(SUM, k): t for k, t in moved.items()} | {ROWS: number, LEFT: count}
+        return types
+
+    def init(self, params: Mapping[str, Array]) -> dict[str, Array]:
+        """State to start from."""
+        types = self.state_types({k: type_of(p) for k, p in params.items()})
+        starts = {LEFT: self.accumulate, SCALE: self.loss_scale.start if self.loss_scale else 0}
+        zeros = {
+            k: np.full(t.concrete({}), starts.get(k, 0), t.dtype.numpy) for k, t in types.items()
+        }
+        return zeros | self.optimizer.init(params)
+
+    def advance(
+        self,
+        params: Mapping[str, Tensor],
+        grads: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        rows: Tensor,
+    ) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Every next parameter and state tensor by name, and whether the gradients are finite.
+
+        grads: of the scaled loss, the mean over `rows` samples (float32 scalar).
+        """
+        if self.loss_scale is not None:
+            grads = {k: g / state[SCALE] for k, g in grads.items()}
+        fine = all_finite(grads) if self.loss_scale is not None else None
+        if self.accumulate == 1:
+            found = self._when(fine, params, grads, state)
+            return found | self._rescaled(None, fine, state), fine
+        sums = {k: state[slot_name(SUM, k)] + g * rows for k, g in grads.items()}
+        total, left = state[ROWS] + rows, state[LEFT] - 1
+        due = left <= 0
+        mean = {k: s / total for k, s in sums.items()}
+        ok = all_finite(mean) if self.loss_scale is not None else None
+        found = self._when(due if ok is None else ops.logical_and(due, ok), params, mean, state)
+        found |= {slot_name(SUM, k): ops.where(due, 0.0, s) for k, s in sums.items()}
+        found |= {
+            ROWS: ops.where(due, 0.0, total),
+            LEFT: ops.where(due, self.accumulate, left),
+        }
+        return found | self._rescaled(due, ok, state), fine
+
+    def _when(
+        self,
+        go: Tensor | None,
+        params: Mapping[str, Tensor],
+        grads: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+    ) -> dict[str, Tensor]:
+        """The update, or where `go` is false everything as it was."""
+        if go is None:
+            return self._update(params, grads, state)
+        names: list[str] = []
+
+        def update() -> list[Tensor]:
+            found = self._update(params, grads, state)
+            names.extend(found)
+            return list(found.values())
+
+        def stay() -> list[Tensor]:
+            return [params[n] if n in params else state[n] for n in names]
+
+        return dict(zip(names, ops.cond(go, update, stay), strict=True))
+
+    def _update(
+        self, params: Mapping[str, Tensor], grads: Mapping[str, Tensor], state: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        moved, kept = self.optimizer.update(params, self._clipped(grads), state)
+        if self.average is not None:
+            means = {k: state[slot_name(AVERAGE, k)] for k in moved}
+            after = moving_average(means, moved, state[STEP], self.average)
+            kept |= {slot_name(AVERAGE, k): a for k, a in after.items()}
+        return moved | kept
+
+    def _clipped(self, grads: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self.clip_value is not None:
+            grads = clip_by_value(grads, self.clip_value)
+        if self.clip_each is not None:
+            grads = clip_by_norm(grads, self.clip_each)
+        return grads if self.clip_norm is None else clip_by_global_norm(grads, self.clip_norm)
+
+    def _rescaled(
+        self, due: Tensor | None, ok: Tensor | None, state: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The next scale where one is due, and what to report of it."""
+        if self.loss_scale is None or ok is None:
+            return {}
+        scale, good = self.loss_scale.after(ok, state[SCALE], state[GOOD])
+        skipped = ops.logical_not(ok)
+        if due is not None:
+            scale = ops.where(due, scale, state[SCALE])
+            good = ops.where(due, good, state[GOOD])
+            skipped = ops.logical_and(skipped, due)
+        told = {"loss_scale": state[SCALE] * 1.0, "skipped": skipped.cast("float32")}
+        return {SCALE: scale, GOOD: good} | {SUMMARY + k: v for k, v in told.items()}
+
+    def _moved(self, paths: Mapping[str, TensorType]) -> list[str]:
+        frozen = self.optimizer.frozen(paths)
+        return [p for p in paths if p not in frozen]
