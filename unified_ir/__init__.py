@@ -14,8 +14,11 @@ if not __name__.startswith("triplane."):
 if TYPE_CHECKING:
     from triplane.unified_ir import convert, data, nn, ops, optim, runtime, train
     from triplane.unified_ir.frontend import (
+        checkpoint,
         grad,
         graph,
+        hessian_vector_product,
+        jvp,
         mode,
         set_mode,
         value_and_grad,
@@ -31,10 +34,13 @@ _SUBPACKAGES = frozenset({"convert", "data", "nn", "ops", "optim", "runtime", "t
 _NAMES = {
     "Module": "ir",
     "TensorSpec": "ir",
+    "checkpoint": "frontend",
     "compare": "frontend.compare",
     "grad": "frontend",
     "graph": "frontend",
     "import_onnx": "onnx.importer",
+    "hessian_vector_product": "frontend",
+    "jvp": "frontend",
     "load": "ops.check",
     "mode": "frontend",
     "set_mode": "frontend",
@@ -46,12 +52,15 @@ _NAMES = {
 __all__ = [
     "Module",
     "TensorSpec",
+    "checkpoint",
     "compare",
     "convert",
     "data",
     "grad",
     "graph",
     "import_onnx",
+    "hessian_vector_product",
+    "jvp",
     "load",
     "mode",
     "nn",

@@ -7,6 +7,7 @@ of the user's functions found on the way.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -58,23 +59,26 @@ def _held(target: Any) -> Iterator[tuple[str, Any]]:
             f = f.__wrapped__
         if isinstance(f, Owner):
             yield "", f
-        if not isinstance(f, FunctionType) or id(f) in seen or not belongs_to_user(f):
+        if isinstance(f, partial):
+            todo += [f.func, *f.args, *f.keywords.values()]
+        if not isinstance(f, FunctionType) or id(f) in seen:
             continue
         seen.add(id(f))
         for name, value in _named(f):
-            if isinstance(value, (FunctionType, MethodType)):
+            if isinstance(value, (FunctionType, MethodType, partial)):
                 todo.append(value)
             yield name, value
 
 
 def _named(f: FunctionType) -> Iterator[tuple[str, Any]]:
-    code = f.__code__
+    """Of what this package wraps around a callable (transforms, decorators) only the closure."""
+    code, own = f.__code__, belongs_to_user(f)
     for name, cell in zip(code.co_freevars, f.__closure__ or (), strict=True):
         try:
-            yield name, cell.cell_contents
+            yield name if own else "", cell.cell_contents
         except ValueError:
             continue
-    for name in code.co_names:
+    for name in code.co_names if own else ():
         value = f.__globals__.get(name)
         if isinstance(value, (Owner, FunctionType)):
             yield name, value

@@ -66,6 +66,11 @@ def is_users_file(filename: str) -> bool:
     return not path.is_relative_to(_STDLIB) or bool(_INSTALLED & set(path.parts))
 
 
+def is_installed(filename: str) -> bool:
+    """Whether a file belongs to an installed package."""
+    return bool(_INSTALLED & set(Path(filename).parts))
+
+
 @lru_cache(maxsize=64)
 def _functions(text: str) -> list[tuple[Function, str | None]]:
     """Every function of a file with the name of the innermost class around it."""

@@ -1,4 +1,8 @@
-"""`grad`, `value_and_grad` and `vjp` of Python functions, cells and IR functions alike."""
+"""`grad`, `vjp`, `jvp` and their like, of Python functions, cells and IR functions alike.
+
+Each takes a function and gives one, and records what it is given apart (`frontend.apart`), so they
+nest in any order, in loops and branches, in graph and in eager mode.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,19 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import autodiff
+from triplane.unified_ir.autodiff.forward import pushforward
 from triplane.unified_ir.autodiff.reverse import linearize
-from triplane.unified_ir.frontend.binding import Parameter, current_or_none
-from triplane.unified_ir.frontend.memory import collecting
-from triplane.unified_ir.frontend.rewrite import rewritten
+from triplane.unified_ir.frontend.apart import (
+    Apart,
+    at_users_line,
+    check_numbers,
+    name_of_callable,
+    recorded_apart,
+)
 from triplane.unified_ir.frontend.run import graph
 from triplane.unified_ir.ir.graph import Function
-from triplane.unified_ir.ir.types import ShapeError, TypeMismatch
-from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ir.types import ShapeError, TensorType, TypeMismatch
+from triplane.unified_ir.ops.control import checkpointed
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
@@ -36,42 +45,59 @@ class _Linear:
     pull: Pull
 
 
-def value_and_grad(f: Any, argnums: int | Sequence[int] = 0) -> Any:
+def value_and_grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Any:
     """`f` gives a scalar; the result gives (f(*args), gradient with respect to `argnums`).
 
     `f`: Python function, cell, or IR function (then see `autodiff.value_and_grad`). The gradient
     has the tree of the argument; with several `argnums` it is a tuple. Keyword arguments are passed
-    on and not differentiated.
+    on and not differentiated. With `has_aux`, `f` gives (scalar, anything else), which comes back
+    as the value and is not differentiated.
     """
     if isinstance(f, Function):
         return autodiff.value_and_grad(f)
-    name = _name(f)
+    name = name_of_callable(f)
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(f, updated=())
     def both(*args: Any, **kwargs: Any) -> Any:
         linear = _linearized(f, args, kwargs, numbers)
-        found = leaves(linear.value)
-        if len(found) != 1 or found[0].shape != ():
-            raise ShapeError(
-                f"a gradient is of a scalar, but {name} gives {[y.type for y in found]}; reduce it"
-            )
-        one = recorder().admit(np.ones((), found[0].dtype.numpy))
-        grads = _fill(args, numbers, linear, linear.pull([one]))
+        scalar = _scalar(linear.value, name, has_aux=has_aux)
+        one = recorder().admit(np.ones((), scalar.dtype.numpy))
+        rest = [None for _ in leaves(linear.value)[1:]]
+        grads = _fill(args, numbers, linear, linear.pull([one, *rest]))
         return linear.value, grads[0] if isinstance(argnums, int) else tuple(grads)
 
     return graph(both)
 
 
-def grad(f: Any, argnums: int | Sequence[int] = 0) -> Any:
-    """As `value_and_grad`, the gradient alone."""
+def _scalar(value: Any, name: str, *, has_aux: bool) -> Tensor:
+    """The one result that is differentiated."""
+    if has_aux and not (isinstance(value, tuple) and len(value) == 2):
+        raise InvalidInput(
+            f"with has_aux, {name} gives a pair (scalar, other results), got a "
+            f"{type(value).__name__}{at_users_line()}"
+        )
+    found = leaves(value[0] if has_aux else value)
+    if len(found) != 1 or found[0].shape != ():
+        more = "" if has_aux or len(found) < 2 else ", or say has_aux=True for (scalar, others)"
+        raise ShapeError(
+            f"a gradient is of a scalar, but {name} gives {[y.type for y in found]}; reduce it"
+            f"{more}{at_users_line()}"
+        )
+    scalar: Tensor = found[0]
+    return scalar
+
+
+def grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Any:
+    """As `value_and_grad`, the gradient alone; with `has_aux`, (gradient, other results)."""
     if isinstance(f, Function):
         return autodiff.grad(f)
-    both = value_and_grad(f, argnums)
+    both = value_and_grad(f, argnums, has_aux=has_aux)
 
     @functools.wraps(f, updated=())
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        return both(*args, **kwargs)[1]
+        value, found = both(*args, **kwargs)
+        return (found, value[1]) if has_aux else found
 
     return graph(gradient)
 
@@ -85,117 +111,142 @@ def vjp(f: Any) -> Any:
         *inputs, cotangent = args
         numbers = tuple(range(len(inputs)))
         linear = _linearized(f, inputs, kwargs, numbers)
-        gs = [as_tensor(g) for g in leaves(cotangent)]
-        types = [y.type for y in leaves(linear.value)]
-        if [g.type for g in gs] != types:
-            raise ShapeError(
-                f"the cotangent is shaped like the result of {_name(f)}, {types}; got "
-                f"{[g.type for g in gs]}"
-            )
+        gs = _cotangent(f, cotangent, [y.type for y in leaves(linear.value)])
         return linear.value, tuple(_fill(inputs, numbers, linear, linear.pull(gs)))
 
-    pulled.__name__ = _name(f)
-    pulled.__dict__["reaches"] = f
-    return graph(pulled)
+    return _named_as(f, pulled)
+
+
+def jvp(f: Any) -> Any:
+    """`f` with a last argument, the tangents of its inputs: gives (f(*args), tangent of it).
+
+    The tangents are a tuple with a tree like each argument (for one argument, that tree alone);
+    None for an argument that does not move. The result's tangent is a tree like the result, zeros
+    where it does not depend on what moves or is no floating-point tensor.
+
+    >>> import numpy as np
+    >>> jvp(lambda x: x * x)(np.float32(3.0), np.float32(0.5))
+    (array(9., dtype=float32), array(3., dtype=float32))
+    """
+    name = name_of_callable(f)
+
+    def pushed(*args: Any, **kwargs: Any) -> Any:
+        *inputs, given = args
+        tangents = (given,) if len(inputs) == 1 else given
+        if not isinstance(tangents, tuple) or len(tangents) != len(inputs):
+            raise InvalidInput(
+                f"the last argument holds a tangent for each of the {len(inputs)} others of {name},"
+                f" in a tuple{at_users_line()}"
+            )
+        moved = [k for k, t in enumerate(tangents) if t is not None]
+        apart = recorded_apart(f, inputs, kwargs, numbers=moved)
+        at = [i for k in moved for i in apart.positions(k)]
+        _check_float([apart.operands[i] for i in at], name)
+        ts = _alike(f"a tangent of {name}", [tangents[k] for k in moved], apart, at)
+        results, push = pushforward(apart.function, apart.operands, at)
+        out = push(ts)
+        value = apart.hand_on(results)
+        pairs = zip(leaves(value), out, strict=False)
+        made = [zeros(y.shape, y.dtype) if t is None else t for y, t in pairs]
+        return value, rebuild(value, made)
+
+    return _named_as(f, pushed)
+
+
+def hessian_vector_product(f: Any, argnums: int | Sequence[int] = 0) -> Any:
+    """A scalar `f` with a last argument v, like what `argnums` name: gives H v, of that tree.
+
+    The Hessian is symmetric, so H v is the gradient's pullback of v: one more backward pass, and
+    the Hessian is never formed.
+
+    >>> import numpy as np
+    >>> hessian_vector_product(lambda x: (x**3.0).sum())(np.float32([1, 2]), np.float32([1, 10]))
+    array([  6., 120.], dtype=float32)
+    """
+    slope = grad(f, argnums)
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    def product(*args: Any, **kwargs: Any) -> Any:
+        *inputs, vector = args
+        linear = _linearized(slope, inputs, kwargs, numbers)
+        gs = _cotangent(f, vector, [y.type for y in leaves(linear.value)])
+        found = _fill(inputs, numbers, linear, linear.pull(gs))
+        return found[0] if isinstance(argnums, int) else tuple(found)
+
+    return _named_as(f, product)
+
+
+def checkpoint(f: Any) -> Any:
+    """`f`, of which the backward pass keeps the operands alone and computes the rest again.
+
+    The same numbers for less memory: what is between the operands of `f` and its results lives
+    twice, for a short time, instead of once from the forward to the backward pass.
+    """
+    name_of_callable(f)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        apart = recorded_apart(f, args, kwargs)
+        return apart.hand_on(checkpointed(apart.function, apart.operands))
+
+    return _named_as(f, call)
+
+
+def _named_as(f: Any, call: Callable[..., Any]) -> Any:
+    """`call` under the name of `f`."""
+    call.__name__ = name_of_callable(f)
+    return graph(call)
 
 
 def _linearized(
     f: Any, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Sequence[int]
 ) -> _Linear:
-    """`f` recorded apart, then replayed here with its pullback.
-
-    Tensors among the arguments, and numbers that are differentiated, become parameters; buffers
-    that `f` assigns are extra results.
-    """
-    outer = recorder()
-    _check_numbers(f, args, numbers)
-    trees = [_with_tensors(a, numbers=i in numbers) for i, a in enumerate(args)]
-    flat = [x for a in trees for x in leaves(a) if isinstance(x, Tensor)]
-    inner = Build(outer.table, _name(f), run=getattr(outer, "run", None))
-    inner.scope = getattr(outer, "scope", "")
-    with inner, _kept_apart() as buffers, collecting():
-        params = [
-            inner.param(f"x{i}", x.type, None if outer.arrays is None else outer.arrays[x.value])
-            for i, x in enumerate(flat)
-        ]
-        value = rewritten(f)(*_replaced(trees, params), **kwargs)
-        results = [as_tensor(y) for y in leaves(value)]
-    assigned = list(buffers)
-    named = {f"y{i}": y for i, y in enumerate([*results, *buffers.values()])}
-    function = inner.finish(named)
-    at = [i for k in numbers for i in _positions(trees, k)]
-    _check_float([flat[i] for i in at], f)
-    outputs, pull = linearize(function, [*flat, *inner.captured], at)
-    _hand_on(assigned, outputs[len(results) :])
+    """`f` recorded apart, then replayed here with its pullback."""
+    check_numbers(f, args, numbers)
+    apart = recorded_apart(f, args, kwargs, numbers=numbers)
+    at = [i for k in numbers for i in apart.positions(k)]
+    wanted = [apart.operands[i] for i in at]
+    _check_float(wanted, name_of_callable(f))
+    outputs, pull = linearize(apart.function, apart.operands, at)
 
     def of_results(gs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        return pull([*gs, *(None for _ in assigned)])
+        return pull([*gs, *(None for _ in apart.assigned)])
 
-    return _Linear(rebuild(value, outputs[: len(results)]), [flat[i] for i in at], of_results)
-
-
-class _kept_apart:  # noqa: N801 - reads as the context it is
-    """Gives the buffers assigned meanwhile, and takes them out of the binding again."""
-
-    def __enter__(self) -> dict[Parameter, Tensor]:
-        self._binding = current_or_none()
-        self._before = {} if self._binding is None else dict(self._binding.assigned)
-        self._found: dict[Parameter, Tensor] = {}
-        return self._found
-
-    def __exit__(self, *_: object) -> None:
-        if self._binding is None:
-            return
-        for parameter, tensor in self._binding.assigned.items():
-            if self._before.get(parameter) is not tensor:
-                self._found[parameter] = tensor
-        self._binding.assigned = self._before
+    return _Linear(apart.hand_on(outputs), wanted, of_results)
 
 
-def _hand_on(assigned: Sequence[Parameter], tensors: Sequence[Tensor]) -> None:
-    binding = current_or_none()
-    if binding is not None:
-        binding.assigned.update(zip(assigned, tensors, strict=True))
+def _cotangent(f: Any, given: Any, types: Sequence[TensorType]) -> list[Tensor]:
+    gs = [as_tensor(g) for g in leaves(given)]
+    if [g.type for g in gs] != list(types):
+        raise ShapeError(
+            f"the cotangent is shaped like the result of {name_of_callable(f)}, {list(types)}; got "
+            f"{[g.type for g in gs]}{at_users_line()}"
+        )
+    return gs
 
 
-def _with_tensors(tree: Any, *, numbers: bool) -> Any:
-    """The argument with arrays, and numbers if asked, as tensors of the graph being recorded."""
-    made = []
-    for x in leaves(tree):
-        is_number = isinstance(x, (int, float)) and not isinstance(x, bool)
-        is_tensor = isinstance(x, (Tensor, np.ndarray, np.generic)) or hasattr(x, "__tensor__")
-        made.append(as_tensor(x) if is_tensor or (numbers and is_number) else x)
-    return rebuild(tree, made)
-
-
-def _replaced(trees: Sequence[Any], params: Sequence[Tensor]) -> list[Any]:
-    rest = iter(params)
-    return [
-        rebuild(t, [next(rest) if isinstance(x, Tensor) else x for x in leaves(t)]) for t in trees
+def _alike(what: str, trees: Sequence[Any], apart: Apart, at: Sequence[int]) -> list[Tensor]:
+    """Tensors like the operands `at`."""
+    wanted = [apart.operands[i] for i in at]
+    flat = [x for t in trees for x in leaves(t)]
+    made = [
+        as_tensor(x, w.dtype if isinstance(x, (int, float)) else None)
+        for x, w in zip(flat, wanted, strict=False)
     ]
+    types = [w.type for w in wanted]
+    if len(flat) != len(wanted) or [m.type for m in made] != types:
+        raise ShapeError(
+            f"{what} is shaped like its argument, {types}; got {[m.type for m in made]}"
+            f"{at_users_line()}"
+        )
+    return made
 
 
-def _positions(trees: Sequence[Any], k: int) -> range:
-    """Where the tensors of argument `k` stand among all tensors."""
-    counts = [sum(isinstance(x, Tensor) for x in leaves(t)) for t in trees]
-    return range(sum(counts[:k]), sum(counts[: k + 1]))
-
-
-def _check_numbers(f: Any, args: Sequence[Any], numbers: Sequence[int]) -> None:
-    for k in numbers:
-        if not 0 <= k < len(args):
-            raise InvalidInput(
-                f"{_name(f)} was called with {len(args)} positional arguments, so there is no "
-                f"argument {k} to differentiate"
-            )
-
-
-def _check_float(tensors: Sequence[Tensor], f: Any) -> None:
+def _check_float(tensors: Sequence[Tensor], name: str) -> None:
     for t in tensors:
         if not t.dtype.is_float:
             raise TypeMismatch(
                 f"gradients are with respect to floating-point tensors, but an argument of "
-                f"{_name(f)} is {t.type}; cast it or choose other argnums"
+                f"{name} is {t.type}; cast it or choose other argnums{at_users_line()}"
             )
 
 
@@ -206,9 +257,3 @@ def _fill(
     pairs = zip(linear.wanted, found, strict=True)
     grads = iter([zeros(p.shape, p.dtype) if g is None else g for p, g in pairs])
     return [rebuild(args[k], [next(grads) for _ in leaves(args[k])]) for k in numbers]
-
-
-def _name(f: Any) -> str:
-    if not callable(f):
-        raise InvalidInput(f"{f!r} is not callable; give a function or a cell")
-    return str(getattr(f, "__name__", type(f).__name__))

@@ -7,8 +7,8 @@ on its watch has changed. Values are compared by identity, plain ones also by va
 bytes (a read-only array cannot change and is not looked at again, so a large table is cheapest
 frozen: `table.flags.writeable = False`).
 
-Not followed: objects of the standard library, numpy and this package's own layers other than cells,
-which count by identity.
+Not followed: objects of the standard library, of this package's own layers and of installed ones,
+other than cells and dataclasses, which count by identity.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import dis
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
 from enum import Enum
 from functools import lru_cache, partial
 from operator import is_
@@ -28,7 +29,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter
 from triplane.unified_ir.frontend.owner import Owner
-from triplane.unified_ir.frontend.source import belongs_to_user, is_users_file
+from triplane.unified_ir.frontend.source import belongs_to_user, is_installed, is_users_file
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.types import DType, TensorType
 
@@ -347,18 +348,25 @@ def _object(x: Any, label: str, watch: Watching) -> list[tuple[Any, str]]:
     if isinstance(getattr(x, "__dict__", None), dict):
         watch(_Attributes(vars(x), label))
         found += [(v, f"{label}.{k}") for k, v in vars(x).items()]
-    slots = [s for c in type(x).__mro__ for s in _slots(c)]
+    slots = [(s, vars(c)[s]) for c in type(x).__mro__ for s in _slots(c)]
     if slots:
-        spot = _Read([(s, partial(getattr, x, s, _MISSING)) for s in slots], label)
+        spot = _Read([(s, partial(_slot, d, x)) for s, d in slots], label)
         watch(spot)
-        found += [(v, f"{label}.{s}") for s, v in zip(slots, spot.values, strict=True)]
+        found += [(v, f"{label}.{s}") for (s, _), v in zip(slots, spot.values, strict=True)]
     return found
+
+
+def _slot(descriptor: Any, x: Any) -> Any:
+    try:
+        return descriptor.__get__(x)
+    except AttributeError:
+        return _MISSING
 
 
 def _slots(cls: type) -> tuple[str, ...]:
     found = vars(cls).get("__slots__", ())
     names = (found,) if isinstance(found, str) else tuple(found)
-    return tuple(n for n in names if n not in {"__dict__", "__weakref__"})
+    return tuple(n for n in names if n in vars(cls) and n not in {"__dict__", "__weakref__"})
 
 
 Rule = Callable[[Any, str, Watching], list[tuple[Any, str]]]
@@ -382,7 +390,9 @@ _RULES: Final[tuple[tuple[Any, Rule], ...]] = (
 @lru_cache(maxsize=4096)
 def _is_users(cls: type) -> bool:
     module = sys.modules.get(cls.__module__)
-    return module is not None and cls.__module__ != "builtins" and _is_users_module(module)
+    if module is None or cls.__module__ == "builtins" or not _is_users_module(module):
+        return False
+    return is_dataclass(cls) or not is_installed(getattr(module, "__file__", None) or "")
 
 
 def _is_users_module(module: ModuleType) -> bool:

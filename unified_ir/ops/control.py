@@ -579,3 +579,70 @@ def custom_gradient(f: Any, bprop: Any, *operands: Any) -> Any:
     )
     outputs = recorder().apply(custom_row, flat, {}, regions=regions, outputs=len(results))
     return rebuild(tree, outputs)
+
+
+def _checkpoint_types(call: Call) -> Types:
+    _check_regions(call, 1)
+    return _region_types(call, 0, _all_types(call))
+
+
+def _checkpoint_linearize(
+    inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
+    outputs: int, vjp_of: VjpOf,
+) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
+    made = recorder().apply(checkpoint_row, inputs, attrs, regions=tuple(regions), outputs=outputs)
+    wanted = [i for i, x in enumerate(inputs) if x.dtype.is_float]
+
+    def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        given = [i for i, g in enumerate(gs) if g is not None]
+        back = vjp_of(regions[0], wanted, given)
+        operands = [*inputs, *(gs[i] for i in given)]
+        found = recorder().apply(
+            cond_row,
+            (_always(operands[len(inputs)]), *operands),
+            {},
+            regions=(back, _zeros_like(back)),
+            outputs=len(wanted),
+        )
+        return _scattered(len(inputs), dict(zip(wanted, found, strict=True)))
+
+    return made, pullback
+
+
+def _always(g: Tensor | None) -> Tensor:
+    """True, in a way that no optimizer sees through, and known only when the cotangent is.
+
+    Else a runtime would find that the forward pass has computed it all, and keep that.
+    """
+    assert g is not None
+    first = g.reshape(-1)[:1].sum()
+    return emit("Or", first > 0.0, emit("Not", first > 0.0))
+
+
+def _zeros_like(function: Function) -> Function:
+    """A function of the same operands that gives zeros of the same types."""
+    build = Build(recorder().table, f"{function.name}.never")
+    with build:
+        for p in function.params:
+            build.param(p.name, p.type)
+        results = [zeros(r.type.shape, r.type.dtype) for r in function.results]
+    return build.finish(_numbered(results))
+
+
+checkpoint_row = Op(
+    name="Checkpoint",
+    domain=DOMAIN,
+    operands=("*",),
+    infer=_checkpoint_types,
+    reference=lambda *operands, regions: tuple(regions[0](*operands)),
+    linearize=_checkpoint_linearize,
+    inline_region=True,
+)
+"""Its region, of which a backward pass keeps the operands alone and computes the rest again."""
+
+
+def checkpointed(function: Function, operands: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The results of `function` on `operands`, computed again where their gradient needs more."""
+    return recorder().apply(
+        checkpoint_row, operands, {}, regions=(function,), outputs=len(function.results)
+    )

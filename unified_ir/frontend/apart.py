@@ -1,0 +1,161 @@
+"""A call recorded apart: a function of its own, of which transforms make other functions.
+
+Tensors among the arguments become parameters, tensors that the call reaches otherwise are further
+operands, and buffers it assigns are extra results, assigned outside when the results are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.frontend.binding import Parameter, current_or_none
+from triplane.unified_ir.frontend.memory import collecting
+from triplane.unified_ir.frontend.rewrite import rewritten
+from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ir.types import TensorType
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.source import user_location
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor
+from triplane.unified_ir.ops.trees import leaves, rebuild
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A recorded call; `function` takes `operands` and gives the value's leaves, then buffers."""
+
+    function: Function
+    operands: list[Tensor]
+    value: Any
+    """The tree that was returned; its leaves stand for the first results."""
+    assigned: list[Parameter]
+    trees: list[Any]
+    """The arguments, numbers and arrays that are operands replaced by tensors."""
+
+    @property
+    def types(self) -> list[TensorType]:
+        """Types of the value's leaves."""
+        return [r.type for r in self.function.results[: len(self.function.results) - self._extra]]
+
+    @property
+    def _extra(self) -> int:
+        return len(self.assigned)
+
+    def positions(self, k: int) -> range:
+        """Where the tensors of argument `k` stand among the operands."""
+        counts = [sum(isinstance(x, Tensor) for x in leaves(t)) for t in self.trees]
+        return range(sum(counts[:k]), sum(counts[: k + 1]))
+
+    def hand_on(self, results: Sequence[Tensor]) -> Any:
+        """The call's value made of results of the function; assigns the buffers."""
+        count = len(results) - self._extra
+        binding = current_or_none()
+        if binding is not None:
+            binding.assigned.update(zip(self.assigned, results[count:], strict=True))
+        return rebuild(self.value, list(results[:count]))
+
+
+def recorded_apart(
+    f: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    numbers: Sequence[int] = (),
+    types: Mapping[int, Sequence[TensorType]] | None = None,
+) -> Apart:
+    """`f(*args, **kwargs)` as a function of its own.
+
+    Python numbers in the arguments numbered in `numbers` are operands too. `types` gives other
+    types for the tensors of an argument, those of one slice of it for example; the graph has no
+    values then.
+    """
+    outer = recorder()
+    trees = [_with_tensors(a, numbers=i in numbers) for i, a in enumerate(args)]
+    flat = [x for a in trees for x in leaves(a) if isinstance(x, Tensor)]
+    run = getattr(outer, "run", None) if types is None else None
+    inner = Build(outer.table, name_of_callable(f), run=run, sizes=getattr(outer, "sizes", None))
+    inner.scope = getattr(outer, "scope", "")
+    wanted = _wanted_types(trees, types or {})
+    with inner, _kept_apart() as buffers, collecting():
+        params = [
+            inner.param(f"x{i}", t, None if inner.arrays is None else x.build.arrays[x.value])  # type: ignore[index]
+            for i, (x, t) in enumerate(zip(flat, wanted, strict=True))
+        ]
+        value = rewritten(f)(*_replaced(trees, params), **kwargs)
+        results = [as_tensor(y) for y in leaves(value)]
+    named = {f"y{i}": y for i, y in enumerate([*results, *buffers.values()])}
+    function = inner.finish(named)
+    return Apart(function, [*flat, *inner.captured], value, list(buffers), trees)
+
+
+def _wanted_types(
+    trees: Sequence[Any], types: Mapping[int, Sequence[TensorType]]
+) -> list[TensorType]:
+    found: list[TensorType] = []
+    for i, tree in enumerate(trees):
+        own = [x.type for x in leaves(tree) if isinstance(x, Tensor)]
+        found += types.get(i, own)
+    return found
+
+
+class _kept_apart:  # noqa: N801 - reads as the context it is
+    """Gives the buffers assigned meanwhile, and takes them out of the binding again."""
+
+    def __enter__(self) -> dict[Parameter, Tensor]:
+        self._binding = current_or_none()
+        self._before = {} if self._binding is None else dict(self._binding.assigned)
+        self._found: dict[Parameter, Tensor] = {}
+        return self._found
+
+    def __exit__(self, *_: object) -> None:
+        if self._binding is None:
+            return
+        for parameter, tensor in self._binding.assigned.items():
+            if self._before.get(parameter) is not tensor:
+                self._found[parameter] = tensor
+        self._binding.assigned = self._before
+
+
+def _with_tensors(tree: Any, *, numbers: bool) -> Any:
+    """The argument with arrays, and numbers if asked, as tensors of the graph being recorded."""
+    made = []
+    for x in leaves(tree):
+        is_number = isinstance(x, (int, float)) and not isinstance(x, bool)
+        is_tensor = isinstance(x, (Tensor, np.ndarray, np.generic)) or hasattr(x, "__tensor__")
+        made.append(as_tensor(x) if is_tensor or (numbers and is_number) else x)
+    return rebuild(tree, made)
+
+
+def _replaced(trees: Sequence[Any], params: Sequence[Tensor]) -> list[Any]:
+    rest = iter(params)
+    return [
+        rebuild(t, [next(rest) if isinstance(x, Tensor) else x for x in leaves(t)]) for t in trees
+    ]
+
+
+def check_numbers(f: Any, args: Sequence[Any], numbers: Sequence[int]) -> None:
+    """Refuses numbers of arguments that the call does not have."""
+    for k in numbers:
+        if not 0 <= k < len(args):
+            raise InvalidInput(
+                f"{name_of_callable(f)} was called with {len(args)} positional arguments, so there "
+                f"is no argument {k} to differentiate{at_users_line()}"
+            )
+
+
+def at_users_line() -> str:
+    """Where the user's call stands, as the end of a message."""
+    place = user_location()
+    return f" (at {place})" if place else ""
+
+
+def name_of_callable(f: Any) -> str:
+    """What messages call a function or cell."""
+    if not callable(f):
+        raise InvalidInput(f"{f!r} is not callable; give a function or a cell")
+    return str(getattr(f, "__name__", type(f).__name__))
