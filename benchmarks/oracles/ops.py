@@ -250,6 +250,23 @@ CASES: Final[Mapping[str, Case]] = {
     "mean": Case(normal(x=(2, 3, 4)), lambda x: x.mean((0, 2))),
     "amax_of_ties": Case(coarse(x=(3, 4, 3)), lambda x: x.amax((0, 2)), second=False),
     "amin_of_ties": Case(coarse(x=(3, 4, 3)), lambda x: x.amin(1), second=False),
+    "norm_l1": Case(fixed(x=[[1.5, 0.0, -2.0], [0.5, 0.5, -1.0]]),
+                    lambda x: x.norm(1, 1, keepdim=True), second=False),
+    "norm_l2_at_0": Case(fixed(x=[[0.0, 0.0], [3.0, -4.0]]), lambda x: x.norm(2, 1), second=False),
+    "norm_l2": Case(normal(x=(3, 4)), lambda x: x.norm(2, 1)),
+    "sum_of_squares": Case(normal(x=(3, 4)), lambda x: (x * x).sum(0)),
+    "log_sum": Case(positive(x=(3, 4)), lambda x: x.sum(1).log()),
+    "logsumexp": Case(normal(x=(2, 3, 4)), lambda x: x.logsumexp((0, 2))),
+    "logsumexp_of_infinities": Case(
+        fixed(x=[[-np.inf, 1.0, 2.0], [500.0, 600.0, 600.0]]),
+        lambda x: x.logsumexp(1), second=False),
+    "prod_with_zeros": Case(
+        fixed(x=[[1.5, 2.0, -2.0], [0.0, 2.0, 3.0], [0.0, 0.0, 3.0]]), lambda x: x.prod(1)),
+    "cumsum": Case(normal(x=(3, 4)), lambda x: x.cumsum(1)),
+    "cumprod_with_zeros": Case(
+        fixed(x=[[1.5, 2.0, -2.0], [0.0, 2.0, 3.0], [2.0, 0.0, 0.0]]), lambda x: x.cumprod(1)),
+    "hardmax": Case(
+        coarse(x=(3, 4)), lambda x: F.one_hot(x.argmax(1), 4).double(), second=False),
     "softmax": Case(normal(x=(2, 3, 4)), lambda x: x.softmax(1)),
     "log_softmax": Case(normal(x=(2, 5)), lambda x: x.log_softmax(-1)),
     "masked_softmax": Case(

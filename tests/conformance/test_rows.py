@@ -23,7 +23,7 @@ MISSING = {  # rows an opset lacks and that have no other form in it
     26: set(),
 }
 NO_GRADIENT = {
-    "And", "ArgMax",
+    "And", "ArgMax", "ArgMin",
     "BitCast", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor",
     "Constant",
     "DequantizeLinear",
@@ -38,7 +38,9 @@ NO_GRADIENT = {
     "Xor",
     "triplane.Dims",
 }
-FLAT = {"Ceil", "Floor", "Round", "Sign", "triplane.StopGradient"}  # slope 0 where there is one
+FLAT = {  # slope 0 where there is one
+    "Ceil", "Floor", "Hardmax", "Round", "Sign", "triplane.StopGradient",
+}
 INTEGERS = {"triplane.Threefry2x32"}  # a body of integer rows: nothing to differentiate
 NO_SYMBOL = {  # literal sizes, axes of size 1, literals only
     "Expand-0", "QuantizeLinear-1", "Range-0", "Squeeze-0", "Squeeze-1", "triplane.Threefry2x32-1",

@@ -10,7 +10,7 @@ from onnx import GraphProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
-from triplane.unified_ir.ir.types import float32, float64, int32, int64
+from triplane.unified_ir.ir.types import bool_, float32, float64, int32, int64, uint8
 from triplane.unified_ir.ops.infer import type_proto
 from triplane.unified_ir.ops.pool import pool_window
 from triplane.unified_ir.ops.row import DOMAIN
@@ -360,10 +360,27 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
 def _axes_as_attribute(context: Context, node: Node) -> None:
     """Before opset 18 reductions other than the sum take their axes as an attribute."""
     names = context.inputs(node)
+    axes = [int(a) for a in _initializer(context, names[1])] if len(names) > 1 else []
+    if not axes and node.attrs.get("noop_with_empty_axes"):
+        context.add("Identity", names[:1], context.output_names(node))
+        return
     attrs: dict[str, Any] = {"keepdims": node.attrs.get("keepdims", 1)}
-    if len(names) > 1:
-        attrs["axes"] = [int(a) for a in _initializer(context, names[1])]
-    context.add(node.op.name, names[:1], context.output_names(node), **attrs)
+    _on_bytes(context, node, names[:1], attrs | ({"axes": axes} if axes else {}))
+
+
+def _bools_as_bytes(context: Context, node: Node) -> None:
+    """Before opset 20 no reduction takes bools."""
+    _on_bytes(context, node, context.inputs(node), dict(node.attrs))
+
+
+def _on_bytes(context: Context, node: Node, names: list[str], attrs: Mapping[str, Any]) -> None:
+    """The operator itself, or on uint8 in place of bool."""
+    if node.outputs[0].type.dtype != bool_:
+        context.add(node.op.name, names, context.output_names(node), **attrs)
+        return
+    counted = context.emit("Cast", names[0], to=uint8.onnx)
+    found = context.emit(node.op.name, counted, *names[1:], **attrs)
+    context.add("Cast", [found], context.output_names(node), to=bool_.onnx)
 
 
 def _initializer(context: Context, name: str) -> Array:
@@ -373,5 +390,6 @@ def _initializer(context: Context, name: str) -> Array:
 
 LOWER: Final[Mapping[str, Rule]] = {
     "axes_as_attribute": _axes_as_attribute,
+    "bools_as_bytes": _bools_as_bytes,
 }
 """Rules by name, for rows whose form changed between opsets (`Op.lower_below`)."""

@@ -43,7 +43,6 @@ from triplane.unified_ir.ops.elementwise import or_ as logical_or
 from triplane.unified_ir.ops.elementwise import pow_ as power
 from triplane.unified_ir.ops.indexing import (
     arange,
-    argmax,
     embedding,
     gather,
     gather_elements,
@@ -57,6 +56,7 @@ from triplane.unified_ir.ops.matrix import gemm, linear, log_softmax, matmul, so
 from triplane.unified_ir.ops.norm import layer_norm
 from triplane.unified_ir.ops.pool import avg_pool, global_average_pool, max_pool
 from triplane.unified_ir.ops.random import dropout, next_key, random_bits, random_uniform
+from triplane.unified_ir.ops.reductions import argmax, argmin
 from triplane.unified_ir.ops.structure import (
     cast,
     concat,
@@ -84,6 +84,7 @@ __all__ = [
     "add",
     "arange",
     "argmax",
+    "argmin",
     "avg_pool",
     "binary_cross_entropy",
     "cast",

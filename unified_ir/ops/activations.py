@@ -5,6 +5,8 @@ Where one side overflows it is fed 0 before the choice, so that no infinity meet
 
 from __future__ import annotations
 
+import numpy as np
+
 from triplane.unified_ir.ir.types import ShapeError, TensorType, float32
 from triplane.unified_ir.ops.elementwise import abs_, broadcast_same, exp, sigmoid, softplus, tanh
 from triplane.unified_ir.ops.row import Call, Op
@@ -67,6 +69,7 @@ mish = Op(name="Mish", body=lambda x: x * tanh(softplus(x)), samples=(sample(nor
 
 swish = Op(
     name="Swish",
+    reference=lambda x, *, alpha: x * np.exp(-np.logaddexp(0, -alpha * x)),
     body=lambda x, *, alpha: x * sigmoid(x if alpha == 1.0 else alpha * x),
     native=lambda node, opset: False,  # onnxruntime 1.31 has no kernel of it
     samples=(sample(normal(2, 3)), sample(normal(2, 3), alpha=0.5)),

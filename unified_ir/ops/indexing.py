@@ -10,12 +10,9 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, int64
 from triplane.unified_ir.ops.row import Call, Op
-from triplane.unified_ir.ops.samples import apart, given, ints, normal, sample
+from triplane.unified_ir.ops.samples import given, ints, normal, sample
 from triplane.unified_ir.ops.structure import (
     axes_of,
-    kept,
-    reduce_sum_row,
-    reduction_kernel,
     reshape,
     same,
     unsqueeze,
@@ -145,66 +142,6 @@ scatter_elements = Op(
 )
 
 
-def _reduced_extreme_vjp(
-    g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None, **_: Any
-) -> Any:
-    """Ties share the cotangent equally, as PyTorch's amax does."""
-    hit = (x == kept(y, x, axes)).cast(g.dtype)
-    count = reduce_sum_row(hit, axes, keepdims=1)
-    return (kept(g, x, axes) * hit / count, None)
-
-
-def _extreme_row(name: str, f: Any) -> Op:
-    return Op(
-        name=name,
-        infer=reduce_sum_row.infer,
-        reference=reduction_kernel(f),
-        vjp=_reduced_extreme_vjp,
-        lower_below={18: "axes_as_attribute"},
-        samples=(
-            sample(apart(2, 3, 4), given([0, 2])),
-            sample(apart(2, 3), given([-1]), keepdims=0),
-        ),
-    )
-
-
-def _lowest(dtype: np.dtype[Any]) -> Any:
-    if dtype.kind in "iu":
-        return np.iinfo(dtype).min
-    return False if dtype.kind == "b" else -np.inf
-
-
-def _highest(dtype: np.dtype[Any]) -> Any:
-    if dtype.kind in "iu":
-        return np.iinfo(dtype).max
-    return True if dtype.kind == "b" else np.inf
-
-
-reduce_max_row = _extreme_row("ReduceMax", lambda x, **k: np.max(x, initial=_lowest(x.dtype), **k))
-reduce_min_row = _extreme_row("ReduceMin", lambda x, **k: np.min(x, initial=_highest(x.dtype), **k))
-
-
-def _arg_extreme(call: Call) -> Types:
-    x = call.type(0)
-    axis = axes_of(x.rank, [call.attrs["axis"]])[0]
-    middle = (1,) if call.attrs["keepdims"] else ()
-    return (TensorType(int64, (*x.shape[:axis], *middle, *x.shape[axis + 1 :])),)
-
-
-def _argmax_reference(x: Any, *, axis: int, keepdims: int, select_last_index: int) -> Any:
-    if select_last_index:
-        size = x.shape[axis]
-        return size - 1 - np.argmax(np.flip(x, axis), axis, keepdims=bool(keepdims))
-    return np.argmax(x, axis, keepdims=bool(keepdims))
-
-
-argmax_row = Op(
-    name="ArgMax",
-    infer=_arg_extreme,
-    reference=_argmax_reference,
-    samples=(sample(apart(3, 4), axis=1, keepdims=0), sample(apart(3, 4))),
-)
-
 range_row = Op(
     name="Range",
     infer=lambda call: (call.type(0).with_shape((_range_length(call),)),),
@@ -221,11 +158,6 @@ def _range_length(call: Call) -> Any:
         start, limit, delta = (int(d) for d in (start, limit, delta))  # type: ignore[arg-type]
         return max(0, -(-(limit - start) // delta))
     raise InvalidInput(f"Range with a symbolic length needs delta 1, got {delta}")
-
-
-def argmax(x: Tensor, axis: int = -1) -> Tensor:
-    """Position of the first maximum along `axis`, int64."""
-    return argmax_row(x, axis=axis, keepdims=0)
 
 
 def arange(n: Dim) -> Tensor:

@@ -176,34 +176,6 @@ expand_row = Op(
 )  # fmt: skip
 
 
-def _reduced(call: Call) -> Types:
-    x = call.type(0)
-    axes = axes_of(x.rank, call.ints(1) if call.has(1) else None)
-    if call.has(1) and not call.dims(1):
-        axes = () if call.attrs["noop_with_empty_axes"] else axes_of(x.rank, None)
-    if call.attrs["keepdims"]:
-        return (x.with_shape(1 if i in axes else d for i, d in enumerate(x.shape)),)
-    return (x.with_shape(d for i, d in enumerate(x.shape) if i not in axes),)
-
-
-def reduction_kernel(f: Any) -> Any:
-    """A numpy reduction as a kernel with axes as operand."""
-
-    def kernel(x: Any, axes: Any = None, *, keepdims: int, noop_with_empty_axes: int) -> Any:
-        if axes is not None and len(axes) == 0:
-            axes = () if noop_with_empty_axes else None
-        wanted = None if axes is None else tuple(int(a) for a in axes)
-        return f(x, axis=wanted, keepdims=bool(keepdims))
-
-    return kernel
-
-
-def kept(g: Tensor, x: Tensor, axes: Tensor | None) -> Tensor:
-    """A reduced tensor with the reduced axes back as size 1."""
-    reduced = axes_of(x.rank, None if axes is None else [int(a) for a in known_ints(axes)])
-    return g.reshape([1 if i in reduced else d for i, d in enumerate(x.shape)])
-
-
 def known_ints(x: Tensor) -> list[int]:
     """The contents of a constant int vector."""
     found = recorder().known(x)
@@ -217,46 +189,10 @@ def broadcast_to(x: Tensor, shape: Sequence[Dim]) -> Tensor:
     return x if tuple(shape) == x.shape else expand_row(x, dims_of(shape))
 
 
-def _reduce_sum_vjp(g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None, **_: Any) -> Any:
-    return (broadcast_to(kept(g, x, axes), x.shape), None)
-
-
-reduce_sum_row = Op(
-    name="ReduceSum",
-    infer=_reduced,
-    reference=reduction_kernel(np.sum),
-    vjp=_reduce_sum_vjp,
-    samples=(
-        sample(normal(2, 3, 4), given([0, 2])),
-        sample(normal(2, 3), given([-1]), keepdims=0),
-        sample(normal(2, 3)),
-    ),
-)
-
-
 def size_of(dims: Sequence[Dim], dtype: DType) -> Tensor | float:
     """The product of sizes as a number: a Python float where static, else a scalar tensor."""
     n = product(list(dims))
     return float(n) if isinstance(n, int) else dims_of([n]).reshape(()).cast(dtype)
-
-
-def _reduce_mean_vjp(g: Tensor, y: Tensor, x: Tensor, axes: Tensor | None = None, **_: Any) -> Any:
-    reduced = axes_of(x.rank, None if axes is None else known_ints(axes))
-    scaled = g / size_of([x.shape[a] for a in reduced], g.dtype)
-    return (broadcast_to(kept(scaled, x, axes), x.shape), None)
-
-
-reduce_mean_row = Op(
-    name="ReduceMean",
-    infer=_reduced,
-    reference=reduction_kernel(np.mean),
-    vjp=_reduce_mean_vjp,
-    lower_below={18: "axes_as_attribute"},
-    samples=(
-        sample(normal(2, 3, 4), given([0, 2])),
-        sample(normal(2, 3), given([1]), keepdims=0),
-    ),
-)
 
 
 def _unsqueeze(call: Call) -> Types:
