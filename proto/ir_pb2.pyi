@@ -411,11 +411,14 @@ class Attribute(_message.Message):
     TENSOR_REF_FIELD_NUMBER: _builtins.int
     DIMS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
+    TYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.int
     int: _builtins.int
     float: _builtins.float
     string: _builtins.int
     dtype: Global___DType.ValueType
+    type: _builtins.int
+    """Index of a type; since version 2."""
     @_builtins.property
     def ints(self) -> Global___Ints: ...
     @_builtins.property
@@ -444,12 +447,13 @@ class Attribute(_message.Message):
         tensor_ref: Global___TensorRef | None = ...,
         dims: Global___Ints | None = ...,
         dtype: Global___DType.ValueType = ...,
+        type: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dims", b"dims", "dtype", b"dtype", "float", b"float", "floats", b"floats", "int", b"int", "ints", b"ints", "string", b"string", "strings", b"strings", "tensor", b"tensor", "tensor_ref", b"tensor_ref", "value", b"value"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dims", b"dims", "dtype", b"dtype", "float", b"float", "floats", b"floats", "int", b"int", "ints", b"ints", "string", b"string", "strings", b"strings", "tensor", b"tensor", "tensor_ref", b"tensor_ref", "type", b"type", "value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dims", b"dims", "dtype", b"dtype", "float", b"float", "floats", b"floats", "int", b"int", "ints", b"ints", "name", b"name", "string", b"string", "strings", b"strings", "tensor", b"tensor", "tensor_ref", b"tensor_ref", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dims", b"dims", "dtype", b"dtype", "float", b"float", "floats", b"floats", "int", b"int", "ints", b"ints", "name", b"name", "string", b"string", "strings", b"strings", "tensor", b"tensor", "tensor_ref", b"tensor_ref", "type", b"type", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["int", "float", "string", "ints", "floats", "strings", "tensor", "tensor_ref", "dims", "dtype"]  # noqa: Y015
+    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["int", "float", "string", "ints", "floats", "strings", "tensor", "tensor_ref", "dims", "dtype", "type"]  # noqa: Y015
     _WhichOneofArgType_value: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_value) -> _WhichOneofReturnType_value | None: ...
 

@@ -296,6 +296,7 @@ _READ: Final[Mapping[str, _Read]] = {
     "tensor_ref": lambda d, a: d.tensor_ref(a.tensor_ref),
     "dims":       lambda d, a: tuple(d.dim(n) for n in a.dims.values),
     "dtype":      lambda _, a: _dtype(a.dtype),
+    "type":       lambda d, a: _pick(d.types, a.type, "type"),
 }
 # fmt: on
 _ROLES: Final[Mapping[int, Role]] = {pb.Role.Value(f"ROLE_{r.name}"): r for r in Role}

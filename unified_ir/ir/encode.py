@@ -128,6 +128,11 @@ class Encoder:
             self.message.format_version = FORMAT_VERSION
         out.dtype = dtype.onnx  # type: ignore[assignment]
 
+    def value_type(self, type_: TensorType, out: pb.Attribute) -> None:
+        """A type as an attribute."""
+        self.message.format_version = FORMAT_VERSION
+        out.type = self.type(type_)
+
     def string(self, text: str) -> int:
         """Index of a text."""
         return _index(self._strings, text, self.message.strings.append)
@@ -205,7 +210,10 @@ def _kind(value: AttrValue) -> str | None:
     return _SCALARS.get(type(value))
 
 
-_SCALARS: Final[Mapping[type, str]] = {int: "int", float: "float", str: "string", DType: "dtype"}
+_SCALARS: Final[Mapping[type, str]] = {
+    int: "int", float: "float", str: "string", DType: "dtype",
+    TensorType: "type", SequenceType: "type", OptionalType: "type",
+}  # fmt: skip
 _TUPLES: Final[tuple[tuple[Any, str], ...]] = (
     (int, "ints"),
     (float, "floats"),
@@ -225,4 +233,5 @@ _WRITE: Final[Mapping[str, _Write]] = {
     "tensor": lambda e, out, v: e.tensor(v, out),
     "dims": lambda e, out, v: out.dims.values.extend(e.dim(d) for d in v),
     "dtype": lambda e, out, v: e.dtype(v, out),
+    "type": lambda e, out, v: e.value_type(v, out),
 }

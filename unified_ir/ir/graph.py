@@ -21,7 +21,7 @@ from triplane.unified_ir.ir.types import DType, TensorType, type_of
 Array = np.ndarray[Any, Any]
 Attr = int | float | str | tuple[int, ...] | tuple[float, ...] | tuple[str, ...] | Array | DType
 """An attribute; a tuple of `Dim` (with symbols) is allowed where a row declares it."""
-AttrValue = Attr | tuple[Dim, ...]
+AttrValue = Attr | tuple[Dim, ...] | TensorType
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,9 +252,12 @@ class _Reader:
             return _tuple(line)
         if line.text.startswith('"', line.at):
             return _name(line)
+        if _WRAPPED.match(line.text, line.at):
+            return _type(line)
         typed = _TYPE.match(line.text, line.at)
         if typed is not None:
-            return self.array(line)
+            constant = line.text.startswith(" ", typed.end())
+            return self.array(line) if constant else _type(line)
         word = line.match(re.compile(r"[^,}]+"), "a value")[0]
         return DTYPES[word] if word in DTYPES else _number(word)
 

@@ -10,7 +10,15 @@ from onnx import GraphProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
-from triplane.unified_ir.ir.types import bool_, float32, float64, int32, int64, uint8
+from triplane.unified_ir.ir.types import (
+    OptionalType,
+    bool_,
+    float32,
+    float64,
+    int32,
+    int64,
+    uint8,
+)
 from triplane.unified_ir.ops.infer import type_proto
 from triplane.unified_ir.ops.pool import pool_window
 from triplane.unified_ir.ops.row import DOMAIN
@@ -335,6 +343,13 @@ def _recurrent(context: Context, node: Node) -> None:
         context.add("Transpose", [name], [final], perm=perm)
 
 
+def _sequence_map(context: Context, node: Node) -> None:
+    """The body declares every operand: a tensor, the same for all elements, is one too."""
+    names = context.inputs(node)
+    body = _subgraph(context, node.regions[0], len(names), ())
+    context.add("SequenceMap", names, context.output_names(node), body=body)
+
+
 RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "Constant"): _constant,
     ("", "Reshape"): _reshape,
@@ -353,6 +368,7 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     (DOMAIN, "Cond"): _cond,
     (DOMAIN, "Scan"): _scan,
     (DOMAIN, "Loop"): _loop,
+    (DOMAIN, "SequenceMap"): _sequence_map,
 }
 """Operators whose emission is never a copy."""
 
@@ -388,8 +404,27 @@ def _initializer(context: Context, name: str) -> Array:
     return next(numpy_helper.to_array(t) for t in context.tensors if t.name == name)
 
 
+def _held_value(context: Context, node: Node) -> None:
+    """Before opset 18 only an optional is opened; anything else is what it holds."""
+    if isinstance(node.inputs[0].type, OptionalType):  # type: ignore[union-attr]
+        context.plain(node)
+    else:
+        context.add("Identity", context.inputs(node), context.output_names(node))
+
+
+def _holds_value(context: Context, node: Node) -> None:
+    """Before opset 18 only an optional is asked."""
+    x = node.inputs[0] if node.inputs else None
+    if x is not None and isinstance(x.type, OptionalType):
+        context.plain(node)
+    else:
+        context.names[node.outputs[0]] = context.constant(np.array(x is not None))
+
+
 LOWER: Final[Mapping[str, Rule]] = {
     "axes_as_attribute": _axes_as_attribute,
     "bools_as_bytes": _bools_as_bytes,
+    "held_value": _held_value,
+    "holds_value": _holds_value,
 }
 """Rules by name, for rows whose form changed between opsets (`Op.lower_below`)."""

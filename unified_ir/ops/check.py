@@ -185,6 +185,7 @@ _HOLDS: Final[Mapping[str, Any]] = {
     "TENSOR":  lambda v: isinstance(v, np.ndarray),
     "DIMS":    lambda v: _tuple_of(v, Dim),
     "DTYPE":   lambda v: isinstance(v, DType),
+    "TYPE_PROTO": lambda v: isinstance(v, TensorType),
 }
 # fmt: on
 

@@ -99,6 +99,8 @@ def _held(made: Contents, type_: TensorType) -> Contents:
 
 def _empty(value: Value, sizes: Sizes) -> Array:
     """The stacked output of a loop that made no trip, which no kernel knows the type of."""
+    if not is_plain(value.type):
+        return []
     return np.zeros(value.type.concrete({str(value.type.shape[0]): 0, **sizes}))
 
 

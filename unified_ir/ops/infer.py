@@ -98,11 +98,13 @@ def _short(error: Exception) -> str:
 
 def onnx_attrs(attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
     """Attributes as `onnx.helper.make_node` takes them, without those that only the IR has."""
-    return {
-        k: numpy_helper.from_array(v) if isinstance(v, np.ndarray) else v
-        for k, v in attrs.items()
-        if k != OPEN
-    }
+    return {k: _onnx_attr(v) for k, v in attrs.items() if k != OPEN}
+
+
+def _onnx_attr(value: AttrValue) -> Any:
+    if isinstance(value, TensorType):
+        return type_proto(value)
+    return numpy_helper.from_array(value) if isinstance(value, np.ndarray) else value
 
 
 def type_proto(t: TensorType) -> TypeProto:

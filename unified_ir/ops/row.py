@@ -304,6 +304,7 @@ _KINDS: Final[Mapping[str, Callable[[Any], AttrValue]]] = {
     "STRINGS": lambda v: tuple(_text(i) for i in v),
     "TENSOR": lambda v: _frozen(v),
     "DIMS": lambda v: tuple(d if isinstance(d, Expr) else _int(d) for d in v),
+    "TYPE_PROTO": lambda v: _type(v),
 }
 
 
@@ -311,6 +312,12 @@ def _int(v: Any) -> int:
     if isinstance(v, (bool, np.bool_)) or not isinstance(v, float) or v == int(v):
         return int(v)
     raise TypeError
+
+
+def _type(v: Any) -> TensorType:
+    if not isinstance(v, TensorType):
+        raise TypeError
+    return v
 
 
 def _text(v: Any) -> str:

@@ -21,6 +21,7 @@ from triplane.unified_ir.ops import (
     random,
     recurrent,
     reductions,
+    sequences,
     structure,
     sweeps,
 )
@@ -44,6 +45,7 @@ _MODULES: Final = (
     reductions,
     structure,
     sweeps,
+    sequences,
 )
 
 

@@ -1,0 +1,372 @@
+"""Rows over sequences and optionals: several tensors, or perhaps none, as one value.
+
+A sequence's type says what is known of its elements (`ir.types.SequenceType`); a size that each has
+for itself becomes a size of its own when one is taken out. Gradients stop at these rows by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, is_symbol, symbol, symbols
+from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ir.types import (
+    OWN,
+    DType,
+    OptionalType,
+    SequenceType,
+    ShapeError,
+    TensorType,
+    TypeMismatch,
+    as_dtype,
+    bool_,
+    int64,
+    is_plain,
+    joined_elements,
+)
+from triplane.unified_ir.ops.build import region
+from triplane.unified_ir.ops.inline import introduced
+from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.row import DOMAIN, Call, Op, dtype_attr
+from triplane.unified_ir.ops.structure import axes_of
+from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor
+from triplane.unified_ir.ops.trees import leaves
+
+Types = tuple[TensorType, ...]
+
+
+def _sequence(call: Call, i: int = 0) -> SequenceType:
+    found = call.type(i)
+    if not isinstance(found, SequenceType):
+        raise TypeMismatch(f"{call.row} takes a sequence as operand {i}, got {found}")
+    return found
+
+
+def _shaped(call: Call, held: SequenceType) -> TensorType:
+    """The elements' type; refused where their number of axes is not known."""
+    if isinstance(held.element, DType):
+        raise ShapeError(
+            f"{call.row} needs to know the axes of the elements, got {held}; say them where the "
+            "sequence enters, or insert a tensor first"
+        )
+    return held.element
+
+
+def _own(shape: Sequence[Dim]) -> int:
+    return sum(d == OWN for d in shape)
+
+
+def _opened(call: Call, shape: Sequence[Dim], first: int = 0) -> list[Dim]:
+    """The shape with a size of this node for each that an element has for itself."""
+    numbers = iter(range(first, first + len(shape)))
+    return [call.opened(next(numbers)) if d == OWN else d for d in shape]
+
+
+def _position(call: Call, i: int) -> None:
+    if call.has(i) and call.type(i).shape != ():
+        raise ShapeError(f"{call.row} takes one position, got {call.type(i)}")
+
+
+def _constructed(call: Call) -> Types:
+    types = [call.type(i) for i in range(len(call.types))]
+    return (SequenceType(reduce(joined_elements, types)),)
+
+
+sequence_construct = Op(
+    name="SequenceConstruct", infer=_constructed, reference=lambda *xs, **_: list(xs)
+)
+
+sequence_empty_row = Op(
+    name="SequenceEmpty",
+    infer=lambda call: (SequenceType(dtype_attr(call.attrs["dtype"] or 1), empty=True),),
+    reference=lambda **_: [],
+)
+
+
+def _inserted(call: Call) -> Types:
+    held, x = _sequence(call), call.type(1)
+    _position(call, 2)
+    if held.element_dtype != x.dtype:
+        raise TypeMismatch(f"{call.row} puts {x} into {held}; cast it")
+    return (SequenceType(x if held.empty else joined_elements(held.element, x)),)
+
+
+def _insert(held: Any, x: Any, position: Any = None) -> Any:
+    at = len(held) if position is None else int(position)
+    if not -len(held) <= at <= len(held):
+        raise IndexError(f"position {at} of a sequence of {len(held)}")
+    at += len(held) if at < 0 else 0
+    return [*held[:at], x, *held[at:]]
+
+
+sequence_insert = Op(name="SequenceInsert", infer=_inserted, reference=_insert)
+
+
+def _taken(call: Call) -> Types:
+    element = _shaped(call, _sequence(call))
+    _position(call, 1)
+    return (element.with_shape(_opened(call, element.shape)),)
+
+
+def _own_sizes(call: Call) -> int:
+    held = call.type(0)
+    known = isinstance(held, SequenceType) and not isinstance(held.element, DType)
+    return _own(held.element.shape) if known else 0  # type: ignore[attr-defined]
+
+
+sequence_at = Op(
+    name="SequenceAt",
+    opens=_own_sizes,
+    infer=_taken,
+    reference=lambda held, position: held[int(position)],
+)
+
+
+def _erased(call: Call) -> Types:
+    _position(call, 1)
+    return (_sequence(call),)
+
+
+def _erase(held: Any, position: Any = None) -> Any:
+    at = range(len(held))[-1 if position is None else int(position)]
+    return [*held[:at], *held[at + 1 :]]
+
+
+sequence_erase = Op(name="SequenceErase", infer=_erased, reference=_erase)
+
+
+def _length(call: Call) -> Types:
+    _sequence(call)
+    return (TensorType(int64, ()),)
+
+
+sequence_length = Op(
+    name="SequenceLength", infer=_length, reference=lambda held: np.array(len(held), np.int64)
+)
+
+
+def _split_types(call: Call) -> Types:
+    x = call.type(0)
+    (axis,) = axes_of(x.rank, [call.attrs["axis"]])
+    if not call.has(1):
+        kept = (1,) if call.attrs["keepdims"] else ()
+        return (SequenceType(x.with_shape((*x.shape[:axis], *kept, *x.shape[axis + 1 :]))),)
+    if call.type(1).rank > 1:
+        raise ShapeError(f"{call.row} takes a length or a vector of lengths, got {call.type(1)}")
+    size = _part(call, x.shape[axis])
+    return (SequenceType(x.with_shape((*x.shape[:axis], size, *x.shape[axis + 1 :]))),)
+
+
+def _part(call: Call, whole: Dim) -> Dim:
+    """The size that every part has, where they have one."""
+    known = call.known[1]
+    if not isinstance(known, np.ndarray) or not known.size:
+        return OWN
+    sizes = [int(n) for n in known.reshape(-1)]
+    if min(sizes) < 0 or (known.ndim == 0 and not sizes[0]):
+        raise ShapeError(f"{call.row} into parts of {sizes}; sizes are above 0")
+    if known.ndim and isinstance(whole, int) and sum(sizes) != whole:
+        raise ShapeError(f"{call.row} of {call.type(0)} into {sizes}, which is {sum(sizes)}")
+    alike = len(set(sizes)) == 1 if known.ndim else isinstance(whole, int) and not whole % sizes[0]
+    return sizes[0] if alike else OWN
+
+
+def _split(x: Any, split: Any = None, *, axis: int, keepdims: int) -> Any:
+    size = x.shape[axis]
+    if split is None:
+        parts = np.split(x, size, axis) if size else []
+        return parts if keepdims else [np.squeeze(part, axis) for part in parts]
+    ends = np.arange(split, size, split) if split.ndim == 0 else np.cumsum(split)[:-1]
+    if split.ndim and int(split.sum()) != size:
+        raise ValueError(f"parts of {split.tolist()} do not add up to {size}")
+    return np.split(x, ends, axis)
+
+
+split_to_sequence_row = Op(name="SplitToSequence", infer=_split_types, reference=_split)
+
+
+def _concat_types(call: Call) -> Types:
+    element = _shaped(call, _sequence(call))
+    new = call.attrs["new_axis"]
+    (axis,) = axes_of(element.rank + bool(new), [call.attrs["axis"]])
+    rest = [d for i, d in enumerate(element.shape) if new or i != axis]
+    made = _opened(call, rest, first=1)
+    return (element.with_shape((*made[:axis], call.opened(0), *made[axis:])),)
+
+
+def _concat_opens(call: Call) -> int:
+    """The sum of what lies along the axis, and what each element has for itself elsewhere."""
+    return 1 + _own_sizes(call)
+
+
+def _concat(held: Any, *, axis: int, new_axis: int) -> Any:
+    return np.stack(held, axis) if new_axis else np.concatenate(held, axis)
+
+
+concat_from_sequence_row = Op(
+    name="ConcatFromSequence", opens=_concat_opens, infer=_concat_types, reference=_concat
+)
+
+
+def _optional_types(call: Call) -> Types:
+    wanted = call.attrs["type"]
+    if call.has(0):
+        if wanted is not None and wanted != call.type(0):
+            raise TypeMismatch(f"{call.row} of {call.type(0)} says that it is {wanted}")
+        return (OptionalType(call.type(0)),)
+    if not isinstance(wanted, TensorType):
+        raise InvalidInput(f"{call.row} of nothing needs the type of what it might hold")
+    return (OptionalType(wanted),)
+
+
+optional_row = Op(name="Optional", infer=_optional_types, reference=lambda held=None, **_: held)
+
+
+def _get(held: Any) -> Any:
+    if held is None:
+        raise ValueError("an optional that holds nothing was opened")
+    return held
+
+
+def _got(call: Call) -> Types:
+    held = call.type(0)
+    return (held.element if isinstance(held, OptionalType) else held,)
+
+
+optional_get_element = Op(
+    name="OptionalGetElement", infer=_got, reference=_get, lower_below={18: "held_value"}
+)
+
+optional_has_element = Op(
+    name="OptionalHasElement",
+    infer=lambda call: (TensorType(bool_, ()),),
+    reference=lambda held=None: np.array(held is not None),
+    lower_below={18: "holds_value"},
+)
+
+
+def _map_types(call: Call) -> Types:
+    if len(call.regions) != 1:
+        raise InvalidInput(f"{call.row} has 1 region, got {len(call.regions)}")
+    (body,) = call.regions
+    _sequence(call)
+    if len(body.params) != len(call.types):
+        raise InvalidInput(f"{call.row} passes {len(call.types)} values, its region takes others")
+    for i, param in enumerate(body.params):
+        given = call.type(i)
+        wanted = _shaped(call, given) if isinstance(given, SequenceType) else given
+        if not _stands_for(param.type, wanted):
+            raise TypeMismatch(f"{call.row} passes {wanted} to a region that takes {param.type}")
+    outside = frozenset().union(*(call.type(i).symbols for i in range(len(call.types))))
+    return tuple(SequenceType(_seen_outside(r.type, body, outside)) for r in body.results)
+
+
+def _stands_for(param: TensorType, element: TensorType) -> bool:
+    """Whether a region's parameter is an element: what that has for itself is a symbol there."""
+    if not is_plain(param) or param.dtype != element.dtype or param.rank != element.rank:
+        return False
+    pairs = zip(param.shape, element.shape, strict=True)
+    return all(is_symbol(p) if e == OWN else p == e for p, e in pairs)
+
+
+def _seen_outside(made: TensorType, body: Function, outside: frozenset[str]) -> TensorType:
+    """A result's type outside its region, where the region's own symbols mean nothing."""
+    if not is_plain(made):
+        raise TypeMismatch(f"a region over elements gives tensors, got {made}")
+    inner = {s for p in body.params for s in p.type.symbols} - outside
+    inner |= {name for node in body.nodes for name in introduced(node)}
+    return made.with_shape(OWN if symbols(d) & inner else d for d in made.shape)
+
+
+def _map(held: Any, *more: Any, regions: Any) -> Any:
+    rows = []
+    for i, x in enumerate(held):
+        rest = [other[i] if isinstance(other, list) else other for other in more]
+        rows.append(regions[0](x, *rest))
+    if any(isinstance(other, list) and len(other) != len(held) for other in more):
+        raise ValueError(f"sequences of {[len(s) for s in (held, *more) if isinstance(s, list)]}")
+    return tuple(map(list, zip(*rows, strict=True)))
+
+
+sequence_map_row = Op(
+    name="SequenceMap", domain=DOMAIN, operands=("S", "*"), infer=_map_types, reference=_map
+)
+"""Operands: a sequence, then sequences of its length (walked along) and tensors (the same for all).
+
+One region: an element of each sequence and the tensors -> what becomes an element of each output.
+"""
+
+
+def sequence(*xs: TensorLike) -> Tensor:
+    """The tensors as one sequence; they share an element type, not a shape."""
+    return sequence_construct(*xs)
+
+
+def empty_sequence(dtype: Any = "float32") -> Tensor:
+    """A sequence that holds nothing yet."""
+    return sequence_empty_row(dtype=as_dtype(dtype).onnx)
+
+
+def split_to_sequence(
+    x: Tensor, split: TensorLike | None = None, *, axis: int = 0, keepdims: bool = True
+) -> Tensor:
+    """Parts of `x` along `axis`: of length `split`, of those lengths, or of one each.
+
+    keepdims: parts of one keep the axis.
+    """
+    lengths = split if isinstance(split, (Tensor, type(None))) else np.asarray(split, np.int64)
+    return split_to_sequence_row(x, lengths, axis=axis, keepdims=int(keepdims))
+
+
+def concat_from_sequence(held: Tensor, *, axis: int = 0) -> Tensor:
+    """The elements joined along `axis`."""
+    return concat_from_sequence_row(held, axis=axis)
+
+
+def stack_from_sequence(held: Tensor, *, axis: int = 0) -> Tensor:
+    """The elements, of one shape, along a new axis."""
+    return concat_from_sequence_row(held, axis=axis, new_axis=1)
+
+
+def sequence_map(f: Callable[..., Any], held: Tensor, *more: Tensor) -> Any:
+    """`f` of each element; further sequences are walked along, tensors are the same for all.
+
+    A sequence, or a tuple of them where `f` gives a tuple.
+    """
+    build, made = region("map", _element_types((held, *more)), lambda xs: f(*xs))
+    with build:
+        results = [build.admit(x) for x in leaves(made)]
+    body = build.finish({f"y{i}": y for i, y in enumerate(results)})
+    operands = (held, *more, *build.captured)
+    outputs = recorder().apply(
+        sequence_map_row, operands, {}, regions=(body,), outputs=len(results)
+    )
+    return outputs if isinstance(made, (tuple, list)) else outputs[0]
+
+
+def _element_types(operands: Sequence[Tensor]) -> list[TensorType]:
+    """Parameters of a region over elements, each size of an element's own under a symbol."""
+    place = "_".join(map(str, recorder().position()))
+    types: list[TensorType] = []
+    for i, x in enumerate(operands):
+        held = x.type
+        if isinstance(held, SequenceType):
+            if isinstance(held.element, DType):
+                raise ShapeError(f"the axes of the elements of {held} are not known")
+            shape = enumerate(held.element.shape)
+            names = (symbol(f"own_{place}_{i}_{k}") if d == OWN else d for k, d in shape)
+            held = held.element.with_shape(names)
+        types.append(held)
+    return types
+
+
+def optional(x: TensorLike | TensorType) -> Tensor:
+    """An optional that holds `x`; given a type, one of that type that holds nothing."""
+    if isinstance(x, TensorType):
+        return optional_row(type=x)
+    return optional_row(as_tensor(x))
