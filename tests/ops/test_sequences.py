@@ -1,6 +1,7 @@
 """Sequences and optionals: types, values, text and bytes, on both engines at several opsets."""
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,7 @@ def maximum_of(x):
 
 
 # fmt: off
-CASES = {  # name: (body, types, arguments, what comes out, its types)
+CASES: dict[str, Any] = {  # name: (body, types, arguments, what comes out, its types)
     "construct, at": (lambda x, y: ops.sequence_at(ops.sequence(x, y), 1),
                       {"x": X, "y": TensorSpec(("M", 2))}, (A, B), [B], r"float32\[open_\w+,2\]"),
     "at from the end": (lambda s: ops.sequence_at(s, -2), {"s": OWN}, ([A, B, A],), [B],

@@ -11,7 +11,7 @@ from triplane.unified_ir.engines.protocol import by_position, check_donated
 from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.onnx.emit import emit, serialize
 from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
-from triplane.unified_ir.ops.contents import as_contents
+from triplane.unified_ir.ops.contents import Contents, as_contents
 from triplane.unified_ir.passes.widen import widen_half
 from triplane.unified_ir.runtime.session import Loop, Session, SessionOptions
 from triplane.unified_ir.runtime.signature import next_name
@@ -45,7 +45,7 @@ class OnnxProgram:
             next_name(n) if n in self._params else n for n in function.result_names
         )
 
-    def __call__(self, *args: Array) -> tuple[Array, ...]:
+    def __call__(self, *args: Contents) -> tuple[Array, ...]:
         """See `Program`."""
         given = by_position(self.function, args)
         feeds = {p.name: as_contents(given[p.name], p.type) for p in self.function.params}

@@ -9,6 +9,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Array, Function
+from triplane.unified_ir.ops.contents import Contents
 
 
 class Loop(Protocol):
@@ -32,8 +33,8 @@ class Program(Protocol):
 
     function: Function
 
-    def __call__(self, *args: Array) -> tuple[Array, ...]:
-        """Results for positional arguments in parameter order."""
+    def __call__(self, *args: Contents) -> tuple[Array, ...]:
+        """Results for positional arguments in parameter order; see `ops.contents` for both."""
         ...
 
     def loop(self, state: Mapping[str, Array]) -> Loop:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from triplane.proto.errors import InvalidInput, TriplaneError
 from triplane.unified_ir.engines.protocol import HostLoop, by_position, check_donated
 from triplane.unified_ir.ir.graph import Array, Function
-from triplane.unified_ir.ops.contents import as_contents
+from triplane.unified_ir.ops.contents import Contents, as_contents
 from triplane.unified_ir.ops.evaluate import run_function
 from triplane.unified_ir.ops.table import TABLE
 
@@ -20,7 +20,7 @@ class ReferenceProgram:
         self.function = function
         self._donate = tuple(donate)
 
-    def __call__(self, *args: Array) -> tuple[Array, ...]:
+    def __call__(self, *args: Contents) -> tuple[Array, ...]:
         """See `Program`."""
         by_position(self.function, args)
         params = self.function.params

@@ -97,7 +97,7 @@ def _held(made: Contents, type_: TensorType) -> Contents:
     return as_contents(made, type_)
 
 
-def _empty(value: Value, sizes: Sizes) -> Array:
+def _empty(value: Value, sizes: Sizes) -> Contents:
     """The stacked output of a loop that made no trip, which no kernel knows the type of."""
     if not is_plain(value.type):
         return []

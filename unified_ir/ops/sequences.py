@@ -73,7 +73,7 @@ def _position(call: Call, i: int) -> None:
 
 
 def _constructed(call: Call) -> Types:
-    types = [call.type(i) for i in range(len(call.types))]
+    types: list[TensorType | DType] = [call.type(i) for i in range(len(call.types))]
     return (SequenceType(reduce(joined_elements, types)),)
 
 
@@ -313,7 +313,11 @@ def empty_sequence(dtype: Any = "float32") -> Tensor:
 
 
 def split_to_sequence(
-    x: Tensor, split: TensorLike | None = None, *, axis: int = 0, keepdims: bool = True
+    x: Tensor,
+    split: TensorLike | Sequence[int] | None = None,
+    *,
+    axis: int = 0,
+    keepdims: bool = True,
 ) -> Tensor:
     """Parts of `x` along `axis`: of length `split`, of those lengths, or of one each.
 
