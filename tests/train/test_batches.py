@@ -79,3 +79,9 @@ def test_wide_floats_become_single():
 def test_seeds_are_64_bits(seed):
     with pytest.raises(InvalidInput, match="a seed is in"):
         Source(arrays(3), 1, seed)
+
+
+def test_a_batch_without_rows_is_passed_over():
+    given_data = [arrays(3), arrays(0), arrays(2), arrays(0)]
+    assert [len(y) for _, y in Source(given_data, 1, 0).epoch(0)] == [3, 2]
+    assert [len(b[-1]) for b in in_order(given_data, 4)] == [3, 2]

@@ -1,5 +1,6 @@
 """Checkpoints: the same bits after any kill, whole files only, damage told and passed over."""
 
+import io
 import json
 import os
 import random
@@ -184,6 +185,8 @@ def rewritten(path, **changes):
         {"seed": -1},
         {"seed": "0"},
         {"batch_size": 1.5},
+        {"identity": {"data": 1}},
+        {"identity": []},
         {"history": [1]},
         {"history": [{"loss": "x"}]},
         {"place": []},
@@ -203,13 +206,11 @@ def test_a_run_goes_on_only_with_what_it_began_with(tmp_path):
     small = {"batch_size": 6, "checkpoint": tmp_path, **QUIET}
     with pytest.raises(Conflict, match="seed 0, this trainer has 5"):
         trainer(seed=5).fit(data(), 1, **small)
-    with pytest.raises(
-        Conflict, match="50 samples in batches of 6, this run has 50 in batches of 7"
-    ):
+    with pytest.raises(Conflict, match="another batch size: 6 there, 7 here"):
         trainer().fit(data(), 1, **{**small, "batch_size": 7})
-    with pytest.raises(Conflict, match=r"another model or optimizer: 'optimizer\.m\.first"):
+    with pytest.raises(Conflict, match=r"another optimizer: .*Adam.* there, .*SGD.* here"):
         trainer(optimizer=optim.SGD(0.1)).fit(data(), 1, **small)
-    with pytest.raises(Conflict, match="another model"):
+    with pytest.raises(Conflict, match=r"another network: Noisy \w+ there, Dense \w+ here"):
         trainer(cell=lambda: nn.Dense(4, 3)).fit(data(), 1, **small)
     with pytest.raises(Conflict, match="holds checkpoints of a run; resume it"):
         trainer().fit(data(), 1, resume=False, **small)
@@ -218,6 +219,155 @@ def test_a_run_goes_on_only_with_what_it_began_with(tmp_path):
     made.load(train.Checkpoint(tmp_path).files()[-1])
     with pytest.raises(InvalidInput, match="stopped after 4 batches"):
         made.fit([(x[:6], y[:6])] * 2, 1, **QUIET)
+
+
+class Halved(nn.SoftmaxCrossEntropy):
+    factor = 0.5
+
+    def construct(self, logits, labels):
+        return super().construct(logits, labels) * self.factor
+
+
+class Wide(Noisy):
+    """Of the same state, and another graph."""
+
+    def construct(self, x):
+        return super().construct(x) * 2.0
+
+
+class Unsettled(optim.Schedule):
+    """Whose text holds an address, as an object's does by default."""
+
+    def __init__(self, rate):
+        self.rate = rate
+
+    def __call__(self, step):
+        return step.cast("float32") * 0.0 + self.rate
+
+
+def moved(column):
+    x, y = data()
+    x = x.copy()
+    x[-1, column] += 1.0
+    return x, y
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "said"),
+    [
+        (lambda: trainer(cell=Wide), data, r"another network: Noisy \w+ there, Wide"),
+        (lambda: trainer(optimizer=optim.Adam(0.5)), data, "another optimizer"),
+        (lambda: trainer(clip_norm=1.0), data, "another optimizer: .*clip_norm=None"),
+        (lambda: trainer(accumulate=2), data, "another optimizer"),
+        (lambda: trainer(average=0.9), data, "another optimizer"),
+        (trainer, lambda: data(49), r"another data: 50 samples of .* there, 49 samples of"),
+        (trainer, lambda: moved(2), r"another data: 50 samples of .* all of them has digest"),
+    ],
+)
+def test_a_finished_epoch_goes_on_with_nothing_else(make, given, said, tmp_path):
+    trainer().fit(data(), 1, checkpoint=tmp_path, **QUIET)
+    other = make()
+    before = bits(other)
+    with pytest.raises(Conflict, match=said):
+        other.fit(given(), 1, checkpoint=tmp_path, **QUIET)
+    assert bits(other) == before
+
+
+def test_the_loss_is_known_by_its_graph(tmp_path):
+    for change, said in ((1.0, "Halved has digest"), (None, "another loss: Halved")):
+        folder = tmp_path / str(change)
+        first, other = trainer(), trainer()
+        first.loss = Halved()
+        first.fit(data(), 1, checkpoint=folder, **QUIET)
+        if change is not None:
+            other.loss = Halved()
+            other.loss.factor = change
+        with pytest.raises(Conflict, match=said):
+            other.fit(data(), 1, checkpoint=folder, **QUIET)
+
+
+def test_a_dropout_rate_is_part_of_the_network(tmp_path):
+    trainer().fit(data(), 1, checkpoint=tmp_path, **QUIET)
+    other = trainer()
+    other.cell.drop.p_drop = 0.4
+    with pytest.raises(Conflict, match="another network: Noisy has digest"):
+        other.fit(data(), 1, checkpoint=tmp_path, **QUIET)
+
+
+def test_large_data_is_known_by_a_sample_and_batches_by_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("triplane.unified_ir.train.identity.WHOLE_BYTES", 100)
+    monkeypatch.setattr("triplane.unified_ir.train.identity.SAMPLED_ROWS", 7)
+    trainer().fit(data(), 1, checkpoint=tmp_path / "a", **QUIET)
+    trainer().fit(data(), 1, checkpoint=tmp_path / "a", **QUIET)
+    with pytest.raises(Conflict, match=r"50 samples of .*, 7 of them has digest"):
+        trainer().fit(moved(0), 1, checkpoint=tmp_path / "a", **QUIET)
+    x, y = data()
+    batches = [(x[:9], y[:9]), (x[9:20], y[9:20])]
+    trainer().fit(batches, 1, checkpoint=tmp_path / "b", **QUIET)
+    with pytest.raises(Conflict, match="another data: 2 batches"):
+        trainer().fit(batches[::-1], 1, checkpoint=tmp_path / "b", **QUIET)
+
+
+def test_an_objects_address_is_no_part_of_an_optimizer(tmp_path):
+    for rate in (0.1, 0.1):
+        made = trainer(optimizer=optim.SGD(Unsettled(rate)))
+        made.fit(data(), 1, checkpoint=tmp_path, **QUIET)
+    with pytest.raises(Conflict, match=r"another optimizer: .* has digest"):
+        trainer(optimizer=optim.SGD(Unsettled(0.2))).fit(data(), 1, checkpoint=tmp_path, **QUIET)
+
+
+def test_loading_goes_on_with_another_optimizer_on_purpose(tmp_path):
+    first = trainer(optimizer=optim.Adam(0.01))
+    first.fit(data(), 1, **QUIET)
+    first.save(tmp_path / "run.tpc")
+    other = trainer(optimizer=optim.SGD(0.1, momentum=0.9))
+    other.prepare(*data())
+    with pytest.raises(Conflict, match="another optimizer"):
+        other.load(tmp_path / "run.tpc")
+    other.load(tmp_path / "run.tpc", changed=("optimizer",))
+    assert other.place.epoch == 1
+    assert np.array_equal(other.state()["head.weight"], first.state()["head.weight"])
+    assert not other.state()["optimizer.momentum.head.weight"].any()
+    other.fit(data(), 1, **QUIET)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_between_two_steps_and_the_same_call_goes_on(tmp_path):
+    """The signal arrives while a step runs; what is saved is whole."""
+
+    class Press(train.Callback):
+        def on_step(self, run):
+            if run.step == 7:
+                signal.raise_signal(signal.SIGINT)
+                said.append(run.step)
+
+    said: list[int] = []
+    out = io.StringIO()
+    made = trainer(callbacks=[Press()])
+    with pytest.raises(KeyboardInterrupt) as raised:
+        made.fit(data(), 2, batch_size=6, checkpoint=tmp_path, progress=train.Progress(stream=out))
+    assert said == [7], "the first press lets the step finish"
+    assert "Ctrl-C again ends at once" in out.getvalue()
+    (note,) = raised.value.__notes__
+    assert "step-000000000007.tpc" in note
+    assert f"checkpoint={str(tmp_path)!r} goes on" in note
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    again = trainer()
+    again.fit(data(), 2, batch_size=6, checkpoint=tmp_path, **QUIET)
+    whole = trainer()
+    whole.fit(data(), 2, batch_size=6, **QUIET)
+    assert bits(again) == bits(whole)
+
+
+def test_a_second_ctrl_c_ends_at_once():
+    class Press(train.Callback):
+        def on_step(self, run):
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer(callbacks=[Press()]).fit(data(), 1, **QUIET)
 
 
 def test_a_refused_checkpoint_changes_nothing(tmp_path):

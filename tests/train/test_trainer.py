@@ -397,6 +397,15 @@ def made(**fields):
         (lambda: trainer().fit((X, Y.astype(np.float32)), 1), "whole-number labels"),
         (lambda: trainer().fit((X, Y - 1), 1), r"labels are 0..2; a batch holds -1..1"),
         (lambda: trainer().evaluate((X, Y * 2)), r"labels are 0..2; a batch holds 0..4"),
+        (
+            lambda: trainer().fit([(X[:9], Y[:9]), (X[:9, :3], Y[:9])], 1, **QUIET),
+            r"x: float32\[N,4\], y: int64\[N\] as the first one was, got float32\[9, 3\]",
+        ),
+        (
+            lambda: trainer().fit([(X, Y), (X, Y.astype(np.int32))], 1, **QUIET),
+            r"got float32\[50, 4\], int32\[50\]; convert it",
+        ),
+        (lambda: trainer().fit((X, np.where(Y == 1, 7, Y)), 1), r"holds 0..7, first 7 in row \d"),
         (lambda: trainer().export(), "has not seen data yet"),
         (lambda: trainer().evaluate([]), "no data to evaluate on"),
         (lambda: trainer().predict(), "a batch is a tuple"),

@@ -1,8 +1,9 @@
 """From what a user calls data to batches in a reproducible order.
 
 Data is a `data.Dataset` (anything with `batches(size, seed=, epoch=)`), a tuple of arrays whose
-last is the target, or an iterable of batches that starts anew with each epoch. The order of the
-first two depends on (seed, epoch) alone, so a run resumes in the middle of an epoch.
+last is the target, or an iterable of batches that starts anew with each epoch (a batch without rows
+is passed over). The order of the first two depends on (seed, epoch) alone, so a run resumes in the
+middle of an epoch.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class Source:
             raise InvalidInput(f"a batch holds at least 1 sample, got batch_size={size}")
         if not 0 <= seed < _WORD:
             raise InvalidInput(f"a seed is in 0..2^64-1, got {seed}")
-        self._data, self.size, self.seed = _accepted(data), size, seed
-        self.samples = _samples(self._data)
+        self.data, self.size, self.seed = _accepted(data), size, seed
+        self.samples = _samples(self.data)
         self.count = None if self.samples is None else math.ceil(self.samples / size)
         if self.samples is None and isinstance(data, (list, tuple)):
             self.count = len(data)
@@ -57,8 +58,8 @@ class Source:
         first = next(self._all(0), None)
         if first is None:
             raise InvalidInput(f"there is no data; give {FORMS}")
-        if isinstance(self._data, Iterator):
-            self._data = itertools.chain([first], self._data)
+        if isinstance(self.data, Iterator):
+            self.data = itertools.chain([first], self.data)
         return first
 
     def epoch(self, number: int, *, first: int = 0) -> Iterator[Batch]:
@@ -73,12 +74,12 @@ class Source:
         return found
 
     def _all(self, number: int) -> Iterator[Batch]:
-        if isinstance(self._data, Batched):
-            batches = self._data.batches(self.size, seed=self.seed, epoch=number)
+        if isinstance(self.data, Batched):
+            batches = self.data.batches(self.size, seed=self.seed, epoch=number)
             return (as_batch(b) for b in batches)
-        if _is_arrays(self._data):
+        if _is_arrays(self.data):
             return self._slices(number)
-        return (as_batch(b) for b in self._data)
+        return (as_batch(b) for b in self.data if not _is_empty(b))
 
     def _slices(self, number: int) -> Iterator[Batch]:
         assert self.samples is not None
@@ -87,11 +88,11 @@ class Source:
         order = np.argsort(words, kind="stable")
         for start in range(0, self.samples, self.size):
             chosen = order[start : start + self.size]
-            yield as_batch(tuple(a[chosen] for a in self._data))
+            yield as_batch(tuple(a[chosen] for a in self.data))
 
     def repeats(self) -> bool:
         """Whether an epoch can be gone through again."""
-        return not isinstance(self._data, Iterator)
+        return not isinstance(self.data, Iterator)
 
 
 def with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
@@ -114,7 +115,16 @@ def in_order(data: Any, size: int) -> Iterator[Batch]:
         for start in range(0, len(accepted[0]), size):
             yield as_batch(tuple(a[start : start + size] for a in accepted))
     else:
-        yield from (as_batch(b) for b in accepted)
+        yield from (as_batch(b) for b in accepted if not _is_empty(b))
+
+
+def _is_empty(batch: Any) -> bool:
+    """Whether a batch has no rows at all, as what is left over sometimes has."""
+    return (
+        isinstance(batch, (tuple, list))
+        and bool(batch)
+        and all(isinstance(a, np.ndarray) and a.ndim > 0 and not len(a) for a in batch)
+    )
 
 
 def as_batch(batch: Any) -> Batch:

@@ -10,13 +10,16 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import Loop, Program
 from triplane.unified_ir.ir.graph import Array
-from triplane.unified_ir.train import step
+from triplane.unified_ir.train import identity, step
 from triplane.unified_ir.train.batches import Batch, Source, with_last
 from triplane.unified_ir.train.callbacks import Callback
+from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.diagnosis import NonFinite, finite, first_nonfinite
 from triplane.unified_ir.train.history import Row, scalars
+from triplane.unified_ir.train.interrupt import Interrupt
 from triplane.unified_ir.train.recipe import LEFT
 from triplane.unified_ir.train.run import Run
+from triplane.unified_ir.train.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from triplane.unified_ir.train.trainer import Trainer
@@ -32,8 +35,11 @@ class Fit:
         validation: Any,
         callbacks: Sequence[Callback],
         goal: int,
+        interrupt: Interrupt,
     ) -> None:
         self.trainer, self.source, self.validation = trainer, source, validation
+        self.interrupt = interrupt
+        self._whole = True
         self.callbacks, self.goal = callbacks, goal
         self._compile(trainer.training_program())
         self.start = trainer.place.copy()
@@ -42,9 +48,7 @@ class Fit:
             trainer.history,
             epochs=goal,
             batches=source.count,
-            snapshot=lambda: trainer.snapshot(
-                self.loop.state(), batch_size=source.size, samples=source.samples or 0
-            ),
+            snapshot=self._snapshot,
         )
 
     def _compile(self, program: Program) -> None:
@@ -57,6 +61,20 @@ class Fit:
         self.anchor = {k: state[k] for k in trainer.state_names(program.function)}
         self.loop: Loop = program.loop(self.anchor)
 
+        self._identity: dict[str, str] | None = None
+
+    def _snapshot(self) -> Snapshot:
+        """Everything a checkpoint holds."""
+        if self._identity is None:
+            own = identity.of_model(self.model, self.trainer.recipe)
+            self._identity = own | identity.of_data(self.source)
+        return self.trainer.snapshot(
+            self.loop.state(),
+            batch_size=self.source.size,
+            samples=self.source.samples or 0,
+            identity=self._identity,
+        )
+
     def run(self) -> None:
         """Trains to the goal; the state is written back unless the loss was not finite."""
         try:
@@ -67,11 +85,23 @@ class Fit:
         except NonFinite:
             self._go_back()
             raise
+        except KeyboardInterrupt as error:
+            self.trainer.write_back(self.loop.state())
+            self._save(error)
+            raise
         except BaseException:
             self.trainer.write_back(self.loop.state())
             raise
         self.trainer.write_back(self.loop.state())
         self._call("on_end")
+
+    def _save(self, error: KeyboardInterrupt) -> None:
+        """What a run that is interrupted between two steps leaves, and how it goes on."""
+        keepers = [c for c in self.callbacks if isinstance(c, Checkpoint)]
+        if not (keepers and self._whole):
+            return
+        path = keepers[0].save(self._snapshot())
+        error.add_note(f"saved {path}; the same call with checkpoint={str(path.parent)!r} goes on")
 
     def _call(self, moment: str) -> None:
         for callback in self.callbacks:
@@ -85,6 +115,7 @@ class Fit:
             self._compile(program)
         for batch, is_last in self._batches(place.epoch, place.position):
             self.model.check(batch)
+            self._whole = False
             if is_last:
                 self.loop.load({LEFT: np.ones((), np.int64)})
             results = self.loop.step(**dict(zip(self.names, batch, strict=True)))
@@ -92,7 +123,9 @@ class Fit:
             if not np.isfinite(self.info.results[step.LOSS]):
                 self._explain()
             place.advance(self.info.results, len(batch[-1]))
+            self._whole = True
             self._call("on_step")
+            self.interrupt.check()
             if self.info.stopped:
                 return False
         if not place.rows:

@@ -47,6 +47,13 @@ class Progress(Callback):
         """See `Callback`."""
         self.close()
 
+    def say(self, line: str) -> None:
+        """A line beside the run's own."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        elif self.style != "none":
+            print(line, file=self.stream, flush=True)
+
     def close(self) -> None:
         """Takes the bar away, also after an error."""
         if self._bar is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +40,8 @@ class Snapshot:
     seed: int
     batch_size: int
     samples: int
+    identity: Mapping[str, str] = field(default_factory=dict)
+    """What the run is of, see `identity`; empty in files of before."""
 
     def write(self, path: Path) -> None:
         """Writes the file whole or not at all."""
@@ -50,6 +52,7 @@ class Snapshot:
             "seed": self.seed,
             "batch_size": self.batch_size,
             "samples": self.samples,
+            "identity": dict(self.identity),
         }
         parts = [
             container.part(PROGRESS, json.dumps(progress, sort_keys=True).encode()),
@@ -74,6 +77,7 @@ def read(path: Path) -> Snapshot:
             seed=_count(progress["seed"]),
             batch_size=_count(progress["batch_size"]),
             samples=_count(progress["samples"]),
+            identity=_texts(progress.get("identity", {})),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"{path.name}: part {PROGRESS!r} is not a run's progress: {error}") from error
@@ -96,6 +100,12 @@ def _progress(file: Container) -> dict[str, Any]:
 def _place(found: Any) -> Place:
     counts = {k: _count(found[k]) for k in ("epoch", "position", "step", "rows")}
     return Place(**counts, sums=_row(found["sums"]))
+
+
+def _texts(found: Any) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+        raise TypeError("an identity maps names to texts")
+    return found
 
 
 def _row(found: Any) -> Row:

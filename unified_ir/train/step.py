@@ -57,15 +57,25 @@ class Model:
     """Labels are 0..classes-1; None where the target is no label."""
 
     def check(self, batch: Batch) -> None:
-        """Refuses labels out of range."""
+        """Refuses a batch of other types, and labels out of range."""
+        types = (*self.inputs.values(), self.target[1])
+        if not admits(types, batch):
+            expected = ", ".join(map("{}: {}".format, self.batch_names(), types))
+            given = ", ".join(f"{a.dtype}{list(a.shape)}" for a in batch)
+            raise InvalidInput(
+                f"a batch is {expected} as the first one was, got {given}; convert it, or prepare("
+                '...) with specs that leave more open, such as TensorSpec(("N", "T", 3))'
+            )
         labels = batch[-1]
         if self.classes is None or labels.dtype.kind not in "iu" or not labels.size:
             return
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= self.classes:
+            bad = np.argwhere((labels < 0) | (labels >= self.classes))[0]
             raise InvalidInput(
                 f"{type(self.cell).__name__} gives {self.classes} logits, so labels are "
-                f"0..{self.classes - 1}; a batch holds {low}..{high}"
+                f"0..{self.classes - 1}; a batch holds {low}..{high}, first {labels[tuple(bad)]} "
+                f"in row {bad[0]}"
             )
 
     def batch_names(self) -> tuple[str, ...]:

@@ -7,8 +7,9 @@ and when `fit` ends in any way but a loss that is not finite.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import is_
 from pathlib import Path
 from typing import Any, Final
@@ -24,13 +25,14 @@ from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.nn.losses import Loss, Metric
 from triplane.unified_ir.optim import STEP, Optimizer, slot_name
-from triplane.unified_ir.train import step
+from triplane.unified_ir.train import identity, step
 from triplane.unified_ir.train.batches import Batch, Source, as_batch, in_order
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.exporting import Entry, build_module
 from triplane.unified_ir.train.fitting import Fit
 from triplane.unified_ir.train.history import History, Place, Row, scalars
+from triplane.unified_ir.train.interrupt import held_back
 from triplane.unified_ir.train.precision import LossScale, Precision, fixed_scale
 from triplane.unified_ir.train.progress import Progress, Style
 from triplane.unified_ir.train.recipe import AVERAGE, Recipe
@@ -115,6 +117,8 @@ class Trainer:
         data, validation: a `data.Dataset`, a tuple of arrays (x, y), or an iterable of batches.
         checkpoint: a folder; with `resume` the run goes on from its newest checkpoint to the same
         bits as if it had never stopped, without it the folder must hold none (else Conflict).
+        Conflict, too, where network, loss, optimizer, batch size, data or seed are others.
+        Ctrl-C ends the run between two steps, after a checkpoint.
         NonFinite: the loss became NaN or infinite; the error names the first operator that did.
         """
         if epochs < 0:
@@ -128,7 +132,8 @@ class Trainer:
         shown = progress if isinstance(progress, Progress) else Progress(progress)
         callbacks = [*self.callbacks, *([keeper] if keeper else []), shown]
         try:
-            Fit(self, source, validation, callbacks, goal).run()
+            with held_back(shown.say) as interrupt:
+                Fit(self, source, validation, callbacks, goal, interrupt).run()
         finally:
             shown.close()
         return self.history
@@ -182,11 +187,20 @@ class Trainer:
 
     def save(self, path: str | Path) -> None:
         """Writes everything a run needs to go on; see `load`."""
-        self.snapshot(self.state(), batch_size=0, samples=0).write(Path(path))
+        own = identity.of_model(self.model, self.recipe) if self._types is not None else {}
+        self.snapshot(self.state(), batch_size=0, samples=0, identity=own).write(Path(path))
 
-    def load(self, path: str | Path) -> None:
-        """Goes on from what `save` or a checkpoint wrote; the model and optimizer are the same."""
-        self._restore(read(Path(path)))
+    def load(self, path: str | Path, *, changed: Collection[str] = ()) -> None:
+        """Goes on from what `save` or a checkpoint wrote.
+
+        Conflict: it is of another network, loss, optimizer or seed. changed: parts that are to
+        differ, such as ("optimizer",), whose new state then starts at zero.
+        """
+        found = read(Path(path))
+        if self._types is not None:
+            own = identity.of_model(self.model, self.recipe)
+            identity.check(found.identity, own, but=changed)
+        self._restore(found, changed)
 
     @property
     def model(self) -> step.Model:
@@ -362,7 +376,14 @@ class Trainer:
             for k, array in before.items():
                 own[k].array = array
 
-    def snapshot(self, state: Mapping[str, Array], *, batch_size: int, samples: int) -> Snapshot:
+    def snapshot(
+        self,
+        state: Mapping[str, Array],
+        *,
+        batch_size: int,
+        samples: int,
+        identity: Mapping[str, str],
+    ) -> Snapshot:
         """Everything a run needs to go on, with `state` in place of what is here."""
         return Snapshot(
             state={**self.state(), **state},
@@ -372,6 +393,7 @@ class Trainer:
             seed=self.seed,
             batch_size=batch_size,
             samples=samples,
+            identity=identity,
         )
 
     def _resume(self, keeper: Checkpoint, source: Source, *, resume: bool) -> None:
@@ -382,11 +404,18 @@ class Trainer:
         found = keeper.newest() if resume else None
         if found is None:
             return
+        mine = identity.of_model(self.model, self.recipe) | identity.of_data(source)
+        identity.check(found.identity, mine)
         _check_order(found, source)
         self._restore(found)
 
-    def _restore(self, found: Snapshot) -> None:
+    def _restore(self, found: Snapshot, changed: Collection[str] = ()) -> None:
         """Takes a snapshot of the same model and optimizer, or (Conflict) nothing."""
+        if "optimizer" in changed:
+            mine = self.state()
+            state = {k: v for k, v in found.state.items() if _fits(k, v, mine)}
+            kept = {k: v for k, v in mine.items() if k.startswith("optimizer.")}
+            found = replace(found, state={**kept, **state})
         own = {k: (a.dtype, a.shape) for k, a in self.state().items()}
         theirs = {k: (a.dtype, a.shape) for k, a in found.state.items()}
         odd = sorted(k for k in own.keys() | theirs.keys() if own.get(k) != theirs.get(k))
@@ -401,6 +430,13 @@ class Trainer:
             )
         self.write_back(found.state)
         self.place, self.history = found.place, found.history
+
+
+def _fits(name: str, array: Array, state: Mapping[str, Array]) -> bool:
+    """Whether a tensor is no optimizer's, or of a kind that this one keeps."""
+    own = state.get(name)
+    same = own is not None and (own.dtype, own.shape) == (array.dtype, array.shape)
+    return same or not name.startswith("optimizer.")
 
 
 def _check_order(found: Snapshot, source: Source) -> None:

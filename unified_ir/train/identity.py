@@ -1,0 +1,150 @@
+"""What a run is of, so that a checkpoint never goes on with something else without a word.
+
+Network, loss and optimizer count by their graphs, without the places they were written at; data by
+number, types and bytes. Each part is a line of text that ends in the digest it is compared by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import Conflict
+from triplane.unified_ir.frontend.trace import traced
+from triplane.unified_ir.ir.graph import Array, Function, Node
+from triplane.unified_ir.ir.text import function_text
+from triplane.unified_ir.ir.types import TensorType, float32
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.train.step import Model, batch_type, predict, training
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.train.batches import Source
+    from triplane.unified_ir.train.recipe import Recipe
+
+PARTS: Final = ("network", "loss", "optimizer", "batch size", "data")
+WHOLE_BYTES: Final = 64 << 20
+"""Data up to this size is digested whole, beyond it by `SAMPLED_ROWS` rows."""
+SAMPLED_ROWS: Final = 4096
+DIGITS: Final = 16
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def of_model(model: Model, recipe: Recipe) -> dict[str, str]:
+    """The parts that hold whatever the data."""
+    return {
+        "network": f"{type(model.cell).__qualname__} {_network(model)}",
+        "loss": f"{type(model.loss).__qualname__} {_loss(model)}",
+        "optimizer": f"{_ADDRESS.sub('', repr(recipe))} {_updates(model, recipe)}",
+    }
+
+
+def of_data(source: Source) -> dict[str, str]:
+    """The parts that say which batches come; none of data that can be read once only."""
+    found = {"batch size": str(source.size)}
+    if not source.repeats():
+        return found
+    data = source.data
+    arrays = data if isinstance(data, tuple) else (getattr(data, k, None) for k in ("x", "y"))
+    arrays = tuple(arrays)
+    if all(isinstance(a, np.ndarray) for a in arrays):
+        kinds = ", ".join(str(batch_type(a)) for a in arrays)
+        digest, how = _rows(arrays)
+        return found | {"data": f"{len(arrays[0])} samples of {kinds}, {how} {digest}"}
+    first = source.peek()
+    kinds = ", ".join(str(batch_type(a)) for a in first)
+    count = "batches" if source.count is None else f"{source.count} batches"
+    return found | {"data": f"{count} of {kinds}, the first {_digest(map(_bytes, first))}"}
+
+
+def check(theirs: Mapping[str, str], mine: Mapping[str, str], *, but: Collection[str] = ()) -> None:
+    """Conflict naming the first part that both know, that differs, and that is not in `but`."""
+    for part in PARTS:
+        there, here = theirs.get(part), mine.get(part)
+        if None in (there, here) or there == here or part in but:
+            continue
+        assert there is not None
+        assert here is not None
+        raise Conflict(
+            f"the checkpoint is of a run with another {part}: {_shown(there, here)}; go on with "
+            "what it began with, or name another folder for a new run"
+        )
+
+
+def _shown(there: str, here: str) -> str:
+    """Both texts, or where only their digests differ, that what they stand for does."""
+    left, right = there.rpartition(" "), here.rpartition(" ")
+    if left[0] == right[0] and left[0]:
+        return f"{left[0]} has digest {left[2]} there and {right[2]} here"
+    return f"{there} there, {here} here"
+
+
+def _network(model: Model) -> str:
+    """By the cell's graphs in both modes, and which state is trained."""
+    inputs = list(model.inputs.values())
+    with training(model.cell, on=True):
+        learning = traced(model.cell, tuple(inputs), {}, name="network").function
+    state = [f"{k} {p.type} {p.trainable}" for k, p in model.cell.parameters().items()]
+    graphs = (learning, predict(model.cell, inputs, model.loss.output))
+    return _digest([*map(_graph, graphs), *(s.encode() for s in state)])
+
+
+def _loss(model: Model) -> str:
+    results = predict(model.cell, list(model.inputs.values()), model.loss.output).results
+    if len(results) != 1:
+        return _digest([])
+    with training(model.loss, on=True):
+        types = (results[0].type, model.target[1])
+        return _digest([_graph(traced(model.loss, types, {}, name="loss").function)])
+
+
+def _updates(model: Model, recipe: Recipe) -> str:
+    """By the graph from gradients to the next weights."""
+    own = model.cell.parameters()
+    types = {k: own[k].type for k in model.trainable()}
+    frozen = recipe.optimizer.frozen(types)
+    with (build := Build(TABLE, "update")):
+        params = {k: build.param(k, t) for k, t in types.items() if k not in frozen}
+        grads = {k: build.param(f"grad.{k}", types[k]) for k in params}
+        state = {k: build.param(k, t) for k, t in recipe.state_types(types).items()}
+        rows = build.param("rows", TensorType(float32, ()))
+        found, _ = recipe.advance(params, grads, state, rows)
+    return _digest([_graph(build.finish(found))])
+
+
+def _graph(function: Function) -> bytes:
+    return function_text(_bare(function)).encode()
+
+
+def _bare(function: Function) -> Function:
+    """Without places and scopes, which a moved line changes."""
+    nodes = tuple(
+        Node(n.op, n.inputs, n.outputs, n.attrs, tuple(map(_bare, n.regions)))
+        for n in function.nodes
+    )
+    return Function(function.name, function.params, function.results, function.result_names, nodes)
+
+
+def _rows(arrays: Sequence[Array]) -> tuple[str, str]:
+    """A digest of rows, and of which."""
+    if sum(a.nbytes for a in arrays) <= WHOLE_BYTES:
+        return _digest(map(_bytes, arrays)), "all of them"
+    n = len(arrays[0])
+    chosen = np.unique(np.linspace(0, n - 1, SAMPLED_ROWS).astype(np.int64))
+    return _digest(_bytes(a[chosen]) for a in arrays), f"{len(chosen)} of them"
+
+
+def _bytes(array: Array) -> bytes:
+    return f"{array.dtype}{array.shape}".encode() + np.ascontiguousarray(array).tobytes()
+
+
+def _digest(parts: Any) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return found.hexdigest()[:DIGITS]

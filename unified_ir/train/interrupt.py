@@ -1,0 +1,47 @@
+"""Ctrl-C between steps: the first asks a run to end where it can go on, the second ends it now."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupt:
+    """Whether Ctrl-C was pressed."""
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        self._told = told
+        self._pressed = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """The signal's handler."""
+        if self._pressed:
+            signal.default_int_handler(number, frame)
+        self._pressed = True
+        self._told("ending after this step; Ctrl-C again ends at once")
+
+    def check(self) -> None:
+        """Raises KeyboardInterrupt if it was pressed."""
+        if self._pressed:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def held_back(told: Callable[[str], None]) -> Iterator[Interrupt]:
+    """Within the block the first Ctrl-C only sets the interrupt, and `told` is called with a line.
+
+    In a thread other than the main one, or where the program has its own handler, nothing changes.
+    """
+    found = Interrupt(told)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield found
+        return
+    signal.signal(signal.SIGINT, found)
+    try:
+        yield found
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
