@@ -9,8 +9,8 @@ import numpy as np
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.ir.types import DType, bool_
+from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.fold import MAX_CONTENTS, fold, symbolic
-from triplane.unified_ir.onnx.lift import Application
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.row import Op, dtype_attr

@@ -27,10 +27,11 @@ from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError
 from triplane.unified_ir.ir import Function, Module, limits
 from triplane.unified_ir.ir.graph import NO_META, Array, Meta
 from triplane.unified_ir.ir.types import TensorType
+from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.bodies import function_of, has_body
 from triplane.unified_ir.onnx.branches import BRANCHES
 from triplane.unified_ir.onnx.contents import Contents
-from triplane.unified_ir.onnx.lift import Application, lift
+from triplane.unified_ir.onnx.lift import lift
 from triplane.unified_ir.onnx.order import needed_in_order
 from triplane.unified_ir.onnx.scope import Scope, Weights
 from triplane.unified_ir.onnx.source import Source, array_of, read_model
@@ -339,7 +340,12 @@ class Importer:
     ) -> list[Tensor]:
         """An operator without a row, by the body that ONNX itself gives."""
         opset = frame.opsets.get("", MEANING_OPSET)
-        function = function_of(schema, node, [None if x is None else x.type for x in inputs], opset)
+        plain = NodeProto()
+        plain.CopyFrom(node)
+        del plain.attribute[:]
+        plain.attribute.extend(self.resolved(node, frame))
+        types = [None if x is None else x.type for x in inputs]
+        function = function_of(schema, plain, types, opset)
         if function is None:
             domain = f"{schema.domain}." if schema.domain else ""
             raise InvalidInput(f"there is no row for {domain}{schema.name} in the operator table")

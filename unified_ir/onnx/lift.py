@@ -1,4 +1,4 @@
-"""Older definitions of operators, lifted to the one the IR means; newer ones that mean the same.
+"""Older definitions of operators, lifted to the one the IR means.
 
 `LIFTS` is literal: (operator, version of the older definition) -> what the application is in the
 next one. A definition without a rule is lifted as it is: its attributes, defaults and operands
@@ -8,7 +8,7 @@ have the same meaning, which a test holds against ONNX's own schemas.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -17,44 +17,12 @@ from onnx import defs
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.ir.dims import product
+from triplane.unified_ir.onnx.application import Application, Lifted
+from triplane.unified_ir.onnx.newer import as_meant
 from triplane.unified_ir.ops.row import MEANING_OPSET
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 
 _FLOAT_MAX: Final = 3.4028234663852886e38
-
-
-@dataclass(frozen=True, slots=True)
-class Application:
-    """An operator applied: `since` is the version of the definition that its form follows."""
-
-    op: str
-    since: int
-    inputs: tuple[Tensor | None, ...]
-    attrs: Mapping[str, Any] = field(default_factory=dict)
-    outputs: int = 1
-
-    def attr(self, name: str, default: Any = None) -> Any:
-        """An attribute, or what stands for it."""
-        return self.attrs.get(name, default)
-
-    def operand(self, i: int) -> Tensor:
-        """Operand `i`, which must be there."""
-        found = self.inputs[i] if i < len(self.inputs) else None
-        if found is None:
-            raise InvalidInput(f"{self.op} needs operand {i}")
-        return found
-
-    def without(self, *names: str, **attrs: Any) -> Application:
-        """Without some attributes, with others."""
-        kept = {k: v for k, v in self.attrs.items() if k not in names}
-        return replace(self, attrs=kept | attrs)
-
-    def padded(self, n: int) -> tuple[Tensor | None, ...]:
-        """The operands, absent ones added up to `n`."""
-        return (*self.inputs, *(None for _ in range(n - len(self.inputs))))
-
-
-Lifted = Application | tuple[Tensor, ...]
 Lift = Callable[[Application], Lifted]
 
 
@@ -69,20 +37,7 @@ def lift(app: Application, opset: int) -> Lifted:
         if isinstance(made, tuple):
             return made
         app = replace(made, since=newer if made.op == app.op else _version(made.op))
-    return _as_meant(app, opset)
-
-
-def _as_meant(app: Application, opset: int) -> Application:
-    """A definition newer than the IR's, where the application means the same in both."""
-    if app.since > MEANING_OPSET:
-        rule = NEWER.get((app.op, app.since))
-        if rule is None:
-            raise InvalidInput(
-                f"{app.op} is defined anew in opset {app.since} (the model has {opset}); this "
-                f"program knows definitions up to {MEANING_OPSET}; export with an older opset"
-            )
-        app = rule(app)
-    return app
+    return as_meant(app, opset) if app.since > MEANING_OPSET else app
 
 
 def _versions() -> Mapping[str, tuple[int, ...]]:
@@ -244,10 +199,6 @@ def _dft_17(app: Application) -> Application:
     return replace(app.without("axis"), inputs=(app.operand(0), length, axis))
 
 
-def _same(app: Application) -> Application:
-    return app
-
-
 REPLACED: Final[Mapping[str, str]] = {"Upsample": "Resize", "Scatter": "ScatterElements"}
 """Operators that ONNX dropped, and what says the same now."""
 
@@ -287,6 +238,3 @@ LIFTS: Final[Mapping[tuple[str, int], Lift]] = {
     ("Upsample", 7): _upsample_7,
     ("Upsample", 9): _upsampled,
 }
-
-NEWER: Final[Mapping[tuple[str, int], Callable[[Application], Application]]] = {}
-"""Definitions newer than the IR's that mean the same for the applications they let through."""

@@ -63,7 +63,10 @@ class Call:
     def opened(self, i: int = 0) -> Dim:
         """The `i`-th size of this node that only its data decide: a symbol of its own."""
         if i >= len(self.open):
-            raise InvalidInput(f"{self.row} names {len(self.open)} sizes, its types need {i + 1}")
+            raise InvalidInput(
+                f"{self.row} needs the contents of an operand when the graph is built, or a name "
+                f"for each size they decide: {len(self.open)} are named"
+            )
         return symbol(self.open[i])
 
     def type(self, i: int) -> TensorType:

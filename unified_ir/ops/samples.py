@@ -59,6 +59,11 @@ class Literal(Given):
     """As `Given`, and a constant of the graph whatever its element type."""
 
 
+def computed(value: Any, dtype: str | None = None) -> MakeArray:
+    """Always the same array, known only when the graph runs."""
+    return lambda rng: np.asarray(value, dtype)
+
+
 given = Given
 literal = Literal
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, ceil_div, floor_div, product
+from triplane.unified_ir.ir.dims import Dim, Expr, ceil_div, floor_div, product
 from triplane.unified_ir.ir.types import (
     DTYPES,
     DType,
@@ -22,7 +22,8 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops.infer import broadcast
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op, dtype_attr
-from triplane.unified_ir.ops.samples import bools, given, ints, normal, sample
+from triplane.unified_ir.ops.samples import bools, computed, given, ints, normal, sample
+from triplane.unified_ir.ops.settings import all_open, length, settled
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of
 
 Types = tuple[TensorType, ...]
@@ -112,15 +113,17 @@ cast_row = Op(
 
 
 def _reshape(call: Call) -> Types:
+    """Sizes of a symbolic tensor that are written as numbers are held to when the graph runs."""
     x, wanted = call.type(0), list(call.dims(1))
     if not call.attrs["allowzero"]:
         wanted = [x.shape[i] if d == 0 else d for i, d in enumerate(wanted)]
     if wanted.count(-1) > 1:
         raise ShapeError(f"Reshape takes one -1 at most, got {wanted}")
+    rest = product([d for d in wanted if d != -1])
     if -1 in wanted:
-        rest = product([d for d in wanted if d != -1])
         wanted[wanted.index(-1)] = floor_div(x.size, rest) if rest != 0 else 0
-    if product(wanted) != x.size:
+    held = isinstance(x.size, Expr) and isinstance(rest, int) and rest > 0
+    if product(wanted) != x.size and not held:
         shown = ", ".join(map(str, call.dims(1)))
         raise ShapeError(
             f"Reshape of {x} to ({shown}) changes the element count "
@@ -132,7 +135,7 @@ def _reshape(call: Call) -> Types:
 reshape_row = Op(
     name="Reshape",
     keeps_contents=True,
-    infer=_reshape,
+    **settled(_reshape, all_open(lambda call: length(call, 1)), 1),
     reference=lambda x, shape, allowzero: x.reshape(
         [x.shape[i] if d == 0 and not allowzero else d for i, d in enumerate(shape)]
     ),
@@ -140,6 +143,7 @@ reshape_row = Op(
     samples=(
         sample(normal(2, 6), given([3, -1])),
         sample(normal(2, 6), given([0, 3, 2])),
+        sample(normal(2, 6), computed([4, -1]), smooth=()),
     ),
 )
 
@@ -164,11 +168,15 @@ transpose = Op(
     samples=(sample(normal(2, 3, 4), perm=(1, 2, 0)), sample(normal(2, 3))),
 )
 
+
+def _expanded(call: Call) -> Types:
+    x = call.type(0)
+    return (x.with_shape(broadcast(call.row, x.shape, call.dims(1))),)
+
+
 expand_row = Op(
     name="Expand",
-    infer=lambda call: (
-        call.type(0).with_shape(broadcast(call.row, call.type(0).shape, call.dims(1))),
-    ),
+    **settled(_expanded, all_open(lambda call: max(call.type(0).rank, length(call, 1))), 1),
     reference=lambda x, shape: x * np.ones(shape, x.dtype) if x.dtype.kind == "f"
     else np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(shape))),
     vjp=lambda g, y, x, shape: (sum_to(g, x), None),
@@ -205,10 +213,13 @@ def _unsqueeze(call: Call) -> Types:
 unsqueeze_row = Op(
     name="Unsqueeze",
     keeps_contents=True,
-    infer=_unsqueeze,
+    **settled(_unsqueeze, all_open(lambda call: call.type(0).rank + length(call, 1)), 1),
     reference=lambda x, axes: np.expand_dims(x, tuple(int(a) for a in axes)),
     vjp=lambda g, y, x, axes: (g.reshape(x.shape), None),
-    samples=(sample(normal(2, 3), given([0, -1])),),
+    samples=(
+        sample(normal(2, 3), given([0, -1])),
+        sample(normal(2, 3), computed([0, -1]), smooth=()),
+    ),
 )
 
 
@@ -229,12 +240,16 @@ def _squeeze(call: Call) -> Types:
 squeeze_row = Op(
     name="Squeeze",
     keeps_contents=True,
-    infer=_squeeze,
+    **settled(_squeeze, all_open(lambda call: call.type(0).rank - length(call, 1)), 1),
     reference=lambda x, axes=None: np.squeeze(
         x, None if axes is None or not len(axes) else tuple(int(a) for a in axes)
     ),
     vjp=lambda g, y, x, axes=None: (g.reshape(x.shape), None),
-    samples=(sample(normal(1, 3, 1), given([0])), sample(normal(1, 3))),
+    samples=(
+        sample(normal(1, 3, 1), given([0])),
+        sample(normal(1, 3)),
+        sample(normal(3, 1, 2), computed([1]), smooth=()),
+    ),
 )
 
 
@@ -312,6 +327,17 @@ def _slice(call: Call) -> Types:
     return (x.with_shape(shape),)
 
 
+def _sliced_open(call: Call) -> list[Dim | None]:
+    """Computed bounds leave their axes open, computed axes all of them."""
+    x = call.type(0)
+    if not call.has(3):
+        return [None if i < length(call, 1) else d for i, d in enumerate(x.shape)]
+    if call.known[3] is None:
+        return [None] * x.rank
+    axes = axes_of(x.rank, call.ints(3))
+    return [None if i in axes else d for i, d in enumerate(x.shape)]
+
+
 def _slice_reference(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> Any:
     index = [slice(None)] * x.ndim
     axes = range(len(starts)) if axes is None else axes
@@ -361,7 +387,7 @@ def gather_axis(x: Tensor, positions: Any, axis: int) -> Tensor:
 
 slice_row = Op(
     name="Slice",
-    infer=_slice,
+    **settled(_slice, _sliced_open, 1, 2, 3, 4),
     reference=_slice_reference,
     vjp=_slice_vjp,
     samples=(
@@ -394,7 +420,8 @@ def _pad_vjp(g: Tensor, y: Tensor, x: Tensor, pads: Tensor, *rest: Any, mode: st
     if mode != "constant":
         raise InvalidInput(f"the gradient of Pad is known for mode 'constant', got {mode!r}")
     amounts = recorder().known(pads)
-    assert amounts is not None
+    if amounts is None:
+        raise InvalidInput("the gradient of Pad is known for constant amounts, these are computed")
     before = [amounts[i] for i in range(x.rank)]
     back = slice_row(
         g,
@@ -407,7 +434,7 @@ def _pad_vjp(g: Tensor, y: Tensor, x: Tensor, pads: Tensor, *rest: Any, mode: st
 
 pad_row = Op(
     name="Pad",
-    infer=_pad,
+    **settled(_pad, all_open(lambda call: call.type(0).rank), 1, 3),
     vjp=_pad_vjp,
     samples=(sample(normal(2, 3), given([1, 0, 0, 2])),),
 )

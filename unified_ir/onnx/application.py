@@ -1,0 +1,44 @@
+"""An operator applied in some version of its definition, on its way to the one the IR means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ops.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """An operator applied: `since` is the version of the definition that its form follows."""
+
+    op: str
+    since: int
+    inputs: tuple[Tensor | None, ...]
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: int = 1
+
+    def attr(self, name: str, default: Any = None) -> Any:
+        """An attribute, or what stands for it."""
+        return self.attrs.get(name, default)
+
+    def operand(self, i: int) -> Tensor:
+        """Operand `i`, which must be there."""
+        found = self.inputs[i] if i < len(self.inputs) else None
+        if found is None:
+            raise InvalidInput(f"{self.op} needs operand {i}")
+        return found
+
+    def without(self, *names: str, **attrs: Any) -> Application:
+        """Without some attributes, with others."""
+        kept = {k: v for k, v in self.attrs.items() if k not in names}
+        return replace(self, attrs=kept | attrs)
+
+    def padded(self, n: int) -> tuple[Tensor | None, ...]:
+        """The operands, absent ones added up to `n`."""
+        return (*self.inputs, *(None for _ in range(n - len(self.inputs))))
+
+
+Lifted = Application | tuple[Tensor, ...]
