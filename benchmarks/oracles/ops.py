@@ -356,6 +356,33 @@ CASES: Final[Mapping[str, Case]] = {
     "layer_norm": Case(
         both(normal(x=(2, 3, 4)), positive(scale=(4,)), normal(bias=(4,))),
         lambda x, scale, bias: F.layer_norm(x, (4,), scale, bias)),
+    # losses
+    "nll_weighted_with_ignored": Case(
+        both(normal(x=(2, 3, 4)), positive(weight=(3,)),
+             fixed(labels=np.array([[0, 1, 2, -1], [1, -1, 2, 2]]))),
+        lambda x, weight, labels: F.nll_loss(x, labels, weight.detach(), ignore_index=-1)),
+    "cross_entropy_weighted": Case(
+        both(normal(x=(4, 3)), positive(weight=(3,)), fixed(labels=np.array([2, 0, 1, 0]))),
+        lambda x, weight, labels: (
+            F.cross_entropy(x, labels, weight.detach()), F.log_softmax(x, 1))),
+    "cross_entropy_smoothed": Case(
+        both(normal(x=(4, 3)), positive(weight=(3,)), fixed(labels=np.array([2, -9, 1, 0]))),
+        lambda x, weight, labels: F.cross_entropy(
+            x, labels, weight.detach(), ignore_index=-9, label_smoothing=0.2)),
+    "huber": Case(
+        normal(x=(3, 4), y=(3, 4)), lambda x, y: F.huber_loss(2 * x, y, delta=0.7)),
+    "smooth_l1": Case(
+        normal(x=(3, 4), y=(3, 4)), lambda x, y: F.smooth_l1_loss(2 * x, y, beta=0.7)),
+    "kl_divergence": Case(
+        both(normal(x=(2, 3)), fixed(p=[[0.2, 0.0, 0.8], [0.5, 0.25, 0.25]])),
+        lambda x, p: F.kl_div(F.log_softmax(x, 1), p.detach(), reduction="batchmean")),
+    "cosine_embedding": Case(
+        both(normal(a=(4, 3), b=(4, 3)), fixed(same=np.array([1, -1, -1, 1]))),
+        lambda a, b, same: F.cosine_embedding_loss(a, b, same, margin=0.1)),
+    "binary_cross_entropy_weighted": Case(
+        both(normal(x=(4, 3)), positive(weight=(3,)), fixed(y=np.eye(4, 3))),
+        lambda x, weight, y: F.binary_cross_entropy_with_logits(
+            x, y.detach(), pos_weight=weight.detach())),
     # sequences
     "lstm_of_lengths": Case(
         normal(x=(4, 3, 2), w=(2, 12, 2), r=(2, 12, 3), b=(2, 24), h=(2, 3, 3), c=(2, 3, 3)),

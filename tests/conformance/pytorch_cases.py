@@ -3,6 +3,7 @@
 import numpy as np
 
 from triplane.unified_ir import ops
+from triplane.unified_ir.ops.losses import weighted_cross_entropy
 from triplane.unified_ir.ops.table import TABLE
 
 
@@ -32,6 +33,11 @@ def _sequence(name, states, **attrs):
 def _lstm_of_lengths(x, w, r, b, h, c):
     lengths = np.array([4, 2, 1], np.int32)
     return row("LSTM").all_outputs(x, w, r, b, lengths, h, c, outputs=3, direction="bidirectional")
+
+
+def _cross_entropy_smoothed(x, weight, labels):
+    loss, counted = weighted_cross_entropy(x, labels, ops.stop_gradient(weight), -9, 0.2)
+    return loss.sum() / ops.stop_gradient(counted).sum()
 
 
 def _sweep(name, outputs):
@@ -127,6 +133,19 @@ OURS = {
         *xs, outputs=3, training_mode=1, momentum=0.75),
     "batch_norm_inference": row("BatchNormalization"),
     "layer_norm": ops.layer_norm,
+    "nll_weighted_with_ignored": lambda x, weight, labels: row("NegativeLogLikelihoodLoss")(
+        x, labels, ops.stop_gradient(weight), ignore_index=-1),
+    "cross_entropy_weighted": lambda x, weight, labels: row(
+        "SoftmaxCrossEntropyLoss").all_outputs(
+            x, labels, ops.stop_gradient(weight), outputs=2),
+    "cross_entropy_smoothed": _cross_entropy_smoothed,
+    "huber": lambda x, y: ops.huber(2.0 * x, y, delta=0.7).mean(),
+    "smooth_l1": lambda x, y: ops.smooth_l1(2.0 * x, y, beta=0.7).mean(),
+    "kl_divergence": lambda x, p: ops.kl_divergence(
+        ops.log_softmax(x), ops.stop_gradient(p)).sum() / 2.0,
+    "cosine_embedding": lambda a, b, same: ops.cosine_embedding(a, b, same, margin=0.1).mean(),
+    "binary_cross_entropy_weighted": lambda x, weight, y: ops.binary_cross_entropy(
+        x, ops.stop_gradient(y), positive_weight=ops.stop_gradient(weight)).mean(),
     "lstm_of_lengths": _lstm_of_lengths,
     "gru_both_ways": _sequence("GRU", 1, direction="bidirectional", linear_before_reset=1),
     "rnn": _sequence("RNN", 1),

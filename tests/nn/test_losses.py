@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from triplane.unified_ir import TensorSpec, nn, trace
+from triplane.unified_ir import TensorSpec, graph, mode, nn, trace
 from triplane.unified_ir.ir.types import ShapeError
+from triplane.unified_ir.ops.table import TABLE
 
 RNG = np.random.default_rng(4)
 
@@ -58,3 +59,73 @@ def test_accuracy_counts_hits():
 def test_targets_that_would_be_averaged_wrongly_are_refused(loss, y, target, said):
     with pytest.raises(ShapeError, match=said):
         trace(loss, TensorSpec(y), TensorSpec(target))
+
+
+def entropies(logits, labels):
+    wide = logits.astype(np.float64)
+    return np.log(np.exp(wide).sum(-1)) - np.take_along_axis(wide, labels[..., None], -1)[..., 0]
+
+
+@pytest.mark.parametrize("loss", [nn.SoftmaxCrossEntropy, nn.NegativeLogLikelihood])
+def test_an_ignored_label_counts_nowhere(loss):
+    logits = RNG.standard_normal((4, 3)).astype(np.float32)
+    labels = np.array([1, -100, 0, -100])
+    counted = labels >= 0
+    given = logits if loss is nn.SoftmaxCrossEntropy else logits - logsumexp(logits)
+    expected = entropies(logits[counted], labels[counted]).mean()
+    made = loss(ignore_index=-100)
+    np.testing.assert_allclose(made(given, labels), expected, rtol=1e-5)
+    hits = (logits.argmax(1) == labels)[counted].mean()
+    (metric,) = made.metrics().values()
+    np.testing.assert_allclose(graph(metric)(logits, labels), hits, rtol=1e-6)
+
+
+def logsumexp(x):
+    return np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("engine", ["onnx", "reference"])
+@pytest.mark.parametrize("label", [-1, 3, -4, -(2**31), 2**31])
+@pytest.mark.parametrize("row", ["SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss"])
+def test_a_label_out_of_range_is_refused_and_no_other_class(engine, label, row):
+    logits = RNG.standard_normal((2, 3)).astype(np.float32)
+    with mode("graph", engine), pytest.raises(Exception, match=r"(?i)out of (bounds|range)"):
+        graph(TABLE["", row])(logits, np.array([1, label]))
+
+
+def test_weights_of_classes_weigh_the_mean():
+    logits, labels = RNG.standard_normal((5, 3)).astype(np.float32), np.array([0, 1, 2, 2, 1])
+    w = np.array([1.0, 2.0, 5.0])
+    expected = (entropies(logits, labels) * w[labels]).sum() / w[labels].sum()
+    found = nn.SoftmaxCrossEntropy(weight=w)(logits, labels)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_smoothed_label_is_a_mixture_with_all_classes():
+    logits, labels = RNG.standard_normal((4, 3)).astype(np.float32), np.array([0, 1, 2, 2])
+    each = np.stack([entropies(logits, np.full(4, k)) for k in range(3)])
+    expected = (0.9 * entropies(logits, labels) + 0.1 * each.mean(0)).mean()
+    found = nn.SoftmaxCrossEntropy(label_smoothing=0.1)(logits, labels)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_losses_of_numbers_are_their_formulas():
+    y, t = ((RNG.standard_normal((4, 3)) * 2).astype(np.float32) for _ in range(2))
+    size = np.abs(y - t)
+    bent = np.where(size <= 0.5, size**2 / 2, 0.5 * (size - 0.25))
+    np.testing.assert_allclose(nn.L1()(y, t), size.mean(), rtol=1e-6)
+    np.testing.assert_allclose(nn.Huber(delta=0.5)(y, t), bent.mean(), rtol=1e-6)
+    np.testing.assert_allclose(nn.SmoothL1(beta=0.5)(y, t), bent.mean() / 0.5, rtol=1e-6)
+    np.testing.assert_allclose(nn.SmoothL1(beta=0.0)(y, t), size.mean(), rtol=1e-6)
+
+
+def test_a_distribution_that_is_zero_somewhere_has_a_divergence():
+    p = np.array([[0.5, 0.5, 0.0], [0.1, 0.2, 0.7]], np.float32)
+    q = np.array([[0.3, 0.3, 0.4], [0.1, 0.2, 0.7]], np.float32)
+    np.testing.assert_allclose(nn.KLDivergence()(np.log(q), p), np.log(0.5 / 0.3) / 2, rtol=1e-5)
+
+
+def test_pairs_are_near_or_apart_by_their_angle():
+    a, b = np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32)[[0, 2, 2]]
+    found = nn.CosineEmbedding(margin=0.25)((a, b), np.array([1, 1, -1]))
+    np.testing.assert_allclose(found, (0 + 1 + 0.75) / 3, rtol=1e-6)

@@ -454,3 +454,13 @@ def test_a_column_that_no_epoch_has_is_named():
 def test_an_engine_of_ones_own_may_be_given():
     made = trainer(engine=engine("reference"))
     assert len(made.fit(data(), 1, **QUIET)) == 1
+
+
+def test_ignored_labels_are_fed_and_others_are_held_to_the_classes():
+    loss = nn.SoftmaxCrossEntropy(ignore_index=-100)
+    made = train.Trainer(Noisy(), loss=loss, optimizer=optim.SGD(0.1))
+    some = np.where(np.arange(len(Y)) % 3 == 0, -100, Y)
+    made.fit((X, some), 1, **QUIET)
+    assert all(np.isfinite(p.array).all() for p in made.cell.parameters().values())
+    with pytest.raises(InvalidInput, match=r"labels are 0..2; a batch holds -1.."):
+        made.fit((X, Y - 1), 1, **QUIET)

@@ -51,7 +51,17 @@ from triplane.unified_ir.ops.indexing import (
     scatter_elements,
     scatter_nd,
 )
-from triplane.unified_ir.ops.losses import binary_cross_entropy, cross_entropy, scalar_summary
+from triplane.unified_ir.ops.losses import (
+    binary_cross_entropy,
+    cosine_embedding,
+    cosine_similarity,
+    cross_entropy,
+    huber,
+    kl_divergence,
+    negative_log_likelihood,
+    scalar_summary,
+    smooth_l1,
+)
 from triplane.unified_ir.ops.matrix import gemm, linear, log_softmax, matmul, softmax
 from triplane.unified_ir.ops.norm import layer_norm
 from triplane.unified_ir.ops.pool import avg_pool, global_average_pool, max_pool
@@ -111,6 +121,8 @@ __all__ = [
     "constant",
     "conv",
     "cos",
+    "cosine_embedding",
+    "cosine_similarity",
     "cross_entropy",
     "custom_gradient",
     "div",
@@ -135,7 +147,9 @@ __all__ = [
     "greater_equal",
     "hard_sigmoid",
     "hard_swish",
+    "huber",
     "is_nan",
+    "kl_divergence",
     "layer_norm",
     "leaky_relu",
     "less",
@@ -152,6 +166,7 @@ __all__ = [
     "minimum",
     "mul",
     "neg",
+    "negative_log_likelihood",
     "next_key",
     "one_hot",
     "ones",
@@ -179,6 +194,7 @@ __all__ = [
     "sigmoid",
     "sign",
     "sin",
+    "smooth_l1",
     "softmax",
     "softplus",
     "split_to_sequence",

@@ -3,40 +3,113 @@
 from __future__ import annotations
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.types import ShapeError, int64
-from triplane.unified_ir.ops.elementwise import softplus
-from triplane.unified_ir.ops.indexing import gather_elements
+from triplane.unified_ir.ir.types import int64
+from triplane.unified_ir.ops.elementwise import (
+    abs_,
+    log,
+    maximum,
+    minimum,
+    relu,
+    softplus,
+    sqrt,
+)
+from triplane.unified_ir.ops.likelihood import likelihood
 from triplane.unified_ir.ops.matrix import log_softmax
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.structure import stop_gradient, unsqueeze, where
+from triplane.unified_ir.ops.structure import stop_gradient, where
 from triplane.unified_ir.ops.tensor import Tensor
 
 SUMMARY = "summary/"
 """Prefix of the results that summaries add."""
 
-NO_LABEL = -(2**31)
-"""Counted from the end, too, no position of any axis."""
 
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Per-sample cross entropy; logits: (..., C), labels: (...) ints in 0..C-1 -> (...).
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Per-sample cross entropy; logits: (B, C), labels: (B,) ints in 0..C-1 -> (B,).
-
-    Any other label is refused when the graph runs (InvalidInput), on every engine. A label that
-    shall not count is masked by the caller: give 0 for it and multiply its loss by 0.
+    Any other label than `ignore_index`, whose loss is 0, is refused when the graph runs
+    (InvalidInput), on every engine. weight: (C,), a factor for each class. With smoothing e the
+    target is 1 - e + e / C for the label and e / C for each other class (Szegedy et al. 2016).
     """
-    if logits.rank != labels.rank + 1 or logits.shape[:-1] != labels.shape:
-        raise ShapeError(
-            f"cross_entropy takes logits (B, C) and labels (B,), got {logits.type}, {labels.type}"
-        )
-    labels = labels.cast(int64)
-    index = where(labels < 0, NO_LABEL, labels)  # else -1 would be the last class
-    picked = gather_elements(log_softmax(logits), unsqueeze(index, -1), axis=-1)
-    return -picked.reshape(labels.shape)
+    return weighted_cross_entropy(logits, labels, weight, ignore_index, label_smoothing)[0]
 
 
-def binary_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Elementwise cross entropy of sigmoid(logits) with targets in [0, 1], stable for any logit."""
-    return softplus(logits) - logits * targets
+def weighted_cross_entropy(
+    logits: Tensor, labels: Tensor, weight: Tensor | None, ignore_index: int | None,
+    label_smoothing: float,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """`cross_entropy`, and what each sample counts in a mean; None where all count 1."""
+    if not 0.0 <= label_smoothing < 1.0:
+        raise InvalidInput(f"label_smoothing is in [0, 1), got {label_smoothing}")
+    log_p = log_softmax(logits)
+    loss, counted = likelihood(log_p, labels, weight, ignore_index, logits.rank - 1)
+    if not label_smoothing:
+        return loss, counted
+    others = -(log_p if weight is None else log_p * weight).mean([-1])
+    if ignore_index is not None:
+        others = where(labels.cast(int64) != ignore_index, others, 0.0)
+    return loss * (1.0 - label_smoothing) + others * label_smoothing, counted
+
+
+def negative_log_likelihood(log_p: Tensor, labels: Tensor) -> Tensor:
+    """-log p[label] per sample; log_p: (..., C), labels: (...) ints in 0..C-1 -> (...)."""
+    return likelihood(log_p, labels, None, None, log_p.rank - 1)[0]
+
+
+def binary_cross_entropy(
+    logits: Tensor, targets: Tensor, *, positive_weight: Tensor | float | None = None
+) -> Tensor:
+    """Elementwise cross entropy of sigmoid(logits) with targets in [0, 1], stable for any logit.
+
+    positive_weight multiplies the term of the positive class.
+    """
+    if positive_weight is None:
+        return softplus(logits) - logits * targets
+    return softplus(logits) * (1.0 - targets) + softplus(-logits) * targets * positive_weight
+
+
+def huber(y: Tensor, target: Tensor, *, delta: float = 1.0) -> Tensor:
+    """e^2 / 2 where |e| <= delta, else delta (|e| - delta / 2); e = y - target (Huber 1964)."""
+    if delta <= 0:
+        raise InvalidInput(f"delta is positive, got {delta}")
+    size = abs_(y - target)
+    inner = minimum(size, delta)
+    return inner * (size - inner * 0.5)
+
+
+def smooth_l1(y: Tensor, target: Tensor, *, beta: float = 1.0) -> Tensor:
+    """`huber` at delta = beta, divided by beta; |y - target| at beta 0 (Girshick 2015)."""
+    if beta == 0.0:
+        return abs_(y - target)
+    return huber(y, target, delta=beta) / beta
+
+
+def kl_divergence(log_q: Tensor, p: Tensor) -> Tensor:
+    """Elementwise p (log p - log q), 0 where p is 0; log_q: logarithms, p: probabilities."""
+    inside = p > 0.0
+    return where(inside, p * (log(where(inside, p, 1.0)) - log_q), 0.0)
+
+
+def cosine_similarity(a: Tensor, b: Tensor, *, axis: int = -1, epsilon: float = 1e-8) -> Tensor:
+    """a b / (max(|a|, epsilon) max(|b|, epsilon)) along `axis`."""
+    lengths = (sqrt(maximum((x * x).sum([axis]), epsilon * epsilon)) for x in (a, b))
+    first, second = lengths
+    return (a * b).sum([axis]) / (first * second)
+
+
+def cosine_embedding(a: Tensor, b: Tensor, same: Tensor, *, margin: float = 0.0) -> Tensor:
+    """1 - cos(a, b) for pairs that belong together (same = 1), else max(0, cos - margin).
+
+    a, b: (N, D), same: (N,), 1 or -1 -> (N,).
+    """
+    near = cosine_similarity(a, b)
+    return where(same > 0, 1.0 - near, relu(near - margin))
 
 
 def scalar_summary(name: str, x: Tensor) -> None:

@@ -67,7 +67,11 @@ class Model:
                 '...) with specs that leave more open, such as TensorSpec(("N", "T", 3))'
             )
         labels = batch[-1]
-        if self.classes is None or labels.dtype.kind not in "iu" or not labels.size:
+        if self.classes is None or labels.dtype.kind not in "iu":
+            return
+        if self.loss.ignored is not None:
+            labels = labels[labels != self.loss.ignored]
+        if not labels.size:
             return
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= self.classes:
