@@ -22,6 +22,7 @@ from triplane.unified_ir.ops import (
     random,
     recurrent,
     reductions,
+    resize,
     sequences,
     structure,
     sweeps,
@@ -45,9 +46,10 @@ _MODULES: Final = (
     random,
     recurrent,
     reductions,
+    resize,
+    sequences,
     structure,
     sweeps,
-    sequences,
 )
 
 
