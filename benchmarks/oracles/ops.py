@@ -329,6 +329,17 @@ CASES: Final[Mapping[str, Case]] = {
     "conv_grad_weight": Case(
         normal(x=(2, 3, 6, 6), g=(2, 4, 3, 3)),
         lambda x, g: torch.nn.grad.conv2d_weight(x, (4, 3, 3, 3), g, stride=2, padding=1)),
+    "conv_3d": Case(
+        normal(x=(1, 2, 4, 5, 3), w=(3, 2, 2, 3, 2), b=(3,)),
+        lambda x, w, b: F.conv3d(x, w, b, stride=(1, 2, 1), padding=(1, 0, 1))),
+    "conv_same_of_even_kernel": Case(
+        normal(x=(2, 3, 5, 6), w=(4, 3, 2, 4)), lambda x, w: F.conv2d(x, w, padding="same")),
+    "conv_transpose_1d": Case(
+        normal(x=(2, 4, 5), w=(4, 3, 4)),
+        lambda x, w: F.conv_transpose1d(x, w, stride=3, padding=2, output_padding=1, dilation=2)),
+    "conv_transpose_3d": Case(
+        normal(x=(1, 2, 2, 3, 2), w=(2, 2, 2, 3, 2), b=(2,)),
+        lambda x, w, b: F.conv_transpose3d(x, w, b, stride=(2, 1, 2), padding=(0, 1, 0))),
     # pools
     "max_pool": Case(normal(x=(2, 3, 4, 6)), lambda x: F.max_pool2d(x, 2), second=False),
     "max_pool_of_ties": Case(coarse(x=(2, 3, 6, 6)), lambda x: F.max_pool2d(x, 2), second=False),
@@ -343,6 +354,54 @@ CASES: Final[Mapping[str, Case]] = {
     "avg_pool_padded": Case(
         normal(x=(1, 2, 6, 5)),
         lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False)),
+    "max_pool_1d_of_ties": Case(coarse(x=(2, 3, 9)), lambda x: F.max_pool1d(x, 3), second=False),
+    "max_pool_3d_of_ties": Case(
+        coarse(x=(1, 2, 4, 4, 5)), lambda x: F.max_pool3d(x, 2), second=False),
+    "max_pool_dilated_of_ties": Case(
+        coarse(x=(1, 2, 7, 8)), lambda x: F.max_pool2d(x, 3, 1, 1, dilation=2), second=False),
+    "max_pool_ceil_of_ties": Case(
+        coarse(x=(1, 2, 6, 5)), lambda x: F.max_pool2d(x, 3, 2, 1, ceil_mode=True), second=False),
+    "global_max_pool_of_ties": Case(
+        coarse(x=(2, 3, 4, 5)), lambda x: F.adaptive_max_pool2d(x, 1), second=False),
+    "max_unpool": Case(
+        both(normal(x=(2, 1, 2, 2)), fixed(ids=[[[[0, 3], [10, 9]]], [[[0, 3], [8, 15]]]])),
+        lambda x, ids: torch.zeros(2, 1, 16, dtype=x.dtype).scatter(
+            2, ids.flatten(2), x.flatten(2)).reshape(2, 1, 4, 4)),
+    "avg_pool_ceil": Case(
+        normal(x=(1, 2, 6, 7)), lambda x: F.avg_pool2d(
+            x, 3, 2, 1, ceil_mode=True, count_include_pad=False)),
+    "avg_pool_counting_pads": Case(
+        normal(x=(1, 2, 6, 5)), lambda x: F.avg_pool2d(x, 3, 2, 1)),
+    "avg_pool_1d": Case(normal(x=(2, 3, 7)), lambda x: F.avg_pool1d(x, 3, 2)),
+    "avg_pool_3d": Case(normal(x=(1, 2, 4, 4, 5)), lambda x: F.avg_pool3d(x, 2)),
+    "lp_pool": Case(normal(x=(2, 3, 6, 6)), lambda x: F.lp_pool2d(x, 2, 2)),
+    "lp_pool_of_power_3": Case(positive(x=(2, 3, 5, 6)), lambda x: F.lp_pool2d(x, 3, 2, 1)),
+    "global_lp_pool": Case(
+        normal(x=(2, 3, 4, 5)), lambda x: torch.linalg.vector_norm(x, 2, (2, 3), keepdim=True)),
+    "adaptive_avg_pool": Case(
+        normal(x=(2, 3, 7, 6)), lambda x: F.adaptive_avg_pool2d(x, (3, 4))),
+    # resizing
+    "resize_nearest": Case(
+        normal(x=(2, 2, 4, 5)), lambda x: F.interpolate(x, scale_factor=(2, 1.6))),
+    "resize_nearest_exact": Case(
+        normal(x=(2, 2, 4, 5)), lambda x: F.interpolate(x, (7, 3), mode="nearest-exact")),
+    "resize_bilinear": Case(
+        normal(x=(2, 2, 4, 5)), lambda x: F.interpolate(x, (7, 3), mode="bilinear")),
+    "resize_bilinear_aligned": Case(
+        normal(x=(2, 2, 4, 5)),
+        lambda x: F.interpolate(x, (6, 8), mode="bilinear", align_corners=True)),
+    "resize_bilinear_antialiased": Case(
+        normal(x=(2, 2, 6, 7)),
+        lambda x: F.interpolate(x, (3, 3), mode="bilinear", antialias=True)),
+    "resize_linear_1d": Case(
+        normal(x=(2, 2, 5)), lambda x: F.interpolate(x, 8, mode="linear")),
+    "resize_trilinear": Case(
+        normal(x=(1, 2, 2, 3, 3)), lambda x: F.interpolate(x, (3, 3, 5), mode="trilinear")),
+    "resize_bicubic": Case(
+        normal(x=(2, 2, 4, 5)), lambda x: F.interpolate(x, (7, 3), mode="bicubic")),
+    "resize_bicubic_antialiased": Case(
+        normal(x=(2, 2, 8, 7)),
+        lambda x: F.interpolate(x, (3, 5), mode="bicubic", antialias=True)),
     "global_avg_pool": Case(normal(x=(2, 3, 4, 5)), lambda x: F.adaptive_avg_pool2d(x, 1)),
     # normalization
     "batch_norm_training": Case(

@@ -117,6 +117,12 @@ OURS = {
     "conv_one_channel": _conv(padding=2),
     "conv_transpose": lambda x, w, b: row("ConvTranspose")(
         x, w, b, strides=(2, 2), pads=(1, 1, 1, 1), output_padding=(1, 1), group=2),
+    "conv_3d": _conv(stride=(1, 2, 1), padding=(1, 0, 1)),
+    "conv_same_of_even_kernel": _conv(padding="same"),
+    "conv_transpose_1d": lambda x, w: ops.conv_transpose(
+        x, w, stride=3, padding=2, output_padding=1, dilation=2),
+    "conv_transpose_3d": lambda x, w, b: ops.conv_transpose(
+        x, w, b, stride=(2, 1, 2), padding=(0, 1, 0)),
     "conv_grad_weight": lambda x, g: row("ConvGradWeight", "triplane")(
         x, g, kernel_shape=(3, 3), strides=(2, 2), pads=(1, 1, 1, 1)),
     "max_pool": _max_pool, "max_pool_of_ties": _max_pool, "max_pool_of_background": _max_pool,
@@ -128,6 +134,33 @@ OURS = {
         t, ops.stop_gradient(x), ops.stop_gradient(_max_pool(x)), **TILED),
     "avg_pool": lambda x: ops.avg_pool(x, 2),
     "avg_pool_padded": lambda x: ops.avg_pool(x, 3, stride=2, padding=1),
+    "max_pool_1d_of_ties": lambda x: ops.max_pool(x, 3),
+    "max_pool_3d_of_ties": lambda x: ops.max_pool(x, 2),
+    "max_pool_dilated_of_ties": lambda x: ops.max_pool(x, 3, stride=1, padding=1, dilation=2),
+    "max_pool_ceil_of_ties": lambda x: ops.max_pool(x, 3, stride=2, padding=1, ceil_mode=True),
+    "global_max_pool_of_ties": ops.global_max_pool,
+    "max_unpool": lambda x, ids: row("MaxUnpool")(
+        x, ids + np.array([0, 16]).reshape(2, 1, 1, 1), **TILED),
+    "avg_pool_ceil": lambda x: ops.avg_pool(x, 3, stride=2, padding=1, ceil_mode=True),
+    "avg_pool_counting_pads": lambda x: ops.avg_pool(
+        x, 3, stride=2, padding=1, count_include_pad=True),
+    "avg_pool_1d": lambda x: ops.avg_pool(x, 3, stride=2),
+    "avg_pool_3d": lambda x: ops.avg_pool(x, 2),
+    "lp_pool": lambda x: ops.lp_pool(x, 2, 2),
+    "lp_pool_of_power_3": lambda x: ops.lp_pool(x, 3, 2, stride=1),
+    "global_lp_pool": row("GlobalLpPool"),
+    "adaptive_avg_pool": lambda x: ops.adaptive_avg_pool(x, (3, 4)),
+    "resize_nearest": lambda x: ops.resize(x, scale=(2, 1.6)),
+    "resize_nearest_exact": lambda x: ops.resize(x, (7, 3), mode="nearest-exact"),
+    "resize_bilinear": lambda x: ops.resize(x, (7, 3), mode="bilinear"),
+    "resize_bilinear_aligned": lambda x: ops.resize(
+        x, (6, 8), mode="bilinear", align_corners=True),
+    "resize_bilinear_antialiased": lambda x: ops.resize(
+        x, (3, 3), mode="bilinear", antialias=True),
+    "resize_linear_1d": lambda x: ops.resize(x, (8,), mode="linear"),
+    "resize_trilinear": lambda x: ops.resize(x, (3, 3, 5), mode="trilinear"),
+    "resize_bicubic": lambda x: ops.resize(x, (7, 3), mode="bicubic"),
+    "resize_bicubic_antialiased": lambda x: ops.resize(x, (3, 5), mode="bicubic", antialias=True),
     "global_avg_pool": ops.global_average_pool,
     "batch_norm_training": lambda *xs: row("BatchNormalization").all_outputs(
         *xs, outputs=3, training_mode=1, momentum=0.75),

@@ -49,7 +49,8 @@ FLAT = {  # slope 0 where there is one
 }
 INTEGERS = {"triplane.Threefry2x32"}  # a body of integer rows: nothing to differentiate
 NO_SYMBOL = {  # literal sizes, axes of size 1, literals only
-    "Expand-0", "QuantizeLinear-1", "Range-0", "Squeeze-0", "Squeeze-1", "triplane.Threefry2x32-1",
+    "Expand-0", "MaxUnpool-1", "QuantizeLinear-1", "Range-0", "Squeeze-0", "Squeeze-1",
+    "triplane.Threefry2x32-1",
 }
 # fmt: on
 

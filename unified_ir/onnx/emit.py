@@ -202,7 +202,8 @@ class _Emitter(Context):
 
     def plain(self, node: Node, **changes: Any) -> None:
         """The ONNX operator of the same name."""
-        attrs = onnx_attrs({**node.attrs, **changes})
+        changed = {**node.attrs, **changes}
+        attrs = onnx_attrs({k: v for k, v in changed.items() if v is not None})
         self.add(node.op.name, self.inputs(node), self.output_names(node), **attrs)
 
     def inline(self, node: Node, meaning: Function) -> None:

@@ -19,9 +19,10 @@ from triplane.unified_ir.ir.types import (
     int64,
     uint8,
 )
+from triplane.unified_ir.ops.convolution import transposed_window
 from triplane.unified_ir.ops.infer import type_proto
-from triplane.unified_ir.ops.pool import pool_window
 from triplane.unified_ir.ops.row import DOMAIN
+from triplane.unified_ir.ops.window import Window, static, with_explicit_pads
 
 
 class Context(Protocol):
@@ -138,16 +139,21 @@ def _pool(context: Context, node: Node) -> None:
     """Windows that `ceil_mode` adds over a static plane are written as padding at the end.
 
     A window that would start beyond the data is no window, but below opset 22 onnxruntime counts
-    it while it infers shapes, though not while it runs.
+    it while it infers shapes, though not while it runs. The pads of SAME are written out: with a
+    stride beyond the window it takes them for negative.
     """
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
     sizes = x.type.shape[2:]
     counts_pads = bool(node.attrs.get("count_include_pad"))
-    if not node.attrs.get("ceil_mode") or any(isinstance(size, Expr) for size in sizes):
+    if any(isinstance(size, Expr) for size in sizes):
         context.plain(node)
         return
-    window = pool_window({"auto_pad": "NOTSET", **node.attrs}, x.type)
+    kernel: Any = node.attrs["kernel_shape"]
+    window = Window(kernel, with_explicit_pads(node.attrs, kernel, sizes))
+    if not node.attrs.get("ceil_mode"):
+        context.plain(node, auto_pad=None, pads=window.pads if any(window.pads) else None)
+        return
     n = len(window.kernel)
     missing = [
         (int(out) - 1) * window.strides[i] + window.span(i) - window.pads[i] - int(size)  # type: ignore[arg-type]
@@ -160,6 +166,19 @@ def _pool(context: Context, node: Node) -> None:
         context.plain(node)
         return
     context.plain(node, ceil_mode=0, auto_pad="NOTSET", pads=window.pads[:n] + ends)
+
+
+def _conv_transpose(context: Context, node: Node) -> None:
+    """With explicit pads: runtimes share out the padding of SAME and output_shape differently."""
+    x, w = node.inputs[0], node.inputs[1]
+    assert x is not None
+    assert w is not None
+    if node.attrs.get("auto_pad", "NOTSET") == "NOTSET" and not node.attrs.get("output_shape"):
+        context.plain(node)
+        return
+    kernel = static(w.type.shape[2:], "a kernel's size")
+    window, extra = transposed_window(node.attrs, kernel, x.type.shape[2:])
+    context.plain(node, auto_pad=None, output_shape=None, output_padding=extra, pads=window.pads)
 
 
 def _div(context: Context, node: Node) -> None:
@@ -357,6 +376,7 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "MatMul"): _matmul,
     ("", "MaxPool"): _pool,
     ("", "AveragePool"): _pool,
+    ("", "ConvTranspose"): _conv_transpose,
     ("", "Div"): _div,
     ("", "Mod"): _mod,
     ("", "Pow"): _pow,

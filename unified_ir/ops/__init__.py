@@ -1,7 +1,7 @@
 """Operators: call them with tensors inside a Cell's construct or a function decorated @graph."""
 
 from triplane.unified_ir.ops.control import cond, custom_gradient, fori_loop, scan, while_loop
-from triplane.unified_ir.ops.convolution import conv
+from triplane.unified_ir.ops.convolution import conv, conv_transpose
 from triplane.unified_ir.ops.elementwise import (
     abs_,
     add,
@@ -63,10 +63,17 @@ from triplane.unified_ir.ops.losses import (
     smooth_l1,
 )
 from triplane.unified_ir.ops.matrix import gemm, linear, log_softmax, matmul, softmax
+from triplane.unified_ir.ops.mean_pool import (
+    adaptive_avg_pool,
+    avg_pool,
+    global_average_pool,
+    lp_pool,
+)
 from triplane.unified_ir.ops.norm import layer_norm
-from triplane.unified_ir.ops.pool import avg_pool, global_average_pool, max_pool
+from triplane.unified_ir.ops.pool import global_max_pool, max_pool
 from triplane.unified_ir.ops.random import dropout, next_key, random_bits, random_uniform
 from triplane.unified_ir.ops.reductions import argmax, argmin
+from triplane.unified_ir.ops.resizing import resize
 from triplane.unified_ir.ops.sequences import (
     concat_from_sequence,
     empty_sequence,
@@ -106,6 +113,7 @@ from triplane.unified_ir.ops.tensor import Tensor
 __all__ = [
     "Tensor",
     "abs_",
+    "adaptive_avg_pool",
     "add",
     "arange",
     "argmax",
@@ -120,6 +128,7 @@ __all__ = [
     "cond",
     "constant",
     "conv",
+    "conv_transpose",
     "cos",
     "cosine_embedding",
     "cosine_similarity",
@@ -143,6 +152,7 @@ __all__ = [
     "gelu",
     "gemm",
     "global_average_pool",
+    "global_max_pool",
     "greater",
     "greater_equal",
     "hard_sigmoid",
@@ -160,6 +170,7 @@ __all__ = [
     "logical_and",
     "logical_not",
     "logical_or",
+    "lp_pool",
     "matmul",
     "max_pool",
     "maximum",
@@ -179,6 +190,7 @@ __all__ = [
     "random_uniform",
     "relu",
     "reshape",
+    "resize",
     "round_",
     "scalar_summary",
     "scan",

@@ -6,114 +6,47 @@ Conv(x, w) is bilinear; ConvTranspose(g, w) is its adjoint in x, ConvGradWeight(
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, Expr, ceil_div, floor_div
+from triplane.unified_ir.ir.dims import Dim, Expr, floor_div
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
 from triplane.unified_ir.ops.samples import normal, sample
-from triplane.unified_ir.ops.structure import concat, pad, slice_axis, slice_row
-from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.ops.structure import (
+    concat,
+    pad_row,
+    slice_axis,
+    slice_row,
+    stack,
+)
+from triplane.unified_ir.ops.tensor import Tensor, dims_of
+from triplane.unified_ir.ops.window import (
+    SAME,
+    Window,
+    at_tap,
+    is_static,
+    open_same_pads,
+    out_sizes,
+    shared_out,
+    static,
+    tap_slices,
+    with_explicit_pads,
+)
 
 Types = tuple[TensorType, ...]
 
 
-class Window:
-    """Strides, dilations and explicit pads of a sliding window over `axes` spatial axes."""
-
-    def __init__(self, kernel: Sequence[int], attrs: Mapping[str, Any]) -> None:
-        n = len(kernel)
-        self.kernel = tuple(kernel)
-        self.strides = tuple(attrs.get("strides") or (1,) * n)
-        self.dilations = tuple(attrs.get("dilations") or (1,) * n)
-        self.pads = tuple(attrs.get("pads") or (0,) * (2 * n))
-        if not len(self.strides) == len(self.dilations) == len(self.pads) // 2 == n:
-            raise ShapeError(
-                f"a window over {n} axes needs {n} strides and dilations and {2 * n} pads, got "
-                f"{self.strides}, {self.dilations}, {self.pads}"
-            )
-        if (
-            min(*self.strides, *self.dilations, *self.kernel, 1) < 1
-            or min(self.pads, default=0) < 0
-        ):
-            raise ShapeError(
-                f"window sizes, strides and dilations are positive, pads not negative, got {attrs}"
-            )
-
-    def span(self, i: int) -> int:
-        """Extent of the dilated kernel along axis `i`."""
-        return int((self.kernel[i] - 1) * self.dilations[i] + 1)
-
-    def out_size(self, i: int, size: Dim, *, ceil_mode: bool = False) -> Dim:
-        """Number of window positions along axis `i` of the given size."""
-        n = len(self.kernel)
-        free = size + self.pads[i] + self.pads[n + i] - self.span(i)
-        if isinstance(free, int) and free < 0:
-            raise ShapeError(
-                f"a window of {self.span(i)} does not fit in size {size} with pads "
-                f"{self.pads[i]}+{self.pads[n + i]}"
-            )
-        if not ceil_mode:
-            return floor_div(free, self.strides[i]) + 1
-        out = ceil_div(free, self.strides[i]) + 1
-        starts_past_end = (
-            isinstance(out, int)
-            and isinstance(size, int)
-            and (out - 1) * self.strides[i] >= size + self.pads[i]
-        )
-        return out - 1 if starts_past_end else out
-
-    def out_ints(self, sizes: Sequence[int], *, ceil_mode: bool = False) -> list[int]:
-        """Window positions along each axis of static sizes."""
-        return list(
-            static([self.out_size(i, s, ceil_mode=ceil_mode) for i, s in enumerate(sizes)], "sizes")
-        )
-
-    def attrs(self) -> dict[str, Any]:
-        """As node attributes."""
-        return {"strides": self.strides, "dilations": self.dilations, "pads": self.pads}
-
-
-def with_explicit_pads(
-    attrs: Mapping[str, Any], kernel: Sequence[int], spatial: Sequence[Dim]
-) -> dict[str, Any]:
-    """Attributes with `auto_pad` turned into `pads` (SAME_* needs static sizes or stride 1)."""
-    mode = attrs.get("auto_pad", "NOTSET")
-    if mode in ("NOTSET", "VALID"):
-        return dict(attrs) if mode == "NOTSET" else {**attrs, "pads": None}
-    window = Window(kernel, {**attrs, "pads": None})
-    totals = [_same_total(window, i, size) for i, size in enumerate(spatial)]
-    small, large = [t // 2 for t in totals], [t - t // 2 for t in totals]
-    pads = small + large if mode == "SAME_UPPER" else large + small
-    return {**attrs, "pads": tuple(pads)}
-
-
-def _same_total(window: Window, i: int, size: Dim) -> int:
-    if window.strides[i] == 1:
-        return window.span(i) - 1
-    if isinstance(size, Expr):
-        raise ShapeError(f"SAME padding with stride over the symbolic size {size} is not static")
-    out = -(-size // window.strides[i])
-    return max(0, int((out - 1) * window.strides[i] + window.span(i) - size))
-
-
-def static(dims: Sequence[Dim], what: str) -> tuple[int, ...]:
-    """Dimensions that must be known when the graph is built."""
-    if any(isinstance(d, Expr) for d in dims):
-        raise ShapeError(f"{what} must be static, got ({', '.join(map(str, dims))})")
-    return tuple(int(d) for d in dims)  # type: ignore[arg-type]
-
-
-def conv_window(attrs: Mapping[str, Any], x: TensorType, w: TensorType) -> Window:
-    """The window of a convolution, checked against the attribute `kernel_shape`."""
+def _kernel_of(attrs: Mapping[str, Any], w: TensorType) -> tuple[int, ...]:
+    """The kernel's size, checked against the attribute `kernel_shape`."""
     kernel = static(w.shape[2:], "a kernel's size")
     if attrs.get("kernel_shape") not in (None, kernel):
         raise ShapeError(f"kernel_shape={attrs['kernel_shape']} contradicts the weight {w}")
-    return Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
+    return kernel
 
 
 def _conv(call: Call) -> Types:
@@ -128,38 +61,64 @@ def _conv(call: Call) -> Types:
         raise ShapeError(f"Conv needs groups that divide the output channels, got {w}, {group=}")
     if call.has(2) and call.type(2).shape != w.shape[:1]:
         raise ShapeError(f"Conv needs one bias per output channel of {w}, got {call.type(2)}")
-    window = conv_window(call.attrs, x, w)
-    spatial = [window.out_size(i, d) for i, d in enumerate(x.shape[2:])]
+    spatial = out_sizes(call.attrs, _kernel_of(call.attrs, w), x.shape[2:])
     return (x.with_shape((x.shape[0], w.shape[0], *spatial)),)
 
 
 def _conv_vjp(
     g: Tensor, y: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None, **attrs: Any
 ) -> tuple[Tensor | None, ...]:
-    window = conv_window(attrs, x.type, w.type)
+    kernel = _kernel_of(attrs, w.type)
+    amounts = open_same_pads(attrs, kernel, x.shape[2:])
+    if amounts is not None:
+        return _conv_vjp_padded(g, x, w, b, amounts, {**attrs, "auto_pad": None, "pads": None})
+    window = Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
     d_x = conv_grad_input(g, w, x.shape[2:], window, attrs["group"])
     d_w = conv_grad_weight(x, g, kernel_shape=window.kernel, group=attrs["group"], **window.attrs())
-    if b is None:
-        return d_x, d_w
-    return d_x, d_w, g.sum([*range(2, g.rank)]).sum([0])
+    return (d_x, d_w) if b is None else (d_x, d_w, _grad_bias(g))
+
+
+def _grad_bias(g: Tensor) -> Tensor:
+    """Two sums, which onnxruntime makes faster than one over such axes."""
+    return g.sum([*range(2, g.rank)]).sum([0])
+
+
+def _conv_vjp_padded(
+    g: Tensor, x: Tensor, w: Tensor, b: Tensor | None, amounts: Sequence[Dim], attrs: Any
+) -> tuple[Tensor | None, ...]:
+    """Padding that depends on open sizes: written out, and taken off the gradient again."""
+    n = x.rank - 2
+    before, after = amounts[:n], amounts[n:]
+    wide = pad_row(x, dims_of([0, 0, *before, 0, 0, *after]))
+    d_wide, *rest = _conv_vjp(g, g, wide, w, b, **attrs)
+    assert d_wide is not None
+    for i in range(n):
+        d_wide = slice_axis(d_wide, 2 + i, before[i], before[i] + x.shape[2 + i])
+    return (d_wide, *rest)
 
 
 def conv_grad_input(
     g: Tensor, w: Tensor, spatial: Sequence[Dim], window: Window, group: int
 ) -> Tensor:
-    """The adjoint of Conv in x: a ConvTranspose whose output has the given spatial size."""
+    """The adjoint of Conv in x: a ConvTranspose whose output has the given spatial size.
+
+    Where a size is open and the stride leaves its remainder open too, the output is made as large
+    as it may be, and cut.
+    """
     n = len(window.kernel)
-    extra = []
+    ends, extra, cut = [0] * n, [0] * n, []
     for i, size in enumerate(spatial):
-        reach = (g.shape[2 + i] - 1) * window.strides[i] + window.span(i)
-        missing = size + window.pads[i] + window.pads[n + i] - reach
-        if isinstance(missing, Expr):
-            raise ShapeError(
-                f"the gradient of a convolution with stride {window.strides[i]} needs a static "
-                f"size, got {size}; fix the height and width in the TensorSpec"
-            )
-        extra.append(int(missing))
-    return conv_transpose_row(g, w, group=group, output_padding=tuple(extra), **window.attrs())
+        beyond = window.reach(i, g.shape[2 + i]) - window.pads[i] - size
+        if isinstance(beyond, int):
+            ends[i], extra[i] = max(beyond, 0), max(-beyond, 0)
+        else:
+            extra[i] = window.strides[i] - 1
+            cut.append(i)
+    attrs = {**window.attrs(), "pads": (*window.pads[:n], *ends), "output_padding": tuple(extra)}
+    d_x = conv_transpose_row(g, w, group=group, **attrs)
+    for i in cut:
+        d_x = slice_axis(d_x, 2 + i, 0, spatial[i])
+    return d_x
 
 
 def _conv_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
@@ -180,20 +139,6 @@ def _conv_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
     return y if b is None else y + b.reshape(-1, *[1] * n)
 
 
-def at_tap(x: Any, window: Window, tap: Sequence[int], out: Sequence[int]) -> Any:
-    """The view of the padded input (..., *S) that kernel position `tap` multiplies."""
-    return x[(Ellipsis, *_tap_slices(window, tap, out))]
-
-
-def _tap_slices(window: Window, tap: Sequence[int], out: Sequence[int]) -> list[slice]:
-    """Where kernel position `tap` reads the padded input, for each output position."""
-    starts = [t * d for t, d in zip(tap, window.dilations, strict=True)]
-    return [
-        slice(start, start + (o - 1) * s + 1, s)
-        for start, o, s in zip(starts, out, window.strides, strict=True)
-    ]
-
-
 conv_row = Op(
     name="Conv",
     infer=_conv,
@@ -207,36 +152,72 @@ conv_row = Op(
         sample(normal(1, 2, 7, 7), normal(2, 2, 3, 3), dilations=(2, 2)),
         sample(normal(2, 3, 4, 4), normal(5, 3, 1, 1)),
         sample(normal(2, 2, 8), normal(3, 2, 3), strides=(2,)),
+        sample(normal(1, 2, 4, 5, 3), normal(3, 2, 2, 3, 2), strides=(1, 2, 1), pads=(1, 0, 1) * 2),
+        sample(normal(2, 2, 5, 6), normal(3, 2, 3, 2), auto_pad="SAME_UPPER", strides=(2, 2)),
+        sample(normal(2, 2, 5, 6), normal(3, 2, 2, 2), auto_pad="SAME_LOWER", strides=(1, 3)),
+        sample(normal(2, 2, 5, 7), normal(3, 2, 1, 2), auto_pad="SAME_UPPER", strides=(3, 4)),
+        sample(normal(2, 2, 5), normal(3, 2, 3), auto_pad="VALID", kernel_shape=(3,)),
     ),
 )
 
 
+def transposed_window(
+    attrs: Mapping[str, Any], kernel: Sequence[int], spatial: Sequence[Dim]
+) -> tuple[Window, tuple[int, ...]]:
+    """The window whose Conv this transposes, with explicit pads, and the output padding.
+
+    `output_shape` and SAME_* fix the output's size and share out the pads; what no pad can give
+    is added after the output.
+    """
+    mode = attrs.get("auto_pad") or "NOTSET"
+    plain = Window(kernel, {**attrs, "pads": attrs.get("pads") if mode == "NOTSET" else None})
+    extra = list(attrs.get("output_padding") or (0,) * len(kernel))
+    if len(extra) != len(kernel) or min(extra, default=0) < 0:
+        raise ShapeError(f"ConvTranspose over {len(kernel)} axes takes output_padding={extra}")
+    wanted = attrs.get("output_shape")
+    if not wanted and mode not in SAME:
+        return plain, tuple(extra)
+    if wanted and len(wanted) != len(kernel):
+        raise ShapeError(f"ConvTranspose needs {len(kernel)} sizes in output_shape, got {wanted}")
+    totals = []
+    for i, size in enumerate(spatial):
+        out = wanted[i] if wanted else size * plain.strides[i]
+        total = plain.reach(i, size) + extra[i] - out
+        if isinstance(total, Expr):
+            raise ShapeError(f"ConvTranspose with output_shape needs static sizes, got {size}")
+        extra[i] += max(-total, 0)
+        totals.append(max(total, 0))
+    pads = shared_out(totals, mode)
+    return Window(kernel, {**attrs, "pads": pads}), tuple(extra)
+
+
 def _conv_transpose(call: Call) -> Types:
     x, w, attrs = call.type(0), call.type(1), call.attrs
-    if attrs["output_shape"] or attrs["auto_pad"] != "NOTSET":
-        raise InvalidInput("ConvTranspose takes explicit pads and output_padding here")
-    if x.rank != w.rank or x.shape[1] != w.shape[0]:
+    group = attrs["group"]
+    if x.rank != w.rank or x.rank < 3 or x.shape[1] != w.shape[0]:
         raise ShapeError(f"ConvTranspose takes x: (N, C, ...), w: (C, O/groups, ...), got {x}, {w}")
-    window = Window(static(w.shape[2:], "a kernel's size"), attrs)
+    if isinstance(w.shape[0], int) and w.shape[0] % group:
+        raise ShapeError(f"ConvTranspose needs groups that divide its channels, got {w}, {group=}")
+    window, extra = transposed_window(attrs, _kernel_of(attrs, w), x.shape[2:])
     n = len(window.kernel)
-    extra = attrs["output_padding"] or (0,) * n
     spatial = [
-        (d - 1) * window.strides[i] + window.span(i) + extra[i]
-        - window.pads[i] - window.pads[n + i]
+        window.reach(i, d) + extra[i] - window.pads[i] - window.pads[n + i]
         for i, d in enumerate(x.shape[2:])
-    ]  # fmt: skip
+    ]
     if any(isinstance(d, int) and d < 1 for d in spatial):
         raise ShapeError(f"ConvTranspose of {x} leaves {spatial} after pads {window.pads}")
-    return (x.with_shape((x.shape[0], w.shape[1] * attrs["group"], *spatial)),)
+    channels = w.shape[1] * group
+    if call.has(2) and call.type(2).shape != (channels,):
+        raise ShapeError(f"ConvTranspose of {w} needs {channels} biases, got {call.type(2)}")
+    return (x.with_shape((x.shape[0], channels, *spatial)),)
 
 
 def _conv_transpose_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
     """Adds each input position, times the kernel, onto the padded output; then crops the pads."""
-    window, group = Window(w.shape[2:], attrs), attrs["group"]
-    n = len(window.kernel)
-    extra = attrs.get("output_padding") or (0,) * n
+    window, extra = transposed_window(attrs, w.shape[2:], x.shape[2:])
+    group, n = attrs["group"], len(window.kernel)
     full = [
-        (s - 1) * window.strides[i] + window.span(i) + extra[i] for i, s in enumerate(x.shape[2:])
+        static([window.reach(i, s)], "a plane")[0] + extra[i] for i, s in enumerate(x.shape[2:])
     ]
     grouped = x.reshape(x.shape[0], group, -1, *x.shape[2:])
     weights = w.reshape(group, -1, *w.shape[1:])
@@ -254,14 +235,12 @@ def _conv_transpose_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
 def _conv_transpose_vjp(
     g: Tensor, y: Tensor, x: Tensor, w: Tensor, b: Tensor | None = None, **attrs: Any
 ) -> tuple[Tensor | None, ...]:
-    window = Window(static(w.shape[2:], "a kernel's size"), attrs)
+    window, _ = transposed_window(attrs, _kernel_of(attrs, w.type), x.shape[2:])
     group = attrs["group"]
     d_x = conv_row(g, w, group=group, **window.attrs())
     d_x = _crop(d_x, x.shape)
     d_w = conv_grad_weight(g, x, kernel_shape=window.kernel, group=group, **window.attrs())
-    if b is None:
-        return d_x, d_w
-    return d_x, d_w, g.sum([*range(2, g.rank)]).sum([0])
+    return (d_x, d_w) if b is None else (d_x, d_w, _grad_bias(g))
 
 
 def _crop(x: Tensor, wanted: Sequence[Dim]) -> Tensor:
@@ -281,6 +260,12 @@ conv_transpose_row = Op(
         sample(normal(2, 4, 3, 3), normal(4, 3, 3, 3), pads=(1, 1, 1, 1)),
         sample(normal(2, 4, 3, 3), normal(4, 2, 3, 3), strides=(2, 2), output_padding=(1, 1)),
         sample(normal(2, 4, 3, 3), normal(4, 2, 2, 2), normal(4), group=2, strides=(2, 2)),
+        sample(normal(2, 2, 4), normal(2, 3, 3), strides=(3,), dilations=(2,), pads=(1, 2)),
+        sample(normal(1, 2, 2, 3, 2), normal(2, 2, 2, 3, 2), strides=(2, 1, 2), pads=(0, 1, 0) * 2),
+        sample(normal(1, 2, 3, 4), normal(2, 2, 3, 2), strides=(2, 3), auto_pad="SAME_UPPER"),
+        sample(normal(1, 2, 3, 4), normal(2, 2, 4, 3), strides=(2, 2), auto_pad="SAME_LOWER"),
+        sample(normal(1, 2, 3, 3), normal(2, 2, 3, 3), strides=(3, 2), output_shape=(10, 6)),
+        sample(normal(1, 2, 3, 3), normal(2, 2, 3, 3), strides=(2, 2), auto_pad="VALID"),
     ),
 )
 
@@ -292,11 +277,21 @@ def _conv_grad_weight(call: Call) -> Types:
         raise ShapeError(f"{attrs['group']} groups do not divide {channels} channels")
     if x.rank != g.rank or x.shape[0] != g.shape[0]:
         raise ShapeError(f"ConvGradWeight takes x and g of one batch, got {x} and {g}")
-    shape = (g.shape[1], channels // attrs["group"], *attrs["kernel_shape"])
+    if attrs["form"] and attrs["form"] not in WEIGHT_FORMS:
+        raise InvalidInput(f"form is one of {', '.join(WEIGHT_FORMS)}, got {attrs['form']!r}")
+    window = Window(attrs["kernel_shape"], attrs)
+    n = len(window.kernel)
+    for i, (size, positions) in enumerate(zip(x.shape[2:], g.shape[2:], strict=True)):
+        beyond = window.reach(i, positions) - (size + window.pads[i] + window.pads[n + i])
+        if isinstance(beyond, int) and beyond > 0:
+            raise ShapeError(f"ConvGradWeight has more positions in {g} than windows in {x}")
+    shape = (g.shape[1], channels // attrs["group"], *window.kernel)
     return (x.with_shape(shape),)
 
 
-def _conv_grad_weight_kernel(x: Any, g: Any, *, kernel_shape: Any, group: int, **attrs: Any) -> Any:
+def _conv_grad_weight_kernel(
+    x: Any, g: Any, *, kernel_shape: Any, group: int, form: str, **attrs: Any
+) -> Any:
     window = Window(kernel_shape, attrs)
     n = len(kernel_shape)
     padded = np.pad(x, [(0, 0), (0, 0), *zip(window.pads[:n], window.pads[n:], strict=True)])
@@ -312,70 +307,101 @@ def _conv_grad_weight_kernel(x: Any, g: Any, *, kernel_shape: Any, group: int, *
 
 
 def _conv_grad_weight_vjp(
-    u: Tensor, y: Tensor, x: Tensor, g: Tensor, *, kernel_shape: Any, group: int, **attrs: Any
-) -> tuple[Tensor, Tensor]:
+    u: Tensor, y: Tensor, x: Tensor, g: Tensor,
+    *, kernel_shape: Any, group: int, form: str, **attrs: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     window = Window(kernel_shape, attrs)
     d_x = conv_grad_input(g, u, x.shape[2:], window, group)
     return d_x, conv_row(x, u, group=group, **window.attrs())
 
 
-def _conv_grad_weight_body(
-    x: Tensor, g: Tensor, *, kernel_shape: Any, group: int, **attrs: Any
-) -> Tensor:
-    """The fastest form on onnxruntime's CPU kernels for the case at hand."""
-    window = Window(kernel_shape, attrs)
-    planar = len(kernel_shape) == 2 and group == 1
-    fixed = all(isinstance(d, int) for d in (*x.shape[1:], *g.shape[1:]))
-    if planar and fixed and (x.shape[1] == 1 or window.kernel == (1, 1)):
-        return _grad_weight_by_columns(x, g, window)
-    if planar and fixed and window.dilations == (1, 1):
-        return _grad_weight_interleaved(x, g, window)
-    return _grad_weight_transposed(x, g, window, group)
+@dataclass(frozen=True, slots=True)
+class WeightForm:
+    """One way to compute the gradient of a weight, and which cases it serves."""
+
+    serves: Callable[[TensorType, TensorType, Window, int], bool]
+    make: Callable[[Tensor, Tensor, Window, int], Tensor]
 
 
-def _grad_weight_interleaved(x: Tensor, g: Tensor, window: Window) -> Tensor:
-    """One Conv whose image is x as (1, N, H, W*C) and whose kernel is g: runs of k*C floats."""
-    c, (kh, kw), (sh, sw) = x.shape[1], window.kernel, window.strides
-    assert isinstance(c, int)
-    n, _, h, w = x.shape
-    image = x.transpose(0, 2, 3, 1).reshape((1, n, h, w * c))
-    top, left, bottom, right = window.pads
+def _by_columns_serves(x: TensorType, g: TensorType, window: Window, group: int) -> bool:
+    return is_static(x.shape[1:]) and is_static(g.shape[1:])
+
+
+def _by_taps_serves(x: TensorType, g: TensorType, window: Window, group: int) -> bool:
+    return _by_columns_serves(x, g, window, group) and x.shape[1] == g.shape[1] == group
+
+
+def _interleaved_serves(x: TensorType, g: TensorType, window: Window, group: int) -> bool:
+    return group == 1 and window.dilations[-1] == 1 and isinstance(x.shape[1], int)
+
+
+def _by_columns(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
+    """Slices of the padded input as rows of one matrix product per group."""
+    n, channels, spatial = x.shape[0], x.shape[1], g.shape[2:]
+    k = len(spatial)
+    planes = _padded(x, window).transpose(1, 0, *range(2, 2 + k))
+    out = static(spatial, "an output plane")
+    taps = [
+        _plane(planes, tap_slices(window, tap, out)).reshape(
+            (group, floor_div(channels, group), -1)
+        )
+        for tap in np.ndindex(*window.kernel)
+    ]
+    rows = taps[0] if len(taps) == 1 else concat(taps, axis=1)
+    cotangents = g.reshape((n, group, -1, *spatial)).transpose(1, 0, *range(3, 3 + k), 2)
+    made = rows @ cotangents.reshape((group, rows.shape[2], -1))
+    made = made.reshape((group, *window.kernel, -1, made.shape[2]))
+    back = made.transpose(0, 2 + k, 1 + k, *range(1, 1 + k))
+    return back.reshape((g.shape[1], floor_div(channels, group), *window.kernel))
+
+
+def _by_taps(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
+    """One sum of products per kernel position; for one input and output channel a group."""
+    wide, out = _padded(x, window), static(g.shape[2:], "an output plane")
+    axes = [0, *range(2, x.rank)]
+    taps = [
+        (_plane(wide, tap_slices(window, tap, out)) * g).sum(axes)
+        for tap in np.ndindex(*window.kernel)
+    ]
+    return stack(taps, 1).reshape((g.shape[1], 1, *window.kernel))
+
+
+def _interleaved(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
+    """One Conv whose image is x as (1, N, ..., W*C) and whose kernel is g: runs of k*C floats."""
+    n, c, *spatial = x.shape
+    k = len(spatial)
+    image = x.transpose(0, *range(2, 2 + k), 1).reshape((1, n, *spatial[:-1], spatial[-1] * c))
+    wide = [1] * (k - 1) + [c]
+    pads = [p * f for p, f in zip(window.pads, wide * 2, strict=True)]
     out = conv_row(
         image,
-        g.transpose(1, 0, 2, 3),
-        dilations=(sh, sw * c),
-        pads=(top, left * c, bottom, right * c),
+        g.transpose(1, 0, *range(2, 2 + k)),
+        strides=window.dilations,
+        dilations=[s * f for s, f in zip(window.strides, wide, strict=True)],
+        pads=pads,
     )
-    out = _crop(out, (1, g.shape[1], kh, kw * c))
-    return out.reshape((g.shape[1], kh, kw, c)).transpose(0, 3, 1, 2)
+    kept = [t * f for t, f in zip(window.kernel, wide, strict=True)]
+    out = _crop(out, (1, g.shape[1], *kept))
+    return out.reshape((g.shape[1], *window.kernel, c)).transpose(0, 1 + k, *range(1, 1 + k))
 
 
-def _grad_weight_by_columns(x: Tensor, g: Tensor, window: Window) -> Tensor:
-    """Slices of the padded input as rows of one matrix product; for one channel or a 1x1 kernel."""
-    top, left, bottom, right = window.pads
-    if any(window.pads):
-        x = pad(x, (0, 0, top, left, 0, 0, bottom, right))
-    planes = x.transpose(1, 0, 2, 3)
-    taps = []
-    for tap in np.ndindex(*window.kernel):
-        rows, columns = _tap_slices(window, tap, static(g.shape[2:], "an output plane"))
-        taps.append(_plane(planes, rows, columns).reshape((x.shape[1], -1)))
-    matrix = concat(taps) if len(taps) > 1 else taps[0]
-    cotangents = g.transpose(0, 2, 3, 1).reshape((-1, g.shape[1]))
-    out = matrix @ cotangents
-    return out.reshape((*window.kernel, x.shape[1], g.shape[1])).transpose(3, 2, 0, 1)
-
-
-def _plane(x: Tensor, rows: slice, columns: slice) -> Tensor:
-    if (rows, columns) == (slice(0, x.shape[2], 1), slice(0, x.shape[3], 1)):
+def _padded(x: Tensor, window: Window) -> Tensor:
+    n = len(window.kernel)
+    if not any(window.pads):
         return x
-    bounds = ((rows.start, columns.start), (rows.stop, columns.stop), (2, 3))
-    return slice_row(
-        x, *(np.array(b, np.int64) for b in bounds), np.array((rows.step, columns.step), np.int64)
-    )
+    return pad_row(x, np.array([0, 0, *window.pads[:n], 0, 0, *window.pads[n:]]))
 
 
-def _grad_weight_transposed(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
+def _plane(x: Tensor, taken: Sequence[slice]) -> Tensor:
+    """`x` with its last axes sliced."""
+    lead = x.rank - len(taken)
+    if all((s.start, s.stop, s.step) == (0, x.shape[lead + i], 1) for i, s in enumerate(taken)):
+        return x
+    bounds = ([s.start for s in taken], [s.stop for s in taken], range(lead, x.rank))
+    return slice_row(x, *map(np.array, bounds), np.array([s.step for s in taken]))
+
+
+def _transposed(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
     """Conv with batch and channel exchanged; strides and dilations exchange roles too."""
     n, channels = x.shape[0], x.shape[1]
     spatial = x.shape[2:]
@@ -398,6 +424,46 @@ def _grad_weight_transposed(x: Tensor, g: Tensor, window: Window, group: int) ->
     return out.transpose(1, 0, *range(2, 2 + k))
 
 
+# fmt: off
+WEIGHT_FORMS: Final[Mapping[str, WeightForm]] = {
+    "columns":     WeightForm(_by_columns_serves, _by_columns),
+    "interleaved": WeightForm(_interleaved_serves, _interleaved),
+    "taps":        WeightForm(_by_taps_serves, _by_taps),
+    "transposed":  WeightForm(lambda x, g, window, group: True, _transposed),
+}
+"""The ways to compute ConvGradWeight; a node's attribute `form` names one, else `fastest`."""
+# fmt: on
+
+
+def weight_forms(x: TensorType, g: TensorType, attrs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The forms that serve a ConvGradWeight of these operands, the one taken by default first."""
+    window, group = Window(attrs["kernel_shape"], attrs), attrs.get("group") or 1
+    serving = [name for name, form in WEIGHT_FORMS.items() if form.serves(x, g, window, group)]
+    first = _fastest(x, window, group, serving)
+    return (first, *(name for name in serving if name != first))
+
+
+def _fastest(x: TensorType, window: Window, group: int, serving: Sequence[str]) -> str:
+    """As measured on onnxruntime's CPU kernels; a tuner that measures sets `form` instead."""
+    dense = set(window.strides) == {1}
+    order: tuple[str, ...] = ("interleaved", "transposed")
+    if x.shape[1] == 1 or set(window.kernel) == {1}:
+        order = ("columns", "interleaved", "transposed")
+    elif group > 1:
+        order = ("taps", "columns", "transposed") if dense else ("transposed",)
+    return next(name for name in order if name in serving)
+
+
+def _conv_grad_weight_body(
+    x: Tensor, g: Tensor, *, kernel_shape: Any, group: int, form: str, **attrs: Any
+) -> Tensor:
+    window = Window(kernel_shape, attrs)
+    serving = weight_forms(x.type, g.type, {"kernel_shape": kernel_shape, "group": group, **attrs})
+    if form and form not in serving:
+        raise InvalidInput(f"ConvGradWeight has here the forms {', '.join(serving)}, got {form!r}")
+    return WEIGHT_FORMS[form or serving[0]].make(x, g, window, group)
+
+
 conv_grad_weight = Op(
     name="ConvGradWeight",
     domain=DOMAIN,
@@ -408,6 +474,7 @@ conv_grad_weight = Op(
         "pads": AttrSpec("INTS"),
         "dilations": AttrSpec("INTS"),
         "group": AttrSpec("INT", 1),
+        "form": AttrSpec("STRING", ""),
     },
     infer=_conv_grad_weight,
     reference=_conv_grad_weight_kernel,
@@ -424,6 +491,15 @@ conv_grad_weight = Op(
         sample(normal(2, 4, 5, 5), normal(2, 6, 3, 3), kernel_shape=(3, 3), group=2),
         sample(normal(1, 2, 7, 7), normal(1, 2, 3, 3), kernel_shape=(3, 3), dilations=(2, 2)),
         sample(normal(2, 2, 8), normal(2, 3, 3), kernel_shape=(3,), strides=(2,)),
+        sample(normal(2, 3, 5, 4), normal(2, 3, 5, 4), kernel_shape=(3, 3), group=3,
+               pads=(1, 1, 1, 1)),
+        sample(normal(1, 2, 4, 3, 5), normal(1, 3, 2, 3, 3), kernel_shape=(2, 1, 3),
+               strides=(2, 1, 2), pads=(0, 0, 1) * 2),
+        *(sample(normal(2, 3, 5, 6), normal(2, 3, 3, 4), kernel_shape=(3, 3), group=3, form=form)
+          for form in ("transposed", "columns", "taps")),
+        *(sample(normal(2, 2, 7, 6), normal(2, 3, 2, 6), kernel_shape=(3, 3), strides=(2, 1),
+                 dilations=(2, 1), pads=(1, 1, 0, 1), form=form)
+          for form in ("transposed", "columns", "interleaved")),
     ),
 )  # fmt: skip
 
@@ -454,12 +530,46 @@ def conv(
         if padding not in modes:
             raise InvalidInput(f"padding is an int, ints, 'same' or 'valid', got {padding!r}")
         kernel = static(weight.shape[2:], "a kernel's size")
-        attrs = with_explicit_pads({**attrs, "auto_pad": modes[padding]}, kernel, x.shape[2:])
-        attrs.pop("auto_pad")
+        attrs["auto_pad"] = modes[padding]
+        if open_same_pads(attrs, kernel, x.shape[2:]) is None:
+            attrs = {**with_explicit_pads(attrs, kernel, x.shape[2:]), "auto_pad": None}
     else:
         attrs["pads"] = _pair(padding, n) * 2
-    plain = {k: v for k, v in attrs.items() if v and any(i != _NEUTRAL[k] for i in v)}
-    return conv_row(x, weight, bias, group=groups, **plain)
+    return conv_row(x, weight, bias, group=groups, **_plain(attrs))
 
 
-_NEUTRAL = {"strides": 1, "dilations": 1, "pads": 0}
+def _plain(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes without those that say what their absence says."""
+    return {
+        k: v
+        for k, v in attrs.items()
+        if v and (isinstance(v, str) or any(i != _NEUTRAL[k] for i in v))
+    }
+
+
+_NEUTRAL: Final = {"strides": 1, "dilations": 1, "pads": 0, "output_padding": 0}
+
+
+def conv_transpose(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """x: (N, C, *S), weight: (C, O/groups, *K), bias: (O,) -> (N, O, *T), the adjoint of `conv`.
+
+    T = (S - 1) stride - 2 padding + dilation (K - 1) + 1 + output_padding along each axis.
+    """
+    n = x.rank - 2
+    attrs = {
+        "strides": _pair(stride, n),
+        "dilations": _pair(dilation, n),
+        "pads": _pair(padding, n) * 2,
+        "output_padding": _pair(output_padding, n),
+    }
+    return conv_transpose_row(x, weight, bias, group=groups, **_plain(attrs))

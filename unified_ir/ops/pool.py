@@ -1,4 +1,4 @@
-"""Pooling. The gradient of a maximum goes to the first maximum of each window, as in PyTorch.
+"""Maximum pooling. The gradient goes to the first maximum of each window, as in PyTorch.
 
 Equality with the maximum alone would hand the gradient to every tie, and ties are the rule on
 images with a constant background; windows therefore carry a key that makes the winner unique.
@@ -6,60 +6,50 @@ images with a constant background; windows therefore carry a key that makes the 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, product
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
-from triplane.unified_ir.ops.convolution import (
+from triplane.unified_ir.ops.indexing import arange, gather, scatter_elements
+from triplane.unified_ir.ops.mean_pool import average_pool_row
+from triplane.unified_ir.ops.reductions import argmax_row
+from triplane.unified_ir.ops.resizing import resize_row
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
+from triplane.unified_ir.ops.samples import apart, given, normal, sample
+from triplane.unified_ir.ops.structure import broadcast_to, pad_row, slice_row, zeros
+from triplane.unified_ir.ops.tensor import Tensor, dims_of
+from triplane.unified_ir.ops.window import (
+    Padded,
     Window,
-    at_tap,
-    conv_transpose_row,
-    static,
+    is_static,
+    pool_attrs,
+    pooled_type,
+    sizes_of,
     with_explicit_pads,
 )
-from triplane.unified_ir.ops.indexing import gather, scatter_elements
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
-from triplane.unified_ir.ops.samples import apart, normal, sample
-from triplane.unified_ir.ops.structure import ones, pad, slice_row, zeros
-from triplane.unified_ir.ops.tensor import Tensor
 
 Types = tuple[TensorType, ...]
 
 
-def pool_window(attrs: Mapping[str, Any], x: TensorType) -> Window:
-    """The window of a pooling node with its pads made explicit."""
-    kernel = attrs["kernel_shape"]
-    if x.rank != len(kernel) + 2:
-        raise ShapeError(f"a pool over {len(kernel)} axes takes x: (N, C, ...), got {x}")
-    window = Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
-    if any(pad >= k for pad, k in zip(window.pads, window.kernel * 2, strict=True)):
-        raise ShapeError(f"a pool's pads are below its window {kernel}, got {window.pads}")
-    return window
-
-
-def _pooled_type(x: TensorType, attrs: Mapping[str, Any]) -> TensorType:
-    window = pool_window(attrs, x)
-    ceil_mode = bool(attrs["ceil_mode"])
-    spatial = [window.out_size(i, d, ceil_mode=ceil_mode) for i, d in enumerate(x.shape[2:])]
-    return x.with_shape((*x.shape[:2], *spatial))
-
-
 def _pool(call: Call) -> Types:
-    y = _pooled_type(call.type(0), call.attrs)
+    y = pooled_type(call.type(0), call.attrs)
     return (y, y.with_dtype(int64))[: call.outputs]
 
 
 def _check_winners(call: Call, *, like_x: TensorType, like_y: TensorType) -> TensorType:
     """The type of operand x, after holding the operands to x and to its pooled shape."""
-    x = call.type(1)
-    pooled = _pooled_type(x, call.attrs)
+    x, form = call.type(1), call.attrs["form"]
+    pooled = pooled_type(x, call.attrs)
     if like_x.shape != x.shape or like_y.shape != pooled.shape or call.type(2) != pooled:
         found = [str(call.type(i)) for i in range(3)]
         raise ShapeError(f"{call.row} takes x as {x} and its pool as {pooled}, got {found}")
+    if form and form not in WINNER_FORMS:
+        raise InvalidInput(f"form is one of {', '.join(WINNER_FORMS)}, got {form!r}")
     return x
 
 
@@ -72,41 +62,14 @@ def _max_select(call: Call) -> Types:
     return (call.type(2),)
 
 
-class _Padded:
-    """A host array under a sliding window, for the reference kernels."""
-
-    def __init__(self, x: Any, kernel: Any, ceil_mode: int, attrs: Mapping[str, Any]) -> None:
-        self.window = Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
-        self.out = self.window.out_ints(x.shape[2:], ceil_mode=bool(ceil_mode))
-        self.n = len(kernel)
-        self.before = self.window.pads[: self.n]
-        self.after = [
-            max(0, (o - 1) * w.strides[i] + w.span(i) - x.shape[2 + i] - w.pads[i])
-            for w in (self.window,)
-            for i, o in enumerate(self.out)
-        ]
-
-    def pad(self, x: Any, value: Any) -> Any:
-        """The spatial axes of `x` padded as far as any window reaches."""
-        lead = [(0, 0)] * (x.ndim - self.n)
-        spread = [*lead, *zip(self.before, self.after, strict=True)]
-        return np.pad(x, spread, constant_values=value)
-
-    def taps(self) -> Iterator[tuple[int, ...]]:
-        """Kernel positions in row-major order."""
-        return iter(np.ndindex(*self.window.kernel))
-
-    def at(self, x: Any, tap: tuple[int, ...]) -> Any:
-        """What kernel position `tap` sees at each window position of the padded array."""
-        return at_tap(x, self.window, tap, self.out)
-
-
-def _max_pool_kernel(x: Any, *, kernel_shape: Any, ceil_mode: int, **attrs: Any) -> Any:
+def _max_pool_kernel(
+    x: Any, *, kernel_shape: Any, ceil_mode: int, storage_order: int = 0, **attrs: Any
+) -> Any:
     """Maximum and its first flat position over (N, C, *S), window by window."""
-    padded = _Padded(x, kernel_shape, ceil_mode, attrs)
+    padded = Padded(x, kernel_shape, ceil_mode, attrs)
     low = -np.inf if x.dtype.kind == "f" else np.iinfo(x.dtype).min
     values = padded.pad(x, low)
-    positions = padded.pad(np.arange(x.size).reshape(x.shape), -1)
+    positions = padded.pad(_flat_positions(x.shape, storage_order), -1)
     best = np.full((*x.shape[:2], *padded.out), low, x.dtype)
     where = np.full(best.shape, -1)
     for tap in padded.taps():
@@ -114,6 +77,15 @@ def _max_pool_kernel(x: Any, *, kernel_shape: Any, ceil_mode: int, **attrs: Any)
         better = (value > best) | ((where < 0) & (here >= 0))
         best, where = np.where(better, value, best), np.where(better, here, where)
     return best, where
+
+
+def _flat_positions(shape: Sequence[int], storage_order: int) -> Any:
+    """Where each element lies, the spatial axes in reverse order for storage order 1."""
+    size = int(np.prod(shape[2:]))
+    plane = np.arange(size).reshape(shape[2:])
+    if storage_order:
+        plane = np.arange(size).reshape(shape[:1:-1]).T
+    return np.arange(shape[0] * shape[1]).reshape(*shape[:2], *[1] * plane.ndim) * size + plane
 
 
 def _max_pool_vjp(g: Any, y: Any, x: Tensor, **attrs: Any) -> tuple[Tensor | None]:
@@ -125,18 +97,17 @@ def _max_pool_vjp(g: Any, y: Any, x: Tensor, **attrs: Any) -> tuple[Tensor | Non
 
 
 def _window_attrs(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    if attrs.get("storage_order"):
-        raise InvalidInput("MaxPool with storage_order=1 has no gradient")
-    return {k: attrs[k] for k in _WINDOW if attrs.get(k) not in (None, "NOTSET")}
+    return {k: attrs[k] for k in _WINDOW if attrs.get(k) not in (None, "NOTSET", "")}
 
 
-_WINDOW = {
+_WINDOW: Final[Mapping[str, AttrSpec]] = {
     "kernel_shape": AttrSpec("INTS", required=True),
     "strides": AttrSpec("INTS"),
     "pads": AttrSpec("INTS"),
     "dilations": AttrSpec("INTS"),
     "ceil_mode": AttrSpec("INT", 0),
     "auto_pad": AttrSpec("STRING", "NOTSET"),
+    "form": AttrSpec("STRING", ""),
 }
 
 max_pool_row = Op(
@@ -154,87 +125,127 @@ max_pool_row = Op(
             kernel_shape=(2, 2), strides=(2, 2),
         ),
         sample(apart(2, 2, 7), kernel_shape=(3,), strides=(3,)),
+        sample(apart(1, 2, 4, 4, 5), kernel_shape=(2, 2, 2), strides=(2, 2, 2)),
+        sample(apart(1, 2, 3, 4, 4), kernel_shape=(2, 3, 2), strides=(1, 2, 1),
+               pads=(1, 0, 1, 0, 1, 0)),
+        sample(apart(1, 2, 7, 8), kernel_shape=(3, 2), dilations=(2, 3), strides=(1, 2)),
+        sample(apart(1, 2, 6, 5), kernel_shape=(3, 2), strides=(2, 2), ceil_mode=1,
+               pads=(1, 0, 0, 1)),
+        sample(apart(1, 2, 5, 6), kernel_shape=(3, 2), strides=(2, 2), auto_pad="SAME_UPPER"),
+        sample(apart(1, 2, 5, 6), kernel_shape=(2, 2), strides=(3, 1), auto_pad="SAME_LOWER"),
+        sample(apart(1, 2, 4, 5), kernel_shape=(3, 2), outputs=2, storage_order=1),
     ),
 )  # fmt: skip
 
 
-MAX_KEYED_WIDTH: Final = 512
-"""Wider, the 0/1 matrix of the key trick, quadratic in the width, is not worth its bytes."""
+def _plain_tiles(x: TensorType, attrs: Mapping[str, Any]) -> bool:
+    """Whether windows tile a static plane without overlap, so that keys find the first maximum."""
+    kernel = tuple(attrs["kernel_shape"])
+    if not is_static(x.shape[2:]) or attrs.get("ceil_mode"):
+        return False
+    window = Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
+    return kernel == window.strides and not any(window.pads) and set(window.dilations) == {1}
 
 
-def _disjoint(window: Window, x: Tensor, attrs: Mapping[str, Any]) -> bool:
-    """Whether the windows tile a static plane without overlap, so that the key trick applies."""
-    return (
-        window.kernel == window.strides
-        and len(window.kernel) == 2
-        and not any(window.pads)
-        and not attrs["ceil_mode"]
-        and set(window.dilations) == {1}
-        and all(isinstance(d, int) and d <= MAX_KEYED_WIDTH for d in x.shape[2:])
+def _upsample(m: Tensor, kernel: Sequence[int]) -> Tensor:
+    """m: (N, C, *t) -> (N, C, *(t * k)), each element repeated."""
+    scales = np.array([1, 1, *kernel], np.float32)
+    return resize_row(
+        m, None, scales, coordinate_transformation_mode="asymmetric", nearest_mode="floor"
     )
 
 
-def _upsample(m: Tensor, window: Window) -> Tensor:
-    """m: (N, C, h, w) -> (N, C, h*kh, w*kw), each element repeated: one product with a 0/1 matrix.
-
-    The matrix holds kh copies of the column repetition, so rows double in the same pass.
-    """
-    kh, kw = window.kernel
-    n, c, h, w = m.shape
-    assert isinstance(w, int)
-    repeat = np.tile(np.repeat(np.eye(w), kw, axis=1), (1, kh)).astype(m.dtype.numpy)
-    rows = m.reshape((-1, w)) @ m.build.admit(repeat)
-    return rows.reshape((n, c, h * kh, w * kw))
-
-
-def _cropped(x: Tensor, h: int, w: int) -> Tensor:
-    if x.shape[2:] == (h, w):
+def _cropped(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    if x.shape[2:] == tuple(sizes):
         return x
-    return slice_row(x, *(np.array(v) for v in ([0, 0], [h, w], [2, 3])))
+    zero = [0] * len(sizes)
+    return slice_row(x, np.array(zero), np.array(sizes), np.arange(2, x.rank))
 
 
-def _winner(x: Tensor, y: Tensor, window: Window) -> Tensor:
-    """1 at the first maximum of each window, else 0; x cropped to whole windows.
+def _keys(tiles: Sequence[Dim], kernel: Sequence[int], x: Tensor) -> Tensor:
+    """Keys falling from the first to the last position of each window, over the whole plane.
 
-    Every maximum must be finite: one infinite maximum spoils the winners of its whole row of
-    windows, since 0 * inf in the product that repeats it is NaN.
+    A small constant repeated by the graph: runtimes fold it when they load the model.
     """
-    kh, kw = window.kernel
-    _, _, h, w = x.shape
-    assert isinstance(h, int)
-    assert isinstance(w, int)
-    order = np.arange(kh * kw, 0, -1).reshape(kh, kw)
-    keys = np.tile(order, (h // kh, w // kw)).astype(x.dtype.numpy)
-    keyed = (x == _upsample(y, window)).cast(x.dtype) * keys
-    best = max_pool_row(keyed, kernel_shape=window.kernel, strides=window.strides)
-    return (keyed == _upsample(best, window)).cast(x.dtype)
+    n = len(kernel)
+    order = np.arange(int(np.prod(kernel)), 0, -1, dtype=x.dtype.numpy)
+    window = order.reshape([k for size in kernel for k in (1, size)])
+    whole = [d for pair in zip(tiles, kernel, strict=True) for d in pair]
+    plane = [whole[2 * i] * whole[2 * i + 1] for i in range(n)]
+    return broadcast_to(x.build.admit(window), whole).reshape(plane)
 
 
-def _max_unpool_body(g: Tensor, x: Tensor, y: Tensor, **attrs: Any) -> Tensor:
-    window = pool_window(attrs, x.type)
-    if not _disjoint(window, x, attrs):
-        index = _positions(x, attrs).reshape((-1,))
-        flat = zeros([x.type.size], g.dtype)
-        return scatter_elements(flat, index, g.reshape((-1,)), reduction="add").reshape(x.shape)
-    h, w = (int(d) * k for d, k in zip(y.shape[2:], window.kernel, strict=True))  # type: ignore[arg-type]
-    placed = _upsample(g, window) * _winner(_cropped(x, h, w), y, window)
-    missing = [int(d) - k for d, k in zip(x.shape[2:], (h, w), strict=True)]  # type: ignore[arg-type]
-    return pad(placed, (0, 0, 0, 0, 0, 0, *missing)) if any(missing) else placed
+def _winner(x: Tensor, y: Tensor, kernel: Sequence[int]) -> Tensor:
+    """1 at the first maximum of each window, else 0; x cropped to whole windows."""
+    keyed = (x == _upsample(y, kernel)).cast(x.dtype) * _keys(y.shape[2:], kernel, x)
+    best = max_pool_row(keyed, kernel_shape=kernel, strides=kernel)
+    return (keyed == _upsample(best, kernel)).cast(x.dtype)
 
 
-def _max_select_body(t: Tensor, x: Tensor, y: Tensor, **attrs: Any) -> Tensor:
-    window = pool_window(attrs, x.type)
-    if not _disjoint(window, x, attrs):
-        return gather(t.reshape((-1,)), _positions(x, attrs), axis=0)
-    h, w = (int(d) * k for d, k in zip(y.shape[2:], window.kernel, strict=True))  # type: ignore[arg-type]
-    chosen = _cropped(t, h, w) * _winner(_cropped(x, h, w), y, window)
-    mean = average_pool_row(chosen, kernel_shape=window.kernel, strides=window.strides)
-    return mean * float(math.prod(window.kernel))
+def _covered(y: Tensor, kernel: Sequence[int]) -> list[int]:
+    return [int(d) * k for d, k in zip(y.shape[2:], kernel, strict=True)]  # type: ignore[arg-type]
+
+
+def _unpool_by_keys(g: Tensor, x: Tensor, y: Tensor, attrs: Mapping[str, Any]) -> Tensor:
+    kernel = attrs["kernel_shape"]
+    sizes = _covered(y, kernel)
+    placed = _upsample(g, kernel) * _winner(_cropped(x, sizes), y, kernel)
+    missing = [int(d) - k for d, k in zip(x.shape[2:], sizes, strict=True)]  # type: ignore[arg-type]
+    return pad_row(placed, np.array([0] * (x.rank + 2) + missing)) if any(missing) else placed
+
+
+def _select_by_keys(t: Tensor, x: Tensor, y: Tensor, attrs: Mapping[str, Any]) -> Tensor:
+    kernel = attrs["kernel_shape"]
+    sizes = _covered(y, kernel)
+    chosen = _cropped(t, sizes) * _winner(_cropped(x, sizes), y, kernel)
+    mean = average_pool_row(chosen, kernel_shape=kernel, strides=kernel)
+    return mean * float(np.prod(kernel))
+
+
+def _unpool_by_positions(g: Tensor, x: Tensor, y: Tensor, attrs: Mapping[str, Any]) -> Tensor:
+    index = _positions(x, attrs).reshape((-1,))
+    flat = zeros([x.type.size], g.dtype)
+    return scatter_elements(flat, index, g.reshape((-1,)), reduction="add").reshape(x.shape)
+
+
+def _select_by_positions(t: Tensor, x: Tensor, y: Tensor, attrs: Mapping[str, Any]) -> Tensor:
+    return gather(t.reshape((-1,)), _positions(x, attrs), axis=0)
 
 
 def _positions(x: Tensor, attrs: Mapping[str, Any]) -> Tensor:
-    _, index = max_pool_row.all_outputs(x, outputs=2, **_window_attrs(attrs))
+    window = {k: v for k, v in _window_attrs(attrs).items() if k != "form"}
+    _, index = max_pool_row.all_outputs(x, outputs=2, **window)
     return index
+
+
+@dataclass(frozen=True, slots=True)
+class WinnerForm:
+    """One way to place at, or select, the first maximum of each window; which cases it serves."""
+
+    serves: Callable[[TensorType, Mapping[str, Any]], bool]
+    unpool: Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
+    select: Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
+
+
+# fmt: off
+WINNER_FORMS: Final[Mapping[str, WinnerForm]] = {
+    "keys":      WinnerForm(_plain_tiles, _unpool_by_keys, _select_by_keys),
+    "positions": WinnerForm(lambda x, attrs: True, _unpool_by_positions, _select_by_positions),
+}
+"""The ways to follow a maximum, fastest first; a node's attribute `form` may name another."""
+# fmt: on
+
+
+def winner_forms(x: TensorType, attrs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The forms that serve a pool of x with these attributes, the one taken by default first."""
+    return tuple(name for name, form in WINNER_FORMS.items() if form.serves(x, attrs))
+
+
+def _winner_form(x: TensorType, attrs: Mapping[str, Any]) -> WinnerForm:
+    serving, wanted = winner_forms(x, attrs), attrs["form"]
+    if wanted and wanted not in serving:
+        raise InvalidInput(f"this pool has the forms {', '.join(serving)}, got {wanted!r}")
+    return WINNER_FORMS[wanted or serving[0]]
 
 
 _overlapping: Final[Mapping[str, Any]] = {
@@ -267,11 +278,15 @@ max_unpool = Op(
     attrs=_WINDOW,
     infer=_max_unpool,
     vjp=lambda u, out, g, x, y, **a: (max_select(u, x, y, **_window_attrs(a)), None, None),
-    body=_max_unpool_body,
+    body=lambda g, x, y, **a: _winner_form(x.type, a).unpool(g, x, y, a),
     samples=(
         sample(normal(2, 3, 2, 3), _fixed(_x), _pooled(_x, **_tiled), smooth=(0,), **_tiled),
         sample(
             normal(2, 3, 2, 2), _fixed(_x_odd), _pooled(_x_odd, **_tiled), smooth=(0,), **_tiled
+        ),
+        sample(
+            normal(2, 3, 2, 3), _fixed(_x), _pooled(_x, **_tiled), smooth=(0,), form="positions",
+            **_tiled,
         ),
         sample(
             normal(1, 2, 3, 3), _fixed(_x_over), _pooled(_x_over, **_overlapping),
@@ -288,9 +303,13 @@ max_select: Op = Op(
     attrs=_WINDOW,
     infer=_max_select,
     vjp=lambda g, out, t, x, y, **a: (max_unpool(g, x, y, **_window_attrs(a)), None, None),
-    body=_max_select_body,
+    body=lambda t, x, y, **a: _winner_form(x.type, a).select(t, x, y, a),
     samples=(
         sample(normal(2, 3, 4, 6), _fixed(_x), _pooled(_x, **_tiled), smooth=(0,), **_tiled),
+        sample(
+            normal(2, 3, 4, 6), _fixed(_x), _pooled(_x, **_tiled), smooth=(0,), form="positions",
+            **_tiled,
+        ),
         sample(
             normal(1, 2, 6, 6), _fixed(_x_over), _pooled(_x_over, **_overlapping),
             smooth=(0,), **_overlapping,
@@ -300,90 +319,72 @@ max_select: Op = Op(
 """t: like x -> like y: t at the first maximum of each window of x."""
 
 
-def _average_kernel(
-    x: Any, *, kernel_shape: Any, ceil_mode: int, count_include_pad: int, **attrs: Any
-) -> Any:
-    """Sum over each window divided by how many of its elements count."""
-    padded = _Padded(x, kernel_shape, ceil_mode, attrs)
-    values, inside = padded.pad(x, 0), padded.pad(np.ones(x.shape[2:]), 0)
-    if count_include_pad:
-        declared = zip(padded.window.pads[padded.n :], padded.after, strict=True)
-        stop = [size - max(0, room - own) for size, (own, room) in
-                zip(inside.shape, declared, strict=True)]  # fmt: skip
-        inside[tuple(slice(0, end) for end in stop)] = 1
-    total, count = np.zeros((*x.shape[:2], *padded.out), x.dtype), np.zeros(padded.out)
-    for tap in padded.taps():
-        total += padded.at(values, tap)
-        count += padded.at(inside, tap)
-    return total / count.astype(x.dtype)
-
-
-def _average_pool_vjp(g: Tensor, y: Tensor, x: Tensor, **attrs: Any) -> tuple[Tensor]:
-    """Spreads g / count over each window: a transposed convolution with a kernel of ones."""
-    window = pool_window(attrs, x.type)
-    if attrs["ceil_mode"]:
-        raise InvalidInput("AveragePool with ceil_mode=1 has no gradient; pad instead")
+def _unpooled_sizes(call: Call) -> tuple[list[Dim], list[Dim]]:
+    """Sizes that the indices count in, and sizes of the output, which may be larger."""
+    x, attrs = call.type(0), call.attrs
+    window = Window(attrs["kernel_shape"], attrs)
     n = len(window.kernel)
-    spatial = static(x.shape[2:], "the plane of an AveragePool under differentiation")
-    flat = (g / _window_counts(window, spatial, g, attrs)).reshape((-1, 1, *g.shape[2:]))
-    extra = [
-        spatial[i] + window.pads[i] + window.pads[n + i]
-        - (int(d) - 1) * window.strides[i] - window.span(i)  # type: ignore[arg-type]
-        for i, d in enumerate(g.shape[2:])
-    ]  # fmt: skip
-    kernel = ones((1, 1, *window.kernel), g.dtype)
-    spread = conv_transpose_row(flat, kernel, output_padding=tuple(extra), **window.attrs())
-    return (spread.reshape(x.shape),)
+    if x.rank != n + 2 or call.type(1).shape != x.shape:
+        raise ShapeError(f"MaxUnpool over {n} axes takes x: (N, C, ...) and as many indices")
+    inner: list[Dim] = [*x.shape[:2]]
+    inner += [
+        window.reach(i, d) - window.pads[i] - window.pads[n + i] for i, d in enumerate(x.shape[2:])
+    ]
+    outer = list(call.dims(2)) if call.has(2) else inner
+    if len(outer) != x.rank or outer[:2] != inner[:2]:
+        raise ShapeError(f"MaxUnpool of {x} to {outer} changes more than the plane")
+    if any(isinstance(o - i, int) and o - i < 0 for o, i in zip(outer, inner, strict=True)):  # type: ignore[operator]
+        raise ShapeError(f"MaxUnpool of {x} fills ({inner}), more than output_shape {outer}")
+    return inner, outer
 
 
-def _window_counts(
-    window: Window, spatial: Sequence[int], g: Tensor, attrs: Mapping[str, Any]
-) -> Any:
-    if attrs["count_include_pad"] or not any(window.pads):
-        return float(math.prod(window.kernel))
-    counts = _average_kernel(
-        np.ones((1, 1, *spatial)), kernel_shape=window.kernel, ceil_mode=0,
-        count_include_pad=1, **window.attrs(),
-    )  # fmt: skip
-    return (counts * math.prod(window.kernel)).astype(g.dtype.numpy)
+def _max_unpool_body(
+    x: Tensor, index: Tensor, output_shape: Tensor | None = None, **attrs: Any
+) -> Tensor:
+    known = None if output_shape is None else x.build.known(output_shape)
+    types = (x.type, index.type, None if output_shape is None else output_shape.type)
+    call = Call(max_unpool_row, types, (None, None, known), attrs, (), 1)
+    inner, outer = _unpooled_sizes(call)
+    flat = zeros([product(inner)], x.dtype)
+    y = scatter_elements(flat, index.reshape((-1,)), x.reshape((-1,))).reshape(tuple(inner))
+    missing = [o - i for o, i in zip(outer, inner, strict=True)]
+    return y if outer == inner else pad_row(y, dims_of([*[0] * x.rank, *missing]))
 
 
-average_pool_row = Op(
-    name="AveragePool",
-    infer=_pool,
-    reference=_average_kernel,
-    vjp=_average_pool_vjp,
+def _index(*positions: Any) -> Any:
+    return lambda _: np.array(positions)
+
+
+_INDEX: Final = _index([[[0, 3], [10, 9]]], [[[16, 19], [24, 31]]])
+
+max_unpool_row = Op(
+    name="MaxUnpool",
+    infer=lambda call: (call.type(0).with_shape(_unpooled_sizes(call)[1]),),
+    body=_max_unpool_body,
+    native=lambda node, opset: len(node.inputs) < 3,
     samples=(
-        sample(normal(2, 3, 4, 6), kernel_shape=(2, 2), strides=(2, 2)),
-        sample(normal(1, 2, 6, 5), kernel_shape=(3, 3), strides=(2, 2), pads=(1, 1, 1, 1)),
-        sample(normal(1, 2, 6, 5), kernel_shape=(3, 3), pads=(1, 1, 1, 1), count_include_pad=1),
+        sample(normal(2, 1, 2, 2), _INDEX, kernel_shape=(2, 2), strides=(2, 2)),
+        sample(normal(2, 1, 2, 2), _INDEX, given([2, 1, 5, 6]), kernel_shape=(2, 2),
+               strides=(2, 2)),
+        sample(normal(1, 1, 3), _index([[0, 2, 3]]), kernel_shape=(2,), pads=(0, 0)),
     ),
+)  # fmt: skip
+"""x at `index`, flat positions in the unpadded output; onnxruntime counts them in output_shape."""
+
+
+def _global_max_vjp(g: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor]:
+    size = product(list(x.shape[2:]))
+    first = argmax_row(x.reshape((*x.shape[:2], size)), axis=2)
+    hit = (first == arange(size)).cast(g.dtype)
+    return ((hit * g.reshape((*g.shape[:2], 1))).reshape(x.shape),)
+
+
+global_max_pool = Op(
+    name="GlobalMaxPool",
+    reference=lambda x: x.max(axis=tuple(range(2, x.ndim)), keepdims=True),
+    vjp=_global_max_vjp,
+    samples=(sample(apart(2, 3, 4, 5)), sample(apart(2, 3, 4))),
 )
-
-global_average_pool = Op(
-    name="GlobalAveragePool",
-    body=lambda x: x.mean([*range(2, x.rank)], keepdims=True),
-    samples=(sample(normal(2, 3, 4, 5)),),
-)
-
-
-def _sizes(kernel: int | Sequence[int], rank: int) -> tuple[int, ...]:
-    return (kernel,) * (rank - 2) if isinstance(kernel, int) else tuple(kernel)
-
-
-def _pool_attrs(
-    x: Tensor,
-    kernel: int | Sequence[int],
-    stride: int | Sequence[int] | None,
-    padding: int | Sequence[int],
-) -> dict[str, Any]:
-    window = _sizes(kernel, x.rank)
-    attrs: dict[str, Any] = {"kernel_shape": window}
-    attrs["strides"] = window if stride is None else _sizes(stride, x.rank)
-    pads = _sizes(padding, x.rank) * 2
-    if any(pads):
-        attrs["pads"] = pads
-    return attrs
 
 
 def max_pool(
@@ -392,17 +393,15 @@ def max_pool(
     *,
     stride: int | Sequence[int] | None = None,
     padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    ceil_mode: bool = False,
 ) -> Tensor:
-    """x: (N, C, *S) -> (N, C, *T): maximum of each window; the stride defaults to the window."""
-    return max_pool_row(x, **_pool_attrs(x, kernel, stride, padding))
+    """x: (N, C, *S) -> (N, C, *T): maximum of each window; the stride defaults to the window.
 
-
-def avg_pool(
-    x: Tensor,
-    kernel: int | Sequence[int],
-    *,
-    stride: int | Sequence[int] | None = None,
-    padding: int | Sequence[int] = 0,
-) -> Tensor:
-    """x: (N, C, *S) -> (N, C, *T): mean of each window over what lies inside `x`."""
-    return average_pool_row(x, **_pool_attrs(x, kernel, stride, padding))
+    With `ceil_mode` a last window may reach beyond the padded input, but starts inside.
+    """
+    attrs = pool_attrs(x, kernel, stride, padding, ceil_mode=ceil_mode)
+    dilations = sizes_of(dilation, x.rank)
+    if set(dilations) != {1}:
+        attrs["dilations"] = dilations
+    return max_pool_row(x, **attrs)

@@ -99,11 +99,11 @@ def _resized(
 
 def _stretched(axis: int, size: Dim, out: Any) -> _Axis:
     out = out if isinstance(out, Expr) else int(out)
-    static = isinstance(size, int) and isinstance(out, int)
-    if static and (size < 1 or out < 1):
+    if isinstance(size, Expr) or isinstance(out, Expr):
+        return _Axis(axis, size, out, 1.0 if out == size else None)
+    if size < 1 or out < 1:
         raise ShapeError(f"Resize takes sizes of at least 1, got {size} to {out}")
-    scale = out / size if static else 1.0 if out == size else None
-    return _Axis(axis, size, out, scale)
+    return _Axis(axis, size, out, out / size)
 
 
 def _same_aspect(
@@ -229,7 +229,7 @@ def _weights(xp: Any, a: _Axis, attrs: Mapping[str, Any]) -> tuple[Any, Any]:
     if mode != "tf_crop_and_resize":
         return matrix, None
     inside = xp.where(x < 0.0, x * 0.0, xp.where(x > n - 1.0, x * 0.0, x * 0.0 + 1.0))
-    return matrix * xp.column(inside), inside  # type: ignore[operator]
+    return matrix * xp.column(inside), inside
 
 
 def _work_type(dtype: DType) -> DType:
@@ -265,7 +265,8 @@ def _operands(
     x: Tensor, operands: Sequence[Tensor | None], attrs: Mapping[str, Any]
 ) -> list[_Axis]:
     found = [None if o is None else recorder().known(o) for o in operands]
-    return _resized(x.shape, *([*found, None, None, None][:3]), attrs)
+    roi, scales, sizes = [*found, None, None, None][:3]
+    return _resized(x.shape, roi, scales, sizes, attrs)
 
 
 def _resize_body(x: Tensor, *operands: Tensor | None, **attrs: Any) -> Tensor:
@@ -300,7 +301,8 @@ def _resize_types(call: Call) -> tuple[TensorType]:
                 "from a tensor's shape"
             )
     shape = list(x.shape)
-    for a in _resized(x.shape, *known, call.attrs):
+    roi, scales, sizes = known
+    for a in _resized(x.shape, roi, scales, sizes, call.attrs):
         shape[a.axis] = a.out
     return (x.with_shape(shape),)
 
@@ -311,12 +313,15 @@ def _resize_kernel(
     y, inside = x.astype(np.float64), None
     for a in _resized(x.shape, roi, scales, sizes, attrs):
         matrix, mask = _weights(_host(float32), a, attrs)
-        y = np.moveaxis(np.tensordot(matrix, y, (1, a.axis)), 0, a.axis)
+        if attrs["mode"] == "nearest":  # a copy, also of infinity
+            y = np.take(y, matrix.argmax(1), a.axis)
+        else:
+            y = np.moveaxis(np.tensordot(matrix, y, (1, a.axis)), 0, a.axis)
         if mask is not None:
             mask = mask.reshape([-1 if i == a.axis else 1 for i in range(x.ndim)])
             inside = mask if inside is None else inside * mask
     if inside is not None:
-        y = y + (1.0 - inside) * attrs["extrapolation_value"]
+        y = np.where(inside, y, attrs["extrapolation_value"])
     return y.astype(x.dtype)
 
 
@@ -342,7 +347,10 @@ def _resize_native(node: Node, opset: int) -> bool:
     return x.type.shape[:lead] == node.outputs[0].type.shape[:lead]
 
 
-_SHARP: Final = {"nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}
+_SHARP: Final[Mapping[str, Any]] = {
+    "nearest_mode": "floor",
+    "coordinate_transformation_mode": "asymmetric",
+}
 _PLANE: Final = normal(2, 2, 4, 5)
 
 
