@@ -1,7 +1,7 @@
 """Whole functions as ONNX models, and ONNX models as modules."""
 
 from triplane.unified_ir.onnx.blocks import fold_repeats, node_count
-from triplane.unified_ir.onnx.emit import External, Initializer, emit, serialize
+from triplane.unified_ir.onnx.emit import External, Initializer, emit, emit_typed, serialize
 from triplane.unified_ir.onnx.importer import import_onnx
 from triplane.unified_ir.onnx.target import OnnxTarget
 
@@ -10,6 +10,7 @@ __all__ = [
     "Initializer",
     "OnnxTarget",
     "emit",
+    "emit_typed",
     "fold_repeats",
     "import_onnx",
     "node_count",

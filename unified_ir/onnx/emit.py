@@ -69,17 +69,28 @@ def emit(
     initializers: Mapping[str, Initializer] | None = None,
 ) -> ModelProto:
     """The function as a model; parameters named in `initializers` become part of it."""
-    held = initializers or {}
+    return emit_typed(function, target=target, initializers=initializers)[0]
+
+
+def emit_typed(
+    function: Function,
+    *,
+    target: OnnxTarget = DEFAULT,
+    initializers: Mapping[str, Initializer] | None = None,
+) -> tuple[ModelProto, dict[str, TensorType]]:
+    """As `emit`; with the type of each ONNX value that stands for a value of the function."""
     if not function.results:
         raise InvalidInput(f"{function.name!r} has no results; an ONNX graph needs one, return it")
-    emitter = _Emitter(target, fuse(clean(function)), held)
+    emitter = _Emitter(target, fuse(clean(function)), initializers or {})
     graph = emitter.graph()
-    return helper.make_model(
+    types = {name: value.type for value, name in emitter.names.items()}
+    model = helper.make_model(
         graph,
         producer_name=PRODUCER,
         ir_version=target.ir_version,
         opset_imports=[helper.make_opsetid("", target.opset)],
     )
+    return model, types
 
 
 def serialize(model: ModelProto) -> bytes:

@@ -80,6 +80,24 @@ class Context(Protocol):
 Rule = Callable[[Context, Node], None]
 
 
+def _barrier(context: Context, node: Node) -> None:
+    """Reshape to the shape it has, plus nothing, said by a number that needs `after`.
+
+    The memory stays where it is. No rewrite of a runtime sees through: that 0 times any number is
+    nothing does not hold for NaN, which a cast to an integer ends.
+    """
+    x, after = context.inputs(node)
+    flat = context.emit("Reshape", after, context.constant(np.array([-1])))
+    ends = [context.constant(np.array([n])) for n in (0, 1)]
+    first = context.emit("Slice", flat, *ends)
+    number = context.emit("ReduceSum", first, keepdims=0)
+    nothing = context.emit(
+        "Mul", context.emit("Cast", number, to=int64.onnx), context.constant(np.array(0))
+    )
+    shape = context.emit("Add", context.emit("Shape", x), nothing)
+    context.add("Reshape", [x, shape], context.output_names(node))
+
+
 def _constant(context: Context, node: Node) -> None:
     value = node.attrs["value"]
     assert isinstance(value, np.ndarray)
@@ -384,6 +402,7 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "RNN"): _recurrent,
     ("", "GRU"): _recurrent,
     ("", "LSTM"): _recurrent,
+    (DOMAIN, "Barrier"): _barrier,
     (DOMAIN, "Dims"): _dims,
     (DOMAIN, "Cond"): _cond,
     (DOMAIN, "Scan"): _scan,

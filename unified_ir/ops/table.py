@@ -7,6 +7,7 @@ from typing import Final
 
 from triplane.unified_ir.ops import (
     activations,
+    barrier,
     bits,
     control,
     convolution,
@@ -32,6 +33,7 @@ from triplane.unified_ir.ops.row import Op, Table
 
 _MODULES: Final = (
     activations,
+    barrier,
     bits,
     control,
     convolution,

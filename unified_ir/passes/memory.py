@@ -1,0 +1,118 @@
+"""Bytes of tensors that are alive while a graph runs node by node, in the order it has.
+
+A tensor lives from the node that makes it to the last that takes it, a result to the end. What only
+renames its operand's memory (Reshape and its like) makes none of its own. Parameters and constants
+belong to the caller and are not counted, nor is what single kernels need inside, or regions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from triplane.unified_ir.ir.dims import evaluate
+from triplane.unified_ir.ir.graph import Function, Node, Value
+from triplane.unified_ir.ir.types import TensorType
+
+VIEWS: Final = frozenset(["Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Barrier"])
+"""Operators whose first output is their first operand's memory."""
+CONSTANT: Final = "Constant"
+
+V = TypeVar("V", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Row(Generic[V]):
+    """One node: what it takes, what it makes, whether its first output is its first operand."""
+
+    inputs: Sequence[V]
+    outputs: Sequence[V]
+    is_view: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Live(Generic[V]):
+    """What is alive during each node: its operands, its outputs, and what later nodes take."""
+
+    bytes_at: tuple[int, ...]
+    roots: Mapping[V, V]
+    """Value -> the value whose memory it is."""
+    uses: Mapping[V, Sequence[int]]
+    """Root -> the nodes that take its memory under any name; the number of nodes for a result."""
+    born: Mapping[V, int]
+    """Root that a node makes -> that node."""
+    made_by: Mapping[V, int]
+    """Value -> the node that gives it, under whatever name."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is alive at once."""
+        return max(self.bytes_at, default=0)
+
+    @property
+    def peak_at(self) -> int:
+        """The first node during which that much is alive."""
+        return self.bytes_at.index(self.peak_bytes) if self.bytes_at else 0
+
+
+def alive(rows: Sequence[Row[V]], results: Sequence[V], size: Callable[[V], int]) -> Live[V]:
+    """The live bytes of any graph.  size: bytes of a value."""
+    roots: dict[V, V] = {}
+    uses: dict[V, list[int]] = defaultdict(list)
+    born: dict[V, int] = {}
+    for i, row in enumerate(rows):
+        taken = [roots.get(v, v) for v in row.inputs]
+        for root in taken:
+            uses[root].append(i)
+        for k, value in enumerate(row.outputs):
+            if k == 0 and taken and row.is_view:
+                roots[value] = taken[0]
+            else:
+                born[value] = i
+    for value in results:
+        uses[roots.get(value, value)].append(len(rows))
+    change = [0] * (len(rows) + 2)
+    for value, i in born.items():
+        held = size(value)
+        change[i] += held
+        change[max([i, *uses.get(value, ())]) + 1] -= held
+    bytes_at, now = [], 0
+    for i in range(len(rows)):
+        now += change[i]
+        bytes_at.append(now)
+    made_by = {v: i for i, row in enumerate(rows) for v in row.outputs}
+    return Live(tuple(bytes_at), roots, uses, born, made_by)
+
+
+def type_bytes(t: TensorType, sizes: Mapping[str, int]) -> int:
+    """Bytes of a tensor where each symbol has the given size."""
+    elements = math.prod(evaluate(dim, sizes) for dim in t.shape)
+    return -(-elements * t.dtype.bits // 8)
+
+
+def live(nodes: Sequence[Node], results: Sequence[Value], sizes: Mapping[str, int]) -> Live[Value]:
+    """The live bytes of a list of nodes.  sizes: by symbol, such as {"N": 32}."""
+    rows = [
+        Row(
+            tuple(v for v in node.inputs if v is not None),
+            () if node.op.name == CONSTANT else node.outputs,
+            node.op.name in VIEWS,
+        )
+        for node in nodes
+    ]
+    return alive(rows, results, lambda value: type_bytes(value.type, sizes))
+
+
+def least_bytes(function: Function, sizes: Mapping[str, int]) -> int:
+    """What no order and no recomputation can go below: one node's tensors, or all results."""
+    found = live(function.nodes, function.results, sizes)
+
+    def held(values: Sequence[Value | None]) -> int:
+        distinct = {found.roots.get(v, v) for v in values if v is not None}
+        return sum(type_bytes(v.type, sizes) for v in distinct if v in found.born)
+
+    nodes = max((held([*node.inputs, *node.outputs]) for node in function.nodes), default=0)
+    return max(nodes, held(function.results))
