@@ -67,7 +67,8 @@ def measured(
         session.run(arguments)
         events = json.loads(session.profile().read_text())
     nodes = {node.name: node for node in ready.graph.node}
-    ran, known = [], {}
+    ran: list[NodeProto] = []
+    known: dict[str, int] = {}
     for event in sorted((e for e in events if _is_kernel(e)), key=lambda e: int(e["ts"])):
         node = nodes.get(str(event["name"]).removesuffix(_KERNEL))
         if node is None:
