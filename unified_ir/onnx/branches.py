@@ -16,6 +16,7 @@ from triplane.unified_ir.onnx.structure import Site, Structure
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.control import cond_node, loop_row, scan_row
 from triplane.unified_ir.ops.indexing import arange
+from triplane.unified_ir.ops.sequences import element_types, sequence_map_row
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
 
 
@@ -182,5 +183,28 @@ def _from_front(y: Tensor, axis: int) -> Tensor:
     return y if not axis else y.transpose(*order)
 
 
-BRANCHES: Final[Mapping[str, Structure]] = {"If": _if, "Loop": _loop, "Scan": _scan}
+def _map(site: Site) -> Sequence[Tensor]:
+    body = site.graph("body")
+    operands = [site.present(i) for i in range(len(site.inputs))]
+    _check_body(body, len(operands), 0, 1)
+    build = Build(site.build.table, "map")
+    types = element_types(operands)
+    with build:
+        params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
+        results = site.importer.inner(body, params, site.frame, build, "body")
+    return site.build.apply(
+        sequence_map_row,
+        (*operands, *build.captured),
+        {},
+        regions=(build.finish(_numbered(results)),),
+        outputs=len(results),
+    )
+
+
+BRANCHES: Final[Mapping[str, Structure]] = {
+    "If": _if,
+    "Loop": _loop,
+    "Scan": _scan,
+    "SequenceMap": _map,
+}
 """Operators with inner graphs."""

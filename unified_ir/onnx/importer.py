@@ -26,7 +26,7 @@ from onnx import (
 from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError
 from triplane.unified_ir.ir import Function, Module, limits
 from triplane.unified_ir.ir.graph import NO_META, Array, Meta
-from triplane.unified_ir.ir.types import TensorType
+from triplane.unified_ir.ir.types import TensorType, is_plain
 from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.bodies import function_of, has_body
 from triplane.unified_ir.onnx.branches import BRANCHES
@@ -151,7 +151,7 @@ class Importer:
             if info.name in seen:
                 raise InvalidInput(f"the output {info.name[:80]!r} is listed twice")
             seen.add(info.name)
-            declared = info.type.tensor_type.elem_type
+            declared = info.type.tensor_type.elem_type if is_plain(x.type) else 0
             if declared and declared != x.dtype.onnx:
                 name = TensorProto.DataType.Name(declared) if declared < 64 else declared
                 raise InvalidInput(
@@ -287,6 +287,8 @@ class Importer:
         """An attribute's value: numbers, text, arrays."""
         if attribute.type == AttributeProto.TENSOR:
             return array_of(attribute.t, self.weights.folder)
+        if attribute.type == AttributeProto.TYPE_PROTO:
+            return tensor_type(attribute.tp, f"{attribute.name!r}", "", self.symbols, {})
         value = helper.get_attribute_value(attribute)
         if isinstance(value, bytes):
             return value.decode()

@@ -73,7 +73,8 @@ def _value(importer: Importer, attribute: AttributeProto) -> Array:
         return _dense(importer, attribute.sparse_tensor)
     value = importer.value(attribute)
     dtype = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64,
-             "value_ints": np.int64, "value": None}  # fmt: skip
+             "value_ints": np.int64, "value_string": object, "value_strings": object,
+             "value": None}  # fmt: skip
     if attribute.name not in dtype:
         raise InvalidInput(f"a constant's {attribute.name!r} is not supported")
     return np.asarray(value, dtype[attribute.name])

@@ -10,7 +10,7 @@ from onnx import TensorShapeProto, TypeProto, ValueInfoProto
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import MAX_DIM, Dim, Expr, as_dim, is_symbol, parse, symbol
-from triplane.unified_ir.ir.types import MAX_RANK, TensorType
+from triplane.unified_ir.ir.types import MAX_RANK, OWN, OptionalType, SequenceType, TensorType
 from triplane.unified_ir.onnx.source import dtype_of
 
 MAX_SYMBOL_CHARS: Final = 64
@@ -77,8 +77,15 @@ def tensor_type(
 ) -> TensorType:
     """A tensor type; refused where it is no tensor or has no known number of axes."""
     kind = proto.WhichOneof("value")
+    if kind == "sequence_type":
+        return _sequence(proto.sequence_type.elem_type, what)
+    if kind == "optional_type":
+        inner = proto.optional_type.elem_type
+        return OptionalType(tensor_type(inner, what, name, names, shapes))
     if kind != "tensor_type":
-        raise InvalidInput(f"{what} is of kind {kind or 'unknown'}, tensors are supported")
+        raise InvalidInput(
+            f"{what} is of kind {kind or 'unknown'}; tensors, sequences and optionals are supported"
+        )
     tensor = proto.tensor_type
     dtype = dtype_of(tensor.elem_type, what)
     if name in shapes:
@@ -96,3 +103,15 @@ def tensor_type(
         raise InvalidInput(f"{what} has {len(tensor.shape.dim)} axes, the limit is {MAX_RANK}")
     dims = (names.dim(d, f"{name}_{i}") for i, d in enumerate(tensor.shape.dim))
     return TensorType(dtype, tuple(dims))
+
+
+def _sequence(element: TypeProto, what: str) -> SequenceType:
+    """A sequence of tensors; a size that is no number is each element's own."""
+    if element.WhichOneof("value") != "tensor_type":
+        raise InvalidInput(f"{what} is a sequence of something else than tensors")
+    tensor = element.tensor_type
+    dtype = dtype_of(tensor.elem_type, what)
+    if not tensor.HasField("shape"):
+        return SequenceType(dtype)
+    dims = (int(d.dim_value) if d.dim_value > 0 else OWN for d in tensor.shape.dim)
+    return SequenceType(TensorType(dtype, tuple(dims)))

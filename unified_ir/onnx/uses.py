@@ -74,6 +74,8 @@ class Uses:
 
     def role(self, name: str, array: Array) -> Role | None:
         """The role of an initializer; None: a constant."""
+        if array.dtype.kind == "O":
+            return None
         if not type_of(array).dtype.is_float:
             return Role.BUFFER if array.size > MAX_CONTENTS else None
         read = self.of(name)

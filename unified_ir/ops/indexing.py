@@ -11,6 +11,7 @@ from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, int64
 from triplane.unified_ir.ops.row import Call, Op
 from triplane.unified_ir.ops.samples import given, ints, normal, sample
+from triplane.unified_ir.ops.settings import settled
 from triplane.unified_ir.ops.structure import (
     axes_of,
     reshape,
@@ -144,7 +145,9 @@ scatter_elements = Op(
 
 range_row = Op(
     name="Range",
-    infer=lambda call: (call.type(0).with_shape((_range_length(call),)),),
+    **settled(
+        lambda call: (call.type(0).with_shape((_range_length(call),)),), lambda _: [None], 0, 1, 2
+    ),
     reference=lambda start, limit, delta: np.arange(start, limit, delta),
     samples=(sample(given(0), given(5), given(1)),),
 )

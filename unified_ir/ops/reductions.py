@@ -16,6 +16,7 @@ from triplane.unified_ir.ops.elementwise import abs_, exp, log, sign, sqrt
 from triplane.unified_ir.ops.products import product_of_others
 from triplane.unified_ir.ops.row import Call, Op
 from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
+from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.structure import (
     axes_of,
     broadcast_to,
@@ -43,6 +44,15 @@ def _reduced(call: Call) -> Types:
     if call.attrs["keepdims"]:
         return (x.with_shape(1 if i in axes else d for i, d in enumerate(x.shape)),)
     return (x.with_shape(d for i, d in enumerate(x.shape) if i not in axes),)
+
+
+def _reduced_open(call: Call) -> list[None]:
+    """Computed axes: which sizes stay is not known."""
+    kept = 0 if call.attrs["keepdims"] else length(call, 1)
+    return [None] * (call.type(0).rank - kept)
+
+
+_settled = settled(_reduced, _reduced_open, 1)
 
 
 def reduction_kernel(f: Any) -> Any:
@@ -88,7 +98,7 @@ _uses = (
 
 reduce_sum_row = Op(
     name="ReduceSum",
-    infer=_reduced,
+    **_settled,
     reference=reduction_kernel(np.sum),
     vjp=_slope(lambda g, y, x: g),
     samples=_uses,
@@ -106,7 +116,7 @@ def _mean_vjp(
 
 reduce_mean_row = Op(
     name="ReduceMean",
-    infer=_reduced,
+    **_settled,
     reference=reduction_kernel(np.mean),
     vjp=_mean_vjp,
     lower_below={18: "axes_as_attribute"},
@@ -146,7 +156,7 @@ def _highest(dtype: np.dtype[Any]) -> Any:
 def _extreme_row(name: str, f: Any) -> Op:
     return Op(
         name=name,
-        infer=_reduced,
+        **_settled,
         reference=reduction_kernel(f),
         vjp=_extreme_vjp,
         lower_below={18: "axes_as_attribute", 20: "bools_as_bytes"},
@@ -168,7 +178,7 @@ def _prod_vjp(
 
 reduce_prod_row = Op(
     name="ReduceProd",
-    infer=_reduced,
+    **_settled,
     reference=reduction_kernel(np.prod),
     vjp=_prod_vjp,
     lower_below={18: "axes_as_attribute"},
@@ -186,6 +196,7 @@ def _composed(name: str, body: Any, vjp: Any, *, positive: bool = False) -> Op:
     make = (lambda *s: between(0.5, 2, *s)) if positive else apart
     return Op(
         name=name,
+        **_settled,
         body=body,
         vjp=vjp,
         native=_elementwise_apart,

@@ -85,6 +85,8 @@ class Call:
         known = self.known[i] if i < len(self.known) else None
         if isinstance(known, tuple):
             return known
+        if known is None and self.type(i).shape == (0,):
+            return ()
         if known is None:
             raise InvalidInput(
                 f"{self.row} needs the contents of operand {i} when the graph is built; "

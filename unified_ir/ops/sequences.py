@@ -342,7 +342,7 @@ def sequence_map(f: Callable[..., Any], held: Tensor, *more: Tensor) -> Any:
 
     A sequence, or a tuple of them where `f` gives a tuple.
     """
-    build, made = region("map", _element_types((held, *more)), lambda xs: f(*xs))
+    build, made = region("map", element_types((held, *more)), lambda xs: f(*xs))
     with build:
         results = [build.admit(x) for x in leaves(made)]
     body = build.finish({f"y{i}": y for i, y in enumerate(results)})
@@ -353,7 +353,7 @@ def sequence_map(f: Callable[..., Any], held: Tensor, *more: Tensor) -> Any:
     return outputs if isinstance(made, (tuple, list)) else outputs[0]
 
 
-def _element_types(operands: Sequence[Tensor]) -> list[TensorType]:
+def element_types(operands: Sequence[Tensor]) -> list[TensorType]:
     """Parameters of a region over elements, each size of an element's own under a symbol."""
     place = "_".join(map(str, recorder().position()))
     types: list[TensorType] = []

@@ -39,7 +39,9 @@ def settled(rule: Infer, shape: OpenShape, *operands: int) -> dict[str, Any]:
 
 
 def _known(call: Call, operands: Sequence[int]) -> bool:
-    return all(not call.has(i) or call.known[i] is not None for i in operands)
+    return all(
+        not call.has(i) or call.known[i] is not None or call.type(i).shape == (0,) for i in operands
+    )
 
 
 def length(call: Call, i: int) -> int:
