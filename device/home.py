@@ -20,6 +20,7 @@ from typing import Final
 from triplane.proto.credentials import IdentityFolder
 from triplane.proto.disk import OS_DISK, AppendFile, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from triplane.unified_ir.federated.core.defaults import HELD_OUT
 
 DEFAULT_HOME: Final = "~/.triplane/device"
 MAX_SETTINGS_BYTES: Final = 64 << 10
@@ -41,7 +42,7 @@ class Settings:
 
     population: str = "default"
     data: str = ""
-    held_out: float = 0.2
+    held_out: float = HELD_OUT
     max_disk_bytes: int = 4 << 30
     max_blob_bytes: int = 1 << 30
 

@@ -14,10 +14,10 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 
 from triplane.proto.errors import InvalidInput, NotFound
+from triplane.unified_ir.federated.core.defaults import HELD_OUT
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import Shard
 
-DEFAULT_HELD_OUT: Final = 0.2
 MAX_SHARD_BYTES: Final = 2 << 30
 """Of all samples together: they are held in memory."""
 MAX_BATCHES: Final = 1 << 20
@@ -34,7 +34,7 @@ AT_ONCE: Final = 1 << 20
 Source = Shard | Mapping[str, Array] | str | Path | Iterable[Mapping[str, Array]]
 
 
-def shard_of(source: Source, *, held_out: float = DEFAULT_HELD_OUT) -> Shard:
+def shard_of(source: Source, *, held_out: float = HELD_OUT) -> Shard:
     """The samples of `source`, split where it does not say itself what is held out.
 
     source: a Shard, arrays by name ("x", "y") with one row per sample, the path of an npz file of

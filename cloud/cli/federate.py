@@ -12,6 +12,7 @@ from triplane.cloud.cli.connection import calls, client_options
 from triplane.cloud.cli.options import DURATION
 from triplane.unified_ir.cli.shell import open_output
 from triplane.unified_ir.cli.simulate import simulate
+from triplane.unified_ir.federated.core import defaults
 
 if TYPE_CHECKING:
     from triplane.cloud.cli.connection import Calls
@@ -37,8 +38,8 @@ then says what devices do. It runs in a process of the cloud, which needs tripla
 need nothing. One of your own is NAME.py in the folder `strategies` of the cloud's home.
 
 \b
-Every zero or missing option is the cloud's default, which the answer shows (--json). Ctrl-C leaves
-the table, not the run.
+What is not said is the cloud's default, which the answer shows too (--json); studies have the same.
+Ctrl-C leaves the table, not the run.
 Exit codes: 0 done (or begun, with --detach); 4 stopped or failed.
 """
 
@@ -49,6 +50,22 @@ REASON: Final = click.option(
 _HYPER: Final = ("lr", "meta_lr", "inner_steps", "proximal", "server_lr")
 _COHORT: Final = ("devices", "over_selection", "quorum", "deadline_s", "patience_s")
 _SAMPLING: Final = ("steps", "batch_size", "support", "query")
+
+
+COUNT: Final = click.IntRange(min=1)
+RATE: Final = click.FloatRange(min=0, min_open=True)
+SHARE: Final = click.FloatRange(0, 1, min_open=True)
+
+
+def _or(text: str, default: object) -> str:
+    """Help that ends with the cloud's default: what is not said is filled in there."""
+    return f"{text}  [default: {default}]"
+
+
+def _some_time(_ctx: click.Context, _param: click.Parameter, seconds: float | None) -> float | None:
+    if seconds == 0:
+        raise click.BadParameter("it is above 0; leave it out for the default")
+    return seconds
 
 
 def _named(
@@ -81,7 +98,7 @@ command.add_command(simulate)
 @click.option("--population", default="", metavar="NAME", help="Devices that offer themselves so.")
 @click.option(
     "--algorithm", default="", metavar="NAME",
-    help="fedavg, fedprox, fedadam, maml, fomaml, meta-sgd or reptile.  [default: fedavg]",
+    help=_or("fedavg, fedprox, fedadam, maml, fomaml, meta-sgd, reptile.", defaults.ALGORITHM),
 )  # fmt: skip
 @click.option(
     "--strategy", default="", metavar="NAME",
@@ -92,36 +109,47 @@ command.add_command(simulate)
     help="An argument of the strategy; may be repeated.",
 )  # fmt: skip
 @click.option("--app", is_flag=True, help="Devices answer with the ClientApp their owner gave.")
-@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True)
-@click.option("--devices", type=click.IntRange(0), default=0, help="Whose updates make a round.")
+@click.option("--rounds", type=COUNT, help=_or("In all.", defaults.ROUNDS))
+@click.option("--devices", type=COUNT, help=_or("Whose updates make a round.", defaults.DEVICES))
 @click.option(
     "--over-selection", type=click.FloatRange(0), default=0.0,
     help="Ask so many more, as a share: 0.2 asks 12 for 10, and the last two may be late.",
 )  # fmt: skip
 @click.option(
-    "--quorum", type=click.FloatRange(0, 1), default=0.0,
-    help="Share of --devices below which a round is given up.  [default: 0.8]",
+    "--quorum", type=SHARE,
+    help=_or("Share of --devices below which a round is given up.", defaults.QUORUM),
 )  # fmt: skip
-@click.option("--deadline", "deadline_s", type=DURATION, default="0", help="Of a round.")
 @click.option(
-    "--patience", "patience_s", type=DURATION, default="0",
-    help="How long a round waits for devices that were there and are away.",
+    "--deadline", "deadline_s", type=DURATION, callback=_some_time,
+    help=_or("Of a round.", f"{defaults.DEADLINE_S / 60:g}min"),
 )  # fmt: skip
-@click.option("--steps", type=click.IntRange(0), default=0, help="Of a device in one round.")
-@click.option("--batch-size", type=click.IntRange(0), default=0)
-@click.option("--support", type=click.IntRange(0), default=0, help="Samples to adapt on.")
-@click.option("--query", type=click.IntRange(0), default=0, help="Samples to judge a start by.")
-@click.option("--lr", type=float, default=0.0, help="Of a device's steps and of adaptation.")
-@click.option("--meta-lr", type=float, default=0.0, help="Of a device's meta-steps.")
-@click.option("--inner-steps", type=click.IntRange(0), default=0, help="Of adaptation.")
-@click.option("--proximal", type=float, default=0.0, help="FedProx's weight of the distance.")
-@click.option("--server-lr", type=float, default=0.0, help="Of the cloud's optimizer.")
+@click.option(
+    "--patience", "patience_s", type=DURATION, callback=_some_time,
+    help=_or(
+        "How long a round waits for devices that were there and are away.",
+        f"{defaults.PATIENCE_S:g}s",
+    ),
+)  # fmt: skip
+@click.option("--steps", type=COUNT, help=_or("Of a device in one round.", defaults.STEPS))
+@click.option("--batch-size", type=COUNT, help=_or("Samples of a step.", defaults.BATCH_SIZE))
+@click.option("--support", type=COUNT, help=_or("Samples to adapt on.", defaults.SUPPORT))
+@click.option("--query", type=COUNT, help=_or("Samples to judge a start by.", defaults.QUERY))
+@click.option("--lr", type=RATE, help=_or("Of a device's steps and of adaptation.", defaults.LR))
+@click.option("--meta-lr", type=RATE, help=_or("Of a device's meta-steps.", defaults.META_LR))
+@click.option("--inner-steps", type=COUNT, help=_or("Of adaptation.", defaults.INNER_STEPS))
+@click.option(
+    "--proximal", type=RATE, help=_or("FedProx's weight of the distance.", defaults.PROXIMAL)
+)
+@click.option(
+    "--server-lr", type=RATE,
+    help=_or("Of the cloud's optimizer.", f"{defaults.SERVER_LR:g}; fedadam {defaults.ADAM_LR:g}"),
+)  # fmt: skip
 @click.option(
     "--evaluate-every", type=click.IntRange(0), default=0,
     help="Rounds between evaluations on every device.  [default: after the last only]",
 )  # fmt: skip
 @click.option("--compression", default="", metavar="NAME", help="Of updates: int8 or top-k.")
-@click.option("--keep", type=float, default=0.0, help="Share of entries that top-k sends.")
+@click.option("--keep", type=SHARE, help=_or("Share of entries that top-k sends.", defaults.KEEP))
 @click.option("--seed", type=click.IntRange(0), default=0)
 @click.option("--release", default="", metavar="auto", help="Release the result by itself.")
 @click.option("--alias", default="", metavar="NAME", help="To set on the result.")
@@ -161,7 +189,8 @@ def _spec(
     flower = Flower(strategy=strategy, options=said, app=app) if strategy else None
 
     def taken(names: tuple[str, ...]) -> dict[str, Any]:
-        return {name: options.pop(name) for name in names}
+        given = {name: options.pop(name) for name in names}
+        return {name: value for name, value in given.items() if value is not None}
 
     try:
         return Spec(
@@ -169,7 +198,7 @@ def _spec(
             cohort=Cohort(**taken(_COHORT)),
             sampling=Sampling(**taken(_SAMPLING)),
             flower=flower,
-            **options,
+            **{name: value for name, value in options.items() if value is not None},
         )
     except ValueError as error:  # of protobuf: wider than the field
         raise click.UsageError(f"a number is larger than any run takes: {error}") from error

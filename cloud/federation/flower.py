@@ -28,6 +28,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core.learn import buffers
 from triplane.unified_ir.federated.core.reduce import reduce
 from triplane.unified_ir.files.container import Container
@@ -230,10 +231,10 @@ def message_of(data: bytes) -> Message:
 class Sampling:
     """Samples of a step; see federation.proto."""
 
-    steps: int = 10
-    batch_size: int = 16
-    support: int = 8
-    query: int = 8
+    steps: int = defaults.STEPS
+    batch_size: int = defaults.BATCH_SIZE
+    support: int = defaults.SUPPORT
+    query: int = defaults.QUERY
 
 
 class Triplane(FedAvg):

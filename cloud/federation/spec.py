@@ -14,6 +14,7 @@ from triplane.cloud.registry.names import Reference, check_alias, check_name
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.targets import NAME
+from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core.compress import row_of
 from triplane.unified_ir.federated.core.learn import MAX_STEPS
 
@@ -29,19 +30,6 @@ MAX_SECONDS: Final = 30 * 86_400.0
 MAX_SEED: Final = (1 << 63) - 1
 RELEASES: Final = ("", "auto")
 FLOWER: Final = "flower"
-
-ROUNDS: Final = 10
-DEVICES: Final = 2
-QUORUM: Final = 0.8
-DEADLINE_S: Final = 600.0
-PATIENCE_S: Final = 60.0
-STEPS: Final = 10
-EPISODE_STEPS: Final = 1
-BATCH_SIZE: Final = 32
-SUPPORT: Final = 10
-QUERY: Final = 10
-KEEP: Final = 0.01
-ADAM_LR: Final = 0.01
 
 _POPULATION: Final = re.compile(NAME)
 HYPER: Final = (
@@ -67,10 +55,10 @@ def filled(asked: pb.Spec) -> pb.Spec:
     Reference.parse(spec.model)
     spec.population = spec.population or "default"
     check_population(spec.population)
-    spec.algorithm = spec.algorithm or "fedavg"
+    spec.algorithm = spec.algorithm or defaults.ALGORITHM
     _fill_learning(spec)
     _fill_cohort(spec.cohort)
-    spec.rounds = _count("rounds", spec.rounds or ROUNDS, MAX_ROUNDS)
+    spec.rounds = _count("rounds", spec.rounds or defaults.ROUNDS, MAX_ROUNDS)
     _count("evaluate_every", spec.evaluate_every, MAX_ROUNDS, least=0)
     _count("seed", spec.seed, MAX_SEED, least=0)
     _fill_compression(spec)
@@ -113,25 +101,29 @@ def _fill_learning(spec: pb.Spec) -> None:
 
     row = algorithm(spec.algorithm)
     given = spec.hyperparameters
-    if not given.server_lr and row.server == "adam":
-        given.server_lr = ADAM_LR
+    given.server_lr = given.server_lr or row.server_lr
     hyper = hyper_of(spec)
     for name in HYPER:
         setattr(given, name, getattr(hyper, name))
     sampling = spec.sampling
-    default_steps = EPISODE_STEPS if row.episodes else STEPS
-    sampling.steps = _count("steps", sampling.steps or default_steps, MAX_STEPS)
-    sampling.batch_size = _count("batch_size", sampling.batch_size or BATCH_SIZE, MAX_SAMPLES)
-    sampling.support = _count("support", sampling.support or SUPPORT, MAX_SAMPLES)
-    sampling.query = _count("query", sampling.query or QUERY, MAX_SAMPLES)
+    sampling.steps = _count("steps", sampling.steps or defaults.STEPS, MAX_STEPS)
+    sampling.batch_size = _count(
+        "batch_size", sampling.batch_size or defaults.BATCH_SIZE, MAX_SAMPLES
+    )
+    sampling.support = _count("support", sampling.support or defaults.SUPPORT, MAX_SAMPLES)
+    sampling.query = _count("query", sampling.query or defaults.QUERY, MAX_SAMPLES)
 
 
 def _fill_cohort(cohort: pb.Cohort) -> None:
-    cohort.devices = _count("devices", cohort.devices or DEVICES, MAX_DEVICES)
+    cohort.devices = _count("devices", cohort.devices or defaults.DEVICES, MAX_DEVICES)
     _share("over_selection", cohort.over_selection, most=10.0)
-    cohort.quorum = _share("quorum", cohort.quorum or QUORUM, most=1.0)
-    cohort.deadline_s = _share("deadline_s", cohort.deadline_s or DEADLINE_S, most=MAX_SECONDS)
-    cohort.patience_s = _share("patience_s", cohort.patience_s or PATIENCE_S, most=MAX_SECONDS)
+    cohort.quorum = _share("quorum", cohort.quorum or defaults.QUORUM, most=1.0)
+    cohort.deadline_s = _share(
+        "deadline_s", cohort.deadline_s or defaults.DEADLINE_S, most=MAX_SECONDS
+    )
+    cohort.patience_s = _share(
+        "patience_s", cohort.patience_s or defaults.PATIENCE_S, most=MAX_SECONDS
+    )
     asked = cohort.devices * (1 + cohort.over_selection)
     if asked > MAX_DEVICES:
         raise InvalidInput(f"a round asks at most {MAX_DEVICES} devices, got {asked:.0f}")
@@ -142,7 +134,7 @@ def _fill_compression(spec: pb.Spec) -> None:
     if spec.keep and spec.compression != "top-k":
         raise InvalidInput(f"keep is top-k's, compression is {spec.compression!r}")
     if spec.compression == "top-k":
-        spec.keep = _share("keep", spec.keep or KEEP, most=1.0)
+        spec.keep = _share("keep", spec.keep or defaults.KEEP, most=1.0)
 
 
 def _count(name: str, value: int, most: int, *, least: int = 1) -> int:

@@ -9,6 +9,7 @@ import click
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli.shell import EXIT_CODES, OUTPUT_FILE, json_option, open_output
+from triplane.unified_ir.federated.core import defaults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,7 +93,7 @@ GROUPS = (("training", True), ("unseen", False))
     help="Of --partition labels: pieces of one class that each device gets.",
 )  # fmt: skip
 @click.option(
-    "--held-out", type=SHARE, default=0.2, show_default=True, metavar="SHARE",
+    "--held-out", type=SHARE, default=defaults.HELD_OUT, show_default=True, metavar="SHARE",
     help="Share of a device's samples that only score it.",
 )  # fmt: skip
 @click.option(
@@ -103,46 +104,47 @@ GROUPS = (("training", True), ("unseen", False))
     "--algorithm", "algorithms", multiple=True, default=("fedavg", "maml"), show_default=True,
     metavar="NAME", help="One of those below, or all of them by the name all; repeatable.",
 )  # fmt: skip
-@click.option("--rounds", type=COUNT, default=50, show_default=True, metavar="N")
+@click.option("--rounds", type=COUNT, default=defaults.ROUNDS, show_default=True, metavar="N")
 @click.option(
     "--devices", type=click.IntRange(min=0), default=0, metavar="N",
     help="In a round, drawn anew for each.  [default: all]",
 )  # fmt: skip
 @click.option(
-    "--steps", type=COUNT, default=5, show_default=True, metavar="N",
+    "--steps", type=COUNT, default=defaults.STEPS, show_default=True, metavar="N",
     help="Of a device in a round.",
 )  # fmt: skip
 @click.option(
-    "--batch-size", type=COUNT, default=32, show_default=True, metavar="N",
+    "--batch-size", type=COUNT, default=defaults.BATCH_SIZE, show_default=True, metavar="N",
     help="Samples of a step of fedavg, fedprox, fedadam, reptile.",
 )  # fmt: skip
 @click.option(
-    "--support", type=click.IntRange(min=0), default=20, show_default=True, metavar="N",
+    "--support", type=click.IntRange(min=0), default=defaults.SUPPORT, show_default=True,
+    metavar="N",
     help="Samples of adaptation; 0 takes all a device may adapt with, in scoring only.",
 )  # fmt: skip
 @click.option(
-    "--query", type=COUNT, default=20, show_default=True, metavar="N",
+    "--query", type=COUNT, default=defaults.QUERY, show_default=True, metavar="N",
     help="Samples that a step of maml, fomaml, meta-sgd takes beside its support.",
 )  # fmt: skip
 @click.option(
-    "--lr", type=RATE, default=0.05, show_default=True, metavar="RATE",
+    "--lr", type=RATE, default=defaults.LR, show_default=True, metavar="RATE",
     help="Of a device's steps, and of adaptation.",
 )  # fmt: skip
 @click.option(
-    "--meta-lr", type=RATE, default=0.05, show_default=True, metavar="RATE",
+    "--meta-lr", type=RATE, default=defaults.META_LR, show_default=True, metavar="RATE",
     help="Of a device's steps in maml, fomaml, meta-sgd.",
 )  # fmt: skip
 @click.option(
-    "--inner-steps", type=COUNT, default=3, show_default=True, metavar="N",
+    "--inner-steps", type=COUNT, default=defaults.INNER_STEPS, show_default=True, metavar="N",
     help="Of an adaptation, at most 10.",
 )  # fmt: skip
 @click.option(
-    "--proximal", type=RATE, default=0.01, show_default=True, metavar="MU",
+    "--proximal", type=RATE, default=defaults.PROXIMAL, show_default=True, metavar="MU",
     help="How firmly fedprox holds on to the round's start.",
 )  # fmt: skip
 @click.option(
     "--server-lr", type=RATE, metavar="RATE",
-    help="The cloud's.  [default: 1; fedadam 0.03]",
+    help=f"The cloud's.  [default: {defaults.SERVER_LR:g}; fedadam {defaults.ADAM_LR:g}]",
 )  # fmt: skip
 @click.option(
     "--rate", "rates", type=RATE, multiple=True, metavar="RATE",
@@ -154,7 +156,7 @@ GROUPS = (("training", True), ("unseen", False))
 )  # fmt: skip
 @click.option("--compression", type=click.Choice(["int8", "top-k"]), help="Of updates.")
 @click.option(
-    "--keep", type=click.FloatRange(0, 1, min_open=True), default=0.1, show_default=True,
+    "--keep", type=click.FloatRange(0, 1, min_open=True), default=defaults.KEEP, show_default=True,
     metavar="SHARE", help="Of --compression top-k: the share that is sent.",
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N")

@@ -9,8 +9,14 @@ from tests.cloud.federation.given import devices_of, living, make_home, register
 
 from triplane.cloud.cli.federate import command
 from triplane.cloud.cli.runs import ROUND_HEADINGS, aftermath, changes, round_row, run_text
+from triplane.cloud.federation.spec import filled, hyper_of
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
+from triplane.unified_ir.cli.simulate import simulate
+from triplane.unified_ir.federated.algorithms import ALGORITHMS
+from triplane.unified_ir.federated.algorithms import defaults as algorithm_defaults
+from triplane.unified_ir.federated.core import defaults
+from triplane.unified_ir.federated.study import Study
 
 DEADLINE_S = 60.0
 BEGIN = (
@@ -130,3 +136,38 @@ def test_a_number_wider_than_its_field_is_a_wrong_option(option):
     done = CliRunner().invoke(command, argv)
     assert done.exit_code == 2
     assert "larger than any run takes" in done.output
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        "--rounds", "--devices", "--quorum", "--deadline", "--patience", "--steps",
+        "--batch-size", "--support", "--query", "--lr", "--meta-lr", "--inner-steps",
+        "--proximal", "--server-lr", "--keep",
+    ],
+)  # fmt: skip
+def test_a_zero_that_would_mean_the_default_is_refused_by_its_option(zero):
+    found = CliRunner().invoke(command, ["run", "tiny", zero, "0"])
+    assert found.exit_code == 2
+    assert f"Invalid value for '{zero}'" in found.output
+
+
+def test_a_run_and_a_study_have_one_set_of_defaults():
+    for name, row in ALGORITHMS.items():
+        spec = filled(pb.Spec(model="tiny", algorithm=name))
+        study = Study(algorithm=name, rounds=defaults.ROUNDS)
+        assert hyper_of(spec) == algorithm_defaults(name)
+        assert spec.rounds == study.rounds == option_of(simulate, "rounds").default
+        for field in ("steps", "batch_size", "support", "query"):
+            told = getattr(spec.sampling, field)
+            assert told == getattr(study, field) == option_of(simulate, field).default, field
+        for field in ("lr", "meta_lr", "inner_steps", "proximal"):
+            told = getattr(spec.hyperparameters, field)
+            assert told == getattr(study.hyper, field) == option_of(simulate, field).default, field
+        assert spec.hyperparameters.server_lr == row.server_lr
+    packed = filled(pb.Spec(model="tiny", compression="top-k"))
+    assert packed.keep == option_of(simulate, "keep").default
+
+
+def option_of(verb, name):
+    return next(p for p in verb.params if p.name == name)

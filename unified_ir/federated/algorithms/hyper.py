@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core import defaults
 
 MAX_INNER_STEPS: Final = 10
 """Steps of a meta-gradient; its graph grows with each."""
@@ -31,14 +32,14 @@ class Hyper:
     server_lr, beta1, beta2, floor: of the cloud's optimizer; the last three are Adam's.
     """
 
-    lr: float = 0.05
-    meta_lr: float = 0.05
-    inner_steps: int = 3
-    proximal: float = 0.01
-    server_lr: float = 1.0
-    beta1: float = 0.9
-    beta2: float = 0.99
-    floor: float = 1e-3
+    lr: float = defaults.LR
+    meta_lr: float = defaults.META_LR
+    inner_steps: int = defaults.INNER_STEPS
+    proximal: float = defaults.PROXIMAL
+    server_lr: float = defaults.SERVER_LR
+    beta1: float = defaults.BETA1
+    beta2: float = defaults.BETA2
+    floor: float = defaults.FLOOR
 
     def __post_init__(self) -> None:
         for name, (fits, rule) in _RULES.items():

@@ -13,6 +13,7 @@ from triplane.unified_ir.federated.algorithms import steps
 from triplane.unified_ir.federated.algorithms.hyper import ANCHOR, LR, META_LR, Hyper
 from triplane.unified_ir.federated.algorithms.objective import Objective
 from triplane.unified_ir.federated.algorithms.steps import shared_trained
+from triplane.unified_ir.federated.core.defaults import ADAM_LR, SERVER_LR
 from triplane.unified_ir.ir import Function, Role, StateTensor
 
 Gradient = Callable[[Objective, int], Function]
@@ -39,7 +40,7 @@ class Algorithm:
     rate: str
     adapt: Callable[[Objective], Function]
     beside: Beside
-    server_lr: float = 1.0
+    server_lr: float = SERVER_LR
 
     @property
     def learns_rates(self) -> bool:
@@ -94,7 +95,7 @@ _ROWS: Final = (
         name="fedadam", source="Reddi et al. 2021, arXiv 2003.00295, algorithm 2",
         episodes=False, weighting="examples", server="adam",
         gradient=steps.batch_gradient, rate=LR, adapt=steps.plain_adapt, beside=_lr,
-        server_lr=0.03,
+        server_lr=ADAM_LR,
     ),
     Algorithm(
         name="maml",

@@ -21,6 +21,7 @@ import numpy as np
 from triplane.proto.errors import Conflict, InvalidInput
 from triplane.unified_ir.federated.algorithms import Algorithm, Hyper, algorithm, plan_of
 from triplane.unified_ir.federated.algorithms.hyper import LR
+from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core import learn as device
 from triplane.unified_ir.federated.core import run as machine
 from triplane.unified_ir.federated.core.compress import Compressor
@@ -57,10 +58,10 @@ class Study:
     rounds: int
     hyper: Hyper = field(default_factory=Hyper)
     devices: int = 0
-    steps: int = 5
-    batch_size: int = 32
-    support: int = 20
-    query: int = 20
+    steps: int = defaults.STEPS
+    batch_size: int = defaults.BATCH_SIZE
+    support: int = defaults.SUPPORT
+    query: int = defaults.QUERY
     evaluate_every: int = 0
     rates: tuple[float, ...] = ()
     compression: str = ""
