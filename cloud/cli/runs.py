@@ -8,7 +8,9 @@ from typing import Final
 from triplane.cloud.cli.text import age, duration, enum_text, shown, size, table
 from triplane.proto.federation_pb2 import Member, Round, Run, Spread
 
-ROUND_HEADINGS: Final = ("ROUND", "ASKED", "COUNTED", "OUT", "LOSS", "TIME", "UP", "ACCURACY")
+ROUND_HEADINGS: Final = (
+    "ROUND", "ASKED", "COUNTED", "OUT", "LOSS", "TIME", "UP", "DOWN", "ACCURACY",
+)  # fmt: skip
 MEMBER_HEADINGS: Final = ("DEVICE", "EXAMPLES", "COUNTED", "DROPPED", "BEFORE", "AFTER", "WHY")
 RUN_HEADINGS: Final = ("RUN", "MODEL", "ALGORITHM", "PHASE", "ROUND", "BEGUN", "RESULT", "REASON")
 OVER: Final = ("done", "failed")
@@ -65,6 +67,7 @@ def round_row(found: Round) -> tuple[str, ...]:
         learnt,
         took,
         size(found.bytes_up) if found.bytes_up else "",
+        size(found.bytes_down) if found.bytes_down else "",
         found.given_up or accuracy(found),
     )
 
@@ -99,11 +102,25 @@ def member_row(member: Member) -> tuple[str, ...]:
         member.device + ("" if member.connected else " (away)"),
         str(member.examples),
         str(member.counted),
-        str(member.dropped) if member.dropped else "",
+        dropped_text(member),
         f"{member.score.before:.1%}" if scored else "",
         f"{member.score.after:.1%}" if scored else "",
-        cut(member.reason),
+        cut(why_text(member)),
     )
+
+
+def dropped_text(member: Member) -> str:
+    """As "3, 2 declined"."""
+    if not member.dropped:
+        return ""
+    declined = f", {member.declined} declined" if member.declined else ""
+    return f"{member.dropped}{declined}"
+
+
+def why_text(member: Member) -> str:
+    """Why contributions did not count, the most frequent reason first, with how often."""
+    found = sorted(member.why, key=lambda told: -told.count)
+    return "; ".join(f"{told.count} x {told.reason}" for told in found) or member.reason
 
 
 def cut(text: str) -> str:
@@ -181,7 +198,7 @@ def _closed(run: Run) -> list[Round]:
 
 
 def _told(found: Round) -> list[str]:
-    number, asked, counted, out, loss, took, up, rest = round_row(found)
+    number, asked, counted, out, loss, took, up, down, rest = round_row(found)
     return [
         number,
         f"{counted} of {asked}",
@@ -189,6 +206,7 @@ def _told(found: Round) -> list[str]:
         f"loss {loss}" if loss else "",
         took,
         f"{up} up" if up else "",
+        f"{down} down" if down else "",
         rest,
     ]
 

@@ -1,7 +1,8 @@
 """Frozen dataclasses as JSON objects by field, and back, strictly.
 
 What was written is read to an equal value; a field that is missing, unknown or of another type is
-Corrupt. NaN is `null`: JSON has no number for it.
+Corrupt, but for one with a default, which an earlier release may not have written. NaN is `null`:
+JSON has no number for it.
 """
 
 from __future__ import annotations
@@ -98,13 +99,19 @@ def _mapping(item: Any) -> Read:
 def _fields(kind: Any) -> Read:
     hints = get_type_hints(kind)
     reads = {f.name: _reader(hints[f.name]) for f in dataclasses.fields(kind)}
+    needed = {f.name for f in dataclasses.fields(kind) if _is_needed(f)}
 
     def make(found: Any) -> Any:
-        if _checked(dict, found).keys() != reads.keys():
+        if not needed <= _checked(dict, found).keys() <= reads.keys():
             raise _corrupt(f"the fields {sorted(reads)} of {kind.__name__}", sorted(found))
-        return kind(**{name: read(found[name]) for name, read in reads.items()})
+        return kind(**{name: reads[name](value) for name, value in found.items()})
 
     return make
+
+
+def _is_needed(field: dataclasses.Field[Any]) -> bool:
+    missing = dataclasses.MISSING
+    return field.default is missing and field.default_factory is missing
 
 
 def _chosen(kind: type[Enum], found: Any) -> Enum:

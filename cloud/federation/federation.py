@@ -38,11 +38,17 @@ from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
     ENDED,
+    Answered,
+    Arrived,
+    Declined,
+    Event,
     Joined,
     Left,
     Phase,
+    Refused,
     Restarted,
     Resumed,
+    Scored,
     State,
     Stopped,
 )
@@ -60,6 +66,8 @@ KEPT_ENDED: Final = 16
 MAX_TOLD: Final = 32
 """Tasks, and settlements, in one document: a device refuses more than 64."""
 
+Turn = tuple[int, bool, int]
+"""(number, whether it evaluates, attempt) of a round."""
 Told = Callable[[str, pb.Work], None]
 """Sends a device its document, where it has a stream."""
 
@@ -117,7 +125,7 @@ class Federation:
         self._waiting: dict[str, Entry] = {}  # runs without a plan yet
         self._preparing: dict[str, asyncio.Task[None]] = {}
         self._devices: dict[str, _Device] = {}
-        self._down: dict[tuple[str, int], int] = {}
+        self._down: dict[str, tuple[Turn, dict[str, int]]] = {}
         self._sizes: dict[str, int] = {}
         self._told: list[Told] = []
         self._moved, self._ended = asyncio.Event(), asyncio.Event()
@@ -268,10 +276,10 @@ class Federation:
         return found[0]
 
     def _message(self, entry: Entry, book: Book | None, *, rounds: bool = True) -> pb.Run:
-        def down(number: int) -> int:
-            return self._down.get((entry.id, number), 0)
-
-        return messages.run_message(entry, book, rounds=rounds, down=down)
+        live = self._runs.get(entry.id)
+        down = sum(self._given(live).values()) if live else 0
+        waits = live.waits if live else ""
+        return messages.run_message(entry, book, rounds=rounds, down=down, waits=waits)
 
     # Preparing
 
@@ -282,7 +290,7 @@ class Federation:
 
     async def _prepared(self, entry: Entry) -> None:
         try:
-            made = await self._results.prepare(entry, self._clock())
+            made = await self._results.prepare(entry, self._clock)
         except Unavailable as error:
             await self._change(entry, before="stopped", reason=f"{error}; resume it later")
         except TriplaneError as error:
@@ -310,6 +318,7 @@ class Federation:
         ended = [id_ for id_, known in self._runs.items() if known.is_over]
         for forgotten in ended[:-KEPT_ENDED]:
             del self._runs[forgotten]
+            self._down.pop(forgotten, None)
         self._runs[entry.id] = run
         run.start()
 
@@ -400,7 +409,7 @@ class Federation:
             return
         check = self._flower.check_reply if run.entry.spec.flower.app else None
         make = await self.spool.judged(run, name, told, check)
-        await run.put(make)
+        await run.put(weighed(make, self._given(run).get(name, 0)))
 
     async def _answer(self, name: str, told: pb.Contribution) -> None:
         """Settle a contribution to a run that is over, from the run's last book."""
@@ -488,11 +497,19 @@ class Federation:
                 continue
             message = self._flower.message(run.entry.id, state, device)
             if blob.hex() in {prepared.plan, state.shared, message}:
-                assert state.round is not None
-                key = run.entry.id, state.round.number
-                self._down[key] = self._down.get(key, 0) + self._blob(blob.hex()).size
+                given = self._given(run)
+                given[device] = given.get(device, 0) + self._blob(blob.hex()).size
                 return
         raise InvalidInput("a device reads the plans and states of its open tasks only")
+
+    def _given(self, run: LiveRun) -> dict[str, int]:
+        """Bytes that devices were given for the round at hand."""
+        found = run.book.state.round
+        turn = (found.number, found.evaluates, found.attempt) if found else (0, False, 0)
+        known = self._down.get(run.entry.id)
+        if known is None or known[0] != turn:
+            known = self._down[run.entry.id] = turn, {}
+        return known[1]
 
     async def folder_for(self, device: str, sha256: bytes, size: int) -> BlobFolder:
         """Where a device's update goes; see `Spool.admit`."""
@@ -525,6 +542,18 @@ class Federation:
             subject=subject,
             details=details,
         )
+
+
+def weighed(make: Make, bytes_down: int) -> Make:
+    """The event of a contribution, with what its device was given for it."""
+
+    def made(state: State, at_s: float) -> Event | None:
+        event = make(state, at_s)
+        if isinstance(event, Arrived | Answered | Scored | Refused | Declined):
+            return replace(event, bytes_down=bytes_down)
+        return event
+
+    return made
 
 
 def _updates(state: State) -> list[str]:

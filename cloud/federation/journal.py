@@ -51,7 +51,8 @@ class Prepared:
     """What the planning child made. Blobs are SHA-256 in hexadecimal.
 
     plan_digest: the plan's root digest, which its states name. roles: of the shared tensors.
-    weighting, server: of the algorithm's row. since_s: when the plan was ready.
+    weighting, server: of the algorithm's row. since_s: when the plan was ready. rules: version of
+    the machine's that the run's events fold by.
     """
 
     plan: str
@@ -61,6 +62,7 @@ class Prepared:
     weighting: str
     server: str
     since_s: float
+    rules: int = core.RULES_OF_OLD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +200,7 @@ def first_book(entry: Entry) -> Book:
             run=entry.id,
             shared=entry.prepared.state,
             since_s=entry.prepared.since_s,
+            rules=entry.prepared.rules,
         ),
         at_s=entry.prepared.since_s,
     )

@@ -88,7 +88,10 @@ class _Put:
 
 
 class LiveRun:
-    """A prepared run. `book` is as of the newest commit; `entry` is the run's row."""
+    """A prepared run. `book` is as of the newest commit; `entry` is the run's row.
+
+    waits: why it can write nothing down or store no file at the moment, or empty.
+    """
 
     def __init__(
         self,
@@ -106,6 +109,7 @@ class LiveRun:
         self._ticked_s: float | None = None
         self._kept_at = 0  # so that a run that was read back is soon kept again
         self._work: set[asyncio.Task[None]] = set()
+        self.waits = ""
         self._task: asyncio.Task[None] | None = None
 
     @property

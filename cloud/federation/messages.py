@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,9 +39,6 @@ BEFORE: Final = {
 }
 # fmt: on
 
-BytesDown = Callable[[int], int]
-"""Bytes that devices were given in a round."""
-
 
 @dataclass(frozen=True, slots=True)
 class Files:
@@ -53,8 +49,14 @@ class Files:
     message: pb.Blob | None = None
 
 
-def run_message(entry: Entry, book: Book | None, *, rounds: bool, down: BytesDown) -> pb.Run:
-    """A run as people see it."""
+def run_message(
+    entry: Entry, book: Book | None, *, rounds: bool, down: int = 0, waits: str = ""
+) -> pb.Run:
+    """A run as people see it.
+
+    down: bytes that devices were given in the round at hand. waits: why nothing can be written down
+    at the moment, or empty.
+    """
     message = pb.Run(
         id=entry.id,
         spec=entry.spec,
@@ -67,10 +69,11 @@ def run_message(entry: Entry, book: Book | None, *, rounds: bool, down: BytesDow
     )
     if book is not None:
         _add_state(message, book, rounds=rounds, down=down)
+        message.reason = waits or message.reason
     return message
 
 
-def _add_state(message: pb.Run, book: Book, *, rounds: bool, down: BytesDown) -> None:
+def _add_state(message: pb.Run, book: Book, *, rounds: bool, down: int) -> None:
     state = book.state
     message.phase = PHASES[state.phase]
     message.reason = state.reason
@@ -81,7 +84,7 @@ def _add_state(message: pb.Run, book: Book, *, rounds: bool, down: BytesDown) ->
         newest = book.refused.get(kind, "")
         message.refusals.reasons.add(kind=kind, count=count, newest=newest)
     if rounds:
-        found = [_ended(book, ended, down) for ended in state.history]
+        found = [_ended(book, ended) for ended in state.history]
         found += _at_hand(state, down)
         message.rounds.extend(found[-MAX_ROUNDS:])
 
@@ -95,6 +98,8 @@ def _member(member: Member) -> pb.Member:
         counted=member.counted,
         dropped=member.dropped,
         reason=member.settled.reason if member.settled else "",
+        declined=member.declined,
+        why=[pb.Dropped(reason=reason, count=n) for reason, n in member.why.items()],
     )
 
 
@@ -104,7 +109,7 @@ def _score(score: Score) -> pb.Score:
     )
 
 
-def _ended(book: Book, ended: Ended, down: BytesDown) -> pb.Round:
+def _ended(book: Book, ended: Ended) -> pb.Round:
     message = pb.Round(
         number=ended.number,
         evaluates=ended.evaluates,
@@ -116,7 +121,7 @@ def _ended(book: Book, ended: Ended, down: BytesDown) -> pb.Round:
         late=ended.late,
         lost=ended.lost,
         loss=ended.loss if math.isfinite(ended.loss) else 0.0,
-        bytes_down=down(ended.number),
+        bytes_down=ended.bytes_down,
         bytes_up=ended.bytes_up,
         given_up=ended.given_up,
     )
@@ -127,7 +132,7 @@ def _ended(book: Book, ended: Ended, down: BytesDown) -> pb.Round:
     return message
 
 
-def _at_hand(state: State, down: BytesDown) -> list[pb.Round]:
+def _at_hand(state: State, down: int) -> list[pb.Round]:
     found = state.round
     if found is None or state.phase is not Phase.COLLECTING:
         return []
@@ -143,7 +148,7 @@ def _at_hand(state: State, down: BytesDown) -> list[pb.Round]:
             counted=tally[Outcome.COUNTED],
             refused=tally[Outcome.REFUSED] + tally[Outcome.DECLINED],
             lost=tally[Outcome.LOST],
-            bytes_down=down(found.number),
+            bytes_down=down,
             bytes_up=sum(x.update.size for x in found.leases if x.update),
         )
     ]

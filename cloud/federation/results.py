@@ -41,6 +41,7 @@ from triplane.unified_ir.federated.core.files import (
 from triplane.unified_ir.federated.core.learn import buffers
 from triplane.unified_ir.federated.core.reduce import reduce
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
     Finished,
     Judged,
     Lease,
@@ -81,8 +82,8 @@ class Results:
                 blobs.disk.remove(left)
         blobs.disk.sync_folder(blobs.folder)  # a state it named is believed to be there
 
-    async def prepare(self, entry: Entry, now_s: float) -> Prepared:
-        """The plan of a run and its first state, as blobs."""
+    async def prepare(self, entry: Entry, clock: Callable[[], float]) -> Prepared:
+        """The plan of a run and its first state, as blobs. clock: read when they are there."""
         version = await self._registry.version(entry.spec.model)
         model = self._blobs.find(version.blob)
         async with self._children.plan(model, entry.spec) as made:
@@ -96,7 +97,8 @@ class Results:
             roles=made.roles,
             weighting=made.weighting,
             server=made.server,
-            since_s=now_s,
+            since_s=clock(),
+            rules=NEWEST_RULES,
         )
 
     async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write]:

@@ -134,8 +134,12 @@ def test_labels_that_the_model_has_no_class_for_are_declined_with_the_reason(tmp
                 while True:
                     moved = cloud.federation.moved
                     run = await cloud.federation.run(made.id)
-                    if run.members and run.members[0].reason:
-                        return run.members[0].reason
+                    if run.members and run.members[0].declined == 2:
+                        return run
                     await moved.wait()
 
-    assert "the model tells 3 classes apart, 0 to 2; labels 'y'" in within(story())
+    run = within(story())
+    ((told,),) = (member.why for member in run.members)
+    assert "the model tells 3 classes apart, 0 to 2; labels 'y'" in told.reason
+    assert (told.count, run.members[0].dropped) == (2, 2)
+    assert run.rounds[0].bytes_down > 0

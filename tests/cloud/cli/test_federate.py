@@ -117,6 +117,18 @@ def test_a_round_tells_why_devices_did_not_count_and_show_names_each():
     assert all(f"no {name}?" in run_text(second) for name in names)
 
 
+def test_show_tells_what_each_device_declined_how_often_and_what_rounds_gave_down():
+    why = [pb.Dropped(reason="no power", count=1), pb.Dropped(reason="too hot", count=4)]
+    member = pb.Member(device="ann", counted=2, dropped=5, declined=4, why=why)
+    run = pb.Run(id="0" * 16, phase=pb.Run.COLLECTING, members=[member])
+    run.rounds.add(number=1, asked=1, counted=1, opened_s=1.0, closed_s=2.0, bytes_down=3 << 20)
+    shown = run_text(run)
+    assert "5, 4 declined" in shown
+    assert "4 x too hot; 1 x no power" in shown
+    assert round_row(run.rounds[0])[ROUND_HEADINGS.index("DOWN")] in shown
+    assert round_row(run.rounds[0])[ROUND_HEADINGS.index("DOWN")].startswith("3")
+
+
 def test_a_result_that_is_not_signed_says_sign_first():
     done = pb.Run(phase=pb.Run.DONE, result="digits@2")
     assert "triplane sign digits@2" in aftermath(done)[0]

@@ -20,6 +20,7 @@ from triplane.cloud.federation.spec import filled
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.unified_ir.federated.core.run import NEWEST_RULES
 
 DEADLINE_S = 60.0
 
@@ -43,6 +44,22 @@ async def until(cloud, run_id, holds):
 
 async def begun(cloud, **fields):
     return (await cloud.federation.begin(start_request(**fields), by="operator")).id
+
+
+@pytest.mark.slow
+def test_patience_counts_from_when_the_plan_is_there(tmp_path):
+    """A child makes it, which takes longer than starting Python."""
+
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            run_id = await begun(cloud)
+            await until(cloud, run_id, lambda run: run.phase == pb.Run.GATHERING)
+            return cloud.federation._runs[run_id]
+
+    live = within(story())
+    assert live.book.state.since_s - live.entry.started_s > 0.1
+    assert live.book.state.rules == NEWEST_RULES
 
 
 async def never(_device, _task):
@@ -83,9 +100,9 @@ def test_a_spec_out_of_range_is_refused_by_name(fields, words):
 def test_every_zero_becomes_a_default_that_can_be_asked_for_again():
     made = filled(pb.Spec(model="tiny"))
     assert filled(made) == made
-    assert (made.algorithm, made.population, made.rounds) == ("fedavg", "default", 10)
+    assert (made.algorithm, made.population, made.rounds) == ("fedavg", "default", 50)
     assert made.cohort.devices == 2
-    assert filled(pb.Spec(model="tiny", algorithm="maml")).sampling.steps == 1
+    assert filled(pb.Spec(model="tiny", algorithm="maml")).sampling.steps == 5
     assert filled(pb.Spec(model="tiny", algorithm="fedadam")).hyperparameters.server_lr < 1
 
 

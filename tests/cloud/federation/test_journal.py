@@ -86,6 +86,30 @@ def test_a_number_keeps_its_bits(value):
     assert from_json(core.Update, to_json(update)) == update
 
 
+def without(value, *names):
+    """JSON as a release wrote it that did not have these fields yet."""
+    if isinstance(value, dict):
+        return {k: without(v, *names) for k, v in value.items() if k not in names}
+    return [without(v, *names) for v in value] if isinstance(value, list) else value
+
+
+LATER = ("declined", "why", "bytes_down", "not_before_s", "rules")
+"""Fields that came after the first release."""
+
+
+def test_a_journal_of_an_earlier_release_is_read_and_folds_by_its_rules():
+    events, books = told()
+    for event in events:
+        old = json.dumps(without(json.loads(to_json(event)), *LATER))
+        assert from_json(type(event), old) == event
+    old_prepared = json.dumps(without(json.loads(to_json(PREPARED)), *LATER))
+    assert from_json(Prepared, old_prepared).rules == core.RULES_OF_OLD
+    found = from_json(Book, json.dumps(without(json.loads(to_json(books[-1])), *LATER)))
+    assert found.state.rules == core.RULES_OF_OLD
+    assert found.state.history == books[-1].state.history
+    assert set(found.state.members) == set(books[-1].state.members)
+
+
 def test_a_number_that_is_none_stays_none():
     found = from_json(core.Update, to_json(dataclasses.replace(UPDATE, loss=math.nan)))
     assert math.isnan(found.loss)

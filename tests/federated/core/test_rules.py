@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core import rules
-from triplane.unified_ir.federated.core.rules import MAX_GIVEN_UP, due_s, lease_id
+from triplane.unified_ir.federated.core.rules import (
+    FIRST_PAUSE_S,
+    MAX_GIVEN_UP,
+    MAX_PAUSE_S,
+    MAX_WHY,
+    OTHER,
+    due_s,
+    lease_id,
+)
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
+    RULES_OF_OLD,
     Answered,
     Arrived,
     Asked,
@@ -53,9 +63,13 @@ def plan(**changes):
     return Plan(**{**given_, **changes})
 
 
+def fresh(asked, rules=NEWEST_RULES):
+    return State(plan=asked, run="r1", shared="s0", rules=rules)
+
+
 def begun(joined=DEVICES[:3], **changes):
     """A run whose devices have joined at second 0."""
-    state, effects = State(plan=plan(**changes), run="r1", shared="s0"), ()
+    state, effects = fresh(plan(**changes)), ()
     for name in joined:
         state, more = step(state, Joined(at_s=0.0, device=name, examples=10, held_out=4))
         effects += more
@@ -116,7 +130,7 @@ def test_update_counts_once_and_only_for_the_device_that_holds_the_lease():
 
 
 def test_late_update_changes_no_round():
-    state, _ = begun()
+    state = replace(begun()[0], rules=RULES_OF_OLD)
     late = arrived(state, "ada")
     state, _ = step(state, Tick(at_s=100.0))
     assert state.history[-1].given_up == "0 updates of 2 needed"
@@ -334,6 +348,99 @@ def test_rounds_that_never_reach_their_quorum_ask_for_a_person():
     assert state.reason.startswith(f"{MAX_GIVEN_UP} rounds in a row were given up")
 
 
+def declined(state, device, at_s, reason="too hot"):
+    lease = open_lease(state, device).id
+    return Declined(at_s=at_s, device=device, lease=lease, reason=reason, bytes_down=7)
+
+
+def all_decline(state, at_s):
+    for name in DEVICES[:3]:
+        state, _ = step(state, declined(state, name, at_s))
+    return state
+
+
+def test_a_round_that_was_given_up_is_gathered_for_after_a_pause_that_doubles():
+    state, _ = begun()
+    now, pauses = 1.0, []
+    while state.phase is not Phase.STOPPED:
+        state = all_decline(state, now)
+        if state.phase is Phase.GATHERING:
+            assert "0 updates of 2 needed" in state.reason
+            assert step(state, Joined(at_s=now, device="dia", examples=9))[0].round is None
+            due = due_s(state)
+            assert due is not None
+            pauses.append(due - now)
+            now = due
+            state, effects = step(state, Tick(at_s=now))
+            assert Tell("ada") in effects
+    assert pauses[:3] == [FIRST_PAUSE_S, 2 * FIRST_PAUSE_S, 4 * FIRST_PAUSE_S]
+    assert pauses[-1] == MAX_PAUSE_S
+    assert len(pauses) == MAX_GIVEN_UP - 1
+
+
+def test_a_run_of_an_earlier_release_goes_on_by_the_rules_it_began_under():
+    state = replace(begun()[0], rules=RULES_OF_OLD)
+    state = all_decline(state, 1.0)
+    assert (state.phase, state.attempt) == (Phase.COLLECTING, 1)
+
+
+def judging(rules=NEWEST_RULES):
+    """A run of one round whose devices are asked to score it."""
+    state, _ = begun(rounds=1)
+    state, _ = all_arrive(replace(state, rules=rules))
+    return step(state, Reduced(at_s=2.0, number=1, shared="s1"))[0]
+
+
+def test_a_result_that_every_device_declined_to_score_waits_for_a_person():
+    asked = judging()
+    state = all_decline(asked, 3.0)
+    assert (state.phase, state.turn) == (Phase.STOPPED, (1, True))
+    assert state.reason == (
+        "no device scored round 1: 3 devices declined or were refused, ada because: too hot"
+    )
+    state, _ = step(state, Resumed(at_s=9.0, reason=""))
+    assert state.round.evaluates
+    assert {x.id for x in state.round.leases}.isdisjoint(x.id for x in asked.round.leases)
+    assert all_decline(judging(RULES_OF_OLD), 3.0).phase is Phase.FINISHING
+
+
+def test_an_evaluation_that_one_device_scores_counts_and_one_that_all_left_is_passed_over():
+    state = judging()
+    for name in DEVICES[:2]:
+        state, _ = step(state, declined(state, name, 3.0))
+    score = Score(samples=4, before=0.5, after=0.9, round=1)
+    lease = open_lease(state, "cem").id
+    state, _ = step(state, Scored(at_s=3.0, device="cem", lease=lease, score=score))
+    assert state.phase is Phase.FINISHING
+    gone, _ = step(judging(), Tick(at_s=100.0))
+    assert gone.phase is Phase.FINISHING
+
+
+def test_why_contributions_did_not_count_is_told_by_device_with_how_often():
+    state, now = begun(quorum=1)[0], 1.0
+    for reason in ("too hot", "too hot", "no power", *(f"odd {k}" for k in range(2 * MAX_WHY))):
+        state, _ = step(state, declined(state, "ada", now, reason))
+        state, _ = all_arrive(state, now)
+        state, _ = step(state, Reduced(at_s=now, number=state.turn[0], shared="s"))
+        state = replace(state, plan=replace(state.plan, rounds=100))
+        now += 1
+    ada, bea = state.members["ada"], state.members["bea"]
+    assert (ada.declined, ada.dropped) == (2 * MAX_WHY + 3,) * 2
+    assert (ada.why["too hot"], ada.why["no power"]) == (2, 1)
+    assert len(ada.why) == MAX_WHY + 1
+    assert sum(ada.why.values()) == ada.dropped
+    assert ada.why[OTHER] > 1
+    assert (bea.declined, dict(bea.why)) == (0, {})
+
+
+def test_a_round_remembers_the_bytes_that_its_devices_were_given():
+    state, _ = begun()
+    for name, size in zip(DEVICES, (5, 6), strict=False):
+        state, _ = step(state, replace(arrived(state, name), bytes_down=size))
+    state, _ = step(state, declined(state, "cem", 1.0))
+    assert state.history[-1].bytes_down == 5 + 6 + 7
+
+
 def test_failed_run_stays_failed():
     state, _ = begun()
     state, _ = step(state, Failed(at_s=1.0, reason="no plan"))
@@ -399,10 +506,10 @@ def events(draw):
 
 
 @pytest.mark.slow
-@given(events(), st.integers(3, 5))
+@given(events(), st.integers(3, 5), st.integers(RULES_OF_OLD, NEWEST_RULES))
 @settings(max_examples=settings().max_examples * 2)
-def test_no_order_of_events_breaks_a_promise(found, asked):
-    first = State(plan=plan(asked=asked), run="r1", shared="s0")
+def test_no_order_of_events_breaks_a_promise(found, asked, version):
+    first = fresh(plan(asked=asked), version)
     state: Any = first
     spoken: dict[int, list[str]] = {}
     for event in found:
@@ -425,9 +532,9 @@ def test_no_order_of_events_breaks_a_promise(found, asked):
 
 
 @pytest.mark.slow
-@given(events())
-def test_every_run_ends_once_devices_and_people_answer(found):
-    state = State(plan=plan(), run="r1", shared="s0")
+@given(events(), st.integers(RULES_OF_OLD, NEWEST_RULES))
+def test_every_run_ends_once_devices_and_people_answer(found, version):
+    state = fresh(plan(), version)
     for event in found:
         state, _ = step(state, event)
     now = found[-1].at_s + 1
@@ -435,7 +542,7 @@ def test_every_run_ends_once_devices_and_people_answer(found):
     for name in DEVICES:
         state, _ = step(state, Joined(at_s=now, device=name, examples=5, held_out=2))
     for _ in range(60):
-        now += 1
+        now += MAX_PAUSE_S if state.phase is Phase.GATHERING else 1
         state = _answer(state, now)
         if state.phase is Phase.DONE:
             return

@@ -6,7 +6,8 @@
 Ids are derived and time comes in with events, so the same events give the same state, byte for
 byte. An update counts once: for the device that holds the lease, while its round collects. Whoever
 is killed keeps its lease for `patience_s` and may come back to it. `due_s` says when a `Tick`
-matters next.
+matters next. What a rule does to events that are journaled already never changes: where a rule
+changed, `State.rules` says which one a run goes by.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
     Answered,
     Arrived,
     Asked,
@@ -52,6 +54,15 @@ from triplane.unified_ir.federated.core.run import (
 LEASE_CHARS: Final = 32
 MAX_GIVEN_UP: Final = 10
 """Rounds in a row without a quorum, after which the run stops and asks for a person."""
+FIRST_PAUSE_S: Final = 0.5
+"""After a round that was given up; doubles with each in a row."""
+MAX_PAUSE_S: Final = 30.0
+MAX_WHY: Final = 8
+"""Reasons that are told apart of one device; further ones are counted together."""
+MAX_WHY_CHARS: Final = 200
+OTHER: Final = "other reasons"
+
+UNWILLING: Final = frozenset({Outcome.DECLINED, Outcome.REFUSED})
 
 Rule = Callable[[State, Any], tuple[State, Effects]]
 
@@ -72,6 +83,7 @@ def due_s(state: State) -> float | None:
     if state.phase is Phase.GATHERING:
         waits = [state.since_s + patience_s]
         waits += [m.away_s + patience_s for m in state.members.values() if m.away_s is not None]
+        waits = [state.not_before_s, *(max(at_s, state.not_before_s) for at_s in waits)]
     elif state.phase is Phase.COLLECTING and state.round is not None:
         waits = [state.round.opened_s + state.plan.deadline_s]
         waits += [x.away_s + patience_s for x in _open_leases(state) if x.away_s is not None]
@@ -157,7 +169,7 @@ def _answer(state: State, event: Arrived | Answered) -> tuple[State, Effects]:
     if lease is None:
         return _unwanted(state, event.device, event.lease)
     done = replace(lease, outcome=Outcome.COUNTED, update=event.update, away_s=None)
-    return _settle(state, done)
+    return _settle(state, replace(done, bytes_down=event.bytes_down))
 
 
 def _score(state: State, event: Scored) -> tuple[State, Effects]:
@@ -166,7 +178,8 @@ def _score(state: State, event: Scored) -> tuple[State, Effects]:
         return _unwanted(state, event.device, event.lease)
     member = state.members[event.device]
     scored = _with(state, replace(member, score=event.score))
-    return _settle(scored, replace(lease, outcome=Outcome.COUNTED, away_s=None))
+    done = replace(lease, outcome=Outcome.COUNTED, away_s=None, bytes_down=event.bytes_down)
+    return _settle(scored, done)
 
 
 def _refuse(state: State, event: Refused) -> tuple[State, Effects]:
@@ -175,14 +188,16 @@ def _refuse(state: State, event: Refused) -> tuple[State, Effects]:
     lease = _held(state, event)
     if lease is None:
         return state, ()
-    return _settle(state, replace(lease, outcome=Outcome.REFUSED, reason=event.reason))
+    done = replace(lease, outcome=Outcome.REFUSED, reason=event.reason)
+    return _settle(state, replace(done, bytes_down=event.bytes_down))
 
 
 def _decline(state: State, event: Declined) -> tuple[State, Effects]:
     lease = _held(state, event)
     if lease is None:
         return state, ()
-    return _settle(state, replace(lease, outcome=Outcome.DECLINED, reason=event.reason))
+    done = replace(lease, outcome=Outcome.DECLINED, reason=event.reason)
+    return _settle(state, replace(done, bytes_down=event.bytes_down))
 
 
 def _tick(state: State, event: Tick) -> tuple[State, Effects]:
@@ -283,6 +298,8 @@ def _open(state: State, now_s: float) -> tuple[State, Effects]:
     number, evaluates = state.turn
     if number > state.plan.rounds:
         return replace(state, phase=Phase.FINISHING, reason="", since_s=now_s), (Finish(),)
+    if now_s < state.not_before_s:
+        return replace(state, reason=_pauses_after(state)), ()
     able = [m for m in state.members.values() if m.connected and _able(m, evaluates=evaluates)]
     waited = now_s >= state.since_s + state.plan.patience_s
     least = 1 if evaluates else state.plan.quorum
@@ -338,10 +355,15 @@ def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:
     assert state.round is not None
     short = not found.evaluates and len(counted) < state.plan.quorum
     why = f"{len(counted)} updates of {state.plan.quorum} needed" if short else ""
-    ended = _ended(state.round, now_s, why)
+    found = state.round
+    ended = _ended(found, now_s, why)
     state = replace(state, history=(*state.history, ended))
     if short:
         return _give_up(state, why, now_s), told
+    if found.evaluates and not counted and state.rules >= NEWEST_RULES:
+        refusing = [x for x in found.leases if x.outcome in UNWILLING]
+        if refusing:
+            return _unscored(state, refusing, now_s), (*told, Judged(found.number, ()))
     if found.evaluates:
         after = _gather(state, (found.number + 1, False), now_s)
         return after, (*told, Judged(found.number, counted))
@@ -352,9 +374,28 @@ def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:
 def _give_up(state: State, why: str, now_s: float) -> State:
     again = replace(_gather(state, state.turn, now_s), attempt=state.attempt + 1)
     if again.attempt < MAX_GIVEN_UP:
+        if state.rules >= NEWEST_RULES:
+            pause_s = min(FIRST_PAUSE_S * 2 ** (again.attempt - 1), MAX_PAUSE_S)
+            again = replace(again, not_before_s=now_s + pause_s)
         return again
     reason = f"{MAX_GIVEN_UP} rounds in a row were given up; the last had {why}"
     return replace(again, phase=Phase.STOPPED, reason=reason)
+
+
+def _unscored(state: State, refusing: list[Lease], now_s: float) -> State:
+    """Nobody would score: whatever the reason, a result that nobody measured is not registered."""
+    kinds = f"{len(refusing)} devices declined or were refused"
+    reason = (
+        f"no device scored round {state.turn[0]}: {kinds}, {refusing[0].device} because: "
+        f"{refusing[0].reason}"
+    )
+    again = replace(_gather(state, state.turn, now_s), attempt=state.attempt + 1)
+    return replace(again, phase=Phase.STOPPED, reason=reason)
+
+
+def _pauses_after(state: State) -> str:
+    why = state.history[-1].given_up if state.history else ""
+    return f"a round was given up ({why}); the next begins after a pause"
 
 
 def _gather(state: State, turn: tuple[int, bool], now_s: float) -> State:
@@ -414,6 +455,8 @@ def _settle(state: State, lease: Lease) -> tuple[State, Effects]:
         member,
         counted=member.counted + counted,
         dropped=member.dropped + (not counted),
+        declined=member.declined + (lease.outcome is Outcome.DECLINED),
+        why=member.why if counted else _tallied(member.why, lease.reason),
         settled=Settled(lease=lease.id, counted=counted, reason=lease.reason),
     )
     return _with(_put(state, lease), member), (Tell(lease.device),)
@@ -425,7 +468,15 @@ def _unwanted(state: State, device: str, lease: str) -> tuple[State, Effects]:
     if member is None or (member.settled is not None and member.settled.lease == lease):
         return state, (Tell(device),) if member else ()
     told = Settled(lease=lease, counted=False, reason="its round is over, or it was never asked")
-    return _with(state, replace(member, settled=told, dropped=member.dropped + 1)), (Tell(device),)
+    why = _tallied(member.why, told.reason)
+    after = replace(member, settled=told, dropped=member.dropped + 1, why=why)
+    return _with(state, after), (Tell(device),)
+
+
+def _tallied(why: Mapping[str, int], reason: str) -> Mapping[str, int]:
+    cut = reason[:MAX_WHY_CHARS]
+    key = cut if cut in why or len(why) < MAX_WHY else OTHER
+    return {**why, key: why.get(key, 0) + 1}
 
 
 def _open_leases(state: State) -> list[Lease]:
@@ -456,5 +507,6 @@ def _ended(found: Round, now_s: float, given_up: str) -> Ended:
         lost=tally[Outcome.LOST],
         loss=loss,
         bytes_up=sum(u.size for u in updates),
+        bytes_down=sum(x.bytes_down for x in found.leases),
         given_up=given_up,
     )

@@ -38,6 +38,11 @@ class Outcome(StrEnum):
 
 
 ENDED: Final = frozenset({Phase.DONE, Phase.FAILED})
+RULES_OF_OLD: Final = 1
+"""Under which a round that was given up was gathered for again at once, and an evaluation that
+every device declined was passed over."""
+NEWEST_RULES: Final = 2
+"""Under which runs begin; a run's events fold by the rules that it began under."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +97,11 @@ class Settled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """A device that offered itself; it stays a member while it is away, since `away_s`."""
+    """A device that offered itself; it stays a member while it is away, since `away_s`.
+
+    dropped: contributions that did not count, `declined` of them by the device itself. why: how
+    often by reason, the first few reasons of the run.
+    """
 
     device: str
     connected: bool
@@ -103,6 +112,8 @@ class Member:
     counted: int = 0
     dropped: int = 0
     settled: Settled | None = None
+    declined: int = 0
+    why: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +132,10 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """One device's work in one round. away_s: since when its stream is closed, while it is."""
+    """One device's work in one round. away_s: since when its stream is closed, while it is.
+
+    bytes_down: that the device was given for it.
+    """
 
     id: str
     device: str
@@ -129,6 +143,7 @@ class Lease:
     update: Update | None = None
     away_s: float | None = None
     reason: str = ""
+    bytes_down: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +159,10 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What is remembered of a round. given_up: why, or empty where it counted."""
+    """What is remembered of a round. given_up: why, or empty where it counted.
+
+    bytes_down: of the leases that were answered.
+    """
 
     number: int
     evaluates: bool
@@ -158,6 +176,7 @@ class Ended:
     loss: float = math.nan
     bytes_up: int = 0
     given_up: str = ""
+    bytes_down: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +186,7 @@ class State:
     round: the last one that began, from 0. turn: (number, evaluates) of the round to come or at
     hand. since_s: when the phase began; looked_s: the newest tick. history: ended rounds, oldest
     first. shared: blob of the state that the next round begins from (SHA-256 in hexadecimal).
+    not_before_s: no round opens earlier. rules: version of the machine that the run began under.
     """
 
     plan: Plan
@@ -182,9 +202,12 @@ class State:
     members: Mapping[str, Member] = field(default_factory=dict)
     history: tuple[Ended, ...] = ()
     refusals: Mapping[str, int] = field(default_factory=dict)
+    not_before_s: float = 0.0
+    rules: int = RULES_OF_OLD
 
 
-# Events. at_s: seconds since 1970, never earlier than the event before.
+# Events. at_s: seconds since 1970, never earlier than the event before. bytes_down: that the device
+# was given for its lease.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +236,7 @@ class Arrived:
     device: str
     lease: str
     update: Update
+    bytes_down: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,6 +261,7 @@ class Answered:
     device: str
     lease: str
     update: Update
+    bytes_down: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +272,7 @@ class Scored:
     device: str
     lease: str
     score: Score
+    bytes_down: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,6 +284,7 @@ class Refused:
     lease: str
     kind: str
     reason: str
+    bytes_down: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,6 +295,7 @@ class Declined:
     device: str
     lease: str
     reason: str
+    bytes_down: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
