@@ -43,7 +43,7 @@ NO_GRADIENT = {
     "Range",
     "Xor",
     "triplane.Dims",
-} | HELD
+} | HELD | {"BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix"}
 FLAT = {  # slope 0 where there is one
     "Ceil", "Floor", "Hardmax", "Round", "Sign", "triplane.StopGradient",
 }
@@ -51,6 +51,8 @@ INTEGERS = {"triplane.Threefry2x32"}  # a body of integer rows: nothing to diffe
 NO_SYMBOL = {  # literal sizes, axes of size 1, literals only
     "Expand-0", "MaxUnpool-1", "QuantizeLinear-1", "Range-0", "Squeeze-0", "Squeeze-1",
     "triplane.Threefry2x32-1",
+} | {f"{w}Window-{k}" for w in ("Blackman", "Hamming", "Hann") for k in range(4)} | {
+    "MelWeightMatrix-0", "MelWeightMatrix-1",
 }
 # fmt: on
 

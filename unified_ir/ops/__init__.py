@@ -2,6 +2,7 @@
 
 from triplane.unified_ir.ops.control import cond, custom_gradient, fori_loop, scan, while_loop
 from triplane.unified_ir.ops.convolution import conv, conv_transpose
+from triplane.unified_ir.ops.detection import non_max_suppression
 from triplane.unified_ir.ops.elementwise import (
     abs_,
     add,
@@ -89,6 +90,14 @@ from triplane.unified_ir.ops.sequences import (
     split_to_sequence,
     stack_from_sequence,
 )
+from triplane.unified_ir.ops.signal import (
+    blackman_window,
+    dft,
+    hamming_window,
+    hann_window,
+    mel_weight_matrix,
+    stft,
+)
 from triplane.unified_ir.ops.structure import (
     cast,
     concat,
@@ -120,6 +129,7 @@ __all__ = [
     "argmin",
     "avg_pool",
     "binary_cross_entropy",
+    "blackman_window",
     "cast",
     "ceil",
     "clip",
@@ -134,6 +144,7 @@ __all__ = [
     "cosine_similarity",
     "cross_entropy",
     "custom_gradient",
+    "dft",
     "div",
     "dropout",
     "embedding",
@@ -155,6 +166,8 @@ __all__ = [
     "global_max_pool",
     "greater",
     "greater_equal",
+    "hamming_window",
+    "hann_window",
     "hard_sigmoid",
     "hard_swish",
     "huber",
@@ -174,11 +187,13 @@ __all__ = [
     "matmul",
     "max_pool",
     "maximum",
+    "mel_weight_matrix",
     "minimum",
     "mul",
     "neg",
     "negative_log_likelihood",
     "next_key",
+    "non_max_suppression",
     "one_hot",
     "ones",
     "optional",
@@ -214,6 +229,7 @@ __all__ = [
     "squeeze",
     "stack",
     "stack_from_sequence",
+    "stft",
     "stop_gradient",
     "sub",
     "tanh",

@@ -26,6 +26,7 @@ from triplane.unified_ir.ops import (
     reductions,
     resizing,
     sequences,
+    signal,
     structure,
     sweeps,
 )
@@ -54,6 +55,8 @@ _MODULES: Final = (
     sequences,
     structure,
     sweeps,
+    sequences,
+    signal,
 )
 
 
