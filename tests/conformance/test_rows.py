@@ -15,11 +15,16 @@ HELD = {  # rows over sequences and optionals
     "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength",
     "SplitToSequence", "triplane.SequenceMap",
 }
+DRAWN = {
+    "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
+    "RandomUniformLike",
+}
 NO_SAMPLES = {  # tested with regions or sizes of their own
     "Constant": "test_rows, as constants of the other rows", "triplane.Dims": "tests/onnx",
     "triplane.Cond": "test_control", "triplane.Scan": "test_control",
     "triplane.Loop": "test_control", "triplane.CustomGradient": "test_control",
     **dict.fromkeys(HELD, "tests/ops/test_sequences.py"),
+    **dict.fromkeys(DRAWN, "tests/ops/test_sampling.py"),
 }
 MISSING = {  # rows an opset lacks and that have no other form in it
     17: {
@@ -43,7 +48,7 @@ NO_GRADIENT = {
     "Range",
     "Xor",
     "triplane.Dims",
-} | HELD | {"BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix"}
+} | HELD | DRAWN | {"BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix"}
 FLAT = {  # slope 0 where there is one
     "Ceil", "Floor", "Hardmax", "Round", "Sign", "triplane.StopGradient",
 }

@@ -58,6 +58,8 @@ def fold_constants(frozen: Frozen) -> Frozen:
 def _evaluated(node: Node, known: Mapping[Value, Array]) -> list[Array] | None:
     if node.regions or not node.inputs or not node.outputs[0].type.dtype.is_float:
         return None
+    if TABLE[node.op.domain, node.op.name].draws:
+        return None
     if not all(v is None or v in known for v in node.inputs):
         return None
     operands = [None if v is None else known[v] for v in node.inputs]

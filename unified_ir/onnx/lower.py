@@ -387,6 +387,15 @@ def _sequence_map(context: Context, node: Node) -> None:
     context.add("SequenceMap", names, context.output_names(node), body=body)
 
 
+def _bernoulli(context: Context, node: Node) -> None:
+    """A uniform number below the probability: onnxruntime 1.31 draws 1 with probability 1 - p."""
+    (x,) = context.inputs(node)
+    seed = {k: v for k, v in node.attrs.items() if k == "seed"}
+    below = context.emit("Less", context.emit("RandomUniformLike", x, **seed), x)
+    to = node.outputs[0].type.dtype.onnx
+    context.add("Cast", [below], context.output_names(node), to=to)
+
+
 RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "Constant"): _constant,
     ("", "Reshape"): _reshape,
@@ -399,6 +408,7 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "Mod"): _mod,
     ("", "Pow"): _pow,
     ("", "BatchNormalization"): _batch_norm,
+    ("", "Bernoulli"): _bernoulli,
     ("", "RNN"): _recurrent,
     ("", "GRU"): _recurrent,
     ("", "LSTM"): _recurrent,

@@ -161,6 +161,8 @@ class Op:
     linearize: Linearize | None = None
     opens: int | Callable[[Call], int] = 0
     """How many sizes of its outputs its data decide; each node names them (`Call.opened`)."""
+    draws: bool = False
+    """Each node is a draw of its own: never shared with one like it, nor folded to a constant."""
     keeps_contents: bool = False
     """The output lists the same elements as operand 0, so known sizes stay known."""
     inline_region: bool = False

@@ -25,6 +25,7 @@ from triplane.unified_ir.ops import (
     recurrent,
     reductions,
     resizing,
+    sampling,
     sequences,
     signal,
     structure,
@@ -55,6 +56,7 @@ _MODULES: Final = (
     sequences,
     structure,
     sweeps,
+    sampling,
     sequences,
     signal,
 )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from triplane.unified_ir.ir.graph import Function, Node, Value
+from triplane.unified_ir.ops.table import TABLE
 
 
 def clean(function: Function) -> Function:
@@ -27,13 +28,13 @@ def drop_dead(function: Function) -> Function:
 
 
 def share(function: Function) -> Function:
-    """Equal nodes (same operator, operands and attributes; no regions) computed once."""
+    """Equal nodes (same operator, operands, attributes; no regions, no draws) computed once."""
     env: dict[Value, Value] = {}
     seen: dict[Any, Node] = {}
     nodes: list[Node] = []
     for node in function.nodes:
         inputs = tuple(None if v is None else env.get(v, v) for v in node.inputs)
-        key = None if node.regions else (node.op, inputs, len(node.outputs), attrs_key(node))
+        key = (node.op, inputs, len(node.outputs), attrs_key(node)) if _shared(node) else None
         first = seen.get(key) if key is not None else None
         if first is not None:
             env.update(zip(node.outputs, first.outputs, strict=True))
@@ -43,6 +44,11 @@ def share(function: Function) -> Function:
         if key is not None:
             seen[key] = made
     return with_nodes(function, nodes, [env.get(r, r) for r in function.results])
+
+
+def _shared(node: Node) -> bool:
+    row = TABLE.get((node.op.domain, node.op.name))
+    return not node.regions and not (row is not None and row.draws)
 
 
 def replaced(node: Node, inputs: tuple[Value | None, ...]) -> Node:
