@@ -1,5 +1,7 @@
 """ONNX's own random operators: distributed as said, another draw each time."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -28,7 +30,7 @@ def drawn(name, *, seed, **attrs):
 
 
 # fmt: off
-CASES = {  # attributes, mean, standard deviation, element type
+CASES: dict[str, Any] = {  # attributes, mean, standard deviation, element type
     "RandomNormal": ({"shape": (N,), "mean": 3.0, "scale": 2.0}, 3, 2, "float32"),
     "RandomNormalLike": ({"dtype": 11, "mean": -1.0}, -1, 1, "float64"),
     "RandomUniform": ({"shape": (N,), "low": -1.0, "high": 3.0}, 1, 4 / 12**0.5, "float32"),

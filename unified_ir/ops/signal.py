@@ -141,11 +141,11 @@ def _waves(rows: Dim, columns: Dim, n: Dim, x: Tensor) -> tuple[Tensor, Tensor]:
     The product is reduced modulo n in integers first: in floats a long signal would lose digits.
     """
     if isinstance(rows, int) and isinstance(columns, int) and isinstance(n, int):
-        angle = 2 * np.pi * (np.outer(np.arange(rows), np.arange(columns)) % n) / n
+        theta = 2 * np.pi * (np.outer(np.arange(rows), np.arange(columns)) % n) / n
         as_constant = recorder().admit
         return (
-            as_constant(np.cos(angle).astype(x.dtype.numpy)),
-            as_constant(np.sin(angle).astype(x.dtype.numpy)),
+            as_constant(np.cos(theta).astype(x.dtype.numpy)),
+            as_constant(np.sin(theta).astype(x.dtype.numpy)),
         )
     size = dims_of([n]).reshape(())
     turns = mod(arange(rows).reshape((-1, 1)) * arange(columns), size)
