@@ -407,6 +407,30 @@ CASES: Final[Mapping[str, Case]] = {
     "batch_norm_training": Case(
         both(normal(x=(4, 3, 2, 2)), positive(scale=(3,)), normal(bias=(3,), mean=(3,)),
              positive(var=(3,))), _batch_norm_training),
+    "group_norm": Case(
+        both(normal(x=(2, 4, 3, 2)), positive(scale=(4,)), normal(bias=(4,))),
+        lambda x, scale, bias: F.group_norm(x, 2, scale, bias)),
+    "instance_norm": Case(
+        both(normal(x=(2, 3, 4)), positive(scale=(3,)), normal(bias=(3,))),
+        lambda x, scale, bias: F.instance_norm(x, weight=scale, bias=bias)),
+    "rms_norm": Case(
+        both(normal(x=(2, 3, 4)), positive(scale=(3, 4))),
+        lambda x, scale: F.rms_norm(x, (3, 4), scale, 1e-5)),
+    "layer_norm_statistics": Case(
+        both(normal(x=(2, 3, 4)), positive(scale=(4,)), normal(bias=(4,))),
+        lambda x, scale, bias: (
+            F.layer_norm(x, (4,), scale, bias), x.mean(-1, True),
+            (x.var(-1, correction=0, keepdim=True) + 1e-5).rsqrt())),
+    "local_response_norm": Case(
+        normal(x=(2, 5, 2, 3)), lambda x: F.local_response_norm(x, 3, alpha=0.5)),
+    "mean_variance_normalization": Case(
+        normal(x=(2, 3, 2, 2)), lambda x: (x - x.mean((0, 2, 3), True)) / (
+            x.var((0, 2, 3), correction=0, keepdim=True).sqrt() + 1e-9)),
+    "lp_normalization": Case(normal(x=(2, 3, 4)), lambda x: F.normalize(x, p=2, dim=1)),
+    "lp_normalization_of_power_1": Case(
+        normal(x=(2, 3, 4)), lambda x: F.normalize(x, p=1, dim=-1)),
+    "dropout_at_inference": Case(
+        normal(x=(2, 3)), lambda x: F.dropout(x * x, 0.5, training=False)),
     "batch_norm_inference": Case(
         both(normal(x=(4, 3, 2, 2)), positive(scale=(3,)), normal(bias=(3,), mean=(3,)),
              positive(var=(3,))),

@@ -164,6 +164,14 @@ OURS = {
     "global_avg_pool": ops.global_average_pool,
     "batch_norm_training": lambda *xs: row("BatchNormalization").all_outputs(
         *xs, outputs=3, training_mode=1, momentum=0.75),
+    "group_norm": lambda x, scale, bias: ops.group_norm(x, 2, scale, bias),
+    "instance_norm": ops.instance_norm, "rms_norm": ops.rms_norm,
+    "layer_norm_statistics": lambda *xs: row("LayerNormalization").all_outputs(*xs, outputs=3),
+    "local_response_norm": lambda x: ops.local_response_norm(x, 3, alpha=0.5),
+    "mean_variance_normalization": row("MeanVarianceNormalization"),
+    "lp_normalization": lambda x: row("LpNormalization")(x, axis=1),
+    "lp_normalization_of_power_1": lambda x: row("LpNormalization")(x, p=1),
+    "dropout_at_inference": lambda x: row("Dropout")(x * x),
     "batch_norm_inference": row("BatchNormalization"),
     "layer_norm": ops.layer_norm,
     "nll_weighted_with_ignored": lambda x, weight, labels: row("NegativeLogLikelihoodLoss")(

@@ -70,11 +70,17 @@ from triplane.unified_ir.ops.mean_pool import (
     global_average_pool,
     lp_pool,
 )
-from triplane.unified_ir.ops.norm import layer_norm
+from triplane.unified_ir.ops.norm import batch_norm, batch_norm_training, layer_norm
 from triplane.unified_ir.ops.pool import global_max_pool, max_pool
 from triplane.unified_ir.ops.random import dropout, next_key, random_bits, random_uniform
 from triplane.unified_ir.ops.reductions import argmax, argmin
 from triplane.unified_ir.ops.resizing import resize
+from triplane.unified_ir.ops.sample_norm import (
+    group_norm,
+    instance_norm,
+    local_response_norm,
+    rms_norm,
+)
 from triplane.unified_ir.ops.sequences import (
     concat_from_sequence,
     empty_sequence,
@@ -128,6 +134,8 @@ __all__ = [
     "argmax",
     "argmin",
     "avg_pool",
+    "batch_norm",
+    "batch_norm_training",
     "binary_cross_entropy",
     "blackman_window",
     "cast",
@@ -166,11 +174,13 @@ __all__ = [
     "global_max_pool",
     "greater",
     "greater_equal",
+    "group_norm",
     "hamming_window",
     "hann_window",
     "hard_sigmoid",
     "hard_swish",
     "huber",
+    "instance_norm",
     "is_nan",
     "kl_divergence",
     "layer_norm",
@@ -178,6 +188,7 @@ __all__ = [
     "less",
     "less_equal",
     "linear",
+    "local_response_norm",
     "log",
     "log_softmax",
     "logical_and",
@@ -206,6 +217,7 @@ __all__ = [
     "relu",
     "reshape",
     "resize",
+    "rms_norm",
     "round_",
     "scalar_summary",
     "scan",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ir.types import ShapeError, TensorType, float32
 from triplane.unified_ir.ops.elementwise import as_like, reciprocal, sqrt
 from triplane.unified_ir.ops.row import Call, Op
 from triplane.unified_ir.ops.samples import between, normal, sample
-from triplane.unified_ir.ops.structure import size_of
+from triplane.unified_ir.ops.structure import broadcast_to, size_of, sum_to
 from triplane.unified_ir.ops.tensor import Tensor
 
 Types = tuple[TensorType, ...]
@@ -21,13 +22,14 @@ def _batch_norm(call: Call) -> Types:
     x = call.type(0)
     if x.rank < 2:
         raise ShapeError(f"BatchNormalization takes x: (N, C, ...), got {x}")
-    vector = x.with_shape(x.shape[1:2])
     for i in range(1, 5):
-        if call.type(i).shape != vector.shape:
-            raise ShapeError(f"BatchNormalization of {x} needs {vector}, got {call.type(i)}")
+        if call.type(i).shape != x.shape[1:2]:
+            raise ShapeError(
+                f"BatchNormalization of {x} needs {x.with_shape(x.shape[1:2])}, got {call.type(i)}"
+            )
     if call.outputs > 1 and not call.attrs["training_mode"]:
         raise InvalidInput("BatchNormalization gives statistics only with training_mode=1")
-    return (x, vector, vector)[: call.outputs]
+    return (x, call.type(3), call.type(4))[: call.outputs]
 
 
 def _batch_norm_kernel(
@@ -130,26 +132,65 @@ batch_norm_row = Op(
 )  # fmt: skip
 
 
+def widened(x: Tensor) -> Tensor:
+    """`x` in float32 where it is narrower: statistics of half precision overflow."""
+    return x.cast(float32) if x.dtype.numpy.itemsize < 4 else x
+
+
 def _layer_norm(
     x: Tensor, scale: Tensor, bias: Tensor | None = None, *,
     axis: int, epsilon: float, stash_type: int,
 ) -> list[Tensor]:  # fmt: skip
     """y = (x - mean) / sqrt(var + eps) * scale + bias over the axes from `axis` on (Ba 2016)."""
     axes = [*range(axis % x.rank, x.rank)]
-    mean = x.mean(axes, keepdims=True)
-    centred = x - mean
+    wide = widened(x)
+    mean = wide.mean(axes, keepdims=True)
+    centred = wide - mean
     var = (centred * centred).mean(axes, keepdims=True)
-    rstd = reciprocal(sqrt(var + as_like(epsilon, x)))
-    y = centred * rstd * scale
+    rstd = reciprocal(sqrt(var + as_like(epsilon, wide)))
+    y = (centred * rstd).cast(x.dtype) * scale
     return [y if bias is None else y + bias, mean, rstd]
+
+
+def _layer_norm_linearize(
+    inputs: Sequence[Any], attrs: Mapping[str, Any], regions: Any, outputs: int, *, vjp_of: Any
+) -> Any:
+    """The node itself, with its statistics; the rule reads them instead of computing them again."""
+    ys = layer_norm_row.all_outputs(*inputs, outputs=3, **attrs)
+    x, scale = inputs[:2]
+    bias = inputs[2] if len(inputs) > 2 else None
+    _, mean, rstd = ys
+
+    def pull(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        axes = [*range(attrs.get("axis", -1) % x.rank, x.rank)]
+        count = size_of([x.shape[a] for a in axes], rstd.dtype)
+        y_hat = (widened(x) - mean) * rstd
+        g, g_mean, g_rstd = (*gs, None, None)[:3]
+        terms, d_scale, d_bias = [], None, None
+        if g is not None:
+            inner = widened(g * scale)
+            along = (inner * y_hat).mean(axes, keepdims=True)
+            terms.append(rstd * (inner - inner.mean(axes, keepdims=True) - y_hat * along))
+            d_scale = sum_to(g * y_hat.cast(g.dtype), scale)
+            d_bias = None if bias is None else sum_to(g, bias)
+        if g_mean is not None:
+            terms.append(broadcast_to(g_mean / count, x.shape))
+        if g_rstd is not None:
+            terms.append(-(y_hat * (g_rstd * rstd * rstd / count)))
+        dx = sum(terms[1:], terms[0]).cast(x.dtype) if terms else None
+        return [dx, d_scale, d_bias][: len(inputs)]
+
+    return ys[:outputs], pull
 
 
 layer_norm_row = Op(
     name="LayerNormalization",
     body=_layer_norm,
+    linearize=_layer_norm_linearize,
     samples=(
         sample(normal(2, 3, 4), between(0.5, 2, 4), normal(4)),
         sample(normal(2, 3, 4), between(0.5, 2, 3, 4), axis=1),
+        sample(normal(2, 3, 4), between(0.5, 2, 4), normal(4), outputs=3, epsilon=0.1),
     ),
 )
 
@@ -157,3 +198,29 @@ layer_norm_row = Op(
 def layer_norm(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5) -> Tensor:
     """Layer normalization over the last axis; x: (..., D), scale and bias: (D,)."""
     return layer_norm_row(x, scale, bias, epsilon=epsilon)
+
+
+def batch_norm(
+    x: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    epsilon: float = 1e-5,
+) -> Tensor:
+    """x: (N, C, ...) normalized by given statistics: (x - mean) / sqrt(var + epsilon) scale + bias.
+
+    mean, var, scale, bias: (C,). `nn.BatchNorm2d` keeps statistics of batches.
+    """
+    return batch_norm_row(x, scale, bias, mean, var, epsilon=epsilon)
+
+
+def batch_norm_training(
+    x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: float = 1e-5
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x: (N, C, ...) normalized by its own statistics; also its mean and biased variance, (C,)."""
+    y, mean, var = batch_norm_row.all_outputs(
+        x, scale, bias, scale, bias, outputs=3, training_mode=1, momentum=0.0, epsilon=epsilon
+    )
+    return y, mean, var
