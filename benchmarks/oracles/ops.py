@@ -160,6 +160,28 @@ def _simple_sweep(function: Callable[..., Any]) -> Callable[..., Any]:
     return sweep
 
 
+def _attention(q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+    """By the kernel that has second derivatives."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, enable_gqa=True
+        )
+
+
+def _rotary(x: Any, cos: Any, sin: Any) -> Any:
+    a, b = x.chunk(2, -1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def _tensor_scatter(cache: Any, update: Any) -> Any:
+    rows = [
+        c.index_copy(0, torch.arange(2) + s, u)
+        for c, s, u in zip(cache, (1, 0), update, strict=True)
+    ]
+    return torch.stack(rows)
+
+
 _conv = normal(x=(2, 4, 7, 6), w=(6, 4, 3, 3), b=(6,))
 _grouped = normal(x=(2, 4, 7, 6), w=(6, 2, 3, 3))
 _labels = fixed(labels=np.array([2, 0, 2, 4]))
@@ -439,6 +461,13 @@ CASES: Final[Mapping[str, Case]] = {
     "layer_norm": Case(
         both(normal(x=(2, 3, 4)), positive(scale=(4,)), normal(bias=(4,))),
         lambda x, scale, bias: F.layer_norm(x, (4,), scale, bias)),
+    # attention
+    "attention_of_groups": Case(
+        normal(q=(2, 4, 3, 2), k=(2, 2, 5, 2), v=(2, 2, 5, 3), mask=(3, 5)), _attention),
+    "attention_causal": Case(
+        normal(q=(2, 2, 4, 3), k=(2, 2, 4, 3), v=(2, 2, 4, 3)), _attention),
+    "rotary": Case(normal(x=(2, 3, 4, 6), cos=(2, 4, 3), sin=(2, 4, 3)), _rotary),
+    "tensor_scatter": Case(normal(cache=(2, 5, 3), update=(2, 2, 3)), _tensor_scatter),
     # losses
     "nll_weighted_with_ignored": Case(
         both(normal(x=(2, 3, 4)), positive(weight=(3,)),

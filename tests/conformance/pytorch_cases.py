@@ -174,6 +174,11 @@ OURS = {
     "dropout_at_inference": lambda x: row("Dropout")(x * x),
     "batch_norm_inference": row("BatchNormalization"),
     "layer_norm": ops.layer_norm,
+    "attention_of_groups": row("Attention"),
+    "attention_causal": lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, causal=True),
+    "rotary": row("RotaryEmbedding"),
+    "tensor_scatter": lambda cache, update: row("TensorScatter")(
+        cache, update, np.array([1, 0])),
     "nll_weighted_with_ignored": lambda x, weight, labels: row("NegativeLogLikelihoodLoss")(
         x, labels, ops.stop_gradient(weight), ignore_index=-1),
     "cross_entropy_weighted": lambda x, weight, labels: row(

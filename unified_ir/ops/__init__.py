@@ -1,5 +1,6 @@
 """Operators: call them with tensors inside a Cell's construct or a function decorated @graph."""
 
+from triplane.unified_ir.ops.attention import scaled_dot_product_attention
 from triplane.unified_ir.ops.control import cond, custom_gradient, fori_loop, scan, while_loop
 from triplane.unified_ir.ops.convolution import conv, conv_transpose
 from triplane.unified_ir.ops.detection import non_max_suppression
@@ -220,6 +221,7 @@ __all__ = [
     "rms_norm",
     "round_",
     "scalar_summary",
+    "scaled_dot_product_attention",
     "scan",
     "scatter_elements",
     "scatter_nd",

@@ -7,6 +7,7 @@ from typing import Final
 
 from triplane.unified_ir.ops import (
     activations,
+    attention,
     barrier,
     bits,
     control,
@@ -37,6 +38,7 @@ from triplane.unified_ir.ops.row import Op, Table
 
 _MODULES: Final = (
     activations,
+    attention,
     barrier,
     bits,
     control,
