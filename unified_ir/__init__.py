@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         set_mode,
         value_and_grad,
         vjp,
+        vmap,
     )
     from triplane.unified_ir.frontend.compare import compare
     from triplane.unified_ir.frontend.trace import trace
@@ -47,6 +48,7 @@ _NAMES = {
     "trace": "frontend",
     "value_and_grad": "frontend",
     "vjp": "frontend",
+    "vmap": "frontend",
 }
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "train",
     "value_and_grad",
     "vjp",
+    "vmap",
 ]
 
 

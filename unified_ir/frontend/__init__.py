@@ -2,6 +2,7 @@
 
 from triplane.unified_ir.frontend.cell import Cell, CellList, Parameter
 from triplane.unified_ir.frontend.custom import custom_vjp
+from triplane.unified_ir.frontend.mapped import vmap
 from triplane.unified_ir.frontend.run import graph, mode, set_mode
 from triplane.unified_ir.frontend.trace import trace
 from triplane.unified_ir.frontend.transforms import (
@@ -28,4 +29,5 @@ __all__ = [
     "trace",
     "value_and_grad",
     "vjp",
+    "vmap",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from triplane.unified_ir.ir.types import TensorType, TypeMismatch
+from triplane.unified_ir.ops.batching import elementwise
 from triplane.unified_ir.ops.elementwise import broadcast_same
 from triplane.unified_ir.ops.row import Call, Op, dtype_attr
 from triplane.unified_ir.ops.samples import given, ints, sample
@@ -17,7 +18,8 @@ _pair = (sample(_words, _words),)
 bitwise_and = Op(name="BitwiseAnd", infer=broadcast_same, reference=np.bitwise_and, samples=_pair)
 bitwise_or = Op(name="BitwiseOr", infer=broadcast_same, reference=np.bitwise_or, samples=_pair)
 bitwise_xor = Op(name="BitwiseXor", infer=broadcast_same, reference=np.bitwise_xor, samples=_pair)
-bitwise_not = Op(name="BitwiseNot", infer=same, reference=np.invert, samples=(sample(_words),))
+bitwise_not = Op(name="BitwiseNot", infer=same, reference=np.invert, batch=elementwise,
+                 samples=(sample(_words),))
 # fmt: on
 
 bit_shift = Op(
@@ -42,6 +44,7 @@ def _bit_cast(call: Call) -> tuple[TensorType, ...]:
 
 bit_cast = Op(
     name="BitCast",
+    batch=elementwise,
     infer=_bit_cast,
     reference=lambda x, to: np.ascontiguousarray(x).view(dtype_attr(to).numpy).reshape(x.shape),
     samples=(

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import symbol
+from triplane.unified_ir.ir.dims import Dim, symbol
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_, int64
+from triplane.unified_ir.ops.batching import Batched, NeedsScan, with_axis
 from triplane.unified_ir.ops.build import Build, region
 from triplane.unified_ir.ops.inline import inline, introduced
 from triplane.unified_ir.ops.recorder import recorder
@@ -89,6 +90,49 @@ def _scattered(n: int, found: Mapping[int, Tensor]) -> list[Tensor | None]:
     return [found.get(i) for i in range(n)]
 
 
+def _cond_batch(call: Batched) -> Sequence[Tensor]:
+    """Where the slices share one condition, both branches are batched; else a scan decides."""
+    if call.batched[0]:
+        raise NeedsScan
+    flags, wanted = call.batched[1:], [False] * len(call.types)
+    for r in call.regions:
+        found = call.vectorized(r, flags, call.size, wanted)[2]
+        wanted = [a or b for a, b in zip(wanted, found, strict=True)]
+    sides = [call.vectorized(r, flags, call.size, wanted) for r in call.regions]
+    predicate, *operands = call.inputs
+    made = cond_node(predicate, operands, [b for b, *_ in sides], [r for _, r, _ in sides])  # type: ignore[arg-type]
+    return _all_batched(made, wanted, call.size)
+
+
+def _all_batched(made: Sequence[Tensor], batched: Sequence[bool], size: Dim) -> list[Tensor]:
+    return [y if b else with_axis(y, size) for y, b in zip(made, batched, strict=True)]
+
+
+def _settled(
+    call: Batched, flags: Sequence[bool], lead: int, carry: int
+) -> tuple[Build, list[Tensor], list[bool], list[bool]]:
+    """The body of a loop on batches: a carry that any trip makes batched is so from the start.
+
+    `lead` counts parameters before the carry; results before it are as many less one.
+    """
+    before = max(lead - 1, 0)
+    now = list(flags[lead : lead + carry])
+    body = call.regions[0]
+    while True:
+        given = [*flags[:lead], *now, *flags[lead + carry :]]
+        wanted = [False] * len(body.results)
+        wanted[before : before + carry] = now
+        build, results, found = call.vectorized(body, given, call.size, wanted)
+        if found[before : before + carry] == now:
+            return build, results, found, now
+        now = found[before : before + carry]
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """The first two axes exchanged: steps and slices of a batch."""
+    return x.transpose(1, 0, *range(2, x.rank))
+
+
 cond_row = Op(
     name="Cond",
     domain=DOMAIN,
@@ -96,6 +140,7 @@ cond_row = Op(
     infer=_cond_types,
     reference=lambda p, *operands, regions: tuple(regions[0 if p else 1](*operands)),
     linearize=_cond_linearize,
+    batch=_cond_batch,
 )
 
 
@@ -262,6 +307,26 @@ class _Walk:
         return _scattered(n, {i + shift: g for i, g in zip(at, found, strict=True)})
 
 
+def _scan_batch(call: Batched) -> Sequence[Tensor]:
+    n, m = call.attrs["num_carry"], call.attrs["num_scanned"]
+    build, results, found, carried = _settled(call, call.batched, 0, n)
+    carry, xs, captures = _split(call.inputs, n, m)
+    first = [x if b or not c else with_axis(x, call.size)
+             for x, b, c in zip(carry, call.batched, carried, strict=False)]  # fmt: skip
+    walked = [_swapped(x) if b else x for x, b in zip(xs, call.batched[n : n + m], strict=True)]
+    body = build.finish(_numbered(_inside(build, results)))
+    made = recorder().apply(
+        scan_row,
+        (*first, *walked, *captures, *build.captured),
+        call.attrs,
+        regions=(body,),
+        outputs=len(call.types),
+    )
+    turned = [*made[:n], *(_swapped(y) if b else y
+                           for y, b in zip(made[n:], found[n:], strict=True))]  # fmt: skip
+    return _all_batched(turned, found, call.size)
+
+
 scan_row = Op(
     name="Scan",
     domain=DOMAIN,
@@ -274,6 +339,7 @@ scan_row = Op(
     infer=_scan_types,
     reference=_scan_reference,
     linearize=_scan_linearize,
+    batch=_scan_batch,
 )
 
 
@@ -351,6 +417,32 @@ def _loop_linearize(
     return made[:outputs], pullback
 
 
+def _loop_batch(call: Batched) -> Sequence[Tensor]:
+    """Where all slices make the same trips; a scan of loops where they do not."""
+    n = call.attrs["num_carry"]
+    if any(call.batched[:2]):
+        raise NeedsScan
+    build, results, found, carried = _settled(call, call.batched, 2, n)
+    if found[0]:
+        raise NeedsScan
+    count, go, *rest = call.inputs
+    first = [
+        with_axis(x, call.size) if c and not b and x is not None else x
+        for x, b, c in zip(rest, call.batched[2:], carried, strict=False)
+    ]
+    body = build.finish(_numbered(_inside(build, results)))
+    made = recorder().apply(
+        loop_row,
+        (count, go, *first, *rest[n:], *build.captured),
+        call.attrs,
+        regions=(body,),
+        outputs=len(call.types),
+    )
+    turned = [*made[:n], *(_swapped(y) if b else y
+                           for y, b in zip(made[n:], found[n + 1 :], strict=False))]  # fmt: skip
+    return _all_batched(turned, found[1 : 1 + len(made)], call.size)
+
+
 loop_row = Op(
     name="Loop",
     domain=DOMAIN,
@@ -362,6 +454,7 @@ loop_row = Op(
     infer=_loop_types,
     reference=_loop_reference,
     linearize=_loop_linearize,
+    batch=_loop_batch,
 )
 
 
@@ -538,6 +631,26 @@ def _custom_linearize(
     return made, pullback
 
 
+def _custom_batch(call: Batched) -> Sequence[Tensor]:
+    """All operands get the axis, so that each slice has a cotangent of its own."""
+    return _with_regions(call, call.all(), lambda _: True)
+
+
+def _with_regions(
+    call: Batched, operands: Sequence[Any], batched: Callable[[int], bool]
+) -> Sequence[Tensor]:
+    """The row with its regions on batches; all their results are batched."""
+    regions = []
+    for r in call.regions:
+        flags = [batched(i) for i in range(len(r.params))]
+        build, results, _ = call.vectorized(r, flags, call.size, [True] * len(r.results))
+        assert not build.captured
+        regions.append(build.finish(_numbered(_inside(build, results))))
+    return recorder().apply(
+        call.row, operands, call.attrs, regions=tuple(regions), outputs=len(call.types)
+    )
+
+
 custom_row = Op(
     name="CustomGradient",
     domain=DOMAIN,
@@ -545,6 +658,7 @@ custom_row = Op(
     infer=_custom_types,
     reference=lambda *operands, regions: tuple(regions[0](*operands)),
     linearize=_custom_linearize,
+    batch=_custom_batch,
     inline_region=True,
 )
 
@@ -636,6 +750,7 @@ checkpoint_row = Op(
     infer=_checkpoint_types,
     reference=lambda *operands, regions: tuple(regions[0](*operands)),
     linearize=_checkpoint_linearize,
+    batch=lambda call: _with_regions(call, call.inputs, lambda i: call.batched[i]),
     inline_region=True,
 )
 """Its region, of which a backward pass keeps the operands alone and computes the rest again."""

@@ -15,6 +15,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, floor_div
 from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops.batching import merged
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.structure import (
@@ -141,6 +142,7 @@ def _conv_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
 
 conv_row = Op(
     name="Conv",
+    batch=merged,
     infer=_conv,
     reference=_conv_kernel,
     vjp=_conv_vjp,
@@ -253,6 +255,7 @@ def _crop(x: Tensor, wanted: Sequence[Dim]) -> Tensor:
 
 conv_transpose_row = Op(
     name="ConvTranspose",
+    batch=merged,
     infer=_conv_transpose,
     reference=_conv_transpose_kernel,
     vjp=_conv_transpose_vjp,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_
+from triplane.unified_ir.ops.batching import elementwise, first_elementwise
 from triplane.unified_ir.ops.infer import broadcast
 from triplane.unified_ir.ops.row import Call, Op, Vjp
 from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
@@ -52,7 +53,12 @@ def _binary(name: str, f: Any, vjp: Any, *extra: Any) -> Op:
 
 def _unary(name: str, f: Any, vjp: Vjp | None, *samples: Any) -> Op:
     return Op(
-        name=name, infer=same, reference=f, vjp=vjp, samples=samples or (sample(normal(2, 3)),)
+        name=name,
+        infer=same,
+        reference=f,
+        vjp=vjp,
+        batch=elementwise,
+        samples=samples or (sample(normal(2, 3)),),
     )
 
 
@@ -161,9 +167,9 @@ ceil = _unary("Ceil", np.ceil, _flat, sample(apart(2, 3)))
 round_ = _unary("Round", np.round, _flat, sample(apart(2, 3)),
                 sample(given([0.5, 1.5, -2.5, 1.2]), smooth=()))
 not_ = _unary("Not", np.logical_not, None, sample(bools(2, 3)))
-is_nan = Op(name="IsNaN", infer=lambda call: (call.type(0).with_dtype(bool_),),
+is_nan = Op(name="IsNaN", batch=elementwise, infer=lambda call: (call.type(0).with_dtype(bool_),),
             reference=np.isnan, samples=(sample(given([1.0, float("nan")])),))
-is_inf = Op(name="IsInf", infer=lambda call: (call.type(0).with_dtype(bool_),),
+is_inf = Op(name="IsInf", batch=elementwise, infer=lambda call: (call.type(0).with_dtype(bool_),),
             reference=_is_inf_reference, samples=(
                 sample(given([1.0, np.inf, -np.inf, np.nan])),
                 sample(given([1.0, np.inf, -np.inf]), detect_negative=0),
@@ -173,11 +179,11 @@ less = _compare("Less", np.less)
 less_equal = _compare("LessOrEqual", np.less_equal)
 greater = _compare("Greater", np.greater)
 greater_equal = _compare("GreaterOrEqual", np.greater_equal)
-and_ = Op(name="And", infer=_needs_bool, reference=np.logical_and,
+and_ = Op(name="And", batch=elementwise, infer=_needs_bool, reference=np.logical_and,
           samples=(sample(bools(2, 3), bools(3)),))
-or_ = Op(name="Or", infer=_needs_bool, reference=np.logical_or,
+or_ = Op(name="Or", batch=elementwise, infer=_needs_bool, reference=np.logical_or,
          samples=(sample(bools(2, 3), bools(3)),))
-xor = Op(name="Xor", infer=_needs_bool, reference=np.logical_xor,
+xor = Op(name="Xor", batch=elementwise, infer=_needs_bool, reference=np.logical_xor,
          samples=(sample(bools(2, 3), bools(3)),))
 # fmt: on
 
@@ -267,6 +273,7 @@ def _clip_vjp(
 
 clip = Op(
     name="Clip",
+    batch=first_elementwise,
     infer=same,
     reference=lambda x, low=None, high=None: np.clip(x, low, high),
     vjp=_clip_vjp,
@@ -289,6 +296,7 @@ def as_like(value: float, x: Tensor) -> Tensor:
 
 leaky_relu = Op(
     name="LeakyRelu",
+    batch=elementwise,
     infer=same,
     reference=lambda x, alpha: np.where(x > 0, x, alpha * x),
     vjp=_leaky_vjp,

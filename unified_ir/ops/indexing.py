@@ -9,6 +9,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, int64
+from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.row import Call, Op
 from triplane.unified_ir.ops.samples import given, ints, normal, sample
 from triplane.unified_ir.ops.settings import settled
@@ -44,6 +45,7 @@ def _gather_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis: int) ->
 
 gather = Op(
     name="Gather",
+    batch=batching.gathered,
     infer=_gather,
     reference=lambda x, index, axis: np.take(x, index, axis),
     vjp=_gather_vjp,
@@ -114,6 +116,7 @@ def _gather_elements_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis
 
 gather_elements = Op(
     name="GatherElements",
+    batch=batching.axis_shifted,
     infer=_gather_elements,
     reference=lambda x, index, axis: np.take_along_axis(x, index, axis),
     vjp=_gather_elements_vjp,
@@ -134,6 +137,7 @@ def _scatter_elements_vjp(
 
 scatter_elements = Op(
     name="ScatterElements",
+    batch=batching.axis_shifted,
     infer=same,
     vjp=_scatter_elements_vjp,
     samples=(

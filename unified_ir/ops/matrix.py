@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.elementwise import exp
 from triplane.unified_ir.ops.infer import broadcast
 from triplane.unified_ir.ops.row import Call, Op
@@ -55,6 +56,7 @@ def _matmul_vjp(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Ten
 
 matmul = Op(
     name="MatMul",
+    batch=batching.multiplied,
     infer=_matmul,
     reference=np.matmul,
     vjp=_matmul_vjp,
@@ -119,8 +121,27 @@ def _gemm_vjp(
     return d_a, d_b, d_c if beta == 1.0 else d_c * beta
 
 
+def _gemm_batch(call: batching.Batched) -> list[Tensor]:
+    """alpha op(A) op(B) + beta C with products of matrices that share their batch axis."""
+    attrs = call.row.full_attrs(call.attrs)
+    a, b, *c = call.inputs
+    assert a is not None
+    assert b is not None
+    left = swap_last(a) if attrs["transA"] else a
+    right = swap_last(b) if attrs["transB"] else b
+    y = left @ right if attrs["alpha"] == 1.0 else (left @ right) * attrs["alpha"]
+    if not c or c[0] is None:
+        return [y]
+    added = c[0]
+    if call.batched[2]:
+        added = added.reshape((added.shape[0], *(1,) * (3 - added.rank), *added.shape[1:]))
+    y = y + (added if attrs["beta"] == 1.0 else added * attrs["beta"])
+    return [y if any(call.batched[:2]) or call.batched[2] else batching.with_axis(y, call.size)]
+
+
 gemm = Op(
     name="Gemm",
+    batch=_gemm_batch,
     infer=_gemm,
     reference=_gemm_reference,
     vjp=_gemm_vjp,
@@ -152,6 +173,7 @@ def _softmax_vjp(g: Tensor, y: Tensor, x: Tensor, *, axis: int) -> tuple[Tensor]
 
 softmax = Op(
     name="Softmax",
+    batch=batching.axis_shifted,
     infer=lambda call: (axes_of(call.type(0).rank, [call.attrs["axis"]]), same(call))[1],
     reference=_softmax_reference,
     vjp=_softmax_vjp,
@@ -166,6 +188,7 @@ def _log_softmax_reference(x: Any, *, axis: int) -> Any:
 
 log_softmax = Op(
     name="LogSoftmax",
+    batch=batching.axis_shifted,
     infer=lambda call: (axes_of(call.type(0).rank, [call.attrs["axis"]]), same(call))[1],
     reference=_log_softmax_reference,
     vjp=lambda g, y, x, *, axis: (g - exp(y) * g.sum([axis], keepdims=True),),

@@ -11,6 +11,7 @@ import numpy as np
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops.batching import merged
 from triplane.unified_ir.ops.convolution import conv_grad_input, conv_row
 from triplane.unified_ir.ops.elementwise import abs_, pow_, sign
 from triplane.unified_ir.ops.resizing import along
@@ -142,6 +143,7 @@ def _average_native(node: Node, opset: int) -> bool:
 
 average_pool_row = Op(
     name="AveragePool",
+    batch=merged,
     infer=_pool,
     reference=_average_kernel,
     vjp=_average_vjp,
@@ -163,6 +165,7 @@ average_pool_row = Op(
 
 global_average_pool = Op(
     name="GlobalAveragePool",
+    batch=merged,
     body=lambda x: x.mean([*range(2, x.rank)], keepdims=True),
     samples=(sample(normal(2, 3, 4, 5)),),
 )

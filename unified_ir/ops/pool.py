@@ -15,6 +15,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, product
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
+from triplane.unified_ir.ops.batching import merged, merged_all
 from triplane.unified_ir.ops.indexing import arange, gather, scatter_elements
 from triplane.unified_ir.ops.mean_pool import average_pool_row
 from triplane.unified_ir.ops.reductions import argmax_row
@@ -112,6 +113,7 @@ _WINDOW: Final[Mapping[str, AttrSpec]] = {
 
 max_pool_row = Op(
     name="MaxPool",
+    batch=merged,
     infer=_pool,
     reference=_max_pool_kernel,
     vjp=_max_pool_vjp,
@@ -273,6 +275,7 @@ _x, _x_odd, _x_over = apart(2, 3, 4, 6), apart(2, 3, 5, 5), apart(1, 2, 6, 6)
 
 max_unpool = Op(
     name="MaxUnpoolFirst",
+    batch=merged_all,
     domain=DOMAIN,
     operands=("T", "T", "T"),
     attrs=_WINDOW,
@@ -298,6 +301,7 @@ max_unpool = Op(
 
 max_select: Op = Op(
     name="MaxSelectFirst",
+    batch=merged_all,
     domain=DOMAIN,
     operands=("T", "T", "T"),
     attrs=_WINDOW,

@@ -12,6 +12,7 @@ import numpy as np
 
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import TensorType, int64
+from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.elementwise import abs_, exp, log, sign, sqrt
 from triplane.unified_ir.ops.products import product_of_others
 from triplane.unified_ir.ops.row import Call, Op
@@ -99,6 +100,7 @@ _uses = (
 reduce_sum_row = Op(
     name="ReduceSum",
     **_settled,
+    batch=batching.axes_shifted,
     reference=reduction_kernel(np.sum),
     vjp=_slope(lambda g, y, x: g),
     samples=_uses,
@@ -117,6 +119,7 @@ def _mean_vjp(
 reduce_mean_row = Op(
     name="ReduceMean",
     **_settled,
+    batch=batching.axes_shifted,
     reference=reduction_kernel(np.mean),
     vjp=_mean_vjp,
     lower_below={18: "axes_as_attribute"},
@@ -157,6 +160,7 @@ def _extreme_row(name: str, f: Any) -> Op:
     return Op(
         name=name,
         **_settled,
+        batch=batching.axes_shifted,
         reference=reduction_kernel(f),
         vjp=_extreme_vjp,
         lower_below={18: "axes_as_attribute", 20: "bools_as_bytes"},
@@ -179,6 +183,7 @@ def _prod_vjp(
 reduce_prod_row = Op(
     name="ReduceProd",
     **_settled,
+    batch=batching.axes_shifted,
     reference=reduction_kernel(np.prod),
     vjp=_prod_vjp,
     lower_below={18: "axes_as_attribute"},
@@ -197,6 +202,7 @@ def _composed(name: str, body: Any, vjp: Any, *, positive: bool = False) -> Op:
     return Op(
         name=name,
         **_settled,
+        batch=batching.axes_shifted,
         body=body,
         vjp=vjp,
         native=_elementwise_apart,
@@ -271,6 +277,7 @@ def _position_kernel(f: Any) -> Any:
 def _position_row(name: str, f: Any) -> Op:
     return Op(
         name=name,
+        batch=batching.axis_shifted,
         infer=_position_types,
         reference=_position_kernel(f),
         samples=(
@@ -287,6 +294,7 @@ argmin_row = _position_row("ArgMin", np.argmin)
 
 hardmax = Op(
     name="Hardmax",
+    batch=batching.axis_shifted,
     infer=lambda call: (axes_of(call.type(0).rank, [call.attrs["axis"]]), same(call))[1],
     reference=lambda x, *, axis: (
         np.expand_dims(np.argmax(x, axis), axis)

@@ -107,6 +107,8 @@ Kernel = Callable[..., Any]
 Vjp = Callable[..., Sequence["Tensor | None"]]
 Body = Callable[..., "Tensor | Sequence[Tensor]"]
 Linearize = Callable[..., tuple[Sequence["Tensor"], Callable[..., Sequence["Tensor | None"]]]]
+Batch = Callable[[Any], Sequence["Tensor"]]
+"""(a `batching.Batched` call) -> outputs, the new axis first."""
 Native = Callable[[Node, int], bool]
 MakeArray = Callable[[np.random.Generator], Array]
 
@@ -159,6 +161,8 @@ class Op:
     vjp: Vjp | None = None
     body: Body | None = None
     linearize: Linearize | None = None
+    batch: Batch | None = None
+    """How vmap applies the row to a batch (`ops/batching.py`); else by its body, or a scan."""
     opens: int | Callable[[Call], int] = 0
     """How many sizes of its outputs its data decide; each node names them (`Call.opened`)."""
     draws: bool = False

@@ -19,6 +19,7 @@ from triplane.unified_ir.ir.types import (
     int64,
     type_of,
 )
+from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.infer import broadcast
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op, dtype_attr
@@ -75,6 +76,7 @@ dims_row = Op(
 
 identity = Op(
     name="Identity",
+    batch=batching.elementwise,
     keeps_contents=True,
     infer=same,
     reference=lambda x: x,
@@ -84,6 +86,7 @@ identity = Op(
 
 stop_gradient = Op(
     name="StopGradient",
+    batch=batching.elementwise,
     domain=DOMAIN,
     operands=("T",),
     infer=same,
@@ -101,6 +104,7 @@ def _cast_reference(x: Any, *, to: int, **_: Any) -> Any:
 
 cast_row = Op(
     name="Cast",
+    batch=batching.elementwise,
     infer=lambda call: (call.type(0).with_dtype(dtype_attr(call.attrs["to"])),),
     reference=_cast_reference,
     vjp=lambda g, y, x, **_: (g.cast(x.dtype) if x.dtype.is_float and y.dtype.is_float else None,),
@@ -134,6 +138,7 @@ def _reshape(call: Call) -> Types:
 
 reshape_row = Op(
     name="Reshape",
+    batch=batching.reshaped,
     keeps_contents=True,
     **settled(_reshape, all_open(lambda call: length(call, 1)), 1),
     reference=lambda x, shape, allowzero: x.reshape(
@@ -162,6 +167,7 @@ def _transpose_vjp(g: Tensor, y: Tensor, x: Tensor, *, perm: Any) -> tuple[Tenso
 
 transpose = Op(
     name="Transpose",
+    batch=batching.transposed,
     infer=_transpose,
     reference=lambda x, perm: x.transpose(perm),
     vjp=_transpose_vjp,
@@ -176,6 +182,7 @@ def _expanded(call: Call) -> Types:
 
 expand_row = Op(
     name="Expand",
+    batch=batching.expanded,
     **settled(_expanded, all_open(lambda call: max(call.type(0).rank, length(call, 1))), 1),
     reference=lambda x, shape: x * np.ones(shape, x.dtype) if x.dtype.kind == "f"
     else np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(shape))),
@@ -212,6 +219,7 @@ def _unsqueeze(call: Call) -> Types:
 
 unsqueeze_row = Op(
     name="Unsqueeze",
+    batch=batching.reshaped,
     keeps_contents=True,
     **settled(_unsqueeze, all_open(lambda call: call.type(0).rank + length(call, 1)), 1),
     reference=lambda x, axes: np.expand_dims(x, tuple(int(a) for a in axes)),
@@ -239,6 +247,7 @@ def _squeeze(call: Call) -> Types:
 
 squeeze_row = Op(
     name="Squeeze",
+    batch=batching.reshaped,
     keeps_contents=True,
     **settled(_squeeze, all_open(lambda call: call.type(0).rank - length(call, 1)), 1),
     reference=lambda x, axes=None: np.squeeze(
@@ -278,6 +287,7 @@ def _concat_vjp(g: Tensor, y: Tensor, *xs: Tensor, axis: int) -> list[Tensor]:
 
 concat_row = Op(
     name="Concat",
+    batch=batching.axis_shifted,
     infer=_concat,
     reference=lambda *xs, axis: np.concatenate(xs, axis),
     vjp=_concat_vjp,
@@ -387,6 +397,7 @@ def gather_axis(x: Tensor, positions: Any, axis: int) -> Tensor:
 
 slice_row = Op(
     name="Slice",
+    batch=batching.sliced,
     **settled(_slice, _sliced_open, 1, 2, 3, 4),
     reference=_slice_reference,
     vjp=_slice_vjp,
@@ -434,6 +445,7 @@ def _pad_vjp(g: Tensor, y: Tensor, x: Tensor, pads: Tensor, *rest: Any, mode: st
 
 pad_row = Op(
     name="Pad",
+    batch=batching.padded,
     **settled(_pad, all_open(lambda call: call.type(0).rank), 1, 3),
     vjp=_pad_vjp,
     samples=(sample(normal(2, 3), given([1, 0, 0, 2])),),
@@ -457,6 +469,7 @@ def _where_vjp(g: Tensor, y: Tensor, condition: Tensor, a: Tensor, b: Tensor) ->
 
 where = Op(
     name="Where",
+    batch=batching.elementwise,
     infer=_where,
     reference=np.where,
     vjp=_where_vjp,

@@ -1,0 +1,179 @@
+"""Batching of functions: each node by its row's rule, its body, or a scan over the new axis.
+
+A scan is right for every row and every region: it applies the node to one slice after the other.
+What a rule could not batch soundly (a branch or a loop that takes another course in each slice)
+goes there by design: computing both branches and choosing would let the branch not taken fail, or
+spoil a gradient by 0 * inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from triplane.unified_ir.ir.dims import Dim, substitute
+from triplane.unified_ir.ir.graph import Function, Node, Value
+from triplane.unified_ir.ir.types import TensorType, is_plain
+from triplane.unified_ir.ops.batching import Batched, NeedsScan, Ragged, elementwise, with_axis
+from triplane.unified_ir.ops.build import Build, body_function, region
+from triplane.unified_ir.ops.control import scan
+from triplane.unified_ir.ops.elementwise import broadcast_bool, broadcast_same
+from triplane.unified_ir.ops.inline import Replay, inline, introduced
+from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.row import OPEN
+from triplane.unified_ir.ops.tensor import Tensor
+
+Flags = Sequence[bool]
+_DEFAULTS: Final[Mapping[Any, Any]] = {broadcast_same: elementwise, broadcast_bool: elementwise}
+"""Rules that follow from how a row's output type does."""
+
+
+def vectorize(
+    function: Function, args: Sequence[Tensor], batched: Flags, size: Dim
+) -> tuple[list[Tensor], list[bool]]:
+    """Results of `function` on each slice of the batched arguments, and which are batched.
+
+    `args`: tensors of the graph being recorded, those that `batched` marks with a first axis of
+    `size` more than the function's parameters. Results that no batched argument reaches have none.
+    """
+    try:
+        return _by_node(function, args, batched, size)
+    except Ragged:
+        opened = {name for node in function.nodes for name in introduced(node)}
+        if any(opened & r.type.symbols for r in function.results):
+            raise
+        made = _by_scan(partial(inline, function), args, batched)
+        return made, [True] * len(made)
+
+
+def _by_node(
+    function: Function, args: Sequence[Tensor], batched: Flags, size: Dim
+) -> tuple[list[Tensor], list[bool]]:
+    replay = _Slices(function, args, batched, size)
+    for node in function.nodes:
+        replay.run(node)
+    results = replay.results()
+    return results, [replay.batched.get(r, False) for r in function.results]
+
+
+class _Slices(Replay):
+    """Nodes of a function again, on batches of what they were recorded for."""
+
+    def __init__(
+        self, function: Function, args: Sequence[Tensor], batched: Flags, size: Dim
+    ) -> None:
+        self.size = size
+        self.batched = dict(zip(function.params, batched, strict=True))
+        slices = [_Slice(x) if b else x for x, b in zip(args, batched, strict=True)]
+        super().__init__(function, slices)  # type: ignore[arg-type]
+        self.values.update(zip(function.params, args, strict=True))
+
+    def run(self, node: Node) -> tuple[Tensor, ...]:
+        """See `Replay.run`."""
+        if not any(self.batched.get(v, False) for v in node.inputs if v is not None):
+            return super().run(node)
+        with self.build.at(node.meta):
+            made = tuple(self._batched(node))
+        self.define(node, made)
+        self.batched.update(dict.fromkeys(node.outputs, True))
+        return made
+
+    def _batched(self, node: Node) -> Sequence[Tensor]:
+        row = self.build.table[node.op.domain, node.op.name]
+        inputs, attrs = self.inputs(node), self.attrs(node)
+        flags = [v is not None and self.batched.get(v, False) for v in node.inputs]
+        types = tuple(self._type(v) for v in node.outputs)
+        regions = self.regions(node)
+        call = Batched(row, tuple(inputs), tuple(flags), attrs, regions, types, self.size, _region)
+        if node.attrs.get(OPEN):
+            raise _ragged(node)
+        try:
+            rule = row.batch or _DEFAULTS.get(row.infer)
+            if rule is not None:
+                return rule(call)
+            if row.body is not None and row.vjp is None:
+                return self._through_body(call)
+        except NeedsScan:
+            pass
+        return self._scanned(call, node)
+
+    def _type(self, value: Value) -> TensorType:
+        if not self.sizes:
+            return value.type
+        return value.type.with_shape(substitute(d, self.sizes) for d in value.type.shape)
+
+    def _through_body(self, call: Batched) -> list[Tensor]:
+        types = tuple(
+            None if x is None else x.type.with_shape(x.shape[1:]) if b else x.type
+            for x, b in zip(call.inputs, call.batched, strict=True)
+        )
+        known = [None if x is None else self.build.known(x) for x in call.inputs]
+        body = body_function(self.build.table, call.row, types, call.attrs, len(call.types), known)
+        present = [(x, b) for x, b in zip(call.inputs, call.batched, strict=True) if x is not None]
+        made, flags = _by_node(body, [x for x, _ in present], [b for _, b in present], self.size)
+        return [y if b else with_axis(y, self.size) for y, b in zip(made, flags, strict=True)]
+
+    def _scanned(self, call: Batched, node: Node) -> list[Tensor]:
+        if introduced(node) or not all(map(is_plain, call.types)):
+            raise _ragged(node)
+
+        def once(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+            rest = iter(inputs)
+            operands = [None if x is None else next(rest) for x in call.inputs]
+            return recorder().apply(
+                call.row, operands, call.attrs, regions=call.regions, outputs=len(call.types)
+            )
+
+        present = [(x, b) for x, b in zip(call.inputs, call.batched, strict=True) if x is not None]
+        return _by_scan(once, [x for x, _ in present], [b for _, b in present])
+
+
+def _ragged(node: Node) -> Ragged:
+    return Ragged(
+        f"{node.op.name} (at {node.meta.location}) gives results whose size depends on values, so "
+        "those for the slices of a batch differ in size and cannot be stacked; leave them inside "
+        "the function that vmap is given"
+    )
+
+
+class _Slice:
+    """What a slice of a batched argument looks like to `Replay`, which matches shapes."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.dtype, self.shape, self.rank = x.dtype, x.shape[1:], x.rank - 1
+        self.type = x.type.with_shape(self.shape)
+
+
+def _by_scan(f: Any, args: Sequence[Tensor], batched: Flags) -> list[Tensor]:
+    """`f` on one slice after the other."""
+
+    def step(_: Any, slices: Any) -> tuple[Any, list[Tensor]]:
+        rest = iter(slices)
+        operands = [next(rest) if b else x for x, b in zip(args, batched, strict=True)]
+        return (), list(f(operands))
+
+    _, ys = scan(step, (), [x for x, b in zip(args, batched, strict=True) if b])
+    return list(ys)
+
+
+def _region(
+    function: Function, batched: Flags, size: Dim, wanted: Flags
+) -> tuple[Build, list[Tensor], list[bool]]:
+    """A region on batches, unfinished; its results, and which of them are batched."""
+    types = [
+        p.type.with_shape((size, *p.type.shape)) if b else p.type
+        for p, b in zip(function.params, batched, strict=True)
+    ]
+    flags: list[bool] = []
+
+    def record(params: list[Tensor]) -> list[Tensor]:
+        made, found = _by_node(function, params, batched, size)
+        flags.extend(f or w for f, w in zip(found, wanted, strict=True))
+        return [
+            with_axis(y, size) if w and not f else y
+            for y, f, w in zip(made, found, wanted, strict=True)
+        ]
+
+    build, results = region(function.name, types, record)
+    return build, results, flags
