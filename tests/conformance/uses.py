@@ -40,8 +40,7 @@ class Use:
 
     def is_constant(self, i, array):
         """Sizes, axes, positions and literals are constants of the graph."""
-        maker = self.sample.inputs[i]
-        return isinstance(maker, Literal) or (isinstance(maker, Given) and array.dtype.kind in "iu")
+        return is_constant(self.sample.inputs[i], array)
 
     def smooth(self, args):
         """Parameters in which finite differences hold, by the sample's own statement."""
@@ -49,6 +48,11 @@ class Use:
         if wanted is None:
             wanted = tuple(i for i, a in enumerate(self.arrays(np.float64)) if is_float(a))
         return [f"x{i}" for i in wanted if f"x{i}" in args]
+
+
+def is_constant(maker, array):
+    """Whether an operand of a sample belongs to the graph, not to a call."""
+    return isinstance(maker, Literal) or (isinstance(maker, Given) and array.dtype.kind in "iu")
 
 
 def is_float(array):

@@ -1,6 +1,7 @@
 """Functions and modules the tests of the IR share; every one is built by the program itself."""
 
 import numpy as np
+from tests.conformance.uses import is_constant
 
 from triplane.unified_ir import ops
 from triplane.unified_ir.autodiff import value_and_grad
@@ -8,7 +9,6 @@ from triplane.unified_ir.ir import Module, Role, StateTensor, TensorSpec
 from triplane.unified_ir.ir.types import type_of
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import inline
-from triplane.unified_ir.ops.samples import Given
 from triplane.unified_ir.ops.table import TABLE
 
 
@@ -22,7 +22,7 @@ def of_sample(row, sample, dtype=np.float32):
     with build:
         inputs = []
         for i, (array, make) in enumerate(zip(arrays, sample.inputs, strict=True)):
-            if array is None or (isinstance(make, Given) and array.dtype.kind in "iu"):
+            if array is None or is_constant(make, array):
                 inputs.append(array)
             else:
                 inputs.append(build.param(f"x{i}", type_of(array)))

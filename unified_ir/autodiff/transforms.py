@@ -41,7 +41,7 @@ def value_and_grad(
     build = Build(TABLE, f"{function.name}.grad")
     with build:
         params = [build.param(p.name, p.type) for p in function.params]
-        results, pull = linearize(function, params, [function.param_names.index(n) for n in names])
+        results, pull = linearize(function, params, [function.param_index(n) for n in names])
         index = function.result_names.index(target)
         one = build.constant(np.ones((), results[index].dtype.numpy))
         found = pull([one if i == index else None for i in range(len(results))])
@@ -78,7 +78,7 @@ def vjp(function: Function, wrt: Sequence[str] | None = None) -> Function:
             build.param(f"cotangent.{n}", r.type) if r.type.dtype.is_float else None
             for n, r in zip(function.result_names, function.results, strict=True)
         ]
-        results, pull = linearize(function, params, [function.param_names.index(n) for n in names])
+        results, pull = linearize(function, params, [function.param_index(n) for n in names])
         named = dict(zip(function.result_names, results, strict=True))
         named |= _named_grads(names, pull(gs), params, function)
     return clean(build.finish(named))
@@ -103,12 +103,13 @@ def _named_grads(
     function: Function,
 ) -> dict[str, Tensor]:
     grads = {}
+    taken = frozenset(function.result_names)
     for name, g in zip(names, found, strict=True):
-        if GRAD + name in function.result_names:
+        if GRAD + name in taken:
             raise InvalidInput(
                 f"{GRAD + name!r} is a result of {function.name!r} already; rename it, so that the "
                 "gradient does not replace it"
             )
-        like = params[function.param_names.index(name)]
+        like = params[function.param_index(name)]
         grads[GRAD + name] = zeros(like.shape, like.dtype) if g is None else g
     return grads

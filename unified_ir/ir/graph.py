@@ -87,9 +87,17 @@ class Function:
     results: tuple[Value, ...]
     result_names: tuple[str, ...]
     nodes: tuple[Node, ...]
+    param_names: tuple[str, ...] = field(init=False, repr=False)
+    """Names of the parameters, in order."""
+    _param_places: Mapping[str, int] = field(init=False, repr=False)
+    _result_places: Mapping[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_names(self.name, "parameter", [p.name for p in self.params])
+        names = tuple(p.name for p in self.params)
+        _check_names(self.name, "parameter", names)
+        object.__setattr__(self, "param_names", names)
+        object.__setattr__(self, "_param_places", _places(names))
+        object.__setattr__(self, "_result_places", _places(self.result_names))
         _check_names(self.name, "result", self.result_names)
         if len(self.results) != len(self.result_names):
             raise InvalidInput(
@@ -97,29 +105,27 @@ class Function:
                 f"{len(self.result_names)} result names; give one name each"
             )
 
-    @property
-    def param_names(self) -> tuple[str, ...]:
-        """Names of the parameters, in order."""
-        return tuple(p.name for p in self.params)
+    def param_index(self, name: str) -> int:
+        """Place of the parameter called `name`."""
+        if name not in self._param_places:
+            raise InvalidInput(
+                f"function {self.name!r} has no parameter {name!r}; "
+                f"it has {', '.join(self.param_names)}"
+            )
+        return self._param_places[name]
 
     def param(self, name: str) -> Value:
         """The parameter called `name`."""
-        for p in self.params:
-            if p.name == name:
-                return p
-        raise InvalidInput(
-            f"function {self.name!r} has no parameter {name!r}; "
-            f"it has {', '.join(self.param_names)}"
-        )
+        return self.params[self.param_index(name)]
 
     def result(self, name: str) -> Value:
         """The result called `name`."""
-        if name not in self.result_names:
+        if name not in self._result_places:
             raise InvalidInput(
                 f"function {self.name!r} has no result {name!r}; "
                 f"it has {', '.join(self.result_names)}"
             )
-        return self.results[self.result_names.index(name)]
+        return self.results[self._result_places[name]]
 
     def walk(self) -> Iterator[Node]:
         """Every node, those of regions after the node that holds them."""
@@ -150,6 +156,10 @@ class StateTensor:
     def type(self) -> TensorType:
         """Element type and static shape."""
         return type_of(self.array)
+
+
+def _places(names: tuple[str, ...]) -> dict[str, int]:
+    return {name: i for i, name in enumerate(names)}
 
 
 def _check_names(function: str, kind: str, names: list[str] | tuple[str, ...]) -> None:

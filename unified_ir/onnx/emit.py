@@ -150,13 +150,13 @@ class _Emitter(Context):
         first = len(self.nodes) - len(finals)
         tail = self.nodes[first:]
         produced = {out: node for node in self.nodes[:first] for out in node.output}
-        sources = [n.input[0] for n in tail]
+        times = Counter(n.input[0] for n in tail)
         used_inside = {name for node in self.nodes[:first] for name in _region_names(node)}
         kept = []
         renamed: dict[str, str] = {}
         for node in tail:
             source = node.input[0]
-            if source in produced and sources.count(source) == 1 and source not in used_inside:
+            if source in produced and times[source] == 1 and source not in used_inside:
                 renamed[source] = node.output[0]
             else:
                 kept.append(node)
