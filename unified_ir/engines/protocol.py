@@ -23,6 +23,10 @@ class Loop(Protocol):
         """A copy of the current state."""
         ...
 
+    def view(self) -> Mapping[str, Array]:
+        """The current state itself: to be read before the next step and never written."""
+        ...
+
     def load(self, state: Mapping[str, Array]) -> None:
         """Replaces the named state tensors."""
         ...
@@ -104,6 +108,10 @@ class HostLoop:
     def state(self) -> dict[str, Array]:
         """See `Loop.state`."""
         return {k: v.copy() for k, v in self._state.items()}
+
+    def view(self) -> Mapping[str, Array]:
+        """See `Loop.view`."""
+        return self._state
 
     def load(self, state: Mapping[str, Array]) -> None:
         """See `Loop.load`."""

@@ -61,7 +61,6 @@ from triplane.unified_ir.ops.losses import (
     huber,
     kl_divergence,
     negative_log_likelihood,
-    scalar_summary,
     smooth_l1,
 )
 from triplane.unified_ir.ops.matrix import gemm, linear, log_softmax, matmul, softmax
@@ -124,6 +123,7 @@ from triplane.unified_ir.ops.structure import (
     where,
     zeros,
 )
+from triplane.unified_ir.ops.summaries import histogram_summary, image_summary, scalar_summary
 from triplane.unified_ir.ops.tensor import Tensor
 
 __all__ = [
@@ -180,7 +180,9 @@ __all__ = [
     "hann_window",
     "hard_sigmoid",
     "hard_swish",
+    "histogram_summary",
     "huber",
+    "image_summary",
     "instance_norm",
     "is_nan",
     "kl_divergence",

@@ -1,4 +1,4 @@
-"""Losses and summaries: functions of rows, not rows."""
+"""Losses: functions of rows, not rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,8 @@ from triplane.unified_ir.ops.elementwise import (
 )
 from triplane.unified_ir.ops.likelihood import likelihood
 from triplane.unified_ir.ops.matrix import log_softmax
-from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.structure import stop_gradient, where
+from triplane.unified_ir.ops.structure import where
 from triplane.unified_ir.ops.tensor import Tensor
-
-SUMMARY = "summary/"
-"""Prefix of the results that summaries add."""
 
 
 def cross_entropy(
@@ -110,10 +106,3 @@ def cosine_embedding(a: Tensor, b: Tensor, same: Tensor, *, margin: float = 0.0)
     """
     near = cosine_similarity(a, b)
     return where(same > 0, 1.0 - near, relu(near - margin))
-
-
-def scalar_summary(name: str, x: Tensor) -> None:
-    """Makes the scalar `x` the extra result `summary/NAME` of the function being recorded."""
-    if x.rank:
-        raise InvalidInput(f"scalar_summary({name!r}) takes a scalar, got {x.type}; reduce it")
-    recorder().effect(SUMMARY + name, stop_gradient(x))

@@ -9,7 +9,9 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir import Function, Module, Role, StateTensor
 from triplane.unified_ir.ir.module import START
 from triplane.unified_ir.nn import Personal
+from triplane.unified_ir.ops.summaries import HISTOGRAM, IMAGE
 from triplane.unified_ir.optim import SGD, Constant, Optimizer
+from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.train import step
 
 if TYPE_CHECKING:
@@ -26,7 +28,10 @@ def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | N
     unknown = [e for e in entries if e not in ENTRIES]
     if unknown or not entries:
         raise InvalidInput(f"entries are some of {', '.join(ENTRIES)}, got {unknown or 'none'}")
-    functions = {name: _function(trainer, name, local_lr) for name in dict.fromkeys(entries)}
+    functions = {
+        name: _without_pictures(_function(trainer, name, local_lr))
+        for name in dict.fromkeys(entries)
+    }
     return Module(
         functions=functions,
         entries={name: name for name in functions},
@@ -36,14 +41,14 @@ def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | N
 
 
 def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
-    model = trainer.model
+    model = trainer.model.of_means()
     match name:
         case "predict":
             return step.predict(model.cell, list(model.inputs.values()), model.loss.output)
         case "evaluate":
             return step.evaluate(model)
         case "train_step":
-            return trainer.train_function()
+            return step.train_step(model, trainer.recipe)
         case "loss":
             return step.loss(model)
         case "gradients":
@@ -51,6 +56,13 @@ def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
     lr = local_rate(trainer.optimizer) if local_lr is None else local_lr
     plain = SGD(lr, groups=trainer.optimizer.freezing())
     return step.local_update(model, plain, name=name)
+
+
+def _without_pictures(function: Function) -> Function:
+    """Without histograms and images, which nobody looks at where a model file goes."""
+    kept = [n for n in function.result_names if not n.startswith((HISTOGRAM, IMAGE))]
+    results = tuple(map(function.result, kept))
+    return clean(Function(function.name, function.params, results, tuple(kept), function.nodes))
 
 
 def local_rate(optimizer: Optimizer) -> float:
@@ -103,7 +115,7 @@ def _meta(trainer: Trainer) -> dict[str, str]:
         "inputs": json.dumps(inputs),
         "labels": json.dumps(_labels(trainer)),
         "loss": type(model.loss).__name__,
-        "metrics": json.dumps(list(model.metrics)),
+        "metrics": json.dumps(list(model.of_means().metrics)),
         "optimizer": repr(trainer.optimizer),
         "output": model.loss.output,
         "target": json.dumps({model.target[0]: str(model.target[1])}),

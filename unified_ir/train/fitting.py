@@ -10,6 +10,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import Loop, Program
 from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.optim import STEP
 from triplane.unified_ir.train import identity, step
 from triplane.unified_ir.train.batches import Batch, Source, with_last
 from triplane.unified_ir.train.callbacks import Callback
@@ -49,6 +50,7 @@ class Fit:
             epochs=goal,
             batches=source.count,
             snapshot=self._snapshot,
+            learning_rate=self._learning_rate,
         )
 
     def _compile(self, program: Program) -> None:
@@ -74,6 +76,11 @@ class Fit:
             samples=self.source.samples or 0,
             identity=self._identity,
         )
+
+    def _learning_rate(self) -> float:
+        optimizer = self.trainer.optimizer
+        updates = self.loop.view().get(STEP) if optimizer.counts() else None
+        return optimizer.rate_at(0 if updates is None else int(updates))
 
     def run(self) -> None:
         """Trains to the goal; the state is written back unless the loss was not finite."""
@@ -119,10 +126,12 @@ class Fit:
             if is_last:
                 self.loop.load({LEFT: np.ones((), np.int64)})
             results = self.loop.step(**dict(zip(self.names, batch, strict=True)))
+            counts = {k: results.pop(k) for k in self.model.tallies}
             self.info.results = scalars(results)
+            self.info.tensors = {k: x for k, x in results.items() if x.size != 1}
             if not np.isfinite(self.info.results[step.LOSS]):
                 self._explain()
-            place.advance(self.info.results, len(batch[-1]))
+            place.advance(self.info.results, len(batch[-1]), counts)
             self._whole = True
             self._call("on_step")
             self.interrupt.check()
@@ -142,7 +151,11 @@ class Fit:
 
     def _finish_epoch(self) -> None:
         trainer, place = self.trainer, self.trainer.place
-        row: Row = {"epoch": place.epoch + 1, "step": place.step, **place.means()}
+        row: Row = {
+            "epoch": place.epoch + 1,
+            "step": place.step,
+            **place.measures(self.model.tallies),
+        }
         state = self.loop.state()
         trainer.write_back(state)
         if self.validation is not None:

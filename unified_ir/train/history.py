@@ -5,11 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
 
 from triplane.proto.errors import NotFound
 from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.train.metrics import Tally
+
+_NONE: Final[Mapping[str, Array]] = MappingProxyType({})
 
 Row = dict[str, float]
 
@@ -18,7 +25,8 @@ Row = dict[str, float]
 class Place:
     """Where a run stands: what comes next is batch `position` of epoch `epoch`, both from 0.
 
-    step: updates done. rows: samples seen in this epoch; sums: each result summed over them.
+    step: batches trained on. rows: samples seen in this epoch; sums: each result summed over them;
+    counts: each tally's, summed, float64.
     """
 
     epoch: int = 0
@@ -26,33 +34,43 @@ class Place:
     step: int = 0
     rows: int = 0
     sums: Row = field(default_factory=dict)
+    counts: dict[str, Array] = field(default_factory=dict)
 
     def copy(self) -> Place:
         """A place of its own."""
-        return replace(self, sums=dict(self.sums))
+        return replace(self, sums=dict(self.sums), counts=dict(self.counts))
 
-    def advance(self, results: Mapping[str, float], rows: int) -> None:
+    def advance(
+        self, results: Mapping[str, float], rows: int, counts: Mapping[str, Array] = _NONE
+    ) -> None:
         """One batch of `rows` samples is done; `results` are means over it."""
         self.position += 1
         self.step += 1
         self.rows += rows
         for name, value in results.items():
             self.sums[name] = self.sums.get(name, 0.0) + value * rows
+        for name, x in counts.items():
+            self.counts[name] = self.counts.get(name, 0.0) + x.astype(np.float64)
 
     def means(self) -> Row:
         """Means over the samples of this epoch so far."""
         return {name: total / self.rows for name, total in self.sums.items()}
 
+    def measures(self, tallies: Mapping[str, Tally]) -> Row:
+        """Means, and the number of each tally."""
+        made = {k: t.finish(self.counts[k]) for k, t in tallies.items() if k in self.counts}
+        return self.means() | made
+
     def next_epoch(self) -> None:
         """The epoch is over."""
         self.epoch += 1
         self.position = self.rows = 0
-        self.sums = {}
+        self.sums, self.counts = {}, {}
 
 
-def scalars(results: Mapping[str, Array]) -> Row:
-    """The results with one element, as numbers."""
-    return {name: float(v.reshape(())) for name, v in results.items() if v.size == 1}
+def scalars(results: Mapping[str, Array], but: Collection[str] = ()) -> Row:
+    """The results with one element and not in `but`, as numbers."""
+    return {k: float(v.reshape(())) for k, v in results.items() if v.size == 1 and k not in but}
 
 
 class History:

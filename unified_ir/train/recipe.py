@@ -17,7 +17,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import TensorType, float32, int64, type_of
-from triplane.unified_ir.ops.losses import SUMMARY
+from triplane.unified_ir.ops.summaries import SUMMARY
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.optim import (
     STEP,

@@ -16,7 +16,7 @@ class Run:
     """One call of `Trainer.fit` under way.
 
     epochs: the epoch at which it ends. batches: batches per epoch, None where unknown.
-    results: of the newest step, scalars by name.
+    results: of the newest step, scalars by name; tensors: the others, such as `histogram/NAME`.
     """
 
     def __init__(
@@ -27,15 +27,19 @@ class Run:
         epochs: int,
         batches: int | None,
         snapshot: Callable[[], Snapshot],
+        learning_rate: Callable[[], float],
     ) -> None:
         self.place = place
         self.history = history
         self.epochs = epochs
         self.batches = batches
         self.results: Row = {}
+        self.tensors: dict[str, Array] = {}
         self.stopped = False
         self.snapshot = snapshot
         """Everything a checkpoint holds, copied now."""
+        self.learning_rate = learning_rate
+        """The rate of the next update, of parameters in no group."""
 
     @property
     def step(self) -> int:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
 
 from triplane.proto.errors import Corrupt
 from triplane.unified_ir.files import container
@@ -47,7 +49,8 @@ class Snapshot:
         """Writes the file whole or not at all."""
         progress = {
             "format": FORMAT,
-            "place": asdict(self.place),
+            "place": asdict(replace(self.place, counts={}))
+            | {"counts": {k: a.tolist() for k, a in self.place.counts.items()}},
             "history": self.history.rows,
             "seed": self.seed,
             "batch_size": self.batch_size,
@@ -99,7 +102,18 @@ def _progress(file: Container) -> dict[str, Any]:
 
 def _place(found: Any) -> Place:
     counts = {k: _count(found[k]) for k in ("epoch", "position", "step", "rows")}
-    return Place(**counts, sums=_row(found["sums"]))
+    tallies = found.get("counts", {})
+    if not isinstance(tallies, dict):
+        raise TypeError("counts map names to arrays")
+    arrays = {str(k): _numbers(v) for k, v in tallies.items()}
+    return Place(**counts, sums=_row(found["sums"]), counts=arrays)
+
+
+def _numbers(found: Any) -> Array:
+    array = np.array(found)
+    if array.dtype.kind not in "if":
+        raise TypeError(f"{str(found)[:40]} is no array of numbers")
+    return array.astype(np.float64)
 
 
 def _texts(found: Any) -> dict[str, str]:

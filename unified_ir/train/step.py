@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, Final
 
@@ -26,11 +26,13 @@ from triplane.unified_ir.ir.types import TensorSpec, TensorType
 from triplane.unified_ir.nn.losses import Loss, Metric
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import inline
+from triplane.unified_ir.ops.summaries import PREFIXES
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.optim import Optimizer
 from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.train.batches import Batch
+from triplane.unified_ir.train.metrics import Tally
 from triplane.unified_ir.train.precision import half
 from triplane.unified_ir.train.recipe import SCALE, Recipe
 
@@ -50,7 +52,7 @@ class Model:
 
     cell: Cell
     loss: Loss
-    metrics: Mapping[str, Metric]
+    metrics: Mapping[str, Metric | Tally]
     inputs: Mapping[str, TensorType]
     target: tuple[str, TensorType]
     classes: int | None
@@ -82,6 +84,16 @@ class Model:
                 f"in row {bad[0]}"
             )
 
+    @property
+    def tallies(self) -> dict[str, Tally]:
+        """The metrics that are no means."""
+        return {k: m for k, m in self.metrics.items() if isinstance(m, Tally)}
+
+    def of_means(self) -> Model:
+        """The same with no other metrics, as it is exported."""
+        means = {k: m for k, m in self.metrics.items() if not isinstance(m, Tally)}
+        return replace(self, metrics=means)
+
     def batch_names(self) -> tuple[str, ...]:
         """Names of a batch's arrays, the target's last."""
         return (*self.inputs, self.target[0])
@@ -92,7 +104,10 @@ class Model:
 
 
 def model_of(
-    cell: Cell, loss: Loss, metrics: Mapping[str, Metric] | None, types: Sequence[TensorType]
+    cell: Cell,
+    loss: Loss,
+    metrics: Mapping[str, Metric | Tally] | None,
+    types: Sequence[TensorType],
 ) -> Model:
     """The model for batches of these types, the target's last."""
     *inputs, target = types
@@ -179,7 +194,9 @@ def predict(cell: Cell, inputs: Sequence[TensorType], output: str) -> Function:
         found = traced(cell, tuple(inputs), {}, name="predict").function
     state = cell.parameters()
     kept = [
-        (n, r) for n, r in zip(found.result_names, found.results, strict=True) if n not in state
+        (n, r)
+        for n, r in zip(found.result_names, found.results, strict=True)
+        if n not in state and not n.startswith(PREFIXES)
     ]
     names = tuple(output if n == "y" else n for n, _ in kept)
     return clean(Function("predict", found.params, tuple(r for _, r in kept), names, found.nodes))
@@ -227,9 +244,9 @@ def _objective(model: Model, name: str) -> Function:
         arrays = [batch[n] for n in model.batch_names()]
         output = self(*arrays[:-1])
         measured = {LOSS: model.loss(output, arrays[-1])}
-        measured |= {k: f(output, arrays[-1]) for k, f in model.metrics.items()}
+        measured |= {k: _measured(f, output, arrays[-1]) for k, f in model.metrics.items()}
         for label, x in measured.items():
-            if x.shape != ():
+            if x.shape != () and label not in model.tallies:
                 raise InvalidInput(
                     f"losses and metrics are scalars, {label!r} is {x.type}; take the mean"
                 )
@@ -238,6 +255,12 @@ def _objective(model: Model, name: str) -> Function:
     specs = {**model.inputs, model.target[0]: model.target[1]}
     found = traced(MethodType(measure, model.cell), (), specs, name=name).function
     return _reordered(found, [LOSS, *model.metrics])
+
+
+def _measured(metric: Metric | Tally, output: Any, target: Tensor) -> Tensor:
+    if isinstance(metric, Tally):
+        return metric.count(output, target)
+    return metric(output, target)
 
 
 def _reordered(function: Function, first: Sequence[str]) -> Function:

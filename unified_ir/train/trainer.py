@@ -33,6 +33,7 @@ from triplane.unified_ir.train.exporting import Entry, build_module
 from triplane.unified_ir.train.fitting import Fit
 from triplane.unified_ir.train.history import History, Place, Row, scalars
 from triplane.unified_ir.train.interrupt import held_back
+from triplane.unified_ir.train.metrics import Confusion, Tally
 from triplane.unified_ir.train.precision import LossScale, Precision, fixed_scale
 from triplane.unified_ir.train.progress import Progress, Style
 from triplane.unified_ir.train.recipe import AVERAGE, Recipe
@@ -40,6 +41,7 @@ from triplane.unified_ir.train.snapshot import Snapshot, read
 
 EVALUATION_BATCH: Final = 256
 """Samples that evaluation and prediction take at once."""
+_CONFUSION: Final = {"confusion": Confusion()}
 _LAST_KEY: Final = 2**64 - 1
 """Keys of random state count down from here; the order of epoch e uses stream e."""
 
@@ -48,11 +50,11 @@ class Trainer:
     """Trains `cell` to make `loss` small.
 
     loss: an `nn.Loss`, or a function of (output, target) that gives a scalar. metrics: functions
-    of the same by name; by default those that go with the loss. seed: of the order of batches and
-    of random keys (starting weights are `nn.seed`'s). clip_value, clip_each, clip_norm,
-    accumulate, average: see `Recipe`. precision: "float16" computes products in half precision
-    around float32 weights; loss_scale: a number that stays, or a `LossScale` that follows the
-    gradients (the default there).
+    of the same by name, or tallies (see `metrics`); by default those that go with the loss. seed:
+    of the order of batches and of random keys (starting weights are `nn.seed`'s). clip_value,
+    clip_each, clip_norm, accumulate, average: see `Recipe`. precision: "float16" computes products
+    in half precision around float32 weights; loss_scale: a number that stays, or a `LossScale`
+    that follows the gradients (the default there).
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Trainer:
         optimizer: Optimizer,
         engine: str | Engine = "onnx",
         seed: int = 0,
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Metric | Tally] | None = None,
         callbacks: Sequence[Callback] = (),
         clip_value: float | None = None,
         clip_each: float | None = None,
@@ -139,19 +141,32 @@ class Trainer:
         return self.history
 
     def evaluate(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Row:
-        """Means of loss and metrics over all samples of `data`, in evaluation mode."""
-        state = self._own()
-        place = Place()
+        """Loss and metrics over all samples of `data`, in evaluation mode."""
+        place = self._measured(data, batch_size)
+        return place.measures(self.model.tallies)
+
+    def confusion_matrix(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Array:
+        """int64 (C, C): a row per class that is right, a column per class that was said."""
+        place = self._measured(data, batch_size, _CONFUSION)
+        total: Array = place.counts["confusion"]
+        return total.astype(np.int64)
+
+    def _measured(
+        self, data: Any, batch_size: int, metrics: Mapping[str, Tally] | None = None
+    ) -> Place:
+        """Sums over all samples, of other metrics where they are given."""
+        state, place = self._own(), Place()
         for batch in in_order(data, batch_size):
-            model, program = self._evaluation(batch)
+            model, program = self._evaluation(batch, metrics)
             model.check(batch)
             given = {**state, **dict(zip(model.batch_names(), batch, strict=True))}
             values = program(*(given[n] for n in program.function.param_names))
             named = dict(zip(program.function.result_names, values, strict=True))
-            place.advance(scalars(named), len(batch[-1]))
+            counts = {k: named[k] for k in model.tallies}
+            place.advance(scalars(named, counts), len(batch[-1]), counts)
         if not place.rows:
             raise InvalidInput("there is no data to evaluate on")
-        return place.means()
+        return place
 
     def predict(self, *inputs: Any, batch_size: int = EVALUATION_BATCH) -> Any:
         """The output in evaluation mode: one array, or a dict by name where there are several."""
@@ -282,12 +297,17 @@ class Trainer:
             self._programs[key] = self._engine().compile(function, donate=state)
         return self._programs[key]
 
-    def _evaluation(self, batch: Batch) -> tuple[step.Model, Program]:
+    def _evaluation(
+        self, batch: Batch, metrics: Mapping[str, Tally] | None = None
+    ) -> tuple[step.Model, Program]:
         types = self._types_for(batch)
         if self._types is None:
             self._types = types
         model = self._model_of(types)
-        return model, self._compiled(("evaluate", types), lambda: step.evaluate(model))
+        if metrics is not None:
+            model = replace(model, metrics=metrics)
+        key = ("evaluate", types, metrics is None)
+        return model, self._compiled(key, lambda: step.evaluate(model))
 
     def _prediction(self, arrays: Batch) -> tuple[Function, Program]:
         known = self._types[:-1] if self._types is not None else ()

@@ -1,0 +1,151 @@
+"""Metrics over uneven batches equal their definitions over all samples at once."""
+
+import math
+
+import numpy as np
+import pytest
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import nn, optim, train
+from triplane.unified_ir.frontend import graph
+
+from .models import QUIET, bits, data, trainer
+
+CLASSES = 4
+RNG = np.random.default_rng(3)
+LOGITS = RNG.standard_normal((41, CLASSES)).astype(np.float32)
+LABELS = RNG.integers(0, 3, 41)  # the last class is said, and never right
+
+
+class Given(nn.Cell):
+    """Gives its input as logits, with a weight that changes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(np.ones(()))
+
+    def construct(self, x):
+        return x * self.weight
+
+
+def of(metrics, loss=None, cell=Given):
+    return train.Trainer(
+        cell(), loss=loss or nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.0), metrics=metrics
+    )
+
+
+def by_definition(average):
+    """(precision, recall, F1) by counting samples one by one."""
+    said = LOGITS.argmax(1)
+    classes = [-1] if average == "micro" else sorted({*said, *LABELS})
+    if average == "positive":
+        classes = [CLASSES - 1]
+    rows = []
+    for c in classes:
+        a, b = (said == c, c == LABELS) if c >= 0 else (said >= 0, LABELS >= 0)
+        hits = int((a & b).sum()) if c >= 0 else int(np.sum(said == LABELS))
+        p = hits / a.sum() if a.any() else 0.0
+        r = hits / b.sum() if b.any() else 0.0
+        rows.append((p, r, 2 * p * r / (p + r) if p + r else 0.0))
+    return np.mean(rows, axis=0)
+
+
+@pytest.mark.parametrize("average", ["macro", "micro", "positive"])
+@pytest.mark.parametrize("size", [41, 10, 1])
+def test_ratios_by_class_are_exact_over_uneven_batches(average, size):
+    metrics = {
+        "p": train.Precision(average), "r": train.Recall(average), "f": train.F1(average),
+    }  # fmt: skip
+    row = of(metrics).evaluate((LOGITS, LABELS), batch_size=size)
+    np.testing.assert_allclose([row["p"], row["r"], row["f"]], by_definition(average), rtol=1e-12)
+
+
+def test_means_and_perplexity_are_exact_over_uneven_batches():
+    metrics = {"top2": train.TopK(2), "top9": train.TopK(9), "perplexity": train.Perplexity()}
+    row = of(metrics).evaluate((LOGITS, LABELS), batch_size=10)
+    ranks = (-LOGITS).argsort(1, kind="stable")
+    assert row["top2"] == pytest.approx((ranks[:, :2] == LABELS[:, None]).any(1).mean())
+    assert row["top9"] == 1.0
+    wide = LOGITS.astype(np.float64)
+    each = np.log(np.exp(wide).sum(1)) - wide[np.arange(41), LABELS]
+    assert row["perplexity"] == pytest.approx(math.exp(each.mean()), rel=1e-6)
+    numbers = of(
+        {"mae": train.mean_absolute_error, "mse": train.mean_squared_error}, loss=nn.MSE()
+    ).evaluate((LOGITS, np.zeros_like(LOGITS)), batch_size=16)
+    assert numbers["mae"] == pytest.approx(np.abs(wide).mean(), rel=1e-6)
+    assert numbers["mse"] == pytest.approx((wide**2).mean(), rel=1e-6)
+
+
+def test_ties_go_to_the_first_class():
+    tied = np.zeros((3, CLASSES), np.float32)
+    row = of({"top": train.TopK(2)}).evaluate((tied, np.array([0, 1, 2])))
+    assert row["top"] == pytest.approx(2 / 3)
+
+
+def test_the_confusion_matrix_counts_every_sample():
+    made = of(None)
+    found = made.confusion_matrix((LOGITS, LABELS), batch_size=7)
+    expected = np.zeros((CLASSES, CLASSES), np.int64)
+    np.add.at(expected, (LABELS, LOGITS.argmax(1)), 1)
+    assert np.array_equal(found, expected)
+    assert found.dtype == np.int64
+    assert made.evaluate((LOGITS, LABELS))["accuracy"] == pytest.approx(
+        np.trace(found) / found.sum()
+    )
+    yes_no = of(None, loss=nn.BinaryCrossEntropy())
+    target = (LABELS[:, None] > 0).astype(np.float32).repeat(CLASSES, 1)
+    two = yes_no.confusion_matrix((LOGITS, target))
+    said = LOGITS > 0
+    assert two.tolist() == [
+        [int((~said & (target == 0)).sum()), int((said & (target == 0)).sum())],
+        [int((~said & (target == 1)).sum()), int((said & (target == 1)).sum())],
+    ]
+
+
+def test_training_reports_a_tally_of_its_epoch_and_resumes_within_one(tmp_path):
+    metrics = {"f1": train.F1(), "perplexity": train.Perplexity(), "accuracy": nn.accuracy}
+
+    class Stop(train.Callback):
+        def on_step(self, run):
+            if run.step == 5:
+                run.stop()
+
+    whole = trainer(metrics=metrics)
+    history = whole.fit(data(), 2, batch_size=7, validation=data(20), **QUIET)
+    assert {"f1", "perplexity", "validation.f1", "accuracy"} <= set(history.columns())
+    assert history.last["perplexity"] == pytest.approx(math.exp(history.last["loss"]), rel=1e-6)
+    first = trainer(metrics=metrics, callbacks=[Stop()])
+    first.fit(data(), 2, batch_size=7, validation=data(20), checkpoint=tmp_path, **QUIET)
+    second = trainer(metrics=metrics)
+    again = second.fit(data(), 2, batch_size=7, validation=data(20), checkpoint=tmp_path, **QUIET)
+    assert again.rows == history.rows
+    assert bits(second) == bits(whole)
+
+
+def test_tallies_stay_out_of_what_is_exported():
+    made = trainer(metrics={"f1": train.F1(), "accuracy": nn.accuracy})
+    made.fit(data(), 1, **QUIET)
+    module = made.export(["evaluate", "train_step", "loss"])
+    assert all("f1" not in f.result_names for f in module.functions.values())
+    assert module.functions["evaluate"].result_names == ("loss", "accuracy")
+    assert module.meta["metrics"] == '["accuracy"]'
+
+
+def test_the_perplexity_of_a_hopeless_model_is_infinite():
+    assert train.Perplexity().finish(np.array([1e6, 1.0])) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda: train.TopK(0), "k >= 1, got 0"),
+        (lambda: train.F1("mean"), "macro, micro or positive, got 'mean'"),  # type: ignore[arg-type]
+        (
+            lambda: graph(train.TopK(1))(np.zeros((), np.float32), np.zeros((), np.int64)),
+            "classes are the last axis",
+        ),
+    ],
+)
+def test_senseless_metrics_are_refused(act, said):
+    with pytest.raises(InvalidInput, match=said):
+        act()

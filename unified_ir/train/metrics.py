@@ -1,0 +1,167 @@
+"""What is measured beside the loss: means, and tallies for what is no mean of batches.
+
+A mean is a function (output, target) -> scalar; over an epoch it is weighted by rows, which is
+exact for a mean over samples. A `Tally` counts inside the graph, its counts are summed over every
+batch however uneven, and only then made into a number.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import ops
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.ir.types import ShapeError
+from triplane.unified_ir.ops.tensor import Tensor
+
+Average = Literal["macro", "micro", "positive"]
+
+
+class Tally:
+    """Counts of one batch, and the number that their sum over all batches stands for."""
+
+    def count(self, output: Tensor, target: Tensor) -> Tensor:
+        """Counts of any shape, recorded in the graph under construction."""
+        raise NotImplementedError
+
+    def finish(self, total: Array) -> float:
+        """total: float64, the sum of all counts."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Share of labels among the `k` largest logits; ties go to the first, as in `nn.accuracy`."""
+
+    k: int
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise InvalidInput(f"TopK needs k >= 1, got {self.k}")
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """logits: (..., C), labels: (...) whole numbers."""
+        classes = _classes(logits)
+        index = ops.unsqueeze(labels.cast("int64"), -1)
+        own = ops.gather_elements(logits, index, axis=-1)
+        before = np.arange(classes) < index
+        ahead = ops.logical_or(logits > own, ops.logical_and(logits == own, before))
+        rank = ahead.cast("float32").sum([-1])
+        return (rank < float(self.k)).cast("float32").mean()
+
+
+def mean_absolute_error(y: Tensor, target: Tensor) -> Tensor:
+    """Mean of |y - target| over all elements."""
+    return ops.abs_(y - target.cast(y.dtype)).mean()
+
+
+def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
+    """Mean of (y - target)^2 over all elements."""
+    error = y - target.cast(y.dtype)
+    return (error * error).mean()
+
+
+@dataclass(frozen=True)
+class Perplexity(Tally):
+    """exp of the mean cross entropy over all labels; logits: (..., C), labels: (...)."""
+
+    def count(self, output: Tensor, target: Tensor) -> Tensor:
+        """[sum of cross entropies, number of labels]."""
+        each = ops.cross_entropy(output, target)
+        return ops.stack([each.sum(), (each * 0.0 + 1.0).sum()])
+
+    def finish(self, total: Array) -> float:
+        """See `Tally`."""
+        mean = float(total[0] / total[1])
+        return math.exp(mean) if mean < math.log(np.finfo(np.float64).max) else math.inf
+
+
+@dataclass(frozen=True)
+class Confusion(Tally):
+    """(C, C) counts, a row per class that is right and a column per class that was said.
+
+    output: logits (..., C) with labels (...), or yes-no logits of the target's own shape, then
+    C = 2. Its number is the accuracy.
+    """
+
+    def count(self, output: Tensor, target: Tensor) -> Tensor:
+        """See the class; exact below 2^24 in one batch."""
+        if output.shape == target.shape:
+            said, right, classes = output > 0.0, target.cast("float32") > 0.5, 2
+        else:
+            classes = _classes(output)
+            said, right = ops.argmax(output), target
+        rows = ops.one_hot(right.cast("int64").reshape(-1), classes)
+        return rows.transpose() @ ops.one_hot(said.cast("int64").reshape(-1), classes)
+
+    def finish(self, total: Array) -> float:
+        """See `Tally`."""
+        return float(np.trace(total) / total.sum())
+
+
+@dataclass(frozen=True)
+class _ByClass(Confusion):
+    """A ratio by class.
+
+    average: of the classes that occur ("macro"), of all counts together ("micro"), or of the last
+    class alone ("positive"). A ratio of 0 to 0 is 0.
+    """
+
+    average: Average = "macro"
+
+    def __post_init__(self) -> None:
+        if self.average not in ("macro", "micro", "positive"):
+            raise InvalidInput(f"average is macro, micro or positive, got {self.average!r}")
+
+    def finish(self, total: Array) -> float:
+        """See `Tally`."""
+        hits, said, right = np.diag(total), total.sum(0), total.sum(1)
+        if self.average == "micro":
+            return self.ratio(hits.sum(), said.sum(), right.sum())
+        each = [self.ratio(*x) for x in zip(hits, said, right, strict=True)]
+        if self.average == "positive":
+            return each[-1]
+        return float(np.mean([x for x, a, b in zip(each, said, right, strict=True) if a + b]))
+
+    def ratio(self, hits: float, said: float, right: float) -> float:
+        """Of how many were said rightly, said at all, and right."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Precision(_ByClass):
+    """Of what was said to be of a class, the share that is."""
+
+    def ratio(self, hits: float, said: float, right: float) -> float:
+        """See the class."""
+        return float(hits / said) if said else 0.0
+
+
+@dataclass(frozen=True)
+class Recall(_ByClass):
+    """Of what is of a class, the share that was said to be."""
+
+    def ratio(self, hits: float, said: float, right: float) -> float:
+        """See the class."""
+        return float(hits / right) if right else 0.0
+
+
+@dataclass(frozen=True)
+class F1(_ByClass):
+    """2 hits / (said + right): the harmonic mean of precision and recall."""
+
+    def ratio(self, hits: float, said: float, right: float) -> float:
+        """See the class."""
+        return float(2 * hits / (said + right)) if said + right else 0.0
+
+
+def _classes(logits: Tensor) -> int:
+    last = logits.shape[-1] if logits.rank else None
+    if not isinstance(last, int):
+        raise ShapeError(f"classes are the last axis of logits, whose size is fixed: {logits.type}")
+    return last
