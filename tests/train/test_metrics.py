@@ -1,6 +1,7 @@
 """Metrics over uneven batches equal their definitions over all samples at once."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,12 +38,15 @@ def of(metrics, loss=None, cell=Given):
 def by_definition(average):
     """(precision, recall, F1) by counting samples one by one."""
     said = LOGITS.argmax(1)
-    classes = [-1] if average == "micro" else sorted({*said, *LABELS})
+    a: Any
+    b: Any
+    classes: list[Any] = [-1] if average == "micro" else sorted({*said, *LABELS})
     if average == "positive":
         classes = [CLASSES - 1]
     rows = []
     for c in classes:
         a, b = (said == c, c == LABELS) if c >= 0 else (said >= 0, LABELS >= 0)
+        a, b = a.astype(int), b.astype(int)
         hits = int((a & b).sum()) if c >= 0 else int(np.sum(said == LABELS))
         p = hits / a.sum() if a.any() else 0.0
         r = hits / b.sum() if b.any() else 0.0
@@ -74,6 +78,21 @@ def test_means_and_perplexity_are_exact_over_uneven_batches():
     ).evaluate((LOGITS, np.zeros_like(LOGITS)), batch_size=16)
     assert numbers["mae"] == pytest.approx(np.abs(wide).mean(), rel=1e-6)
     assert numbers["mse"] == pytest.approx((wide**2).mean(), rel=1e-6)
+
+
+def test_ignored_labels_count_in_no_tally():
+    padded = np.concatenate([LABELS, [-100] * 9])
+    logits = np.concatenate([LOGITS, LOGITS[:9]])
+    loss = nn.SoftmaxCrossEntropy(ignore_index=-100)
+    metrics = {"p": train.Perplexity(-100), "f": train.F1()}
+    plain = of({"p": train.Perplexity(), "f": train.F1()}).evaluate((LOGITS, LABELS))
+    row = of(metrics, loss=loss).evaluate((logits, padded), batch_size=48)
+    assert row["p"] == pytest.approx(plain["p"], rel=1e-6)
+    assert row["f"] == pytest.approx(plain["f"])
+    wrong = padded.copy()
+    wrong[41] = 9
+    with pytest.raises(InvalidInput, match=r"a batch holds -100..9, first 9 in row 41"):
+        of(metrics, loss=loss).evaluate((logits, wrong))
 
 
 def test_ties_go_to_the_first_class():

@@ -46,7 +46,7 @@ def event_class():
             many = isinstance(kind, list)
             one = kind[0] if many else kind
             field = message.field.add(name=label, number=number, label=3 if many else 1)
-            field.type = MESSAGE if isinstance(one, str) else one
+            field.type = MESSAGE if isinstance(one, str) else one  # type: ignore[assignment]
             if isinstance(one, str):
                 field.type_name = f".t.{one}"
     pool = descriptor_pool.DescriptorPool()

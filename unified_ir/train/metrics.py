@@ -68,12 +68,17 @@ def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Perplexity(Tally):
-    """exp of the mean cross entropy over all labels; logits: (..., C), labels: (...)."""
+    """exp of the mean cross entropy over all labels but `ignore_index`; logits: (..., C)."""
+
+    ignore_index: int | None = None
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """[sum of cross entropies, number of labels]."""
-        each = ops.cross_entropy(output, target)
-        return ops.stack([each.sum(), (each * 0.0 + 1.0).sum()])
+        each = ops.cross_entropy(output, target, ignore_index=self.ignore_index)
+        counts = each * 0.0 + 1.0
+        if self.ignore_index is not None:
+            counts = (target != self.ignore_index).cast(each.dtype)
+        return ops.stack([each.sum(), counts.sum()])
 
     def finish(self, total: Array) -> float:
         """See `Tally`."""
@@ -86,7 +91,7 @@ class Confusion(Tally):
     """(C, C) counts, a row per class that is right and a column per class that was said.
 
     output: logits (..., C) with labels (...), or yes-no logits of the target's own shape, then
-    C = 2. Its number is the accuracy.
+    C = 2. Labels beyond the classes count nowhere. Its number is the accuracy.
     """
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:

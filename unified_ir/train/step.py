@@ -71,17 +71,15 @@ class Model:
         labels = batch[-1]
         if self.classes is None or labels.dtype.kind not in "iu":
             return
+        bad = (labels < 0) | (labels >= self.classes)
         if self.loss.ignored is not None:
-            labels = labels[labels != self.loss.ignored]
-        if not labels.size:
-            return
-        low, high = int(labels.min()), int(labels.max())
-        if low < 0 or high >= self.classes:
-            bad = np.argwhere((labels < 0) | (labels >= self.classes))[0]
+            bad &= labels != self.loss.ignored
+        if bad.any():
+            at = tuple(np.argwhere(bad)[0])
             raise InvalidInput(
                 f"{type(self.cell).__name__} gives {self.classes} logits, so labels are "
-                f"0..{self.classes - 1}; a batch holds {low}..{high}, first {labels[tuple(bad)]} "
-                f"in row {bad[0]}"
+                f"0..{self.classes - 1}; a batch holds {labels.min()}..{labels.max()}, first "
+                f"{labels[at]} in row {at[0]}"
             )
 
     @property
