@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from triplane.unified_ir.cli.importing import SUFFIX
 from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ Examples:
   triplane convert digits.tpm --quantize int8 --calibrate samples.npz \\
       --evaluate held_out.npz --out digits.bundle --report report.svg
   triplane convert digits.tpm --plan digits.plan
+  triplane convert resnet.onnx --out resnet.bundle           imported on the way
 
 \b
 Targets: ort-x64 (onnxruntime on Intel and AMD), ort-arm64 (on 64-bit ARM).
@@ -36,7 +38,7 @@ RATIO = click.FloatRange(min=0)
 
 
 @click.command("convert", epilog=EPILOG)
-@click.argument("model", type=click.Path(path_type=Path), metavar="MODEL.tpm")
+@click.argument("model", type=click.Path(path_type=Path), metavar="MODEL")
 @click.option(
     "--target", default="ort-x64", show_default=True, metavar="NAME",
     help="Kind of machine; see below.",
@@ -77,7 +79,7 @@ RATIO = click.FloatRange(min=0)
 @click.option("--report-json", type=OUTPUT_FILE, help="Write the report as JSON.")
 @json_option
 def command(**options: Any) -> None:
-    """Convert MODEL.tpm for one kind of machine and say what it cost.
+    """Convert MODEL (.tpm, or .onnx) for one kind of machine and say what it cost.
 
     The graph is checked against the model's own meaning before anything is written; the bundle
     holds it with its weights, golden samples that a node checks before serving, and the report.
@@ -101,6 +103,11 @@ def command(**options: Any) -> None:
 
 
 def _loaded(model: Path) -> tuple[Module, str]:
+    """The module and its root digest, which an ONNX model has not got."""
+    if model.suffix == SUFFIX:
+        from triplane.unified_ir.onnx import import_onnx
+
+        return import_onnx(model), ""
     from triplane.unified_ir.convert.conversion import read_model
 
     return read_model(model)

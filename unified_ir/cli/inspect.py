@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli.importing import SUFFIX
 from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ Examples:
   triplane inspect digits.tpm --graph step.svg --entry train_step
   triplane inspect digits.tpm --repeats --entry train_step       blocks that occur again and again
   triplane inspect digits.bundle --verify
+  triplane inspect resnet.onnx --text                            an ONNX model, as it is imported
 
 \b
 A model file's graphs are checked as they are read: every byte against its digest, every node's
@@ -63,27 +65,28 @@ def command(
     verify: bool,
     as_json: bool,
 ) -> None:
-    """Say what is in FILE: a model file, a bundle or a plan.
+    """Say what is in FILE: a model file, a bundle, a plan or an ONNX model.
 
     The summary lists entries with their inputs and results, state by role, parts with sizes, and
     the root digest, by which the file is known everywhere else.
     """
     output = open_output(as_json)
-    opened = _opened(file)
-    model = opened.manifest.kind == "model"
-    module = _module(file, opened.digest) if model else None
-    if verify:
+    opened = None if file.suffix == SUFFIX else _opened(file)
+    model = opened is not None and opened.manifest.kind == "model"
+    module = _imported(file) if opened is None else None
+    if opened is not None and model:
+        module = _module(file, opened.digest)
+    if opened is not None and verify:
         opened.verify()
-    record = _file_record(file, opened, verified=verify or model)
-    lines = list(_file_lines(record))
+    record, lines = _head(file, opened, verified=verify or model)
     if module is not None:
         record |= _module_record(module, entry)
         lines += _module_lines(module, record)
-    else:
+    elif opened is not None:
         record |= _signature_record(opened)
         lines += _signature_lines(record)
     if text:
-        record["text"] = _module_text(module, entry) if module else _onnx_text(opened, entry)
+        record["text"] = _text(module, opened, entry)
         lines = [record["text"]]
     if repeats:
         record["repeats"] = _repeats(module, entry)
@@ -120,6 +123,31 @@ def _module(path: Path, digest: str) -> Module:
     from triplane.unified_ir.ops.check import load
 
     return load(path, digest)
+
+
+def _imported(path: Path) -> Module:
+    from triplane.unified_ir.onnx import import_onnx
+
+    return import_onnx(path)
+
+
+def _head(
+    path: Path, opened: Container | None, *, verified: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """What holds of the file itself."""
+    if opened is None:
+        n = path.stat().st_size
+        line = f"{path}: an ONNX model, {size_text(n)}, as `triplane import` would write it"
+        return {"file": str(path), "kind": "onnx", "bytes": n}, [line]
+    record = _file_record(path, opened, verified=verified)
+    return record, list(_file_lines(record))
+
+
+def _text(module: Module | None, opened: Container | None, entry: str | None) -> str:
+    if module is not None:
+        return _module_text(module, entry)
+    assert opened is not None
+    return _onnx_text(opened, entry)
 
 
 def _file_record(path: Path, file: Container, *, verified: bool) -> dict[str, Any]:

@@ -35,6 +35,7 @@ VERB_GROUP: Final = "triplane.verbs"
 ORDER: Final = (
     "demo",
     "train",
+    "import",
     "convert",
     "inspect",
     "diff",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from triplane.proto.errors import InvalidInput, NotFound, TriplaneError
+from triplane.unified_ir.cli.importing import SUFFIX
 from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ Examples:
 
 \b
 Interrupted? The same command with the same --checkpoint folder goes on to the same bits.
-FILE.py is ordinary Python; Cell is a subclass of nn.Cell, or a function that makes one.
+FILE.py is ordinary Python; Cell is a subclass of nn.Cell, or a function that makes one. In place of
+it MODEL.onnx trains an imported model further.
 """
 ENTRIES = ("predict", "evaluate", "loss", "train_step", "local_update", "adapt", "gradients")
 DEFAULT_ENTRIES: Any = ENTRIES[:-1]
@@ -187,9 +189,17 @@ def _optimizer(name: str, lr: float) -> Optimizer:
 
 
 def load_cell(spec: str) -> Cell:
-    """The cell that FILE.py:NAME names: a Cell subclass, or a function without arguments."""
+    """The cell that FILE.py:NAME names: a Cell subclass, or a function without arguments.
+
+    An ONNX model is such a cell too: its weights go on from where they are.
+    """
     from triplane.unified_ir.frontend import Cell
 
+    if Path(spec).suffix == SUFFIX:
+        from triplane.unified_ir.nn import Imported
+        from triplane.unified_ir.onnx import import_onnx
+
+        return Imported(import_onnx(Path(spec)))
     file, _, name = spec.rpartition(":")
     if not file or not name:
         raise InvalidInput(f"the cell is given as FILE.py:Cell, got {spec!r}")

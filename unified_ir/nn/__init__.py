@@ -4,6 +4,7 @@ from triplane.unified_ir.frontend.cell import Cell, CellList, Parameter
 from triplane.unified_ir.nn.activations import GELU, Flatten, ReLU, Sigmoid, Tanh
 from triplane.unified_ir.nn.conv import AvgPool2d, Conv1d, Conv2d, MaxPool2d
 from triplane.unified_ir.nn.dense import Dense, Embedding, Sequential
+from triplane.unified_ir.nn.imported import Imported
 from triplane.unified_ir.nn.init import (
     Constant,
     GlorotNormal,
@@ -59,6 +60,7 @@ __all__ = [
     "GlorotNormal",
     "GlorotUniform",
     "Huber",
+    "Imported",
     "Initializer",
     "KLDivergence",
     "KaimingNormal",

@@ -55,11 +55,15 @@ FunctionKey = tuple[str, str, str]
 _STRUCTURES: Final = {**STRUCTURES, **BRANCHES}
 
 
-def import_onnx(source: Source, *, shapes: Shapes | None = None) -> Module:
+def import_onnx(
+    source: Source, *, shapes: Shapes | None = None, outputs: Sequence[str] | None = None
+) -> Module:
     """A module with the entry `predict` from an ONNX model, opsets 7 to 26, any IR version.
 
     source: a path, bytes, or a ModelProto. shapes: sizes of inputs by name, where the file leaves
     them open or says too much: `{"image": ("N", 3, "H", "W")}`; sizes named alike are equal.
+    outputs: values to give instead of the model's outputs, by the names that its nodes give them;
+    what they do not need is left out. So a network loses its head: see `nn.Imported`.
     Weights keep their names and have the role parameter (running statistics: buffer).
 
     NotFound: no such file or external data. Corrupt: the bytes are no sound model. InvalidInput:
@@ -74,7 +78,7 @@ def import_onnx(source: Source, *, shapes: Shapes | None = None) -> Module:
     build = Build(TABLE, ENTRY)
     importer = Importer(model, build, Weights(build, folder, _names(model.graph)))
     with build:
-        function = importer.top(given)
+        function = importer.top(given, outputs)
     state = importer.weights.state
     return Module({ENTRY: function}, {ENTRY: ENTRY}, state, _meta(model, function, state))
 
@@ -117,7 +121,7 @@ class Importer:
         self.functions = _functions(model)
         self.nodes = 0
 
-    def top(self, shapes: Shapes) -> Function:
+    def top(self, shapes: Shapes, wanted: Sequence[str] | None) -> Function:
         """The whole graph as a function of its inputs and weights."""
         graph = self.model.graph
         opsets = _opsets(self.model.opset_import)
@@ -132,32 +136,22 @@ class Importer:
             type_ = declared_type(info, self.symbols, shapes)
             scope.define(info.name, self.build.param(info.name, type_))
         self._declare(scope, graph)
-        outputs = [info.name for info in graph.output]
+        outputs = [info.name for info in graph.output] if wanted is None else list(wanted)
         if not outputs:
             raise InvalidInput("the model has no outputs")
-        results = self.graph(graph, Frame(scope, opsets, {}))
-        self._check_outputs(graph, results)
+        for name in outputs:
+            _named(name, "output")
+        if len(set(outputs)) < len(outputs):
+            raise InvalidInput(f"each output is listed once, got {outputs[:8]}")
+        results = self.run(graph.node, outputs, Frame(scope, opsets, {}))
+        if wanted is None:
+            _check_outputs(graph, results)
         return self.build.finish(dict(zip(outputs, results, strict=True)))
 
     def _declare(self, scope: Scope, graph: GraphProto) -> None:
         if graph.sparse_initializer:
             raise InvalidInput("sparse initializers are not supported; store dense ones")
         scope.declare(graph.initializer)
-
-    def _check_outputs(self, graph: GraphProto, results: Sequence[Tensor]) -> None:
-        seen: set[str] = set()
-        for info, x in zip(graph.output, results, strict=True):
-            _named(info.name, "output")
-            if info.name in seen:
-                raise InvalidInput(f"the output {info.name[:80]!r} is listed twice")
-            seen.add(info.name)
-            declared = info.type.tensor_type.elem_type if is_plain(x.type) else 0
-            if declared and declared != x.dtype.onnx:
-                name = TensorProto.DataType.Name(declared) if declared < 64 else declared
-                raise InvalidInput(
-                    f"output {info.name[:80]!r} is declared with elements of type {name}, the "
-                    f"graph gives {x.type}; correct the declaration"
-                )
 
     def graph(self, graph: GraphProto, frame: Frame) -> list[Tensor]:
         """The outputs of a graph whose inputs and initializers are already declared."""
@@ -364,6 +358,22 @@ class Importer:
     def region_type(self, info: Any, name: str) -> TensorType:
         """The declared type of an inner graph's input."""
         return tensor_type(info.type, f"input {name[:80]!r}", name, self.symbols, {})
+
+
+def _check_outputs(graph: GraphProto, results: Sequence[Tensor]) -> None:
+    """A declared element type must be the one inferred; declared sizes are often out of date."""
+    for info, x in zip(graph.output, results, strict=True):
+        declared = info.type.tensor_type.elem_type if is_plain(x.type) else 0
+        if declared and declared != x.dtype.onnx:
+            raise InvalidInput(
+                f"output {info.name[:80]!r} is declared with elements of type {declared} "
+                f"({_type_name(declared)}), the graph gives {x.type}; correct the declaration"
+            )
+
+
+def _type_name(number: int) -> str:
+    known = number in TensorProto.DataType.values()
+    return TensorProto.DataType.Name(number) if known else "unknown"
 
 
 def _domain(domain: str) -> str:

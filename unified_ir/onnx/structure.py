@@ -12,9 +12,10 @@ from onnx import AttributeProto, GraphProto, NodeProto, SparseTensorProto
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import int64
+from triplane.unified_ir.onnx.fold import symbolic
 from triplane.unified_ir.onnx.source import array_of
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.ops.tensor import Tensor, emit
 
 if TYPE_CHECKING:
     from triplane.unified_ir.onnx.importer import Frame, Importer
@@ -84,10 +85,8 @@ def _dense(importer: Importer, sparse: SparseTensorProto) -> Array:
     values = array_of(sparse.values, importer.weights.folder)
     indices = array_of(sparse.indices, importer.weights.folder)
     shape = tuple(sparse.dims)
-    count = 1
-    for d in shape:
-        count *= d
-    if any(d < 0 for d in shape) or count > MAX_FILLED:
+    count = _count(shape)
+    if count > MAX_FILLED:
         raise InvalidInput(f"a sparse constant of shape {shape[:8]} is not read")
     dense = np.zeros(count, values.dtype)
     where = indices if indices.ndim == 1 else np.ravel_multi_index(tuple(indices.T), shape)
@@ -114,8 +113,35 @@ def _size(site: Site) -> Sequence[Tensor]:
     return (site.importer.contents.hold(site.build, size, int64),)
 
 
+def _filled(site: Site) -> Sequence[Tensor]:
+    """A weight where it is read as one, else a scalar repeated."""
+    shape = site.present(0)
+    value = np.asarray(site.attrs().get("value", np.zeros(1, np.float32)))
+    if value.size != 1:
+        raise InvalidInput(f"a fill is one number, got {value.size}")
+    known = site.importer.contents.of(shape)
+    name, scope = site.node.output[0], site.frame.scope
+    static = known is not None and not symbolic(known)
+    if static and known is not None and known.size and value.dtype.kind == "f":
+        dims = tuple(int(d) for d in known)
+        if 1 < _count(dims) <= MAX_FILLED and scope.uses.weighs(name):
+            return (scope.held(name, np.full(dims, value.reshape(()))),)
+    return (emit("Expand", site.build.constant(value.reshape(())), shape),)
+
+
+def _count(dims: Sequence[int]) -> int:
+    """Elements of a shape, counted without overflow."""
+    count = 1
+    for d in dims:
+        if d < 0:
+            raise InvalidInput(f"a size is negative in {tuple(dims)[:8]}")
+        count *= d
+    return count
+
+
 STRUCTURES: Final[Mapping[str, Structure]] = {
     "Constant": _constant,
+    "ConstantOfShape": _filled,
     "Shape": _shape,
     "Size": _size,
 }

@@ -1,0 +1,97 @@
+"""`triplane import`, and the verbs that take an ONNX model as it is."""
+
+import json
+from importlib.metadata import EntryPoint
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from tests.onnx.networks import resnet
+
+from triplane.unified_ir import import_onnx, load, nn
+from triplane.unified_ir.cli import shell
+
+VERBS = {
+    name: EntryPoint(name, f"triplane.unified_ir.cli.{module}:command", shell.VERB_GROUP)
+    for name, module in (
+        ("import", "importing"), ("inspect", "inspect"), ("convert", "convert"), ("train", "train"),
+    )
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setattr(shell, "_entry_points", lambda: VERBS)
+    path = tmp_path / "net.onnx"
+    onnx.save(resnet(), path)
+    return path
+
+
+def run(capsys, *argv):
+    code = shell.run([*map(str, argv)])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_an_imported_model_file_computes_what_the_onnx_model_does(model, tmp_path, capsys):
+    out = tmp_path / "net.tpm"
+    code, text, error = run(capsys, "import", model, "--out", out, "--json")
+    assert code == 0, error
+    record = json.loads(text)
+    assert record["inputs"] == {"image": "float32[N,3,16,16]"}
+    images = np.random.default_rng(0).standard_normal((2, 3, 16, 16)).astype(np.float32)
+    (wanted,) = ort.InferenceSession(model).run(None, {"image": images})
+    np.testing.assert_allclose(nn.Imported(load(out))(images), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_shapes_and_outputs_are_chosen_by_name(model, tmp_path, capsys):
+    out = tmp_path / "features.tpm"
+    argv = ["import", model, "--out", out, "--shape", "image=8,3,32,32", "--output", "features"]
+    code, text, error = run(capsys, *argv)
+    assert code == 0, error
+    assert "out  features: float32[8,16]" in text
+    assert "in   image: float32[8,3,32,32]" in text
+
+
+def test_a_wrong_shape_or_model_is_refused_and_nothing_written(model, tmp_path, capsys):
+    out = tmp_path / "n.tpm"
+    code, _, error = run(capsys, "import", model, "--out", out, "--shape", "image")
+    assert (code, out.exists()) == (2, False)
+    assert "--shape is INPUT=SIZES" in error
+    code, _, error = run(capsys, "import", model, "--out", out, "--shape", "picture=1")
+    assert (code, out.exists()) == (2, False)
+    assert "shapes= names the input 'picture'; the model has image" in error
+    model.write_bytes(b"no model at all")
+    code, _, error = run(capsys, "import", model, "--out", out)
+    assert (code, out.exists()) == (5, False)
+
+
+def test_inspect_reads_an_onnx_model(model, capsys):
+    code, text, error = run(capsys, "inspect", model)
+    assert code == 0, error
+    assert "an ONNX model" in text
+    assert "(image: float32[N,3,16,16]) -> (logits: float32[N,5])" in text
+    code, text, _ = run(capsys, "inspect", model, "--text")
+    assert "= Conv(%image, %stem.conv.weight)" in text
+
+
+@pytest.mark.slow
+def test_convert_takes_an_onnx_model(model, tmp_path, capsys):
+    out = tmp_path / "net.bundle"
+    code, _, error = run(capsys, "convert", model, "--out", out)
+    assert code == 0, error
+    assert out.exists()
+
+
+@pytest.mark.slow
+def test_train_goes_on_from_an_onnx_model(model, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 5, 40)
+    images = rng.standard_normal((40, 3, 16, 16)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=images, y=labels)
+    argv = ["train", model, "--data", tmp_path / "data.npz", "--epochs", 1]
+    code, _, error = run(capsys, *argv, "--out", tmp_path / "trained.tpm")
+    assert code == 0, error
+    before, after = import_onnx(model), load(tmp_path / "trained.tpm")
+    assert (after.state["fc.bias"].array != before.state["fc.bias"].array).any()

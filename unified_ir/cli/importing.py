@@ -1,0 +1,76 @@
+"""`triplane import`: an ONNX model becomes a model file, weights and all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
+
+SUFFIX: Final = ".onnx"
+
+EPILOG = """\b
+Examples:
+  triplane import resnet.onnx --out resnet.tpm
+  triplane import detector.onnx --shape image=N,3,H,W --out detector.tpm
+  triplane import resnet.onnx --output /avgpool/Flatten_output_0 --out features.tpm
+
+\b
+Opsets 7 to 26, any IR version; weights may lie in files beside the model. Weights become parameters
+under their own names, running statistics buffers; `triplane train resnet.onnx` trains them further.
+A node that cannot be imported is named with its operator and opset, and nothing is written.
+"""
+
+
+@click.command("import", epilog=EPILOG)
+@click.argument("model", type=click.Path(path_type=Path), metavar="MODEL.onnx")
+@click.option("--out", type=OUTPUT_FILE, required=True, help="The model file to write (NAME.tpm).")
+@click.option(
+    "--shape", "shapes", multiple=True, metavar="INPUT=SIZES",
+    help="Sizes of an input, numbers or names: image=N,3,224,224; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--output", "outputs", multiple=True, metavar="NAME",
+    help="A value to give instead of the model's outputs; may be repeated.",
+)  # fmt: skip
+@json_option
+def command(
+    *, model: Path, out: Path, shapes: tuple[str, ...], outputs: tuple[str, ...], as_json: bool
+) -> None:
+    """Import MODEL.onnx into one model file that trains, converts and deploys like any other."""
+    from triplane.unified_ir.onnx import import_onnx
+
+    output = open_output(as_json)
+    module = import_onnx(
+        model, shapes=dict(map(_shape, shapes)), outputs=list(outputs) if outputs else None
+    )
+    digest = module.save(out)
+    function = module.entry("predict")
+    results = zip(function.result_names, function.results, strict=True)
+    record: dict[str, Any] = {
+        "model": str(out),
+        "digest": digest,
+        "bytes": out.stat().st_size,
+        "nodes": sum(1 for _ in function.walk()),
+        "inputs": {p.name: str(p.type) for p in module.inputs("predict")},
+        "outputs": {name: str(value.type) for name, value in results},
+        "parameters": sum(t.array.size for t in module.state.values() if t.role == "parameter"),
+    }
+    lines = [
+        f"{out}: {record['nodes']} nodes, {record['parameters']:,} parameters",
+        *(f"  in   {name}: {type_}" for name, type_ in record["inputs"].items()),
+        *(f"  out  {name}: {type_}" for name, type_ in record["outputs"].items()),
+        f"root digest  {digest}",
+    ]
+    output.result(record, "\n".join(lines))
+
+
+def _shape(text: str) -> tuple[str, tuple[int | str, ...]]:
+    name, equals, sizes = text.rpartition("=")
+    parts = [part.strip() for part in sizes.split(",")] if sizes.strip() else []
+    if not equals or not name or not all(parts):
+        raise InvalidInput(f"--shape is INPUT=SIZES such as image=N,3,224,224, got {text!r}")
+    return name, tuple(int(p) if p.isdigit() else p for p in parts)
