@@ -6,7 +6,6 @@ start, what became of it and the version that serves now are scored on the other
 adaptation ever sees, however many samples are added. Whoever is best there serves.
 """
 
-import hashlib
 import json
 import resource
 import sys
@@ -24,6 +23,7 @@ FILES: Final = 64
 LEAST_SAMPLES: Final = 4
 MAX_SAMPLES: Final = 10_000
 MAX_SAMPLES_BYTES: Final = 256 << 20
+SUPPORT_SHARE: Final = 0.5
 GROWTH: Final = 2
 """The adapted bundle may be so many times as large as the start point."""
 
@@ -151,14 +151,12 @@ def split(samples: Mapping[str, Any], seed: str) -> tuple[dict[str, Any], dict[s
     A sample keeps its half when others come, and equal samples are in one half. InvalidInput where
     a half has none: with few samples that may happen.
     """
-    import numpy as np
+    from triplane.unified_ir.federated.core.parts import places
 
-    x = np.ascontiguousarray(samples["x"])
-    key = hashlib.sha256(seed.encode()).digest()
-    chosen = np.array([hashlib.sha256(key + row.tobytes()).digest()[0] % 2 == 0 for row in x], bool)
+    chosen = places(samples["x"], seed) < SUPPORT_SHARE
     if chosen.all() or not chosen.any():
         raise InvalidInput(
-            f"all {len(x)} samples fall into one half, by their bytes: equal ones always do; give "
+            f"all {len(chosen)} samples fall into one half, by their bytes: equal ones always do; give "
             "more that differ, one half is to adapt and the other to compare"
         )
     return (

@@ -62,7 +62,48 @@ def test_groups_are_devices_under_their_number():
     for name, shard in made.items():
         numbers = np.array(xs(shard, "train") + xs(shard, "held_out"))
         assert set(numbers % 7 * 100) == {int(name.removeprefix("device-"))}
-        assert shard.held_out_samples == round(len(numbers) * 0.25)
+        assert shard.examples
+        assert shard.held_out_samples
+    assert abs(sum(s.held_out_samples for s in made.values()) / N - 0.25) < 0.05
+
+
+def part_of(made, part):
+    return {x for shard in made.values() for x in xs(shard, part)}
+
+
+def test_a_sample_keeps_its_part_when_its_group_grows():
+    few = by_group(samples(200), GROUPS[:200])
+    many = by_group(samples(), GROUPS)
+    for part in ("train", "held_out"):
+        assert part_of(few, part) == {x for x in part_of(many, part) if x < 200}
+
+
+def test_a_sample_keeps_its_device_and_part_when_classes_grow():
+    few, many = (by_dirichlet(samples(n), 5, alpha=1.0, seed=2) for n in (1000, 1500))
+    for name, shard in few.items():
+        for part in ("train", "held_out"):
+            assert xs(shard, part) == [x for x in xs(many[name], part) if x < 1000]
+
+
+@pytest.mark.parametrize("way", ["evenly", "group", "dirichlet", "labels"])
+def test_equal_samples_are_never_on_both_sides_not_even_of_two_devices(way):
+    once = samples()
+    twice = {"x": np.tile(once["x"] % 100, 2), "y": np.arange(2 * N) % 10}
+    made = {
+        "evenly": lambda: evenly(twice, 7),
+        "group": lambda: by_group(twice, np.arange(2 * N) % 7),
+        "dirichlet": lambda: by_dirichlet(twice, 7, alpha=0.5),
+        "labels": lambda: by_label_shards(twice, 7),
+    }[way]()
+    assert not part_of(made, "train") & part_of(made, "held_out")
+
+
+def test_a_device_whose_samples_are_all_equal_is_refused_by_name():
+    same = {"x": np.zeros(6, np.float32), "y": np.arange(6) % 2}
+    with pytest.raises(InvalidInput, match="the 3 samples of device-0 are equal"):
+        evenly(same, 2)
+    with pytest.raises(InvalidInput, match="2 distinct samples each, there are 1"):
+        by_dirichlet(same, 2, alpha=1.0)
 
 
 def test_small_groups_are_left_out():

@@ -1,7 +1,9 @@
 """A dataset as the shards of many devices; each choice depends on the seed and names alone.
 
 Every way gives each device a name and its samples in two disjoint parts, to learn from and to be
-scored on. Names sort in the order of devices.
+scored on. Names sort in the order of devices. Which part a sample is in, and which group's or, by
+Dirichlet's shares, which device's it is, depends on its own bytes (`core/parts.py`): it stays there
+when others are added. `evenly` and `by_label_shards` count samples, so there all may move.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import Shard
+from triplane.unified_ir.federated.core.parts import held_out as apart
+from triplane.unified_ir.federated.core.parts import places
 
 MAX_DEVICES: Final = 100_000
 LEAST_SAMPLES: Final = 2
@@ -61,22 +65,28 @@ def by_dirichlet(
     """The shares of each class over devices are drawn from Dirichlet(alpha, ..., alpha).
 
     Small alpha: devices of few classes; large: all alike (Hsu et al. 2019, arXiv 1909.06335).
-    Devices that get fewer than two samples take them from the largest.
+    Devices that get fewer than two distinct samples take them from the largest.
     """
     y = _labels(samples, labels)
     _check_devices(devices, len(y))
     if not 0 < alpha < math.inf:
         raise InvalidInput(f"Dirichlet's alpha is finite and above 0, got {alpha}")
+    u = places(_content(samples), f"{seed} dirichlet")
+    if len(np.unique(u)) < LEAST_SAMPLES * devices:
+        raise InvalidInput(
+            f"{devices} devices need {LEAST_SAMPLES} distinct samples each, there are "
+            f"{len(np.unique(u))}"
+        )
     parts: list[list[Array]] = [[] for _ in range(devices)]
     for label in np.unique(y):
         draws = Draws(seed, 0, "partition", f"dirichlet {label}")
         rows = np.flatnonzero(y == label)
-        rows = rows[draws.permutation(len(rows))]
         shares = _gamma(draws, alpha, devices)
-        edges = np.round(np.cumsum(shares / shares.sum())[:-1] * len(rows)).astype(np.int64)
-        for part, chosen in zip(parts, np.split(rows, edges), strict=True):
-            part.append(chosen)
-    return _shards(samples, dict(enumerate(_filled(parts))), held_out, seed)
+        edges = np.cumsum(shares / shares.sum())[:-1]
+        whose = np.searchsorted(edges, u[rows], side="right")
+        for device, part in enumerate(parts):
+            part.append(rows[whose == device])
+    return _shards(samples, dict(enumerate(_filled(parts, u))), held_out, seed)
 
 
 def by_label_shards(
@@ -115,21 +125,35 @@ def _shards(samples: Samples, parts: Mapping[int, Array], held_out: float, seed:
 def _split(samples: Samples, rows: Array, held_out: float, seed: int, name: str) -> Shard:
     if len(rows) < LEAST_SAMPLES:
         raise InvalidInput(f"{name} gets {len(rows)} samples; a device needs {LEAST_SAMPLES}")
-    order = rows[Draws(seed, 0, name, "split").permutation(len(rows))]
-    cut = min(max(1, round(len(rows) * held_out)), len(rows) - 1)
+    out = apart(_content(samples)[rows], held_out, f"{seed} split")
+    if out is None:
+        raise InvalidInput(
+            f"the {len(rows)} samples of {name} are equal; a device needs one to learn from and "
+            "another to be scored on"
+        )
     return Shard(
-        {k: np.asarray(v)[order[cut:]] for k, v in samples.items()},
-        {k: np.asarray(v)[order[:cut]] for k, v in samples.items()},
+        {k: np.asarray(v)[rows[~out]] for k, v in samples.items()},
+        {k: np.asarray(v)[rows[out]] for k, v in samples.items()},
     )
 
 
-def _filled(parts: list[list[Array]]) -> list[Array]:
-    """The parts, each with the least number of samples."""
+def _content(samples: Samples) -> Array:
+    """What makes two samples the same: the first array; what follows is their label."""
+    return np.asarray(next(iter(samples.values())))
+
+
+def _filled(parts: list[list[Array]], u: Array) -> list[Array]:
+    """The parts, each with the least number of distinct samples; equal ones move together."""
     rows = [np.concatenate(part) for part in parts]
+    kinds = [len(np.unique(u[part])) for part in rows]
     for i in range(len(rows)):
-        while len(rows[i]) < LEAST_SAMPLES:
-            largest = max(range(len(rows)), key=lambda k: len(rows[k]))
-            rows[i], rows[largest] = np.append(rows[i], rows[largest][0]), rows[largest][1:]
+        while kinds[i] < LEAST_SAMPLES:
+            largest = max(range(len(rows)), key=lambda k: (kinds[k], len(rows[k])))
+            moving = u[rows[largest]] == u[rows[largest]].min()
+            rows[i] = np.concatenate([rows[i], rows[largest][moving]])
+            rows[largest] = rows[largest][~moving]
+            kinds[i] = len(np.unique(u[rows[i]]))
+            kinds[largest] -= 1
     return rows
 
 
