@@ -156,8 +156,8 @@ def split(samples: Mapping[str, Any], seed: str) -> tuple[dict[str, Any], dict[s
     chosen = places(samples["x"], seed) < SUPPORT_SHARE
     if chosen.all() or not chosen.any():
         raise InvalidInput(
-            f"all {len(chosen)} samples fall into one half, by their bytes: equal ones always do; give "
-            "more that differ, one half is to adapt and the other to compare"
+            f"all {len(chosen)} samples fall into one half, by their bytes, as equal ones always "
+            "do; give more that differ: one half is to adapt, the other to compare"
         )
     return (
         {name: array[chosen] for name, array in samples.items()},

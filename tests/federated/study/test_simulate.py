@@ -219,10 +219,29 @@ def test_a_folder_that_cannot_be_made_is_known_before_any_work(tmp_path):
         run(folder=tmp_path / "file" / "place", on_round=pytest.fail)
 
 
-def test_another_study_does_not_go_on_from_it(tmp_path):
+def moved(shard):
+    """The same sizes, other samples."""
+    return replace(shard, held_out={**shard.held_out, "x": shard.held_out["x"] + 1})
+
+
+OTHER = {
+    "an option": (study(seed=1), shards(), {}, "seed is 0 there, 1 here"),
+    "a rate": (
+        study(hyper=replace(HYPER, lr=0.3)), shards(), {}, r"hyper.lr is 0.2 there, 0.3 here; model",
+    ),
+    "samples": (study(), {n: moved(s) for n, s in shards().items()}, {}, "samples of devices"),
+    "who learns": (
+        study(), shards(3), {"unseen": shards(1, first=3)}, "devices that learn differ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", sorted(OTHER))
+def test_another_study_does_not_go_on_from_it_and_is_told_what_differs(tmp_path, other):
     run(folder=tmp_path)
-    with pytest.raises(Conflict, match="of another study"):
-        run(study(seed=1), folder=tmp_path)
+    made, devices, options, said = OTHER[other]
+    with pytest.raises(Conflict, match=f"of another study.*{said}"):
+        simulate(module(), devices, made, folder=tmp_path, **options)
 
 
 @pytest.mark.parametrize(
@@ -237,12 +256,13 @@ def test_another_study_does_not_go_on_from_it(tmp_path):
 def test_a_whole_file_that_is_no_place_is_refused(tmp_path, tensors, progress):
     run(folder=tmp_path)
     (path,) = tmp_path.iterdir()
-    properties = dict(Container(path, kind="checkpoint").manifest.properties)
+    if isinstance(progress, dict):
+        progress = {**progress, "study": study_of(tmp_path)}
     parts = [
         container.part("progress.json", json.dumps(progress).encode()),
         container.tensor_part("state.safetensors", tensors, dict.fromkeys(tensors, "buffer")),
     ]
-    container.write(path, "checkpoint", parts, properties=properties)
+    container.write(path, "checkpoint", parts)
     with pytest.raises(Corrupt, match="no study's place"):
         run(folder=tmp_path)
 
@@ -252,14 +272,14 @@ def test_a_device_may_have_any_name(tmp_path):
     options = study(compression="int8")
     whole = simulate(module(Personalized), named, options)
     simulate(module(Personalized), named, options, folder=tmp_path)
-    place = Keeper(tmp_path, properties_of(tmp_path)).newest()
+    place = Keeper(tmp_path, study_of(tmp_path)).newest()
     assert there(place).personal.keys() == there(place).remainders.keys() == named.keys()
     assert bits(simulate(module(Personalized), named, options, folder=tmp_path)) == bits(whole)
 
 
-def properties_of(folder):
+def study_of(folder):
     (path,) = folder.iterdir()
-    return dict(Container(path, kind="checkpoint").manifest.properties)["study"]
+    return json.loads(bytes(Container(path, kind="checkpoint").part("progress.json")))["study"]
 
 
 def test_a_damaged_place_is_refused(tmp_path):

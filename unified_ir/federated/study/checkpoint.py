@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
+import numpy as np
+
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
@@ -26,7 +29,7 @@ STATE: Final = "state.safetensors"
 PROGRESS: Final = "progress.json"
 MAX_PROGRESS_BYTES: Final = 256 << 20
 STUDY: Final = "study"
-"""Property: which study this is of."""
+"""Key of the progress: which study this is of."""
 OPEN: Final = ("rounds", "rates")
 """Options that a study may be gone on with at other values."""
 ROLES: Final = {
@@ -34,6 +37,10 @@ ROLES: Final = {
 }  # fmt: skip
 
 Owned = Mapping[str, Mapping[str, Array]]
+Shards = Mapping[str, Shard]
+MAX_SHOWN: Final = 4
+"""Differences told of two studies."""
+MAX_SHOWN_CHARS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +55,38 @@ class Place:
     scores: tuple[DeviceScore, ...] = ()
 
 
-def identity(plan: str, study: Any, sizes: Mapping[str, tuple[int, int]]) -> str:
-    """Names a study: equal plans, options and devices give the same one.
+def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, str]:
+    """All that decides what is kept of a study, by what a person calls it: model, options, samples.
 
     How many rounds there are and which rates are tried at the end changes nothing that is kept.
     """
-    kept = {k: v for k, v in asdict(study).items() if k not in OPEN}
-    text = json.dumps([plan, kept, dict(sizes)], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    options = {k: v for k, v in asdict(study).items() if k not in OPEN}
+    hyper = {f"hyper.{k}": v for k, v in options.pop("hyper").items()}
+    found = {k: json.dumps(v) for k, v in (options | hyper).items()}
+    found |= {"model and algorithm": plan}
+    for group, shards in (("devices that learn", seen), ("unseen devices", unseen)):
+        found[group] = json.dumps(sorted(shards))
+        found[f"samples of {group}"] = _digest(shards)
+    return found
+
+
+def _digest(shards: Shards) -> str:
+    """SHA-256 over every sample of every device, by name, type, shape and bytes."""
+    state = hashlib.sha256()
+    for device, shard in sorted(shards.items()):
+        for part in ("train", "held_out"):
+            for name, x in sorted(getattr(shard, part).items()):
+                state.update(f"{device}\n{part}\n{name}\n{x.dtype.str}{x.shape}\n".encode())
+                state.update(np.ascontiguousarray(x).data)
+    return state.hexdigest()
 
 
 class Keeper:
-    """Keeps the newest place of one study in a folder of its own."""
+    """Keeps the newest place of one study in a folder of its own. study: its `identity`."""
 
-    def __init__(self, folder: Path, study: str) -> None:
+    def __init__(self, folder: Path, study: Mapping[str, str]) -> None:
         """The folder is made now: one that cannot be is known before any work is done."""
-        self.path, self.study = Path(folder) / NAME, study
+        self.path, self.study = Path(folder) / NAME, dict(study)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def save(self, place: Place) -> None:
@@ -73,12 +96,13 @@ class Keeper:
         progress = {
             "rounds": [asdict(row) for row in place.rounds],
             "scores": [asdict(row) for row in place.scores],
+            STUDY: self.study,
         }
         parts = [
             container.part(PROGRESS, json.dumps(progress).encode()),
             container.tensor_part(STATE, tensors, roles),
         ]
-        container.write(self.path, "checkpoint", parts, properties={STUDY: self.study})
+        container.write(self.path, "checkpoint", parts)
 
     def newest(self) -> Place | None:
         """What is there, None for nothing. Conflict: of another study; Corrupt: damaged."""
@@ -86,15 +110,32 @@ class Keeper:
             return None
         file = Container(self.path, kind="checkpoint")
         file.verify()
-        if dict(file.manifest.properties).get(STUDY) != self.study:
-            raise Conflict(
-                f"{self.path} is of another study: other options, model or devices; go on with "
-                "those, or name another folder"
-            )
         try:
-            return _place(file, _progress(file))
+            progress = _progress(file)
+            self._check(progress.get(STUDY))
+            return _place(file, progress)
         except (KeyError, TypeError, ValueError) as error:
             raise Corrupt(f"{self.path} is no study's place: {error}") from error
+
+    def _check(self, there: Any) -> None:
+        """Conflict, with what differs, where the place is of another study."""
+        if there == self.study:
+            return
+        known = there if isinstance(there, dict) else {}
+        odd = [k for k in sorted(self.study | known) if known.get(k) != self.study.get(k)]
+        shown = "; ".join(_differs(k, known.get(k), self.study.get(k)) for k in odd[:MAX_SHOWN])
+        raise Conflict(
+            f"{self.path} is of another study ({shown or 'of an earlier release'}); go on with "
+            "its options and samples, or name another folder"
+        )
+
+
+def _differs(name: str, there: Any, here: Any) -> str:
+    """As "keep is 0.1 there, 0.2 here"; digests and long lists are not shown."""
+    texts = [str(x) for x in (there, here)]
+    if any(len(text) > MAX_SHOWN_CHARS for text in texts) or None in (there, here):
+        return f"{name} differ" if name.startswith(("samples", "devices")) else f"{name} differs"
+    return f"{name} is {texts[0]} there, {texts[1]} here"
 
 
 def _place(file: Container, progress: Mapping[str, Any]) -> Place:

@@ -107,8 +107,9 @@ def simulate(
         path = Path(temporary) / PLAN
         digest = plan_of(module, study.algorithm, study.hyper, path).digest
         plan = Plan.load(path, expected_digest=digest)
-    sizes = {k: (s.examples, s.held_out_samples) for k, s in {**shards, **others}.items()}
-    keeper = None if folder is None else Keeper(folder, identity(digest, study, sizes))
+    keeper = None
+    if folder is not None:
+        keeper = Keeper(folder, identity(digest, study, shards, others))
     return _Simulation(
         plan, study, dict(shards), others, keeper=keeper, on_round=on_round, on_scores=on_scores
     ).go()
