@@ -99,7 +99,7 @@ def test_equal_samples_are_never_on_both_sides_not_even_of_two_devices(way):
 
 
 def test_a_device_whose_samples_are_all_equal_is_refused_by_name():
-    same = {"x": np.zeros(6, np.float32), "y": np.arange(6) % 2}
+    same: dict[str, np.ndarray] = {"x": np.zeros(6, np.float32), "y": np.arange(6) % 2}
     with pytest.raises(InvalidInput, match="the 3 samples of device-0 are equal"):
         evenly(same, 2)
     with pytest.raises(InvalidInput, match="2 distinct samples each, there are 1"):

@@ -227,7 +227,7 @@ def moved(shard):
 OTHER = {
     "an option": (study(seed=1), shards(), {}, "seed is 0 there, 1 here"),
     "a rate": (
-        study(hyper=replace(HYPER, lr=0.3)), shards(), {}, r"hyper.lr is 0.2 there, 0.3 here; model",
+        study(hyper=replace(HYPER, lr=0.3)), shards(), {}, "hyper.lr is 0.2 there, 0.3 here; model",
     ),
     "samples": (study(), {n: moved(s) for n, s in shards().items()}, {}, "samples of devices"),
     "who learns": (
