@@ -49,7 +49,9 @@ NO_GRADIENT = {
     "Range",
     "Xor",
     "triplane.Dims",
-} | HELD | DRAWN | {"BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix"}
+} | HELD | DRAWN | {"BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix"} | {
+    "ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul",
+}
 FLAT = {  # slope 0 where there is one
     "Ceil", "Floor", "Hardmax", "Round", "Sign", "triplane.StopGradient",
 }

@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from onnx import GraphProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ir.types import (
@@ -19,6 +20,7 @@ from triplane.unified_ir.ir.types import (
     int64,
     uint8,
 )
+from triplane.unified_ir.onnx.target import OnnxTarget
 from triplane.unified_ir.ops.convolution import transposed_window
 from triplane.unified_ir.ops.infer import type_proto
 from triplane.unified_ir.ops.row import DOMAIN
@@ -28,6 +30,7 @@ from triplane.unified_ir.ops.window import Window, static, with_explicit_pads
 class Context(Protocol):
     """The ONNX graph being emitted, as a rule sees it."""
 
+    target: OnnxTarget
     nodes: list[Any]
     tensors: list[TensorProto]
     names: dict[Value, str]
@@ -396,6 +399,33 @@ def _bernoulli(context: Context, node: Node) -> None:
     context.add("Cast", [below], context.output_names(node), to=to)
 
 
+_CODES_SINCE: Final = {
+    "int2": 25, "uint2": 25, "float4e2m1": 23, "float8e8m0": 23, "int4": 21, "uint4": 21,
+    "int16": 21, "uint16": 21, "float8e4m3fn": 19, "float8e4m3fnuz": 19, "float8e5m2": 19,
+    "float8e5m2fnuz": 19, "float16": 19, "bfloat16": 19,
+}  # fmt: skip
+"""From which opset on QuantizeLinear and DequantizeLinear take an element type."""
+_CODING_SINCE: Final = {
+    ("QuantizeLinear", "saturate"): 19, ("QuantizeLinear", "block_size"): 21,
+    ("QuantizeLinear", "output_dtype"): 21, ("QuantizeLinear", "precision"): 23,
+    ("DequantizeLinear", "block_size"): 21, ("DequantizeLinear", "output_dtype"): 23,
+}  # fmt: skip
+
+
+def _coding(context: Context, node: Node) -> None:
+    """As it is, or refused where the opset is too old for a type or an attribute of the node."""
+    values = [v for v in (*node.inputs, *node.outputs) if v is not None]
+    needs = [(_CODES_SINCE.get(v.type.dtype.name, 0), str(v.type.dtype)) for v in values]
+    needs += [(_CODING_SINCE.get((node.op.name, k), 0), k) for k in node.attrs]
+    since, what = max(needs)
+    if since > context.target.opset:
+        raise InvalidInput(
+            f"{node.op} takes {what} from opset {since} on, the target is opset "
+            f"{context.target.opset} (at {node.meta.location}); choose a newer one"
+        )
+    context.plain(node)
+
+
 RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "Constant"): _constant,
     ("", "Reshape"): _reshape,
@@ -409,6 +439,8 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "Pow"): _pow,
     ("", "BatchNormalization"): _batch_norm,
     ("", "Bernoulli"): _bernoulli,
+    ("", "QuantizeLinear"): _coding,
+    ("", "DequantizeLinear"): _coding,
     ("", "RNN"): _recurrent,
     ("", "GRU"): _recurrent,
     ("", "LSTM"): _recurrent,
