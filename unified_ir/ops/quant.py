@@ -45,10 +45,10 @@ def _along(v: Any, x: Any, axis: int, block: int = 0) -> Any:
 def saturated(x: Any, dtype: DType) -> Any:
     """Whole numbers or floats as the nearest of `dtype`, the ends taking what lies beyond."""
     if not dtype.is_float:
-        limits = ml_dtypes.iinfo(dtype.numpy)
+        limits = ml_dtypes.iinfo(dtype.numpy)  # type: ignore[no-untyped-call]
         held = np.clip(x, int(limits.min), int(limits.max))
         return held.astype(np.int32).astype(dtype.numpy)
-    end = float(ml_dtypes.finfo(dtype.numpy).max)
+    end = float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]
     return np.clip(x, -end, end).astype(dtype.numpy)
 
 
