@@ -324,6 +324,59 @@ CASES: Final[Mapping[str, Case]] = {
     "scatter_nd": Case(
         both(normal(x=(5, 2), updates=(2, 2)), fixed(ids=[[1], [3]])),
         lambda x, updates, ids: x.index_copy(0, ids[:, 0], updates)),
+    "scatter_elements_mul": Case(
+        both(fixed(x=[[1.5, 0.0, 2.0, -1.0], [3.0, 2.0, 0.5, 1.0]], ids=[[1, 1], [3, 3]]),
+             normal(updates=(2, 2))),
+        lambda x, ids, updates: x.scatter_reduce(1, ids, updates, "prod")),
+    "scatter_elements_mul_of_zeros": Case(
+        fixed(x=[[1.5, 2.0, 0.0]], ids=[[0, 0, 1, 1, 2]], updates=[[0.0, 2.0, 0.0, 0.0, 3.0]]),
+        lambda x, ids, updates: x.scatter_reduce(1, ids, updates, "prod"), second=False),
+    "scatter_elements_max_of_ties": Case(
+        both(coarse(x=(3, 4), updates=(3, 3)), fixed(ids=[[0, 0, 1], [3, 3, 3], [2, 0, 2]])),
+        lambda x, updates, ids: x.scatter_reduce(1, ids, updates, "amax"), second=False),
+    "scatter_elements_min_of_ties": Case(
+        both(coarse(x=(3, 4), updates=(3, 3)), fixed(ids=[[0, 0, 1], [3, 3, 3], [2, 0, 2]])),
+        lambda x, updates, ids: x.scatter_reduce(1, ids, updates, "amin"), second=False),
+    "scatter_nd_mul": Case(
+        both(positive(x=(5, 2), updates=(3, 2)), fixed(ids=[[1], [3], [1]])),
+        lambda x, updates, ids: x.scatter_reduce(0, ids.expand(3, 2), updates, "prod")),
+    "scatter_nd_max_of_ties": Case(
+        both(coarse(x=(5, 2), updates=(3, 2)), fixed(ids=[[1], [3], [1]])),
+        lambda x, updates, ids: x.scatter_reduce(0, ids.expand(3, 2), updates, "amax"),
+        second=False),
+    "gather_nd_of_batches": Case(
+        both(normal(x=(2, 4, 3)), fixed(ids=[[[1], [3], [1]], [[0], [0], [2]]])),
+        lambda x, ids: x[torch.arange(2)[:, None], ids[..., 0]]),
+    "range": Case(
+        fixed(start=0.5, delta=0.3), lambda start, delta: start + delta * torch.arange(6)),
+    # selection
+    "topk": Case(normal(x=(3, 5)), lambda x: x.topk(2, 1)[0]),
+    "lowk": Case(normal(x=(4, 3)), lambda x: x.topk(3, 0, largest=False)[0]),
+    "masked_select": Case(
+        both(normal(x=(2, 3)), fixed(mask=[[True, False, True], [False, False, True]])),
+        torch.masked_select),
+    "rows_by_mask": Case(
+        both(normal(x=(3, 2)), fixed(mask=[True, False, True])), lambda x, mask: x[mask]),
+    "unique": Case(normal(x=(2, 3)), lambda x: x.flatten().sort()[0]),
+    # rearrangement
+    "flatten": Case(normal(x=(2, 3, 4)), lambda x: x.reshape(6, 4)),
+    "tile": Case(normal(x=(2, 3)), lambda x: x.tile(3, 2)),
+    "split": Case(normal(x=(6, 2)), lambda x: x.split([1, 3, 2])),
+    "split_unevenly": Case(normal(x=(2, 7)), lambda x: x.split(3, 1)),
+    "pixel_shuffle": Case(normal(x=(1, 8, 2, 3)), lambda x: F.pixel_shuffle(x, 2)),
+    "space_to_depth": Case(
+        normal(x=(2, 2, 4, 6)),
+        lambda x: F.pixel_unshuffle(x, 2).unflatten(1, (2, 4)).transpose(1, 2).flatten(1, 2)),
+    "reverse_sequence": Case(
+        normal(x=(4, 3)), lambda x: torch.stack(
+            [x[:, 0].flip(0), x[:, 1], torch.cat([x[:2, 2].flip(0), x[2:, 2]])], 1)),
+    "triu": Case(normal(x=(3, 4)), lambda x: x.triu(1)),
+    "tril": Case(normal(x=(2, 4, 3)), lambda x: x.tril(-1)),
+    "eye_like": Case(normal(x=(3, 4)), lambda x: torch.eye(*x.shape).double()),
+    "one_hot": Case(
+        both(normal(values=(2,)), fixed(ids=[0, 2, 1])),
+        lambda values, ids: values[F.one_hot(ids, 4)]),
+    "cast_like": Case(normal(x=(2, 3)), lambda x: x * 1.0),
     # products
     "matmul": Case(normal(a=(2, 1, 3, 4), b=(5, 4, 2)), torch.matmul),
     "vector_matmul": Case(normal(a=(4,), b=(4, 2)), torch.matmul),

@@ -19,6 +19,12 @@ def _max_pool(x, kernel=2, stride=None, padding=0):
     return ops.max_pool(x, kernel, stride=stride, padding=padding)
 
 
+def _scatter(reduction):
+    return lambda x, ids, updates: ops.scatter_elements(
+        x, ids, updates, axis=1, reduction=reduction
+    )
+
+
 TILED = {"kernel_shape": (2, 2), "strides": (2, 2)}
 
 
@@ -106,6 +112,27 @@ OURS = {
     "gather_nd": ops.gather_nd,
     "scatter_nd_add": lambda x, updates, ids: ops.scatter_nd(x, ids, updates, reduction="add"),
     "scatter_nd": lambda x, updates, ids: ops.scatter_nd(x, ids, updates),
+    "scatter_elements_mul": _scatter("mul"), "scatter_elements_mul_of_zeros": _scatter("mul"),
+    "scatter_elements_max_of_ties": lambda x, updates, ids: _scatter("max")(x, ids, updates),
+    "scatter_elements_min_of_ties": lambda x, updates, ids: _scatter("min")(x, ids, updates),
+    "scatter_nd_mul": lambda x, updates, ids: ops.scatter_nd(x, ids, updates, reduction="mul"),
+    "scatter_nd_max_of_ties": lambda x, updates, ids: ops.scatter_nd(
+        x, ids, updates, reduction="max"),
+    "gather_nd_of_batches": lambda x, ids: ops.gather_nd(x, ids, batch_dims=1),
+    "range": lambda start, delta: ops.gather(
+        row("Range")(start, start + 6 * delta - 0.01, delta), np.arange(6)),
+    "topk": lambda x: ops.top_k(x, 2)[0], "lowk": lambda x: ops.top_k(x, 3, 0, largest=False)[0],
+    "masked_select": ops.masked_select, "rows_by_mask": lambda x, mask: ops.compress(x, mask, 0),
+    "unique": ops.unique, "flatten": lambda x: row("Flatten")(x, axis=2),
+    "tile": lambda x: row("Tile")(x, np.array([3, 2])),
+    "split": lambda x: row("Split").all_outputs(x, np.array([1, 3, 2]), outputs=3),
+    "split_unevenly": lambda x: row("Split").all_outputs(x, outputs=3, axis=1, num_outputs=3),
+    "pixel_shuffle": lambda x: row("DepthToSpace")(x, blocksize=2, mode="CRD"),
+    "space_to_depth": lambda x: row("SpaceToDepth")(x, blocksize=2),
+    "reverse_sequence": lambda x: row("ReverseSequence")(x, np.array([4, 1, 2])),
+    "triu": lambda x: row("Trilu")(x, 1), "tril": lambda x: row("Trilu")(x, -1, upper=0),
+    "eye_like": row("EyeLike"), "cast_like": lambda x: row("CastLike")(x, x),
+    "one_hot": lambda values, ids: row("OneHot")(ids, 4, values),
     "matmul": ops.matmul, "vector_matmul": ops.matmul,
     "gemm": lambda a, b, c: ops.gemm(a, b, c, alpha=0.5, beta=2.0, transA=1, transB=1),
     "linear": ops.linear,

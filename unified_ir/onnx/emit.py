@@ -215,7 +215,11 @@ class _Emitter(Context):
         """The ONNX operator of the same name."""
         changed = {**node.attrs, **changes}
         attrs = onnx_attrs({k: v for k, v in changed.items() if v is not None})
-        self.add(node.op.name, self.inputs(node), self.output_names(node), **attrs)
+        schema = TABLE[node.op.domain, node.op.name].schema
+        fewest = schema.min_output if schema else 1
+        unread = [self.fresh() for _ in range(fewest - len(node.outputs))]
+        outputs = [*self.output_names(node), *unread]
+        self.add(node.op.name, self.inputs(node), outputs, **attrs)
 
     def inline(self, node: Node, meaning: Function) -> None:
         """Another function's nodes in place of the node."""

@@ -12,8 +12,10 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ir.types import (
+    DTYPES,
     OptionalType,
     bool_,
+    float16,
     float32,
     float64,
     int32,
@@ -22,7 +24,7 @@ from triplane.unified_ir.ir.types import (
 )
 from triplane.unified_ir.onnx.target import OnnxTarget
 from triplane.unified_ir.ops.convolution import transposed_window
-from triplane.unified_ir.ops.infer import type_proto
+from triplane.unified_ir.ops.infer import onnx_attrs, type_proto
 from triplane.unified_ir.ops.row import DOMAIN
 from triplane.unified_ir.ops.window import Window, static, with_explicit_pads
 
@@ -271,6 +273,52 @@ def _minus_one_apart(context: Context, node: Node, divisor: str) -> tuple[str, s
     return found, context.emit("Where", found, one, divisor)
 
 
+_NARROW: Final = frozenset({float16, DTYPES["bfloat16"]})
+
+
+def _scatter(context: Context, node: Node) -> None:
+    """onnxruntime 1.31 accumulates in no 16-bit type: through float32."""
+    dtype = node.outputs[0].type.dtype
+    if dtype not in _NARROW or node.attrs.get("reduction", "none") == "none":
+        context.plain(node)
+        return
+    x, index, updates = context.inputs(node)
+    wide = [context.emit("Cast", v, to=float32.onnx) for v in (x, updates)]
+    made = context.emit(node.op.name, wide[0], index, wide[1], **node.attrs)
+    context.add("Cast", [made], context.output_names(node), to=dtype.onnx)
+
+
+_MARKED: Final = frozenset({int64, float32})
+
+
+def _one_hot(context: Context, node: Node) -> None:
+    """Positions and values of other types than onnxruntime has kernels for are cast around it."""
+    index, depth, values = context.inputs(node)
+    dtype = node.outputs[0].type.dtype
+    if node.inputs[0].type.dtype != int64:  # type: ignore[union-attr]
+        index = context.emit("Cast", index, to=int64.onnx)
+    if node.inputs[1].type.dtype != int64:  # type: ignore[union-attr]
+        depth = context.emit("Cast", depth, to=int64.onnx)
+    if dtype in _MARKED:
+        names = context.output_names(node)
+        context.add("OneHot", [index, depth, values], names, **onnx_attrs(node.attrs))
+        return
+    wide = float32 if dtype.is_float else int64
+    cast = context.emit("Cast", values, to=wide.onnx)
+    made = context.emit("OneHot", index, depth, cast, **onnx_attrs(node.attrs))
+    context.add("Cast", [made], context.output_names(node), to=dtype.onnx)
+
+
+def _split(context: Context, node: Node) -> None:
+    """Sizes of parts are written out: how many there are is no attribute before opset 18."""
+    names = context.inputs(node)
+    if len(names) == 1:
+        x, axis = node.inputs[0], int(node.attrs.get("axis", 0))  # type: ignore[arg-type]
+        assert x is not None
+        names.append(context.dims([y.type.shape[axis % x.type.rank] for y in node.outputs]))
+    context.add("Split", names, context.output_names(node), axis=node.attrs.get("axis", 0))
+
+
 def _batch_norm(context: Context, node: Node) -> None:
     """Training mode gets a private mean and variance each: onnxruntime writes into both inputs.
 
@@ -436,7 +484,11 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "ConvTranspose"): _conv_transpose,
     ("", "Div"): _div,
     ("", "Mod"): _mod,
+    ("", "OneHot"): _one_hot,
     ("", "Pow"): _pow,
+    ("", "ScatterElements"): _scatter,
+    ("", "ScatterND"): _scatter,
+    ("", "Split"): _split,
     ("", "BatchNormalization"): _batch_norm,
     ("", "Bernoulli"): _bernoulli,
     ("", "QuantizeLinear"): _coding,

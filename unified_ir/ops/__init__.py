@@ -81,6 +81,7 @@ from triplane.unified_ir.ops.sample_norm import (
     local_response_norm,
     rms_norm,
 )
+from triplane.unified_ir.ops.selection import compress, masked_select, nonzero, top_k, unique
 from triplane.unified_ir.ops.sequences import (
     concat_from_sequence,
     empty_sequence,
@@ -142,6 +143,7 @@ __all__ = [
     "cast",
     "ceil",
     "clip",
+    "compress",
     "concat",
     "concat_from_sequence",
     "cond",
@@ -198,6 +200,7 @@ __all__ = [
     "logical_not",
     "logical_or",
     "lp_pool",
+    "masked_select",
     "matmul",
     "max_pool",
     "maximum",
@@ -208,6 +211,7 @@ __all__ = [
     "negative_log_likelihood",
     "next_key",
     "non_max_suppression",
+    "nonzero",
     "one_hot",
     "ones",
     "optional",
@@ -249,7 +253,9 @@ __all__ = [
     "stop_gradient",
     "sub",
     "tanh",
+    "top_k",
     "transpose",
+    "unique",
     "unsqueeze",
     "where",
     "while_loop",

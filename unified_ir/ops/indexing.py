@@ -1,23 +1,28 @@
-"""Rows that read or write by computed positions, and extremes, whose gradient is such a write."""
+"""Rows that read or write by computed positions."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim
+from triplane.unified_ir.ir.dims import Dim, Expr
+from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, int64
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.row import Call, Op
-from triplane.unified_ir.ops.samples import given, ints, normal, sample
-from triplane.unified_ir.ops.settings import settled
+from triplane.unified_ir.ops.samples import apart, between, given, ints, literal, normal, sample
 from triplane.unified_ir.ops.structure import (
     axes_of,
+    broadcast_to,
+    concat,
     reshape,
     same,
     unsqueeze,
+    where,
     zeros,
 )
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, dims_of
@@ -57,23 +62,68 @@ gather = Op(
 )
 
 
+Take = Callable[[Tensor], Tensor]
+"""Reads at the positions that a scatter writes to."""
+Put = Callable[..., Tensor]
+"""put(base, updates, reduction): that scatter again, of other values."""
+
+
+def _scatter_vjp(
+    g: Tensor, y: Tensor, x: Tensor, updates: Tensor, *, reduction: str, take: Take, put: Put
+) -> tuple[Tensor, Tensor]:
+    """Cotangents of x and of the updates. Extremes that tie share equally, as in PyTorch."""
+    if reduction == "add":
+        return g, take(g)
+    if reduction == "none":
+        return put(g, updates * 0.0, "none"), take(g)
+    if reduction == "mul":
+        ones = broadcast_to(x.build.admit(1, x.dtype), x.shape)
+        return g * put(ones, updates, "mul"), take(g * x) * _other_updates(ones, updates, take, put)
+    hit = (x == y).cast(g.dtype)
+    hits = (updates == take(y)).cast(g.dtype)
+    share = g / put(hit, hits, "add")
+    return share * hit, take(share) * hits
+
+
+def _other_updates(ones: Tensor, updates: Tensor, take: Take, put: Put) -> Tensor:
+    """The product of all other updates of a position: a quotient unless one of them is 0."""
+    zero = updates == 0.0
+    nonzero = where(zero, 1.0, updates)
+    count = take(put(ones * 0.0, zero.cast(updates.dtype), "add"))
+    quotient = take(put(ones, updates, "mul")) / nonzero
+    alone = where((count == 1.0) & zero, take(put(ones, nonzero, "mul")), 0.0)
+    return where(count == 0.0, quotient, alone)
+
+
 def _scatter_nd_vjp(
     g: Tensor, y: Tensor, x: Tensor, index: Tensor, updates: Tensor, *, reduction: str
 ) -> Any:
-    if reduction == "add":
-        return g, None, gather_nd(g, index)
-    if reduction == "none":
-        return scatter_nd(g, index, updates * 0.0), None, gather_nd(g, index)
-    raise InvalidInput(f"ScatterND with reduction {reduction!r} has no gradient; use 'add'")
+    def put(base: Tensor, values: Tensor, how: str) -> Tensor:
+        return scatter_nd(base, index, values, reduction=how)
+
+    def take(t: Tensor) -> Tensor:
+        return gather_nd(t, index)
+
+    d_x, d_updates = _scatter_vjp(g, y, x, updates, reduction=reduction, take=take, put=put)
+    return d_x, None, d_updates
+
+
+def _reduces(node: Node, opset: int) -> bool:
+    """Extremes came with opset 18."""
+    return opset >= 18 or node.attrs.get("reduction") not in {"max", "min"}
 
 
 scatter_nd = Op(
     name="ScatterND",
     infer=same,
     vjp=_scatter_nd_vjp,
+    native=_reduces,
     samples=(
         sample(normal(5, 2), given([[1], [3], [1]]), normal(3, 2), reduction="add"),
         sample(normal(5), given([[1], [3]]), normal(2)),
+        sample(normal(5, 2), given([[1], [-2], [1]]), normal(3, 2), reduction="mul"),
+        sample(apart(5, 2), given([[1], [-2], [1]]), between(0.01, 0.09, 3, 2), reduction="max"),
+        sample(apart(5, 2), given([[1], [-2], [1]]), between(0.01, 0.09, 3, 2), reduction="min"),
     ),
 )
 
@@ -83,20 +133,39 @@ def _gather_nd(call: Call) -> Types:
     depth, b = index.shape[-1], call.attrs["batch_dims"]
     if not isinstance(depth, int) or b + depth > x.rank:
         raise InvalidInput(f"GatherND reads {x} with index {index}: its last axis must be static")
+    if x.shape[:b] != index.shape[:b]:
+        raise ShapeError(f"GatherND needs equal first {b} axes, got {x} and index {index}")
     return (x.with_shape((*index.shape[:-1], *x.shape[b + depth :])),)
 
 
 def _gather_nd_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, batch_dims: int) -> Any:
-    if batch_dims:
-        raise InvalidInput("GatherND with batch_dims has no gradient; use gather_elements")
-    return scatter_nd(zeros(x.shape, x.dtype), index, g, reduction="add"), None
+    base = zeros(x.shape, x.dtype)
+    return scatter_nd(base, _with_batch(index, batch_dims), g, reduction="add"), None
+
+
+def _with_batch(index: Tensor, batch_dims: int) -> Tensor:
+    """Positions with those of the batch axes, which they leave out, in front."""
+    index = index.cast(int64)
+    lead = index.shape[:-1]
+    own = [
+        unsqueeze(arange(lead[k]), *range(1, len(lead) - k)) if len(lead) - k > 1
+        else arange(lead[k])
+        for k in range(batch_dims)
+    ]  # fmt: skip
+    wide = [unsqueeze(broadcast_to(i, lead), -1) for i in own]
+    return concat([*wide, index], -1) if wide else index
 
 
 gather_nd = Op(
     name="GatherND",
     infer=_gather_nd,
     vjp=_gather_nd_vjp,
-    samples=(sample(normal(4, 3), given([[0, 1], [3, 2]])), sample(normal(4, 3), given([[1]]))),
+    samples=(
+        sample(normal(4, 3), given([[0, 1], [3, 2]])),
+        sample(normal(4, 3), given([[1]])),
+        sample(normal(2, 4, 3), ints(0, 4, 2, 5, 1), batch_dims=1),
+        sample(normal(2, 3, 4), ints(-4, 4, 2, 3, 1), batch_dims=2),
+    ),
 )
 
 
@@ -127,44 +196,81 @@ gather_elements = Op(
 def _scatter_elements_vjp(
     g: Tensor, y: Tensor, x: Tensor, index: Tensor, updates: Tensor, *, axis: int, reduction: str
 ) -> Any:
-    taken = gather_elements(g, index, axis=axis)
-    if reduction == "add":
-        return g, None, taken
-    if reduction == "none":
-        return scatter_elements(g, index, updates * 0.0, axis=axis), None, taken
-    raise InvalidInput(f"ScatterElements with reduction {reduction!r} has no gradient; use 'add'")
+    def put(base: Tensor, values: Tensor, how: str) -> Tensor:
+        return scatter_elements(base, index, values, axis=axis, reduction=how)
 
+    def take(t: Tensor) -> Tensor:
+        return gather_elements(t, index, axis=axis)
+
+    d_x, d_updates = _scatter_vjp(g, y, x, updates, reduction=reduction, take=take, put=put)
+    return d_x, None, d_updates
+
+
+_places = given([[0], [2], [-2]])
 
 scatter_elements = Op(
     name="ScatterElements",
     batch=batching.axis_shifted,
     infer=same,
     vjp=_scatter_elements_vjp,
+    native=_reduces,
     samples=(
         sample(normal(3, 4), given([[0], [2], [2]]), normal(3, 1), axis=1, reduction="add"),
         sample(normal(3, 4), given([[0, 1, 1, 2]]), normal(1, 4)),
+        sample(normal(3, 4), given([[0, 0], [2, 1], [2, 2]]), normal(3, 2), axis=1,
+               reduction="mul"),
+        sample(apart(3, 4), _places, between(0.01, 0.09, 3, 1), axis=1, reduction="max"),
+        sample(apart(3, 4), _places, between(0.01, 0.09, 3, 1), axis=1, reduction="min"),
     ),
-)
+)  # fmt: skip
+
+
+def _range(start: Any, limit: Any, delta: Any) -> Any:
+    return start + delta * np.arange(_steps(start, limit, delta)).astype(start.dtype)
+
+
+def _steps(start: Any, limit: Any, delta: Any) -> int:
+    if delta == 0:
+        raise InvalidInput("Range needs a step that is not 0")
+    return max(0, math.ceil(float(limit - start) / float(delta)))
+
+
+def _range_vjp(g: Tensor, y: Tensor, start: Tensor, limit: Tensor, delta: Tensor) -> Any:
+    """y_i = start + i delta; how many there are is constant almost everywhere."""
+    steps = arange(g.shape[0]).cast(g.dtype)
+    return g.sum(), None, (g * steps).sum()
 
 
 range_row = Op(
     name="Range",
-    **settled(
-        lambda call: (call.type(0).with_shape((_range_length(call),)),), lambda _: [None], 0, 1, 2
+    opens=lambda call: int(_range_length(call) is None),
+    infer=lambda call: (call.type(0).with_shape((_length_or_open(call),)),),
+    reference=_range,
+    vjp=_range_vjp,
+    samples=(
+        sample(given(0), given(5), given(1)),
+        sample(literal(0.5), literal(2.0), literal(0.25)),
+        sample(given(0.5), given(2.1), given(0.3)),
+        sample(lambda rng: np.array(9), lambda rng: np.array(2), lambda rng: np.array(-2)),
     ),
-    reference=lambda start, limit, delta: np.arange(start, limit, delta),
-    samples=(sample(given(0), given(5), given(1)),),
 )
 
 
-def _range_length(call: Call) -> Any:
-    start, limit, delta = (call.dims(i)[0] for i in range(3))
-    if delta == 1 and not (isinstance(start, int) and isinstance(limit, int)):
-        return limit - start
-    if all(isinstance(d, int) for d in (start, limit, delta)):
-        start, limit, delta = (int(d) for d in (start, limit, delta))  # type: ignore[arg-type]
-        return max(0, -(-(limit - start) // delta))
-    raise InvalidInput(f"Range with a symbolic length needs delta 1, got {delta}")
+def _length_or_open(call: Call) -> Dim:
+    length = _range_length(call)
+    return call.opened() if length is None else length
+
+
+def _range_length(call: Call) -> Dim | None:
+    """How many steps there are; None where only the data say."""
+    if any(k is None for k in call.known):
+        return None
+    start, limit, delta = (
+        k[0] if isinstance(k, tuple) else np.ravel(k)[0] for k in call.known if k is not None
+    )
+    if not any(isinstance(d, Expr) for d in (start, limit, delta)):
+        return _steps(start, limit, delta)
+    return limit - int(start) if delta == 1 and not isinstance(start, Expr) else None
 
 
 def arange(n: Dim) -> Tensor:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from triplane.unified_ir.ir.dims import symbols
 from triplane.unified_ir.ir.graph import Function, Node, Value
+from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.table import TABLE
 
 
@@ -17,14 +19,28 @@ def clean(function: Function) -> Function:
 
 
 def drop_dead(function: Function) -> Function:
-    """Without the nodes no result depends on; parameters stay, they are the signature."""
+    """Without the nodes no result depends on; parameters stay, they are the signature.
+
+    A node also stays whose output is the one place to read a size that another node needs.
+    """
     needed: set[Value] = set(function.results)
+    opens = any(introduced(node) for node in function.nodes)
+    sizes: set[str] = set().union(*(r.type.symbols for r in function.results)) if opens else set()
     kept: list[Node] = []
     for node in reversed(function.nodes):
-        if any(v in needed for v in node.outputs):
+        if any(v in needed for v in node.outputs) or (opens and sizes & {*introduced(node)}):
             kept.append(node)
             needed.update(v for v in node.inputs if v is not None)
+            if opens:
+                sizes |= _sizes_of(node)
     return with_nodes(function, kept[::-1], function.results)
+
+
+def _sizes_of(node: Node) -> set[str]:
+    """Symbols that a node's types, sizes and regions mention."""
+    dims: Any = node.attrs.get("dims", ())
+    found = set().union(*(symbols(d) for d in dims), *(v.type.symbols for v in node.outputs))
+    return found.union(*(_sizes_of(inner) for r in node.regions for inner in r.nodes))
 
 
 def share(function: Function) -> Function:
