@@ -12,7 +12,7 @@ if not __name__.startswith("triplane."):
     raise ImportError("import this package as triplane.unified_ir, not as a top-level package")
 
 if TYPE_CHECKING:
-    from triplane.unified_ir import convert, data, nn, ops, optim, runtime, train
+    from triplane.unified_ir import convert, data, nn, ops, optim, runtime, train, zoo
     from triplane.unified_ir.frontend import (
         checkpoint,
         grad,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from triplane.unified_ir.onnx import import_onnx
     from triplane.unified_ir.ops.check import load
 
-_SUBPACKAGES = frozenset({"convert", "data", "nn", "ops", "optim", "runtime", "train"})
+_SUBPACKAGES = frozenset({"convert", "data", "nn", "ops", "optim", "runtime", "train", "zoo"})
 _NAMES = {
     "Module": "ir",
     "TensorSpec": "ir",
@@ -75,6 +75,7 @@ __all__ = [
     "value_and_grad",
     "vjp",
     "vmap",
+    "zoo",
 ]
 
 

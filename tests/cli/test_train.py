@@ -31,6 +31,31 @@ def test_a_model_file_holds_every_entry_and_the_trained_weights(
     assert len(json.loads(history.read_text())) == 1
 
 
+def test_a_network_of_the_zoo_is_trained_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell = "zoo:resnet8,channels=1"
+    assert train(tmp_path, "--json", "--batch-size", "512", cell=cell) == 0
+    module = load(tmp_path / "digits.tpm")
+    assert module.state["conv.weight"].array.shape == (16, 1, 3, 3)
+    assert json.loads(capsys.readouterr().out)["validation"]["accuracy"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("cell", "words"),
+    [
+        ("zoo:vgg", "the zoo has no 'vgg'; it has lenet"),
+        ("zoo:resnet8,channels=x", "options of a zoo network are NAME=NUMBER"),
+        ("zoo:resnet8,depth=3", "zoo:resnet8 does not take these options"),
+    ],
+)
+def test_a_network_the_zoo_has_not_is_answered_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cell: str, words: str
+) -> None:
+    assert train(tmp_path, cell=cell) != 0
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"

@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 EPILOG = """\b
 Examples:
   triplane train examples/digits.py:Digits --data digits --epochs 5 --out digits.tpm
+  triplane train zoo:lenet --data mnist/ --epochs 3 --out lenet.tpm
   triplane train net.py:Net --data photos --optimizer sgd --lr 0.05 --checkpoint run1 --out n.tpm
 
 \b
 Interrupted? The same command with the same --checkpoint folder goes on to the same bits.
 FILE.py is ordinary Python; Cell is a subclass of nn.Cell, or a function that makes one. In place of
-it MODEL.onnx trains an imported model further.
+it MODEL.onnx trains an imported model further, and zoo:resnet8,channels=1 a network that papers
+made known; docs/zoo.md lists them.
 """
+ZOO = "zoo:"
 ENTRIES = ("predict", "evaluate", "loss", "train_step", "local_update", "adapt", "gradients")
 DEFAULT_ENTRIES: Any = ENTRIES[:-1]
 
@@ -200,9 +203,11 @@ def load_cell(spec: str) -> Cell:
         from triplane.unified_ir.onnx import import_onnx
 
         return Imported(import_onnx(Path(spec)))
+    if spec.startswith(ZOO):
+        return _of_zoo(spec.removeprefix(ZOO))
     file, _, name = spec.rpartition(":")
     if not file or not name:
-        raise InvalidInput(f"the cell is given as FILE.py:Cell, got {spec!r}")
+        raise InvalidInput(f"the cell is given as FILE.py:Cell or zoo:NAME, got {spec!r}")
     module = _load_module(Path(file))
     found = getattr(module, name, None)
     if found is None:
@@ -212,6 +217,27 @@ def load_cell(spec: str) -> Cell:
     if not isinstance(made, Cell):
         raise InvalidInput(f"{spec} gives a {type(made).__name__}; it must give an nn.Cell")
     return made
+
+
+def _of_zoo(spec: str) -> Cell:
+    """NAME or NAME,OPTION=NUMBER,... of the zoo."""
+    from triplane.unified_ir.zoo import network
+
+    name, *options = spec.split(",")
+    given: dict[str, int | float] = {}
+    for option in options:
+        key, _, value = option.partition("=")
+        try:
+            given[key] = float(value) if "." in value else int(value)
+        except ValueError:
+            raise InvalidInput(
+                f"options of a zoo network are NAME=NUMBER, such as zoo:resnet8,channels=1; got "
+                f"{option!r}"
+            ) from None
+    try:
+        return network(name, **given)
+    except TypeError as error:
+        raise InvalidInput(f"zoo:{name} does not take these options: {error}") from error
 
 
 def _load_module(path: Path) -> ModuleType:
