@@ -26,7 +26,13 @@ SINGLE = {"rtol": 5e-5, "atol": 5e-5}
 THROUGH_FLOAT32 = {"rtol": 1e-6, "atol": 1e-6}
 
 ROUNDED = {"cast", "hard_sigmoid", "selu"}  # slopes or defaults that are float32 numbers
-CONTROL = {"triplane.Cond", "triplane.CustomGradient", "triplane.Loop", "triplane.Scan"}
+CONTROL = {
+    "triplane.Custom",
+    "triplane.Cond",
+    "triplane.CustomGradient",
+    "triplane.Loop",
+    "triplane.Scan",
+}
 
 
 def held(name, dtype=np.float64):

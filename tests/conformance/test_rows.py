@@ -23,6 +23,7 @@ NO_SAMPLES = {  # tested with regions or sizes of their own
     "Constant": "test_rows, as constants of the other rows", "triplane.Dims": "tests/onnx",
     "triplane.Cond": "test_control", "triplane.Scan": "test_control",
     "triplane.Loop": "test_control", "triplane.CustomGradient": "test_control",
+    "triplane.Custom": "tests/ops/test_custom",
     **dict.fromkeys(HELD, "tests/ops/test_sequences.py"),
     **dict.fromkeys(DRAWN, "tests/ops/test_sampling.py"),
     "triplane.Checkpoint": "tests/frontend/test_transforms",

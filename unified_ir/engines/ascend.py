@@ -35,7 +35,7 @@ class AscendEngine:
     name = "ascend"
 
     def __init__(self) -> None:
-        self._engine = OnnxEngine()
+        self._engine = OnnxEngine(kernels=self.name)
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> OnnxProgram:
         """See `Engine`."""

@@ -12,6 +12,8 @@ from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.onnx.emit import emit, serialize
 from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
 from triplane.unified_ir.ops.contents import Contents, as_contents
+from triplane.unified_ir.ops.custom_ops import with_kernels
+from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.widen import widen_half
 from triplane.unified_ir.runtime.session import Loop, Session, SessionOptions
 from triplane.unified_ir.runtime.signature import next_name
@@ -66,11 +68,17 @@ class OnnxEngine:
     name = "onnx"
 
     def __init__(
-        self, *, options: SessionOptions | None = None, target: OnnxTarget = DEFAULT
+        self,
+        *,
+        options: SessionOptions | None = None,
+        target: OnnxTarget = DEFAULT,
+        kernels: str = "onnx",
     ) -> None:
         self._options = replace(options or SessionOptions(), values="any")
         self._target = target
+        self._kernels = kernels
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> OnnxProgram:
         """See `Engine`."""
+        function = with_kernels(TABLE, function, self._kernels)
         return OnnxProgram(function, donate, self._options, self._target)

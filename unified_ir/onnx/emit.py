@@ -9,15 +9,18 @@ first value that has them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final
 
 import numpy as np
 from onnx import (
+    FunctionProto,
     GraphProto,
     ModelProto,
     NodeProto,
+    OperatorSetIdProto,
     TensorProto,
     ValueInfoProto,
     defs,
@@ -84,13 +87,20 @@ def emit_typed(
     emitter = _Emitter(target, fuse(clean(function)), initializers or {})
     graph = emitter.graph()
     types = {name: value.type for value, name in emitter.names.items()}
+    domains = sorted({f.domain for f in emitter.functions})
     model = helper.make_model(
         graph,
         producer_name=PRODUCER,
         ir_version=target.ir_version,
-        opset_imports=[helper.make_opsetid("", target.opset)],
+        functions=emitter.functions,
+        opset_imports=[helper.make_opsetid("", target.opset), *map(_own_opset, domains)],
     )
     return model, types
+
+
+def _own_opset(domain: str) -> OperatorSetIdProto:
+    """Operators of the user's own have one version."""
+    return helper.make_opsetid(domain, 1)
 
 
 def serialize(model: ModelProto) -> bytes:
@@ -118,6 +128,7 @@ class _Emitter(Context):
         self.contents: dict[Value, Known] = {}
         self.size_sources: dict[str, tuple[str, int]] = {}
         self.size_names: dict[str, str] = {}
+        self.functions: list[FunctionProto] = parent.functions if parent else []
         self.counter: list[int] = parent.counter if parent else [0]
         self.taken: frozenset[str] = parent.taken if parent else _users_names(function)
 
@@ -241,6 +252,36 @@ class _Emitter(Context):
         inner.body(inner.function)
         return helper.make_graph(inner.nodes, label, [], inner.result_infos(), inner.tensors)
 
+    def local_function(self, name: str, domain: str, body: Function) -> str:
+        """The name of a local function with this body; a second body of a name gets `_2`."""
+        inner = _Emitter(self.target, clean(body), {})
+        inner.functions = self.functions
+        graph = inner.graph()
+        constants = [
+            helper.make_node("Constant", [], [t.name], value=_nameless(t)) for t in inner.tensors
+        ]
+        made = helper.make_function(
+            domain,
+            name,
+            [i.name for i in graph.input],
+            [o.name for o in graph.output],
+            [*constants, *graph.node],
+            [
+                helper.make_opsetid("", self.target.opset),
+                *map(_own_opset, sorted(_domains(graph.node) - {""})),
+            ],
+        )
+        known = [f for f in self.functions if f.domain == domain]
+        for number in count(1):
+            made.name = name if number == 1 else f"{name}_{number}"
+            same = [f for f in known if f.name == made.name]
+            if made in same:
+                return made.name
+            if not same:
+                self.functions.append(made)
+                return made.name
+        raise AssertionError  # pragma: no cover
+
     def child(self, function: Function) -> _Emitter:
         """An emitter for a subgraph, which sees this graph's names and sizes."""
         return _Emitter(self.target, clean(function), {}, self)
@@ -340,6 +381,23 @@ def _users_names(function: Function) -> frozenset[str]:
             f"NAME:next is the new value of the parameter NAME; rename one"
         )
     return frozenset(names)
+
+
+def _domains(nodes: Iterable[NodeProto]) -> set[str]:
+    """Domains of nodes and of those in their subgraphs."""
+    found = set()
+    for node in nodes:
+        found.add(node.domain)
+        for attribute in node.attribute:
+            found |= _domains(attribute.g.node)
+    return found
+
+
+def _nameless(tensor: TensorProto) -> TensorProto:
+    copy = TensorProto()
+    copy.CopyFrom(tensor)
+    copy.ClearField("name")
+    return copy
 
 
 def _rename(names: Any, renamed: Mapping[str, str]) -> None:

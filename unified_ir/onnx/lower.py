@@ -77,6 +77,10 @@ class Context(Protocol):
         """A region as a subgraph without inputs."""
         ...
 
+    def local_function(self, name: str, domain: str, body: Function) -> str:
+        """The name under which the model holds a body as a local function."""
+        ...
+
     def child(self, function: Function) -> Any:
         """An emitter for a subgraph."""
         ...
@@ -372,6 +376,13 @@ def _cond(context: Context, node: Node) -> None:
     )
 
 
+def _custom(context: Context, node: Node) -> None:
+    """A call of a local function that holds the body."""
+    name, domain = str(node.attrs["name"]), str(node.attrs["domain"])
+    called = context.local_function(name, domain, node.regions[0])
+    context.add(called, context.inputs(node), context.output_names(node), domain=domain)
+
+
 def _declared(name: str, value: Value) -> ValueInfoProto:
     info = ValueInfoProto(name=name)
     info.type.CopyFrom(type_proto(value.type))
@@ -499,6 +510,7 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     (DOMAIN, "Barrier"): _barrier,
     (DOMAIN, "Dims"): _dims,
     (DOMAIN, "Cond"): _cond,
+    (DOMAIN, "Custom"): _custom,
     (DOMAIN, "Scan"): _scan,
     (DOMAIN, "Loop"): _loop,
     (DOMAIN, "SequenceMap"): _sequence_map,

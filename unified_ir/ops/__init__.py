@@ -3,6 +3,7 @@
 from triplane.unified_ir.ops.attention import scaled_dot_product_attention
 from triplane.unified_ir.ops.control import cond, custom_gradient, fori_loop, scan, while_loop
 from triplane.unified_ir.ops.convolution import conv, conv_transpose
+from triplane.unified_ir.ops.custom_ops import CustomOp, custom
 from triplane.unified_ir.ops.detection import non_max_suppression
 from triplane.unified_ir.ops.elementwise import (
     abs_,
@@ -128,6 +129,7 @@ from triplane.unified_ir.ops.summaries import histogram_summary, image_summary, 
 from triplane.unified_ir.ops.tensor import Tensor
 
 __all__ = [
+    "CustomOp",
     "Tensor",
     "abs_",
     "adaptive_avg_pool",
@@ -154,6 +156,7 @@ __all__ = [
     "cosine_embedding",
     "cosine_similarity",
     "cross_entropy",
+    "custom",
     "custom_gradient",
     "dft",
     "div",
