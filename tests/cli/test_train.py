@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from triplane.unified_ir import load
+from triplane.unified_ir.cli import training
 from triplane.unified_ir.cli.shell import run
 
 CELL = Path(__file__).resolve().parents[2] / "unified_ir/cli/demo/digits.py"
@@ -74,6 +75,96 @@ def test_a_checkpointed_run_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert train(parts, "--checkpoint", str(parts / "run")) == 0
     assert train(parts, "--epochs", "2", "--checkpoint", str(parts / "run")) == 0
     assert (whole / "digits.tpm").read_bytes() == (parts / "digits.tpm").read_bytes()
+
+
+EVERYTHING = (
+    "--optimizer", "adamw", "--lr", "0.01", "--weight-decay", "0.02", "--schedule",
+    "cosine:low=0.001", "--warmup", "5", "--clip", "each:2.0", "--batch-size", "16",
+    "--accumulate", "2", "--precision", "float16", "--ema", "0.9", "--metric", "f1", "--metric",
+    "accuracy", "--class-weights", ",".join(["1"] * 9 + ["2"]), "--freeze", "conv.bias",
+    "--early-stop", "2:validation.f1", "--seed", "3", "--json",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_every_flag_is_in_the_run_it_describes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = tmp_path / "logs"
+    assert train(tmp_path, *EVERYTHING, "--tensorboard", str(logs)) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["validation"]["f1"] > 0.5
+    assert record["updates"] == 45
+    said = record["optimizer"]
+    for part in (
+        "AdamW(lr=Warmup(steps=5, after=Cosine(high=0.01, steps=45, low=0.001))",
+        "weight_decay=0.02", "Group('conv.bias', frozen=True)", "clip_each=2.0", "accumulate=2",
+        "precision='float16'", "average=0.9",
+    ):  # fmt: skip
+        assert part in said, part
+    (events,) = logs.iterdir()
+    assert b"validation/f1" in events.read_bytes()
+    module = load(tmp_path / "digits.tpm")
+    weight = module.state["conv.weight"].array
+    assert (weight == module.state["optimizer.average.conv.weight"].array).all()
+    assert "optimizer.average.conv.bias" not in module.state
+
+
+@pytest.mark.slow
+def test_a_folder_of_another_run_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder = ("--checkpoint", str(tmp_path / "run"))
+    assert train(tmp_path, *run_folder) == 0
+    for flags, said in (
+        (("--clip", "1"), "another optimizer"),
+        (("--batch-size", "8"), "another batch size: 32 there, 8 here"),
+        (("--class-weights", ",".join("1234567890")), "another loss"),
+        (("--no-resume",), "holds checkpoints of a run"),
+    ):
+        assert train(tmp_path, *run_folder, "--epochs", "2", *flags) == 3
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--schedule", "linear"), "--schedule is one of cosine, polynomial, one-cycle"),
+        (("--schedule", "step"), "step needs every, such as step:every=10"),
+        (("--schedule", "cosine:high=1"), "cosine has low, got 'high'; write cosine:low=.."),
+        (("--schedule", "step:every=x"), "--schedule step every takes a number, got 'x'"),
+        (("--schedule", "step:every=1.5"), "counts updates in whole numbers, got 1.5"),
+        (("--schedule", "multi-step:at=5/3"), "bounds >= 1 that rise, got [5, 3]"),
+        (("--clip", "most:1"), "norm:LIMIT, each:LIMIT, value:LIMIT; got 'most:1'"),
+        (("--clip", "0"), "clipped to a limit > 0, got 0.0"),
+        (("--early-stop", "soon"), "--early-stop is a number of epochs"),
+        (("--class-weights", "1,-1"), "--class-weights are finite and >= 0, got 1,-1"),
+        (("--freeze", "tail.*"), "group 'tail.*' matches no trained parameter"),
+        (("--loss-scale", "8"), "is for precision='float16'"),
+    ],
+)
+def test_a_senseless_flag_is_named_with_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], said: str
+) -> None:
+    assert train(tmp_path, *flags) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "rates"),
+    [
+        ("cosine:low=0.1", {0: 1.0, 50: 0.55, 100: 0.1}),
+        ("polynomial:power=2", {0: 1.0, 50: 0.25, 100: 0.0}),
+        ("one-cycle:rise=0.5", {0: 0.04, 49: 1.0, 99: 4e-6}),
+        ("step:every=10,factor=0.5", {9: 1.0, 10: 0.5, 20: 0.25}),
+        ("multi-step:at=3/50", {2: 1.0, 3: 0.1, 50: 0.01}),
+        ("exponential:factor=0.5,every=10", {0: 1.0, 10: 0.5, 20: 0.25}),
+        ("restarts:every=10,growth=2", {0: 1.0, 5: 0.5, 10: 1.0, 20: 0.5, 30: 1.0}),
+    ],
+)
+def test_a_schedule_is_read_as_it_is_written(text: str, rates: dict[int, float]) -> None:
+    made = training.schedule(text, 1.0, 100)
+    assert {t: made.at(t) for t in rates} == pytest.approx(rates, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from triplane.proto.errors import InvalidInput, NotFound, TriplaneError
+from triplane.unified_ir.cli import training
 from triplane.unified_ir.cli.importing import SUFFIX
 from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
 
@@ -15,17 +17,33 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from triplane.unified_ir.frontend import Cell
-    from triplane.unified_ir.optim import Optimizer
+    from triplane.unified_ir.ir import Module
+    from triplane.unified_ir.nn import Loss
     from triplane.unified_ir.train import Trainer
 
 EPILOG = """\b
 Examples:
   triplane train examples/digits.py:Digits --data digits --epochs 5 --out digits.tpm
   triplane train zoo:lenet --data mnist/ --epochs 3 --out lenet.tpm
-  triplane train net.py:Net --data photos --optimizer sgd --lr 0.05 --checkpoint run1 --out n.tpm
+  triplane train net.py:Net --data photos --optimizer adamw --lr 0.001 --weight-decay 0.05
+      --schedule cosine --warmup 100 --clip 1.0 --ema 0.999 --checkpoint run1 --out n.tpm
+  triplane train net.py:Net --data photos --batch-size 16 --accumulate 8 --precision float16
+      --tensorboard logs --early-stop 3:validation.accuracy --metric f1 --out n.tpm
 
 \b
-Interrupted? The same command with the same --checkpoint folder goes on to the same bits.
+--schedule lowers --lr over the updates of the run; of every KEY what is usual stands here:
+  cosine:low=0            half a cosine, down over the whole run
+  polynomial:power=1,low=0     a line or a curve, down over the whole run
+  one-cycle:rise=0.3      up in a share of the run, then down to almost nothing
+  step:every=N,factor=0.1      times factor after every N updates
+  multi-step:at=N/N/N,factor=0.1    times factor at each of these updates
+  exponential:factor=F,every=1      times F over every so many updates, smoothly
+  restarts:every=N,growth=1,low=0   cosines of N updates, each growth times as long
+With --warmup N the rate rises over the first N updates. An update is one batch, or --accumulate.
+
+\b
+Interrupted? The same command with the same --checkpoint folder goes on to the same bits. It refuses
+to go on with another network, loss, optimizer, batch size, data or seed, and names which.
 FILE.py is ordinary Python; Cell is a subclass of nn.Cell, or a function that makes one. In place of
 it MODEL.onnx trains an imported model further, and zoo:resnet8,channels=1 a network that papers
 made known; docs/zoo.md lists them.
@@ -55,12 +73,65 @@ DEFAULT_ENTRIES: Any = ENTRIES[:-1]
     help="Samples per step.",
 )  # fmt: skip
 @click.option(
-    "--optimizer", type=click.Choice(["adam", "adamw", "momentum", "sgd"]), default="adam",
-    show_default=True, help="The update rule, part of the graph.",
+    "--optimizer", type=click.Choice(list(training.OPTIMIZERS)), default="adam",
+    show_default=True, help="The update rule, part of the graph; PyTorch's numbers otherwise.",
 )  # fmt: skip
 @click.option(
     "--lr", type=click.FloatRange(min=0, min_open=True), default=0.002, show_default=True,
-    metavar="RATE", help="Learning rate.",
+    metavar="RATE", help="Learning rate; the highest one with --schedule.",
+)  # fmt: skip
+@click.option(
+    "--schedule", metavar="NAME[:KEY=VALUE,..]",
+    help="How the rate falls, see below.  [default: constant]",
+)  # fmt: skip
+@click.option(
+    "--warmup", type=click.IntRange(1), metavar="N",
+    help="Raise the rate over the first N updates.",
+)  # fmt: skip
+@click.option(
+    "--weight-decay", type=click.FloatRange(min=0), metavar="W",
+    help="Pull of weights to 0.  [default: 0; 0.01 of adamw]",
+)  # fmt: skip
+@click.option(
+    "--freeze", metavar="PATTERN", multiple=True,
+    help='Parameters that stay as they are, such as "body.*"; may be repeated.',
+)  # fmt: skip
+@click.option(
+    "--clip", metavar="[KIND:]LIMIT",
+    help="Limit gradients: norm of all together (norm, the default), of each tensor (each), of "
+    "each element (value).",
+)  # fmt: skip
+@click.option(
+    "--accumulate", type=click.IntRange(1), default=1, show_default=True, metavar="N",
+    help="Batches per update: N small ones act as one large one, in the memory of one.",
+)  # fmt: skip
+@click.option(
+    "--precision", type=click.Choice(["float32", "float16"]), default="float32",
+    show_default=True,
+    help="Of products; weights stay float32, and a loss scale follows the gradients.",
+)  # fmt: skip
+@click.option(
+    "--loss-scale", type=click.FloatRange(min=0, min_open=True), metavar="X",
+    help="With float16, a loss scale that stays.  [default: it follows the gradients]",
+)  # fmt: skip
+@click.option(
+    "--ema", type=click.FloatRange(0, 1, max_open=True), metavar="D",
+    help="Write the moving average of the weights, D of the past at each update (0.999).",
+)  # fmt: skip
+@click.option(
+    "--class-weights", metavar="W,W,..", help="A weight in the loss for each class, in order.",
+)  # fmt: skip
+@click.option(
+    "--metric", "metrics", type=click.Choice(training.METRICS), multiple=True,
+    help="What to measure; may be repeated.  [default: accuracy]",
+)  # fmt: skip
+@click.option(
+    "--early-stop", metavar="N[:MEASURE]",
+    help="End after N epochs without a better validation.loss, or MEASURE of the history.",
+)  # fmt: skip
+@click.option(
+    "--tensorboard", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+    help="Write event files that TensorBoard shows.",
 )  # fmt: skip
 @click.option(
     "--engine", default="onnx", show_default=True, metavar="NAME",
@@ -75,6 +146,10 @@ DEFAULT_ENTRIES: Any = ENTRIES[:-1]
 @click.option(
     "--checkpoint", type=click.Path(file_okay=False, path_type=Path),
     help="Folder for checkpoints; a run that was killed goes on from the newest.",
+)  # fmt: skip
+@click.option(
+    "--resume/--no-resume", default=True, show_default=True,
+    help="Go on from --checkpoint, or refuse a folder that holds checkpoints.",
 )  # fmt: skip
 @click.option(
     "--entry", "entries", type=click.Choice(ENTRIES), multiple=True,
@@ -97,16 +172,16 @@ def command(**options: Any) -> None:
     output = open_output(as_json)
     start = time.perf_counter()
     try:
-        trainer, result = _trained(options, quiet=as_json)
-    except KeyboardInterrupt:
-        output.note(_after_interrupt(options["checkpoint"]))
+        trainer, result, module = _trained(options, quiet=as_json)
+    except KeyboardInterrupt as error:
+        saved = bool(getattr(error, "__notes__", ()))
+        output.note(_after_interrupt(options["checkpoint"], saved=saved))
         raise
     except TriplaneError:
         raise
     except Exception as error:
         _blame_file(error, options["cell"])
         raise
-    module = trainer.export(options["entries"] or DEFAULT_ENTRIES, local_lr=options["local_lr"])
     out = options["out"]
     digest = module.save(out)
     if options["history"] is not None:
@@ -120,6 +195,8 @@ def command(**options: Any) -> None:
         "epochs": trainer.place.epoch,
         "train": _columns(trainer.history.last, prefix=""),
         "validation": result,
+        "optimizer": repr(trainer.recipe),
+        "updates": int(trainer.state().get("optimizer.step", trainer.place.step)),
         "seconds": time.perf_counter() - start,
     }
     shown = ", ".join(f"{k} {v:.4g}" for k, v in result.items())
@@ -140,55 +217,70 @@ def _blame_file(error: Exception, spec: str) -> None:
         raise InvalidInput(f"{file}:{lines[-1]}: {type(error).__name__}: {what}") from error
 
 
-def _after_interrupt(checkpoint: Path | None) -> str:
+def _after_interrupt(checkpoint: Path | None, *, saved: bool) -> str:
     if checkpoint is None:
         return "no model file is written; with --checkpoint FOLDER the same command would go on"
-    return f"no model file is written yet; the same command goes on from {checkpoint}"
+    kept = "saved, " if saved else ""
+    return f"{kept}no model file is written yet; the same command goes on from {checkpoint}"
 
 
-def _trained(options: dict[str, Any], *, quiet: bool) -> tuple[Trainer, dict[str, float]]:
+def _trained(options: dict[str, Any], *, quiet: bool) -> tuple[Trainer, dict[str, float], Module]:
+    """A trained trainer, its measures on held-out data, and what is exported of it."""
     from triplane.unified_ir import data, nn
-    from triplane.unified_ir.train import Trainer
 
     nn.seed(options["seed"])
     cell = load_cell(options["cell"])
     if options["validation"] is None:
-        training, held_out = data.load_split(options["data"], seed=options["seed"])
+        learnt, held_out = data.load_split(options["data"], seed=options["seed"])
     else:
-        training, held_out = data.load(options["data"]), data.load(options["validation"])
-    trainer = Trainer(
-        cell,
-        loss=nn.SoftmaxCrossEntropy(),
-        optimizer=_optimizer(options["optimizer"], options["lr"]),
-        engine=options["engine"],
-        seed=options["seed"],
-        labels=training.labels,
-    )
+        learnt, held_out = data.load(options["data"]), data.load(options["validation"])
+    trainer = _trainer(options, cell, rows=len(learnt), labels=learnt.labels)
     trainer.fit(
-        training,
+        learnt,
         options["epochs"],
         batch_size=options["batch_size"],
         validation=held_out,
         checkpoint=options["checkpoint"],
+        resume=options["resume"],
         progress="lines" if quiet else "auto",
     )
-    return trainer, trainer.evaluate(held_out)
+    entries = options["entries"] or DEFAULT_ENTRIES
+    with trainer.averaged() if options["ema"] is not None else nullcontext():
+        result = trainer.evaluate(held_out)
+        return trainer, result, trainer.export(entries, local_lr=options["local_lr"])
+
+
+def _trainer(options: dict[str, Any], cell: Cell, *, rows: int, labels: Any) -> Trainer:
+    from triplane.unified_ir.train import TensorBoard, Trainer
+
+    batches = -(-rows // options["batch_size"])
+    updates = -(-batches // options["accumulate"]) * options["epochs"]
+    boards = [] if options["tensorboard"] is None else [TensorBoard(options["tensorboard"])]
+    return Trainer(
+        cell,
+        loss=_loss(options["class_weights"]),
+        optimizer=training.optimizer(options, updates),
+        engine=options["engine"],
+        seed=options["seed"],
+        metrics=training.metrics(options["metrics"]),
+        callbacks=[*training.early_stop(options["early_stop"]), *boards],
+        accumulate=options["accumulate"],
+        precision=options["precision"],
+        loss_scale=options["loss_scale"],
+        average=options["ema"],
+        labels=labels,
+        **training.clipping(options["clip"]),
+    )
+
+
+def _loss(class_weights: str | None) -> Loss:
+    from triplane.unified_ir import nn
+
+    return nn.SoftmaxCrossEntropy(weight=training.weights(class_weights))
 
 
 def _columns(row: dict[str, float], *, prefix: str) -> dict[str, float]:
     return {k.removeprefix(prefix): v for k, v in row.items() if "." not in k}
-
-
-def _optimizer(name: str, lr: float) -> Optimizer:
-    from triplane.unified_ir import optim
-
-    made: dict[str, Any] = {
-        "adam": lambda: optim.Adam(lr),
-        "adamw": lambda: optim.AdamW(lr),
-        "momentum": lambda: optim.SGD(lr, momentum=0.9),
-        "sgd": lambda: optim.SGD(lr),
-    }
-    return made[name]()  # type: ignore[no-any-return]
 
 
 def load_cell(spec: str) -> Cell:

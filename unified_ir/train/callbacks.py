@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from triplane.proto.disk import write_atomic
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.train.history import Row
 from triplane.unified_ir.train.run import Run
+
+SHARES: Final = ("accuracy", "f1", "precision", "recall", "top5")
+"""Measures that are better when larger."""
 
 
 class Callback:
@@ -43,20 +46,28 @@ class Record(Callback):
 
 
 class EarlyStop(Callback):
-    """Stops when `measure` has not become smaller (for accuracies: larger) for `patience` epochs.
+    """Stops when `measure` has not become better for `patience` epochs.
+
+    better: "smaller" or "larger"; by default larger for accuracies and other shares, see `SHARES`.
 
     It looks at the history alone, so a resumed run stops where an undisturbed one would.
     """
 
     def __init__(
-        self, measure: str = "validation.loss", *, patience: int = 3, min_change: float = 0.0
+        self,
+        measure: str = "validation.loss",
+        *,
+        patience: int = 3,
+        min_change: float = 0.0,
+        better: Literal["smaller", "larger"] | None = None,
     ) -> None:
         if patience < 1 or min_change < 0:
             raise InvalidInput(
                 f"EarlyStop needs patience >= 1 and min_change >= 0, got {patience}, {min_change}"
             )
         self.measure, self.patience, self.min_change = measure, patience, min_change
-        self.sign = -1.0 if measure.rpartition(".")[2] == "accuracy" else 1.0
+        share = measure.rpartition(".")[2] in SHARES
+        self.sign = -1.0 if (better or ("larger" if share else "smaller")) == "larger" else 1.0
 
     def on_start(self, run: Run) -> None:
         """See `Callback`."""

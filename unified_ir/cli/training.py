@@ -1,0 +1,193 @@
+"""What the flags of `triplane train` stand for: optimizers, schedules, clipping, metrics by name.
+
+A value with options is written NAME:KEY=VALUE,KEY=VALUE. Imports nothing heavy until it is asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from triplane.proto.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.optim import Optimizer, Schedule
+
+OPTIMIZERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    "sgd": ("SGD", {}),
+    "momentum": ("SGD", {"momentum": 0.9}),
+    "nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}),
+    "adam": ("Adam", {}),
+    "amsgrad": ("Adam", {"amsgrad": True}),
+    "adamw": ("AdamW", {}),
+    "rmsprop": ("RMSProp", {}),
+    "adagrad": ("Adagrad", {}),
+    "adadelta": ("Adadelta", {}),
+    "lamb": ("LAMB", {}),
+    "lion": ("Lion", {}),
+}
+"""Name -> class in `optim` and the options that the name stands for."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A schedule: its class in `optim` and what fills its fields.
+
+    lr, total: the fields of --lr and of the updates of the whole run. options: field and what is
+    usual, None where it must be given.
+    """
+
+    kind: str
+    lr: str
+    total: str | None
+    options: Mapping[str, tuple[str, float | None]]
+
+
+# fmt: off
+SCHEDULES: Final[Mapping[str, Row]] = {
+    "cosine":      Row("Cosine", "high", "steps", {"low": ("low", 0.0)}),
+    "polynomial":  Row("Polynomial", "high", "steps",
+                       {"power": ("power", 1.0), "low": ("low", 0.0)}),
+    "one-cycle":   Row("OneCycle", "high", "steps", {"rise": ("rise", 0.3)}),
+    "step":        Row("StepDecay", "start", None,
+                       {"every": ("steps", None), "factor": ("factor", 0.1)}),
+    "multi-step":  Row("MultiStep", "start", None,
+                       {"at": ("bounds", None), "factor": ("factor", 0.1)}),
+    "exponential": Row("Exponential", "start", None,
+                       {"factor": ("factor", None), "every": ("steps", 1)}),
+    "restarts":    Row("CosineRestarts", "high", None,
+                       {"every": ("steps", None), "growth": ("growth", 1), "low": ("low", 0.0)}),
+}
+# fmt: on
+
+_COUNTS: Final = {"steps", "growth"}
+
+METRICS: Final = ("accuracy", "top5", "precision", "recall", "f1", "perplexity")
+
+
+def optimizer(options: Mapping[str, Any], total: int) -> Optimizer:
+    """What --optimizer, --lr, --schedule, --warmup, --weight-decay and --freeze describe.
+
+    total: updates that the whole run does.
+    """
+    from triplane.unified_ir import optim
+
+    kind, fixed = OPTIMIZERS[options["optimizer"]]
+    given: dict[str, Any] = dict(fixed)
+    if options["weight_decay"] is not None:
+        given["weight_decay"] = options["weight_decay"]
+    given["groups"] = tuple(optim.Group(p, frozen=True) for p in options["freeze"])
+    made: Optimizer = getattr(optim, kind)(_rate(options, total), **given)
+    return made
+
+
+def _rate(options: Mapping[str, Any], total: int) -> Any:
+    from triplane.unified_ir import optim
+
+    lr: Any = options["lr"]
+    if options["schedule"] is not None:
+        lr = schedule(options["schedule"], lr, total)
+    return lr if options["warmup"] is None else optim.Warmup(options["warmup"], lr)
+
+
+def schedule(text: str, lr: float, total: int) -> Schedule:
+    """--schedule: NAME:KEY=VALUE,..., an option without a value being at what is usual."""
+    from triplane.unified_ir import optim
+
+    name, _, rest = text.partition(":")
+    if name not in SCHEDULES:
+        raise InvalidInput(f"--schedule is one of {', '.join(SCHEDULES)}, got {name!r}")
+    row = SCHEDULES[name]
+    fields: dict[str, Any] = {f: usual for f, usual in row.options.values() if usual is not None}
+    for item in filter(None, rest.split(",")):
+        key, _, value = item.partition("=")
+        if key not in row.options:
+            raise InvalidInput(
+                f"--schedule {name} has {', '.join(row.options)}, got {key!r}; write "
+                f"{name}:{'=..,'.join(row.options)}=.."
+            )
+        fields[row.options[key][0]] = _value(f"--schedule {name} {key}", key, value)
+    missing = [k for k, (field, _) in row.options.items() if field not in fields]
+    if missing:
+        raise InvalidInput(f"--schedule {name} needs {missing[0]}, such as {name}:{missing[0]}=10")
+    whole = {k: _whole(f"--schedule {name}", v) if k in _COUNTS else v for k, v in fields.items()}
+    ends = {} if row.total is None else {row.total: total}
+    made: Schedule = getattr(optim, row.kind)(**{row.lr: lr}, **ends, **whole)
+    return made
+
+
+def _value(what: str, key: str, text: str) -> Any:
+    """A number; of `at`, whole numbers between slashes."""
+    if key == "at":
+        return tuple(_whole(what, _number(what, part)) for part in text.split("/"))
+    return _number(what, text)
+
+
+def _whole(what: str, x: float) -> int:
+    if x != int(x):
+        raise InvalidInput(f"{what} counts updates in whole numbers, got {x:g}")
+    return int(x)
+
+
+def clipping(text: str | None) -> dict[str, float]:
+    """--clip: a limit of the common norm, or norm:, each: or value: and a limit."""
+    if text is None:
+        return {}
+    kind, _, number = text.rpartition(":")
+    names = {"": "clip_norm", "norm": "clip_norm", "each": "clip_each", "value": "clip_value"}
+    if kind not in names:
+        raise InvalidInput(
+            f"--clip is a limit, or norm:LIMIT, each:LIMIT, value:LIMIT; got {text!r}"
+        )
+    return {names[kind]: _number("--clip", number)}
+
+
+def early_stop(text: str | None) -> list[Any]:
+    """--early-stop: PATIENCE, or PATIENCE:MEASURE."""
+    if text is None:
+        return []
+    from triplane.unified_ir.train import EarlyStop
+
+    patience, _, measure = text.partition(":")
+    if not patience.isdecimal():
+        raise InvalidInput(
+            f"--early-stop is a number of epochs, then :MEASURE if it is not validation.loss; "
+            f"got {text!r}"
+        )
+    return [EarlyStop(measure or "validation.loss", patience=int(patience))]
+
+
+def metrics(names: tuple[str, ...]) -> dict[str, Any] | None:
+    """--metric: by name; None stands for those that go with the loss."""
+    if not names:
+        return None
+    from triplane.unified_ir import nn, train
+
+    made = {
+        "accuracy": nn.accuracy,
+        "top5": train.TopK(5),
+        "precision": train.Precision(),
+        "recall": train.Recall(),
+        "f1": train.F1(),
+        "perplexity": train.Perplexity(),
+    }
+    return {name: made[name] for name in dict.fromkeys(names)}
+
+
+def weights(text: str | None) -> list[float] | None:
+    """--class-weights: numbers above or at 0 by commas."""
+    if text is None:
+        return None
+    found = [_number("--class-weights", part) for part in text.split(",")]
+    if not all(0 <= w < math.inf for w in found):
+        raise InvalidInput(f"--class-weights are finite and >= 0, got {text}")
+    return found
+
+
+def _number(what: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidInput(f"{what} takes a number, got {text!r}") from None
