@@ -19,7 +19,9 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import float16, float32
-from triplane.unified_ir.ops.build import expansion
+from triplane.unified_ir.ops.build import expansion, note_contents
+from triplane.unified_ir.ops.inline import renewed
+from triplane.unified_ir.ops.row import Known
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 
@@ -89,6 +91,7 @@ class _Half:
         self.nodes: list[Node] = []
         self.env: dict[Value, Value] = {}
         self.rounded: dict[Value, Value] = {}
+        self.contents: dict[Value, Known] = {}
 
     def made(self) -> Function:
         """The function anew."""
@@ -103,9 +106,10 @@ class _Half:
         if node.op in self.products and node.outputs[0].type.dtype == float32:
             self._product(node, inputs)
             return
-        meaning = None if node.regions else expansion(TABLE, node)
+        note_contents(TABLE[node.op.domain, node.op.name], node, self.contents)
+        meaning = None if node.regions else expansion(TABLE, node, self.contents)
         if meaning is not None and any(n.op in self.products for n in meaning.walk()):
-            self._spread(node, meaning, inputs)
+            self._spread(node, renewed(meaning, f"inner_{len(self.nodes)}"), inputs)
             return
         regions = tuple(half(r) for r in node.regions)
         self.nodes.append(Node(node.op, inputs, node.outputs, node.attrs, regions, node.meta))
