@@ -42,6 +42,11 @@ def positive(**shapes: tuple[int, ...]) -> Make:
     return lambda rng: {k: rng.uniform(0.5, 2, s) for k, s in shapes.items()}
 
 
+def spread(**shapes: tuple[int, ...]) -> Make:
+    """Operands in -1.4..1.4: places on a plane and some way beyond it."""
+    return lambda rng: {k: rng.uniform(-1.4, 1.4, s) for k, s in shapes.items()}
+
+
 def fixed(**values: Any) -> Make:
     """The operands themselves."""
     return lambda _: {k: np.asarray(v) for k, v in values.items()}
@@ -477,6 +482,42 @@ CASES: Final[Mapping[str, Case]] = {
     "resize_bicubic_antialiased": Case(
         normal(x=(2, 2, 8, 7)),
         lambda x: F.interpolate(x, (3, 5), mode="bicubic", antialias=True)),
+    # sampling
+    "grid_sample": Case(
+        both(normal(x=(2, 3, 4, 5)), spread(grid=(2, 3, 2, 2))),
+        lambda x, grid: F.grid_sample(x, grid, align_corners=False)),
+    "grid_sample_border": Case(
+        both(normal(x=(2, 3, 4, 5)), spread(grid=(2, 3, 2, 2))),
+        lambda x, grid: F.grid_sample(x, grid, padding_mode="border", align_corners=True)),
+    "grid_sample_reflection": Case(
+        both(normal(x=(2, 3, 4, 5)), spread(grid=(2, 3, 2, 2))),
+        lambda x, grid: F.grid_sample(x, grid, padding_mode="reflection", align_corners=False)),
+    "grid_sample_nearest": Case(
+        both(normal(x=(2, 3, 4, 5)), spread(grid=(2, 3, 2, 2))),
+        lambda x, grid: F.grid_sample(
+            x, grid, mode="nearest", padding_mode="reflection", align_corners=False)),
+    "grid_sample_bicubic": Case(
+        both(normal(x=(2, 3, 4, 5)), spread(grid=(2, 3, 2, 2))),
+        lambda x, grid: F.grid_sample(
+            x, grid, mode="bicubic", padding_mode="border", align_corners=False), second=False),
+    "grid_sample_3d": Case(
+        both(normal(x=(1, 2, 3, 2, 4)), spread(grid=(1, 2, 2, 3, 3))),
+        lambda x, grid: F.grid_sample(x, grid, align_corners=True)),
+    "affine_grid": Case(
+        normal(theta=(2, 2, 3)), lambda theta: F.affine_grid(
+            theta, [2, 3, 4, 5], align_corners=False)),
+    "affine_grid_3d_aligned": Case(
+        normal(theta=(2, 3, 4)), lambda theta: F.affine_grid(
+            theta, [2, 1, 2, 1, 4], align_corners=True)),
+    "unfold": Case(
+        normal(x=(2, 3, 5, 6)), lambda x: F.unfold(x, (2, 3), dilation=2, padding=(0, 1))),
+    "fold": Case(
+        normal(x=(2, 12, 9)), lambda x: F.fold(x, (5, 5), 2, dilation=2)),
+    "deform_conv_without_offsets": Case(
+        both(normal(x=(1, 2, 5, 4), w=(3, 2, 2, 2)), fixed(offset=np.zeros((1, 8, 4, 3)))),
+        lambda x, w, offset: F.conv2d(x, w) + offset.sum() * 0, second=False),
+    "center_crop_pad": Case(
+        normal(x=(2, 7, 4)), lambda x: F.pad(x[:, 1:5], (1, 2))),
     "global_avg_pool": Case(normal(x=(2, 3, 4, 5)), lambda x: F.adaptive_avg_pool2d(x, 1)),
     # normalization
     "batch_norm_training": Case(

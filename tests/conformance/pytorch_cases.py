@@ -188,6 +188,23 @@ OURS = {
     "resize_trilinear": lambda x: ops.resize(x, (3, 3, 5), mode="trilinear"),
     "resize_bicubic": lambda x: ops.resize(x, (7, 3), mode="bicubic"),
     "resize_bicubic_antialiased": lambda x: ops.resize(x, (3, 5), mode="bicubic", antialias=True),
+    "grid_sample": ops.grid_sample,
+    "grid_sample_border": lambda x, grid: ops.grid_sample(
+        x, grid, padding_mode="border", align_corners=True),
+    "grid_sample_reflection": lambda x, grid: ops.grid_sample(x, grid, padding_mode="reflection"),
+    "grid_sample_nearest": lambda x, grid: ops.grid_sample(
+        x, grid, mode="nearest", padding_mode="reflection"),
+    "grid_sample_bicubic": lambda x, grid: ops.grid_sample(
+        x, grid, mode="bicubic", padding_mode="border"),
+    "grid_sample_3d": lambda x, grid: ops.grid_sample(x, grid, align_corners=True),
+    "affine_grid": lambda theta: ops.affine_grid(theta, (2, 3, 4, 5)),
+    "affine_grid_3d_aligned": lambda theta: ops.affine_grid(
+        theta, (2, 1, 2, 1, 4), align_corners=True),
+    "unfold": lambda x: ops.unfold(x, (2, 3), padding=(0, 1), dilation=2),
+    "fold": lambda x: ops.fold(x, (5, 5), 2, dilation=2),
+    "deform_conv_without_offsets": lambda x, w, offset: row("DeformConv")(
+        x, w, ops.stop_gradient(offset)),
+    "center_crop_pad": lambda x: row("CenterCropPad")(x, np.array([4, 7]), axes=(1, 2)),
     "global_avg_pool": ops.global_average_pool,
     "batch_norm_training": lambda *xs: row("BatchNormalization").all_outputs(
         *xs, outputs=3, training_mode=1, momentum=0.75),

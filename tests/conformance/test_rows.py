@@ -59,6 +59,7 @@ FLAT = {  # slope 0 where there is one
 }
 INTEGERS = {"triplane.Threefry2x32"}  # a body of integer rows: nothing to differentiate
 NO_SYMBOL = {  # literal sizes, axes of size 1, literals only
+    "AffineGrid-0", "AffineGrid-1", "AffineGrid-2",
     "ConstantOfShape-0", "ConstantOfShape-1", "ConstantOfShape-2", "Expand-0", "MaxUnpool-1",
     "QuantizeLinear-1", "Range-0", "Range-1", "Range-2", "Range-3", "Split-0", "Squeeze-0",
     "Squeeze-1", "triplane.Threefry2x32-1",

@@ -566,7 +566,15 @@ def _holds_value(context: Context, node: Node) -> None:
         context.names[node.outputs[0]] = context.constant(np.array(x is not None))
 
 
+def _grid_sample_names(context: Context, node: Node) -> None:
+    """Before opset 20 the modes of GridSample are named for planes."""
+    names = {"linear": "bilinear", "cubic": "bicubic"}
+    mode = str(node.attrs.get("mode", "linear"))
+    context.plain(node, mode=names.get(mode, mode))
+
+
 LOWER: Final[Mapping[str, Rule]] = {
+    "grid_sample_names": _grid_sample_names,
     "axes_as_attribute": _axes_as_attribute,
     "bools_as_bytes": _bools_as_bytes,
     "held_value": _held_value,

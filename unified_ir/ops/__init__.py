@@ -82,6 +82,7 @@ from triplane.unified_ir.ops.sample_norm import (
     local_response_norm,
     rms_norm,
 )
+from triplane.unified_ir.ops.sampling import affine_grid, fold, grid_sample, unfold
 from triplane.unified_ir.ops.selection import compress, masked_select, nonzero, top_k, unique
 from triplane.unified_ir.ops.sequences import (
     concat_from_sequence,
@@ -134,6 +135,7 @@ __all__ = [
     "abs_",
     "adaptive_avg_pool",
     "add",
+    "affine_grid",
     "arange",
     "argmax",
     "argmin",
@@ -169,6 +171,7 @@ __all__ = [
     "expand",
     "flatten",
     "floor",
+    "fold",
     "fori_loop",
     "full",
     "gather",
@@ -180,6 +183,7 @@ __all__ = [
     "global_max_pool",
     "greater",
     "greater_equal",
+    "grid_sample",
     "group_norm",
     "hamming_window",
     "hann_window",
@@ -258,6 +262,7 @@ __all__ = [
     "tanh",
     "top_k",
     "transpose",
+    "unfold",
     "unique",
     "unsqueeze",
     "where",

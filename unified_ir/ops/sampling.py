@@ -1,93 +1,533 @@
-"""Random numbers as ONNX defines them: drawn by the engine, another time other ones.
+"""Reading a plane at computed places: grids, deformable windows, columns of patches.
 
-For models that bring them. Networks of this package draw from keys instead (`ops/random.py`), which
-is why these rows have no gradient: a draw cannot be repeated. Nodes that are alike stay two draws.
+Values between positions are weighted sums of neighbours; neighbours are gathered as rows of
+(N P, C), so the gradient in x is one scatter of rows and that of the places comes by the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from itertools import product as combinations
+from typing import Any, Final
 
 import numpy as np
 
-from triplane.unified_ir.ir.types import ShapeError, TensorType
-from triplane.unified_ir.ops.row import Call, Op, dtype_attr
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, Expr, product
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
+from triplane.unified_ir.ops.convolution import conv_grad_input, conv_row
+from triplane.unified_ir.ops.elementwise import abs_, div, floor, maximum, minimum, round_
+from triplane.unified_ir.ops.indexing import arange, gather
+from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.samples import between, given, normal, sample
+from triplane.unified_ir.ops.structure import broadcast_to, pad_row, size_of, slice_axis, where
+from triplane.unified_ir.ops.tensor import Tensor, dims_of
+from triplane.unified_ir.ops.window import Window, sizes_of, static
 
-Types = tuple[TensorType, ...]
-Draw = Callable[..., Any]
-
-
-def _generator(seed: float | None) -> np.random.Generator:
-    """Equal for equal seeds; without one, another each time."""
-    return np.random.default_rng(None if seed is None else int(np.float32(seed).view(np.uint32)))
-
-
-def _normal(rng: np.random.Generator, shape: Any, *, mean: float, scale: float) -> Any:
-    return rng.normal(mean, scale, shape)
-
-
-def _uniform(rng: np.random.Generator, shape: Any, *, low: float, high: float) -> Any:
-    return rng.uniform(low, high, shape)
+Tap = tuple[Tensor, Tensor | None]
+"""A position along one axis, and its weight (None: 1)."""
 
 
-def _of_shape(call: Call) -> Types:
-    shape = tuple(int(d) for d in call.attrs["shape"])
-    if min(shape, default=0) < 0:
-        raise ShapeError(f"{call.row} has sizes of 0 and above, got {shape}")
-    return (TensorType(dtype_attr(call.attrs["dtype"]), shape),)
+def rows_of(x: Tensor) -> Tensor:
+    """x: (N, C, *S) -> (N P, C): the channels of each place as one row."""
+    flat = x.reshape((x.shape[0], x.shape[1], product(list(x.shape[2:]))))
+    return flat.transpose(0, 2, 1).reshape((-1, x.shape[1]))
 
 
-def _like(call: Call) -> Types:
-    wanted = call.attrs["dtype"]
+def _inside(position: Tensor, size: Any) -> Tensor:
+    held: Tensor = (position >= 0.0) & (position <= size - 1.0)
+    return held.cast(position.dtype)
+
+
+def weighted_rows(
+    rows: Tensor, first: Tensor, sizes: Sequence[Dim], axes: Sequence[Sequence[Tap]]
+) -> Tensor:
+    """Sums of rows over every combination of taps: (*T, C).
+
+    first: (*T) int64, the first row of the plane each place lies on; taps: (*T), positions inside.
+    """
+    total = None
+    for taps in combinations(*axes):
+        index = first
+        for i, (position, _) in enumerate(taps):
+            step = product(list(sizes[i + 1 :]))
+            index = index + position.cast(int64) * _whole(step)
+        weights = [w for _, w in taps if w is not None]
+        term = gather(rows, index, axis=0)
+        if weights:
+            weight = reduce(lambda a, b: a * b, weights)
+            term = term * weight.reshape((*weight.shape, 1))
+        total = term if total is None else total + term
+    assert total is not None
+    return total
+
+
+def _whole(n: Dim) -> Any:
+    return n if isinstance(n, int) else dims_of([n]).reshape(())
+
+
+def _reflected(x: Tensor, size: Any, *, aligned: bool) -> Tensor:
+    """x mirrored at the borders: corner centres if `aligned`, else the corners' outer edges."""
+    low, span = (0.0, _at_least_1(size - 1.0)) if aligned else (-0.5, size)
+    shifted = x - low
+    turned = shifted - floor(shifted / (2.0 * span)) * (2.0 * span)
+    made = span - abs_(turned - span) + low
+    return minimum(made, size - 1.0) if aligned else made
+
+
+def _at_least_1(x: Any) -> Any:
+    return maximum(x, 1.0) if isinstance(x, Tensor) else max(x, 1.0)
+
+
+def _bounded(x: Tensor, size: Any) -> Tensor:
+    return minimum(maximum(x, 0.0), size - 1.0)
+
+
+def _place(x: Tensor, size: Any, padding: str, *, aligned: bool) -> Tensor:
+    """A coordinate beyond the border brought back, as the padding mode says."""
+    low, high = (0.0, size - 1.0) if aligned else (-0.5, size - 0.5)
+    outside = (x < low) | (x > high)
+    if padding == "border":
+        return where(outside, _bounded(x, size), x)
+    if padding == "reflection":
+        return where(outside, _reflected(x, size, aligned=aligned), x)
+    return x
+
+
+def _pixel(position: Tensor, size: Any, padding: str, *, aligned: bool) -> Tap:
+    """A whole position held inside, and the weight that padding leaves it."""
+    if padding == "zeros":
+        return _bounded(position, size), _inside(position, size)
+    if padding == "reflection":
+        position = round_(_reflected(position, size, aligned=aligned))
+    return _bounded(position, size), None
+
+
+def _nearest(x: Tensor) -> list[Tap]:
+    return [(x, None)]
+
+
+def _linear(x: Tensor) -> list[Tap]:
+    low = floor(x)
+    part = x - low
+    return [(low, 1.0 - part), (low + 1.0, part)]
+
+
+def _cubic(x: Tensor) -> list[Tap]:
+    """Keys 1981 with a = -0.75."""
+    a = -0.75
+    low = floor(x)
+    part = x - low
+    taps: list[Tap] = []
+    for k in (-1, 0, 1, 2):
+        t = part + 1.0 if k < 0 else part if k == 0 else float(k) - part
+        near = ((a + 2.0) * t - (a + 3.0)) * t * t + 1.0
+        far = ((t - 5.0) * t + 8.0) * t * a - 4.0 * a
+        taps.append((low + float(k), near if k in (0, 1) else far))
+    return taps
+
+
+_MODES: Final[Mapping[str, Callable[[Tensor], list[Tap]]]] = {
+    "nearest": _nearest,
+    "linear": _linear,
+    "cubic": _cubic,
+}
+_PADDING: Final = ("zeros", "border", "reflection")
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a * b
+
+
+def _grid_types(call: Call) -> tuple[TensorType]:
+    x, grid = call.type(0), call.type(1)
+    n = x.rank - 2
+    if n not in (2, 3) or grid.rank != x.rank or grid.shape[-1] != n:
+        raise ShapeError(f"GridSample takes x: (N, C, *S) and grid: (N, *T, {n}), got {x}, {grid}")
+    if x.shape[0] != grid.shape[0]:
+        raise ShapeError(f"GridSample takes one grid per sample, got {x} and {grid}")
+    mode, padding = call.attrs["mode"], call.attrs["padding_mode"]
+    if mode not in _MODES or padding not in _PADDING:
+        raise InvalidInput(
+            f"GridSample has modes {', '.join(_MODES)} and paddings {', '.join(_PADDING)}, got "
+            f"{mode!r} and {padding!r}"
+        )
+    if mode == "cubic" and n != 2:
+        raise InvalidInput(f"GridSample with mode 'cubic' takes planes, got {x}")
+    return (x.with_shape((*x.shape[:2], *grid.shape[1:-1])),)
+
+
+def _grid_sample(
+    x: Tensor, grid: Tensor, *, align_corners: int, mode: str, padding_mode: str
+) -> Tensor:
+    n = x.rank - 2
+    spatial, out = x.shape[2:], grid.shape[1:-1]
+    places = grid.reshape((grid.shape[0], product(list(out)), n))
+    axes = []
+    for i, size in enumerate(spatial):
+        extent = size_of([size], grid.dtype)
+        g = slice_axis(places, 2, n - 1 - i, n - i).reshape(places.shape[:2])
+        if align_corners:
+            x_i = (g + 1.0) * 0.5 * (extent - 1.0)
+        else:
+            x_i = ((g + 1.0) * extent - 1.0) * 0.5
+        x_i = round_(x_i) if mode == "nearest" else x_i
+        if mode != "cubic":  # whose neighbours are held one by one, as runtimes do
+            x_i = _place(x_i, extent, padding_mode, aligned=bool(align_corners))
+        taps: list[Tap] = []
+        for position, weight in _MODES[mode](x_i):
+            held, left = _pixel(position, extent, padding_mode, aligned=bool(align_corners))
+            taps.append((held, _both(weight, left)))
+        axes.append([(p, None if w is None else w.cast(x.dtype)) for p, w in taps])
+    first = arange(x.shape[0]).reshape((x.shape[0], 1)) * _whole(product(list(spatial)))
+    y = weighted_rows(rows_of(x), first, spatial, axes)
+    return y.transpose(0, 2, 1).reshape((*x.shape[:2], *out))
+
+
+_GRID = between(-1.3, 1.3, 2, 3, 2, 2)
+
+
+def _sampled(**attrs: Any) -> Any:
+    return sample(normal(2, 3, 4, 5), _GRID, **attrs)
+
+
+grid_sample_row = Op(
+    name="GridSample",
+    infer=_grid_types,
+    body=_grid_sample,
+    native=lambda node, opset: opset >= 20 or node.outputs[0].type.rank == 4,
+    lower_below={20: "grid_sample_names"},
+    samples=(
+        _sampled(),
+        _sampled(align_corners=1, padding_mode="border"),
+        _sampled(padding_mode="reflection"),
+        _sampled(padding_mode="reflection", align_corners=1),
+        sample(normal(2, 3, 4, 5), between(-2.8, 2.8, 2, 3, 2, 2), padding_mode="reflection"),
+        sample(normal(2, 3, 4, 5), between(-2.8, 2.8, 2, 3, 2, 2), padding_mode="border"),
+        _sampled(mode="nearest"),
+        _sampled(mode="nearest", padding_mode="border", align_corners=1),
+        _sampled(mode="cubic"),
+        _sampled(mode="cubic", padding_mode="border", align_corners=1),
+        _sampled(mode="cubic", padding_mode="reflection"),
+        sample(normal(1, 2, 3, 2, 4), between(-1.2, 1.2, 1, 2, 2, 3, 3)),
+        sample(normal(1, 2, 3, 2, 4), between(-1.2, 1.2, 1, 2, 2, 3, 3), align_corners=1,
+               padding_mode="border", mode="nearest"),
+    ),
+)  # fmt: skip
+
+
+def _affine_grid(theta: Tensor, size: Tensor, *, align_corners: int) -> Tensor:
+    """theta: (N, n, n + 1) applied to coordinates in [-1, 1] -> (N, *S, n), x before y before z."""
+    known = recorder().known(size)
+    n = theta.rank and theta.shape[-1]
+    if theta.rank != 3 or known is None or len(known) != n + 1 or theta.shape[1] != len(known) - 2:
+        raise ShapeError(
+            f"AffineGrid takes theta (N, n, n + 1) and a known size (N, C, *S), got {theta.type}"
+        )
+    if known[0] != theta.shape[0]:
+        raise ShapeError(f"AffineGrid takes one theta per sample, got {theta.type} for {known[0]}")
+    spatial: list[Any] = [d if isinstance(d, Expr) else int(d) for d in known[2:]]
+    axes = len(spatial)
+    total = slice_axis(theta, 2, axes, axes + 1).reshape((theta.shape[0], *[1] * axes, axes))
+    for i, d in enumerate(spatial):
+        column = slice_axis(theta, 2, axes - 1 - i, axes - i)
+        column = column.reshape((theta.shape[0], *[1] * axes, axes))
+        place = _centres(d, theta, aligned=bool(align_corners))
+        total = total + column * place.reshape([d if k == i else 1 for k in range(axes)] + [1])
+    return total
+
+
+def _centres(size: Dim, like: Tensor, *, aligned: bool) -> Tensor:
+    """Coordinates of pixel centres in [-1, 1]; 0 for a single one of aligned corners."""
+    extent = size_of([size], like.dtype)
+    o = arange(size).cast(like.dtype)
+    if not aligned:
+        return (o * 2.0 + 1.0) / extent - 1.0
+    spread = o * 2.0 / _at_least_1(extent - 1.0) - 1.0
+    return where(extent > 1.0, spread, 0.0) if isinstance(extent, Tensor) else (
+        spread if extent > 1.0 else o * 0.0
+    )  # fmt: skip
+
+
+affine_grid_row = Op(
+    name="AffineGrid",
+    body=_affine_grid,
+    samples=(
+        sample(normal(2, 2, 3), given([2, 3, 4, 5])),
+        sample(normal(2, 2, 3), given([2, 3, 3, 4]), align_corners=1),
+        sample(normal(2, 3, 4), given([2, 1, 2, 3, 4])),
+    ),
+)
+
+
+def _center_crop_pad(x: Tensor, shape: Tensor, *, axes: Sequence[int] | None) -> Tensor:
+    """Keeps the middle where the wanted size is smaller, pads with zeros around where larger."""
+    known = recorder().known(shape)
+    wanted_axes = range(x.rank) if axes is None else [range(x.rank)[a] for a in axes]
+    if known is None or len(known) != len(wanted_axes):
+        raise ShapeError(f"CenterCropPad of {x.type} needs one known size per axis {axes}")
+    for axis, want in zip(wanted_axes, known, strict=True):
+        wanted: Dim = want if isinstance(want, Expr) else int(want)
+        have = x.shape[axis]
+        if isinstance(have, int) and isinstance(wanted, int):
+            x = _cropped_or_padded(x, axis, have, wanted)
+        elif have != wanted:
+            x = _centred_at_run(x, axis, wanted)
+    return x
+
+
+def _cropped_or_padded(x: Tensor, axis: int, have: int, wanted: int) -> Tensor:
+    if wanted < have:
+        start = (have - wanted) // 2
+        return slice_axis(x, axis, start, start + wanted)
+    before = (wanted - have) // 2
+    amounts = [0] * (2 * x.rank)
+    amounts[axis], amounts[x.rank + axis] = before, wanted - have - before
+    return x if wanted == have else pad_row(x, np.array(amounts))
+
+
+def _centred_at_run(x: Tensor, axis: int, wanted: Dim) -> Tensor:
+    """Whether to crop or to pad is open: positions from the middle, those outside read as zero."""
+    have = dims_of([x.shape[axis]])
+    offset = div(have - dims_of([wanted]), 2)  # towards zero, which serves both
+    position = arange(wanted) + offset
+    inside = (position >= 0) & (position < have)
+    taken = gather(x, clip_ints(position, have - 1), axis=axis)
+    shape = [wanted if i == axis else 1 for i in range(x.rank)]
+    return where(inside.reshape(shape), taken, np.zeros((), x.dtype.numpy))
+
+
+def clip_ints(position: Tensor, last: Tensor) -> Tensor:
+    """int64 positions held to 0..last."""
+    return minimum(maximum(position, 0), last)
+
+
+center_crop_pad = Op(
+    name="CenterCropPad",
+    body=_center_crop_pad,
+    samples=(
+        sample(normal(2, 7, 4), given([4, 7]), axes=(1, 2)),
+        sample(normal(2, 3, 6), given([6, 3]), axes=(-2, -1)),
+        sample(normal(5, 4), given([3, 6])),
+    ),
+)
+
+
+def _patches(channels: int, kernel: Sequence[int], dtype: Any) -> Any:
+    """The weight of a grouped convolution that lists each channel's window as channels."""
+    taps = int(np.prod(kernel))
+    one = np.eye(taps, dtype=dtype).reshape(taps, 1, *kernel)
+    return np.tile(one, (channels, 1, *[1] * len(kernel)))
+
+
+def _columns(
+    image_shape: Sequence[Dim], kernel: Sequence[int], attrs: Mapping[str, Any]
+) -> tuple[Window, list[Dim]]:
+    window = Window(kernel, attrs)
+    return window, [window.out_size(i, d) for i, d in enumerate(image_shape)]
+
+
+def _col2im_operands(
+    x: TensorType, image: Any, block: Any, attrs: Mapping[str, Any]
+) -> tuple[list[Dim], int, Window, list[Dim]]:
+    """Image sizes, channels, window and its positions; refuses columns that do not fit them."""
+    kernel = [int(k) for k in block]
+    sizes = [d if isinstance(d, Expr) else int(d) for d in image]
+    window, out = _columns(sizes, kernel, attrs)
+    taps = int(np.prod(kernel))
+    columns = static(x.shape[1:2], "the columns of Col2Im")[0] if x.rank == 3 else 0
+    if len(sizes) != len(kernel) or not columns or columns % taps or x.shape[2] != product(out):
+        raise ShapeError(
+            f"Col2Im takes (N, C * {taps}, {product(out)}) for blocks {kernel} of an image "
+            f"{sizes}, got {x}"
+        )
+    return sizes, columns // taps, window, out
+
+
+def _col2im_types(call: Call) -> tuple[TensorType]:
     x = call.type(0)
-    return (x if wanted is None else x.with_dtype(dtype_attr(wanted)),)
+    sizes, channels, _, _ = _col2im_operands(x, call.dims(1), call.ints(2), call.attrs)
+    return (x.with_shape((x.shape[0], channels, *sizes)),)
 
 
-def _rows(name: str, draw: Draw) -> tuple[Op, Op]:
-    def kernel(*, dtype: int, seed: float | None, shape: Any, **of: float) -> Any:
-        return draw(_generator(seed), shape, **of).astype(dtype_attr(dtype).numpy)
+def _known_pair(image: Tensor, block: Tensor) -> tuple[Any, Any]:
+    return recorder().known(image), recorder().known(block)
 
-    def like(x: Any, *, dtype: int | None, seed: float | None, **of: float) -> Any:
-        made = draw(_generator(seed), x.shape, **of)
-        return made.astype(x.dtype if dtype is None else dtype_attr(dtype).numpy)
 
-    return (
-        Op(name=name, infer=_of_shape, reference=kernel, draws=True),
-        Op(name=f"{name}Like", infer=_like, reference=like, draws=True),
+def _col2im(x: Tensor, image: Tensor, block: Tensor, **attrs: Any) -> Tensor:
+    sizes, channels, window, out = _col2im_operands(x.type, *_known_pair(image, block), attrs)
+    taps = int(np.prod(window.kernel))
+    planes = x.reshape((x.shape[0], channels * taps, *out))
+    weight = x.build.admit(_patches(channels, window.kernel, x.dtype.numpy))
+    return conv_grad_input(planes, weight, sizes, window, channels)
+
+
+def _col2im_vjp(g: Tensor, y: Tensor, x: Tensor, image: Tensor, block: Tensor, **attrs: Any) -> Any:
+    _, _, window, _ = _col2im_operands(x.type, *_known_pair(image, block), attrs)
+    return (_unfolded(g, window).reshape(x.shape), None, None)
+
+
+def _unfolded(x: Tensor, window: Window) -> Tensor:
+    channels = static(x.shape[1:2], "channels")[0]
+    weight = _patches(channels, window.kernel, x.dtype.numpy)
+    return conv_row(x, weight, group=channels, **window.attrs())
+
+
+col2im = Op(
+    name="Col2Im",
+    infer=_col2im_types,
+    vjp=_col2im_vjp,
+    body=_col2im,
+    samples=(
+        sample(normal(2, 12, 6), given([3, 4]), given([2, 2])),
+        sample(normal(1, 6, 6), given([5, 5]), given([2, 3]), strides=(2, 2), pads=(0, 1, 1, 0)),
+        sample(normal(2, 4, 4), given([5]), given([2]), dilations=(1,)),
+        sample(normal(1, 4, 9), given([5, 5]), given([2, 2]), dilations=(2, 2)),
+    ),
+)
+
+
+def _deform_types(call: Call) -> tuple[TensorType]:
+    x, w, offset = call.type(0), call.type(1), call.type(2)
+    attrs = call.attrs
+    if x.rank != 4 or w.rank != 4:
+        raise ShapeError(f"DeformConv takes x: (N, C, H, W), w: (O, C/groups, h, w), got {x}, {w}")
+    window = Window(static(w.shape[2:], "a kernel's size"), attrs)
+    out = [window.out_size(i, d) for i, d in enumerate(x.shape[2:])]
+    groups, taps = attrs["offset_group"], int(np.prod(window.kernel))
+    wanted = (x.shape[0], groups * taps * 2, *out)
+    if x.shape[1] != w.shape[1] * attrs["group"] or offset.shape != wanted:
+        raise ShapeError(f"DeformConv of {x} by {w} takes offsets {wanted}, got {offset}")
+    if call.has(4) and call.type(4).shape != (x.shape[0], groups * taps, *out):
+        raise ShapeError(f"DeformConv takes one mask value per offset, got {call.type(4)}")
+    return (x.with_shape((x.shape[0], w.shape[0], *out)),)
+
+
+def _deform_conv(
+    x: Tensor, w: Tensor, offset: Tensor, b: Tensor | None = None, mask: Tensor | None = None,
+    *, group: int, offset_group: int, **attrs: Any,
+) -> Tensor:  # fmt: skip
+    """Convolution whose taps are moved by `offset` (Dai 2017) and scaled by `mask` (Zhu 2019)."""
+    window = Window(static(w.shape[2:], "a kernel's size"), attrs)
+    n, c, *spatial = x.shape
+    out, taps = offset.shape[2:], int(np.prod(window.kernel))
+    channels = static([c], "channels")[0]
+    grouped = x.reshape((-1, channels // offset_group, *spatial))
+    places = product(list(out))
+    moved = offset.reshape((-1, taps, 2, places))
+    axes: list[list[Tap]] = []
+    for i, size in enumerate(spatial):
+        extent = size_of([size], x.dtype)
+        shift = slice_axis(moved, 2, i, i + 1).reshape((-1, taps, places))
+        at = shift + _regular(window, i, out, x)
+        pairs = []
+        for position, weight in _linear(at):
+            assert weight is not None
+            pairs.append((_bounded(position, extent), weight * _inside(position, extent)))
+        axes.append(list(pairs))
+    planes = grouped.shape[0]
+    first = arange(planes).reshape((planes, 1, 1)) * _whole(product(list(spatial)))
+    read = weighted_rows(rows_of(grouped), first, spatial, axes)  # (N og, K, T, C/og)
+    if mask is not None:
+        read = read * mask.reshape((-1, taps, places, 1))
+    columns = read.transpose(0, 3, 1, 2).reshape((n, group, channels // group * taps, places))
+    weights = w.reshape((group, -1, channels // group * taps))
+    y = (weights @ columns).reshape((n, w.shape[0], *out))
+    return y if b is None else y + b.reshape((w.shape[0], 1, 1))
+
+
+def _regular(window: Window, i: int, out: Sequence[Dim], like: Tensor) -> Tensor:
+    """Where each tap lies along axis `i` without its offset: (K, T)."""
+    tap = np.indices(window.kernel)[i].reshape(-1, 1) * window.dilations[i] - window.pads[i]
+    start = arange(out[i]).cast(like.dtype) * float(window.strides[i])
+    wide = start.reshape([out[k] if k == i else 1 for k in range(len(out))])
+    places = broadcast_to(wide, out).reshape((1, product(list(out))))
+    return places + like.build.admit(tap.astype(like.dtype.numpy))
+
+
+def _deform_native(node: Node, opset: int) -> bool:
+    return opset >= 19
+
+
+deform_conv = Op(
+    name="DeformConv",
+    infer=_deform_types,
+    body=_deform_conv,
+    native=_deform_native,
+    samples=(
+        sample(normal(2, 2, 4, 4), normal(3, 2, 2, 2), normal(2, 8, 3, 3)),
+        sample(normal(1, 4, 5, 4), normal(2, 2, 3, 2), normal(1, 24, 3, 2), normal(2),
+               between(0, 1, 1, 12, 3, 2), group=2, offset_group=2, strides=(2, 2),
+               pads=(1, 0, 1, 0)),
+        sample(normal(1, 2, 5, 5), normal(2, 2, 2, 2), normal(1, 8, 3, 3), dilations=(2, 2)),
+    ),
+)  # fmt: skip
+
+
+def grid_sample(
+    x: Tensor,
+    grid: Tensor,
+    *,
+    mode: str = "bilinear",
+    padding_mode: str = "zeros",
+    align_corners: bool = False,
+) -> Tensor:
+    """x: (N, C, *S) read at grid: (N, *T, n), coordinates in [-1, 1], x first -> (N, C, *T).
+
+    `mode`: bilinear, nearest or bicubic; `padding_mode`: zeros, border or reflection.
+    """
+    modes = {"bilinear": "linear", "bicubic": "cubic", **{m: m for m in _MODES}}
+    return grid_sample_row(
+        x,
+        grid,
+        mode=modes.get(mode, mode),
+        padding_mode=padding_mode,
+        align_corners=int(align_corners),
     )
 
 
-random_normal_row, random_normal_like_row = _rows("RandomNormal", _normal)
-random_uniform_row, random_uniform_like_row = _rows("RandomUniform", _uniform)
+def affine_grid(theta: Tensor, size: Sequence[Dim], *, align_corners: bool = False) -> Tensor:
+    """theta: (N, n, n + 1), size: (N, C, *S) -> grid (N, *S, n) for `grid_sample`."""
+    return affine_grid_row(theta, dims_of(list(size)), align_corners=int(align_corners))
 
 
-def _bernoulli(x: Any, *, dtype: int | None, seed: float | None) -> Any:
-    drawn = _generator(seed).random(x.shape) < x
-    return drawn.astype(x.dtype if dtype is None else dtype_attr(dtype).numpy)
+def _window(
+    n: int,
+    kernel: int | Sequence[int],
+    stride: int | Sequence[int],
+    padding: int | Sequence[int],
+    dilation: int | Sequence[int],
+) -> Window:
+    sizes = [sizes_of(v, n + 2) for v in (kernel, stride, padding, dilation)]
+    attrs = {"strides": sizes[1], "pads": sizes[2] * 2, "dilations": sizes[3]}
+    return Window(sizes[0], attrs)
 
 
-bernoulli_row = Op(name="Bernoulli", infer=_like, reference=_bernoulli, draws=True)
-"""x: probabilities -> 1 with that probability, else 0."""
+def unfold(
+    x: Tensor,
+    kernel: int | Sequence[int],
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """x: (N, C, *S) -> (N, C K, L): the K elements of each of L windows, channel by channel."""
+    y = _unfolded(x, _window(x.rank - 2, kernel, stride, padding, dilation))
+    return y.reshape((*y.shape[:2], product(list(y.shape[2:]))))
 
 
-def _multinomial_types(call: Call) -> Types:
-    x = call.type(0)
-    if x.rank != 2 or call.attrs["sample_size"] < 1:
-        raise ShapeError(f"{call.row} draws 1 or more samples of (B, classes), got {x}")
-    return (TensorType(dtype_attr(call.attrs["dtype"]), (x.shape[0], call.attrs["sample_size"])),)
-
-
-def _multinomial(x: Any, *, dtype: int, sample_size: int, seed: float | None) -> Any:
-    """The class whose share of [0, 1) a uniform number falls in."""
-    weights = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
-    ends = np.cumsum(weights, 1)
-    drawn = _generator(seed).random((len(x), sample_size)) * ends[:, -1:]
-    found = (drawn[:, :, None] >= ends[:, None, :]).sum(2)
-    return np.minimum(found, x.shape[1] - 1).astype(dtype_attr(dtype).numpy)
-
-
-multinomial_row = Op(
-    name="Multinomial", infer=_multinomial_types, reference=_multinomial, draws=True
-)
-"""x: (B, classes) unnormalized logarithms of probabilities -> (B, sample_size) classes."""
+def fold(
+    x: Tensor,
+    size: Sequence[Dim],
+    kernel: int | Sequence[int],
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """x: (N, C K, L) -> (N, C, *size): windows added where they overlap; the adjoint of unfold."""
+    window = _window(len(size), kernel, stride, padding, dilation)
+    return col2im(x, dims_of(list(size)), np.array(window.kernel), **window.attrs())
