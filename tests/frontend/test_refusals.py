@@ -1,6 +1,8 @@
-# ruff: noqa: SIM108, RET503, PTH123, PLW0603, RUF015 - the forms under test, as users write them
-# mypy: disable-error-code="operator,assignment"
+# ruff: noqa: SIM108, RET503, PTH123, PLW0603, RUF015, PERF402 - the forms under test, as users write them
+# mypy: disable-error-code="operator,assignment,var-annotated"
 """What a tensor cannot decide is refused by name, with the user's file and line and a way out."""
+
+import re
 
 import numpy as np
 import pytest
@@ -175,7 +177,92 @@ def calls_a_plain_helper(x):
     return helper(x)
 
 
+def grows_in_branch(x):
+    seen = []
+    if x.sum() > 0:
+        seen.append(1)
+    return x * len(seen)
+
+
+def grows_in_loop(x):
+    seen = []
+    for v in x:
+        seen.append(v)
+    return seen[0]
+
+
+def grows_in_while(x):
+    seen, i = [], 0.0
+    while x.sum() > i:
+        seen.append(1)
+        i = i + 1.0
+    return x * len(seen)
+
+
+def extends_in_place(x):
+    seen = [1]
+    if x.sum() > 0:
+        seen += [2]
+    return x * len(seen)
+
+
+def updates_a_dict(x):
+    d = {"a": 1.0}
+    if x.sum() > 0:
+        d.update(a=2.0)
+    return x * d["a"]
+
+
+def appends_elsewhere(items):
+    items.append(1)
+
+
+def grows_in_a_called_function(x):
+    seen = []
+    if x.sum() > 0:
+        appends_elsewhere(seen)
+    return x * len(seen)
+
+
+class Counter:
+    count = 0
+
+
+COUNTER = Counter()
+
+
+def sets_by_a_nested_function(x):
+    def bump():
+        COUNTER.count += 1
+
+    if x.sum() > 0:
+        bump()
+    return x * COUNTER.count
+
+
+def sets_by_name(x):
+    if x.sum() > 0:
+        setattr(COUNTER, "other", 1)  # noqa: B010 - the form under test
+    return x
+
+
+def grows_in_and(x):
+    seen = []
+    if x.sum() > 0 and appends_elsewhere(seen) is None:
+        return x
+    return x * 2.0
+
+
 REFUSED = [
+    (grows_in_branch, 2, r"`seen` is changed in a branch that a tensor decides \(\S+:{at}\)"),
+    (grows_in_loop, 2, r"`seen` is changed in a loop that a tensor decides \(\S+:{at}\)"),
+    (grows_in_while, 2, r"`seen` is changed in a loop .* \(\S+:{at}\)"),
+    (extends_in_place, 2, r"`seen` is changed in a branch .* \(\S+:{at}\)"),
+    (updates_a_dict, 2, r"`d\.a` is changed in a branch .* \(\S+:{at}\)"),
+    (grows_in_a_called_function, 2, r"`seen` is changed in a branch .* \(\S+:{at}\)"),
+    (sets_by_a_nested_function, 4, r"`COUNTER\b.*count.*` is changed in a branch .* \(\S+:{at}\)"),
+    (sets_by_name, 1, r"`COUNTER\b.*other.*` is changed in a branch .* \(\S+:{at}\)"),
+    (grows_in_and, 2, r"`seen` is changed in `and` or `or` that a tensor .* \(\S+:{at}\)"),
     (one_sided, 3, r"'y' has no value at \S+:{at}: .* only when the condition at \S+:{if_} holds"),
     (other_sided, 5, r"'y' has no value at \S+:{at}: .* condition at \S+:{if_} does not hold"),
     (two_types, 5, r"'y' .* at \S+:{at}: it is float32\[3\] when .* holds and float32\[\] when"),
@@ -262,6 +349,53 @@ def test_a_buffer_assigned_under_an_operators_function_is_refused_by_name():
 
     with pytest.raises(InvalidInput, match="'seen' is assigned inside a function given to an op"):
         Cell()(X)
+
+
+def test_a_branch_may_change_what_it_made_itself_and_rebind_lists():
+    @graph
+    def f(x):
+        seen = (1.0,)
+        if x.sum() > 0:
+            inner = []
+            inner.append(x * 2.0)
+            seen = (inner[0].sum(),)
+        return seen[0] * x
+
+    np.testing.assert_array_equal(f(X), X * 12)
+    np.testing.assert_array_equal(f(-X), -X)
+
+
+PYTHON_NUMBERS = {
+    "float()": lambda x: x * float(x.sum()),
+    "int()": lambda x: x * int(x.sum()),
+    "round()": lambda x: x * round(x.sum()),
+    "an index": lambda x: [1.0, 2.0][x.sum().cast("int64")] * x,
+    "`in` asks": lambda x: x * (2.0 in x),
+    "symbolic": lambda x: x if f"{x.sum():.1f}" else x * 2.0,
+}
+
+
+@pytest.mark.parametrize("what", PYTHON_NUMBERS)
+def test_a_tensor_where_python_needs_a_number_names_the_line(what):
+    f = PYTHON_NUMBERS[what]
+    line = f.__code__.co_firstlineno
+    with pytest.raises(InvalidInput, match=rf"{re.escape(what)}.*test_refusals.py:{line}\b"):
+        graph(f)(X)
+
+
+def test_whole_numbers_divide_as_in_python():
+    a, b = np.array([7, -7, 6, 0]), np.array([2, 2, -3, 5])
+    for side in ("eager", "onnx", "reference"):
+        with on_side(side):
+            for f in (lambda x, y: x / y, lambda x, _: x / 2, lambda _, y: 3 / y):
+                found = graph(f)(a, b)
+                assert found.dtype == np.float32
+                np.testing.assert_allclose(found, f(a, b), rtol=1e-6)
+            for f in (lambda x, y: x // y, lambda x, _: x // 2, lambda _, y: -3 // y):
+                found = graph(f)(a, b)
+                assert found.dtype == np.int64
+                np.testing.assert_array_equal(found, f(a, b))
+            np.testing.assert_array_equal(graph(lambda x: x // 0.75)(X), X // 0.75)
 
 
 def test_a_raise_in_construct_leaves_nothing_behind():

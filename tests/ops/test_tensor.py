@@ -164,7 +164,7 @@ def test_a_recorded_value_is_no_number_yet_and_never_changes():
     build, (x,) = recording(TensorSpec(("N",)))
     with build:
         for use in (lambda: float(x.sum()), lambda: int(x.sum())):
-            with pytest.raises(InvalidInput, match="a recorded graph has no values yet"):
+            with pytest.raises(InvalidInput, match=r"needs a number at \S*test_tensor.py:\d+"):
                 use()
         with pytest.raises(InvalidInput, match=r"ops\.scatter_nd give a changed one"):
             x[0] = 1.0

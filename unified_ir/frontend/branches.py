@@ -112,16 +112,17 @@ def _with_value(build: Build, mine: Exit, *, like: Exit) -> Exit:
 def _sides(then: Thunk, otherwise: Thunk, state: State) -> tuple[_Side, _Side]:
     before = state.snapshot()
     sides = []
-    for name, f in (("then", then), ("else", otherwise)):
+    with state.refusing_changes("a branch", then, otherwise):
+        for name, f in (("then", then), ("else", otherwise)):
+            state.restore(before)
+
+            def record(_: Any, f: Thunk = f) -> Any:
+                with collecting():
+                    return f()
+
+            build, value = region(name, [], record)
+            sides.append(_Side(build, value, state.snapshot()))
         state.restore(before)
-
-        def record(_: Any, f: Thunk = f) -> Any:
-            with collecting():
-                return f()
-
-        build, value = region(name, [], record)
-        sides.append(_Side(build, value, state.snapshot()))
-    state.restore(before)
     return sides[0], sides[1]
 
 

@@ -20,7 +20,7 @@ from triplane.unified_ir.frontend.merge import UNBOUND
 from triplane.unified_ir.frontend.truth import is_symbolic, truth
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.types import int64
-from triplane.unified_ir.ops.elementwise import maximum
+from triplane.unified_ir.ops.elementwise import div, maximum
 from triplane.unified_ir.ops.indexing import arange
 from triplane.unified_ir.ops.structure import constant
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
@@ -156,7 +156,7 @@ class _Range:
         start, stop = (as_tensor(x).cast(int64).reshape(()) for x in (self.start, self.stop))
         width = abs(self.step)
         span = stop - start if self.step > 0 else start - stop
-        count = maximum(span if width == 1 else (span + (width - 1)) / width, as_tensor(0, int64))
+        count = maximum(span if width == 1 else div(span + (width - 1), width), as_tensor(0, int64))
         return count_tensor(count, lambda k: start + k * self.step, body, state)
 
 

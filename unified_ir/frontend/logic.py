@@ -58,7 +58,8 @@ def _tensor_shortcut(
         return as_condition(value) if isinstance(value, Tensor) else as_tensor(truth(value))
 
     flag = as_condition(first)
-    scratch, _ = region("probe", [], lambda _: rest())
+    with state.refusing_changes("`and` or `or`", *parts):
+        scratch, _ = region("probe", [], lambda _: rest())
     if is_harmless(scratch):
         row = elementwise.or_ if stops_at else elementwise.and_
         return row(flag, rest())

@@ -267,8 +267,10 @@ def _settled(
     """Records trips until the carry keeps its form; the loop's outcome."""
     state.refuse_odd("a loop")
     carry = _Carry(state, start)
-    _, left = region("probe", types, lambda params: _probed(probe, params))
-    carry.learn(left)
+    with state.refusing_changes("a loop", probe):
+        _, left = region("probe", types, lambda params: _probed(probe, params))
+        carry.learn(left)
+        state.restore(carry.before)
     for _ in range(MAX_ATTEMPTS):
         state.restore(carry.before)
         if not carry.slots():

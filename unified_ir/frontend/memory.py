@@ -13,6 +13,7 @@ from typing import Any
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter, current_or_none
 from triplane.unified_ir.frontend.merge import UNBOUND
+from triplane.unified_ir.frontend.watch import Watch, held_by
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.source import location_of
 from triplane.unified_ir.ops.tensor import Tensor
@@ -70,6 +71,23 @@ class State:
                 f"{what} (line {line}) stands in {kind} that a tensor decides ({self.here}), and "
                 "would happen once, while the graph is recorded, whatever the tensor is; move it "
                 "out, or use mode('eager')"
+            )
+
+    @contextmanager
+    def refusing_changes(self, kind: str, *functions: Any) -> Iterator[None]:
+        """Refuses by name what the functions change besides variables and buffers meanwhile.
+
+        A list that grew, an attribute set by a called function: it happened once, while the graph
+        was recorded. Variables must be back as they were before the block ends.
+        """
+        watch = Watch((), held_by(functions))
+        yield
+        changed = watch.changed()
+        if changed is not None:
+            raise InvalidInput(
+                f"`{changed}` is changed in {kind} that a tensor decides ({self.here}), which "
+                "happens while the graph is recorded, whatever the tensor is; assign variables "
+                "instead (a new list or number), stack values with ops.scan, or use mode('eager')"
             )
 
 

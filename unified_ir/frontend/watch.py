@@ -16,6 +16,7 @@ from __future__ import annotations
 import dis
 import sys
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
@@ -56,10 +57,10 @@ class Spot(Protocol):
 class Watch:
     """Everything that the given callables and objects reach, as it is now."""
 
-    def __init__(self, targets: Iterable[Any]) -> None:
+    def __init__(self, targets: Iterable[Any], named: Iterable[tuple[Any, str]] = ()) -> None:
         self._spots: list[Spot] = []
         self._seen: dict[int, Any] = {}
-        todo: list[tuple[Any, str]] = [(target, _name(target)) for target in targets]
+        todo: list[tuple[Any, str]] = [*((target, _name(target)) for target in targets), *named]
         while todo:
             value, label = todo.pop()
             if _is_fixed(value) or id(value) in self._seen:
@@ -84,6 +85,27 @@ class Watch:
     def holds(self) -> bool:
         """Whether nothing has changed."""
         return self.changed() is None
+
+
+def held_by(functions: Iterable[Any]) -> list[tuple[Any, str]]:
+    """What the variables and globals that functions name stand for, with those names."""
+    found: list[tuple[Any, str]] = []
+    for f in functions:
+        inner = f
+        while isinstance(inner, MethodType):
+            inner = inner.__func__
+        if isinstance(inner, FunctionType) and not belongs_to_user(inner):
+            found += held_by(_contents(c) for c in inner.__closure__ or ())
+        elif isinstance(inner, FunctionType):
+            free = inner.__code__.co_freevars
+            cells = zip(free, inner.__closure__ or (), strict=True)
+            found += [(_contents(cell), name) for name, cell in cells]
+            found += [
+                (_outer(inner, path), path[0])
+                for path in _named_paths(inner.__code__)
+                if path[0] not in free
+            ]
+    return found
 
 
 class _Attributes:
@@ -239,10 +261,10 @@ def _function(f: FunctionType, label: str, watch: Watching) -> list[tuple[Any, s
         reads += [(k, partial(getattr, f, k)) for k in ("__code__", "__defaults__")]
         reads.append(("__kwdefaults__", lambda: tuple((f.__kwdefaults__ or {}).items())))
         for path in _named_paths(f.__code__):
-            reads.append((".".join(path), partial(_outer, f, path)))
+            reads.append((path[0], partial(_outer, f, path)))
     spot = _Read(reads, name)
     watch(spot)
-    found = [(v, f"{k} of {name}") for (k, _), v in zip(reads, spot.values, strict=True)]
+    found = [(v, k) for (k, _), v in zip(reads, spot.values, strict=True)]
     return [*found, (getattr(f, "__wrapped__", None), label)]
 
 
@@ -375,7 +397,7 @@ _RULES: Final[tuple[tuple[Any, Rule], ...]] = (
     (Parameter, _parameter),
     (np.ndarray, _array),
     (dict, _dict),
-    ((list, set, frozenset), _list),
+    ((list, set, frozenset, deque, bytearray), _list),
     (tuple, _tuple),
     (FunctionType, _function),
     (MethodType, _method),

@@ -56,16 +56,42 @@ class Tensor:
         """The array, in eager mode."""
         if self.build.arrays is None:
             raise InvalidInput(
-                f"{self} is symbolic: a recorded graph has no values yet; run the function, or "
-                "use mode('eager') to see arrays while it is recorded"
+                f"{self} is symbolic: a recorded graph has no values yet (at {user_location()}); "
+                "run the function, or use mode('eager') to see arrays while it is recorded"
             )
         return self.build.arrays[self.value]
 
     def __float__(self) -> float:
-        return float(self.numpy())
+        return float(self._number("float()"))
 
     def __int__(self) -> int:
-        return int(self.numpy())
+        return int(self._number("int()"))
+
+    def __index__(self) -> int:
+        if self.dtype.is_float:
+            raise TypeError(f"{self} is no whole number")
+        return int(self._number("an index, range() or a size"))
+
+    def __round__(self, digits: int = 0) -> float:
+        return round(float(self._number("round()")), digits)
+
+    def __format__(self, how: str) -> str:
+        return format(self.numpy(), how) if how else repr(self)
+
+    def __contains__(self, _: object) -> bool:
+        raise InvalidInput(
+            f"`in` asks {self} for a truth value at {user_location()}; use (x == value).sum() > 0"
+        )
+
+    def _number(self, what: str) -> Array:
+        """The one value, for Python to work with."""
+        if self.build.arrays is None:
+            raise InvalidInput(
+                f"{what} needs a number at {user_location()}, but {self} has none while the graph "
+                "is recorded; stay with tensors (ops.cast, ops.round_, loops over range of a "
+                "tensor under @graph), or use mode('eager')"
+            )
+        return self.build.arrays[self.value].reshape(())
 
     def __setitem__(self, _: object, __: object) -> None:
         raise InvalidInput(
@@ -106,8 +132,10 @@ class Tensor:
     def __rsub__(self, other: Any) -> Tensor: return emit("Sub", other, self)
     def __mul__(self, other: Any) -> Tensor: return emit("Mul", self, other)
     def __rmul__(self, other: Any) -> Tensor: return emit("Mul", other, self)
-    def __truediv__(self, other: Any) -> Tensor: return emit("Div", self, other)
-    def __rtruediv__(self, other: Any) -> Tensor: return emit("Div", other, self)
+    def __truediv__(self, other: Any) -> Tensor: return _divide(self, other)
+    def __rtruediv__(self, other: Any) -> Tensor: return _divide(other, self)
+    def __floordiv__(self, other: Any) -> Tensor: return _floor_divide(self, other)
+    def __rfloordiv__(self, other: Any) -> Tensor: return _floor_divide(other, self)
     def __pow__(self, other: Any) -> Tensor: return emit("Pow", self, other)
     def __rpow__(self, other: Any) -> Tensor: return emit("Pow", other, self)
     def __matmul__(self, other: Any) -> Tensor: return emit("MatMul", self, other)
@@ -152,6 +180,30 @@ class Tensor:
     def max(self, axes: Sequence[int] | None = None, *, keepdims: bool = False) -> Tensor:
         """Maximum over `axes` (all by default)."""
         return reduce("ReduceMax", self, axes, keepdims=keepdims)
+
+
+def _divide(a: Any, b: Any) -> Tensor:
+    """As Python's `/`: whole numbers give fractions, float32 ones; ONNX's Div would truncate."""
+    if _is_whole(a) and _is_whole(b):
+        a, b = (as_tensor(x).cast("float32") for x in (a, b))
+    return emit("Div", a, b)
+
+
+def _floor_divide(a: Any, b: Any) -> Tensor:
+    """As Python's `//`: rounded down, also where ONNX's Div of whole numbers rounds to zero."""
+    quotient = emit("Div", a, b)
+    if quotient.dtype.is_float:
+        return emit("Floor", quotient)
+    inexact = as_tensor(a) != quotient * b
+    below = (as_tensor(a) < 0) != (as_tensor(b) < 0)
+    rounded: Tensor = quotient - (inexact & below).cast(quotient.dtype)
+    return rounded
+
+
+def _is_whole(x: Any) -> bool:
+    if hasattr(x, "dtype"):
+        return not as_dtype(x.dtype).is_float
+    return isinstance(x, (int, Expr))
 
 
 TensorLike = Tensor | Array | float | int | bool

@@ -120,7 +120,7 @@ class StepDecay(Schedule):
 
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
-        drops = (step / self.steps).cast("float32")
+        drops = ops.div(step, self.steps).cast("float32")
         return self.start * ops.exp(drops * math.log(self.factor))
 
 
@@ -220,7 +220,7 @@ class CosineRestarts(Schedule):
     def __call__(self, step: Tensor) -> Tensor:
         """See `Schedule`."""
         if self.growth == 1:
-            since = step - step / self.steps * self.steps
+            since = step - ops.div(step, self.steps) * self.steps
             share = since.cast("float32") * (1.0 / self.steps)
         else:
             starts, lengths = self._rounds()
