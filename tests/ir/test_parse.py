@@ -15,6 +15,7 @@ from triplane.unified_ir.ir import limits
 from triplane.unified_ir.ir.codec import encode_function
 from triplane.unified_ir.ir.parse import parse_function
 from triplane.unified_ir.ir.text import function_text
+from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.check import check_function
 from triplane.unified_ir.ops.table import TABLE
 
@@ -121,3 +122,12 @@ def test_mutated_text_is_refused_or_sound():
             pass
         assert time.process_time() - start < 5
     assert read > 0
+
+
+def test_constants_of_equal_bytes_are_told_apart_by_their_types():
+    row, column = np.arange(12.0).reshape(1, 12), np.arange(12.0).reshape(12, 1)
+    build = Build(TABLE, "f")
+    with build:
+        y = build.admit(row) + build.admit(column)
+    text = function_text(build.finish({"y": y}))
+    assert function_text(parse_function(text, [row, column])) == text

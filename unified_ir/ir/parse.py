@@ -38,6 +38,7 @@ from triplane.unified_ir.ir.types import (
     SequenceType,
     TensorType,
     string,
+    type_of,
 )
 
 MAX_TEXT_CHARS: Final = 16 << 20
@@ -65,7 +66,7 @@ def parse_function(text: str, constants: Iterable[Array] = ()) -> Function:
     """
     if len(text) > MAX_TEXT_CHARS:
         raise InvalidInput(f"a text has at most {MAX_TEXT_CHARS} characters, got {len(text)}")
-    reader = _Reader(text.splitlines(), {digest_of(a): a for a in constants})
+    reader = _Reader(text.splitlines(), {f"{type_of(a)} {digest_of(a)}": a for a in constants})
     try:
         reader.ops()
         function = reader.function("function")
@@ -268,8 +269,8 @@ class _Reader:
         line.need(" ")
         if line.skip("#"):
             digest = line.match(re.compile(rf"[0-9a-f]{{{DIGEST_DIGITS}}}"), "a digest")[0]
-            found = self.constants.get(digest)
-            if found is None or found.shape != shape or found.dtype != type_.dtype.numpy:
+            found = self.constants.get(f"{type_} {digest}")
+            if found is None:
                 raise InvalidInput(f"no constant {type_} of digest {digest} was given")
             return found
         line.need("{")

@@ -8,7 +8,7 @@ import numpy as np
 
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.graph import Array, Value
-from triplane.unified_ir.ir.types import DType, bool_
+from triplane.unified_ir.ir.types import DType, bool_, is_plain
 from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.fold import MAX_CONTENTS, fold, symbolic
 from triplane.unified_ir.ops.build import Build
@@ -80,8 +80,9 @@ def _evaluated(build: Build, row: Op, app: Application) -> Tensor | None:
     with scratch:
         scratch.apply(row, known, app.attrs)
     node = scratch.nodes[-1]
-    size = node.outputs[0].type.size
-    if not isinstance(size, int) or size > MAX_FOLDED:
+    type_ = node.outputs[0].type
+    size = type_.size
+    if not is_plain(type_) or not isinstance(size, int) or size > MAX_FOLDED:
         return None
     (array,) = run_node(build.table, node, known, {})  # type: ignore[arg-type]
     return build.constant(array)

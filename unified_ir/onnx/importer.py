@@ -31,6 +31,7 @@ from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.bodies import function_of, has_body
 from triplane.unified_ir.onnx.branches import BRANCHES
 from triplane.unified_ir.onnx.contents import Contents
+from triplane.unified_ir.onnx.foreign import FOREIGN
 from triplane.unified_ir.onnx.lift import lift
 from triplane.unified_ir.onnx.order import needed_in_order
 from triplane.unified_ir.onnx.scope import Scope, Weights
@@ -235,6 +236,10 @@ class Importer:
         structure = None if domain else _STRUCTURES.get(node.op_type)
         if structure is not None:
             return structure(Site(self, node, inputs, frame))
+        foreign = FOREIGN.get((domain, node.op_type))
+        if foreign is not None:
+            attrs = self.attrs(node, frame)
+            return foreign(Application(node.op_type, 1, tuple(inputs), attrs, outputs))
         row = TABLE.get((domain, node.op_type))
         if domain or (row is None and has_body(schema)):
             return self.body(schema, node, inputs, frame)
@@ -406,8 +411,7 @@ def _schema(node: NodeProto, domain: str, opsets: Mapping[str, int]) -> defs.OpS
             f"the model imports no opset of the domain {domain!r}; add it to opset_import"
         )
     opset = opsets[domain]
-    newest = defs.onnx_opset_version()
-    if domain == "" and not OLDEST_OPSET <= opset <= newest:
+    if domain == "" and not (opset >= OLDEST_OPSET or _unchanged(node.op_type, opset)):
         raise InvalidInput(
             f"models of opsets {OLDEST_OPSET} to {MEANING_OPSET} are imported, this one has "
             f"{opset}; convert it with onnx.version_converter"
@@ -420,6 +424,13 @@ def _schema(node: NodeProto, domain: str, opsets: Mapping[str, int]) -> defs.OpS
             f"no operator {known} has this name in opset {opset}; if it is a custom one, give "
             "the model a local function of its name"
         ) from None
+
+
+def _unchanged(op: str, opset: int) -> bool:
+    """Whether an operator of an older opset means what it does in the oldest that is read."""
+    return bool(defs.has(op, OLDEST_OPSET)) and (
+        defs.get_schema(op, OLDEST_OPSET).since_version <= opset
+    )
 
 
 def _without_absent(node: NodeProto, absent: set[str]) -> NodeProto:

@@ -531,7 +531,7 @@ def _axes_as_attribute(context: Context, node: Node) -> None:
 
 def _bools_as_bytes(context: Context, node: Node) -> None:
     """Before opset 20 no reduction takes bools."""
-    _on_bytes(context, node, context.inputs(node), dict(node.attrs))
+    _on_bytes(context, node, context.inputs(node), onnx_attrs(node.attrs))
 
 
 def _on_bytes(context: Context, node: Node, names: list[str], attrs: Mapping[str, Any]) -> None:
