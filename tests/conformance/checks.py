@@ -31,7 +31,7 @@ def agree(found, wanted, what, *, close=None):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), (
             f"{label}: {a.dtype}{a.shape} against {b.dtype}{b.shape}"
         )
-        if a.dtype.kind in "iub":
+        if a.dtype.kind in "iubO":
             np.testing.assert_array_equal(a, b, err_msg=label)
         else:
             np.testing.assert_allclose(a, b, err_msg=label, **(close or CLOSE))

@@ -62,6 +62,8 @@ def first_complaint(row):
 def _off(array):
     if array.dtype.kind == "b":
         return ~array
+    if array.dtype.kind == "O":
+        return array + "x"
     return array + array.dtype.type(1)
 
 

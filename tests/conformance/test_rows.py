@@ -30,8 +30,9 @@ NO_SAMPLES = {  # tested with regions or sizes of their own
 }
 MISSING = {  # rows, or uses of them, that an opset lacks and that have no other form in it
     17: {
-        "BitCast", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "ScatterElements-3",
-        "ScatterElements-4", "ScatterND-3", "ScatterND-4", "triplane.Threefry2x32",
+        "BitCast", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "RegexFullMatch",
+        "ScatterElements-3", "ScatterElements-4", "ScatterND-3", "ScatterND-4", "StringConcat",
+        "StringSplit", "triplane.Threefry2x32",
     },
     21: {"BitCast"},
     26: set(),
@@ -52,6 +53,7 @@ NO_GRADIENT = {
     "Xor",
     "triplane.Dims",
 } | HELD | DRAWN | {"BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix"} | {
+    "RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer",
     "ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul",
 }
 FLAT = {  # slope 0 where there is one

@@ -71,11 +71,12 @@ hamming_window = _window_row("HammingWindow", (25 / 46, -21 / 46))
 blackman_window = _window_row("BlackmanWindow", (0.42, -0.5, 0.08))
 
 
-def _axis(call: Call) -> int:
+def _axis(call: Call) -> int | None:
+    """The axis that is transformed, counted from the front; None where only the data say."""
     x = call.type(0)
     known = _known(call, 2) if call.has(2) else (_AXIS,)
     if known is None or not isinstance(known[0], int):
-        raise InvalidInput(f"{call.row} needs its axis when the graph is built; give a constant")
+        return None
     (axis,) = axes_of(x.rank, [known[0]])
     if axis == x.rank - 1 or x.shape[-1] not in (1, 2):
         raise ShapeError(
@@ -97,10 +98,24 @@ def _length(call: Call, axis: int) -> Dim:
     return 2 * (x.shape[axis] - 1) if one_sided_inverse else x.shape[axis]
 
 
+def _dft_opens(call: Call) -> int:
+    """Of a transform that changes a size, along an axis that only the data say: every size."""
+    return call.type(0).rank - 1 if _axis(call) is None and _changes_size(call) else 0
+
+
+def _changes_size(call: Call) -> bool:
+    return bool(call.has(1) or call.attrs["onesided"])
+
+
 def _dft_types(call: Call) -> Types:
     x, axis = call.type(0), _axis(call)
-    n = _length(call, axis)
     inverse, onesided = call.attrs["inverse"], call.attrs["onesided"]
+    if axis is None:
+        sizes = x.shape[:-1]
+        if _changes_size(call):
+            sizes = tuple(call.opened(i) for i in range(x.rank - 1))
+        return (x.with_shape((*sizes, 1 if onesided and inverse else 2)),)
+    n = _length(call, axis)
     if onesided and x.shape[-1] != (2 if inverse else 1):
         wanted = "a complex spectrum" if inverse else "a real signal"
         raise ShapeError(f"{call.row} from one side {'back ' * inverse}takes {wanted}, got {x}")
@@ -271,26 +286,28 @@ dft = Op(
 """x: (..., n, ..., 1 or 2) -> (..., n or n//2+1, ..., 2) along `axis`, -2 by default."""
 
 
-def _frames(call_size: Dim, step: int, length: int) -> Dim:
-    return floor_div(call_size - length, step) + 1
-
-
-def _frame_sizes(call: Call) -> tuple[int, int]:
-    """(step, samples of a frame)."""
-    (step,) = call.ints(1)
-    if call.has(3):
-        length: Any = call.ints(3)[0]
-    elif call.has(2):
-        length = call.type(2).shape[0]
+def _frame_sizes(call: Call) -> tuple[Dim | None, Dim | None]:
+    """(step, samples of a frame), None where only the data say."""
+    steps = _known(call, 1)
+    if call.has(2):
+        length: Any = call.type(2).shape[0]
+    elif call.has(3):
+        length = (_known(call, 3) or (None,))[0]
     else:
         length = call.type(0).shape[1]
-    if not isinstance(length, int) or step < 1 or length < 1:
-        raise ShapeError(
-            f"{call.row} needs a step and a frame of fixed sizes above 0, got {step} and {length}"
-        )
-    if call.has(2) and call.type(2).shape != (length,):
-        raise ShapeError(f"{call.row} has frames of {length}, its window is {call.type(2)}")
+    given = _known(call, 3) if call.has(3) else None
+    if call.has(2) and given is not None and given[0] != length:
+        raise ShapeError(f"{call.row} has frames of {given[0]}, its window is {call.type(2)}")
+    step = None if steps is None else steps[0]
+    for size in (step, length):
+        if isinstance(size, int) and size < 1:
+            raise ShapeError(f"{call.row} needs a step and a frame above 0, got {step}, {length}")
     return step, length
+
+
+def _stft_opens(call: Call) -> int:
+    step, length = _frame_sizes(call)
+    return int(step is None or length is None) + int(length is None)
 
 
 def _stft_types(call: Call) -> Types:
@@ -301,10 +318,28 @@ def _stft_types(call: Call) -> Types:
     onesided = call.attrs["onesided"]
     if onesided and x.shape[2] != 1:
         raise ShapeError(f"{call.row} from one side takes a real signal, got {x}")
-    if isinstance(x.shape[1], int) and x.shape[1] < length:
+    if isinstance(x.shape[1], int) and isinstance(length, int) and x.shape[1] < length:
         raise ShapeError(f"{call.row} has frames of {length}, the signal is {x}")
-    size = length // 2 + 1 if onesided else length
-    return (x.with_shape((x.shape[0], _frames(x.shape[1], step, length), size, 2)),)
+    if step is None or length is None:
+        frames = call.opened(0)
+    else:
+        frames = floor_div(x.shape[1] - length, step) + 1
+    if length is None:
+        return (x.with_shape((x.shape[0], frames, call.opened(1), 2)),)
+    bins = floor_div(length, 2) + 1 if onesided else length
+    return (x.with_shape((x.shape[0], frames, bins, 2)),)
+
+
+def _stft_kernel(
+    x: Any, step: Any, window: Any = None, length: Any = None, *, onesided: int
+) -> Any:
+    size = x.shape[1] if length is None else int(length)
+    size = size if window is None else len(window)
+    starts = np.arange((x.shape[1] - size) // int(step) + 1) * int(step)
+    framed = x[:, starts[:, None] + np.arange(size)]
+    if window is not None:
+        framed = framed * window[:, None]
+    return _dft_kernel(framed, None, 2, inverse=0, onesided=onesided)
 
 
 def _stft(
@@ -316,7 +351,7 @@ def _stft(
     size: Any = x.shape[1] if window is None else window.shape[0]
     if length is not None:
         size = known_ints(length)[0]
-    starts = arange(_frames(x.shape[1], every, size)) * every
+    starts = arange(floor_div(x.shape[1] - size, every) + 1) * every
     framed = emit("Gather", x, starts.reshape((-1, 1)) + arange(size), axis=1)
     if window is not None:
         framed = framed * window.reshape((-1, 1))
@@ -325,7 +360,9 @@ def _stft(
 
 stft = Op(
     name="STFT",
+    opens=_stft_opens,
     infer=_stft_types,
+    reference=_stft_kernel,
     body=_stft,
     samples=(
         sample(normal(2, 16, 1), given(4), normal(8)),

@@ -36,6 +36,7 @@ from triplane.unified_ir.ops import (
     signal,
     structure,
     sweeps,
+    text,
 )
 from triplane.unified_ir.ops.row import Op, Table
 
@@ -70,6 +71,7 @@ _MODULES: Final = (
     signal,
     structure,
     sweeps,
+    text,
 )
 
 

@@ -1,0 +1,176 @@
+"""Full matches of regular expressions in time linear in the text, as RE2 does it.
+
+A pattern from a model is hostile: Python's own engine may take for ever on it. Python's parser
+reads the pattern; its parts become states, and all states that a prefix of the text can be in are
+walked at once. Refused by name: what no finite automaton does (references, looking around), and
+patterns of too many states.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from re import _constants as codes  # type: ignore[attr-defined]
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any, Final
+
+from triplane.proto.errors import InvalidInput
+
+MAX_STATES: Final = 5_000
+MAX_PATTERN_CHARS: Final = 1_000
+
+Accepts = Callable[[str], bool]
+Holds = Callable[[str, int], bool]
+"""Whether a condition holds between two letters of a text."""
+
+
+class Automaton:
+    """States numbered from 0, the first; the last one accepts."""
+
+    def __init__(self, pattern: str) -> None:
+        if len(pattern) > MAX_PATTERN_CHARS:
+            raise InvalidInput(f"a pattern has at most {MAX_PATTERN_CHARS} letters")
+        self.pattern = pattern
+        self.steps: list[list[tuple[Accepts, int]]] = []
+        self.free: list[list[tuple[Holds | None, int]]] = []
+        try:
+            self.end = self._items(parser.parse(pattern), self._state())
+        except (re.error, RecursionError, OverflowError) as error:
+            raise InvalidInput(f"the pattern {pattern[:80]!r} cannot be read: {error}") from error
+
+    def matches(self, text: str) -> bool:
+        """Whether the whole text is in the language."""
+        now = self._closed({0}, text, 0)
+        for i, letter in enumerate(text):
+            reached = {to for s in now for accepts, to in self.steps[s] if accepts(letter)}
+            now = self._closed(reached, text, i + 1)
+            if not now:
+                return False
+        return self.end in now
+
+    def _closed(self, states: set[int], text: str, at: int) -> set[int]:
+        """With every state reached without a letter."""
+        found, waiting = set(states), list(states)
+        while waiting:
+            for holds, to in self.free[waiting.pop()]:
+                if to not in found and (holds is None or holds(text, at)):
+                    found.add(to)
+                    waiting.append(to)
+        return found
+
+    def _state(self) -> int:
+        if len(self.steps) >= MAX_STATES:
+            raise InvalidInput(
+                f"the pattern {self.pattern[:80]!r} takes more than {MAX_STATES} states"
+            )
+        self.steps.append([])
+        self.free.append([])
+        return len(self.steps) - 1
+
+    def _items(self, items: Iterable[Any], start: int) -> int:
+        for kind, argument in items:
+            start = self._item(kind, argument, start)
+        return start
+
+    def _item(self, kind: Any, argument: Any, start: int) -> int:
+        """Appends one part of a pattern behind `start`; the state where it ends."""
+        if kind in {codes.SUBPATTERN, codes.ATOMIC_GROUP}:
+            group = argument[-1] if kind is codes.SUBPATTERN else argument
+            if kind is codes.SUBPATTERN and (argument[1] or argument[2]):
+                raise self._refused("a flag inside")
+            return self._items(group, start)
+        if kind is codes.BRANCH:
+            end = self._state()
+            for branch in argument[1]:
+                self.free[self._items(branch, start)].append((None, end))
+            return end
+        if kind in {codes.MAX_REPEAT, codes.MIN_REPEAT}:
+            least, most, items = argument
+            return self._repeated(items, least, most, start)
+        end = self._state()
+        if kind is codes.AT:
+            self.free[start].append((self._known(_PLACES, argument), end))
+        else:
+            self.steps[start].append((self._letters(kind, argument), end))
+        return end
+
+    def _repeated(self, items: Any, least: int, most: int, start: int) -> int:
+        for _ in range(least):
+            start = self._items(items, start)
+        if most is codes.MAXREPEAT:
+            loop = self._state()
+            self.free[start].append((None, loop))
+            self.free[self._items(items, loop)].append((None, loop))
+            return loop
+        end = self._state()
+        for _ in range(most - least):
+            self.free[start].append((None, end))
+            start = self._items(items, start)
+        self.free[start].append((None, end))
+        return end
+
+    def _letters(self, kind: Any, argument: Any) -> Accepts:
+        """Which letters a part takes."""
+        if kind is codes.LITERAL:
+            return lambda c: ord(c) == argument
+        if kind is codes.NOT_LITERAL:
+            return lambda c: ord(c) != argument
+        if kind is codes.ANY:
+            return lambda c: c != "\n"
+        if kind is codes.RANGE:
+            low, high = argument
+            return lambda c: low <= ord(c) <= high
+        if kind is codes.CATEGORY:
+            found: Accepts = self._known(_CATEGORIES, argument)
+            return found
+        if kind is codes.IN:
+            negated = argument[0][0] is codes.NEGATE
+            any_of = [self._letters(k, a) for k, a in argument[negated:]]
+            return lambda c: any(f(c) for f in any_of) != negated
+        raise self._refused(str(kind).lower())
+
+    def _known(self, table: Mapping[Any, Any], part: Any) -> Any:
+        if part not in table:
+            raise self._refused(str(part).lower())
+        return table[part]
+
+    def _refused(self, what: str) -> InvalidInput:
+        return InvalidInput(
+            f"the pattern {self.pattern[:80]!r} has {what}, which is not matched in linear time"
+        )
+
+
+def _is_word(c: str) -> bool:
+    return c.isascii() and (c.isalnum() or c == "_")
+
+
+def _at_boundary(text: str, at: int) -> bool:
+    before, after = text[at - 1 : at] if at else "", text[at : at + 1]
+    return _is_word(before or " ") != _is_word(after or " ")
+
+
+# fmt: off
+_CATEGORIES: Final[Mapping[Any, Accepts]] = {  # of ASCII alone, as in RE2
+    codes.CATEGORY_DIGIT:     lambda c: c.isascii() and c.isdigit(),
+    codes.CATEGORY_NOT_DIGIT: lambda c: not (c.isascii() and c.isdigit()),
+    codes.CATEGORY_SPACE:     lambda c: c in " \t\n\f\r",
+    codes.CATEGORY_NOT_SPACE: lambda c: c not in " \t\n\f\r",
+    codes.CATEGORY_WORD:      _is_word,
+    codes.CATEGORY_NOT_WORD:  lambda c: not _is_word(c),
+}
+_PLACES: Final[Mapping[Any, Holds]] = {
+    codes.AT_BEGINNING:        lambda text, at: at == 0,
+    codes.AT_BEGINNING_STRING: lambda text, at: at == 0,
+    codes.AT_END:              lambda text, at: at == len(text),
+    codes.AT_END_STRING:       lambda text, at: at == len(text),
+    codes.AT_BOUNDARY:         _at_boundary,
+    codes.AT_NON_BOUNDARY:     lambda text, at: not _at_boundary(text, at),
+}
+# fmt: on
+
+
+@lru_cache(maxsize=64)
+def automaton(pattern: str) -> Automaton:
+    """The automaton of a pattern, made once."""
+    return Automaton(pattern)
