@@ -2,6 +2,7 @@
 
 from triplane.unified_ir.frontend.cell import Cell, CellList, Parameter
 from triplane.unified_ir.nn.activations import GELU, Flatten, ReLU, Sigmoid, Tanh
+from triplane.unified_ir.nn.attention import MultiheadAttention, PositionalEncoding, Rotary
 from triplane.unified_ir.nn.conv import AvgPool2d, Conv1d, Conv2d, MaxPool2d
 from triplane.unified_ir.nn.dense import Dense, Embedding, Sequential
 from triplane.unified_ir.nn.imported import Imported
@@ -33,6 +34,12 @@ from triplane.unified_ir.nn.norm import BatchNorm1d, BatchNorm2d, LayerNorm
 from triplane.unified_ir.nn.random import Dropout, generator, seed
 from triplane.unified_ir.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from triplane.unified_ir.nn.state import Buffer, Personal, RandomKey
+from triplane.unified_ir.nn.transformer import (
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 
 __all__ = [
     "GELU",
@@ -69,18 +76,25 @@ __all__ = [
     "LayerNorm",
     "Loss",
     "MaxPool2d",
+    "MultiheadAttention",
     "NegativeLogLikelihood",
     "Normal",
     "Parameter",
     "Personal",
+    "PositionalEncoding",
     "RNNCell",
     "RandomKey",
     "ReLU",
+    "Rotary",
     "Sequential",
     "Sigmoid",
     "SmoothL1",
     "SoftmaxCrossEntropy",
     "Tanh",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
     "Uniform",
     "accuracy",
     "binary_accuracy",

@@ -1,0 +1,243 @@
+"""Attention over sequences x: (N, T, size), and positions for it; PyTorch's names and masks.
+
+In a mask of bools, true says that a key does not count, as in PyTorch's layers (ops and ONNX have
+it the other way round). Where a query may see no key it gets 0, where PyTorch gives NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import ops
+from triplane.unified_ir.frontend.cell import Cell, Parameter
+from triplane.unified_ir.ir.dims import Dim
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.ir.types import ShapeError, bool_
+from triplane.unified_ir.nn.dense import Dense
+from triplane.unified_ir.nn.init import GlorotUniform
+from triplane.unified_ir.nn.random import Dropout, generator
+from triplane.unified_ir.nn.sizes import check_axis, check_rank, positive
+from triplane.unified_ir.nn.state import State
+from triplane.unified_ir.ops.attention import (
+    WEIGHTS,
+    attention,
+    heads_apart,
+    heads_together,
+    rotary_embedding,
+)
+from triplane.unified_ir.ops.shapes import split_row
+from triplane.unified_ir.ops.tensor import as_tensor
+
+
+class Positions(Protocol):
+    """What turns queries and keys by their place, such as `Rotary`."""
+
+    def __call__(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (N, heads, T, D) -> the same shape."""
+        ...
+
+
+class MultiheadAttention(Cell):
+    """Attention of several heads (Vaswani et al. 2017).
+
+    in_proj_weight: (size + 2 kv_size, size), rows of queries, keys, values, with in_proj_bias;
+    out_proj: a `Dense`. kv_size = size kv_heads / heads: with fewer heads of keys and values than
+    of queries, a group of queries shares one (Ainslie et al. 2023). `p_drop` of the weights is
+    dropped in training. positions: turns queries and keys, such as `Rotary`.
+    """
+
+    in_proj_weight: State
+    in_proj_bias: State
+
+    def __init__(
+        self,
+        size: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        p_drop: float = 0.0,
+        bias: bool = True,
+        positions: Positions | None = None,
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        positive("MultiheadAttention", size=size, heads=heads, kv_heads=kv_heads)
+        if size % heads or heads % kv_heads:
+            raise InvalidInput(
+                f"MultiheadAttention divides {size} numbers among {heads} heads, and those among "
+                f"{kv_heads} of keys; both without rest"
+            )
+        self.size, self.heads, self.kv_heads = size, heads, kv_heads
+        self.kv_size = size // heads * kv_heads
+        source = generator(rng)
+        rows = size + 2 * self.kv_size
+        self.in_proj_weight = Parameter(GlorotUniform()((rows, size), source))
+        self.in_proj_bias = Parameter(np.zeros(rows, np.float32)) if bias else None
+        self.out_proj = Dense(size, size, bias=bias, rng=source)
+        if bias:
+            self.out_proj.bias.array[:] = 0.0
+        self.dropout = Dropout(p_drop, rng=rng) if p_drop else None
+        self.positions = positions
+
+    def construct(
+        self,
+        query: ops.Tensor,
+        key: ops.Tensor | None = None,
+        value: ops.Tensor | None = None,
+        *,
+        attn_mask: ops.Tensor | None = None,
+        key_padding_mask: ops.Tensor | None = None,
+        causal: bool = False,
+    ) -> ops.Tensor:
+        """query: (N, T, size); key: (N, S, size), by default query; value: by default key.
+
+        attn_mask: (T, S), (N heads, T, S) or broadcast to (N, heads, T, S), of bools (true: does
+        not count) or numbers to add. key_padding_mask: (N, S) bools, true where a key is padding.
+        causal: a query sees keys up to its own place. -> (N, T, size).
+        """
+        given = self._operands(query, key, value, attn_mask, key_padding_mask)
+        if self.dropout is None or not self.training:
+            y = attention(*given, is_causal=int(causal))
+        else:
+            y = _shared(self.dropout(self._weights(given, causal=causal)), given[2])
+        found: ops.Tensor = self.out_proj(heads_together(y))
+        return found
+
+    def _weights(self, given: tuple[ops.Tensor | None, ...], *, causal: bool) -> ops.Tensor:
+        """(N, heads, T, S): what each query takes of each key."""
+        mode = {"is_causal": int(causal), "qk_matmul_output_mode": WEIGHTS}
+        return attention.all_outputs(*given, outputs=4, **mode)[3]
+
+    def _operands(
+        self, query: ops.Tensor, key: ops.Tensor | None, value: ops.Tensor | None,
+        attn_mask: ops.Tensor | None, key_padding_mask: ops.Tensor | None,
+    ) -> tuple[ops.Tensor, ops.Tensor, ops.Tensor, ops.Tensor | None]:  # fmt: skip
+        q, k, v = self._projected(query, key, value)
+        q, k, v = heads_apart(q, self.heads), *(heads_apart(x, self.kv_heads) for x in (k, v))
+        if self.positions is not None:
+            q, k = self.positions(q), self.positions(k)
+        return q, k, v, _mask(attn_mask, key_padding_mask, q)
+
+    def _projected(
+        self, query: ops.Tensor, key: ops.Tensor | None, value: ops.Tensor | None
+    ) -> list[ops.Tensor]:
+        """Queries, keys and values; one product where they are made of the same."""
+        name = f"MultiheadAttention({self.size}, {self.heads})"
+        for x in (query, key, value):
+            if x is not None:
+                check_rank(name, f"(N, T, {self.size})", x, 3)
+                check_axis(name, f"(N, T, {self.size})", x, -1, self.size)
+        sizes = np.array([self.size, self.kv_size, self.kv_size])
+        if key is None and value is None:
+            mixed = ops.linear(query, self.in_proj_weight, self.in_proj_bias)
+            return list(split_row.all_outputs(mixed, sizes, outputs=3, axis=-1))
+        key = query if key is None else key
+        value = key if value is None else value
+        weights = split_row.all_outputs(self.in_proj_weight, sizes, outputs=3, axis=0)
+        biases: tuple[ops.Tensor | None, ...] = (None, None, None)
+        if self.in_proj_bias is not None:
+            biases = split_row.all_outputs(self.in_proj_bias, sizes, outputs=3, axis=0)
+        given = zip((query, key, value), weights, biases, strict=True)
+        return [ops.linear(x, w, b) for x, w, b in given]
+
+
+def _shared(weights: ops.Tensor, v: ops.Tensor) -> ops.Tensor:
+    """weights @ v, where a head of v may serve several of the weights."""
+    n, heads, t, s = weights.shape
+    grouped = weights.reshape((n, v.shape[1], heads // v.shape[1], t, s))
+    return (grouped @ ops.unsqueeze(v, 2)).reshape((n, heads, t, v.shape[3]))
+
+
+def _mask(
+    attn_mask: ops.Tensor | None, key_padding_mask: ops.Tensor | None, q: ops.Tensor
+) -> ops.Tensor | None:
+    """PyTorch's masks as ONNX's: true where a key counts, or numbers to add."""
+    counts = None
+    if key_padding_mask is not None:
+        key_padding_mask = as_tensor(key_padding_mask)
+        if key_padding_mask.dtype != bool_:
+            raise ShapeError(
+                f"key_padding_mask is bool (N, S), true at padding, got {key_padding_mask.type}"
+            )
+        counts = ops.unsqueeze(ops.logical_not(key_padding_mask), 1, 2)
+    if attn_mask is None:
+        return counts
+    attn_mask = as_tensor(attn_mask)
+    if attn_mask.rank == 3:
+        attn_mask = attn_mask.reshape((*q.shape[:2], *attn_mask.shape[1:]))
+    if attn_mask.dtype == bool_:
+        allowed = ops.logical_not(attn_mask)
+        return allowed if counts is None else ops.logical_and(allowed, counts)
+    if counts is None:
+        return attn_mask
+    return ops.where(counts, attn_mask, ops.constant(-np.inf, attn_mask.dtype))
+
+
+class PositionalEncoding(Cell):
+    """Adds sin(t / 10000^(2j / size)) at 2j and the cosine at 2j + 1 (Vaswani et al. 2017).
+
+    length: the longest sequence. In training `p_drop` of the sums is dropped.
+    """
+
+    def __init__(
+        self, size: int, length: int, *, p_drop: float = 0.0,
+        rng: np.random.Generator | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        positive("PositionalEncoding", size=size, length=length)
+        angles = _angles(size, length, 10_000.0)
+        table = np.stack([np.sin(angles), np.cos(angles)], axis=2).reshape(length, -1)
+        self.table = table[:, :size].astype(np.float32)
+        self.dropout = Dropout(p_drop, rng=rng) if p_drop else None
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (N, T, size), T <= length -> the same shape."""
+        length, size = self.table.shape
+        name = f"PositionalEncoding({size}, {length})"
+        check_rank(name, f"(N, T, {size})", x, 3)
+        check_axis(name, f"(N, T, {size})", x, -1, size)
+        y = x + ops.constant(self.table, x.dtype)[: _within(name, x.shape[1], length)]
+        return y if self.dropout is None else self.dropout(y)
+
+
+class Rotary(Cell):
+    """Turns pairs of each head by t / base^(2j / head_size) (Su et al. 2021).
+
+    length: the longest sequence. Pairs are (j, j + head_size / 2).
+    """
+
+    def __init__(self, head_size: int, length: int, *, base: float = 10_000.0) -> None:
+        super().__init__()
+        positive("Rotary", head_size=head_size, length=length)
+        if head_size % 2:
+            raise InvalidInput(f"Rotary turns pairs: an even head_size, got {head_size}")
+        angles = _angles(head_size, length, base)
+        self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (N, heads, T, head_size), T <= length -> the same shape."""
+        length, half = self.cos.shape
+        name = f"Rotary({2 * half}, {length})"
+        check_rank(name, f"(N, heads, T, {2 * half})", x, 4)
+        check_axis(name, f"(N, heads, T, {2 * half})", x, -1, 2 * half)
+        n, t = x.shape[0], _within(name, x.shape[2], length)
+        caches = (ops.constant(c, x.dtype) for c in (self.cos, self.sin))
+        return rotary_embedding(x, *caches, ops.expand(ops.unsqueeze(ops.arange(t), 0), (n, t)))
+
+
+def _angles(size: int, length: int, base: float) -> Array:
+    """(length, half the size, rounded up): t / base^(2j / size), in float64."""
+    rates = np.exp(-math.log(base) * np.arange(0, size, 2) / size)
+    return np.asarray(np.arange(length)[:, None] * rates)
+
+
+def _within(name: str, t: Dim, length: int) -> Dim:
+    """A sequence's length, refused where it is known to be beyond the table."""
+    if isinstance(t, int) and t > length:
+        raise ShapeError(f"{name} has {length} places, got a sequence of {t}; make it longer")
+    return t

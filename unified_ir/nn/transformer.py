@@ -1,0 +1,193 @@
+"""Transformer layers (Vaswani et al. 2017) over x: (N, T, size), with PyTorch's names and order.
+
+Masks are as in `nn.attention`: in one of bools, true says that a key does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from triplane.unified_ir import ops
+from triplane.unified_ir.frontend.cell import Cell, CellList
+from triplane.unified_ir.nn.attention import MultiheadAttention
+from triplane.unified_ir.nn.dense import Dense
+from triplane.unified_ir.nn.norm import LayerNorm
+from triplane.unified_ir.nn.random import Dropout
+
+Mask = ops.Tensor | None
+Activation = Callable[[ops.Tensor], ops.Tensor]
+
+
+class _Layer(Cell):
+    """Residual blocks, each behind or before a normalization, and a network per position."""
+
+    def __init__(
+        self,
+        size: int,
+        heads: int,
+        *,
+        feedforward: int = 2048,
+        p_drop: float = 0.1,
+        activation: Activation = ops.relu,
+        norm_first: bool = False,
+        epsilon: float = 1e-5,
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm_first, self.activation = norm_first, activation
+        self.self_attn = MultiheadAttention(size, heads, p_drop=p_drop, rng=rng)
+        self.linear1 = Dense(size, feedforward, rng=rng)
+        self.linear2 = Dense(feedforward, size, rng=rng)
+        self.norm1 = LayerNorm(size, epsilon=epsilon)
+        self.norm2 = LayerNorm(size, epsilon=epsilon)
+        self.dropout = Dropout(p_drop, rng=rng)
+        self.dropout1 = Dropout(p_drop, rng=rng)
+        self.dropout2 = Dropout(p_drop, rng=rng)
+
+    def _forward(self, x: ops.Tensor) -> ops.Tensor:
+        y: ops.Tensor = self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return y
+
+    def _around(
+        self, x: ops.Tensor, norm: Cell, dropout: Cell, block: Callable[[ops.Tensor], ops.Tensor]
+    ) -> ops.Tensor:
+        """x + block(norm(x)), or norm(x + block(x))."""
+        if self.norm_first:
+            y: ops.Tensor = x + dropout(block(norm(x)))
+        else:
+            y = norm(x + dropout(block(x)))
+        return y
+
+
+class TransformerEncoderLayer(_Layer):
+    """Self-attention, then a network per position.
+
+    feedforward: its width. norm_first: normalize what goes into a block instead of the sum behind.
+    """
+
+    def construct(
+        self,
+        x: ops.Tensor,
+        attn_mask: Mask = None,
+        key_padding_mask: Mask = None,
+        *,
+        causal: bool = False,
+    ) -> ops.Tensor:
+        """x: (N, T, size), masks as those of `MultiheadAttention` -> (N, T, size)."""
+
+        def attend(v: ops.Tensor) -> ops.Tensor:
+            masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
+            y: ops.Tensor = self.self_attn(v, causal=causal, **masks)
+            return y
+
+        x = self._around(x, self.norm1, self.dropout1, attend)
+        return self._around(x, self.norm2, self.dropout2, self._forward)
+
+
+class TransformerDecoderLayer(_Layer):
+    """Self-attention, attention to a memory, then a network per position."""
+
+    def __init__(
+        self,
+        size: int,
+        heads: int,
+        *,
+        feedforward: int = 2048,
+        p_drop: float = 0.1,
+        activation: Activation = ops.relu,
+        norm_first: bool = False,
+        epsilon: float = 1e-5,
+        rng: np.random.Generator | None = None,
+    ) -> None:
+        super().__init__(
+            size, heads, feedforward=feedforward, p_drop=p_drop, activation=activation,
+            norm_first=norm_first, epsilon=epsilon, rng=rng,
+        )  # fmt: skip
+        self.multihead_attn = MultiheadAttention(size, heads, p_drop=p_drop, rng=rng)
+        self.norm3 = LayerNorm(size, epsilon=epsilon)
+        self.dropout3 = Dropout(p_drop, rng=rng)
+
+    def construct(
+        self,
+        x: ops.Tensor,
+        memory: ops.Tensor,
+        attn_mask: Mask = None,
+        key_padding_mask: Mask = None,
+        memory_mask: Mask = None,
+        memory_key_padding_mask: Mask = None,
+        *,
+        causal: bool = False,
+    ) -> ops.Tensor:
+        """x: (N, T, size), memory: (N, S, size); causal is about x alone -> (N, T, size)."""
+
+        def attend(v: ops.Tensor) -> ops.Tensor:
+            masks = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
+            y: ops.Tensor = self.self_attn(v, causal=causal, **masks)
+            return y
+
+        def remember(v: ops.Tensor) -> ops.Tensor:
+            masks = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask}
+            y: ops.Tensor = self.multihead_attn(v, memory, **masks)
+            return y
+
+        x = self._around(x, self.norm1, self.dropout1, attend)
+        x = self._around(x, self.norm2, self.dropout2, remember)
+        return self._around(x, self.norm3, self.dropout3, self._forward)
+
+
+class _Stack(Cell):
+    """Layers one after another, and a normalization behind the last."""
+
+    def __init__(self, layers: Sequence[Cell], *, norm: Cell | None = None) -> None:
+        super().__init__()
+        self.layers = CellList(layers)
+        self.norm = norm
+
+    def _normalized(self, x: ops.Tensor) -> ops.Tensor:
+        return x if self.norm is None else self.norm(x)
+
+
+class TransformerEncoder(_Stack):
+    """Encoder layers one after another; all take the same masks.
+
+    >>> from triplane.unified_ir import nn
+    >>> layers = [nn.TransformerEncoderLayer(8, 2, feedforward=16) for _ in range(2)]
+    >>> nn.TransformerEncoder(layers, norm=nn.LayerNorm(8))(np.zeros((1, 3, 8), np.float32)).shape
+    (1, 3, 8)
+    """
+
+    def construct(
+        self,
+        x: ops.Tensor,
+        attn_mask: Mask = None,
+        key_padding_mask: Mask = None,
+        *,
+        causal: bool = False,
+    ) -> ops.Tensor:
+        """As `TransformerEncoderLayer`."""
+        for layer in self.layers:
+            x = layer(x, attn_mask, key_padding_mask, causal=causal)
+        return self._normalized(x)
+
+
+class TransformerDecoder(_Stack):
+    """Decoder layers one after another; all take the same memory and masks."""
+
+    def construct(
+        self,
+        x: ops.Tensor,
+        memory: ops.Tensor,
+        attn_mask: Mask = None,
+        key_padding_mask: Mask = None,
+        memory_mask: Mask = None,
+        memory_key_padding_mask: Mask = None,
+        *,
+        causal: bool = False,
+    ) -> ops.Tensor:
+        """As `TransformerDecoderLayer`."""
+        masks = (attn_mask, key_padding_mask, memory_mask, memory_key_padding_mask)
+        for layer in self.layers:
+            x = layer(x, memory, *masks, causal=causal)
+        return self._normalized(x)
