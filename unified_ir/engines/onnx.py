@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.engines.failing import ExplainingLoop, explained
 from triplane.unified_ir.engines.protocol import by_position, check_donated
 from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.onnx.emit import emit, serialize
@@ -15,7 +16,7 @@ from triplane.unified_ir.ops.contents import Contents, as_contents
 from triplane.unified_ir.ops.custom_ops import with_kernels
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.widen import widen_half
-from triplane.unified_ir.runtime.session import Loop, Session, SessionOptions
+from triplane.unified_ir.runtime.session import Loop, RunFailed, Session, SessionOptions
 from triplane.unified_ir.runtime.signature import next_name
 
 _CPU_ONLY: Final = ("CPUExecutionProvider",)
@@ -34,6 +35,7 @@ class OnnxProgram:
         check_donated(function, donate)
         self.function = function
         self._donate = tuple(donate)
+        self._target = target
         self._params = set(function.param_names)
         replaced = {n for n in function.result_names if n in self._params}
         if donate and replaced - set(donate):
@@ -41,8 +43,8 @@ class OnnxProgram:
                 f"results {sorted(replaced - set(donate))} replace parameters that are not "
                 "donated; donate them or rename the results"
             )
-        graph = widen_half(function) if options.providers == _CPU_ONLY else function
-        self._session = Session(serialize(emit(graph, target=target)), options=options)
+        self._ran = widen_half(function) if options.providers == _CPU_ONLY else function
+        self._session = Session(serialize(emit(self._ran, target=target)), options=options)
         self._outputs = tuple(
             next_name(n) if n in self._params else n for n in function.result_names
         )
@@ -51,7 +53,10 @@ class OnnxProgram:
         """See `Program`."""
         given = by_position(self.function, args)
         feeds = {p.name: as_contents(given[p.name], p.type) for p in self.function.params}
-        found = self._session.run(feeds, self._outputs)
+        try:
+            found = self._session.run(feeds, self._outputs)
+        except RunFailed as failed:
+            raise self._explained(failed, feeds) from failed
         return tuple(found[n] for n in self._outputs)
 
     def loop(self, state: Mapping[str, Array]) -> Loop:
@@ -59,7 +64,10 @@ class OnnxProgram:
         missing = sorted(set(self._donate) ^ set(state))
         if missing:
             raise InvalidInput(f"a loop starts from all donated state and no more; see {missing}")
-        return self._session.loop(state)
+        return ExplainingLoop(self._session, state, self._explained)
+
+    def _explained(self, failed: RunFailed, feeds: Mapping[str, Any]) -> InvalidInput:
+        return explained(failed, self._ran, self._target, feeds)
 
 
 class OnnxEngine:

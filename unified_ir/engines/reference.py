@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from triplane.proto.errors import InvalidInput, TriplaneError
 from triplane.unified_ir.engines.protocol import HostLoop, by_position, check_donated
 from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.ops.contents import Contents, as_contents
@@ -25,12 +24,7 @@ class ReferenceProgram:
         by_position(self.function, args)
         params = self.function.params
         arrays = [as_contents(a, p.type) for a, p in zip(args, params, strict=True)]
-        try:
-            return tuple(run_function(TABLE, self.function, arrays))
-        except TriplaneError:
-            raise
-        except (IndexError, ValueError, MemoryError) as error:
-            raise InvalidInput(f"the graph failed on these values: {error}") from error
+        return tuple(run_function(TABLE, self.function, arrays))
 
     def loop(self, state: Mapping[str, Array]) -> HostLoop:
         """See `Program`."""

@@ -103,6 +103,26 @@ def _own_opset(domain: str) -> OperatorSetIdProto:
     return helper.make_opsetid(domain, 1)
 
 
+def emit_located(
+    function: Function, *, target: OnnxTarget = DEFAULT
+) -> tuple[ModelProto, dict[str, Node]]:
+    """The same model but for the names of its nodes, those in subgraphs included; whose they are.
+
+    A node is known by the IR node it was made for; one from a row's body by the node of that row.
+    """
+    emitter = _Located(target, fuse(clean(function)), {})
+    model = helper.make_model(
+        emitter.graph(),
+        ir_version=target.ir_version,
+        functions=emitter.functions,
+        opset_imports=[
+            helper.make_opsetid("", target.opset),
+            *map(_own_opset, sorted({f.domain for f in emitter.functions})),
+        ],
+    )
+    return model, emitter.places
+
+
 def serialize(model: ModelProto) -> bytes:
     """The model's bytes, the same on every run."""
     return model.SerializeToString(deterministic=True)
@@ -364,6 +384,45 @@ class _Emitter(Context):
     def dims(self, dims: Sequence[Dim]) -> str:
         """An int64 vector of sizes."""
         return emit_dims(self, dims)
+
+
+class _Located(_Emitter):
+    """Names every node and remembers what it was made for."""
+
+    def __init__(
+        self,
+        target: OnnxTarget,
+        function: Function,
+        held: Mapping[str, Initializer],
+        parent: _Located | None = None,
+    ) -> None:
+        super().__init__(target, function, held, parent)
+        self.places: dict[str, Node] = parent.places if parent else {}
+        self._for: Node | None = None
+        self._inside = 0
+
+    def node(self, node: Node) -> None:
+        """See `_Emitter.node`."""
+        if not self._inside:
+            self._for = node
+        super().node(node)
+
+    def inline(self, node: Node, meaning: Function) -> None:
+        """See `_Emitter.inline`; a custom operator's nodes have places of their own."""
+        self._inside += 1
+        super().inline(node, meaning)
+        self._inside -= 1
+
+    def child(self, function: Function) -> _Emitter:
+        """See `_Emitter.child`."""
+        return _Located(self.target, clean(function), {}, self)
+
+    def add(self, op: str, inputs: Sequence[str], outputs: Sequence[str], **attrs: Any) -> None:
+        """See `_Emitter.add`."""
+        super().add(op, inputs, outputs, **attrs)
+        self.nodes[-1].name = f"at/{len(self.places)}"
+        if self._for is not None:
+            self.places[self.nodes[-1].name] = self._for
 
 
 def _output_names(function: Function) -> list[str]:

@@ -7,12 +7,12 @@ mode, constant folding and the reference engine; speed is not its purpose.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from onnx import helper
 
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, TriplaneError
 from triplane.unified_ir.ir.dims import evaluate, is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ir.types import TensorType, is_plain
@@ -62,6 +62,22 @@ def check_argument(param: Value, arg: Array) -> None:
         )
 
 
+MAX_SHOWN: Final = 8
+"""Elements of an operand that an error shows."""
+
+
+class NodeFailed(InvalidInput):
+    """A node refused the values it met; the text says which, where, and on what."""
+
+    def __init__(self, text: str, why: str = "") -> None:
+        super().__init__(text)
+        self.why = why
+        """The kernel's own words."""
+
+
+_RAISED_BY_KERNELS: Final = (IndexError, ValueError, TypeError, OverflowError, MemoryError)
+
+
 def run_node(
     table: Table,
     node: Node,
@@ -71,8 +87,49 @@ def run_node(
 ) -> tuple[Array, ...]:
     """Outputs of one node, checked against the inferred element types.
 
-    `known`: what was known of the operands' contents when the graph was built.
+    `known`: what was known of the operands' contents when the graph was built. NodeFailed: the
+    kernel raised.
     """
+    try:
+        return _run_node(table, node, operands, sizes, known)
+    except NodeFailed as failed:
+        if node.regions:
+            raise
+        raise NodeFailed(failure(node, failed.why, operands), failed.why) from failed
+    except TriplaneError:
+        raise
+    except _RAISED_BY_KERNELS as error:
+        raise NodeFailed(failure(node, str(error), operands), str(error)) from error
+
+
+def failure(node: Node, why: str, operands: Sequence[Array | None]) -> str:
+    """What to say of a node that failed on some operands; those not known are left out."""
+    place = f" (at {node.meta.location})" if node.meta.location else ""
+    scope = f" in {node.meta.scope}" if node.meta.scope else ""
+    seen = ", ".join(_shown(a) for a in operands if a is not None)
+    on = f"; its operands were {seen}" if seen else ""
+    return f"the graph failed on these values: {node.op}{place}{scope}: {why.strip()}{on}"
+
+
+def _shown(a: Any) -> str:
+    """Element type, shape, and as much of the contents as fits a line."""
+    if not isinstance(a, np.ndarray):
+        return repr(a)
+    head = f"{a.dtype}{list(a.shape)}"
+    if 0 < a.size <= MAX_SHOWN:
+        return f"{head} {np.array2string(a, separator=', ', threshold=MAX_SHOWN)}".replace("\n", "")
+    if a.size and a.dtype.kind in "iuf":
+        return f"{head} from {a.min()} to {a.max()}"
+    return head
+
+
+def _run_node(
+    table: Table,
+    node: Node,
+    operands: Sequence[Array | None],
+    sizes: Sizes,
+    known: Sequence[Known | None],
+) -> tuple[Array, ...]:
     row = table[node.op.domain, node.op.name]
     attrs = {k: _concrete(v, sizes) for k, v in row.full_attrs(node.attrs).items()}
     if row.reference is not None:

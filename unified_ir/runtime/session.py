@@ -99,6 +99,10 @@ class SessionOptions:
 DEFAULT_OPTIONS: Final = SessionOptions()
 
 
+class RunFailed(InvalidInput):
+    """A node refused the values it met, which no signature could say before."""
+
+
 class Stop:
     """Ends the runs it was given to, from any thread and for good: see `Session.run`."""
 
@@ -350,4 +354,4 @@ def _load_failure(error: Exception) -> TriplaneError:
 
 
 def _run_failure(error: Exception) -> InvalidInput:
-    return InvalidInput(f"the graph failed on these values: {error}")
+    return RunFailed(f"the graph failed on these values: {error}")

@@ -1,0 +1,87 @@
+"""A failed run in our words: which node of the user's, at which line, on which operands.
+
+onnxruntime names a node of the graph it made for itself, fused and renamed. So the same emission,
+for the same target, runs once more without optimization and with a name for every node; the first
+node that fails there tells its place. Its operands come from a graph that ends before it. This
+happens after a failure only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from onnx import ModelProto, ValueInfoProto
+
+from triplane.proto.errors import InvalidInput, TriplaneError
+from triplane.unified_ir.ir.graph import Array, Function
+from triplane.unified_ir.onnx.emit import emit_located, serialize
+from triplane.unified_ir.onnx.target import OnnxTarget
+from triplane.unified_ir.ops.evaluate import failure
+from triplane.unified_ir.runtime.session import Loop, RunFailed, Session, SessionOptions
+
+PLAIN: Final = SessionOptions(optimization="none")
+_NAMED: Final = re.compile(r"Name:'(at/\d+)'")
+_STATUS: Final = re.compile(r".*Status Message: ", re.DOTALL)
+
+
+def explained(
+    failed: RunFailed, function: Function, target: OnnxTarget, feeds: Mapping[str, Any]
+) -> InvalidInput:
+    """The failure with the user's line; as it was where it does not happen again."""
+    model, places = emit_located(function, target=target)
+    again = _failure_of(serialize(model), feeds)
+    found = None if again is None else _NAMED.findall(str(again))
+    if again is None or not found or found[-1] not in places:
+        return failed
+    node, why = places[found[-1]], _STATUS.sub("", str(again))
+    return RunFailed(failure(node, why, _operands(model, found[-1], feeds)))
+
+
+def _failure_of(model: bytes, feeds: Mapping[str, Any]) -> RunFailed | None:
+    try:
+        Session(model, options=PLAIN).run(feeds)
+    except RunFailed as failed:
+        return failed
+    except TriplaneError:
+        return None
+    return None
+
+
+def _operands(model: ModelProto, name: str, feeds: Mapping[str, Any]) -> list[Array | None]:
+    """What the node reads, if it stands in the outer graph."""
+    at = next((i for i, n in enumerate(model.graph.node) if n.name == name), None)
+    if at is None:
+        return []
+    wanted = [i for i in model.graph.node[at].input if i]
+    held = {i.name for i in model.graph.input}
+    made = [i for i in dict.fromkeys(wanted) if i not in held]
+    head = ModelProto()
+    head.CopyFrom(model)
+    del head.graph.node[at:]
+    del head.graph.output[:]
+    head.graph.output.extend(ValueInfoProto(name=i) for i in made)
+    try:
+        values = Session(serialize(head), options=PLAIN).run(feeds) if made else {}
+    except TriplaneError:
+        return []
+    return [values[i] if i in values else feeds[i] for i in wanted]
+
+
+Explain = Callable[[RunFailed, Mapping[str, Any]], InvalidInput]
+
+
+class ExplainingLoop(Loop):
+    """A loop whose failed step says which node failed; nothing moves then, as in `Loop`."""
+
+    def __init__(self, session: Session, state: Mapping[str, Array], explain: Explain) -> None:
+        super().__init__(session, state)
+        self._explain = explain
+
+    def step(self, **batch: Array) -> dict[str, Array]:
+        """See `Loop.step`."""
+        try:
+            return super().step(**batch)
+        except RunFailed as failed:
+            raise self._explain(failed, {**self.view(), **batch}) from failed
