@@ -119,6 +119,14 @@ DEFAULT_ENTRIES: Any = ENTRIES[:-1]
     help="Write the moving average of the weights, D of the past at each update (0.999).",
 )  # fmt: skip
 @click.option(
+    "--tune", is_flag=True,
+    help="Measure the ways to compute each operator that has several; remembered for this machine.",
+)  # fmt: skip
+@click.option(
+    "--memory-budget", type=click.FloatRange(min=0, min_open=True), metavar="MB",
+    help="Compute some tensors again, so that those alive at once fit in MB million bytes.",
+)  # fmt: skip
+@click.option(
     "--class-weights", metavar="W,W,..", help="A weight in the loss for each class, in order.",
 )  # fmt: skip
 @click.option(
@@ -198,9 +206,18 @@ def command(**options: Any) -> None:
         "optimizer": repr(trainer.recipe),
         "updates": int(trainer.state().get("optimizer.step", trainer.place.step)),
         "seconds": time.perf_counter() - start,
+        **_suiting(trainer),
     }
+    for text in _suiting(trainer).values():
+        output.note(text)
     shown = ", ".join(f"{k} {v:.4g}" for k, v in result.items())
     output.result(record, f"{out}: {record['bytes']:,} bytes, held out: {shown}\ndigest {digest}")
+
+
+def _suiting(trainer: Trainer) -> dict[str, str]:
+    """What tuning and the memory budget did, where they were asked for."""
+    found = {"tuning": trainer.tuning, "memory": trainer.memory_plan}
+    return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def _blame_file(error: Exception, spec: str) -> None:
@@ -268,9 +285,15 @@ def _trainer(options: dict[str, Any], cell: Cell, *, rows: int, labels: Any) -> 
         precision=options["precision"],
         loss_scale=options["loss_scale"],
         average=options["ema"],
+        tune=options["tune"],
+        memory_budget_bytes=_bytes(options["memory_budget"]),
         labels=labels,
         **training.clipping(options["clip"]),
     )
+
+
+def _bytes(megabytes: float | None) -> int | None:
+    return None if megabytes is None else round(megabytes * 1e6)
 
 
 def _loss(class_weights: str | None) -> Loss:

@@ -82,11 +82,11 @@ class OnnxEngine:
         target: OnnxTarget = DEFAULT,
         kernels: str = "onnx",
     ) -> None:
-        self._options = replace(options or SessionOptions(), values="any")
+        self.options = replace(options or SessionOptions(), values="any")
         self._target = target
         self._kernels = kernels
 
     def compile(self, function: Function, *, donate: Collection[str] = ()) -> OnnxProgram:
         """See `Engine`."""
         function = with_kernels(TABLE, function, self._kernels)
-        return OnnxProgram(function, donate, self._options, self._target)
+        return OnnxProgram(function, donate, self.options, self._target)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from operator import is_
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -38,6 +38,11 @@ from triplane.unified_ir.train.precision import LossScale, Precision, fixed_scal
 from triplane.unified_ir.train.progress import Progress, Style
 from triplane.unified_ir.train.recipe import AVERAGE, Recipe
 from triplane.unified_ir.train.snapshot import Snapshot, read
+from triplane.unified_ir.train.suiting import Suiting, sizes_of
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.engines.tuning import Tuning
+    from triplane.unified_ir.passes.recompute import Plan
 
 EVALUATION_BATCH: Final = 256
 """Samples that evaluation and prediction take at once."""
@@ -74,6 +79,8 @@ class Trainer:
         precision: Precision = "float32",
         loss_scale: LossScale | float | None = None,
         average: float | None = None,
+        tune: bool = False,
+        memory_budget_bytes: int | None = None,
         labels: Sequence[str] = (),
     ) -> None:
         _check_made("cell", cell, Cell)
@@ -92,6 +99,10 @@ class Trainer:
             fixed_scale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
         )
         _ = self.recipe
+        self.suiting = Suiting(tune=tune, memory_budget_bytes=memory_budget_bytes)
+        self.tuning: Tuning | None = None
+        self.memory_plan: Plan | None = None
+        self._sizes: dict[str, int] = {}
         self.labels = tuple(labels)
         self.place = Place()
         self.history = History()
@@ -238,12 +249,15 @@ class Trainer:
                 x if isinstance(x, TensorType) else step.batch_type(np.asarray(x)) for x in batch
             )
         else:
-            self._types = tuple(step.batch_type(a) for a in as_batch(batch))
+            arrays = as_batch(batch)
+            self._types = tuple(step.batch_type(a) for a in arrays)
+            self._sizes = sizes_of(self._types, arrays)
         _ = self.model
 
     def _prepare(self, batch: Batch, data: Any) -> None:
         self.labels = self.labels or tuple(getattr(data, "labels", ()))
         self._types = self._types_for(batch)
+        self._sizes = sizes_of(self._types, batch)
 
     def _types_for(self, batch: Batch) -> tuple[TensorType, ...]:
         """The types in use where they admit the batch, else its own."""
@@ -292,9 +306,12 @@ class Trainer:
         self._forget_stale()
         key = ("train", self._types, self._signature(), self.recipe)
         if key not in self._programs:
-            function = self.train_function()
+            chosen = self._engine()
+            function, self.tuning, self.memory_plan = self.suiting.suited(
+                self.train_function(), self._sizes, chosen
+            )
             state = self.state_names(function)
-            self._programs[key] = self._engine().compile(function, donate=state)
+            self._programs[key] = chosen.compile(function, donate=state)
         return self._programs[key]
 
     def _evaluation(

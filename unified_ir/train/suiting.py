@@ -1,0 +1,74 @@
+"""A training step made to suit this machine: the fastest forms, a limit of memory.
+
+Neither changes what is computed, and both change rounding: a run that is to repeat to the bit on
+another machine, or with another batch size, leaves them off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.engines import Engine
+from triplane.unified_ir.ir.dims import is_symbol
+from triplane.unified_ir.ir.graph import Array, Function
+from triplane.unified_ir.ir.types import TensorType
+from triplane.unified_ir.passes.recompute import Plan
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.engines.tuning import Tuning
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suiting:
+    """What a step is made to suit.
+
+    tune: measure the forms of operators that have several. memory_budget_bytes: of tensors alive at
+    once, for the batch that training begins with; state and the batch itself are not counted.
+    """
+
+    tune: bool = False
+    memory_budget_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory_budget_bytes is not None and self.memory_budget_bytes < 1:
+            raise InvalidInput(f"memory_budget_bytes is at least 1, got {self.memory_budget_bytes}")
+
+    def suited(
+        self, function: Function, sizes: Mapping[str, int], engine: Engine
+    ) -> tuple[Function, Tuning | None, Plan | None]:
+        """The function for these sizes of its symbols, and what was done."""
+        if not self.tune and self.memory_budget_bytes is None:
+            return function, None, None
+        from triplane.unified_ir.engines.footprint import within
+        from triplane.unified_ir.engines.onnx import OnnxEngine
+        from triplane.unified_ir.engines.tuning import tuned
+
+        if not isinstance(engine, OnnxEngine):
+            raise InvalidInput(
+                f"tune and memory_budget_bytes are about onnxruntime; the engine is {engine.name!r}"
+            )
+        if not sizes:
+            raise InvalidInput(
+                "tune and memory_budget_bytes need a batch to measure with; call fit, or prepare "
+                "with arrays in place of TensorSpecs"
+            )
+        tuning, plan = None, None
+        if self.tune:
+            function, tuning = tuned(function, sizes, options=engine.options)
+        if self.memory_budget_bytes is not None:
+            budget = self.memory_budget_bytes
+            function, plan = within(function, budget, sizes, options=engine.options)
+        return function, tuning, plan
+
+
+def sizes_of(types: Sequence[TensorType], batch: Sequence[Array]) -> dict[str, int]:
+    """The size of each symbol of some types in a batch of them."""
+    return {
+        str(dim): size
+        for t, array in zip(types, batch, strict=True)
+        for dim, size in zip(t.shape, array.shape, strict=True)
+        if is_symbol(dim)
+    }
