@@ -166,8 +166,8 @@ def _pool(context: Context, node: Node) -> None:
     """Windows that `ceil_mode` adds over a static plane are written as padding at the end.
 
     A window that would start beyond the data is no window, but below opset 22 onnxruntime counts
-    it while it infers shapes, though not while it runs. The pads of SAME are written out: with a
-    stride beyond the window it takes them for negative.
+    it while it infers shapes, though not while it runs. The pads of SAME are written out where a
+    stride goes beyond the window: it takes them for negative.
     """
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
@@ -179,7 +179,9 @@ def _pool(context: Context, node: Node) -> None:
     kernel: Any = node.attrs["kernel_shape"]
     window = Window(kernel, with_explicit_pads(node.attrs, kernel, sizes))
     if not node.attrs.get("ceil_mode"):
-        context.plain(node, auto_pad=None, pads=window.pads if any(window.pads) else None)
+        jumps = any(s > window.span(i) for i, s in enumerate(window.strides))
+        same = {"auto_pad": None, "pads": window.pads if any(window.pads) else None}
+        context.plain(node, **(same if jumps else {}))
         return
     n = len(window.kernel)
     missing = [
@@ -193,6 +195,20 @@ def _pool(context: Context, node: Node) -> None:
         context.plain(node)
         return
     context.plain(node, ceil_mode=0, auto_pad="NOTSET", pads=window.pads[:n] + ends)
+
+
+def _max_unpool(context: Context, node: Node) -> None:
+    """A larger output is padded afterwards: onnxruntime counts indices in `output_shape`."""
+    names = context.inputs(node)
+    attrs = {k: v for k, v in node.attrs.items() if k != "open"}
+    if len(names) < 3:
+        context.plain(node)
+        return
+    y = context.emit("MaxUnpool", *names[:2], **attrs)
+    after = context.emit("Sub", names[2], context.emit("Shape", y))
+    before = context.constant(np.zeros(node.outputs[0].type.rank, np.int64))
+    amounts = context.emit("Concat", before, after, axis=0)
+    context.add("Pad", [y, amounts], context.output_names(node))
 
 
 def _conv_transpose(context: Context, node: Node) -> None:
@@ -493,6 +509,7 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "MaxPool"): _pool,
     ("", "AveragePool"): _pool,
     ("", "ConvTranspose"): _conv_transpose,
+    ("", "MaxUnpool"): _max_unpool,
     ("", "Div"): _div,
     ("", "Mod"): _mod,
     ("", "OneHot"): _one_hot,

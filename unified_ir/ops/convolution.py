@@ -62,8 +62,22 @@ def _conv(call: Call) -> Types:
         raise ShapeError(f"Conv needs groups that divide the output channels, got {w}, {group=}")
     if call.has(2) and call.type(2).shape != w.shape[:1]:
         raise ShapeError(f"Conv needs one bias per output channel of {w}, got {call.type(2)}")
-    spatial = out_sizes(call.attrs, _kernel_of(call.attrs, w), x.shape[2:])
+    if is_static(w.shape[2:]):
+        spatial = out_sizes(call.attrs, _kernel_of(call.attrs, w), x.shape[2:])
+    else:
+        spatial = _positions_of_open_kernel(x, w, call.attrs)
     return (x.with_shape((x.shape[0], w.shape[0], *spatial)),)
+
+
+def _positions_of_open_kernel(x: TensorType, w: TensorType, attrs: Mapping[str, Any]) -> list[Dim]:
+    """A kernel of open size occurs where a weight's gradient takes a cotangent as its kernel."""
+    unit = Window((1,) * (w.rank - 2), attrs)
+    if (attrs.get("auto_pad") or "NOTSET") != "NOTSET" or attrs.get("kernel_shape"):
+        raise ShapeError(f"a kernel of open size takes explicit pads, got {w} and {attrs}")
+    return [
+        unit.out_size(i, size - (k - 1) * unit.dilations[i])
+        for i, (size, k) in enumerate(zip(x.shape[2:], w.shape[2:], strict=True))
+    ]
 
 
 def _conv_vjp(
@@ -534,7 +548,7 @@ def conv(
             raise InvalidInput(f"padding is an int, ints, 'same' or 'valid', got {padding!r}")
         kernel = static(weight.shape[2:], "a kernel's size")
         attrs["auto_pad"] = modes[padding]
-        if open_same_pads(attrs, kernel, x.shape[2:]) is None:
+        if is_static(x.shape[2:]) or set(attrs["strides"]) == {1}:
             attrs = {**with_explicit_pads(attrs, kernel, x.shape[2:]), "auto_pad": None}
     else:
         attrs["pads"] = _pair(padding, n) * 2

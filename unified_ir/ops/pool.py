@@ -22,8 +22,9 @@ from triplane.unified_ir.ops.reductions import argmax_row
 from triplane.unified_ir.ops.resizing import resize_row
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
 from triplane.unified_ir.ops.samples import apart, given, normal, sample
-from triplane.unified_ir.ops.structure import broadcast_to, pad_row, slice_row, zeros
-from triplane.unified_ir.ops.tensor import Tensor, dims_of
+from triplane.unified_ir.ops.settings import settled
+from triplane.unified_ir.ops.structure import broadcast_to, pad_row, slice_axis, slice_row, zeros
+from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.ops.window import (
     Padded,
     Window,
@@ -31,6 +32,7 @@ from triplane.unified_ir.ops.window import (
     pool_attrs,
     pooled_type,
     sizes_of,
+    static,
     with_explicit_pads,
 )
 
@@ -323,36 +325,50 @@ max_select: Op = Op(
 """t: like x -> like y: t at the first maximum of each window of x."""
 
 
-def _unpooled_sizes(call: Call) -> tuple[list[Dim], list[Dim]]:
-    """Sizes that the indices count in, and sizes of the output, which may be larger."""
-    x, attrs = call.type(0), call.attrs
+def _counted_sizes(shape: Sequence[Dim], attrs: Mapping[str, Any]) -> list[Dim]:
+    """The sizes (N, C, *S) that the indices of an unpool count in."""
     window = Window(attrs["kernel_shape"], attrs)
     n = len(window.kernel)
-    if x.rank != n + 2 or call.type(1).shape != x.shape:
-        raise ShapeError(f"MaxUnpool over {n} axes takes x: (N, C, ...) and as many indices")
-    inner: list[Dim] = [*x.shape[:2]]
-    inner += [
-        window.reach(i, d) - window.pads[i] - window.pads[n + i] for i, d in enumerate(x.shape[2:])
+    if len(shape) != n + 2:
+        raise ShapeError(f"MaxUnpool over {n} axes takes x: (N, C, ...), got {tuple(shape)}")
+    spatial = [
+        window.reach(i, d) - window.pads[i] - window.pads[n + i] for i, d in enumerate(shape[2:])
     ]
+    return [*shape[:2], *spatial]
+
+
+def _unpooled(call: Call) -> Types:
+    x = call.type(0)
+    inner = _counted_sizes(x.shape, call.attrs)
+    if call.type(1).shape != x.shape:
+        raise ShapeError(f"MaxUnpool takes one index per element of {x}, got {call.type(1)}")
     outer = list(call.dims(2)) if call.has(2) else inner
     if len(outer) != x.rank or outer[:2] != inner[:2]:
         raise ShapeError(f"MaxUnpool of {x} to {outer} changes more than the plane")
     if any(isinstance(o - i, int) and o - i < 0 for o, i in zip(outer, inner, strict=True)):  # type: ignore[operator]
         raise ShapeError(f"MaxUnpool of {x} fills ({inner}), more than output_shape {outer}")
-    return inner, outer
+    return (x.with_shape(outer),)
 
 
-def _max_unpool_body(
-    x: Tensor, index: Tensor, output_shape: Tensor | None = None, **attrs: Any
-) -> Tensor:
-    known = None if output_shape is None else x.build.known(output_shape)
-    types = (x.type, index.type, None if output_shape is None else output_shape.type)
-    call = Call(max_unpool_row, types, (None, None, known), attrs, (), 1)
-    inner, outer = _unpooled_sizes(call)
-    flat = zeros([product(inner)], x.dtype)
-    y = scatter_elements(flat, index.reshape((-1,)), x.reshape((-1,))).reshape(tuple(inner))
-    missing = [o - i for o, i in zip(outer, inner, strict=True)]
-    return y if outer == inner else pad_row(y, dims_of([*[0] * x.rank, *missing]))
+def _max_unpool_kernel(x: Any, index: Any, output_shape: Any = None, **attrs: Any) -> Any:
+    y = np.zeros(static(_counted_sizes(x.shape, attrs), "a plane"), x.dtype)
+    y.flat[index.ravel()] = x.ravel()
+    outer = y.shape if output_shape is None else output_shape
+    return np.pad(y, [(0, int(o) - i) for o, i in zip(outer, y.shape, strict=True)])
+
+
+def _max_unpool_onnx_vjp(
+    g: Tensor, y: Tensor, x: Tensor, index: Tensor, *rest: Tensor, **attrs: Any
+) -> Any:
+    for axis, (have, inner) in enumerate(zip(g.shape, _counted_sizes(x.shape, attrs), strict=True)):
+        if have != inner:
+            g = slice_axis(g, axis, 0, inner)
+    return (gather(g.reshape((-1,)), index, axis=0), None, *(None for _ in rest))
+
+
+def _unpooled_open(call: Call) -> tuple[Dim | None, ...]:
+    n, c, *spatial = call.type(0).shape
+    return (n, c, *(None for _ in spatial))
 
 
 def _index(*positions: Any) -> Any:
@@ -363,9 +379,9 @@ _INDEX: Final = _index([[[0, 3], [10, 9]]], [[[16, 19], [24, 31]]])
 
 max_unpool_row = Op(
     name="MaxUnpool",
-    infer=lambda call: (call.type(0).with_shape(_unpooled_sizes(call)[1]),),
-    body=_max_unpool_body,
-    native=lambda node, opset: len(node.inputs) < 3,
+    **settled(_unpooled, _unpooled_open, 2),
+    reference=_max_unpool_kernel,
+    vjp=_max_unpool_onnx_vjp,
     samples=(
         sample(normal(2, 1, 2, 2), _INDEX, kernel_shape=(2, 2), strides=(2, 2)),
         sample(normal(2, 1, 2, 2), _INDEX, given([2, 1, 5, 6]), kernel_shape=(2, 2),
@@ -373,7 +389,7 @@ max_unpool_row = Op(
         sample(normal(1, 1, 3), _index([[0, 2, 3]]), kernel_shape=(2,), pads=(0, 0)),
     ),
 )  # fmt: skip
-"""x at `index`, flat positions in the unpadded output; onnxruntime counts them in output_shape."""
+"""x at `index`, flat positions in the output before output_shape enlarges it."""
 
 
 def _global_max_vjp(g: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor]:

@@ -23,8 +23,9 @@ from triplane.unified_ir.ops.elementwise import ceil, floor, maximum, minimum
 from triplane.unified_ir.ops.indexing import arange
 from triplane.unified_ir.ops.matrix import swap_last
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import Call, Known, Op
+from triplane.unified_ir.ops.row import OPEN, Call, Known, Op
 from triplane.unified_ir.ops.samples import Literal, ints, literal, normal, sample
+from triplane.unified_ir.ops.settings import settled
 from triplane.unified_ir.ops.structure import axes_of, unsqueeze, where
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
@@ -262,10 +263,23 @@ def along(x: Tensor, matrix: Tensor, axis: int) -> Tensor:
 
 
 def _operands(
-    x: Tensor, operands: Sequence[Tensor | None], attrs: Mapping[str, Any]
+    x: Tensor,
+    operands: Sequence[Tensor | None],
+    attrs: Mapping[str, Any],
+    y: Tensor | None = None,
 ) -> list[_Axis]:
+    """The resized axes; sizes computed in the run are those of the output `y`."""
     found = [None if o is None else recorder().known(o) for o in operands]
     roi, scales, sizes = [*found, None, None, None][:3]
+    for operand, contents in zip(operands, found, strict=True):
+        if operand is not None and contents is None and operand.shape != (0,):
+            if operand is not operands[-1] or len(operands) < 3 or y is None:
+                raise InvalidInput(
+                    "the gradient of Resize needs its roi and scales when the graph is built; "
+                    "give constants, or sizes"
+                )
+            axes = [range(x.rank)[a] for a in attrs["axes"] or range(x.rank)]
+            sizes = tuple(y.shape[a] for a in axes)
     return _resized(x.shape, roi, scales, sizes, attrs)
 
 
@@ -285,7 +299,7 @@ def _resize_body(x: Tensor, *operands: Tensor | None, **attrs: Any) -> Tensor:
 
 
 def _resize_vjp(g: Tensor, y: Tensor, x: Tensor, *operands: Tensor | None, **attrs: Any) -> Any:
-    for a in reversed(_operands(x, operands, attrs)):
+    for a in reversed(_operands(x, operands, attrs, y)):
         matrix, _ = _tensors(a, attrs, g.dtype)
         g = along(g, swap_last(matrix), a.axis)
     return (g, *(None for _ in operands))
@@ -294,17 +308,18 @@ def _resize_vjp(g: Tensor, y: Tensor, x: Tensor, *operands: Tensor | None, **att
 def _resize_types(call: Call) -> tuple[TensorType]:
     x = call.type(0)
     known = [call.known[i] if call.has(i) and i < len(call.known) else None for i in (1, 2, 3)]
-    for i, name in ((2, "scales"), (3, "sizes")):
-        if call.has(i) and known[i - 1] is None:
-            raise InvalidInput(
-                f"Resize needs {name} when the graph is built; give a constant or sizes taken "
-                "from a tensor's shape"
-            )
     shape = list(x.shape)
     roi, scales, sizes = known
     for a in _resized(x.shape, roi, scales, sizes, call.attrs):
         shape[a.axis] = a.out
     return (x.with_shape(shape),)
+
+
+def _resize_open(call: Call) -> tuple[Dim | None, ...]:
+    """Every size that scales or sizes computed in the run may change."""
+    x = call.type(0)
+    changed = {range(x.rank)[a] for a in call.attrs["axes"] or range(x.rank)}
+    return tuple(None if i in changed else d for i, d in enumerate(x.shape))
 
 
 def _resize_kernel(
@@ -336,7 +351,7 @@ def _resize_native(node: Node, opset: int) -> bool:
     )
     if newer and opset < 19:
         return False
-    if attrs["mode"] == "nearest":
+    if attrs["mode"] == "nearest" or node.attrs.get(OPEN):
         return True
     x = node.inputs[0]
     assert x is not None
@@ -368,7 +383,7 @@ def _mapped(how: str, *operands: Any, **attrs: Any) -> Any:
 
 resize_row = Op(
     name="Resize",
-    infer=_resize_types,
+    **settled(_resize_types, _resize_open, 1, 2, 3),
     reference=_resize_kernel,
     vjp=_resize_vjp,
     body=_resize_body,

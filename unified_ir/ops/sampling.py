@@ -21,11 +21,19 @@ from triplane.unified_ir.ops.convolution import conv_grad_input, conv_row
 from triplane.unified_ir.ops.elementwise import abs_, div, floor, maximum, minimum, round_
 from triplane.unified_ir.ops.indexing import arange, gather
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Known, Op
 from triplane.unified_ir.ops.samples import between, given, normal, sample
-from triplane.unified_ir.ops.structure import broadcast_to, pad_row, size_of, slice_axis, where
+from triplane.unified_ir.ops.settings import length, settled
+from triplane.unified_ir.ops.structure import (
+    axes_of,
+    broadcast_to,
+    pad_row,
+    size_of,
+    slice_axis,
+    where,
+)
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
-from triplane.unified_ir.ops.window import Window, sizes_of, static
+from triplane.unified_ir.ops.window import Window, at_tap, sizes_of, static
 
 Tap = tuple[Tensor, Tensor | None]
 """A position along one axis, and its weight (None: 1)."""
@@ -219,16 +227,31 @@ grid_sample_row = Op(
 )  # fmt: skip
 
 
+def _contents(row: str, x: Tensor) -> Known:
+    """What a body that depends on sizes must know."""
+    found = recorder().known(x)
+    if found is None:
+        raise InvalidInput(
+            f"{row} is differentiated, or written in other operators, only with sizes known when "
+            "the graph is built; give a constant or sizes taken from a tensor's shape"
+        )
+    return found
+
+
+def _affine_types(call: Call) -> tuple[TensorType]:
+    theta, size = call.type(0), call.dims(1)
+    n = len(size) - 2
+    if n not in (2, 3) or theta.shape[1:] != (n, n + 1) or size[0] != theta.shape[0]:
+        raise ShapeError(
+            f"AffineGrid takes theta (N, n, n + 1) and a size (N, C, *S) of n axes, got {theta} "
+            f"and {size}"
+        )
+    return (theta.with_shape((theta.shape[0], *size[2:], n)),)
+
+
 def _affine_grid(theta: Tensor, size: Tensor, *, align_corners: int) -> Tensor:
     """theta: (N, n, n + 1) applied to coordinates in [-1, 1] -> (N, *S, n), x before y before z."""
-    known = recorder().known(size)
-    n = theta.rank and theta.shape[-1]
-    if theta.rank != 3 or known is None or len(known) != n + 1 or theta.shape[1] != len(known) - 2:
-        raise ShapeError(
-            f"AffineGrid takes theta (N, n, n + 1) and a known size (N, C, *S), got {theta.type}"
-        )
-    if known[0] != theta.shape[0]:
-        raise ShapeError(f"AffineGrid takes one theta per sample, got {theta.type} for {known[0]}")
+    known = _contents("AffineGrid", size)
     spatial: list[Any] = [d if isinstance(d, Expr) else int(d) for d in known[2:]]
     axes = len(spatial)
     total = slice_axis(theta, 2, axes, axes + 1).reshape((theta.shape[0], *[1] * axes, axes))
@@ -252,8 +275,26 @@ def _centres(size: Dim, like: Tensor, *, aligned: bool) -> Tensor:
     )  # fmt: skip
 
 
+def _affine_grid_kernel(theta: Any, size: Any, *, align_corners: int) -> Any:
+    spatial = [int(d) for d in size[2:]]
+    places = []
+    for d in spatial:
+        o = np.arange(d, dtype=np.float64)
+        places.append(o * 2 / max(d - 1, 1) - (d > 1) if align_corners else (o * 2 + 1) / d - 1)
+    planes = np.meshgrid(*places, indexing="ij")
+    homogeneous = np.stack([*planes[::-1], np.ones(spatial)], -1)
+    return np.einsum("...k,nik->n...i", homogeneous, theta)
+
+
+def _affine_open(call: Call) -> tuple[Dim | None, ...]:
+    theta, n = call.type(0), length(call, 1) - 2
+    return (theta.shape[0], *[None] * n, n)
+
+
 affine_grid_row = Op(
     name="AffineGrid",
+    **settled(_affine_types, _affine_open, 1),
+    reference=_affine_grid_kernel,
     body=_affine_grid,
     samples=(
         sample(normal(2, 2, 3), given([2, 3, 4, 5])),
@@ -265,10 +306,8 @@ affine_grid_row = Op(
 
 def _center_crop_pad(x: Tensor, shape: Tensor, *, axes: Sequence[int] | None) -> Tensor:
     """Keeps the middle where the wanted size is smaller, pads with zeros around where larger."""
-    known = recorder().known(shape)
+    known = _contents("CenterCropPad", shape)
     wanted_axes = range(x.rank) if axes is None else [range(x.rank)[a] for a in axes]
-    if known is None or len(known) != len(wanted_axes):
-        raise ShapeError(f"CenterCropPad of {x.type} needs one known size per axis {axes}")
     for axis, want in zip(wanted_axes, known, strict=True):
         wanted: Dim = want if isinstance(want, Expr) else int(want)
         have = x.shape[axis]
@@ -305,8 +344,41 @@ def clip_ints(position: Tensor, last: Tensor) -> Tensor:
     return minimum(maximum(position, 0), last)
 
 
+def _center_types(call: Call) -> tuple[TensorType]:
+    x, wanted, axes = call.type(0), call.dims(1), call.attrs["axes"]
+    changed = axes_of(x.rank, range(x.rank) if axes is None else axes)
+    if len(changed) != len(wanted):
+        raise ShapeError(f"CenterCropPad of {x} takes {len(changed)} sizes, got {wanted}")
+    shape = list(x.shape)
+    for axis, d in zip(range(x.rank) if axes is None else axes, wanted, strict=True):
+        shape[axis] = d
+    return (x.with_shape(shape),)
+
+
+def _center_kernel(x: Any, shape: Any, *, axes: Sequence[int] | None) -> Any:
+    for axis, wanted in zip(range(x.ndim) if axes is None else axes, shape, strict=True):
+        have = x.shape[axis]
+        if wanted < have:
+            start = (have - wanted) // 2
+            x = np.take(x, np.arange(start, start + wanted), axis)
+        before = max(0, wanted - have) // 2
+        amounts = [(0, 0)] * x.ndim
+        amounts[axis] = (int(before), int(max(0, wanted - have) - before))
+        x = np.pad(x, amounts)
+    return x
+
+
+def _center_open(call: Call) -> tuple[Dim | None, ...]:
+    x = call.type(0)
+    axes = call.attrs["axes"]
+    changed = {range(x.rank)[a] for a in (range(x.rank) if axes is None else axes)}
+    return tuple(None if i in changed else d for i, d in enumerate(x.shape))
+
+
 center_crop_pad = Op(
     name="CenterCropPad",
+    **settled(_center_types, _center_open, 1),
+    reference=_center_kernel,
     body=_center_crop_pad,
     samples=(
         sample(normal(2, 7, 4), given([4, 7]), axes=(1, 2)),
@@ -354,7 +426,7 @@ def _col2im_types(call: Call) -> tuple[TensorType]:
 
 
 def _known_pair(image: Tensor, block: Tensor) -> tuple[Any, Any]:
-    return recorder().known(image), recorder().known(block)
+    return _contents("Col2Im", image), _contents("Col2Im", block)
 
 
 def _col2im(x: Tensor, image: Tensor, block: Tensor, **attrs: Any) -> Tensor:
@@ -376,9 +448,28 @@ def _unfolded(x: Tensor, window: Window) -> Tensor:
     return conv_row(x, weight, group=channels, **window.attrs())
 
 
+def _col2im_kernel(x: Any, image: Any, block: Any, **attrs: Any) -> Any:
+    """Adds each tap's columns where its window position lies; then crops the pads."""
+    window, out = _columns([int(d) for d in image], [int(k) for k in block], attrs)
+    n, taps = len(window.kernel), int(np.prod(window.kernel))
+    columns = x.reshape(x.shape[0], -1, taps, *out)
+    full = [int(d) + window.pads[i] + window.pads[n + i] for i, d in enumerate(image)]
+    y: Any = np.zeros((*columns.shape[:2], *full), x.dtype)
+    for k, tap in enumerate(np.ndindex(*window.kernel)):
+        view = at_tap(y, window, tap, static(out, "a plane"))
+        view += columns[:, :, k]
+    kept: Any = [slice(window.pads[i], window.pads[i] + int(d)) for i, d in enumerate(image)]
+    return y[(Ellipsis, *kept)]
+
+
+def _col2im_open(call: Call) -> tuple[Dim | None, ...]:
+    return (call.type(0).shape[0], *[None] * (1 + length(call, 1)))
+
+
 col2im = Op(
     name="Col2Im",
-    infer=_col2im_types,
+    **settled(_col2im_types, _col2im_open, 1, 2),
+    reference=_col2im_kernel,
     vjp=_col2im_vjp,
     body=_col2im,
     samples=(
