@@ -2,6 +2,7 @@
 
 from triplane.unified_ir.frontend.cell import Cell, CellList, Parameter
 from triplane.unified_ir.frontend.custom import custom_vjp
+from triplane.unified_ir.frontend.diagnose import first_nonfinite, zero_gradients
 from triplane.unified_ir.frontend.mapped import vmap
 from triplane.unified_ir.frontend.run import graph, mode, set_mode
 from triplane.unified_ir.frontend.trace import trace
@@ -20,6 +21,7 @@ __all__ = [
     "Parameter",
     "checkpoint",
     "custom_vjp",
+    "first_nonfinite",
     "grad",
     "graph",
     "hessian_vector_product",
@@ -30,4 +32,5 @@ __all__ = [
     "value_and_grad",
     "vjp",
     "vmap",
+    "zero_gradients",
 ]

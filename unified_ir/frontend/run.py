@@ -19,6 +19,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import ENGINES, engine
+from triplane.unified_ir.engines.finite import finite, first_nonfinite
 from triplane.unified_ir.frontend.depth import entered
 from triplane.unified_ir.frontend.programs import Compiled, Identity, programs_of
 from triplane.unified_ir.frontend.rewrite import rewritten
@@ -40,18 +41,23 @@ class _Setting:
     mode: Mode = "graph"
     engine: str = "onnx"
     floats: Floats = "float32"
+    finite: bool = False
 
 
 _DEFAULT: Final = _Setting()
 _setting: ContextVar[_Setting] = ContextVar("triplane_mode", default=_DEFAULT)
 
 
-def set_mode(mode: Mode, engine: str = "onnx", *, floats: Floats = "float32") -> None:
+def set_mode(
+    mode: Mode, engine: str = "onnx", *, floats: Floats = "float32", finite: bool = False
+) -> None:
     """How calls with arrays run from here on: "graph" on an engine, or "eager" on numpy.
 
     In eager mode every value carries its array while it is recorded, so a debugger shows numbers
     and Python control flow simply runs. `floats`: what float64 arrays, numpy's default, become at
     the call: float32, or "float64" to compute as precisely as they are (gradient checks).
+    `finite`: a call that gives NaN or infinity raises, naming the first node that makes it, and
+    writes no buffer back.
     """
     if mode not in {"graph", "eager"} or floats not in {"float32", "float64"}:
         raise InvalidInput(
@@ -59,7 +65,7 @@ def set_mode(mode: Mode, engine: str = "onnx", *, floats: Floats = "float32") ->
         )
     if engine not in ENGINES:
         raise InvalidInput(f"no engine {engine!r}; there are {', '.join(ENGINES)}")
-    _setting.set(_Setting(mode, engine, floats))
+    _setting.set(_Setting(mode, engine, floats, finite))
 
 
 def current_floats() -> Floats:
@@ -68,10 +74,12 @@ def current_floats() -> Floats:
 
 
 @contextmanager
-def mode(mode: Mode, engine: str = "onnx", *, floats: Floats = "float32") -> Iterator[None]:
+def mode(
+    mode: Mode, engine: str = "onnx", *, floats: Floats = "float32", finite: bool = False
+) -> Iterator[None]:
     """As `set_mode`, for the block."""
     before = _setting.get()
-    set_mode(mode, engine, floats=floats)
+    set_mode(mode, engine, floats=floats, finite=finite)
     try:
         yield
     finally:
@@ -85,24 +93,41 @@ def run(target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         arguments, given = host_arguments(target, args, kwargs, setting.floats)
         done = record(target, arguments, run=run_node, arrays=given)
         assert done.arrays is not None
-        return _handed_out(done, [done.arrays[v] for v in done.function.results])
+        made = [done.arrays[v] for v in done.function.results]
+        if setting.finite:
+            _check_finite(done, [*given, *state_arrays(done)], made)
+        return _handed_out(done, made)
     programs = programs_of(target)
     if kwargs:
         args, kwargs = programs.ordered(args, kwargs)
     arrays: list[Array] = []
     objects: list[Any] = []
-    made = [_key_of(x, setting.floats, arrays, objects) for x in args]
-    made += [(k, _key_of(v, setting.floats, arrays, objects)) for k, v in kwargs.items()]
-    key = (setting.engine, len(args), *made)
+    parts = [_key_of(x, setting.floats, arrays, objects) for x in args]
+    parts += [(k, _key_of(v, setting.floats, arrays, objects)) for k, v in kwargs.items()]
+    key = (setting.engine, len(args), *parts)
     found = programs.find(key)
     if found is None:
         watch = Watch([target, *objects])
         found = _compiled(target, args, kwargs, setting, watch)
         programs.keep(key, found)
     values = found.program(*arrays, *[p.array for p in found.state])
+    if setting.finite:
+        _check_finite(found.done, [*arrays, *state_arrays(found.done)], values)
     for i, parameter in found.assigned:
         parameter.array = values[i]
     return values[0] if found.single else _rebuilt(found.done, values)
+
+
+def _check_finite(done: Traced, arrays: Sequence[Array], values: Sequence[Array]) -> None:
+    if all(finite(v) for v in values):
+        return
+    cause = first_nonfinite(
+        done.function, dict(zip(done.function.param_names, arrays, strict=True))
+    )
+    raise InvalidInput(
+        f"{done.function.name} gives numbers that are not finite: "
+        f"{cause or 'on this engine only; compare(f, *args) finds the node'}"
+    )
 
 
 def _handed_out(done: Traced, values: Sequence[Array]) -> Any:

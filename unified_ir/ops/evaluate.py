@@ -6,7 +6,9 @@ mode, constant folding and the reference engine; speed is not its purpose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Final
 
 import numpy as np
@@ -23,12 +25,27 @@ from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.row import MEANING_OPSET, Known, Table
 from triplane.unified_ir.ops.sizes import Sizes
 
+Observer = Callable[[Node, Sequence[Any], Sequence[Any]], None]
+"""Sees each node with its operands and results, those of a region before the node around them."""
+_observer: ContextVar[Observer | None] = ContextVar("triplane_observer", default=None)
+
+
+@contextmanager
+def observing(observer: Observer | None) -> Iterator[None]:
+    """`observer` sees the nodes that run meanwhile; not those of which a row's body consists."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
 
 def run_function(
     table: Table, function: Function, args: Sequence[Array], outer: Sizes | None = None
 ) -> list[Array]:
     """Results of a function on host arrays; symbols of enclosing scopes come in `outer`."""
     sizes = dict(outer or {})
+    observer = _observer.get()
     arrays: dict[Value, Array] = {}
     for param in function.params:
         for d in param.type.shape:
@@ -45,6 +62,8 @@ def run_function(
             sizes.pop(name, None)
         known = [None if v is None else contents.get(v) for v in node.inputs]
         results = run_node(table, node, operands, sizes, known)
+        if observer is not None:
+            observer(node, operands, results)
         note_contents(table[node.op.domain, node.op.name], node, contents)
         for value, array in zip(node.outputs, results, strict=True):
             arrays[value] = array
@@ -91,7 +110,8 @@ def run_node(
     kernel raised.
     """
     try:
-        return _run_node(table, node, operands, sizes, known)
+        with np.errstate(all="ignore"):  # NaN and infinity are values, as on every engine
+            return _run_node(table, node, operands, sizes, known)
     except NodeFailed as failed:
         if node.regions:
             raise
@@ -140,7 +160,9 @@ def _run_node(
     elif row.body is not None:
         types = tuple(None if v is None else v.type for v in node.inputs)
         body = body_function(table, row, types, node.attrs, len(node.outputs), known)
-        results = tuple(run_function(table, body, [a for a in operands if a is not None], sizes))
+        with observing(None):
+            present = [a for a in operands if a is not None]
+            results = tuple(run_function(table, body, present, sizes))
     else:
         results = _onnx_kernel(node, operands)
     filled = [*results, *(_empty(v, sizes) for v in node.outputs[len(results) :])]

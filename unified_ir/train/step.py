@@ -19,6 +19,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.autodiff import GRAD, value_and_grad
+from triplane.unified_ir.autodiff.zero import zero_gradient
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.frontend.trace import traced
 from triplane.unified_ir.ir.graph import Array, Function, Node, Role, Value
@@ -298,9 +299,18 @@ def _differentiated(
     if unused:
         raise InvalidInput(
             f"the loss does not depend on {', '.join(map(repr, unused))}, whose gradient is zero "
-            "by construction; use it, remove it, or create it with trainable=False"
+            f"by construction{_why_zero(forward, unused)}; use it, remove it, or create it with "
+            "trainable=False"
         )
     return Function(name, found.params, found.results, found.result_names, found.nodes)
+
+
+def _why_zero(forward: Function, unused: Sequence[str]) -> str:
+    """What stops the gradients of the parameters that are read, in brackets."""
+    read = [k for k in unused if k in forward.param_names]
+    found = [zero_gradient(forward, k, LOSS) for k in read]
+    reasons = [str(z) for z in found if z is not None and z.stops]
+    return f" ({'; '.join(reasons)})" if reasons else ""
 
 
 def _gradients(forward: Function, wanted: Sequence[str], recipe: Recipe | None) -> Function:

@@ -1,0 +1,66 @@
+"""Where a number that is not finite comes from: the graph again, node by node, on the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from triplane.unified_ir.ir.graph import Array, Function, Node
+from triplane.unified_ir.ops.contents import as_contents
+from triplane.unified_ir.ops.evaluate import observing, run_function
+from triplane.unified_ir.ops.table import TABLE
+
+
+class _Found(Exception):
+    """Ends the run at the first such node."""
+
+
+def first_nonfinite(function: Function, args: Mapping[str, Any]) -> str:
+    """Names the first argument or node of `function` that is not finite; empty if none is.
+
+    Nodes inside branches and loops are looked at too, in the order in which they run.
+    """
+    for name in function.param_names:
+        if not finite(args[name]):
+            return f"{name!r} holds {describe(args[name])} before the step"
+
+    def look(node: Node, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        if node.op.name != "Constant" and not all(finite(a) for a in results):
+            raise _Found(_node_text(node, operands, results))
+
+    given = [as_contents(args[p.name], p.type) for p in function.params]
+    try:
+        with observing(look):
+            run_function(TABLE, function, given)
+    except _Found as found:
+        return str(found)
+    return ""
+
+
+def finite(array: Any) -> bool:
+    """Whether no element is NaN or infinite; whole numbers, texts and the like are finite."""
+    if not isinstance(array, np.ndarray) or array.dtype.kind in "biuOSU":
+        return True
+    return bool(np.isfinite(array.astype(np.float64)).all())
+
+
+def _node_text(node: Node, operands: Sequence[Any], results: Sequence[Any]) -> str:
+    where = f" at {node.meta.location}" if node.meta.location else ""
+    scope = f" (in {node.meta.scope})" if node.meta.scope else ""
+    given = ", ".join(describe(a) for a in operands if isinstance(a, np.ndarray))
+    bad = next(a for a in results if not finite(a))
+    return f"{node.op}{where}{scope} makes {describe(bad)} of {given}"
+
+
+def describe(array: Array) -> str:
+    """Type, shape and range; how many elements are not finite."""
+    kind = f"{array.dtype}{list(array.shape)}"
+    if array.size == 0 or array.dtype.kind in "bOSU":
+        return kind
+    wide = array.astype(np.float64)
+    good = wide[np.isfinite(wide)]
+    spread = f" in [{good.min():g}, {good.max():g}]" if good.size else ""
+    bad = array.size - good.size
+    return f"{kind}{spread}" + (f" with {bad} of {array.size} not finite" if bad else "")
