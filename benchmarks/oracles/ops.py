@@ -388,6 +388,18 @@ CASES: Final[Mapping[str, Case]] = {
     "gemm": Case(
         normal(a=(4, 3), b=(2, 4), c=(3, 1)), lambda a, b, c: 0.5 * a.T @ b.T + 2.0 * c),
     "linear": Case(normal(x=(3, 4), w=(2, 4), b=(2,)), F.linear),
+    "einsum_of_three": Case(
+        normal(a=(2, 3), b=(2, 4), c=(2, 5)),
+        lambda a, b, c: torch.einsum("bi,bj,bk->bij", a, b, c)),
+    "einsum_of_a_trace": Case(
+        normal(a=(2, 3, 3), b=(2,)), lambda a, b: torch.einsum("bii,b", a, b)),
+    "einsum_that_broadcasts": Case(
+        normal(a=(2, 1, 3, 4), b=(5, 4, 2)),
+        lambda a, b: torch.einsum("...ij,...jk->...ik", a, b)),
+    "det": Case(normal(x=(2, 3, 3)), torch.linalg.det),
+    "det_of_rank_1": Case(
+        fixed(x=[[1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [0.0, 1.0, 0.0]]), torch.linalg.det,
+        second=False),
     "conv": Case(_conv, F.conv2d),
     "conv_stride_2": Case(_conv, lambda x, w, b: F.conv2d(x, w, b, stride=2, padding=1)),
     "conv_dilated": Case(_conv, lambda x, w, b: F.conv2d(x, w, b, dilation=2)),

@@ -24,6 +24,7 @@ from triplane.unified_ir.ir.types import (
 )
 from triplane.unified_ir.onnx.target import OnnxTarget
 from triplane.unified_ir.ops.convolution import transposed_window
+from triplane.unified_ir.ops.equations import without_repeats
 from triplane.unified_ir.ops.infer import onnx_attrs, type_proto
 from triplane.unified_ir.ops.row import DOMAIN
 from triplane.unified_ir.ops.window import Window, static, with_explicit_pads
@@ -329,6 +330,20 @@ def _one_hot(context: Context, node: Node) -> None:
     context.add("Cast", [made], context.output_names(node), to=dtype.onnx)
 
 
+def _einsum(context: Context, node: Node) -> None:
+    """onnxruntime repeats no axis of size 1 under an ellipsis: the axis is left out."""
+    shapes = [v.type.shape for v in node.inputs if v is not None]
+    equation, dropped = without_repeats(str(node.attrs["equation"]), shapes)
+    if not any(dropped):
+        context.plain(node)
+        return
+    names = [
+        context.emit("Squeeze", name, context.constant(np.array(axes))) if axes else name
+        for name, axes in zip(context.inputs(node), dropped, strict=True)
+    ]
+    context.add("Einsum", names, context.output_names(node), equation=str(equation))
+
+
 def _split(context: Context, node: Node) -> None:
     """Sizes of parts are written out: how many there are is no attribute before opset 18."""
     names = context.inputs(node)
@@ -512,6 +527,7 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "MaxUnpool"): _max_unpool,
     ("", "Div"): _div,
     ("", "Mod"): _mod,
+    ("", "Einsum"): _einsum,
     ("", "OneHot"): _one_hot,
     ("", "Pow"): _pow,
     ("", "ScatterElements"): _scatter,

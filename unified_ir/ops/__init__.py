@@ -44,6 +44,7 @@ from triplane.unified_ir.ops.elementwise import and_ as logical_and
 from triplane.unified_ir.ops.elementwise import not_ as logical_not
 from triplane.unified_ir.ops.elementwise import or_ as logical_or
 from triplane.unified_ir.ops.elementwise import pow_ as power
+from triplane.unified_ir.ops.equations import det, einsum
 from triplane.unified_ir.ops.indexing import (
     arange,
     embedding,
@@ -160,9 +161,11 @@ __all__ = [
     "cross_entropy",
     "custom",
     "custom_gradient",
+    "det",
     "dft",
     "div",
     "dropout",
+    "einsum",
     "embedding",
     "empty_sequence",
     "equal",
