@@ -272,6 +272,14 @@ CASES: Final[Mapping[str, Case]] = {
     "slice": Case(normal(x=(4, 5)), lambda x: x[1:3, :-1]),
     "slice_with_steps": Case(normal(x=(7, 2)), lambda x: x[1:7:3]),
     "pad": Case(normal(x=(2, 3)), lambda x: F.pad(x, (0, 2, 1, 0))),
+    "flip": Case(normal(x=(4, 3)), lambda x: x.flip(0)),
+    "pad_by_value": Case(
+        normal(x=(2, 3), value=()),
+        lambda x, value: torch.cat([value.expand(1, 3), x, value.expand(2, 3)])),
+    "pad_that_crops": Case(normal(x=(3, 4)), lambda x: F.pad(x, (1, -2, -1, 0))),
+    "pad_reflect": Case(normal(x=(1, 2, 4, 3)), lambda x: F.pad(x, (1, 2, 3, 0), "reflect")),
+    "pad_edge": Case(normal(x=(1, 2, 4, 3)), lambda x: F.pad(x, (1, 2, 3, 0), "replicate")),
+    "pad_wrap": Case(normal(x=(1, 2, 4, 3)), lambda x: F.pad(x, (1, 2, 3, 0), "circular")),
     # reductions
     "sum": Case(normal(x=(2, 3, 4)), lambda x: x.sum((0, 2), keepdim=True)),
     "mean": Case(normal(x=(2, 3, 4)), lambda x: x.mean((0, 2))),

@@ -25,6 +25,10 @@ def _scatter(reduction):
     )
 
 
+def _padded(mode):
+    return lambda x: row("Pad")(x, np.array([3, 1, 0, 2]), None, np.array([2, 3]), mode=mode)
+
+
 TILED = {"kernel_shape": (2, 2), "strides": (2, 2)}
 
 
@@ -86,6 +90,10 @@ OURS = {
     "unsqueeze": lambda x: ops.unsqueeze(x, 0, -1), "squeeze": lambda x: ops.squeeze(x, 0),
     "concat": lambda a, b: ops.concat([a, b], 1), "slice": lambda x: x[1:3, :-1],
     "slice_with_steps": lambda x: x[1:7:3], "pad": lambda x: ops.pad(x, (1, 0, 0, 2)),
+    "flip": lambda x: x[::-1],
+    "pad_by_value": lambda x, value: row("Pad")(x, np.array([1, 2]), value, np.array([0])),
+    "pad_that_crops": lambda x: row("Pad")(x, np.array([-1, 1, 0, -2])),
+    "pad_reflect": _padded("reflect"), "pad_edge": _padded("edge"), "pad_wrap": _padded("wrap"),
     "sum": lambda x: x.sum((0, 2), keepdims=True), "mean": lambda x: x.mean((0, 2)),
     "amax_of_ties": lambda x: x.max((0, 2)),
     "amin_of_ties": lambda x: row("ReduceMin")(x, np.array([1]), keepdims=0),

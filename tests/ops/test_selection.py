@@ -7,8 +7,10 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.autodiff import grad
 from triplane.unified_ir.engines import engine
+from triplane.unified_ir.engines.onnx import OnnxEngine
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ir.types import ShapeError, TypeMismatch
+from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.check import check_function
 from triplane.unified_ir.ops.table import TABLE
@@ -83,3 +85,62 @@ def test_equal_parts_of_an_open_size_are_refused_by_name():
             lambda x: TABLE["", "Split"].all_outputs(x, outputs=2, num_outputs=2)[0],
             TensorSpec(("N",)),
         )
+
+
+@pytest.mark.parametrize(
+    "index", [slice(None, None, -1), slice(-2, None, -1), slice(1, None, 2), slice(None, None, -3)]
+)
+def test_slices_of_an_open_axis_mean_what_numpy_means(index):
+    f = recorded(lambda x: x[index], TensorSpec(("N", 3)))
+    slope = grad(recorded(lambda x: (x[index] ** 2.0).sum(), TensorSpec(("N", 3))), ["x0"])
+    for n in (2, 3, 6):
+        x = np.arange(n * 3, dtype=np.float32).reshape(n, 3)
+        wanted = np.zeros_like(x)
+        wanted[index] = 2 * x[index]
+        for name in ("onnx", "reference"):
+            np.testing.assert_array_equal(engine(name).compile(f)(x)[0], x[index])
+            np.testing.assert_array_equal(engine(name).compile(slope)(x)[0], wanted)
+
+
+def test_rows_that_an_open_axis_does_not_have_are_refused_when_the_graph_runs():
+    """Three rows were promised; fewer would go on as something else."""
+    f = recorded(lambda x: x[:3] * 2.0, TensorSpec(("N",)))
+    g = recorded(lambda x, y: x[: y.shape[0]] * y, TensorSpec(("N",)), TensorSpec(("M",)))
+    few, many = np.ones(1, np.float32), np.ones(4, np.float32)
+    for name in ("onnx", "reference"):
+        assert engine(name).compile(f)(many)[0].shape == (3,)
+        with pytest.raises(InvalidInput):
+            engine(name).compile(f)(few)
+        with pytest.raises(InvalidInput):
+            engine(name).compile(g)(few, many)
+
+
+def test_a_slice_whose_length_is_no_polynomial_is_refused_by_name():
+    with pytest.raises(ShapeError, match="count both bounds from the same end"):
+        recorded(lambda x: x[4:-3:-1], TensorSpec(("N",)))
+
+
+@pytest.mark.parametrize("mode", ["reflect", "edge", "wrap"])
+@pytest.mark.parametrize("opset", [17, 21])
+def test_an_open_axis_is_padded_by_its_own_elements(mode, opset):
+    f = recorded(
+        lambda x: TABLE["", "Pad"](x, np.array([2, 1]), None, np.array([0]), mode=mode),
+        TensorSpec(("N", 2)),
+    )
+    slope = grad(
+        recorded(
+            lambda x: (
+                TABLE["", "Pad"](x, np.array([2, 1]), None, np.array([0]), mode=mode)
+                * np.arange(14, dtype=np.float32).reshape(7, 2)
+            ).sum(),
+            TensorSpec((4, 2)),
+        ),
+        ["x0"],
+    )
+    x = np.arange(8, dtype=np.float32).reshape(4, 2)
+    places = np.pad(np.arange(4), (2, 1), mode=mode)
+    wanted = np.zeros((4, 2), np.float32)
+    np.add.at(wanted, places, np.arange(14, dtype=np.float32).reshape(7, 2))
+    made = OnnxEngine(target=OnnxTarget(opset))
+    np.testing.assert_array_equal(made.compile(f)(x)[0], x[places])
+    np.testing.assert_array_equal(made.compile(slope)(x)[0], wanted)

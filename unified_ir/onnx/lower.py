@@ -9,7 +9,7 @@ import numpy as np
 from onnx import GraphProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, Expr
+from triplane.unified_ir.ir.dims import Dim, Expr, symbols
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ir.types import (
     DTYPES,
@@ -26,7 +26,7 @@ from triplane.unified_ir.onnx.target import OnnxTarget
 from triplane.unified_ir.ops.convolution import transposed_window
 from triplane.unified_ir.ops.equations import without_repeats
 from triplane.unified_ir.ops.infer import onnx_attrs, type_proto
-from triplane.unified_ir.ops.row import DOMAIN
+from triplane.unified_ir.ops.row import DOMAIN, OPEN
 from triplane.unified_ir.ops.window import Window, static, with_explicit_pads
 
 
@@ -131,17 +131,23 @@ def _reshape(context: Context, node: Node) -> None:
 
 
 def _slice(context: Context, node: Node) -> None:
-    """A fixed number of rows of a symbolic axis is held to: Slice itself would give fewer."""
+    """A number of rows that the axis does not imply is held to: Slice itself would give fewer."""
     x, y = node.inputs[0], node.outputs[0].type
     assert x is not None
+    opened = node.attrs.get(OPEN, ())
     if all(
-        isinstance(a, int) or isinstance(b, Expr)
+        isinstance(a, int) or (isinstance(b, Expr) and _implied(a, b, opened))
         for a, b in zip(x.type.shape, y.shape, strict=True)
     ):
         context.plain(node)
         return
     taken = context.emit("Slice", *context.inputs(node))
     context.add("Reshape", [taken, context.dims(y.shape)], context.output_names(node), allowzero=1)
+
+
+def _implied(axis: Expr, taken: Expr, opened: Any) -> bool:
+    """Whether the size of a slice follows from the axis alone, or is what it turns out to be."""
+    return symbols(taken) <= symbols(axis) | set(opened)
 
 
 def _matmul(context: Context, node: Node) -> None:

@@ -21,6 +21,7 @@ from triplane.unified_ir.ir.types import (
 )
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.infer import broadcast
+from triplane.unified_ir.ops.padding import has_pad, pad_body, pad_kernel, pad_vjp, padded_type
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op, dtype_attr
 from triplane.unified_ir.ops.samples import bools, computed, given, ints, normal, sample
@@ -314,24 +315,30 @@ def _clip_bounds(size: Dim, start: Dim, end: Dim, step: int) -> tuple[Dim, Dim]:
     if isinstance(size, int) and isinstance(start, int) and isinstance(end, int):
         first, last, _ = slice(start, None if end < -size and step < 0 else end, step).indices(size)
         return first, last
-    return _symbolic_bound(size, start), _symbolic_bound(size, end)
+    return _symbolic_bound(size, start, step), _symbolic_bound(size, end, step)
 
 
-def _symbolic_bound(size: Dim, bound: Dim) -> Dim:
+_FAR = 2**31
+
+
+def _symbolic_bound(size: Dim, bound: Dim, step: int) -> Dim:
     """A bound against a symbolic size: far beyond means the end, negative counts from it."""
-    if isinstance(bound, int) and bound >= 2**31:
-        return size
-    if isinstance(bound, int) and bound < 0:
-        return size + bound
-    return bound
+    if not isinstance(bound, int) or 0 <= bound < _FAR:
+        return bound
+    if bound >= _FAR:
+        return size if step > 0 else size - 1
+    return (0 if step > 0 else -1) if bound <= -_FAR else size + bound
 
 
 def _slice(call: Call) -> Types:
     x = call.type(0)
     shape = list(x.shape)
     for axis, start, end, step in slice_bounds(call):
-        if step < 0 and not (isinstance(start, int) and isinstance(end, int)):
-            raise ShapeError(f"Slice backwards over the symbolic axis {axis} of {x} is not known")
+        if step < 0 and isinstance(start, int) and not isinstance(end, int):
+            raise ShapeError(
+                f"how many elements a Slice from {start} down to {end} of {x} has is not known; "
+                "count both bounds from the same end"
+            )
         length = ceil_div(end - start, step) if step > 0 else ceil_div(start - end, -step)
         shape[axis] = max(length, 0) if isinstance(length, int) else length
     return (x.with_shape(shape),)
@@ -359,8 +366,11 @@ def _slice_reference(x: Any, starts: Any, ends: Any, axes: Any = None, steps: An
 
 
 def _slice_vjp(g: Tensor, y: Tensor, x: Tensor, *bounds: Tensor) -> Any:
-    """Pads the cotangent back; strides and reversals go through a scatter of positions."""
+    """Pads the cotangent back; strides and reversals choose places, computed bounds scatter."""
     known = [recorder().known(b) for b in bounds]
+    none = tuple(None for _ in bounds)
+    if any(k is None for k in known):
+        return (_scattered(g, x, bounds), *none)
     call = Call(slice_row, (x.type, *(b.type for b in bounds)), (None, *known), {}, (), 1)
     resolved = slice_bounds(call)
     if all(step == 1 for *_, step in resolved):
@@ -369,19 +379,33 @@ def _slice_vjp(g: Tensor, y: Tensor, x: Tensor, *bounds: Tensor) -> Any:
         for axis, start, end, _ in resolved:
             before[axis], after[axis] = start, x.shape[axis] - end
         padded = pad_row(g, dims_of([*before, *after]))
-        return (padded, *(None for _ in bounds))
+        return (padded, *none)
+    strided = [(x.shape[axis], start, end) for axis, start, end, step in resolved if step != 1]
+    if any(isinstance(d, Expr) for part in strided for d in part):
+        return (_scattered(g, x, bounds), *none)
     for axis, start, end, step in resolved:
         g = _spread(g, axis, x.shape[axis], start, end, step)
-    return (g, *(None for _ in bounds))
+    return (g, *none)
+
+
+def _scattered(g: Tensor, x: Tensor, bounds: Sequence[Tensor]) -> Tensor:
+    """Writes the cotangent to the places that the same Slice reads, wherever these are."""
+    recording = recorder()
+    count = dims_of([x.type.size]).reshape(())
+    places = recording.apply(recording.table["", "Range"], (0, count, 1), {})[0].reshape(x.shape)
+    read = slice_row(places, *bounds).reshape((-1,))
+    base = zeros([x.type.size], g.dtype)
+    row = recording.table["", "ScatterElements"]
+    return recording.apply(row, (base, read, g.reshape((-1,))), {})[0].reshape(x.shape)
 
 
 def _spread(g: Tensor, axis: int, size: Dim, start: Dim, end: Dim, step: int) -> Tensor:
     """Places slices of `g` along `axis` at start, start+step, ... of an axis of zeros."""
-    if not (isinstance(size, int) and isinstance(start, int) and isinstance(end, int)):
-        raise ShapeError("the gradient of a strided Slice needs a static axis")
-    if (start, end, step) == (0, size, 1):
-        return g
-    positions = np.arange(size)[slice(start, None if step < 0 and end < 0 else end, step)]
+    if step == 1:
+        around = [(start, size - end) if i == axis else (0, 0) for i in range(g.rank)]
+        return pad_row(g, dims_of([b for b, _ in around] + [a for _, a in around]))
+    assert isinstance(size, int)
+    positions = np.arange(size)[slice(start, None if step < 0 and end < 0 else end, step)]  # type: ignore[operator]
     take = np.full(size, len(positions))
     take[positions] = np.arange(len(positions))
     zeros = [(0, int(i == axis)) for i in range(g.rank)]
@@ -405,6 +429,10 @@ slice_row = Op(
         sample(normal(4, 5), given([1, 0]), given([3, -1]), given([0, 1])),
         sample(normal(4, 5), given([-1]), given([-100]), given([1]), given([-2])),
         sample(normal(7), given([1]), given([7]), given([0]), given([3])),
+        sample(normal(4, 3), given([2**40]), given([-(2**40)]), given([0]), given([-1])),
+        sample(normal(7, 2), given([-2]), given([-(2**40)]), given([0]), given([-2])),
+        sample(normal(6, 2), given([1, 0]), given([2**40, 1]), given([0, 1]), given([2, 1])),
+        sample(normal(4, 5), computed([1, 0]), computed([3, 4])),
     ),
 )
 
@@ -414,41 +442,24 @@ def slice_axis(x: Tensor, axis: int, start: Dim, end: Dim, step: int = 1) -> Ten
     return slice_row(x, dims_of([start]), dims_of([end]), np.array([axis]), np.array([step]))
 
 
-def _pad(call: Call) -> Types:
-    x, pads = call.type(0), call.dims(1)
-    axes = axes_of(x.rank, call.ints(3)) if call.has(3) else range(x.rank)
-    if len(pads) != 2 * len(axes):
-        raise ShapeError(f"Pad of {x} needs {2 * len(axes)} amounts, got {len(pads)}")
-    if any(isinstance(p, int) and p < 0 for p in pads):
-        raise ShapeError(f"Pad adds elements, got {pads}; slice to drop some")
-    shape = list(x.shape)
-    for k, axis in enumerate(axes):
-        shape[axis] = shape[axis] + pads[k] + pads[k + len(axes)]
-    return (x.with_shape(shape),)
-
-
-def _pad_vjp(g: Tensor, y: Tensor, x: Tensor, pads: Tensor, *rest: Any, mode: str) -> Any:
-    if mode != "constant":
-        raise InvalidInput(f"the gradient of Pad is known for mode 'constant', got {mode!r}")
-    amounts = recorder().known(pads)
-    if amounts is None:
-        raise InvalidInput("the gradient of Pad is known for constant amounts, these are computed")
-    before = [amounts[i] for i in range(x.rank)]
-    back = slice_row(
-        g,
-        dims_of(before),
-        dims_of([b + d for b, d in zip(before, x.shape, strict=True)]),
-        np.arange(x.rank),
-    )
-    return (back, *(None for _ in range(1 + len(rest))))
-
-
 pad_row = Op(
     name="Pad",
     batch=batching.padded,
-    **settled(_pad, all_open(lambda call: call.type(0).rank), 1, 3),
-    vjp=_pad_vjp,
-    samples=(sample(normal(2, 3), given([1, 0, 0, 2])),),
+    **settled(padded_type, all_open(lambda call: call.type(0).rank), 1, 3),
+    reference=pad_kernel,
+    vjp=pad_vjp,
+    body=pad_body,
+    native=has_pad,
+    samples=(
+        sample(normal(2, 3), given([1, 0, 0, 2])),
+        sample(normal(2, 3), given([-1, 2, 1, -2])),
+        sample(normal(2, 3), given([1, 2]), normal(), given([-1])),
+        sample(normal(4, 3), given([1, 2, 2, 0]), mode="reflect"),
+        sample(normal(2, 3), given([1, 2, 0, 3]), mode="edge"),
+        sample(normal(4, 3), given([1, 2, 2, 3]), mode="wrap"),
+        sample(normal(2, 3), given([1, 1]), None, given([1]), mode="reflect"),
+        sample(ints(0, 9, 2, 3), given([1, 0, 0, 2]), given(7)),
+    ),
 )
 
 

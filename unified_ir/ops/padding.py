@@ -1,0 +1,158 @@
+"""How Pad adds elements around a tensor: kernel, body and gradient.
+
+Except for a constant, what comes in is elements of the tensor itself, so Pad is a choice of places
+along each axis, and its gradient adds up what each place was chosen for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, Expr
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops.recorder import recorder
+from triplane.unified_ir.ops.row import Call
+from triplane.unified_ir.ops.tensor import Tensor, dims_of, emit
+
+Amounts = list[tuple[Dim, Dim]]
+"""How many elements come before and after each axis; a negative number takes away."""
+
+
+def amounts(rank: int, pads: Sequence[Any], axes: Sequence[Any] | None) -> Amounts:
+    """The operands of a Pad, by axis."""
+    named = list(range(rank)) if axes is None else [int(a) for a in axes]
+    if any(not -rank <= a < rank for a in named) or len({a % rank for a in named}) < len(named):
+        raise ShapeError(f"Pad names axes {named} of a tensor of {rank}; each once")
+    if len(pads) != 2 * len(named):
+        raise ShapeError(
+            f"Pad of {len(named)} axes needs {2 * len(named)} amounts, got {len(pads)}"
+        )
+    found: Amounts = [(0, 0)] * rank
+    for k, axis in enumerate(named):
+        before, after = (p if isinstance(p, Expr) else int(p) for p in pads[k :: len(named)])
+        found[axis % rank] = (before, after)
+    return found
+
+
+def padded_type(call: Call) -> tuple[TensorType, ...]:
+    """The type where amounts and axes are known."""
+    x, mode = call.type(0), call.attrs["mode"]
+    by_axis = amounts(x.rank, call.dims(1), call.ints(3) if call.has(3) else None)
+    for size, pads in zip(x.shape, by_axis, strict=True):
+        room = {"reflect": -1, "wrap": 0, "edge": None}.get(mode)
+        most = max((p for p in pads if isinstance(p, int)), default=0)
+        if isinstance(size, int) and (
+            (room is not None and most > max(size + room, 0)) or (mode == "edge" and not size)
+        ):
+            raise ShapeError(f"Pad by {pads} in mode {mode!r} repeats more than an axis of {size}")
+        total = size + pads[0] + pads[1]
+        if isinstance(total, int) and total < 0:
+            raise ShapeError(f"Pad by {pads} takes more from {x} than there is")
+    return (x.with_shape(d + b + a for d, (b, a) in zip(x.shape, by_axis, strict=True)),)
+
+
+def pad_kernel(x: Any, pads: Any, value: Any = None, axes: Any = None, *, mode: str) -> Any:
+    """numpy's pad, then what negative amounts take away."""
+    by_axis: Any = amounts(x.ndim, pads, axes)
+    spread = [(max(b, 0), max(a, 0)) for b, a in by_axis]
+    if mode == "constant":
+        fill = np.zeros((), x.dtype) if value is None else np.asarray(value).reshape(())
+        y = np.pad(x, spread, constant_values=fill)
+    else:
+        y = np.pad(x, spread, mode=mode)  # type: ignore[call-overload]
+    return y[
+        tuple(slice(max(-b, 0), d - max(-a, 0)) for d, (b, a) in zip(y.shape, by_axis, strict=True))
+    ]
+
+
+def has_pad(node: Node, opset: int) -> bool:
+    """Axes came as an operand with opset 18, wrapping with 19."""
+    named = len(node.inputs) > 3 and node.inputs[3] is not None
+    return opset >= 19 or (node.attrs.get("mode") != "wrap" and (opset >= 18 or not named))
+
+
+def pad_body(
+    x: Tensor, pads: Tensor, value: Tensor | None = None, axes: Tensor | None = None, *, mode: str
+) -> Tensor:
+    """Axis by axis, each by joining or choosing."""
+    for axis, (before, after) in enumerate(_known(x, pads, axes)):
+        if (before, after) == (0, 0):
+            continue
+        if mode == "constant":
+            x = _filled(x, axis, before, after, value)
+        else:
+            x = emit("Gather", x, _places(x.shape[axis], before, after, mode), axis=axis)
+    return x
+
+
+def pad_vjp(
+    g: Tensor, y: Tensor, x: Tensor, pads: Tensor, value: Tensor | None = None,
+    axes: Tensor | None = None, *, mode: str,
+) -> Any:  # fmt: skip
+    """The part of g over x; in other modes, the sum of what each element was repeated to."""
+    by_axis = _known(x, pads, axes)
+    if mode != "constant":
+        for axis, (before, after) in enumerate(by_axis):
+            if (before, after) != (0, 0):
+                places = _places(x.shape[axis], before, after, mode)
+                g = _added(g, places, axis, x.shape[axis])
+        return g, None, None, None
+    if any(isinstance(p, int) and p < 0 for pair in by_axis for p in pair):
+        back = emit("Pad", g, dims_of([-b for b, _ in by_axis] + [-a for _, a in by_axis]))
+    else:
+        starts = [b for b, _ in by_axis]
+        ends = [b + d for b, d in zip(starts, x.shape, strict=True)]
+        back = emit("Slice", g, dims_of(starts), dims_of(ends), np.arange(x.rank))
+    rest = None if value is None else (g.sum() - back.sum()).reshape(value.shape)
+    return back, None, rest, None
+
+
+def _known(x: Tensor, pads: Tensor, axes: Tensor | None) -> Amounts:
+    found: list[Any] = [None if t is None else recorder().known(t) for t in (pads, axes)]
+    if found[0] is None or (axes is not None and found[1] is None):
+        raise InvalidInput("this form or the gradient of Pad is known for constant amounts")
+    return amounts(x.rank, found[0], found[1])
+
+
+def _filled(x: Tensor, axis: int, before: Dim, after: Dim, value: Tensor | None) -> Tensor:
+    fill = x.build.admit(0, x.dtype) if value is None else value.reshape(())
+    taken = [-p if isinstance(p, int) and p < 0 else 0 for p in (before, after)]
+    if any(taken):
+        end = x.shape[axis] - taken[1]
+        x = emit("Slice", x, dims_of([taken[0]]), dims_of([end]), np.array([axis]))
+    parts = [x]
+    for k, count in enumerate((before, after)):
+        if isinstance(count, Expr) or count > 0:
+            shape = [count if i == axis else d for i, d in enumerate(x.shape)]
+            parts.insert(len(parts) if k else 0, emit("Expand", fill, dims_of(shape)))
+    return emit("Concat", *parts, axis=axis) if len(parts) > 1 else x
+
+
+def _places(size: Dim, before: Dim, after: Dim, mode: str) -> Any:
+    """Which element stands at each place of a padded axis."""
+    if isinstance(size, int) and isinstance(before, int) and isinstance(after, int):
+        return pad_kernel(np.arange(size), [before, after], mode=mode)
+    count = dims_of([size + before + after]).reshape(())
+    place = emit("Range", 0, count, 1) - dims_of([before]).reshape(())
+    last = dims_of([size]).reshape(()) - 1
+    if mode == "edge":
+        return emit("Min", emit("Max", place, 0), last)
+    if mode == "wrap":
+        return emit("Mod", place, last + 1)
+    return last - emit("Abs", emit("Mod", place, last * 2) - last)
+
+
+def _added(g: Tensor, places: Any, axis: int, size: Dim) -> Tensor:
+    """The transpose of choosing `places` along `axis`."""
+    order = [axis, *(i for i in range(g.rank) if i != axis)]
+    moved = g.transpose(*order)
+    zero = g.build.admit(0, g.dtype)
+    base = emit("Expand", zero, dims_of([size, *moved.shape[1:]]))
+    index = emit("Unsqueeze", g.build.admit(places), np.array([1]))
+    added = emit("ScatterND", base, index, moved, reduction="add")
+    return added.transpose(*map(int, np.argsort(order)))
