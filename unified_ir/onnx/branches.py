@@ -14,10 +14,14 @@ from triplane.unified_ir.ir.types import TensorType, bool_, int64
 from triplane.unified_ir.onnx.scope import Scope
 from triplane.unified_ir.onnx.structure import Site, Structure
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.control import cond_node, loop_row, scan_row
+from triplane.unified_ir.ops.control import Entry, cond_node, loop_row, scan_row
 from triplane.unified_ir.ops.indexing import arange
+from triplane.unified_ir.ops.row import OPEN
 from triplane.unified_ir.ops.sequences import element_types, sequence_map_row
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
+
+MAX_WIDENINGS: Final = 8
+"""How often a loop's body is recorded anew because its carry turned out to be of a wider type."""
 
 
 def _if(site: Site) -> Sequence[Tensor]:
@@ -66,18 +70,34 @@ def _loop(site: Site) -> Sequence[Tensor]:
     carry = [site.present(i) for i in range(2, len(site.inputs))]
     n = len(carry)
     _check_body(body, n + 2, n, 1)
-    build = Build(site.build.table, "loop")
-    types = [TensorType(int64, ()), TensorType(bool_, ()), *(x.type for x in carry)]
-    with build:
-        params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
-        results = site.importer.inner(body, params, site.frame, build, "body")
-        results[0] = _scalar(results[0])
-    attrs: dict[str, Any] = {"num_carry": n}
+    build, results, entry = _trip(site, body, Entry(tuple(x.type for x in carry)))
+    attrs: dict[str, Any] = {"num_carry": n, OPEN: entry.free or None}
     if len(results) > n + 1:
         attrs["trips"] = str(site.importer.symbols.fresh(f"trips_{site.node.name}"))
     region = build.finish(_numbered(results))
     operands = (trips, go, *carry, *build.captured)
     return site.build.apply(loop_row, operands, attrs, regions=(region,), outputs=len(results) - 1)
+
+
+def _trip(site: Site, body: GraphProto, entry: Entry) -> tuple[Build, list[Tensor], Entry]:
+    """A loop's body, recorded until what it takes is also what it gives."""
+    importer = site.importer
+    for _ in range(MAX_WIDENINGS):
+        before = importer.weights.mark()
+        build = Build(site.build.table, "loop")
+        types = [TensorType(int64, ()), TensorType(bool_, ()), *entry.types]
+        with build:
+            params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
+            results = importer.inner(body, params, site.frame, build, "body")
+            results[0] = _scalar(results[0])
+        after = [r.type for r in results[1 : len(entry.types) + 1]]
+        function = build.finish(_numbered(results))
+        wider = entry.joined(after, function, lambda: str(importer.symbols.fresh("carried")))
+        if wider == entry:
+            return build, results, entry
+        importer.weights.back_to(before)
+        entry = wider
+    raise InvalidInput(f"its carry changes its type from trip to trip: {list(entry.types)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,17 @@ class Weights:
         self.state[free] = StateTensor(role, array)
         return self.build.param(free, type_of(array))
 
+    def mark(self) -> tuple[int, int, set[str], int]:
+        """Where one is, for `back_to`."""
+        return len(self.state), len(self.build.params), set(self.taken), self.bytes
+
+    def back_to(self, mark: tuple[int, int, set[str], int]) -> None:
+        """Forgets weights added since, with a recording that is thrown away."""
+        states, params, self.taken, self.bytes = mark
+        for name in list(self.state)[states:]:
+            del self.state[name]
+        del self.build.params[params:]
+
     def _free(self, name: str, prefix: str) -> str:
         stem = name if name not in self.taken else f"{prefix or 'inner'}.{name}"
         if len(stem.encode()) > limits.MAX_NAME_BYTES - 8:

@@ -9,21 +9,32 @@ of every trip and walk back over it. Gradients are again such nodes, so any orde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, symbol
+from triplane.unified_ir.ir.dims import Dim, is_symbol, symbol, symbols
 from triplane.unified_ir.ir.graph import Function
-from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_, int64
+from triplane.unified_ir.ir.types import (
+    OWN,
+    TensorType,
+    TypeMismatch,
+    bool_,
+    fits,
+    int64,
+    is_plain,
+    joined,
+)
 from triplane.unified_ir.ops.batching import Batched, NeedsScan, with_axis
 from triplane.unified_ir.ops.build import Build, region
 from triplane.unified_ir.ops.inline import inline, introduced
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
+from triplane.unified_ir.ops.row import DOMAIN, OPEN, AttrSpec, Call, Op
 from triplane.unified_ir.ops.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of, emit
 from triplane.unified_ir.ops.trees import leaves, rebuild, structure
@@ -40,13 +51,26 @@ def _region_types(call: Call, i: int, params: Sequence[TensorType]) -> Types:
     if found != list(params):
         raise TypeMismatch(f"{call.row} passes {list(params)} to a region that takes {found}")
     results = tuple(r.type for r in call.regions[i].results)
-    opened = {name for n in call.regions[i].nodes for name in introduced(n)}
-    if any(opened & r.symbols for r in results):
+    _known_outside(call, results, _inner_sizes(call.regions[i]))
+    return results
+
+
+def _inner_sizes(region: Function) -> set[str]:
+    """Names of sizes that mean nothing outside a region."""
+    return {name for node in region.nodes for name in introduced(node)}
+
+
+def _known_outside(call: Call, results: Sequence[TensorType], inner: set[str]) -> None:
+    if any(inner & r.symbols for r in results):
         raise TypeMismatch(
             f"a region of {call.row} gives {list(results)}, a size of which depends on data in it; "
             "give back a tensor of a size that is known outside"
         )
-    return results
+
+
+def _seen_outside(made: TensorType, inner: set[str]) -> TensorType:
+    """A sequence or optional without a region's sizes: each element has its own."""
+    return made.with_sizes(dict.fromkeys(inner, OWN))
 
 
 def _all_types(call: Call) -> list[TensorType]:
@@ -63,10 +87,53 @@ def _cond_types(call: Call) -> Types:
     if call.type(0) != TensorType(bool_, ()):
         raise TypeMismatch(f"a condition is a bool scalar, got {call.type(0)}; reduce it with all?")
     operands = _all_types(call)[1:]
-    yes, no = _region_types(call, 0, operands), _region_types(call, 1, operands)
-    if yes != no:
+    for r in call.regions:
+        if [p.type for p in r.params] != operands:
+            raise TypeMismatch(f"{call.row} passes {operands} to a region {r.params}")
+    numbers = count()
+    return tuple(_either(call, pair, numbers) for pair in _branch_types(call))
+
+
+def _branch_types(call: Call) -> list[tuple[TensorType, TensorType]]:
+    """What both branches give, by result."""
+    yes, no = (tuple(r.type for r in region.results) for region in call.regions)
+    if len(yes) != len(no):
         raise TypeMismatch(f"both branches of a condition give one type, got {yes} and {no}")
-    return yes
+    return list(zip(yes, no, strict=True))
+
+
+def _either(call: Call, pair: tuple[TensorType, TensorType], numbers: Iterator[int]) -> TensorType:
+    """The type of a result; a size in which the branches differ is one of its own."""
+    inner = [_inner_sizes(region) for region in call.regions]
+    if not all(map(is_plain, pair)):
+        seen = [_seen_outside(t, names) for t, names in zip(pair, inner, strict=True)]
+        found = joined(*seen)
+        if found is None:
+            raise TypeMismatch(f"both branches of a condition give one type, got {pair}")
+        return found
+    yes, no = pair
+    if yes.dtype != no.dtype or yes.rank != no.rank:
+        raise TypeMismatch(
+            f"both branches of a condition give one type, got {yes} and {no}; sizes may differ, "
+            "element types and the number of axes may not"
+        )
+    return yes.with_shape(
+        call.opened(next(numbers)) if _differs(a, b, inner) else a
+        for a, b in zip(yes.shape, no.shape, strict=True)
+    )
+
+
+def _differs(yes: Dim, no: Dim, inner: Sequence[set[str]]) -> bool:
+    return yes != no or bool(symbols(yes) & inner[0] or symbols(no) & inner[1])
+
+
+def _cond_opens(call: Call) -> int:
+    _check_regions(call, 2)
+    inner = [_inner_sizes(region) for region in call.regions]
+    pairs = [p for p in _branch_types(call) if all(map(is_plain, p)) and p[0].rank == p[1].rank]
+    return sum(
+        _differs(a, b, inner) for yes, no in pairs for a, b in zip(yes.shape, no.shape, strict=True)
+    )
 
 
 def _cond_linearize(
@@ -78,6 +145,11 @@ def _cond_linearize(
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
         given = [i for i, g in enumerate(gs) if g is not None]
+        if any(regions[0].results[i].type != regions[1].results[i].type for i in given):
+            raise InvalidInput(
+                "a gradient needs both branches of a condition to give tensors of one size, got "
+                f"{[[r.results[i].type for i in given] for r in regions]}"
+            )
         back = tuple(vjp_of(r, wanted, given) for r in regions)
         operands = (*inputs, *(gs[i] for i in given))
         found = recorder().apply(cond_row, operands, {}, regions=back, outputs=len(wanted))
@@ -137,6 +209,7 @@ cond_row = Op(
     name="Cond",
     domain=DOMAIN,
     operands=("P", "*"),
+    opens=_cond_opens,
     infer=_cond_types,
     reference=lambda p, *operands, regions: tuple(regions[0 if p else 1](*operands)),
     linearize=_cond_linearize,
@@ -351,17 +424,79 @@ def _loop_types(call: Call) -> Types:
     if call.type(1) != TensorType(bool_, ()):
         raise TypeMismatch(f"a loop condition is a bool scalar, got {call.type(1)}")
     rest = [call.type(i) for i in range(2, len(call.types))]
-    carry = rest[:n]
-    flags = [TensorType(int64, ()), TensorType(bool_, ())]
-    go, *results = _region_types(call, 0, [*flags, *rest])
-    after, ys = results[:n], results[n:]
-    if go != TensorType(bool_, ()) or after != carry:
+    carry, captures = rest[:n], rest[n:]
+    (body,) = call.regions
+    i, flag, *params = [p.type for p in body.params]
+    found, wanted = [i, flag, *params[n:]], [TensorType(int64, ()), TensorType(bool_, ())]
+    if found != [*wanted, *captures] or len(params) != len(rest):
+        raise TypeMismatch(f"{call.row} passes {rest} to a region that takes {params}")
+    go, *results = [r.type for r in body.results]
+    inner = _inner_sizes(body) | set(call.open)
+    after, ys = [_seen_outside_if_held(r, inner) for r in results[:n]], results[n:]
+    pairs = zip([*carry, *after], params[:n] * 2, strict=True)
+    if go != TensorType(bool_, ()) or not all(_carried(t, p, call.open) for t, p in pairs):
         raise TypeMismatch(
             f"a loop's body gives (bool, carry like {carry}, ...), got ({go}, {after}); "
             "keep shapes and element types the same from trip to trip"
         )
+    _known_outside(call, ys, inner)
     trips = symbol(call.attrs["trips"]) if ys else 0
-    return (*after, *(y.with_shape((trips, *y.shape)) for y in ys))
+    return (*params[:n], *(y.with_shape((trips, *y.shape)) for y in ys))
+
+
+def _seen_outside_if_held(made: TensorType, inner: set[str]) -> TensorType:
+    return made if is_plain(made) else _seen_outside(made, inner)
+
+
+def _carried(given: TensorType, param: TensorType, free: Sequence[str]) -> bool:
+    """Whether a value may enter the next trip: a size in `free` may be another in each."""
+    if not is_plain(param) or not is_plain(given):
+        return fits(given, param)
+    if given.dtype != param.dtype or given.rank != param.rank:
+        return False
+    pairs = zip(given.shape, param.shape, strict=True)
+    return all(p == d or (is_symbol(p) and str(p) in free) for d, p in pairs)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a loop's body takes of the carry; `free` names the sizes that may change by trip."""
+
+    types: tuple[TensorType, ...]
+    free: tuple[str, ...] = ()
+
+    def joined(
+        self, after: Sequence[TensorType], body: Function, fresh: Callable[[], str]
+    ) -> Entry:
+        """What also takes that which `body` gave, recorded on this entry.
+
+        A size that changed gets a name from `fresh`, a sequence the type that joins both; nothing
+        has to be widened where the entry comes back equal. TypeMismatch: nothing joins them.
+        """
+        inner, free, types = _inner_sizes(body) | set(self.free), list(self.free), []
+        for param, made in zip(self.types, after, strict=True):
+            alike = (param.dtype, param.rank) == (made.dtype, made.rank)
+            if is_plain(param) and is_plain(made) and alike:
+                shape = tuple(
+                    self._size(p, d, inner, free, fresh)
+                    for p, d in zip(param.shape, made.shape, strict=True)
+                )
+                types.append(param.with_shape(shape))
+                continue
+            found = joined(param, _seen_outside_if_held(made, inner))
+            if found is None:
+                raise TypeMismatch(f"a loop carries {param} into a trip and {made} out of it")
+            types.append(found)
+        return Entry(tuple(types), tuple(free))
+
+    def _size(
+        self, p: Dim, d: Dim, inner: set[str], free: list[str], fresh: Callable[[], str]
+    ) -> Dim:
+        stays = p == d and not symbols(d) & inner
+        if stays or (is_symbol(p) and str(p) in self.free):
+            return p
+        free.append(fresh())
+        return symbol(free[-1])
 
 
 def _loop_reference(
@@ -378,6 +513,13 @@ def _loop_reference(
     return (*carry, *[np.stack(column) for column in zip(*rows, strict=True)])
 
 
+def _no_way_back(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    raise InvalidInput(
+        "a gradient through a loop needs a carry of tensors that keep their sizes, since the carry "
+        "of every trip is stacked; carry a padded tensor and a count instead"
+    )
+
+
 def _loop_linearize(
     inputs: Sequence[Tensor | None], attrs: Mapping[str, Any], regions: Sequence[Function],
     outputs: int, vjp_of: VjpOf,
@@ -385,6 +527,8 @@ def _loop_linearize(
     n = attrs["num_carry"]
     body = regions[0]
     build = recorder()
+    if attrs.get(OPEN) or not all(is_plain(p.type) for p in body.params):
+        return build.apply(loop_row, inputs, attrs, regions=(body,), outputs=outputs), _no_way_back
     trips = f"trips_{_position()}"
     made = build.apply(
         loop_row,
@@ -447,6 +591,7 @@ loop_row = Op(
     name="Loop",
     domain=DOMAIN,
     operands=("I?", "P", "*"),
+    opens=lambda call: 0,
     attrs={
         "num_carry": AttrSpec("INT", required=True),
         "trips": AttrSpec("STRING", ""),
@@ -580,9 +725,19 @@ def fori_loop(count: Any, body: Any, init: Any) -> Any:
 
 
 def _loop(trips: Tensor | None, go: Tensor, trip: Any, init: Any, carry: list[Tensor]) -> Any:
-    flags = [TensorType(int64, ()), TensorType(bool_, ())]
-    build, made = region("loop", [*flags, *(x.type for x in carry)], trip)
-    body = build.finish(_numbered(_inside(build, made)))
+    """A tensor keeps its type; a sequence's widens until the body gives what it takes."""
+    flags, types = [TensorType(int64, ()), TensorType(bool_, ())], [x.type for x in carry]
+    while True:
+        build, made = region("loop", [*flags, *types], trip)
+        body = build.finish(_numbered(_inside(build, made)))
+        after = [r.type for r in body.results[1:]]
+        wider = [
+            t if is_plain(t) else joined(t, _seen_outside(a, _inner_sizes(body))) or t
+            for t, a in zip(types, after, strict=False)
+        ]
+        if wider == types:
+            break
+        types = wider
     outputs = recorder().apply(
         loop_row,
         (trips, go, *carry, *build.captured),
