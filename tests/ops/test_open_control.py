@@ -116,7 +116,7 @@ def test_text_and_bytes_come_back_and_are_sound(name):
 def test_a_gradient_that_would_need_one_size_is_refused_by_name(name):
     body, types, _, _, _ = CASES[name]
     function = recorded(lambda *xs: body(*xs).sum(), *types)
-    with pytest.raises(InvalidInput, match="one size|keep their sizes"):
+    with pytest.raises(InvalidInput, match=r"one size|keep their sizes"):
         value_and_grad(function, ["x1" if types[0] == FLAG else "x0"])
 
 
