@@ -122,6 +122,25 @@ def test_a_tensor_lives_from_its_maker_to_its_last_taker():
     assert by_op["Mul"] == 36
 
 
+def test_a_draw_is_never_made_twice():
+    build = Build(TABLE, "f")
+    with build:
+        x = build.param("x", TensorSpec((64, 64)))
+        mask = TABLE["", "RandomNormalLike"](x)
+        y = ops.tanh(x @ x)
+        wide = ops.concat([y, y, y, y], 0).sum()
+        made = {"y": (y * mask).sum() + wide}
+    function = build.finish(made)
+    lean, plan = recompute(function, recompute(function, 1 << 40, {})[1].least_bytes, {})
+    assert plan.peak_bytes == plan.before_bytes > plan.least_bytes
+    assert [n.op.name for n in lean.nodes].count("RandomNormalLike") == 1
+
+
+def test_a_size_that_is_not_given_is_named(step):
+    with pytest.raises(InvalidInput, match="the size of N in float32"):
+        recompute(step[0], 1 << 30, {})
+
+
 def differentiated(seed):
     """A random function of a matrix, with its gradient; values of its argument."""
     draw = np.random.default_rng(seed)

@@ -61,6 +61,7 @@ dropout_row = Op(
     infer=_dropout_types,
     reference=_dropout_kernel,
     linearize=_dropout_linearize,
+    draws=True,
     samples=(
         sample(normal(2, 3)),
         sample(normal(2, 3), literal(0.25, "float32"), outputs=2),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import evaluate
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import TensorType
@@ -89,6 +90,12 @@ def alive(rows: Sequence[Row[V]], results: Sequence[V], size: Callable[[V], int]
 
 def type_bytes(t: TensorType, sizes: Mapping[str, int]) -> int:
     """Bytes of a tensor where each symbol has the given size."""
+    unknown = sorted(t.symbols - sizes.keys())
+    if unknown:
+        raise InvalidInput(
+            f"the size of {', '.join(unknown)} in {t} is not known before a run, so its memory is "
+            f"not either; sizes are given for {', '.join(sizes) or 'none'}"
+        )
     elements = math.prod(evaluate(dim, sizes) for dim in t.shape)
     return -(-elements * t.dtype.bits // 8)
 

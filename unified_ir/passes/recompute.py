@@ -16,6 +16,7 @@ from typing import Final
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ops.barrier import barrier
+from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.clean import clean, with_nodes
 from triplane.unified_ir.passes.fuse import fuse
 from triplane.unified_ir.passes.memory import (
@@ -137,7 +138,7 @@ def _chain(nodes: Sequence[Node], now: Live[Value], value: Value, use: int) -> l
         if found is None or found in places or nodes[found].op.name == CONSTANT:
             continue
         places.add(found)
-        if len(places) > LONGEST_CHAIN:
+        if len(places) > LONGEST_CHAIN or not _repeats(nodes[found]):
             return None
         for taken in nodes[found].inputs:
             if taken is None:
@@ -146,6 +147,13 @@ def _chain(nodes: Sequence[Node], now: Live[Value], value: Value, use: int) -> l
             if root is not taken or (root in now.born and max(now.uses[root]) < use):
                 wanted.append(taken)
     return [nodes[i] for i in sorted(places)]
+
+
+def _repeats(node: Node) -> bool:
+    """Whether a second run gives the same values, under types that are known."""
+    row = TABLE[node.op.domain, node.op.name]
+    inside = all(_repeats(inner) for region in node.regions for inner in region.nodes)
+    return not row.draws and not row.opens and inside
 
 
 def _inserted(nodes: Sequence[Node], chain: Sequence[Node], use: int) -> list[Node]:
