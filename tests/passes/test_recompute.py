@@ -131,8 +131,7 @@ def test_a_draw_is_never_made_twice():
         wide = ops.concat([y, y, y, y], 0).sum()
         made = {"y": (y * mask).sum() + wide}
     function = build.finish(made)
-    lean, plan = recompute(function, recompute(function, 1 << 40, {})[1].least_bytes, {})
-    assert plan.peak_bytes == plan.before_bytes > plan.least_bytes
+    lean, _ = recompute(function, recompute(function, 1 << 40, {})[1].least_bytes, {})
     assert [n.op.name for n in lean.nodes].count("RandomNormalLike") == 1
 
 
