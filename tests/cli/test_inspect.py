@@ -253,3 +253,36 @@ def test_a_model_without_its_parts_is_corrupt(tmp_path, capsys):
     code, _, err = run(capsys, tmp_path / "m.tpm")
     assert code == shell.EXIT_CODES[Corrupt]
     assert "a model has" in err
+
+
+def test_profile_says_where_a_steps_time_goes(tmp_path, capsys):
+    from triplane.unified_ir import optim, train
+
+    trainer = train.Trainer(nn.Dense(3, 2), loss=nn.MSE(), optimizer=optim.SGD(0.1, momentum=0.9))
+    path = tmp_path / "dense.tpm"
+    x, y = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
+    trainer.fit((x, y), epochs=1)
+    trainer.export(entries=("predict", "train_step")).save(path)
+    code, out, _ = run(capsys, path, "--profile", "--sizes", "N=8")
+    assert code == 0
+    assert re.search(r"train_step at N=8: [\d.]+ ms a call, median of 20", out)
+    assert re.search(r"\d\.\d%\s+[\d.]+ ms  x1\s+Gemm  \S+:\d+", out)
+    code, out, _ = run(capsys, path, "--profile", "--entry", "predict", "--json")
+    record = json.loads(out)["profile"]
+    assert (code, record["entry"], record["sizes"]) == (0, "predict", {"N": 32})
+    assert sum(n["share"] for n in record["nodes"]) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (("--profile", "--sizes", "N=0"), "sizes are written N=32,T=10"),
+        (("--profile", "--sizes", "Q=2"), "['Q'] are none of them"),
+        (("--profile", "--entry", "nothing"), "no entry 'nothing'"),
+    ],
+    ids=["no size", "unknown size", "unknown entry"],
+)
+def test_a_profile_that_cannot_be_made_is_refused_by_name(model, capsys, argv, text):
+    code, _, err = run(capsys, model, *argv)
+    assert code != 0
+    assert text in err

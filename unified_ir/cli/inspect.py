@@ -10,6 +10,7 @@ import click
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli.importing import SUFFIX
+from triplane.unified_ir.cli.profiling import entry_profile, profile_lines, sizes_of
 from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ Examples:
   triplane inspect digits.tpm --text --entry predict             the graph, with your lines
   triplane inspect digits.tpm --graph step.svg --entry train_step
   triplane inspect digits.tpm --repeats --entry train_step       blocks that occur again and again
+  triplane inspect digits.tpm --profile --entry train_step --sizes N=64
   triplane inspect digits.bundle --verify
   triplane inspect resnet.onnx --text                            an ONNX model, as it is imported
 
@@ -49,6 +51,15 @@ types against what inference says. Bundles and plans are read that far with --ve
     help="List the blocks of nodes that one entry repeats; every node and edge with --json.",
 )  # fmt: skip
 @click.option(
+    "--profile", "profiling", is_flag=True,
+    help="Time one entry (train_step, else the first) and say where its time goes: by node, by "
+    "operator, by line of yours. Inputs are made up.",
+)  # fmt: skip
+@click.option(
+    "--sizes", callback=sizes_of, metavar="N=32,T=10", expose_value=True,
+    help="Sizes of the inputs of --profile.  [default: 32 for each that is open]",
+)  # fmt: skip
+@click.option(
     "--entry",
     metavar="NAME",
     help="Only this entry.  [default for --graph and --repeats: predict, else the first]",
@@ -61,6 +72,8 @@ def command(
     text: bool,
     graph: Path | None,
     repeats: bool,
+    profiling: bool,
+    sizes: dict[str, int],
     entry: str | None,
     verify: bool,
     as_json: bool,
@@ -91,10 +104,15 @@ def command(
     if repeats:
         record["repeats"] = _repeats(module, entry)
         lines = list(_repeats_lines(record["repeats"]))
+    if profiling:
+        if module is None:
+            raise InvalidInput("--profile times an entry of a model file; give the .tpm")
+        record["profile"] = entry_profile(module, entry, sizes)
+        lines = list(profile_lines(record["profile"]))
     if graph is not None:
         drawn = _draw(module, entry, graph)
         record["graph"] = str(graph)
-        lines = [*(lines if text or repeats else ()), f"{graph}: {drawn}"]
+        lines = [*(lines if text or repeats or profiling else ()), f"{graph}: {drawn}"]
     output.result(record, "\n".join(lines))
 
 

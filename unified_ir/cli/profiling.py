@@ -1,0 +1,85 @@
+"""`triplane inspect --profile`: where the time of one entry goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.engines.profile import Profile
+    from triplane.unified_ir.ir import Module
+
+DEFAULT_SIZE: Final = 32
+"""Of a symbolic size that nobody gives."""
+SHOWN: Final = 12
+"""Rows of each table for people; --json has all."""
+
+
+def sizes_of(_: click.Context, param: click.Parameter, value: str | None) -> dict[str, int]:
+    """`N=32,T=10` as a dict."""
+    found: dict[str, int] = {}
+    for part in value.split(",") if value else ():
+        name, sign, size = part.partition("=")
+        if not sign or not name.strip() or not size.strip().isdigit() or int(size) < 1:
+            raise click.BadParameter(
+                f"sizes are written N=32,T=10 with whole numbers from 1 on, got {part!r}",
+                param=param,
+            )
+        found[name.strip()] = int(size)
+    return found
+
+
+def entry_profile(module: Module, entry: str | None, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """One entry timed on made-up inputs and the file's own state, as a record."""
+    from triplane.proto.errors import InvalidInput
+    from triplane.unified_ir.engines.profile import profiled, sample_inputs
+
+    name = entry or ("train_step" if "train_step" in module.entries else next(iter(module.entries)))
+    function = module.entry(name)
+    types = {p.name: p.type for p in module.inputs(name)}
+    known = {s for t in types.values() for s in t.symbols}
+    if odd := sorted(sizes.keys() - known):
+        raise InvalidInput(f"{name} has the sizes {sorted(known)}; {odd} are none of them")
+    args = sample_inputs(types, sizes, default=DEFAULT_SIZE)
+    held = [p.name for p in function.params if p.name in module.state]
+    args |= {k: module.initial(k) for k in held}
+    state = held if module.assigned(name) else []
+    found = profiled(function, args, state=state)
+    used = {s: sizes.get(s, DEFAULT_SIZE) for s in sorted(known)}
+    return {"entry": name, "sizes": used, **_record(found)}
+
+
+def _record(found: Profile) -> dict[str, Any]:
+    return {
+        "total_ms": found.total_ms,
+        "calls": found.calls,
+        **{k: [asdict(s) for s in getattr(found, k)] for k in ("nodes", "ops", "lines")},
+    }
+
+
+def profile_lines(record: Mapping[str, Any]) -> Iterator[str]:
+    """The record for people."""
+    sizes = ", ".join(f"{k}={v}" for k, v in record["sizes"].items())
+    at = f" at {sizes}" if sizes else ""
+    yield f"{record['entry']}{at}: {record['total_ms']:.3f} ms a call, median of {record['calls']}"
+    yield "shares by onnxruntime's profile of the same graph; whole numbers fed are 0"
+    for kind in ("nodes", "ops", "lines"):
+        rows = record[kind]
+        yield ""
+        yield f"by {kind.removesuffix('s')}"
+        for row in rows[:SHOWN]:
+            yield _row_text(row, kind)
+        if len(rows) > SHOWN:
+            rest = sum(r["share"] for r in rows[SHOWN:])
+            yield f"  {rest:6.1%}  {len(rows) - SHOWN} more"
+
+
+def _row_text(row: Mapping[str, Any], kind: str) -> str:
+    head = f"  {row['share']:6.1%}  {row['ms']:9.3f} ms  x{row['runs']:<5.4g} {row['what']}"
+    if kind != "nodes":
+        return head
+    scope = f" in {row['scope']}" if row["scope"] else ""
+    return f"{head}  {row['line']}{scope}".rstrip()
