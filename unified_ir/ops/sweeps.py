@@ -23,8 +23,9 @@ from triplane.unified_ir.ops.elementwise import relu, sigmoid, step, tanh
 from triplane.unified_ir.ops.matrix import gemm
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, MakeArray, Op
 from triplane.unified_ir.ops.samples import bools, normal, sample
+from triplane.unified_ir.ops.shapes import split_row
 from triplane.unified_ir.ops.structure import concat, sum_to, unsqueeze, where, zeros
-from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
 State = tuple[Tensor, ...]
 Pullback = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
@@ -35,7 +36,7 @@ class Sweep:
     """One kind of recurrence.
 
     `advance(gates, state, weights)` gives the next state and what the way back needs of a step;
-    `slopes(kept, before)` turns that and the state before, of all steps, into factors;
+    `slopes(kept, before, after)` turns that and the states, of all steps, into factors;
     `back(cotangents of the state, factors)` gives those of the state before, None where they come
     through the product with r alone, then that of the product, then that of the gates;
     `beside(cotangents of all products, weights)` gives those of the weights beside r.
@@ -45,36 +46,37 @@ class Sweep:
     weights: int
     states: int
     advance: Callable[[Tensor, State, State], tuple[State, State]]
-    slopes: Callable[[State, State], State]
+    slopes: Callable[[State, State, State], State]
     back: Callable[[State, State], tuple[Sequence[Tensor | None], Tensor, Tensor]]
     beside: Callable[[Tensor, State], list[Tensor]]
 
 
-def _columns(x: Tensor, count: int) -> list[Tensor]:
-    """Equal parts of the last axis."""
-    size = x.shape[-1] // count
-    return [x[..., k * size : (k + 1) * size] for k in range(count)]
+def _columns(x: Tensor, *parts: int) -> tuple[Tensor, ...]:
+    """The last axis in parts, so many gates each."""
+    size = x.shape[-1] // sum(parts)
+    sizes = dims_of([k * size for k in parts])
+    return split_row.all_outputs(x, sizes, outputs=len(parts), axis=-1)
 
 
 def _lstm_step(gates: Tensor, state: State, weights: State) -> tuple[State, State]:
     """c' = f c + i g, h' = o tanh(c'); gates i, o, f, g."""
     h, c = state
     stacked = gemm(h, weights[0], gates, transB=1)
-    size = h.shape[1]
-    squashed = sigmoid(stacked[:, : 3 * size])
-    g = tanh(stacked[:, 3 * size :])
-    i, o, f = _columns(squashed, 3)
+    first, last = _columns(stacked, 3, 1)
+    squashed, g = sigmoid(first), tanh(last)
+    i, o, f = _columns(squashed, 1, 1, 1)
     c = f * c + i * g
     bent = tanh(c)
     return (o * bent, c), (squashed, g, bent)
 
 
-def _lstm_slopes(kept: State, before: State) -> State:
-    squashed, g, bent = kept
-    i, o, f = _columns(squashed, 3)
-    c = before[1]
-    by_i, by_f, by_g = g * (i - i * i), c * (f - f * f), i - i * g * g
-    return (by_i, bent * (o - o * o), by_f, by_g, o - o * bent * bent, f)
+def _lstm_slopes(kept: State, _: State, after: State) -> State:
+    """Of i, o, f, g, c' and f itself; f c is what i g leaves of c'."""
+    (squashed, g, bent), (h, c) = kept, after
+    i, o, f = _columns(squashed, 1, 1, 1)
+    fresh = i * g
+    old = c - fresh
+    return (fresh - fresh * i, h - h * o, old - old * f, i - fresh * g, o - h * bent, f)
 
 
 def _lstm_back(gs: State, slopes: State) -> tuple[Sequence[Tensor | None], Tensor, Tensor]:
@@ -90,18 +92,17 @@ def _gru_step(gates: Tensor, state: State, weights: State) -> tuple[State, State
     """n = tanh(x_n + r q), q = R_n h + b, h' = n + z (h - n); gates z, r, n."""
     (h,) = state
     r, bias = weights
-    size = h.shape[1]
-    product = gemm(h, r, transB=1)
-    squashed = sigmoid(gates[:, : 2 * size] + product[:, : 2 * size])
-    z, reset = _columns(squashed, 2)
-    q = product[:, 2 * size :] + bias
-    n = tanh(gates[:, 2 * size :] + reset * q)
+    (own, own_n), (product, product_n) = (_columns(x, 2, 1) for x in (gates, gemm(h, r, transB=1)))
+    squashed = sigmoid(own + product)
+    z, reset = _columns(squashed, 1, 1)
+    q = product_n + bias
+    n = tanh(own_n + reset * q)
     return (n + z * (h - n),), (squashed, q, n)
 
 
-def _gru_slopes(kept: State, before: State) -> State:
+def _gru_slopes(kept: State, before: State, _: State) -> State:
     squashed, q, n = kept
-    z, reset = _columns(squashed, 2)
+    z, reset = _columns(squashed, 1, 1)
     by_n = (1.0 - z) * (1.0 - n * n)
     return ((before[0] - n) * (z - z * z), by_n, q * (reset - reset * reset), reset, z)
 
@@ -129,13 +130,13 @@ def _simple(squash: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor
 
     def advance(gates: Tensor, state: State, weights: State) -> tuple[State, State]:
         h = squash(gemm(state[0], weights[0], gates, transB=1))
-        return (h,), (h,)
+        return (h,), ()
 
     def back(gs: State, slopes: State) -> tuple[Sequence[Tensor | None], Tensor, Tensor]:
         g = gs[0] * slopes[0]
         return (None,), g, g
 
-    return Sweep(1, 1, 1, advance, lambda kept, _: (slope(kept[0]),), back, _none)
+    return Sweep(1, 1, 1, advance, lambda _, __, after: (slope(after[0]),), back, _none)
 
 
 LSTM: Final = Sweep(4, 1, 2, _lstm_step, _lstm_slopes, _lstm_back, _none)
@@ -179,8 +180,9 @@ class _Call:
             return tuple(concat([xs[1:], unsqueeze(start, 0)]) for start, xs in pairs)
         return tuple(concat([unsqueeze(start, 0), xs[:-1]]) for start, xs in pairs)
 
-    def pulled(self, gs: Sequence[Tensor | None], before: State, kept: State) -> list[Tensor]:
+    def pulled(self, gs: Sequence[Tensor | None], after: State, kept: State) -> list[Tensor]:
         """Cotangents of gates, weights and states; gs: those of the results and last states."""
+        before = self.before(after)
         starts = tuple(
             zeros(x.shape, x.dtype) if g is None else g
             for x, g in zip(self.states, gs[1:], strict=True)
@@ -188,7 +190,7 @@ class _Call:
         first, (inner, *outer) = scan(
             self._step_back,
             starts,
-            (self.sweep.slopes(kept, before), gs[0], self.mask),
+            (self.sweep.slopes(kept, before, after), gs[0], self.mask),
             reverse=not self.reverse,
         )
         flat = inner.reshape((-1, inner.shape[-1]))
@@ -264,12 +266,12 @@ def _row(name: str, sweep: Sweep, operands: str, *makers: MakeArray) -> Op:
     ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
         call = _call(sweep, inputs, attrs.get("reverse", 0))
         last, (y, *rest) = call.forward(keep=True)
-        states = rest[: sweep.states] if call.mask is not None else [y, *rest][: sweep.states]
+        states = tuple([*([y] if call.mask is None else ()), *rest][: sweep.states])
         kept = tuple(rest[sweep.states - (call.mask is None) :])
 
         def pull(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
             padded = [*gs, *[None] * (1 + sweep.states - len(gs))]
-            return [*call.pulled(padded, call.before(states), kept), None][: len(inputs)]
+            return [*call.pulled(padded, states, kept), None][: len(inputs)]
 
         return [y, *last][:outputs], pull
 
