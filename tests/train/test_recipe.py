@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import nn, ops, optim, train
+from triplane.unified_ir import load, nn, ops, optim, train
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir.types import type_of
+from triplane.unified_ir.onnx import emit, serialize
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.runtime import Session
 
 from .models import QUIET, bits, data, trainer
 
@@ -261,3 +263,24 @@ def test_senseless_loss_scales_are_refused():
         trainer(cell=dense).averaged(),
     ):
         pass
+
+
+@pytest.mark.slow
+def test_an_exported_step_of_every_part_runs_on_a_stock_session(tmp_path):
+    """Where a CPU lacks float16 it computes in float32, so the losses agree to float16's digits."""
+    made = trainer(
+        cell=Everything, precision="float16", accumulate=2, average=0.9, clip_norm=1.0,
+        optimizer=optim.AdamW(optim.Warmup(3, optim.Cosine(0.01, 20))),
+    )  # fmt: skip
+    made.prepare(*images())
+    made.export(["train_step"]).save(tmp_path / "m.tpm")
+    module = load(tmp_path / "m.tpm")
+    session = Session(serialize(emit(module.functions["train_step"])))
+    loop = session.loop({k: t.array for k, t in module.state.items()})
+    x, y = images()
+    losses = [float(loop.step(x=x[i : i + 8], y=y[i : i + 8])["loss"]) for i in range(0, 32, 8)]
+    record = train.Record()
+    made.callbacks = (record,)
+    made.fit([(x[i : i + 8], y[i : i + 8]) for i in range(0, 32, 8)], 1, **QUIET)
+    np.testing.assert_allclose(losses, [row["loss"] for row in record.steps], rtol=5e-3)
+    assert loop.state()["optimizer.step"] == 2

@@ -308,6 +308,7 @@ def test_progress_without_a_terminal_is_a_line_per_epoch():
     trainer().fit(data(), 2, progress=train.Progress(stream=out))
     first, second = out.getvalue().splitlines()
     assert first.startswith("epoch 1/2  loss ")
+    assert first.endswith("  lr 0.02")
     assert "accuracy" in second
 
 

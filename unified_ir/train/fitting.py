@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +17,7 @@ from triplane.unified_ir.train.batches import Batch, Source, with_last
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.diagnosis import NonFinite, finite, first_nonfinite
-from triplane.unified_ir.train.history import Row, scalars
+from triplane.unified_ir.train.history import Row, split
 from triplane.unified_ir.train.interrupt import Interrupt
 from triplane.unified_ir.train.recipe import LEFT
 from triplane.unified_ir.train.run import Run
@@ -57,7 +58,8 @@ class Fit:
         """Lets the trainer's state go on in a program's buffers."""
         trainer = self.trainer
         self.program, self.model = program, trainer.model
-        self.names = self.model.batch_names()
+        self.names, self.tallies = self.model.batch_names(), self.model.tallies
+        self._kinds: set[Any] = set()
         self.accumulates = trainer.accumulate > 1
         state = trainer.state()
         self.anchor = {k: state[k] for k in trainer.state_names(program.function)}
@@ -121,15 +123,14 @@ class Fit:
         if program is not self.program:
             self._compile(program)
         for batch, is_last in self._batches(place.epoch, place.position):
-            self.model.check(batch)
+            self._check(batch)
             self._whole = False
             if is_last:
                 self.loop.load({LEFT: np.ones((), np.int64)})
             results = self.loop.step(**dict(zip(self.names, batch, strict=True)))
-            counts = {k: results.pop(k) for k in self.model.tallies}
-            self.info.results = scalars(results)
-            self.info.tensors = {k: x for k, x in results.items() if x.size != 1}
-            if not np.isfinite(self.info.results[step.LOSS]):
+            counts = {k: results.pop(k) for k in self.tallies}
+            self.info.results, self.info.tensors = split(results)
+            if not math.isfinite(self.info.results[step.LOSS]):
                 self._explain()
             place.advance(self.info.results, len(batch[-1]), counts)
             self._whole = True
@@ -140,6 +141,14 @@ class Fit:
         if not place.rows:
             raise InvalidInput(f"epoch {place.epoch + 1} has no batches; {_ONCE}")
         return True
+
+    def _check(self, batch: Batch) -> None:
+        """`Model.check`, of types once for each that occurs."""
+        kinds = tuple([(a.dtype, a.shape) for a in batch])
+        if kinds not in self._kinds:
+            self.model.check_types(batch)
+            self._kinds.add(kinds)
+        self.model.check_labels(batch)
 
     def _batches(self, epoch: int, first: int) -> Iterator[tuple[Batch, bool]]:
         """Batches, and whether to update after this one whatever the count says.
@@ -154,7 +163,7 @@ class Fit:
         row: Row = {
             "epoch": place.epoch + 1,
             "step": place.step,
-            **place.measures(self.model.tallies),
+            **place.measures(self.tallies),
         }
         state = self.loop.state()
         trainer.write_back(state)

@@ -70,7 +70,19 @@ class Place:
 
 def scalars(results: Mapping[str, Array], but: Collection[str] = ()) -> Row:
     """The results with one element and not in `but`, as numbers."""
-    return {k: float(v.reshape(())) for k, v in results.items() if v.size == 1 and k not in but}
+    return {k: float(v.item()) for k, v in results.items() if v.size == 1 and k not in but}
+
+
+def split(results: Mapping[str, Array]) -> tuple[Row, dict[str, Array]]:
+    """`scalars`, and the results with more elements."""
+    numbers: Row = {}
+    others: dict[str, Array] = {}
+    for name, x in results.items():
+        if x.size == 1:
+            numbers[name] = float(x.item())
+        else:
+            others[name] = x
+    return numbers, others
 
 
 class History:

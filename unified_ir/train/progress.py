@@ -36,7 +36,8 @@ class Progress(Callback):
         """See `Callback`."""
         if self.style == "none":
             return
-        line = f"epoch {run.epoch}/{run.epochs}  {_text(run.history.last)}"
+        rate = f"lr {run.learning_rate():.3g}"
+        line = f"epoch {run.epoch}/{run.epochs}  {_text(run.history.last)}  {rate}"
         if self._bar is None:
             print(line, file=self.stream, flush=True)
             return

@@ -61,6 +61,11 @@ class Model:
 
     def check(self, batch: Batch) -> None:
         """Refuses a batch of other types, and labels out of range."""
+        self.check_types(batch)
+        self.check_labels(batch)
+
+    def check_types(self, batch: Batch) -> None:
+        """Refuses a batch of other types."""
         types = (*self.inputs.values(), self.target[1])
         if not admits(types, batch):
             expected = ", ".join(map("{}: {}".format, self.batch_names(), types))
@@ -69,8 +74,14 @@ class Model:
                 f"a batch is {expected} as the first one was, got {given}; convert it, or prepare("
                 '...) with specs that leave more open, such as TensorSpec(("N", "T", 3))'
             )
+
+    def check_labels(self, batch: Batch) -> None:
+        """Refuses labels out of range."""
         labels = batch[-1]
-        if self.classes is None or labels.dtype.kind not in "iu":
+        if self.classes is None or labels.dtype.kind not in "iu" or not labels.size:
+            return
+        low, high = np.minimum.reduce(labels, axis=None), np.maximum.reduce(labels, axis=None)
+        if low >= 0 and high < self.classes:
             return
         bad = (labels < 0) | (labels >= self.classes)
         if self.loss.ignored is not None:
