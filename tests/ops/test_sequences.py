@@ -106,6 +106,8 @@ CASES: dict[str, Any] = {  # name: (body, types, arguments, what comes out, its 
                                r"optional\(seq\(float32\[_,2\]\)\)"),
     "make an empty one": (lambda: ops.optional(OptionalType(X).element.with_shape((3, 2))), {}, (),
                           [None], r"optional\(float32\[3,2\]\)"),
+    "a position in a vector": (lambda s: ops.sequence_at(s, np.array([1])), {"s": OWN}, ([A, B],),
+                               [B], r"float32\[open_\w+,2\]"),
     "identity": (TABLE["", "Identity"], {"x": FLOATS}, ([A],),
                  [[A]], r"seq\(float32\)"),
     "strings": (lambda s: ops.sequence_at(s, 0), {"s": SequenceType(TensorSpec((2,), "string"))},

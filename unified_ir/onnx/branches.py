@@ -207,11 +207,12 @@ def _map(site: Site) -> Sequence[Tensor]:
     body = site.graph("body")
     operands = [site.present(i) for i in range(len(site.inputs))]
     _check_body(body, len(operands), 0, 1)
-    build = Build(site.build.table, "map")
-    types = element_types(operands)
-    with build:
-        params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
-        results = site.importer.inner(body, params, site.frame, build, "body")
+    before = site.importer.weights.mark()
+    try:
+        build, results = _mapped(site, body, element_types(operands))
+    except InvalidInput:  # elements that a body combines have equal sizes, whatever the types say
+        site.importer.weights.back_to(before)
+        build, results = _mapped(site, body, element_types(operands, alike=True))
     return site.build.apply(
         sequence_map_row,
         (*operands, *build.captured),
@@ -219,6 +220,16 @@ def _map(site: Site) -> Sequence[Tensor]:
         regions=(build.finish(_numbered(results)),),
         outputs=len(results),
     )
+
+
+def _mapped(
+    site: Site, body: GraphProto, types: Sequence[TensorType]
+) -> tuple[Build, list[Tensor]]:
+    """The body of a map on elements of these types."""
+    build = Build(site.build.table, "map")
+    with build:
+        params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
+        return build, site.importer.inner(body, params, site.frame, build, "body")
 
 
 BRANCHES: Final[Mapping[str, Structure]] = {

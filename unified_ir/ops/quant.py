@@ -90,6 +90,8 @@ def _check_scale(call: Call) -> None:
     """One scale in all, one per slice of `axis`, or one per block; the zero point likewise."""
     x, scale, block = call.type(0), call.type(1), call.attrs["block_size"]
     zero_fits = not call.has(2) or call.type(2).shape == scale.shape
+    if call.has(2) and not block and scale.size == call.type(2).size == 1:
+        zero_fits = True
     one = not scale.rank or (scale.shape == (1,) and not block)
     axis = 0 if one and not block else axes_of(x.rank, [call.attrs["axis"]])[0]
     wanted: tuple[Dim, ...] = x.shape[axis : axis + 1]

@@ -68,7 +68,7 @@ def _opened(call: Call, shape: Sequence[Dim], first: int = 0) -> list[Dim]:
 
 
 def _position(call: Call, i: int) -> None:
-    if call.has(i) and call.type(i).shape != ():
+    if call.has(i) and call.type(i).size != 1:
         raise ShapeError(f"{call.row} takes one position, got {call.type(i)}")
 
 
@@ -96,8 +96,13 @@ def _inserted(call: Call) -> Types:
     return (SequenceType(x if held.empty else joined_elements(held.element, x)),)
 
 
+def _one(position: Any) -> int:
+    """A position given as a scalar or as a vector of one."""
+    return int(position.reshape(()))
+
+
 def _insert(held: Any, x: Any, position: Any = None) -> Any:
-    at = len(held) if position is None else int(position)
+    at = len(held) if position is None else _one(position)
     if not -len(held) <= at <= len(held):
         raise IndexError(f"position {at} of a sequence of {len(held)}")
     at += len(held) if at < 0 else 0
@@ -123,7 +128,7 @@ sequence_at = Op(
     name="SequenceAt",
     opens=_own_sizes,
     infer=_taken,
-    reference=lambda held, position: held[int(position)],
+    reference=lambda held, position: held[_one(position)],
 )
 
 
@@ -133,7 +138,7 @@ def _erased(call: Call) -> Types:
 
 
 def _erase(held: Any, position: Any = None) -> Any:
-    at = range(len(held))[-1 if position is None else int(position)]
+    at = range(len(held))[-1 if position is None else _one(position)]
     return [*held[:at], *held[at + 1 :]]
 
 
@@ -353,9 +358,14 @@ def sequence_map(f: Callable[..., Any], held: Tensor, *more: Tensor) -> Any:
     return outputs if isinstance(made, (tuple, list)) else outputs[0]
 
 
-def element_types(operands: Sequence[Tensor]) -> list[TensorType]:
-    """Parameters of a region over elements, each size of an element's own under a symbol."""
+def element_types(operands: Sequence[Tensor], *, alike: bool = False) -> list[TensorType]:
+    """Parameters of a region over elements, each size of an element's own under a symbol.
+
+    alike: own sizes of one axis, counted from the last, are one size, of the tensors' name if any.
+    """
     place = "_".join(map(str, recorder().position()))
+    if alike:
+        return _alike(operands, place)
     types: list[TensorType] = []
     for i, x in enumerate(operands):
         held = x.type
@@ -365,6 +375,26 @@ def element_types(operands: Sequence[Tensor]) -> list[TensorType]:
             shape = enumerate(held.element.shape)
             names = (symbol(f"own_{place}_{i}_{k}") if d == OWN else d for k, d in shape)
             held = held.element.with_shape(names)
+        types.append(held)
+    return types
+
+
+def _alike(operands: Sequence[Tensor], place: str) -> list[TensorType]:
+    names: dict[int, Dim] = {}
+    for x in operands:
+        if is_plain(x.type):
+            names.update({k: d for k, d in enumerate(reversed(x.shape)) if is_symbol(d)})
+    types: list[TensorType] = []
+    for x in operands:
+        held = x.type
+        if isinstance(held, SequenceType) and isinstance(held.element, TensorType):
+            last = held.element.rank - 1
+            shape = enumerate(held.element.shape)
+            own = (
+                names.setdefault(last - k, symbol(f"own_{place}_{last - k}")) if d == OWN else d
+                for k, d in shape
+            )
+            held = held.element.with_shape(own)
         types.append(held)
     return types
 

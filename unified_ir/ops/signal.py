@@ -268,6 +268,7 @@ def _whole(g: Tensor, axis: int, n: Dim) -> Tensor:
 
 dft = Op(
     name="DFT",
+    opens=_dft_opens,
     infer=_dft_types,
     reference=_dft_kernel,
     body=_dft,
@@ -373,10 +374,15 @@ stft = Op(
 """signal: (B, L, 1 or 2) -> (B, frames, bins, 2), frames = (L - length) // step + 1."""
 
 
+def _mel_opens(call: Call) -> int:
+    return sum(_known(call, i) is None for i in (0, 1))
+
+
 def _mel_types(call: Call) -> Types:
-    bins, length = call.dims(0)[0], call.dims(1)[0]
-    shape = (floor_div(length, 2) + 1, bins)
-    return (TensorType(dtype_attr(call.attrs["output_datatype"]), shape),)
+    bins, length = _known(call, 0), _known(call, 1)
+    columns = call.opened(0) if bins is None else bins[0]
+    rows = call.opened(int(bins is None)) if length is None else floor_div(length[0], 2) + 1
+    return (TensorType(dtype_attr(call.attrs["output_datatype"]), (rows, columns)),)
 
 
 def _mel(bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datatype: int) -> Any:
@@ -401,6 +407,7 @@ def _mel(bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datat
 
 mel_weight_matrix = Op(
     name="MelWeightMatrix",
+    opens=_mel_opens,
     infer=_mel_types,
     reference=_mel,
     samples=(
