@@ -11,6 +11,7 @@ synced. Reading needs no disk: what is there is read with `Path`.
 """
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -20,6 +21,16 @@ from typing import BinaryIO, Final, Protocol
 from triplane.proto.errors import InvalidInput, Unavailable
 
 Buffer = bytes | bytearray | memoryview
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class NoRoom(Unavailable):
+    """A disk or a database is full: it passes once somebody has made room."""
+
+
+def refusal(error: OSError, message: str) -> Unavailable:
+    """What a refusing disk means to whoever asked; chain it from `error`."""
+    return (NoRoom if error.errno in FULL else Unavailable)(message)
 
 
 class Disk(Protocol):
@@ -108,7 +119,8 @@ def atomic_file(path: Path, disk: Disk = OS_DISK) -> Iterator[BinaryIO]:
         disk.replace(temp, path)
         disk.sync_folder(path.parent)
     except OSError as error:
-        raise Unavailable(f"could not write {path}: {error}; the old file is kept") from error
+        text = f"could not write {path}: {error}; the old file is kept"
+        raise refusal(error, text) from error
     finally:
         with contextlib.suppress(OSError):
             disk.remove(temp)
@@ -157,4 +169,4 @@ class AppendFile:
         try:
             yield
         except OSError as error:
-            raise Unavailable(f"could not write {self._path}: {error}") from error
+            raise refusal(error, f"could not write {self._path}: {error}") from error

@@ -20,7 +20,7 @@ from typing import Any, Final
 import grpc
 
 from triplane.proto import transfer_pb2 as pb
-from triplane.proto.disk import OS_DISK, AppendFile, Disk
+from triplane.proto.disk import OS_DISK, AppendFile, Disk, NoRoom, refusal
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from triplane.proto.status import error_from, status_of_aio
 from triplane.proto.transfer_pb2_grpc import TransferServicer as Base
@@ -189,7 +189,7 @@ class Receiving:
                 file.write(data)
                 disk.sync(file)
         except OSError as error:
-            raise Unavailable(f"could not write {self._partial}: {error}") from error
+            raise refusal(error, f"could not write {self._partial}: {error}") from error
         self._have = len(data)
         return self._name()
 
@@ -219,7 +219,7 @@ class Receiving:
             self._to.disk.replace(self._partial, self._path)
             self._to.disk.sync_folder(self._path.parent)
         except OSError as error:
-            raise Unavailable(f"could not store {self._path}: {error}") from error
+            raise refusal(error, f"could not store {self._path}: {error}") from error
         self._is_named = True
         return self._path
 
@@ -242,7 +242,7 @@ class Receiving:
         space = os.statvfs(self._to.folder)
         free = space.f_bavail * space.f_frsize
         if free < self.size - self._have + RESERVE_BYTES:
-            raise Unavailable(
+            raise NoRoom(
                 f"{self.size - self._have} bytes to come and {RESERVE_BYTES} in reserve, but "
                 f"{self._to.folder} has {free} bytes free; make room and try again"
             )

@@ -24,7 +24,7 @@ from triplane.cloud.federation.book import Book
 from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.flower_runs import FlowerRuns, Places
 from triplane.cloud.federation.journal import Entry, Prepared
-from triplane.cloud.federation.live import LiveRun, Make
+from triplane.cloud.federation.live import MAX_RETRY_S, RETRY_S, LiveRun, Make
 from triplane.cloud.federation.results import Results, means
 from triplane.cloud.federation.spec import check_population
 from triplane.cloud.federation.spool import LEASE_BYTES, Spool, shown
@@ -33,6 +33,7 @@ from triplane.cloud.registry.registry import Audit, Registry
 from triplane.cloud.registry.values import KEY_BYTES
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
 from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core.rules import open_lease
@@ -124,6 +125,7 @@ class Federation:
         self._runs: dict[str, LiveRun] = {}
         self._waiting: dict[str, Entry] = {}  # runs without a plan yet
         self._preparing: dict[str, asyncio.Task[None]] = {}
+        self._no_room: dict[str, str] = {}  # why runs without a plan wait
         self._devices: dict[str, _Device] = {}
         self._down: dict[str, tuple[Turn, dict[str, int]]] = {}
         self._sizes: dict[str, int] = {}
@@ -278,7 +280,7 @@ class Federation:
     def _message(self, entry: Entry, book: Book | None, *, rounds: bool = True) -> pb.Run:
         live = self._runs.get(entry.id)
         down = sum(self._given(live).values()) if live else 0
-        waits = live.waits if live else ""
+        waits = live.waits if live else self._no_room.get(entry.id, "")
         return messages.run_message(entry, book, rounds=rounds, down=down, waits=waits)
 
     # Preparing
@@ -289,8 +291,26 @@ class Federation:
         task.add_done_callback(lambda _: self._preparing.pop(entry.id, None))
 
     async def _prepared(self, entry: Entry) -> None:
+        pause_s = RETRY_S
+        while True:
+            try:
+                await self._prepared_once(entry)
+            except NoRoom as error:
+                logger.warning("run waits", extra={"run_id": entry.id, "reason": str(error)})
+                self._no_room[entry.id] = f"waits, and goes on by itself: {error}"
+                self._move()
+            else:
+                self._no_room.pop(entry.id, None)
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+
+    async def _prepared_once(self, entry: Entry) -> None:
+        """NoRoom: for the plan, or to write down what came of it."""
         try:
             made = await self._results.prepare(entry, self._clock)
+        except NoRoom:
+            raise
         except Unavailable as error:
             await self._change(entry, before="stopped", reason=f"{error}; resume it later")
         except TriplaneError as error:

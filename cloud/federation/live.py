@@ -19,6 +19,7 @@ from triplane.cloud.federation import journal
 from triplane.cloud.federation.book import Book, follow
 from triplane.cloud.federation.journal import Entry
 from triplane.cloud.store import Database
+from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
@@ -44,6 +45,8 @@ SNAPSHOT_EVENTS: Final = 256
 """Least number of events between two snapshots; a restart folds those after the newest."""
 RETRY_S: Final = 1.0
 """Between tries to commit what nobody waits for."""
+MAX_RETRY_S: Final = 30.0
+"""Between tries of work that finds no room; they begin at `RETRY_S` and double."""
 STOPPING: Final = "the cloud is stopping; say it again when it is back"
 
 Make = Callable[[State, float], Event | None]
@@ -158,7 +161,7 @@ class LiveRun:
         try:
             await self._commit(batch)
         except Unavailable as error:
-            logger.warning("run waits for the database", extra=self._facts(reason=str(error)))
+            self._wait_for(error)
             await self._again(batch, error)
         except Exception as error:
             if len(batch) > 1:  # what is wrong with one must not cost the others
@@ -209,6 +212,7 @@ class LiveRun:
             )
             if self._is_kept(book):
                 self._kept_at = book.revision
+            self.waits = ""
             self._after(old, before, book, effects)
         for put in batch:
             _answer(put, book)
@@ -262,10 +266,7 @@ class LiveRun:
 
     async def _done(self, effect: Reduce | Finish) -> None:
         try:
-            if isinstance(effect, Reduce):
-                make, write = await self._worker.reduce(self.entry, self.book, effect)
-            else:
-                make, write = await self._worker.finish(self.entry, self.book)
+            make, write = await self._made(effect)
         except (InvalidInput, Corrupt) as error:
             reason = f"the result cannot be used: {error}"
             logger.warning("run failed", extra=self._facts(reason=reason))
@@ -277,6 +278,26 @@ class LiveRun:
             self._halt(f"internal error: {type(error).__name__}; see the cloud's log")
         else:
             self.note(make, write)
+
+    async def _made(self, effect: Reduce | Finish) -> tuple[Make, Write]:
+        """What an effect comes to, however long there is no room for it."""
+        phase, pause_s = self.book.state.phase, RETRY_S
+        while True:
+            try:
+                if isinstance(effect, Reduce):
+                    return await self._worker.reduce(self.entry, self.book, effect)
+                return await self._worker.finish(self.entry, self.book)
+            except NoRoom as error:
+                if self.book.state.phase is not phase:  # a person stopped it meanwhile
+                    raise
+                self._wait_for(error)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+
+    def _wait_for(self, error: Unavailable) -> None:
+        self.waits = f"waits, and goes on by itself: {error}"
+        logger.warning("run waits", extra=self._facts(reason=str(error)))
+        self._audience.moved_now(over=False)
 
     def _halt(self, reason: str) -> None:
         text = f"{reason}; resume it when that is mended"

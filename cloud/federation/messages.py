@@ -69,7 +69,7 @@ def run_message(
     )
     if book is not None:
         _add_state(message, book, rounds=rounds, down=down)
-        message.reason = waits or message.reason
+    message.reason = waits or message.reason
     return message
 
 

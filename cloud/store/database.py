@@ -7,9 +7,10 @@ statement to its last, and cannot write. The process that opened a database owns
 
 import asyncio
 import contextlib
+import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from sqlalchemy import Connection, inspect, select
 from sqlalchemy.exc import DatabaseError, DataError, DBAPIError, OperationalError
@@ -18,9 +19,13 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from triplane.cloud.store.engines import READERS, Engines, engines
 from triplane.cloud.store.schema import METADATA, SCHEMA, SCHEMA_VERSION
 from triplane.cloud.store.writing import CLOSED, Writer
+from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
 
 T = TypeVar("T")
+
+DISK_FULL: Final = "53100"
+"""PostgreSQL's SQLSTATE."""
 
 
 class Database:
@@ -128,6 +133,8 @@ def _family(error: DBAPIError) -> Exception:
             f"the connection to the database broke: {cause}; whether the last write was done is "
             "not known, ask again with the same key"
         )
+    if _is_full(cause):
+        return NoRoom(f"the database has no room: {cause}; make some, nothing was changed")
     if isinstance(error, OperationalError):
         return Unavailable(f"the database refused: {cause}; nothing was changed")
     if isinstance(error, DataError):
@@ -135,3 +142,10 @@ def _family(error: DBAPIError) -> Exception:
     if type(error) is DatabaseError:
         return Corrupt(f"the database is damaged: {cause}; restore a backup")
     return error
+
+
+def _is_full(cause: BaseException | None) -> bool:
+    """Whether the driver says that the disk, or the room that the database may take, is used up."""
+    if isinstance(cause, sqlite3.Error):
+        return getattr(cause, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+    return getattr(cause, "sqlstate", None) == DISK_FULL

@@ -1,6 +1,7 @@
 """Runs as people steer them and devices meet them, on the real service."""
 
 import asyncio
+import errno
 import secrets
 
 import pytest
@@ -16,10 +17,13 @@ from tests.cloud.federation.given import (
     start_request,
 )
 
+from triplane.cloud.federation import results
 from triplane.cloud.federation.spec import filled
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.disk import refusal
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.unified_ir.federated.core import files
 from triplane.unified_ir.federated.core.run import NEWEST_RULES
 
 DEADLINE_S = 60.0
@@ -338,4 +342,61 @@ def test_a_run_stopped_while_it_is_prepared_is_prepared_when_resumed(tmp_path):
 
     stopped, run = within(story())
     assert (stopped.phase, stopped.reason) == (pb.Run.STOPPED, "too soon")
+    assert run.phase == pb.Run.DONE, run.reason
+
+
+def limited(cloud, pages):
+    """Let the database's file have so many pages at most, and no more than it has for 0."""
+
+    def work(connection):
+        has = connection.exec_driver_sql("PRAGMA page_count").scalar()
+        connection.exec_driver_sql(f"PRAGMA max_page_count={pages or has}")
+
+    return cloud.database.write(work)
+
+
+@pytest.mark.slow
+def test_a_run_waits_while_the_database_is_full_says_so_and_goes_on(tmp_path):
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            async with living(await devices_of(cloud, tmp_path, ("ann", "bob"))):
+                run_id = await begun(cloud, rounds=40)
+                await until(cloud, run_id, lambda run: run.round >= 3)
+                await limited(cloud, 0)
+                full = await until(cloud, run_id, lambda run: "no room" in run.reason)
+                await limited(cloud, 1 << 20)
+                return full, await ended(cloud, run_id)
+
+    full, run = within(story())
+    assert full.phase not in {pb.Run.STOPPED, pb.Run.FAILED}
+    assert full.reason.startswith("waits, and goes on by itself: the database has no room")
+    assert run.phase == pb.Run.DONE, run.reason
+    assert [r.counted for r in run.rounds] == [2] * 41
+
+
+@pytest.mark.slow
+def test_a_run_whose_next_state_finds_no_room_waits_for_it(tmp_path, monkeypatch):
+    """The disk of blobs is full while it reduces, not that of the database."""
+    kept = files.write_state
+    tries = []
+
+    def full(path, *rest, **options):
+        tries.append(path)
+        if len(tries) == 2:
+            raise refusal(OSError(errno.ENOSPC, "No space left on device"), f"{path}: full")
+        return kept(path, *rest, **options)
+
+    monkeypatch.setattr(results, "write_state", full)
+
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            async with living(await devices_of(cloud, tmp_path, ("ann", "bob"))):
+                run_id = await begun(cloud)
+                told = await until(cloud, run_id, lambda run: "full" in run.reason)
+                return told, await ended(cloud, run_id)
+
+    told, run = within(story())
+    assert told.phase == pb.Run.REDUCING
     assert run.phase == pb.Run.DONE, run.reason
