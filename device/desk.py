@@ -5,6 +5,7 @@ digests, plan and state that belong together, demands this version does not meet
 a contribution that declines with the reason; only what may pass later is raised (`Unavailable`).
 """
 
+import hashlib
 import logging
 import threading
 import time
@@ -24,7 +25,7 @@ from triplane.proto.disk import OsDisk, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.proto.transfer import BlobFolder, digest_of, download, upload
 from triplane.unified_ir.federated.core.draws import Array
-from triplane.unified_ir.federated.core.files import read_state, write_update
+from triplane.unified_ir.federated.core.files import encode_update, read_state, write_update
 from triplane.unified_ir.federated.core.learn import (
     ANCHOR,
     Shard,
@@ -157,12 +158,13 @@ class Desk:
     def _do(self, task: Task, stop: Stop, wanted: frozenset[bytes]) -> pb.Contribution:
         for pending in self.memory.pending():
             if pending.facts.lease == task.lease:
-                return self._offered(pending, stop)
+                return self._offered(pending, task, stop)
         if task.message is not None and self._app is None:
             raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
         wanted |= {task.plan.sha256, task.state.sha256}
         path = self._fetch(task.plan, self._blobs, wanted, stop)
-        self._fetch(task.state, self._states, wanted, stop)
+        if not task.inline_state or task.message is not None:
+            self._fetch(task.state, self._states, wanted, stop)
         if task.message is not None:
             return self._answered(task, path, task.message, wanted | {task.message.sha256}, stop)
         plan = self._plan_of(task, path)
@@ -193,7 +195,7 @@ class Desk:
             loss=learned.loss,
             seconds=time.monotonic() - began_s,
         )
-        return self._offered(self._written(plan, task, facts, learned.change), stop)
+        return self._offered(self._written(plan, task, facts, learned.change), task, stop)
 
     def score(self, plan: Plan, task: Task, stop: Stop) -> pb.Contribution:
         """Score the shared state before and after adaptation; keep the better for `predict`."""
@@ -243,38 +245,46 @@ class Desk:
         path = self._home.pending / f"{run}.new"
         write_atomic(path, found.reply)
         implied = Personal({name: np.frombuffer(found.kept, np.uint8)}, {})
-        return self._offered(self.memory.keep(facts, path, implied), stop)
+        return self._offered(self.memory.keep(facts, path, implied), task, stop)
 
     def _written(
         self, plan: Plan, task: Task, facts: Facts, change: Mapping[str, Array]
     ) -> Pending:
+        options: dict[str, Any] = {
+            "run": facts.run,
+            "round": facts.round,
+            "lease": facts.lease,
+            "compression": task.compression,
+            "keep": task.keep,
+            "seed": task.work.seed,
+            "remainder": _fitting(self.memory.personal(facts.run).remainder, change),
+            "device": task.work.device,
+            "buffers": buffers(plan.roles),
+        }
+        if sum(x.nbytes for x in change.values()) <= task.inline_bytes:
+            data, lost = encode_update(change, **options)
+            return self.memory.keep(facts, data, Personal(plan.view("personal"), lost))
         path = self._home.pending / f"{facts.run}.new"
-        written = write_update(
-            path,
-            change,
-            run=facts.run,
-            round=facts.round,
-            lease=facts.lease,
-            compression=task.compression,
-            keep=task.keep,
-            seed=task.work.seed,
-            remainder=_fitting(self.memory.personal(facts.run).remainder, change),
-            device=task.work.device,
-            buffers=buffers(plan.roles),
-        )
+        written = write_update(path, change, **options)
         implied = Personal(plan.view("personal"), written.remainder)
         return self.memory.keep(facts, path, implied)
 
-    def _offered(self, pending: Pending, stop: Stop) -> pb.Contribution:
-        """The contribution of an update that the cloud has all bytes of."""
-        path, facts = self.memory.bytes_of(pending), pending.facts
+    def _offered(self, pending: Pending, task: Task, stop: Stop) -> pb.Contribution:
+        """The contribution of an update: with its bytes, or once the cloud has all of them."""
+        facts = pending.facts
+        data = self.memory.inline_of(pending, task.inline_bytes) if task.inline_bytes else None
         stop.check()
-        sha256 = upload(self._channel(), path)
+        if data is None:
+            path = self.memory.bytes_of(pending)
+            sha256, size = upload(self._channel(), path), path.stat().st_size
+        else:
+            sha256, size = hashlib.sha256(data).digest(), len(data)
         told = pb.Update(
-            blob=pb.Blob(sha256=sha256, size=path.stat().st_size),
+            blob=pb.Blob(sha256=sha256, size=size),
             examples=facts.examples,
             loss=facts.loss,
             seconds=facts.seconds,
+            inline=data or b"",
         )
         lease = bytes.fromhex(facts.lease)
         return pb.Contribution(run=facts.run, round=facts.round, lease=lease, update=told)
@@ -318,6 +328,8 @@ class Desk:
         return self._plan
 
     def _state_of(self, plan: Plan, task: Task) -> Mapping[str, Array]:
+        if task.inline_state:
+            return read_state(Path("state"), plan=plan.digest, data=task.inline_state)
         path = self._states.find(task.state.sha256)
         try:
             return read_state(path, plan=plan.digest)

@@ -84,6 +84,7 @@ class Memory:
     def __init__(self, personal: Path, pending: Path) -> None:
         self._personal, self._pending = personal, pending
         self._verified: dict[Path, Pending] = {}
+        self._small: dict[Path, bytes] = {}
 
     def personal(self, run: str) -> Personal:
         """Of this run; in a new run, the personal tensors that the newest run left."""
@@ -94,15 +95,25 @@ class Memory:
         found = self._read(newest) if newest else None
         return Personal(found.tensors, {}) if found else NOTHING
 
-    def keep(self, facts: Facts, update: Path, implied: Personal) -> Pending:
-        """Write an update and what it implies, durable, as one file; takes the file `update`."""
+    def keep(self, facts: Facts, update: Path | bytes, implied: Personal) -> Pending:
+        """Write an update and what it implies, durable, as one file.
+
+        update: its bytes, kept at hand too, or a file, which is taken.
+        """
         path = self._pending / f"{facts.run}.update"
         alone = path.with_suffix(".out")
         _drop(alone)
+        self._small.pop(path, None)
         properties = {name: str(value) for name, value in asdict(facts).items()}
-        parts = [container.file_part(UPDATE, update), *_parts(implied)]
-        container.write(path, KIND, parts, properties=properties)
-        update.replace(alone)
+        if isinstance(update, bytes):
+            first = container.part(UPDATE, update)
+        else:
+            first = container.file_part(UPDATE, update)
+        container.write(path, KIND, [first, *_parts(implied)], properties=properties)
+        if isinstance(update, bytes):
+            self._small[path] = update
+        else:
+            update.replace(alone)
         self._verified[path] = Pending(path, facts)
         return self._verified[path]
 
@@ -111,6 +122,16 @@ class Memory:
         paths = sorted(self._pending.glob("*.update"))
         found = (self._verified.get(path) or self._found(path) for path in paths)
         return tuple(pending for pending in found if pending is not None)
+
+    def inline_of(self, pending: Pending, most: int) -> bytes | None:
+        """The update alone, where it has at most so many bytes."""
+        if pending.path not in self._small:
+            file = Container(pending.path, kind=KIND)
+            if file.manifest.part(UPDATE).size > most:
+                return None
+            self._small[pending.path] = bytes(file.part(UPDATE))
+        data = self._small[pending.path]
+        return data if len(data) <= most else None
 
     def bytes_of(self, pending: Pending) -> Path:
         """The update alone as a file, the same bytes each time."""
@@ -127,6 +148,7 @@ class Memory:
             container.write(path, KIND, _parts(implied))
             self._forget_oldest("*.state")
         self._verified.pop(pending.path, None)
+        self._small.pop(pending.path, None)
         _drop(pending.path)
         _drop(pending.path.with_suffix(".out"))
 

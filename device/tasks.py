@@ -4,6 +4,7 @@ What is out of range is refused with its limit before anything is fetched. A tas
 names its lease is declined, so that the cloud's people read why; the other tasks are done.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Final
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.compress import Compressor
+from triplane.unified_ir.federated.core.files import INLINE_BYTES
 from triplane.unified_ir.federated.core.learn import MAX_STEPS, Work
 
 MAX_TASKS: Final = 64
@@ -38,8 +40,9 @@ class Blob:
 class Task:
     """One piece of work. kind: a field of the task's `work`. steps: of adaptation.
 
-    message: to this device's own app. lease: in hexadecimal. until_s: on the clock that was given
-    when the document came.
+    message: to this device's own app. inline_state: the state's bytes, verified, where they came
+    with the task; inline_bytes: of an update that goes with its contribution, at most. lease: in
+    hexadecimal. until_s: on the clock that was given when the document came.
     """
 
     kind: str
@@ -52,6 +55,8 @@ class Task:
     keep: float = 1.0
     steps: int = 0
     message: Blob | None = None
+    inline_state: bytes = b""
+    inline_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,8 @@ def _task(told: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> Task
         state=_blob("state", told.state, max_blob_bytes),
         work=_work(told, device),
         until_s=now_s + told.deadline_s,
+        inline_state=_inline_state(told),
+        inline_bytes=min(told.inline_bytes, INLINE_BYTES),
     )
     return KINDS[kind](task, told, max_blob_bytes)
 
@@ -168,6 +175,17 @@ def _blob(what: str, told: pb.Blob, max_bytes: int) -> Blob:
             f"a {what} has 1 to {max_bytes} bytes on this device, the task's {told.size}"
         )
     return Blob(told.sha256, told.size)
+
+
+def _inline_state(told: pb.Task) -> bytes:
+    data = told.inline_state
+    if not data:
+        return b""
+    if len(data) > INLINE_BYTES:
+        raise InvalidInput(f"a state in a task has at most {INLINE_BYTES} bytes, got {len(data)}")
+    if len(data) != told.state.size or hashlib.sha256(data).digest() != told.state.sha256:
+        raise InvalidInput("the state in the task is not the one that it names")
+    return data
 
 
 def _settled(told: pb.Settlement) -> Settled:

@@ -38,6 +38,8 @@ MAX_RETRY_AFTER_S: Final = 600.0
 HELLO_S: Final = 10.0
 """How long a caller may take to greet."""
 SILENT_BEATS: Final = 3
+LINGER_S: Final = 0.005
+"""So long an acknowledgement waits for a message that carries it."""
 FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 30.0
 REFUSALS: Final = (
@@ -161,10 +163,10 @@ class Link:
                 yield self.half.stamped(frame)
             if due:
                 continue
-            if self._told == self.half.received:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._heartbeat_s):
-                        await self._wake.wait()
+            owes = self._told != self.half.received
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_S if owes else self._heartbeat_s):
+                    await self._wake.wait()
             if self._has_ended():
                 return
             if not any(f.number > self._sent for f in self.half.unacknowledged):

@@ -36,6 +36,7 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
 from triplane.proto.transfer import BlobFolder
+from triplane.unified_ir.federated.core.files import INLINE_BYTES
 from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
     ENDED,
@@ -109,7 +110,11 @@ class Federation:
         self._may_release = may_release
         self._db, self._blobs, self._registry = db, blobs, registry
         self._audit, self._clock = audit, clock
-        self.spool = Spool(folder / "updates", blobs)
+        self.spool = Spool(
+            folder / "updates",
+            blobs,
+            lambda run, sha256: db.read_now(lambda c: journal.kept(c, run, sha256)),
+        )
         self._results = Results(
             db,
             blobs,
@@ -129,6 +134,7 @@ class Federation:
         self._devices: dict[str, _Device] = {}
         self._down: dict[str, tuple[Turn, dict[str, int]]] = {}
         self._sizes: dict[str, int] = {}
+        self._states: dict[str, tuple[str, bytes]] = {}  # by run: its shared state, and its bytes
         self._told: list[Told] = []
         self._moved, self._ended = asyncio.Event(), asyncio.Event()
         self._stopping = False
@@ -339,6 +345,7 @@ class Federation:
         for forgotten in ended[:-KEPT_ENDED]:
             del self._runs[forgotten]
             self._down.pop(forgotten, None)
+            self._states.pop(forgotten, None)
         self._runs[entry.id] = run
         run.start()
 
@@ -429,7 +436,8 @@ class Federation:
             return
         check = self._flower.check_reply if run.entry.spec.flower.app else None
         make = await self.spool.judged(run, name, told, check)
-        await run.put(weighed(make, self._given(run).get(name, 0)))
+        data = told.update.inline if told.WhichOneof("outcome") == "update" else b""
+        await run.put(weighed(make, self._given(run).get(name, 0)), data)
 
     async def _answer(self, name: str, told: pb.Contribution) -> None:
         """Settle a contribution to a run that is over, from the run's last book."""
@@ -471,7 +479,7 @@ class Federation:
             if member is not None and member.settled is not None:
                 answers[run.entry.id] = messages.settlement(run.entry.id, member.settled)
             if self._is_told(run, name) and len(work.tasks) < MAX_TOLD:
-                files = self._files(run, name)
+                files = self._files(run, name, inline=not work.tasks)
                 work.tasks.append(messages.task_message(run.entry, state, name, files, now_s))
         if name in self._devices:
             answers |= self._devices[name].answers
@@ -494,12 +502,32 @@ class Federation:
             raise NotFound(f"run {run} is not live")
         return await self._runs[run].put(make)
 
-    def _files(self, run: LiveRun, name: str) -> messages.Files:
-        prepared, state = run.entry.prepared, run.book.state
+    def _files(self, run: LiveRun, name: str, *, inline: bool) -> messages.Files:
+        """inline: a device works on one task at a time, so one state in a document is enough."""
+        prepared, state, spec = run.entry.prepared, run.book.state, run.entry.spec
         assert prepared is not None
-        asked = self._flower.message(run.entry.id, state, name) if run.entry.spec.flower.app else ""
-        message = self._blob(asked) if asked else None
-        return messages.Files(self._blob(prepared.plan), self._blob(state.shared), message)
+        asked = self._flower.message(run.entry.id, state, name) if spec.flower.app else ""
+        data = self._small_state(run) if inline and not spec.flower.app else b""
+        if data:
+            self._given(run).setdefault(name, len(data))
+        return messages.Files(
+            self._blob(prepared.plan),
+            self._blob(state.shared),
+            self._blob(asked) if asked else None,
+            inline=data,
+            inline_bytes=0 if spec.HasField("flower") else INLINE_BYTES,
+        )
+
+    def _small_state(self, run: LiveRun) -> bytes:
+        """The bytes of the shared state, where they are few; read once a round."""
+        shared = run.book.state.shared
+        known = self._states.get(run.entry.id)
+        if known is None or known[0] != shared:
+            sha256 = bytes.fromhex(shared)
+            small = self._blob(shared).size <= INLINE_BYTES
+            known = shared, self._blobs.find(sha256).read_bytes() if small else b""
+            self._states[run.entry.id] = known
+        return known[1]
 
     def _blob(self, name: str) -> pb.Blob:
         sha256 = bytes.fromhex(name)

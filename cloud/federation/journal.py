@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from triplane.cloud.federation.book import Book, follow
 from triplane.cloud.federation.coding import from_json, to_json
-from triplane.cloud.federation.tables import EVENTS, RUNS
+from triplane.cloud.federation.tables import EVENTS, RUNS, SMALL
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.unified_ir.federated.core import run as core
@@ -174,6 +174,24 @@ def record(connection: sa.Connection, run: str, events: Sequence[Event], revisio
         for number, event in enumerate(events, first)
     ]
     connection.execute(EVENTS.insert(), rows)
+
+
+def keep(connection: sa.Connection, run: str, updates: Mapping[str, bytes]) -> None:
+    """Write small updates, by SHA-256 in hexadecimal, in the commit of what names them."""
+    rows = [{"run": run, "sha256": bytes.fromhex(k), "data": v} for k, v in updates.items()]
+    connection.execute(SMALL.insert(), rows)
+
+
+def kept(connection: sa.Connection, run: str, sha256: bytes) -> bytes | None:
+    """A small update."""
+    query = sa.select(SMALL.c.data).where(SMALL.c.run == run, SMALL.c.sha256 == sha256)
+    found = connection.execute(query).scalar()
+    return None if found is None else bytes(found)
+
+
+def forget(connection: sa.Connection, run: str) -> None:
+    """Remove the small updates of rounds that are over."""
+    connection.execute(SMALL.delete().where(SMALL.c.run == run))
 
 
 def snapshot(connection: sa.Connection, run: str, book: Book) -> None:

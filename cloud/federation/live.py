@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -24,11 +24,13 @@ from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError, Unavaila
 from triplane.unified_ir.federated.core.rules import due_s
 from triplane.unified_ir.federated.core.run import (
     ENDED,
+    Arrived,
     Effects,
     Event,
     Failed,
     Finish,
     Judged,
+    Outcome,
     Phase,
     Reduce,
     State,
@@ -47,6 +49,8 @@ RETRY_S: Final = 1.0
 """Between tries to commit what nobody waits for."""
 MAX_RETRY_S: Final = 30.0
 """Between tries of work that finds no room; they begin at `RETRY_S` and double."""
+COUNTED_S: Final = 0.25
+"""After which a device is told that its update counted, where no new task told it."""
 STOPPING: Final = "the cloud is stopping; say it again when it is back"
 
 Make = Callable[[State, float], Event | None]
@@ -58,8 +62,8 @@ Write = Callable[[sa.Connection, Book], None]
 class Worker(Protocol):
     """Does what takes time. Each method gives the event it came to, and what to write with it."""
 
-    async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write]:
-        """The next shared state."""
+    async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write | None]:
+        """The next shared state; None where the run's row stays as it is."""
 
     async def judged(self, entry: Entry, book: Book, order: Judged) -> None:
         """An evaluating round is over. Raises nothing: the run goes on meanwhile."""
@@ -83,11 +87,12 @@ class Audience(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Put:
-    """An event on its way. done: None where nobody waits."""
+    """An event on its way. done: None where nobody waits. data: of an update that came with it."""
 
     make: Make
     write: Write | None = None
     done: asyncio.Future[Book] | None = None
+    data: bytes = b""
 
 
 class LiveRun:
@@ -112,6 +117,8 @@ class LiveRun:
         self._ticked_s: float | None = None
         self._kept_at = 0  # so that a run that was read back is soon kept again
         self._work: set[asyncio.Task[None]] = set()
+        self._counted: set[str] = set()  # devices that are not told yet that their update counted
+        self._keeps = True  # small updates may be in the database
         self.waits = ""
         self._task: asyncio.Task[None] | None = None
 
@@ -133,14 +140,17 @@ class LiveRun:
         while not self._queue.empty():
             _answer(self._queue.get_nowait(), Unavailable(STOPPING))
 
-    async def put(self, make: Make) -> Book:
-        """Have an event happen; the book after its commit. Unavailable: it may not have."""
+    async def put(self, make: Make, data: bytes = b"") -> Book:
+        """Have an event happen; the book after its commit. Unavailable: it may not have.
+
+        data: of the update that it names, where it is in no file; kept in the same commit.
+        """
         if self._task is None or self._task.done():
             if self.is_over:
                 return self.book
             raise Unavailable(STOPPING)
         done: asyncio.Future[Book] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Put(make, done=done))
+        self._queue.put_nowait(_Put(make, done=done, data=data))
         return await done
 
     def note(self, make: Make, write: Write | None = None) -> None:
@@ -194,6 +204,7 @@ class LiveRun:
         before, book = self.book, self.book
         events: list[Event] = []
         writes: list[tuple[Write, Book]] = []
+        small: dict[str, bytes] = {}
         effects: Effects = ()
         for put in batch:
             event = put.make(book.state, max(self._last_s, self._clock()))
@@ -205,14 +216,17 @@ class LiveRun:
             effects += more
             if put.write is not None:
                 writes.append((put.write, book))
+            if put.data and isinstance(event, Arrived) and _counts(book.state, event):
+                small[event.update.blob] = put.data
         if events:
             old = self.entry
             self.entry = await self._db.write(
-                lambda connection: self._write(connection, events, writes, book)
+                lambda connection: self._write(connection, events, writes, book, small)
             )
             if self._is_kept(book):
                 self._kept_at = book.revision
             self.waits = ""
+            self._keeps = bool(small) or (self._keeps and _same_round(before.state, book.state))
             self._after(old, before, book, effects)
         for put in batch:
             _answer(put, book)
@@ -223,8 +237,13 @@ class LiveRun:
         events: list[Event],
         writes: list[tuple[Write, Book]],
         book: Book,
+        small: dict[str, bytes],
     ) -> Entry:
         journal.record(connection, self.entry.id, events, book.revision)
+        if self._keeps and not _same_round(self.book.state, book.state):
+            journal.forget(connection, self.entry.id)
+        if small:
+            journal.keep(connection, self.entry.id, small)
         for write, then in writes:
             write(connection, then)
         over = book.state.phase in ENDED
@@ -253,11 +272,34 @@ class LiveRun:
                 self._spawn(self._done(effect), str(effect))
         try:
             self._worker.settled(old, self.entry, before, book)
-            for device in {effect.device: None for effect in effects if isinstance(effect, Tell)}:
-                self._audience.tell(device)
+            told = {effect.device: None for effect in effects if isinstance(effect, Tell)}
+            self._tell(told, goes_on=_same_round(before.state, state))
         except Exception:  # the event is committed whatever its audience makes of it
             logger.exception("not everybody was told", extra=self._facts())
         self._audience.moved_now(over=self.is_over)
+
+    def _tell(self, devices: Mapping[str, None], *, goes_on: bool) -> None:
+        """Tell devices what changed for them; that an update counted, with the next task.
+
+        While the round goes on nothing hangs on it, so it is told after `COUNTED_S` at the latest.
+        """
+        state = self.book.state
+        later = {d for d in devices if goes_on and _has_counted(state, d)}
+        for device in devices:
+            if device not in later:
+                self._counted.discard(device)
+                self._audience.tell(device)
+        if goes_on:
+            if later and not self._counted:
+                asyncio.get_running_loop().call_later(COUNTED_S, self._tell_counted)
+            self._counted |= later
+        else:
+            self._tell_counted()
+
+    def _tell_counted(self) -> None:
+        counted, self._counted = self._counted, set()
+        for device in sorted(counted):
+            self._audience.tell(device)
 
     def _spawn(self, work: Coroutine[None, None, None], what: str) -> None:
         task = asyncio.create_task(work, name=f"{what} of {self.entry.id}"[:80])
@@ -279,7 +321,7 @@ class LiveRun:
         else:
             self.note(make, write)
 
-    async def _made(self, effect: Reduce | Finish) -> tuple[Make, Write]:
+    async def _made(self, effect: Reduce | Finish) -> tuple[Make, Write | None]:
         """What an effect comes to, however long there is no room for it."""
         phase, pause_s = self.book.state.phase, RETRY_S
         while True:
@@ -320,6 +362,24 @@ class LiveRun:
 def in_phase(phase: Phase, make: Make) -> Make:
     """`make`, where the run is in that phase when the event's turn comes."""
     return lambda state, at_s: make(state, at_s) if state.phase is phase else None
+
+
+def _counts(state: State, event: Arrived) -> bool:
+    """Whether the update is one that the round at hand counts."""
+    leases = state.round.leases if state.round else ()
+    return any(x.id == event.lease and x.update == event.update for x in leases)
+
+
+def _has_counted(state: State, device: str) -> bool:
+    """Whether the device has done its work in the round at hand."""
+    leases = state.round.leases if state.round else ()
+    return any(x.device == device and x.outcome is Outcome.COUNTED for x in leases)
+
+
+def _same_round(one: State, other: State) -> bool:
+    """Whether what came for the round of one state is needed in the other."""
+    turns = [(x.number, x.evaluates, x.attempt) if x else None for x in (one.round, other.round)]
+    return turns[0] == turns[1]
 
 
 def _answer(put: _Put, outcome: Book | Exception) -> None:

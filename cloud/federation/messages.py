@@ -42,11 +42,17 @@ BEFORE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The blobs a task names, with their sizes. message: to a device's own app."""
+    """The blobs a task names, with their sizes. message: to a device's own app.
+
+    inline: the state's bytes, where they go with the task. inline_bytes: of an update that may come
+    with its contribution.
+    """
 
     plan: pb.Blob
     state: pb.Blob
     message: pb.Blob | None = None
+    inline: bytes = b""
+    inline_bytes: int = 0
 
 
 def run_message(
@@ -173,6 +179,8 @@ def task_message(entry: Entry, state: State, device: str, files: Files, now_s: f
         sampling=spec.sampling,
         seed=spec.seed,
         deadline_s=max(0.0, found.opened_s + state.plan.deadline_s - now_s),
+        inline_state=files.inline,
+        inline_bytes=files.inline_bytes,
     )
     if files.message is not None:
         task.flower.CopyFrom(files.message)

@@ -34,6 +34,8 @@ from triplane.proto.errors import Corrupt, TriplaneError
 from triplane.proto.transfer import BlobFolder, digest_of
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.files import (
+    INLINE_BYTES,
+    encode_state,
     like_of,
     read_state,
     write_state,
@@ -101,7 +103,7 @@ class Results:
             rules=NEWEST_RULES,
         )
 
-    async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write]:
+    async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write | None]:
         """See `live.Worker`."""
         shared = book.state.shared
         known: set[bytes] = set()
@@ -116,7 +118,7 @@ class Results:
         def write(connection: sa.Connection, _: Book) -> None:
             journal.change(connection, entry.id, slots=bytes.fromhex(slots))
 
-        return make, write
+        return make, write if slots != entry.slots.hex() else None
 
     def _reduced(
         self, entry: Entry, shared: str, order: Reduce, known: set[bytes]
@@ -158,6 +160,8 @@ class Results:
     def _written(
         self, tensors: dict[str, Array], roles: dict[str, str], plan: str, known: set[bytes]
     ) -> str:
+        if sum(x.nbytes for x in tensors.values()) <= INLINE_BYTES:
+            return self._put(encode_state(tensors, roles, plan=plan), known)
         path = self._blobs.partial / f"{UNFINISHED}{secrets.token_hex(8)}"
         try:
             write_state(path, tensors, roles, plan=plan)
@@ -168,6 +172,14 @@ class Results:
             return sha256.hex()
         finally:
             path.unlink(missing_ok=True)
+
+    def _put(self, data: bytes, known: set[bytes]) -> str:
+        """A small file, made durable with as few syncs as may be."""
+        sha256 = hashlib.sha256(data).digest()
+        if self._blobs.has(sha256):
+            known.add(sha256)
+        self._blobs.put(data)
+        return sha256.hex()
 
     async def judged(self, entry: Entry, book: Book, order: Judged) -> None:
         """See `live.Worker`: accuracies are in the book already."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from triplane.proto.disk import AppendFile
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
 from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core.draws import Array
-from triplane.unified_ir.federated.core.files import KINDS as BAD_UPDATES
 from triplane.unified_ir.federated.core.files import (
+    INLINE_BYTES,
     BadUpdate,
     Like,
     like_of,
@@ -31,6 +32,7 @@ from triplane.unified_ir.federated.core.files import (
     read_state,
     read_update,
 )
+from triplane.unified_ir.federated.core.files import KINDS as BAD_UPDATES
 from triplane.unified_ir.federated.core.learn import buffers
 from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
@@ -81,10 +83,22 @@ Check = Callable[[LiveRun, str, Path], Awaitable[tuple[int, float]]]
 """(run, device, file of a reply) -> its examples and its loss, or NaN. Raises Refusal."""
 
 
-class Spool:
-    """The folder, and who may write what into it. blobs: where states are."""
+Row = Callable[[str, bytes], bytes | None]
+"""(run, SHA-256) -> bytes."""
 
-    def __init__(self, folder: Path, blobs: BlobFolder) -> None:
+
+def _no_row(_run: str, _sha256: bytes) -> bytes | None:
+    return None
+
+
+class Spool:
+    """The folder, and who may write what into it. blobs: where states are.
+
+    row: a small update of a run that came within its contribution, from the database; for threads.
+    """
+
+    def __init__(self, folder: Path, blobs: BlobFolder, row: Row = _no_row) -> None:
+        self._row = row
         self.folder = BlobFolder(folder)
         self._blobs = blobs
         self._rooms: dict[str, Room] = {}
@@ -137,7 +151,7 @@ class Spool:
     async def judged(
         self, run: LiveRun, device: str, told: pb.Contribution, check: Check | None = None
     ) -> Make:
-        """The event that a contribution is. Reads the update's file; does nothing else.
+        """The event that a contribution is. Reads the update; does nothing else.
 
         check: reads the file in place of us, where it is the reply of a device's own app.
         """
@@ -165,8 +179,12 @@ class Spool:
                 seconds=told.seconds,
             )
             room = await self.room(run)
-            change = await asyncio.to_thread(self._checked, run, lease, update, room)
-            self._remember(update, change)
+            if told.inline:
+                _check_inline(run, told)
+                change = self._checked(run, lease, update, room, told.inline)
+            else:
+                change = await asyncio.to_thread(self._checked, run, lease, update, room)
+            self._remember(update, change, len(told.inline))
         except Refusal as refusal:
             return refused(device, lease, refusal.kind, str(refusal))
         except BadUpdate as refusal:
@@ -197,12 +215,13 @@ class Spool:
             return refused(device, lease, refusal.kind, str(refusal))
         return lambda _, at_s: Answered(at_s=at_s, device=device, lease=lease, update=update)
 
-    def _remember(self, update: Update, change: dict[str, Array]) -> None:
+    def _remember(self, update: Update, change: dict[str, Array], inline: int) -> None:
         """Keep a change until its round is reduced, so that its file is checked once.
 
-        What is a view of the file costs no memory; what was unpacked does, up to `MAX_KEPT_BYTES`.
+        What is a view of the file costs no memory; what was unpacked, or came inline, does, up to
+        `MAX_KEPT_BYTES`.
         """
-        owned = sum(x.nbytes for x in change.values() if x.flags.owndata)
+        owned = inline + sum(x.nbytes for x in change.values() if x.flags.owndata)
         if update.blob not in self._kept and self._kept_bytes + owned <= MAX_KEPT_BYTES:
             self._kept[update.blob] = owned, change
             self._kept_bytes += owned
@@ -212,20 +231,25 @@ class Spool:
         found = self._kept.get(update.blob)
         if found is not None:
             return found[1]
-        path = self.folder.find(bytes.fromhex(update.blob))
+        sha256 = bytes.fromhex(update.blob)
+        data = None if self.folder.has(sha256) else self._row(run.id, sha256)
         assert run.prepared is not None
         return read_update(
-            path,
+            self.folder.find(sha256) if data is None else self.folder.path(sha256),
             like,
             run=run.id,
             lease=lease,
             max_bytes=most_bytes(like),
             buffers=buffers(run.prepared.roles),
+            data=data,
         )
 
-    def _checked(self, run: LiveRun, lease: str, update: Update, room: Room) -> dict[str, Array]:
+    def _checked(
+        self, run: LiveRun, lease: str, update: Update, room: Room, data: bytes | None = None
+    ) -> dict[str, Array]:
         """The change in an update that was just announced. BadUpdate, Refusal."""
-        path = self._found(bytes.fromhex(update.blob), update.size)
+        sha256 = bytes.fromhex(update.blob)
+        path = self._found(sha256, update.size) if data is None else self.folder.path(sha256)
         found = run.book.state.round
         assert found is not None
         assert run.entry.prepared is not None
@@ -238,6 +262,7 @@ class Spool:
             round=found.number,
             compression=run.entry.spec.compression,
             buffers=buffers(run.entry.prepared.roles),
+            data=data,
         )
 
     def _found(self, sha256: bytes, size: int) -> Path:
@@ -376,6 +401,19 @@ def _score(device: str, lease: str, told: pb.Contribution) -> Make:
 
 def _are_shares(score: Score) -> bool:
     return all(0.0 <= share <= 1.0 for share in (score.before, score.after))
+
+
+def _check_inline(run: LiveRun, told: pb.Update) -> None:
+    if run.entry.spec.HasField("flower"):
+        raise Refusal("missing", "a strategy reads files; upload the update")
+    if len(told.inline) > INLINE_BYTES:
+        text = f"{INLINE_BYTES} bytes at most come in a contribution, got {len(told.inline)}"
+        raise Refusal("oversized", text)
+    if (
+        len(told.inline) != told.blob.size
+        or hashlib.sha256(told.inline).digest() != told.blob.sha256
+    ):
+        raise Refusal("damaged", "the bytes in the contribution are not those that it names")
 
 
 def _check_figures(state: State, device: str, told: pb.Update) -> None:

@@ -32,6 +32,15 @@ RUNS: Final = sa.Table(
     sa.Column("result", sa.String(80), nullable=False),  # "digits@4", or empty
 )
 
+SMALL: Final = sa.Table(
+    "federation_small_updates",
+    METADATA,
+    # Updates that came within their contribution, until their round is reduced.
+    sa.Column("run", sa.ForeignKey("federation_runs.id"), primary_key=True),
+    sa.Column("sha256", sa.LargeBinary(32), primary_key=True),
+    sa.Column("data", sa.LargeBinary, nullable=False),
+)
+
 EVENTS: Final = sa.Table(
     "federation_events",
     METADATA,

@@ -101,6 +101,8 @@ SAID = {
     "absurd keep": ({"learn": pb.Learn(compression="top-k", keep=7)}, "in (0, 1], got 7.0"),
     "work for an app": ({"flower": blob()}, "this device has no ClientApp"),
     "huge message": ({"flower": blob(size=2**40)}, "a message has 1 to 1073741824 bytes"),
+    "other inline state": ({"inline_state": b"x"}, "is not the one that it names"),
+    "long inline state": ({"inline_state": bytes(65537)}, "at most 65536 bytes, got 65537"),
     "endless adapting": ({"evaluate": pb.Evaluate(steps=2**31)}, "adaptation is 0 to 1000000"),
 }
 # What a file is, and the reason.

@@ -1,6 +1,7 @@
 """What a contribution does to the device: nothing until the cloud says that it counted."""
 
 import asyncio
+import hashlib
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from triplane.device.home import DeviceHome
 from triplane.device.memory import Memory
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.federated.core.compress import LEVELS
-from triplane.unified_ir.federated.core.files import like_of, most_bytes, read_update
+from triplane.unified_ir.federated.core.files import INLINE_BYTES, like_of, most_bytes, read_update
 from triplane.unified_ir.runtime import Limits
 
 SHARD = plans.shard(held_out=6)
@@ -267,3 +268,39 @@ def test_a_measured_model_is_not_dropped_for_the_unmeasured_one_of_another_run(t
     choice = FederatedClient(tmp_path / "ann", SHARD).choice()
     assert choice is not None
     assert (choice.plan, choice.accuracy) == (measured, 1.0)
+
+
+def test_a_small_state_and_update_ride_in_messages_and_stay_the_same_after_a_restart(tmp_path):
+    """No file of either comes or goes; the next process sends the very bytes again."""
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            plan, digest = stage.plan()
+            state = stage.state(digest)
+            data = stage.blobs.find(state.sha256).read_bytes()
+            stage.blobs.remove(state.sha256)
+            task = stage.task(
+                1, plan=plan, state=state, inline_state=data, inline_bytes=INLINE_BYTES
+            )
+            stage.blobs.remove(state.sha256)
+            there = set(stage.blobs.folder.iterdir())
+            told = []
+            for _ in range(2):
+                async with serving(client_at(stage, tmp_path / "ann", SHARD)):
+                    await stage.offer()
+                    stage.heard.clear()
+                    stage.tell(task)
+                    told.append(await stage.contribution(lease(1)))
+            assert set(stage.blobs.folder.iterdir()) == there
+            return told
+
+    first, again = within(story())
+    assert first == again
+    update = first.update
+    assert hashlib.sha256(update.inline).digest() == update.blob.sha256
+    assert len(update.inline) == update.blob.size
+    change = read_update(
+        tmp_path / "update", like_of({n: plans.state()[n] for n in ("w", "bias")}), run=RUN,
+        lease=lease(1).hex(), max_bytes=INLINE_BYTES, buffers={"bias"}, data=update.inline,
+    )  # fmt: skip
+    assert change["w"].any()

@@ -16,6 +16,7 @@ import stat
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -95,25 +96,50 @@ def write(
     Parts are streamed and hashed on the way; the manifest, whose size does not depend on digests,
     is written last into the room kept for it.
     """
+    with atomic_file(Path(path)) as file:
+        return write_into(file, kind, parts, properties=properties, parent=parent)
+
+
+def encoded(
+    kind: str,
+    parts: Iterable[PartData],
+    *,
+    properties: Mapping[str, str] | None = None,
+    parent: str = "",
+) -> bytes:
+    """The bytes that `write` would write: of a small file that goes elsewhere than to a disk."""
+    file = BytesIO()
+    write_into(file, kind, parts, properties=properties, parent=parent)
+    return file.getvalue()
+
+
+def write_into(
+    file: BinaryIO,
+    kind: str,
+    parts: Iterable[PartData],
+    *,
+    properties: Mapping[str, str] | None = None,
+    parent: str = "",
+) -> str:
+    """Write into an empty seekable file, and let its owner make it durable; its root digest."""
     parts = tuple(parts)
     draft = _manifest(kind, parts, [bytes(digests.SIZE)] * len(parts), properties, parent)
     room = len(manifests.encode(draft))
     layout = Layout(room, draft.parts)
     if layout.size > MAX_FILE_BYTES:
         raise InvalidInput(f"a file has at most {MAX_FILE_BYTES} bytes, this takes {layout.size}")
-    with atomic_file(Path(path)) as file:
-        done = [
-            _stream(file, offset, data) for offset, data in zip(layout.data[1:], parts, strict=True)
-        ]
-        shas, crcs = [sha for sha, _ in done], [crc for _, crc in done]
-        made = _manifest(kind, parts, shas, properties, parent, crcs)
-        stored = manifests.encode(made)
-        assert len(stored) == room
-        for offset, frame in Layout(room, made.parts).frames(zlib.crc32(stored)):
-            file.seek(offset)
-            file.write(frame)
-        file.seek(layout.data[0])
-        file.write(stored)
+    done = [
+        _stream(file, offset, data) for offset, data in zip(layout.data[1:], parts, strict=True)
+    ]
+    shas, crcs = [sha for sha, _ in done], [crc for _, crc in done]
+    made = _manifest(kind, parts, shas, properties, parent, crcs)
+    stored = manifests.encode(made)
+    assert len(stored) == room
+    for offset, frame in Layout(room, made.parts).frames(zlib.crc32(stored)):
+        file.seek(offset)
+        file.write(frame)
+    file.seek(layout.data[0])
+    file.write(stored)
     return digests.sha256(stored).hex()
 
 

@@ -378,16 +378,16 @@ def test_a_run_waits_while_the_database_is_full_says_so_and_goes_on(tmp_path):
 @pytest.mark.slow
 def test_a_run_whose_next_state_finds_no_room_waits_for_it(tmp_path, monkeypatch):
     """The disk of blobs is full while it reduces, not that of the database."""
-    kept = files.write_state
+    kept = files.encode_state
     tries = []
 
-    def full(path, *rest, **options):
-        tries.append(path)
+    def full(*rest, **options):
+        tries.append(rest)
         if len(tries) == 2:
-            raise refusal(OSError(errno.ENOSPC, "No space left on device"), f"{path}: full")
-        return kept(path, *rest, **options)
+            raise refusal(OSError(errno.ENOSPC, "No space left on device"), "the disk is full")
+        return kept(*rest, **options)
 
-    monkeypatch.setattr(results, "write_state", full)
+    monkeypatch.setattr(results, "encode_state", full)
 
     async def story():
         async with running(make_home(tmp_path)) as cloud:

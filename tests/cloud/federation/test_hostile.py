@@ -5,6 +5,7 @@ another idea each time.
 """
 
 import asyncio
+import hashlib
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from triplane.proto.transfer import upload
 from triplane.proto.transfer_pb2 import DownloadRequest
 from triplane.proto.transfer_pb2_grpc import TransferStub
 from triplane.unified_ir.federated.core import learn
+from triplane.unified_ir.federated.core.files import INLINE_BYTES
 from triplane.unified_ir.federated.core.run import Member, Plan, State
 from triplane.unified_ir.files import container
 
@@ -151,6 +153,33 @@ def many_files(device, task):
     return contribution(task, declined="I tried\x1b[2J")
 
 
+def inline(task, data, sha256=None, size=None):
+    """An update that comes with its contribution."""
+    blob = pb.Blob(sha256=sha256 or hashlib.sha256(data).digest(), size=size or len(data))
+    update = pb.Update(blob=blob, examples=1, loss=0.5, seconds=0.1, inline=data)
+    return contribution(task, update=update)
+
+
+def inline_under_another_name(device, task):
+    return inline(task, update_bytes(task, honest(device, task)), sha256=bytes(32))
+
+
+def inline_of_another_size(device, task):
+    return inline(task, update_bytes(task, honest(device, task)), size=7)
+
+
+def inline_garbage(_device, task):
+    return inline(task, b"PK\x03\x04" + bytes(range(256)))
+
+
+def inline_too_long(_device, task):
+    return inline(task, bytes(INLINE_BYTES + 1))
+
+
+def inline_of_another_run(device, task):
+    return inline(task, update_bytes(task, honest(device, task), run=OTHER_RUN))
+
+
 # fmt: off
 HOSTILE = (
     (wrong_shape,        "shape"),
@@ -169,6 +198,11 @@ HOSTILE = (
     (infinite_loss,      "figures"),
     (a_score,            "kind"),
     (many_files,         ""),
+    (inline_under_another_name, "damaged"),
+    (inline_of_another_size,    "damaged"),
+    (inline_garbage,     "damaged"),
+    (inline_too_long,    "oversized"),
+    (inline_of_another_run, "foreign"),
 )
 # fmt: on
 REPLAYS = len(HOSTILE) + 1  # the round whose update is sent again in the next one

@@ -1,6 +1,7 @@
 """Events as JSON, and a run that is read back as what it was."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import typing
@@ -205,3 +206,13 @@ def test_the_worst_tenth_is_a_mean_of_the_lowest_and_order_does_not_matter():
     assert found.worst == 0.0
     assert found.worst_tenth == pytest.approx(0.015)
     assert spread_of([0.5]).worst_tenth == 0.5
+
+
+def test_a_small_update_is_there_until_its_round_is_over(database):
+    run, data = begun(database).id, b"the bytes of an update"
+    name = hashlib.sha256(data).digest()
+    database.write_now(lambda c: journal.keep(c, run, {name.hex(): data}))
+    assert database.read_now(lambda c: journal.kept(c, run, name)) == data
+    assert database.read_now(lambda c: journal.kept(c, "f" * 16, name)) is None
+    database.write_now(lambda c: journal.forget(c, run))
+    assert database.read_now(lambda c: journal.kept(c, run, name)) is None

@@ -22,16 +22,19 @@ from triplane.unified_ir.federated.core.compress import Compressor
 from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import BUFFER, PARAMETER, SHARED_ROLES
 from triplane.unified_ir.files import container
-from triplane.unified_ir.files.container import Container
+from triplane.unified_ir.files.container import Container, PartData
 from triplane.unified_ir.files.dtypes import BY_NAME
 
 STATE: Final = "state.safetensors"
 CHANGE: Final = "change.safetensors"
+UPDATE: Final = "update"
 FACTS: Final = ("compression", "lease", "round", "run")
 """Properties of an update, all of them and no other."""
 PER_TENSOR_BYTES: Final = 4 << 10
 """Names, digests and headers of one tensor in a container, at most, for `most_bytes`."""
 MAX_ROUND: Final = 1 << 32
+INLINE_BYTES: Final = 64 << 10
+"""States and updates of at most so many bytes ride in the messages of a session."""
 
 Like = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 """What an update must hold: type and shape by name."""
@@ -85,18 +88,27 @@ def write_state(
     path: Path, tensors: Mapping[str, Array], roles: Mapping[str, str], *, plan: str
 ) -> str:
     """Write a shared state of the plan of that root digest, whole or not at all; its digest."""
+    return container.write(path, "state", [_state_part(tensors, roles)], parent=plan)
+
+
+def encode_state(tensors: Mapping[str, Array], roles: Mapping[str, str], *, plan: str) -> bytes:
+    """The bytes that `write_state` would write."""
+    return container.encoded("state", [_state_part(tensors, roles)], parent=plan)
+
+
+def _state_part(tensors: Mapping[str, Array], roles: Mapping[str, str]) -> PartData:
     if odd := sorted(n for n in tensors if roles.get(n) not in SHARED_ROLES):
         raise InvalidInput(f"a shared state holds parameters and buffers, not {odd[:4]}")
-    part = container.tensor_part(STATE, tensors, {name: roles[name] for name in tensors})
-    return container.write(path, "state", [part], parent=plan)
+    return container.tensor_part(STATE, tensors, {name: roles[name] for name in tensors})
 
 
-def read_state(path: Path, *, plan: str) -> dict[str, Array]:
+def read_state(path: Path, *, plan: str, data: bytes | None = None) -> dict[str, Array]:
     """The tensors of a state, as read-only views of the file.
 
+    data: its bytes where they are at hand, `path` being a name then.
     Conflict: of another plan. Corrupt: damaged. InvalidInput: no state, or not finite.
     """
-    file = Container(path, kind="state")
+    file = Container(path, kind="state", data=data)
     if file.manifest.parent != plan:
         raise Conflict(f"the state is of plan {file.manifest.parent[:16]}, not {plan[:16]}")
     _only_part(file, STATE)
@@ -109,8 +121,24 @@ def read_state(path: Path, *, plan: str) -> dict[str, Array]:
     return found
 
 
-def write_update(
-    path: Path,
+def write_update(path: Path, change: Mapping[str, Array], **options: Any) -> Written:
+    """Compress `change` and write it; equal arguments give equal bytes. See `encode_update`."""
+    parts, properties, lost = _update(change, **options)
+    return Written(container.write(path, UPDATE, parts, properties=properties), lost)
+
+
+def encode_update(change: Mapping[str, Array], **options: Any) -> tuple[bytes, dict[str, Array]]:
+    """(the bytes of the file, what compression lost) of an update that goes to no file.
+
+    options: run, round, lease (in hexadecimal), compression, keep, seed; remainder: what earlier
+    updates of this device lost; device: by whose name rounding draws, so that equal runs give equal
+    changes, the lease where it is not given; buffers: of `change`, which go as they are.
+    """
+    parts, properties, lost = _update(change, **options)
+    return container.encoded(UPDATE, parts, properties=properties), lost
+
+
+def _update(
     change: Mapping[str, Array],
     *,
     run: str,
@@ -122,21 +150,14 @@ def write_update(
     remainder: Mapping[str, Array] | None = None,
     device: str = "",
     buffers: Collection[str] = (),
-) -> Written:
-    """Compress `change` and write it; equal arguments give equal bytes.
-
-    buffers: of `change`, which go as they are. lease: in hexadecimal. remainder: what earlier
-    updates of this device lost. device: by whose name rounding draws, so that equal runs give equal
-    changes; the lease where it is not given.
-    """
+) -> tuple[list[PartData], dict[str, str], dict[str, Array]]:
     draws = Draws(seed, round, device or lease, "compression")
     compressor = Compressor(compression, keep=keep, plain=buffers)
     arrays, lost = compressor.pack(change, remainder or {}, draws)
     roles = {name: BUFFER if name in buffers else PARAMETER for name in arrays}
     properties = {"compression": compression, "lease": lease, "round": str(round), "run": run}
     part = container.tensor_part(CHANGE, arrays, roles)
-    digest = container.write(path, "update", [part], properties=properties)
-    return Written(digest, lost)
+    return [part], properties, lost
 
 
 def read_update(
@@ -149,16 +170,18 @@ def read_update(
     round: int | None = None,  # noqa: A002 -- the word of the domain
     compression: str | None = None,
     buffers: Collection[str] = (),
+    data: bytes | None = None,
 ) -> dict[str, Array]:
     """The change in an update: exactly the tensors of `like`, finite. BadUpdate otherwise.
 
     round, compression: checked too where they are given. buffers: of `like`, sent as they are.
+    data: the file's bytes where they are at hand, `path` being a name then.
     """
-    size = path.stat().st_size
+    size = path.stat().st_size if data is None else len(data)
     if size > max_bytes:
         raise BadUpdate("oversized", f"an update has at most {max_bytes} bytes here, got {size}")
     try:
-        file = Container(path, kind="update")
+        file = Container(path, kind=UPDATE, data=data)
         _only_part(file, CHANGE)
     except (Corrupt, InvalidInput) as error:
         raise BadUpdate("damaged", f"no update: {error}") from error
