@@ -149,3 +149,15 @@ def test_a_state_of_another_form_is_refused():
     cell = nn.GRU(I, H, bidirectional=True)
     with pytest.raises(InvalidInput, match=r"takes a state \(2, N, 6\), got"):
         cell(X, np.zeros((N, H), np.float32))
+
+
+@pytest.mark.parametrize("how", ["graph", "eager"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("length", [-1, T + 1])
+def test_a_length_beyond_the_sequence_is_refused(name, length, how):
+    cell = CASES[name][0](I, H)
+    with mode(how), pytest.raises((InvalidInput, IndexError)):
+        cell(X, None, np.array([T, 2, length]))
+    if how == "graph":
+        with pytest.raises(InvalidInput):
+            grad(lambda x: cell(x, None, np.array([T, 2, length]))[0].sum())(X)

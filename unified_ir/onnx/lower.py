@@ -463,20 +463,41 @@ def _loop(context: Context, node: Node) -> None:
 
 
 def _recurrent(context: Context, node: Node) -> None:
-    """Batch-first operands are turned around it: onnxruntime 1.31 refuses layout 1."""
-    if not node.attrs.get("layout"):
+    """Batch-first operands are turned around it: onnxruntime 1.31 refuses layout 1.
+
+    It gives zeros as the last state of a sequence of no steps, whose state stays as it began.
+    """
+    turned = bool(node.attrs.get("layout"))
+    names = [*context.inputs(node), *[""] * 7]
+    if not turned and (not names[4] or not any(names[5:7])):
         context.plain(node)
         return
-    names = context.inputs(node)
-    for i in (0, 5, 6):
-        if i < len(names) and names[i]:
-            names[i] = context.emit("Transpose", names[i], perm=[1, 0, 2])
+    if turned:
+        for i in (0, 5, 6):
+            if names[i]:
+                names[i] = context.emit("Transpose", names[i], perm=[1, 0, 2])
     made = [context.fresh() for _ in node.outputs]
     attrs = {k: v for k, v in node.attrs.items() if k != "layout"}
-    context.add(node.op.name, names, made, **attrs)
+    context.add(node.op.name, names[: len(node.inputs)], made, **attrs)
+    finals = [made[0], *_kept_states(context, names, made[1:])]
     perms = [[2, 0, 1, 3], [1, 0, 2], [1, 0, 2]]
-    for name, final, perm in zip(made, context.output_names(node), perms, strict=False):
-        context.add("Transpose", [name], [final], perm=perm)
+    for name, final, perm in zip(finals, context.output_names(node), perms, strict=False):
+        if turned:
+            context.add("Transpose", [name], [final], perm=perm)
+        else:
+            context.add("Identity", [name], [final])
+
+
+def _kept_states(context: Context, names: Sequence[str], states: Sequence[str]) -> list[str]:
+    """The last states; of a sequence of no steps the first one."""
+    lens, starts = names[4], names[5:7]
+    if not lens:
+        return list(states)
+    zero = context.constant(np.array(0, np.int32))
+    walked = context.emit("Greater", lens, zero)
+    walked = context.emit("Unsqueeze", walked, context.constant(np.array([0, 2])))
+    pairs = zip(states, starts, strict=False)
+    return [context.emit("Where", walked, s, first) if first else s for s, first in pairs]
 
 
 def _sequence_map(context: Context, node: Node) -> None:

@@ -25,7 +25,8 @@ from triplane.unified_ir.ops.elementwise import (
     softplus,
     tanh,
 )
-from triplane.unified_ir.ops.indexing import arange
+from triplane.unified_ir.ops.indexing import arange, gather
+from triplane.unified_ir.ops.likelihood import NO_LABEL
 from triplane.unified_ir.ops.matrix import gemm
 from triplane.unified_ir.ops.row import Call, MakeArray, Op
 from triplane.unified_ir.ops.samples import given, normal, sample
@@ -283,9 +284,16 @@ def _start(s: Tensor | None, d: int, x: Tensor, r: Tensor, *, batch_first: bool)
 
 
 def _inside(lens: Tensor, x: Tensor) -> Tensor:
-    """bool (T, N, 1): whether step t is within the length of sequence n."""
-    steps = unsqueeze(arange(x.shape[0]), 1, 2)
-    return steps < unsqueeze(lens.cast(int64), 0, 2)
+    """bool (T, N, 1): whether step t is within the length of sequence n.
+
+    Read from a table of all lengths, so that a length below 0 or above T is refused when the graph
+    runs, as the operator itself refuses it.
+    """
+    steps = x.shape[0]
+    table = unsqueeze(arange(steps), 0) < unsqueeze(arange(steps + 1), 1)
+    lens = lens.cast(int64)
+    rows = gather(table, where(lens < 0, NO_LABEL, lens))
+    return unsqueeze(rows.transpose(1, 0), 2)
 
 
 def _mixed(
@@ -343,11 +351,11 @@ def _types(kind: _Kind) -> Callable[[Call], tuple[TensorType, ...]]:
 def _operands(
     gates: int, *, directions: int = 1, states: int = 0, lens: bool = False, layout: int = 0
 ) -> tuple[MakeArray | None, ...]:
-    """X of 4 steps of 3 sequences of 2 numbers, for 2 units; lengths 2, 4, 1."""
+    """X of 4 steps of 3 sequences of 2 numbers, for 2 units; lengths 2, 4, 0."""
     d, h = directions, 2
     x = (3, 4, 2) if layout else (4, 3, 2)
     state = (3, d, h) if layout else (d, 3, h)
-    lengths = given([2, 4, 1], "int32") if lens else None
+    lengths = given([2, 4, 0], "int32") if lens else None
     shapes = [(d, gates * h, 2), (d, gates * h, h), (d, 2 * gates * h)]
     return (normal(*x), *(normal(*s) for s in shapes), lengths, *[normal(*state)] * states)
 
