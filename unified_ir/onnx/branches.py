@@ -18,7 +18,7 @@ from triplane.unified_ir.ops.control import Entry, cond_node, loop_row, scan_row
 from triplane.unified_ir.ops.indexing import arange
 from triplane.unified_ir.ops.row import OPEN
 from triplane.unified_ir.ops.sequences import element_types, sequence_map_row
-from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 
 MAX_WIDENINGS: Final = 8
 """How often a loop's body is recorded anew because its carry turned out to be of a wider type."""
@@ -188,7 +188,8 @@ def _batched(
 def _flipped(x: Tensor) -> Tensor:
     """`x` backwards along its first axis, whatever its size."""
     size = x.shape[0]
-    return emit("Gather", x, (size - 1) - arange(size), axis=0)
+    last = dims_of([size - 1]).reshape(())
+    return emit("Gather", x, last - arange(size), axis=0)
 
 
 def _to_front(x: Tensor, axis: int) -> Tensor:

@@ -23,7 +23,7 @@ from onnx import (
     helper,
 )
 
-from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.ir import Function, Module, limits
 from triplane.unified_ir.ir.graph import NO_META, Array, Meta
 from triplane.unified_ir.ir.types import TensorType, is_plain
@@ -31,6 +31,8 @@ from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.bodies import function_of, has_body
 from triplane.unified_ir.onnx.branches import BRANCHES
 from triplane.unified_ir.onnx.contents import Contents
+from triplane.unified_ir.onnx.emit import PRODUCER
+from triplane.unified_ir.onnx.expanded import FunctionKey, check_expanded, key_of
 from triplane.unified_ir.onnx.foreign import FOREIGN
 from triplane.unified_ir.onnx.lift import lift
 from triplane.unified_ir.onnx.order import needed_in_order
@@ -40,6 +42,7 @@ from triplane.unified_ir.onnx.structure import STRUCTURES, Site
 from triplane.unified_ir.onnx.symbols import Shapes, Symbols, declared_type, tensor_type
 from triplane.unified_ir.onnx.uses import Uses
 from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.custom_ops import custom_row, is_own
 from triplane.unified_ir.ops.row import MEANING_OPSET
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
@@ -48,10 +51,6 @@ ENTRY: Final = "predict"
 OLDEST_OPSET: Final = 7
 MAX_NODES: Final = limits.MAX_NODES
 """Nodes of a model after its functions are inlined."""
-MAX_CALLS: Final = 64
-"""Functions called inside one another."""
-
-FunctionKey = tuple[str, str, str]
 
 _STRUCTURES: Final = {**STRUCTURES, **BRANCHES}
 
@@ -106,7 +105,6 @@ class Frame:
     scope: Scope
     opsets: Mapping[str, int]
     attrs: Mapping[str, AttributeProto]
-    calls: tuple[FunctionKey, ...] = ()
     place: str = ""
 
 
@@ -137,6 +135,7 @@ class Importer:
             type_ = declared_type(info, self.symbols, shapes)
             scope.define(info.name, self.build.param(info.name, type_))
         self._declare(scope, graph)
+        check_expanded(graph, self.functions, MAX_NODES)
         outputs = [info.name for info in graph.output] if wanted is None else list(wanted)
         if not outputs:
             raise InvalidInput("the model has no outputs")
@@ -229,9 +228,10 @@ class Importer:
     ) -> Sequence[Tensor]:
         """The values of a node: a local function's, a structure's, a row's or a body's."""
         domain = _domain(node.domain)
-        local = self.functions.get((domain, node.op_type, node.overload))
+        local = self.functions.get(key_of(domain, node.op_type, node.overload))
         if local is not None:
-            return self.call(local, node, inputs, frame)
+            kept = self.own(local, node, inputs, frame)
+            return self.call(local, node, inputs, frame) if kept is None else kept
         schema = _schema(node, domain, frame.opsets)
         structure = None if domain else _STRUCTURES.get(node.op_type)
         if structure is not None:
@@ -307,11 +307,6 @@ class Importer:
         extra: Sequence[AttributeProto] = (),
     ) -> list[Tensor]:
         """A function's outputs, its nodes inlined."""
-        key = (_domain(function.domain), function.name, function.overload)
-        if key in frame.calls:
-            raise InvalidInput(f"the function {function.name!r} calls itself")
-        if len(frame.calls) >= MAX_CALLS:
-            raise InvalidInput(f"functions call one another more than {MAX_CALLS} deep")
         if len(inputs) > len(function.input):
             raise InvalidInput(f"{function.name!r} takes {len(function.input)} operands")
         given = {a.name: a for a in (*extra, *function.attribute_proto)}
@@ -325,12 +320,37 @@ class Importer:
                 scope.define(name, x)
         opsets = {**frame.opsets, **_opsets(function.opset_import)}
         place = f"{frame.place}.{node.name}" if frame.place and node.name else node.name
-        inner = Frame(scope, opsets, given, (*frame.calls, key), place or frame.place)
+        inner = Frame(scope, opsets, given, place or frame.place)
         nodes = [_without_absent(n, absent) for n in function.node]
         outputs = [n if o else "" for n, o in zip(function.output, node.output, strict=False)]
         wanted = [n for n in outputs if n]
         found = dict(zip(wanted, self.run(nodes, wanted, inner), strict=True))
         return [found[n] if n else next(iter(found.values())) for n in outputs]
+
+    def own(
+        self,
+        function: FunctionProto,
+        node: NodeProto,
+        inputs: Sequence[Tensor | None],
+        frame: Frame,
+    ) -> Sequence[Tensor] | None:
+        """A function that `ops.custom` named, as an operator of that name; None: inline it."""
+        ours = self.model.producer_name == PRODUCER and not node.attribute
+        if not ours or not is_own(function.name, function.domain) or any(x is None for x in inputs):
+            return None
+        build = Build(TABLE, function.name)
+        present = [x for x in inputs if x is not None]
+        with build:
+            params = [build.param(f"x{i}", x.type) for i, x in enumerate(present)]
+            scope = Scope(build, self.weights, frame.scope.uses)
+            results = self.call(function, node, params, replace(frame, scope=scope))
+        if build.captured:
+            return None
+        region = build.finish({f"y{i}": y for i, y in enumerate(results)})
+        attrs = {"name": function.name, "domain": function.domain}
+        return frame.scope.build.apply(
+            custom_row, present, attrs, regions=(region,), outputs=len(results)
+        )
 
     def body(
         self,
@@ -397,7 +417,7 @@ def _opsets(imports: Iterable[Any]) -> dict[str, int]:
 def _functions(model: ModelProto) -> dict[FunctionKey, FunctionProto]:
     found: dict[FunctionKey, FunctionProto] = {}
     for function in model.functions:
-        key = (_domain(function.domain), function.name, function.overload)
+        key = key_of(function.domain, function.name, function.overload)
         if key in found:
             raise InvalidInput(f"the function {function.name[:80]!r} is defined twice")
         found[key] = function
@@ -411,7 +431,8 @@ def _schema(node: NodeProto, domain: str, opsets: Mapping[str, int]) -> defs.OpS
             f"the model imports no opset of the domain {domain!r}; add it to opset_import"
         )
     opset = opsets[domain]
-    if domain == "" and not (opset >= OLDEST_OPSET or _unchanged(node.op_type, opset)):
+    read = OLDEST_OPSET <= opset <= defs.onnx_opset_version()
+    if domain == "" and not (read or _unchanged(node.op_type, opset)):
         raise InvalidInput(
             f"models of opsets {OLDEST_OPSET} to {MEANING_OPSET} are imported, this one has "
             f"{opset}; convert it with onnx.version_converter"
@@ -429,7 +450,7 @@ def _schema(node: NodeProto, domain: str, opsets: Mapping[str, int]) -> defs.OpS
 def _unchanged(op: str, opset: int) -> bool:
     """Whether an operator of an older opset means what it does in the oldest that is read."""
     return bool(defs.has(op, OLDEST_OPSET)) and (
-        defs.get_schema(op, OLDEST_OPSET).since_version <= opset
+        defs.get_schema(op, OLDEST_OPSET).since_version <= opset < OLDEST_OPSET
     )
 
 
@@ -464,7 +485,7 @@ def _explained(label: str, error: TriplaneError) -> TriplaneError:
     """The error with the innermost node in front."""
     if getattr(error, "of_node", False):
         return error
-    kind = Corrupt if isinstance(error, Corrupt) else InvalidInput
+    kind = type(error) if isinstance(error, (Corrupt, NotFound)) else InvalidInput
     made = kind(f"{label}: {error}")
     made.__dict__["of_node"] = True
     return made

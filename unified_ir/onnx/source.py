@@ -7,7 +7,7 @@ Weights outside the graph are read from files in the model's own folder only: no
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,22 +65,40 @@ def _absent(model: ModelProto) -> str:
 
 
 def _checked(model: ModelProto) -> ModelProto:
-    for graph in [model.graph]:
-        _check_nesting(graph, 0)
+    """The model, whose names are text and whose graphs nest no deeper than files may."""
+    heads = [*model.opset_import, *(o for f in model.functions for o in f.opset_import)]
+    _check_text([model.producer_name, model.producer_version, *(o.domain for o in heads)])
+    _check_graph(model.graph, 0)
+    for function in model.functions:
+        named = [function.name, function.domain, function.overload, *function.attribute]
+        _check_text([*named, *function.input, *function.output])
+        _check_nodes(function.node, 0)
     return model
 
 
-def _check_nesting(graph: GraphProto, depth: int) -> None:
+def _check_graph(graph: GraphProto, depth: int) -> None:
     if depth > MAX_NESTING:
         raise InvalidInput(f"graphs nest at most {MAX_NESTING} deep, this model goes deeper")
-    for inner in subgraphs(graph):
-        _check_nesting(inner, depth + 1)
+    infos = [*graph.input, *graph.output]
+    _check_text([*(i.name for i in infos), *(t.name for t in graph.initializer)])
+    _check_text(d.dim_param for i in infos for d in i.type.tensor_type.shape.dim)
+    _check_nodes(graph.node, depth)
 
 
-def subgraphs(graph: GraphProto) -> Iterator[GraphProto]:
-    """Graphs in attributes of the graph's nodes."""
-    for node in graph.node:
-        yield from subgraphs_of(node)
+def _check_nodes(nodes: Iterable[NodeProto], depth: int) -> None:
+    for node in nodes:
+        _check_text([node.name, node.op_type, node.domain, node.overload])
+        _check_text([*node.input, *node.output])
+        _check_text(t for a in node.attribute for t in (a.name, a.ref_attr_name))
+        for inner in subgraphs_of(node):
+            _check_graph(inner, depth + 1)
+
+
+def _check_text(texts: Iterable[Any]) -> None:
+    """The parser hands out as bytes what is no UTF-8."""
+    for text in texts:
+        if isinstance(text, bytes):
+            raise Corrupt(f"a name in the model is no UTF-8 text: {text[:40]!r}")
 
 
 def subgraphs_of(node: NodeProto) -> Iterator[GraphProto]:

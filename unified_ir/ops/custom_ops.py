@@ -52,6 +52,15 @@ def _check_name(name: str, domain: str) -> None:
         raise InvalidInput(f"the domain {domain!r} is others' to define; choose one of your own")
 
 
+def is_own(name: str, domain: str) -> bool:
+    """Whether an operator of this name may be defined outside this package."""
+    try:
+        _check_name(name, domain)
+    except InvalidInput:
+        return False
+    return True
+
+
 def _options(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
