@@ -389,6 +389,11 @@ def made(**fields):
     ("act", "said"),
     [
         (lambda: trainer().fit((X, Y), 1, batch_size=0), "at least 1 sample, got batch_size=0"),
+        (lambda: trainer().fit((X, Y), 1, batch_size=2.5), "got batch_size=2.5"),
+        (lambda: trainer().fit((X, Y), "3"), "0 epochs or more, got '3'"),
+        (lambda: trainer().fit((X, Y.astype(str)), 1), r"numbers or booleans, got <U21; number"),
+        (lambda: trainer().fit((X.astype(object), Y), 1), "numbers or booleans, got object"),
+        (lambda: trainer().fit({"x": X, "y": Y}, 1), "data is a Dataset, .* got dict"),
         (lambda: trainer().fit((X, Y), -1), "0 epochs or more, got -1"),
         (lambda: trainer().fit((X, Y[:9]), 1), r"one first axis of at least 1.*\[50, 4\], \[9\]"),
         (lambda: trainer().fit(7, 1), "data is a Dataset, a tuple of arrays"),

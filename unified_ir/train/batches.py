@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral
 from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -22,6 +23,8 @@ Batch = tuple[Array, ...]
 """The arrays of one batch, the target last; all with the same first axis."""
 
 _WORD: Final = 2**64
+_NUMBERS: Final = "biufV"
+"""Kinds of element types; V are those that numpy itself does not have, such as bfloat16."""
 FORMS: Final = "a Dataset, a tuple of arrays (x, y), or an iterable of batches (x, y)"
 
 
@@ -43,8 +46,8 @@ class Source:
     """
 
     def __init__(self, data: Any, size: int, seed: int) -> None:
-        if size < 1:
-            raise InvalidInput(f"a batch holds at least 1 sample, got batch_size={size}")
+        if not isinstance(size, Integral) or size < 1:
+            raise InvalidInput(f"a batch holds at least 1 sample, got batch_size={size!r}")
         if not 0 <= seed < _WORD:
             raise InvalidInput(f"a seed is in 0..2^64-1, got {seed}")
         self.data, self.size, self.seed = _accepted(data), size, seed
@@ -132,6 +135,12 @@ def as_batch(batch: Any) -> Batch:
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise InvalidInput(f"a batch is a tuple of arrays (x, y), got {type(batch).__name__}")
     arrays = tuple(_single(np.asarray(a)) for a in batch)
+    for a in arrays:
+        if a.dtype.kind not in _NUMBERS:
+            raise InvalidInput(
+                f"the arrays of a batch hold numbers or booleans, got {a.dtype}; number classes "
+                "that have names: np.unique(y, return_inverse=True)"
+            )
     lengths = [a.shape[0] if a.ndim else 0 for a in arrays]
     if len(set(lengths)) != 1 or not lengths[0]:
         raise InvalidInput(
@@ -148,7 +157,7 @@ def _single(a: Array) -> Array:
 def _accepted(data: Any) -> Any:
     if _is_arrays(data):
         return as_batch(data)
-    if isinstance(data, (Batched, Iterable)):
+    if isinstance(data, (Batched, Iterable)) and not isinstance(data, (str, bytes, Mapping)):
         return data
     raise InvalidInput(f"data is {FORMS}, got {type(data).__name__}")
 

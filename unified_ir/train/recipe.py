@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Final
 
 import numpy as np
@@ -67,8 +68,8 @@ class Recipe:
         for what, limit in limits:
             if limit is not None:
                 check_limit(what, limit)
-        if self.accumulate < 1 or self.accumulate != int(self.accumulate):
-            raise InvalidInput(f"accumulate is a number of batches >= 1, got {self.accumulate}")
+        if not isinstance(self.accumulate, Integral) or self.accumulate < 1:
+            raise InvalidInput(f"accumulate is a number of batches >= 1, got {self.accumulate!r}")
         if self.precision not in PRECISIONS:
             raise InvalidInput(f"precision is {' or '.join(PRECISIONS)}, got {self.precision!r}")
         if self.loss_scale is not None and self.precision == "float32":

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Integral
 from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -134,8 +135,8 @@ class Trainer:
         Ctrl-C ends the run between two steps, after a checkpoint.
         NonFinite: the loss became NaN or infinite; the error names the first operator that did.
         """
-        if epochs < 0:
-            raise InvalidInput(f"a run has 0 epochs or more, got {epochs}")
+        if not isinstance(epochs, Integral) or epochs < 0:
+            raise InvalidInput(f"a run has 0 epochs or more, got {epochs!r}")
         source = Source(data, batch_size, self.seed)
         self._prepare(source.peek(), data)
         goal = self.place.epoch + epochs
