@@ -46,7 +46,7 @@ class Source:
     """
 
     def __init__(self, data: Any, size: int, seed: int) -> None:
-        if not isinstance(size, Integral) or size < 1:
+        if not is_count(size, 1):
             raise InvalidInput(f"a batch holds at least 1 sample, got batch_size={size!r}")
         if not 0 <= seed < _WORD:
             raise InvalidInput(f"a seed is in 0..2^64-1, got {seed}")
@@ -96,6 +96,11 @@ class Source:
     def repeats(self) -> bool:
         """Whether an epoch can be gone through again."""
         return not isinstance(self.data, Iterator)
+
+
+def is_count(x: Any, least: int) -> bool:
+    """Whether `x` is a whole number of at least `least`."""
+    return isinstance(x, Integral) and bool(x >= least)  # type: ignore[operator]
 
 
 def with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:

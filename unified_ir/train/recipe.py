@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Final
 
 import numpy as np
@@ -31,6 +30,7 @@ from triplane.unified_ir.optim import (
 from triplane.unified_ir.optim.averaging import moving_average
 from triplane.unified_ir.optim.clipping import check_limit
 from triplane.unified_ir.optim.optimizer import check_range
+from triplane.unified_ir.train.batches import is_count
 from triplane.unified_ir.train.precision import PRECISIONS, LossScale, Precision, all_finite
 
 AVERAGE: Final = "average"
@@ -68,7 +68,7 @@ class Recipe:
         for what, limit in limits:
             if limit is not None:
                 check_limit(what, limit)
-        if not isinstance(self.accumulate, Integral) or self.accumulate < 1:
+        if not is_count(self.accumulate, 1):
             raise InvalidInput(f"accumulate is a number of batches >= 1, got {self.accumulate!r}")
         if self.precision not in PRECISIONS:
             raise InvalidInput(f"precision is {' or '.join(PRECISIONS)}, got {self.precision!r}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from numbers import Integral
 from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,7 +26,7 @@ from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.nn.losses import Loss, Metric
 from triplane.unified_ir.optim import STEP, Optimizer, slot_name
 from triplane.unified_ir.train import identity, step
-from triplane.unified_ir.train.batches import Batch, Source, as_batch, in_order
+from triplane.unified_ir.train.batches import Batch, Source, as_batch, in_order, is_count
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.exporting import Entry, build_module
@@ -135,7 +134,7 @@ class Trainer:
         Ctrl-C ends the run between two steps, after a checkpoint.
         NonFinite: the loss became NaN or infinite; the error names the first operator that did.
         """
-        if not isinstance(epochs, Integral) or epochs < 0:
+        if not is_count(epochs, 0):
             raise InvalidInput(f"a run has 0 epochs or more, got {epochs!r}")
         source = Source(data, batch_size, self.seed)
         self._prepare(source.peek(), data)
