@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from tests.conformance.test_rows import FLAT, MISSING, ids
-from tests.conformance.uses import recorded, uses_of, weighted_sum
+from tests.conformance.uses import first_shallow, recorded, uses_of, weighted_sum
 
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.autodiff.vectorize import vectorize
@@ -18,8 +18,8 @@ from triplane.unified_ir.ops.table import TABLE
 SIZE = 2
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 COARSE = {"rtol": 1e-4, "atol": 1e-4}
-SCANNED_IS_ENOUGH = 40
-"""Rows of the table that may run under a scan, for want of a rule or a body."""
+SCANNED_IS_ENOUGH = 0.25
+"""Share of the rows with samples that may run under a scan, for want of a rule or a body."""
 
 
 def batched(function, flags):
@@ -69,7 +69,11 @@ def check(function, given, flags, engines, close):
     for engine in engines:
         found = engine.compile(made)(*feeds)
         for k, y in enumerate(found):
-            np.testing.assert_allclose(y, np.stack([w[k] for w in wanted]), **close)
+            stacked = np.stack([w[k] for w in wanted])
+            if stacked.dtype.kind in "OSU":
+                np.testing.assert_array_equal(y, stacked)
+            else:
+                np.testing.assert_allclose(y, stacked, **close)
 
 
 @pytest.mark.parametrize("use", USES, ids=ids(USES))
@@ -92,7 +96,8 @@ def test_a_batch_gives_what_a_loop_over_its_slices_gives(use):
 SMOOTH = [use for use in USES if use.row.differentiable and str(use.row) not in FLAT]
 
 
-@pytest.mark.parametrize("use", SMOOTH, ids=ids(SMOOTH))
+@pytest.mark.slow
+@pytest.mark.parametrize("use", first_shallow(SMOOTH), ids=ids(SMOOTH))
 def test_the_gradient_of_each_slice_is_its_own(use):
     function, args = recorded(use, np.float32)
     scalar = weighted_sum(function, np.float32)
@@ -111,7 +116,8 @@ def test_most_rows_are_batched_without_a_scan():
             made = batched(function, (True,) + (False,) * (len(args) - 1))
             if any(n.op.name == "Scan" for n in made.nodes):
                 scanned.add(str(use.row))
-    assert len(scanned) <= SCANNED_IS_ENOUGH, sorted(scanned)
+    rows = {str(use.row) for use in USES}
+    assert len(scanned) <= SCANNED_IS_ENOUGH * len(rows), sorted(scanned)
     assert not scanned & {
         "Add",
         "MatMul",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.ir.dims import symbol
@@ -65,6 +66,11 @@ def uses_of(table=TABLE):
 
 def differentiable(table=TABLE):
     return [use for use in uses_of(table) if use.row.differentiable]
+
+
+def first_shallow(uses):
+    """The uses as parameters of a test: each row's first always, its others in the deep run."""
+    return [use if use.number == 0 else pytest.param(use, marks=pytest.mark.deep) for use in uses]
 
 
 @contextmanager

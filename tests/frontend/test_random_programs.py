@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triplane.unified_ir import graph, mode, ops
+from triplane.unified_ir import grad, graph, jvp, mode, ops, vmap
+from triplane.unified_ir.ops.trees import leaves
 
 NUMBER = count()
 FLOATS = ("a", "b", "c")
@@ -115,3 +116,29 @@ def test_random_programs_agree_between_python_and_graph(body, n, shift):
             got = f(x, np.int64(n))
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(np.asarray(a), b, err_msg=f"{engine}\n{body}")
+
+
+@pytest.mark.slow
+@settings(max_examples=settings().max_examples // 8)
+@given(block(2, in_loop=False), st.integers(0, 3))
+def test_gradients_and_batches_of_random_programs_follow_the_path_that_python_takes(body, n):
+    program = graph(compiled(HEADER + textwrap.indent(body, "    ") + "\n" + FOOTER))
+    rows = np.array([[1.0, -2.0, 3.0], [0.0, 2.0, -1.0], [3.0, 3.0, 1.0]], np.float32)
+
+    def f(x):
+        first, c, _ = program(x, np.int64(n))
+        return first + 3.0 * c
+
+    def tangent(x):
+        return jvp(f)(x, np.array([1.0, 10.0, 100.0], np.float32))
+
+    for transform in (graph(f), grad(f), tangent):
+        with mode("eager"):
+            want = [leaves(graph(transform)(x)) for x in rows]
+        with mode("graph", "reference"):
+            one = [leaves(graph(transform)(x)) for x in rows]
+            many = leaves(vmap(transform)(rows))
+        for k, batch in enumerate(many):
+            for row, a, b in zip(batch, want, one, strict=True):
+                np.testing.assert_allclose(b[k], a[k], rtol=1e-5, err_msg=f"graph\n{body}")
+                np.testing.assert_allclose(row, a[k], rtol=1e-5, err_msg=f"vmap\n{body}")
