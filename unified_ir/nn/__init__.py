@@ -3,7 +3,14 @@
 from triplane.unified_ir.frontend.cell import Cell, CellList, Parameter
 from triplane.unified_ir.nn.activations import GELU, Flatten, ReLU, Sigmoid, Tanh
 from triplane.unified_ir.nn.attention import MultiheadAttention, PositionalEncoding, Rotary
-from triplane.unified_ir.nn.conv import AvgPool2d, Conv1d, Conv2d, MaxPool2d
+from triplane.unified_ir.nn.conv import (
+    Conv1d,
+    Conv2d,
+    Conv3d,
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+)
 from triplane.unified_ir.nn.dense import Dense, Embedding, Sequential
 from triplane.unified_ir.nn.imported import Imported
 from triplane.unified_ir.nn.init import (
@@ -30,7 +37,29 @@ from triplane.unified_ir.nn.losses import (
     accuracy,
     binary_accuracy,
 )
-from triplane.unified_ir.nn.norm import BatchNorm1d, BatchNorm2d, LayerNorm
+from triplane.unified_ir.nn.norm import (
+    BatchNorm1d,
+    BatchNorm2d,
+    BatchNorm3d,
+    GroupNorm,
+    InstanceNorm1d,
+    InstanceNorm2d,
+    InstanceNorm3d,
+    LayerNorm,
+    RMSNorm,
+)
+from triplane.unified_ir.nn.pool import (
+    AdaptiveAvgPool1d,
+    AdaptiveAvgPool2d,
+    AdaptiveAvgPool3d,
+    AvgPool1d,
+    AvgPool2d,
+    AvgPool3d,
+    MaxPool1d,
+    MaxPool2d,
+    MaxPool3d,
+    Upsample,
+)
 from triplane.unified_ir.nn.random import Dropout, generator, seed
 from triplane.unified_ir.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from triplane.unified_ir.nn.state import Buffer, Personal, RandomKey
@@ -48,9 +77,15 @@ __all__ = [
     "LSTM",
     "MSE",
     "RNN",
+    "AdaptiveAvgPool1d",
+    "AdaptiveAvgPool2d",
+    "AdaptiveAvgPool3d",
+    "AvgPool1d",
     "AvgPool2d",
+    "AvgPool3d",
     "BatchNorm1d",
     "BatchNorm2d",
+    "BatchNorm3d",
     "BinaryCrossEntropy",
     "Buffer",
     "Cell",
@@ -58,6 +93,10 @@ __all__ = [
     "Constant",
     "Conv1d",
     "Conv2d",
+    "Conv3d",
+    "ConvTranspose1d",
+    "ConvTranspose2d",
+    "ConvTranspose3d",
     "CosineEmbedding",
     "Dense",
     "Dropout",
@@ -66,22 +105,29 @@ __all__ = [
     "GRUCell",
     "GlorotNormal",
     "GlorotUniform",
+    "GroupNorm",
     "Huber",
     "Imported",
     "Initializer",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
     "KLDivergence",
     "KaimingNormal",
     "KaimingUniform",
     "LSTMCell",
     "LayerNorm",
     "Loss",
+    "MaxPool1d",
     "MaxPool2d",
+    "MaxPool3d",
     "MultiheadAttention",
     "NegativeLogLikelihood",
     "Normal",
     "Parameter",
     "Personal",
     "PositionalEncoding",
+    "RMSNorm",
     "RNNCell",
     "RandomKey",
     "ReLU",
@@ -96,6 +142,7 @@ __all__ = [
     "TransformerEncoder",
     "TransformerEncoderLayer",
     "Uniform",
+    "Upsample",
     "accuracy",
     "binary_accuracy",
     "generator",

@@ -1,4 +1,4 @@
-"""Convolution and pooling layers."""
+"""Convolution layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from triplane.unified_ir.nn.sizes import check_axis, check_rank, positive
 from triplane.unified_ir.nn.state import State
 
 Sizes = int | Sequence[int]
-_AXES: Final = {1: "L", 2: "H, W"}
+_AXES: Final = {1: "L", 2: "H, W", 3: "D, H, W"}
 
 
 class _Conv(Cell):
@@ -52,27 +52,16 @@ class _Conv(Cell):
                 f"{name} needs groups to divide inputs and outputs, got {groups} groups for "
                 f"{inputs} and {outputs} channels"
             )
-        taps = self._taps(kernel)
-        shape = (outputs, inputs // groups, *taps)
+        shape = (outputs, inputs // groups, *_taps(name, self.axes, kernel))
         self.stride, self.padding, self.dilation = stride, padding, dilation
         self.inputs, self.groups = inputs, groups
         self.weight = Parameter(init(shape, generator(rng)))
         self.bias = Parameter(bias_of(shape)(shape[:1], generator(rng))) if bias else None
 
-    def _taps(self, kernel: Sizes) -> tuple[int, ...]:
-        taps = (kernel,) * self.axes if isinstance(kernel, int) else tuple(kernel)
-        if len(taps) != self.axes:
-            raise InvalidInput(
-                f"{type(self).__name__} takes a kernel of {self.axes} sizes, got {kernel}"
-            )
-        return positive(type(self).__name__, **{f"kernel[{i}]": k for i, k in enumerate(taps)})
-
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, inputs, *S) -> (N, outputs, *T)."""
         name = f"{type(self).__name__}({self.inputs}, {self.weight.shape[0]}, ...)"
-        takes = f"(N, {self.inputs}, {_AXES[self.axes]})"
-        check_rank(name, takes, x, self.axes + 2)
-        check_axis(name, takes, x, 1, self.inputs)
+        _check_plane(name, self.axes, self.inputs, x)
         return ops.conv(
             x,
             self.weight,
@@ -100,23 +89,99 @@ class Conv2d(_Conv):
     axes = 2
 
 
-class _Pool2d(Cell):
-    def __init__(self, kernel: Sizes, *, stride: Sizes | None = None, padding: Sizes = 0) -> None:
+class Conv3d(_Conv):
+    """Convolution over x: (N, C, D, H, W); see `Conv2d` for the arguments."""
+
+    axes = 3
+
+
+class _ConvTranspose(Cell):
+    """weight: (inputs, outputs / groups, *kernel), bias: (outputs,), as PyTorch lays them out."""
+
+    axes: ClassVar[int]
+    weight: State
+    bias: State
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: Sizes,
+        *,
+        stride: Sizes = 1,
+        padding: Sizes = 0,
+        output_padding: Sizes = 0,
+        dilation: Sizes = 1,
+        groups: int = 1,
+        bias: bool = True,
+        init: Initializer = WEIGHT,
+        rng: np.random.Generator | None = None,
+    ) -> None:
         super().__init__()
-        self.kernel, self.stride, self.padding = kernel, stride, padding
-
-
-class MaxPool2d(_Pool2d):
-    """Maximum of each window; the stride defaults to the window."""
-
-    def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: (N, C, H, W)."""
-        return ops.max_pool(x, self.kernel, stride=self.stride, padding=self.padding)
-
-
-class AvgPool2d(_Pool2d):
-    """Mean of each window over what lies inside x; the stride defaults to the window."""
+        shape = _weight_shape(type(self).__name__, self.axes, inputs, outputs, kernel, groups)
+        self.stride, self.padding, self.dilation = stride, padding, dilation
+        self.output_padding, self.inputs, self.groups = output_padding, inputs, groups
+        self.weight = Parameter(init(shape, generator(rng)))
+        self.bias = Parameter(bias_of(shape)((outputs,), generator(rng))) if bias else None
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
-        """x: (N, C, H, W)."""
-        return ops.avg_pool(x, self.kernel, stride=self.stride, padding=self.padding)
+        """x: (N, inputs, *S) -> (N, outputs, *T)."""
+        _check_plane(type(self).__name__, self.axes, self.inputs, x)
+        return ops.conv_transpose(
+            x,
+            self.weight,
+            self.bias,
+            stride=self.stride,
+            padding=self.padding,
+            output_padding=self.output_padding,
+            dilation=self.dilation,
+            groups=self.groups,
+        )
+
+
+def _weight_shape(
+    name: str, axes: int, inputs: int, outputs: int, kernel: Sizes, groups: int
+) -> tuple[int, ...]:
+    """(inputs, outputs / groups, *kernel) of a transposed convolution."""
+    positive(name, inputs=inputs, outputs=outputs, groups=groups)
+    if inputs % groups or outputs % groups:
+        raise InvalidInput(
+            f"{name} needs groups to divide inputs and outputs, got {groups} groups for {inputs} "
+            f"and {outputs} channels"
+        )
+    return (inputs, outputs // groups, *_taps(name, axes, kernel))
+
+
+def _taps(name: str, axes: int, kernel: Sizes) -> tuple[int, ...]:
+    taps = (kernel,) * axes if isinstance(kernel, int) else tuple(kernel)
+    if len(taps) != axes:
+        raise InvalidInput(f"{name} takes a kernel of {axes} sizes, got {kernel}")
+    return positive(name, **{f"kernel[{i}]": k for i, k in enumerate(taps)})
+
+
+def _check_plane(layer: str, axes: int, inputs: int, x: ops.Tensor) -> None:
+    takes = f"(N, {inputs}, {_AXES[axes]})"
+    check_rank(layer, takes, x, axes + 2)
+    check_axis(layer, takes, x, 1, inputs)
+
+
+class ConvTranspose1d(_ConvTranspose):
+    """The adjoint of `Conv1d` over x: (N, C, L); see `ConvTranspose2d`."""
+
+    axes = 1
+
+
+class ConvTranspose2d(_ConvTranspose):
+    """The adjoint of `Conv2d` over x: (N, C, H, W); weight: (inputs, outputs / groups, kh, kw).
+
+    Sizes become (S - 1) stride - 2 padding + dilation (kernel - 1) + 1 + output_padding. Weight
+    and bias start uniform within 1 / sqrt(outputs / groups * kh * kw), as in PyTorch.
+    """
+
+    axes = 2
+
+
+class ConvTranspose3d(_ConvTranspose):
+    """The adjoint of `Conv3d` over x: (N, C, D, H, W); see `ConvTranspose2d`."""
+
+    axes = 3

@@ -92,6 +92,107 @@ class BatchNorm2d(_BatchNorm):
     shapes = "(N, C, H, W)"
 
 
+class BatchNorm3d(_BatchNorm):
+    """Batch normalization of x: (N, C, D, H, W); see `BatchNorm2d`."""
+
+    ranks = (5,)
+    shapes = "(N, C, D, H, W)"
+
+
+class GroupNorm(Cell):
+    """Normalizes each of `groups` runs of channels of a sample (Wu and He 2018).
+
+    weight, bias: (C,). The variance is the biased one over a group's channels and their plane.
+    """
+
+    weight: State
+    bias: State
+
+    def __init__(self, groups: int, channels: int, *, epsilon: float = 1e-5) -> None:
+        super().__init__()
+        positive("GroupNorm", groups=groups, channels=channels)
+        if channels % groups:
+            raise InvalidInput(
+                f"GroupNorm needs groups to divide channels, got {groups}, {channels}"
+            )
+        self.groups, self.epsilon = groups, epsilon
+        self.weight = Parameter(np.ones(channels, np.float32))
+        self.bias = Parameter(np.zeros(channels, np.float32))
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (N, C, ...), at least 3 axes -> the same shape."""
+        channels = self.weight.shape[0]
+        check_axis(f"GroupNorm({self.groups}, {channels})", f"(N, {channels}, ...)", x, 1, channels)
+        return ops.group_norm(x, self.groups, self.weight, self.bias, epsilon=self.epsilon)
+
+
+class _InstanceNorm(Cell):
+    """weight, bias: (C,); as PyTorch's with affine=True and without running statistics."""
+
+    rank: ClassVar[int]
+    shape: ClassVar[str]
+    weight: State
+    bias: State
+
+    def __init__(self, channels: int, *, epsilon: float = 1e-5) -> None:
+        super().__init__()
+        size = positive(type(self).__name__, channels=channels)
+        self.epsilon = epsilon
+        self.weight = Parameter(np.ones(size, np.float32))
+        self.bias = Parameter(np.zeros(size, np.float32))
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (N, C, ...) -> the same shape."""
+        channels = self.weight.shape[0]
+        name, takes = f"{type(self).__name__}({channels})", self.shape.replace("C", str(channels))
+        check_rank(name, takes, x, self.rank)
+        check_axis(name, takes, x, 1, channels)
+        return ops.instance_norm(x, self.weight, self.bias, epsilon=self.epsilon)
+
+
+class InstanceNorm1d(_InstanceNorm):
+    """Instance normalization of x: (N, C, L); see `InstanceNorm2d`."""
+
+    rank, shape = 3, "(N, C, L)"
+
+
+class InstanceNorm2d(_InstanceNorm):
+    """Normalizes each channel of each sample of x: (N, C, H, W) (Ulyanov 2016).
+
+    weight, bias: (C,); as PyTorch's with affine=True and without running statistics.
+    """
+
+    rank, shape = 4, "(N, C, H, W)"
+
+
+class InstanceNorm3d(_InstanceNorm):
+    """Instance normalization of x: (N, C, D, H, W); see `InstanceNorm2d`."""
+
+    rank, shape = 5, "(N, C, D, H, W)"
+
+
+class RMSNorm(Cell):
+    """Divides the last axes by their root mean square (Zhang and Sennrich 2019); weight: sizes."""
+
+    weight: State
+
+    def __init__(self, *sizes: int, epsilon: float = 1e-5) -> None:
+        super().__init__()
+        shape = positive("RMSNorm", **{f"sizes[{i}]": n for i, n in enumerate(sizes)})
+        if not shape:
+            raise InvalidInput("RMSNorm takes at least one size")
+        self.epsilon = epsilon
+        self.weight = Parameter(np.ones(shape, np.float32))
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (..., *sizes) -> the same shape."""
+        sizes = self.weight.shape
+        for i, size in enumerate(sizes):
+            takes = f"(..., {', '.join(map(str, sizes))})"
+            check_axis("RMSNorm", takes, x, i - len(sizes), size)
+        return ops.rms_norm(x, self.weight, epsilon=self.epsilon)
+
+
 class LayerNorm(Cell):
     """Normalizes the last axis (Ba et al. 2016); weight, bias: (size,)."""
 

@@ -1,0 +1,121 @@
+"""Layers over lines, planes and volumes against PyTorch's values, gradients and buffers."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import TensorSpec, nn, trace
+from triplane.unified_ir.autodiff import value_and_grad
+from triplane.unified_ir.engines import engine
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "layers"
+PEER = Path(os.environ.get("TRIPLANE_PEERS", ROOT / ".venv-peers" / "bin" / "python"))
+
+# fmt: off
+OURS = {
+    "conv_3d": lambda: nn.Conv3d(2, 3, (2, 3, 2), padding=(1, 0, 1)),
+    "conv_transpose_1d": lambda: nn.ConvTranspose1d(
+        2, 3, 3, stride=2, padding=1, output_padding=1),
+    "conv_transpose_2d": lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2, dilation=2),
+    "conv_transpose_3d": lambda: nn.ConvTranspose3d(2, 2, 2, stride=(1, 2, 1), bias=False),
+    "max_pool_1d": lambda: nn.MaxPool1d(3, stride=2, ceil_mode=True),
+    "max_pool_3d": lambda: nn.MaxPool3d(2),
+    "avg_pool_1d": lambda: nn.AvgPool1d(3, stride=2, padding=1, count_include_pad=True),
+    "avg_pool_3d": lambda: nn.AvgPool3d(2),
+    "adaptive_avg_pool_1d": lambda: nn.AdaptiveAvgPool1d(3),
+    "adaptive_avg_pool_2d": lambda: nn.AdaptiveAvgPool2d((None, 2)),
+    "adaptive_avg_pool_3d": lambda: nn.AdaptiveAvgPool3d(2),
+    "upsample": lambda: nn.Upsample(scale=2, mode="bilinear", align_corners=True),
+    "batch_norm_3d": lambda: nn.BatchNorm3d(3),
+    "group_norm": lambda: nn.GroupNorm(2, 4),
+    "instance_norm_1d": lambda: nn.InstanceNorm1d(3),
+    "instance_norm_2d": lambda: nn.InstanceNorm2d(3),
+    "instance_norm_3d": lambda: nn.InstanceNorm3d(3),
+    "rms_norm": lambda: nn.RMSNorm(3, 4),
+}
+# fmt: on
+
+
+def held(name):
+    """A golden file by part, in float32."""
+    parts: dict[str, dict[str, np.ndarray]] = {part: {} for part in "xwyvghb"}
+    with np.load(GOLDEN / f"{name}.npz") as file:
+        for key, array in file.items():
+            part, _, label = key.partition(".")
+            parts[part][label] = array.astype(np.float32)
+    return parts
+
+
+class Weighted(nn.Cell):
+    """The sum of a layer's result times a cotangent, and the result."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.cell = cell
+
+    def construct(self, x, v):
+        y = self.cell(x)
+        return (y * v).sum(), y
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_layer_equals_pytorch_in_values_gradients_and_buffers(name):
+    parts, cell = held(name), OURS[name]()
+    cell.load(parts["w"], strict=False)
+    x, v = parts["x"][""], parts["v"][""]
+    specs = [TensorSpec(("N", *a.shape[1:])) for a in (x, v)]
+    function = trace(Weighted(cell), *specs)
+    both = value_and_grad(function, ["x", *(f"cell.{k}" for k in parts["h"])])
+    state = {f"cell.{k}": p.array for k, p in cell.parameters().items()} | {"x": x, "v": v}
+    found = engine("onnx").compile(both)(*(state[n] for n in both.param_names))
+    results = dict(zip(both.result_names, found, strict=True))
+    wanted = {function.result_names[1]: parts["y"][""], "grad.x": parts["g"][""]}
+    wanted |= {f"grad.cell.{k}": a for k, a in parts["h"].items()}
+    wanted |= {f"cell.{k}": a for k, a in parts["b"].items()}
+    for key, array in wanted.items():
+        np.testing.assert_allclose(results[key], array, rtol=1e-4, atol=2e-5, err_msg=key)
+
+
+def test_every_golden_file_has_its_counterpart():
+    assert {path.stem for path in GOLDEN.glob("*.npz")} == OURS.keys()
+
+
+def test_starting_weights_of_a_transposed_convolution_stay_within_their_bound():
+    layer = nn.ConvTranspose2d(3, 8, (2, 3))
+    bound = 1 / np.sqrt(8 * 2 * 3)
+    assert np.abs(layer.weight.array).max() <= bound
+    assert np.abs(layer.bias.array).max() <= bound
+    assert np.abs(layer.weight.array).max() > 0.8 * bound
+
+
+WRONG = {
+    "GroupNorm needs groups": lambda: nn.GroupNorm(3, 4),
+    "takes a kernel of 3 sizes": lambda: nn.ConvTranspose3d(1, 1, (2, 2)),
+    "size or scale": nn.Upsample,
+    "at least one size": nn.RMSNorm,
+    "MaxPool3d takes": lambda: trace(nn.MaxPool3d(2), TensorSpec((1, 1, 4, 4))),
+    "InstanceNorm2d": lambda: trace(nn.InstanceNorm2d(3), TensorSpec((1, 4, 2, 2))),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_layer_refuses_what_it_cannot_be_by_name(words):
+    with pytest.raises(InvalidInput, match=words):
+        WRONG[words]()
+
+
+@pytest.mark.deep
+@pytest.mark.skipif(not PEER.exists(), reason="no peers' interpreter; run `make peers`")
+def test_the_generator_reproduces_the_golden_files(tmp_path):
+    subprocess.run([PEER, "-m", "benchmarks.oracles.layers", tmp_path], cwd=ROOT, check=True)
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in GOLDEN.iterdir()}
+    for path in GOLDEN.iterdir():
+        with np.load(path) as old, np.load(tmp_path / path.name) as new:
+            assert old.files == new.files
+            for key in old.files:
+                np.testing.assert_allclose(new[key], old[key], rtol=1e-12, atol=1e-14)
