@@ -26,6 +26,7 @@ NO_SAMPLES = {  # tested with regions or sizes of their own
     "triplane.Custom": "tests/ops/test_custom",
     **dict.fromkeys(HELD, "tests/ops/test_sequences.py"),
     **dict.fromkeys(DRAWN, "tests/ops/test_drawing.py"),
+    "triplane.Sized": "tests/ops/test_claims.py",
     "triplane.Checkpoint": "tests/frontend/test_transforms",
 }
 MISSING = {  # rows, or uses of them, that an opset lacks and that have no other form in it

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
-from onnx import GraphProto
+from onnx import GraphProto, ValueInfoProto
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.types import TensorType, bool_, int64
+from triplane.unified_ir.ir.dims import is_symbol
+from triplane.unified_ir.ir.types import TensorType, bool_, int64, is_plain
 from triplane.unified_ir.onnx.scope import Scope
 from triplane.unified_ir.onnx.structure import Site, Structure
 from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.control import Entry, cond_node, loop_row, scan_row
 from triplane.unified_ir.ops.indexing import arange
 from triplane.unified_ir.ops.row import OPEN
@@ -90,6 +92,8 @@ def _trip(site: Site, body: GraphProto, entry: Entry) -> tuple[Build, list[Tenso
             params = [build.param(f"x{i}", t) for i, t in enumerate(types)]
             results = importer.inner(body, params, site.frame, build, "body")
             results[0] = _scalar(results[0])
+            kept = [*entry.types, *[None] * (len(results) - len(entry.types) - 1)]
+            results[1:] = map(_as_declared, results[1:], body.output[1:], kept)
         after = [r.type for r in results[1 : len(entry.types) + 1]]
         function = build.finish(_numbered(results))
         wider = entry.joined(after, function, lambda: str(importer.symbols.fresh("carried")))
@@ -98,6 +102,26 @@ def _trip(site: Site, body: GraphProto, entry: Entry) -> tuple[Build, list[Tenso
         importer.weights.back_to(before)
         entry = wider
     raise InvalidInput(f"its carry changes its type from trip to trip: {list(entry.types)}")
+
+
+def _as_declared(made: Tensor, info: ValueInfoProto, param: TensorType | None) -> Tensor:
+    """What a trip gives, its open sizes being the numbers that the body declares.
+
+    Of what is carried on, only where that number was the size before: a carry may grow.
+    """
+    declared = info.type.tensor_type.shape.dim
+    if not is_plain(made.type) or len(declared) != made.rank:
+        return made
+    before = made.shape if param is None or param.rank != made.rank else param.shape
+    return assume_shape(
+        made,
+        [
+            s.dim_value
+            if is_symbol(d) and s.dim_value and (param is None or p == s.dim_value)
+            else d
+            for d, p, s in zip(made.shape, before, declared, strict=True)
+        ],
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ from onnx import (
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.ir import Function, Module, limits
 from triplane.unified_ir.ir.graph import NO_META, Array, Meta
-from triplane.unified_ir.ir.types import TensorType, is_plain
+from triplane.unified_ir.ir.types import ShapeError, TensorType, is_plain
+from triplane.unified_ir.onnx.agreeing import agreed
 from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.bodies import function_of, has_body
 from triplane.unified_ir.onnx.branches import BRANCHES
@@ -43,6 +44,7 @@ from triplane.unified_ir.onnx.symbols import Shapes, Symbols, declared_type, ten
 from triplane.unified_ir.onnx.uses import Uses
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.custom_ops import custom_row, is_own
+from triplane.unified_ir.ops.elementwise import BROADCASTING
 from triplane.unified_ir.ops.row import MEANING_OPSET
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
@@ -258,7 +260,21 @@ class Importer:
         folded = self.contents.folded(build, row, app)
         if folded is not None:
             return (folded,)
-        return build.apply(row, app.inputs, app.attrs, outputs=app.outputs)
+        try:
+            return build.apply(row, app.inputs, app.attrs, outputs=app.outputs)
+        except ShapeError:
+            if row.infer not in BROADCASTING:
+                raise
+            operands = agreed(app.inputs, self.named_sizes())
+            if operands is None:
+                raise
+            with build:
+                return build.apply(row, operands, app.attrs, outputs=app.outputs)
+
+    def named_sizes(self) -> frozenset[str]:
+        """Sizes that a caller decides: those of the model's inputs."""
+        params = self.weights.build.params
+        return frozenset().union(*(p.type.symbols for p in params))
 
     def attrs(self, node: NodeProto, frame: Frame) -> dict[str, Any]:
         """Attributes as Python values; references are those of the function called."""

@@ -500,6 +500,19 @@ def _kept_states(context: Context, names: Sequence[str], states: Sequence[str]) 
     return [context.emit("Where", walked, s, first) if first else s for s, first in pairs]
 
 
+def _sized(context: Context, node: Node) -> None:
+    """A Reshape per claimed axis: it fails where the number of elements is not the claimed one."""
+    (name,) = context.inputs(node)
+    (x,), (y,) = node.inputs, node.outputs
+    assert x is not None
+    shape = list(x.type.shape)
+    for axis, size in enumerate(y.type.shape):
+        if shape[axis] != size:
+            shape[axis] = size
+            name = context.emit("Reshape", name, context.dims(shape), allowzero=1)
+    context.names[y] = name
+
+
 def _sequence_map(context: Context, node: Node) -> None:
     """The body declares every operand: a tensor, the same for all elements, is one too."""
     names = context.inputs(node)
@@ -574,6 +587,7 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     (DOMAIN, "Scan"): _scan,
     (DOMAIN, "Loop"): _loop,
     (DOMAIN, "SequenceMap"): _sequence_map,
+    (DOMAIN, "Sized"): _sized,
 }
 """Operators whose emission is never a copy."""
 

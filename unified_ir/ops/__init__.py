@@ -1,6 +1,7 @@
 """Operators: call them with tensors inside a Cell's construct or a function decorated @graph."""
 
 from triplane.unified_ir.ops.attention import scaled_dot_product_attention
+from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.control import cond, custom_gradient, fori_loop, scan, while_loop
 from triplane.unified_ir.ops.convolution import conv, conv_transpose
 from triplane.unified_ir.ops.custom_ops import CustomOp, custom
@@ -140,6 +141,7 @@ __all__ = [
     "arange",
     "argmax",
     "argmin",
+    "assume_shape",
     "avg_pool",
     "batch_norm",
     "batch_norm_training",

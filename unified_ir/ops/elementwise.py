@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -35,6 +35,10 @@ def _needs_bool(call: Call) -> Types:
         if call.type(i).dtype != bool_:
             raise TypeMismatch(f"{call.row} takes bool operands, got {call.type(i)}")
     return broadcast_bool(call)
+
+
+BROADCASTING: Final = frozenset({broadcast_same, broadcast_bool, _needs_bool})
+"""Rules of rows whose operands broadcast against each other."""
 
 
 def step(y: Tensor) -> Tensor:

@@ -1,0 +1,49 @@
+"""What a program knows of a tensor and inference cannot: a size that the data decide is another's.
+
+The claim is checked when the program runs, on every engine; it never changes a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.dims import Dim, as_dim
+from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
+from triplane.unified_ir.ops.tensor import Tensor
+
+
+def _claimed(call: Call) -> tuple[TensorType, ...]:
+    x, dims = call.type(0), call.attrs["dims"]
+    if len(dims) != x.rank or any(
+        isinstance(a, int) and isinstance(b, int) and a != b
+        for a, b in zip(x.shape, dims, strict=True)
+    ):
+        raise ShapeError(f"{call.row} claims that {x} has the sizes {dims}, which it cannot have")
+    return (x.with_shape(dims),)
+
+
+def _checked(x: Any, *, dims: tuple[int, ...]) -> Any:
+    if x.shape != tuple(dims):
+        raise InvalidInput(f"a tensor claimed to have shape {tuple(dims)} has {x.shape}")
+    return x
+
+
+sized = Op(
+    name="Sized",
+    domain=DOMAIN,
+    operands=("T",),
+    attrs={"dims": AttrSpec("DIMS", required=True)},
+    infer=_claimed,
+    reference=_checked,
+    vjp=lambda g, y, x, dims: (assume_shape(g, x.shape),),
+)
+"""x of sizes that are `dims`: the same tensor, its type the narrower one."""
+
+
+def assume_shape(x: Tensor, shape: Sequence[Dim | str]) -> Tensor:
+    """`x`, known to have these sizes; a run in which it has others fails with both."""
+    dims = tuple(as_dim(d) for d in shape)
+    return x if dims == x.shape else sized(x, dims=dims)
