@@ -191,6 +191,27 @@ def rewritten(path, **changes):
         {"history": [{"loss": "x"}]},
         {"place": []},
         {"place": {"epoch": 0, "position": 0, "step": 0, "rows": 0, "sums": [1]}},
+        {"place": {"epoch": 0, "position": 0, "step": 0, "rows": 0, "sums": {}, "counts": [1]}},
+        {
+            "place": {
+                "epoch": 0,
+                "position": 0,
+                "step": 0,
+                "rows": 0,
+                "sums": {},
+                "counts": {"f1": [[1.0], [2.0, 3.0]]},
+            }
+        },
+        {
+            "place": {
+                "epoch": 0,
+                "position": 0,
+                "step": 0,
+                "rows": 0,
+                "sums": {},
+                "counts": {"f1": ["x"]},
+            }
+        },
         {"place": {"epoch": 1e400, "position": 0, "step": 0, "rows": 0, "sums": {}}},
     ],
 )

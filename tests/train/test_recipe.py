@@ -121,6 +121,24 @@ def test_a_skipped_update_changes_no_weight_and_no_statistics():
     assert after["optimizer.scale"] == 2.0**60
 
 
+class Root(nn.Cell):
+    """sqrt where it is 0: a finite loss whose gradient is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Dense(4, 3)
+
+    def construct(self, x):
+        y = self.body(x)
+        return ops.sqrt(ops.relu(y - 100.0)) + y
+
+
+def test_gradients_that_no_scale_saves_end_the_run_with_their_operator():
+    made = trainer(cell=Root, precision="float16")
+    with pytest.raises(train.NonFinite, match=r"not finite at any loss scale .*Div at .*test_rec"):
+        made.fit(data(), 20, batch_size=10, **QUIET)
+
+
 def test_the_scale_grows_after_good_updates():
     _, steps = half(loss_scale=train.LossScale(start=4.0, growth=2.0, interval=3))
     scales = [row["summary/loss_scale"] for row in steps]

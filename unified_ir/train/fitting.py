@@ -19,7 +19,8 @@ from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.diagnosis import NonFinite, finite, first_nonfinite
 from triplane.unified_ir.train.history import Row, split
 from triplane.unified_ir.train.interrupt import Interrupt
-from triplane.unified_ir.train.recipe import LEFT
+from triplane.unified_ir.train.precision import LEAST_SCALE
+from triplane.unified_ir.train.recipe import LEFT, LOSS_SCALE
 from triplane.unified_ir.train.run import Run
 from triplane.unified_ir.train.snapshot import Snapshot
 
@@ -132,6 +133,8 @@ class Fit:
             self.info.results, self.info.tensors = split(results)
             if not math.isfinite(self.info.results[step.LOSS]):
                 self._explain()
+            if self.info.results.get(LOSS_SCALE, 1.0) < LEAST_SCALE:
+                self._explain_scale(batch)
             place.advance(self.info.results, len(batch[-1]), counts)
             self._whole = True
             self._call("on_step")
@@ -190,6 +193,19 @@ class Fit:
             "smaller learning rate, clip_norm, or data without extremes usually helps",
             step=place.step + 1,
             cause=cause,
+        )
+
+    def _explain_scale(self, batch: Batch) -> None:
+        """Raises NonFinite: halving the loss scale again would not help."""
+        given = {**self.loop.view(), **dict(zip(self.names, batch, strict=True))}
+        found = first_nonfinite(self.program.function, given)
+        number = self.trainer.place.step + 1
+        raise NonFinite(
+            f"the gradients of step {number} are not finite at any loss scale (it is down to "
+            f"{self.info.results[LOSS_SCALE]:g}), so no update was done for long; {found}; use "
+            "precision='float32', or keep that operator's values in range",
+            step=number,
+            cause=found,
         )
 
     def _cause(self) -> tuple[str, str]:

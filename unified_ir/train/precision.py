@@ -27,6 +27,8 @@ from triplane.unified_ir.ops.tensor import Tensor
 
 Precision = Literal["float32", "float16"]
 PRECISIONS: Final[tuple[Precision, ...]] = ("float32", "float16")
+LEAST_SCALE: Final = 2.0**-20
+"""A loss scale that fell below this will save no gradient."""
 _LARGEST: Final = float(np.finfo(np.float32).max)
 
 

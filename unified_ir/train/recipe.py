@@ -43,6 +43,9 @@ LEFT: Final = "optimizer.left"
 """State: batches to come until an update, int64 scalar; 1 lets the next batch update."""
 SCALE: Final = "optimizer.scale"
 GOOD: Final = "optimizer.good"
+LOSS_SCALE: Final = SUMMARY + "loss_scale"
+SKIPPED: Final = SUMMARY + "skipped"
+"""Results: the scale of this batch's loss, and whether its update was skipped (1) or not (0)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +184,8 @@ class Recipe:
             scale = ops.where(due, scale, state[SCALE])
             good = ops.where(due, good, state[GOOD])
             skipped = ops.logical_and(skipped, due)
-        told = {"loss_scale": state[SCALE] * 1.0, "skipped": skipped.cast("float32")}
-        return {SCALE: scale, GOOD: good} | {SUMMARY + k: v for k, v in told.items()}
+        told = {LOSS_SCALE: state[SCALE] * 1.0, SKIPPED: skipped.cast("float32")}
+        return {SCALE: scale, GOOD: good} | told
 
     def _moved(self, paths: Mapping[str, TensorType]) -> list[str]:
         frozen = self.optimizer.frozen(paths)
