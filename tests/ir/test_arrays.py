@@ -127,3 +127,8 @@ def test_the_name_of_a_constant_tells_type_and_contents_apart():
     names = [constant_name(x) for x in (a, a.reshape(2, 2), a.view(np.int32), a + 1, a.copy())]
     assert len(set(names)) == 4
     assert names[0] == names[4]
+
+
+def test_complex_numbers_are_refused_with_the_way_out():
+    with pytest.raises(InvalidInput, match=r"complex64.*a last axis of 2"):
+        type_of(np.zeros(2, np.complex64))

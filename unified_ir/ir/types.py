@@ -119,7 +119,8 @@ def as_dtype(x: DType | DTypeLike | str) -> DType:
         found = np.dtype(x)
         return string if found.kind == "U" else _BY_NUMPY[found]
     except (TypeError, KeyError):
-        raise InvalidInput(f"no element type {x!r}; known: {', '.join(DTYPES)}") from None
+        out = "; a complex tensor is a real one with a last axis of 2" * ("complex" in repr(x))
+        raise InvalidInput(f"no element type {x!r}; known: {', '.join(DTYPES)}{out}") from None
 
 
 @dataclass(frozen=True)
