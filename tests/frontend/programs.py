@@ -1,6 +1,8 @@
 # mypy: disable-error-code="attr-defined,name-defined"
 """Small functions with every kind of control flow: (function, argument tuples)."""
 
+from typing import Any
+
 import numpy as np
 
 from triplane.unified_ir import graph, ops
@@ -267,7 +269,29 @@ def through_scan(x):
     return carry
 
 
-PROGRAMS = {
+def while_binds(x):
+    z = x
+    while (n := z.sum()) < 20.0:
+        z = z * 2.0
+        if z[0] > 7.0:
+            continue
+        z = z + 0.5
+    n = n + 100.0
+    return n + z.sum() * 10.0
+
+
+def while_binds_and_breaks(x):
+    n, z = 0.0, x
+    while (n := z.sum()) < 20.0:
+        z = z * 2.0
+        if n > 10.0:
+            break
+    else:
+        n = n + 100.0
+    return n + z.sum() * 10.0
+
+
+PROGRAMS: dict[str, Any] = {
     f.__name__: (f, calls)
     for f, calls in (
         (if_else, [(X,), (-X,), (-X * 10,)]),
@@ -276,6 +300,8 @@ PROGRAMS = {
         (nested_returns_share_the_rest, [(X,), (X * 2,), (-X,)]),
         (while_tensor, [(X,), (X * 10,)]),
         (while_with_numbers, [(X,), (X * 0.1,)]),
+        (while_binds, [(X,), (X * 10,)]),
+        (while_binds_and_breaks, [(X,), (X * 2,), (X * 10,)]),
         (while_true_break, [(X,), (X * 0.1,)]),
         (range_of_int_unrolls, [(X,)]),
         (range_of_tensor, [(X, N), (X, np.int64(0)), (X, np.int64(-2))]),

@@ -246,6 +246,20 @@ def sets_by_name(x):
     return x
 
 
+def takes_from_a_generator(x):
+    items = (v for v in (1.0, 2.0, 3.0))
+    if x.sum() > 0:
+        x = x * next(items)
+    return x * next(items)
+
+
+def takes_from_zip(x):
+    pairs = zip([1.0, 2.0, 3.0], "abc", strict=True)
+    if x.sum() > 0:
+        x = x * next(pairs)[0]
+    return x * next(pairs)[0]
+
+
 def grows_in_and(x):
     seen = []
     if x.sum() > 0 and appends_elsewhere(seen) is None:
@@ -262,6 +276,8 @@ REFUSED = [
     (grows_in_a_called_function, 2, r"`seen` is changed in a branch .* \(\S+:{at}\)"),
     (sets_by_a_nested_function, 4, r"`COUNTER\b.*count.*` is changed in a branch .* \(\S+:{at}\)"),
     (sets_by_name, 1, r"`COUNTER\b.*other.*` is changed in a branch .* \(\S+:{at}\)"),
+    (takes_from_a_generator, 2, r"`the iterator items` is changed in a branch .* \(\S+:{at}\)"),
+    (takes_from_zip, 2, r"`the iterator pairs` is changed in a branch .* \(\S+:{at}\)"),
     (grows_in_and, 2, r"`seen` is changed in `and` or `or` that a tensor .* \(\S+:{at}\)"),
     (one_sided, 3, r"'y' has no value at \S+:{at}: .* only when the condition at \S+:{if_} holds"),
     (other_sided, 5, r"'y' has no value at \S+:{at}: .* condition at \S+:{if_} does not hold"),

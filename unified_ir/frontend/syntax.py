@@ -257,6 +257,8 @@ class _Rewriter(ast.NodeTransformer):
 
     def _loop(self, s: ast.While | ast.For) -> tuple[list[ast.stmt], ast.expr]:
         """Definitions, and the call that runs the loop; its value is the loop's `Exit`."""
+        if isinstance(s, ast.While) and _binds(s.test):
+            s = _tested_inside(s)
         inside: list[ast.stmt] = list(s.body)
         item = self._fresh("item")
         if isinstance(s, ast.For):
@@ -463,6 +465,12 @@ def _flag_breaks(statements: Sequence[ast.stmt], flag: str) -> list[ast.stmt]:
                 part.body = _flag_breaks(part.body, flag)
         made.append(s)
     return made
+
+
+def _tested_inside(s: ast.While) -> ast.While:
+    """`while test: body` as `while True: if not test: break; body`: what the test binds is kept."""
+    stop = ast.If(test=ast.UnaryOp(ast.Not(), s.test), body=[at(ast.Break(), s)], orelse=[])
+    return at(ast.While(test=const(True), body=[at(stop, s.test), *s.body], orelse=[]), s)
 
 
 def _why(s: ast.stmt) -> str:

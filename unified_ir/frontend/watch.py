@@ -17,12 +17,12 @@ import dis
 import sys
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import lru_cache, partial
 from operator import is_
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -188,6 +188,50 @@ class _State:
         return None if now.dtype == self.dtype and now.shape == self.shape else self.label
 
 
+class _Place:
+    """How far an iterator has come."""
+
+    __slots__ = ("iterator", "label", "place")
+
+    def __init__(self, iterator: Any, label: str) -> None:
+        self.iterator, self.label = iterator, label
+        self.place = _place(iterator)
+
+    def changed(self) -> str | None:
+        return None if _place(self.iterator) == self.place else f"the iterator {self.label}"
+
+
+def _place(iterator: Any) -> Any:
+    """A value that differs after `next`, for generators and Python's own iterators."""
+    if isinstance(iterator, GeneratorType):
+        return None if iterator.gi_frame is None else iterator.gi_frame.f_lasti
+    hint = getattr(iterator, "__length_hint__", None)
+    if hint is not None:
+        return hint()
+    state = _parts(iterator)
+    return [x for x in state if isinstance(x, (int, bool))]
+
+
+def _parts(iterator: Any) -> list[Any]:
+    """What one of Python's own (zip, enumerate, map, ...) is made of: iterators, positions."""
+    if type(iterator).__module__ != "builtins":
+        return []
+    try:
+        found = iterator.__reduce__()
+    except TypeError:
+        return []
+    return [x for part in found[1:] if isinstance(part, tuple) for x in part]
+
+
+def _iterator(iterator: Any, label: str, watch: Watching) -> list[tuple[Any, str]]:
+    kind: type = type(iterator)
+    if _is_users(kind):
+        return _object(iterator, label, watch)
+    watch(_Place(iterator, label))
+    inner = [] if isinstance(iterator, GeneratorType) else _parts(iterator)
+    return [(x, label) for x in inner if isinstance(x, Iterator)]
+
+
 class _Read:
     """Values found by calls: variables of a closure, globals, defaults, slots."""
 
@@ -253,7 +297,7 @@ Watching = Callable[[Spot], None]
 
 def _function(f: FunctionType, label: str, watch: Watching) -> list[tuple[Any, str]]:
     """Code, defaults, closure and named globals; of this package's wrappers the closure alone."""
-    name = f.__qualname__
+    name = f.__qualname__.rsplit("<locals>.", 1)[-1]
     reads: list[tuple[str, Callable[[], Any]]] = []
     for variable, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
         reads.append((variable, partial(_contents, cell)))
@@ -406,6 +450,7 @@ _RULES: Final[tuple[tuple[Any, Rule], ...]] = (
     ((property, staticmethod, classmethod), _descriptor),
     (ModuleType, lambda *_: []),
     (SimpleNamespace, _object),
+    (Iterator, _iterator),
 )
 
 
