@@ -297,6 +297,28 @@ CASES: Final[Mapping[str, Case]] = {
         lambda x: x.logsumexp(1), second=False),
     "prod_with_zeros": Case(
         fixed(x=[[1.5, 2.0, -2.0], [0.0, 2.0, 3.0], [0.0, 0.0, 3.0]]), lambda x: x.prod(1)),
+    "fft": Case(
+        normal(x=(2, 5, 3, 2)),
+        lambda x: torch.view_as_real(torch.fft.fft(torch.view_as_complex(x), dim=1)),
+    ),
+    "ifft": Case(
+        normal(x=(2, 6, 2)),
+        lambda x: torch.view_as_real(torch.fft.ifft(torch.view_as_complex(x), dim=1)),
+    ),
+    "rfft_padded": Case(
+        normal(x=(2, 7, 1)),
+        lambda x: torch.view_as_real(torch.fft.rfft(x[..., 0], n=8, dim=1)),
+    ),
+    "irfft": Case(
+        normal(x=(2, 5, 2)),
+        lambda x: torch.fft.irfft(torch.view_as_complex(x), dim=1)[..., None],
+    ),
+    "stft": Case(
+        normal(x=(2, 20, 1), window=(8,)),
+        lambda x, window: torch.view_as_real(
+            torch.stft(x[..., 0], 8, 4, window=window, center=False, return_complex=True)
+        ).transpose(1, 2),
+    ),
     "cumsum": Case(normal(x=(3, 4)), lambda x: x.cumsum(1)),
     "cumprod_with_zeros": Case(
         fixed(x=[[1.5, 2.0, -2.0], [0.0, 2.0, 3.0], [2.0, 0.0, 0.0]]), lambda x: x.cumprod(1)),

@@ -32,6 +32,7 @@ CONTROL = {
     "triplane.CustomGradient",
     "triplane.Loop",
     "triplane.Scan",
+    "triplane.Sized",
 }
 
 
