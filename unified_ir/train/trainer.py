@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import is_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from triplane.proto.errors import Conflict, InvalidInput
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import Engine, Program, engine
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.frontend.watch import Watch
@@ -25,14 +26,15 @@ from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.nn.losses import Loss, Metric
 from triplane.unified_ir.optim import STEP, Optimizer, slot_name
-from triplane.unified_ir.train import identity, step
+from triplane.unified_ir.train import identity, resuming, step
 from triplane.unified_ir.train.batches import Batch, Source, as_batch, in_order, is_count
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.exporting import Entry, build_module
 from triplane.unified_ir.train.fitting import Fit
-from triplane.unified_ir.train.history import History, Place, Row, scalars
+from triplane.unified_ir.train.history import History, Place, Row
 from triplane.unified_ir.train.interrupt import held_back
+from triplane.unified_ir.train.measuring import measured, predicted
 from triplane.unified_ir.train.metrics import Confusion, Tally
 from triplane.unified_ir.train.precision import LossScale, Precision, fixed_scale
 from triplane.unified_ir.train.progress import Progress, Style
@@ -141,7 +143,10 @@ class Trainer:
         goal = self.place.epoch + epochs
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, (str, Path)) else checkpoint
         if keeper is not None:
-            self._resume(keeper, source, resume=resume)
+            if resume:
+                resuming.resume(self, keeper, source)
+            else:
+                resuming.refuse_others(keeper)
         shown = progress if isinstance(progress, Progress) else Progress(progress)
         callbacks = [*self.callbacks, *([keeper] if keeper else []), shown]
         try:
@@ -153,47 +158,20 @@ class Trainer:
 
     def evaluate(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Row:
         """Loss and metrics over all samples of `data`, in evaluation mode."""
-        place = self._measured(data, batch_size)
+        place = measured(in_order(data, batch_size), self._own(), self._evaluation)
         return place.measures(self.model.tallies)
 
     def confusion_matrix(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Array:
         """int64 (C, C): a row per class that is right, a column per class that was said."""
-        place = self._measured(data, batch_size, _CONFUSION)
+        graph_of = partial(self._evaluation, metrics=_CONFUSION)
+        place = measured(in_order(data, batch_size), self._own(), graph_of)
         total: Array = place.counts["confusion"]
         return total.astype(np.int64)
-
-    def _measured(
-        self, data: Any, batch_size: int, metrics: Mapping[str, Tally] | None = None
-    ) -> Place:
-        """Sums over all samples, of other metrics where they are given."""
-        state, place = self._own(), Place()
-        for batch in in_order(data, batch_size):
-            model, program = self._evaluation(batch, metrics)
-            model.check(batch)
-            given = {**state, **dict(zip(model.batch_names(), batch, strict=True))}
-            values = program(*(given[n] for n in program.function.param_names))
-            named = dict(zip(program.function.result_names, values, strict=True))
-            counts = {k: named[k] for k in model.tallies}
-            place.advance(scalars(named, counts), len(batch[-1]), counts)
-        if not place.rows:
-            raise InvalidInput("there is no data to evaluate on")
-        return place
 
     def predict(self, *inputs: Any, batch_size: int = EVALUATION_BATCH) -> Any:
         """The output in evaluation mode: one array, or a dict by name where there are several."""
         arrays = as_batch((*inputs, np.zeros(len(inputs[0]))) if inputs else ())[:-1]
-        function, program = self._prediction(arrays)
-        state = self._own()
-        names = [n for n in function.param_names if n not in state]
-        parts = []
-        for start in range(0, len(arrays[0]), batch_size):
-            rows = [a[start : start + batch_size] for a in arrays]
-            given = {**state, **dict(zip(names, rows, strict=True))}
-            parts.append(program(*(given[n] for n in function.param_names)))
-        joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        if len(joined) == 1:
-            return joined[0]
-        return dict(zip(function.result_names, joined, strict=True))
+        return predicted(self._prediction(arrays), self._own(), arrays, batch_size)
 
     def export(
         self,
@@ -220,13 +198,13 @@ class Trainer:
         """Goes on from what `save` or a checkpoint wrote.
 
         Conflict: it is of another network, loss, optimizer or seed. changed: parts that are to
-        differ, such as ("optimizer",), whose new state then starts at zero.
+        differ, such as ("optimizer",), whose state of other names then starts at zero.
         """
         found = read(Path(path))
         if self._types is not None:
             own = identity.of_model(self.model, self.recipe)
             identity.check(found.identity, own, but=changed)
-        self._restore(found, changed)
+        resuming.restore(self, found, changed)
 
     @property
     def model(self) -> step.Model:
@@ -326,14 +304,13 @@ class Trainer:
         key = ("evaluate", types, metrics is None)
         return model, self._compiled(key, lambda: step.evaluate(model))
 
-    def _prediction(self, arrays: Batch) -> tuple[Function, Program]:
+    def _prediction(self, arrays: Batch) -> Program:
         known = self._types[:-1] if self._types is not None else ()
         same = step.admits(known, arrays)
         types = known if same else tuple(step.batch_type(a) for a in arrays)
-        program = self._compiled(
+        return self._compiled(
             ("predict", types), lambda: step.predict(self.cell, types, self.loss.output)
         )
-        return program.function, program
 
     def _compiled(self, name: Any, make: Callable[[], Function]) -> Program:
         self._forget_stale()
@@ -431,58 +408,6 @@ class Trainer:
             batch_size=batch_size,
             samples=samples,
             identity=identity,
-        )
-
-    def _resume(self, keeper: Checkpoint, source: Source, *, resume: bool) -> None:
-        if not resume and keeper.files():
-            raise Conflict(
-                f"{keeper.folder} holds checkpoints of a run; resume it, or name another folder"
-            )
-        found = keeper.newest() if resume else None
-        if found is None:
-            return
-        mine = identity.of_model(self.model, self.recipe) | identity.of_data(source)
-        identity.check(found.identity, mine)
-        _check_order(found, source)
-        self._restore(found)
-
-    def _restore(self, found: Snapshot, changed: Collection[str] = ()) -> None:
-        """Takes a snapshot of the same model and optimizer, or (Conflict) nothing."""
-        if "optimizer" in changed:
-            mine = self.state()
-            state = {k: v for k, v in found.state.items() if _fits(k, v, mine)}
-            kept = {k: v for k, v in mine.items() if k.startswith("optimizer.")}
-            found = replace(found, state={**kept, **state})
-        own = {k: (a.dtype, a.shape) for k, a in self.state().items()}
-        theirs = {k: (a.dtype, a.shape) for k, a in found.state.items()}
-        odd = sorted(k for k in own.keys() | theirs.keys() if own.get(k) != theirs.get(k))
-        if odd:
-            raise Conflict(
-                f"the checkpoint is of another model or optimizer: {odd[0]!r} is "
-                f"{theirs.get(odd[0], 'absent')} there and {own.get(odd[0], 'absent')} here"
-            )
-        if found.seed != self.seed:
-            raise Conflict(
-                f"the checkpoint is of a run with seed {found.seed}, this trainer has {self.seed}"
-            )
-        self.write_back(found.state)
-        self.place, self.history = found.place, found.history
-
-
-def _fits(name: str, array: Array, state: Mapping[str, Array]) -> bool:
-    """Whether a tensor is no optimizer's, or of a kind that this one keeps."""
-    own = state.get(name)
-    same = own is not None and (own.dtype, own.shape) == (array.dtype, array.shape)
-    return same or not name.startswith("optimizer.")
-
-
-def _check_order(found: Snapshot, source: Source) -> None:
-    """In the middle of an epoch, the batches that follow must be those that were to follow."""
-    now = (source.size, source.samples or 0)
-    if found.place.position and (found.batch_size, found.samples) != now:
-        raise Conflict(
-            f"the checkpoint lies within an epoch of {found.samples} samples in batches of "
-            f"{found.batch_size}, this run has {now[1]} in batches of {now[0]}"
         )
 
 

@@ -1,0 +1,48 @@
+"""Evaluation and prediction: batches in the data's own order, through a graph without state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.engines import Program
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.train.batches import Batch
+from triplane.unified_ir.train.history import Place, scalars
+from triplane.unified_ir.train.step import Model
+
+State = Mapping[str, Array]
+
+
+def measured(
+    batches: Iterable[Batch], state: State, graph_of: Callable[[Batch], tuple[Model, Program]]
+) -> Place:
+    """Sums of what the graph of each batch measures; InvalidInput where there are no batches."""
+    place = Place()
+    for batch in batches:
+        model, program = graph_of(batch)
+        model.check(batch)
+        given = {**state, **dict(zip(model.batch_names(), batch, strict=True))}
+        values = program(*(given[n] for n in program.function.param_names))
+        named = dict(zip(program.function.result_names, values, strict=True))
+        counts = {k: named[k] for k in model.tallies}
+        place.advance(scalars(named, counts), len(batch[-1]), counts)
+    if not place.rows:
+        raise InvalidInput("there is no data to evaluate on")
+    return place
+
+
+def predicted(program: Program, state: State, arrays: Batch, size: int) -> Any:
+    """Results for all rows, `size` at a time: one array, or a dict by name."""
+    function = program.function
+    names = [n for n in function.param_names if n not in state]
+    parts = []
+    for start in range(0, len(arrays[0]), size):
+        rows = [a[start : start + size] for a in arrays]
+        given = {**state, **dict(zip(names, rows, strict=True))}
+        parts.append(program(*(given[n] for n in function.param_names)))
+    joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    return joined[0] if len(joined) == 1 else dict(zip(function.result_names, joined, strict=True))

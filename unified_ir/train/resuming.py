@@ -1,0 +1,82 @@
+"""Going on from a snapshot: only of the same run, and wholly or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from triplane.proto.errors import Conflict
+from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.train import identity
+from triplane.unified_ir.train.batches import Source
+from triplane.unified_ir.train.checkpoint import Checkpoint
+from triplane.unified_ir.train.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.train.trainer import Trainer
+
+
+def resume(trainer: Trainer, keeper: Checkpoint, source: Source) -> None:
+    """Takes the newest snapshot of a folder, if there is one; Conflict if it is of another run."""
+    found = keeper.newest()
+    if found is None:
+        return
+    mine = identity.of_model(trainer.model, trainer.recipe) | identity.of_data(source)
+    identity.check(found.identity, mine)
+    _check_order(found, source)
+    restore(trainer, found)
+
+
+def refuse_others(keeper: Checkpoint) -> None:
+    """A new run does not write among the checkpoints of another."""
+    if keeper.files():
+        raise Conflict(
+            f"{keeper.folder} holds checkpoints of a run; resume it, or name another folder"
+        )
+
+
+def restore(trainer: Trainer, found: Snapshot, changed: Collection[str] = ()) -> None:
+    """Takes a snapshot of the same model and optimizer, or (Conflict) nothing."""
+    mine = trainer.state()
+    if "optimizer" in changed:
+        found = replace(found, state=_with_optimizer(found.state, mine))
+    own, theirs = _kinds(mine), _kinds(found.state)
+    odd = sorted(k for k in own.keys() | theirs.keys() if own.get(k) != theirs.get(k))
+    if odd:
+        raise Conflict(
+            f"the checkpoint is of another model or optimizer: {odd[0]!r} is "
+            f"{theirs.get(odd[0], 'absent')} there and {own.get(odd[0], 'absent')} here"
+        )
+    if found.seed != trainer.seed:
+        raise Conflict(
+            f"the checkpoint is of a run with seed {found.seed}, this trainer has {trainer.seed}"
+        )
+    trainer.write_back(found.state)
+    trainer.place, trainer.history = found.place, found.history
+
+
+def _with_optimizer(theirs: Mapping[str, Array], mine: Mapping[str, Array]) -> dict[str, Array]:
+    """Their state, with our optimizer's in place of what it does not keep."""
+    own, other = _kinds(mine), _kinds(theirs)
+    shared = {k for k in theirs if not _is_optimizers(k) or own.get(k) == other[k]}
+    kept = {k: a for k, a in mine.items() if _is_optimizers(k)}
+    return {**kept, **{k: theirs[k] for k in theirs if k in shared}}
+
+
+def _is_optimizers(name: str) -> bool:
+    return name.startswith("optimizer.")
+
+
+def _kinds(state: Mapping[str, Array]) -> dict[str, tuple[object, tuple[int, ...]]]:
+    return {k: (a.dtype, a.shape) for k, a in state.items()}
+
+
+def _check_order(found: Snapshot, source: Source) -> None:
+    """In the middle of an epoch, the batches that follow must be those that were to follow."""
+    now = (source.size, source.samples or 0)
+    if found.place.position and (found.batch_size, found.samples) != now:
+        raise Conflict(
+            f"the checkpoint lies within an epoch of {found.samples} samples in batches of "
+            f"{found.batch_size}, this run has {now[1]} in batches of {now[0]}"
+        )
