@@ -173,7 +173,7 @@ class Device:
         if task.inline_state:
             return read_state(Path("state"), plan=self._digests[sha256], data=task.inline_state)
         path = download(channel, task.state.sha256, task.state.size, self._states)
-        state = read_state(path, plan=self._digests[sha256])
+        state = read_state(path, plan=self._digests[sha256], verified=True)
         self._blobs.remove(task.state.sha256)
         return state
 

@@ -137,6 +137,7 @@ class Desk:
         self.model = Model(home.model)
         self._plan: Plan | None = None
         self._plan_blob = b""
+        self._fetched: set[bytes] = set()  # the state that came while we ran, and was verified
         self._fresh: dict[str, Array] = {}
 
     def do(self, task: Task, stop: Stop, wanted: Iterable[Blob] = ()) -> pb.Contribution:
@@ -290,11 +291,14 @@ class Desk:
         return pb.Contribution(run=facts.run, round=facts.round, lease=lease, update=told)
 
     def _fetch(self, blob: Blob, into: BlobFolder, wanted: frozenset[bytes], stop: Stop) -> Path:
-        if not into.has(blob.sha256):
-            self._make_room(blob, wanted)
-        return download(
+        if into.has(blob.sha256):
+            return into.find(blob.sha256)
+        self._make_room(blob, wanted)
+        path = download(
             self._channel(), blob.sha256, blob.size, into, lambda _done, _size: stop.check()
         )
+        self._fetched = {blob.sha256} if into is self._states else self._fetched
+        return path
 
     def _make_room(self, blob: Blob, wanted: frozenset[bytes]) -> None:
         """Drop what no task at hand and not the model needs; Conflict where it is not enough."""
@@ -332,7 +336,8 @@ class Desk:
             return read_state(Path("state"), plan=plan.digest, data=task.inline_state)
         path = self._states.find(task.state.sha256)
         try:
-            return read_state(path, plan=plan.digest)
+            known = task.state.sha256 in self._fetched
+            return read_state(path, plan=plan.digest, verified=known)
         except Corrupt as error:
             if digest_of(path) == task.state.sha256:
                 raise  # the cloud's own bytes

@@ -146,6 +146,7 @@ class Receiving:
         self._is_named = False
         self._have = partial.stat().st_size if partial.is_file() else 0
         self._unsynced = self._have  # whoever wrote them may have been killed before a sync
+        self._hash = None if self._have else hashlib.sha256()
         if self._have > size:
             self.restart()
         self._require_space()
@@ -165,6 +166,8 @@ class Receiving:
         if self._file is None:
             self._file = AppendFile(self._partial, self._to.disk)
         self._file.write(chunk)
+        if self._hash is not None:
+            self._hash.update(chunk)
         self._have += len(chunk)
         self._unsynced += len(chunk)
         if self._unsynced >= SYNC_BYTES:
@@ -202,7 +205,7 @@ class Receiving:
         if self._file is None:
             self._file = AppendFile(self._partial, self._to.disk)
         self.sync()
-        self._check(digest_of(self._partial))
+        self._check(self._hash.digest() if self._hash else digest_of(self._partial))
         self.close()
         return self._name()
 
@@ -229,6 +232,7 @@ class Receiving:
         with contextlib.suppress(FileNotFoundError):
             self._to.disk.remove(self._partial)
         self._have = self._unsynced = 0
+        self._hash = hashlib.sha256()
 
     def close(self) -> None:
         """Let go of the file; what is synced stays for the next try."""

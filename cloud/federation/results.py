@@ -30,6 +30,7 @@ from triplane.cloud.registry.registry import Registry
 from triplane.cloud.registry.values import KEY_BYTES, Lineage, Push
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.disk import refusal
 from triplane.proto.errors import Corrupt, TriplaneError
 from triplane.proto.transfer import BlobFolder, digest_of
 from triplane.unified_ir.federated.core.draws import Array
@@ -126,10 +127,8 @@ class Results:
         """(the next state, the optimizer's) by digest; adds to `known` what was there before."""
         prepared = entry.prepared
         assert prepared is not None
-        state = read_state(self._blobs.find(bytes.fromhex(shared)), plan=prepared.plan_digest)
-        slots: dict[str, Array] = {}
-        if entry.slots:
-            slots = read_state(self._blobs.find(entry.slots), plan=prepared.plan_digest)
+        state = self._read(bytes.fromhex(shared), prepared)
+        slots: dict[str, Array] = self._read(entry.slots, prepared) if entry.slots else {}
         like = like_of(state)
 
         def opened(lease: Lease) -> dict[str, Array]:
@@ -157,6 +156,10 @@ class Results:
             return named, ""
         return named, self._written(kept, slot_roles, prepared.plan_digest, known)
 
+    def _read(self, sha256: bytes, prepared: Prepared) -> dict[str, Array]:
+        path = self._blobs.find(sha256)
+        return read_state(path, plan=prepared.plan_digest, verified=True)
+
     def _written(
         self, tensors: dict[str, Array], roles: dict[str, str], plan: str, known: set[bytes]
     ) -> str:
@@ -175,10 +178,20 @@ class Results:
 
     def _put(self, data: bytes, known: set[bytes]) -> str:
         """A small file, made durable with as few syncs as may be."""
-        sha256 = hashlib.sha256(data).digest()
+        sha256, disk = hashlib.sha256(data).digest(), self._blobs.disk
         if self._blobs.has(sha256):
             known.add(sha256)
-        self._blobs.put(data)
+            return sha256.hex()
+        path = self._blobs.partial / f"{UNFINISHED}{secrets.token_hex(8)}"
+        try:
+            with disk.create(path) as file:
+                file.write(data)
+                disk.sync(file)
+            adopt(self._blobs, path, sha256)
+        except OSError as error:
+            raise refusal(error, f"could not write a state: {error}") from error
+        finally:
+            path.unlink(missing_ok=True)
         return sha256.hex()
 
     async def judged(self, entry: Entry, book: Book, order: Judged) -> None:

@@ -242,6 +242,7 @@ class Spool:
             max_bytes=most_bytes(like),
             buffers=buffers(run.prepared.roles),
             data=data,
+            verified=True,
         )
 
     def _checked(
@@ -263,6 +264,7 @@ class Spool:
             compression=run.entry.spec.compression,
             buffers=buffers(run.entry.prepared.roles),
             data=data,
+            verified=True,  # the folder's names are digests of whole files, and so is `data`'s
         )
 
     def _found(self, sha256: bytes, size: int) -> Path:

@@ -102,10 +102,13 @@ def _state_part(tensors: Mapping[str, Array], roles: Mapping[str, str]) -> PartD
     return container.tensor_part(STATE, tensors, {name: roles[name] for name in tensors})
 
 
-def read_state(path: Path, *, plan: str, data: bytes | None = None) -> dict[str, Array]:
+def read_state(
+    path: Path, *, plan: str, data: bytes | None = None, verified: bool = False
+) -> dict[str, Array]:
     """The tensors of a state, as read-only views of the file.
 
-    data: its bytes where they are at hand, `path` being a name then.
+    data: its bytes where they are at hand, `path` being a name then. verified: all its bytes were
+    compared with a digest, so its part is not hashed again.
     Conflict: of another plan. Corrupt: damaged. InvalidInput: no state, or not finite.
     """
     file = Container(path, kind="state", data=data)
@@ -114,7 +117,8 @@ def read_state(path: Path, *, plan: str, data: bytes | None = None) -> dict[str,
     _only_part(file, STATE)
     if odd := [t.name for t in file.manifest.tensors if t.role not in SHARED_ROLES]:
         raise Corrupt(f"a shared state holds parameters and buffers, this one {odd[:4]}")
-    file.verify()
+    if verified:
+        file.trust()
     found = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
     if odd := [name for name, x in found.items() if not _is_finite(x)]:
         raise InvalidInput(f"{odd[0]!r} of the state holds numbers that are not finite")
@@ -171,11 +175,13 @@ def read_update(
     compression: str | None = None,
     buffers: Collection[str] = (),
     data: bytes | None = None,
+    verified: bool = False,
 ) -> dict[str, Array]:
     """The change in an update: exactly the tensors of `like`, finite. BadUpdate otherwise.
 
     round, compression: checked too where they are given. buffers: of `like`, sent as they are.
-    data: the file's bytes where they are at hand, `path` being a name then.
+    data: the file's bytes where they are at hand, `path` being a name then. verified: as of
+    `read_state`.
     """
     size = path.stat().st_size if data is None else len(data)
     if size > max_bytes:
@@ -190,7 +196,8 @@ def read_update(
     compressor = _compressor(facts["compression"], compression, buffers)
     parts = _checked_names(file, compressor, like)
     try:
-        file.verify()
+        if verified:
+            file.trust()
         arrays = {name: tensor.data for name, tensor in file.tensors(CHANGE).items()}
     except Corrupt as error:
         raise BadUpdate("damaged", f"no update: {error}") from error
