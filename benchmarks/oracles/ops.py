@@ -631,6 +631,12 @@ CASES: Final[Mapping[str, Case]] = {
         both(normal(x=(4, 3)), positive(weight=(3,)), fixed(y=np.eye(4, 3))),
         lambda x, weight, y: F.binary_cross_entropy_with_logits(
             x, y.detach(), pos_weight=weight.detach())),
+    "ctc": Case(
+        both(normal(x=(3, 6, 4)), fixed(labels=np.array([[1, 2, 2], [3, 1, 1], [2, 2, 3]]))),
+        lambda x, labels: F.ctc_loss(
+            F.log_softmax(x, 2).transpose(0, 1), labels, torch.tensor([6, 5, 4]),
+            torch.tensor([3, 1, 2]), reduction="none"),
+        second=False),
     # sequences
     "lstm_of_lengths": Case(
         normal(x=(4, 3, 2), w=(2, 12, 2), r=(2, 12, 3), b=(2, 24), h=(2, 3, 3), c=(2, 3, 3)),

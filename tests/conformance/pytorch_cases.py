@@ -252,6 +252,9 @@ OURS = {
     "cosine_embedding": lambda a, b, same: ops.cosine_embedding(a, b, same, margin=0.1).mean(),
     "binary_cross_entropy_weighted": lambda x, weight, y: ops.binary_cross_entropy(
         x, ops.stop_gradient(y), positive_weight=ops.stop_gradient(weight)).mean(),
+    "ctc": lambda x, labels: ops.ctc(
+        ops.log_softmax(x), labels, ops.constant(np.array([3, 1, 2])),
+        input_lengths=ops.constant(np.array([6, 5, 4]))),
     "lstm_of_lengths": _lstm_of_lengths,
     "gru_both_ways": _sequence("GRU", 1, direction="bidirectional", linear_before_reset=1),
     "rnn": _sequence("RNN", 1),

@@ -1,9 +1,12 @@
 """Losses against their formulas in float64, and what they refuse."""
 
+import itertools
+
 import numpy as np
 import pytest
 
-from triplane.unified_ir import TensorSpec, graph, mode, nn, trace
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import TensorSpec, grad, graph, mode, nn, ops, trace
 from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops.table import TABLE
 
@@ -129,3 +132,45 @@ def test_pairs_are_near_or_apart_by_their_angle():
     a, b = np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32)[[0, 2, 2]]
     found = nn.CosineEmbedding(margin=0.25)((a, b), np.array([1, 1, -1]))
     np.testing.assert_allclose(found, (0 + 1 + 0.75) / 3, rtol=1e-6)
+
+
+def paths_of(labels, steps, classes):
+    """Every sequence of classes that means the labels, blank 0."""
+    for path in itertools.product(range(classes), repeat=steps):
+        joined = [c for c, _ in itertools.groupby(path)]
+        if [c for c in joined if c] == labels:
+            yield path
+
+
+def test_ctc_sums_over_every_path_that_means_the_labels():
+    x = RNG.standard_normal((3, 5, 3)).astype(np.float32)
+    log_p = x - logsumexp(x)
+    labels = np.array([[1, 2, -1], [2, 2, 1], [-1, -1, -1]])
+    each = []
+    for p, row in zip(log_p.astype(np.float64), labels, strict=True):
+        found = [p[range(5), path].sum() for path in paths_of([c for c in row if c > 0], 5, 3)]
+        each.append(-np.logaddexp.reduce(found) / max(1, (row >= 0).sum()))
+    np.testing.assert_allclose(nn.CTC()(log_p, labels), np.mean(each), rtol=1e-5)
+
+
+def test_ctc_of_a_single_step_is_the_label_there():
+    log_p = np.log(np.array([[[0.2, 0.5, 0.3]]], np.float32))
+    np.testing.assert_allclose(nn.CTC()(log_p, np.array([[1, -1]])), -np.log(0.5), rtol=1e-5)
+    np.testing.assert_allclose(nn.CTC()(log_p, np.array([[1, 2]])), np.inf)
+
+
+def test_ctc_of_too_few_steps_is_infinite_and_gives_no_gradient():
+    log_p = np.full((2, 2, 3), np.log(1 / 3), np.float32)
+    labels, lengths = np.array([[1, 1], [1, 2]]), np.array([2, 2])  # a blank must lie between 1, 1
+    each = graph(lambda x: ops.ctc(x, ops.constant(labels), ops.constant(lengths)))(log_p)
+    np.testing.assert_allclose(each, [np.inf, 2 * np.log(3)], rtol=1e-5)
+    g = grad(lambda x: ops.ctc(x, ops.constant(labels), ops.constant(lengths))[1:].sum())(log_p)
+    assert np.isfinite(g).all()
+    assert not g[0].any()
+
+
+@pytest.mark.parametrize("label", [0, 3, -2])
+def test_ctc_refuses_a_label_that_no_step_can_say(label):
+    log_p = np.zeros((1, 4, 3), np.float32)
+    with pytest.raises(InvalidInput):
+        graph(ops.ctc)(log_p, np.array([[1, label]]), np.array([2]))

@@ -24,6 +24,7 @@ from triplane.unified_ir.nn.init import (
     Uniform,
 )
 from triplane.unified_ir.nn.losses import (
+    CTC,
     L1,
     MSE,
     BinaryCrossEntropy,
@@ -71,6 +72,7 @@ from triplane.unified_ir.nn.transformer import (
 )
 
 __all__ = [
+    "CTC",
     "GELU",
     "GRU",
     "L1",

@@ -227,6 +227,26 @@ class CosineEmbedding(Loss):
         return ops.cosine_embedding(a, b, same, margin=self.margin).mean()
 
 
+class CTC(Loss):
+    """Mean over the batch of a sequence's loss by `ops.ctc`, divided by how many labels it has.
+
+    log_p: (N, T, C) logarithms of probabilities; labels: (N, L) ints, padded behind with -1.
+    """
+
+    output = "log_p"
+
+    def __init__(self, *, blank: int = 0) -> None:
+        super().__init__()
+        self.blank = blank
+
+    def construct(self, log_p: ops.Tensor, labels: ops.Tensor) -> ops.Tensor:
+        """See the class."""
+        _whole_labels("CTC", labels)
+        lengths = (labels.cast("int64") >= 0).cast("int64").sum([1])
+        each = ops.ctc(log_p, labels, lengths, blank=self.blank)
+        return (each / ops.maximum(lengths, 1).cast(each.dtype)).mean()
+
+
 def _accuracy_without(ignored: int, logits: ops.Tensor, labels: ops.Tensor) -> ops.Tensor:
     """`accuracy` over the labels that count."""
     labels = labels.cast("int64")

@@ -4,6 +4,7 @@ from triplane.unified_ir.ops.attention import scaled_dot_product_attention
 from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.control import cond, custom_gradient, fori_loop, scan, while_loop
 from triplane.unified_ir.ops.convolution import conv, conv_transpose
+from triplane.unified_ir.ops.ctc import ctc
 from triplane.unified_ir.ops.custom_ops import CustomOp, custom
 from triplane.unified_ir.ops.detection import non_max_suppression
 from triplane.unified_ir.ops.elementwise import (
@@ -161,6 +162,7 @@ __all__ = [
     "cosine_embedding",
     "cosine_similarity",
     "cross_entropy",
+    "ctc",
     "custom",
     "custom_gradient",
     "det",

@@ -1,0 +1,105 @@
+"""Connectionist temporal classification (Graves et al. 2006): labels without places.
+
+A path emits a class or the blank per step; it means the labels that are left when repeats are
+joined and blanks dropped. The loss is -log of the probability of all paths that mean the labels,
+summed by the forward recursion over the labels with a blank before, between and behind them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from triplane.unified_ir.ir.dims import Dim
+from triplane.unified_ir.ir.types import ShapeError, int64
+from triplane.unified_ir.ops.control import scan
+from triplane.unified_ir.ops.elementwise import and_, exp, log, maximum, not_
+from triplane.unified_ir.ops.indexing import arange, gather_elements
+from triplane.unified_ir.ops.likelihood import NO_LABEL
+from triplane.unified_ir.ops.structure import concat, expand, full, stack, unsqueeze, where
+from triplane.unified_ir.ops.tensor import Tensor
+
+NEVER: Final = -1e30
+"""The logarithm of nothing; infinity would give NaN on the way back."""
+
+State = tuple[Tensor, ...]
+
+
+def ctc(
+    log_p: Tensor,
+    labels: Tensor,
+    label_lengths: Tensor,
+    *,
+    input_lengths: Tensor | None = None,
+    blank: int = 0,
+) -> Tensor:
+    """Loss per sample; log_p: (N, T, C) log probabilities, labels: (N, L) ints -> (N,).
+
+    label_lengths: (N,), how many of the labels count; what lies behind is not read. input_lengths:
+    (N,), how many steps count, all by default. Infinite, without gradient, where too few steps are
+    there to say the labels. A label outside 0..C-1 or the blank itself is refused when it runs.
+    """
+    if log_p.rank != 3 or labels.rank != 2 or labels.dtype.is_float or labels.shape[1] == 0:
+        raise ShapeError(
+            f"ctc takes log_p (N, T, C) and labels (N, L), L >= 1, got {log_p.type}, {labels.type}"
+        )
+    n, steps, _ = log_p.shape
+    count = unsqueeze(label_lengths.cast(int64), 1)
+    states = _with_blanks(labels.cast(int64), count, blank)
+    emitted = gather_elements(
+        log_p, expand(unsqueeze(states, 1), (n, steps, states.shape[1])), axis=2
+    ).transpose(1, 0, 2)
+    start = where(arange(states.shape[1]) < 2, emitted[0], NEVER)
+    counted = None if input_lengths is None else _counted(input_lengths, steps)
+    skips = _skips(states, blank)
+
+    def step(before: State, xs: tuple[Tensor, Tensor | None]) -> tuple[State, State]:
+        (alpha,), (now, counts) = before, xs
+        two_back = where(skips, _shifted(alpha, 2), NEVER)
+        after = _log_sum(alpha, _shifted(alpha, 1), two_back) + now
+        return (after if counts is None else where(counts, after, alpha),), ()
+
+    alpha = start
+    if steps != 1:
+        (alpha,), _ = scan(step, (start,), (emitted[1:], counted))
+    last = gather_elements(alpha, count * 2, axis=1)
+    behind = gather_elements(alpha, maximum(count * 2 - 1, 0), axis=1)
+    total = _log_sum(last, where(count > 0, behind, NEVER)).reshape((n,))
+    return where(total > 0.5 * NEVER, -total, full((n,), np.inf, log_p.dtype))
+
+
+def _with_blanks(labels: Tensor, count: Tensor, blank: int) -> Tensor:
+    """(N, 2 L + 1): the labels with a blank before, between and behind them."""
+    n, length = labels.shape
+    counts = arange(length) < count
+    wrong = and_(counts, (labels < 0) | (labels == blank))
+    used = where(wrong, NO_LABEL, where(counts, labels, blank))
+    pairs = stack([full((n, length), blank, int64), used], axis=2)
+    return concat([pairs.reshape((n, length * 2)), full((n, 1), blank, int64)], axis=1)
+
+
+def _skips(states: Tensor, blank: int) -> Tensor:
+    """Where a path may pass over the blank before: at a label that differs from the one before."""
+    before = concat([full((states.shape[0], 2), blank, int64), states[:, :-2]], axis=1)
+    return and_(not_(states == blank), not_(states == before))
+
+
+def _counted(input_lengths: Tensor, steps: Dim) -> Tensor:
+    """bool (T - 1, N, 1): whether the second and later steps count."""
+    return unsqueeze(arange(steps)[1:], 1, 2) < unsqueeze(input_lengths.cast(int64), 0, 2)
+
+
+def _shifted(alpha: Tensor, by: int) -> Tensor:
+    """alpha of the states `by` before."""
+    front = full((alpha.shape[0], by), NEVER, alpha.dtype)
+    return concat([front, alpha[:, :-by]], axis=1)
+
+
+def _log_sum(first: Tensor, *others: Tensor) -> Tensor:
+    """log(e^a + e^b + ...)."""
+    top = first
+    for x in others:
+        top = maximum(top, x)
+    terms = [exp(x - top) for x in (first, *others)]
+    return top + log(sum(terms[1:], terms[0]))
