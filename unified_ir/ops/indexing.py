@@ -19,7 +19,6 @@ from triplane.unified_ir.ops.structure import (
     axes_of,
     broadcast_to,
     concat,
-    reshape,
     same,
     unsqueeze,
     where,
@@ -273,10 +272,13 @@ def _range_length(call: Call) -> Dim | None:
     return limit - int(start) if delta == 1 and not isinstance(start, Expr) else None
 
 
-def arange(n: Dim) -> Tensor:
-    """0, 1, ..., n - 1 as int64; `n` may be symbolic."""
-    limit = n if isinstance(n, int) else reshape(dims_of([n]), ())
-    return range_row(0, limit, 1)
+def arange(start: Any, stop: Any = None, step: Any = 1) -> Tensor:
+    """0, 1, ..., start - 1, or start, start + step, ... before stop; bounds may be symbolic.
+
+    Whole numbers are int64. Bounds that only a run knows leave the length open.
+    """
+    bounds = (0, start, 1) if stop is None else (start, stop, step)
+    return range_row(*(dims_of([b]).reshape(()) if isinstance(b, Expr) else b for b in bounds))
 
 
 def one_hot(labels: Tensor, depth: int, dtype: DType | str = "float32") -> Tensor:

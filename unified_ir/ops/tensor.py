@@ -8,11 +8,16 @@ from typing import Any
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, Expr
+from triplane.unified_ir.ir.dims import Dim, Expr, product
 from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.ir.types import DType, TensorType, as_dtype, bool_
 from triplane.unified_ir.ops.recorder import Recorder, recorder
+from triplane.unified_ir.ops.row import DOMAIN
 from triplane.unified_ir.ops.source import user_location
+from triplane.unified_ir.ops.subscript import subscript
+
+Axes = int | Sequence[int] | None
+"""One axis, several, or all."""
 
 
 class Tensor:
@@ -136,8 +141,12 @@ class Tensor:
     def __rtruediv__(self, other: Any) -> Tensor: return _divide(other, self)
     def __floordiv__(self, other: Any) -> Tensor: return _floor_divide(self, other)
     def __rfloordiv__(self, other: Any) -> Tensor: return _floor_divide(other, self)
-    def __pow__(self, other: Any) -> Tensor: return emit("Pow", self, other)
-    def __rpow__(self, other: Any) -> Tensor: return emit("Pow", other, self)
+    def __mod__(self, other: Any) -> Tensor: return _modulo(self, other)
+    def __rmod__(self, other: Any) -> Tensor: return _modulo(other, self)
+    def __pow__(self, other: Any) -> Tensor: return _power(self, other)
+    def __rpow__(self, other: Any) -> Tensor: return _power(other, self)
+    def __abs__(self) -> Tensor: return emit("Abs", self)
+    def __pos__(self) -> Tensor: return self
     def __matmul__(self, other: Any) -> Tensor: return emit("MatMul", self, other)
     def __rmatmul__(self, other: Any) -> Tensor: return emit("MatMul", other, self)
     def __neg__(self) -> Tensor: return emit("Neg", self)
@@ -147,13 +156,17 @@ class Tensor:
     def __ge__(self, other: Any) -> Tensor: return emit("GreaterOrEqual", self, other)
     def __eq__(self, other: object) -> Tensor: return emit("Equal", self, other)  # type: ignore[override]
     def __ne__(self, other: object) -> Tensor: return emit("Not", emit("Equal", self, other))  # type: ignore[override]
-    def __and__(self, other: Any) -> Tensor: return emit("And", self, other)
-    def __or__(self, other: Any) -> Tensor: return emit("Or", self, other)
-    def __invert__(self) -> Tensor: return emit("Not", self)
+    def __and__(self, other: Any) -> Tensor: return _bitwise("And", self, other)
+    def __rand__(self, other: Any) -> Tensor: return _bitwise("And", other, self)
+    def __or__(self, other: Any) -> Tensor: return _bitwise("Or", self, other)
+    def __ror__(self, other: Any) -> Tensor: return _bitwise("Or", other, self)
+    def __xor__(self, other: Any) -> Tensor: return _bitwise("Xor", self, other)
+    def __rxor__(self, other: Any) -> Tensor: return _bitwise("Xor", other, self)
+    def __invert__(self) -> Tensor: return _bitwise("Not", self)
     # fmt: on
 
     def __getitem__(self, index: Any) -> Tensor:
-        return getitem(self, index)
+        return subscript(self, index)
 
     def cast(self, dtype: DType | str) -> Tensor:
         """The same numbers in another element type."""
@@ -165,21 +178,174 @@ class Tensor:
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         return self if tuple(sizes) == self.shape else emit("Reshape", self, dims_of(sizes))
 
-    def transpose(self, *perm: int) -> Tensor:
+    def transpose(self, *perm: Any) -> Tensor:
         """Axes in the given order (reversed by default)."""
-        return emit("Transpose", self, perm=perm or None)
+        order = perm[0] if len(perm) == 1 and isinstance(perm[0], (tuple, list)) else perm
+        return emit("Transpose", self, perm=[int(p) % self.rank for p in order] or None)
 
-    def sum(self, axes: Sequence[int] | None = None, *, keepdims: bool = False) -> Tensor:
-        """Sum over `axes` (all by default)."""
-        return reduce("ReduceSum", self, axes, keepdims=keepdims)
+    @property
+    def T(self) -> Tensor:
+        """Axes in reverse order."""
+        return self.transpose()
 
-    def mean(self, axes: Sequence[int] | None = None, *, keepdims: bool = False) -> Tensor:
-        """Mean over `axes` (all by default)."""
-        return reduce("ReduceMean", self, axes, keepdims=keepdims)
+    @property
+    def ndim(self) -> int:
+        """Number of axes, as numpy names it."""
+        return self.rank
 
-    def max(self, axes: Sequence[int] | None = None, *, keepdims: bool = False) -> Tensor:
-        """Maximum over `axes` (all by default)."""
-        return reduce("ReduceMax", self, axes, keepdims=keepdims)
+    @property
+    def size(self) -> Dim:
+        """Number of elements."""
+        return self.type.size
+
+    def astype(self, dtype: DType | str) -> Tensor:
+        """The same numbers in another element type."""
+        return self.cast(dtype)
+
+    def view(self, *shape: Any) -> Tensor:
+        """As `reshape`: a value never changes, so a view is no different."""
+        return self.reshape(*shape)
+
+    def permute(self, *perm: Any) -> Tensor:
+        """Axes in the given order."""
+        return self.transpose(*perm)
+
+    def swapaxes(self, a: int, b: int) -> Tensor:
+        """Axes `a` and `b` in each other's place."""
+        order = list(range(self.rank))
+        order[a], order[b] = order[b], order[a]
+        return self.transpose(*order)
+
+    def flatten(self, start: int = 0, end: int = -1) -> Tensor:
+        """Axes `start` to `end` as one."""
+        first, last = (a + self.rank if a < 0 else a for a in (start, end))
+        middle = product(self.shape[first : last + 1])
+        return self.reshape((*self.shape[:first], middle, *self.shape[last + 1 :]))
+
+    def squeeze(self, *axes: int) -> Tensor:
+        """Without the given axes, which have size 1; without all of size 1 by default."""
+        return emit("Squeeze", self, np.array(axes, np.int64) if axes else None)
+
+    def unsqueeze(self, *axes: int) -> Tensor:
+        """With axes of size 1 at the given positions of the result."""
+        return emit("Unsqueeze", self, np.array(axes, np.int64))
+
+    def expand(self, *shape: Any) -> Tensor:
+        """Broadcast to `shape`; -1 keeps an axis."""
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        lead = len(sizes) - self.rank
+        kept = [
+            self.shape[i - lead] if isinstance(d, int) and d == -1 and i >= lead else d
+            for i, d in enumerate(sizes)
+        ]
+        return emit("Expand", self, dims_of(kept))
+
+    def expand_as(self, other: Tensor) -> Tensor:
+        """Broadcast to the shape of `other`."""
+        return self.expand(other.shape)
+
+    def masked_fill(self, mask: TensorLike, value: TensorLike) -> Tensor:
+        """`value` where `mask` is true, these elements elsewhere."""
+        return emit("Where", mask, value, self)
+
+    def clip(self, low: TensorLike | None = None, high: TensorLike | None = None) -> Tensor:
+        """Elements held between `low` and `high`."""
+        return emit("Clip", self, low, high)
+
+    def detach(self) -> Tensor:
+        """The same values; no gradient passes."""
+        target = recorder()
+        return target.apply(target.table[DOMAIN, "StopGradient"], (self,), {})[0]
+
+    def item(self) -> Any:
+        """The one element as a Python number, in eager mode."""
+        return self._number("item()").item()
+
+    def sum(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+        """Sum over `axis`: one, several, all by default."""
+        return reduce("ReduceSum", self, axis, keepdims=keepdims)
+
+    def mean(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+        """Mean over `axis`: one, several, all by default."""
+        return reduce("ReduceMean", self, axis, keepdims=keepdims)
+
+    def max(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+        """Maximum over `axis`: one, several, all by default."""
+        return reduce("ReduceMax", self, axis, keepdims=keepdims)
+
+    def min(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+        """Minimum over `axis`: one, several, all by default."""
+        return reduce("ReduceMin", self, axis, keepdims=keepdims)
+
+    def prod(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+        """Product over `axis`: one, several, all by default."""
+        return reduce("ReduceProd", self, axis, keepdims=keepdims)
+
+    def any(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+        """Whether any element is not zero, over `axis`."""
+        return reduce("ReduceMax", self.cast(bool_), axis, keepdims=keepdims)
+
+    def all(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+        """Whether every element is not zero, over `axis`."""
+        return reduce("ReduceMin", self.cast(bool_), axis, keepdims=keepdims)
+
+    def var(self, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
+        """Mean square distance from the mean; `correction` is taken off the count.
+
+        0 as in numpy by default; PyTorch's default is 1.
+        """
+        away = self - self.mean(axis, keepdims=True)
+        if not correction:
+            return (away * away).mean(axis, keepdims=keepdims)
+        axes = range(self.rank) if axis is None else [axis] if isinstance(axis, int) else axis
+        count = product([self.shape[a] for a in axes])
+        divisor = as_tensor(np.array(0)) + count - correction
+        return (away * away).sum(axis, keepdims=keepdims) / divisor.cast(self.dtype)
+
+    def std(self, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
+        """The square root of `var`."""
+        return emit("Sqrt", self.var(axis, correction=correction, keepdims=keepdims))
+
+    def argmax(self, axis: int | None = None, *, keepdims: bool = False) -> Tensor:
+        """Position of the first maximum along `axis`, int64; by default of all, in order."""
+        return _position("ArgMax", self, axis, keepdims=keepdims)
+
+    def argmin(self, axis: int | None = None, *, keepdims: bool = False) -> Tensor:
+        """Position of the first minimum along `axis`, int64; by default of all, in order."""
+        return _position("ArgMin", self, axis, keepdims=keepdims)
+
+    def cumsum(self, axis: int) -> Tensor:
+        """Running sum along `axis`."""
+        return emit("CumSum", self, axis)
+
+
+def _position(name: str, x: Tensor, axis: int | None, *, keepdims: bool) -> Tensor:
+    if axis is None:
+        return emit(name, x.reshape((-1,)), axis=0, keepdims=0)
+    return emit(name, x, axis=axis, keepdims=int(keepdims))
+
+
+def _modulo(a: Any, b: Any) -> Tensor:
+    """As Python's `%`: the remainder has the divisor's sign."""
+    return emit("Mod", a, b)
+
+
+def _power(a: Any, b: Any) -> Tensor:
+    """As Python's `**`: a fraction of a whole number is no whole number."""
+    if isinstance(b, int) and b < 0 and _is_whole(a):
+        raise InvalidInput(f"a whole number to the power {b} is a fraction; cast it to float first")
+    if _is_whole(a) and not _is_whole(b):
+        a = as_tensor(a).cast(as_dtype(b.dtype) if hasattr(b, "dtype") else "float32")
+    return emit("Pow", a, b)
+
+
+def _bitwise(name: str, *operands: Any) -> Tensor:
+    """Truth values by logic, whole numbers bit by bit."""
+    whole = any(
+        as_dtype(x.dtype) != bool_ if hasattr(x, "dtype") else not isinstance(x, bool)
+        for x in operands
+    )
+    return emit(f"Bitwise{name}" if whole else name, *operands)
 
 
 def _divide(a: Any, b: Any) -> Tensor:
@@ -215,8 +381,9 @@ def emit(name: str, *inputs: Any, **attrs: Any) -> Tensor:
     return target.apply(target.table["", name], inputs, attrs)[0]
 
 
-def reduce(name: str, x: Tensor, axes: Sequence[int] | None, *, keepdims: bool) -> Tensor:
+def reduce(name: str, x: Tensor, axis: Axes, *, keepdims: bool) -> Tensor:
     """A reduction whose axes are an operand (every reduction since opset 18)."""
+    axes = [axis] if isinstance(axis, (int, np.integer)) else axis
     if axes is not None and len(axes) == 0:
         return x
     operand = None if axes is None else np.array(axes, np.int64)
@@ -231,72 +398,3 @@ def dims_of(sizes: Sequence[Dim | int]) -> Tensor:
 def as_tensor(x: TensorLike, dtype: DType | None = None) -> Tensor:
     """`x` as a tensor of the graph being recorded."""
     return recorder().admit(x, dtype)
-
-
-def getitem(x: Tensor, index: Any) -> Tensor:
-    """numpy basic indexing: ints, slices of ints and sizes, None, Ellipsis; or one int tensor.
-
-    An int tensor gathers along the first axis. Anything else is refused by name.
-    """
-    if isinstance(index, (Tensor, np.ndarray)) and as_dtype(index.dtype) != bool_:
-        return emit("Gather", x, index, axis=0)
-    items = _expanded(x, index if isinstance(index, tuple) else (index,))
-    bounds: list[tuple[Dim, Dim, int, int]] = []
-    drop: list[int] = []
-    new: list[int] = []
-    axis = 0
-    for item in items:
-        if item is None:
-            new.append(axis - len(drop) + len(new))
-            continue
-        start, end, step = _bounds(x, axis, item)
-        if (start, end, step) != (0, _END, 1):
-            bounds.append((start, end, axis, step))
-        if isinstance(item, (int, np.integer)):
-            drop.append(axis)
-        axis += 1
-    y = x
-    if bounds:
-        y = emit("Slice", y, *(dims_of(v) for v in zip(*bounds, strict=True)))
-    if drop:
-        y = emit("Squeeze", y, np.array(drop, np.int64))
-    return emit("Unsqueeze", y, np.array(new, np.int64)) if new else y
-
-
-_END = 2**62
-
-
-def _expanded(x: Tensor, items: tuple[Any, ...]) -> list[Any]:
-    used = sum(i is not None and i is not Ellipsis for i in items)
-    if used > x.rank:
-        raise InvalidInput(f"{x.type} has {x.rank} axes, the index names {used}")
-    at = next((k for k, i in enumerate(items) if i is Ellipsis), len(items))
-    rest = [i for i in items[at + 1 :] if i is not Ellipsis]
-    return [*items[:at], *[slice(None)] * (x.rank - used), *rest]
-
-
-def _bounds(x: Tensor, axis: int, item: Any) -> tuple[Dim, Dim, int]:
-    if isinstance(item, (int, np.integer)) and not isinstance(item, bool):
-        size = x.shape[axis]
-        if isinstance(size, int) and not -size <= item < size:
-            raise InvalidInput(f"index {item} is outside axis {axis} of {x.type}")
-        return int(item), int(item) + 1 if item != -1 else _END, 1
-    if isinstance(item, slice):
-        step = 1 if item.step is None else int(item.step)
-        start = (0 if step > 0 else _END) if item.start is None else _bound(item.start)
-        end = (_END if step > 0 else -_END) if item.stop is None else _bound(item.stop)
-        return start, end, step
-    kind = f"{item.dtype} tensor" if hasattr(item, "dtype") else type(item).__name__
-    raise InvalidInput(
-        f"an index is ints, slices, None, Ellipsis or one int tensor, got a {kind}; "
-        "use ops.gather, ops.where or ops.scatter_nd"
-    )
-
-
-def _bound(value: Any) -> Dim:
-    if isinstance(value, (int, np.integer, Expr)):
-        return value if isinstance(value, Expr) else int(value)
-    raise InvalidInput(
-        f"a slice's bound is an int or a size such as x.shape[0], got {value!r}; "
-        "use ops.gather with ops.arange"
-    )

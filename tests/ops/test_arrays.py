@@ -1,0 +1,121 @@
+"""Composed functions mean what numpy's of that name mean, on both engines and open axes."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import ops
+from triplane.unified_ir.engines import engine
+from triplane.unified_ir.ir import TensorSpec
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.table import TABLE
+
+X = np.array([[3.0, -1.0, 0.5, 3.0], [0.0, 2.0, -2.5, 1.0], [1.5, 1.5, 4.0, -3.0]], np.float32)
+S = X[:, :3]
+V = X[0]
+
+# fmt: off
+CASES: dict[str, Any] = {  # ours, numpy's
+    "sum": (lambda x: ops.sum(x, 0), lambda x: x.sum(0)),
+    "mean": (ops.mean, lambda x: x.mean()),
+    "amax": (lambda x: ops.amax(x, (0, 1)), lambda x: x.max()),
+    "amin": (lambda x: ops.amin(x, 1, keepdims=True), lambda x: x.min(1, keepdims=True)),
+    "prod": (lambda x: ops.prod(x, 1), lambda x: x.prod(1)),
+    "any": (lambda x: ops.any(x > 2.0, 1), lambda x: (x > 2).any(1)),
+    "all": (lambda x: ops.all(x, 1), lambda x: x.all(1)),
+    "var": (lambda x: ops.var(x, 1, correction=1), lambda x: x.var(1, ddof=1)),
+    "std": (ops.std, lambda x: x.std()),
+    "norm 1": (lambda x: ops.vector_norm(x, 1, 1), lambda x: np.linalg.norm(x, 1, 1)),
+    "norm 2": (ops.vector_norm, np.linalg.norm),
+    "norm 3": (lambda x: ops.vector_norm(x, 3, 1), lambda x: np.linalg.norm(x, 3, 1)),
+    "norm inf": (lambda x: ops.vector_norm(x, float("inf"), 1),
+                 lambda x: np.linalg.norm(x, np.inf, 1)),
+    "logsumexp": (lambda x: ops.logsumexp(x, 1), lambda x: np.log(np.exp(x).sum(1))),
+    "cumsum": (lambda x: ops.cumsum(x, 1, reverse=True),
+               lambda x: np.flip(np.flip(x, 1).cumsum(1), 1)),
+    "cumprod": (lambda x: ops.cumprod(x, 0), lambda x: x.cumprod(0)),
+    "sort": (ops.sort, np.sort),
+    "sort descending": (lambda x: ops.sort(x, 0, descending=True), lambda x: -np.sort(-x, 0)),
+    "argsort": (ops.argsort, lambda x: np.argsort(x, kind="stable")),
+    "flip": (lambda x: ops.flip(x, 1), lambda x: np.flip(x, 1)),
+    "flip all": (ops.flip, np.flip),
+    "roll": (lambda x: ops.roll(x, 5, 0), lambda x: np.roll(x, 5, 0)),
+    "roll back": (lambda x: ops.roll(x, -1, 1), lambda x: np.roll(x, -1, 1)),
+    "tile": (lambda x: ops.tile(x, (2,)), lambda x: np.tile(x, (2,))),
+    "tile wider": (lambda x: ops.tile(x, (2, 1, 3)), lambda x: np.tile(x, (2, 1, 3))),
+    "repeat": (lambda x: ops.repeat(x, 2, 1), lambda x: np.repeat(x, 2, 1)),
+    "split": (lambda x: ops.split(x, [1, 3], 1)[1], lambda x: x[:, 1:]),
+    "split evenly": (lambda x: ops.split(x, 3, 1)[0], lambda x: x[:, :2]),
+    "unstack": (lambda x: ops.unstack(x, 1)[2], lambda x: x[:, 2]),
+    "triu": (lambda x: ops.triu(x, 1), lambda x: np.triu(x, 1)),
+    "tril": (ops.tril, np.tril),
+    "swapaxes": (lambda x: ops.swapaxes(x, 0, 1), lambda x: x.T),
+    "moveaxis": (lambda x: ops.moveaxis(x[None], 0, 2), lambda x: np.moveaxis(x[None], 0, 2)),
+    "zeros_like": (ops.zeros_like, np.zeros_like),
+    "ones_like": (ops.ones_like, np.ones_like),
+    "full_like": (lambda x: ops.full_like(x, 2.5), lambda x: np.full_like(x, 2.5)),
+    "masked_fill": (lambda x: ops.masked_fill(x, x > 0.0, 9.0), lambda x: np.where(x > 0, 9, x)),
+    "square": (ops.square, lambda x: x * x),
+    "count_nonzero": (lambda x: ops.count_nonzero(x, 1), lambda x: np.count_nonzero(x, 1)),
+    "exp2": (ops.exp2, np.exp2),
+    "silu": (ops.silu, lambda x: x / (1 + np.exp(-x))),
+    "log_sigmoid": (lambda x: ops.log_sigmoid(x * 40.0), lambda x: -np.logaddexp(0, -40 * x)),
+    "relu6": (lambda x: ops.relu6(x * 3.0), lambda x: np.clip(x * 3, 0, 6)),
+    "rsqrt": (lambda x: ops.rsqrt(x * x + 1.0), lambda x: 1 / np.sqrt(x * x + 1)),
+    "logarithms": (lambda x: ops.log2(x * x + 1.0) + ops.log10(x * x + 1.0),
+                   lambda x: np.log2(x * x + 1) + np.log10(x * x + 1)),
+    "is_finite": (lambda x: ops.is_finite(1.0 / x), lambda x: x != 0),
+    "linspace": (lambda x: x * ops.linspace(0.0, 1.0, 4), lambda x: x * np.linspace(0, 1, 4)),
+}
+FIXED: dict[str, Any] = {  # square matrices and vectors
+    "diagonal": (S, ops.diagonal, np.diagonal),
+    "trace": (S, ops.trace, np.trace),
+    "diag": (V, ops.diag, np.diag),
+    "eye": (S, lambda x: x + ops.eye(3), lambda x: x + np.eye(3)),
+    "outer": (V, lambda x: ops.outer(x, x[:2]), lambda x: np.outer(x, x[:2])),
+    "dot": (V, lambda x: ops.dot(x, x), lambda x: np.dot(x, x)),
+    "meshgrid": (V, lambda x: ops.meshgrid(x, x[:2])[1],
+                 lambda x: np.meshgrid(x, x[:2], indexing="ij")[1]),
+    "arange": (V, lambda x: ops.arange(1, x.shape[0], 2), lambda x: np.arange(1, len(x), 2)),
+}
+# fmt: on
+
+
+def computed(body, x, engine_name, *, lead=None):
+    build = Build(TABLE, "f")
+    with build:
+        spec = TensorSpec((lead or x.shape[0], *x.shape[1:]), x.dtype)
+        y = body(build.param("x", spec))
+    with np.errstate(all="ignore"):
+        return engine(engine_name).compile(build.finish({"y": y}))(x)[0]
+
+
+@pytest.mark.parametrize("engine_name", ["onnx", "reference"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_function_means_what_numpys_means_for_any_number_of_rows(name, engine_name):
+    ours, theirs = CASES[name]
+    for lead in (None, "N"):
+        found, wanted = computed(ours, X, engine_name, lead=lead), theirs(X)
+        assert found.shape == np.shape(wanted)
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine_name", ["onnx", "reference"])
+@pytest.mark.parametrize("name", FIXED)
+def test_matrices_and_vectors_mean_what_numpys_mean(name, engine_name):
+    x, ours, theirs = FIXED[name]
+    found = computed(ours, x, engine_name)
+    np.testing.assert_allclose(found, theirs(x), rtol=2e-5)
+
+
+def test_an_open_axis_is_not_unstacked():
+    with pytest.raises(InvalidInput, match="unstack needs a fixed axis"):
+        computed(lambda x: ops.unstack(x)[0], X, "reference", lead="N")
+
+
+def test_no_public_name_hides_a_module():
+    modules = {path.stem for path in Path(ops.__file__).parent.glob("*.py")}
+    assert not modules & set(ops.__all__)

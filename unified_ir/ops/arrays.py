@@ -1,0 +1,309 @@
+"""What numpy, PyTorch and MindSpore users look for by name, composed of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from triplane.unified_ir.ir.dims import Dim
+from triplane.unified_ir.ir.types import DType, ShapeError, as_dtype, float32
+from triplane.unified_ir.ops.activations import swish
+from triplane.unified_ir.ops.elementwise import clip, exp, is_inf, is_nan, log, not_, softplus
+from triplane.unified_ir.ops.equations import einsum
+from triplane.unified_ir.ops.indexing import arange, gather
+from triplane.unified_ir.ops.products import cumprod_row, cumsum_row
+from triplane.unified_ir.ops.reductions import (
+    reduce_l1_row,
+    reduce_l2_row,
+    reduce_log_sum_exp_row,
+)
+from triplane.unified_ir.ops.selection import top_k_row
+from triplane.unified_ir.ops.shapes import split_row, split_sizes, tile_row, trilu_row
+from triplane.unified_ir.ops.structure import (
+    axes_of,
+    broadcast_to,
+    full,
+    slice_row,
+    squeeze,
+    unsqueeze,
+    where,
+)
+from triplane.unified_ir.ops.tensor import Axes, Tensor, TensorLike, as_tensor, dims_of, reduce
+
+
+def sum(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+    """Sum over `axis`: one, several, all by default."""
+    return x.sum(axis, keepdims=keepdims)
+
+
+def mean(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+    """Mean over `axis`: one, several, all by default."""
+    return x.mean(axis, keepdims=keepdims)
+
+
+def amax(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+    """Maximum over `axis`; ties share the gradient equally."""
+    return x.max(axis, keepdims=keepdims)
+
+
+def amin(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+    """Minimum over `axis`; ties share the gradient equally."""
+    return x.min(axis, keepdims=keepdims)
+
+
+def prod(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+    """Product over `axis`; its gradient is exact at zeros."""
+    return x.prod(axis, keepdims=keepdims)
+
+
+def any(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+    """Whether any element is not zero, over `axis`."""
+    return x.any(axis, keepdims=keepdims)
+
+
+def all(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+    """Whether every element is not zero, over `axis`."""
+    return x.all(axis, keepdims=keepdims)
+
+
+def var(x: Tensor, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
+    """Mean square distance from the mean; PyTorch's default is `correction=1`."""
+    return x.var(axis, correction=correction, keepdims=keepdims)
+
+
+def std(x: Tensor, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
+    """The square root of `var`."""
+    return x.std(axis, correction=correction, keepdims=keepdims)
+
+
+def vector_norm(
+    x: Tensor, order: float = 2, axis: Axes = None, *, keepdims: bool = False
+) -> Tensor:
+    """(sum |x|^order)^(1/order) over `axis`; infinity gives the largest |x|, 0 has slope 0."""
+    axes = [axis] if isinstance(axis, int) else axis
+    operand = None if axes is None else np.array(axes, np.int64)
+    if order in {1, 2}:
+        row = reduce_l1_row if order == 1 else reduce_l2_row
+        return row(x, operand, keepdims=int(keepdims))
+    if order == float("inf"):
+        return abs(x).max(axis, keepdims=keepdims)
+    return (abs(x) ** float(order)).sum(axis, keepdims=keepdims) ** (1.0 / order)
+
+
+def logsumexp(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
+    """log(sum(exp(x))) over `axis`, without overflow."""
+    return reduce(reduce_log_sum_exp_row.name, x, axis, keepdims=keepdims)
+
+
+def cumsum(x: Tensor, axis: int, *, exclusive: bool = False, reverse: bool = False) -> Tensor:
+    """Running sum along `axis`; exclusive: without the element itself; reverse: from the end."""
+    return cumsum_row(x, axis, exclusive=int(exclusive), reverse=int(reverse))
+
+
+def cumprod(x: Tensor, axis: int, *, exclusive: bool = False, reverse: bool = False) -> Tensor:
+    """Running product along `axis`; its gradient is exact at zeros."""
+    return cumprod_row(x, axis, exclusive=int(exclusive), reverse=int(reverse))
+
+
+def sort(x: Tensor, axis: int = -1, *, descending: bool = False) -> Tensor:
+    """Elements in order along `axis`; equal ones keep their order."""
+    return _ordered(x, axis, descending=descending)[0]
+
+
+def argsort(x: Tensor, axis: int = -1, *, descending: bool = False) -> Tensor:
+    """Positions in order of the elements along `axis`, int64; equal ones keep their order."""
+    return _ordered(x, axis, descending=descending)[1]
+
+
+def _ordered(x: Tensor, axis: int, *, descending: bool) -> tuple[Tensor, ...]:
+    count = dims_of([x.shape[axis]])
+    return top_k_row.all_outputs(x, count, outputs=2, axis=axis, largest=int(descending))
+
+
+def flip(x: Tensor, *axes: int) -> Tensor:
+    """Elements in reverse order along the given axes, all by default."""
+    wanted = axes_of(x.rank, list(axes) or None)
+    far = [2**62] * len(wanted)
+    ends = [-(2**62)] * len(wanted)
+    return slice_row(x, *(np.array(v) for v in (far, ends, wanted, [-1] * len(wanted))))
+
+
+def roll(x: Tensor, shift: int, axis: int) -> Tensor:
+    """Elements moved `shift` places along `axis`; what leaves at one end comes in at the other."""
+    size = x.shape[axis]
+    index = (arange(size) - shift) % _scalar(size)
+    return gather(x, index, axis=axis)
+
+
+def _scalar(size: Dim) -> Tensor:
+    return dims_of([size]).reshape(())
+
+
+def tile(x: Tensor, repeats: Sequence[int]) -> Tensor:
+    """`x` repeated along each axis, the last ones if there are fewer; more add axes in front."""
+    times = [1] * (x.rank - len(repeats)) + list(repeats)
+    wide = x.reshape((*[1] * (len(times) - x.rank), *x.shape))
+    return tile_row(wide, np.array(times, np.int64))
+
+
+def repeat(x: Tensor, times: int, axis: int) -> Tensor:
+    """Each element `times` in a row along `axis`, as numpy's `repeat`."""
+    at = axes_of(x.rank, [axis])[0]
+    wide = unsqueeze(x, at + 1)
+    spread = broadcast_to(wide, (*x.shape[: at + 1], times, *x.shape[at + 1 :]))
+    return spread.reshape((*x.shape[:at], x.shape[at] * times, *x.shape[at + 1 :]))
+
+
+def split(x: Tensor, sizes: int | Sequence[Dim], axis: int = 0) -> tuple[Tensor, ...]:
+    """Pieces along `axis`: of the given sizes, or so many equal ones but for a shorter last one."""
+    if isinstance(sizes, int):
+        sizes = split_sizes(x.shape[axis], sizes)
+    return split_row.all_outputs(x, dims_of(sizes), outputs=len(sizes), axis=axis)
+
+
+def unstack(x: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
+    """The slices along `axis`, without it."""
+    size = x.shape[axis]
+    if not isinstance(size, int):
+        raise ShapeError(f"unstack needs a fixed axis, got {axis} of {x.type}; loop over it")
+    parts = split(x, [1] * size, axis)
+    return tuple(squeeze(part, axis) for part in parts)
+
+
+def triu(x: Tensor, k: int = 0) -> Tensor:
+    """x: (..., M, N), 0 below the k-th diagonal."""
+    return trilu_row(x, np.array(k), upper=1)
+
+
+def tril(x: Tensor, k: int = 0) -> Tensor:
+    """x: (..., M, N), 0 above the k-th diagonal."""
+    return trilu_row(x, np.array(k), upper=0)
+
+
+def eye(n: Dim, m: Dim | None = None, dtype: DType | str = "float32") -> Tensor:
+    """(n, m): 1 on the diagonal, else 0; square by default."""
+    rows, columns = arange(n), arange(n if m is None else m)
+    return (unsqueeze(rows, 1) == columns).cast(as_dtype(dtype))
+
+
+def diagonal(x: Tensor) -> Tensor:
+    """x: (..., M, M) -> (..., M)."""
+    return einsum("...ii->...i", x)
+
+
+def trace(x: Tensor) -> Tensor:
+    """x: (..., M, M) -> (...): the sum of the diagonal."""
+    return einsum("...ii->...", x)
+
+
+def diag(x: Tensor) -> Tensor:
+    """x: (..., M) -> (..., M, M): a matrix of zeros but for its diagonal."""
+    return unsqueeze(x, -1) * eye(x.shape[-1], dtype=x.dtype)
+
+
+def outer(a: Tensor, b: Tensor) -> Tensor:
+    """a: (M,), b: (N,) -> (M, N): every product."""
+    return unsqueeze(a, 1) * b
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """a, b: (N,) -> (): the sum of products."""
+    return (a * b).sum()
+
+
+def swapaxes(x: Tensor, a: int, b: int) -> Tensor:
+    """Axes `a` and `b` in each other's place."""
+    return x.swapaxes(a, b)
+
+
+def moveaxis(x: Tensor, source: int, target: int) -> Tensor:
+    """Axis `source` at the place `target`; the others keep their order."""
+    at, to = (axes_of(x.rank, [a])[0] for a in (source, target))
+    order = [i for i in range(x.rank) if i != at]
+    order.insert(to, at)
+    return x.transpose(*order)
+
+
+def linspace(start: float, stop: float, n: int, dtype: DType | str = float32) -> Tensor:
+    """n numbers from `start` to `stop`, both included, at equal distances."""
+    return as_tensor(np.linspace(start, stop, n, dtype=as_dtype(dtype).numpy))
+
+
+def zeros_like(x: Tensor) -> Tensor:
+    """Zeros in the shape and element type of `x`."""
+    return full(x.shape, 0, x.dtype)
+
+
+def ones_like(x: Tensor) -> Tensor:
+    """Ones in the shape and element type of `x`."""
+    return full(x.shape, 1, x.dtype)
+
+
+def full_like(x: Tensor, value: float) -> Tensor:
+    """One repeated value in the shape and element type of `x`."""
+    return full(x.shape, value, x.dtype)
+
+
+def masked_fill(x: Tensor, mask: TensorLike, value: TensorLike) -> Tensor:
+    """`value` where `mask` is true, `x` elsewhere."""
+    return where(mask, value, x)
+
+
+def square(x: Tensor) -> Tensor:
+    """x * x."""
+    return x * x
+
+
+def rsqrt(x: Tensor) -> Tensor:
+    """1 / sqrt(x)."""
+    return x**-0.5
+
+
+def log2(x: Tensor) -> Tensor:
+    """Logarithm to the base 2."""
+    return log(x) * float(1 / np.log(2))
+
+
+def log10(x: Tensor) -> Tensor:
+    """Logarithm to the base 10."""
+    return log(x) * float(1 / np.log(10))
+
+
+def exp2(x: Tensor) -> Tensor:
+    """2 to the power x."""
+    return exp(x * float(np.log(2)))
+
+
+def is_finite(x: Tensor) -> Tensor:
+    """True where x is neither infinite nor NaN."""
+    return not_(is_inf(x) | is_nan(x))
+
+
+def silu(x: Tensor) -> Tensor:
+    """x sigmoid(x)."""
+    return swish(x)
+
+
+def log_sigmoid(x: Tensor) -> Tensor:
+    """log(sigmoid(x)), stable for any x."""
+    return -softplus(-x)
+
+
+def relu6(x: Tensor) -> Tensor:
+    """x held between 0 and 6."""
+    return clip(x, 0.0, 6.0)
+
+
+def count_nonzero(x: Tensor, axis: Axes = None) -> Tensor:
+    """How many elements are not zero over `axis`, int64."""
+    return x.cast("bool").cast("int64").sum(axis)
+
+
+def meshgrid(*xs: Tensor) -> tuple[Tensor, ...]:
+    """Coordinates of a grid, one tensor of all axes per vector, in matrix order (`ij`)."""
+    shape = tuple(x.shape[0] for x in xs)
+    return tuple(
+        broadcast_to(x.reshape([d if i == k else 1 for i, d in enumerate(shape)]), shape)
+        for k, x in enumerate(xs)
+    )
