@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.data import Dataset, from_arrays
-from triplane.unified_ir.data import dataset as limits
+from triplane.unified_ir.files import images as limits
 
 
 def numbered(n, classes=3):

@@ -10,7 +10,8 @@ from hypothesis.extra import numpy as hnp
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir import data
-from triplane.unified_ir.data import dataset, folder, png, pnm
+from triplane.unified_ir.data import folder
+from triplane.unified_ir.files import images, png, pnm
 
 # Written by another program's encoder, which chose filter 1 twice and filter 4 four times.
 FOREIGN = base64.b64decode(
@@ -202,7 +203,7 @@ def test_an_image_file_beyond_the_limit_is_not_read(pets):
 
 
 def test_more_pixels_than_the_limit_are_refused_while_reading(pets, monkeypatch):
-    monkeypatch.setattr(dataset, "MAX_PIXELS", 5)
+    monkeypatch.setattr(images, "MAX_PIXELS", 5)
     with pytest.raises(InvalidInput, match=r"values in all .* at most 5 are taken"):
         data.load(pets)
 

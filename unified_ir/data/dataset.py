@@ -16,12 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.files.images import check_sizes
 from triplane.unified_ir.files.pixels import TOP, as_input
 
-MAX_IMAGES: Final = 4 * 2**20
-MAX_PIXELS: Final = 256 * 2**20  # of all images together: 1 GiB as float32
-MAX_SIDE: Final = 1024  # pixels
-MAX_CHANNELS: Final = 4
 MAX_CLASSES: Final = 10_000
 _WORD: Final = 2**64
 
@@ -110,24 +107,6 @@ def from_arrays(
         raise InvalidInput(f"labels are whole numbers, got {y.dtype}")
     _check_labels(y)
     return Dataset(scaled, y.astype(np.int64), labels or tuple(map(str, range(int(y.max()) + 1))))
-
-
-def check_sizes(shape: tuple[int, ...], what: str = "the dataset") -> None:
-    """Refuse (N, C, H, W) beyond the limits, before anything of that size is made."""
-    n, c, h, w = shape
-    if min(shape) < 1:
-        raise InvalidInput(f"{what} has at least one image of one pixel, got {shape}")
-    for quantity, value, limit in (
-        ("images", n, MAX_IMAGES),
-        ("channels", c, MAX_CHANNELS),
-        ("rows", h, MAX_SIDE),
-        ("columns", w, MAX_SIDE),
-        ("values in all", n * c * h * w, MAX_PIXELS),
-    ):
-        if value > limit:
-            raise InvalidInput(
-                f"{what} has {value} {quantity} in {shape}; at most {limit} are taken"
-            )
 
 
 def _check(x: NDArray[Any], y: NDArray[Any], labels: tuple[str, ...]) -> None:

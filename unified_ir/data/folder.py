@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triplane.proto.errors import InvalidInput, NotFound
-from triplane.unified_ir.data import bounded, png, pnm
-from triplane.unified_ir.data.dataset import MAX_CLASSES, Dataset, check_sizes, from_arrays
+from triplane.unified_ir.data import bounded
+from triplane.unified_ir.data.dataset import MAX_CLASSES, Dataset, from_arrays
+from triplane.unified_ir.files import png, pnm
+from triplane.unified_ir.files.images import check_sizes
 
 MAX_IMAGE_FILE_BYTES: Final = 16 * 2**20
 DECODERS: Final[dict[str, Callable[[bytes, str], NDArray[np.uint8]]]] = {

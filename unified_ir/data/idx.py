@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound
 from triplane.unified_ir.data import bounded
-from triplane.unified_ir.data.dataset import MAX_IMAGES, Dataset, check_sizes, from_arrays
+from triplane.unified_ir.data.dataset import Dataset, from_arrays
+from triplane.unified_ir.files.images import MAX_IMAGES, check_sizes
 
 UNSIGNED_BYTE: Final = 0x08
 OTHER_TYPES: Final = {0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "float32", 0x0E: "float64"}

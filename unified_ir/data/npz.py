@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.data import bounded
-from triplane.unified_ir.data.dataset import MAX_IMAGES, Dataset, check_sizes, from_arrays
+from triplane.unified_ir.data.dataset import Dataset, from_arrays
+from triplane.unified_ir.files.images import MAX_IMAGES, check_sizes
 from triplane.unified_ir.files.pixels import TOP
 
 MAX_DIRECTORY_BYTES: Final = 64 * 2**10  # of the archive's list of members, about a thousand

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triplane.proto.errors import Corrupt, InvalidInput
-from triplane.unified_ir.data.dataset import check_sizes
+from triplane.unified_ir.files.images import check_sizes
 
 SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 CHUNK: Final = struct.Struct(">I4s")

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triplane.proto.errors import Corrupt, InvalidInput
-from triplane.unified_ir.data.dataset import check_sizes
+from triplane.unified_ir.files.images import check_sizes
 
 MAX_HEADER_BYTES: Final = 1024
 CHANNELS: Final = {b"P5": 1, b"P6": 3}
