@@ -26,6 +26,7 @@ NO_SAMPLES = {  # tested with regions or sizes of their own
     "triplane.Custom": "tests/ops/test_custom",
     **dict.fromkeys(HELD, "tests/ops/test_sequences.py"),
     **dict.fromkeys(DRAWN, "tests/ops/test_drawing.py"),
+    "ImageDecoder": "tests/ops/test_image_files.py",
     "triplane.Sized": "tests/ops/test_claims.py",
     "triplane.Checkpoint": "tests/frontend/test_transforms",
 }
@@ -53,7 +54,8 @@ NO_GRADIENT = {
     "Shape", "Size",
     "Xor",
     "triplane.Dims",
-} | HELD | DRAWN | {"BlackmanWindow", "HammingWindow", "HannWindow", "MelWeightMatrix"} | {
+} | HELD | DRAWN | {
+    "BlackmanWindow", "HammingWindow", "HannWindow", "ImageDecoder", "MelWeightMatrix",
     "RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer",
     "ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul",
 }

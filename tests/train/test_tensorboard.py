@@ -10,7 +10,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import TensorSpec, nn, ops, optim, trace, train
-from triplane.unified_ir import data as datasets
+from triplane.unified_ir.files import png
 from triplane.unified_ir.train import events
 
 from .models import QUIET, data, trainer
@@ -138,7 +138,7 @@ def test_histograms_and_images_of_nested_cells_are_whole(tmp_path):
     values = {v.tag: v for v in read(path)[1].summary.value}
     x = values["image/first"].image
     assert (x.height, x.width, x.colorspace) == (2, 2, 1)
-    shown = datasets.png.decode(x.encoded_image_string, "shown")
+    shown = png.decode(x.encoded_image_string, "shown")
     assert shown.shape == (1, 2, 2)
     for name in ("histogram/blocks.0/out", "histogram/blocks.1/out"):
         h = values[name].histo
@@ -181,7 +181,7 @@ def test_a_histogram_counts_as_numpy_does(name):
 def test_pictures_are_png_in_grey_and_colour():
     for channels in (1, 3):
         pixels = np.random.default_rng(1).integers(0, 256, (channels, 5, 3)).astype(np.uint8)
-        assert np.array_equal(datasets.png.decode(events.png(pixels), "made"), pixels)
+        assert np.array_equal(png.decode(events.png(pixels), "made"), pixels)
 
 
 def test_each_run_writes_a_file_of_its_own(tmp_path):
