@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from triplane.unified_ir.ir.graph import Array, Role
 from triplane.unified_ir.ir.types import DType, TensorType, as_dtype, type_of
 from triplane.unified_ir.ops.recorder import Recorder, recorder
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
+
+LEARNT: Final = frozenset([Role.PARAMETER, Role.PERSONAL])
+"""Roles of what training changes by gradients."""
 
 
 class Parameter:
@@ -41,7 +44,7 @@ class Parameter:
         wanted = as_dtype("float32" if made.dtype == np.float64 else made.dtype)
         self.array: Array = made.astype((wanted if dtype is None else as_dtype(dtype)).numpy)
         self.role = Role(role)
-        trained = self.role in {Role.PARAMETER, Role.PERSONAL}
+        trained = self.role in LEARNT
         self.trainable = trained if trainable is None else trainable
 
     @property

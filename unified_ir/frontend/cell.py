@@ -8,12 +8,13 @@ parameter itself is seen. Names are attribute paths: `head.weight`, `blocks.0.co
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Self, cast
+from fnmatch import fnmatchcase
+from typing import Any, Final, Self, cast
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.frontend.binding import Parameter, current
+from triplane.unified_ir.frontend.binding import LEARNT, Parameter, current
 from triplane.unified_ir.frontend.custom import construct_with_bprop, has_bprop
 from triplane.unified_ir.frontend.depth import entered, within
 from triplane.unified_ir.frontend.owner import Owner
@@ -24,6 +25,9 @@ from triplane.unified_ir.ops.recorder import recording
 from triplane.unified_ir.ops.tensor import Tensor
 
 __all__ = ["Cell", "CellList", "Parameter"]
+
+SHOWN: Final = 8
+"""Paths that a message lists."""
 
 
 class Cell(Owner):
@@ -105,6 +109,35 @@ class Cell(Owner):
         fitting = {k: _fitting(own[k], k, v) for k, v in state.items()}
         for name, array in fitting.items():
             own[name].array = array
+
+    def state_dict(self) -> dict[str, Array]:
+        """A copy of all state by path, as `load` takes it."""
+        return {name: np.array(p.array) for name, p in self.parameters().items()}
+
+    def freeze(self, *patterns: str) -> Self:
+        """Keeps parameters as they are in training: those whose path fits a pattern, or all.
+
+        A pattern is a path with `*` for any part: "conv*", "blocks.0.*". InvalidInput: one fits
+        no parameter.
+        """
+        return self._set_trainable(patterns, trainable=False)
+
+    def unfreeze(self, *patterns: str) -> Self:
+        """Lets parameters learn again; see `freeze`. What is no parameter stays as it is."""
+        return self._set_trainable(patterns, trainable=True)
+
+    def _set_trainable(self, patterns: tuple[str, ...], *, trainable: bool) -> Self:
+        learnt = {name: p for name, p in self.parameters().items() if p.role in LEARNT}
+        for pattern in patterns or ("*",):
+            fitting = [p for name, p in learnt.items() if fnmatchcase(name, pattern)]
+            if not fitting and learnt:
+                raise InvalidInput(
+                    f"no parameter of {type(self).__name__} fits {pattern!r}; there are "
+                    f"{', '.join(list(learnt)[:SHOWN])}"
+                )
+            for parameter in fitting:
+                parameter.trainable = trainable
+        return self
 
     def train(self) -> Self:
         """Dropout drops and batch normalization uses the batch (the default)."""

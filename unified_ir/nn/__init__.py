@@ -1,7 +1,28 @@
 """Layers and losses: cells with their state, written in operators."""
 
 from triplane.unified_ir.frontend.cell import Cell, CellList, Parameter
-from triplane.unified_ir.nn.activations import GELU, Flatten, ReLU, Sigmoid, Tanh
+from triplane.unified_ir.nn.activations import (
+    ELU,
+    GELU,
+    SELU,
+    Flatten,
+    HardSigmoid,
+    HardSwish,
+    Identity,
+    LeakyReLU,
+    LogSoftmax,
+    Mish,
+    PReLU,
+    ReLU,
+    ReLU6,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Softplus,
+    Softsign,
+    Tanh,
+    Unflatten,
+)
 from triplane.unified_ir.nn.attention import MultiheadAttention, PositionalEncoding, Rotary
 from triplane.unified_ir.nn.conv import (
     Conv1d,
@@ -15,12 +36,15 @@ from triplane.unified_ir.nn.dense import Dense, Embedding, Sequential
 from triplane.unified_ir.nn.imported import Imported
 from triplane.unified_ir.nn.init import (
     Constant,
+    Eye,
     GlorotNormal,
     GlorotUniform,
     Initializer,
     KaimingNormal,
     KaimingUniform,
     Normal,
+    Orthogonal,
+    TruncatedNormal,
     Uniform,
 )
 from triplane.unified_ir.nn.losses import (
@@ -64,6 +88,7 @@ from triplane.unified_ir.nn.pool import (
 from triplane.unified_ir.nn.random import Dropout, generator, seed
 from triplane.unified_ir.nn.recurrent import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from triplane.unified_ir.nn.state import Buffer, Personal, RandomKey
+from triplane.unified_ir.nn.summary import summary
 from triplane.unified_ir.nn.transformer import (
     TransformerDecoder,
     TransformerDecoderLayer,
@@ -73,12 +98,14 @@ from triplane.unified_ir.nn.transformer import (
 
 __all__ = [
     "CTC",
+    "ELU",
     "GELU",
     "GRU",
     "L1",
     "LSTM",
     "MSE",
     "RNN",
+    "SELU",
     "AdaptiveAvgPool1d",
     "AdaptiveAvgPool2d",
     "AdaptiveAvgPool3d",
@@ -103,12 +130,16 @@ __all__ = [
     "Dense",
     "Dropout",
     "Embedding",
+    "Eye",
     "Flatten",
     "GRUCell",
     "GlorotNormal",
     "GlorotUniform",
     "GroupNorm",
+    "HardSigmoid",
+    "HardSwish",
     "Huber",
+    "Identity",
     "Imported",
     "Initializer",
     "InstanceNorm1d",
@@ -119,13 +150,18 @@ __all__ = [
     "KaimingUniform",
     "LSTMCell",
     "LayerNorm",
+    "LeakyReLU",
+    "LogSoftmax",
     "Loss",
     "MaxPool1d",
     "MaxPool2d",
     "MaxPool3d",
+    "Mish",
     "MultiheadAttention",
     "NegativeLogLikelihood",
     "Normal",
+    "Orthogonal",
+    "PReLU",
     "Parameter",
     "Personal",
     "PositionalEncoding",
@@ -133,20 +169,28 @@ __all__ = [
     "RNNCell",
     "RandomKey",
     "ReLU",
+    "ReLU6",
     "Rotary",
     "Sequential",
+    "SiLU",
     "Sigmoid",
     "SmoothL1",
+    "Softmax",
     "SoftmaxCrossEntropy",
+    "Softplus",
+    "Softsign",
     "Tanh",
     "TransformerDecoder",
     "TransformerDecoderLayer",
     "TransformerEncoder",
     "TransformerEncoderLayer",
+    "TruncatedNormal",
+    "Unflatten",
     "Uniform",
     "Upsample",
     "accuracy",
     "binary_accuracy",
     "generator",
     "seed",
+    "summary",
 ]

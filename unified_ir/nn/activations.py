@@ -1,9 +1,14 @@
-"""Cells without state, for use in `Sequential`."""
+"""Activations and reshaping as cells, for use in `Sequential`."""
 
 from __future__ import annotations
 
+import numpy as np
+
 from triplane.unified_ir import ops
-from triplane.unified_ir.frontend.cell import Cell
+from triplane.unified_ir.frontend.cell import Cell, Parameter
+from triplane.unified_ir.nn.sizes import check_axis, positive
+from triplane.unified_ir.nn.state import State
+from triplane.unified_ir.ops.activations import elu, mish, prelu, selu, softsign, swish
 
 
 class ReLU(Cell):
@@ -36,6 +41,160 @@ class GELU(Cell):
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: any shape."""
         return ops.gelu(x)
+
+
+class LeakyReLU(Cell):
+    """x where positive, else slope x (Maas et al. 2013)."""
+
+    def __init__(self, slope: float = 0.01) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape."""
+        return ops.leaky_relu(x, alpha=self.slope)
+
+
+class PReLU(Cell):
+    """x where positive, else weight x, learnt (He et al. 2015).
+
+    weight: (channels,), one per channel of axis 1, or (1,) for all; starts at `slope`.
+    """
+
+    weight: State
+
+    def __init__(self, channels: int = 1, *, slope: float = 0.25) -> None:
+        super().__init__()
+        shape = positive("PReLU", channels=channels)
+        self.weight = Parameter(np.full(shape, slope, np.float32))
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (N, channels, ...), or any shape where there is one slope."""
+        (channels,) = self.weight.shape
+        if channels != 1:
+            check_axis(f"PReLU({channels})", f"(N, {channels}, ...)", x, 1, channels)
+        ones = (1,) * max(x.rank - 2, 0)
+        return prelu(x, self.weight.reshape((channels, *ones)))
+
+
+class ELU(Cell):
+    """x where positive, else alpha (exp(x) - 1) (Clevert et al. 2015)."""
+
+    def __init__(self, alpha: float = 1.0) -> None:
+        super().__init__()
+        self.alpha = alpha
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape."""
+        return elu(x, alpha=self.alpha)
+
+
+class SELU(Cell):
+    """ELU scaled so that layers keep mean 0 and variance 1 (Klambauer et al. 2017)."""
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape."""
+        return selu(x)
+
+
+class SiLU(Cell):
+    """x sigmoid(x), also called Swish (Elfwing et al. 2017)."""
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape."""
+        return swish(x)
+
+
+class Mish(Cell):
+    """x tanh(log(1 + exp(x))) (Misra 2019)."""
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape."""
+        return mish(x)
+
+
+class HardSigmoid(Cell):
+    """clip(x / 6 + 1/2, 0, 1)."""
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape."""
+        return ops.hard_sigmoid(x, alpha=1 / 6, beta=0.5)
+
+
+class HardSwish(Cell):
+    """x clip(x / 6 + 1/2, 0, 1) (Howard et al. 2019)."""
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape."""
+        return ops.hard_swish(x)
+
+
+class ReLU6(Cell):
+    """min(max(x, 0), 6)."""
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape."""
+        return ops.clip(x, 0.0, 6.0)
+
+
+class Softplus(Cell):
+    """log(1 + exp(x))."""
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape."""
+        return ops.softplus(x)
+
+
+class Softsign(Cell):
+    """x / (1 + |x|)."""
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape."""
+        return softsign(x)
+
+
+class Softmax(Cell):
+    """exp(x) over its sum along an axis, the last by default."""
+
+    def __init__(self, axis: int = -1) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape with that axis."""
+        return ops.softmax(x, axis=self.axis)
+
+
+class LogSoftmax(Cell):
+    """The logarithm of `Softmax`, exact for small chances too."""
+
+    def __init__(self, axis: int = -1) -> None:
+        super().__init__()
+        self.axis = axis
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape with that axis."""
+        return ops.log_softmax(x, axis=self.axis)
+
+
+class Identity(Cell):
+    """x itself."""
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: any shape."""
+        return x
+
+
+class Unflatten(Cell):
+    """x: (N, product of shape) -> (N, *shape)."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.shape = positive("Unflatten", **{f"size_{i}": n for i, n in enumerate(shape)})
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (N, product of shape)."""
+        return x.reshape((x.shape[0], *self.shape))
 
 
 class Flatten(Cell):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell, CellList, Parameter
 from triplane.unified_ir.nn.init import STANDARD_NORMAL, WEIGHT, Initializer, bias_of
@@ -45,7 +46,10 @@ class Dense(Cell):
 
 
 class Embedding(Cell):
-    """Rows of a table; weight: (count, size), standard normal unless `init` says otherwise."""
+    """Rows of a table; weight: (count, size), standard normal unless `init` says otherwise.
+
+    padding: an id whose row is zero and stays so, for what fills shorter sequences up.
+    """
 
     weight: State
 
@@ -54,16 +58,26 @@ class Embedding(Cell):
         count: int,
         size: int,
         *,
+        padding: int | None = None,
         init: Initializer = STANDARD_NORMAL,
         rng: np.random.Generator | None = None,
     ) -> None:
         super().__init__()
         shape = positive("Embedding", count=count, size=size)
-        self.weight = Parameter(init(shape, generator(rng)))
+        if padding is not None and not 0 <= padding < count:
+            raise InvalidInput(f"padding is one of the ids 0..{count - 1}, got {padding}")
+        self.padding = padding
+        table = np.array(init(shape, generator(rng)))
+        if padding is not None:
+            table[padding] = 0.0
+        self.weight = Parameter(table)
 
     def construct(self, ids: ops.Tensor) -> ops.Tensor:
         """ids: (...) ints in 0..count-1 -> (..., size)."""
-        return ops.embedding(self.weight, ids)
+        rows = ops.embedding(self.weight, ids)
+        if self.padding is None:
+            return rows
+        return ops.where(ops.unsqueeze(ids == self.padding, -1), 0.0, rows)
 
 
 class Sequential(CellList):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
-from typing import Any, Self
+from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.cell import Cell, Parameter
@@ -59,26 +57,3 @@ class Imported(Cell):
         build = recorder()
         made = inline(self.function, [build.admit(given[n]) for n in self.function.param_names])
         return made[0] if len(made) == 1 else tuple(made)
-
-    def freeze(self, *patterns: str) -> Self:
-        """Training leaves the parameters whose names match a pattern (all without one) as they are.
-
-        A pattern is a shell's: `layer1.*`. InvalidInput: one matches nothing.
-        """
-        return self._set_trainable(patterns, trainable=False)
-
-    def unfreeze(self, *patterns: str) -> Self:
-        """Training changes the parameters that match again."""
-        return self._set_trainable(patterns, trainable=True)
-
-    def _set_trainable(self, patterns: Sequence[str], *, trainable: bool) -> Self:
-        learned = {n: p for n, p in self._parameters.items() if p.role == "parameter"}
-        for pattern in patterns or ("*",):
-            found = [p for n, p in learned.items() if fnmatchcase(n, pattern)]
-            if not found and learned:
-                raise InvalidInput(
-                    f"no parameter matches {pattern!r}; there are {', '.join(list(learned)[:8])}"
-                )
-            for parameter in found:
-                parameter.trainable = trainable
-        return self

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Final, Protocol
 
 import numpy as np
@@ -132,6 +133,57 @@ class GlorotNormal:
     def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
         """See `Initializer`."""
         return Normal(self.gain * math.sqrt(2.0 / sum(fans(shape))))(shape, rng)
+
+
+@dataclass(frozen=True)
+class TruncatedNormal:
+    """Normal with mean 0, of which what lies beyond `within` standard deviations is not drawn.
+
+    By the inverse of the distribution function, so each element takes one word.
+    """
+
+    std: float = 1.0
+    within: float = 2.0
+
+    def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
+        """See `Initializer`."""
+        normal = NormalDist()
+        low = normal.cdf(-self.within)
+        u = unit_uniform(shape, rng).astype(np.float64) + 2.0**-25  # in (0, 1)
+        chances = low + (1.0 - 2.0 * low) * u
+        drawn = np.array([normal.inv_cdf(p) for p in chances.reshape(-1).tolist()], np.float64)
+        made: Array = (drawn * self.std).astype(np.float32).reshape(shape)
+        return made
+
+
+@dataclass(frozen=True)
+class Orthogonal:
+    """Rows, or columns where there are fewer of them, orthonormal times `gain` (Saxe et al. 2013).
+
+    A weight (O, I, *K) counts as a matrix (O, I prod(K)).
+    """
+
+    gain: float = 1.0
+
+    def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
+        """See `Initializer`."""
+        rows, columns = shape[0], fans(shape)[0]
+        tall = unit_normal((max(rows, columns), min(rows, columns)), rng).astype(np.float64)
+        q, r = np.linalg.qr(tall)
+        q *= np.sign(np.diag(r))  # else the library's signs would show
+        made: Array = (self.gain * (q if rows >= columns else q.T)).astype(np.float32)
+        return made.reshape(shape)
+
+
+@dataclass(frozen=True)
+class Eye:
+    """The identity matrix; ones on the diagonal of one that is not square."""
+
+    def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
+        """See `Initializer`."""
+        if len(shape) != 2:
+            raise InvalidInput(f"Eye makes matrices, got shape {tuple(shape)}")
+        return np.eye(*shape, dtype=np.float32)
 
 
 STANDARD_NORMAL: Final = Normal()

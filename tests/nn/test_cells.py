@@ -1,0 +1,107 @@
+"""What every cell can do: be frozen, told as a table, taken apart and put together."""
+
+import numpy as np
+import pytest
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import data, nn, ops, optim, train
+from triplane.unified_ir.ir import TensorSpec
+
+
+class Net(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.head = nn.Dense(4, 10)
+
+    def construct(self, x):
+        return self.head(ops.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+def trained(net):
+    loss, optimizer = nn.SoftmaxCrossEntropy(), optim.SGD(0.1)
+    before = net.state_dict()
+    made = train.Trainer(net, loss=loss, optimizer=optimizer)
+    made.fit(data.digits().take(64), epochs=1, progress="none")
+    after = net.state_dict()
+    return {name for name in before if (before[name] != after[name]).any()}
+
+
+def test_what_is_frozen_stays_and_what_is_not_learns():
+    statistics = {"norm.running_mean", "norm.running_var"}
+    learnt = {"head.weight", "head.bias", "norm.weight", "norm.bias"}
+    assert trained(Net().freeze("conv.*")) == learnt | statistics
+    assert trained(Net().freeze().unfreeze("head.bias")) == {"head.bias"} | statistics
+
+
+def test_a_pattern_that_fits_nothing_is_told_what_there_is():
+    with pytest.raises(InvalidInput, match=r"fits 'cone.*'; there are conv.weight, conv.bias"):
+        Net().freeze("cone.*")
+    with pytest.raises(InvalidInput, match=r"fits 'norm.running_mean'"):
+        Net().freeze("norm.running_mean")
+
+
+def test_a_state_dict_is_a_copy_that_loads():
+    a, b = Net(), Net()
+    state = a.state_dict()
+    b.load(state)
+    state["conv.bias"][:] = 7.0
+    assert (a.parameters()["conv.bias"].array != 7.0).all()
+    x = data.digits().x[:3]
+    np.testing.assert_array_equal(a.eval()(x), b.eval()(x))
+
+
+def test_a_summary_has_a_line_for_each_part():
+    lines = nn.summary(Net(), TensorSpec(("N", 1, 8, 8))).splitlines()
+    table = {line.split()[0]: line.split()[1:] for line in lines[1:-1]}
+    assert table["(whole)"] == ["Net", "float32[N,10]", "106"]
+    assert table["conv"] == ["Conv2d", "float32[N,4,8,8]", "40"]
+    assert table["norm"][-1] == "16"
+    assert table["head"] == ["Dense", "float32[N,10]", "50"]
+    assert lines[-1] == "106 elements, 98 of them learnt"
+
+
+def test_a_row_of_padding_is_zero_and_stays():
+    table = nn.Embedding(5, 3, padding=2)
+    ids = np.array([[2, 1], [2, 2]])
+    assert (table(ids)[ids == 2] == 0).all()
+
+    class Words(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.words, self.head = table, nn.Dense(3, 2)
+
+        def construct(self, x):
+            return self.head(self.words(x).mean((1,)))
+
+    trainer = train.Trainer(Words(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.Adam(0.1))
+    trainer.fit((ids, np.array([0, 1])), epochs=3, progress="none")
+    assert (table.parameters()["weight"].array[2] == 0).all()
+    with pytest.raises(InvalidInput, match=r"ids 0..4, got 5"):
+        nn.Embedding(5, 3, padding=5)
+
+
+def rng():
+    return np.random.Generator(np.random.Philox(3))
+
+
+def test_a_truncated_normal_keeps_within_its_bounds():
+    drawn = nn.TruncatedNormal(0.5, within=1.5)((400, 50), rng())
+    assert np.abs(drawn).max() <= 0.75
+    assert abs(drawn.mean()) < 0.01
+    assert 0.3 < drawn.std() < 0.45
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 2, 3, 1)])
+def test_an_orthogonal_weight_keeps_lengths(shape):
+    made = nn.Orthogonal(2.0)(shape, rng())
+    matrix = made.reshape(shape[0], -1).astype(np.float64)
+    small = matrix @ matrix.T if matrix.shape[0] <= matrix.shape[1] else matrix.T @ matrix
+    np.testing.assert_allclose(small, 4.0 * np.eye(len(small)), atol=1e-5)
+
+
+def test_eye_is_for_matrices():
+    np.testing.assert_array_equal(nn.Eye()((2, 3), rng()), np.eye(2, 3))
+    with pytest.raises(InvalidInput, match="matrices"):
+        nn.Eye()((2, 3, 4), rng())
