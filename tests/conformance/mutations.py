@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.conformance import checks
 from tests.conformance.test_rows import FLAT, MISSING, NO_SYMBOL, OPSETS
+from tests.conformance.test_vmap import batches_agree
 from tests.conformance.uses import Use
 
 from triplane.unified_ir.ops.table import TABLE
@@ -18,7 +19,9 @@ READERS = ("autodiff.transforms", "engines.ascend", "engines.reference", "onnx.e
 
 
 def checks_of(use):
-    """The suite for one use, as test_rows runs it."""
+    """The suite for one use, as test_rows and test_vmap run it."""
+    if use.row.batch:
+        yield lambda: batches_agree(use)
     yield lambda: checks.reference_runs_as_inferred(use)
     if use.row.reference and use.row.body:
         yield lambda: checks.body_means_the_same(use)
@@ -118,6 +121,16 @@ def wrong_linearize(row):
     return replace(row, linearize=linearize)
 
 
+def wrong_batch(row):
+    def batch(call):
+        first, *rest = row.batch(call)
+        if first.dtype.is_float:
+            return [first * 1.01 + 0.01, *rest]
+        return [~first if str(first.dtype) == "bool" else first + 1, *rest]
+
+    return replace(row, batch=batch)
+
+
 def without_lowering(row):
     return replace(row, lower_below={})
 
@@ -129,6 +142,7 @@ BREAK = {
     "infer": wrong_infer,
     "body": wrong_body,
     "lower_below": without_lowering,
+    "batch": wrong_batch,
 }
 """How to break each column."""
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from tests.conformance.test_rows import FLAT, MISSING, ids
-from tests.conformance.uses import first_shallow, recorded, uses_of, weighted_sum
+from tests.conformance.uses import first_shallow, naming, recorded, uses_of, weighted_sum
 
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.autodiff.vectorize import vectorize
@@ -22,9 +22,9 @@ SCANNED_IS_ENOUGH = 0.25
 """Share of the rows with samples that may run under a scan, for want of a rule or a body."""
 
 
-def batched(function, flags):
+def batched(function, flags, table=TABLE):
     """The function with a batch of each marked parameter, all results batched."""
-    build = Build(TABLE, function.name)
+    build = Build(table, function.name)
     with build:
         params = [
             build.param(p.name, p.type.with_shape((SIZE, *p.type.shape)) if b else p.type)
@@ -56,7 +56,7 @@ def opens(function):
 USES = [use for use in uses_of() if plain(use)]
 
 
-def check(function, given, flags, engines, close):
+def check(function, given, flags, engines, close, table=TABLE):
     names = function.param_names
     one = ReferenceEngine().compile(function)
     at = [[g if b else given[0] for b in flags] for g in given]
@@ -65,19 +65,19 @@ def check(function, given, flags, engines, close):
         np.stack([g[n] for g in given]) if b else given[0][n]
         for n, b in zip(names, flags, strict=True)
     ]
-    made = batched(function, flags)
+    made = batched(function, flags, table)
     for engine in engines:
         found = engine.compile(made)(*feeds)
         for k, y in enumerate(found):
             stacked = np.stack([w[k] for w in wanted])
-            if stacked.dtype.kind in "OSU":
+            if stacked.dtype.kind in "OSUiub":
                 np.testing.assert_array_equal(y, stacked)
             else:
                 np.testing.assert_allclose(y, stacked, **close)
 
 
-@pytest.mark.parametrize("use", USES, ids=ids(USES))
-def test_a_batch_gives_what_a_loop_over_its_slices_gives(use):
+def batches_agree(use):
+    """A batch of all operands, and one of the first alone, give what single slices give."""
     function, args = recorded(use, np.float32)
     if not args:
         return
@@ -86,11 +86,18 @@ def test_a_batch_gives_what_a_loop_over_its_slices_gives(use):
     engines = [ReferenceEngine(), OnnxEngine(target=target)]
     masks = {tuple([True] * len(args)), tuple(k == 0 for k in range(len(args)))}
     for flags in sorted(masks):
-        if opens(function):
-            with pytest.raises(Ragged, match="size depends on values"):
-                batched(function, flags)
-        else:
-            check(function, given, flags, engines, CLOSE)
+        with naming(f"{use} under vmap"):
+            check(function, given, flags, engines, CLOSE, use.table)
+
+
+@pytest.mark.parametrize("use", USES, ids=ids(USES))
+def test_a_batch_gives_what_a_loop_over_its_slices_gives(use):
+    function, args = recorded(use, np.float32)
+    if opens(function):
+        with pytest.raises(Ragged, match="size depends on values"):
+            batched(function, (True,) * len(args))
+    else:
+        batches_agree(use)
 
 
 SMOOTH = [use for use in USES if use.row.differentiable and str(use.row) not in FLAT]
