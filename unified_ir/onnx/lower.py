@@ -26,6 +26,7 @@ from triplane.unified_ir.onnx.target import OnnxTarget
 from triplane.unified_ir.ops.convolution import transposed_window
 from triplane.unified_ir.ops.equations import without_repeats
 from triplane.unified_ir.ops.infer import onnx_attrs, type_proto
+from triplane.unified_ir.ops.recurrent import numbers_of
 from triplane.unified_ir.ops.row import DOMAIN, OPEN
 from triplane.unified_ir.ops.window import Window, static, with_explicit_pads
 
@@ -465,20 +466,24 @@ def _loop(context: Context, node: Node) -> None:
 def _recurrent(context: Context, node: Node) -> None:
     """Batch-first operands are turned around it: onnxruntime 1.31 refuses layout 1.
 
-    It gives zeros as the last state of a sequence of no steps, whose state stays as it began.
+    It gives zeros as the last state of a sequence of no steps, whose state stays as it began, and
+    has other usual numbers of activations than ONNX: all are written.
     """
+    written = {**node.attrs, **numbers_of(node.op.name, node.attrs)}
+    plain: dict[str, Any] = {k: v for k, v in written.items() if v != ()}
     turned = bool(node.attrs.get("layout"))
     names = [*context.inputs(node), *[""] * 7]
     if not turned and (not names[4] or not any(names[5:7])):
-        context.plain(node)
+        given = names[: len(node.inputs)]
+        context.add(node.op.name, given, context.output_names(node), **plain)
         return
     if turned:
         for i in (0, 5, 6):
             if names[i]:
                 names[i] = context.emit("Transpose", names[i], perm=[1, 0, 2])
     made = [context.fresh() for _ in node.outputs]
-    attrs = {k: v for k, v in node.attrs.items() if k != "layout"}
-    context.add(node.op.name, names[: len(node.inputs)], made, **attrs)
+    plain.pop("layout", None)
+    context.add(node.op.name, names[: len(node.inputs)], made, **plain)
     finals = [made[0], *_kept_states(context, names, made[1:])]
     perms = [[2, 0, 1, 3], [1, 0, 2], [1, 0, 2]]
     for name, final, perm in zip(finals, context.output_names(node), perms, strict=False):

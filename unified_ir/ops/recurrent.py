@@ -108,12 +108,32 @@ def _ways(row: str, usual: Sequence[str], attrs: Mapping[str, Any]) -> list[_Way
 
 
 def _squash(row: str, name: str, alphas: list[float], betas: list[float]) -> Squash:
+    alpha, beta = _numbers(row, name, alphas, betas)
+    return lambda x: ACTIVATIONS[name].f(x, alpha or 0.0, beta or 0.0)
+
+
+def _numbers(
+    row: str, name: str, alphas: list[float], betas: list[float]
+) -> tuple[float | None, float | None]:
+    """What an activation takes of the lists, else its usual numbers; None: it takes none."""
     found = ACTIVATIONS[name]
     alpha = alphas.pop(0) if "a" in found.takes and alphas else found.alpha
     beta = betas.pop(0) if "b" in found.takes and betas else found.beta
     if ("a" in found.takes and alpha is None) or ("b" in found.takes and beta is None):
         raise InvalidInput(f"{row}: {name} has no usual alpha and beta; give both")
-    return lambda x: found.f(x, alpha or 0.0, beta or 0.0)
+    return alpha, beta
+
+
+def numbers_of(row: str, attrs: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    """`activation_alpha` and `activation_beta` with a number for each activation that takes one."""
+    alphas = list(attrs.get("activation_alpha") or ())
+    betas = list(attrs.get("activation_beta") or ())
+    names = [n.lower() for n in attrs.get("activations") or ()]
+    pairs = [_numbers(row, n, alphas, betas) for n in names]
+    return {
+        "activation_alpha": tuple(a for a, _ in pairs if a is not None),
+        "activation_beta": tuple(b for _, b in pairs if b is not None),
+    }
 
 
 def _clipped(limit: float | None) -> Squash:
