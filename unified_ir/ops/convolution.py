@@ -353,23 +353,31 @@ def _interleaved_serves(x: TensorType, g: TensorType, window: Window, group: int
 
 
 def _by_columns(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
-    """Slices of the padded input as rows of one matrix product per group."""
-    n, channels, spatial = x.shape[0], x.shape[1], g.shape[2:]
-    k = len(spatial)
+    """Slices of the padded input as rows of one matrix product, or of one per group."""
+    k = len(window.kernel)
     planes = _padded(x, window).transpose(1, 0, *range(2, 2 + k))
-    out = static(spatial, "an output plane")
+    out = static(g.shape[2:], "an output plane")
     taps = [
-        _plane(planes, tap_slices(window, tap, out)).reshape(
-            (group, floor_div(channels, group), -1)
-        )
-        for tap in np.ndindex(*window.kernel)
-    ]
-    rows = taps[0] if len(taps) == 1 else concat(taps, axis=1)
-    cotangents = g.reshape((n, group, -1, *spatial)).transpose(1, 0, *range(3, 3 + k), 2)
+        _plane(planes, tap_slices(window, tap, out)) for tap in np.ndindex(*window.kernel)
+    ]  # (C, N, *T) each
+    if group == 1:
+        return _product_of_columns(taps, g, window)
+    n, per_group = x.shape[0], floor_div(x.shape[1], group)
+    rows = concat([t.reshape((group, per_group, -1)) for t in taps], axis=1)
+    cotangents = g.reshape((n, group, -1, *out)).transpose(1, 0, *range(3, 3 + k), 2)
     made = rows @ cotangents.reshape((group, rows.shape[2], -1))
     made = made.reshape((group, *window.kernel, -1, made.shape[2]))
     back = made.transpose(0, 2 + k, 1 + k, *range(1, 1 + k))
-    return back.reshape((g.shape[1], floor_div(channels, group), *window.kernel))
+    return back.reshape((g.shape[1], per_group, *window.kernel))
+
+
+def _product_of_columns(taps: Sequence[Tensor], g: Tensor, window: Window) -> Tensor:
+    k, channels = len(window.kernel), taps[0].shape[0]
+    rows = [t.reshape((channels, -1)) for t in taps]
+    matrix = concat(rows) if len(rows) > 1 else rows[0]
+    cotangents = g.transpose(0, *range(2, 2 + k), 1).reshape((-1, g.shape[1]))
+    made = (matrix @ cotangents).reshape((*window.kernel, channels, g.shape[1]))
+    return made.transpose(1 + k, k, *range(k))
 
 
 def _by_taps(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
