@@ -87,6 +87,38 @@ def _batch_norm_training(x: Any, scale: Any, bias: Any, mean: Any, var: Any) -> 
     return y, 0.75 * mean + 0.25 * batch_mean, 0.75 * var + 0.25 * batch_var
 
 
+def _roi_align(x: Any, rois: Any, images: Any) -> Any:
+    """Boxes to 2 x 3 bins of 2 x 2 bilinear samples, half pixels aligned, all within the image."""
+    found = []
+    for box, image in zip(rois, images, strict=True):
+        axes = []
+        for first, last, bins, size in ((0, 2, 3, x.shape[3]), (1, 3, 2, x.shape[2])):
+            start, end = box[first] - 0.5, box[last] - 0.5
+            at = start + (torch.arange(2 * bins, dtype=x.dtype) + 0.5) * (end - start) / (2 * bins)
+            axes.append(2 * at / (size - 1) - 1)
+        columns, lines = axes
+        grid = torch.stack(
+            [columns.expand(len(lines), -1), lines[:, None].expand(-1, len(columns))], -1
+        )
+        plane = x[int(image) : int(image) + 1]
+        read = F.grid_sample(plane, grid[None], padding_mode="border", align_corners=True)
+        found.append(F.avg_pool2d(read, 2))
+    return torch.cat(found)
+
+
+def _max_roi_pool(x: Any, rois: Any) -> Any:
+    """Whole boxes, ends included, to 2 x 3 bins."""
+    found = []
+    for image, x1, y1, x2, y2 in rois.detach().int().tolist():
+        height, width = (y2 - y1 + 1) / 2, (x2 - x1 + 1) / 3
+        for i in range(2):
+            for k in range(3):
+                rows = slice(y1 + int(i * height), y1 + int(np.ceil((i + 1) * height)))
+                columns = slice(x1 + int(k * width), x1 + int(np.ceil((k + 1) * width)))
+                found.append(x[image, :, rows, columns].amax((1, 2)))
+    return torch.stack(found, 1).reshape(2, len(rois), 2, 3).transpose(0, 1)
+
+
 def _blank_corner(rng: np.random.Generator) -> dict[str, Array]:
     """An image with a constant background, as scans have: whole windows tie."""
     x = np.zeros((1, 2, 6, 6))
@@ -545,6 +577,13 @@ CASES: Final[Mapping[str, Case]] = {
     "grid_sample_3d": Case(
         both(normal(x=(1, 2, 3, 2, 4)), spread(grid=(1, 2, 2, 3, 3))),
         lambda x, grid: F.grid_sample(x, grid, align_corners=True)),
+    "roi_align": Case(
+        both(normal(x=(2, 2, 5, 6)), fixed(
+            rois=[[0.8, 0.7, 3.1, 2.9], [1.2, 0.9, 4.6, 3.3], [0.9, 1.3, 2.2, 3.7]],
+            images=[0, 1, 1])), _roi_align),
+    "max_roi_pool": Case(
+        both(normal(x=(2, 2, 5, 6)), fixed(rois=[[0.0, 0, 0, 3, 3], [1, 1, 0, 5, 4]])),
+        _max_roi_pool, second=False),
     "affine_grid": Case(
         normal(theta=(2, 2, 3)), lambda theta: F.affine_grid(
             theta, [2, 3, 4, 5], align_corners=False)),

@@ -213,6 +213,9 @@ OURS = {
     "grid_sample_bicubic": lambda x, grid: ops.grid_sample(
         x, grid, mode="bicubic", padding_mode="border"),
     "grid_sample_3d": lambda x, grid: ops.grid_sample(x, grid, align_corners=True),
+    "roi_align": lambda x, rois, images: row("RoiAlign")(
+        x, rois, images, output_height=2, output_width=3, sampling_ratio=2),
+    "max_roi_pool": lambda x, rois: row("MaxRoiPool")(x, rois, pooled_shape=(2, 3)),
     "affine_grid": lambda theta: ops.affine_grid(theta, (2, 3, 4, 5)),
     "affine_grid_3d_aligned": lambda theta: ops.affine_grid(
         theta, (2, 1, 2, 1, 4), align_corners=True),
