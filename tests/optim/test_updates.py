@@ -37,6 +37,8 @@ CASES = {
     "adagrad_all":   optim.Adagrad(0.1, lr_decay=0.01, weight_decay=0.05, start=0.2),
     "adadelta":      optim.Adadelta(),
     "adadelta_all":  optim.Adadelta(0.5, rho=0.8, epsilon=1e-4, weight_decay=0.05),
+    "adafactor":     optim.Adafactor(),
+    "adafactor_all": optim.Adafactor(0.1, fade=0.6, floor=1e-2, limit=2.0, weight_decay=0.05),
     "lamb":          optim.LAMB(0.01),
     "lamb_decay":    optim.LAMB(0.01, weight_decay=0.05),
     "lion":          optim.Lion(0.01),
@@ -197,6 +199,14 @@ def test_groups_may_keep_other_slots():
     assert set(by_count.init(params)) == {"optimizer.step"}
 
 
+def test_factored_slots_are_a_row_and_a_column():
+    params = {"w": np.zeros((5, 3, 4), np.float32), "b": np.zeros(4, np.float32)}
+    kept = {k: a.shape for k, a in optim.Adafactor().init(params).items() if a.ndim}
+    assert kept == {
+        "optimizer.row.w": (5, 3, 1), "optimizer.column.w": (5, 1, 4), "optimizer.squares.b": (4,),
+    }  # fmt: skip
+
+
 def test_a_group_that_matches_nothing_is_named():
     made = optim.SGD(0.1, groups=(optim.Group("*.gamma", weight_decay=0.0),))
     with pytest.raises(InvalidInput, match=r"'\*\.gamma' matches no trained .* there are w"):
@@ -279,6 +289,7 @@ def test_schedules_have_the_values_of_their_formulas():
         (lambda: optim.RMSProp(epsilon=0.0), "epsilon > 0, got 0.0"),
         (lambda: optim.Adagrad(start=-1.0), "Adagrad needs start in"),
         (lambda: optim.Adadelta(rho=-0.1), "Adadelta needs rho in"),
+        (lambda: optim.Adafactor(fade=1.0), "Adafactor needs fade in"),
         (lambda: optim.LAMB(beta1=1.0), "LAMB needs beta1 in"),
         (lambda: optim.Lion(beta2=2.0), "Lion needs beta2 in"),
         (lambda: optim.Group(""), "a group needs a pattern"),

@@ -25,6 +25,7 @@ OPTIMIZERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "rmsprop": ("RMSProp", {}),
     "adagrad": ("Adagrad", {}),
     "adadelta": ("Adadelta", {}),
+    "adafactor": ("Adafactor", {}),
     "lamb": ("LAMB", {}),
     "lion": ("Lion", {}),
 }

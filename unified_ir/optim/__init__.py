@@ -1,5 +1,6 @@
 """Optimizers and schedules: pure descriptions, computed inside the graph of the training step."""
 
+from triplane.unified_ir.optim.adafactor import Adafactor
 from triplane.unified_ir.optim.adam import Adam, AdamW
 from triplane.unified_ir.optim.adaptive import Adadelta, Adagrad, RMSProp
 from triplane.unified_ir.optim.clipping import (
@@ -33,6 +34,7 @@ __all__ = [
     "SGD",
     "STEP",
     "Adadelta",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",

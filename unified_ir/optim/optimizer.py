@@ -68,8 +68,12 @@ class Optimizer:
             self._with_options(group)
 
     def used_slots(self) -> tuple[str, ...]:
-        """Slots this optimizer keeps; each is shaped like its parameter."""
+        """Slots this optimizer keeps, of which a parameter may have some, see `slot_types`."""
         return self.slots
+
+    def slot_types(self, param: TensorType) -> dict[str, TensorType]:
+        """Types of the slots of a parameter of this type."""
+        return dict.fromkeys(self.used_slots(), param)
 
     def slot_start(self, slot: str) -> float:
         """The number that fills a slot before the first update."""
@@ -98,9 +102,9 @@ class Optimizer:
         chosen = self._chosen(params)
         types = {STEP: TensorType(int64, ())} if any(o.counts() for o in chosen.values()) else {}
         names = dict.fromkeys(slot for o in chosen.values() for slot in o.used_slots())
+        kept = {path: o.slot_types(params[path]) for path, o in chosen.items()}
         for slot in names:
-            kept = {p: params[p] for p, o in chosen.items() if slot in o.used_slots()}
-            types |= {slot_name(slot, path): type_ for path, type_ in kept.items()}
+            types |= {slot_name(slot, p): t[slot] for p, t in kept.items() if slot in t}
         return types
 
     def init(self, params: Mapping[str, Array]) -> dict[str, Array]:
@@ -109,7 +113,7 @@ class Optimizer:
         starts = {
             slot_name(slot, path): one.slot_start(slot)
             for path, one in self._chosen(params).items()
-            for slot in one.used_slots()
+            for slot in one.slot_types(type_of(params[path]))
         }
         return {
             name: np.full(t.concrete({}), starts.get(name, 0), t.dtype.numpy)
@@ -134,7 +138,8 @@ class Optimizer:
             group = self._group(path)
             if group not in rules:
                 rules[group] = one.rule_with_decay(step)
-            slots = {s: state[slot_name(s, path)] for s in one.used_slots()}
+            own = one.slot_types(params[path].type)
+            slots = {s: state[slot_name(s, path)] for s in own}
             moved[path], after = rules[group](params[path], grads[path], slots)
             kept |= {slot_name(s, path): x for s, x in after.items()}
         return moved, kept
