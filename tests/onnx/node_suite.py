@@ -304,15 +304,67 @@ def summary(results: Iterable[Result]) -> Iterator[str]:
     yield "no row for: " + ", ".join(missing_rows())
 
 
+def lost(results: Iterable[Result]) -> list[str]:
+    """Cases that stock onnxruntime passes as they are, and not after import and emission."""
+    steps = ("import", "files", "own")
+    return [r.name for r in results if r.original and not all(map(r.passed, steps))]
+
+
+def page(results: list[Result]) -> str:
+    """The evidence: counts, and each case that fails at some step with why."""
+    import onnx
+    import onnxruntime
+
+    n = len(results)
+    kept = sum(bool(r.original) for r in results)
+    rows = [
+        ("imported", "import"), ("types inferred as the expected arrays have them", "types"),
+        ("bytes and text read back to the same text", "files"),
+        ("emitted at its own opset (17 to 26), run by onnxruntime", "own"),
+        ("emitted at opset 21, run by onnxruntime", "21"),
+        ("emitted at its own opset, run by onnx.reference", "reference"),
+    ]  # fmt: skip
+    lines = [
+        "# ONNX's node cases",
+        "",
+        f"The {n} node cases of onnx {onnx.__version__}, with onnxruntime {onnxruntime.__version__}."
+        " Written by `python -m tests.onnx.node_suite --out docs/evidence/onnx-nodes.md`.",
+        "",
+        "| step | cases |",
+        "|---|---|",
+        f"| the case as it is, run by onnxruntime | {kept} |",
+        *(f"| {text} | {sum(r.passed(step) for r in results)} |" for text, step in rows),
+        f"| passes on onnxruntime as it is, and no more afterwards | {len(lost(results))} |",
+        "",
+        "A case of opset 7 to 16 is emitted at 17, the oldest that is written; one of 27 or 28 at",
+        "26, the newest. onnx.reference itself passes 1,861 of the cases as they are.",
+        "",
+        "## Cases that fail at a step",
+        "",
+        "Failures on onnxruntime are listed where it passes the case as it is.",
+        "",
+        "| case | opset | step | why |",
+        "|---|---|---|---|",
+    ]
+    for r in results:
+        steps = STEPS if r.original else ("import", "types", "files", "reference")
+        failing = [s for s in steps if not r.passed(s)]
+        if failing:
+            why = " ".join(r.errors[failing[0]].split())[:160].replace("|", "/")
+            lines.append(f"| {r.name} | {r.opset} | {failing[0]} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-k", default="", help="an operator, or a pattern of case names")
     parser.add_argument("--original", action="store_true", help="also run the cases as they are")
     parser.add_argument("--failing", action="store_true", help="list failing cases only, with why")
+    parser.add_argument("--out", type=Path, help="write the evidence here; all cases as they are")
     args = parser.parse_args()
     results = []
     for case in chosen(args.k):
-        result = judged(case, original=args.original)
+        result = judged(case, original=args.original or args.out is not None)
         results.append(result)
         if args.failing and all(map(result.passed, STEPS)):
             continue
@@ -325,6 +377,8 @@ def main() -> None:
                 write(f"    {step}: {error}")
     for line in summary(results):
         write(line)
+    if args.out is not None:
+        args.out.write_text(page(results))
 
 
 def write(line: str) -> None:
