@@ -38,7 +38,7 @@ from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.parse import parse_function
 from triplane.unified_ir.ir.text import function_text, module_text
-from triplane.unified_ir.ir.types import DTYPES, as_dtype
+from triplane.unified_ir.ir.types import DTYPES, OptionalType, as_dtype
 from triplane.unified_ir.onnx import Initializer, OnnxTarget, emit, import_onnx, serialize
 from triplane.unified_ir.onnx.target import NEWEST_OPSET, OLDEST_OPSET
 from triplane.unified_ir.ops.table import TABLE
@@ -246,7 +246,9 @@ def check_types(case: Any, module: Module) -> None:
 
 
 def _check_type(type_: Any, value: Any, sizes: dict[str, int]) -> None:
-    if not hasattr(type_, "shape") or value is None or isinstance(value, list):
+    if isinstance(type_, OptionalType):
+        type_ = type_.element
+    if value is None or isinstance(value, list):
         return
     array = np.asarray(value)
     if array.dtype.kind not in "OUST":
@@ -327,8 +329,8 @@ def page(results: list[Result]) -> str:
     lines = [
         "# ONNX's node cases",
         "",
-        f"The {n} node cases of onnx {onnx.__version__}, with onnxruntime {onnxruntime.__version__}."
-        " Written by `python -m tests.onnx.node_suite --out docs/evidence/onnx-nodes.md`.",
+        f"The {n} node cases of onnx {onnx.__version__}, onnxruntime {onnxruntime.__version__};",
+        "written by `python -m tests.onnx.node_suite --out docs/evidence/onnx-nodes.md`.",
         "",
         "| step | cases |",
         "|---|---|",

@@ -35,6 +35,14 @@ def _through_float32(app: Application) -> Lifted:
     return tuple(y.cast(narrow) if y.dtype == float32 else y for y in made)
 
 
+def _celu(app: Application) -> Lifted:
+    """Narrow floats by way of float32, the one type that opset 12 takes."""
+    x = app.operand(0)
+    if x.dtype == float32:
+        return app
+    return (emit("Celu", x.cast(float32), **app.attrs).cast(x.dtype),)
+
+
 def _mod(app: Application) -> Lifted:
     """Floats with fmod=0: the remainder has the sign of the divisor, zeros among them."""
     a, b = app.operand(0), app.operand(1)
@@ -102,7 +110,7 @@ def _space_to_depth(app: Application) -> Lifted:
 NEWER: Final[Mapping[tuple[str, int], Callable[[Application], Any]]] = {
     ("BitShift", 28): _bit_shift,
     ("Cast", 28): _same,
-    ("Celu", 28): _same,
+    ("Celu", 28): _celu,
     ("Compress", 28): _through_float32,
     ("DepthToSpace", 28): _same,
     ("DequantizeLinear", 28): _same,

@@ -21,6 +21,7 @@ from triplane.unified_ir.ops.row import Call, Op, dtype_attr
 from triplane.unified_ir.ops.samples import between, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.structure import (
     axes_of,
+    cast_row,
     concat,
     same,
     unsqueeze,
@@ -381,7 +382,9 @@ cast_like_row = Op(
     name="CastLike",
     infer=lambda call: (call.type(0).with_dtype(call.type(1).dtype),),
     reference=lambda x, like, **_: x.astype(like.dtype),
-    body=lambda x, like, **_: x.cast(like.dtype),
+    body=lambda x, like, **how: (
+        x if x.dtype == like.dtype else cast_row(x, to=like.dtype.onnx, **how)
+    ),
     native=lambda node, opset: False,  # what it casts to is known
     samples=(
         sample(normal(2, 3), given([1.0], "float32")),
