@@ -36,6 +36,29 @@ def agreed(operands: Sequence[Tensor | None], named: frozenset[str]) -> list[Ten
     return [None if x is None else _claimed(x, wanted, named) for x in operands]
 
 
+def agreed_but(
+    operands: Sequence[Tensor | None], axis: int, named: frozenset[str]
+) -> list[Tensor | None] | None:
+    """Operands of one rank that agree on every axis but one, as those of Concat do."""
+    present = [x for x in operands if x is not None]
+    ranks = {x.rank for x in present}
+    if len(ranks) != 1 or 0 in ranks or not all(is_plain(x.type) for x in present):
+        return None
+    apart = axis % present[0].rank
+    shapes = list(zip(*(x.shape for x in present), strict=True))
+    wanted = [next((d for d in s if not _open(d, named)), s[0]) for s in shapes]
+    return [
+        assume_shape(
+            x,
+            [
+                w if i != apart and _open(d, named) else d
+                for i, (d, w) in enumerate(zip(x.shape, wanted, strict=True))
+            ],
+        )
+        for x in present
+    ]
+
+
 def _open(dim: Dim, named: frozenset[str]) -> bool:
     return is_symbol(dim) and str(dim) not in named
 

@@ -44,7 +44,25 @@ def _if(site: Site) -> Sequence[Tensor]:
         builds.append(build)
     if len(results[0]) != len(results[1]):
         raise InvalidInput(f"its branches give {len(results[0])} and {len(results[1])} values")
+    for i, pair in enumerate(zip(*results, strict=True)):
+        results[0][i], results[1][i] = _of_one_rank(pair, builds)
     return cond_node(_scalar(predicate), [], builds, results)
+
+
+def _of_one_rank(pair: tuple[Tensor, Tensor], builds: Sequence[Build]) -> list[Tensor]:
+    """What two branches give; a single number is a vector of one where the other branch has that.
+
+    ONNX lets a value's rank depend on the branch taken; a single number means the same either way
+    to the operators that broadcast it.
+    """
+    single = all(is_plain(x.type) and x.type.size == 1 for x in pair)
+    if not single or {pair[0].rank, pair[1].rank} != {0, 1}:
+        return list(pair)
+    made = []
+    for x, build in zip(pair, builds, strict=True):
+        with build:
+            made.append(x.reshape(1) if x.rank == 0 else x)
+    return made
 
 
 def _scalar(x: Tensor) -> Tensor:
