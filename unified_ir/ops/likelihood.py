@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import numpy as np
+
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import ShapeError, int64
 from triplane.unified_ir.ops.indexing import gather, gather_elements
@@ -83,12 +85,37 @@ def _cross_entropy_loss(
     return [_reduced(log_p, labels, weight, ignore_index, reduction), log_p]
 
 
+def _kernel(
+    log_p: Any, labels: Any, weight: Any = None, *, reduction: str, ignore_index: int | None = None
+) -> Any:
+    """The same by numpy's indexing."""
+    classes = log_p.shape[1]
+    counts = np.ones(labels.shape, bool) if ignore_index is None else labels != ignore_index
+    wrong = counts & ((labels < 0) | (labels >= classes))
+    if wrong.any():
+        raise IndexError(f"label {labels[wrong][0]} is out of bounds for {classes} classes")
+    index = np.where(counts, labels, 0)
+    counted = (np.ones(classes, log_p.dtype) if weight is None else weight)[index] * counts
+    picked = np.take_along_axis(log_p, np.expand_dims(index, 1), 1).squeeze(1)
+    loss = -np.where(counts, picked, 0) * counted
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / counted.sum()
+
+
+def _softmax_kernel(scores: Any, labels: Any, weight: Any = None, **attrs: Any) -> Any:
+    shifted = scores - scores.max(1, keepdims=True)
+    log_p = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    return _kernel(log_p, labels, weight, **attrs), log_p
+
+
 def _by_body(*_: Any) -> bool:
     return False
 
 
 negative_log_likelihood_loss = Op(
     name="NegativeLogLikelihoodLoss",
+    reference=_kernel,
     body=_likelihood_loss,
     native=_by_body,
     samples=(
@@ -104,6 +131,7 @@ negative_log_likelihood_loss = Op(
 
 softmax_cross_entropy_loss = Op(
     name="SoftmaxCrossEntropyLoss",
+    reference=_softmax_kernel,
     body=_cross_entropy_loss,
     native=_by_body,
     samples=(
