@@ -15,6 +15,10 @@ HELD = {  # rows over sequences and optionals
     "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength",
     "SplitToSequence", "triplane.SequenceMap",
 }
+SLOPED = {
+    "ConcatFromSequence", "SequenceAt", "SequenceConstruct", "SequenceErase", "SequenceInsert",
+    "SplitToSequence",
+}
 DRAWN = {
     "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
     "RandomUniformLike",
@@ -54,7 +58,7 @@ NO_GRADIENT = {
     "Shape", "Size",
     "Xor",
     "triplane.Dims",
-} | HELD | DRAWN | {
+} | (HELD - SLOPED) | DRAWN | {
     "BlackmanWindow", "HammingWindow", "HannWindow", "ImageDecoder", "MelWeightMatrix",
     "RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer",
     "ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul",

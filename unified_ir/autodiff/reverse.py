@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import AttrValue, Function, Meta, Node, Value
+from triplane.unified_ir.ir.types import is_plain
 from triplane.unified_ir.ops.build import Build, body_function
 from triplane.unified_ir.ops.inline import Replay
 from triplane.unified_ir.ops.recorder import Recorder, recorder
 from triplane.unified_ir.ops.row import Op
+from triplane.unified_ir.ops.sequences import added
 from triplane.unified_ir.ops.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor
 
@@ -55,7 +57,7 @@ def linearize(
 
 def _accumulate(found: dict[Value, Tensor], value: Value, g: Tensor | None) -> None:
     if g is not None:
-        found[value] = found[value] + g if value in found else g
+        found[value] = added(found[value], g) if value in found else g
 
 
 def _pull_node(
@@ -79,12 +81,18 @@ def _linearize_node(replay: Replay, node: Node) -> tuple[Sequence[Tensor], Pullb
     inputs, attrs = replay.inputs(node), replay.attrs(node)
     regions, n = replay.regions(node), len(node.outputs)
     with replay.build.at(node.meta):
-        if row.linearize is not None:
+        if row.linearize is not None and not _passes_held(node):
             return row.linearize(inputs, attrs, regions, n, vjp_of=_vjp_of)
         if row.vjp is None and row.body is not None:
             return _linearize_body(row, attrs, inputs, n)
         outputs = replay.build.apply(row, inputs, attrs, regions=regions, outputs=n)
     return outputs, _pullback_of_row(row, node, inputs, outputs)
+
+
+def _passes_held(node: Node) -> bool:
+    """Whether a row over regions hands on numbers inside sequences or optionals."""
+    values = [v for v in (*node.inputs, *node.outputs) if v is not None]
+    return any(v.type.carries_gradient and not is_plain(v.type) for v in values)
 
 
 def _pullback_of_row(
@@ -93,6 +101,11 @@ def _pullback_of_row(
     attrs = row.full_attrs(node.attrs)
 
     def pull(gs: Cotangents) -> list[Tensor | None]:
+        if row.linearize is not None:
+            raise InvalidInput(
+                f"{row} hands on a sequence or an optional, through which it has no gradient (at "
+                f"{node.meta.location}); stack its elements, or use ops.stop_gradient"
+            )
         if row.vjp is None:
             raise InvalidInput(
                 f"{row} is not differentiable (at {node.meta.location}); wrap its operand in "

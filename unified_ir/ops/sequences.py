@@ -1,7 +1,8 @@
 """Rows over sequences and optionals: several tensors, or perhaps none, as one value.
 
 A sequence's type says what is known of its elements (`ir.types.SequenceType`); a size that each has
-for itself becomes a size of its own when one is taken out. Gradients stop at these rows by name.
+for itself becomes a size of its own when one is taken out. The cotangent of a sequence is a
+sequence of cotangents; of optionals and maps there is no gradient, and they say so.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from triplane.unified_ir.ir.types import (
     joined_elements,
 )
 from triplane.unified_ir.ops.build import region
+from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, Call, Op, dtype_attr
-from triplane.unified_ir.ops.structure import axes_of
-from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor
+from triplane.unified_ir.ops.structure import axes_of, stop_gradient, where, zeros
+from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of
 from triplane.unified_ir.ops.trees import leaves
 
 Types = tuple[TensorType, ...]
@@ -77,8 +79,15 @@ def _constructed(call: Call) -> Types:
     return (SequenceType(reduce(joined_elements, types)),)
 
 
+def _construct_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
+    return [assume_shape(sequence_at(g, i), x.shape) for i, x in enumerate(xs)]
+
+
 sequence_construct = Op(
-    name="SequenceConstruct", infer=_constructed, reference=lambda *xs, **_: list(xs)
+    name="SequenceConstruct",
+    infer=_constructed,
+    reference=lambda *xs, **_: list(xs),
+    vjp=_construct_vjp,
 )
 
 sequence_empty_row = Op(
@@ -109,7 +118,23 @@ def _insert(held: Any, x: Any, position: Any = None) -> Any:
     return [*held[:at], x, *held[at:]]
 
 
-sequence_insert = Op(name="SequenceInsert", infer=_inserted, reference=_insert)
+def _place(position: Tensor | None, held: Tensor, last: int) -> Tensor:
+    """A position counted from the front; without one, that of the length plus `last`."""
+    n = sequence_length(held)
+    if position is None:
+        return n + last
+    at = position.reshape(()).cast(int64)
+    return where(at < 0, at + n, at)
+
+
+def _insert_vjp(
+    g: Tensor, y: Tensor, held: Tensor, x: Tensor, position: Tensor | None = None
+) -> Any:
+    at = _place(position, held, 0)
+    return sequence_erase(g, at), assume_shape(sequence_at(g, at), x.shape), None
+
+
+sequence_insert = Op(name="SequenceInsert", infer=_inserted, reference=_insert, vjp=_insert_vjp)
 
 
 def _taken(call: Call) -> Types:
@@ -124,8 +149,16 @@ def _own_sizes(call: Call) -> int:
     return _own(held.element.shape) if known else 0  # type: ignore[attr-defined]
 
 
+def _at_vjp(g: Tensor, y: Tensor, held: Tensor, position: Tensor) -> Any:
+    """Zeros everywhere but there."""
+    at = _place(position, held, 0)
+    flat = sequence_map(lambda x: zeros(x.shape, x.dtype), stop_gradient(held))
+    return sequence_insert(sequence_erase(flat, at), g, at), None
+
+
 sequence_at = Op(
     name="SequenceAt",
+    vjp=_at_vjp,
     opens=_own_sizes,
     infer=_taken,
     reference=lambda held, position: held[_one(position)],
@@ -142,7 +175,13 @@ def _erase(held: Any, position: Any = None) -> Any:
     return [*held[:at], *held[at + 1 :]]
 
 
-sequence_erase = Op(name="SequenceErase", infer=_erased, reference=_erase)
+def _erase_vjp(g: Tensor, y: Tensor, held: Tensor, position: Tensor | None = None) -> Any:
+    at = _place(position, held, -1)
+    gone = sequence_at(stop_gradient(held), at)
+    return sequence_insert(g, zeros(gone.shape, gone.dtype), at), None
+
+
+sequence_erase = Op(name="SequenceErase", infer=_erased, reference=_erase, vjp=_erase_vjp)
 
 
 def _length(call: Call) -> Types:
@@ -192,7 +231,17 @@ def _split(x: Any, split: Any = None, *, axis: int, keepdims: int) -> Any:
     return np.split(x, ends, axis)
 
 
-split_to_sequence_row = Op(name="SplitToSequence", infer=_split_types, reference=_split)
+def _split_vjp(
+    g: Tensor, y: Tensor, x: Tensor, split: Tensor | None = None, *, axis: int, keepdims: int
+) -> Any:
+    stacked = split is None and not keepdims
+    whole = concat_from_sequence_row(g, axis=axis, new_axis=int(stacked))
+    return assume_shape(whole, x.shape), None
+
+
+split_to_sequence_row = Op(
+    name="SplitToSequence", infer=_split_types, reference=_split, vjp=_split_vjp
+)
 
 
 def _concat_types(call: Call) -> Types:
@@ -213,8 +262,21 @@ def _concat(held: Any, *, axis: int, new_axis: int) -> Any:
     return np.stack(held, axis) if new_axis else np.concatenate(held, axis)
 
 
+def _concat_vjp(g: Tensor, y: Tensor, held: Tensor, *, axis: int, new_axis: int) -> Any:
+    """Parts as long as the elements are."""
+    if new_axis:
+        return (split_to_sequence_row(g, axis=axis, keepdims=0),)
+    at = axis % g.rank
+    lengths = sequence_map(lambda x: dims_of([x.shape[at]]), stop_gradient(held))
+    return (split_to_sequence_row(g, concat_from_sequence_row(lengths, axis=0), axis=axis),)
+
+
 concat_from_sequence_row = Op(
-    name="ConcatFromSequence", opens=_concat_opens, infer=_concat_types, reference=_concat
+    name="ConcatFromSequence",
+    opens=_concat_opens,
+    infer=_concat_types,
+    reference=_concat,
+    vjp=_concat_vjp,
 )
 
 
@@ -342,12 +404,13 @@ def stack_from_sequence(held: Tensor, *, axis: int = 0) -> Tensor:
     return concat_from_sequence_row(held, axis=axis, new_axis=1)
 
 
-def sequence_map(f: Callable[..., Any], held: Tensor, *more: Tensor) -> Any:
+def sequence_map(f: Callable[..., Any], held: Tensor, *more: Tensor, alike: bool = False) -> Any:
     """`f` of each element; further sequences are walked along, tensors are the same for all.
 
-    A sequence, or a tuple of them where `f` gives a tuple.
+    A sequence, or a tuple of them where `f` gives a tuple. alike: elements that meet have one
+    shape, which their types need not say.
     """
-    build, made = region("map", element_types((held, *more)), lambda xs: f(*xs))
+    build, made = region("map", element_types((held, *more), alike=alike), lambda xs: f(*xs))
     with build:
         results = [build.admit(x) for x in leaves(made)]
     body = build.finish({f"y{i}": y for i, y in enumerate(results)})
@@ -377,6 +440,14 @@ def element_types(operands: Sequence[Tensor], *, alike: bool = False) -> list[Te
             held = held.element.with_shape(names)
         types.append(held)
     return types
+
+
+def added(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two cotangents of one value, of sequences element by element."""
+    if is_plain(a.type):
+        return a + b
+    made: Tensor = sequence_map(lambda x, y: x + y, a, b, alike=True)
+    return made
 
 
 def _alike(operands: Sequence[Tensor], place: str) -> list[TensorType]:
