@@ -134,6 +134,20 @@ def axis_shifted(call: Batched) -> Sequence[Tensor]:
     return call.apply(call.all(), axis=axis % max(call.rank(0), 1) + 1)
 
 
+def first_along_axis(call: Batched) -> Sequence[Tensor]:
+    """As `axis_shifted` for rows whose other operands count or measure."""
+    call.only_first()
+    axis = call.row.full_attrs(call.attrs)["axis"]
+    return call.apply(call.inputs, axis=axis % call.rank(0) + 1)
+
+
+def first_along_operand(call: Batched) -> Sequence[Tensor]:
+    """Rows that work along the axis that is operand 1."""
+    call.only_first()
+    (axis,) = known_ints(call.inputs[1])
+    return call.apply([call.inputs[0], np.array(axis % call.rank(0) + 1)])
+
+
 def axes_shifted(call: Batched) -> Sequence[Tensor]:
     """Reductions, whose axes are operand 1; without it, all axes of a slice."""
     call.only_first()
@@ -232,9 +246,12 @@ def _matrix(call: Batched, i: int) -> Tensor:
 def known_ints(x: Tensor | None) -> list[int]:
     """The contents of a constant int vector."""
     found = None if x is None else recorder().known(x)
-    if found is None or any(isinstance(d, Expr) for d in found):
+    if found is None:
         raise NeedsScan
-    return [int(i) for i in np.atleast_1d(np.asarray(found))]
+    items: list[Any] = list(found) if isinstance(found, tuple) else list(np.atleast_1d(found))
+    if any(isinstance(d, Expr) for d in items):
+        raise NeedsScan
+    return [int(i) for i in items]
 
 
 def length(x: Tensor | None) -> int:

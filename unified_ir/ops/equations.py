@@ -19,6 +19,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.indexing import arange, gather
 from triplane.unified_ir.ops.row import Call, Op
 from triplane.unified_ir.ops.samples import normal, sample
@@ -216,6 +217,7 @@ def _cofactors(x: Tensor) -> Tensor:
 
 det = Op(
     name="Det",
+    batch=batching.first_elementwise,
     infer=_det_types,
     reference=lambda x: np.linalg.det(x) if math.prod(x.shape) else np.ones(x.shape[:-2]),
     vjp=_det_vjp,

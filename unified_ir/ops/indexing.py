@@ -112,8 +112,15 @@ def _reduces(node: Node, opset: int) -> bool:
     return opset >= 18 or node.attrs.get("reduction") not in {"max", "min"}
 
 
+def _scatter_nd_batch(call: batching.Batched) -> tuple[Tensor, ...]:
+    """The number of the slice becomes the first part of each position."""
+    x, index, updates = call.all()
+    return call.apply([x, _with_batch(index, 1), updates])
+
+
 scatter_nd = Op(
     name="ScatterND",
+    batch=_scatter_nd_batch,
     infer=same,
     vjp=_scatter_nd_vjp,
     native=_reduces,
@@ -157,6 +164,7 @@ def _with_batch(index: Tensor, batch_dims: int) -> Tensor:
 
 gather_nd = Op(
     name="GatherND",
+    batch=lambda call: call.apply(call.all(), batch_dims=call.attrs.get("batch_dims", 0) + 1),
     infer=_gather_nd,
     vjp=_gather_nd_vjp,
     samples=(

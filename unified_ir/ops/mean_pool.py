@@ -11,6 +11,7 @@ import numpy as np
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.batching import merged
 from triplane.unified_ir.ops.convolution import conv_grad_input, conv_row
 from triplane.unified_ir.ops.elementwise import abs_, pow_, sign
@@ -211,6 +212,7 @@ def _lp_native(node: Node, opset: int) -> bool:
 
 lp_pool_row = Op(
     name="LpPool",
+    batch=batching.merged,
     infer=_pool,
     reference=_lp_kernel,
     vjp=_lp_vjp,
@@ -238,6 +240,7 @@ def _global_lp_body(x: Tensor, *, p: int) -> Tensor:
 
 global_lp_pool = Op(
     name="GlobalLpPool",
+    batch=batching.merged,
     reference=lambda x, p: _root(
         (np.abs(x) ** p).sum(axis=tuple(range(2, x.ndim)), keepdims=True), p
     ),

@@ -15,6 +15,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, product
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
+from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.batching import merged, merged_all
 from triplane.unified_ir.ops.indexing import arange, gather, scatter_elements
 from triplane.unified_ir.ops.mean_pool import average_pool_row
@@ -401,6 +402,7 @@ def _global_max_vjp(g: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor]:
 
 global_max_pool = Op(
     name="GlobalMaxPool",
+    batch=batching.merged,
     reference=lambda x: x.max(axis=tuple(range(2, x.ndim)), keepdims=True),
     vjp=_global_max_vjp,
     samples=(sample(apart(2, 3, 4, 5)), sample(apart(2, 3, 4))),

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.unified_ir.ir.types import TensorType
+from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.elementwise import mul
 from triplane.unified_ir.ops.row import Call, Op
 from triplane.unified_ir.ops.samples import given, ints, normal, sample
@@ -65,6 +66,7 @@ def _running_uses(**more: Any) -> Any:
 
 cumsum_row: Op = Op(
     name="CumSum",
+    batch=batching.first_along_operand,
     infer=_running_type,
     reference=_running_kernel(np.cumsum, 0),
     vjp=lambda g, y, x, axis, *, exclusive, reverse: (
@@ -82,6 +84,7 @@ def _cumprod(x: Tensor, axis: Tensor, *, exclusive: int, reverse: int) -> Tensor
 
 cumprod_row = Op(
     name="CumProd",
+    batch=batching.first_along_operand,
     infer=_running_type,
     reference=_running_kernel(np.cumprod, 1),
     body=_cumprod,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from triplane.unified_ir.ir.types import ShapeError, TensorType, TypeMismatch, bool_, int64
+from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.indexing import gather, scatter_elements
 from triplane.unified_ir.ops.products import cumsum_row
 from triplane.unified_ir.ops.row import Call, Op
@@ -61,6 +62,7 @@ def _coarse(rng: np.random.Generator) -> Any:
 
 top_k_row: Op = Op(
     name="TopK",
+    batch=batching.first_along_axis,
     opens=lambda call: int(call.known[1] is None),
     infer=_top_k_types,
     reference=_top_k,

@@ -16,6 +16,7 @@ from triplane.unified_ir.ir.types import (
     int64,
     type_of,
 )
+from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.indexing import arange
 from triplane.unified_ir.ops.row import Call, Op, dtype_attr
 from triplane.unified_ir.ops.samples import between, bools, given, ints, normal, sample
@@ -166,6 +167,7 @@ def _split_vjp(g: Any, y: Any, x: Tensor, sizes: Tensor | None = None, **attrs: 
 
 split_row = Op(
     name="Split",
+    batch=batching.first_along_axis,
     opens=lambda call: call.outputs if call.has(1) and call.known[1] is None else 0,
     infer=_split_types,
     reference=_split,
@@ -269,6 +271,7 @@ def _trilu_body(x: Tensor, k: Tensor | None = None, *, upper: int) -> Tensor:
 
 trilu_row: Op = Op(
     name="Trilu",
+    batch=batching.first_elementwise,
     infer=_trilu_types,
     reference=lambda x, k=0, *, upper: (np.triu if upper else np.tril)(x, int(np.ravel(k)[0])),
     vjp=lambda g, y, x, k=None, *, upper: (trilu_row(g, k, upper=upper), None),
