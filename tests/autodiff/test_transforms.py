@@ -3,7 +3,7 @@ import pytest
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir import ops
-from triplane.unified_ir.autodiff import grad, value_and_grad, vjp
+from triplane.unified_ir.autodiff import grad, jvp, value_and_grad, vjp
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ir.types import as_dtype
@@ -138,3 +138,17 @@ def test_nodes_of_the_backward_pass_keep_the_place_they_derive_from():
     sine = next(n for n in f.nodes if n.op.name == "Sin")
     assert cosine.meta.location == sine.meta.location
     assert cosine.meta.scope.startswith("grad")
+
+
+def test_jvp_pushes_tangents_forward_by_name():
+    f = function(
+        vectors("x", "z"), lambda x, z: {"a": x * z, "b": z.sum(), "n": x > 0.0, "c": x * 0.0 + 1.0}
+    )
+    pushed = jvp(f, ["x"])
+    assert pushed.param_names == ("x", "z", "tangent.x")
+    assert pushed.result_names == ("a", "b", "n", "c", "tangent.a", "tangent.b", "tangent.c")
+    found = run(pushed, X, Z, np.ones(3))
+    np.testing.assert_array_equal(found["tangent.a"], Z)
+    assert (float(found["tangent.b"]), found["tangent.c"].tolist()) == (0, [0, 0, 0])
+    with pytest.raises(InvalidInput, match="gradients are for floating-point"):
+        jvp(function({"i": TensorSpec((2,), "int64")}, lambda i: i * 2), ["i"])

@@ -231,6 +231,28 @@ def test_an_attribute_of_a_users_module_is_watched(tmp_path, monkeypatch):
     np.testing.assert_array_equal(f(X), X * 3)
 
 
+def test_a_name_imported_inside_a_function_is_watched(tmp_path, monkeypatch):
+    (tmp_path / "watched_within.py").write_text("FACTOR = 2.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    @graph
+    def taken(x):
+        from watched_within import FACTOR  # type: ignore[import-not-found]
+
+        return x * FACTOR
+
+    @graph
+    def whole(x):
+        import watched_within
+
+        return x * watched_within.FACTOR
+
+    for f in (taken, whole):
+        for factor in (2.0, 2.0, 3.0):
+            monkeypatch.setattr("watched_within.FACTOR", factor)
+            np.testing.assert_array_equal(f(X), X * factor)
+
+
 def test_defaults_are_watched_and_so_is_what_is_inside_them():
     @graph
     def f(x, factor=2.0, more=[1.0]):  # noqa: B006 - it is what changes

@@ -1,4 +1,4 @@
-"""`value_and_grad`, `grad` and `vjp` as transforms of functions."""
+"""`value_and_grad`, `grad`, `vjp` and `jvp` as transforms of functions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.autodiff.forward import pushforward
 from triplane.unified_ir.autodiff.reverse import linearize
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ir.types import ShapeError
@@ -19,6 +20,9 @@ from triplane.unified_ir.passes.simplify import pool_before_relu
 
 GRAD = "grad."
 """Prefix of the name of a gradient result: the gradient for `w` is the result `grad.w`."""
+
+TANGENT = "tangent."
+"""Prefix of the names of tangents, of parameters and of results."""
 
 
 def value_and_grad(
@@ -81,6 +85,26 @@ def vjp(function: Function, wrt: Sequence[str] | None = None) -> Function:
         results, pull = linearize(function, params, [function.param_index(n) for n in names])
         named = dict(zip(function.result_names, results, strict=True))
         named |= _named_grads(names, pull(gs), params, function)
+    return clean(build.finish(named))
+
+
+def jvp(function: Function, wrt: Sequence[str] | None = None) -> Function:
+    """Adds a parameter `tangent.NAME` per wanted one; each floating-point result gets a tangent.
+
+    The tangent of the result `y` is the result `tangent.y`, zeros where nothing wanted reaches it.
+    """
+    names = _wanted(function, wrt)
+    build = Build(TABLE, f"{function.name}.jvp")
+    with build:
+        params = [build.param(p.name, p.type) for p in function.params]
+        tangents = [build.param(TANGENT + n, function.param(n).type) for n in names]
+        wanted = [function.param_names.index(n) for n in names]
+        results, push = pushforward(function, params, wanted)
+        named = dict(zip(function.result_names, results, strict=True))
+        moved = zip(function.result_names, results, push(tangents), strict=True)
+        for name, y, t in moved:
+            if y.dtype.is_float:
+                named[TANGENT + name] = zeros(y.shape, y.dtype) if t is None else t
     return clean(build.finish(named))
 
 

@@ -128,6 +128,8 @@ def jvp(f: Any) -> Any:
     >>> jvp(lambda x: x * x)(np.float32(3.0), np.float32(0.5))
     (array(9., dtype=float32), array(3., dtype=float32))
     """
+    if isinstance(f, Function):
+        return autodiff.jvp(f)
     name = name_of_callable(f)
 
     def pushed(*args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import lru_cache, partial
+from importlib.util import resolve_name
 from operator import is_
 from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final, Protocol
@@ -44,6 +45,8 @@ PLAIN: Final = (
 """Values that never change, equal when their types and texts are."""
 
 _MISSING: Final = object()
+_IMPORT: Final = "import "
+"""Begins the first part of a path that an `import` inside a function makes."""
 
 
 class Spot(Protocol):
@@ -322,7 +325,9 @@ def _contents(cell: Any) -> Any:
 def _outer(f: FunctionType, path: tuple[str, ...]) -> Any:
     """What an outer name, or attributes of a user's module behind one, stand for now."""
     free = f.__code__.co_freevars
-    if path[0] in free:
+    if path[0].startswith(_IMPORT):
+        value = _imported(f, path[0])
+    elif path[0] in free:
         value = _contents((f.__closure__ or ())[free.index(path[0])])
     else:
         value = f.__globals__.get(path[0], _MISSING)
@@ -333,12 +338,25 @@ def _outer(f: FunctionType, path: tuple[str, ...]) -> Any:
     return value
 
 
+def _imported(f: FunctionType, statement: str) -> Any:
+    """The module that an `import` inside the function names, once it is loaded."""
+    name = statement.removeprefix(_IMPORT)
+    if name.startswith("."):
+        name = resolve_name(name, str(f.__globals__.get("__package__") or ""))
+    return sys.modules.get(name, _MISSING)
+
+
 @lru_cache(maxsize=4096)
 def _named_paths(code: CodeType) -> tuple[tuple[str, ...], ...]:
     """Outer names that a function or one nested in it reads, with attributes that follow."""
     found: dict[tuple[str, ...], None] = {}
     path: tuple[str, ...] = ()
+    levels: list[Any] = [0, 0]
     for step in dis.get_instructions(code):
+        if step.opname == "IMPORT_NAME":
+            module = f"{_IMPORT}{'.' * int(levels[0] or 0)}{step.argval}"
+            found |= {(module, name): None for name in code.co_names if name != step.argval}
+        levels = [levels[1], step.argval]
         if step.opname in {"LOAD_GLOBAL", "LOAD_DEREF"}:
             path = (str(step.argval),)
         elif path and step.opname in {"LOAD_ATTR", "LOAD_METHOD"}:
