@@ -78,9 +78,12 @@ def split(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _parts(row: dict[str, Any], key: str) -> str:
+    found = row["parts_ms"].get(key)
+    if found is None:  # small updates ride in messages: nothing is uploaded
+        return ""
     calls = row["parts_ms"].get(f"{key} calls")
     times_ = f", {calls / 1000:.0f} times" if calls else ""
-    return f"{row['parts_ms'][key]:,.1f}{times_}"
+    return f"{found:,.1f}{times_}"
 
 
 def cost(rows: Sequence[dict[str, Any]]) -> str:
