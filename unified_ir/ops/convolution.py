@@ -58,7 +58,7 @@ def _conv(call: Call) -> Types:
         raise ShapeError(
             f"Conv needs x channels == w.shape[1] * groups, got {x} and {w} with groups={group}"
         )
-    if isinstance(w.shape[0], int) and w.shape[0] % group:
+    if group < 1 or (isinstance(w.shape[0], int) and w.shape[0] % group):
         raise ShapeError(f"Conv needs groups that divide the output channels, got {w}, {group=}")
     if call.has(2) and call.type(2).shape != w.shape[:1]:
         raise ShapeError(f"Conv needs one bias per output channel of {w}, got {call.type(2)}")
@@ -212,7 +212,7 @@ def _conv_transpose(call: Call) -> Types:
     group = attrs["group"]
     if x.rank != w.rank or x.rank < 3 or x.shape[1] != w.shape[0]:
         raise ShapeError(f"ConvTranspose takes x: (N, C, ...), w: (C, O/groups, ...), got {x}, {w}")
-    if isinstance(w.shape[0], int) and w.shape[0] % group:
+    if group < 1 or (isinstance(w.shape[0], int) and w.shape[0] % group):
         raise ShapeError(f"ConvTranspose needs groups that divide its channels, got {w}, {group=}")
     window, extra = transposed_window(attrs, _kernel_of(attrs, w), x.shape[2:])
     n = len(window.kernel)
@@ -290,7 +290,7 @@ conv_transpose_row = Op(
 def _conv_grad_weight(call: Call) -> Types:
     x, g, attrs = call.type(0), call.type(1), call.attrs
     channels = static(x.shape[1:2], "channels")[0]
-    if channels % attrs["group"]:
+    if attrs["group"] < 1 or channels % attrs["group"]:
         raise ShapeError(f"{attrs['group']} groups do not divide {channels} channels")
     if x.rank != g.rank or x.shape[0] != g.shape[0]:
         raise ShapeError(f"ConvGradWeight takes x and g of one batch, got {x} and {g}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
@@ -33,6 +34,24 @@ from triplane.unified_ir.ops.window import (
 
 def _pool(call: Call) -> tuple[TensorType]:
     return (pooled_type(call.type(0), call.attrs),)
+
+
+def _check_power(call: Call) -> None:
+    if call.attrs["p"] < 1:
+        raise InvalidInput(f"{call.row} takes a power p of at least 1, got {call.attrs['p']}")
+
+
+def _lp_types(call: Call) -> tuple[TensorType]:
+    _check_power(call)
+    return _pool(call)
+
+
+def _global_lp_types(call: Call) -> tuple[TensorType]:
+    _check_power(call)
+    x = call.type(0)
+    if x.rank < 3:
+        raise ShapeError(f"GlobalLpPool takes x: (N, C, ...), got {x}")
+    return (x.with_shape((*x.shape[:2], *(1 for _ in x.shape[2:]))),)
 
 
 def _rooms(x: Tensor, attrs: Mapping[str, Any]) -> tuple[Sequence[Dim], Sequence[Dim], Window]:
@@ -213,7 +232,7 @@ def _lp_native(node: Node, opset: int) -> bool:
 lp_pool_row = Op(
     name="LpPool",
     batch=batching.merged,
-    infer=_pool,
+    infer=_lp_types,
     reference=_lp_kernel,
     vjp=_lp_vjp,
     body=lambda x, *, p, **attrs: _root(_sums(powers(x, p), attrs), p),
@@ -241,6 +260,7 @@ def _global_lp_body(x: Tensor, *, p: int) -> Tensor:
 global_lp_pool = Op(
     name="GlobalLpPool",
     batch=batching.merged,
+    infer=_global_lp_types,
     reference=lambda x, p: _root(
         (np.abs(x) ** p).sum(axis=tuple(range(2, x.ndim)), keepdims=True), p
     ),

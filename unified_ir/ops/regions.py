@@ -28,6 +28,11 @@ def _align_types(call: Call) -> tuple[TensorType]:
             f"RoiAlign takes x: (N, C, H, W), rois: (R, 4) and batch indices: (R), got {x}, {rois}"
             f" and {batch}"
         )
+    if min(attrs["output_height"], attrs["output_width"]) < 1 or attrs["sampling_ratio"] < 0:
+        raise InvalidInput(
+            f"RoiAlign takes output sizes of at least 1 and a sampling ratio of at least 0, got "
+            f"{attrs['output_height']}, {attrs['output_width']}, {attrs['sampling_ratio']}"
+        )
     if attrs["mode"] not in ("avg", "max"):
         raise InvalidInput(f"RoiAlign has modes avg and max, got {attrs['mode']!r}")
     return (

@@ -7,6 +7,7 @@ same lines, which are written for numpy and for tensors alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -78,8 +79,8 @@ def _resized(
     policy = attrs["keep_aspect_ratio_policy"]
     if wanted is scales:
         given_scales = [float(s) for s in wanted]  # type: ignore[arg-type]
-        if min(given_scales) <= 0:
-            raise ShapeError(f"Resize needs positive scales, got {given_scales}")
+        if not all(0 < s < math.inf for s in given_scales):
+            raise ShapeError(f"Resize needs positive finite scales, got {given_scales}")
         made = [
             _Axis(a, shape[a], _scaled(shape[a], s), s)
             for a, s in zip(axes, given_scales, strict=True)
@@ -305,8 +306,25 @@ def _resize_vjp(g: Tensor, y: Tensor, x: Tensor, *operands: Tensor | None, **att
     return (g, *(None for _ in operands))
 
 
+_POLICIES: Final = ("stretch", "not_larger", "not_smaller")
+
+
+def _check_names(call: Call) -> None:
+    for attr, names in (
+        ("mode", ("nearest", *_REACH)),
+        ("coordinate_transformation_mode", tuple(_COORDINATES)),
+        ("nearest_mode", tuple(_NEAREST)),
+        ("keep_aspect_ratio_policy", _POLICIES),
+    ):
+        if call.attrs[attr] not in names:
+            raise InvalidInput(
+                f"Resize takes for {attr} {', '.join(names)}, got {call.attrs[attr]!r}"
+            )
+
+
 def _resize_types(call: Call) -> tuple[TensorType]:
     x = call.type(0)
+    _check_names(call)
     known = [call.known[i] if call.has(i) and i < len(call.known) else None for i in (1, 2, 3)]
     shape = list(x.shape)
     roi, scales, sizes = known
@@ -317,6 +335,7 @@ def _resize_types(call: Call) -> tuple[TensorType]:
 
 def _resize_open(call: Call) -> tuple[Dim | None, ...]:
     """Every size that scales or sizes computed in the run may change."""
+    _check_names(call)
     x = call.type(0)
     changed = {range(x.rank)[a] for a in call.attrs["axes"] or range(x.rank)}
     return tuple(None if i in changed else d for i, d in enumerate(x.shape))
