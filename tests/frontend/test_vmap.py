@@ -107,6 +107,7 @@ def total(f):
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", PROGRAMS)
 def test_gradients_inside_and_outside_of_vmap(f):
     wanted = stacked(grad(total(f)), X)
@@ -116,6 +117,7 @@ def test_gradients_inside_and_outside_of_vmap(f):
             close(grad(lambda xs: vmap(total(f))(xs).sum())(X), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [branching, looping, scanning])
 def test_second_orders_pass_through_vmap(f):
     def twice(v):
