@@ -9,6 +9,7 @@ of every trip and walk back over it. Gradients are again such nodes, so any orde
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, is_symbol, symbol, symbols
-from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import (
     OWN,
     TensorType,
@@ -285,19 +286,102 @@ def _scan_linearize(
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
         walk = _Walk(body, [*carry, *(None for _ in xs), *captures], gs, n, vjp_of)
         x_wanted = [n + i for i, x in enumerate(xs) if x.dtype.is_float]
-        step = walk.backward(x_wanted)
         g_ys = [gs[n + i] for i in walk.y_given]
         scanned = [*saved, *xs, *g_ys]
-        found = recorder().apply(
+        apart = _ProductsApart.of(walk.backward(x_wanted), len(walk.carry), walk.width, scanned)
+        start = [x for k, x in enumerate(walk.start()) if k not in apart.products]
+        walked = recorder().apply(
             scan_row,
-            (*walk.start(), *scanned, *captures),
-            {"num_carry": walk.width, "num_scanned": len(scanned), "reverse": 1 - reverse},
-            regions=(step,),
-            outputs=walk.width + len(x_wanted),
+            (*start, *scanned, *captures),
+            {"num_carry": len(start), "num_scanned": len(scanned), "reverse": 1 - reverse},
+            regions=(apart.step,),
+            outputs=len(apart.step.results),
         )
+        found = apart.joined(walked, walk.width)
         return walk.result(len(inputs), found, x_wanted)
 
     return made[:outputs], pullback
+
+
+@dataclass(frozen=True)
+class _ProductsApart:
+    """A step back without those sums among its states that add a product a^T b.
+
+    The factors are further results instead: one product of all steps, taken after the walk, is the
+    sum. A weight's gradient is such a sum, and would be added up as a whole in every step.
+
+    products: factors by number of the state. walked: for factors that are scanned, all steps of
+    them. more: factors that became results, in order.
+    """
+
+    step: Function
+    products: Mapping[int, tuple[Value, Value]]
+    walked: Mapping[Value, Tensor]
+    more: tuple[Value, ...]
+
+    @classmethod
+    def of(cls, step: Function, first: int, last: int, scanned: Sequence[Tensor]) -> _ProductsApart:
+        """states first..last-1 are sums; the parameters behind them are slices of `scanned`."""
+        producer = {v: node for node in step.nodes for v in node.outputs}
+        reads = Counter(v for node in step.nodes for v in node.inputs)
+        products = {}
+        for k in range(first, last):
+            add = producer.get(step.results[k])
+            if add is None or add.op.name != "Add" or add.inputs[0] is not step.params[k]:
+                continue
+            factors = _factors(producer, add.inputs[1])
+            if factors is not None and reads[step.params[k]] == 1:
+                products[k] = factors
+        walked = dict(zip(step.params[last:], scanned, strict=False))
+        every = dict.fromkeys(v for pair in products.values() for v in pair)
+        more = tuple(v for v in every if v not in walked)
+        results = [*(r for k, r in enumerate(step.results) if k not in products), *more]
+        params = tuple(p for k, p in enumerate(step.params) if k not in products)
+        names = tuple(f"y{i}" for i in range(len(results)))
+        nodes = _needed(step.nodes, results)
+        left = Function(step.name, params, tuple(results), names, nodes)
+        return cls(left, products, walked, more)
+
+    def joined(self, results: Sequence[Tensor], width: int) -> list[Tensor]:
+        """The results of a whole walk, with the sums in their places among `width` states."""
+        count = len(results) - len(self.more)
+        found = {**self.walked, **dict(zip(self.more, results[count:], strict=True))}
+        rest = iter(results[:count])
+        states = []
+        for k in range(width):
+            if k in self.products:
+                flat = (found[v].reshape((-1, found[v].shape[2])) for v in self.products[k])
+                states.append(emit("Gemm", *flat, transA=1))
+            else:
+                states.append(next(rest))
+        return [*states, *rest]
+
+
+def _factors(producer: Mapping[Value, Node], x: Value | None) -> tuple[Value, Value] | None:
+    """(a, b) where x is a^T b of two matrices."""
+    node = None if x is None else producer.get(x)
+    if node is None or len(node.inputs) != 2:
+        return None
+    a, b = node.inputs
+    turn = None if a is None else producer.get(a)
+    if node.op.name == "MatMul" and turn is not None and turn.op.name == "Transpose":
+        a = turn.inputs[0] if turn.attrs.get("perm", (1, 0)) == (1, 0) else None
+    elif node.op.name != "Gemm" or node.attrs != {"transA": 1}:
+        return None
+    if a is None or b is None or a.type.rank != 2 or b.type.rank != 2:
+        return None
+    return a, b
+
+
+def _needed(nodes: Sequence[Node], results: Sequence[Value]) -> tuple[Node, ...]:
+    """The nodes that the results depend on."""
+    wanted: set[Value | None] = set(results)
+    kept = []
+    for node in reversed(nodes):
+        if not wanted.isdisjoint(node.outputs):
+            kept.append(node)
+            wanted.update(node.inputs)
+    return tuple(kept[::-1])
 
 
 class _Walk:
