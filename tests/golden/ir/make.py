@@ -1,4 +1,4 @@
-"""Writes model files of format version 1; `python -m tests.golden.ir.make` renews v1.
+"""Writes model files of format versions 1 and 2; `python -m tests.golden.ir.make` renews both.
 
 The graphs are written out by hand, so that the bytes depend on the codec alone. A change of the
 format is a new folder with a new version: v1 stays readable for ever.
@@ -10,9 +10,10 @@ import numpy as np
 
 from triplane.unified_ir.ir import Module, Role, StateTensor, TensorSpec
 from triplane.unified_ir.ir.graph import AttrValue, Function, Location, Meta, Node, OpId, Value
-from triplane.unified_ir.ir.types import DTYPES
+from triplane.unified_ir.ir.types import DTYPES, OptionalType, SequenceType, string
 
 V1 = Path(__file__).parent / "v1"
+V2 = Path(__file__).parent / "v2"
 PARENT = "2e" * 32
 W = np.array([[1, -2], [3, 4], [-5, 6]], np.float32)
 X = np.array([[1, 0, 0], [0, 1, 1]], np.float32)
@@ -73,6 +74,29 @@ def relu_layer() -> Module:
     return Module({"predict": function}, {"predict": "predict"}, state)
 
 
+def newer_values() -> Module:
+    """What version 2 added: sequences, optionals, strings, narrow types, a type as attribute."""
+    rows = SequenceType(TensorSpec(("_", "N", 3)))
+    values = {
+        "x": TensorSpec(("N",)), "rows": rows, "any": SequenceType(DTYPES["int64"]),
+        "texts": SequenceType(string, empty=True), "maybe": OptionalType(rows),
+        "one": OptionalType(TensorSpec(("N",), "float4e2m1")),
+    }  # fmt: skip
+    params = tuple(Value(t, n) for n, t in values.items())
+    narrow = ("float4e2m1", "float8e4m3fnuz", "float8e5m2fnuz", "float8e8m0", "int2", "uint2")
+    attrs: dict[str, AttrValue] = {
+        "dtype": DTYPES["float8e8m0"],
+        "type": OptionalType(SequenceType(TensorSpec((2,), "string"))),
+        "words": np.array([["", "a"], ["größe", "\0"]], np.object_),
+    }
+    attrs |= {n: np.array([1, 1, 1, 1, 1]).astype(DTYPES[n].numpy) for n in narrow}
+    made = Value(rows)
+    node = Node(OpId("golden", "Newer", 1), params, (made,), attrs)
+    function = Function("newer", params, (made, params[4]), ("y", "z"), (node,))
+    state = {"q": StateTensor(Role.BUFFER, np.array([1, -2, 0]).astype(DTYPES["int2"].numpy))}
+    return Module({"newer": function}, {"go": "newer"}, state)
+
+
 def make(folder: Path) -> dict[str, str]:
     """Write every file into `folder`; root digests by name."""
     return {
@@ -81,5 +105,11 @@ def make(folder: Path) -> dict[str, str]:
     }
 
 
+def make_newer(folder: Path) -> dict[str, str]:
+    """As `make`, for version 2."""
+    return {"newer_values.tpm": newer_values().save(folder / "newer_values.tpm")}
+
+
 if __name__ == "__main__":
     make(V1)
+    make_newer(V2)

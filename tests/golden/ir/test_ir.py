@@ -2,8 +2,20 @@
 
 import numpy as np
 import pytest
-from tests.golden.ir.make import PARENT, V1, W, X, Y, every_field, make
+from tests.golden.ir.make import (
+    PARENT,
+    V1,
+    V2,
+    W,
+    X,
+    Y,
+    every_field,
+    make,
+    make_newer,
+    newer_values,
+)
 
+from triplane.proto import ir_pb2 as pb
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.ir import Role
 from triplane.unified_ir.ir.module import read
@@ -51,3 +63,27 @@ def test_a_model_of_version_1_computes():
     assert w.tolist() == W.tolist()
     (y,) = run_function(TABLE, module.entry("predict"), [X, w])
     assert y.tolist() == Y.tolist()
+
+
+NEWER = "04d4da82bf1af24a43555057609e27785abf76374d6c43ea4827d7e0f56c7d4f"
+
+
+def test_version_2_is_written_and_read_to_the_byte(tmp_path):
+    assert make_newer(tmp_path) == {"newer_values.tpm": NEWER}
+    assert (tmp_path / "newer_values.tpm").read_bytes() == (V2 / "newer_values.tpm").read_bytes()
+    found = read(V2 / "newer_values.tpm", NEWER)
+    assert module_text(found) + "\n" == (V2 / "newer_values.txt").read_text("utf-8")
+    attrs, given = (m.functions["newer"].nodes[0].attrs for m in (found, newer_values()))
+    assert attrs["type"] == given["type"]
+    for name, value in given.items():
+        if isinstance(value, np.ndarray):
+            held = np.asarray(attrs[name])
+            assert held.dtype == value.dtype
+            assert held.tolist() == value.tolist()
+
+
+@pytest.mark.parametrize(("folder", "version"), [(V1, 1), (V2, 2)])
+def test_a_file_says_the_oldest_version_that_holds_it(folder, version):
+    for path in folder.glob("*.tpm"):
+        message = Container(path, kind="model").part("module.pb")
+        assert pb.Module.FromString(bytes(message)).format_version == version
