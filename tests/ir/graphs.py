@@ -6,7 +6,7 @@ from tests.conformance.uses import is_constant
 from triplane.unified_ir import ops
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.ir import Module, Role, StateTensor, TensorSpec
-from triplane.unified_ir.ir.types import type_of
+from triplane.unified_ir.ir.types import OptionalType, SequenceType, type_of
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.table import TABLE
@@ -154,3 +154,19 @@ def module(big=400):
         state,
         {"classes": "a\nb\nc", "cell": "tests"},
     )
+
+
+def held():
+    """Sequences, an optional, strings, and sizes that only the data decide."""
+    build = Build(TABLE, "held")
+    with build:
+        x = build.param("x", TensorSpec(("N", 2)))
+        rows = build.param("rows", SequenceType(TensorSpec(("_", 2))))
+        words = build.param("words", TensorSpec((2,), "string"))
+        maybe = ops.optional(OptionalType(rows.type).element)
+        grown = ops.fori_loop(3, lambda _, s: ops.sequence_insert(s, x), rows)
+        parts = ops.sequence_map(lambda p: p @ np.ones((2, 1), np.float32), grown)
+        either = ops.cond(x.sum() > 0.0, lambda x: x[:1], lambda x: ops.concat([x, x]), x)
+        texts = TABLE["", "StringConcat"](words, np.array(["a", "bc"], object))
+        results = [maybe, ops.concat_from_sequence(parts), either, texts]
+    return build.finish({f"y{i}": r for i, r in enumerate(results)})

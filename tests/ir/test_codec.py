@@ -194,6 +194,11 @@ BENT = {
     "a sequence of nothing": (_newer(form=1), Corrupt, "number 0 is none"),
     "a sequence of itself": (_newer(form=1, element=99), Corrupt, "type 98 of"),
     "a sequence with sizes": (_newer(form=1, dtype=1, shape=[2]), Corrupt, "element type alone"),
+    "a sequence of sequences": (
+        lambda m: (_newer(form=1, dtype=1)(m), _newer(form=1, element=len(m.types))(m)),
+        Corrupt,
+        "holds tensors, not",
+    ),
     "an optional of nothing": (_newer(form=3), Corrupt, "names it"),
     "an optional with sizes": (_newer(form=3, element=1, shape=[2]), Corrupt, "no size of its own"),
     "a tensor that holds a type": (_newer(dtype=1, element=1), Corrupt, "but its element type"),

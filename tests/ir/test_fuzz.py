@@ -28,6 +28,7 @@ def sources():
     return [
         Contents(whole.functions, whole.entries, whole.state, whole.meta),
         *(Contents({name: function}) for name, function in regions.items()),
+        Contents({"held": graphs.held()}),
     ]
 
 

@@ -226,7 +226,10 @@ class Decoder:
             raise Corrupt(f"format version {FIRST_VERSION} has no such type: {message}")
         if message.form not in _FORMS:
             raise Corrupt(f"form of type number {message.form} is none")
-        return _FORMS[message.form](self, message)
+        try:
+            return _FORMS[message.form](self, message)
+        except InvalidInput as error:
+            raise Corrupt(f"a type: {error}") from error
 
     def sequence_type(self, message: pb.TensorType) -> TensorType:
         """A sequence, of what is known of its elements."""
