@@ -48,7 +48,7 @@ def test_every_sample_of_a_row_comes_back_with_the_same_results(row):
     for sample in row.samples:
         function, args = graphs.of_sample(row, sample)
         assert_same_bits(function, back(function), args)
-        loss = graphs.scalar(function) if row.differentiable else None
+        loss = graphs.scalar(function) if row.differentiable and sample.smooth != () else None
         if loss is not None:
             gradient = value_and_grad(loss)
             assert_same_bits(gradient, back(gradient), args)

@@ -36,7 +36,7 @@ def test_every_sample_of_a_row_reads_back(row):
     for sample in row.samples:
         function, _ = graphs.of_sample(row, sample)
         check_function(assert_reads_back(function))
-        loss = graphs.scalar(function) if row.differentiable else None
+        loss = graphs.scalar(function) if row.differentiable and sample.smooth != () else None
         if loss is not None:
             assert_reads_back(value_and_grad(loss))
 

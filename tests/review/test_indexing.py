@@ -8,15 +8,28 @@ from triplane.unified_ir.engines import engine
 X = np.arange(10, dtype=np.float32).reshape(5, 2)
 
 
-@pytest.mark.parametrize("mask", [True, np.array([True, False, True, True, False])])
-def test_a_mask_is_not_an_index(mask):
-    with pytest.raises(InvalidInput, match="bool"):
-        trace(lambda x: x[mask], TensorSpec((5, 2)))
+def test_a_truth_value_is_not_an_index():
+    with pytest.raises(InvalidInput, match="an index is no truth value, got True"):
+        trace(lambda x: x[True], TensorSpec((5, 2)))
 
 
-def test_a_bound_computed_in_the_graph_is_refused_by_name():
-    with pytest.raises(InvalidInput, match="bound"):
-        trace(lambda x, n: x[:n], TensorSpec((5, 2)), TensorSpec((), "int64"))
+@pytest.mark.parametrize("name", ["onnx", "reference"])
+def test_a_mask_takes_the_rows_it_marks(name):
+    mask = np.array([True, False, True, True, False])
+    function = trace(lambda x: x[mask], TensorSpec((5, 2)))
+    np.testing.assert_array_equal(engine(name).compile(function)(X)[0], X[mask])
+
+
+@pytest.mark.parametrize("name", ["onnx", "reference"])
+@pytest.mark.parametrize("n", [-9, -2, 0, 3, 9])
+def test_a_scalar_of_the_graph_is_a_bound_as_numpy_has_it(name, n):
+    function = trace(lambda x, n: x[:n], TensorSpec((5, 2)), TensorSpec((), "int64"))
+    np.testing.assert_array_equal(engine(name).compile(function)(X, np.int64(n))[0], X[:n])
+
+
+def test_a_bound_that_is_no_int_is_refused_by_name():
+    with pytest.raises(InvalidInput, match="a slice's bound is an int"):
+        trace(lambda x, n: x[:n], TensorSpec((5, 2)), TensorSpec((), "float32"))
 
 
 @pytest.mark.parametrize("name", ["onnx", "reference"])

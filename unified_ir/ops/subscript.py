@@ -111,7 +111,8 @@ def _basic(x: Tensor, items: Sequence[Any]) -> Tensor:
     drop: list[int] = []
     for axis, item in enumerate(items):
         start, end, step = _bounds(x, axis, item)
-        if isinstance(start, int) and (start, end, step) == (0, END, 1):
+        known = isinstance(start, int) and isinstance(end, int)
+        if known and (start, end, step) == (0, END, 1):
             continue
         bounds.append((start, end, axis, step))
         if _is_int(item):
