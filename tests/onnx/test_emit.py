@@ -55,9 +55,11 @@ def graphs(graph):
                 yield from graphs(attribute.g)
 
 
-NOT_INFERRED = {"MeanVarianceNormalization"}  # onnx 1.23 keeps its default axes from its body
-    "MeanVarianceNormalization"
-}  # onnx 1.23 does not hand its own default on to its body
+NOT_INFERRED = {
+    "MeanVarianceNormalization",  # onnx 1.23 keeps its default axes from its body
+    "STFT",  # onnx 1.23 counts both sides where `onesided` is left to its default
+}
+"""Rows whose shapes onnx itself infers wrongly, so that its full check fails."""
 
 
 @pytest.mark.slow
