@@ -115,11 +115,14 @@ def _widened(bias: Tensor, keys: Dim) -> Tensor:
     return pad_row(bias, dims_of(ends), as_tensor(NOTHING, bias.dtype))
 
 
-def _weights(scores: Tensor, bias: Tensor | None, precision: int | None) -> Tensor:
+def _weights(
+    scores: Tensor, bias: Tensor | None, precision: int | None, *, may_be_empty: bool
+) -> Tensor:
     """Softmax over keys; 0 in a row whose keys are all excluded, and no NaN on the way back."""
     wide = scores.dtype if precision is None else dtype_attr(precision)
-    if bias is None:
-        return softmax(scores.cast(wide), axis=-1).cast(scores.dtype)
+    if bias is None or not may_be_empty:
+        biased = scores if bias is None else scores + bias
+        return softmax(biased.cast(wide), axis=-1).cast(scores.dtype)
     empty = bias.max([-1], keepdims=True) == NOTHING
     biased = scores + where(empty, as_tensor(0.0, bias.dtype), bias)
     found = softmax(biased.cast(wide), axis=-1).cast(scores.dtype)
@@ -151,7 +154,13 @@ def _attention(*operands: Tensor | None, **attrs: Any) -> list[Tensor]:
     scores = tanh(raw / cap) * cap if cap else raw
     places = _Places(q.shape[2], k.shape[2], offset, filled)
     bias = _bias(mask, places, scores, attrs)
-    weights = _weights(scores, bias, attrs["softmax_precision"])
+    windowed = max(attrs["left_window_size"], attrs["right_window_size"]) >= 0
+    weights = _weights(
+        scores,
+        bias,
+        attrs["softmax_precision"],  # by `is_causal` alone a query sees the first key at least
+        may_be_empty=mask is not None or filled is not None or windowed,
+    )
     y = _per_group(weights, v)
     shown = {RAW: raw, CAPPED: scores, BIASED: scores, WEIGHTS: weights}[
         attrs["qk_matmul_output_mode"]
