@@ -269,6 +269,17 @@ def test_the_reference_holds_elements_to_their_type():
         program([A, A[:, 0]])
 
 
+@pytest.mark.parametrize("engine", [ReferenceEngine(), OnnxEngine()], ids=lambda e: e.name)
+@pytest.mark.parametrize("split", [0, -1, [4, -1], [1, 1]], ids=str)
+def test_lengths_of_parts_that_cannot_be_are_refused_when_they_come(engine, split):
+    lengths = np.array(split, np.int64)
+    function = recorded(
+        ops.split_to_sequence, x=TensorSpec((3, 2)), split=TensorSpec(lengths.shape, "int64")
+    )
+    with pytest.raises(InvalidInput):
+        engine.compile(function)(A, lengths)
+
+
 def test_an_opened_optional_that_holds_nothing_is_refused():
     function = recorded(ops.optional_get_element, s=OptionalType(X))
     with pytest.raises(InvalidInput, match="holds nothing"):

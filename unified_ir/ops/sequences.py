@@ -225,6 +225,8 @@ def _split(x: Any, split: Any = None, *, axis: int, keepdims: int) -> Any:
     if split is None:
         parts = np.split(x, size, axis) if size else []
         return parts if keepdims else [np.squeeze(part, axis) for part in parts]
+    if split.size and int(split.min()) < (split.ndim == 0):
+        raise ValueError(f"parts of {split.tolist()} items; lengths are above 0")
     ends = np.arange(split, size, split) if split.ndim == 0 else np.cumsum(split)[:-1]
     if split.ndim and int(split.sum()) != size:
         raise ValueError(f"parts of {split.tolist()} do not add up to {size}")

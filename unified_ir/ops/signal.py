@@ -116,6 +116,8 @@ def _dft_types(call: Call) -> Types:
             sizes = tuple(call.opened(i) for i in range(x.rank - 1))
         return (x.with_shape((*sizes, 1 if onesided and inverse else 2)),)
     n = _length(call, axis)
+    if isinstance(n, int) and n < 1:
+        raise ShapeError(f"{call.row} is of 1 sample or more, got {n} of {x}")
     if onesided and x.shape[-1] != (2 if inverse else 1):
         wanted = "a complex spectrum" if inverse else "a real signal"
         raise ShapeError(f"{call.row} from one side {'back ' * inverse}takes {wanted}, got {x}")
@@ -380,6 +382,8 @@ def _mel_opens(call: Call) -> int:
 
 def _mel_types(call: Call) -> Types:
     bins, length = _known(call, 0), _known(call, 1)
+    if any(isinstance(n, int) and n < 1 for n in (*(bins or ()), *(length or ()))):
+        raise ShapeError(f"{call.row} has 1 band or more of a transform, got {bins} of {length}")
     columns = call.opened(0) if bins is None else bins[0]
     rows = call.opened(int(bins is None)) if length is None else floor_div(length[0], 2) + 1
     return (TensorType(dtype_attr(call.attrs["output_datatype"]), (rows, columns)),)
