@@ -23,6 +23,7 @@ from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import refusal
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core import files
 from triplane.unified_ir.federated.core.run import NEWEST_RULES
 
@@ -400,3 +401,26 @@ def test_a_run_whose_next_state_finds_no_room_waits_for_it(tmp_path, monkeypatch
     told, run = within(story())
     assert told.phase == pb.Run.REDUCING
     assert run.phase == pb.Run.DONE, run.reason
+
+
+@pytest.mark.slow
+def test_a_plan_that_finds_no_room_waits_for_it_and_the_run_begins(tmp_path, monkeypatch):
+    kept, tries = BlobFolder.put_file, []
+
+    def full(folder, source):
+        tries.append(source)
+        if source.name == "run.plan" and len(tries) == 1:
+            raise refusal(OSError(errno.ENOSPC, "No space left on device"), "the disk is full")
+        return kept(folder, source)
+
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            monkeypatch.setattr(BlobFolder, "put_file", full)
+            run_id = await begun(cloud)
+            told = await until(cloud, run_id, lambda run: "full" in run.reason)
+            return told, await until(cloud, run_id, lambda run: run.phase == pb.Run.GATHERING)
+
+    told, run = within(story())
+    assert told.phase == pb.Run.PREPARING
+    assert "full" not in run.reason
