@@ -79,12 +79,15 @@ def test_more_than_there_are_is_refused_when_the_graph_is_built():
         recorded(ops.compress, TensorSpec((3,)), TensorSpec((4,), "bool"))
 
 
-def test_equal_parts_of_an_open_size_are_refused_by_name():
-    with pytest.raises(InvalidInput, match="2 equal parts of the size N are not known to exist"):
-        recorded(
-            lambda x: TABLE["", "Split"].all_outputs(x, outputs=2, num_outputs=2)[0],
-            TensorSpec(("N",)),
-        )
+@pytest.mark.parametrize("engine_name", ["onnx", "reference"])
+def test_parts_of_an_open_size_are_as_equal_as_they_can_be(engine_name):
+    f = recorded(
+        lambda x: TABLE["", "Split"].all_outputs(x, outputs=3, num_outputs=3)[2], TensorSpec(("N",))
+    )
+    program = engine(engine_name).compile(f)
+    assert [program(np.ones(n, np.float32))[0].size for n in (3, 8, 9)] == [1, 2, 3]
+    with pytest.raises(InvalidInput):
+        program(np.ones(1, np.float32))
 
 
 @pytest.mark.parametrize(

@@ -301,6 +301,20 @@ def _minus_one_apart(context: Context, node: Node, divisor: str) -> tuple[str, s
     return found, context.emit("Where", found, one, divisor)
 
 
+_SHORT: Final = frozenset({"int8", "int16", "uint8", "uint16"})
+
+
+def _extreme(context: Context, node: Node) -> None:
+    """onnxruntime compares no integers below 32 bits: as int32, which holds them."""
+    dtype = node.outputs[0].type.dtype
+    if dtype.name not in _SHORT:
+        context.plain(node)
+        return
+    wide = [context.emit("Cast", name, to=int32.onnx) for name in context.inputs(node)]
+    found = context.emit(node.op.name, *wide)
+    context.add("Cast", [found], context.output_names(node), to=dtype.onnx)
+
+
 _NARROW: Final = frozenset({float16, DTYPES["bfloat16"]})
 
 
@@ -571,6 +585,8 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "ConvTranspose"): _conv_transpose,
     ("", "MaxUnpool"): _max_unpool,
     ("", "Div"): _div,
+    ("", "Max"): _extreme,
+    ("", "Min"): _extreme,
     ("", "Mod"): _mod,
     ("", "Einsum"): _einsum,
     ("", "OneHot"): _one_hot,
@@ -609,7 +625,7 @@ def _axes_as_attribute(context: Context, node: Node) -> None:
 
 
 def _bools_as_bytes(context: Context, node: Node) -> None:
-    """Before opset 20 no reduction takes bools."""
+    """No reduction takes bools before opset 20, and onnxruntime none of no elements."""
     _on_bytes(context, node, context.inputs(node), onnx_attrs(node.attrs))
 
 

@@ -235,7 +235,10 @@ def _fold(f: Any) -> Any:
 _apart_pair = sample(apart(2, 3), apart(2, 3))
 maximum = Op(
     name="Max", infer=broadcast_same, reference=_fold(np.maximum), vjp=_extreme_vjp,
-    samples=(sample(apart(2, 3), between(0.02, 0.08, 3)),),
+    samples=(
+        sample(apart(2, 3), between(0.02, 0.08, 3)),
+        sample(ints(-5, 5, 2, 3, dtype="int16"), ints(-5, 5, 3, dtype="int16")),
+    ),
 )  # fmt: skip
 minimum = Op(
     name="Min", infer=broadcast_same, reference=_fold(np.minimum), vjp=_extreme_vjp,

@@ -179,10 +179,21 @@ gather_nd = Op(
 def _gather_elements(call: Call) -> Types:
     x, index = call.type(0), call.type(1)
     axis = axes_of(x.rank, [call.attrs["axis"]])[0]
-    others = [[d for i, d in enumerate(t.shape) if i != axis] for t in (x, index)]
-    if x.rank != index.rank or others[0] != others[1]:
-        raise ShapeError(f"GatherElements along axis {axis} needs equal other axes: {x}, {index}")
+    sizes = [p for i, p in enumerate(zip(x.shape, index.shape, strict=False)) if i != axis]
+    if x.rank != index.rank or any(
+        isinstance(d, int) and isinstance(n, int) and n > d for d, n in sizes
+    ):
+        raise ShapeError(
+            f"GatherElements along axis {axis} reads no more than x has on other axes: {x}, {index}"
+        )
     return (x.with_shape(index.shape),)
+
+
+def _gather_elements_kernel(x: Any, index: Any, *, axis: int) -> Any:
+    """The index may be shorter than x on the other axes."""
+    at = axis % x.ndim
+    read = tuple(slice(None if i == at else n) for i, n in enumerate(index.shape))
+    return np.take_along_axis(x[read], index, at)
 
 
 def _gather_elements_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis: int) -> Any:
@@ -194,9 +205,12 @@ gather_elements = Op(
     name="GatherElements",
     batch=batching.axis_shifted,
     infer=_gather_elements,
-    reference=lambda x, index, axis: np.take_along_axis(x, index, axis),
+    reference=_gather_elements_kernel,
     vjp=_gather_elements_vjp,
-    samples=(sample(normal(3, 4), ints(0, 4, 3, 2), axis=1),),
+    samples=(
+        sample(normal(3, 4), ints(0, 4, 3, 2), axis=1),
+        sample(normal(3, 4, 2), ints(-3, 3, 5, 3, 1), axis=-3),
+    ),
 )
 
 

@@ -15,7 +15,7 @@ from triplane.unified_ir.ir.types import TensorType, int64
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.elementwise import abs_, exp, log, sign, sqrt
 from triplane.unified_ir.ops.products import product_of_others
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import MEANING_OPSET, Call, Op
 from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.structure import (
@@ -163,7 +163,7 @@ def _extreme_row(name: str, f: Any) -> Op:
         batch=batching.axes_shifted,
         reference=reduction_kernel(f),
         vjp=_extreme_vjp,
-        lower_below={18: "axes_as_attribute", 20: "bools_as_bytes"},
+        lower_below={18: "axes_as_attribute", MEANING_OPSET + 1: "bools_as_bytes"},
         samples=(*_apart_uses, sample(bools(2, 3), given([1]))),
     )
 

@@ -13,6 +13,7 @@ from triplane.unified_ir.ir.types import (
     DTYPES,
     ShapeError,
     TensorType,
+    as_dtype,
     int64,
     type_of,
 )
@@ -122,16 +123,14 @@ tile_row = Op(
 
 
 def split_sizes(size: Dim, parts: int) -> list[Dim]:
-    """Sizes of `parts` pieces, equal but for a shorter last one."""
+    """Sizes of `parts` pieces, equal but for a shorter last one.
+
+    An open size is taken to be long enough for all of them; a run where it is not is refused.
+    """
     each = ceil_div(size, parts)
     if isinstance(size, int) and isinstance(each, int):
         return [max(0, min(each, size - each * i)) for i in range(parts)]
-    even = floor_div(size, parts)
-    if even * parts != size:
-        raise ShapeError(
-            f"{parts} equal parts of the size {size} are not known to exist; give their sizes"
-        )
-    return [even] * parts
+    return [*[each] * (parts - 1), size - each * (parts - 1)]
 
 
 def _split_types(call: Call) -> Types:
@@ -381,10 +380,12 @@ constant_of_shape_row = Op(
     ),
 )
 
+_cast_kernel: Any = cast_row.reference
+
 cast_like_row = Op(
     name="CastLike",
     infer=lambda call: (call.type(0).with_dtype(call.type(1).dtype),),
-    reference=lambda x, like, **_: x.astype(like.dtype),
+    reference=lambda x, like, **how: _cast_kernel(x, to=as_dtype(like.dtype).onnx, **how),
     body=lambda x, like, **how: (
         x if x.dtype == like.dtype else cast_row(x, to=like.dtype.onnx, **how)
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import is_symbol
+from triplane.unified_ir.ir.dims import evaluate, is_symbol, symbols
 from triplane.unified_ir.ir.types import TensorType
 
 Sizes = Mapping[str, int]
@@ -20,4 +20,9 @@ def bind_sizes(sizes: dict[str, int], type_: TensorType, shape: Sequence[int]) -
         elif is_symbol(dim) and sizes.setdefault(str(dim), size) != size:
             raise InvalidInput(
                 f"symbol {dim} is {sizes[str(dim)]} and {size} in one call; sizes named alike agree"
+            )
+        elif not is_symbol(dim) and symbols(dim) <= sizes.keys() and evaluate(dim, sizes) != size:
+            raise InvalidInput(
+                f"a size {dim} is {evaluate(dim, sizes)} for this call and {size} was found: an "
+                "axis is too short for what a slice, a split or a window takes of it"
             )
