@@ -323,3 +323,15 @@ def test_a_tail_call_becomes_one_loop():
     assert "Loop" in [n.op.name for n in function.walk()]
     assert float(PROGRAMS["halves"][0](X, np.int64(100))) == pytest.approx(6.0 * 0.5**100)
     assert int(N) == 3
+
+
+# fmt: off
+LAMBDAS = (lambda v: v * 2.0 if v.sum() > 0 else v), (lambda v: v * 3.0 if v.sum() > 0 else v)
+INSIDE = (lambda: graph(lambda v: -v if v.sum() > 0 else v))()  # noqa: PLC3002
+AROUND = graph(lambda v: (lambda w: w * 5.0 if w.sum() > 0 else w)(v) if v.sum() < 9 else v)  # noqa: PLC3002
+# fmt: on
+
+
+def test_lambdas_that_share_a_line_are_told_apart():
+    for f, want in zip((*map(graph, LAMBDAS), INSIDE, AROUND), (2.0, 3.0, -1.0, 5.0), strict=True):
+        np.testing.assert_array_equal(f(X), X * want)

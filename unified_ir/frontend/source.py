@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FunctionType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -43,8 +43,7 @@ def source_of(function: FunctionType) -> Source | None:
         return None
     found = [p for p in places if _is(p[0], code)]
     if len(found) > 1:
-        spans = set(code.co_positions())
-        found = [p for p in found if isinstance(p[0], ast.Lambda) and _span(p[0].body) in spans]
+        found = _innermost([p for p in found if isinstance(p[0], ast.Lambda)], code)
     if len(found) != 1:
         return None
     return Source(found[0][0], found[0][1], code.co_filename)
@@ -95,5 +94,29 @@ def _is(node: Function, code: CodeType) -> bool:
     return node.name == code.co_name and first == code.co_firstlineno
 
 
-def _span(node: ast.expr) -> tuple[int | None, int | None, int | None, int | None]:
-    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+def _innermost(
+    found: list[tuple[Function, str | None]], code: CodeType
+) -> list[tuple[Function, str | None]]:
+    """Of lambdas on one line, the smallest whose body all of the code's positions lie in."""
+    places = [p for p in code.co_positions() if None not in p and p[2:] != (0, 0)]
+    ends = [((a, c), (b, d)) for a, b, c, d in places]
+    around = [p for p in found if all(_holds(p[0], *e) for e in ends)]
+    return sorted(around, key=lambda p: _extent(p[0]))[:1]
+
+
+def _holds(node: Function, start: tuple[Any, Any], end: tuple[Any, Any]) -> bool:
+    first, last = _bounds(node)
+    return first <= start and end <= last
+
+
+def _bounds(node: Function) -> tuple[tuple[int, int], tuple[int, int]]:
+    assert isinstance(node, ast.Lambda)
+    body = node.body
+    assert body.end_lineno is not None
+    assert body.end_col_offset is not None
+    return (body.lineno, body.col_offset), (body.end_lineno, body.end_col_offset)
+
+
+def _extent(node: Function) -> tuple[int, int]:
+    (a, c), (b, d) = _bounds(node)
+    return b - a, d - c
