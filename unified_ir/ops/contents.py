@@ -18,6 +18,7 @@ from triplane.unified_ir.ir.types import (
     OptionalType,
     SequenceType,
     TensorType,
+    is_plain,
     string,
 )
 from triplane.unified_ir.ops.sizes import bind_sizes
@@ -44,7 +45,9 @@ def _array(x: Any, dtype: DType) -> Any:
 
 def bind(sizes: dict[str, int], type_: TensorType, held: Contents) -> None:
     """Records the size of each bare symbol of the type; refuses contents that are not of it."""
-    if isinstance(type_, OptionalType):
+    if is_plain(type_):
+        bind_sizes(sizes, type_, held.shape)
+    elif isinstance(type_, OptionalType):
         if held is not None:
             bind(sizes, type_.element, held)
     elif isinstance(type_, SequenceType):
@@ -52,8 +55,6 @@ def bind(sizes: dict[str, int], type_: TensorType, held: Contents) -> None:
             _check_element(sizes, type_, item)
         if type_.empty and held:
             raise InvalidInput(f"a value of type {type_} holds nothing, got {len(held)} tensors")
-    else:
-        bind_sizes(sizes, type_, held.shape)
 
 
 def _check_element(sizes: dict[str, int], type_: SequenceType, item: Any) -> None:
