@@ -137,3 +137,11 @@ def test_sizes_that_disagree_are_named_before_anything_runs():
         with pytest.raises(InvalidInput, match=r"\bN\b|\bb\b") as caught:
             engine(name).compile(function)(np.ones(3, F32), np.ones(4, F32))
         assert re.search(r"[34]", str(caught.value))
+
+
+def test_onnxruntimes_own_source_is_no_part_of_the_message():
+    function = trace(lambda xs: ops.scan(lambda c, x: (c + x, x), 0.0, xs)[0], TensorSpec(("N",)))
+    line = test_onnxruntimes_own_source_is_no_part_of_the_message.__code__.co_firstlineno + 1
+    with pytest.raises(InvalidInput, match=rf"Scan \(at \S*:{line}\): (?!/)") as caught:
+        engine("onnx").compile(function)(np.zeros(0, F32))
+    assert ".cc" not in str(caught.value)

@@ -24,6 +24,8 @@ from triplane.unified_ir.runtime.session import Loop, RunFailed, Session, Sessio
 PLAIN: Final = SessionOptions(optimization="none")
 _NAMED: Final = re.compile(r"Name:'(at/\d+)'")
 _STATUS: Final = re.compile(r".*Status Message: ", re.DOTALL)
+_CHECKED: Final = re.compile(r"^/\S+:\d+ .* was false\. ", re.DOTALL)
+"""The place in onnxruntime's own source, before what it says."""
 
 
 def explained(
@@ -35,7 +37,7 @@ def explained(
     found = None if again is None else _NAMED.findall(str(again))
     if again is None or not found or found[-1] not in places:
         return failed
-    node, why = places[found[-1]], _STATUS.sub("", str(again))
+    node, why = places[found[-1]], _CHECKED.sub("", _STATUS.sub("", str(again)))
     return RunFailed(failure(node, why, _operands(model, found[-1], feeds)))
 
 
