@@ -14,6 +14,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import float32, int64
 from triplane.unified_ir.onnx.application import Application
+from triplane.unified_ir.onnx.trees import tree_ensemble
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
 
 MAX_KEYS: Final = 65_536
@@ -150,6 +151,7 @@ FOREIGN: Final[Mapping[tuple[str, str], Foreign]] = {
     (ML, "ArrayFeatureExtractor"): _features,
     (ML, "Binarizer"): _binarizer,
     (ML, "LabelEncoder"): _label_encoder,
+    (ML, "TreeEnsemble"): tree_ensemble,
     (TRAINING, "Adagrad"): _adagrad,
     (TRAINING, "Adam"): _adam,
     (TRAINING, "Momentum"): _momentum,
