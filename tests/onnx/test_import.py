@@ -164,6 +164,25 @@ def test_sizes_that_only_data_decide_stay_open_through_the_network():
     assert module.entry("predict").result("y").type.shape == (size, 1)
 
 
+def test_a_shape_known_in_part_keeps_what_is_known():
+    model = text_model("""
+    agraph (float[N,4] x, int64[1] k) => (float[A,2,B] y, float[A,3,4] z) {
+      two = Constant <value = int64[1] {2}> ()
+      rest = Constant <value = int64[1] {-1}> ()
+      to = Concat <axis = 0> (k, two, rest)
+      y = Reshape(x, to)
+      ends = Constant <value = int64[2] {3, 4}> ()
+      wide = Concat <axis = 0> (k, ends)
+      z = Expand(x, wide)
+    }""")
+    module = agree(model, x=X, k=np.array([3]))
+    function = module.entry("predict")
+    assert function.result("y").type.shape[1] == 2
+    assert function.result("z").type.shape[2] == 4
+    with pytest.raises(ort.capi.onnxruntime_pybind11_state.InvalidArgument):
+        emitted(module, x=X[:2], k=np.array([3]))
+
+
 def test_local_functions_nest_and_take_attributes_and_defaults():
     functions = """
     <domain: "own", opset_import: ["" : 17]>

@@ -6,16 +6,21 @@ from typing import Any, Final
 
 import numpy as np
 
-from triplane.unified_ir.ir.dims import Expr
+from triplane.unified_ir.ir.dims import Dim, Expr, is_symbol
 from triplane.unified_ir.ir.graph import Array, Value
-from triplane.unified_ir.ir.types import DType, bool_, is_plain
+from triplane.unified_ir.ir.types import DType, bool_, int64, is_plain
 from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.fold import MAX_CONTENTS, fold, symbolic
 from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.row import Op, dtype_attr
 from triplane.unified_ir.ops.tensor import Tensor
 
+ARRANGING: Final = frozenset(
+    {"Cast", "Concat", "Gather", "Identity", "Slice", "Squeeze", "Unsqueeze"}
+)
+"""Operators that only arrange the numbers of a vector."""
 MAX_FOLDED: Final = 1024
 """Elements of a constant that is computed at import, so that sizes behind it are known."""
 
@@ -25,6 +30,8 @@ class Contents:
 
     def __init__(self) -> None:
         self.sizes: dict[Value, Array] = {}
+        self.partly: dict[Value, Array] = {}
+        """Sizes of which some are known; the others are None."""
 
     def of(self, x: Tensor) -> Array | None:
         """Contents as an array of ints, truths or dimensions; None where they are not known."""
@@ -37,6 +44,29 @@ class Contents:
         if isinstance(known, tuple) and all(isinstance(d, int) for d in x.shape):
             return np.array(known, dtype=object).reshape(x.shape)
         return None
+
+    def note(self, app: Application, made: Tensor) -> Tensor:
+        """Follows vectors of sizes that are known in part, and claims what they say of a shape."""
+        if app.op in ARRANGING and made.dtype == int64:
+            found = [None if x is None else self._seen(x) for x in app.inputs]
+            if all(f is not None for f, x in zip(found, app.inputs, strict=True) if x is not None):
+                contents = fold(app.op, found, app.attrs)
+                if contents is not None and any(d is not None for d in contents.flat):
+                    self.partly[made.value] = contents
+        if app.op in {"Expand", "Reshape"} and len(app.inputs) > 1 and app.inputs[1] is not None:
+            wanted = self.partly.get(app.inputs[1].value)
+            if wanted is not None and wanted.shape == (made.rank,):
+                return assume_shape(made, _narrowed(app.op, made, wanted))
+        return made
+
+    def _seen(self, x: Tensor) -> Array | None:
+        """What is known of whole numbers, each of them or None."""
+        known = self.of(x) if x.value not in self.partly else self.partly[x.value]
+        size = x.type.size
+        if known is not None or x.dtype != int64 or not isinstance(size, int):
+            return known
+        static = [d for d in x.shape if isinstance(d, int)]
+        return np.full(static, None, dtype=object) if size <= MAX_CONTENTS else None
 
     def hold(self, build: Build, made: Array, dtype: DType) -> Tensor:
         """Sizes as a tensor whose contents stay known."""
@@ -60,6 +90,15 @@ class Contents:
             return None
         made = fold(app.op, found, app.attrs)
         return None if made is None else self.hold(build, made, _dtype(app, made))
+
+
+def _narrowed(op: str, made: Tensor, wanted: Array) -> list[Dim]:
+    """The output's sizes, open ones being what the shape operand has in their place."""
+    least = 2 if op == "Expand" else 1  # an axis expanded to 1 keeps its size
+    return [
+        w if is_symbol(d) and isinstance(w, int) and w >= least else d
+        for d, w in zip(made.shape, wanted.tolist(), strict=True)
+    ]
 
 
 def _dtype(app: Application, made: Array) -> DType:

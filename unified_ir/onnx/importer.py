@@ -260,6 +260,11 @@ class Importer:
         folded = self.contents.folded(build, row, app)
         if folded is not None:
             return (folded,)
+        first, *rest = self.recorded(app, row, build)
+        return (self.contents.note(app, first), *rest)
+
+    def recorded(self, app: Application, row: Op, build: Build) -> Sequence[Tensor]:
+        """The outputs as the row gives them, open sizes claimed to be those they meet."""
         try:
             return build.apply(row, app.inputs, app.attrs, outputs=app.outputs)
         except ShapeError:

@@ -37,6 +37,8 @@ def lift(app: Application, opset: int) -> Lifted:
         if isinstance(made, tuple):
             return made
         app = replace(made, since=newer if made.op == app.op else _version(made.op))
+    loose = LOOSE.get(app.op)
+    app = loose(app) if loose is not None else app
     return as_meant(app, opset) if app.since > MEANING_OPSET else app
 
 
@@ -198,6 +200,18 @@ def _dft_17(app: Application) -> Application:
     axis = as_tensor(np.array(app.attr("axis", 1), np.int64))
     return replace(app.without("axis"), inputs=(app.operand(0), length, axis))
 
+
+def _scalars(app: Application) -> Application:
+    """Vectors of one as single numbers."""
+    single = [
+        x.reshape(()) if x is not None and x.rank == 1 and x.shape[0] == 1 else x
+        for x in app.inputs
+    ]
+    return replace(app, inputs=tuple(single))
+
+
+LOOSE: Final[Mapping[str, Callable[[Application], Application]]] = {"Range": _scalars}
+"""What ONNX's definitions forbid, and its own bodies and the runtimes nonetheless do."""
 
 REPLACED: Final[Mapping[str, str]] = {"Upsample": "Resize", "Scatter": "ScatterElements"}
 """Operators that ONNX dropped, and what says the same now."""
