@@ -147,3 +147,18 @@ def test_an_open_axis_is_padded_by_its_own_elements(mode, opset):
     made = OnnxEngine(target=OnnxTarget(opset))
     np.testing.assert_array_equal(made.compile(f)(x)[0], x[places])
     np.testing.assert_array_equal(made.compile(slope)(x)[0], wanted)
+
+
+def test_positions_are_no_more_than_there_are_rows():
+    def body(x, i):
+        return ops.gather_elements(x, i, axis=1)
+
+    fewer = recorded(body, TensorSpec((3, 4)), TensorSpec((2, 5), "int64"))
+    x, i = np.arange(12, dtype=np.float32).reshape(3, 4), np.array([[0, 3, -1, 1, 1]] * 2)
+    for name in ("onnx", "reference"):
+        np.testing.assert_array_equal(
+            engine(name).compile(fewer)(x, i)[0], np.take_along_axis(x[:2], i, 1)
+        )
+    for lead, rows in ((3, 4), ("N", "M")):
+        with pytest.raises(ShapeError, match="reads no more than x has"):
+            recorded(body, TensorSpec((lead, 4)), TensorSpec((rows, 1), "int64"))

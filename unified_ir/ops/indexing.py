@@ -180,13 +180,18 @@ def _gather_elements(call: Call) -> Types:
     x, index = call.type(0), call.type(1)
     axis = axes_of(x.rank, [call.attrs["axis"]])[0]
     sizes = [p for i, p in enumerate(zip(x.shape, index.shape, strict=False)) if i != axis]
-    if x.rank != index.rank or any(
-        isinstance(d, int) and isinstance(n, int) and n > d for d, n in sizes
-    ):
+    if x.rank != index.rank or any(_exceeds(n, d) for d, n in sizes):
         raise ShapeError(
             f"GatherElements along axis {axis} reads no more than x has on other axes: {x}, {index}"
         )
     return (x.with_shape(index.shape),)
+
+
+def _exceeds(n: Dim, d: Dim) -> bool:
+    """Whether an index of n rows may read more than d: two different symbols are no promise."""
+    if isinstance(n, int) and isinstance(d, int):
+        return n > d
+    return isinstance(n, Expr) and isinstance(d, Expr) and n != d
 
 
 def _gather_elements_kernel(x: Any, index: Any, *, axis: int) -> Any:
