@@ -24,6 +24,11 @@ WRONG: dict[str, Any] = {  # row, operands (shapes, or known arrays), attributes
     "a padding mode of no name": ("Conv", [IMAGE, KERNEL], {"auto_pad": "SAME"}),
     "too few strides": ("MaxPool", [IMAGE], {"kernel_shape": (2, 2), "strides": (2,)}),
     "a pool wider than its image": ("AveragePool", [IMAGE], {"kernel_shape": (6, 6)}),
+    "windows of padding alone": (
+        "MaxPool", [(1, 1, 1)], {"kernel_shape": (2,), "dilations": (2,), "pads": (1, 1)}),
+    "means of padding alone": (
+        "AveragePool", [(1, 1, 1)],
+        {"kernel_shape": (2,), "dilations": (2,), "auto_pad": "SAME_UPPER"}),
     "a norm of power 0": ("LpPool", [IMAGE], {"kernel_shape": (2, 2), "p": 0}),
     "a global norm of power 0": ("GlobalLpPool", [IMAGE], {"p": 0}),
     "a norm of power 3": ("LpNormalization", [IMAGE], {"p": 3}),

@@ -28,12 +28,19 @@ from triplane.unified_ir.ops.window import (
     open_same_pads,
     pool_attrs,
     pooled_type,
+    refuse_padding_alone,
     with_explicit_pads,
 )
 
 
 def _pool(call: Call) -> tuple[TensorType]:
     return (pooled_type(call.type(0), call.attrs),)
+
+
+def _average_types(call: Call) -> tuple[TensorType]:
+    if not call.attrs["count_include_pad"]:
+        refuse_padding_alone(call.type(0), call.attrs)
+    return _pool(call)
 
 
 def _check_power(call: Call) -> None:
@@ -164,7 +171,7 @@ def _average_native(node: Node, opset: int) -> bool:
 average_pool_row = Op(
     name="AveragePool",
     batch=merged,
-    infer=_pool,
+    infer=_average_types,
     reference=_average_kernel,
     vjp=_average_vjp,
     body=lambda x, **attrs: _sums(x, attrs) / _counts(x, attrs),

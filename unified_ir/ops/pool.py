@@ -32,6 +32,7 @@ from triplane.unified_ir.ops.window import (
     is_static,
     pool_attrs,
     pooled_type,
+    refuse_padding_alone,
     sizes_of,
     static,
     with_explicit_pads,
@@ -42,6 +43,7 @@ Types = tuple[TensorType, ...]
 
 def _pool(call: Call) -> Types:
     y = pooled_type(call.type(0), call.attrs)
+    refuse_padding_alone(call.type(0), call.attrs)
     return (y, y.with_dtype(int64))[: call.outputs]
 
 

@@ -160,6 +160,20 @@ def pooled_type(x: TensorType, attrs: Mapping[str, Any]) -> TensorType:
     return x.with_shape((*x.shape[:2], *spatial))
 
 
+def refuse_padding_alone(x: TensorType, attrs: Mapping[str, Any]) -> None:
+    """Refuses windows that may see nothing but padding: taps further apart than an axis is long."""
+    kernel, spatial = attrs["kernel_shape"], x.shape[2:]
+    if not is_static(spatial):
+        return
+    window = Window(kernel, with_explicit_pads(attrs, kernel, spatial))
+    for size, dilation, before in zip(spatial, window.dilations, window.pads, strict=False):
+        if before and isinstance(size, int) and size < dilation:
+            raise ShapeError(
+                f"a pool with a dilation of {dilation} and padding over an axis of {size} has "
+                "windows of padding alone; take a dilation of at most the axis"
+            )
+
+
 def sizes_of(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
     """One size per spatial axis of a tensor (N, C, *S)."""
     return (value,) * (rank - 2) if isinstance(value, int) else tuple(value)
