@@ -27,8 +27,10 @@ THROUGH_FLOAT32 = {"rtol": 1e-6, "atol": 1e-6}
 
 ROUNDED = {"cast", "hard_sigmoid", "selu"}  # slopes or defaults that are float32 numbers
 CONTROL = {
-    "triplane.Custom",
+    "triplane.Barrier",
+    "triplane.Checkpoint",
     "triplane.Cond",
+    "triplane.Custom",
     "triplane.CustomGradient",
     "triplane.Loop",
     "triplane.Scan",
