@@ -60,7 +60,7 @@ def test_weights_and_statistics_keep_names_and_roles(tmp_path):
 
 def test_wrong_use_is_refused_by_name():
     cell = nn.Imported(import_onnx(resnet()))
-    with pytest.raises(InvalidInput, match=r"no parameter of Imported fits 'layer9\.\*'; there are stem"):
+    with pytest.raises(InvalidInput, match=r"of Imported fits 'layer9\.\*'; there are stem"):
         cell.freeze("layer9.*")
     with pytest.raises(InvalidInput, match="takes image; got 2"):
         cell(*data(2))
