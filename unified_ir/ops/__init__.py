@@ -156,6 +156,7 @@ from triplane.unified_ir.ops.mean_pool import (
 )
 from triplane.unified_ir.ops.norm import batch_norm, batch_norm_training, layer_norm
 from triplane.unified_ir.ops.pool import global_max_pool, max_pool
+from triplane.unified_ir.ops.quant import dequantize_linear, quantize_linear
 from triplane.unified_ir.ops.random import dropout, next_key, random_bits, random_uniform
 from triplane.unified_ir.ops.reductions import argmax, argmin, hardmax
 from triplane.unified_ir.ops.resizing import resize
@@ -214,6 +215,7 @@ from triplane.unified_ir.ops.structure import (
 )
 from triplane.unified_ir.ops.summaries import histogram_summary, image_summary, scalar_summary
 from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.ops.text import regex_full_match, string_concat, string_split
 
 __all__ = [
     "CustomOp",
@@ -271,6 +273,7 @@ __all__ = [
     "custom",
     "custom_gradient",
     "depth_to_space",
+    "dequantize_linear",
     "det",
     "dft",
     "diag",
@@ -366,9 +369,11 @@ __all__ = [
     "power",
     "prelu",
     "prod",
+    "quantize_linear",
     "random_bits",
     "random_uniform",
     "reciprocal",
+    "regex_full_match",
     "relu",
     "relu6",
     "repeat",
@@ -414,6 +419,8 @@ __all__ = [
     "std",
     "stft",
     "stop_gradient",
+    "string_concat",
+    "string_split",
     "sub",
     "sum",
     "swapaxes",
