@@ -12,7 +12,14 @@ from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines.onnx import OnnxEngine
 from triplane.unified_ir.engines.reference import ReferenceEngine
 from triplane.unified_ir.ir import codec, parse, text
-from triplane.unified_ir.ir.types import SequenceType, TensorSpec, TensorType, bool_, int64
+from triplane.unified_ir.ir.types import (
+    OptionalType,
+    SequenceType,
+    TensorSpec,
+    TensorType,
+    bool_,
+    int64,
+)
 from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.check import check_function
@@ -124,6 +131,44 @@ def test_a_loop_over_a_sequence_has_no_gradient_by_name():
     function = recorded(lambda x, n: ops.stack_from_sequence(rows_collected(x, n)).sum(), X, COUNT)
     with pytest.raises(InvalidInput, match="Loop hands on a sequence"):
         value_and_grad(function, ["x0"])
+
+
+def opened_by_a_loop(n, maybe):
+    """A loop whose body takes an optional sequence and gives a sequence."""
+    build = Build(TABLE, "loop")
+    with build:
+        _, go, held = [
+            build.param(f"p{i}", t)
+            for i, t in enumerate((TensorType(int64, ()), TensorType(bool_, ()), maybe.type))
+        ]
+        there = ops.cond(
+            ops.optional_has_element(held),
+            ops.optional_get_element,
+            lambda _: ops.sequence(np.zeros((1, 2), np.float32)),
+            held,
+        )
+        after = ops.sequence_insert(there, np.ones((2, 2), np.float32))
+    body = build.finish({"go": go, "s": after})
+    return recorder().apply(
+        loop_row, (n, np.array(True), maybe), {"num_carry": 1}, regions=(body,)
+    )[0]
+
+
+@pytest.mark.parametrize("engine", [ReferenceEngine(), OnnxEngine()], ids=lambda e: e.name)
+def test_a_body_may_open_the_optional_it_takes(engine):
+    function = recorded(opened_by_a_loop, COUNT, OptionalType(SequenceType(TensorSpec(("_", 2)))))
+    assert str(function.results[0].type) == "seq(float32[_,2])"
+    check_function(function)
+    (found,) = engine.compile(function)(np.array(2), None)
+    assert [x.shape for x in found] == [(1, 2), (2, 2), (2, 2)]
+    (found,) = engine.compile(function)(np.array(1), [A])
+    assert [x.shape for x in found] == [(3, 2), (2, 2)]
+
+
+def test_an_optional_that_no_trip_opened_is_refused_on_the_reference():
+    function = recorded(opened_by_a_loop, COUNT, OptionalType(SequenceType(TensorSpec(("_", 2)))))
+    with pytest.raises(InvalidInput, match="is a list of arrays, got None"):
+        ReferenceEngine().compile(function)(np.array(0), None)
 
 
 def test_what_nothing_joins_is_refused():

@@ -23,6 +23,7 @@ from triplane.unified_ir.ir.dims import Dim, is_symbol, symbol, symbols
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import (
     OWN,
+    OptionalType,
     TensorType,
     TypeMismatch,
     bool_,
@@ -525,7 +526,13 @@ def _loop_types(call: Call) -> Types:
         )
     _known_outside(call, ys, inner)
     trips = symbol(call.attrs["trips"]) if ys else 0
-    return (*params[:n], *(y.with_shape((trips, *y.shape)) for y in ys))
+    carried = (a if _opens_optional(p, a) else p for p, a in zip(params[:n], after, strict=True))
+    return (*carried, *(y.with_shape((trips, *y.shape)) for y in ys))
+
+
+def _opens_optional(param: TensorType, made: TensorType) -> bool:
+    """Whether a body takes an optional and gives what it might hold, as ONNX lets it."""
+    return isinstance(param, OptionalType) and not isinstance(made, OptionalType)
 
 
 def _seen_outside_if_held(made: TensorType, inner: set[str]) -> TensorType:
@@ -534,6 +541,8 @@ def _seen_outside_if_held(made: TensorType, inner: set[str]) -> TensorType:
 
 def _carried(given: TensorType, param: TensorType, free: Sequence[str]) -> bool:
     """Whether a value may enter the next trip: a size in `free` may be another in each."""
+    if isinstance(param, OptionalType) and _opens_optional(param, given):
+        return fits(given, param.element)
     if not is_plain(param) or not is_plain(given):
         return fits(given, param)
     if given.dtype != param.dtype or given.rank != param.rank:
@@ -567,7 +576,10 @@ class Entry:
                 )
                 types.append(param.with_shape(shape))
                 continue
-            found = joined(param, _seen_outside_if_held(made, inner))
+            seen = _seen_outside_if_held(made, inner)
+            if _opens_optional(param, seen):
+                seen = OptionalType(seen)
+            found = joined(param, seen)
             if found is None:
                 raise TypeMismatch(f"a loop carries {param} into a trip and {made} out of it")
             types.append(found)
