@@ -162,3 +162,10 @@ def test_positions_are_no_more_than_there_are_rows():
     for lead, rows in ((3, 4), ("N", "M")):
         with pytest.raises(ShapeError, match="reads no more than x has"):
             recorded(body, TensorSpec((lead, 4)), TensorSpec((rows, 1), "int64"))
+
+
+def test_updates_of_another_shape_than_their_positions_are_refused():
+    x, index = TensorSpec((5, 2)), TensorSpec((3, 1), "int64")
+    for row, updates in (("ScatterND", (3,)), ("ScatterND", (2, 2)), ("ScatterElements", (3, 2))):
+        with pytest.raises(ShapeError, match="takes updates"):
+            recorded(TABLE["", row], x, index, TensorSpec(updates))

@@ -107,6 +107,34 @@ def _scatter_nd_vjp(
     return d_x, None, d_updates
 
 
+def _written(call: Call, wanted: tuple[Dim, ...]) -> Types:
+    """The type of x, after holding the updates to the positions' shape where both are fixed."""
+    updates = call.type(2)
+    pairs = zip(updates.shape, wanted, strict=False)
+    if updates.rank != len(wanted) or any(
+        isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs
+    ):
+        shown = ",".join(map(str, wanted))
+        raise ShapeError(f"{call.row} of these positions takes updates [{shown}], got {updates}")
+    return same(call)
+
+
+def _scatter_nd(call: Call) -> Types:
+    x, index = call.type(0), call.type(1)
+    depth = index.shape[-1] if index.rank else None
+    if not isinstance(depth, int) or depth > x.rank:
+        raise ShapeError(f"ScatterND into {x} needs positions (..., {x.rank} at most), got {index}")
+    return _written(call, (*index.shape[:-1], *x.shape[depth:]))
+
+
+def _scatter_elements(call: Call) -> Types:
+    x, index = call.type(0), call.type(1)
+    axes_of(x.rank, [call.attrs["axis"]])
+    if x.rank != index.rank:
+        raise ShapeError(f"ScatterElements needs positions of {x.rank} axes for {x}, got {index}")
+    return _written(call, index.shape)
+
+
 def _reduces(node: Node, opset: int) -> bool:
     """Extremes came with opset 18."""
     return opset >= 18 or node.attrs.get("reduction") not in {"max", "min"}
@@ -121,7 +149,7 @@ def _scatter_nd_batch(call: batching.Batched) -> tuple[Tensor, ...]:
 scatter_nd = Op(
     name="ScatterND",
     batch=_scatter_nd_batch,
-    infer=same,
+    infer=_scatter_nd,
     vjp=_scatter_nd_vjp,
     native=_reduces,
     samples=(
@@ -237,7 +265,7 @@ _places = given([[0], [2], [-2]])
 scatter_elements = Op(
     name="ScatterElements",
     batch=batching.axis_shifted,
-    infer=same,
+    infer=_scatter_elements,
     vjp=_scatter_elements_vjp,
     native=_reduces,
     samples=(
