@@ -37,7 +37,13 @@ AGREED = {  # each also for rows of no elements, unless a shape stands in the wa
     "less": lambda x: x < 0.5, "equal": lambda x: x == 0.5,
     "where": lambda x: ops.where(x > 0.0, x, 0.0),
     "softmax": row("Softmax", axis=1), "log_softmax": row("LogSoftmax", axis=1),
-    "sum": reduced("ReduceSum"),
+    "sum": reduced("ReduceSum"), "l1": reduced("ReduceL1"), "squares": reduced("ReduceSumSquare"),
+    "prod": reduced("ReduceProd"), "elu": row("Elu"), "softsign": row("Softsign"),
+    "thresholded_relu": row("ThresholdedRelu"), "swish": row("Swish"), "is_inf": row("IsInf"),
+    "cumsum": lambda x: TABLE["", "CumSum"](x, 1), "cumprod": lambda x: TABLE["", "CumProd"](x, 1),
+    "tile": lambda x: TABLE["", "Tile"](x, np.array([2, 1])), "flip": lambda x: x[::-1],
+    "triu": row("Trilu"), "nonzero": lambda x: ops.nonzero(x > 0.5),
+    "selected": lambda x: ops.masked_select(x, x > 0.5),
 }
 ON_NUMBERS = {  # agreed on NaN, not on nothing, or the other way round
     "mean": reduced("ReduceMean"), "avg_pool": pairs(ops.avg_pool),

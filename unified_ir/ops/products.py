@@ -151,5 +151,7 @@ def _masked_product(x: Tensor, axis: int, admits: Callable[[Tensor, Tensor], Ten
     order = [*(k for k in range(x.rank) if k != axis), axis]
     rows = unsqueeze(x.transpose(*order), -2)
     ones = np.array(1, x.dtype.numpy)
-    found = emit("ReduceProd", where(admitted, rows, ones), np.array([-1]), keepdims=0)
+    # a reshape, since onnxruntime 1.31 keeps the axis as it is where the result has no elements
+    kept = emit("ReduceProd", where(admitted, rows, ones), np.array([-1]), keepdims=1)
+    found = kept.reshape([x.shape[k] for k in order])
     return found.transpose(*map(int, np.argsort(order)))
