@@ -11,7 +11,7 @@ from onnx import GraphProto, ValueInfoProto
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import is_symbol
-from triplane.unified_ir.ir.types import TensorType, bool_, int64, is_plain
+from triplane.unified_ir.ir.types import OptionalType, TensorType, bool_, int64, is_plain
 from triplane.unified_ir.onnx.scope import Scope
 from triplane.unified_ir.onnx.structure import Site, Structure
 from triplane.unified_ir.ops.build import Build
@@ -96,7 +96,13 @@ def _loop(site: Site) -> Sequence[Tensor]:
         attrs["trips"] = str(site.importer.symbols.fresh(f"trips_{site.node.name}"))
     region = build.finish(_numbered(results))
     operands = (trips, go, *carry, *build.captured)
-    return site.build.apply(loop_row, operands, attrs, regions=(region,), outputs=len(results) - 1)
+    made = site.build.apply(loop_row, operands, attrs, regions=(region,), outputs=len(results) - 1)
+    return [
+        emit("OptionalGetElement", x)
+        if isinstance(x.type, OptionalType) and not info.type.HasField("optional_type")
+        else x
+        for x, info in zip(made, body.output[1:], strict=True)
+    ]
 
 
 def _trip(site: Site, body: GraphProto, entry: Entry) -> tuple[Build, list[Tensor], Entry]:
@@ -112,6 +118,7 @@ def _trip(site: Site, body: GraphProto, entry: Entry) -> tuple[Build, list[Tenso
             results[0] = _scalar(results[0])
             kept = [*entry.types, *[None] * (len(results) - len(entry.types) - 1)]
             results[1:] = map(_as_declared, results[1:], body.output[1:], kept)
+            results[1 : len(entry.types) + 1] = map(_as_carried, results[1:], entry.types)
         after = [r.type for r in results[1 : len(entry.types) + 1]]
         function = build.finish(_numbered(results))
         wider = entry.joined(after, function, lambda: str(importer.symbols.fresh("carried")))
@@ -120,6 +127,13 @@ def _trip(site: Site, body: GraphProto, entry: Entry) -> tuple[Build, list[Tenso
         importer.weights.back_to(before)
         entry = wider
     raise InvalidInput(f"its carry changes its type from trip to trip: {list(entry.types)}")
+
+
+def _as_carried(made: Tensor, wanted: TensorType) -> Tensor:
+    """What is carried on as an optional where the loop began with one."""
+    if isinstance(wanted, OptionalType) and not isinstance(made.type, OptionalType):
+        return emit("Optional", made)
+    return made
 
 
 def _as_declared(made: Tensor, info: ValueInfoProto, param: TensorType | None) -> Tensor:
