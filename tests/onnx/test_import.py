@@ -183,6 +183,15 @@ def test_a_shape_known_in_part_keeps_what_is_known():
         emitted(module, x=X[:2], k=np.array([3]))
 
 
+def test_a_squeeze_of_every_one_takes_symbols_for_other_sizes_and_checks():
+    model = text_model("""
+    agraph (float[N,1,4] x) => (float[N,4] y) { y = Squeeze(x) }""")
+    module = agree(model, x=X[:, None])
+    assert str(module.entry("predict").result("y").type) == "float32[N,4]"
+    with pytest.raises(ort.capi.onnxruntime_pybind11_state.InvalidArgument):
+        emitted(module, x=X[:1, None])
+
+
 def test_local_functions_nest_and_take_attributes_and_defaults():
     functions = """
     <domain: "own", opset_import: ["" : 17]>

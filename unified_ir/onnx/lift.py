@@ -16,9 +16,10 @@ from onnx import defs
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
-from triplane.unified_ir.ir.dims import product
+from triplane.unified_ir.ir.dims import Expr, product
 from triplane.unified_ir.onnx.application import Application, Lifted
 from triplane.unified_ir.onnx.newer import as_meant
+from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.row import MEANING_OPSET
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 
@@ -38,7 +39,10 @@ def lift(app: Application, opset: int) -> Lifted:
             return made
         app = replace(made, since=newer if made.op == app.op else _version(made.op))
     loose = LOOSE.get(app.op)
-    app = loose(app) if loose is not None else app
+    read = app if loose is None else loose(app)
+    if isinstance(read, tuple):
+        return read
+    app = read
     return as_meant(app, opset) if app.since > MEANING_OPSET else app
 
 
@@ -210,8 +214,21 @@ def _scalars(app: Application) -> Application:
     return replace(app, inputs=tuple(single))
 
 
-LOOSE: Final[Mapping[str, Callable[[Application], Application]]] = {"Range": _scalars}
-"""What ONNX's definitions forbid, and its own bodies and the runtimes nonetheless do."""
+def _squeezed(app: Application) -> Lifted:
+    """Without axes every size of 1 goes; a symbol is taken for another size, and the run checks."""
+    x = app.operand(0)
+    named = len(app.inputs) > 1 and app.inputs[1] is not None
+    loose = [d for d in x.shape if isinstance(d, Expr)]
+    if named or not loose:
+        return app
+    kept = [d for d in x.shape if d != 1]
+    ones = emit("Equal", dims_of(loose), as_tensor(np.ones(1, np.int64))).cast("int64")
+    inside = emit("Gather", as_tensor(np.zeros(1, np.int64)), emit("ReduceMax", ones, keepdims=1))
+    return (assume_shape(emit("Reshape", x, dims_of(kept) + inside, allowzero=1), kept),)
+
+
+LOOSE: Final[Mapping[str, Lift]] = {"Range": _scalars, "Squeeze": _squeezed}
+"""What ONNX's definitions leave to the run or forbid, and its own bodies and runtimes do."""
 
 REPLACED: Final[Mapping[str, str]] = {"Upsample": "Resize", "Scatter": "ScatterElements"}
 """Operators that ONNX dropped, and what says the same now."""
