@@ -88,6 +88,7 @@ _MODULES: Final = (
 def _collect(modules: tuple[ModuleType, ...]) -> dict[tuple[str, str], Op]:
     table: dict[tuple[str, str], Op] = {}
     for module in modules:
+        assert isinstance(module, ModuleType), f"{module} hides the module of that name"
         for value in vars(module).values():
             if isinstance(value, Op):
                 known = table.setdefault((value.domain, value.name), value)
