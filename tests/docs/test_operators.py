@@ -1,0 +1,45 @@
+"""docs/operators.md is the table of operators; TRIPLANE_ACCEPT=1 writes it anew."""
+
+import os
+from pathlib import Path
+
+from triplane.unified_ir.ops.row import DOMAIN
+from triplane.unified_ir.ops.table import TABLE
+
+PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
+
+HEAD = """# Operators
+
+Every operator of the IR is one row of one table (`unified_ir/ops/`). {onnx} are ONNX's, by its newest definition up to
+ai.onnx 26; {own} are the IR's own and lower to ONNX operators. {smooth} are differentiable, to any order.
+
+*form*: a primitive has a kernel and, where mathematics allows, a gradient of its own; a body is written in other rows, from
+which the rest follows. *since*: the ai.onnx version of the definition. A test holds this page to the table.
+"""
+
+
+def lines(rows):
+    yield "| operator | since | form | gradient |"
+    yield "|---|---|---|---|"
+    for row in sorted(rows, key=lambda r: r.name):
+        form = "body" if row.body else "primitive"
+        gradient = "yes" if row.differentiable else "none"
+        since = "" if row.domain else row.id.since
+        yield f"| {row.name} | {since} | {form} | {gradient} |"
+
+
+def page():
+    rows = list(TABLE.values())
+    onnx = [row for row in rows if not row.domain]
+    own = [row for row in rows if row.domain == DOMAIN]
+    assert len(onnx) + len(own) == len(rows)
+    smooth = sum(row.differentiable for row in rows)
+    head = HEAD.format(onnx=len(onnx), own=len(own), smooth=smooth)
+    parts = [head, "## ONNX's", "\n".join(lines(onnx)), "## The IR's own", "\n".join(lines(own))]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def test_the_page_of_operators_is_the_table():
+    if os.environ.get("TRIPLANE_ACCEPT") == "1":
+        PAGE.write_text(page())
+    assert PAGE.read_text() == page(), "run this test with TRIPLANE_ACCEPT=1"
