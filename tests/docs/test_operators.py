@@ -10,11 +10,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 
 HEAD = """# Operators
 
-Every operator of the IR is one row of one table (`unified_ir/ops/`). {onnx} are ONNX's, by its newest definition up to
-ai.onnx 26; {own} are the IR's own and lower to ONNX operators. {smooth} are differentiable, to any order.
+Every operator of the IR is one row of one table (`unified_ir/ops/`). {onnx} are ONNX's, by its
+newest definition up to ai.onnx 26; {own} are the IR's own and lower to ONNX operators. {smooth} are
+differentiable, to any order.
 
-*form*: a primitive has a kernel and, where mathematics allows, a gradient of its own; a body is written in other rows, from
-which the rest follows. *since*: the ai.onnx version of the definition. A test holds this page to the table.
+*form*: a primitive has a kernel and, where mathematics allows, a gradient of its own; a body is
+written in other rows, from which the rest follows. *since*: the ai.onnx version of the definition.
+A test holds this page to the table.
 """
 
 
