@@ -26,7 +26,7 @@ from onnx import (
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.ir import Function, Module, limits
 from triplane.unified_ir.ir.graph import NO_META, Array, Meta
-from triplane.unified_ir.ir.types import ShapeError, TensorType, is_plain
+from triplane.unified_ir.ir.types import ShapeError, is_plain
 from triplane.unified_ir.onnx.agreeing import agreed, agreed_but
 from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.bodies import function_of, has_body
@@ -406,10 +406,6 @@ class Importer:
         if floats and scope.uses.weighs(name):
             return scope.held(name, array)
         return scope.build.constant(array)
-
-    def region_type(self, info: Any, name: str) -> TensorType:
-        """The declared type of an inner graph's input."""
-        return tensor_type(info.type, f"input {name[:80]!r}", name, self.symbols, {})
 
 
 def _check_outputs(graph: GraphProto, results: Sequence[Tensor]) -> None:

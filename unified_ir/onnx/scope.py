@@ -6,18 +6,16 @@ graph sees its parent's names; the build it records into makes captures of what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
 from onnx import TensorProto
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir import limits
 from triplane.unified_ir.ir.graph import Array, Role, StateTensor
 from triplane.unified_ir.ir.types import type_of
-from triplane.unified_ir.onnx.fold import MAX_CONTENTS
 from triplane.unified_ir.onnx.source import array_of
 from triplane.unified_ir.onnx.uses import Uses
 from triplane.unified_ir.ops.build import Build
@@ -102,11 +100,6 @@ class Scope:
             raise InvalidInput(f"the name {name[:80]!r} is given to two values")
         self.values[name] = x
 
-    def knows(self, name: str) -> bool:
-        """Whether a name stands for something here or outside."""
-        here = name in self.values or name in self.waiting
-        return here or (self.parent is not None and self.parent.knows(name))
-
     def find(self, name: str) -> Tensor | None:
         """What a name stands for."""
         if name in self.values:
@@ -123,12 +116,3 @@ class Scope:
         if role is None:
             return self.build.constant(array)
         return self.weights.add(name, array, role, self.prefix)
-
-
-def whole(array: Any) -> bool:
-    """Whether contents are few whole numbers or truths, as sizes and indices are."""
-    kind = np.asarray(array).dtype.kind
-    return kind in "iub" and np.asarray(array).size <= MAX_CONTENTS
-
-
-Names = Mapping[str, Tensor]

@@ -24,8 +24,6 @@ MAX_MODEL_BYTES: Final = 2**31 - 1
 MAX_TENSOR_BYTES: Final = 2**34
 MAX_NESTING: Final = 16
 """Graphs inside one another, as in a model file."""
-MAX_ATTRIBUTE_BYTES: Final = 1 << 20
-"""A value that an attribute repeats, such as a fill, is not longer."""
 
 Source = str | Path | bytes | ModelProto
 
