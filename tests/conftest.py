@@ -47,11 +47,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_configure(config):
-    """`make quick` searches a quarter as far; before any module of tests reads the profile.
-
-    A shell's background job ignores Ctrl-C and so would every process that a test interrupts.
-    """
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """`make quick` searches a quarter as far; before any module of tests reads the profile."""
     if quick(config) and "HYPOTHESIS_PROFILE" not in os.environ:
         settings.load_profile("quick")
 
@@ -64,6 +60,16 @@ def quick(config):
 def sampled(item):
     """Whether `make quick` takes it: all that stands alone, a fifth of the cases of a table."""
     return not hasattr(item, "callspec") or zlib.crc32(item.nodeid.encode()) % 5 == 0
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts():
+    """A shell's background job ignores Ctrl-C, a server in this process takes it for itself.
+
+    Either would be left to whatever runs next, and to the processes it starts.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
