@@ -93,6 +93,17 @@ def test_starting_weights_of_a_transposed_convolution_stay_within_their_bound():
     assert np.abs(layer.weight.array).max() > 0.8 * bound
 
 
+@pytest.mark.parametrize("cell", [nn.GroupNorm(2, 4), nn.InstanceNorm2d(4), nn.BatchNorm2d(4)])
+def test_a_mean_far_from_zero_leaves_a_normalization_exact(cell):
+    x = (np.random.default_rng(0).standard_normal((2, 4, 5, 6)) + 1000).astype(np.float32)
+    axes = {"GroupNorm": (2, 3, 4), "InstanceNorm2d": (3, 4), "BatchNorm2d": (0, 3, 4)}
+    wide = x.astype(np.float64).reshape(2, 2 if isinstance(cell, nn.GroupNorm) else 4, -1, 5, 6)
+    over = axes[type(cell).__name__]
+    wide -= wide.mean(over, keepdims=True)
+    wanted = wide / np.sqrt(wide.var(over, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(cell(x), wanted.reshape(x.shape), atol=1e-3)
+
+
 WRONG = {
     "GroupNorm needs groups": lambda: nn.GroupNorm(3, 4),
     "takes a kernel of 3 sizes": lambda: nn.ConvTranspose3d(1, 1, (2, 2)),
