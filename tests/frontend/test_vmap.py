@@ -247,3 +247,9 @@ def test_values_and_gradients_of_a_batch_are_one_graph_of_large_products():
         value, g = value_and_grad(lambda w, v: (ops.tanh(v @ w) ** 2.0).sum())(w, X[k])
         np.testing.assert_allclose(values[k], value, rtol=1e-5)
         np.testing.assert_allclose(grads[k], g, rtol=1e-4, atol=1e-6)
+
+
+def test_a_padded_sample_keeps_its_place_under_every_axis_of_samples():
+    padded = vmap(lambda v: ops.pad(v, [1, 2]), 1, 1)
+    found = everywhere(padded, X.T.copy())
+    np.testing.assert_array_equal(found, np.pad(X, ((0, 0), (1, 2))).T)

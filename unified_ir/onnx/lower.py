@@ -219,6 +219,34 @@ def _max_unpool(context: Context, node: Node) -> None:
     context.add("Pad", [y, amounts], context.output_names(node))
 
 
+def _pad(context: Context, node: Node) -> None:
+    """Amounts for all axes: onnxruntime moves transposes across a Pad as if it named none."""
+    names = context.inputs(node)
+    axes = _held(context, names[3]) if len(names) > 3 and names[3] else None
+    if axes is None or node.inputs[0] is None:
+        context.plain(node)
+        return
+    rank, count = node.inputs[0].type.rank, len(axes)
+    places = np.full(2 * rank, 2 * count)  # of the 0 behind the amounts
+    for k, axis in enumerate(int(a) % rank for a in axes):
+        places[[axis, axis + rank]] = k, k + count
+    given = _held(context, names[1])
+    if given is None:
+        zero = context.constant(np.zeros(1, np.int64))
+        with_zero = context.emit("Concat", names[1], zero, axis=0)
+        amounts = context.emit("Gather", with_zero, context.constant(places))
+    else:
+        amounts = context.constant(np.append(given, 0)[places].astype(np.int64))
+    inputs = [names[0], amounts, *names[2:3]]
+    attrs = onnx_attrs(node.attrs)
+    context.add("Pad", inputs if inputs[-1] else inputs[:2], context.output_names(node), **attrs)
+
+
+def _held(context: Context, name: str) -> Array | None:
+    """The array of that name, where it is one of the model's."""
+    return next((numpy_helper.to_array(t) for t in context.tensors if t.name == name), None)
+
+
 def _conv_transpose(context: Context, node: Node) -> None:
     """With explicit pads: runtimes share out the padding of SAME and output_shape differently."""
     x, w = node.inputs[0], node.inputs[1]
@@ -584,6 +612,7 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "AveragePool"): _pool,
     ("", "ConvTranspose"): _conv_transpose,
     ("", "MaxUnpool"): _max_unpool,
+    ("", "Pad"): _pad,
     ("", "Div"): _div,
     ("", "Max"): _extreme,
     ("", "Min"): _extreme,
