@@ -57,6 +57,11 @@ def test_json_is_one_document(folder, tmp_path, capsys):
         (["--calibrate", "absent.npz"], 2, "absent.npz"),
         (["--entry", "train"], 2, "no entry 'train'"),
         (["--plan", "a.plan"], 2, "a device learns with one of"),
+        (
+            ["--quantize", "int8", "--calibrate", "digits", "--max-accuracy-drop", "0"],
+            2,
+            "--max-accuracy-drop is measured on labelled data: give --evaluate too",
+        ),
     ],
 )
 def test_a_refusal_is_one_line_and_leaves_no_file(

@@ -95,3 +95,52 @@ def test_train_goes_on_from_an_onnx_model(model, tmp_path, capsys):
     assert code == 0, error
     before, after = import_onnx(model), load(tmp_path / "trained.tpm")
     assert (after.state["fc.bias"].array != before.state["fc.bias"].array).any()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("import", "net.onnx", "--out", "net.onnx"),
+        ("inspect", "net.onnx", "--graph", "./net.onnx"),
+        ("convert", "net.onnx", "--report", "net.onnx"),
+        ("convert", "net.onnx", "--calibrate", "net.onnx", "--out", "net.onnx"),
+        ("train", "net.onnx", "--data", "digits", "--out", "net.onnx"),
+        ("train", "net.onnx", "--data", "digits", "--out", "a.tpm", "--history", "net.onnx"),
+    ],
+)
+def test_no_verb_writes_over_the_file_that_it_reads(model, capsys, monkeypatch, argv):
+    monkeypatch.chdir(model.parent)
+    before = model.read_bytes()
+    code, _, error = run(capsys, *argv)
+    assert code == 2
+    assert "net.onnx, which is read" in error
+    assert "name another file" in error
+    assert model.read_bytes() == before
+
+
+def test_two_results_are_not_written_to_one_file(model, tmp_path, capsys):
+    out = tmp_path / "a"
+    code, _, error = run(capsys, "convert", model, "--out", out, "--plan", out)
+    assert (code, out.exists()) == (2, False)
+    assert "--out and --plan are both" in error
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        (("image=-1,3,16,16",), "a dimension is an int in 0..2**62 or a symbol, got -1"),
+        (("image=2,3,16,16", "image=N,3,16,16"), "--shape says 'image' twice"),
+        (("image=\u00b2,3,16,16",), "cannot read dimension"),
+    ],
+)
+def test_sizes_that_are_none_or_said_twice_are_refused(model, tmp_path, capsys, shapes, words):
+    options = [part for shape in shapes for part in ("--shape", shape)]
+    code, _, error = run(capsys, "import", model, "--out", tmp_path / "n.tpm", *options)
+    assert code == 2
+    assert words in error
+
+
+def test_sizes_without_a_profile_are_refused(model, capsys):
+    code, _, error = run(capsys, "inspect", model, "--sizes", "N=2")
+    assert code == 2
+    assert "--sizes are those of --profile" in error

@@ -166,3 +166,10 @@ def test_help_tells_the_algorithms_apart():
     _, _, after = text.partition("Examples:")
     for name in ALGORITHMS:
         assert f"  {name} " in after
+
+
+def test_the_page_is_not_written_over_the_model(model):
+    before = model.read_bytes()
+    with pytest.raises(InvalidInput, match="which is read"):
+        run(model, "--out", str(model))
+    assert model.read_bytes() == before

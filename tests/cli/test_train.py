@@ -206,3 +206,22 @@ def test_a_wrong_cell_is_named_with_the_way_out(
     assert train(tmp_path, cell=cell) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "digits.tpm").exists()
+
+
+def test_a_rate_that_is_no_number_is_refused_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, "--local-lr", "nan") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--local-lr is a finite number > 0, got nan" in line
+
+
+@pytest.mark.slow
+def test_a_checkpoint_beyond_the_epochs_asked_for_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = ("--checkpoint", str(tmp_path / "run"))
+    assert train(tmp_path, "--epochs", "2", *folder) == 0
+    capsys.readouterr()
+    assert train(tmp_path, "--epochs", "1", *folder) == 0
+    assert "is of epoch 2 already, --epochs asks for 1" in capsys.readouterr().err

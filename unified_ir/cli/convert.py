@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli.importing import SUFFIX
-from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
+from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, keep_apart, open_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,6 +87,11 @@ def command(**options: Any) -> None:
     holds it with its weights, golden samples that a node checks before serving, and the report.
     """
     output = open_output(options["as_json"])
+    _check_files(options)
+    stated = click.get_current_context().get_parameter_source("max_accuracy_drop")
+    unmeasured = options["quantize"] is not None and options["evaluate"] is None
+    if unmeasured and stated is not ParameterSource.DEFAULT:
+        raise InvalidInput("--max-accuracy-drop is measured on labelled data: give --evaluate too")
     module, digest = _loaded(options["model"])
     wants_plan = options["plan"] is not None
     if wants_plan:
@@ -100,6 +107,16 @@ def command(**options: Any) -> None:
         record["plan"] = _planned(module, digest, options["plan"])
         texts.append(f"plan: {options['plan']}, digest {record['plan']['digest']}")
     output.result(record, "\n".join(texts))
+
+
+def _check_files(options: dict[str, Any]) -> None:
+    keep_apart(
+        [options[name] for name in ("model", "calibrate", "evaluate")],
+        {
+            f"--{name.replace('_', '-')}": options[name]
+            for name in ("out", "plan", "report", "report_json")
+        },
+    )
 
 
 def _loaded(model: Path) -> tuple[Module, str]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
+from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, keep_apart, open_output
 
 SUFFIX: Final = ".onnx"
 
@@ -44,9 +44,8 @@ def command(
     from triplane.unified_ir.onnx import import_onnx
 
     output = open_output(as_json)
-    module = import_onnx(
-        model, shapes=dict(map(_shape, shapes)), outputs=list(outputs) if outputs else None
-    )
+    keep_apart([model], {"--out": out})
+    module = import_onnx(model, shapes=_shapes(shapes), outputs=list(outputs) if outputs else None)
     digest = module.save(out)
     function = module.entry("predict")
     results = zip(function.result_names, function.results, strict=True)
@@ -68,9 +67,18 @@ def command(
     output.result(record, "\n".join(lines))
 
 
+def _shapes(texts: tuple[str, ...]) -> dict[str, tuple[int | str, ...]]:
+    given: dict[str, tuple[int | str, ...]] = {}
+    for name, sizes in map(_shape, texts):
+        if name in given:
+            raise InvalidInput(f"--shape says {name!r} twice; give each input once")
+        given[name] = sizes
+    return given
+
+
 def _shape(text: str) -> tuple[str, tuple[int | str, ...]]:
     name, equals, sizes = text.rpartition("=")
     parts = [part.strip() for part in sizes.split(",")] if sizes.strip() else []
     if not equals or not name or not all(parts):
         raise InvalidInput(f"--shape is INPUT=SIZES such as image=N,3,224,224, got {text!r}")
-    return name, tuple(int(p) if p.isdigit() else p for p in parts)
+    return name, tuple(int(p) if p.isdecimal() else p for p in parts)

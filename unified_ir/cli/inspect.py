@@ -11,7 +11,7 @@ import click
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli.importing import SUFFIX
 from triplane.unified_ir.cli.profiling import entry_profile, profile_lines, sizes_of
-from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
+from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, keep_apart, open_output
 
 if TYPE_CHECKING:
     from triplane.unified_ir.files.container import Container
@@ -84,6 +84,9 @@ def command(
     the root digest, by which the file is known everywhere else.
     """
     output = open_output(as_json)
+    keep_apart([file], {"--graph": graph})
+    if sizes and not profiling:
+        raise InvalidInput("--sizes are those of --profile; give both, or none")
     opened = None if file.suffix == SUFFIX else _opened(file)
     model = opened is not None and opened.manifest.kind == "model"
     module = _imported(file) if opened is None else None

@@ -23,7 +23,7 @@ def sizes_of(_: click.Context, param: click.Parameter, value: str | None) -> dic
     found: dict[str, int] = {}
     for part in value.split(",") if value else ():
         name, sign, size = part.partition("=")
-        if not sign or not name.strip() or not size.strip().isdigit() or int(size) < 1:
+        if not sign or not name.strip() or not size.strip().isdecimal() or int(size) < 1:
             raise click.BadParameter(
                 f"sizes are written N=32,T=10 with whole numbers from 1 on, got {part!r}",
                 param=param,

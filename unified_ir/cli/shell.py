@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -221,6 +221,22 @@ class OutputFile(click.Path):
 
 
 OUTPUT_FILE: Final = OutputFile()
+
+
+def keep_apart(reads: Iterable[str | Path | None], writes: Mapping[str, Path | None]) -> None:
+    """InvalidInput where a file to write, by its option, is one that is read, or another's."""
+    read = {Path(p).resolve() for p in reads if p is not None and Path(p).is_file()}
+    taken: dict[Path, str] = {}
+    for option, path in writes.items():
+        if path is None:
+            continue
+        place = path.resolve()
+        if place in read:
+            raise InvalidInput(f"{option} is {path}, which is read; name another file")
+        if place in taken:
+            raise InvalidInput(f"{taken[place]} and {option} are both {path}; name two files")
+        taken[place] = option
+
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the result, or the error, as one JSON document."

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli.shell import EXIT_CODES, OUTPUT_FILE, json_option, open_output
+from triplane.unified_ir.cli.shell import (
+    EXIT_CODES,
+    OUTPUT_FILE,
+    json_option,
+    keep_apart,
+    open_output,
+)
 from triplane.unified_ir.federated.core import defaults
 
 if TYPE_CHECKING:
@@ -169,6 +175,7 @@ GROUPS = (("training", True), ("unseen", False))
 def simulate(**options: Any) -> None:
     """Let simulated devices learn together from MODEL.tpm and compare how well each ends up."""
     output = open_output(options["as_json"])
+    keep_apart([options["model"], options["data"]], {"--out": options["out"]})
     from triplane.unified_ir.convert.conversion import read_model
     from triplane.unified_ir.federated.study import verdicts
     from triplane.unified_ir.federated.study.source import devices_of

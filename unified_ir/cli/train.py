@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import click
 from triplane.proto.errors import InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.cli import training
 from triplane.unified_ir.cli.importing import SUFFIX
-from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, open_output
+from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, keep_apart, open_output
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -178,6 +179,15 @@ def command(**options: Any) -> None:
 
     as_json = options.pop("as_json")
     output = open_output(as_json)
+    file = options["cell"]
+    file = file if Path(file).suffix == SUFFIX else file.rpartition(":")[0]
+    keep_apart(
+        [file, options["data"], options["validation"]],
+        {"--out": options["out"], "--history": options["history"]},
+    )
+    rate = options["local_lr"]
+    if rate is not None and not math.isfinite(rate):
+        raise InvalidInput(f"--local-lr is a finite number > 0, got {rate}")
     start = time.perf_counter()
     try:
         trainer, result, module = _trained(options, quiet=as_json)
@@ -208,6 +218,11 @@ def command(**options: Any) -> None:
         "seconds": time.perf_counter() - start,
         **_suiting(trainer),
     }
+    if trainer.place.epoch > options["epochs"]:
+        output.note(
+            f"{options['checkpoint']} is of epoch {trainer.place.epoch} already, --epochs asks for "
+            f"{options['epochs']}: the model is that of epoch {trainer.place.epoch}"
+        )
     for text in _suiting(trainer).values():
         output.note(text)
     shown = ", ".join(f"{k} {v:.4g}" for k, v in result.items())
@@ -322,7 +337,9 @@ def load_cell(spec: str) -> Cell:
         return _of_zoo(spec.removeprefix(ZOO))
     file, _, name = spec.rpartition(":")
     if not file or not name:
-        raise InvalidInput(f"the cell is given as FILE.py:Cell or zoo:NAME, got {spec!r}")
+        raise InvalidInput(
+            f"the cell is given as FILE.py:Cell, MODEL.onnx or zoo:NAME, got {spec!r}"
+        )
     module = _load_module(Path(file))
     found = getattr(module, name, None)
     if found is None:

@@ -105,10 +105,10 @@ def symbol(name: str) -> Expr:
 
 def as_dim(x: int | str | Expr) -> Dim:
     """Reads a size: an int >= 0, a symbol or expression as text, or a Dim."""
+    if isinstance(x, str):
+        x = parse(x)
     if isinstance(x, Expr):
         return x
-    if isinstance(x, str):
-        return parse(x)
     if isinstance(x, bool) or int(x) != x or not 0 <= x <= MAX_DIM:
         raise InvalidInput(f"a dimension is an int in 0..2**62 or a symbol, got {x!r}")
     return int(x)
