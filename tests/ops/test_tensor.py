@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import ops
+from triplane.unified_ir import grad, ops
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ir.types import ShapeError, TypeMismatch
@@ -168,3 +168,58 @@ def test_a_recorded_value_is_no_number_yet_and_never_changes():
                 use()
         with pytest.raises(InvalidInput, match=r"ops\.scatter_nd give a changed one"):
             x[0] = 1.0
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "uint8", "bool"])
+def test_means_of_whole_numbers_are_fractions(dtype):
+    x = np.array([[1, 0, 1], [1, 1, 3]]).astype(dtype)
+    for body in (
+        lambda t: t.mean(),
+        lambda t: t.mean(np.int64(1)),
+        lambda t: t.std((0, 1)),
+        lambda t: t.var(np.int64(0)),
+    ):
+        found = computed(body, x)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, body(x), rtol=1e-6)
+
+
+def test_a_python_number_is_divided_by_any_whole_type():
+    x = np.array([-3, 2, 5], np.int32)
+    assert computed(lambda t: -7 // t, x).tolist() == (-7 // x).tolist()
+
+
+def test_an_axis_that_is_not_there_is_not_transposed():
+    _, (x,) = recording(TensorSpec((2, 3)))
+    with pytest.raises(InvalidInput, match=r"2 axes, transpose names \(0, 3\)"):
+        x.transpose(0, 3)
+    with pytest.raises(InvalidInput, match="2 axes, swapaxes names 0 and 3"):
+        x.swapaxes(0, 3)
+    for wrong in (
+        ops.sort,
+        ops.unstack,
+        lambda x, a: ops.roll(x, 1, a),
+        lambda x, a: ops.split(x, 2, a),
+    ):
+        with pytest.raises(ShapeError, match="axis 3 is outside"):
+            wrong(x, 3)
+
+
+def test_norms_of_a_zero_vector_have_slope_zero():
+    for order in (3, 4.5):
+        slope = grad(lambda v, order=order: ops.vector_norm(v, order))(np.zeros(3, np.float32))
+        assert slope.tolist() == [0.0, 0.0, 0.0]
+    _, (x,) = recording(TensorSpec((3,)))
+    with pytest.raises(InvalidInput, match="order above 0"):
+        ops.vector_norm(x, -np.inf)
+
+
+@pytest.mark.parametrize("engine_name", ["onnx", "reference"])
+def test_an_open_axis_without_rows_is_rolled(engine_name):
+    build, (x,) = recording(TensorSpec(("N", 3)))
+    with build:
+        y = ops.roll(x, 2, 0)
+    run = engine(engine_name).compile(build.finish({"y": y}))
+    assert run(np.zeros((0, 3), np.float32))[0].shape == (0, 3)
+    rows = X[0, :, :3].copy()
+    assert run(rows)[0].tolist() == np.roll(rows, 2, 0).tolist()

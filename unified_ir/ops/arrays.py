@@ -6,10 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import DType, ShapeError, as_dtype, float32
 from triplane.unified_ir.ops.activations import swish
-from triplane.unified_ir.ops.elementwise import clip, exp, is_inf, is_nan, log, not_, softplus
+from triplane.unified_ir.ops.elementwise import (
+    clip,
+    exp,
+    is_inf,
+    is_nan,
+    log,
+    maximum,
+    not_,
+    softplus,
+)
 from triplane.unified_ir.ops.equations import einsum
 from triplane.unified_ir.ops.indexing import arange, gather
 from triplane.unified_ir.ops.products import cumprod_row, cumsum_row
@@ -81,14 +91,17 @@ def vector_norm(
     x: Tensor, order: float = 2, axis: Axes = None, *, keepdims: bool = False
 ) -> Tensor:
     """(sum |x|^order)^(1/order) over `axis`; infinity gives the largest |x|, 0 has slope 0."""
-    axes = [axis] if isinstance(axis, int) else axis
+    axes = [axis] if isinstance(axis, (int, np.integer)) else axis
     operand = None if axes is None else np.array(axes, np.int64)
     if order in {1, 2}:
         row = reduce_l1_row if order == 1 else reduce_l2_row
         return row(x, operand, keepdims=int(keepdims))
     if order == float("inf"):
         return abs(x).max(axis, keepdims=keepdims)
-    return (abs(x) ** float(order)).sum(axis, keepdims=keepdims) ** (1.0 / order)
+    if not order > 0.0:
+        raise InvalidInput(f"vector_norm takes an order above 0, got {order}")
+    total = (abs(x) ** float(order)).sum(axis, keepdims=keepdims)
+    return where(total == 0.0, 0.0, where(total == 0.0, 1.0, total) ** (1.0 / order))
 
 
 def logsumexp(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
@@ -117,7 +130,7 @@ def argsort(x: Tensor, axis: int = -1, *, descending: bool = False) -> Tensor:
 
 
 def _ordered(x: Tensor, axis: int, *, descending: bool) -> tuple[Tensor, ...]:
-    count = dims_of([x.shape[axis]])
+    count = dims_of([x.shape[axes_of(x.rank, [axis])[0]]])
     return top_k_row.all_outputs(x, count, outputs=2, axis=axis, largest=int(descending))
 
 
@@ -131,8 +144,8 @@ def flip(x: Tensor, *axes: int) -> Tensor:
 
 def roll(x: Tensor, shift: int, axis: int) -> Tensor:
     """Elements moved `shift` places along `axis`; what leaves at one end comes in at the other."""
-    size = x.shape[axis]
-    index = (arange(size) - shift) % _scalar(size)
+    size = x.shape[axes_of(x.rank, [axis])[0]]
+    index = (arange(size) - shift) % maximum(_scalar(size), 1)  # an empty axis has no remainders
     return gather(x, index, axis=axis)
 
 
@@ -158,13 +171,13 @@ def repeat(x: Tensor, times: int, axis: int) -> Tensor:
 def split(x: Tensor, sizes: int | Sequence[Dim], axis: int = 0) -> tuple[Tensor, ...]:
     """Pieces along `axis`: of the given sizes, or so many equal ones but for a shorter last one."""
     if isinstance(sizes, int):
-        sizes = split_sizes(x.shape[axis], sizes)
+        sizes = split_sizes(x.shape[axes_of(x.rank, [axis])[0]], sizes)
     return split_row.all_outputs(x, dims_of(sizes), outputs=len(sizes), axis=axis)
 
 
 def unstack(x: Tensor, axis: int = 0) -> tuple[Tensor, ...]:
     """The slices along `axis`, without it."""
-    size = x.shape[axis]
+    size = x.shape[axes_of(x.rank, [axis])[0]]
     if not isinstance(size, int):
         raise ShapeError(f"unstack needs a fixed axis, got {axis} of {x.type}; loop over it")
     parts = split(x, [1] * size, axis)

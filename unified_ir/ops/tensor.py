@@ -181,6 +181,11 @@ class Tensor:
     def transpose(self, *perm: Any) -> Tensor:
         """Axes in the given order (reversed by default)."""
         order = perm[0] if len(perm) == 1 and isinstance(perm[0], (tuple, list)) else perm
+        if any(not -self.rank <= int(p) < self.rank for p in order):
+            raise InvalidInput(
+                f"{self.type} has {self.rank} axes, transpose names {tuple(order)} "
+                f"(at {user_location()})"
+            )
         return emit("Transpose", self, perm=[int(p) % self.rank for p in order] or None)
 
     @property
@@ -212,6 +217,11 @@ class Tensor:
 
     def swapaxes(self, a: int, b: int) -> Tensor:
         """Axes `a` and `b` in each other's place."""
+        if not all(-self.rank <= axis < self.rank for axis in (a, b)):
+            raise InvalidInput(
+                f"{self.type} has {self.rank} axes, swapaxes names {a} and {b} "
+                f"(at {user_location()})"
+            )
         order = list(range(self.rank))
         order[a], order[b] = order[b], order[a]
         return self.transpose(*order)
@@ -266,8 +276,8 @@ class Tensor:
         return reduce("ReduceSum", self, axis, keepdims=keepdims)
 
     def mean(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
-        """Mean over `axis`: one, several, all by default."""
-        return reduce("ReduceMean", self, axis, keepdims=keepdims)
+        """Mean over `axis`: one, several, all by default; of whole numbers float32."""
+        return reduce("ReduceMean", _fractions(self), axis, keepdims=keepdims)
 
     def max(self, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
         """Maximum over `axis`: one, several, all by default."""
@@ -294,13 +304,15 @@ class Tensor:
 
         0 as in numpy by default; PyTorch's default is 1.
         """
-        away = self - self.mean(axis, keepdims=True)
+        x = _fractions(self)
+        away = x - x.mean(axis, keepdims=True)
         if not correction:
             return (away * away).mean(axis, keepdims=keepdims)
-        axes = range(self.rank) if axis is None else [axis] if isinstance(axis, int) else axis
+        some = [axis] if isinstance(axis, (int, np.integer)) else axis
+        axes = range(self.rank) if some is None else some
         count = product([self.shape[a] for a in axes])
         divisor = as_tensor(np.array(0)) + count - correction
-        return (away * away).sum(axis, keepdims=keepdims) / divisor.cast(self.dtype)
+        return (away * away).sum(axis, keepdims=keepdims) / divisor.cast(x.dtype)
 
     def std(self, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
         """The square root of `var`."""
@@ -360,10 +372,16 @@ def _floor_divide(a: Any, b: Any) -> Tensor:
     quotient = emit("Div", a, b)
     if quotient.dtype.is_float:
         return emit("Floor", quotient)
-    inexact = as_tensor(a) != quotient * b
-    below = (as_tensor(a) < 0) != (as_tensor(b) < 0)
+    a, b = (as_tensor(x, None if hasattr(x, "dtype") else quotient.dtype) for x in (a, b))
+    inexact = a != quotient * b
+    below = (a < 0) != (b < 0)
     rounded: Tensor = quotient - (inexact & below).cast(quotient.dtype)
     return rounded
+
+
+def _fractions(x: Tensor) -> Tensor:
+    """Whole numbers and truth values as float32: ONNX's mean of them is cut to a whole number."""
+    return x.cast("float32") if _is_whole(x) else x
 
 
 def _is_whole(x: Any) -> bool:
