@@ -144,3 +144,37 @@ def test_sizes_without_a_profile_are_refused(model, capsys):
     code, _, error = run(capsys, "inspect", model, "--sizes", "N=2")
     assert code == 2
     assert "--sizes are those of --profile" in error
+
+
+@pytest.mark.slow
+def test_train_takes_the_model_file_that_import_wrote(model, tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((40, 3, 16, 16)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=images, y=rng.integers(0, 5, 40))
+    assert run(capsys, "import", model, "--out", tmp_path / "net.tpm")[0] == 0
+    argv = ["--data", tmp_path / "data.npz", "--epochs", 1, "--out"]
+    code, _, error = run(capsys, "train", tmp_path / "net.tpm", *argv, tmp_path / "file.tpm")
+    assert code == 0, error
+    assert run(capsys, "train", model, *argv, tmp_path / "direct.tpm")[0] == 0
+    assert (tmp_path / "file.tpm").read_bytes() == (tmp_path / "direct.tpm").read_bytes()
+
+
+def test_a_model_of_a_fixed_batch_is_told_how_to_open_it(model, tmp_path, capsys):
+    fixed = tmp_path / "one.tpm"
+    shape = ("--shape", "image=1,3,16,16")
+    assert run(capsys, "import", model, "--out", fixed, *shape)[0] == 0
+    code, _, error = run(capsys, "train", fixed, "--data", "digits", "--out", tmp_path / "a.tpm")
+    assert code == 2
+    assert "takes batches of 1 alone: input 'image' is float32[1,3,16,16]" in error
+    assert "--shape image=N,3,16,16" in error
+
+
+def test_a_model_without_inputs_makes_no_bundle(tmp_path, model, capsys):
+    y = onnx.numpy_helper.from_array(np.zeros(3, np.float32))
+    node = onnx.helper.make_node("Constant", [], ["y"], value=y)
+    value = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [3])
+    made = onnx.helper.make_model(onnx.helper.make_graph([node], "g", [], [value]))
+    onnx.save(made, tmp_path / "none.onnx")
+    code, _, error = run(capsys, "convert", tmp_path / "none.onnx")
+    assert code == 2
+    assert "'predict' takes no input" in error

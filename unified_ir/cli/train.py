@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -46,12 +46,14 @@ With --warmup N the rate rises over the first N updates. An update is one batch,
 Interrupted? The same command with the same --checkpoint folder goes on to the same bits. It refuses
 to go on with another network, loss, optimizer, batch size, data or seed, and names which.
 FILE.py is ordinary Python; Cell is a subclass of nn.Cell, or a function that makes one. In place of
-it MODEL.onnx trains an imported model further, and zoo:resnet8,channels=1 a network that papers
-made known; docs/zoo.md lists them.
+it MODEL.onnx or MODEL.tpm trains what that model predicts with further (it gives scores, before any
+softmax), and zoo:resnet8,channels=1 a network that papers made known; docs/zoo.md lists them.
 """
 ZOO = "zoo:"
 ENTRIES = ("predict", "evaluate", "loss", "train_step", "local_update", "adapt", "gradients")
 DEFAULT_ENTRIES: Any = ENTRIES[:-1]
+_MODELS: Final = frozenset({SUFFIX, ".tpm"})
+"""Files whose model is trained further."""
 
 
 @click.command("train", epilog=EPILOG)
@@ -180,7 +182,7 @@ def command(**options: Any) -> None:
     as_json = options.pop("as_json")
     output = open_output(as_json)
     file = options["cell"]
-    file = file if Path(file).suffix == SUFFIX else file.rpartition(":")[0]
+    file = file if Path(file).suffix in _MODELS else file.rpartition(":")[0]
     keep_apart(
         [file, options["data"], options["validation"]],
         {"--out": options["out"], "--history": options["history"]},
@@ -321,24 +323,40 @@ def _columns(row: dict[str, float], *, prefix: str) -> dict[str, float]:
     return {k.removeprefix(prefix): v for k, v in row.items() if "." not in k}
 
 
+def _of_file(path: Path) -> Cell:
+    """What a model predicts with, as a cell; InvalidInput where it takes no batch of any size."""
+    from triplane.unified_ir.convert.conversion import read_model
+    from triplane.unified_ir.nn import Imported
+    from triplane.unified_ir.onnx import import_onnx
+
+    module = import_onnx(path) if path.suffix == SUFFIX else read_model(path)[0]
+    cell = Imported(module)
+    for param in module.inputs("predict"):
+        shape = getattr(param.type, "shape", ())
+        if shape and isinstance(shape[0], int):
+            sizes = ",".join(map(str, ("N", *shape[1:])))
+            raise InvalidInput(
+                f"{path} takes batches of {shape[0]} alone: input {param.name!r} is {param.type}; "
+                f"import the ONNX model with --shape {param.name}={sizes}, and train that file"
+            )
+    return cell
+
+
 def load_cell(spec: str) -> Cell:
     """The cell that FILE.py:NAME names: a Cell subclass, or a function without arguments.
 
-    An ONNX model is such a cell too: its weights go on from where they are.
+    An ONNX model or a model file is such a cell too: its weights go on from where they are.
     """
     from triplane.unified_ir.frontend import Cell
 
-    if Path(spec).suffix == SUFFIX:
-        from triplane.unified_ir.nn import Imported
-        from triplane.unified_ir.onnx import import_onnx
-
-        return Imported(import_onnx(Path(spec)))
+    if Path(spec).suffix in _MODELS:
+        return _of_file(Path(spec))
     if spec.startswith(ZOO):
         return _of_zoo(spec.removeprefix(ZOO))
     file, _, name = spec.rpartition(":")
     if not file or not name:
         raise InvalidInput(
-            f"the cell is given as FILE.py:Cell, MODEL.onnx or zoo:NAME, got {spec!r}"
+            f"the cell is given as FILE.py:Cell, MODEL.onnx, .tpm or zoo:NAME, got {spec!r}"
         )
     module = _load_module(Path(file))
     found = getattr(module, name, None)

@@ -137,6 +137,8 @@ def convert(
     check_names(name, version)
     if not isinstance(module, Module):
         module, model_digest = read_model(module)
+    if not module.inputs(entry):
+        raise InvalidInput(f"{entry!r} takes no input; a bundle answers what it is given")
     budgets = Budgets(max_accuracy_drop, max_latency_ratio, max_size_ratio)
     _check_arguments(quantize, calibration, budgets)
     steps = adapt_steps(module)
