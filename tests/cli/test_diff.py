@@ -153,3 +153,10 @@ def test_long_differences_are_cut_in_text_and_whole_in_json(diff):
 def test_a_missing_file_is_an_error_above_one(tmp_path, capsys):
     assert shell.run(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     assert "no file at" in capsys.readouterr().err
+
+
+def test_an_onnx_model_is_imported_first(tmp_path, capsys):
+    path = tmp_path / "net.onnx"
+    path.write_bytes(b"\x08\x08")
+    assert shell.run(["diff", str(path), str(path)]) == 2
+    assert "import it first (triplane import)" in capsys.readouterr().err

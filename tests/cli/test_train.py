@@ -225,3 +225,14 @@ def test_a_checkpoint_beyond_the_epochs_asked_for_is_told(
     capsys.readouterr()
     assert train(tmp_path, "--epochs", "1", *folder) == 0
     assert "is of epoch 2 already, --epochs asks for 1" in capsys.readouterr().err
+
+
+def test_what_is_no_cell_is_named_by_its_type(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "numbers.py"
+    file.write_text("A = 3\n")
+    assert train(tmp_path, cell=f"{file}:A") == 2
+    assert "numbers.py:A gives an object of type int; it must give an nn.Cell" in (
+        capsys.readouterr().err
+    )

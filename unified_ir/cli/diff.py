@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli.importing import SUFFIX
 from triplane.unified_ir.cli.shell import json_option, open_output
 
 if TYPE_CHECKING:
@@ -49,6 +51,9 @@ def command(ctx: click.Context, *, a: Path, b: Path, as_json: bool) -> None:
     from triplane.unified_ir.ops.check import load
 
     output = open_output(as_json)
+    for path in (a, b):
+        if path.suffix == SUFFIX:
+            raise InvalidInput(f"{path} is an ONNX model; import it first (triplane import)")
     before, after = load(a), load(b)
     record = _compared(before, after)
     record = {"a": str(a), "b": str(b), "same": not any(record.values()), **record}

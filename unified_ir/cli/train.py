@@ -365,7 +365,9 @@ def load_cell(spec: str) -> Cell:
         raise NotFound(f"{file} defines no {name!r}; cells there: {', '.join(known) or 'none'}")
     made = found() if callable(found) else found
     if not isinstance(made, Cell):
-        raise InvalidInput(f"{spec} gives a {type(made).__name__}; it must give an nn.Cell")
+        raise InvalidInput(
+            f"{spec} gives an object of type {type(made).__name__}; it must give an nn.Cell"
+        )
     return made
 
 
