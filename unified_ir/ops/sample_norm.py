@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, product
@@ -41,8 +44,19 @@ def _group_norm(
     return _per_channel(_standardized(x, num_groups, epsilon), scale, bias)
 
 
+def _group_kernel(
+    x: Any, scale: Any, bias: Any, *, num_groups: int, epsilon: float, stash_type: int
+) -> Any:
+    flat = x.reshape(x.shape[0], num_groups, -1)
+    away = flat - flat.mean(-1, keepdims=True)
+    y = (away / np.sqrt((away * away).mean(-1, keepdims=True) + epsilon)).reshape(x.shape)
+    shape = (-1, *[1] * (x.ndim - 2))
+    return (y * scale.reshape(shape) + bias.reshape(shape)).astype(x.dtype)
+
+
 group_norm_row = Op(
     name="GroupNormalization",
+    reference=_group_kernel,
     body=_group_norm,
     native=lambda node, opset: False,
     samples=(
