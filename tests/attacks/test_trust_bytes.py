@@ -116,7 +116,7 @@ def test_any_truncation_is_refused(cloud, role, at):
 
 
 EVERY_BYTE = (
-    pytest.param("timestamp", marks=pytest.mark.slow),
+    pytest.param("timestamp", marks=pytest.mark.long),
     pytest.param("root", marks=pytest.mark.deep),
 )
 

@@ -115,7 +115,8 @@ def test_its_memory_is_80_mb_and_5_times_the_parameters(tmp_path, compression):
 
 
 @pytest.mark.parametrize(
-    ("rounds", "most_kills"), [(60, 10), pytest.param(400, 60, marks=pytest.mark.deep)]
+    ("rounds", "most_kills"),
+    [pytest.param(60, 10, marks=pytest.mark.long), pytest.param(400, 60, marks=pytest.mark.deep)],
 )
 def test_killed_devices_end_with_the_very_model_of_undisturbed_ones(tmp_path, rounds, most_kills):
     """Learning is by seed, round and name; int8's remainder and the update survive each kill."""

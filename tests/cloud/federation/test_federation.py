@@ -256,7 +256,7 @@ def test_a_stopped_run_ends_open_work_and_resumes_where_it_was(tmp_path):
     assert [r.counted for r in run.rounds] == [2, 2, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_runs_of_one_population_both_end_and_another_population_is_not_asked(tmp_path):
     async def story():
         async with running(make_home(tmp_path)) as cloud:
