@@ -380,10 +380,13 @@ def _one_hot(context: Context, node: Node) -> None:
 
 
 def _einsum(context: Context, node: Node) -> None:
-    """onnxruntime repeats no axis of size 1 under an ellipsis: the axis is left out."""
+    """onnxruntime repeats no axis under an ellipsis: one of size 1 is left out, all get names."""
     shapes = [v.type.shape for v in node.inputs if v is not None]
-    equation, dropped = without_repeats(str(node.attrs["equation"]), shapes)
-    if not any(dropped):
+    text = str(node.attrs["equation"])
+    equation, dropped = without_repeats(text, shapes)
+    terms = zip(text.replace(" ", "").split("->")[0].split(","), shapes, strict=True)
+    hidden = {len(shape) - len(term) for term, shape in terms if "." in term}
+    if not any(dropped) and len(hidden) < 2:
         context.plain(node)
         return
     names = [

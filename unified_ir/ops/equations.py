@@ -175,6 +175,7 @@ einsum_row: Op = Op(
         sample(normal(2, 3, 3), equation="...ii->..."),
         sample(normal(2, 3, 3), normal(2), equation="bii,b"),
         sample(normal(2, 1, 3, 4), normal(5, 4, 2), equation="...ij,...jk->...ik"),
+        sample(normal(2, 3, 4), normal(3, 4), equation="...i,...i->..."),
         sample(normal(2, 3), normal(4), equation="ij,k->i"),
         sample(normal(2, 3), normal(2, 4), normal(2, 5), equation="bi,bj,bk->bijk"),
         sample(normal(2, 3), equation="ij->ji"),
