@@ -236,6 +236,7 @@ def plan_of(spec: pb.Spec) -> core.Plan:
         patience_s=cohort.patience_s,
         evaluate_every=spec.evaluate_every,
         seed=spec.seed,
+        needs_scores=not spec.flower.app,
     )
 
 

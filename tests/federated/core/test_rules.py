@@ -404,6 +404,12 @@ def test_a_result_that_every_device_declined_to_score_waits_for_a_person():
     assert all_decline(judging(RULES_OF_OLD), 3.0).phase is Phase.FINISHING
 
 
+def test_apps_of_others_that_cannot_evaluate_do_not_hold_a_result_back():
+    asked = judging()
+    apps = replace(asked, plan=replace(asked.plan, needs_scores=False))
+    assert all_decline(apps, 3.0).phase is Phase.FINISHING
+
+
 def test_an_evaluation_that_one_device_scores_counts_and_one_that_all_left_is_passed_over():
     state = judging()
     for name in DEVICES[:2]:

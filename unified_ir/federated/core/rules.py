@@ -360,7 +360,8 @@ def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:
     state = replace(state, history=(*state.history, ended))
     if short:
         return _give_up(state, why, now_s), told
-    if found.evaluates and not counted and state.rules >= NEWEST_RULES:
+    wanted = state.plan.needs_scores and state.rules >= NEWEST_RULES
+    if found.evaluates and not counted and wanted:
         refusing = [x for x in found.leases if x.outcome in UNWILLING]
         if refusing:
             return _unscored(state, refusing, now_s), (*told, Judged(found.number, ()))

@@ -51,7 +51,8 @@ class Plan:
 
     devices: updates that make a round. asked: leases given for it, at least `devices`.
     quorum: updates without which a round that ran out of time is given up. evaluate_every: 0 for
-    after the last round only.
+    after the last round only. needs_scores: whether an evaluation that every device declines ends
+    the run; where a strategy outside asks apps of others, many cannot evaluate.
     """
 
     rounds: int
@@ -62,6 +63,7 @@ class Plan:
     patience_s: float
     evaluate_every: int = 0
     seed: int = 0
+    needs_scores: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.quorum <= self.devices <= self.asked or self.rounds < 1:
