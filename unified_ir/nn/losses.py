@@ -1,13 +1,13 @@
 """Losses: a mean over the batch, however large it is, and what goes with each.
 
-A loss also says what the model's output is called when it is exported, and which metrics make sense
-beside it.
+A loss also says what the model's output is called when it is exported, which metrics make sense
+beside it, and what its mean divides by where that is not the number of samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -16,11 +16,14 @@ from numpy.typing import ArrayLike
 from triplane.unified_ir import ops
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.ir.types import ShapeError, TensorType
-from triplane.unified_ir.ops.likelihood import REDUCTIONS, likelihood
+from triplane.unified_ir.ops.likelihood import likelihood
 from triplane.unified_ir.ops.losses import weighted_cross_entropy
 
 Metric = Callable[[ops.Tensor, ops.Tensor], ops.Tensor]
-"""(output, target) -> a scalar, the mean over the batch."""
+"""(output, target) -> a scalar, the mean over the batch.
+
+One that divides by something else than the number of samples has a method `counted`, as `Loss`.
+"""
 
 
 class Loss(Cell):
@@ -34,6 +37,14 @@ class Loss(Cell):
     def metrics(self) -> Mapping[str, Metric]:
         """Metrics measured beside this loss unless the trainer is told otherwise."""
         return {}
+
+    def counted(self, output: ops.Tensor, target: ops.Tensor) -> ops.Tensor | None:
+        """What this batch's mean divides by, a scalar; None where all samples count alike.
+
+        Means of several batches are weighted by it. Where it is 0 `construct` gives 0.
+        """
+        del output, target
+        return None
 
     def classes(self, output: TensorType) -> int | None:
         """How many labels there are for such an output; None where targets are no labels.
@@ -54,11 +65,64 @@ def binary_accuracy(logits: ops.Tensor, targets: ops.Tensor) -> ops.Tensor:
     return ((logits > 0.0) == (targets > 0.5)).cast(logits.dtype).mean()
 
 
-class SoftmaxCrossEntropy(Loss):
+@dataclass(frozen=True)
+class _AccuracyWithout:
+    """`accuracy` over the labels that are not `ignored`; 0 where there are none."""
+
+    ignored: int
+
+    def __call__(self, logits: ops.Tensor, labels: ops.Tensor) -> ops.Tensor:
+        labels = labels.cast("int64")
+        counted = (labels != self.ignored).cast(logits.dtype)
+        hits = (ops.argmax(logits) == labels).cast(logits.dtype)
+        return _mean(hits * counted, counted)
+
+    def counted(self, logits: ops.Tensor, labels: ops.Tensor) -> ops.Tensor:
+        """How many those are."""
+        return (labels.cast("int64") != self.ignored).cast(logits.dtype).sum()
+
+
+class _OfLabels(Loss):
+    """A mean over labels, each with a factor and some ignored."""
+
+    def __init__(self, weight: ArrayLike | None, ignored: int | None) -> None:
+        super().__init__()
+        self.weight = None if weight is None else np.asarray(weight, np.float32)
+        self.ignored = ignored
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """`accuracy`, over the labels that count."""
+        if self.ignored is None:
+            return {"accuracy": accuracy}
+        return {"accuracy": _AccuracyWithout(self.ignored)}
+
+    def classes(self, output: TensorType) -> int | None:
+        """The size of the last axis."""
+        last = output.shape[-1] if output.rank else None
+        return last if isinstance(last, int) else None
+
+    def counted(self, output: ops.Tensor, target: ops.Tensor) -> ops.Tensor | None:
+        """The sum of the factors of the labels that count."""
+        if self.weight is None and self.ignored is None:
+            return None
+        counted = self.each(output, target)[1]
+        return None if counted is None else counted.sum()
+
+    def construct(self, output: ops.Tensor, labels: ops.Tensor) -> ops.Tensor:
+        """See the class."""
+        _whole_labels(type(self).__name__, labels)
+        return _mean(*self.each(output, labels))
+
+    def each(self, output: ops.Tensor, labels: ops.Tensor) -> tuple[ops.Tensor, ops.Tensor | None]:
+        """The loss of each label, and what it counts; None where all count 1."""
+        raise NotImplementedError
+
+
+class SoftmaxCrossEntropy(_OfLabels):
     """Mean of -log softmax(logits)[label]; logits: (..., C), labels: (...) ints in 0..C-1.
 
     weight: (C,), a factor for each class; the mean divides by the sum of the labels' factors. A
-    label that is `ignore_index` counts nowhere; of a batch without any other the mean is NaN.
+    label that is `ignore_index` counts nowhere; where no label counts the mean is 0.
     With `label_smoothing` e the target is 1 - e + e / C for the label, e / C for each other.
     """
 
@@ -71,31 +135,16 @@ class SoftmaxCrossEntropy(Loss):
         ignore_index: int | None = None,
         label_smoothing: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.weight = None if weight is None else np.asarray(weight, np.float32)
-        self.ignored, self.label_smoothing = ignore_index, label_smoothing
+        super().__init__(weight, ignore_index)
+        self.label_smoothing = label_smoothing
 
-    def metrics(self) -> Mapping[str, Metric]:
-        """`accuracy`, over the labels that count."""
-        if self.ignored is None:
-            return {"accuracy": accuracy}
-        return {"accuracy": partial(_accuracy_without, self.ignored)}
-
-    def classes(self, output: TensorType) -> int | None:
-        """The size of the last axis."""
-        last = output.shape[-1] if output.rank else None
-        return last if isinstance(last, int) else None
-
-    def construct(self, logits: ops.Tensor, labels: ops.Tensor) -> ops.Tensor:
-        """See the class."""
-        _whole_labels("SoftmaxCrossEntropy", labels)
-        loss, counted = weighted_cross_entropy(
-            logits, labels, _weight_like(self.weight, logits), self.ignored, self.label_smoothing
-        )
-        return REDUCTIONS["mean"](loss, counted)
+    def each(self, output: ops.Tensor, labels: ops.Tensor) -> tuple[ops.Tensor, ops.Tensor | None]:
+        """See `_OfLabels`."""
+        weight = _weight_like(self.weight, output)
+        return weighted_cross_entropy(output, labels, weight, self.ignored, self.label_smoothing)
 
 
-class NegativeLogLikelihood(Loss):
+class NegativeLogLikelihood(_OfLabels):
     """Mean of -log p[label]; log_p: (..., C) logarithms of probabilities, labels: (...) ints.
 
     `weight` and `ignore_index` as those of `SoftmaxCrossEntropy`.
@@ -104,24 +153,12 @@ class NegativeLogLikelihood(Loss):
     output = "log_p"
 
     def __init__(self, *, weight: ArrayLike | None = None, ignore_index: int | None = None) -> None:
-        super().__init__()
-        self.weight = None if weight is None else np.asarray(weight, np.float32)
-        self.ignored = ignore_index
+        super().__init__(weight, ignore_index)
 
-    def metrics(self) -> Mapping[str, Metric]:
-        """`accuracy`, over the labels that count."""
-        return SoftmaxCrossEntropy(ignore_index=self.ignored).metrics()
-
-    def classes(self, output: TensorType) -> int | None:
-        """The size of the last axis."""
-        return SoftmaxCrossEntropy().classes(output)
-
-    def construct(self, log_p: ops.Tensor, labels: ops.Tensor) -> ops.Tensor:
-        """See the class."""
-        _whole_labels("NegativeLogLikelihood", labels)
-        weight = _weight_like(self.weight, log_p)
-        loss, counted = likelihood(log_p, labels, weight, self.ignored, log_p.rank - 1)
-        return REDUCTIONS["mean"](loss, counted)
+    def each(self, output: ops.Tensor, labels: ops.Tensor) -> tuple[ops.Tensor, ops.Tensor | None]:
+        """See `_OfLabels`."""
+        weight = _weight_like(self.weight, output)
+        return likelihood(output, labels, weight, self.ignored, output.rank - 1)
 
 
 class BinaryCrossEntropy(Loss):
@@ -247,12 +284,13 @@ class CTC(Loss):
         return (each / ops.maximum(lengths, 1).cast(each.dtype)).mean()
 
 
-def _accuracy_without(ignored: int, logits: ops.Tensor, labels: ops.Tensor) -> ops.Tensor:
-    """`accuracy` over the labels that count."""
-    labels = labels.cast("int64")
-    counted = (labels != ignored).cast(logits.dtype)
-    hits = (ops.argmax(logits) == labels).cast(logits.dtype)
-    return (hits * counted).sum() / counted.sum()
+def _mean(each: ops.Tensor, counted: ops.Tensor | None) -> ops.Tensor:
+    """The mean by what each counts: 0, and so its gradient, where nothing does."""
+    if counted is None:
+        return each.mean()
+    total = counted.sum()
+    nothing = total == 0.0
+    return ops.where(nothing, 0.0, each.sum() / ops.where(nothing, 1.0, total))
 
 
 def _weight_like(weight: ArrayLike | None, like: ops.Tensor) -> ops.Tensor | None:

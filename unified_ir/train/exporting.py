@@ -29,8 +29,7 @@ def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | N
     if unknown or not entries:
         raise InvalidInput(f"entries are some of {', '.join(ENTRIES)}, got {unknown or 'none'}")
     functions = {
-        name: _without_pictures(_function(trainer, name, local_lr))
-        for name in dict.fromkeys(entries)
+        name: _without_unread(_function(trainer, name, local_lr)) for name in dict.fromkeys(entries)
     }
     return Module(
         functions=functions,
@@ -58,9 +57,10 @@ def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
     return step.local_update(model, plain, name=name)
 
 
-def _without_pictures(function: Function) -> Function:
-    """Without histograms and images, which nobody looks at where a model file goes."""
-    kept = [n for n in function.result_names if not n.startswith((HISTOGRAM, IMAGE))]
+def _without_unread(function: Function) -> Function:
+    """Without histograms, images and counts, which nobody reads where a model file goes."""
+    unread = (HISTOGRAM, IMAGE, step.COUNTED)
+    kept = [n for n in function.result_names if not n.startswith(unread)]
     results = tuple(map(function.result, kept))
     return clean(Function(function.name, function.params, results, tuple(kept), function.nodes))
 

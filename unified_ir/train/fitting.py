@@ -17,7 +17,7 @@ from triplane.unified_ir.train.batches import Batch, Source, with_last
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.diagnosis import NonFinite, finite, first_nonfinite
-from triplane.unified_ir.train.history import Row, split
+from triplane.unified_ir.train.history import NOTHING_COUNTED, Row, split
 from triplane.unified_ir.train.interrupt import Interrupt
 from triplane.unified_ir.train.precision import LEAST_SCALE
 from triplane.unified_ir.train.recipe import LEFT, LOSS_SCALE
@@ -130,12 +130,13 @@ class Fit:
                 self.loop.load({LEFT: np.ones((), np.int64)})
             results = self.loop.step(**dict(zip(self.names, batch, strict=True)))
             counts = {k: results.pop(k) for k in self.tallies}
+            counted = step.taken_counts(results)
             self.info.results, self.info.tensors = split(results)
             if not math.isfinite(self.info.results[step.LOSS]):
                 self._explain()
             if self.info.results.get(LOSS_SCALE, 1.0) < LEAST_SCALE:
                 self._explain_scale(batch)
-            place.advance(self.info.results, len(batch[-1]), counts)
+            place.advance(self.info.results, len(batch[-1]), counts, counted)
             self._whole = True
             self._call("on_step")
             self.interrupt.check()
@@ -143,6 +144,11 @@ class Fit:
                 return False
         if not place.rows:
             raise InvalidInput(f"epoch {place.epoch + 1} has no batches; {_ONCE}")
+        if names := place.uncounted():
+            where = f"epoch {place.epoch + 1}"
+            self.loop.load(self.anchor)
+            self._go_back()
+            raise InvalidInput(NOTHING_COUNTED.format(names=names, where=where))
         return True
 
     def _check(self, batch: Batch) -> None:

@@ -12,13 +12,18 @@ from typing import Final
 
 import numpy as np
 
-from triplane.proto.errors import NotFound
+from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train.metrics import Tally
 
 _NONE: Final[Mapping[str, Array]] = MappingProxyType({})
+_ROWS: Final[Mapping[str, float]] = MappingProxyType({})
 
 Row = dict[str, float]
+NOTHING_COUNTED: Final = (
+    "no label of {where} counts in the mean of {names}: each is ignored, or of weight 0; give data "
+    "with some that count, or another ignore_index= or weight="
+)
 
 
 @dataclass
@@ -26,7 +31,8 @@ class Place:
     """Where a run stands: what comes next is batch `position` of epoch `epoch`, both from 0.
 
     step: batches trained on. rows: samples seen in this epoch; sums: each result summed over them;
-    counts: each tally's, summed, float64.
+    counts: each tally's, summed, float64. counted: what the samples count in a result, where that
+    is not their number.
     """
 
     epoch: int = 0
@@ -35,29 +41,45 @@ class Place:
     rows: int = 0
     sums: Row = field(default_factory=dict)
     counts: dict[str, Array] = field(default_factory=dict)
+    counted: Row = field(default_factory=dict)
 
     def copy(self) -> Place:
         """A place of its own."""
-        return replace(self, sums=dict(self.sums), counts=dict(self.counts))
+        return replace(
+            self, sums=dict(self.sums), counts=dict(self.counts), counted=dict(self.counted)
+        )
 
     def advance(
-        self, results: Mapping[str, float], rows: int, counts: Mapping[str, Array] = _NONE
+        self,
+        results: Mapping[str, float],
+        rows: int,
+        counts: Mapping[str, Array] = _NONE,
+        counted: Mapping[str, float] = _ROWS,
     ) -> None:
-        """One batch of `rows` samples is done; `results` are means over it."""
+        """One batch of `rows` samples is done; `results` are means over it, or over `counted`."""
         self.position += 1
         self.step += 1
         self.rows += rows
         for name, value in results.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value * rows
+            self.sums[name] = self.sums.get(name, 0.0) + value * counted.get(name, rows)
+        for name, own in counted.items():
+            self.counted[name] = self.counted.get(name, 0.0) + own
         for name, x in counts.items():
             self.counts[name] = self.counts.get(name, 0.0) + x.astype(np.float64)
 
     def means(self) -> Row:
-        """Means over the samples of this epoch so far."""
-        return {name: total / self.rows for name, total in self.sums.items()}
+        """Means over the samples of this epoch so far, of those for which any counted."""
+        divisors = {name: self.counted.get(name, self.rows) for name in self.sums}
+        return {name: self.sums[name] / n for name, n in divisors.items() if n}
+
+    def uncounted(self) -> str:
+        """The results for which no sample has counted, if any."""
+        return ", ".join(sorted(name for name, own in self.counted.items() if not own))
 
     def measures(self, tallies: Mapping[str, Tally]) -> Row:
-        """Means, and the number of each tally."""
+        """Means, and the number of each tally; InvalidInput where no sample counted for one."""
+        if names := self.uncounted():
+            raise InvalidInput(NOTHING_COUNTED.format(names=names, where="this data"))
         made = {k: t.finish(self.counts[k]) for k, t in tallies.items() if k in self.counts}
         return self.means() | made
 
@@ -65,7 +87,7 @@ class Place:
         """The epoch is over."""
         self.epoch += 1
         self.position = self.rows = 0
-        self.sums, self.counts = {}, {}
+        self.sums, self.counts, self.counted = {}, {}, {}
 
 
 def scalars(results: Mapping[str, Array], but: Collection[str] = ()) -> Row:

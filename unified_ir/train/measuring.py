@@ -12,7 +12,7 @@ from triplane.unified_ir.engines import Program
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train.batches import Batch
 from triplane.unified_ir.train.history import Place, scalars
-from triplane.unified_ir.train.step import Model
+from triplane.unified_ir.train.step import Model, taken_counts
 
 State = Mapping[str, Array]
 
@@ -29,7 +29,8 @@ def measured(
         values = program(*(given[n] for n in program.function.param_names))
         named = dict(zip(program.function.result_names, values, strict=True))
         counts = {k: named[k] for k in model.tallies}
-        place.advance(scalars(named, counts), len(batch[-1]), counts)
+        counted = taken_counts(named)
+        place.advance(scalars(named, counts), len(batch[-1]), counts, counted)
     if not place.rows:
         raise InvalidInput("there is no data to evaluate on")
     return place

@@ -1,8 +1,9 @@
 """What is measured beside the loss: means, and tallies for what is no mean of batches.
 
 A mean is a function (output, target) -> scalar; over an epoch it is weighted by rows, which is
-exact for a mean over samples. A `Tally` counts inside the graph, its counts are summed over every
-batch however uneven, and only then made into a number.
+exact for a mean over samples, or by what its method `counted` gives of each batch. A `Tally` counts
+inside the graph, its counts are summed over every batch however uneven, and only then made into a
+number.
 """
 
 from __future__ import annotations

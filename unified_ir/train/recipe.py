@@ -36,9 +36,9 @@ from triplane.unified_ir.train.precision import PRECISIONS, LossScale, Precision
 AVERAGE: Final = "average"
 """Slot: the moving average of a parameter."""
 SUM: Final = "sum"
-"""Slot: gradients times their batch's rows, summed since the last update."""
+"""Slot: gradients times their batch's rows (or what these count), summed since the last update."""
 ROWS: Final = "optimizer.rows"
-"""State: rows in the sums, float32 scalar."""
+"""State: rows in the sums, or what they count in the loss, float32 scalar."""
 LEFT: Final = "optimizer.left"
 """State: batches to come until an update, int64 scalar; 1 lets the next batch update."""
 SCALE: Final = "optimizer.scale"
@@ -109,10 +109,13 @@ class Recipe:
         grads: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
         rows: Tensor,
+        *,
+        counted: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Tensor | None]:
         """Every next parameter and state tensor by name, and whether the gradients are finite.
 
-        grads: of the scaled loss, the mean over `rows` samples (float32 scalar).
+        grads: of the scaled loss, the mean over `rows` samples (float32 scalar). counted: what
+        that mean divided by where it is not their number; nothing counted moves by a gradient of 0.
         """
         if self.loss_scale is not None:
             grads = {k: g / state[SCALE] for k, g in grads.items()}
@@ -120,10 +123,12 @@ class Recipe:
         if self.accumulate == 1:
             found = self._when(fine, params, grads, state)
             return found | self._rescaled(None, fine, state), fine
-        sums = {k: state[slot_name(SUM, k)] + g * rows for k, g in grads.items()}
-        total, left = state[ROWS] + rows, state[LEFT] - 1
+        own = rows if counted is None else counted
+        sums = {k: state[slot_name(SUM, k)] + g * own for k, g in grads.items()}
+        total, left = state[ROWS] + own, state[LEFT] - 1
         due = left <= 0
-        mean = {k: s / total for k, s in sums.items()}
+        divisor = total if counted is None else ops.where(total == 0.0, 1.0, total)
+        mean = {k: s / divisor for k, s in sums.items()}
         ok = all_finite(mean) if self.loss_scale is not None else None
         found = self._when(due if ok is None else ops.logical_and(due, ok), params, mean, state)
         found |= {slot_name(SUM, k): ops.where(due, 0.0, s) for k, s in sums.items()}

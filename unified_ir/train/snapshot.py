@@ -47,10 +47,13 @@ class Snapshot:
 
     def write(self, path: Path) -> None:
         """Writes the file whole or not at all."""
+        place = asdict(replace(self.place, counts={}))
+        place["counts"] = {k: a.tolist() for k, a in self.place.counts.items()}
+        if not self.place.counted:
+            del place["counted"]
         progress = {
             "format": FORMAT,
-            "place": asdict(replace(self.place, counts={}))
-            | {"counts": {k: a.tolist() for k, a in self.place.counts.items()}},
+            "place": place,
             "history": self.history.rows,
             "seed": self.seed,
             "batch_size": self.batch_size,
@@ -106,7 +109,8 @@ def _place(found: Any) -> Place:
     if not isinstance(tallies, dict):
         raise TypeError("counts map names to arrays")
     arrays = {str(k): _numbers(v) for k, v in tallies.items()}
-    return Place(**counts, sums=_row(found["sums"]), counts=arrays)
+    counted = _row(found.get("counted", {}))
+    return Place(**counts, sums=_row(found["sums"]), counts=arrays, counted=counted)
 
 
 def _numbers(found: Any) -> Array:

@@ -41,6 +41,8 @@ BATCH: Final = "N"
 """The symbol of the batch axis."""
 LOSS: Final = "loss"
 """The result to be made small."""
+COUNTED: Final = "counted/"
+"""Before the name of a loss or metric: the result that its mean divided by, if not the rows."""
 _SCALED: Final = "loss.scaled"
 
 
@@ -171,6 +173,10 @@ def _input_names(cell: Cell, count: int) -> list[str]:
 
 
 def _check_names(model: Model) -> None:
+    if counts := [k for k in model.metrics if k.startswith(COUNTED)]:
+        raise InvalidInput(
+            f"{counts[0]!r} is the name of what a mean divides by, so no metric's; rename it"
+        )
     if LOSS in model.metrics:
         raise InvalidInput(f"a metric cannot be called {LOSS!r}, which is the loss; rename it")
     taken = {*model.batch_names(), LOSS, *model.metrics}
@@ -181,6 +187,12 @@ def _check_names(model: Model) -> None:
             f"state {clash[0]!r} of {type(model.cell).__name__} has a name that the training step "
             f"uses ({', '.join(sorted(taken))}, optimizer.*); rename the attribute"
         )
+
+
+def taken_counts(results: dict[str, Array]) -> dict[str, float]:
+    """Takes what means divided by out of a step's results: by the name of the mean."""
+    names = [n for n in results if n.startswith(COUNTED)]
+    return {n.removeprefix(COUNTED): float(results.pop(n).item()) for n in names}
 
 
 @contextmanager
@@ -248,7 +260,7 @@ def local_update(model: Model, optimizer: Optimizer, *, name: str = "local_updat
 
 
 def _objective(model: Model, name: str) -> Function:
-    """Results: loss, metrics, assigned state, summaries."""
+    """Results: loss, metrics, assigned state, summaries, what means divided by."""
 
     def measure(self: Cell, **batch: Tensor) -> dict[str, Any]:
         arrays = [batch[n] for n in model.batch_names()]
@@ -260,7 +272,7 @@ def _objective(model: Model, name: str) -> Function:
                 raise InvalidInput(
                     f"losses and metrics are scalars, {label!r} is {x.type}; take the mean"
                 )
-        return measured
+        return measured | _counts(model, output, arrays[-1])
 
     specs = {**model.inputs, model.target[0]: model.target[1]}
     found = traced(MethodType(measure, model.cell), (), specs, name=name).function
@@ -271,6 +283,20 @@ def _measured(metric: Metric | Tally, output: Any, target: Tensor) -> Tensor:
     if isinstance(metric, Tally):
         return metric.count(output, target)
     return metric(output, target)
+
+
+def _counts(model: Model, output: Any, target: Tensor) -> dict[str, Tensor]:
+    """What each mean divided by, float32 scalars, of those that say so."""
+    found = {}
+    for label, mean in {LOSS: model.loss, **model.metrics}.items():
+        says = getattr(mean, "counted", None)
+        counted = None if says is None else says(output, target)
+        if counted is None:
+            continue
+        if counted.shape != ():
+            raise InvalidInput(f"what {label!r} divides by is a scalar, got {counted.type}; sum it")
+        found[COUNTED + label] = counted.cast("float32")
+    return found
 
 
 def _reordered(function: Function, first: Sequence[str]) -> Function:
@@ -362,7 +388,9 @@ def _updated(model: Model, recipe: Recipe, name: str) -> Function:
         types = recipe.state_types({k: params[k].type for k in model.trainable() if k in params})
         state = {k: params[k] if k in params else build.param(k, t) for k, t in types.items()}
         rows = build.dims([params[model.target[0]].shape[0]]).reshape(()).cast("float32")
-        moved, fine = recipe.advance({k: params[k] for k in paths}, grads, state, rows)
+        moved, fine = recipe.advance(
+            {k: params[k] for k in paths}, grads, state, rows, counted=found.get(COUNTED + LOSS)
+        )
         if fine is not None:
             found |= _guarded(model, found, params, fine)
     return clean(build.finish({**found, **moved}))
