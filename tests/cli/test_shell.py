@@ -111,6 +111,7 @@ CASES = [
     (errors.Corrupt("a"), 5),
     (errors.MissingExtra("a"), 6),
     (FileNotFoundError(2, "No such file", "a"), 4),
+    (MemoryError(), 4),
     (KeyError("a"), 70),
 ]
 
@@ -134,6 +135,14 @@ def test_a_subclass_is_reported_under_its_family(verb, capsys):
     record = json.loads(capsys.readouterr().out)
     expected = {"family": "InvalidInput", "message": "(2, 3) @ (4, 5)", "exit_code": 2}
     assert record == {"error": expected}
+
+
+def test_a_lack_of_memory_is_told_as_such_and_with_a_way_out(verb, capsys):
+    verb("fail", lambda: np.empty((2**28, 2**28)))
+    assert shell.run(["fail"]) == 4
+    said = capsys.readouterr().err
+    assert "out of memory: Unable to allocate" in said
+    assert "smaller sizes" in said
 
 
 def test_every_family_of_errors_has_an_exit_code():

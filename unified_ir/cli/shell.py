@@ -101,8 +101,8 @@ Each verb explains itself: triplane VERB --help
 
 \b
 Exit codes: 0 done; 1 the files differ (diff); 2 fix the call; 3 not in this state; 4 not now (port
-taken, disk full, cloud away) or a rollout that did not get done; 5 damaged file or broken log; 6 an
-extra is missing; 70 a fault of triplane; 130 interrupted.
+taken, disk or memory full, cloud away) or a rollout that did not get done; 5 damaged file or broken
+log; 6 an extra is missing; 70 a fault of triplane; 130 interrupted.
 """
 
 
@@ -297,6 +297,9 @@ def _failure(error: Exception) -> _Failure:
         return _Failure("InvalidInput", error.format_message(), error.exit_code)
     if isinstance(error, ModuleNotFoundError) and error.name and error.name in EXTRA_OF:
         error = _missing(error.name, EXTRA_OF[error.name])
+    if isinstance(error, MemoryError):
+        found = str(error) or "this machine has no more to give"
+        error = Unavailable(f"out of memory: {found}; take smaller sizes, or a larger machine")
     for family, code in EXIT_CODES.items():
         if isinstance(error, family):
             return _Failure(family.__name__, str(error), code)
