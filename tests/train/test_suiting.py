@@ -35,6 +35,12 @@ def trainer(**options):
     return train.Trainer(Net(), loss=loss, optimizer=optimizer, **options)
 
 
+@pytest.mark.parametrize("tune", ["x", "no", 1, None])
+def test_tune_is_yes_or_no(tune):
+    with pytest.raises(InvalidInput, match="tune is True or False, got"):
+        trainer(tune=tune)
+
+
 def losses(made):
     return made.fit(DIGITS, epochs=2, batch_size=BATCH, progress="none")["loss"]
 

@@ -33,6 +33,8 @@ class Suiting:
     memory_budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.tune, bool):
+            raise InvalidInput(f"tune is True or False, got {self.tune!r}")
         if self.memory_budget_bytes is not None and self.memory_budget_bytes < 1:
             raise InvalidInput(f"memory_budget_bytes is at least 1, got {self.memory_budget_bytes}")
 
