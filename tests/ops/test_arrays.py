@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import ops
+from triplane.unified_ir import graph, nn, ops
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ops import table
@@ -47,7 +47,10 @@ CASES: dict[str, Any] = {  # ours, numpy's
     "roll back": (lambda x: ops.roll(x, -1, 1), lambda x: np.roll(x, -1, 1)),
     "tile": (lambda x: ops.tile(x, (2,)), lambda x: np.tile(x, (2,))),
     "tile wider": (lambda x: ops.tile(x, (2, 1, 3)), lambda x: np.tile(x, (2, 1, 3))),
+    "tile the last": (lambda x: ops.tile(x, 3), lambda x: np.tile(x, 3)),
     "repeat": (lambda x: ops.repeat(x, 2, 1), lambda x: np.repeat(x, 2, 1)),
+    "repeat never": (lambda x: ops.repeat(x, 0, 1), lambda x: np.repeat(x, 0, 1)),
+    "repeat no row": (lambda x: ops.repeat(x, 0, 0), lambda x: np.repeat(x, 0, 0)),
     "split": (lambda x: ops.split(x, [1, 3], 1)[1], lambda x: x[:, 1:]),
     "split evenly": (lambda x: ops.split(x, 3, 1)[0], lambda x: x[:, :2]),
     "unstack": (lambda x: ops.unstack(x, 1)[2], lambda x: x[:, 2]),
@@ -80,6 +83,8 @@ FIXED: dict[str, Any] = {  # square matrices and vectors
     "dot": (V, lambda x: ops.dot(x, x), lambda x: np.dot(x, x)),
     "meshgrid": (V, lambda x: ops.meshgrid(x, x[:2])[1],
                  lambda x: np.meshgrid(x, x[:2], indexing="ij")[1]),
+    "one_hot beyond": (V, lambda x: ops.one_hot(ops.constant([4, -1, 2]), 4) * x,
+                       lambda x: np.stack([0 * x, 0 * x, x * [0, 0, 1, 0]])),
     "arange": (V, lambda x: ops.arange(1, x.shape[0], 2), lambda x: np.arange(1, len(x), 2)),
 }
 # fmt: on
@@ -110,6 +115,71 @@ def test_matrices_and_vectors_mean_what_numpys_mean(name, engine_name):
     x, ours, theirs = FIXED[name]
     found = computed(ours, x, engine_name)
     np.testing.assert_allclose(found, theirs(x), rtol=2e-5)
+
+
+LABELS = np.array([0, 1, 3])
+KERNEL: Any = np.ones((1, 3, 2), np.float32)
+
+# fmt: off
+OF_ARRAYS: dict[str, Any] = {  # of(array): the array itself, or a constant made of it
+    "cross_entropy": lambda x, of: ops.cross_entropy(x, of(LABELS)),
+    "cross_entropy of an array": lambda x, of: ops.cross_entropy(of(X), of(LABELS)) + x[:, 0],
+    "negative_log_likelihood": lambda x, of: ops.negative_log_likelihood(x, of(LABELS)),
+    "SoftmaxCrossEntropy": lambda x, of: nn.SoftmaxCrossEntropy()(x, of(LABELS)),
+    "MSE": lambda x, of: nn.MSE()(x, target=of(X * X)),
+    "Huber": lambda x, of: nn.Huber()(of(X * X), x),
+    "one_hot": lambda x, of: ops.one_hot(of(LABELS), 4) + x,
+    "flatten": lambda x, of: ops.flatten(of(X)) + x,
+    "tile": lambda x, of: ops.tile(of(X), [2, 1])[:3] + x,
+    "repeat": lambda x, of: ops.repeat(of(X), 2, 0)[:3] + x,
+    "flip": lambda x, of: ops.flip(of(X)) + x,
+    "count_nonzero": lambda x, of: ops.count_nonzero(of(X)) + x.cast("int64"),
+    "rms_norm": lambda x, of: ops.rms_norm(x, of(X[0])),
+    "cosine_similarity": lambda x, of: ops.cosine_similarity(of(X * X), x),
+    "std": lambda x, of: ops.std(of(X)) + x,
+    "conv": lambda x, of: ops.conv(of(X[None]), of(X[None, :, :2])) + x[0, 0],
+    "meshgrid": lambda x, of: ops.meshgrid(of(X[0]), of(X[1]))[1] + x[0],
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", OF_ARRAYS)
+def test_an_array_is_an_operand_while_a_graph_is_recorded(name):
+    body = OF_ARRAYS[name]
+    found = graph(lambda x: body(x, lambda array: array))(X)
+    np.testing.assert_array_equal(found, graph(lambda x: body(x, ops.constant))(X))
+
+
+HALF: Any = 1.5
+TEXT: Any = "2"
+PAIR: Any = [1, 2]
+
+# fmt: off
+NO_WHOLE_NUMBER: Any = [
+    (lambda x: x.prod(TEXT), "an axis is a whole number, or several; got '2'"),
+    (lambda x: x.sum(HALF), r"an axis is a whole number, or several; got 1\.5"),
+    (lambda x: x.mean([0, HALF]), "an axis is a whole number"),
+    (lambda x: ops.vector_norm(x, axis=TEXT), "an axis is a whole number"),
+    (lambda x: ops.logsumexp(x, TEXT), "an axis is a whole number"),
+    (lambda x: ops.tile(x, HALF), r"a number of repeats is a whole number, or several; got 1\.5"),
+    (lambda x: ops.tile(x, -1), "repeats are 0 or more, got -1"),
+    (lambda x: ops.repeat(x, -1, 0), "repeats are 0 or more, got -1"),
+    (lambda x: ops.repeat(x, PAIR, 0), "repeat takes one number of repeats"),
+    (lambda x: ops.repeat(x, TEXT, 0), "a number of repeats is a whole number"),
+    (lambda x: ops.conv(x[None], KERNEL, stride=HALF),
+     r"a stride is a whole number, or several; got 1\.5"),
+    (lambda x: ops.conv(x[None], KERNEL, padding=[HALF]),
+     "a padding is a whole number"),
+    (lambda x: ops.max_pool(x[None], 2, stride=HALF), "a stride is a whole number"),
+    (lambda x: ops.avg_pool(x[None], TEXT), "a window is a whole number"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("body", "said"), NO_WHOLE_NUMBER)
+def test_an_option_that_is_no_whole_number_is_refused_by_name(body, said):
+    with pytest.raises(InvalidInput, match=said):
+        graph(body)(X)
 
 
 def test_an_open_axis_is_not_unstacked():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,6 +18,8 @@ from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.likelihood import likelihood
 from triplane.unified_ir.ops.losses import weighted_cross_entropy
+from triplane.unified_ir.ops.recorder import recording
+from triplane.unified_ir.ops.tensor import admitted
 
 Metric = Callable[[ops.Tensor, ops.Tensor], ops.Tensor]
 """(output, target) -> a scalar, the mean over the batch.
@@ -33,6 +35,13 @@ class Loss(Cell):
     """Name of the model's output in exported functions."""
     ignored: int | None = None
     """A label that counts nowhere, whatever `classes` says."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As any cell; while a graph is recorded, numpy arrays become constants of it."""
+        if recording():
+            args = tuple(map(admitted, args))
+            kwargs = {name: admitted(x) for name, x in kwargs.items()}
+        return super().__call__(*args, **kwargs)
 
     def metrics(self) -> Mapping[str, Metric]:
         """Metrics measured beside this loss unless the trainer is told otherwise."""

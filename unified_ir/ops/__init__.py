@@ -1,4 +1,9 @@
-"""Operators: call them with tensors inside a Cell's construct or a function decorated @graph."""
+"""Operators: call them with tensors inside a Cell's construct or a function decorated @graph.
+
+A numpy array given as an operand becomes a constant of the graph.
+"""
+
+from types import FunctionType
 
 from triplane.unified_ir.ops.activations import (
     celu,
@@ -214,7 +219,7 @@ from triplane.unified_ir.ops.structure import (
     zeros,
 )
 from triplane.unified_ir.ops.summaries import histogram_summary, image_summary, scalar_summary
-from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.ops.tensor import Tensor, taking_arrays
 from triplane.unified_ir.ops.text import regex_full_match, string_concat, string_split
 
 __all__ = [
@@ -444,3 +449,8 @@ __all__ = [
     "zeros",
     "zeros_like",
 ]
+
+# Rows admit arrays themselves; here every function composed of them does, the next one too.
+for _name in __all__:
+    if isinstance(globals()[_name], FunctionType):
+        globals()[_name] = taking_arrays(globals()[_name])

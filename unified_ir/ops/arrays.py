@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,12 +35,22 @@ from triplane.unified_ir.ops.structure import (
     axes_of,
     broadcast_to,
     full,
+    slice_axis,
     slice_row,
     squeeze,
     unsqueeze,
     where,
 )
-from triplane.unified_ir.ops.tensor import Axes, Tensor, TensorLike, as_tensor, dims_of, reduce
+from triplane.unified_ir.ops.tensor import (
+    Axes,
+    Tensor,
+    TensorLike,
+    as_tensor,
+    axes_operand,
+    dims_of,
+    reduce,
+    whole_numbers,
+)
 
 
 def sum(x: Tensor, axis: Axes = None, *, keepdims: bool = False) -> Tensor:
@@ -91,11 +102,9 @@ def vector_norm(
     x: Tensor, order: float = 2, axis: Axes = None, *, keepdims: bool = False
 ) -> Tensor:
     """(sum |x|^order)^(1/order) over `axis`; infinity gives the largest |x|, 0 has slope 0."""
-    axes = [axis] if isinstance(axis, (int, np.integer)) else axis
-    operand = None if axes is None else np.array(axes, np.int64)
     if order in {1, 2}:
         row = reduce_l1_row if order == 1 else reduce_l2_row
-        return row(x, operand, keepdims=int(keepdims))
+        return row(x, axes_operand(axis), keepdims=int(keepdims))
     if order == float("inf"):
         return abs(x).max(axis, keepdims=keepdims)
     if not order > 0.0:
@@ -153,19 +162,32 @@ def _scalar(size: Dim) -> Tensor:
     return dims_of([size]).reshape(())
 
 
-def tile(x: Tensor, repeats: Sequence[int]) -> Tensor:
+def tile(x: Tensor, repeats: int | Sequence[int]) -> Tensor:
     """`x` repeated along each axis, the last ones if there are fewer; more add axes in front."""
-    times = [1] * (x.rank - len(repeats)) + list(repeats)
+    given = _repeats(repeats)
+    times = [1] * (x.rank - len(given)) + given
     wide = x.reshape((*[1] * (len(times) - x.rank), *x.shape))
     return tile_row(wide, np.array(times, np.int64))
 
 
 def repeat(x: Tensor, times: int, axis: int) -> Tensor:
-    """Each element `times` in a row along `axis`, as numpy's `repeat`."""
+    """Each element `times` in a row along `axis`, as numpy's `repeat`; 0 leaves none."""
     at = axes_of(x.rank, [axis])[0]
+    given = _repeats(times)
+    if len(given) != 1:
+        raise InvalidInput(f"repeat takes one number of repeats for all elements, got {times}")
+    if given == [0]:  # ONNX's Reshape would read the 0 as the size that was there
+        return slice_axis(x, at, 0, 0)
     wide = unsqueeze(x, at + 1)
     spread = broadcast_to(wide, (*x.shape[: at + 1], times, *x.shape[at + 1 :]))
     return spread.reshape((*x.shape[:at], x.shape[at] * times, *x.shape[at + 1 :]))
+
+
+def _repeats(given: int | Sequence[int]) -> list[int]:
+    found = list(whole_numbers(given, "a number of repeats"))
+    if builtins.any(isinstance(n, int) and n < 0 for n in found):
+        raise InvalidInput(f"repeats are 0 or more, got {given}")
+    return found
 
 
 def split(x: Tensor, sizes: int | Sequence[Dim], axis: int = 0) -> tuple[Tensor, ...]:

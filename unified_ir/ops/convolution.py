@@ -34,6 +34,7 @@ from triplane.unified_ir.ops.window import (
     open_same_pads,
     out_sizes,
     shared_out,
+    sizes_of,
     static,
     tap_slices,
     with_explicit_pads,
@@ -529,10 +530,6 @@ conv_grad_weight = Op(
 )  # fmt: skip
 
 
-def _pair(value: int | Sequence[int], n: int) -> tuple[int, ...]:
-    return (value,) * n if isinstance(value, int) else tuple(value)
-
-
 def conv(
     x: Tensor,
     weight: Tensor,
@@ -548,8 +545,10 @@ def conv(
     `padding` is an amount for every side, one per axis, or "same" / "valid"; "same" keeps
     ceil(size / stride), the odd element going after.
     """
-    n = x.rank - 2
-    attrs: dict[str, Any] = {"strides": _pair(stride, n), "dilations": _pair(dilation, n)}
+    attrs: dict[str, Any] = {
+        "strides": sizes_of(stride, x.rank, "a stride"),
+        "dilations": sizes_of(dilation, x.rank, "a dilation"),
+    }
     if isinstance(padding, str):
         modes = {"same": "SAME_UPPER", "valid": "VALID"}
         if padding not in modes:
@@ -559,7 +558,7 @@ def conv(
         if is_static(x.shape[2:]) or set(attrs["strides"]) == {1}:
             attrs = {**with_explicit_pads(attrs, kernel, x.shape[2:]), "auto_pad": None}
     else:
-        attrs["pads"] = _pair(padding, n) * 2
+        attrs["pads"] = sizes_of(padding, x.rank, "a padding") * 2
     return conv_row(x, weight, bias, group=groups, **_plain(attrs))
 
 
@@ -590,11 +589,10 @@ def conv_transpose(
 
     T = (S - 1) stride - 2 padding + dilation (K - 1) + 1 + output_padding along each axis.
     """
-    n = x.rank - 2
     attrs = {
-        "strides": _pair(stride, n),
-        "dilations": _pair(dilation, n),
-        "pads": _pair(padding, n) * 2,
-        "output_padding": _pair(output_padding, n),
+        "strides": sizes_of(stride, x.rank, "a stride"),
+        "dilations": sizes_of(dilation, x.rank, "a dilation"),
+        "pads": sizes_of(padding, x.rank, "a padding") * 2,
+        "output_padding": sizes_of(output_padding, x.rank, "an output_padding"),
     }
     return conv_transpose_row(x, weight, bias, group=groups, **_plain(attrs))

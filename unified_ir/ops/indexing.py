@@ -337,7 +337,7 @@ def arange(start: Any, stop: Any = None, step: Any = 1) -> Tensor:
 
 
 def one_hot(labels: Tensor, depth: int, dtype: DType | str = "float32") -> Tensor:
-    """labels: (...) ints -> (..., depth), 1 at the label."""
+    """labels: (...) ints -> (..., depth), 1 at the label; zeros for one outside 0..depth-1."""
     wanted = as_dtype(dtype)
     hit = unsqueeze(labels.cast(int64), -1) == np.arange(depth)
     return hit.cast(wanted)

@@ -425,7 +425,7 @@ def max_pool(
     With `ceil_mode` a last window may reach beyond the padded input, but starts inside.
     """
     attrs = pool_attrs(x, kernel, stride, padding, ceil_mode=ceil_mode)
-    dilations = sizes_of(dilation, x.rank)
+    dilations = sizes_of(dilation, x.rank, "a dilation")
     if set(dilations) != {1}:
         attrs["dilations"] = dilations
     return max_pool_row(x, **attrs)

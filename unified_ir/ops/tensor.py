@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import index
+from typing import Any, Final, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -18,6 +21,9 @@ from triplane.unified_ir.ops.subscript import subscript
 
 Axes = int | Sequence[int] | None
 """One axis, several, or all."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Tensor:
@@ -401,11 +407,28 @@ def emit(name: str, *inputs: Any, **attrs: Any) -> Tensor:
 
 def reduce(name: str, x: Tensor, axis: Axes, *, keepdims: bool) -> Tensor:
     """A reduction whose axes are an operand (every reduction since opset 18)."""
-    axes = [axis] if isinstance(axis, (int, np.integer)) else axis
-    if axes is not None and len(axes) == 0:
+    operand = axes_operand(axis)
+    if operand is not None and not operand.size:
         return x
-    operand = None if axes is None else np.array(axes, np.int64)
     return emit(name, x, operand, keepdims=int(keepdims))
+
+
+def axes_operand(axis: Axes) -> Array | None:
+    """Axes as an int64 vector; None for all. InvalidInput for what is no whole number."""
+    return None if axis is None else np.array(whole_numbers(axis, "an axis"), np.int64)
+
+
+def whole_numbers(value: Any, what: str) -> tuple[Any, ...]:
+    """One or several whole numbers or symbolic sizes as a tuple; else InvalidInput names `what`."""
+    several = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Tensor))
+    try:
+        return tuple(
+            d if isinstance(d, Expr) else index(d) for d in (value if several else [value])
+        )
+    except TypeError:
+        raise InvalidInput(
+            f"{what} is a whole number, or several; got {value!r} (at {user_location()})"
+        ) from None
 
 
 def dims_of(sizes: Sequence[Dim | int]) -> Tensor:
@@ -416,3 +439,30 @@ def dims_of(sizes: Sequence[Dim | int]) -> Tensor:
 def as_tensor(x: TensorLike, dtype: DType | None = None) -> Tensor:
     """`x` as a tensor of the graph being recorded."""
     return recorder().admit(x, dtype)
+
+
+def admitted(x: Any) -> Any:
+    """A numpy array as a constant of the graph being recorded; anything else as it is."""
+    return as_tensor(np.asarray(x)) if isinstance(x, (np.ndarray, np.generic)) else x
+
+
+_OPERAND: Final = {"Tensor", "Tensor | None"}
+
+
+def taking_arrays(builder: Callable[P, R]) -> Callable[P, R]:
+    """`builder`, whose arguments declared as tensors may be numpy arrays, too."""
+    declared = inspect.signature(builder).parameters
+    operands = {name for name, p in declared.items() if p.annotation in _OPERAND}
+    if not operands:
+        return builder
+    order = [name in operands for name, p in declared.items() if p.kind != p.VAR_POSITIONAL]
+    rest = any(p.kind == p.VAR_POSITIONAL and name in operands for name, p in declared.items())
+
+    @functools.wraps(builder)
+    def build(*args: P.args, **kwargs: P.kwargs) -> R:
+        marks = (*order[: len(args)], *[rest] * (len(args) - len(order)))
+        given: Any = [admitted(x) if mark else x for x, mark in zip(args, marks, strict=True)]
+        named: Any = {k: admitted(v) if k in operands else v for k, v in kwargs.items()}
+        return builder(*given, **named)
+
+    return build

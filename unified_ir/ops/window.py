@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, ceil_div, floor_div
 from triplane.unified_ir.ir.types import ShapeError, TensorType
-from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.ops.tensor import Tensor, whole_numbers
 
 SAME: Final = ("SAME_UPPER", "SAME_LOWER")
 
@@ -174,9 +174,10 @@ def refuse_padding_alone(x: TensorType, attrs: Mapping[str, Any]) -> None:
             )
 
 
-def sizes_of(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
-    """One size per spatial axis of a tensor (N, C, *S)."""
-    return (value,) * (rank - 2) if isinstance(value, int) else tuple(value)
+def sizes_of(value: int | Sequence[int], rank: int, what: str) -> tuple[int, ...]:
+    """One size per spatial axis of a tensor (N, C, *S); InvalidInput names `what` is none."""
+    given = whole_numbers(value, what)
+    return given if isinstance(value, Iterable) else given * (rank - 2)
 
 
 def pool_attrs(
@@ -188,10 +189,10 @@ def pool_attrs(
     ceil_mode: bool,
 ) -> dict[str, Any]:
     """Attributes of a pool; the stride defaults to the window."""
-    window = sizes_of(kernel, x.rank)
+    window = sizes_of(kernel, x.rank, "a window")
     attrs: dict[str, Any] = {"kernel_shape": window, "ceil_mode": int(ceil_mode)}
-    attrs["strides"] = window if stride is None else sizes_of(stride, x.rank)
-    pads = sizes_of(padding, x.rank) * 2
+    attrs["strides"] = window if stride is None else sizes_of(stride, x.rank, "a stride")
+    pads = sizes_of(padding, x.rank, "a padding") * 2
     return {**attrs, "pads": pads} if any(pads) else attrs
 
 
