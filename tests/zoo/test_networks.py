@@ -18,16 +18,19 @@ SIZES = {
     "resnet50": 25_557_032,
     "mobilenet-v2": 3_504_872,
     "char-lstm": 817_872,
+    "text-encoder": 104_322,
+    "text-decoder": 108_352,
 }
 """Counted in the papers' own tables or in PyTorch's models of the same name."""
 
+WORDS = {"char-lstm", "text-encoder", "text-decoder"}
 IMAGES = {"lenet": (1, 28), "leaf-cnn": (1, 28), "resnet8": (3, 32)}
 
 
 def inputs(name, rows):
     rng = np.random.default_rng(0)
-    if name == "char-lstm":
-        return rng.integers(0, 80, (rows, 5))
+    if name in WORDS:
+        return rng.integers(0, 64, (rows, 5))
     channels, side = IMAGES.get(name, (3, 64))
     return rng.normal(size=(rows, channels, side, side)).astype(np.float32)
 
@@ -56,6 +59,7 @@ SMALL: dict[str, dict[str, float]] = {
     "lenet": {},
     "resnet8": {},
     "char-lstm": {"hidden": 32},
+    "text-encoder": {"classes": 4, "width": 16},
 }
 
 
@@ -74,3 +78,17 @@ def test_it_learns_a_batch_by_heart(name):
 def test_a_name_the_zoo_lacks_is_answered_with_those_it_has():
     with pytest.raises(NotFound, match=r"no 'vgg'; it has lenet, leaf-cnn"):
         zoo.network("vgg")
+
+
+def test_a_decoder_learns_the_next_word_and_sees_none_that_comes():
+    nn.seed(0)
+    cell = zoo.TextDecoder(8, width=16, layers=1)
+    words = (np.arange(6) + np.arange(8)[:, None]) % 8
+    trainer = train.Trainer(cell, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.Adam(1e-2))
+    losses = trainer.fit((words[:, :-1], words[:, 1:]), epochs=30, batch_size=8, progress="none")
+    assert losses["loss"][-1] < 0.5 * losses["loss"][0]
+    cell.eval()
+    other = words[:, :-1].copy()
+    other[:, 3:] = 0
+    np.testing.assert_array_equal(cell(words[:, :-1])[:, :3], cell(other)[:, :3])
+    assert (cell(words[:, :-1])[:, 3:] != cell(other)[:, 3:]).any()

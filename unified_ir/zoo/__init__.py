@@ -21,7 +21,7 @@ from triplane.unified_ir.zoo.resnet import (
     resnet18,
     resnet50,
 )
-from triplane.unified_ir.zoo.text import CharLstm
+from triplane.unified_ir.zoo.text import CharLstm, TextDecoder, TextEncoder
 
 NETWORKS: Final[Mapping[str, Callable[..., Cell]]] = MappingProxyType(
     {
@@ -32,6 +32,8 @@ NETWORKS: Final[Mapping[str, Callable[..., Cell]]] = MappingProxyType(
         "resnet50": resnet50,
         "mobilenet-v2": MobileNetV2,
         "char-lstm": CharLstm,
+        "text-encoder": TextEncoder,
+        "text-decoder": TextDecoder,
     }
 )
 """Names of the command line, and what makes the network."""
@@ -53,6 +55,8 @@ __all__ = [
     "LeafCnn",
     "MobileNetV2",
     "ResNet",
+    "TextDecoder",
+    "TextEncoder",
     "network",
     "resnet8",
     "resnet18",

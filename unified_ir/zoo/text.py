@@ -29,3 +29,88 @@ class CharLstm(nn.Cell):
             x, _ = layer(x)
         y: ops.Tensor = self.head(x[:, -1])
         return y
+
+
+class _Words(nn.Cell):
+    """Words and places as vectors, through encoder layers with normalization first."""
+
+    def __init__(
+        self, vocabulary: int, length: int, *, width: int, heads: int, layers: int, p_drop: float
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width, init=nn.Normal(width**-0.5))
+        self.places = nn.PositionalEncoding(width, length, p_drop=p_drop)
+        self.scale = width**0.5
+        self.layers = nn.TransformerEncoder(
+            [
+                nn.TransformerEncoderLayer(
+                    width, heads,
+                    feedforward=4 * width, p_drop=p_drop, activation=ops.gelu, norm_first=True,
+                )
+                for _ in range(layers)
+            ],
+            norm=nn.LayerNorm(width),
+        )  # fmt: skip
+
+    def construct(self, x: ops.Tensor, *, causal: bool) -> ops.Tensor:
+        """x: (N, T) integers -> (N, T, width)."""
+        y: ops.Tensor = self.layers(self.places(self.embedding(x) * self.scale), causal=causal)
+        return y
+
+
+class TextEncoder(nn.Cell):
+    """The class of a text: a Transformer's encoder, the mean word, a dense layer.
+
+    Vaswani et al. 2017, section 3.1, with normalization first (Xiong et al. 2020): 104,322
+    parameters for 64 words and 2 classes.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 64,
+        classes: int = 2,
+        *,
+        length: int = 256,
+        width: int = 64,
+        heads: int = 4,
+        layers: int = 2,
+        p_drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.words = _Words(
+            vocabulary, length, width=width, heads=heads, layers=layers, p_drop=p_drop
+        )
+        self.head = nn.Dense(width, classes)
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (N, T) integers below `vocabulary`, T <= length -> (N, classes)."""
+        y: ops.Tensor = self.head(self.words(x, causal=False).mean((1,)))
+        return y
+
+
+class TextDecoder(nn.Cell):
+    """The next word at every place of a text: a decoder alone (Radford et al. 2018).
+
+    No word sees one that comes after it. 108,352 parameters for 64 words.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 64,
+        *,
+        length: int = 256,
+        width: int = 64,
+        heads: int = 4,
+        layers: int = 2,
+        p_drop: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.words = _Words(
+            vocabulary, length, width=width, heads=heads, layers=layers, p_drop=p_drop
+        )
+        self.head = nn.Dense(width, vocabulary)
+
+    def construct(self, x: ops.Tensor) -> ops.Tensor:
+        """x: (N, T) integers below `vocabulary`, T <= length -> (N, T, vocabulary)."""
+        y: ops.Tensor = self.head(self.words(x, causal=True))
+        return y
