@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ from triplane.unified_ir.cli import training
 from triplane.unified_ir.cli.shell import run
 
 CELL = Path(__file__).resolve().parents[2] / "unified_ir/cli/demo/digits.py"
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verb puts the folder of the user's file on the path of this process; it ends here."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 def train(tmp_path: Path, *more: str, cell: str = f"{CELL}:Digits") -> int:
@@ -230,9 +237,9 @@ def test_a_checkpoint_beyond_the_epochs_asked_for_is_told(
 def test_what_is_no_cell_is_named_by_its_type(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "numbers.py"
+    file = tmp_path / "made_of_numbers.py"
     file.write_text("A = 3\n")
     assert train(tmp_path, cell=f"{file}:A") == 2
-    assert "numbers.py:A gives an object of type int; it must give an nn.Cell" in (
+    assert "made_of_numbers.py:A gives an object of type int; it must give an nn.Cell" in (
         capsys.readouterr().err
     )
