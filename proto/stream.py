@@ -40,6 +40,8 @@ HELLO_S: Final = 10.0
 SILENT_BEATS: Final = 3
 LINGER_S: Final = 0.005
 """So long an acknowledgement waits for a message that carries it."""
+LAST_WRITE_S: Final = 5.0
+"""A stream that ends waits at most this long for the frame being written and the goodbye."""
 FIRST_WAIT_S: Final = 0.5
 MAX_WAIT_S: Final = 30.0
 REFUSALS: Final = (
@@ -151,8 +153,8 @@ class Link:
         """Asked anew after each frame: another task ends the stream meanwhile."""
         return self._is_over
 
-    async def outgoing(self) -> AsyncIterator[pb.Frame]:
-        """Frames to write, heartbeats included, until `end`."""
+    async def write_all(self, write: Callable[[pb.Frame], Awaitable[None]]) -> None:
+        """Write what is queued, heartbeats included, until `end`."""
         while not self._has_ended():
             self._wake.clear()
             due = [f for f in self.half.unacknowledged if f.number > self._sent]
@@ -160,7 +162,7 @@ class Link:
                 if self._has_ended():
                     return
                 self._sent, self._told = frame.number, self.half.received
-                yield self.half.stamped(frame)
+                await write(self.half.stamped(frame))
             if due:
                 continue
             owes = self._told != self.half.received
@@ -171,7 +173,7 @@ class Link:
                 return
             if not any(f.number > self._sent for f in self.half.unacknowledged):
                 self._told = self.half.received
-                yield self.half.beat()
+                await write(self.half.beat())
 
     async def incoming(self, read: Callable[[], Awaitable[pb.Frame | None]]) -> pb.Goodbye | None:
         """Handle frames until a goodbye or the end of the stream. Unavailable after silence."""
@@ -291,7 +293,7 @@ class SessionClient:
         link = self._link = Link(self._half, self._on_message, heartbeat_s)
         self.connected.set()
         logger.info("session open", extra={"heartbeat_s": heartbeat_s})
-        writing = asyncio.create_task(_write(link, call.write))
+        writing = asyncio.create_task(link.write_all(call.write))
         settling = asyncio.create_task(self._settle(link))
         try:
             goodbye = await link.incoming(lambda: _read(call))
@@ -356,11 +358,18 @@ class ServerSession:
             self._goodbye.set_result(pb.Goodbye(why=why, retry_after_s=retry_after_s))
 
     async def serve(
-        self, first: pb.Frame, frames: AsyncIterator[pb.Frame]
-    ) -> AsyncIterator[pb.Frame]:
-        """The frames to answer a stream with, whose first frame (a hello) was read already.
+        self,
+        first: pb.Frame,
+        frames: AsyncIterator[pb.Frame],
+        write: Callable[[pb.Frame], Awaitable[None]],
+    ) -> None:
+        """Answer a stream, whose first frame (a hello) was read already, until it ends.
 
-        An older open stream is told that it was replaced.
+        An older open stream receives a goodbye: it was replaced. `write` sends one frame. This is
+        a coroutine and not a generator of frames because its clean-up has to run at the moment the
+        call is cancelled: grpc.aio cancels the task that writes, and a generator that is suspended
+        at a `yield` then waits for the garbage collector. Unavailable: the caller fell silent, or
+        reads nothing.
         """
         hello = check_hello(first)
         self.close(pb.Goodbye.REPLACED)
@@ -369,24 +378,43 @@ class ServerSession:
         else:
             self._half.acknowledge(first.acknowledged)
         link = self._link = Link(self._half, self._on_message, self._heartbeat_s)
-        goodbye = self._goodbye = asyncio.get_running_loop().create_future()
+        self._goodbye = asyncio.get_running_loop().create_future()
+        try:
+            await self._exchange(link, self._goodbye, frames, write)
+        finally:
+            if self._link is link:
+                self._link = None
+
+    async def _exchange(
+        self,
+        link: Link,
+        goodbye: asyncio.Future[pb.Goodbye],
+        frames: AsyncIterator[pb.Frame],
+        write: Callable[[pb.Frame], Awaitable[None]],
+    ) -> None:
+        """Welcome, then frames both ways until the caller leaves or `close` was called."""
         welcome = pb.Welcome(epoch=self._epoch, heartbeat_s=self._heartbeat_s)
-        yield pb.Frame(welcome=welcome, acknowledged=self._half.received)
+        await write(pb.Frame(welcome=welcome, acknowledged=self._half.received))
         reading = asyncio.create_task(link.incoming(lambda: anext(frames, None)))
+        writing = asyncio.create_task(link.write_all(write))
         for ending in (reading, goodbye):
             ending.add_done_callback(lambda _: link.end())
         try:
-            async for frame in link.outgoing():
-                yield frame
-            if goodbye.done():
-                yield pb.Frame(goodbye=goodbye.result())
+            await asyncio.wait((reading, writing, goodbye), return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout(LAST_WRITE_S):
+                await writing
+                if goodbye.done():
+                    await write(pb.Frame(goodbye=goodbye.result()))
             if reading.done():
                 reading.result()
+        except TimeoutError as error:
+            raise Unavailable(
+                f"a frame could not be written for {LAST_WRITE_S:g} s: the caller reads nothing"
+            ) from error
         finally:
             reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            if self._link is link:
-                self._link = None
+            writing.cancel()
+            await asyncio.gather(reading, writing, return_exceptions=True)
 
     def _restart(self, hello: pb.Hello) -> None:
         """A caller that has met neither this process nor this half: nothing old counts."""
@@ -427,11 +455,6 @@ def _retry_after_s(goodbye: pb.Goodbye) -> float:
 async def _read(call: Any) -> pb.Frame | None:
     frame = await call.read()
     return None if frame is grpc.aio.EOF else frame
-
-
-async def _write(link: Link, write: Callable[[pb.Frame], Awaitable[None]]) -> None:
-    async for frame in link.outgoing():
-        await write(frame)
 
 
 async def _end_of(call: Any) -> Exception:

@@ -14,7 +14,7 @@ import hashlib
 import hmac
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from importlib.resources import files
 from typing import Any, Final
 
@@ -133,17 +133,7 @@ class _Board:
     async def events(self, _: Request) -> Response:
         changes = self.feed.changes()
         first = await anext(changes, None)  # raises Unavailable before the answer begins
-
-        async def lines() -> AsyncIterator[str]:
-            told = first
-            try:
-                while told is not None:
-                    yield f"data: {json.dumps(told)}\n\n"
-                    told = await anext(changes, None)
-            finally:
-                await changes.aclose()
-
-        return StreamingResponse(lines(), media_type="text/event-stream")
+        return _Events(first, changes)
 
     async def rights(self, request: Request) -> Response:
         return JSONResponse({"change": self._may_change(request)})
@@ -203,6 +193,29 @@ async def _refusal(_: Request, error: Exception) -> Response:
             status = code
     record = {"family": type(error).__name__, "message": str(error)}
     return JSONResponse({"error": record}, status)
+
+
+class _Events(StreamingResponse):
+    """What a page hears, as server-sent events; closes the page's stream however it ends.
+
+    Starlette does not close the iterator of a response whose caller left, and a generator that was
+    never begun runs no `finally`: the feed would count the page until the garbage collector ran.
+    """
+
+    def __init__(
+        self, first: Mapping[str, Any] | None, changes: AsyncGenerator[Mapping[str, Any], None]
+    ) -> None:
+        super().__init__(self._lines(first), media_type="text/event-stream")
+        self._changes = changes
+
+    async def _lines(self, told: Mapping[str, Any] | None) -> AsyncIterator[str]:
+        while told is not None:
+            yield f"data: {json.dumps(told)}\n\n"
+            told = await anext(self._changes, None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._changes):
+            await super().__call__(scope, receive, send)
 
 
 class _Headers:

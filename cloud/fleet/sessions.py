@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, Protocol
 
 from triplane.cloud.fleet.fleet import LiveFleet
@@ -108,11 +108,18 @@ class Sessions:
             logger.warning("streams did not end", extra={"streams": self._open})
 
     async def serve(
-        self, name: str, frames: AsyncIterator[session_pb2.Frame], side: Side | None = None
-    ) -> AsyncIterator[session_pb2.Frame]:
-        """The frames to answer a stream with; of a node, where no other side is given."""
+        self,
+        name: str,
+        frames: AsyncIterator[session_pb2.Frame],
+        write: Callable[[session_pb2.Frame], Awaitable[None]],
+        side: Side | None = None,
+    ) -> None:
+        """Answer a stream until it ends; a node's, where no other side is given.
+
+        `Side.left` is called before this returns, however the stream ended.
+        """
         if self._stopping:
-            yield _goodbye(session_pb2.Goodbye.SHUTTING_DOWN, SHUTDOWN_WAIT_S)
+            await write(_goodbye(session_pb2.Goodbye.SHUTTING_DOWN, SHUTDOWN_WAIT_S))
             return
         first = await _first_of(frames)
         side = side or self._nodes
@@ -120,8 +127,7 @@ class Sessions:
         session.send(side.greeting(name))
         self._enter(name)
         try:
-            async for frame in session.serve(first, frames):
-                yield frame
+            await session.serve(first, frames, write)
         finally:
             self._leave(name)
             if not session.connected:
@@ -165,14 +171,13 @@ class SessionServicer(Wire):
     def __init__(self, sessions: Sessions, caller: Callable[[], tuple[str, Side | None]]) -> None:
         self._sessions, self._caller = sessions, caller
 
-    async def Open(
+    async def Open(  # type: ignore[override]  # the stub knows generators only
         self, request_iterator: AsyncIterator[session_pb2.Frame], context: Any
-    ) -> AsyncIterator[session_pb2.Frame]:
+    ) -> None:
         """See session.proto."""
         async with status_of_aio(context):
             name, side = self._caller()
-            async for frame in self._sessions.serve(name, request_iterator, side):
-                yield frame
+            await self._sessions.serve(name, request_iterator, context.write, side)
 
 
 async def _first_of(frames: AsyncIterator[session_pb2.Frame]) -> session_pb2.Frame:

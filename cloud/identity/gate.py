@@ -7,8 +7,10 @@ but for the methods of `FAREWELL`, which have a moment to say why in their own w
 """
 
 import asyncio
+import contextlib
+import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any, Final
@@ -29,11 +31,17 @@ FAREWELL: Final = frozenset({"/triplane.session.v1.Session/Open"})
 FAREWELL_S: Final = 0.5
 CERTIFICATES: Final = 4096
 """Parsed ones that are remembered."""
-REVOKED: Final = ("revoked",)
-"""What a task is cancelled with whose caller was revoked."""
 
 _CALLER: Final[ContextVar[Principal]] = ContextVar("caller")
 _S = grpc.StatusCode
+# fmt: off
+_SHAPES: Final = {  # (request streams, response streams): the handler's attribute, its maker
+    (False, False): ("unary_unary",   grpc.unary_unary_rpc_method_handler),
+    (False, True):  ("unary_stream",  grpc.unary_stream_rpc_method_handler),
+    (True,  False): ("stream_unary",  grpc.stream_unary_rpc_method_handler),
+    (True,  True):  ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+# fmt: on
 
 
 class Refused(Exception):
@@ -78,7 +86,7 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def _cut(self, task: asyncio.Task[Any]) -> None:
         if task in self._ended:
-            task.cancel(*REVOKED)
+            task.cancel()
 
     async def intercept_service(
         self,
@@ -89,60 +97,37 @@ class Gate(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        method = handler_call_details.method
-        if handler.response_streaming:
-            make = (
-                grpc.stream_stream_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_stream_rpc_method_handler
-            )
-            behaviour: Any = self._streaming(handler, method)
-        else:
-            make = (
-                grpc.stream_unary_rpc_method_handler
-                if handler.request_streaming
-                else grpc.unary_unary_rpc_method_handler
-            )
-            behaviour = self._single(handler, method)
+        kind, make = _SHAPES[handler.request_streaming, handler.response_streaming]
+        behaviour = self._admitted(handler, getattr(handler, kind), handler_call_details.method)
         return make(behaviour, handler.request_deserializer, handler.response_serializer)
 
-    def _single(self, handler: Any, method: str) -> Callable[[Any, Any], Awaitable[Any]]:
-        inner = handler.stream_unary or handler.unary_unary
+    def _admitted(
+        self, handler: Any, inner: Any, method: str
+    ) -> Callable[[Any, Any], Awaitable[Any]]:
+        """The handler as a coroutine that checks the caller first.
+
+        A coroutine for streams too: its clean-up runs as soon as grpc.aio cancels the call, where
+        that of a generator of responses would wait for the garbage collector.
+        """
+        if inspect.isasyncgenfunction(inner):
+            inner = _written(inner)
+        is_stream = handler.request_streaming or handler.response_streaming
 
         async def behave(request: Any, context: Any) -> Any:
             who = await self._let_in(method, context)
-            if not handler.request_streaming:
+            if not is_stream:
                 return await inner(request, context)
             task, answer = self._enter(who, method), None
             try:
                 answer = await inner(request, context)
-            except asyncio.CancelledError as error:
-                if error.args != REVOKED:
+            except asyncio.CancelledError:
+                if task not in self._ended:
                     raise
             finally:
                 was_revoked = self._leave(who, task)
             if was_revoked:
                 await _end(context, _revoked(who))
             return answer
-
-        return behave
-
-    def _streaming(self, handler: Any, method: str) -> Callable[[Any, Any], AsyncIterator[Any]]:
-        inner = handler.stream_stream or handler.unary_stream
-
-        async def behave(request: Any, context: Any) -> AsyncIterator[Any]:
-            who = await self._let_in(method, context)
-            task = self._enter(who, method)
-            try:
-                async for response in inner(request, context):
-                    yield response
-            except asyncio.CancelledError as error:
-                if error.args != REVOKED:
-                    raise
-            finally:
-                was_revoked = self._leave(who, task)
-            if was_revoked:
-                await _end(context, _revoked(who))
 
         return behave
 
@@ -203,6 +188,19 @@ class Gate(grpc.aio.ServerInterceptor):
             found = await self._principals.holder(serial, name)
             if revocations == self._revocations:
                 return found
+
+
+def _written(
+    generate: Callable[[Any, Any], AsyncGenerator[Any, None]],
+) -> Callable[[Any, Any], Awaitable[None]]:
+    """A generator of responses as a coroutine that writes them and closes it at the call's end."""
+
+    async def behave(request: Any, context: Any) -> None:
+        async with contextlib.aclosing(generate(request, context)) as responses:
+            async for response in responses:
+                await context.write(response)
+
+    return behave
 
 
 @lru_cache(maxsize=CERTIFICATES)

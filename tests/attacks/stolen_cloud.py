@@ -196,10 +196,9 @@ class StolenCloud(SessionServicer, MetadataServicer, TransferServicer):
             self.reports.append(report)
             self._said.notify_all()
 
-    async def Open(self, request_iterator, context):
+    async def Open(self, request_iterator, context):  # type: ignore[override]
         frames = aiter(request_iterator)
-        async for frame in self._session.serve(await anext(frames), frames):
-            yield frame
+        await self._session.serve(await anext(frames), frames, context.write)
 
     async def Get(self, request, context):
         async with status_of_aio(context):

@@ -32,14 +32,13 @@ class Thief(SessionServicer):
         self._frames = [frame]
         self._session = ServerSession(new_epoch(), heard)
 
-    async def Open(self, request_iterator, context):
+    async def Open(self, request_iterator, context):  # type: ignore[override]
         frames = aiter(request_iterator)
         first = await anext(frames)
         if self._frames:
-            yield self._frames.pop()
+            await context.write(self._frames.pop())
             await asyncio.sleep(DEADLINE_S)
-        async for frame in self._session.serve(first, frames):
-            yield frame
+        await self._session.serve(first, frames, context.write)
 
 
 @pytest.mark.parametrize("attack", HOSTILE)

@@ -45,11 +45,10 @@ class Stage(SessionServicer):
             self.heard.append(message)
             self.moved.notify_all()
 
-    async def Open(self, request_iterator, context):
+    async def Open(self, request_iterator, context):  # type: ignore[override]
         async with status_of_aio(context):
             first = await anext(aiter(request_iterator))
-            async for frame in self.session.serve(first, aiter(request_iterator)):
-                yield frame
+            await self.session.serve(first, aiter(request_iterator), context.write)
 
     def tell(self, *tasks, settled=()):
         """Send a work document."""

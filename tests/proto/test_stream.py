@@ -41,12 +41,11 @@ class Cloud(SessionServicer):
         self.reports.append(report.number)
         self.got.set()
 
-    async def Open(self, request_iterator, context):
+    async def Open(self, request_iterator, context):  # type: ignore[override]
         self.streams += 1
         async with status_of_aio(context):
             first = await anext(aiter(request_iterator))
-            async for frame in self.session.serve(first, aiter(request_iterator)):
-                yield frame
+            await self.session.serve(first, aiter(request_iterator), context.write)
 
 
 @contextlib.asynccontextmanager

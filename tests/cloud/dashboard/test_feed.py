@@ -1,11 +1,14 @@
 import asyncio
+import gc
 from contextlib import aclosing
 
 import pytest
+from starlette.requests import Request
 
 from triplane.cloud.dashboard import feed as feed_module
 from triplane.cloud.dashboard.feed import Feed
 from triplane.cloud.dashboard.rows import SECTIONS
+from triplane.cloud.dashboard.web import _Board
 from triplane.proto.errors import Unavailable
 from triplane.proto.fleet_pb2 import Node
 
@@ -115,3 +118,29 @@ def test_closing_ends_every_page(fleet):
             return await waiting
 
     assert within(story()) is None
+
+
+@pytest.mark.parametrize("at", ["http.response.start", "http.response.body"])
+def test_a_page_that_leaves_while_it_is_written_to_is_not_counted_on(fleet, at):
+    async def story():
+        board = _Board(fleet, "token")
+        answer = await board.events(Request({"type": "http"}))
+        writing = asyncio.Event()
+
+        async def send(message):
+            if message["type"] == at:
+                writing.set()
+                await asyncio.Event().wait()
+
+        async def receive():
+            await writing.wait()
+            return {"type": "http.disconnect"}
+
+        await answer({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+        return board.feed._pages
+
+    gc.disable()  # what only the collector would close counts as left open
+    try:
+        assert within(story()) == 0
+    finally:
+        gc.enable()

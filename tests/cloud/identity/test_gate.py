@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from triplane.cloud.identity.audit import Entry, verify
 from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.gate import Gate
+from triplane.cloud.identity.gate import Gate, _written
 from triplane.cloud.identity.principals import Principals
 from triplane.cloud.identity.rights import RIGHTS, Role
 from triplane.cloud.identity.servicers import Enrolment, Identity, Renewal
@@ -424,3 +425,35 @@ def test_errors_keep_their_family_over_the_wire():
             return "x"
 
     assert isinstance(error_from(Call()), InvalidInput)
+
+
+def test_a_generator_of_responses_is_closed_when_its_call_is_cancelled_in_a_write():
+    closed = []
+
+    async def generate(_request, _context):
+        try:
+            yield "first"
+        finally:
+            closed.append(True)
+
+    class Stuck:
+        def __init__(self):
+            self.writing = asyncio.Event()
+
+        async def write(self, _response):
+            self.writing.set()
+            await asyncio.Event().wait()
+
+    async def story():
+        context = Stuck()
+        call = asyncio.ensure_future(_written(generate)("request", context))
+        await context.writing.wait()
+        call.cancel()
+        await asyncio.wait({call})
+        return closed
+
+    gc.disable()  # what only the collector would close counts as left open
+    try:
+        assert asyncio.run(story()) == [True]
+    finally:
+        gc.enable()
