@@ -33,7 +33,7 @@ quick: venv ## lint, types, imports and a sample of the fast tests, under a minu
 	@TRIPLANE_SAMPLED=1 $(BIN)/python -m pytest -q -n 2 -m 'not deep and not long and not slow' $(ARGS)
 
 deep: venv ## the long searches, minutes each; SUITE=crash or rounds kills hundreds of times and writes docs/evidence/
-	@HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m 'deep or hypothesis' $(SUITE_$(SUITE)) $(ARGS)
+	@HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=20000 -m 'deep or hypothesis' $(SUITE_$(SUITE)) $(ARGS)
 
 lint: venv ## ruff: rules and format
 	@$(BIN)/ruff check --quiet .

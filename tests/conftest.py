@@ -26,6 +26,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 GRACE_S = 5.0  # for threads that were told to end and descriptors that close with them
 STEP_S = 0.01
+LIMITS_S = {
+    "deep": 4 * 3600,
+    "long": 1000,
+}  # of tests with that marker; pyproject.toml has the rest
 QUICK_S = 1.0  # a test that takes longer belongs under the marker `slow`
 DESCRIPTORS = Path("/proc/self/fd")
 KEPT_OPEN = (
@@ -93,12 +97,23 @@ def pytest_collection_modifyitems(config, items):
     With TRIPLANE_SAMPLED (`make quick`) one case in five of a parametrized test runs, always the
     same one.
     """
+    for item in items:
+        limit_s = limit_of(item)
+        if limit_s and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(limit_s))
     if os.environ.get("TRIPLANE_SAMPLED"):
         left_out = [item for item in items if not sampled(item)]
         items[:] = [item for item in items if sampled(item)]
         config.hook.pytest_deselected(items=left_out)
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
+
+
+def limit_of(item):
+    """Seconds that this test may take where its kind has a limit of its own, else None."""
+    if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
+        return LIMITS_S["deep"]
+    return next((s for marker, s in LIMITS_S.items() if item.get_closest_marker(marker)), None)
 
 
 def pytest_collection_finish(session):

@@ -1,9 +1,12 @@
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 LEAKS = {
     "thread": "import threading as t; t.Thread(target=t.Event().wait, daemon=True).start()",
     "process": "import subprocess; keep.append(subprocess.Popen(['sleep', '3']))",
@@ -37,3 +40,38 @@ def test_a_test_that_leaves_something_behind_fails_and_names_it(tmp_path, what):
     )
     assert result.returncode == 1, result.stdout
     assert f"left behind by this test: ['{what} " in result.stdout
+
+
+HANGS = {
+    "python": "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()",
+    "asyncio": "import asyncio; asyncio.run(asyncio.Event().wait())",
+    "c": "import ctypes; mutex = ctypes.create_string_buffer(64); "
+    "lock = ctypes.CDLL(None).pthread_mutex_lock; lock(mutex); lock(mutex)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", HANGS)
+def test_a_test_that_hangs_fails_alone_and_shows_every_stack(tmp_path, where):
+    """In C code that gives Python no turn, the worker ends and another goes on."""
+    (tmp_path / "test_hanging.py").write_text(
+        f"def test_before():\n    pass\n\n"
+        f"def test_hanging():\n    {HANGS[where]}\n\n"
+        f"def test_after():\n    pass\n"
+    )
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert 0 < settings["timeout"] < settings["faulthandler_timeout"]
+    assert settings["faulthandler_exit_on_timeout"]
+    options = ["timeout=3", "faulthandler_timeout=12", "faulthandler_exit_on_timeout=true"]
+    command = [sys.executable, "-m", "pytest", "-n1", "-p", "no:cacheprovider"]
+    for option in options:
+        command += ["-o", option]
+    result = subprocess.run(
+        [*command, f"--rootdir={tmp_path}", tmp_path],
+        capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert result.returncode == 1, result.stdout
+    assert "1 failed, 2 passed" in result.stdout
+    assert "test_hanging" in result.stdout
+    shown = result.stdout + result.stderr
+    assert re.search(r'test_hanging\.py(:|", line )5', shown), shown
