@@ -125,3 +125,15 @@ def test_every_class_has_a_name():
 def test_batches_refuses_nonsense(options):
     with pytest.raises(InvalidInput):
         next(numbered(3).batches(**options))
+
+
+def test_a_pixel_that_is_no_number_is_named_by_its_place():
+    x = np.zeros((5, 1, 2, 2), np.float32)
+    x[3, 0, 1, 0] = np.nan
+    with pytest.raises(InvalidInput, match=r"first in sample 3: x\[3, 0, 1, 0\] is nan"):
+        from_arrays(x, np.zeros(5, int))
+
+
+def test_images_whose_channels_come_last_are_told_how_to_move_them():
+    with pytest.raises(InvalidInput, match=r"8 channels .* x\.transpose\(0, 3, 1, 2\) moves ch"):
+        from_arrays(np.zeros((5, 8, 8, 3), np.float32), np.zeros(5, int))

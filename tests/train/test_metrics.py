@@ -91,8 +91,19 @@ def test_ignored_labels_count_in_no_tally():
     assert row["f"] == pytest.approx(plain["f"])
     wrong = padded.copy()
     wrong[41] = 9
-    with pytest.raises(InvalidInput, match=r"a batch holds -100..9, first 9 in row 41"):
-        of(metrics, loss=loss).evaluate((logits, wrong))
+    first = r"got -100..9; the first one out of range is 9, sample 41 of the data"
+    with pytest.raises(InvalidInput, match=first):
+        of(metrics, loss=loss).evaluate((logits, wrong), batch_size=16)
+
+
+def test_a_label_out_of_range_is_named_by_its_place_in_the_training_data():
+    wrong = LABELS.copy()
+    wrong[7] = 9
+    trainer = of({"p": train.Perplexity()})
+    with pytest.raises(InvalidInput, match=r"first one out of range is 9, sample 7 of the train"):
+        trainer.fit((LOGITS, wrong), epochs=1, batch_size=4)
+    with pytest.raises(InvalidInput, match=r"first one out of range is 9, row 3 of the batch"):
+        trainer.fit([(LOGITS[k : k + 4], wrong[k : k + 4]) for k in (0, 4)], epochs=1)
 
 
 def test_ties_go_to_the_first_class():

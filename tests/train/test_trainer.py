@@ -401,8 +401,8 @@ def made(**fields):
         (lambda: trainer().fit([X], 1), "a batch is a tuple of arrays"),
         (lambda: trainer().fit((X, X, Y), 1), "3 arrays gives Noisy.construct 2 inputs"),
         (lambda: trainer().fit((X, Y.astype(np.float32)), 1), "whole-number labels"),
-        (lambda: trainer().fit((X, Y - 1), 1), r"labels are 0..2; a batch holds -1..1"),
-        (lambda: trainer().evaluate((X, Y * 2)), r"labels are 0..2; a batch holds 0..4"),
+        (lambda: trainer().fit((X, Y - 1), 1), r"labels are 0..2, got -1..1"),
+        (lambda: trainer().evaluate((X, Y * 2)), r"labels are 0..2, got 0..4"),
         (
             lambda: trainer().fit([(X[:9], Y[:9]), (X[:9, :3], Y[:9])], 1, **QUIET),
             r"x: float32\[N,4\], y: int64\[N\] as the first one was, got float32\[9, 3\]",
@@ -411,7 +411,10 @@ def made(**fields):
             lambda: trainer().fit([(X, Y), (X, Y.astype(np.int32))], 1, **QUIET),
             r"got float32\[50, 4\], int32\[50\]; convert it",
         ),
-        (lambda: trainer().fit((X, np.where(Y == 1, 7, Y)), 1), r"holds 0..7, first 7 in row \d"),
+        (
+            lambda: trainer().fit((X, np.where(Y == 1, 7, Y)), 1),
+            r"range is 7, sample \d+ of",
+        ),
         (lambda: trainer().export(), "has not seen data yet"),
         (lambda: trainer().evaluate([]), "no data to evaluate on"),
         (lambda: trainer().predict(), "a batch is a tuple"),
@@ -468,5 +471,5 @@ def test_ignored_labels_are_fed_and_others_are_held_to_the_classes():
     some = np.where(np.arange(len(Y)) % 3 == 0, -100, Y)
     made.fit((X, some), 1, **QUIET)
     assert all(np.isfinite(p.array).all() for p in made.cell.parameters().values())
-    with pytest.raises(InvalidInput, match=r"labels are 0..2; a batch holds -1.."):
+    with pytest.raises(InvalidInput, match=r"labels are 0..2, got -1.."):
         made.fit((X, Y - 1), 1, **QUIET)

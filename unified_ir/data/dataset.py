@@ -119,7 +119,11 @@ def _check(x: NDArray[Any], y: NDArray[Any], labels: tuple[str, ...]) -> None:
     if int(y.max()) >= len(labels):
         raise InvalidInput(f"class {int(y.max())} has no name; there are {len(labels)} labels")
     if not np.isfinite(x).all():
-        raise InvalidInput("pixels are finite numbers; x holds NaN or infinity")
+        at = tuple(map(int, np.argwhere(~np.isfinite(x))[0]))
+        raise InvalidInput(
+            f"pixels are finite numbers; x holds NaN or infinity, first in sample {at[0]}: "
+            f"x[{', '.join(map(str, at))}] is {x[at]}"
+        )
 
 
 def _check_labels(y: NDArray[Any]) -> None:

@@ -27,4 +27,12 @@ def check_sizes(shape: tuple[int, ...], what: str = "the dataset") -> None:
         if value > limit:
             raise InvalidInput(
                 f"{what} has {value} {quantity} in {shape}; at most {limit} are taken"
+                f"{_transposed(shape) if quantity == 'channels' else ''}"
             )
+
+
+def _transposed(shape: tuple[int, ...]) -> str:
+    """A hint for images whose channels come last, (N, H, W, C)."""
+    if shape[3] > MAX_CHANNELS:
+        return ""
+    return "; images are (N, C, H, W), and x.transpose(0, 3, 1, 2) moves channels that come last"

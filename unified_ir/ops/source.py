@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +26,24 @@ def user_location() -> Location | None:
             return Location(file, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def unreadable_caller() -> str | None:
+    """Name of the innermost function outside this package where its source cannot be read."""
+    frame: FrameType | None = sys._getframe(2)  # noqa: SLF001 - cheapest way to the caller
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith("<") and not _is_ours(frame):  # dataclasses generate code
+            readable = linecache.getlines(code.co_filename, frame.f_globals)
+            return None if readable else f"{code.co_qualname!r} ({code.co_filename})"
+        if _relative(code.co_filename) is not None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("triplane.")
 
 
 def location_of(frame: FrameType) -> Location:

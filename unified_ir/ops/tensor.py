@@ -16,7 +16,7 @@ from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.ir.types import DType, TensorType, as_dtype, bool_
 from triplane.unified_ir.ops.recorder import Recorder, recorder
 from triplane.unified_ir.ops.row import DOMAIN
-from triplane.unified_ir.ops.source import user_location
+from triplane.unified_ir.ops.source import unreadable_caller, user_location
 from triplane.unified_ir.ops.subscript import subscript
 
 Axes = int | Sequence[int] | None
@@ -118,6 +118,14 @@ class Tensor:
     def __bool__(self) -> bool:
         if self.build.arrays is not None:
             return bool(self.build.arrays[self.value])
+        unread = unreadable_caller()
+        if unread:
+            raise InvalidInput(
+                f"{self!r} has no truth value while the graph is recorded, and the source of "
+                f"{unread} cannot be read, as of code typed at a prompt, so its `if` and `while` "
+                "stay Python's own; save it in a file and import it, or use ops.cond, "
+                "ops.while_loop or ops.where"
+            )
         raise InvalidInput(
             f"{self!r} has no truth value while the graph is recorded (at {user_location()}); "
             "decorate the function with "

@@ -93,6 +93,13 @@ class Source:
             chosen = order[start : start + self.size]
             yield as_batch(tuple(a[chosen] for a in self.data))
 
+    def targets(self) -> Array | None:
+        """The targets of all samples in the data's own order; None where only batches tell."""
+        if isinstance(self.data, Batched):
+            y = getattr(self.data, "y", None)
+            return y if isinstance(y, np.ndarray) and y.shape[:1] == (self.samples,) else None
+        return np.asarray(self.data[-1]) if _is_arrays(self.data) else None
+
     def repeats(self) -> bool:
         """Whether an epoch can be gone through again."""
         return not isinstance(self.data, Iterator)

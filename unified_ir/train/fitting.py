@@ -87,6 +87,9 @@ class Fit:
 
     def run(self) -> None:
         """Trains to the goal; the state is written back unless the loss was not finite."""
+        labels = self.source.targets()
+        if labels is not None:  # in the data's own order, where the user can find the sample
+            self.model.check_labels(labels, "sample {} of the training data")
         try:
             self._call("on_start")
             while self.trainer.place.epoch < self.goal and not self.info.stopped:
@@ -157,7 +160,7 @@ class Fit:
         if kinds not in self._kinds:
             self.model.check_types(batch)
             self._kinds.add(kinds)
-        self.model.check_labels(batch)
+        self.model.check_labels(batch[-1])
 
     def _batches(self, epoch: int, first: int) -> Iterator[tuple[Batch, bool]]:
         """Batches, and whether to update after this one whatever the count says.

@@ -24,7 +24,8 @@ def measured(
     place = Place()
     for batch in batches:
         model, program = graph_of(batch)
-        model.check(batch)
+        model.check_types(batch)
+        model.check_labels(batch[-1], "sample {} of the data", first=place.rows)
         given = {**state, **dict(zip(model.batch_names(), batch, strict=True))}
         values = program(*(given[n] for n in program.function.param_names))
         named = dict(zip(program.function.result_names, values, strict=True))

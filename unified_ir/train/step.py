@@ -61,11 +61,6 @@ class Model:
     classes: int | None
     """Labels are 0..classes-1; None where the target is no label."""
 
-    def check(self, batch: Batch) -> None:
-        """Refuses a batch of other types, and labels out of range."""
-        self.check_types(batch)
-        self.check_labels(batch)
-
     def check_types(self, batch: Batch) -> None:
         """Refuses a batch of other types."""
         types = (*self.inputs.values(), self.target[1])
@@ -77,9 +72,10 @@ class Model:
                 '...) with specs that leave more open, such as TensorSpec(("N", "T", 3))'
             )
 
-    def check_labels(self, batch: Batch) -> None:
-        """Refuses labels out of range."""
-        labels = batch[-1]
+    def check_labels(
+        self, labels: Array, where: str = "row {} of the batch", *, first: int = 0
+    ) -> None:
+        """Refuse labels out of range. where: names the sample; first: the number of labels[0]."""
         if self.classes is None or labels.dtype.kind not in "iu" or not labels.size:
             return
         low, high = np.minimum.reduce(labels, axis=None), np.maximum.reduce(labels, axis=None)
@@ -92,8 +88,8 @@ class Model:
             at = tuple(np.argwhere(bad)[0])
             raise InvalidInput(
                 f"{type(self.cell).__name__} gives {self.classes} logits, so labels are "
-                f"0..{self.classes - 1}; a batch holds {labels.min()}..{labels.max()}, first "
-                f"{labels[at]} in row {at[0]}"
+                f"0..{self.classes - 1}, got {labels.min()}..{labels.max()}; the first one out of "
+                f"range is {labels[at]}, {where.format(first + at[0])}"
             )
 
     @property
