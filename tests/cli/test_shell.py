@@ -166,6 +166,22 @@ def test_ctrl_c_exits_like_an_interrupted_program(verb, capsys):
     assert capsys.readouterr().err.strip() == "triplane: interrupted"
 
 
+def test_ctrl_c_under_json_prints_one_document_that_says_so(verb, capsys):
+    interrupt = KeyboardInterrupt()
+    interrupt.add_note("saved run/3.tpc")
+    verb("hang", raising(interrupt), click.Option(["--json"], is_flag=True))
+    assert shell.run(["hang", "--json"]) == shell.INTERRUPTED
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {
+        "error": {
+            "family": "Interrupted",
+            "message": "interrupted; saved run/3.tpc",
+            "exit_code": shell.INTERRUPTED,
+        }
+    }
+    assert not told.err.strip()  # click ends the line of the ^C
+
+
 def test_a_file_in_no_folder_is_refused_before_the_work(verb, capsys, tmp_path):
     worked = []
     option = click.Option(["--out"], type=shell.OUTPUT_FILE)

@@ -138,8 +138,9 @@ def test_an_algorithm_that_diverges_is_named_and_others_go_on(model, tmp_path):
     assert "smaller rate" in out.read_text()
 
 
-def test_what_stops_every_algorithm_is_an_error(model):
-    with pytest.raises(InvalidInput, match="a round asks 9 devices; there are 3"):
+def test_more_devices_than_there_are_are_refused_before_the_work(model, monkeypatch):
+    monkeypatch.setattr("triplane.unified_ir.cli.simulate._trials", None)
+    with pytest.raises(InvalidInput, match="--devices 9: a round asks at most the 3 devices"):
         run(model, "--devices", "9")
 
 

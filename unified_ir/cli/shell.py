@@ -166,8 +166,8 @@ def run(argv: Sequence[str]) -> int:
     try:
         code = triplane.main(list(argv), prog_name="triplane", standalone_mode=False)
         sys.stdout.flush()
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("triplane: interrupted", err=True)
+    except (click.Abort, KeyboardInterrupt) as error:
+        _report_interrupt(error, as_json="--json" in argv)
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -325,6 +325,17 @@ def _report(failure: _Failure, error: Exception, *, as_json: bool) -> None:
         color = False if os.environ.get("NO_COLOR") else None
         line = " ".join(failure.message.split())
         click.secho(f"triplane: {line}", fg="red", err=True, color=color)
+
+
+def _report_interrupt(error: BaseException, *, as_json: bool) -> None:
+    """Say that Ctrl-C ended the verb; under --json with what was saved, as an error record."""
+    if as_json:
+        cause = error.__cause__ or error  # click raises Abort from the KeyboardInterrupt
+        message = "; ".join(["interrupted", *getattr(cause, "__notes__", ())])
+        record = {"family": "Interrupted", "message": message, "exit_code": INTERRUPTED}
+        click.echo(_json({"error": record}))
+    else:
+        click.echo("triplane: interrupted", err=True)
 
 
 def _missing(module: str, extra: str) -> MissingExtra:

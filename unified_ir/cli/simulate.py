@@ -183,6 +183,11 @@ def simulate(**options: Any) -> None:
     studies = [_study(name, options) for name in _names(options["algorithms"])]
     module, _ = read_model(options["model"])
     groups = devices_of(_source(options), module)
+    if options["devices"] > len(groups[0]):
+        raise InvalidInput(
+            f"--devices {options['devices']}: a round asks at most the {len(groups[0])} devices "
+            "that learn; ask fewer, or 0 for all"
+        )
     output.note(_population(groups))
     trials, stopped = _trials(studies, module, groups, options["folder"], output.note)
     record = {
