@@ -3,17 +3,15 @@
 A signal while it loads ends the process at once. One line on standard output says that calls are
 taken and on which ports; a parent that asked for port 0 reads it there. After that, SIGTERM and
 SIGINT drain: the calls inside finish, new ones are refused. A second signal cancels the calls
-inside, and ends the process if their runs go on regardless.
+inside. A process whose runs go on regardless is ended: `STOP_S` after the time to drain, or
+`signals.HURRY_S` after the second signal.
 """
 
 import fcntl
 import json
 import logging
 import os
-import signal
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Final
 
@@ -24,31 +22,31 @@ from triplane.edge.serving.options import Options
 from triplane.edge.serving.pointers import read_pointers
 from triplane.edge.serving.repository import Repository
 from triplane.edge.serving.server import Server, Tls
+from triplane.proto import signals
 from triplane.proto.errors import Conflict, TriplaneError
 
 logger = logging.getLogger(__name__)
 
-HURRY_S: Final = 3.0  # from the second signal to the end, whatever still runs
-SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+STOP_S: Final = 10.0
+"""To end threads and free models after the calls inside had their time to drain."""
 
 
 def run(options: Options) -> None:
     """Serve the bundles until a signal. Call from the main thread. Raises the families."""
-    for number in SIGNALS:  # nothing to drain yet, and a handler would wait for a run to return
-        signal.signal(number, signal.SIG_DFL)
+    signals.restore_defaults()
     server = start(options)
-    # A pipe, because a signal that arrives while an event's own lock is held would wait for ever.
-    signals, told = os.pipe()
-    for number in SIGNALS:
-        signal.signal(number, lambda *_: os.write(told, b"."))
-    control = _control(options, server)
-    announce(options, server)
-    os.read(signals, 1)
-    logger.info("draining", extra={"seconds_at_most": options.drain_s})
-    threading.Thread(target=_hurry, args=(server, signals), daemon=True).start()
-    if control:
-        control.close()
-    server.stop(options.drain_s)
+    termination = signals.Termination(limit_s=options.drain_s + STOP_S, hurry=server.cancel)
+    control = None
+    try:
+        control = _control(options, server)
+        announce(options, server)
+        termination.wait()
+        logger.info("draining", extra={"seconds_at_most": options.drain_s})
+    finally:
+        termination.request()
+        if control:
+            control.close()
+        server.stop(options.drain_s)
     logger.info("stopped")
 
 
@@ -128,14 +126,6 @@ def announce(options: Options, server: Server) -> None:
         line = f"serving {named} on {options.host}:{server.port} (metrics :{server.metrics_port})"
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
-
-
-def _hurry(server: Server, signals: int) -> None:
-    os.read(signals, 1)
-    server.cancel()
-    time.sleep(HURRY_S)
-    logger.warning("a run did not end; exiting regardless")
-    os._exit(1)
 
 
 def _tls(options: Options) -> Tls | None:

@@ -1,12 +1,16 @@
 """The serving process as a parent, a shell and an operator meet it."""
 
 import json
+import os
 import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,6 +28,20 @@ from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.runtime import BundleSpec, Description, Session, write_bundle
 
 X = np.ones((1, 4), np.float32)
+WAIT_S = 60
+# After the ready line the kernel gives signals to other threads: the system call in which the main
+# thread waits is not interrupted, as by a signal that arrives just before the call blocks.
+NOT_INTERRUPTED = """
+import signal, sys
+from triplane.edge.serving import process
+from triplane.edge.serving.__main__ import main, parse
+announce = process.announce
+def announced(*given):
+    announce(*given)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+process.announce = announced
+main(parse(sys.argv[1:]))
+"""
 FORBIDDEN = ("onnx", "tuf", "securesystemslib", "cryptography", "click", "rich", "jax")
 
 
@@ -156,28 +174,82 @@ def test_a_signal_under_load_fails_no_call_that_was_taken(start, bundle, kit, nu
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_a_process_whose_caller_never_finishes(start, bundle):
-    process, ready = start(bundle(), drain_s=3600)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_interrupts_no_system_call_still_drains(bundle, number):
+    given = {"bundles": [str(bundle())], "port": 0, "metrics_port": 0, "log_level": "info"}
+    with subprocess.Popen(
+        [sys.executable, "-c", NOT_INTERRUPTED, json.dumps(given)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            process.send_signal(number)
+            _, log = process.communicate(timeout=WAIT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert log.splitlines()[-1].endswith("stopped")
+
+
+@contextmanager
+def a_call_that_never_ends(port):
+    """A caller that began a call and says nothing more; gives the call and a client."""
     stalled = threading.Event()
 
     def nothing():
-        stalled.wait(60)
+        stalled.wait(2 * WAIT_S)
         yield b""
 
-    with grpc.insecure_channel(f"127.0.0.1:{ready['port']}") as channel:
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+        triton.InferenceServerClient(f"127.0.0.1:{port}") as client,
+    ):
         ask: Any = channel.stream_unary(f"/{WIRE_NAME}/ModelInfer")
         call = ask.future(nothing())
-        with triton.InferenceServerClient(f"127.0.0.1:{ready['port']}") as client:
-            while not client.is_server_ready():
-                pass
-            process.send_signal(signal.SIGTERM)
-            while client.is_server_ready():
-                pass
+        try:
+            wait_until(client.is_server_ready)
+            yield call, client
+        finally:
+            stalled.set()
+
+
+def wait_until(holds):
+    """Return when it holds; a failure says that it did not within the time."""
+    until_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < until_s, f"not within {WAIT_S} s"
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_process_whose_caller_never_finishes(start, bundle):
+    process, ready = start(bundle(), drain_s=3600)
+    with a_call_that_never_ends(ready["port"]) as (call, client):
         process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not client.is_server_ready(client_timeout=WAIT_S))
+        process.send_signal(signal.SIGTERM)
+        assert isinstance(call.exception(WAIT_S), grpc.RpcError)
         assert call.code() in {grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE}
-        stalled.set()
-    process.communicate(timeout=30)
+    process.communicate(timeout=WAIT_S)
     assert process.returncode in {0, 1}
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_process_whose_log_nobody_reads(start, bundle):
+    """Standard error is a full pipe: the line that says that it drains blocks the main thread."""
+    process, _ = start(bundle(), log_level="info")
+    # The process logs too little to fill the pipe, so we fill it through its own descriptor.
+    with Path(f"/proc/{process.pid}/fd/2").open("wb", buffering=0) as pipe:
+        os.set_blocking(pipe.fileno(), False)
+        while pipe.write(b"x" * 4096):
+            pass
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(WAIT_S) == 1
 
 
 @pytest.mark.slow

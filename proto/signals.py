@@ -1,0 +1,235 @@
+"""SIGTERM and SIGINT, noticed at any instant, and a process that ends within a stated time.
+
+CPython runs a signal's handler between two bytecodes of the main thread. A signal that arrives
+after the last of them and before a system call blocks is only recorded: the call is not
+interrupted, and a handler that sets a flag or writes to a pipe does not run until something else
+wakes the main thread. The same holds where the kernel hands the signal to another thread. Here the
+C-level handler itself writes to a pipe (`signal.set_wakeup_fd`) and a thread of our own reads it,
+so nothing depends on what the main thread is doing.
+
+No other module installs handlers, except `unified_ir/train/interrupt.py`, whose caller never waits.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Final
+
+logger = logging.getLogger(__name__)
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+HURRY_S: Final = 3.0
+"""From the second signal to the end of the process, whatever still runs there."""
+LOG_S: Final = 1.0
+"""For the last line of the log; standard error may be a pipe that nobody reads."""
+ALARM_S: Final = 5
+"""From the limit to the kernel's alarm, which needs no interpreter."""
+NUDGE_S: Final = 0.05
+MAX_NUDGES: Final = 200
+"""A main thread that computes for longer sees its signals as soon as it is back."""
+NUDGE: Final = signal.SIGURG
+"""Interrupts a system call of the main thread and means nothing else; ignored by default."""
+
+
+def restore_defaults() -> None:
+    """Let SIGTERM and SIGINT end this process at once, whatever its parent ignored or blocked.
+
+    For the time before `Termination`: nothing is to be saved yet, and Python's own handler of
+    SIGINT would wait for a model to load. Call from the main thread.
+    """
+    for number in (*SIGNALS, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    if os.getpid() == 1:  # the kernel drops a default action that would end a container's init
+        for number in SIGNALS:
+            signal.signal(number, lambda number, _: os._exit(128 + number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, signal.SIGALRM))
+
+
+class Termination:
+    """From construction to the end of the process, SIGTERM and SIGINT ask it to stop.
+
+    The first signal sets `requested` and calls `stop`, the second one calls `hurry`; both run in a
+    thread and must not block. The process ends with status 1 where it still runs `limit_s` after
+    the first or `hurry_s` after the second. One per process, made in the main thread.
+    """
+
+    def __init__(
+        self,
+        stop: Callable[[], object] = lambda: None,
+        *,
+        limit_s: float,
+        hurry: Callable[[], object] = lambda: None,
+        hurry_s: float = HURRY_S,
+    ) -> None:
+        self._stop, self._hurry = stop, hurry
+        self._limit_s, self._hurry_s = limit_s, hurry_s
+        self.requested = threading.Event()
+        self._wakeup = _Wakeup()
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        self._wakeup.install(_noted)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the first signal; whether it came."""
+        return self.requested.wait(timeout_s)
+
+    def request(self) -> None:
+        """Let the limit hold for an end that no signal asked for; call it once it has begun."""
+        if not self.requested.is_set():
+            self.requested.set()
+            self._wakeup.write()
+
+    def _watch(self) -> None:
+        self._wakeup.read(None)
+        _alarm_in(self._limit_s)
+        if not self.requested.is_set():
+            self.requested.set()
+            _called(self._stop)
+        if not self._wakeup.read(self._limit_s):
+            _exit_regardless("it did not stop in time", self._limit_s)
+        _alarm_in(self._hurry_s)
+        _called(self._hurry)
+        time.sleep(self._hurry_s)
+        _exit_regardless("it did not stop after a second signal", self._hurry_s)
+
+
+class Interrupts:
+    """From `install` on, SIGTERM and SIGINT raise KeyboardInterrupt in the main thread, once.
+
+    The first signal interrupts whatever the main thread waits for. It is held back within
+    `deferred`, where an exception would leave a child process that nobody ends. Later ones only
+    set `hurried`, so they cannot break off what the first one began. The process ends with status
+    1 where it still runs `limit_s` after the first or `hurry_s` after the second. One per process.
+    """
+
+    def __init__(self, *, limit_s: float, hurry_s: float) -> None:
+        self._limit_s, self._hurry_s = limit_s, hurry_s
+        self.hurried = False
+        self._depth, self._is_pending, self._is_raised, self._is_awake = 0, False, False, False
+
+    def install(self) -> None:
+        """Take the signals, for the rest of the process's life. Call from the main thread."""
+        wakeup = _Wakeup()
+        threading.Thread(target=self._watch, args=(wakeup,), name="signals", daemon=True).start()
+        signal.signal(NUDGE, self._on_nudge)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {NUDGE})
+        wakeup.install(self._on_signal)
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Raise nothing within the block; what arrived is raised at its end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._is_pending and self._depth == 0:
+                self._raise()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Plain fields: the lock of an event may be held by the very code that this interrupts.
+        if self._is_raised or self._is_pending:
+            self.hurried = True
+        elif self._depth:
+            self._is_pending = True
+        else:
+            self._raise()
+
+    def _raise(self) -> None:
+        self._is_pending, self._is_raised = False, True
+        raise KeyboardInterrupt
+
+    def _on_nudge(self, number: int, frame: FrameType | None) -> None:
+        self._is_awake = True
+
+    def _watch(self, wakeup: "_Wakeup") -> None:
+        wakeup.read(None)
+        _alarm_in(self._limit_s)
+        self._nudge()
+        if not wakeup.read(self._limit_s):
+            _exit_regardless("it did not stop in time", self._limit_s)
+        _alarm_in(self._hurry_s)
+        self._nudge()
+        time.sleep(self._hurry_s)
+        _exit_regardless("it did not stop after a second signal", self._hurry_s)
+
+    def _nudge(self) -> None:
+        """Wake the main thread until the handlers of all signals that arrived have run."""
+        main = threading.main_thread().ident
+        assert main is not None
+        self._is_awake = False
+        for _ in range(MAX_NUDGES):
+            signal.pthread_kill(main, NUDGE)
+            time.sleep(NUDGE_S)
+            if self._is_awake:  # handlers run in the order of numbers, and this one is the last
+                return
+
+
+class _Wakeup:
+    """The pipe into which the C-level handler writes the number of each signal."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._poll = select.poll()
+        self._poll.register(self._read, select.POLLIN)
+
+    def install(self, handler: Callable[[int, FrameType | None], None]) -> None:
+        """Take the signals; the pipe first, so that none is missed."""
+        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        for number in SIGNALS:
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, signal.SIGALRM))
+
+    def write(self) -> None:
+        """As if SIGTERM had arrived."""
+        with contextlib.suppress(BlockingIOError):  # full: there is more than one to read
+            os.write(self._write, bytes([signal.SIGTERM]))
+
+    def read(self, timeout_s: float | None) -> bool:
+        """Wait for one of `SIGNALS`; whether there was one within the time."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
+            if not self._poll.poll(None if left_s is None else math.ceil(left_s * 1000)):
+                return False
+            if os.read(self._read, 1)[0] in SIGNALS:
+                return True
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the C-level handler has written already."""
+
+
+def _alarm_in(seconds: float) -> None:
+    """Have the kernel end the process `ALARM_S` later than our own thread does."""
+    signal.alarm(math.ceil(seconds + LOG_S) + ALARM_S)
+
+
+def _called(hook: Callable[[], object]) -> None:
+    try:
+        hook()
+    except Exception:  # the watching thread must live on
+        logger.exception("stopping failed")
+
+
+def _exit_regardless(why: str, seconds: float) -> None:
+    said = threading.Thread(
+        target=logger.warning,
+        args=("exiting regardless",),
+        kwargs={"extra": {"reason": why, "seconds": seconds}},
+        daemon=True,
+    )
+    said.start()
+    said.join(LOG_S)
+    os._exit(1)
