@@ -17,6 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from triplane.proto import signals
 from triplane.proto.errors import InvalidInput, TriplaneError
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def all_descriptors() -> int:
 
 def main(options: Options) -> None:
     """Configure logging to standard error and serve until a signal. Raises the families."""
+    signals.restore_defaults()
     one_arena()
     descriptors = all_descriptors()
     log = logging.StreamHandler()

@@ -12,7 +12,6 @@ import contextlib
 import json
 import logging
 import math
-import signal
 import socket
 import sys
 import time
@@ -60,6 +59,7 @@ from triplane.proto import identity_pb2_grpc as identity_grpc
 from triplane.proto import metadata_pb2_grpc as metadata_grpc
 from triplane.proto import registry_pb2_grpc as registry_grpc
 from triplane.proto import session_pb2_grpc as session_grpc
+from triplane.proto import signals
 from triplane.proto import transfer_pb2_grpc as transfer_grpc
 from triplane.proto.channels import server_credentials, server_options
 from triplane.proto.disk import write_atomic
@@ -78,6 +78,8 @@ from triplane.proto.transfer import BlobFolder, TransferServicer
 logger = logging.getLogger(__name__)
 
 DRAIN_S: Final = 10.0
+STOP_S: Final = 30.0
+"""To end children, sessions and database after the calls inside had their time to drain."""
 GOODBYE_S: Final = 2.0
 FRESH_AT_LEAST_S: Final = 60.0
 """Metadata is looked at after each publication, else no more often than this, at least hourly."""
@@ -498,19 +500,11 @@ async def running(home: Home, **options: Any) -> AsyncIterator[Cloud]:
 
 def run(options: Options) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once."""
-    asyncio.run(_until_told(options))
+    asyncio.run(_serve(options))
 
 
-async def _until_told(options: Options) -> None:
-    told = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def tell() -> None:
-        told.set()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
-            signal.signal(number, signal.SIG_DFL)
-
+async def _serve(options: Options) -> None:
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     async with running(
         Home(options.home),
         host=options.host,
@@ -519,11 +513,17 @@ async def _until_told(options: Options) -> None:
         dashboard_port=options.dashboard_port,
         drain_s=options.drain_s,
     ) as cloud:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, tell)
-        _announce(options, cloud)
-        await told.wait()
-        logger.info("draining", extra={"seconds_at_most": options.drain_s})
+        termination = signals.Termination(
+            lambda: loop.call_soon_threadsafe(stopped.set),
+            limit_s=options.drain_s + STOP_S,
+            hurry_s=0.0,
+        )
+        try:
+            _announce(options, cloud)
+            await stopped.wait()
+            logger.info("draining", extra={"seconds_at_most": options.drain_s})
+        finally:
+            termination.request()
     logger.info("stopped")
 
 

@@ -6,12 +6,12 @@ import ctypes
 import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from triplane.proto import signals
 from triplane.proto.errors import NotFound, TriplaneError
 
 ARENA_MAX: Final = -8
@@ -21,6 +21,8 @@ MMAP_THRESHOLD: Final = -3
 DONTNEED: Final = 4
 """Linux's MADV_DONTNEED."""
 LARGE_BYTES: Final = 1 << 20
+STOP_S: Final = 30.0
+"""From a signal to the end, whatever a graph still computes; a killed device has lost nothing."""
 
 
 _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -51,6 +53,7 @@ def main(
 
     app: names the owner's `ClientApp`, as `device.flower.load_app` takes it.
     """
+    signals.restore_defaults()
     _hold_little_memory()
     from triplane.device.client import FederatedClient
 
@@ -61,8 +64,7 @@ def main(
     client = FederatedClient(
         home, samples, population=population, held_out=held_out, app=_app(app) if app else None
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: client.stop())
+    termination = signals.Termination(client.stop, limit_s=STOP_S)
 
     def ready() -> None:
         record = {
@@ -75,7 +77,10 @@ def main(
         sys.stdout.write(line(record) + "\n")
         sys.stdout.flush()
 
-    client.run(ready)
+    try:
+        client.run(ready)
+    finally:
+        termination.request()
 
 
 def _app(name: str) -> Any:

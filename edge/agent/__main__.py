@@ -8,11 +8,13 @@ from pathlib import Path
 from triplane.edge.agent.agent import Agent
 from triplane.edge.home import NodeHome
 from triplane.edge.serving.__main__ import Facts
+from triplane.proto import signals
 from triplane.proto.errors import TriplaneError
 
 
 def main() -> None:
     """Run until a signal."""
+    signals.restore_defaults()
     log = logging.StreamHandler()
     log.setFormatter(Facts())
     logging.basicConfig(level="INFO", handlers=[log])

@@ -7,7 +7,6 @@ identity, desired document, pointers and journal on disk.
 import asyncio
 import contextlib
 import logging
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from triplane.edge.agent.seam import Seam
 from triplane.edge.agent.trust import Freshness, Trust
 from triplane.edge.home import NodeHome, Settings
 from triplane.proto import fleet_pb2 as pb
+from triplane.proto import signals
 from triplane.proto.channels import connect, connect_aio
 from triplane.proto.errors import TriplaneError, Unavailable
 from triplane.proto.identity import needs_renewal, renew
@@ -39,6 +39,8 @@ REPORT_S: Final = 15.0
 SETTLE_S: Final = 0.1
 """Changes within so long go into one report."""
 RENEWAL_LOOK_S: Final = 3600.0
+STOP_S: Final = 8.0
+"""From a signal to the end, less than the supervisor waits; a killed agent has lost nothing."""
 
 
 class Watched:
@@ -89,10 +91,11 @@ class Agent:
 
     async def run(self) -> None:
         """Work until SIGTERM or SIGINT."""
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         stopped = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, stopped.set)
+        termination = signals.Termination(
+            lambda: loop.call_soon_threadsafe(stopped.set), limit_s=STOP_S
+        )
         reconciling = asyncio.create_task(asyncio.to_thread(self._reconciler.run))
         session = self._session = SessionClient(
             lambda: connect_aio(self._home.identity), self._on_message, software="triplane"
@@ -110,6 +113,7 @@ class Agent:
             for task in done - {waiting}:
                 task.result()  # a fault of ours ends the process, and the supervisor starts anew
         finally:
+            termination.request()
             for task in tasks:
                 task.cancel()
             self._reconciler.stop()

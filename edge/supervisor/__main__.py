@@ -9,6 +9,7 @@ from triplane.edge.home import NodeHome
 from triplane.edge.serving.__main__ import Facts
 from triplane.edge.supervisor.ready import Ready, text
 from triplane.edge.supervisor.supervisor import Supervisor
+from triplane.proto import signals
 from triplane.proto.errors import TriplaneError
 
 Said = Callable[[NodeHome, Ready], str]
@@ -19,6 +20,7 @@ def main(home: Path, said: Said = text) -> None:
 
     Raises the families.
     """
+    signals.restore_defaults()
     node = NodeHome(home)
     log = logging.StreamHandler()
     log.setFormatter(Facts())

@@ -2,7 +2,8 @@
 
 A child that ends is started again after a pause that doubles, up to 10 s for the agent and 1 s for
 serving, whose calls fail meanwhile; ten seconds of life forget it. SIGTERM and SIGINT stop the
-agent, drain serving, and end. Being killed changes nothing for the children.
+agent, drain serving, and end; a second signal kills the agent and cuts the drain short. Being
+killed changes nothing for the children.
 
 A port of 0 in `node.json` is replaced by the one that serving was given when it first started, so
 that the node keeps its address; the agent, which reports it, waits for that.
@@ -14,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +25,7 @@ from typing import Final
 from triplane.edge.home import NodeHome
 from triplane.edge.supervisor.children import Child, adopt, last_line, start
 from triplane.edge.supervisor.ready import Ready, said_in
+from triplane.proto import signals
 from triplane.proto.errors import Conflict
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,11 @@ STEADY_S: Final = 10.0
 LOOK_S: Final = 0.05
 DRAIN_S: Final = 30.0
 STOP_S: Final = 10.0
+"""For a child to end besides the time to drain, and once it is killed."""
+HURRY_S: Final = signals.HURRY_S + 2.0
+"""For serving to end itself after a second signal."""
+LIMIT_S: Final = DRAIN_S + 5 * STOP_S
+"""For the whole end; the steps of `_stop` add up to less, also where both children are killed."""
 
 
 @dataclass(slots=True)
@@ -65,7 +73,7 @@ class Supervisor:
         home.make()
         self._home = home
         self._lock = _hold(home)
-        self._stopping = False
+        self._hurried = threading.Event()
         self._on_ready, self._is_ready = on_ready, False
         self._has_ports = 0 not in _ports(home)
         self._says = home.run / "serving.ready"
@@ -76,18 +84,15 @@ class Supervisor:
 
     def run(self) -> None:
         """Keep the children until a signal, then stop them."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-        while not self._stopping:
+        termination = signals.Termination(
+            limit_s=LIMIT_S, hurry=self._hurried.set, hurry_s=HURRY_S + 2 * STOP_S
+        )
+        while not termination.wait(LOOK_S):
             for kept in self._kept[: 2 if self._has_ports else 1]:
                 self._look(kept)
             if not self._is_ready:
                 self._listen()
-            time.sleep(LOOK_S)
         self._stop()
-
-    def _on_signal(self, *_: object) -> None:
-        self._stopping = True
 
     def _look(self, kept: Kept) -> None:
         now = time.monotonic()
@@ -131,16 +136,28 @@ class Supervisor:
         self._on_ready(ready)
 
     def _stop(self) -> None:
-        """The agent first: it must not switch what is being drained."""
+        """Stop the agent first: it must not switch what is being drained."""
         for kept, grace_s in zip(reversed(self._kept), (STOP_S, DRAIN_S + STOP_S), strict=True):
-            if kept.child is None:
+            # One that a killed supervisor left may not have been taken over yet.
+            child = kept.child or adopt(kept.name, self._home.run)
+            if child is None:
                 continue
-            kept.child.signal(signal.SIGTERM)
-            if not kept.child.wait(grace_s):
-                kept.child.signal(signal.SIGKILL)
-                kept.child.wait(STOP_S)
+            child.signal(signal.SIGTERM)
+            if not self._ends(child, grace_s):
+                child.signal(signal.SIGTERM)
+                if kept.name == "agent" or not child.wait(HURRY_S):
+                    child.signal(signal.SIGKILL)
+                    child.wait(STOP_S)
             logger.info("stopped", extra={"child": kept.name})
         os.close(self._lock)
+
+    def _ends(self, child: Child, grace_s: float) -> bool:
+        """Whether a child ends within the time, and before a second signal comes."""
+        until_s = time.monotonic() + grace_s
+        while not child.wait(LOOK_S):
+            if self._hurried.is_set() or time.monotonic() > until_s:
+                return False
+        return True
 
     def _agent_command(self) -> list[str]:
         return [sys.executable, "-m", "triplane.edge.agent", str(self._home.path)]
