@@ -286,3 +286,17 @@ for number in range(rounds):
                 pass
             process.send_signal(signal.SIGTERM)
         assert ended(process)[0] == 0
+
+
+def test_no_other_module_installs_handlers():
+    """A handler that sets a flag for a thread that waits is the fault that `signals` ends."""
+    installing = set()
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    owner = getattr(node.func.value, "id", "")
+                    name = node.func.attr
+                    if name == "add_signal_handler" or (owner == "signal" and name in INSTALLING):
+                        installing.add(str(path.relative_to(ROOT)))
+    assert installing == EXCEPT

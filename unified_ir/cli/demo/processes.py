@@ -7,16 +7,23 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from triplane.proto import signals
 from triplane.proto.errors import Unavailable
 
 START_DEADLINE_S: Final = 30.0
 STOP_GRACE_S: Final = 45.0
 """A node's supervisor drains its server first; killed before that it would leave it running."""
+HURRIED_GRACE_S: Final = 20.0
+"""After a second signal to the demo; the supervisor then kills what does not end."""
+INTERRUPTS: Final = signals.Interrupts(limit_s=900.0, hurry_s=240.0)
+"""The limits are for the nine processes of the fleet one after another."""
+STEP_S: Final = 0.1
 COMMAND: Final = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
 """The `triplane` command of this very environment."""
 
@@ -105,26 +112,40 @@ def _child(
     stdout: int | TextIO = subprocess.PIPE,
     stderr: TextIO | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        list(command), stdout=stdout, stderr=stderr, text=True, start_new_session=True
-    )
+    process = None
     try:
+        with INTERRUPTS.deferred():  # an exception within `Popen` would leave a child running
+            process = subprocess.Popen(
+                list(command), stdout=stdout, stderr=stderr, text=True, start_new_session=True
+            )
         yield process
     finally:
-        _end(process)
+        if process is not None:
+            with INTERRUPTS.deferred():
+                _end(process)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Ends the whole process group, politely first."""
     if process.poll() is None:
         _signal_group(process, signal.SIGTERM)
-        try:
-            process.wait(STOP_GRACE_S)
-        except subprocess.TimeoutExpired:
-            _signal_group(process, signal.SIGKILL)
+        if not _has_ended(process, STOP_GRACE_S):
+            _signal_group(process, signal.SIGTERM)
+            if not _has_ended(process, HURRIED_GRACE_S, patient=False):
+                _signal_group(process, signal.SIGKILL)
             process.wait()
     if process.stdout is not None:
         process.stdout.close()
+
+
+def _has_ended(process: subprocess.Popen[str], seconds: float, *, patient: bool = True) -> bool:
+    """Whether it ends within the time; where we wait patiently, before a second signal to us."""
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s and not (patient and INTERRUPTS.hurried):
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STEP_S)
+            return True
+    return process.poll() is not None
 
 
 def _signal_group(process: subprocess.Popen[str], number: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -49,11 +48,11 @@ def tell(
 ) -> None:
     """Runs all steps and calls `done`; on a terminal, with `keep`, the fleet then stays up.
 
-    The folder is removed afterwards unless it is kept, also after Ctrl-C.
+    The folder is removed afterwards unless it is kept, also after Ctrl-C or SIGTERM; a second one
+    gives the processes less time to end.
     """
     start = time.perf_counter()
-    for number in (signal.SIGINT, signal.SIGTERM):  # a script's background job ignores SIGINT
-        signal.signal(number, signal.default_int_handler)
+    processes.INTERRUPTS.install()
     train, held_out = load_split(data)
     if train.x.shape[2:] != (8, 8):
         train, held_out = _small(train), _small(held_out)
