@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from triplane.cloud.registry.converting import GRACE_S, limit
+from triplane.proto import signals
 from triplane.proto.errors import InvalidInput, TriplaneError, Unavailable
 
 MAX_REASON_CHARS: Final = 1500
@@ -79,6 +80,7 @@ class Pipe:
 
 def main() -> None:
     """Run the strategy of the first order until the cloud ends this process."""
+    signals.restore_defaults()
     logging.getLogger("flwr").setLevel(logging.WARNING)  # it tells of every round, a run has many
     pipe = Pipe()
     order = pipe.begin()

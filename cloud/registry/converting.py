@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
+from triplane.proto import signals
 from triplane.proto.errors import Corrupt, TriplaneError, Unavailable
 
 MAX_ORDER_BYTES: Final = 64 << 10
@@ -33,6 +34,7 @@ Work = Callable[[dict[str, Any]], dict[str, Any]]
 
 def main(work: Mapping[str, Work]) -> None:
     """Do one order: `work` by the word of its field `do`."""
+    signals.restore_defaults()
     answer = _answers()
     order: dict[str, Any] = json.loads(sys.stdin.buffer.readline(MAX_ORDER_BYTES))
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -18,6 +18,7 @@ from typing import Any, Final
 from triplane.edge.serving.pointers import pointer_path
 from triplane.proto.disk import OS_DISK, write_atomic
 from triplane.proto.errors import InvalidInput, NotFound, TriplaneError
+from triplane.proto.signals import end_with_parent
 
 FILES: Final = 64
 LEAST_SAMPLES: Final = 4
@@ -67,6 +68,7 @@ class Compared:
 def main(argv: list[str]) -> int:
     """Answer on standard output, one JSON object; the exit code is 0 whenever there is one."""
     given = json.loads(argv[0])
+    end_with_parent(int(given["parent"]))
     limit_bytes, cpu_s = int(given["memory_bytes"]), int(given["cpu_s"])
     out_bytes = int(given["out_bytes"])
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))

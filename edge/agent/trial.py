@@ -3,7 +3,7 @@
 A child with limits on memory, processor time and files, and no descriptor of its parent but the
 pipe it answers on: it verifies the bundle, loads the graph, runs the goldens, measures latency and,
 where a policy asks for it, accuracy on labelled samples. It prints one JSON object; a child that
-crashes, hangs or outgrows its limits has answered too.
+crashes, hangs or outgrows its limits has answered too. It ends with its parent.
 """
 
 import json
@@ -13,6 +13,8 @@ import time
 import zipfile
 from pathlib import Path
 from typing import Any, Final
+
+from triplane.proto.signals import end_with_parent
 
 RUNS: Final = 20
 """Timed runs of the goldens."""
@@ -28,6 +30,7 @@ EPISODES: Final = ("support.x", "support.y", "query.x", "query.y")
 def main(argv: list[str]) -> int:
     """Answer on standard output; the exit code is 0 whenever an answer was given."""
     given = json.loads(argv[0])
+    end_with_parent(int(given["parent"]))
     limit_bytes, cpu_s = int(given["memory_bytes"]), int(given["cpu_s"])
     resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))

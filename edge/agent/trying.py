@@ -49,7 +49,7 @@ def run_adaptation(
 
 def _run_child(module: str, given: Mapping[str, Any], size: int) -> dict[str, Any]:
     limit = BASE_BYTES + PER_BUNDLE_BYTE * size
-    given = {**given, "memory_bytes": limit, "cpu_s": CPU_S}
+    given = {**given, "memory_bytes": limit, "cpu_s": CPU_S, "parent": os.getpid()}
     process = subprocess.Popen(
         [sys.executable, "-m", f"triplane.edge.agent.{module}", json.dumps(given)],
         stdin=subprocess.DEVNULL,
