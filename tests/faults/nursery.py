@@ -18,7 +18,13 @@ import threading
 import traceback
 from pathlib import Path
 
-MODULES = ("triplane.cloud.server", "triplane.device.client")
+MODULES = (
+    "triplane.cloud.server",
+    "triplane.device.client",
+    "triplane.edge.agent.agent",
+    "triplane.edge.serving.process",
+    "triplane.edge.supervisor.supervisor",
+)
 REAP_S = 60
 MAX_ORDER_BYTES = 64 << 10
 LOOP = f"from {__name__} import serve; serve()"
