@@ -86,6 +86,7 @@ def kinds(tmp_path_factory):
                     {
                         "bundles": [str(made_bundle(folder))], "port": 0, "metrics_port": 0,
                         "json": True, "drain_s": DRAIN_S,
+                        "limits": {"receive_s": 3600, "call_s": 3600},
                     }
                 ),
             ),

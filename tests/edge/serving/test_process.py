@@ -225,7 +225,8 @@ def wait_until(holds):
 
 @pytest.mark.slow
 def test_a_second_signal_ends_a_process_whose_caller_never_finishes(start, bundle):
-    process, ready = start(bundle(), drain_s=3600)
+    patient = {"receive_s": 3600, "call_s": 3600}  # no stalled call ends by itself
+    process, ready = start(bundle(), drain_s=3600, limits=patient)
     with a_call_that_never_ends(ready["port"]) as (call, client):
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: not client.is_server_ready(client_timeout=WAIT_S))

@@ -6,9 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
+from typing import Any
 
+import grpc
 import pytest
 import tritonclient.grpc as client
 
@@ -16,12 +19,37 @@ from triplane.cloud.home import initialize
 from triplane.cloud.identity.authority import Authority
 from triplane.edge.agent.trust import bootstrap
 from triplane.edge.home import NodeHome, Settings
+from triplane.edge.serving.wire import WIRE_NAME
 from triplane.edge.supervisor.children import is_alive, recorded
 from triplane.proto.identity import certificate_pem, certificate_request, key_pem, new_key
 
 pytestmark = pytest.mark.slow
 COMMAND = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
 WAIT_S = 60
+# Serving drains for an hour and waits as long for a caller: only a second signal ends it before.
+PATIENT = """
+import json, sys
+from pathlib import Path
+from triplane.edge.supervisor import supervisor
+from triplane.edge.supervisor.__main__ import main
+supervisor.DRAIN_S = supervisor.LIMIT_S = 3600.0
+command = supervisor.Supervisor._serving_command
+def patient(self):
+    *start, options = command(self)
+    limits = {"receive_s": 3600, "call_s": 3600}
+    return [*start, json.dumps(json.loads(options) | {"limits": limits})]
+supervisor.Supervisor._serving_command = patient
+main(Path(sys.argv[1]))
+"""
+# The signal comes before the first look at what an earlier supervisor left.
+AT_ONCE = """
+import os, signal, sys
+from pathlib import Path
+from triplane.edge.supervisor.__main__ import main
+from triplane.edge.supervisor.supervisor import Supervisor
+Supervisor._look = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+main(Path(sys.argv[1]))
+"""
 
 
 @pytest.fixture
@@ -44,10 +72,10 @@ def node(tmp_path):
 
 
 @contextmanager
-def up(node, *options):
+def up(node, *options, command=None):
     """The verb as a process, ended by SIGTERM."""
     process = subprocess.Popen(
-        [*COMMAND, "edge", "up", "--home", str(node.path), *options],
+        command or [*COMMAND, "edge", "up", "--home", str(node.path), *options],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -106,3 +134,43 @@ def test_a_port_that_is_taken_is_named_and_nothing_is_called_ready(node):
                 assert "answers calls" not in told
     assert f"127.0.0.1:{port}" in told
     assert process.stdout.closed
+
+
+def test_a_second_signal_cuts_the_drain_short(node):
+    with up(node, command=[sys.executable, "-c", PATIENT, str(node.path)]) as process:
+        line_of(process.stdout)
+        stalled = threading.Event()
+
+        def nothing():
+            stalled.wait(2 * WAIT_S)
+            yield b""
+
+        with grpc.insecure_channel(f"127.0.0.1:{node.settings.port}") as channel:
+            grpc.channel_ready_future(channel).result(WAIT_S)
+            ask: Any = channel.stream_unary(f"/{WIRE_NAME}/ModelInfer")
+            call = ask.future(nothing())
+            try:
+                process.send_signal(signal.SIGTERM)
+                log = node.logs / "serving.log"
+                until_s = time.monotonic() + WAIT_S
+                while "draining" not in log.read_text():
+                    assert time.monotonic() < until_s, log.read_text()
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(WAIT_S) == 0
+            finally:
+                stalled.set()
+                call.cancel()
+    assert not is_alive("serving", node.run)
+    assert not is_alive("agent", node.run)
+
+
+def test_a_signal_also_stops_children_that_were_not_taken_over_yet(node):
+    with up(node) as first:
+        line_of(first.stdout)
+        first.kill()
+        first.wait(WAIT_S)
+    assert is_alive("serving", node.run)
+    with up(node, command=[sys.executable, "-c", AT_ONCE, str(node.path)]) as second:
+        assert second.wait(WAIT_S) == 0
+    assert not is_alive("serving", node.run)
+    assert not is_alive("agent", node.run)
