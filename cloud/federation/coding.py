@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cache
 from typing import Any, Final, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -49,7 +49,7 @@ def _plain(value: Any) -> Any:
         return None if math.isnan(value) else value
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(item) for item in value]
     return value
 
@@ -62,6 +62,8 @@ def _reader(kind: Any) -> Read:
         return _optional(*arguments)
     if origin is tuple:
         return _sequence(arguments)
+    if origin is Sequence:
+        return _sequence((arguments[0], ...))
     if origin is not None and issubclass(origin, Mapping):
         return _mapping(arguments[1])
     if dataclasses.is_dataclass(kind):

@@ -21,7 +21,7 @@ from triplane.cloud.federation.journal import Entry
 from triplane.cloud.store import Database
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError, Unavailable
-from triplane.unified_ir.federated.core.rules import due_s
+from triplane.unified_ir.federated.core.rules import due_s, lease_of
 from triplane.unified_ir.federated.core.run import (
     ENDED,
     Arrived,
@@ -366,14 +366,14 @@ def in_phase(phase: Phase, make: Make) -> Make:
 
 def _counts(state: State, event: Arrived) -> bool:
     """Whether the update is one that the round at hand counts."""
-    leases = state.round.leases if state.round else ()
-    return any(x.id == event.lease and x.update == event.update for x in leases)
+    held = lease_of(state, event.device)
+    return held is not None and held.id == event.lease and held.update == event.update
 
 
 def _has_counted(state: State, device: str) -> bool:
     """Whether the device has done its work in the round at hand."""
-    leases = state.round.leases if state.round else ()
-    return any(x.device == device and x.outcome is Outcome.COUNTED for x in leases)
+    held = lease_of(state, device)
+    return held is not None and held.outcome is Outcome.COUNTED
 
 
 def _same_round(one: State, other: State) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.federated.core import naive_rules
 
+from triplane.cloud.federation.coding import from_json, to_json
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core import rules
 from triplane.unified_ir.federated.core.rules import (
@@ -34,6 +37,7 @@ from triplane.unified_ir.federated.core.run import (
     Joined,
     Judged,
     Left,
+    Member,
     Outcome,
     Phase,
     Plan,
@@ -572,3 +576,91 @@ def _answer(state, now):
             name = next(x.device for x in state.round.leases if x.outcome is Outcome.OPEN)
             return step(state, arrived(state, name, now))[0]
     return step(state, Tick(at_s=now))[0]
+
+
+def told(state, effects):
+    """What can be seen of a step, in bytes."""
+    return to_json(state), effects, due_s(state), [open_lease(state, name) for name in DEVICES]
+
+
+@pytest.mark.slow
+@given(events(), st.integers(3, 5), st.integers(RULES_OF_OLD, NEWEST_RULES))
+@settings(max_examples=settings().max_examples * 2)
+def test_every_event_gives_the_bytes_that_the_naive_rules_give(found, asked, version):
+    state = naive = fresh(plan(asked=asked), version)
+    for event in found:
+        state, effects = step(state, event)
+        naive, expected = naive_rules.step(naive, event)
+        assert told(state, effects) == told(naive, expected)
+        assert due_s(state) == naive_rules.due_s(naive)
+        again = from_json(State, to_json(state))
+        assert due_s(again) == due_s(state)
+
+
+@given(events(), st.integers(RULES_OF_OLD, NEWEST_RULES))
+def test_an_event_that_changes_nothing_gives_the_same_state(found, version):
+    state = fresh(plan(), version)
+    for event in found:
+        before = state
+        state, _ = step(state, event)
+        assert (state is before) == (state == before)
+
+
+COUNTED = 4
+"""Events whose work is counted, the last of as many as there are devices."""
+
+
+def opcodes(run, *arguments):
+    """(what it gives, instructions of Python that it took)."""
+    taken = 0
+
+    def trace(frame, kind, _):
+        nonlocal taken
+        frame.f_trace_opcodes = True
+        taken += kind == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        found = run(*arguments)
+    finally:
+        sys.settrace(before)
+    return found, taken
+
+
+def work_of(machine, size):
+    """Instructions for the last joins and the last updates but one of a round of that size."""
+    taken = {Joined: 0, Arrived: 0, Left: 0}
+
+    def after(state, event):
+        state, _ = machine.step(state, event)
+        machine.due_s(state)
+        return state
+
+    def counted(state, event):
+        state, more = opcodes(after, state, event)
+        taken[type(event)] += more
+        return state
+
+    names = [f"d{k:05d}" for k in range(size)]
+    members = {n: Member(device=n, connected=True, examples=9, held_out=2) for n in names[1:]}
+    asked = plan(devices=size, asked=size, quorum=1)
+    state: Any = replace(fresh(asked), members=dict(list(members.items())[:-COUNTED]))
+    for name in names[-COUNTED:]:
+        state = counted(state, Joined(at_s=0.0, device=name, examples=9, held_out=2))
+    state = after(state, Joined(at_s=0.0, device=names[0], examples=9, held_out=2))
+    assert state.phase is Phase.COLLECTING
+    for name in names[:COUNTED]:
+        state = counted(state, arrived(state, name))
+        state = counted(state, Left(at_s=1.0, device=name))
+    return taken
+
+
+@pytest.mark.slow
+def test_cost_of_an_event_does_not_grow_with_the_number_of_devices():
+    small, large = work_of(rules, 100), work_of(rules, 1000)
+    naive = work_of(naive_rules, 50), work_of(naive_rules, 250)
+    for kind, few in small.items():
+        assert large[kind] < 1.5 * few, kind
+        assert naive[1][kind] > 3 * naive[0][kind], "the count sees what grows"

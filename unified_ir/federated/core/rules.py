@@ -8,13 +8,18 @@ byte. An update counts once: for the device that holds the lease, while its roun
 is killed keeps its lease for `patience_s` and may come back to it. `due_s` says when a `Tick`
 matters next. What a rule does to events that are journaled already never changes: where a rule
 changed, `State.rules` says which one a run goes by.
+
+An event of one device costs the same however many devices there are, but for a logarithm: what a
+rule asks of all members or leases comes from their indexes. Only what begins or ends a round, or
+the process, looks at each. An event that changes nothing gives the same `State` object.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -33,8 +38,10 @@ from triplane.unified_ir.federated.core.run import (
     Joined,
     Judged,
     Lease,
+    Leases,
     Left,
     Member,
+    Members,
     Outcome,
     Phase,
     Reduce,
@@ -61,6 +68,8 @@ MAX_WHY: Final = 8
 """Reasons that are told apart of one device; further ones are counted together."""
 MAX_WHY_CHARS: Final = 200
 OTHER: Final = "other reasons"
+MAX_NAMED: Final = 5
+"""Absent devices that a run names as what it waits for."""
 
 UNWILLING: Final = frozenset({Outcome.DECLINED, Outcome.REFUSED})
 
@@ -79,25 +88,29 @@ def step(state: State, event: Event) -> tuple[State, Effects]:
 def due_s(state: State) -> float | None:
     """When a `Tick` could change something; None while only others can."""
     patience_s = state.plan.patience_s
-    waits: list[float] = []
     if state.phase is Phase.GATHERING:
-        waits = [state.since_s + patience_s]
-        waits += [m.away_s + patience_s for m in state.members.values() if m.away_s is not None]
-        waits = [state.not_before_s, *(max(at_s, state.not_before_s) for at_s in waits)]
+        if state.not_before_s > state.looked_s:
+            return state.not_before_s
+        away, waits = _members(state).indexed("away"), [state.since_s + patience_s]
     elif state.phase is Phase.COLLECTING and state.round is not None:
+        away = _leases(state.round).indexed("away")
         waits = [state.round.opened_s + state.plan.deadline_s]
-        waits += [x.away_s + patience_s for x in _open_leases(state) if x.away_s is not None]
+    else:
+        return None
+    first = away.first(lambda since: since[0] + patience_s > state.looked_s)
+    waits += [] if first is None else [first[0] + patience_s]
     return min((at_s for at_s in waits if at_s > state.looked_s), default=None)
 
 
 def open_lease(state: State, device: str) -> Lease | None:
     """What the device shall work on now."""
-    if state.phase is not Phase.COLLECTING or state.round is None:
-        return None
-    for lease in state.round.leases:
-        if lease.device == device and lease.outcome is Outcome.OPEN:
-            return lease
-    return None
+    found = lease_of(state, device) if state.phase is Phase.COLLECTING else None
+    return found if found is not None and found.outcome is Outcome.OPEN else None
+
+
+def lease_of(state: State, device: str) -> Lease | None:
+    """The lease of a device in the round at hand, whatever became of it."""
+    return None if state.round is None else _leases(state.round).of(device)
 
 
 def lease_id(run: str, number: int, *, evaluates: bool, attempt: int, device: str) -> str:
@@ -128,10 +141,12 @@ def _leave(state: State, event: Left) -> tuple[State, Effects]:
 
 def _restart(state: State, event: Restarted) -> tuple[State, Effects]:
     """Nobody is there, and waiting begins anew."""
-    gone = {
-        name: replace(m, connected=False, away_s=event.at_s) for name, m in state.members.items()
-    }
-    state = replace(state, members=gone)
+    if state.members:
+        gone = {
+            name: replace(m, connected=False, away_s=event.at_s)
+            for name, m in state.members.items()
+        }
+        state = replace(state, members=gone)
     for lease in _open_leases(state):
         state = _put(state, replace(lease, away_s=event.at_s))
     if state.phase is Phase.GATHERING:
@@ -204,14 +219,20 @@ def _tick(state: State, event: Tick) -> tuple[State, Effects]:
     assert state.round is not None
     over = event.at_s >= state.round.opened_s + state.plan.deadline_s
     gone = event.at_s - state.plan.patience_s
-    effects: Effects = ()
-    for lease in state.round.leases:
+    told: list[Tell] = []
+    for lease in _open_leases(state) if over else _away_since(state.round, gone):
         away = lease.away_s is not None and lease.away_s <= gone
-        if lease.outcome is Outcome.OPEN and (over or away):
-            why = "its stream was away too long" if away else "the round's deadline passed"
-            state, more = _settle(state, replace(lease, outcome=Outcome.LOST, reason=why))
-            effects += more
-    return state, effects
+        why = "its stream was away too long" if away else "the round's deadline passed"
+        state, more = _settle(state, replace(lease, outcome=Outcome.LOST, reason=why))
+        told += more
+    return state, tuple(told)
+
+
+def _away_since(found: Round, latest_s: float) -> list[Lease]:
+    """Open leases of devices that left by then, in the order of their names."""
+    leases = _leases(found)
+    devices = itertools.takewhile(lambda key: key[0] <= latest_s, leases.indexed("away"))
+    return [x for _, device in sorted(devices, key=lambda key: key[1]) if (x := leases.of(device))]
 
 
 def _reduce(state: State, event: Reduced) -> tuple[State, Effects]:
@@ -299,8 +320,8 @@ def _open(state: State, now_s: float) -> tuple[State, Effects]:
     if number > state.plan.rounds:
         return replace(state, phase=Phase.FINISHING, reason="", since_s=now_s), (Finish(),)
     if now_s < state.not_before_s:
-        return replace(state, reason=_pauses_after(state)), ()
-    able = [m for m in state.members.values() if m.connected and _able(m, evaluates=evaluates)]
+        return _because(state, _pauses_after(state)), ()
+    able = _members(state).indexed("scorers" if evaluates else "learners")
     waited = now_s >= state.since_s + state.plan.patience_s
     least = 1 if evaluates else state.plan.quorum
     usual = least if evaluates else state.plan.asked - _given_up(state, now_s)
@@ -309,8 +330,8 @@ def _open(state: State, now_s: float) -> tuple[State, Effects]:
     if len(able) < wanted or not here:
         if evaluates and here:
             return _open(_gather(state, (number + 1, False), now_s), now_s)
-        return replace(state, reason=_waits_for(able, state, evaluates=evaluates)), ()
-    chosen = sorted(m.device for m in able) if evaluates else _chosen(state, able)
+        return _because(state, _waits_for(len(able), state, evaluates=evaluates)), ()
+    chosen = list(able) if evaluates else _chosen(state, able)
     leases = tuple(
         Lease(
             id=lease_id(
@@ -329,30 +350,27 @@ def _open(state: State, now_s: float) -> tuple[State, Effects]:
 
 def _all_here(state: State, now_s: float) -> bool:
     """Whether nobody is away who may be back within patience."""
-    return all(m.connected or _is_gone(state, m, now_s) for m in state.members.values())
+    return len(_members(state).indexed("absent")) == _given_up(state, now_s)
 
 
 def _given_up(state: State, now_s: float) -> int:
     """Members away for longer than patience: no round waits for them."""
-    return sum(_is_gone(state, m, now_s) for m in state.members.values())
-
-
-def _is_gone(state: State, member: Member, now_s: float) -> bool:
-    return member.away_s is not None and member.away_s + state.plan.patience_s <= now_s
+    patience_s = state.plan.patience_s
+    return _members(state).indexed("away").count_until(lambda key: key[0] + patience_s > now_s)
 
 
 def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:
-    counted = _counted(found)
-    missing = [x for x in found.leases if x.outcome is Outcome.OPEN]
-    enough = not found.evaluates and len(counted) >= state.plan.devices
-    if missing and not enough:
+    leases = _leases(found)
+    enough = not found.evaluates and len(leases.indexed("counted")) >= state.plan.devices
+    if len(leases.indexed("open")) and not enough:
         return state, ()
-    told: Effects = ()
-    for lease in missing:
-        late = replace(lease, outcome=Outcome.LATE, reason="enough others were faster")
-        state, more = _settle(state, late)
-        told += more
+    late: list[Tell] = []
+    for lease in leases.listed("open"):
+        slower = replace(lease, outcome=Outcome.LATE, reason="enough others were faster")
+        state, more = _settle(state, slower)
+        late += more
     assert state.round is not None
+    told, counted = tuple(late), _counted(found)
     short = not found.evaluates and len(counted) < state.plan.quorum
     why = f"{len(counted)} updates of {state.plan.quorum} needed" if short else ""
     found = state.round
@@ -403,31 +421,42 @@ def _gather(state: State, turn: tuple[int, bool], now_s: float) -> State:
     return replace(state, phase=Phase.GATHERING, since_s=now_s, turn=turn, round=None)
 
 
-def _able(member: Member, *, evaluates: bool) -> bool:
-    return member.held_out > 0 if evaluates else member.examples > 0
-
-
-def _chosen(state: State, able: list[Member]) -> list[str]:
+def _chosen(state: State, able: Iterable[str]) -> list[str]:
     """A fair draw that depends on seed, round and names alone."""
     number = state.turn[0]
 
-    def rank(member: Member) -> bytes:
-        text = f"{state.plan.seed}\n{number}\n{state.attempt}\n{member.device}"
+    def rank(device: str) -> bytes:
+        text = f"{state.plan.seed}\n{number}\n{state.attempt}\n{device}"
         return hashlib.sha256(text.encode()).digest()
 
-    drawn = sorted(able, key=rank)[: state.plan.asked]
-    return sorted(member.device for member in drawn)
+    return sorted(sorted(able, key=rank)[: state.plan.asked])
 
 
-def _waits_for(able: list[Member], state: State, *, evaluates: bool) -> str:
-    away = sorted(m.device for m in state.members.values() if not m.connected)
+def _waits_for(able: int, state: State, *, evaluates: bool) -> str:
+    away = list(itertools.islice(_members(state).indexed("absent"), MAX_NAMED))
     wanted = "" if evaluates else f" of {state.plan.asked}"
-    text = f"{len(able)} devices{wanted} are there"
-    return f"{text}; away: {', '.join(away[:5])}" if away else text
+    text = f"{able} devices{wanted} are there"
+    return f"{text}; away: {', '.join(away)}" if away else text
+
+
+def _because(state: State, reason: str) -> State:
+    return state if state.reason == reason else replace(state, reason=reason)
+
+
+def _members(state: State) -> Members:
+    assert isinstance(state.members, Members)
+    return state.members
+
+
+def _leases(found: Round) -> Leases:
+    assert isinstance(found.leases, Leases)
+    return found.leases
 
 
 def _with(state: State, member: Member) -> State:
-    return replace(state, members={**state.members, member.device: member})
+    before = _members(state)
+    after = before.with_(member.device, member)
+    return state if after is before else replace(state, members=after)
 
 
 def _away(state: State, device: str, since_s: float | None) -> State:
@@ -444,11 +473,13 @@ def _held(state: State, event: Any) -> Lease | None:
 
 def _put(state: State, lease: Lease) -> State:
     assert state.round is not None
-    leases = tuple(lease if x.id == lease.id else x for x in state.round.leases)
-    return replace(state, round=replace(state.round, leases=leases))
+    before = _leases(state.round)
+    if before.of(lease.device) == lease:
+        return state
+    return replace(state, round=replace(state.round, leases=before.with_(lease)))
 
 
-def _settle(state: State, lease: Lease) -> tuple[State, Effects]:
+def _settle(state: State, lease: Lease) -> tuple[State, tuple[Tell, ...]]:
     """End a lease and tell its device."""
     counted = lease.outcome is Outcome.COUNTED
     member = state.members[lease.device]
@@ -480,13 +511,12 @@ def _tallied(why: Mapping[str, int], reason: str) -> Mapping[str, int]:
     return {**why, key: why.get(key, 0) + 1}
 
 
-def _open_leases(state: State) -> list[Lease]:
-    found = state.round.leases if state.round else ()
-    return [x for x in found if x.outcome is Outcome.OPEN]
+def _open_leases(state: State) -> tuple[Lease, ...]:
+    return _leases(state.round).listed("open") if state.round else ()
 
 
 def _counted(found: Round) -> tuple[Lease, ...]:
-    return tuple(x for x in found.leases if x.outcome is Outcome.COUNTED)
+    return _leases(found).listed("counted")
 
 
 def _ended(found: Round, now_s: float, given_up: str) -> Ended:

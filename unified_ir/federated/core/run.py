@@ -6,12 +6,13 @@ Values only; `rules` has the state machine. A *lease* is one device's work in on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from typing import Any, ClassVar, Final
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.sorted_map import Index, Records, SortedMap
 
 
 class Phase(StrEnum):
@@ -118,6 +119,24 @@ class Member:
     why: Mapping[str, int] = field(default_factory=dict)
 
 
+class Members(Records[Member]):
+    """Members by name, in the order in which they joined.
+
+    absent: those without an open stream, by name. away: since when, and name. learners, scorers:
+    those with an open stream that can be asked to learn, or to score.
+    """
+
+    __slots__ = ()
+    # fmt: off
+    indexes: ClassVar[Mapping[str, Index]] = {
+        "absent":   lambda m: None if m.connected else m.device,
+        "away":     lambda m: None if m.away_s is None else (m.away_s, m.device),
+        "learners": lambda m: m.device if m.connected and m.examples > 0 else None,
+        "scorers":  lambda m: m.device if m.connected and m.held_out > 0 else None,
+    }
+    # fmt: on
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """A contribution whose bytes are on the cloud's disk and well formed.
@@ -148,6 +167,69 @@ class Lease:
     bytes_down: int = 0
 
 
+class _LeasesByDevice(Records[Lease]):
+    __slots__ = ()
+    # fmt: off
+    indexes: ClassVar[Mapping[str, Index]] = {
+        "open":    lambda x: x.device if x.outcome is Outcome.OPEN else None,
+        "counted": lambda x: x.device if x.outcome is Outcome.COUNTED else None,
+        "away":    lambda x: None if x.outcome is not Outcome.OPEN or x.away_s is None
+                   else (x.away_s, x.device),
+    }
+    # fmt: on
+
+
+class Leases(Sequence[Lease]):
+    """Leases in the order of device names, one for each device.
+
+    open, counted: devices whose lease is so; away: since when, and device, of the open ones.
+    """
+
+    __slots__ = ("_by_device",)
+
+    def __init__(self, by_device: _LeasesByDevice) -> None:
+        self._by_device = by_device
+
+    @classmethod
+    def from_leases(cls, leases: Iterable[Lease]) -> Leases:
+        """Of leases in their order."""
+        return cls(_LeasesByDevice.from_mapping({x.device: x for x in leases}))
+
+    def of(self, device: str) -> Lease | None:
+        """The lease of a device."""
+        return self._by_device.get(device)
+
+    def with_(self, lease: Lease) -> Leases:
+        """With this lease in place of its device's."""
+        return Leases(self._by_device.with_(lease.device, lease))
+
+    def indexed(self, index: str) -> SortedMap[Any, str]:
+        """Devices by the keys of an index."""
+        return self._by_device.indexed(index)
+
+    def listed(self, index: str) -> tuple[Lease, ...]:
+        """Leases in the order of an index."""
+        return tuple([self._by_device[device] for device in self.indexed(index).values()])
+
+    def __len__(self) -> int:
+        return len(self._by_device)
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._by_device.values())
+
+    def __getitem__(self, at: Any) -> Any:
+        return tuple(self)[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Leases | tuple) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Leases({tuple(self)!r})"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
     """The round at hand. leases: in order of device names. attempt: rounds given up before it."""
@@ -156,7 +238,11 @@ class Round:
     evaluates: bool
     attempt: int
     opened_s: float
-    leases: tuple[Lease, ...]
+    leases: Sequence[Lease]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.leases, Leases):
+            object.__setattr__(self, "leases", Leases.from_leases(self.leases))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +292,10 @@ class State:
     refusals: Mapping[str, int] = field(default_factory=dict)
     not_before_s: float = 0.0
     rules: int = RULES_OF_OLD
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.members, Members):
+            object.__setattr__(self, "members", Members.from_mapping(self.members))
 
 
 # Events. at_s: seconds since 1970, never earlier than the event before. bytes_down: that the device

@@ -170,7 +170,7 @@ class _Simulation:
             rounds=study.rounds, devices=count, asked=count, quorum=count, deadline_s=1.0,
             patience_s=0.0, evaluate_every=study.evaluate_every, seed=study.seed,
         )  # fmt: skip
-        scorer = self._scorers()[:1]  # an event for each would cost the square of their number
+        scorer = self._scorers()[:1]  # the rules only count the rounds
         members = {
             name: machine.Member(
                 device=name, connected=True,
