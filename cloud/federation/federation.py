@@ -25,6 +25,7 @@ from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.flower_runs import FlowerRuns, Places
 from triplane.cloud.federation.journal import Entry, Prepared
 from triplane.cloud.federation.live import MAX_RETRY_S, RETRY_S, LiveRun, Make
+from triplane.cloud.federation.presence import Presence
 from triplane.cloud.federation.results import Results, means
 from triplane.cloud.federation.spec import check_population
 from triplane.cloud.federation.spool import LEASE_BYTES, Spool, shown
@@ -135,6 +136,8 @@ class Federation:
         self._down: dict[str, tuple[Turn, dict[str, int]]] = {}
         self._sizes: dict[str, int] = {}
         self._states: dict[str, tuple[str, bytes]] = {}  # by run: its shared state, and its bytes
+        self._presence = Presence(self._write_presence)
+        self._looks: set[tuple[str, str]] = set()  # (run, device) that a run is about to look at
         self._told: list[Told] = []
         self._moved, self._ended = asyncio.Event(), asyncio.Event()
         self._stopping = False
@@ -160,6 +163,7 @@ class Federation:
     async def stop(self) -> None:
         """End with the process; every run goes on after `start`."""
         self._stopping = True
+        self._presence.stop()
         preparing = list(self._preparing.values())
         for task in preparing:
             task.cancel()
@@ -334,8 +338,8 @@ class Federation:
         ready = replace(entry, prepared=made, before="", reason="")
         self._begin(ready, journal.first_book(ready))
         logger.info("run prepared", extra={"run_id": entry.id, "plan": made.plan_digest})
-        for name, device in list(self._devices.items()):
-            self._join(self._runs[entry.id], name, device.offer)
+        for name in list(self._devices):
+            self._note_presence(self._runs[entry.id], name)
         self._move()
 
     def _begin(self, entry: Entry, book: Book) -> None:
@@ -390,9 +394,7 @@ class Federation:
     def left(self, name: str) -> None:
         """The device's stream ended."""
         self._devices.pop(name, None)
-        for run in self._live():
-            if name in run.book.state.members:
-                run.note(lambda _, at_s: Left(at_s=at_s, device=name))
+        self._presence.changed(name)
 
     async def _offered(self, name: str, offer: pb.Offer) -> None:
         check_population(offer.population)
@@ -400,30 +402,50 @@ class Federation:
             raise InvalidInput(f"a device offers at most {MAX_EXAMPLES} examples")
         if len(offer.software) > MAX_SOFTWARE_CHARS:
             raise InvalidInput(f"software has at most {MAX_SOFTWARE_CHARS} characters")
-        device = self._devices.setdefault(name, _Device())
-        device.offer = offer
+        self._devices.setdefault(name, _Device()).offer = offer
+        self._presence.changed(name)
+
+    def _write_presence(self, name: str) -> None:
+        """See `Presence`."""
         for run in self._live():
-            if run.entry.spec.population != offer.population and self._is_member(run, name):
-                run.note(lambda _, at_s: Left(at_s=at_s, device=name))
-            self._join(run, name, offer)
+            self._note_presence(run, name)
 
-    def _is_member(self, run: LiveRun, name: str) -> bool:
-        member = run.book.state.members.get(name)
-        return member is not None and member.connected
-
-    def _join(self, run: LiveRun, name: str, offer: pb.Offer | None) -> None:
-        spec = run.entry.spec
-        if offer is None or spec.population != offer.population or spec.flower.app > offer.app:
+    def _note_presence(self, run: LiveRun, name: str) -> None:
+        """Have a run look how the device stands, once for all that changes until its turn."""
+        looks = run.entry.id, name
+        if looks in self._looks:
             return
-        examples, held_out = offer.examples, offer.held_out
+        self._looks.add(looks)
 
-        def make(_: State, at_s: float) -> Joined | None:
-            device = self._devices.get(name)
-            if device is None or device.offer is not offer:
-                return None
-            return Joined(at_s=at_s, device=name, examples=examples, held_out=held_out)
+        def make(state: State, at_s: float) -> Joined | Left | None:
+            self._looks.discard(looks)
+            event = self._presence_event(run, state, name, at_s)
+            if event is not None:
+                self._presence.spend(name)
+            return event
 
         run.note(make)
+
+    def _presence_event(
+        self, run: LiveRun, state: State, name: str, at_s: float
+    ) -> Joined | Left | None:
+        """How the device stands, where the run's state does not say so already."""
+        member, offer = state.members.get(name), self._offer_to(run, name)
+        is_there = member is not None and member.connected
+        if offer is None:
+            return Left(at_s=at_s, device=name) if is_there else None
+        examples, held_out = offer.examples, offer.held_out
+        if is_there and member and (member.examples, member.held_out) == (examples, held_out):
+            return None
+        return Joined(at_s=at_s, device=name, examples=examples, held_out=held_out)
+
+    def _offer_to(self, run: LiveRun, name: str) -> pb.Offer | None:
+        """What the device offers to the run now, where its stream is open."""
+        device, spec = self._devices.get(name), run.entry.spec
+        offer = device.offer if device is not None else None
+        if offer is None or spec.population != offer.population or spec.flower.app > offer.app:
+            return None
+        return offer
 
     async def _contributed(self, name: str, told: pb.Contribution) -> None:
         if len(told.lease) != LEASE_BYTES or len(told.run) > MAX_RUN_CHARS:

@@ -211,9 +211,12 @@ class LiveRun:
             if event is None:
                 continue
             self._last_s = event.at_s
-            book, more = follow(book, event)
-            events.append(event)
+            after, more = follow(book, event)
             effects += more
+            if after.state is book.state and put.write is None:
+                continue  # it changed nothing: whoever said it is answered, and that is all
+            book = after
+            events.append(event)
             if put.write is not None:
                 writes.append((put.write, book))
             if put.data and isinstance(event, Arrived) and _counts(book.state, event):
@@ -228,6 +231,8 @@ class LiveRun:
             self.waits = ""
             self._keeps = bool(small) or (self._keeps and _same_round(before.state, book.state))
             self._after(old, before, book, effects)
+        elif effects:
+            self._after(self.entry, before, book, effects)
         for put in batch:
             _answer(put, book)
 

@@ -39,6 +39,7 @@ from triplane.unified_ir.federated.core.run import (
     Answered,
     Arrived,
     Declined,
+    Event,
     Lease,
     Member,
     Refused,
@@ -331,9 +332,15 @@ class Refusal(InvalidInput):
 
 
 def refused(device: str, lease: str, kind: str, reason: str) -> Make:
-    """The event of a contribution that cannot count."""
-    text = shown(reason)
-    return lambda _, at_s: Refused(at_s=at_s, device=device, lease=lease, kind=kind, reason=text)
+    """The event of a contribution that cannot count; one for each lease."""
+    text, belated = shown(reason), _belated(device, lease)
+
+    def make(state: State, at_s: float) -> Event | None:
+        if not _is_open(state, device, lease):
+            return belated(state, at_s)
+        return Refused(at_s=at_s, device=device, lease=lease, kind=kind, reason=text)
+
+    return make
 
 
 def shown(text: str) -> str:

@@ -1,0 +1,86 @@
+"""How often one device may change what the journals of runs say of its presence.
+
+Each change of a device's offer or stream is an event in every run of its population, kept for good.
+A device has `BURST` changes at once and one more every `EVERY_S`; what changes faster is written
+down later, as it stands then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+BURST: Final = 64
+"""Changes of one device that are written down as they come; a device that is killed makes two."""
+EVERY_S: Final = 10.0
+"""After which a device has one more."""
+MAX_KNOWN: Final = 4096
+"""Devices whose pace is remembered before those that are at rest are forgotten."""
+
+
+@dataclass(slots=True)
+class _Pace:
+    """spent: changes that are not made good yet, as of at_s. later: the change that waits."""
+
+    spent: float = 0.0
+    at_s: float = 0.0
+    later: asyncio.TimerHandle | None = None
+
+    def settle(self, now_s: float) -> None:
+        self.spent = max(0.0, self.spent - (now_s - self.at_s) / EVERY_S)
+        self.at_s = now_s
+
+
+class Presence:
+    """Calls `write` with a device's name, at once or as soon as its pace allows.
+
+    write: looks how the device stands, and calls `spend` where an event came of it.
+    """
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._paces: dict[str, _Pace] = {}
+
+    def changed(self, name: str) -> None:
+        """Something about the device changed."""
+        pace = self._pace(name)
+        if pace.later is None:
+            self._try(name, pace)
+
+    def spend(self, name: str) -> None:
+        """One change of the device was written down."""
+        self._pace(name).spent += 1
+
+    def stop(self) -> None:
+        """Write nothing any more."""
+        for pace in self._paces.values():
+            if pace.later is not None:
+                pace.later.cancel()
+
+    def _pace(self, name: str) -> _Pace:
+        now_s = asyncio.get_running_loop().time()
+        if name not in self._paces:
+            self._forget(now_s)
+            self._paces[name] = _Pace(at_s=now_s)
+        self._paces[name].settle(now_s)
+        return self._paces[name]
+
+    def _try(self, name: str, pace: _Pace) -> None:
+        if pace.spent > BURST - 1:
+            wait_s = (pace.spent - (BURST - 1)) * EVERY_S
+            pace.later = asyncio.get_running_loop().call_later(wait_s, self._again, name, pace)
+        else:
+            self._write(name)
+
+    def _again(self, name: str, pace: _Pace) -> None:
+        pace.later = None
+        self._try(name, self._pace(name))
+
+    def _forget(self, now_s: float) -> None:
+        if len(self._paces) < MAX_KNOWN:
+            return
+        for pace in self._paces.values():
+            pace.settle(now_s)
+        self._paces = {n: p for n, p in self._paces.items() if p.spent or p.later is not None}
