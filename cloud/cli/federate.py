@@ -95,7 +95,10 @@ command.add_command(simulate)
 
 @command.command("run", short_help="Begin a run over the devices of a population.", epilog=EPILOG)
 @click.argument("model", metavar="MODEL[@VERSION|@ALIAS]")
-@click.option("--population", default="", metavar="NAME", help="Devices that offer themselves so.")
+@click.option(
+    "--population", default="", metavar="NAME",
+    help="Devices that offer themselves under this name; each device says itself which that is.",
+)  # fmt: skip
 @click.option(
     "--algorithm", default="", metavar="NAME",
     help=_or("fedavg, fedprox, fedadam, maml, fomaml, meta-sgd, reptile.", defaults.ALGORITHM),

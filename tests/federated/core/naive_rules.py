@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
+    RULES_WITH_PAUSES,
     Answered,
     Arrived,
     Asked,
@@ -205,6 +206,11 @@ def _tick(state: State, event: Tick) -> tuple[State, Effects]:
             why = "its stream was away too long" if away else "the round's deadline passed"
             state, more = _settle(state, replace(lease, outcome=Outcome.LOST, reason=why))
             effects += more
+            if not away and state.rules >= NEWEST_RULES:
+                member = state.members[lease.device]
+                until = state.turn[0] + 1 + min(2**member.missed, 32)
+                missed = min(member.missed + 1, 32)
+                state = _with(state, replace(member, missed=missed, rests_until=until))
     return state, effects
 
 
@@ -297,13 +303,17 @@ def _open(state: State, now_s: float) -> tuple[State, Effects]:
     able = [m for m in state.members.values() if m.connected and _able(m, evaluates=evaluates)]
     waited = now_s >= state.since_s + state.plan.patience_s
     least = 1 if evaluates else state.plan.quorum
-    usual = least if evaluates else state.plan.asked - _given_up(state, now_s)
+    connected = able
+    rested = [m for m in able if m.rests_until <= number]
+    able = rested if len(rested) >= least else able
+    left_out = len(connected) - len(able)
+    usual = least if evaluates else state.plan.asked - _given_up(state, now_s) - left_out
     wanted = least if waited else max(least, usual)
     here = waited or _all_here(state, now_s)
     if len(able) < wanted or not here:
         if evaluates and here:
             return _open(_gather(state, (number + 1, False), now_s), now_s)
-        return replace(state, reason=_waits_for(able, state, evaluates=evaluates)), ()
+        return replace(state, reason=_waits_for(connected, state, evaluates=evaluates)), ()
     chosen = sorted(m.device for m in able) if evaluates else _chosen(state, able)
     leases = tuple(
         Lease(
@@ -354,7 +364,7 @@ def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:
     state = replace(state, history=(*state.history, ended))
     if short:
         return _give_up(state, why, now_s), told
-    wanted = state.plan.needs_scores and state.rules >= NEWEST_RULES
+    wanted = state.plan.needs_scores and state.rules >= RULES_WITH_PAUSES
     if found.evaluates and not counted and wanted:
         refusing = [x for x in found.leases if x.outcome in UNWILLING]
         if refusing:
@@ -369,7 +379,7 @@ def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:
 def _give_up(state: State, why: str, now_s: float) -> State:
     again = replace(_gather(state, state.turn, now_s), attempt=state.attempt + 1)
     if again.attempt < MAX_GIVEN_UP:
-        if state.rules >= NEWEST_RULES:
+        if state.rules >= RULES_WITH_PAUSES:
             pause_s = min(FIRST_PAUSE_S * 2 ** (again.attempt - 1), MAX_PAUSE_S)
             again = replace(again, not_before_s=now_s + pause_s)
         return again
@@ -405,9 +415,10 @@ def _chosen(state: State, able: list[Member]) -> list[str]:
     """A fair draw that depends on seed, round and names alone."""
     number = state.turn[0]
 
-    def rank(member: Member) -> bytes:
+    def rank(member: Member) -> tuple[int, bytes]:
         text = f"{state.plan.seed}\n{number}\n{state.attempt}\n{member.device}"
-        return hashlib.sha256(text.encode()).digest()
+        rests = max(0, member.rests_until - number)
+        return rests, hashlib.sha256(text.encode()).digest()
 
     drawn = sorted(able, key=rank)[: state.plan.asked]
     return sorted(member.device for member in drawn)
@@ -454,6 +465,8 @@ def _settle(state: State, lease: Lease) -> tuple[State, Effects]:
         why=member.why if counted else _tallied(member.why, lease.reason),
         settled=Settled(lease=lease.id, counted=counted, reason=lease.reason),
     )
+    if lease.outcome in {Outcome.COUNTED, Outcome.DECLINED, Outcome.REFUSED}:
+        member = replace(member, missed=0, rests_until=0)
     return _with(_put(state, lease), member), (Tell(lease.device),)
 
 

@@ -27,6 +27,7 @@ from triplane.unified_ir.federated.core.rules import (
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
     RULES_OF_OLD,
+    RULES_WITH_PAUSES,
     Answered,
     Arrived,
     Asked,
@@ -449,6 +450,79 @@ def test_a_round_remembers_the_bytes_that_its_devices_were_given():
         state, _ = step(state, replace(arrived(state, name), bytes_down=size))
     state, _ = step(state, declined(state, "cem", 1.0))
     assert state.history[-1].bytes_down == 5 + 6 + 7
+
+
+def rounds_of(state, answers, count):
+    """How many of `count` rounds ran into their deadline, and who was asked in each."""
+    now, late, asked_in = 1.0, 0, []
+    while len(asked_in) < count:
+        asked_in.append([x.device for x in state.round.leases])
+        for name in asked_in[-1]:
+            if name in answers and open_lease(state, name):
+                state, _ = step(state, arrived(state, name, now))
+        if state.phase is Phase.COLLECTING:
+            late += 1
+            now += 60.0
+            state, _ = step(state, Tick(at_s=now))
+        if state.phase is Phase.GATHERING:
+            now += MAX_PAUSE_S
+            state, _ = step(state, Tick(at_s=now))
+        if state.phase is Phase.REDUCING:
+            state, _ = step(state, Reduced(at_s=now, number=state.turn[0], shared="s"))
+    return state, late, asked_in
+
+
+def test_silent_device_loses_its_place_in_the_draw_for_twice_as_long_each_time():
+    state, late, asked_in = rounds_of(begun(rounds=200)[0], {"ada", "bea"}, 100)
+    silent = [k for k, names in enumerate(asked_in, 1) if "cem" in names]
+    assert silent == [1, 3, 6, 11, 20, 37, 70]
+    assert late == len(silent)
+    assert state.members["cem"].missed == len(silent)
+
+
+def test_run_of_an_earlier_release_asks_a_silent_device_in_every_round():
+    state = replace(begun(rounds=200)[0], rules=RULES_WITH_PAUSES)
+    assert rounds_of(state, {"ada", "bea"}, 20)[1] == 20
+
+
+def test_contribution_in_time_gives_a_silent_device_its_place_back():
+    state, _, _ = rounds_of(begun(rounds=200)[0], {"ada", "bea"}, 10)
+    assert state.members["cem"].missed == 3
+    state, late, asked_in = rounds_of(state, set(DEVICES), 10)
+    assert late == 0
+    assert asked_in.count(["ada", "bea", "cem"]) == 10
+    assert (state.members["cem"].missed, state.members["cem"].rests_until) == (0, 0)
+
+
+def test_device_that_declines_was_not_silent():
+    state, _ = begun()
+    state, _ = step(state, declined(state, "cem", 1.0))
+    assert state.members["cem"].missed == 0
+
+
+def test_silent_devices_are_asked_where_no_quorum_is_without_them_and_after_the_others():
+    state, _, asked_in = rounds_of(begun(DEVICES, rounds=99, quorum=3)[0], {"ada", "bea"}, 5)
+    assert all(len(names) == 3 for names in asked_in)
+    assert all({"ada", "bea"} <= set(names) for names in asked_in[2:])
+    assert {name for names in asked_in for name in names} == set(DEVICES)
+    assert state.history[-1].given_up
+
+
+def test_device_whose_stream_was_away_too_long_is_drawn_when_it_is_back():
+    state, _ = begun(rounds=3)
+    state, _ = step(state, Left(at_s=1.0, device="ada"))
+    state, _ = step(state, Tick(at_s=6.0))
+    assert (state.round.leases[0].outcome, state.members["ada"].missed) == (Outcome.LOST, 0)
+
+
+def test_evaluation_does_not_wait_for_a_device_that_rests():
+    state, _ = begun(rounds=5, evaluate_every=1)
+    for name in ("ada", "bea"):
+        state, _ = step(state, arrived(state, name))
+    state, _ = step(state, Tick(at_s=60.0))
+    state, _ = step(state, Reduced(at_s=61.0, number=1, shared="s1"))
+    assert state.round.evaluates
+    assert [x.device for x in state.round.leases] == ["ada", "bea"]
 
 
 def test_failed_run_stays_failed():

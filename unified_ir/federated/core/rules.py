@@ -5,7 +5,8 @@
 
 Ids are derived and time comes in with events, so the same events give the same state, byte for
 byte. An update counts once: for the device that holds the lease, while its round collects. Whoever
-is killed keeps its lease for `patience_s` and may come back to it. `due_s` says when a `Tick`
+is killed keeps its lease for `patience_s` and may come back to it. Whoever is connected and lets a
+deadline pass is not drawn for some rounds where others make the quorum. `due_s` says when a `Tick`
 matters next. What a rule does to events that are journaled already never changes: where a rule
 changed, `State.rules` says which one a run goes by.
 
@@ -25,6 +26,7 @@ from typing import Any, Final
 
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
+    RULES_WITH_PAUSES,
     Answered,
     Arrived,
     Asked,
@@ -71,7 +73,12 @@ OTHER: Final = "other reasons"
 MAX_NAMED: Final = 5
 """Absent devices that a run names as what it waits for."""
 
+MAX_REST: Final = 32
+"""Most rounds for which a device that misses deadlines is not drawn; one after the first, doubling
+with each in a row."""
+
 UNWILLING: Final = frozenset({Outcome.DECLINED, Outcome.REFUSED})
+ANSWERED: Final = UNWILLING | {Outcome.COUNTED}
 
 Rule = Callable[[State, Any], tuple[State, Effects]]
 
@@ -224,8 +231,17 @@ def _tick(state: State, event: Tick) -> tuple[State, Effects]:
         away = lease.away_s is not None and lease.away_s <= gone
         why = "its stream was away too long" if away else "the round's deadline passed"
         state, more = _settle(state, replace(lease, outcome=Outcome.LOST, reason=why))
+        if not away and state.rules >= NEWEST_RULES:
+            state = _with(state, _resting(state.members[lease.device], state.turn[0]))
         told += more
     return state, tuple(told)
+
+
+def _resting(member: Member, number: int) -> Member:
+    """A member that was silent until the deadline of that round."""
+    rest = min(2**member.missed, MAX_REST)
+    missed = min(member.missed + 1, MAX_REST)  # a count beyond it would make no difference
+    return replace(member, missed=missed, rests_until=number + 1 + rest)
 
 
 def _away_since(found: Round, latest_s: float) -> list[Lease]:
@@ -322,16 +338,19 @@ def _open(state: State, now_s: float) -> tuple[State, Effects]:
     if now_s < state.not_before_s:
         return _because(state, _pauses_after(state)), ()
     able = _members(state).indexed("scorers" if evaluates else "learners")
+    rested = able.count_until(lambda key: key[0] > number)
     waited = now_s >= state.since_s + state.plan.patience_s
     least = 1 if evaluates else state.plan.quorum
-    usual = least if evaluates else state.plan.asked - _given_up(state, now_s)
-    wanted = least if waited else max(least, usual)
+    drawn = rested if rested >= least else len(able)  # without a quorum, those who rest as well
+    usual = state.plan.asked - _given_up(state, now_s) - (len(able) - drawn)
+    wanted = least if waited or evaluates else max(least, usual)
     here = waited or _all_here(state, now_s)
-    if len(able) < wanted or not here:
+    if drawn < wanted or not here:
         if evaluates and here:
             return _open(_gather(state, (number + 1, False), now_s), now_s)
         return _because(state, _waits_for(len(able), state, evaluates=evaluates)), ()
-    chosen = list(able) if evaluates else _chosen(state, able)
+    names = itertools.islice(able, drawn)
+    chosen = sorted(name for _, name in names) if evaluates else _chosen(state, names)
     leases = tuple(
         Lease(
             id=lease_id(
@@ -378,7 +397,7 @@ def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:
     state = replace(state, history=(*state.history, ended))
     if short:
         return _give_up(state, why, now_s), told
-    wanted = state.plan.needs_scores and state.rules >= NEWEST_RULES
+    wanted = state.plan.needs_scores and state.rules >= RULES_WITH_PAUSES
     if found.evaluates and not counted and wanted:
         refusing = [x for x in found.leases if x.outcome in UNWILLING]
         if refusing:
@@ -393,7 +412,7 @@ def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:
 def _give_up(state: State, why: str, now_s: float) -> State:
     again = replace(_gather(state, state.turn, now_s), attempt=state.attempt + 1)
     if again.attempt < MAX_GIVEN_UP:
-        if state.rules >= NEWEST_RULES:
+        if state.rules >= RULES_WITH_PAUSES:
             pause_s = min(FIRST_PAUSE_S * 2 ** (again.attempt - 1), MAX_PAUSE_S)
             again = replace(again, not_before_s=now_s + pause_s)
         return again
@@ -421,15 +440,18 @@ def _gather(state: State, turn: tuple[int, bool], now_s: float) -> State:
     return replace(state, phase=Phase.GATHERING, since_s=now_s, turn=turn, round=None)
 
 
-def _chosen(state: State, able: Iterable[str]) -> list[str]:
-    """A fair draw that depends on seed, round and names alone."""
+def _chosen(state: State, able: Iterable[tuple[int, str]]) -> list[str]:
+    """A fair draw that depends on seed, round and names alone; those who rest come last.
+
+    able: (`Member.rests_until`, name).
+    """
     number = state.turn[0]
 
-    def rank(device: str) -> bytes:
-        text = f"{state.plan.seed}\n{number}\n{state.attempt}\n{device}"
-        return hashlib.sha256(text.encode()).digest()
+    def rank(key: tuple[int, str]) -> tuple[int, bytes]:
+        text = f"{state.plan.seed}\n{number}\n{state.attempt}\n{key[1]}"
+        return max(0, key[0] - number), hashlib.sha256(text.encode()).digest()
 
-    return sorted(sorted(able, key=rank)[: state.plan.asked])
+    return sorted(name for _, name in sorted(able, key=rank)[: state.plan.asked])
 
 
 def _waits_for(able: int, state: State, *, evaluates: bool) -> str:
@@ -490,6 +512,8 @@ def _settle(state: State, lease: Lease) -> tuple[State, tuple[Tell, ...]]:
         declined=member.declined + (lease.outcome is Outcome.DECLINED),
         why=member.why if counted else _tallied(member.why, lease.reason),
         settled=Settled(lease=lease.id, counted=counted, reason=lease.reason),
+        missed=0 if lease.outcome in ANSWERED else member.missed,
+        rests_until=0 if lease.outcome in ANSWERED else member.rests_until,
     )
     return _with(_put(state, lease), member), (Tell(lease.device),)
 

@@ -42,7 +42,9 @@ ENDED: Final = frozenset({Phase.DONE, Phase.FAILED})
 RULES_OF_OLD: Final = 1
 """Under which a round that was given up was gathered for again at once, and an evaluation that
 every device declined was passed over."""
-NEWEST_RULES: Final = 2
+RULES_WITH_PAUSES: Final = 2
+"""Under which silent devices were asked again in each round."""
+NEWEST_RULES: Final = 3
 """Under which runs begin; a run's events fold by the rules that it began under."""
 
 
@@ -103,7 +105,8 @@ class Member:
     """A device that offered itself; it stays a member while it is away, since `away_s`.
 
     dropped: contributions that did not count, `declined` of them by the device itself. why: how
-    often by reason, the first few reasons of the run.
+    often by reason, the first few reasons of the run. missed: deadlines in a row that passed while
+    it said nothing; rests_until: number of the round from which on it is drawn like others again.
     """
 
     device: str
@@ -117,13 +120,19 @@ class Member:
     settled: Settled | None = None
     declined: int = 0
     why: Mapping[str, int] = field(default_factory=dict)
+    missed: int = 0
+    rests_until: int = 0
+
+
+def _draws(member: Member) -> tuple[int, str] | None:
+    return (member.rests_until, member.device) if member.connected else None
 
 
 class Members(Records[Member]):
     """Members by name, in the order in which they joined.
 
     absent: those without an open stream, by name. away: since when, and name. learners, scorers:
-    those with an open stream that can be asked to learn, or to score.
+    from which round on, and name of those with an open stream that can learn, or score.
     """
 
     __slots__ = ()
@@ -131,8 +140,8 @@ class Members(Records[Member]):
     indexes: ClassVar[Mapping[str, Index]] = {
         "absent":   lambda m: None if m.connected else m.device,
         "away":     lambda m: None if m.away_s is None else (m.away_s, m.device),
-        "learners": lambda m: m.device if m.connected and m.examples > 0 else None,
-        "scorers":  lambda m: m.device if m.connected and m.held_out > 0 else None,
+        "learners": lambda m: _draws(m) if m.examples > 0 else None,
+        "scorers":  lambda m: _draws(m) if m.held_out > 0 else None,
     }
     # fmt: on
 
