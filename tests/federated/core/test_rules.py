@@ -454,7 +454,8 @@ def test_a_round_remembers_the_bytes_that_its_devices_were_given():
 
 def rounds_of(state, answers, count):
     """How many of `count` rounds ran into their deadline, and who was asked in each."""
-    now, late, asked_in = 1.0, 0, []
+    asked_in: list[list[str]] = []
+    now, late = 1.0, 0
     while len(asked_in) < count:
         asked_in.append([x.device for x in state.round.leases])
         for name in asked_in[-1]:

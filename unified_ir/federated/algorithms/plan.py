@@ -58,13 +58,14 @@ def plan_of(
     InvalidInput: the module cannot be learned by this algorithm; the message says why.
     """
     row, of = algorithm(name), _objective(module)
-    state = {**module.state, **_beside(row, of, hyper)}
+    beside = _beside(row, of, hyper)
+    state = {**module.state, **beside}
     functions = {k: _closed(f, state) for k, f in functions_of(module, name, hyper).items()}
-    used = sorted({p.name for f in functions.values() for p in f.params} & state.keys())
+    read = {p.name for f in functions.values() for p in f.params} & state.keys()
+    anchored = {n.removeprefix(ANCHOR) for n in read if n.startswith(ANCHOR)} & state.keys()
+    used = sorted(read | anchored)
     roles = {n: str(state[n].role) for n in used}
-    arrays = {
-        n: module.initial(n) if state[n].role is Role.PERSONAL else state[n].array for n in used
-    }
+    arrays = {n: state[n].array if n in beside else module.initial(n) for n in used}
     spec = PlanSpec(
         entries={k: serialize(emit(f)) for k, f in functions.items()},
         state=arrays,
@@ -81,14 +82,15 @@ def module_of(module: Module, name: str, hyper: Hyper, state: Mapping[str, Array
     """The module at a run's shared state, with the entry `adapt` that the run learned for.
 
     `adapt` takes a batch and gives one step, at the rates that are state of the module; the text
-    `adapt_steps` says how many make an adaptation. InvalidInput: the state is not of such a run.
+    `adapt_steps` says how many make an adaptation. State of the algorithm's that `adapt` does not
+    read is left out. InvalidInput: the state is not of such a run.
     """
     row, of = algorithm(name), _objective(module)
     beside = _beside(row, of, hyper)
     adapt = _closed(row.adapt(of), {**module.state, **beside})
-    beside = {k: v for k, v in beside.items() if k in adapt.param_names}
-    known = {k: v for k, v in module.state.items() if not k.startswith(RESERVED)} | beside
-    _check(state, known)
+    own = {k: v for k, v in module.state.items() if not k.startswith(RESERVED)}
+    _check(state, own | beside)
+    known = own | {k: v for k, v in beside.items() if k in adapt.param_names}
     after = {
         k: StateTensor(v.role, np.array(state[k])) if k in state else v for k, v in known.items()
     }
@@ -119,6 +121,11 @@ def _objective(module: Module) -> Objective:
 def _beside(row: Algorithm, of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
     """State beside the module's; rates that an earlier run learned go on from there."""
     found = dict(row.beside(of, hyper))
+    if clash := sorted(n for n in found.keys() & of.state.keys() if not n.startswith(RESERVED)):
+        raise InvalidInput(
+            f"the model calls something {clash[0]!r}, which is state of the algorithm {row.name}: "
+            "rename the attribute, or choose another algorithm"
+        )
     for name, fresh in found.items():
         earlier = of.state.get(name)
         if name.startswith(RATE) and earlier is not None and earlier.type == fresh.type:

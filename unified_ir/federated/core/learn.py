@@ -284,6 +284,11 @@ def score(plan: Learner, shard: Shard) -> float:
 def _begin(plan: Learner, work: Work) -> None:
     """Fix the round's start as anchor, and the graph's own random keys."""
     state = plan.view()
+    if lost := [n for n in state if n.startswith(ANCHOR) and n.removeprefix(ANCHOR) not in state]:
+        raise InvalidInput(
+            f"{lost[0]!r} holds the start of the round of {lost[0].removeprefix(ANCHOR)!r}, which "
+            "the plan does not have; make the plan again"
+        )
     anchors = {n: state[n.removeprefix(ANCHOR)] for n in state if n.startswith(ANCHOR)}
     keys = {
         name: Draws(work.seed, work.round, work.device, f"key {name}").key(x.dtype, x.shape)
