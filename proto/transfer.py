@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -488,6 +488,7 @@ class TransferServicer(Base):
 
     may_read: raises for a blob that the caller may not have. may_write: gives the folder that takes
     the caller's file of that digest and size, or raises; by default everything is one folder's.
+    pace: below which an upload is given up; a caller that tries again goes on where it stopped.
     """
 
     def __init__(
@@ -495,8 +496,10 @@ class TransferServicer(Base):
         blobs: BlobFolder,
         may_read: Allowed = _everybody,
         may_write: MayWrite | None = None,
+        *,
+        pace: Pace = DEFAULT_PACE,
     ) -> None:
-        self._blobs, self._may_read = blobs, may_read
+        self._blobs, self._may_read, self._pace = blobs, may_read, pace
         self._may_write = may_write or self._here
 
     async def _here(self, _sha256: bytes, _size: int) -> BlobFolder:
@@ -511,12 +514,13 @@ class TransferServicer(Base):
 
     async def Upload(self, request_iterator: Any, context: Any) -> pb.Progress:
         """See transfer.proto."""
-        async with status_of_aio(context):
-            return await self._take(request_iterator)
+        paced = contextlib.aclosing(_paced(request_iterator, self._pace))
+        async with status_of_aio(context), paced as chunks:
+            return await self._take(chunks)
         raise AssertionError
 
     async def _take(self, chunks: AsyncIterator[pb.UploadChunk]) -> pb.Progress:
-        first = await anext(aiter(chunks), None)
+        first = await anext(chunks, None)
         if first is None:
             raise InvalidInput("an upload begins with a chunk that names the blob")
         folder = await self._may_write(first.sha256, first.size)
@@ -561,6 +565,35 @@ class TransferServicer(Base):
             while sent < size and (data := await asyncio.to_thread(next, pieces, None)):
                 sent += len(data)
                 yield pb.DownloadChunk(size=size, data=data)
+
+
+async def _paced(chunks: Any, pace: Pace) -> AsyncGenerator[pb.UploadChunk]:
+    """Chunks until their end. TooSlow: they come below the pace; our own writing does not count.
+
+    behind_s: how far the caller is behind the pace. Who was fast has nothing in hand for later. A
+    chunk is seen when it is whole, so the next one may take as long as the pace gives it.
+    """
+    waiting, behind_s, came, size = aiter(chunks), 0.0, 0, CHUNK_BYTES
+    while True:
+        began_s = time.monotonic()
+        next_bytes = min(CHUNK_BYTES, max(0, size - came))
+        try:
+            async with asyncio.timeout(pace.deadline_s(next_bytes) - behind_s):
+                chunk = await anext(waiting, None)
+        except TimeoutError as error:
+            raise TooSlow(
+                f"the upload brought {came} bytes and then too little for {pace.patience_s:g} s; "
+                f"at least {pace.min_bytes_per_s} bytes/s are due; send it again: it goes on "
+                "where it stopped"
+            ) from error
+        if chunk is None:
+            return
+        if chunk.sha256:
+            size = chunk.size - chunk.offset
+        came += len(chunk.data)
+        waited_s = time.monotonic() - began_s
+        behind_s = max(0.0, behind_s + waited_s - len(chunk.data) / pace.min_bytes_per_s)
+        yield chunk
 
 
 async def _require_end(chunks: AsyncIterator[pb.UploadChunk]) -> None:

@@ -29,6 +29,12 @@ logger = logging.getLogger(__name__)
 
 FAREWELL: Final = frozenset({"/triplane.session.v1.Session/Open"})
 FAREWELL_S: Final = 0.5
+MAX_STREAMS: Final = 128
+"""Streams that one name may have open at once, uploads among them."""
+OPEN_BURST: Final = 32
+"""Sessions that one name may open at once: each costs the cloud some milliseconds."""
+OPEN_EVERY_S: Final = 1.0
+"""After which a name may open one more; a caller that reconnects waits longer than that."""
 CERTIFICATES: Final = 4096
 """Parsed ones that are remembered."""
 
@@ -66,6 +72,7 @@ class Gate(grpc.aio.ServerInterceptor):
         self._ended: set[asyncio.Task[Any]] = set()
         self._callbacks: list[Callable[[str], None]] = []
         self._revocations = 0
+        self._opened: dict[str, tuple[float, float]] = {}  # by name: opened lately, as of when
 
     def on_revoked(self, callback: Callable[[str], None]) -> None:
         """Call back with each name that is revoked, before its streams are ended."""
@@ -114,7 +121,7 @@ class Gate(grpc.aio.ServerInterceptor):
         is_stream = handler.request_streaming or handler.response_streaming
 
         async def behave(request: Any, context: Any) -> Any:
-            who = await self._let_in(method, context)
+            who = await self._let_in(method, context, streams=is_stream)
             if not is_stream:
                 return await inner(request, context)
             task, answer = self._enter(who, method), None
@@ -147,7 +154,30 @@ class Gate(grpc.aio.ServerInterceptor):
         self._ended.discard(task)
         return was_revoked
 
-    async def _let_in(self, method: str, context: Any) -> Principal:
+    def _admit(self, name: str, method: str) -> None:
+        """Raise Refused where one caller has too many streams, or opens sessions too fast."""
+        held = len(self._streams.get(name, {}))
+        if held >= MAX_STREAMS:
+            raise Refused(
+                _S.UNAVAILABLE,
+                f"{name!r} has {held} open streams (limit {MAX_STREAMS}); end some and try again",
+                name=name,
+            )
+        if method not in FAREWELL:
+            return
+        now_s = asyncio.get_running_loop().time()
+        opened, since_s = self._opened.get(name, (0.0, now_s))
+        opened = max(0.0, opened - (now_s - since_s) / OPEN_EVERY_S)
+        if opened > OPEN_BURST - 1:
+            raise Refused(
+                _S.UNAVAILABLE,
+                f"{name!r} opened {OPEN_BURST} sessions within a short time; wait {OPEN_EVERY_S:g} "
+                "s and try again. Does another process use the same certificate?",
+                name=name,
+            )
+        self._opened[name] = opened + 1, now_s
+
+    async def _let_in(self, method: str, context: Any, *, streams: bool = False) -> Principal:
         try:
             who = await self._who(context)
             if who.role not in RIGHTS.get(method, ()):
@@ -158,6 +188,8 @@ class Gate(grpc.aio.ServerInterceptor):
                     name=who.name,
                     role=who.role,
                 )
+            if streams:
+                self._admit(who.name, method)
         except Refused as refusal:
             logger.warning("call refused", extra={"method": method, "reason": str(refusal)})
             await _end(context, refusal)

@@ -11,7 +11,8 @@ import grpc.aio
 import pytest
 
 from triplane.proto import transfer_pb2 as pb
-from triplane.proto.errors import InvalidInput
+from triplane.proto.errors import InvalidInput, Unavailable
+from triplane.proto.status import remote_errors
 from triplane.proto.transfer import (
     BlobFolder,
     Pace,
@@ -19,8 +20,9 @@ from triplane.proto.transfer import (
     TransferServicer,
     digest_of,
     download,
+    upload,
 )
-from triplane.proto.transfer_pb2_grpc import add_TransferServicer_to_server
+from triplane.proto.transfer_pb2_grpc import TransferStub, add_TransferServicer_to_server
 
 SIZE = 64 << 10
 PACE = Pace(min_bytes_per_s=16 << 10, patience_s=0.5)
@@ -127,6 +129,33 @@ def breaking(download_method):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the link broke")
 
     return broken
+
+
+def trickle(data, sha256, step, pause_s, until):
+    """An upload in pieces, until somebody has had enough."""
+    yield pb.UploadChunk(sha256=sha256, size=len(data))
+    for at in range(0, len(data), step):
+        if until.wait(pause_s):
+            return
+        yield pb.UploadChunk(data=data[at : at + step])
+
+
+@pytest.mark.parametrize("step", [1, SIZE], ids=["a byte at a time", "nothing after the name"])
+def test_caller_that_sends_too_little_of_an_upload_is_given_up_and_what_came_is_kept(
+    tmp_path, step
+):
+    path, sha256 = sent(tmp_path)
+    into = BlobFolder(tmp_path / "cloud")
+    over, pace = threading.Event(), Pace(min_bytes_per_s=SIZE, patience_s=0.3)
+    pieces = trickle(path.read_bytes(), sha256, step, 0.02 if step == 1 else ENDLESS_S, over)
+    with serving(TransferServicer(into, pace=pace)) as channel:
+        told = r"\d+ bytes .* at least 65536 bytes/s are due"
+        with pytest.raises(Unavailable, match=told), remote_errors():
+            TransferStub(channel).Upload(pieces, timeout=ENDLESS_S / 2)
+        over.set()
+        assert (into.stored(sha256, SIZE).stored > 0) == (step == 1)
+        assert upload(channel, path) == sha256
+    assert into.find(sha256).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("bad", [{"min_bytes_per_s": 0}, {"patience_s": 0.0}])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 from tests.cloud.federation.given import (
     POPULATION,
@@ -17,7 +21,11 @@ from tests.cloud.federation.given import (
 
 from triplane.cloud.federation import journal
 from triplane.cloud.federation.presence import BURST
+from triplane.cloud.identity.gate import OPEN_BURST
 from triplane.cloud.server import running
+from triplane.proto import session_pb2
+from triplane.proto.channels import connect_aio
+from triplane.proto.session_pb2_grpc import SessionStub
 
 pytestmark = pytest.mark.slow
 
@@ -164,3 +172,43 @@ def test_device_that_comes_and_goes_all_the_time_ends_as_it_is(tmp_path, monkeyp
         return await journaled(cloud, run.id)
 
     assert asyncio.run(meeting(tmp_path, come_and_go))["Left"] >= 1
+
+
+SESSIONS = 200
+
+
+async def answers_of(device):
+    """What each of so many streams on one certificate is told; nothing where it is welcomed."""
+    channel = connect_aio(device.identity)
+    try:
+        hello = session_pb2.Hello(epoch=bytes(16), software="flood")
+
+        async def opened():
+            call = SessionStub(channel).Open()
+            try:
+                await call.write(session_pb2.Frame(hello=hello))
+                frame: Any = await call.read()
+            except grpc.aio.AioRpcError as error:
+                return error.details()
+            finally:
+                call.cancel()
+            return "" if frame.WhichOneof("body") == "welcome" else "goodbye"
+
+        return [await opened() for _ in range(SESSIONS)]
+    finally:
+        await channel.close()
+
+
+def test_sessions_of_one_certificate_open_at_a_pace(tmp_path):
+    async def story():
+        async with asyncio.timeout(DEADLINE_S), running(make_home(tmp_path)) as cloud:
+            ann, mallory = await devices_of(cloud, tmp_path, ("ann", "mallory"))
+            answers = await answers_of(mallory)
+            async with living([ann]):
+                await ann.client.send(ann.offer())
+            return answers
+
+    answers = asyncio.run(story())
+    refused = [text for text in answers if "opened" in text]
+    assert len(refused) >= SESSIONS - OPEN_BURST - 10
+    assert re.search(r"'mallory' opened \d+ sessions .*try again", refused[0])

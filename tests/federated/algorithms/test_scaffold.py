@@ -100,7 +100,7 @@ def module():
     cell = nn.Dense(4, 3)
     rng = np.random.default_rng(9)
     for p in cell.parameters().values():
-        p.array = rng.normal(0, 0.3, p.array.shape).astype(np.float32)
+        p.array = np.asarray(rng.normal(0, 0.3, p.array.shape), np.float32)
     return exported(cell, (4,))
 
 
