@@ -23,7 +23,12 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as WireMessage
 from flwr.serverapp import Grid, strategy
-from flwr.serverapp.strategy import FedAvg, Strategy
+from flwr.serverapp.strategy import (
+    DifferentialPrivacyClientSideAdaptiveClipping,
+    FedAvg,
+    Strategy,
+)
+from flwr.supercore.differential_privacy import KEY_CLIPPING_NORM, KEY_NORM_BIT
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -44,6 +49,8 @@ PLAN_DIGEST: Final = "plan-digest"
 ARRAYS: Final = "arrays"
 METRICS: Final = "metrics"
 Named = Mapping[str, np.ndarray[Any, Any]]
+NORM_BIT: Final = KEY_NORM_BIT
+"""Metric of a reply that adaptive clipping needs: whether the change was below the norm."""
 Exchange = Callable[[Mapping[int, bytes], float | None], Mapping[int, bytes]]
 """(message by node, seconds to wait or None) -> reply by node; who does not answer is left out."""
 
@@ -215,6 +222,30 @@ def no_settings() -> ConfigRecord:
 def settings_in(message: Message) -> dict[str, Any]:
     """Everything that the message's records of configuration say, together."""
     return {k: v for record in message.content.config_records.values() for k, v in record.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Clipping:
+    """What a strategy asks devices to clip: their change of `arrays` to the L2 norm `norm`.
+
+    adaptive: by the mod that also tells whether there was anything to clip.
+    """
+
+    norm: float
+    arrays: Named
+    adaptive: bool
+
+
+def clipping_of(message: Message, strategy: Strategy) -> Clipping | None:
+    """None where the message asks for no clipping."""
+    norm = settings_in(message).get(KEY_CLIPPING_NORM)
+    if norm is None:
+        return None
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for record in arrays_in(message).values():
+        arrays |= named_arrays(record)
+    adaptive = isinstance(strategy, DifferentialPrivacyClientSideAdaptiveClipping)
+    return Clipping(float(norm), arrays, adaptive)
 
 
 def message_of(data: bytes) -> Message:

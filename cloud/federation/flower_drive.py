@@ -74,6 +74,7 @@ class Drive:
         self._looks, self._skips = 0, False
         self._kept: dict[str, Any] | None = None
         self._scores: dict[str, dict[str, Any]] = {}  # of apps, as their replies came
+        self._clipped: dict[str, flower.Clipping] = {}  # by device: what its reply keeps to
         self._grid = flower.TurnGrid(self._look, self._turn, run=int(order["run"], 16) >> 1)
 
     def run(self) -> None:
@@ -191,7 +192,8 @@ class Drive:
     def _next(self, do: str) -> dict[str, Any]:
         order, self._kept = self._kept or self._pipe.next(), None
         while order["do"] == "check":
-            answer, self._scores[order["device"]] = checked(order, self._like)
+            clipping = self._clipped.get(order["device"])
+            answer, self._scores[order["device"]] = checked(order, self._like, clipping)
             self._pipe.say(answer)
             order = self._pipe.next()
         if order["do"] != do:
@@ -207,6 +209,11 @@ class Drive:
             self._skips = True
             return []
         sent = self._checked(messages, nodes)
+        self._clipped = {
+            nodes[node]: found
+            for node, message in sent.items()
+            if (found := flower.clipping_of(message, self._strategy)) is not None
+        }
         self._pipe.say({"asked": {nodes[node]: self._file_of(m) for node, m in sent.items()}})
         told = self._next("replies")["replies"]
         kind = EVALUATE if self._at[1] else TRAIN

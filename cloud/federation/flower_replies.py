@@ -22,6 +22,8 @@ from triplane.unified_ir.federated.core.learn import buffers
 LOSSES: Final = ("loss", "train_loss", "train-loss")
 """Metrics of a ClientApp that may say how well it learned."""
 EXAMPLES: Final = "num-examples"
+CLIPPING_TOLERANCE: Final = 1e-3
+"""Share by which a float32 norm of many numbers may differ from ours in float64."""
 
 Array = np.ndarray[Any, Any]
 Contributed = tuple[dict[str, Array] | None, dict[str, Any]]
@@ -47,13 +49,21 @@ def contributed(
     return arrays, {EXAMPLES: facts["examples"], "loss": facts["loss"], "train_loss": facts["loss"]}
 
 
-def checked(order: Mapping[str, Any], like: Like) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what an app's reply says of itself, or the word and sentence it is refused by; metrics)."""
+def checked(
+    order: Mapping[str, Any], like: Like, clipping: flower.Clipping | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(what an app's reply says of itself, or the word and sentence it is refused by; metrics).
+
+    clipping: what the strategy's guarantee of privacy needs of the reply.
+    """
     try:
         arrays, metrics = flower.replied(Path(order["path"]).read_bytes())
     except InvalidInput as error:
         return _refused("damaged", str(error)), {}
-    return _judged(order, like, arrays, metrics), metrics
+    answer = _judged(order, like, arrays, metrics)
+    if "refused" not in answer and clipping is not None and arrays is not None:
+        answer = _unclipped(clipping, arrays, metrics) or answer
+    return answer, metrics
 
 
 def _judged(
@@ -71,6 +81,36 @@ def _judged(
     losses = (metrics.get(name) for name in LOSSES)
     numbers_ = (float(x) for x in losses if isinstance(x, int | float))
     return {"examples": examples, "loss": next(filter(math.isfinite, numbers_), None)}
+
+
+def _unclipped(
+    clipping: flower.Clipping, arrays: Mapping[str, Array], metrics: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Why differential privacy does not hold with this reply.
+
+    The noise is for changes of at most the clipping norm. A mod on the device clips them; here it
+    is looked at whether it did, up to what rounding adds when the change is added to the arrays.
+    """
+    mod = "adaptiveclipping_mod" if clipping.adaptive else "fixedclipping_mod"
+    mend = f"give the device's app Flower's mod: ClientApp(mods=[{mod}])"
+    if clipping.adaptive and flower.NORM_BIT not in metrics:
+        return _refused("clipping", f"the reply has no metric {flower.NORM_BIT!r}; {mend}")
+    if arrays.keys() != clipping.arrays.keys():
+        return _refused("names", "a reply that is clipped holds the arrays that were sent")
+    changed = rounding = 0.0
+    for name, sent in clipping.arrays.items():
+        before, after = sent.astype(np.float64), arrays[name].astype(np.float64)
+        changed += float(np.square(after - before).sum())
+        eps = float(np.finfo(arrays[name].dtype).eps)
+        rounding += float(np.square(eps * np.maximum(abs(before), abs(after))).sum())
+    norm = math.sqrt(changed)
+    if norm <= clipping.norm * (1 + CLIPPING_TOLERANCE) + math.sqrt(rounding):
+        return None
+    return _refused(
+        "clipping",
+        f"the reply changes the arrays by {norm:.4g} (L2 norm), the strategy clips at "
+        f"{clipping.norm:.4g}: without clipping its guarantee of privacy is void; {mend}",
+    )
 
 
 def common(all_metrics: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -67,6 +67,7 @@ KINDS: Final[Mapping[str, str]] = {
     **BAD_UPDATES,
     "missing":  "the file it names was not uploaded",
     "figures":  "examples, loss or accuracy out of their range",
+    "clipping": "it changes more than the strategy's clipping norm",
     "kind":     "an update where a score was asked for, or the other way round",
 }
 # fmt: on

@@ -153,6 +153,76 @@ def test_apps_clip_by_the_mods_that_private_strategies_need(row, tmp_path):
     assert sum("state" in said for said in pipe.said) == 2
 
 
+class OneReply(AppTurns):
+    """The first round as far as the first device's reply."""
+
+    def _played(self):
+        nodes = {device: lease(1, device) for device in DEVICES}
+        yield {"do": "turn", "number": 1, "evaluates": False, "nodes": nodes}
+        said = Path(self.said[-1]["asked"]["ann"]).read_bytes()
+        arrays = {n: x for n, x in self.state.items() if x.dtype.kind == "f"}
+        path = self.folder / "ann.reply"
+        path.write_bytes(answered(self.app, said, arrays, b"", run=RUN, device="ann").reply)
+        yield {
+            "do": "check", "path": str(path), "device": "ann", "evaluates": False, "examples": 10,
+        }  # fmt: skip
+
+
+def plain_app(step, mods=(), **metrics):
+    """Adds `step` to every number."""
+    app = ClientApp(mods=list(mods))
+
+    @app.train()
+    def train(message, context):
+        arrays = {n: a.numpy() + np.float32(step) for n, a in message.content["arrays"].items()}
+        told = MetricRecord({"num-examples": 10, "loss": 0.5, **metrics})
+        records = RecordDict({"arrays": record_of(arrays), "metrics": told})
+        return Message(records, reply_to=message)
+
+    return app
+
+
+def checked_reply(folder, name, app, **options):
+    order = order_of(folder, name, app=True, options={"noise_multiplier": 0.1, **options})
+    pipe = OneReply(folder, app)
+    with contextlib.suppress(StopIteration):  # after the one reply
+        drive(order, pipe)
+    return pipe.said[-1]
+
+
+FIXED = "DifferentialPrivacyClientSideFixedClipping"
+ADAPTIVE = "DifferentialPrivacyClientSideAdaptiveClipping"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(FIXED, {"clipping_norm": 1.0}), (ADAPTIVE, {})],
+    ids=["fixed", "adaptive"],
+)
+def test_reply_that_was_not_clipped_is_refused_with_the_mod_that_is_missing(
+    name, options, tmp_path
+):
+    answer = checked_reply(tmp_path, name, plain_app(9.0, norm_bit=1), **options)
+    assert answer["refused"] == "clipping"
+    mod = "fixedclipping_mod" if name == FIXED else "adaptiveclipping_mod"
+    assert f"ClientApp(mods=[{mod}])" in answer["text"]
+    assert "25.46" in answer["text"], "the norm of what it changed: 9 in each of 8 numbers"
+
+
+def test_reply_without_the_bit_that_adaptive_clipping_needs_is_refused(tmp_path):
+    answer = checked_reply(tmp_path, ADAPTIVE, plain_app(1e-6))
+    assert answer["refused"] == "clipping"
+    assert "norm_bit" in answer["text"]
+
+
+def test_reply_within_the_clipping_norm_counts_whoever_clipped_it(tmp_path):
+    for k, app in enumerate((plain_app(0.1), plain_app(9.0, [fixedclipping_mod]))):
+        folder = tmp_path / str(k)
+        folder.mkdir()
+        answer = checked_reply(folder, FIXED, app, clipping_norm=1.0)
+        assert answer == {"examples": 10, "loss": 0.5}
+
+
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_every_strategy_goes_through_a_run_or_says_what_it_needs(row, tmp_path):
     wanted = OPTIONS if row.name.endswith("FixedClipping") else {"noise_multiplier": 0.1}
