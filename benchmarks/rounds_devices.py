@@ -2,11 +2,11 @@
 
     python benchmarks/rounds_devices.py FOLDER FIRST LAST
 
-A device fetches the state of its task, sends the same small change of every number and says so;
-only learning is left out. A line of standard input is a number: tasks of rounds up to it are
-answered. The first task beyond it is answered by a line of JSON: seconds spent so far, over all
-devices, in fetching, encoding, uploading, and waiting for the acknowledgement. The end of the input
-ends the process.
+A device fetches the state of its task, keeps the same small change of every number on its disk,
+sends it and says so, and settles it when it is told what became of it; only learning is left out.
+A line of standard input is a number: tasks of rounds up to it are answered. The first task beyond
+it is answered by a line of JSON: seconds spent so far, over all devices, in fetching, encoding,
+uploading, waiting for the acknowledgement, and settling. The end of the input ends the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import hashlib
 import json
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -25,7 +24,7 @@ import grpc
 import numpy as np
 
 from triplane.device.desk import Unsynced
-from triplane.device.memory import Facts, Memory, Personal
+from triplane.device.memory import Facts, Memory, Pending, Personal
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect, connect_aio
 from triplane.proto.errors import TriplaneError
@@ -96,7 +95,9 @@ class Device:
         done: set[bytes] = set()
         try:
             while True:
-                for task in (await self._asked.get()).tasks:
+                work = await self._asked.get()
+                await asyncio.to_thread(self._settle, work)
+                for task in work.tasks:
                     if task.lease not in done:
                         done.add(task.lease)
                         await self._gate.passed(task.round)
@@ -104,6 +105,18 @@ class Device:
         finally:
             session.cancel()
             await asyncio.gather(session, return_exceptions=True)
+
+    def _settle(self, work: pb.Work) -> None:
+        """As `device.client.settle`: before the next task, since that implies what counted."""
+        started_s = time.perf_counter()
+        told = {(s.run, s.lease.hex()): s.counted for s in work.settled}
+        going_on = {task.lease.hex() for task in work.tasks}
+        for pending in self._memory.pending():
+            run, lease = pending.facts.run, pending.facts.lease
+            counted = told.get((run, lease))
+            if counted is not None or lease not in going_on:
+                self._memory.settle(pending, counted=bool(counted))
+        SPENT["settle"] += time.perf_counter() - started_s
 
     async def _do(self, task: pb.Task) -> None:
         try:
@@ -125,45 +138,40 @@ class Device:
         marks = [time.perf_counter()]
         state = self._state(self._channel, task)
         marks.append(time.perf_counter())
-        if sum(x.nbytes for x in state.values()) <= task.inline_bytes:
-            data = self._kept(task, state)
-            SPENT["fetch"] += marks[1] - marks[0]
-            SPENT["encode"] += time.perf_counter() - marks[1]
-            blob = pb.Blob(sha256=hashlib.sha256(data).digest(), size=len(data))
-            told.update.CopyFrom(pb.Update(blob=blob, examples=1, loss=0.5, inline=data))
-            return told
-        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-            path = Path(folder) / "update"
-            like = like_of(state)
-            change = {n: np.full(shape, STEP, dtype) for n, (dtype, shape) in like.items()}
-            write_update(
-                path, change, run=task.run, round=task.round, lease=task.lease.hex(),
-                compression="", keep=1.0, seed=0,
-            )  # fmt: skip
-            marks.append(time.perf_counter())
-            blob = pb.Blob(sha256=upload(self._channel, path), size=path.stat().st_size)
+        pending = self._kept(task, state)
         marks.append(time.perf_counter())
-        for part, before, after in zip(
-            ("fetch", "encode", "upload"), marks, marks[1:], strict=False
-        ):
+        data = self._memory.inline_of(pending, task.inline_bytes) if task.inline_bytes else None
+        if data is None:
+            path = self._memory.bytes_of(pending)
+            blob = pb.Blob(sha256=upload(self._channel, path), size=path.stat().st_size)
+            SPENT["upload"] += time.perf_counter() - marks[-1]
+        else:
+            blob = pb.Blob(sha256=hashlib.sha256(data).digest(), size=len(data))
+        for part, before, after in zip(("fetch", "encode"), marks, marks[1:], strict=False):
             SPENT[part] += after - before
-        told.update.CopyFrom(pb.Update(blob=blob, examples=1, loss=0.5, seconds=0.0))
+        told.update.CopyFrom(
+            pb.Update(blob=blob, examples=1, loss=0.5, seconds=0.0, inline=data or b"")
+        )
         return told
 
-    def _kept(self, task: pb.Task, state: dict[str, Any]) -> bytes:
-        """A small update, on our disk before it leaves, as a device keeps it."""
+    def _kept(self, task: pb.Task, state: dict[str, Any]) -> Pending:
+        """An update, on our disk before it leaves, as a device keeps it."""
+        lease = task.lease.hex()
+        facts = Facts(
+            run=task.run, round=task.round, lease=lease, examples=1, loss=0.5, seconds=0.0
+        )  # fmt: skip
         like = like_of(state)
         change = {n: np.full(shape, STEP, dtype) for n, (dtype, shape) in like.items()}
-        data, lost = encode_update(
-            change, run=task.run, round=task.round, lease=task.lease.hex(), compression="",
-            keep=1.0, seed=0,
-        )  # fmt: skip
-        facts = Facts(
-            run=task.run, round=task.round, lease=task.lease.hex(), examples=1, loss=0.5,
-            seconds=0.0,
-        )  # fmt: skip
-        self._memory.keep(facts, data, Personal({}, lost))
-        return data
+        options: dict[str, Any] = {
+            "run": task.run, "round": task.round, "lease": lease, "compression": "", "keep": 1.0,
+            "seed": 0, "remainder": self._memory.personal(task.run).remainder,
+        }  # fmt: skip
+        if sum(x.nbytes for x in state.values()) <= task.inline_bytes:
+            data, lost = encode_update(change, **options)
+            return self._memory.keep(facts, data, Personal({}, lost))
+        path = self._folder / "pending" / f"{task.run}.new"
+        written = write_update(path, change, **options)
+        return self._memory.keep(facts, path, Personal({}, written.remainder))
 
     def _state(self, channel: grpc.Channel, task: pb.Task) -> dict[str, Any]:
         sha256 = task.plan.sha256

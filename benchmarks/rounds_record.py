@@ -21,6 +21,7 @@ PARTS: Final = {
     "device encode": "devices: encode and write the update",
     "device upload": "devices: hash and send it, until it is synced",
     "device acknowledge": "devices: until it is acknowledged",
+    "device settle": "devices: settle it when it counted",
     "hash": "cloud: hash",
     "check": "cloud: check updates, hash again",
     "fsync": "cloud: fsync of files",
@@ -156,7 +157,7 @@ What is not equal:
 
 * Ours has mutual TLS; a digest over every transfer and every file; an update is acknowledged after
   fsync and commit; a killed cloud goes on to the same bits. Its devices write their update to disk
-  with fsync before it leaves, and so in this benchmark.
+  with fsync before it leaves, and what it implies when it counted, and so in this benchmark.
 * Flower's sides have TLS with a certificate of the server's only, no digest of their own over a
   transfer in the gRPC server's case, and nothing of a round on disk, but for the SuperLink's SQLite
   file. Their clients keep the round in memory.
