@@ -94,7 +94,9 @@ def without(value, *names):
     return [without(v, *names) for v in value] if isinstance(value, list) else value
 
 
-LATER = ("declined", "why", "bytes_down", "not_before_s", "rules")
+LATER = (
+    "declined", "why", "bytes_down", "not_before_s", "rules", "missed", "rests_until",
+)  # fmt: skip
 """Fields that came after the first release."""
 
 
