@@ -109,6 +109,27 @@ def test_what_depends_on_state_alone_is_computed_once():
     np.testing.assert_allclose(results(folded, x), results(frozen, x), rtol=1e-6)
 
 
+class Cosine(nn.Cell):
+    """A head whose rows are of length 1, and weights that sum to 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Dense(6, 6)
+
+    def construct(self, x):
+        unit = self.fc.weight / ops.vector_norm(self.fc.weight, 2, 1, keepdims=True)
+        shares = ops.exp(self.fc.bias - ops.logsumexp(self.fc.bias))
+        return x @ unit + shares
+
+
+def test_reductions_of_a_parameter_are_computed_once():
+    frozen = freeze(nets.module_of(nets.shaken(Cosine()), ROW), "predict")
+    folded = fold_constants(frozen)
+    x = np.random.default_rng(0).standard_normal((2, 6)).astype(np.float32)
+    assert [k for k in kinds(folded) if k != "Constant"] == ["MatMul", "Add"]
+    np.testing.assert_allclose(results(folded, x), results(frozen, x), rtol=1e-6)
+
+
 class Broadcast(nn.Cell):
     def __init__(self):
         super().__init__()

@@ -21,10 +21,10 @@ from triplane.unified_ir.convert.checks import check_against_reference, check_fi
 from triplane.unified_ir.convert.describe import Labels, check_names, describe
 from triplane.unified_ir.convert.fold import FOLDED, fold
 from triplane.unified_ir.convert.latency import Latency, measure_latency
+from triplane.unified_ir.convert.notes import Converted, notes
 from triplane.unified_ir.convert.report import Accuracy, Layer, Report, Size
 from triplane.unified_ir.convert.residency import (
     INTEGER,
-    PRODUCTS,
     UNKNOWN,
     Resident,
     product_nodes,
@@ -40,7 +40,6 @@ from triplane.unified_ir.convert.samples import (
 from triplane.unified_ir.convert.targets import (
     Target,
     cpu_flags,
-    instruction_note,
     int8_scheme,
     target_row,
 )
@@ -48,9 +47,7 @@ from triplane.unified_ir.data import Dataset
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.graph import Array, Node
-from triplane.unified_ir.ops.build import expansion
 from triplane.unified_ir.ops.check import load
-from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import (
     Artifact,
     Frozen,
@@ -176,6 +173,8 @@ def convert(
     latency = _latency(frozen, row, plain, int8, samples)
     if labelled is not None:
         progress(f"measuring accuracy on {len(labelled[1])} samples")
+    scheme = int8.scheme if int8 else None
+    about = Converted(module=module, entry=entry, target=row, frozen=frozen, scheme=scheme)
     report = Report(
         name=name,
         version=version,
@@ -188,7 +187,7 @@ def convert(
         residency=resident,
         machine=_machine(),
         calibration=_calibration_record(calibration, samples),
-        notes=(*_notes(row, frozen, int8), *_forgotten(module, entry)),
+        notes=notes(about),
     )
     report = replace(report, notes=(*report.notes, *budgets.check(report)))
     if out is None:
@@ -356,36 +355,6 @@ def _calibration_record(given: Given | None, samples: Samples) -> dict[str, Any]
     if given is None:
         return {}
     return {"samples": len(next(iter(samples.values()))), "sha256": digest(samples)}
-
-
-def _notes(row: Target, frozen: Frozen, int8: _Int8 | None) -> tuple[str, ...]:
-    if int8 is None:
-        return ()
-    bits = "7-bit weights" if int8.scheme.name == "u8s7" else "8-bit weights"
-    notes = [f"scheme {int8.scheme.name}: {bits}, one scale per channel; {instruction_note(row)}"]
-    inside = [node for node in frozen.function.walk() if node.op.name in PRODUCTS]
-    inside_count = len(inside) - len(product_nodes(frozen.function))
-    if inside_count:
-        notes.append(f"{inside_count} products inside loops or branches stay in float")
-    whole = sorted({node.op.name for node in frozen.function.nodes if _hides_products(node)})
-    if whole:
-        notes.append(f"products inside {', '.join(whole)} stay in float")
-    if not row.is_here:
-        notes.append("kernels and times above are this machine's, not the target's")
-    return tuple(notes)
-
-
-def _hides_products(node: Node) -> bool:
-    """Whether an operator that runs as a whole, such as LSTM, multiplies inside."""
-    meaning = None if node.regions else expansion(TABLE, node)
-    return meaning is not None and any(n.op.name in PRODUCTS for n in meaning.walk())
-
-
-def _forgotten(module: Module, entry: str) -> tuple[str, ...]:
-    count = len(module.assigned(entry))
-    if not count:
-        return ()
-    return (f"{entry!r} assigns {count} state tensors; a bundle keeps no state, a plan does",)
 
 
 def _written(out: Path, spec: BundleSpec, report: Report) -> Report:

@@ -13,7 +13,9 @@ from typing import Final
 import numpy as np
 
 from triplane.unified_ir.ir.graph import Array, Node, Value
+from triplane.unified_ir.ops.build import note_contents
 from triplane.unified_ir.ops.evaluate import run_node
+from triplane.unified_ir.ops.row import Known
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize.frozen import Frozen, Rewrite, uses
 
@@ -31,10 +33,12 @@ def fold(frozen: Frozen) -> Frozen:
 def fold_constants(frozen: Frozen) -> Frozen:
     """Nodes that depend on nothing but weights and constants become weights or constants."""
     known = frozen.known()
+    contents: dict[Value, Known] = {}
     stems = {p: p.name for p in frozen.function.params}
     folded: dict[Node, list[Array]] = {}
     for node in frozen.function.nodes:
-        results = None if node.op.name == "Constant" else _evaluated(node, known)
+        note_contents(TABLE[node.op.domain, node.op.name], node, contents)
+        results = None if node.op.name == "Constant" else _evaluated(node, known, contents)
         if results is not None:
             folded[node] = results
             known.update(zip(node.outputs, results, strict=True))
@@ -55,7 +59,9 @@ def fold_constants(frozen: Frozen) -> Frozen:
         return made.finish()
 
 
-def _evaluated(node: Node, known: Mapping[Value, Array]) -> list[Array] | None:
+def _evaluated(
+    node: Node, known: Mapping[Value, Array], contents: Mapping[Value, Known]
+) -> list[Array] | None:
     if node.regions or not node.inputs or not node.outputs[0].type.dtype.is_float:
         return None
     if TABLE[node.op.domain, node.op.name].draws:
@@ -63,7 +69,8 @@ def _evaluated(node: Node, known: Mapping[Value, Array]) -> list[Array] | None:
     if not all(v is None or v in known for v in node.inputs):
         return None
     operands = [None if v is None else known[v] for v in node.inputs]
-    results = [np.asarray(y) for y in run_node(TABLE, node, operands, {})]
+    seen = [None if v is None else contents.get(v) for v in node.inputs]
+    results = [np.asarray(y) for y in run_node(TABLE, node, operands, {}, seen)]
     before = sum(x.nbytes for x in operands if x is not None)
     after = sum(y.nbytes for y in results)
     return results if after <= before + MAX_GROWTH_BYTES else None

@@ -123,5 +123,5 @@ def _evaluated(build: Build, row: Op, app: Application) -> Tensor | None:
     size = type_.size
     if not is_plain(type_) or not isinstance(size, int) or size > MAX_FOLDED:
         return None
-    (array,) = run_node(build.table, node, known, {})  # type: ignore[arg-type]
+    (array,) = run_node(build.table, node, known, {}, known)  # type: ignore[arg-type]
     return build.constant(array)

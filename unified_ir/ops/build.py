@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, Final, Self
 
 import numpy as np
@@ -31,7 +31,6 @@ MAX_SHARED_CONSTANT_BYTES: Final = 64
 
 MAX_SIZES: Final = 64
 """Contents of a longer constant are never sizes: a shape has 16 axes, bounds two per axis."""
-NOTHING_KNOWN: Final[Mapping[Value, Known]] = MappingProxyType({})
 
 RunNode = Callable[
     [Table, Node, Sequence[Array | None], Mapping[str, int], Sequence[Known | None]],
@@ -338,11 +337,12 @@ def body_function(
     types: tuple[TensorType | None, ...],
     attrs: Mapping[str, AttrValue],
     outputs: int,
-    known: Sequence[Known | None] = (),
+    known: Sequence[Known | None],
 ) -> Function:
     """A row's body as a function of its present operands, for the given types.
 
-    `known`: what is known of the operands' contents, sizes and axes among them.
+    `known`: what is known of the operands' contents, sizes and axes among them. A body may need
+    them, so no caller can leave them out.
     """
     frozen = tuple(sorted((k, _Frozen(v)) for k, v in attrs.items()))
     contents = tuple(
@@ -380,12 +380,10 @@ def _body_function(
     return build.finish(named)
 
 
-def expansion(
-    table: Table, node: Node, contents: Mapping[Value, Known] = NOTHING_KNOWN
-) -> Function | None:
+def expansion(table: Table, node: Node, contents: Mapping[Value, Known]) -> Function | None:
     """What a node means in other nodes, as a function of its present operands; None: primitive.
 
-    `contents`: what `note_contents` found in the nodes before it.
+    `contents`: what `note_contents` found in the nodes before it; see `all_contents`.
     """
     row = table[node.op.domain, node.op.name]
     if row.inline_region:
@@ -409,6 +407,14 @@ def note_contents(row: Op, node: Node, contents: dict[Value, Known]) -> None:
         found = contents.get(node.inputs[0])
         if isinstance(found, tuple):
             contents[node.outputs[0]] = found
+
+
+def all_contents(table: Table, function: Function) -> dict[Value, Known]:
+    """The known contents of a function's values, as inference saw them."""
+    contents: dict[Value, Known] = {}
+    for node in function.nodes:
+        note_contents(table[node.op.domain, node.op.name], node, contents)
+    return contents
 
 
 class _Identity:

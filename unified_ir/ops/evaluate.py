@@ -102,7 +102,7 @@ def run_node(
     node: Node,
     operands: Sequence[Array | None],
     sizes: Sizes,
-    known: Sequence[Known | None] = (),
+    known: Sequence[Known | None],
 ) -> tuple[Array, ...]:
     """Outputs of one node, checked against the inferred element types.
 

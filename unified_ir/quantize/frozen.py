@@ -17,7 +17,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir import Module, Role
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ir.types import type_of
-from triplane.unified_ir.ops.build import Build, expansion
+from triplane.unified_ir.ops.build import Build, all_contents, expansion
 from triplane.unified_ir.ops.inline import Replay, inline
 from triplane.unified_ir.ops.row import DOMAIN
 from triplane.unified_ir.ops.table import TABLE
@@ -184,10 +184,11 @@ class Rewrite:
 
 def expanded(frozen: Frozen) -> Frozen:
     """Own rows that are made of others opened up, so that passes see the products inside."""
-    while any(_meaning(node) for node in frozen.function.nodes):
+    while any(_opened(node) for node in frozen.function.nodes):
+        contents = all_contents(TABLE, frozen.function)
         with Rewrite(frozen) as made:
             for node in frozen.function.nodes:
-                meaning = _meaning(node)
+                meaning = expansion(TABLE, node, contents) if _opened(node) else None
                 if meaning is None:
                     made.keep(node)
                 else:
@@ -196,5 +197,7 @@ def expanded(frozen: Frozen) -> Frozen:
     return frozen
 
 
-def _meaning(node: Node) -> Function | None:
-    return expansion(TABLE, node) if node.op.domain == DOMAIN else None
+def _opened(node: Node) -> bool:
+    """Whether a node is of a row of our own that other rows define."""
+    row = TABLE[node.op.domain, node.op.name]
+    return row.domain == DOMAIN and (row.inline_region or row.body is not None)

@@ -1,0 +1,106 @@
+"""Sentences of the report about what a conversion did and did not do.
+
+A note informs; it never decides. So a note that cannot be computed becomes a sentence that says so,
+and the conversion goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from triplane.unified_ir.convert.residency import PRODUCTS, product_nodes
+from triplane.unified_ir.convert.targets import Target, instruction_note
+from triplane.unified_ir.ir import Module
+from triplane.unified_ir.ops.build import all_contents, expansion
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.quantize import Frozen, Scheme
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Converted:
+    """What the notes are about. scheme: of int8, None in float32."""
+
+    module: Module
+    entry: str
+    target: Target
+    frozen: Frozen
+    scheme: Scheme | None
+
+
+Note = Callable[[Converted], Iterable[str]]
+
+
+def notes(converted: Converted) -> tuple[str, ...]:
+    """The notes of a conversion, in order."""
+    wanted = (*(INT8 if converted.scheme is not None else ()), forgotten_state)
+    return tuple(text for note in wanted for text in _attempt(note, converted))
+
+
+def _attempt(note: Note, converted: Converted) -> list[str]:
+    try:
+        return list(note(converted))
+    except Exception as error:
+        _logger.exception("note failed", extra={"note": note.__name__})
+        what = note.__name__.replace("_", " ")
+        return [f"the note on {what} could not be computed: {type(error).__name__}: {error}"]
+
+
+def scheme_of_int8(converted: Converted) -> Iterator[str]:
+    """Integer types, and what this machine makes of them."""
+    scheme = converted.scheme
+    assert scheme is not None
+    bits = "7-bit weights" if scheme.name == "u8s7" else "8-bit weights"
+    about = instruction_note(converted.target)
+    yield f"scheme {scheme.name}: {bits}, one scale per channel; {about}"
+
+
+def products_in_regions(converted: Converted) -> Iterator[str]:
+    """Products inside loops and branches, which no pass reaches."""
+    function = converted.frozen.function
+    every = [node for node in function.walk() if node.op.name in PRODUCTS]
+    count = len(every) - len(product_nodes(function))
+    if count:
+        yield f"{count} products inside loops or branches stay in float"
+
+
+def products_in_operators(converted: Converted) -> Iterator[str]:
+    """Operators that run as a whole, such as LSTM, and multiply inside."""
+    function = converted.frozen.function
+    contents = all_contents(TABLE, function)
+    found = set()
+    for node in function.nodes:
+        meaning = None if node.regions else expansion(TABLE, node, contents)
+        if meaning is not None and any(n.op.name in PRODUCTS for n in meaning.walk()):
+            found.add(node.op.name)
+    if found:
+        yield f"products inside {', '.join(sorted(found))} stay in float"
+
+
+def other_machine(converted: Converted) -> Iterator[str]:
+    """Measurements on a machine that is not of the target's kind."""
+    if not converted.target.is_here:
+        yield "kernels and times above are this machine's, not the target's"
+
+
+def forgotten_state(converted: Converted) -> Iterator[str]:
+    """State that the entry assigns and a bundle does not keep."""
+    count = len(converted.module.assigned(converted.entry))
+    if count:
+        yield (
+            f"{converted.entry!r} assigns {count} state tensors; a bundle keeps no state, a plan "
+            "does"
+        )
+
+
+INT8: Final[tuple[Note, ...]] = (
+    scheme_of_int8,
+    products_in_regions,
+    products_in_operators,
+    other_machine,
+)
+"""Notes of a conversion to int8; `forgotten_state` is in every report."""
