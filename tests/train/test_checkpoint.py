@@ -329,6 +329,19 @@ def test_large_data_is_known_by_a_sample_and_batches_by_the_first(tmp_path, monk
         trainer().fit(batches[::-1], 1, checkpoint=tmp_path / "b", **QUIET)
 
 
+def test_a_message_about_another_optimizer_shows_what_differs_alone(tmp_path):
+    trainer(optimizer=optim.Adam(0.01), clip_norm=1.0).fit(data(), 1, checkpoint=tmp_path, **QUIET)
+    for other, said in (
+        (trainer(optimizer=optim.Adam(0.5), clip_norm=1.0), r"Recipe(optimizer=Adam(lr={}))"),
+        (trainer(optimizer=optim.Adam(0.01), clip_norm=2.0), r"Recipe(clip_norm={})"),
+    ):
+        with pytest.raises(Conflict) as raised:
+            other.fit(data(), 1, checkpoint=tmp_path, **QUIET)
+        values = ("0.01", "0.5") if "lr" in said else ("1.0", "2.0")
+        there, here = map(said.format, values)
+        assert f"another optimizer: {there} there, {here} here; go on" in str(raised.value)
+
+
 def test_an_objects_address_is_no_part_of_an_optimizer(tmp_path):
     for rate in (0.1, 0.1):
         made = trainer(optimizer=optim.SGD(Unsettled(rate)))

@@ -22,6 +22,7 @@ LOSSES = {
     "weighted": lambda: nn.SoftmaxCrossEntropy(weight=WEIGHT),
     "both": lambda: nn.SoftmaxCrossEntropy(weight=WEIGHT, ignore_index=1, label_smoothing=0.1),
     "zero": lambda: nn.SoftmaxCrossEntropy(weight=WEIGHT * [1, 0, 1]),
+    "smoothed": lambda: nn.SoftmaxCrossEntropy(weight=WEIGHT * [1, 0, 1], label_smoothing=0.1),
     "likelihood": lambda: nn.NegativeLogLikelihood(weight=WEIGHT, ignore_index=1),
 }
 each_loss = pytest.mark.parametrize("name", LOSSES)

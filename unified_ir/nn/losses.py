@@ -50,7 +50,9 @@ class Loss(Cell):
     def counted(self, output: ops.Tensor, target: ops.Tensor) -> ops.Tensor | None:
         """What this batch's mean divides by, a scalar; None where all samples count alike.
 
-        Means of several batches are weighted by it. Where it is 0 `construct` gives 0.
+        Means of several batches are weighted by it. Where it is 0 `construct` gives the sum: 0,
+        unless a loss has terms of labels that count 0, as smoothing has. The sum is then added to
+        that of the other batches, so that batches in parts mean what they mean whole.
         """
         del output, target
         return None
@@ -294,12 +296,11 @@ class CTC(Loss):
 
 
 def _mean(each: ops.Tensor, counted: ops.Tensor | None) -> ops.Tensor:
-    """The mean by what each counts: 0, and so its gradient, where nothing does."""
+    """The mean by what each counts; the sum where nothing does, see `Loss.counted`."""
     if counted is None:
         return each.mean()
     total = counted.sum()
-    nothing = total == 0.0
-    return ops.where(nothing, 0.0, each.sum() / ops.where(nothing, 1.0, total))
+    return each.sum() / ops.where(total == 0.0, 1.0, total)
 
 
 def _weight_like(weight: ArrayLike | None, like: ops.Tensor) -> ops.Tensor | None:

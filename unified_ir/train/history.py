@@ -61,7 +61,7 @@ class Place:
         self.step += 1
         self.rows += rows
         for name, value in results.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value * counted.get(name, rows)
+            self.sums[name] = self.sums.get(name, 0.0) + value * (counted.get(name, rows) or 1.0)
         for name, own in counted.items():
             self.counted[name] = self.counted.get(name, 0.0) + own
         for name, x in counts.items():

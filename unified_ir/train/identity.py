@@ -31,6 +31,8 @@ WHOLE_BYTES: Final = 64 << 20
 """Data up to this size is digested whole, beyond it by `SAMPLED_ROWS` rows."""
 SAMPLED_ROWS: Final = 4096
 DIGITS: Final = 16
+MAX_SHOWN: Final = 160
+"""Characters of a part that a message shows."""
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -79,8 +81,41 @@ def _shown(there: str, here: str) -> str:
     """Both texts, or where only their digests differ, that what they stand for does."""
     left, right = there.rpartition(" "), here.rpartition(" ")
     if left[0] == right[0] and left[0]:
-        return f"{left[0]} has digest {left[2]} there and {right[2]} here"
-    return f"{there} there, {here} here"
+        return f"{_short(left[0])} has digest {left[2]} there and {right[2]} here"
+    if _fields(left[0]) is not None and _fields(right[0]) is not None:
+        there, here = _differing(left[0], right[0])
+    return f"{_short(there)} there, {_short(here)} here"
+
+
+def _differing(there: str, here: str) -> tuple[str, str]:
+    """Two representations of dataclasses without the fields in which they agree."""
+    left, right = _fields(there), _fields(here)
+    if left is None or right is None or left[0] != right[0]:
+        return there, here
+    names = [n for n in {**left[1], **right[1]} if left[1].get(n) != right[1].get(n)]
+    pairs = [_differing(left[1].get(n, "absent"), right[1].get(n, "absent")) for n in names]
+    sides = [", ".join(map("{}={}".format, names, side)) for side in zip(*pairs, strict=True)]
+    return (f"{left[0]}({sides[0]})", f"{left[0]}({sides[1]})") if sides else (there, here)
+
+
+def _fields(text: str) -> tuple[str, dict[str, str]] | None:
+    """`Name(a=1, b=F(c=2))` as its name and each field's text; None where it has another form."""
+    name, bracket, inside = text.partition("(")
+    if not name.isidentifier() or not bracket or not inside.endswith(")"):
+        return None
+    parts, depth = [""], 0
+    for char in inside[:-1]:
+        depth += (char in "([{") - (char in ")]}")
+        if char == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += char
+    pairs = [part.strip().partition("=") for part in parts if part.strip()]
+    return (name, {n: value for n, _, value in pairs}) if all(e for _, e, _ in pairs) else None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
 def _network(model: Model) -> str:

@@ -124,7 +124,8 @@ class Recipe:
             found = self._when(fine, params, grads, state)
             return found | self._rescaled(None, fine, state), fine
         own = rows if counted is None else counted
-        sums = {k: state[slot_name(SUM, k)] + g * own for k, g in grads.items()}
+        share = own if counted is None else ops.where(own == 0.0, 1.0, own)
+        sums = {k: state[slot_name(SUM, k)] + g * share for k, g in grads.items()}
         total, left = state[ROWS] + own, state[LEFT] - 1
         due = left <= 0
         divisor = total if counted is None else ops.where(total == 0.0, 1.0, total)
