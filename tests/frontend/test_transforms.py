@@ -187,6 +187,39 @@ def test_checkpoint_computes_again_in_what_the_runtime_really_runs(tmp_path):
     assert counts == {"plain": 3, "kept": 6}
 
 
+def deep(f):
+    """Three functions, one inside the other."""
+
+    def middle(x):
+        return f(lambda y: f(ops.tanh)(y * ops.sin(y)))(x * x)
+
+    return f(middle)
+
+
+def test_nested_checkpoints_keep_values_and_gradients_of_both_orders():
+    plain, kept = deep(lambda f: f), deep(checkpoint)
+    np.testing.assert_allclose(graph(kept)(X), graph(plain)(X), rtol=1e-6)
+    for wrap in (
+        lambda f: grad(lambda x: f(x).sum()),
+        lambda f: grad(lambda x: (grad(lambda y: f(y).sum())(x) ** 2.0).sum()),
+    ):
+        np.testing.assert_allclose(wrap(kept)(X), wrap(plain)(X), rtol=1e-5)
+
+
+def test_a_checkpoint_under_a_plain_sum_computes_again(tmp_path):
+    """The cotangent of a sum is constant; the runtime must not see that the branch is too."""
+    import onnx
+
+    from triplane.unified_ir.runtime.session import SessionOptions
+
+    kept = checkpoint(lambda x: ops.sin(ops.exp(x)))
+    made = trace(grad(lambda z: kept(kept(z)).sum()), TensorSpec((4,)))
+    path = tmp_path / "kept.onnx"
+    OnnxEngine(options=SessionOptions(optimized_model_path=path)).compile(made)
+    nodes = [n.op_type for n, _ in _nodes(onnx.load(path).graph)]
+    assert nodes.count("If") == 2
+
+
 def test_auxiliary_results_come_back_and_are_not_differentiated():
     def f(x):
         y = x * x

@@ -31,6 +31,26 @@ def function(specs, body, name="f"):
     return build.finish(made)
 
 
+@pytest.mark.parametrize("levels", [2, 3])
+def test_branches_in_branches_with_constant_conditions_are_loaded(levels):
+    """onnxruntime 1.31 puts such branches in place of their Ifs, and fails at the second."""
+
+    def nested(x, level):
+        chosen = ops.constant(np.array([1.0, float(level)], np.float32)).sum() > 0.0
+
+        def then(x):
+            s = ops.sin(x)
+            y = ops.tanh(x * s) if level == 1 else nested(x * s, level - 1)
+            return y * s + y * x * ops.cos(x)
+
+        return ops.cond(chosen, then, lambda x: x, x)
+
+    made = function({"x": TensorSpec((2,))}, lambda x: {"y": nested(x, levels)})
+    x = np.array([0.3, 0.7], np.float32)
+    (wanted,) = engine("reference").compile(made)(x)
+    np.testing.assert_allclose(engine("onnx").compile(made)(x)[0], wanted, rtol=1e-6)
+
+
 def loss():
     """A small network with symbolic batch, a loop and integer labels."""
 

@@ -98,15 +98,20 @@ def _barrier(context: Context, node: Node) -> None:
     nothing does not hold for NaN, which a cast to an integer ends.
     """
     x, after = context.inputs(node)
-    flat = context.emit("Reshape", after, context.constant(np.array([-1])))
-    ends = [context.constant(np.array([n])) for n in (0, 1)]
-    first = context.emit("Slice", flat, *ends)
-    number = context.emit("ReduceSum", first, keepdims=0)
+    number = _first_number(context, after)
     nothing = context.emit(
         "Mul", context.emit("Cast", number, to=int64.onnx), context.constant(np.array(0))
     )
     shape = context.emit("Add", context.emit("Shape", x), nothing)
     context.add("Reshape", [x, shape], context.output_names(node))
+
+
+def _first_number(context: Context, name: str) -> str:
+    """The first element of a float tensor as a scalar; 0 where it has none."""
+    flat = context.emit("Reshape", name, context.constant(np.array([-1])))
+    ends = [context.constant(np.array([n])) for n in (0, 1)]
+    first = context.emit("Slice", flat, *ends)
+    return context.emit("ReduceSum", first, keepdims=0)
 
 
 def _constant(context: Context, node: Node) -> None:
@@ -450,6 +455,8 @@ def _blend(context: Context, old: str, new: str, momentum: Any, dtype: Any) -> s
 
 def _cond(context: Context, node: Node) -> None:
     predicate, *operands = context.inputs(node)
+    if any(n.op == node.op for region in node.regions for n in region.walk()):
+        predicate = _open_question(context, node, predicate)
     context.add(
         "If",
         [predicate],
@@ -457,6 +464,24 @@ def _cond(context: Context, node: Node) -> None:
         then_branch=context.region(node.regions[0], operands, "then"),
         else_branch=context.region(node.regions[1], operands, "else"),
     )
+
+
+def _open_question(context: Context, node: Node, predicate: str) -> str:
+    """The predicate, joined with an operand in a way that changes nothing.
+
+    Where onnxruntime 1.31 finds the predicates of two nested Ifs constant it puts the inner branch
+    in place of its If, then the outer one, and fails: Graph::InlineIfSubgraph takes the nodes in
+    the order of their making. A predicate that depends on an operand is no constant.
+    """
+    fixed = {tensor.name for tensor in context.tensors}
+    for value in node.inputs[1:]:
+        if value is not None and value.type.dtype.is_float and context.name_of(value) not in fixed:
+            number = _first_number(context, context.name_of(value))
+            zero = context.constant(np.zeros((), value.type.dtype.numpy))
+            positive = context.emit("Greater", number, zero)
+            never = context.emit("And", positive, context.emit("Not", positive))
+            return context.emit("Or", predicate, never)
+    return predicate
 
 
 def _custom(context: Context, node: Node) -> None:

@@ -964,7 +964,7 @@ def _checkpoint_linearize(
         operands = [*inputs, *(gs[i] for i in given)]
         found = recorder().apply(
             cond_row,
-            (_always(operands[len(inputs)]), *operands),
+            (_always(operands[len(inputs)], _varying(inputs)), *operands),
             {},
             regions=(back, _zeros_like(back)),
             outputs=len(wanted),
@@ -974,14 +974,28 @@ def _checkpoint_linearize(
     return made, pullback
 
 
-def _always(g: Tensor | None) -> Tensor:
+def _always(g: Tensor | None, operand: Tensor | None) -> Tensor:
     """True, in a way that no optimizer sees through, and known only when the cotangent is.
 
-    Else a runtime would find that the forward pass has computed it all, and keep that.
+    Else a runtime would find that the forward pass has computed it all, and keep that. The
+    cotangent may be a constant, as that of a sum is; so the number comes from the operand too.
     """
     assert g is not None
-    first = g.reshape(-1)[:1].sum()
+    first = _first_element(g)
+    if operand is not None:
+        first = first + _first_element(operand).cast(g.dtype)
     return emit("Or", first > 0.0, emit("Not", first > 0.0))
+
+
+def _first_element(x: Tensor) -> Tensor:
+    """A scalar; 0 where there are no elements."""
+    return x.reshape(-1)[:1].sum()
+
+
+def _varying(operands: Sequence[Tensor]) -> Tensor | None:
+    """The first operand of floats that is not a constant of the graph."""
+    floats = (x for x in operands if x.dtype.is_float and x.build.known(x) is None)
+    return next(floats, None)
 
 
 def _zeros_like(function: Function) -> Function:
