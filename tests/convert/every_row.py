@@ -23,9 +23,11 @@ def network(use: Use, place: str) -> Module | None:
     x: (1, FEATURES) -> Dense -> [the row] -> Dense; what the row gives besides floats is returned.
     """
     arrays = use.arrays(np.float32)
+    smooth = use.sample.smooth or range(len(arrays))
     floats = [
         i for i, a in enumerate(arrays)
-        if a is not None and a.dtype == np.float32 and a.size and not use.is_constant(i, a)
+        if a is not None and a.dtype == np.float32 and a.size and i in smooth
+        and not use.is_constant(i, a)
     ]  # fmt: skip
     if not floats:
         return None

@@ -17,8 +17,12 @@ USES = [
     for use in uses_of()
     if network(use, "weight") is not None and not {str(use), str(use.row)} & MISSING[TARGET_OPSET]
 ]
-SAMPLE = {"CenterCropPad-0", "Pad-0", "ReduceL2-0", "ReduceLogSumExp-0", "Resize-0", "Sigmoid-0"}
-"""Those whose bodies are made of their operands' contents, and one that is not."""
+SAMPLE = {
+    "AveragePool-3", "BatchNormalization-2", "CenterCropPad-0", "Pad-0", "ReduceL2-0",
+    "ReduceLogSumExp-0", "Resize-0", "Sigmoid-0",
+}  # fmt: skip
+"""Bodies made of operands' contents, a use without an integer kernel, one that leaves operands
+unread, and an ordinary one."""
 
 
 def use_named(name):

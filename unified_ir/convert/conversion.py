@@ -199,7 +199,7 @@ def convert(
         golden_inputs=shown,
         golden_outputs=goldens,
         report=report.record(),
-        adapt=adapt_graph(module, frozen.weights, row.onnx) if steps else None,
+        adapt=adapt_graph(module, shipped.artifact.weights, row.onnx) if steps else None,
     )
     return _written(Path(out), spec, report)
 

@@ -31,7 +31,7 @@ from onnx import (
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
-from triplane.unified_ir.ir.types import TensorType
+from triplane.unified_ir.ir.types import TensorType, float64, is_plain
 from triplane.unified_ir.onnx.lower import LOWER, RULES, Context
 from triplane.unified_ir.onnx.sizes import emit_dims
 from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
@@ -71,7 +71,11 @@ def emit(
     target: OnnxTarget = DEFAULT,
     initializers: Mapping[str, Initializer] | None = None,
 ) -> ModelProto:
-    """The function as a model; parameters named in `initializers` become part of it."""
+    """The function as a model; parameters named in `initializers` become part of it.
+
+    One that no emitted node reads is left out: onnxruntime drops such tensors while it loads, and
+    then refuses the array that was given for it.
+    """
     return emit_typed(function, target=target, initializers=initializers)[0]
 
 
@@ -159,9 +163,9 @@ class _Emitter(Context):
             self.note_sizes(param, param.name)
         self.body(self.function)
         outputs = self.outputs()
-        self._drop_unread([info.name for info in outputs])
+        read = self._drop_unread([info.name for info in outputs])
         inputs = [_info(p.name, p.type) for p in self.function.params if p.name not in self.held]
-        held = [p for p in self.function.params if p.name in self.held]
+        held = [p for p in self.function.params if p.name in self.held and p.name in read]
         initializers = [_held_tensor(p, self.held[p.name]) for p in held] + self.tensors
         return helper.make_graph(
             self.nodes, self.function.name, inputs, outputs, initializer=initializers
@@ -196,8 +200,8 @@ class _Emitter(Context):
             _rename(node.output, renamed)
         self.nodes = self.nodes[:first] + kept
 
-    def _drop_unread(self, finals: Sequence[str]) -> None:
-        """Drops what rules left unread, such as the sizes behind a Reshape to -1."""
+    def _drop_unread(self, finals: Sequence[str]) -> set[str]:
+        """Drops what rules left unread, such as the sizes behind a Reshape to -1; what is read."""
         read = set(finals)
         kept = []
         for node in reversed(self.nodes):
@@ -206,6 +210,7 @@ class _Emitter(Context):
                 read.update([*node.input, *_region_names(node)])
         self.nodes = kept[::-1]
         self.tensors = [t for t in self.tensors if t.name in read]
+        return read
 
     def body(self, function: Function) -> None:
         """Emits the nodes of a function whose parameters are already named."""
@@ -233,14 +238,29 @@ class _Emitter(Context):
         meaning = expansion(TABLE, node, self.contents)
         if meaning is None:
             raise InvalidInput(
-                f"{row} does not exist in opset {self.target.opset} and has no other form "
-                f"(at {node.meta.location}); choose a target with a newer opset"
+                f"{row} does not exist in opset {self.target.opset}{self._why_not(node)} and has "
+                f"no other form (at {node.meta.location}); choose a target with a newer opset"
             )
         self.inline(node, clean(renewed(meaning, f"inner_{self.counter[0]}")))
 
     def available(self, node: Node) -> bool:
-        """Whether the target's opset has the operator (in any version lowered by rule)."""
-        return bool(defs.has(node.op.name, self.target.opset, ""))
+        """Whether the target's opset has the operator (in any version lowered by rule).
+
+        Rows take float64 wherever they take float32; not every operator of ONNX does.
+        """
+        if not defs.has(node.op.name, self.target.opset, ""):
+            return False
+        schema = defs.get_schema(node.op.name, self.target.opset, "")
+        return all(
+            v is None
+            or not is_plain(v.type)
+            or v.type.dtype != float64
+            or "tensor(double)" in schema.inputs[min(i, len(schema.inputs) - 1)].types
+            for i, v in enumerate(node.inputs)
+        )
+
+    def _why_not(self, node: Node) -> str:
+        return " for float64" if defs.has(node.op.name, self.target.opset, "") else ""
 
     def plain(self, node: Node, **changes: Any) -> None:
         """The ONNX operator of the same name."""

@@ -474,9 +474,9 @@ def _open_question(context: Context, node: Node, predicate: str) -> str:
     the order of their making. A predicate that depends on an operand is no constant.
     """
     fixed = {tensor.name for tensor in context.tensors}
-    for value in node.inputs[1:]:
-        if value is not None and value.type.dtype.is_float and context.name_of(value) not in fixed:
-            number = _first_number(context, context.name_of(value))
+    for value, name in zip(node.inputs, context.inputs(node), strict=True):
+        if value is not None and value.type.dtype.is_float and name not in fixed:
+            number = _first_number(context, name)
             zero = context.constant(np.zeros((), value.type.dtype.numpy))
             positive = context.emit("Greater", number, zero)
             never = context.emit("And", positive, context.emit("Not", positive))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from onnx import ModelProto
+
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.onnx import External, Initializer, OnnxTarget, emit, serialize
 from triplane.unified_ir.quantize.frozen import Frozen
@@ -34,10 +36,21 @@ class Artifact:
 
 
 def artifact(frozen: Frozen, target: OnnxTarget | None = None) -> Artifact:
-    """The graph of a function; the same function gives the same bytes."""
-    offsets = weight_offsets(frozen.weights) if frozen.weights else {}
+    """The graph of a function and the weights that it reads; equal functions give equal bytes."""
+    target = target or OnnxTarget()
+    model = _emitted(frozen, frozen.weights, target)
+    read = {tensor.name for tensor in model.graph.initializer}
+    weights = {name: array for name, array in frozen.weights.items() if name in read}
+    if len(weights) < len(frozen.weights):
+        model = _emitted(frozen, weights, target)  # the offsets of those that stay have changed
+    return Artifact(serialize(model), weights)
+
+
+def _emitted(frozen: Frozen, weights: Mapping[str, Array], target: OnnxTarget) -> ModelProto:
+    """The graph with `weights` beside it; other arrays of the function are not read by it."""
+    offsets = weight_offsets(weights) if weights else {}
     held = {
-        name: Initializer(array, External(*offsets[name])) for name, array in frozen.weights.items()
+        name: Initializer(array, External(*offsets[name]) if name in offsets else None)
+        for name, array in frozen.weights.items()
     }
-    model = emit(frozen.function, target=target or OnnxTarget(), initializers=held)
-    return Artifact(serialize(model), frozen.weights)
+    return emit(frozen.function, target=target, initializers=held)

@@ -134,7 +134,9 @@ class _Finder:
         return self.first(node) in self.sites.root
 
     def mixes_sites(self, node: Node) -> bool:
-        """Whether each operand is a site or a constant, and one a site."""
+        """Whether a kernel exists, each operand is a site or a constant, and one a site."""
+        if any(d != 1 for d in node.attrs.get("dilations") or ()):  # type: ignore[union-attr]
+            return False  # QLinearAveragePool has no dilations
         xs = [v for v in node.inputs if v is not None]
         return any(x in self.sites.root for x in xs) and all(
             x in self.sites.root or (x in self.known and self.known[x].dtype == "float32")
