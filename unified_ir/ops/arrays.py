@@ -109,7 +109,13 @@ def vector_norm(
         return abs(x).max(axis, keepdims=keepdims)
     if not order > 0.0:
         raise InvalidInput(f"vector_norm takes an order above 0, got {order}")
-    total = (abs(x) ** float(order)).sum(axis, keepdims=keepdims)
+    size = abs(x)
+    # Below order 1 the slope at 0 is infinite; it is 0 here, as in PyTorch.
+    inside = size if order >= 1.0 else where(size == 0.0, 1.0, size)
+    powers = inside ** float(order)
+    total = (powers if order >= 1.0 else where(size == 0.0, 0.0, powers)).sum(
+        axis, keepdims=keepdims
+    )
     return where(total == 0.0, 0.0, where(total == 0.0, 1.0, total) ** (1.0 / order))
 
 

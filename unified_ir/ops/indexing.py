@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, Expr
+from triplane.unified_ir.ir.dims import Dim, Expr, product
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, int64
 from triplane.unified_ir.ops import batching
@@ -68,13 +68,17 @@ Put = Callable[..., Tensor]
 
 
 def _scatter_vjp(
-    g: Tensor, y: Tensor, x: Tensor, updates: Tensor, *, reduction: str, take: Take, put: Put
-) -> tuple[Tensor, Tensor]:
-    """Cotangents of x and of the updates. Extremes that tie share equally, as in PyTorch."""
+    g: Tensor, y: Tensor, x: Tensor, updates: Tensor, *,
+    reduction: str, take: Take, put: Put, stays: Callable[[], Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Cotangents of x and of the updates. Extremes that tie share equally, as in PyTorch.
+
+    stays: which updates were not overwritten, in a shape that broadcasts to theirs.
+    """
     if reduction == "add":
         return g, take(g)
     if reduction == "none":
-        return put(g, updates * 0.0, "none"), take(g)
+        return put(g, updates * 0.0, "none"), where(stays(), take(g), 0.0)
     if reduction == "mul":
         ones = broadcast_to(x.build.admit(1, x.dtype), x.shape)
         return g * put(ones, updates, "mul"), take(g * x) * _other_updates(ones, updates, take, put)
@@ -103,8 +107,22 @@ def _scatter_nd_vjp(
     def take(t: Tensor) -> Tensor:
         return gather_nd(t, index)
 
-    d_x, d_updates = _scatter_vjp(g, y, x, updates, reduction=reduction, take=take, put=put)
+    def stays() -> Tensor:
+        count, depth = index.shape[:-1], int(index.shape[-1])  # type: ignore[arg-type]
+        number = _numbers(count)
+        written = scatter_nd(zeros(x.shape[:depth], int64), index, number)
+        kept = gather_nd(written, index) == number
+        return kept.reshape((*count, *[1] * (updates.rank - len(count))))
+
+    d_x, d_updates = _scatter_vjp(
+        g, y, x, updates, reduction=reduction, take=take, put=put, stays=stays
+    )
     return d_x, None, d_updates
+
+
+def _numbers(shape: tuple[Dim, ...]) -> Tensor:
+    """0, 1, ... in a shape: writing them by a scatter tells which of its updates stays."""
+    return arange(product(shape)).reshape(shape)
 
 
 def _written(call: Call, wanted: tuple[Dim, ...]) -> Types:
@@ -158,6 +176,7 @@ scatter_nd = Op(
         sample(normal(5, 2), given([[1], [-2], [1]]), normal(3, 2), reduction="mul"),
         sample(apart(5, 2), given([[1], [-2], [1]]), between(0.01, 0.09, 3, 2), reduction="max"),
         sample(apart(5, 2), given([[1], [-2], [1]]), between(0.01, 0.09, 3, 2), reduction="min"),
+        sample(normal(5, 2), given([[1], [-2], [3], [1]]), normal(4, 2)),
     ),
 )
 
@@ -256,7 +275,13 @@ def _scatter_elements_vjp(
     def take(t: Tensor) -> Tensor:
         return gather_elements(t, index, axis=axis)
 
-    d_x, d_updates = _scatter_vjp(g, y, x, updates, reduction=reduction, take=take, put=put)
+    def stays() -> Tensor:
+        number = _numbers(updates.shape)
+        return take(put(zeros(x.shape, int64), number, "none")) == number
+
+    d_x, d_updates = _scatter_vjp(
+        g, y, x, updates, reduction=reduction, take=take, put=put, stays=stays
+    )
     return d_x, None, d_updates
 
 
@@ -275,6 +300,7 @@ scatter_elements = Op(
                reduction="mul"),
         sample(apart(3, 4), _places, between(0.01, 0.09, 3, 1), axis=1, reduction="max"),
         sample(apart(3, 4), _places, between(0.01, 0.09, 3, 1), axis=1, reduction="min"),
+        sample(normal(3, 4), given([[0, 2, 0], [2, 2, -2]]), normal(2, 3), axis=1),
     ),
 )  # fmt: skip
 

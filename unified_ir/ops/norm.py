@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.types import ShapeError, TensorType, float32
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import ShapeError, TensorType, float32, float64
 from triplane.unified_ir.ops.elementwise import as_like, reciprocal, sqrt
 from triplane.unified_ir.ops.row import Call, Op
 from triplane.unified_ir.ops.samples import between, normal, sample
@@ -183,10 +184,16 @@ def _layer_norm_linearize(
     return ys[:outputs], pull
 
 
+def in_single(node: Node, opset: int) -> bool:
+    """ONNX's operator keeps statistics in float32 whatever its operand is."""
+    return node.outputs[0].type.dtype != float64
+
+
 layer_norm_row = Op(
     name="LayerNormalization",
     body=_layer_norm,
     linearize=_layer_norm_linearize,
+    native=in_single,
     samples=(
         sample(normal(2, 3, 4), between(0.5, 2, 4), normal(4)),
         sample(normal(2, 3, 4), between(0.5, 2, 3, 4), axis=1),

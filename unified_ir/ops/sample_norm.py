@@ -13,11 +13,11 @@ from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops.elementwise import abs_, as_like, pow_, reciprocal, sqrt
 from triplane.unified_ir.ops.mean_pool import average_pool_row
-from triplane.unified_ir.ops.norm import layer_norm_row, widened
+from triplane.unified_ir.ops.norm import in_single, layer_norm_row, widened
 from triplane.unified_ir.ops.row import Op
 from triplane.unified_ir.ops.samples import apart, between, normal, sample
 from triplane.unified_ir.ops.structure import ones, where
-from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.ops.tensor import Tensor, root
 
 
 def _per_channel(y: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
@@ -88,6 +88,7 @@ def _rms_norm(x: Tensor, scale: Tensor, *, axis: int, epsilon: float, stash_type
 rms_norm_row = Op(
     name="RMSNormalization",
     body=_rms_norm,
+    native=in_single,
     samples=(
         sample(normal(2, 3, 4), between(0.5, 2, 4)),
         sample(normal(2, 3, 4), between(0.5, 2, 3, 4), axis=1, epsilon=0.1),
@@ -118,7 +119,7 @@ lp_normalization = Op(
 def _mean_variance(x: Tensor, *, axes: Sequence[int]) -> Tensor:
     """(x - mean) / (sqrt(var) + 1e-9) over `axes`."""
     centred = x - x.mean(axes, keepdims=True)
-    deviation = sqrt((centred * centred).mean(axes, keepdims=True))
+    deviation = root((centred * centred).mean(axes, keepdims=True))
     return centred / (deviation + as_like(1e-9, x))
 
 

@@ -329,8 +329,12 @@ class Tensor:
         return (away * away).sum(axis, keepdims=keepdims) / divisor.cast(x.dtype)
 
     def std(self, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
-        """The square root of `var`."""
-        return emit("Sqrt", self.var(axis, correction=correction, keepdims=keepdims))
+        """The square root of `var`; of equal elements it is 0 and has slope 0, as in PyTorch."""
+        x = _fractions(self)
+        # The mean of equal numbers may be off by a rounding, and a deviation of a rounding has a
+        # slope of order 1. Their distances from the largest are exactly 0, and so is their mean.
+        top = reduce("ReduceMax", x, axis, keepdims=True).detach()
+        return root((x - top).var(axis, correction=correction, keepdims=keepdims))
 
     def argmax(self, axis: int | None = None, *, keepdims: bool = False) -> Tensor:
         """Position of the first maximum along `axis`, int64; by default of all, in order."""
@@ -363,6 +367,12 @@ def _power(a: Any, b: Any) -> Tensor:
     if _is_whole(a) and not _is_whole(b):
         a = as_tensor(a).cast(as_dtype(b.dtype) if hasattr(b, "dtype") else "float32")
     return emit("Pow", a, b)
+
+
+def root(x: Tensor) -> Tensor:
+    """The square root, with slope 0 at 0."""
+    level = x == 0.0
+    return emit("Where", level, 0.0, emit("Sqrt", emit("Where", level, 1.0, x)))
 
 
 def _bitwise(name: str, *operands: Any) -> Tensor:

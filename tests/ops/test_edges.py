@@ -1,0 +1,134 @@
+"""Gradients where a formula divides by zero, ties, or writes one place twice.
+
+Expected values are PyTorch's where PyTorch has the operator.
+"""
+
+import numpy as np
+import pytest
+from tests.conformance import checks
+from tests.conformance.uses import differentiable, recorded, slope, weighted_sum
+
+from triplane.unified_ir import TensorSpec, grad, graph, ops
+from triplane.unified_ir.autodiff import value_and_grad
+from triplane.unified_ir.engines import engine
+from triplane.unified_ir.engines.onnx import OnnxEngine
+from triplane.unified_ir.engines.reference import ReferenceEngine
+from triplane.unified_ir.frontend import trace
+from triplane.unified_ir.onnx import OnnxTarget
+
+ENGINES = ("onnx", "reference")
+LEVEL = [np.full(n, v, np.float32) for n in (1, 3, 7) for v in (1.0, 0.1, -3e4 / 7)]
+
+
+def slopes(f, x, name="onnx"):
+    """The gradient of the sum of f's results."""
+    spec = TensorSpec(x.shape, x.dtype.name)
+    function = trace(lambda x: f(x).sum(), spec)
+    return engine(name).compile(value_and_grad(function))(x)[1]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("x", LEVEL, ids=lambda x: f"{x.size} of {x[0]:.3g}")
+def test_the_deviation_of_equal_values_has_slope_zero(x, name):
+    np.testing.assert_array_equal(slopes(ops.std, x, name), np.zeros_like(x))
+
+
+def test_the_deviation_of_a_constant_row_leaves_the_other_rows_alone():
+    x = np.array([[0.3] * 5, [1, 2, 4, 8, 16]], np.float32)
+    wanted = (x[1] - x[1].mean()) / (5 * x[1].std())
+    found = slopes(lambda x: ops.std(x, 1), x)
+    np.testing.assert_array_equal(found[0], np.zeros(5))
+    np.testing.assert_allclose(found[1], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("order", [0.5, 1, 1.5, 2, 3])
+def test_a_vector_norm_has_slope_zero_at_zero(order):
+    found = slopes(lambda x: ops.vector_norm(x, order), np.zeros(3, np.float32))
+    np.testing.assert_array_equal(found, np.zeros(3))
+
+
+def test_a_vector_norm_below_order_one_passes_zeros_by():
+    found = slopes(lambda x: ops.vector_norm(x, 0.5), np.array([0, 1, 4], np.float32))
+    np.testing.assert_allclose(found, [0.0, 3.0, 1.5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_overwritten_update_has_gradient_zero(name):
+    place, factor = np.array([1, 1, 2, -2]), np.array([1, 10, 100, 1000], np.float32)
+    x, updates = np.zeros(4, np.float32), np.array([5, 6, 7, 8], np.float32)
+    specs = (TensorSpec((4,)), TensorSpec((4,)))
+
+    def elements(x, u):
+        return (ops.scatter_elements(x, place, u, axis=0) * factor).sum()
+
+    def nd(x, u):
+        return (ops.scatter_nd(x, place[:, None], u) * factor).sum()
+
+    for f in (elements, nd):
+        value, d_x, d_updates = engine(name).compile(value_and_grad(trace(f, *specs)))(x, updates)
+        assert value == 6 * 10 + 8 * 100
+        np.testing.assert_array_equal(d_x, [1, 0, 0, 1000])
+        np.testing.assert_array_equal(d_updates, [0, 10, 0, 100])
+
+
+def test_a_whole_number_to_a_negative_whole_power_is_cut_off():
+    x = np.array([-2, -1, 0, 3], np.int64)
+    np.testing.assert_array_equal(graph(lambda x: 2**x)(x), [0, 0, 1, 8])
+    np.testing.assert_array_equal(graph(lambda x: (-1) ** x)(x), [1, -1, 1, -1])
+
+
+# Where the value is finite the gradient is too; where PyTorch's is infinite, ours is.
+INFINITE = {
+    ("Sqrt", "zeros"), ("Asin", "ones"), ("Asin", "minus ones"), ("Acos", "ones"),
+    ("Acos", "minus ones"), ("Acosh", "ones"),
+}  # fmt: skip
+FILLS = {"zeros": 0.0, "ones": 1.0, "minus ones": -1.0, "equal": 0.3}
+FIRST = [use for use in differentiable() if use.number == 0]
+
+
+@pytest.mark.parametrize("use", FIRST, ids=str)
+def test_a_finite_value_of_equal_operands_has_a_finite_gradient(use):
+    function, args = recorded(use, np.float64)
+    scalar, names = weighted_sum(function, np.float64), use.smooth(args)
+    if scalar is None or not names:
+        return
+    program = ReferenceEngine().compile(value_and_grad(scalar, names))
+    for name in names:
+        for fill, value in FILLS.items():
+            given = {**args, name: np.full_like(args[name], value)}
+            y, *found = program(*given.values())
+            finite = all(np.isfinite(g).all() for g in found)
+            if (str(use.row), fill) in INFINITE:
+                assert not any(np.isnan(g).any() for g in found), (name, fill)
+            else:
+                assert finite or not np.isfinite(y), (name, fill)
+
+
+NORMS = [
+    use
+    for use in differentiable()
+    if str(use.row)
+    in {"BatchNormalization", "GroupNormalization", "LayerNormalization", "RMSNormalization"}
+]
+
+
+@pytest.mark.parametrize("opset", [17, 21, 26])
+@pytest.mark.parametrize("use", NORMS, ids=str)
+def test_norms_of_float64_have_gradients_of_both_orders_on_onnxruntime(use, opset):
+    function, args = recorded(use, np.float64)
+    scalar, names = weighted_sum(function, np.float64), use.smooth(args)
+    directions = {n: np.ones_like(args[n]) for n in names}
+    first = value_and_grad(scalar, names)
+    second = value_and_grad(slope(scalar, names, directions), names)
+    for f in (function, first, second):
+        wanted = ReferenceEngine().compile(f)(*args.values())
+        found = OnnxEngine(target=OnnxTarget(opset)).compile(f)(*args.values())
+        checks.agree(found, wanted, str(use), close={"rtol": 1e-9, "atol": 1e-9})
+
+
+def test_a_gradient_of_a_gradient_of_the_deviation_is_finite_at_equal_values():
+    def inner(v):
+        return ops.std(v)
+
+    found = grad(lambda v: (grad(inner)(v) * v).sum())(np.ones(3, np.float32))
+    assert np.isfinite(found).all()
