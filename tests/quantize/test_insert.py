@@ -327,3 +327,39 @@ def test_nothing_is_rounded_for_a_product_that_stays_in_float():
     x = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
     _, made = quantized(module, x)
     assert kinds(made).count("QuantizeLinear") == 2
+
+
+class Unrolled(nn.Cell):
+    """One weight in three steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.step = nn.Dense(16, 16)
+        self.head = nn.Dense(16, 4)
+
+    def construct(self, x):
+        for _ in range(3):
+            x = ops.relu(self.step(x)) + x
+        return self.head(x)
+
+
+@x64
+def test_a_weight_that_is_used_three_times_is_stored_once():
+    module = nets.module_of(nets.shaken(Unrolled()), TensorSpec(("N", 16)))
+    x = np.random.default_rng(1).standard_normal((32, 16)).astype(np.float32)
+    frozen, made = quantized(module, x)
+    stored = artifact(made)
+    names = [name for name in stored.weights if name.startswith("step.weight")]
+    assert names == ["step.weight.int8"]
+    assert residency(stored).all_int8
+    y = stored.session().run({"x": x})["logits"]
+    wanted = artifact(frozen).session().run({"x": x})["logits"]
+    assert decibel(wanted, y) > 25
+
+
+def test_no_two_weights_of_an_integer_graph_are_equal():
+    module = nets.module_of(nets.shaken(Unrolled()), TensorSpec(("N", 16)))
+    x = np.random.default_rng(1).standard_normal((32, 16)).astype(np.float32)
+    _, made = quantized(module, x)
+    kept = [(a.dtype.str, a.shape, a.tobytes()) for a in artifact(made).weights.values()]
+    assert len(set(kept)) == len(kept)

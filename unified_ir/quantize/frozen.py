@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from types import TracebackType
 from typing import Final, Self
+
+import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir import Module, Role
@@ -115,6 +118,7 @@ class Rewrite:
         self.weights: dict[str, Array] = dict(frozen.weights)
         self._build = Build(TABLE, frozen.function.name)
         self._names = set(frozen.function.param_names)
+        self._added: dict[tuple[str, tuple[int, ...], bytes], Tensor] = {}
 
     def __enter__(self) -> Self:
         self._build.__enter__()
@@ -160,7 +164,17 @@ class Rewrite:
             self.put(value, tensor)
 
     def weight(self, name: str, array: Array) -> Tensor:
-        """A new weight called `name`, or `name.1`, `name.2` where that is taken."""
+        """A new weight called `name`, or `name.1`, `name.2` where that is taken.
+
+        An array that this rewrite has added before is the same weight: one that several nodes read,
+        or that several passes make of one, is stored once.
+        """
+        key = (array.dtype.str, array.shape, sha256(np.ascontiguousarray(array).data).digest())
+        if key not in self._added:
+            self._added[key] = self._new_weight(name, array)
+        return self._added[key]
+
+    def _new_weight(self, name: str, array: Array) -> Tensor:
         unique, n = name, 0
         while unique in self._names:
             n += 1
