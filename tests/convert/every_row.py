@@ -9,6 +9,8 @@ from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
 
 SAMPLES, FEATURES = 4, 6
+ON_AN_EDGE = {"MelWeightMatrix-0"}
+"""Uses whose operands must not move: its lowest frequency is 0."""
 STRENGTH = 1e-3
 """How much an input moves the row's operands: within the domain of each row."""
 
@@ -29,7 +31,7 @@ def network(use: Use, place: str) -> Module | None:
         if a is not None and a.dtype == np.float32 and a.size and i in smooth
         and not use.is_constant(i, a)
     ]  # fmt: skip
-    if not floats:
+    if not floats or (place == "activation" and str(use) in ON_AN_EDGE):
         return None
     rng = np.random.default_rng(3)
     state = {}

@@ -55,6 +55,15 @@ def test_the_report_tells_kernels_sizes_and_noise(int8):
     assert "test" in report.layers[0].location or "nets.py" in report.layers[0].location
 
 
+def test_the_report_tells_which_share_of_the_time_runs_on_integers(int8):
+    report, _ = int8
+    shares = report.record()["time_shares"]
+    assert 0 < shares["integer"] <= 1
+    total = shares["integer"] + shares["conversions"] + sum(shares["other"].values())
+    assert total == pytest.approx(1, abs=0.01)
+    assert f"{100 * report.shares.integer:.0f} % of the time on integers" in str(report)
+
+
 def test_the_bundle_says_what_it_is(int8):
     report, bundle = int8
     assert (bundle.name, bundle.version, bundle.target) == ("digits", "7", "ort-x64")

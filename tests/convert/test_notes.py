@@ -22,4 +22,4 @@ def test_a_note_that_cannot_be_computed_is_a_sentence_and_no_failure(caplog):
         first, *_, last = notes(converted)
     assert first.startswith("scheme u8s8: 8-bit weights")
     assert last.startswith("the note on forgotten state could not be computed: InvalidInput: ")
-    assert caplog.records[0].note == "forgotten_state"
+    assert caplog.records[0].part == "the note on forgotten state"

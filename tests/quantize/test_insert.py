@@ -18,8 +18,10 @@ from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.evaluate import run_function
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import (
+    IN_PARTS,
     Range,
     artifact,
+    expanded,
     find_sites,
     freeze,
     insert,
@@ -36,7 +38,7 @@ x64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels of x64"
 
 
 def quantized(module, x, name="u8s8"):
-    frozen = fold(freeze(module, "predict"))
+    frozen = expanded(fold(freeze(module, "predict")), IN_PARTS)
     sites = find_sites(frozen)
     ranges = site_ranges(sites, observe(frozen, sites.roots, {"x": x}))
     return frozen, insert(frozen, sites, ranges, scheme(name))
@@ -363,3 +365,41 @@ def test_no_two_weights_of_an_integer_graph_are_equal():
     _, made = quantized(module, x)
     kept = [(a.dtype.str, a.shape, a.tobytes()) for a in artifact(made).weights.values()]
     assert len(set(kept)) == len(kept)
+
+
+class Gated(nn.Cell):
+    """An inverted residual with a gate by channel."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.activation = activation
+        self.wide = nn.Conv2d(1, 8, 3, padding="same")
+        self.gate = nn.Conv2d(8, 8, 1)
+        self.narrow = nn.Conv2d(8, 4, 1)
+        self.head = nn.Dense(4, 10)
+
+    def construct(self, x):
+        x = self.activation(self.wide(x))
+        gate = ops.sigmoid(self.gate(ops.global_average_pool(x)))
+        x = self.activation(self.narrow(x * gate))
+        return self.head(ops.flatten(ops.global_average_pool(x)))
+
+
+ACTIVATIONS = {
+    "silu": ops.silu,
+    "leaky_relu": lambda x: ops.leaky_relu(x, alpha=0.1),
+    "hard_swish": ops.hard_swish,
+}
+
+
+@x64
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_between_products_nothing_leaves_the_integers(name):
+    module, x = nets.module_of(nets.shaken(Gated(ACTIVATIONS[name])), nets.IMAGE), nets.images()
+    frozen, made = quantized(module, x)
+    found = residency(artifact(made))
+    assert found.all_int8, found
+    assert set(found.other) <= {"Reshape", "Squeeze", "Transpose"}, found
+    assert sum(found.casts.values()) == 1, found
+    wanted = artifact(frozen).session().run({"x": x})["logits"]
+    assert decibel(wanted, artifact(made).session().run({"x": x})["logits"]) > 20

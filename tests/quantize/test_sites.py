@@ -32,6 +32,8 @@ MIDDLES = {
     "AveragePool": lambda y: ops.avg_pool(y, 2),
     "GlobalAveragePool": ops.global_average_pool,
     "Concat": lambda y: ops.concat([y, ops.max_pool(y, 3, stride=1, padding=1)], axis=1),
+    "Sigmoid": ops.sigmoid,
+    "LeakyRelu": lambda y: ops.leaky_relu(y, alpha=0.1),
     "Relu": ops.relu,
     "Clip": lambda y: ops.clip(y, 0.0, 6.0),
 }

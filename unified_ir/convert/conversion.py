@@ -21,7 +21,7 @@ from triplane.unified_ir.convert.checks import check_against_reference, check_fi
 from triplane.unified_ir.convert.describe import Labels, check_names, describe
 from triplane.unified_ir.convert.fold import FOLDED, fold
 from triplane.unified_ir.convert.latency import Latency, measure_latency
-from triplane.unified_ir.convert.notes import Converted, notes
+from triplane.unified_ir.convert.notes import Converted, attempt, notes
 from triplane.unified_ir.convert.report import Accuracy, Layer, Report, Size
 from triplane.unified_ir.convert.residency import (
     INTEGER,
@@ -37,6 +37,7 @@ from triplane.unified_ir.convert.samples import (
     digest,
     generated,
 )
+from triplane.unified_ir.convert.shares import time_shares
 from triplane.unified_ir.convert.targets import (
     Target,
     cpu_flags,
@@ -49,12 +50,14 @@ from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.graph import Array, Node
 from triplane.unified_ir.ops.check import load
 from triplane.unified_ir.quantize import (
+    IN_PARTS,
     Artifact,
     Frozen,
     Samples,
     Scheme,
     Sites,
     artifact,
+    expanded,
     find_sites,
     freeze,
     insert,
@@ -92,8 +95,9 @@ class _Form:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Int8(_Form):
-    """The integer form and what was learnt on the way."""
+    """The integer form and what was learnt on the way; source: the float function it is made of."""
 
+    source: Frozen
     sites: Sites
     scheme: Scheme
     snr_db: Mapping[Node, float | None]
@@ -168,11 +172,17 @@ def convert(
         model_digest=model_digest,
         adapt_steps=steps,
     )
-    resident = residency(shipped.artifact)
+    found, failed = attempt("the list of kernels", lambda: residency(shipped.artifact))
+    resident = found or Resident({}, {}, {}, ())
     progress("timing float32" + (" and int8 in turn" if int8 else ""))
     latency = _latency(frozen, row, plain, int8, samples)
     if labelled is not None:
         progress(f"measuring accuracy on {len(labelled[1])} samples")
+    shares = None
+    if int8 is not None:
+        one, made = first(frozen, samples, 1), int8.artifact
+        shares, more = attempt("the share of time on integers", lambda: time_shares(made, one))
+        failed += more
     scheme = int8.scheme if int8 else None
     about = Converted(module=module, entry=entry, target=row, frozen=frozen, scheme=scheme)
     report = Report(
@@ -187,7 +197,8 @@ def convert(
         residency=resident,
         machine=_machine(),
         calibration=_calibration_record(calibration, samples),
-        notes=notes(about),
+        shares=shares,
+        notes=(*notes(about), *failed),
     )
     report = replace(report, notes=(*report.notes, *budgets.check(report)))
     if out is None:
@@ -249,6 +260,7 @@ def _form(frozen: Frozen, row: Target) -> _Form:
 
 
 def _quantized(frozen: Frozen, row: Target, scheme: Scheme, samples: Samples) -> _Int8:
+    frozen = expanded(frozen, IN_PARTS)
     sites = find_sites(frozen)
     if not sites.roots:
         raise InvalidInput(
@@ -263,7 +275,7 @@ def _quantized(frozen: Frozen, row: Target, scheme: Scheme, samples: Samples) ->
     levels = noise(frozen, sites, ranges, scheme, watched, few)
     form = _form(made, row)
     snr_db = dict(zip(products, levels, strict=True))
-    return _Int8(made, form.artifact, form.session, sites, scheme, snr_db)
+    return _Int8(made, form.artifact, form.session, frozen, sites, scheme, snr_db)
 
 
 def _reasons(sites: Sites) -> str:
@@ -305,7 +317,7 @@ def _layers(
     frozen: Frozen, int8: _Int8 | None, resident: Resident, row: Target
 ) -> tuple[Layer, ...]:
     """One row per product, in the function's order."""
-    nodes = product_nodes(frozen.function)
+    nodes = product_nodes((int8.source if int8 else frozen).function)
     alike = len(nodes) == len(resident.products)
     kernels = resident.products if alike else (UNKNOWN,) * len(nodes)
     return tuple(

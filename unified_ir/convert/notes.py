@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from triplane.unified_ir.convert.residency import PRODUCTS, product_nodes
 from triplane.unified_ir.convert.targets import Target, instruction_note
@@ -19,6 +19,7 @@ from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import Frozen, Scheme
 
 _logger = logging.getLogger(__name__)
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -41,13 +42,19 @@ def notes(converted: Converted) -> tuple[str, ...]:
     return tuple(text for note in wanted for text in _attempt(note, converted))
 
 
-def _attempt(note: Note, converted: Converted) -> list[str]:
+def _attempt(note: Note, converted: Converted) -> tuple[str, ...]:
+    what = f"the note on {note.__name__.replace('_', ' ')}"
+    found, failed = attempt(what, lambda: tuple(note(converted)))
+    return failed if found is None else found
+
+
+def attempt(what: str, compute: Callable[[], Found]) -> tuple[Found | None, tuple[str, ...]]:
+    """What informs about a conversion, or None with a note that says why it is missing."""
     try:
-        return list(note(converted))
+        return compute(), ()
     except Exception as error:
-        _logger.exception("note failed", extra={"note": note.__name__})
-        what = note.__name__.replace("_", " ")
-        return [f"the note on {what} could not be computed: {type(error).__name__}: {error}"]
+        _logger.exception("part of a report failed", extra={"part": what})
+        return None, (f"{what} could not be computed: {type(error).__name__}: {error}",)
 
 
 def scheme_of_int8(converted: Converted) -> Iterator[str]:

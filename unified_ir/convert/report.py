@@ -15,6 +15,7 @@ from typing import Any, Final
 from triplane.unified_ir.convert.chart import bar_chart, stack
 from triplane.unified_ir.convert.latency import Latency, Quartiles
 from triplane.unified_ir.convert.residency import Resident
+from triplane.unified_ir.convert.shares import Shares
 
 TINY_S: Final = 200e-6
 """A float inference shorter than this is mostly overhead, which int8 adds to."""
@@ -81,6 +82,8 @@ class Report:
     residency: Resident
     machine: Mapping[str, str]
     calibration: Mapping[str, Any] = field(default_factory=dict)
+    shares: Shares | None = None
+    """Of the time of an int8 call."""
     notes: tuple[str, ...] = ()
     digest: str = ""
     content_digest: str = ""
@@ -113,6 +116,8 @@ class Report:
             return "the network is too small for int8 to pay"
         if in_float:
             return f"{in_float} of {len(self.layers)} layers stayed in float"
+        if self.shares:
+            return str(self.shares)
         return "converting to bytes and back costs more than the products save"
 
     def _undecided_why(self) -> str:
@@ -143,6 +148,8 @@ class Report:
         rows.append(("size", size))
         if self.latency:
             rows += _latency_rows(self.latency)
+        if self.shares:
+            rows.append(("time", str(self.shares)))
         if self.accuracy:
             rows.append(("accuracy", _accuracy_words(self.accuracy, self.is_int8)))
         elif self.is_int8:
@@ -190,6 +197,7 @@ class Report:
                 "int8_weights": s.int8_weights,
             },
             "latency": self.latency.record() if self.latency else None,
+            "time_shares": self.shares.record() if self.shares else None,
             "accuracy": None
             if a is None
             else {

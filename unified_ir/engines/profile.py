@@ -89,6 +89,28 @@ def profiled(
     return _profile(_self_times(events), places, total, calls)
 
 
+def kernel_shares(
+    open_session: Callable[[SessionOptions], Session], feeds: Mapping[str, Array], calls: int
+) -> dict[str, float]:
+    """Share of the time of a call by kind of kernel, largest first; the shares add up to 1.
+
+    open_session: a session on the graph, with the options given.
+    """
+    with TemporaryDirectory() as folder:
+        session = open_session(SessionOptions(profile_prefix=Path(folder) / "run"))
+        for _ in range(calls):
+            session.run(feeds)
+        events = json.loads(session.profile().read_text())
+    each: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for name, kernel, t in _self_times(events):
+        each[name, kernel].append(t)
+    kinds: dict[str, float] = defaultdict(float)
+    for (_, kernel), times in each.items():
+        kinds[kernel] += _usual(times)
+    whole = sum(kinds.values()) or 1.0
+    return {k: t / whole for k, t in sorted(kinds.items(), key=lambda item: (-item[1], item[0]))}
+
+
 def sample_inputs(
     types: Mapping[str, TensorType], sizes: Mapping[str, int], *, default: int, seed: int = 0
 ) -> dict[str, Array]:

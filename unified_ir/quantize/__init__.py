@@ -5,14 +5,15 @@ or judges the result: that is `convert`.
 """
 
 from triplane.unified_ir.quantize.artifact import Artifact, artifact
-from triplane.unified_ir.quantize.frozen import Frozen, freeze
+from triplane.unified_ir.quantize.frozen import Frozen, expanded, freeze
 from triplane.unified_ir.quantize.insert import insert, site_ranges
 from triplane.unified_ir.quantize.noise import noise
 from triplane.unified_ir.quantize.observe import Samples, batches, observe
 from triplane.unified_ir.quantize.scheme import SCHEMES, Range, Scheme, scheme
-from triplane.unified_ir.quantize.sites import Sites, find_sites
+from triplane.unified_ir.quantize.sites import IN_PARTS, Sites, find_sites
 
 __all__ = [
+    "IN_PARTS",
     "SCHEMES",
     "Artifact",
     "Frozen",
@@ -22,6 +23,7 @@ __all__ = [
     "Sites",
     "artifact",
     "batches",
+    "expanded",
     "find_sites",
     "freeze",
     "insert",

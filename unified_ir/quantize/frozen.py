@@ -8,7 +8,7 @@ graph. Invariant: every name in `weights` is a parameter of the array's type.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from types import TracebackType
@@ -29,6 +29,10 @@ from triplane.unified_ir.passes.clean import clean
 
 MAX_CONSTANT_BYTES: Final = 64
 """Arrays up to this size, and all that are no floats, lie in the graph; others beside it."""
+
+
+OPENED: Final = frozenset({"Swish"})
+"""Operators of ONNX that onnxruntime lacks and whose parts have integer kernels."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,13 +200,16 @@ class Rewrite:
         return pruned(Frozen(self._build.finish(named), self.weights))
 
 
-def expanded(frozen: Frozen) -> Frozen:
-    """Own rows that are made of others opened up, so that passes see the products inside."""
-    while any(_opened(node) for node in frozen.function.nodes):
+def expanded(frozen: Frozen, also: Collection[str] = ()) -> Frozen:
+    """Rows that are emitted as others opened up, so that passes see what is inside.
+
+    also: names of further operators to write as their parts.
+    """
+    while any(_opened(node, also) for node in frozen.function.nodes):
         contents = all_contents(TABLE, frozen.function)
         with Rewrite(frozen) as made:
             for node in frozen.function.nodes:
-                meaning = expansion(TABLE, node, contents) if _opened(node) else None
+                meaning = expansion(TABLE, node, contents) if _opened(node, also) else None
                 if meaning is None:
                     made.keep(node)
                 else:
@@ -211,7 +218,8 @@ def expanded(frozen: Frozen) -> Frozen:
     return frozen
 
 
-def _opened(node: Node) -> bool:
-    """Whether a node is of a row of our own that other rows define."""
+def _opened(node: Node, also: Collection[str]) -> bool:
+    """Whether a node is of a row that other rows define, and that is not to stay as it is."""
     row = TABLE[node.op.domain, node.op.name]
-    return row.domain == DOMAIN and (row.inline_region or row.body is not None)
+    stays = row.domain != DOMAIN and row.name not in OPENED and row.name not in also
+    return not stays and (row.inline_region or row.body is not None)

@@ -25,10 +25,19 @@ KINDS: Final[Mapping[str, str]] = {
     "MaxPool": COPY, "Reshape": COPY, "Transpose": COPY, "Squeeze": COPY, "Unsqueeze": COPY,
     # onnxruntime has an integer kernel; worth it only between integer tensors
     "Add": MIX, "Mul": MIX, "AveragePool": MIX, "GlobalAveragePool": MIX, "Concat": MIX,
+    "Sigmoid": MIX, "LeakyRelu": MIX,
+    # Softmax has a kernel too, and is slower in it (decision 0035)
     "Relu": CLAMP, "Clip": CLAMP,
 }
 """What a node in integers asks of its tensors; anything else runs in float."""
 # fmt: on
+
+IN_PARTS: Final = frozenset({"HardSigmoid", "HardSwish"})
+"""Operators without an integer kernel whose parts, sums and products by a constant, have them.
+
+A network of inverted residuals with HardSwish took 1.80 of float's time with the operator in float
+and 1.30 with its parts in integers.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
