@@ -64,6 +64,17 @@ def test_the_report_tells_which_share_of_the_time_runs_on_integers(int8):
     assert f"{100 * report.shares.integer:.0f} % of the time on integers" in str(report)
 
 
+def test_one_damaged_calibration_sample_costs_no_accuracy():
+    module, train, held_out = nets.digits()
+    x = train.x[:200].copy()
+    x[17] *= 100
+    report = convert(
+        module, quantize="int8", calibration=x, evaluation=held_out, max_accuracy_drop=100
+    )
+    assert abs(report.accuracy.drop_points) <= 1.0
+    assert "calibration samples 17 (counted from 0) are much wider" in " ".join(report.notes)
+
+
 def test_the_bundle_says_what_it_is(int8):
     report, bundle = int8
     assert (bundle.name, bundle.version, bundle.target) == ("digits", "7", "ort-x64")

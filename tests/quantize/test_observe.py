@@ -16,7 +16,7 @@ from triplane.unified_ir.quantize import (
     scheme,
     site_ranges,
 )
-from triplane.unified_ir.quantize.observe import BATCH
+from triplane.unified_ir.quantize.observe import BATCH, typical_range
 
 
 def test_ranges_are_the_extremes_over_all_batches():
@@ -37,6 +37,32 @@ def test_the_observed_graph_returns_numbers_not_tensors():
     for value in values:
         assert whole[value].low == pytest.approx(min(p[value].low for p in parts), rel=1e-5)
         assert whole[value].high == pytest.approx(max(p[value].high for p in parts), rel=1e-5)
+
+
+def test_a_sample_much_wider_than_all_others_sets_no_range():
+    frozen = freeze(nets.lenet(), "predict")
+    x = nets.images(200)
+    usual = observe(frozen, frozen.inputs, {"x": np.delete(x, 17, 0)})
+    x[17] *= 100
+    (seen,) = observe(frozen, frozen.inputs, {"x": x}).values()
+    (wanted,) = usual.values()
+    assert (seen.low, seen.high, seen.left_out) == (wanted.low, wanted.high, (17,))
+
+
+@pytest.mark.parametrize(
+    ("highs", "kept"),
+    [
+        ([1.0] * 198 + [2.9, 2.9], 2.9),  # not much wider
+        ([1.0] * 197 + [9.0] * 3, 9.0),  # more than a hundredth of the samples
+        ([1.0] * 98 + [9.0], 9.0),  # too few samples to tell
+        ([0.0] * 199 + [9.0], 9.0),  # a tensor that is usually 0
+        ([1.0] * 198 + [9.0] * 2, 1.0),
+    ],
+)
+def test_a_range_leaves_out_few_and_wide_samples_alone(highs, kept):
+    found = typical_range(np.zeros(len(highs)), np.array(highs))
+    assert found.high == kept
+    assert len(found.left_out) == sum(h > kept for h in highs)
 
 
 class Overflows(nn.Cell):

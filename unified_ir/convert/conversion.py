@@ -8,7 +8,7 @@ alone, on one kind of machine. A conversion is refused only for a budget, never 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -53,6 +53,7 @@ from triplane.unified_ir.quantize import (
     IN_PARTS,
     Artifact,
     Frozen,
+    Range,
     Samples,
     Scheme,
     Sites,
@@ -101,6 +102,7 @@ class _Int8(_Form):
     sites: Sites
     scheme: Scheme
     snr_db: Mapping[Node, float | None]
+    ranges: Sequence[Range]
 
 
 def convert(
@@ -184,7 +186,14 @@ def convert(
         shares, more = attempt("the share of time on integers", lambda: time_shares(made, one))
         failed += more
     scheme = int8.scheme if int8 else None
-    about = Converted(module=module, entry=entry, target=row, frozen=frozen, scheme=scheme)
+    about = Converted(
+        module=module,
+        entry=entry,
+        target=row,
+        frozen=frozen,
+        scheme=scheme,
+        ranges=int8.ranges if int8 else (),
+    )
     report = Report(
         name=name,
         version=version,
@@ -267,7 +276,8 @@ def _quantized(frozen: Frozen, row: Target, scheme: Scheme, samples: Samples) ->
             "int8 needs a Conv, Gemm or MatMul that it can compute on integers; here "
             f"{_reasons(sites)}: convert without quantize"
         )
-    ranges = site_ranges(sites, observe(frozen, sites.roots, samples))
+    seen = observe(frozen, sites.roots, samples)
+    ranges = site_ranges(sites, seen)
     made = insert(frozen, sites, ranges, scheme)
     products = [node for node in product_nodes(frozen.function) if node in sites.products]
     watched = [node.outputs[0] for node in products]
@@ -275,7 +285,8 @@ def _quantized(frozen: Frozen, row: Target, scheme: Scheme, samples: Samples) ->
     levels = noise(frozen, sites, ranges, scheme, watched, few)
     form = _form(made, row)
     snr_db = dict(zip(products, levels, strict=True))
-    return _Int8(made, form.artifact, form.session, frozen, sites, scheme, snr_db)
+    found = tuple(seen.values())
+    return _Int8(made, form.artifact, form.session, frozen, sites, scheme, snr_db, found)
 
 
 def _reasons(sites: Sites) -> str:

@@ -7,7 +7,7 @@ and the conversion goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -16,7 +16,7 @@ from triplane.unified_ir.convert.targets import Target, instruction_note
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ops.build import all_contents, expansion
 from triplane.unified_ir.ops.table import TABLE
-from triplane.unified_ir.quantize import Frozen, Scheme
+from triplane.unified_ir.quantize import Frozen, Range, Scheme
 
 _logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
@@ -24,13 +24,14 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Converted:
-    """What the notes are about. scheme: of int8, None in float32."""
+    """What the notes are about. scheme: of int8, None in float32. ranges: of its tensors."""
 
     module: Module
     entry: str
     target: Target
     frozen: Frozen
     scheme: Scheme | None
+    ranges: Sequence[Range] = ()
 
 
 Note = Callable[[Converted], Iterable[str]]
@@ -88,6 +89,18 @@ def products_in_operators(converted: Converted) -> Iterator[str]:
         yield f"products inside {', '.join(sorted(found))} stay in float"
 
 
+def samples_left_out(converted: Converted) -> Iterator[str]:
+    """Samples that are too wide for the ranges of tensors."""
+    wide = [found for found in converted.ranges if found.left_out]
+    if wide:
+        samples = sorted({i for found in wide for i in found.left_out})
+        shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
+        yield (
+            f"calibration samples {shown} (counted from 0) are much wider than the others in "
+            f"{len(wide)} of {len(converted.ranges)} tensors, whose ranges leave them out"
+        )
+
+
 def other_machine(converted: Converted) -> Iterator[str]:
     """Measurements on a machine that is not of the target's kind."""
     if not converted.target.is_here:
@@ -108,6 +121,7 @@ INT8: Final[tuple[Note, ...]] = (
     scheme_of_int8,
     products_in_regions,
     products_in_operators,
+    samples_left_out,
     other_machine,
 )
 """Notes of a conversion to int8; `forgotten_state` is in every report."""

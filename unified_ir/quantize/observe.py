@@ -1,7 +1,8 @@
 """Calibration: the smallest and largest value that named tensors take on sample data.
 
-The float graph itself reduces each tensor to two numbers, so memory is that of one inference on
-`BATCH` samples however long the calibration set and however many tensors are watched.
+The float graph itself reduces each tensor to two numbers per sample, so memory is that of one
+inference however long the calibration set. A few samples that are far wider than all others set no
+range: one such sample would cost all the others their resolution.
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ from triplane.unified_ir.quantize.frozen import Frozen, pruned
 from triplane.unified_ir.quantize.scheme import Range
 
 BATCH: Final = 32
-"""Samples per run of the observed graph."""
+"""Samples per run of a graph that is not asked for single samples."""
+OUTLIERS: Final = 0.01
+"""Largest share of the samples that may be left out of a range."""
+MUCH_WIDER: Final = 3.0
+"""A sample is left out where it is more than this many times as wide as all but the widest few."""
 
 Samples = Mapping[str, Array]
 """Arrays by input name; every first axis counts the same samples."""
 
 
-def batches(frozen: Frozen, samples: Samples) -> Iterator[dict[str, Array]]:
-    """Consecutive slices of at most `BATCH` samples, or of exactly the function's static batch.
+def batches(frozen: Frozen, samples: Samples, size: int = BATCH) -> Iterator[dict[str, Array]]:
+    """Consecutive slices of at most `size` samples, or of exactly the function's static batch.
 
     InvalidInput where a static batch does not divide the samples.
     """
     count = len(next(iter(samples.values())))
     static = {p.type.shape[0] for p in frozen.inputs if isinstance(p.type.shape[0], int)}
-    size = int(next(iter(static), BATCH))
+    size = int(next(iter(static), size))
     if static and count % size:
         raise InvalidInput(f"the function takes {size} samples at once; {count} do not divide")
     for start in range(0, count, size):
@@ -43,25 +48,41 @@ def batches(frozen: Frozen, samples: Samples) -> Iterator[dict[str, Array]]:
 
 
 def observe(frozen: Frozen, values: Sequence[Value], samples: Samples) -> dict[Value, Range]:
-    """The range of each value over all samples, computed on onnxruntime.
+    """The range of each value over the samples, computed on onnxruntime.
 
-    InvalidInput where a value is not finite on these samples, naming the line that makes it.
+    Up to a hundredth of the samples is left out of a range where they are more than three times as
+    wide as all others. InvalidInput where a value is not finite on these samples, naming the line
+    that makes it.
     """
-    lows = np.full(len(values), np.inf)
-    highs = np.full(len(values), -np.inf)
     watched = artifact(pruned(Frozen(_watching(frozen.function, values), frozen.weights)))
     session = watched.session()
-    for batch in batches(frozen, samples):
+    names = [f"{end}/{i}" for end in ("low", "high") for i in range(len(values))]
+    rows = []
+    for batch in batches(frozen, samples, 1):
         found = session.run(batch)
-        lows = np.minimum(lows, [found[f"low/{i}"] for i in range(len(values))])
-        highs = np.maximum(highs, [found[f"high/{i}"] for i in range(len(values))])
-    for value, low, high in zip(values, lows, highs, strict=True):
-        if not (np.isfinite(low) and np.isfinite(high)):
+        rows.append(np.array([found[name] for name in names], np.float64))
+    lows, highs = np.split(np.array(rows), 2, axis=1)
+    ranges = {}
+    for value, low, high in zip(values, lows.T, highs.T, strict=True):
+        if not (np.isfinite(low).all() and np.isfinite(high).all()):
             raise InvalidInput(
-                f"calibration gives {low} to {high} in {described(frozen.function, value)}; "
-                "a tensor needs finite values to be quantized"
+                f"calibration gives {low.min()} to {high.max()} in "
+                f"{described(frozen.function, value)}; a tensor needs finite values to be quantized"
             )
-    return {v: Range(float(a), float(b)) for v, a, b in zip(values, lows, highs, strict=True)}
+        ranges[value] = typical_range(low, high)
+    return ranges
+
+
+def typical_range(lows: Array, highs: Array) -> Range:
+    """The range of samples with these extremes, without the few that are much wider than the rest.
+
+    lows, highs: (N,).
+    """
+    widths = np.maximum(highs, 0.0) - np.minimum(lows, 0.0)
+    usual = np.sort(widths)[-1 - int(len(widths) * OUTLIERS)]
+    wide = (widths > MUCH_WIDER * usual) & (usual > 0.0)
+    left_out = tuple(map(int, np.flatnonzero(wide)))
+    return Range(float(lows[~wide].min()), float(highs[~wide].max()), left_out)
 
 
 def described(function: Function, value: Value) -> str:

@@ -62,10 +62,11 @@ def scheme(name: str) -> Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Smallest and largest value seen; finite."""
+    """Smallest and largest value seen; finite. left_out: samples whose values pass it."""
 
     low: float
     high: float
+    left_out: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not (np.isfinite(self.low) and np.isfinite(self.high) and self.low <= self.high):
