@@ -71,6 +71,7 @@ def test_one_damaged_calibration_sample_costs_no_accuracy():
     report = convert(
         module, quantize="int8", calibration=x, evaluation=held_out, max_accuracy_drop=100
     )
+    assert report.accuracy is not None
     assert abs(report.accuracy.drop_points) <= 1.0
     assert "calibration samples 17 (counted from 0) are much wider" in " ".join(report.notes)
 
