@@ -14,7 +14,9 @@ from triplane.unified_ir.engines import engine
 from triplane.unified_ir.engines.onnx import OnnxEngine
 from triplane.unified_ir.engines.reference import ReferenceEngine
 from triplane.unified_ir.frontend import trace
+from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.onnx import OnnxTarget
+from triplane.unified_ir.ops.table import TABLE
 
 ENGINES = ("onnx", "reference")
 LEVEL = [np.full(n, v, np.float32) for n in (1, 3, 7) for v in (1.0, 0.1, -3e4 / 7)]
@@ -132,3 +134,24 @@ def test_a_gradient_of_a_gradient_of_the_deviation_is_finite_at_equal_values():
 
     found = grad(lambda v: (grad(inner)(v) * v).sum())(np.ones(3, np.float32))
     assert np.isfinite(found).all()
+
+
+EMPTY = {
+    "std": lambda x: ops.std(x, 0),
+    "mean": lambda x: x.mean(0),
+    "norm": lambda x: ops.vector_norm(x, 0.5, 0),
+    "scatter": lambda x: ops.scatter_elements(x, np.zeros((3, 0), np.int64), x * 2.0, axis=0),
+    "reshape": lambda x: x.reshape(5, 0, 2),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("what", EMPTY)
+def test_a_gradient_of_no_elements_has_none(what, name):
+    assert slopes(EMPTY[what], np.zeros((3, 0), np.float32), name).shape == (3, 0)
+
+
+def test_a_reshape_to_a_size_that_is_not_there_is_refused_by_name():
+    row = TABLE["", "Reshape"]
+    with pytest.raises(ShapeError, match="an axis it has not"):
+        trace(lambda x: row(x, np.array([2, 3, 0])), TensorSpec((2, 3)))

@@ -124,6 +124,16 @@ def _dims(context: Context, node: Node) -> None:
     context.names[node.outputs[0]] = context.dims(node.attrs["dims"])  # type: ignore[arg-type]
 
 
+def _expand(context: Context, node: Node) -> None:
+    """No elements are a constant: onnxruntime 1.31 takes an Expand of one to none for nothing."""
+    made = node.outputs[0].type
+    if 0 in made.shape and not made.symbols and node.inputs[0] is not None:
+        empty = np.zeros(made.concrete({}), made.dtype.numpy)
+        context.names[node.outputs[0]] = context.constant(empty)
+    else:
+        context.plain(node)
+
+
 def _reshape(context: Context, node: Node) -> None:
     """One symbolic size becomes -1: no Shape arithmetic at run time."""
     shape = node.outputs[0].type.shape
@@ -658,6 +668,7 @@ RULES: Final[Mapping[tuple[str, str], Rule]] = {
     ("", "RNN"): _recurrent,
     ("", "GRU"): _recurrent,
     ("", "LSTM"): _recurrent,
+    ("", "Expand"): _expand,
     (DOMAIN, "Barrier"): _barrier,
     (DOMAIN, "Dims"): _dims,
     (DOMAIN, "Cond"): _cond,

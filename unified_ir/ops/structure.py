@@ -121,6 +121,8 @@ def _reshape(call: Call) -> Types:
     """Sizes of a symbolic tensor that are written as numbers are held to when the graph runs."""
     x, wanted = call.type(0), list(call.dims(1))
     if not call.attrs["allowzero"]:
+        if any(d == 0 for d in wanted[x.rank :]):
+            raise ShapeError(f"Reshape of {x} to {wanted} keeps the size of an axis it has not")
         wanted = [x.shape[i] if d == 0 else d for i, d in enumerate(wanted)]
     if wanted.count(-1) > 1:
         raise ShapeError(f"Reshape takes one -1 at most, got {wanted}")

@@ -190,7 +190,11 @@ class Tensor:
     def reshape(self, *shape: Any) -> Tensor:
         """The same elements in another shape; one size may be -1."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-        return self if tuple(sizes) == self.shape else emit("Reshape", self, dims_of(sizes))
+        if tuple(sizes) == self.shape:
+            return self
+        numbers = [d for d in sizes if isinstance(d, (int, np.integer))]
+        empty = 0 in numbers and -1 not in numbers  # ONNX's own 0 is the size that was there
+        return emit("Reshape", self, dims_of(sizes), allowzero=int(empty))
 
     def transpose(self, *perm: Any) -> Tensor:
         """Axes in the given order (reversed by default)."""
