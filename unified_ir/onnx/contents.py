@@ -10,7 +10,7 @@ from triplane.unified_ir.ir.dims import Dim, Expr, is_symbol
 from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.ir.types import DType, bool_, int64, is_plain
 from triplane.unified_ir.onnx.application import Application
-from triplane.unified_ir.onnx.fold import MAX_CONTENTS, fold, symbolic
+from triplane.unified_ir.onnx.fold import MAX_CONTENTS, MAX_FOLDED, fold, symbolic
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.evaluate import run_node
@@ -21,8 +21,6 @@ ARRANGING: Final = frozenset(
     {"Cast", "Concat", "Gather", "Identity", "Slice", "Squeeze", "Unsqueeze"}
 )
 """Operators that only arrange the numbers of a vector."""
-MAX_FOLDED: Final = 1024
-"""Elements of a constant that is computed at import, so that sizes behind it are known."""
 
 
 class Contents:

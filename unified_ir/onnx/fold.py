@@ -18,6 +18,8 @@ from triplane.unified_ir.ir.graph import Array
 
 MAX_CONTENTS: Final = 64
 """Longer vectors are never sizes: a shape has 16 axes, bounds two per axis."""
+MAX_FOLDED: Final = 1024
+"""Elements of a constant that is computed at import, so that sizes behind it are known."""
 
 
 class _Open(Exception):

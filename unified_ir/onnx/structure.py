@@ -12,7 +12,7 @@ from onnx import AttributeProto, GraphProto, NodeProto, SparseTensorProto
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import int64
-from triplane.unified_ir.onnx.fold import symbolic
+from triplane.unified_ir.onnx.fold import MAX_FOLDED, symbolic
 from triplane.unified_ir.onnx.source import array_of
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.tensor import Tensor, emit
@@ -114,7 +114,7 @@ def _size(site: Site) -> Sequence[Tensor]:
 
 
 def _filled(site: Site) -> Sequence[Tensor]:
-    """A weight where it is read as one, else a scalar repeated."""
+    """A weight where it is read as one, a constant where it is small, else a scalar repeated."""
     shape = site.present(0)
     value = np.asarray(site.attrs().get("value", np.zeros(1, np.float32)))
     if value.size != 1:
@@ -126,6 +126,8 @@ def _filled(site: Site) -> Sequence[Tensor]:
         dims = tuple(int(d) for d in known)
         if 1 < _count(dims) <= MAX_FILLED and scope.uses.weighs(name):
             return (scope.held(name, np.full(dims, value.reshape(()))),)
+    if static and known is not None and _count(sizes := [int(d) for d in known]) <= MAX_FOLDED:
+        return (site.build.constant(np.full(sizes, value.reshape(()))),)
     return (emit("Expand", site.build.constant(value.reshape(())), shape),)
 
 
