@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 from tests.onnx.test_import import agree, text_model
 
-from triplane.unified_ir import import_onnx
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import grad, import_onnx, nn
+from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir.text import function_text
 
 EXPANDED = """
@@ -69,3 +71,103 @@ def test_a_small_filled_tensor_of_a_known_shape_is_a_constant(fill):
     module = import_onnx(model)
     agree(model, x=np.arange(4))
     assert "Reduce" not in function_text(module.entry("predict"))
+
+
+MEETINGS = {
+    "Concat of an upsampled plane and the skip": (
+        """agraph (float[N,1,H] x) => (float[N,2,K] y) {
+          half = AveragePool <kernel_shape = [2], strides = [2]> (x)
+          scales = Constant <value = float[3] {1, 1, 2}> ()
+          again = Resize <mode = "nearest", coordinate_transformation_mode = "asymmetric",
+                          nearest_mode = "floor"> (half, , scales)
+          y = Concat <axis = 1> (x, again)
+        }""",
+        (2, 1, 6),
+        (2, 1, 7),
+        "float32[N,2,H]",
+        r"6.*7|7.*6",
+    ),
+    "Add of two sizes": (
+        """agraph (float[N,3] x) => (float[K,3] y) {
+          pair = Concat <axis = 0> (x, x)
+          four = Constant <value = float[4,3] {1,2,3,4,5,6,7,8,9,10,11,12}> ()
+          y = Add(pair, four)
+        }""",
+        (2, 3),
+        (3, 3),
+        "float32[4,3]",
+        r"6.*4|4.*6",
+    ),
+    "view(N, -1, 2)": (
+        """agraph (float[N,T] x) => (float[N,K,2] y) {
+          first = Constant <value = int64[1] {0}> ()
+          sizes = Shape(x)
+          n = Gather(sizes, first)
+          rest = Constant <value = int64[2] {-1, 2}> ()
+          shape = Concat <axis = 0> (n, rest)
+          y = Reshape(x, shape)
+        }""",
+        (3, 4),
+        (3, 5),
+        "float32[N,T//2,2]",
+        r"15.*12|12.*15",
+    ),
+    "MatMul of a plane with itself": (
+        """agraph (float[N,T] x) => (float[N,T] y) { y = MatMul(x, x) }""",
+        (3, 3),
+        (3, 4),
+        "float32[N,T]",
+        r"3.*4|4.*3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MEETINGS)
+@pytest.mark.parametrize("name", ["onnx", "reference"])
+def test_sizes_that_nothing_proves_equal_are_compared_in_the_run(case, name):
+    body, fits, clashes, type_, words = MEETINGS[case]
+    rng = np.random.default_rng(0)
+    module = agree(text_model(body), x=rng.standard_normal(fits).astype(np.float32))
+    function = module.entry("predict")
+    assert str(function.result("y").type) == type_
+    run = engine(name).compile(function)
+    held = {n: t.array for n, t in module.state.items()} | {"x": np.zeros(clashes, np.float32)}
+    with pytest.raises(InvalidInput, match=words):
+        run(*(held[p] for p in function.param_names))
+
+
+def test_gradients_pass_sizes_that_are_compared_in_the_run():
+    body, fits, *_ = MEETINGS["view(N, -1, 2)"]
+    cell = nn.Imported(import_onnx(text_model(body)))
+    weights = np.arange(2, dtype=np.float32)
+    x = np.zeros(fits, np.float32)
+    slope = grad(lambda x: (cell(x) * weights).sum())(x)
+    np.testing.assert_array_equal(slope, np.tile(weights, (3, 2)))
+
+
+def test_two_different_numbers_are_refused_at_import():
+    model = text_model("""agraph (float[N,4] x) => (float[N,4] y) {
+      three = Constant <value = float[3] {1, 2, 3}> ()
+      y = Add(x, three)
+    }""")
+    with pytest.raises(InvalidInput, match="4 against 3"):
+        import_onnx(model)
+
+
+def test_windows_of_an_open_plane_have_the_size_that_the_exporter_computes():
+    model = text_model("""agraph (float[N,1,H] x) => (int64[K] y, float[N,1,L] z) {
+      one = Constant <value = int64 {1}> ()
+      zero = Constant <value = int64 {0}> ()
+      stride = Constant <value = int64 {3}> ()
+      size = Shape <start = 2> (x)
+      h = Squeeze(size)
+      less = Sub(h, one)
+      steps = Div(less, stride)
+      windows = Add(steps, one)
+      y = Range(zero, windows, one)
+      z = MaxPool <kernel_shape = [1], strides = [3]> (x)
+    }""")
+    x = np.zeros((1, 1, 8), np.float32)
+    function = agree(model, x=x).entry("predict")
+    assert str(function.result("y").type) == "int64[(H+2)//3]"
+    assert str(function.result("z").type) == "float32[N,1,(H+2)//3]"

@@ -1,69 +1,163 @@
-"""Sizes that ONNX leaves to the run, taken for the sizes they meet there.
+"""Sizes that nothing proves equal, claimed to be equal where an operator needs them so.
 
-ONNX lets any two sizes meet in an operator and looks when it runs; the IR wants to know that they
-are equal. Where one of them is decided by data inside the model, the other is claimed for it, and
-the claim is checked when the model runs: where it is wrong (also where ONNX would have repeated an
-axis of size one), the run fails by name instead of giving something else.
+ONNX lets any two sizes meet in an operator and compares them in the run; the IR wants to know that
+they are equal. Where an operator refuses sizes of which one is symbolic, that one is claimed to be
+the other. The claim is checked in the run: where it is wrong (also where ONNX would have repeated
+an axis of size one), the run fails and names both sizes instead of giving something else. Two
+different numbers are never claimed to be equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-from triplane.unified_ir.ir.dims import Dim, is_symbol
+from triplane.unified_ir.ir.dims import Dim, Expr, floor_div, product, symbols
+from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import is_plain
+from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.ops.claims import assume_shape
+from triplane.unified_ir.ops.elementwise import BROADCASTING
+from triplane.unified_ir.ops.row import Op
 from triplane.unified_ir.ops.tensor import Tensor
 
+Named = frozenset[str]
+"""Sizes that a caller of the model decides: claimed last."""
+Contents = Callable[[Tensor], Array | None]
+"""What is known of a vector of sizes."""
+Wanted = Sequence[Dim]
 
-def agreed(operands: Sequence[Tensor | None], named: frozenset[str]) -> list[Tensor | None] | None:
-    """Operands that broadcast against each other; None where nothing can be claimed.
 
-    named: sizes that a caller of the model decides, which are claimed for none.
-    """
-    present = [x for x in operands if x is not None]
-    if not all(is_plain(x.type) for x in present):
+class _Refused(Exception):
+    """Two numbers that differ, or nothing that could be claimed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """An operator applied to sizes that it refuses."""
+
+    app: Application
+    named: Named
+    contents: Contents
+
+
+def agreeing(app: Application, row: Op, named: Named, contents: Contents) -> Application | None:
+    """The application with operands whose sizes are claimed to fit; None: no claim is a way out."""
+    rule = _broadcast if row.infer in BROADCASTING else _RULES.get(app.op)
+    if rule is None or not all(x is None or is_plain(x.type) for x in app.inputs):
         return None
-    rank = max((x.rank for x in present), default=0)
+    try:
+        operands = rule(_Case(app, named, contents))
+    except _Refused:
+        return None
+    changed = [a is not b for a, b in zip(operands, app.inputs, strict=True)]
+    return replace(app, inputs=tuple(operands)) if any(changed) else None
+
+
+def _met(sizes: Sequence[Dim], named: Named) -> Dim:
+    """The size that others are claimed to be: a number, else the simplest that callers decide."""
+    numbers = {d for d in sizes if isinstance(d, int)}
+    if len(numbers) > 1 or not sizes:
+        raise _Refused
+    return numbers.pop() if numbers else min(sizes, key=lambda d: _rank(d, named))
+
+
+def _rank(dim: Dim, named: Named) -> tuple[bool, int, int, str]:
+    text = str(dim)
+    return not symbols(dim) <= named, text.count("//"), len(text), text
+
+
+def _across(shapes: Sequence[Sequence[Dim]], named: Named) -> list[Dim]:
+    """The shape that shapes broadcast to when those of more than one are equal."""
+    rank = max((len(s) for s in shapes), default=0)
     wanted: list[Dim] = []
     for axis in range(-rank, 0):
-        sizes = [x.shape[axis] for x in present if x.rank >= -axis]
-        wide = [d for d in dict.fromkeys(sizes) if d != 1]
-        fixed = [d for d in wide if not _open(d, named)]
-        if len(fixed) > 1:
-            return None
-        wanted.append((fixed or wide or [1])[0])
-    return [None if x is None else _claimed(x, wanted, named) for x in operands]
+        wide = [s[axis] for s in shapes if len(s) >= -axis and s[axis] != 1]
+        wanted.append(_met(wide, named) if wide else 1)
+    return wanted
 
 
-def agreed_but(
-    operands: Sequence[Tensor | None], axis: int, named: frozenset[str]
-) -> list[Tensor | None] | None:
-    """Operands of one rank that agree on every axis but one, as those of Concat do."""
-    present = [x for x in operands if x is not None]
-    ranks = {x.rank for x in present}
-    if len(ranks) != 1 or 0 in ranks or not all(is_plain(x.type) for x in present):
-        return None
-    apart = axis % present[0].rank
-    shapes = list(zip(*(x.shape for x in present), strict=True))
-    wanted = [next((d for d in s if not _open(d, named)), s[0]) for s in shapes]
+def _fitted(x: Tensor, wanted: Wanted) -> Tensor:
+    """`x` with its last axes claimed to be those of `wanted`, where it does not repeat them."""
+    last = wanted[len(wanted) - x.rank :]
+    return assume_shape(x, [d if d == 1 else w for d, w in zip(x.shape, last, strict=True)])
+
+
+def _broadcast(case: _Case) -> Sequence[Tensor | None]:
+    wanted = _across([x.shape for x in case.app.inputs if x is not None], case.named)
+    return [None if x is None else _fitted(x, wanted) for x in case.app.inputs]
+
+
+def _matmul(case: _Case) -> Sequence[Tensor | None]:
+    a, b = case.app.operand(0), case.app.operand(1)
+    if min(a.rank, b.rank) < 2:
+        raise _Refused
+    batch = _across([a.shape[:-2], b.shape[:-2]], case.named)
+    inner = _met([a.shape[-1], b.shape[-2]], case.named)
     return [
-        assume_shape(
-            x,
-            [
-                w if i != apart and _open(d, named) else d
-                for i, (d, w) in enumerate(zip(x.shape, wanted, strict=True))
-            ],
-        )
-        for x in present
+        _fitted(a, [*batch, a.shape[-2], inner]),
+        _fitted(b, [*batch, inner, b.shape[-1]]),
     ]
 
 
-def _open(dim: Dim, named: frozenset[str]) -> bool:
-    return is_symbol(dim) and str(dim) not in named
+def _but_axis(case: _Case) -> Sequence[Tensor | None]:
+    """Operands of one rank that agree on every axis but one."""
+    present = [x for x in case.app.inputs if x is not None]
+    if len({x.rank for x in present}) != 1 or not present[0].rank:
+        raise _Refused
+    apart = case.app.attr("axis", 0) % present[0].rank
+    columns = list(zip(*(x.shape for x in present), strict=True))
+    wanted = [
+        column[0] if i == apart else _met(column, case.named) for i, column in enumerate(columns)
+    ]
+    return [
+        None
+        if x is None
+        else assume_shape(x, [d if i == apart else wanted[i] for i, d in enumerate(x.shape)])
+        for x in case.app.inputs
+    ]
 
 
-def _claimed(x: Tensor, wanted: Sequence[Dim], named: frozenset[str]) -> Tensor:
-    last = wanted[len(wanted) - x.rank :]
-    pairs = zip(x.shape, last, strict=True)
-    return assume_shape(x, [w if _open(d, named) else d for d, w in pairs])
+def _expand(case: _Case) -> Sequence[Tensor | None]:
+    x, shape = case.app.operand(0), case.contents(case.app.operand(1))
+    if shape is None:
+        raise _Refused
+    return [_fitted(x, _across([x.shape, shape.tolist()], case.named)), *case.app.inputs[1:]]
+
+
+def _reshape(case: _Case) -> Sequence[Tensor | None]:
+    """As a vector of as many elements as are wanted; sizes on both sides cancel before."""
+    x, shape = case.app.operand(0), case.contents(case.app.operand(1))
+    if shape is None or not isinstance(x.type.size, Expr):
+        raise _Refused
+    keeps = not case.app.attr("allowzero", 0)
+    given = [x.shape[i] if d == 0 and keeps else d for i, d in enumerate(shape.tolist())]
+    rest = [d for d in given if d != -1]
+    wanted = [_quotient(x.shape, rest) if d == -1 else d for d in given]
+    vector = assume_shape(x.reshape(x.type.size), [product(wanted)])
+    return [vector, vector.build.dims(wanted)]
+
+
+def _quotient(sizes: Wanted, divisors: Wanted) -> Dim:
+    """What -1 stands for in a Reshape; a size on both sides counts for neither."""
+    left, right = list(sizes), list(divisors)
+    for d in divisors:
+        if d in left:
+            left.remove(d)
+            right.remove(d)
+    total, by = product(left), product(right)
+    if by == 0:
+        raise _Refused
+    return floor_div(total, by)
+
+
+_RULES: Final[Mapping[str, Callable[..., Sequence[Any]]]] = {
+    "Concat": _but_axis,
+    "Expand": _expand,
+    "GatherElements": _but_axis,
+    "MatMul": _matmul,
+    "Reshape": _reshape,
+    "Where": _broadcast,
+}
+"""Claims by operator, beside those that broadcast elementwise."""

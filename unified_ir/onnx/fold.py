@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, Expr, FloorDiv, floor_div
+from triplane.unified_ir.ir.dims import Dim, Expr, FloorDiv, floor_div, substitute, symbol, symbols
 from triplane.unified_ir.ir.graph import Array
 
 MAX_CONTENTS: Final = 64
@@ -74,14 +74,23 @@ def _at_least(a: Dim, b: Dim) -> bool:
 
 
 def _quotient(a: Dim, b: Dim) -> Dim:
-    """ONNX divides towards zero, which is the floor where nothing is negative."""
-    if isinstance(b, int) and b > 0 and _never_negative(a):
+    """ONNX divides towards zero, which is the floor where nothing is negative.
+
+    Exporters write the windows of a strided convolution as (H - 1) / stride + 1, so the sizes in a
+    numerator are taken to be at least 1: an empty plane has no windows.
+    """
+    if isinstance(b, int) and b > 0 and _never_negative(_of_nonempty(a)):
         return floor_div(a, b)
     if isinstance(a, int) and isinstance(b, int):
         return int(a / b) if b else _no()
     if _never_negative(a) and _never_negative(b):
         return floor_div(a, b)
     raise _Open
+
+
+def _of_nonempty(dim: Dim) -> Dim:
+    """The size with every symbol counted from 1."""
+    return substitute(dim, {name: symbol(name) + 1 for name in symbols(dim)})
 
 
 def _remainder(a: Dim, b: Dim) -> Dim:

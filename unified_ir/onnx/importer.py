@@ -27,7 +27,7 @@ from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.ir import Function, Module, limits
 from triplane.unified_ir.ir.graph import NO_META, Array, Meta
 from triplane.unified_ir.ir.types import ShapeError, is_plain
-from triplane.unified_ir.onnx.agreeing import agreed, agreed_but
+from triplane.unified_ir.onnx.agreeing import agreeing
 from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.bodies import function_of, has_body
 from triplane.unified_ir.onnx.branches import BRANCHES
@@ -44,7 +44,6 @@ from triplane.unified_ir.onnx.symbols import Shapes, Symbols, declared_type, ten
 from triplane.unified_ir.onnx.uses import Uses
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.custom_ops import custom_row, is_own
-from triplane.unified_ir.ops.elementwise import BROADCASTING
 from triplane.unified_ir.ops.row import MEANING_OPSET, Op
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
@@ -264,23 +263,15 @@ class Importer:
         return (self.contents.note(app, first), *rest)
 
     def recorded(self, app: Application, row: Op, build: Build) -> Sequence[Tensor]:
-        """The outputs as the row gives them, open sizes claimed to be those they meet."""
+        """The outputs as the row gives them, sizes claimed to be those they meet."""
         try:
             return build.apply(row, app.inputs, app.attrs, outputs=app.outputs)
         except ShapeError:
-            operands = self.agreed(app, row)
-            if operands is None:
-                raise
             with build:
-                return build.apply(row, operands, app.attrs, outputs=app.outputs)
-
-    def agreed(self, app: Application, row: Op) -> Sequence[Tensor | None] | None:
-        """Operands whose open sizes are claimed to be those they meet; None: that is no way out."""
-        if row.infer in BROADCASTING:
-            return agreed(app.inputs, self.named_sizes())
-        if row.name in {"Concat", "GatherElements"}:
-            return agreed_but(app.inputs, app.attr("axis", 0), self.named_sizes())
-        return None
+                fitting = agreeing(app, row, self.named_sizes(), self.contents.of)
+                if fitting is None:
+                    raise
+                return build.apply(row, fitting.inputs, fitting.attrs, outputs=app.outputs)
 
     def named_sizes(self) -> frozenset[str]:
         """Sizes that a caller decides: those of the model's inputs."""
