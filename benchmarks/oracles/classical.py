@@ -46,10 +46,11 @@ def _sklearn(make: Callable[[], Any], target: Callable[[Any], Any]) -> Callable[
     def converted() -> bytes:
         from skl2onnx import convert_sklearn
         from skl2onnx.common.data_types import FloatTensorType
+        from sklearn.base import is_classifier
 
         x = samples(200, 1)
         model = make().fit(x, target(x))
-        options = {id(model): {"zipmap": False}} if hasattr(model, "predict_proba") else None
+        options = {id(model): {"zipmap": False}} if is_classifier(model) else None
         types = [("x", FloatTensorType([None, FEATURES]))]
         made = convert_sklearn(model, initial_types=types, options=options, target_opset=OPSETS)
         return bytes(made.SerializeToString())

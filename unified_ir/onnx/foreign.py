@@ -14,6 +14,15 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import float32, int64
 from triplane.unified_ir.onnx.application import Application
+from triplane.unified_ir.onnx.forests import tree_classifier, tree_regressor
+from triplane.unified_ir.onnx.linear import (
+    linear_classifier,
+    linear_regressor,
+    normalizer,
+    scaler,
+    svm_classifier,
+    svm_regressor,
+)
 from triplane.unified_ir.onnx.trees import tree_ensemble
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
 
@@ -58,6 +67,14 @@ def _label_encoder(app: Application) -> Sequence[Tensor]:
     table = np.append(values, _default(app, values))
     at = emit("Where", found, chosen, as_tensor(np.array(len(keys), np.int64)))
     return (emit("Gather", as_tensor(table), at, axis=0),)
+
+
+def _zip_map(_: Application) -> Sequence[Tensor]:
+    """Refused: a list of maps is no tensor."""
+    raise InvalidInput(
+        "it gives a list of maps, which is no tensor; export with the option zipmap=False, or name "
+        "the value that it reads as an output (outputs=, --output)"
+    )
 
 
 _COLUMNS: Final[Mapping[str, Any]] = {
@@ -151,7 +168,16 @@ FOREIGN: Final[Mapping[tuple[str, str], Foreign]] = {
     (ML, "ArrayFeatureExtractor"): _features,
     (ML, "Binarizer"): _binarizer,
     (ML, "LabelEncoder"): _label_encoder,
+    (ML, "LinearClassifier"): linear_classifier,
+    (ML, "LinearRegressor"): linear_regressor,
+    (ML, "Normalizer"): normalizer,
+    (ML, "SVMClassifier"): svm_classifier,
+    (ML, "SVMRegressor"): svm_regressor,
+    (ML, "Scaler"): scaler,
     (ML, "TreeEnsemble"): tree_ensemble,
+    (ML, "TreeEnsembleClassifier"): tree_classifier,
+    (ML, "TreeEnsembleRegressor"): tree_regressor,
+    (ML, "ZipMap"): _zip_map,
     (TRAINING, "Adagrad"): _adagrad,
     (TRAINING, "Adam"): _adam,
     (TRAINING, "Momentum"): _momentum,

@@ -1,0 +1,259 @@
+"""Scaler, Normalizer, linear models and support vector machines of ai.onnx.ml."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.types import float32
+from triplane.unified_ir.onnx.application import Application
+from triplane.unified_ir.onnx.scores import (
+    chosen,
+    complemented,
+    floats,
+    labelled,
+    labels,
+    matrix,
+    opposed,
+    transform_of,
+    transformed,
+)
+from triplane.unified_ir.ops.control import scan
+from triplane.unified_ir.ops.tensor import Tensor, as_tensor, emit
+
+MAX_CLASSES: Final = 64
+"""Classes of a support vector machine: each pair of them has a score."""
+_COUPLINGS: Final = 100
+"""Steps at most that couple the probabilities of pairs."""
+_COUPLED: Final = 0.005
+"""An error below this over the number of classes ends the coupling."""
+
+
+def scaler(app: Application) -> Sequence[Tensor]:
+    """(x - offset) * scale, by feature or for all."""
+    x = app.operand(0)
+    x = x if x.dtype == float32 else x.cast(float32)
+    offset, scale = floats(app, "offset"), floats(app, "scale")
+    if not len(offset) == len(scale) or len(scale) not in {1, x.shape[-1]}:
+        raise InvalidInput(f"{len(offset)} offsets and {len(scale)} scales for {x.type}")
+    return ((x - as_tensor(offset)) * as_tensor(scale),)
+
+
+def _by_largest(x: Tensor, axes: Any) -> Tensor:
+    return emit("ReduceMax", x, axes, keepdims=1)
+
+
+def _by_sum(x: Tensor, axes: Any) -> Tensor:
+    return emit("ReduceL1", x, axes, keepdims=1)
+
+
+def _by_length(x: Tensor, axes: Any) -> Tensor:
+    return emit("ReduceL2", x, axes, keepdims=1)
+
+
+_NORMS: Final[Mapping[str, Callable[[Tensor, Any], Tensor]]] = {
+    "MAX": _by_largest, "L1": _by_sum, "L2": _by_length,
+}  # fmt: skip
+
+
+def normalizer(app: Application) -> Sequence[Tensor]:
+    """Each row over its largest number, sum of sizes or length; a row whose norm is 0 stays."""
+    x = app.operand(0)
+    x = x if x.dtype == float32 else x.cast(float32)
+    name = str(app.attr("norm", "MAX"))
+    if name not in _NORMS:
+        raise InvalidInput(f"the norm {name!r} is not known; known are {', '.join(_NORMS)}")
+    size = _NORMS[name](x, np.array([-1]))
+    zero, one = as_tensor(np.array(0, np.float32)), as_tensor(np.array(1, np.float32))
+    return (x / emit("Where", emit("Equal", size, zero), one, size),)
+
+
+def _weighed(app: Application, x: Tensor, rows: int) -> Tensor:
+    """(N, rows) products with the node's coefficients."""
+    weights = floats(app, "coefficients")
+    if rows < 1 or len(weights) % rows or x.shape[1] != len(weights) // rows:
+        raise InvalidInput(f"{len(weights)} coefficients do not fit {rows} rows of {x.type}")
+    return x.cast(float32) @ as_tensor(np.ascontiguousarray(weights.reshape(rows, -1).T))
+
+
+def linear_regressor(app: Application) -> Sequence[Tensor]:
+    """x @ coefficients.T + intercepts."""
+    made = _weighed(app, matrix(app), int(app.attr("targets", 1)))
+    bias = floats(app, "intercepts")
+    return (transformed(app, made + as_tensor(bias) if len(bias) else made),)
+
+
+def linear_classifier(app: Application) -> Sequence[Tensor]:
+    """Labels, and scores x @ coefficients.T + intercepts; one score alone is of the second."""
+    names, bias = labels(app), floats(app, "intercepts")
+    if len(bias) != len(names) and not (len(bias) == 1 and len(names) == 2):
+        raise InvalidInput(f"it has {len(bias)} intercepts for {len(names)} labels")
+    scores = _weighed(app, matrix(app), len(bias)) + as_tensor(bias)
+    if len(bias) > 1:
+        return labelled(scores, names), transformed(app, scores)
+    label = chosen(scores > 0, names)
+    if transform_of(app) == "PROBIT":
+        raise InvalidInput("one score for two labels has no PROBIT; export a score for each label")
+    if transform_of(app) == "LOGISTIC":
+        return label, emit("Sigmoid", opposed(scores))
+    return label, complemented(scores)
+
+
+def _linear(x: Tensor, s: Tensor, _: Any) -> Tensor:
+    return x @ s
+
+
+def _poly(x: Tensor, s: Tensor, params: Any) -> Tensor:
+    return emit("Pow", x @ s * params[0] + params[1], as_tensor(np.float32(params[2])))
+
+
+def _sigmoid(x: Tensor, s: Tensor, params: Any) -> Tensor:
+    return emit("Tanh", x @ s * params[0] + params[1])
+
+
+def _rbf(x: Tensor, s: Tensor, params: Any) -> Tensor:
+    """By differences: the products of far vectors would cancel."""
+    apart = emit("Unsqueeze", x, np.array([2])) - emit("Unsqueeze", s, np.array([0]))
+    return emit("Exp", emit("ReduceSumSquare", apart, np.array([1]), keepdims=0) * -params[0])
+
+
+_KERNELS: Final[Mapping[str, Callable[[Tensor, Tensor, Any], Tensor]]] = {
+    "LINEAR": _linear, "POLY": _poly, "RBF": _rbf, "SIGMOID": _sigmoid,
+}  # fmt: skip
+
+
+def _kernels(app: Application, x: Tensor, count: int) -> Tensor:
+    """(N, count) kernels of the rows with the support vectors."""
+    vectors, kind = floats(app, "support_vectors"), str(app.attr("kernel_type", "LINEAR"))
+    params = [float(p) for p in floats(app, "kernel_params")] or [0.0, 0.0, 0.0]
+    if kind not in _KERNELS or len(params) != 3:
+        raise InvalidInput(f"kernel {kind!r} with {len(params)} parameters is not known")
+    if len(vectors) % count or x.shape[1] != len(vectors) // count:
+        raise InvalidInput(f"{count} support vectors of {len(vectors)} numbers do not fit {x.type}")
+    columns = as_tensor(np.ascontiguousarray(vectors.reshape(count, -1).T))
+    return _KERNELS[kind](x, columns, params)
+
+
+def svm_regressor(app: Application) -> Sequence[Tensor]:
+    """kernels @ coefficients + rho; its sign for one class."""
+    x, rho = matrix(app).cast(float32), floats(app, "rho")
+    count = int(app.attr("n_supports", 0))
+    if transform_of(app) != "NONE" or not len(rho):
+        raise InvalidInput("a support vector regressor has a rho and no post_transform")
+    if count:
+        weights = floats(app, "coefficients")
+        if len(weights) != count:
+            raise InvalidInput(f"{count} support vectors have {len(weights)} coefficients")
+        made = _kernels(app, x, count) @ as_tensor(weights[:, None])
+    else:
+        made = _weighed(app, x, 1)
+    made = made + float(rho[0])
+    if app.attr("one_class", 0):
+        made = (made > 0).cast(float32) * 2.0 - 1.0
+    return (made,)
+
+
+def svm_classifier(app: Application) -> Sequence[Tensor]:
+    """Labels by votes of pairs of classes; scores of pairs, or probabilities of classes."""
+    names, counts = labels(app), [int(n) for n in app.attr("vectors_per_class", ())]
+    k, x = len(names), matrix(app).cast(float32)
+    if not sum(counts):
+        return _linear_svm(app, x, names)
+    if not 2 <= k <= MAX_CLASSES or len(counts) != k:
+        raise InvalidInput(f"{len(counts)} counts of support vectors for {k} labels")
+    scores = _of_pairs(app, x, counts)
+    first, second = _pairs(k)
+    won = (scores > 0).cast(float32)
+    votes = won @ as_tensor(first) + (1.0 - won) @ as_tensor(second)
+    label = labelled(votes, names)
+    slopes, shifts = floats(app, "prob_a"), floats(app, "prob_b")
+    if len(slopes):
+        if len(slopes) != len(first) or len(shifts) != len(first):
+            raise InvalidInput(f"{len(slopes)} slopes of probabilities for {len(first)} pairs")
+        sure = emit("Sigmoid", -(scores * as_tensor(slopes) + as_tensor(shifts)))
+        ends = [as_tensor(np.array(e, np.float32)) for e in (1e-7, 1 - 1e-7)]
+        return label, transformed(app, _coupled(emit("Clip", sure, *ends), k))
+    if k > 2:
+        return label, transformed(app, scores)
+    if transform_of(app) != "NONE":
+        raise InvalidInput("two classes without probabilities have no post_transform here")
+    return label, opposed(scores)
+
+
+def _linear_svm(app: Application, x: Tensor, names: Any) -> Sequence[Tensor]:
+    """A score for each class, all with the same bias."""
+    if len(names) <= 2:
+        raise InvalidInput("without support vectors it takes three classes or more")
+    scores = _weighed(app, x, len(names)) + float(floats(app, "rho")[0])
+    return labelled(scores, names), transformed(app, scores)
+
+
+def _pairs(k: int) -> tuple[Any, Any]:
+    """(pairs, k) ones at the first and at the second class of each pair."""
+    pairs = list(combinations(range(k), 2))
+    one = np.eye(k, dtype=np.float32)
+    return one[[i for i, _ in pairs]], one[[j for _, j in pairs]]
+
+
+def _of_pairs(app: Application, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """(N, pairs) scores: vectors of i weigh by row j - 1 of the coefficients, those of j by i."""
+    k, total, rho = len(counts), sum(counts), floats(app, "rho")
+    weights = floats(app, "coefficients")
+    if len(weights) != (k - 1) * total or len(rho) != k * (k - 1) // 2 or min(counts) < 0:
+        raise InvalidInput(f"{len(weights)} coefficients, {len(rho)} rhos do not fit {k} classes")
+    rows = weights.reshape(k - 1, total)
+    starts = np.cumsum([0, *counts])
+    columns = np.zeros((total, len(rho)), np.float32)
+    for p, (i, j) in enumerate(combinations(range(k), 2)):
+        of_i, of_j = slice(starts[i], starts[i + 1]), slice(starts[j], starts[j + 1])
+        columns[of_i, p], columns[of_j, p] = rows[j - 1, of_i], rows[i, of_j]
+    return _kernels(app, x, total) @ as_tensor(columns) + as_tensor(rho)
+
+
+def _coupled(sure: Tensor, k: int) -> Tensor:
+    """(N, pairs) probabilities that the first of a pair wins -> (N, k), by Wu, Lin and Weng (2004).
+
+    Their second method as libsvm computes it: a coordinate at a time, until the error of each
+    row is small.
+    """
+    pairs = list(combinations(range(k), 2))
+    loses = 1.0 - sure
+    beats = np.zeros((len(pairs), k * k), np.float32)
+    beaten = np.zeros_like(beats)  # at i * k + j: the probability that j wins against i
+    for p, (i, j) in enumerate(pairs):
+        beats[p, i * k + j] = beaten[p, j * k + i] = 1
+    other = sure @ as_tensor(beaten) + loses @ as_tensor(beats)
+    mine = sure @ as_tensor(beats) + loses @ as_tensor(beaten)
+    diagonal = emit("ReduceSumSquare", other.reshape(-1, k, k), np.array([2]), keepdims=1)
+    eye = as_tensor(np.eye(k, dtype=np.float32))
+    q = eye * diagonal - (other * mine).reshape(-1, k, k)
+    start = sure @ as_tensor(np.zeros((len(pairs), k), np.float32)) + 1.0 / k
+    going = emit("ReduceMax", start, np.array([1]), keepdims=1) * 0.0 + 1.0
+
+    def step(carry: Any, _: Any) -> Any:
+        p, go = carry
+        qp = (q @ emit("Unsqueeze", p, np.array([2]))).reshape(-1, k)
+        pqp = emit("ReduceSum", p * qp, np.array([1]), keepdims=1)
+        error = emit("ReduceMax", emit("Abs", qp - pqp), np.array([1]), keepdims=1)
+        go = go * emit("Not", emit("Less", error, _f(_COUPLED / k))).cast(float32)
+        moved = p
+        for t in range(k):
+            row = emit("Gather", q, as_tensor(np.array(t)), axis=1)
+            own = emit("Gather", row, as_tensor(np.array([t])), axis=1)
+            here = emit("Gather", qp, as_tensor(np.array([t])), axis=1)
+            diff = (pqp - here) / own
+            moved = (moved + diff * as_tensor(np.eye(k, dtype=np.float32)[t])) / (diff + 1.0)
+            pqp = (pqp + diff * (diff * own + here * 2.0)) / (diff + 1.0) / (diff + 1.0)
+            qp = (qp + diff * row) / (diff + 1.0)
+        return (emit("Where", go > 0, moved, p), go), go
+
+    (made, _), _ = scan(step, (start, going), as_tensor(np.zeros(_COUPLINGS, np.float32)))
+    return made
+
+
+def _f(x: float) -> Tensor:
+    return as_tensor(np.array(x, np.float32))
