@@ -10,8 +10,9 @@ BENCHES := run serving rounds
 SUITE_crash := tests/faults/test_crashes.py
 SUITE_rounds := tests/faults/test_rounds_long.py
 SUITE_signals := tests/faults/test_signals.py
+SUITE_import := tests/onnx/test_exports.py
 
-.PHONY: help venv demo test quick deep lint format types imports proto wheels bench peers constraints clean
+.PHONY: help venv demo test quick deep lint format types imports proto wheels bench oracles peers constraints clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -33,7 +34,7 @@ quick: venv ## lint, types, imports and a sample of the fast tests, under a minu
 	@$(MAKE) --no-print-directory lint imports types
 	@TRIPLANE_SAMPLED=1 $(BIN)/python -m pytest -q -n 2 -m 'not deep and not long and not slow' $(ARGS)
 
-deep: venv ## the long searches, minutes each; SUITE=crash, rounds or signals ends hundreds of processes and writes docs/evidence/
+deep: venv ## the long searches, minutes each; SUITE=crash, rounds, signals or import writes docs/evidence/
 	@HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -o faulthandler_timeout=20000 -m 'deep or hypothesis' $(SUITE_$(SUITE)) $(ARGS)
 
 lint: venv ## ruff: rules and format
@@ -61,6 +62,9 @@ wheels: venv ## download everything that OFFLINE=1 needs into .wheels
 
 bench: venv peers ## ratios against PyTorch, Flower and others; docs/benchmarks.md tells how to read them
 	@for bench in $(BENCHES); do $(BIN)/python benchmarks/$$bench.py $(ARGS) || exit 1; done
+
+oracles: ## the environment that exports networks of other libraries, for `make deep SUITE=import`
+	@.ci/venv .venv-oracles -r benchmarks/requirements-oracles.txt
 
 peers: ## the environments of the benchmarks' other sides: PyTorch, Flower, JAX, onnxsim, MindSpore
 	@.ci/venv .venv-peers -r benchmarks/requirements-peers.txt

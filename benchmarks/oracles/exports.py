@@ -6,9 +6,9 @@ lightgbm, xgboost, skl2onnx and onnxmltools (benchmarks/requirements-oracles.txt
     .venv-oracles/bin/python -m benchmarks.oracles.exports FOLDER [--only PATTERN]
 
 Weights are random and sizes small, so nothing is downloaded. Beside each file lies NAME.npz: inputs
-as `a:NAME` and `b:NAME` (two sets of sizes, where the network has open sizes), and for
-the networks in `GRADIENTS` the loss and the gradients of PyTorch by parameter. A network that its
-exporter refuses is listed in FOLDER/NAME.EXPORTER.txt with the exporter's reason.
+as `a:NAME` and `b:NAME` (two sets of sizes, where the network has open sizes), and for the networks
+in `GRADIENTS` the loss, each parameter as `param:NAME` and its gradient as `grad:NAME`. A network
+that its exporter refuses is listed in FOLDER/NAME.EXPORTER.txt with the exporter's reason.
 """
 
 from __future__ import annotations
@@ -475,6 +475,7 @@ def export(name: str, exporter: str, folder: Path) -> None:
         arrays["loss"] = loss.detach().numpy()
         for parameter, value in model.named_parameters():
             if value.grad is not None:
+                arrays[f"param:{parameter}"] = value.detach().numpy()
                 arrays[f"grad:{parameter}"] = value.grad.numpy()
     np.savez(folder / f"{name}.{exporter}.npz", **arrays)
 

@@ -20,7 +20,7 @@ TRANSFORMS = ["NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO", "PROBIT"]
 def model(op, outputs, x=X, **attrs):
     names = [f"y{i}" for i in range(len(outputs))]
     node = helper.make_node(op, ["x"], names, name="one", domain="ai.onnx.ml", **attrs)
-    shapes = {1: ["N"], 2: ["N", None]}
+    shapes: dict[int, list[str | int | None]] = {1: ["N"], 2: ["N", None]}
     graph = helper.make_graph(
         [node],
         "one",

@@ -94,13 +94,18 @@ def _trees(app: Application) -> _Trees:
     if min(int(w.min()) for w in ways) < 0:
         raise InvalidInput("a split leads to a node that its tree does not have")
     roots, depth = _levels(np.array(of), ways, inner)
+    tracks = _column(app, "nodes_missing_value_tracks_true", n, np.zeros(n))
     return _Trees(
-        np.where(inner, _column(app, "nodes_featureids", n), 0).astype(np.int64),
-        np.where(inner, _column(app, "nodes_values", n), 0),
-        modes, *ways,
-        np.asarray(_column(app, "nodes_missing_value_tracks_true", n, np.zeros(n)), bool) & inner,
-        roots, depth, places,
-    )  # fmt: skip
+        features=np.where(inner, _column(app, "nodes_featureids", n), 0).astype(np.int64),
+        values=np.where(inner, _column(app, "nodes_values", n), 0),
+        modes=modes,
+        yes=ways[0],
+        no=ways[1],
+        tracks=np.asarray(tracks, bool) & inner,
+        roots=roots,
+        depth=depth,
+        places=places,
+    )
 
 
 def _levels(of: Any, ways: Sequence[Any], inner: Any) -> tuple[Any, int]:

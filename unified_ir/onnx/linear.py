@@ -108,7 +108,7 @@ def _linear(x: Tensor, s: Tensor, _: Any) -> Tensor:
 
 
 def _poly(x: Tensor, s: Tensor, params: Any) -> Tensor:
-    return emit("Pow", x @ s * params[0] + params[1], as_tensor(np.float32(params[2])))
+    return emit("Pow", x @ s * params[0] + params[1], _f(params[2]))
 
 
 def _sigmoid(x: Tensor, s: Tensor, params: Any) -> Tensor:
@@ -251,7 +251,8 @@ def _coupled(sure: Tensor, k: int) -> Tensor:
             qp = (qp + diff * row) / (diff + 1.0)
         return (emit("Where", go > 0, moved, p), go), go
 
-    (made, _), _ = scan(step, (start, going), as_tensor(np.zeros(_COUPLINGS, np.float32)))
+    trips = as_tensor(np.zeros(_COUPLINGS, np.float32))
+    made: Tensor = scan(step, (start, going), trips)[0][0]
     return made
 
 
