@@ -9,8 +9,9 @@ import onnxruntime as ort
 import pytest
 from tests.onnx.networks import resnet
 
-from triplane.unified_ir import import_onnx, load, nn
+from triplane.unified_ir import data, import_onnx, load, nn, optim, train
 from triplane.unified_ir.cli import shell
+from triplane.unified_ir.onnx import Initializer, emit, serialize
 
 VERBS = {
     name: EntryPoint(name, f"triplane.unified_ir.cli.{module}:command", shell.VERB_GROUP)
@@ -178,3 +179,35 @@ def test_a_model_without_inputs_makes_no_bundle(tmp_path, model, capsys):
     code, _, error = run(capsys, "convert", tmp_path / "none.onnx")
     assert code == 2
     assert "'predict' takes no input" in error
+
+
+def digit_reader(seed):
+    """A network with batch normalization, trained on half of the digits, as an ONNX model."""
+    learnt, _ = data.load_split("digits", seed=0)
+    half = len(learnt) // 2
+
+    def block(a, b):
+        return nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2)
+
+    nn.seed(seed)
+    net = nn.Sequential(*block(1, 16), *block(16, 32), nn.Flatten(), nn.Dense(32 * 4, 10))
+    trainer = train.Trainer(net, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.Adam(2e-3))
+    trainer.fit((learnt.x[:half], learnt.y[:half]), 8, batch_size=32, progress="none")
+    module = trainer.export(["predict"])
+    held = {n: Initializer(t.array) for n, t in module.state.items()}
+    return serialize(emit(module.entry("predict"), initializers=held))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_norm", ["kept", "updated"])
+def test_the_default_rate_does_not_harm_a_trained_network(model, tmp_path, capsys, batch_norm):
+    out = tmp_path / "digits.tpm"
+    model.write_bytes(digit_reader(seed=0))
+    _, held_out = data.load_split("digits", seed=0)
+    before = nn.Imported(import_onnx(model))(held_out.x).argmax(1)
+    options = ["--data", "digits", "--epochs", "1", "--batch-norm", batch_norm, "--json"]
+    code, text, error = run(capsys, "train", model, *options, "--out", out)
+    assert code == 0, error
+    record = json.loads(text)
+    assert "0.0002" in record["optimizer"]
+    assert record["validation"]["accuracy"] >= (before == held_out.y).mean()

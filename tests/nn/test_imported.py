@@ -3,10 +3,12 @@
 import numpy as np
 import onnxruntime as ort
 import pytest
+from onnx import helper
 from tests.onnx.networks import resnet
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import import_onnx, nn, optim, train
+from triplane.unified_ir.onnx import Initializer, emit, serialize
 
 FROZEN = "layer1.*"
 
@@ -66,3 +68,63 @@ def test_wrong_use_is_refused_by_name():
         cell(*data(2))
     with pytest.raises(InvalidInput, match="output 'nowhere' is given by no node"):
         import_onnx(resnet(), outputs=["nowhere"])
+
+
+def normalized(channels=4):
+    return nn.Sequential(
+        nn.Conv2d(3, channels, 3),
+        nn.BatchNorm2d(channels, momentum=0.2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Dense(channels * 14 * 14, 3),
+    )
+
+
+def exported(cell):
+    """What the cell predicts with, as an ONNX model with its batch normalization."""
+    made = train.Trainer(cell, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
+    images, labels = data(8)
+    made.evaluate((images, labels))
+    module = made.export(["predict"])
+    held = {n: Initializer(t.array) for n, t in module.state.items()}
+    model = emit(module.entry("predict"), initializers=held)
+    for node in model.graph.node:
+        if node.op_type == "BatchNormalization":
+            node.attribute.append(helper.make_attribute("momentum", 0.8))
+    return serialize(model)
+
+
+def trained(cell, epochs=3):
+    trainer = train.Trainer(cell, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.05), seed=0)
+    trainer.fit(data(), epochs=epochs, batch_size=16, progress="none")
+    return {n: p.array.copy() for n, p in cell.parameters().items()}
+
+
+def test_updated_batch_normalization_trains_as_the_layers_do():
+    nn.seed(0)
+    cell = normalized()
+    module = import_onnx(exported(cell))
+    imported = nn.Imported(module, batch_norm="updated")
+    wanted, found = trained(cell), trained(imported)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-6)
+    before = module.state["1.running_mean"].array
+    assert (found["1.running_mean"] != before).all()
+
+
+def test_kept_batch_normalization_leaves_running_statistics_alone():
+    nn.seed(0)
+    module = import_onnx(exported(normalized()))
+    found = trained(nn.Imported(module))
+    for name in ("1.running_mean", "1.running_var"):
+        np.testing.assert_array_equal(found[name], module.state[name].array)
+
+
+def test_a_network_without_batch_normalization_has_no_statistics_to_update():
+    nn.seed(0)
+    module = import_onnx(exported(nn.Sequential(nn.Flatten(), nn.Dense(3 * 16 * 16, 3))))
+    with pytest.raises(InvalidInput, match="export it unfolded"):
+        nn.Imported(module, batch_norm="updated")
+    with pytest.raises(InvalidInput, match="batch_norm is"):
+        nn.Imported(module, batch_norm="sometimes")  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from triplane.unified_ir.frontend import Cell
     from triplane.unified_ir.ir import Module
     from triplane.unified_ir.nn import Loss
+    from triplane.unified_ir.nn.imported import BatchNormMode
     from triplane.unified_ir.train import Trainer
 
 EPILOG = """\b
@@ -54,6 +55,9 @@ ENTRIES = ("predict", "evaluate", "loss", "train_step", "local_update", "adapt",
 DEFAULT_ENTRIES: Any = ENTRIES[:-1]
 _MODELS: Final = frozenset({SUFFIX, ".tpm"})
 """Files whose model is trained further."""
+RATE: Final = 0.002
+FINE_TUNING_RATE: Final = 0.0002
+"""The default of --lr for a model that is trained already; ten times that can undo its training."""
 
 
 @click.command("train", epilog=EPILOG)
@@ -80,8 +84,9 @@ _MODELS: Final = frozenset({SUFFIX, ".tpm"})
     show_default=True, help="The update rule, part of the graph; PyTorch's numbers otherwise.",
 )  # fmt: skip
 @click.option(
-    "--lr", type=click.FloatRange(min=0, min_open=True), default=0.002, show_default=True,
-    metavar="RATE", help="Learning rate; the highest one with --schedule.",
+    "--lr", type=click.FloatRange(min=0, min_open=True), metavar="RATE",
+    help="Learning rate; the highest one with --schedule.  "
+    f"[default: {RATE:g}; {FINE_TUNING_RATE:g} of a model file]",
 )  # fmt: skip
 @click.option(
     "--schedule", metavar="NAME[:KEY=VALUE,..]",
@@ -98,6 +103,11 @@ _MODELS: Final = frozenset({SUFFIX, ".tpm"})
 @click.option(
     "--freeze", metavar="PATTERN", multiple=True,
     help='Parameters that stay as they are, such as "body.*"; may be repeated.',
+)  # fmt: skip
+@click.option(
+    "--batch-norm", type=click.Choice(["kept", "updated"]), default="kept", show_default=True,
+    help="Of a model file, in training: normalize by its running statistics, or by those of the "
+    "batch, and update the running ones.",
 )  # fmt: skip
 @click.option(
     "--clip", metavar="[KIND:]LIMIT",
@@ -182,6 +192,8 @@ def command(**options: Any) -> None:
     as_json = options.pop("as_json")
     output = open_output(as_json)
     file = options["cell"]
+    if options["lr"] is None:
+        options["lr"] = FINE_TUNING_RATE if Path(file).suffix in _MODELS else RATE
     file = file if Path(file).suffix in _MODELS else file.rpartition(":")[0]
     keep_apart(
         [file, options["data"], options["validation"]],
@@ -263,7 +275,7 @@ def _trained(options: dict[str, Any], *, quiet: bool) -> tuple[Trainer, dict[str
     from triplane.unified_ir import data, nn
 
     nn.seed(options["seed"])
-    cell = load_cell(options["cell"])
+    cell = load_cell(options["cell"], batch_norm=options["batch_norm"])
     if options["validation"] is None:
         learnt, held_out = data.load_split(options["data"], seed=options["seed"])
     else:
@@ -323,14 +335,14 @@ def _columns(row: dict[str, float], *, prefix: str) -> dict[str, float]:
     return {k.removeprefix(prefix): v for k, v in row.items() if "." not in k}
 
 
-def _of_file(path: Path) -> Cell:
+def _of_file(path: Path, batch_norm: BatchNormMode) -> Cell:
     """What a model predicts with, as a cell; InvalidInput where it takes no batch of any size."""
     from triplane.unified_ir.convert.conversion import read_model
     from triplane.unified_ir.nn import Imported
     from triplane.unified_ir.onnx import import_onnx
 
     module = import_onnx(path) if path.suffix == SUFFIX else read_model(path)[0]
-    cell = Imported(module)
+    cell = Imported(module, batch_norm=batch_norm)
     for param in module.inputs("predict"):
         shape = getattr(param.type, "shape", ())
         if shape and isinstance(shape[0], int):
@@ -342,7 +354,7 @@ def _of_file(path: Path) -> Cell:
     return cell
 
 
-def load_cell(spec: str) -> Cell:
+def load_cell(spec: str, *, batch_norm: BatchNormMode = "kept") -> Cell:
     """The cell that FILE.py:NAME names: a Cell subclass, or a function without arguments.
 
     An ONNX model or a model file is such a cell too: its weights go on from where they are.
@@ -350,7 +362,11 @@ def load_cell(spec: str) -> Cell:
     from triplane.unified_ir.frontend import Cell
 
     if Path(spec).suffix in _MODELS:
-        return _of_file(Path(spec))
+        return _of_file(Path(spec), batch_norm)
+    if batch_norm != "kept":
+        raise InvalidInput(
+            f"--batch-norm is an option for a model file; the layers of {spec} decide themselves"
+        )
     if spec.startswith(ZOO):
         return _of_zoo(spec.removeprefix(ZOO))
     file, _, name = spec.rpartition(":")

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.cell import Cell, Parameter
-from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.ir.graph import Array, Node, Role
 from triplane.unified_ir.ir.module import Module
-from triplane.unified_ir.ops.inline import inline
+from triplane.unified_ir.nn.norm import batch_norm_step
+from triplane.unified_ir.ops.inline import Replay, inline
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.tensor import Tensor
+
+BatchNormMode = Literal["kept", "updated"]
+"""What batch normalization of an imported model does in training."""
 
 
 class Imported(Cell):
     """One entry of a module as a cell; its state keeps its names, roles and numbers.
 
-    Weights are trained unless `freeze` says otherwise; running statistics are buffers and stay as
-    they came, so batch normalization of an imported model goes on as in inference. Shapes follow
-    the inputs: what the model leaves symbolic takes any size.
+    Weights are trained unless `freeze` says otherwise. batch_norm: "kept" normalizes by the running
+    statistics that came with the model, in training too, which is what few or unlike samples want;
+    "updated" trains as a network of `nn.BatchNorm2d` does: by the statistics of the batch, towards
+    which the running ones move by the momentum of the model's nodes. Exporters often fold batch
+    normalization into convolutions; then there is none to update, and "updated" is refused. Shapes
+    follow the inputs: what the model leaves symbolic takes any size.
 
     >>> from triplane.unified_ir import import_onnx, nn
     >>> backbone = nn.Imported(import_onnx("resnet.onnx", outputs=["pooled"]))  # doctest: +SKIP
     >>> model = nn.Sequential(backbone.freeze("layer[12].*"), nn.Dense(512, 10))  # doctest: +SKIP
     """
 
-    def __init__(self, module: Module, entry: str = "predict") -> None:
+    def __init__(
+        self, module: Module, entry: str = "predict", *, batch_norm: BatchNormMode = "kept"
+    ) -> None:
         super().__init__()
+        if batch_norm not in get_args(BatchNormMode):
+            raise InvalidInput(f'batch_norm is "kept" or "updated", got {batch_norm!r}')
         self.function = module.entry(entry)
         assigned = module.assigned(entry)
         if assigned:
@@ -40,6 +52,23 @@ class Imported(Cell):
                 array: Array = tensor.array
                 dtype = tensor.type.dtype
                 self._parameters[name] = Parameter(array, role=tensor.role, dtype=dtype)
+        self.batch_norm = batch_norm
+        if batch_norm == "updated" and not any(map(self._statistics, self.function.nodes)):
+            raise InvalidInput(
+                "the model has no batch normalization with running statistics to update; exporters "
+                "fold it into convolutions: export it unfolded (of PyTorch, dynamo=False with "
+                'training=TrainingMode.PRESERVE), or leave batch_norm="kept"'
+            )
+
+    def _statistics(self, node: Node) -> tuple[str, str] | None:
+        """Names of the running mean and variance that a node normalizes by."""
+        if node.op.name != "BatchNormalization" or len(node.outputs) > 1:
+            return None
+        mean, var = (v.name if v is not None else "" for v in node.inputs[3:5])
+        held = [self._parameters.get(name) for name in (mean, var)]
+        if any(p is None or p.role is not Role.BUFFER for p in held):
+            return None
+        return mean, var
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -55,5 +84,33 @@ class Imported(Cell):
         given = dict(zip(self.inputs, xs, strict=True))
         given |= {n: p.__tensor__() for n, p in self._parameters.items()}
         build = recorder()
-        made = inline(self.function, [build.admit(given[n]) for n in self.function.param_names])
+        args = [build.admit(given[n]) for n in self.function.param_names]
+        updates = self.training and self.batch_norm == "updated"
+        made = self._updated(args) if updates else inline(self.function, args)
         return made[0] if len(made) == 1 else tuple(made)
+
+    def _updated(self, args: Sequence[Tensor]) -> list[Tensor]:
+        """The results on batch statistics, towards which the running ones move."""
+        replay = Replay(self.function, args)
+        moved: dict[str, Tensor] = {}
+        for node in self.function.nodes:
+            names = self._statistics(node)
+            if names is None:
+                replay.run(node)
+                continue
+            x, scale, bias, mean, var = (t for t in replay.inputs(node) if t is not None)
+            y, moved[names[0]], moved[names[1]] = batch_norm_step(
+                x, scale, bias, moved.get(names[0], mean), moved.get(names[1], var),
+                momentum=1.0 - _number(node, "momentum", 0.9),
+                epsilon=_number(node, "epsilon", 1e-5),
+            )  # fmt: skip
+            replay.define(node, [y])
+        for name, statistic in moved.items():
+            setattr(self, name, statistic)
+        return replay.results()
+
+
+def _number(node: Node, name: str, default: float) -> float:
+    value = node.attrs.get(name, default)
+    assert isinstance(value, (int, float))
+    return float(value)

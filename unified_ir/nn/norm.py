@@ -53,15 +53,31 @@ class _BatchNorm(Cell):
         mean, var = self.running_mean, self.running_var
         if not self.training:
             return batch_norm_row(x, self.weight, self.bias, mean, var, epsilon=self.epsilon)
-        y, batch_mean, batch_var = batch_norm_row.all_outputs(
-            x, self.weight, self.bias, mean, var,
-            outputs=3, training_mode=1, momentum=0.0, epsilon=self.epsilon,
-        )  # fmt: skip
-        kept = 1.0 - self.momentum
-        self.running_mean = mean * kept + batch_mean * self.momentum
-        count = product([x.shape[0], *x.shape[2:]])
-        self.running_var = var * kept + batch_var * _unbiased(count, self.momentum)
+        y, self.running_mean, self.running_var = batch_norm_step(
+            x, self.weight, self.bias, mean, var, momentum=self.momentum, epsilon=self.epsilon
+        )
         return y
+
+
+def batch_norm_step(
+    x: ops.Tensor,
+    weight: ops.Tensor,
+    bias: ops.Tensor,
+    mean: ops.Tensor,
+    var: ops.Tensor,
+    *,
+    momentum: float,
+    epsilon: float,
+) -> tuple[ops.Tensor, ops.Tensor, ops.Tensor]:
+    """x: (N, C, ...) normalized by its own statistics; the running mean and variance after it."""
+    y, batch_mean, batch_var = batch_norm_row.all_outputs(
+        x, weight, bias, mean, var,
+        outputs=3, training_mode=1, momentum=0.0, epsilon=epsilon,
+    )  # fmt: skip
+    kept = 1.0 - momentum
+    count = product([x.shape[0], *x.shape[2:]])
+    moved = mean * kept + batch_mean * momentum
+    return y, moved, var * kept + batch_var * _unbiased(count, momentum)
 
 
 def _unbiased(count: Dim, momentum: float) -> ops.Tensor | float:
