@@ -112,6 +112,17 @@ MEETINGS = {
         "float32[N,T//2,2]",
         r"15.*12|12.*15",
     ),
+    "Gemm of a flattened plane": (
+        """agraph (float[N,1,H] x) => (float[N,2] y) {
+          flat = Flatten(x)
+          w = Constant <value = float[2,4] {1,2,3,4,5,6,7,8}> ()
+          y = Gemm <transB = 1> (flat, w)
+        }""",
+        (2, 1, 4),
+        (2, 1, 5),
+        "float32[N,2]",
+        r"5.*4|4.*5",
+    ),
     "MatMul of a plane with itself": (
         """agraph (float[N,T] x) => (float[N,T] y) { y = MatMul(x, x) }""",
         (3, 3),

@@ -101,6 +101,20 @@ def _matmul(case: _Case) -> Sequence[Tensor | None]:
     ]
 
 
+def _gemm(case: _Case) -> Sequence[Tensor | None]:
+    """Matrices whose inner sizes are claimed to be equal, such as a flattened open plane's."""
+    a, b = case.app.operand(0), case.app.operand(1)
+    if a.rank != 2 or b.rank != 2:
+        raise _Refused
+    at_a, at_b = (0 if case.app.attr("transA", 0) else 1), (1 if case.app.attr("transB", 0) else 0)
+    inner = _met([a.shape[at_a], b.shape[at_b]], case.named)
+    return [
+        assume_shape(a, [inner if i == at_a else d for i, d in enumerate(a.shape)]),
+        assume_shape(b, [inner if i == at_b else d for i, d in enumerate(b.shape)]),
+        *case.app.inputs[2:],
+    ]
+
+
 def _but_axis(case: _Case) -> Sequence[Tensor | None]:
     """Operands of one rank that agree on every axis but one."""
     present = [x for x in case.app.inputs if x is not None]
@@ -156,6 +170,7 @@ _RULES: Final[Mapping[str, Callable[..., Sequence[Any]]]] = {
     "Concat": _but_axis,
     "Expand": _expand,
     "GatherElements": _but_axis,
+    "Gemm": _gemm,
     "MatMul": _matmul,
     "Reshape": _reshape,
     "Where": _broadcast,

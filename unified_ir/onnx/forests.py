@@ -29,7 +29,7 @@ from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 
 MAX_DEPTH: Final = 512
 """Levels of a tree: each is a few nodes of the graph."""
-MAX_TABLE: Final = 1 << 26
+MAX_TABLE: Final = 1 << 24
 """Numbers in the table of weights: nodes times classes."""
 LEAF: Final = "LEAF"
 _ASK: Final[Mapping[str, Callable[[Tensor, Tensor], Tensor]]] = {
