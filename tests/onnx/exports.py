@@ -28,7 +28,7 @@ class Row:
     file: float | str = "not run"
     gradient: float | str | None = None
     weights: str = ""
-    int8: str = ""
+    int8: str = "not run"
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -42,7 +42,7 @@ class Row:
         return any(not a <= AGREES for a in answers)
 
 
-def measured(path, folder, only_gradients=()):
+def measured(path, folder, *, int8=True):
     """The row of one exported file."""
     network, exporter = path.stem.rsplit(".", 1)
     row = Row(network, exporter)
@@ -74,7 +74,7 @@ def measured(path, folder, only_gradients=()):
     saved.unlink(missing_ok=True)
     if "loss" in arrays and isinstance(row.memory, float):
         row.gradient, row.weights = gradient_error(module, feeds[0], arrays)
-    if not network.startswith("ml_") and isinstance(row.memory, float):
+    if int8 and not network.startswith("ml_") and isinstance(row.memory, float):
         row.int8 = converted(module, feeds[0])
     return row
 
@@ -138,23 +138,27 @@ def gradient_error(module, feeds, arrays):
         made = compiled(*(given[p] for p in compiled.function.param_names))[1:]
     except TriplaneError as error:
         return f"no gradient: {short(error)}", ""
-    theirs = {}
+    places = {}
     for name, array in arrays.items():
         if name.startswith("param:"):
-            gradient = arrays["grad:" + name.removeprefix("param:")]
-            theirs[digest(array)] = gradient
+            weight = name.removeprefix("param:")
+            places[digest(array)] = weight, False
             if array.ndim == 2:
-                theirs[digest(array.T)] = gradient.T
-    pairs = [
-        (g, theirs[key])
-        for n, g in zip(weights, made, strict=True)
-        if (key := digest(module.state[n].array)) in theirs
-    ]
-    if not pairs:
+                places.setdefault(digest(array.T), (weight, True))
+    ours, matched = {}, 0
+    for name, g in zip(weights, made, strict=True):
+        weight, turned = places.get(digest(module.state[name].array), (None, False))
+        if (
+            weight is not None
+        ):  # a weight written twice has its gradient in two parts
+            ours[weight] = ours.get(weight, 0.0) + (g.T if turned else g)
+            matched += 1
+    if not ours:
         return "no weight is as PyTorch has it", ""
+    pairs = [(g, arrays[f"grad:{weight}"]) for weight, g in ours.items()]
     scale = max(np.abs(w).max() for _, w in pairs)
     worst = max(np.abs(g - w).max() for g, w in pairs) / scale
-    return float(worst), f"{len(pairs)} of {len(weights)}"
+    return float(worst), f"{matched} of {len(weights)}"
 
 
 def converted(module, feeds):
