@@ -148,9 +148,7 @@ def gradient_error(module, feeds, arrays):
     ours, matched = {}, 0
     for name, g in zip(weights, made, strict=True):
         weight, turned = places.get(digest(module.state[name].array), (None, False))
-        if (
-            weight is not None
-        ):  # a weight written twice has its gradient in two parts
+        if weight is not None:  # a weight written twice has its gradient in two parts
             ours[weight] = ours.get(weight, 0.0) + (g.T if turned else g)
             matched += 1
     if not ours:
