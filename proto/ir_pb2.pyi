@@ -148,14 +148,17 @@ class Module(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     META_FIELD_NUMBER: _builtins.int
     format_version: _builtins.int
-    """1, or 2 where a type has a form or a number that version 2 added: a writer keeps to the oldest
-    version that can hold the module. A reader refuses a newer one by number.
+    """1; 2 where a type has a form or a number that version 2 added; 3 where `dims` holds a negative
+    number: a writer keeps to the oldest version that can hold the module. A reader refuses a newer
+    one by number.
     """
     @_builtins.property
     def strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def dims(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Sizes that are no numbers, in their one normal form: "N", "(H+2)//2"."""
+        """Sizes that are no numbers, in their one normal form: "N", "(H+2)//2". Since version 3 also
+        numbers below zero, "-1": attributes refer to them, types never.
+        """
 
     @_builtins.property
     def ops(self) -> _containers.RepeatedCompositeFieldContainer[Global___Op]: ...
@@ -431,7 +434,9 @@ class Attribute(_message.Message):
     def tensor_ref(self) -> Global___TensorRef: ...
     @_builtins.property
     def dims(self) -> Global___Ints:
-        """As in a type's shape; at least one is no number."""
+        """As in a type's shape; at least one is no number. Before version 3 writers put a number n < 0
+        here as it is, so it reads as the size dims[-1 - n].
+        """
 
     def __init__(
         self,

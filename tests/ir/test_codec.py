@@ -174,7 +174,7 @@ def _newer(**fields):
 
 F = ("functions", 0, "function")
 BENT = {
-    "a newer format": (_set(("format_version",), 3), InvalidInput, "format version 3"),
+    "a newer format": (_set(("format_version",), 4), InvalidInput, "format version 4"),
     "no format": (_set(("format_version",), 0), Corrupt, "no format version"),
     "operator index": (_set((*F, "nodes", 1, "op"), 99), Corrupt, "operator 99 of"),
     "operand ahead": (_set((*F, "nodes", 1, "inputs", 0), 99), Corrupt, "value 98, which"),

@@ -1,6 +1,7 @@
 """Functions and modules as bytes and back.
 
-What `encode` accepts, `decode` reads: encoding ends by decoding what it made. Decoding takes bytes
+What `encode` accepts, `decode` reads as the same: encoding ends by decoding what it made and
+comparing. Decoding takes bytes
 from anywhere; whatever is not a module within the limits is Corrupt, naming function, node and
 operator. The types it hands out are claims until `ops.check` has inferred them again.
 """
@@ -18,8 +19,15 @@ from triplane.unified_ir.files.tensors import Tensor
 from triplane.unified_ir.ir import limits
 from triplane.unified_ir.ir.arrays import stored
 from triplane.unified_ir.ir.decode import Decoder
-from triplane.unified_ir.ir.encode import FIRST_VERSION, FORMAT_VERSION, Encoder
+from triplane.unified_ir.ir.encode import (
+    FIRST_VERSION,
+    FORMAT_VERSION,
+    MAX_INLINE_BYTES,
+    Encoder,
+)
 from triplane.unified_ir.ir.graph import Function, Role, StateTensor
+from triplane.unified_ir.ir.same import difference
+from triplane.unified_ir.ir.types import TensorType
 
 PART: Final = "module.pb"
 
@@ -50,7 +58,7 @@ def encode(contents: Contents) -> tuple[bytes, dict[str, Tensor]]:
     if taken:
         raise InvalidInput(f"state {taken[0]!r} has the name of a constant; rename it")
     tensors |= {name: stored(array) for name, array in encoder.constants.items()}
-    return _verified(encoder, tensors), tensors
+    return _verified(encoder, contents, tensors), tensors
 
 
 def decode(data: bytes, tensors: Mapping[str, Tensor]) -> Contents:
@@ -61,10 +69,16 @@ def decode(data: bytes, tensors: Mapping[str, Tensor]) -> Contents:
         raise Corrupt(f"{PART}: {error}") from error
 
 
+def version_of(data: bytes) -> int:
+    """The format version that `data` says it has."""
+    return int(_parsed(data).format_version)
+
+
 def encode_function(function: Function) -> bytes:
     """A function with all its constants, as bytes."""
+    contents = Contents({function.name: function})
     encoder = Encoder(max_inline_bytes=limits.MAX_MODULE_BYTES)
-    return _verified(_filled(encoder, Contents({function.name: function})), {})
+    return _verified(_filled(encoder, contents), contents, {})
 
 
 def decode_function(data: bytes) -> Function:
@@ -85,13 +99,32 @@ def _filled(encoder: Encoder, contents: Contents) -> Encoder:
     return encoder
 
 
-def _verified(encoder: Encoder, tensors: Mapping[str, Tensor]) -> bytes:
+def _verified(encoder: Encoder, contents: Contents, tensors: Mapping[str, Tensor]) -> bytes:
     data = encoder.message.SerializeToString(deterministic=True)
     try:
-        decode(data, tensors)
+        found = decode(data, tensors)
     except Corrupt as error:
         raise InvalidInput(f"the module cannot be stored: {error}") from error
+    lost = _lost(contents, found)
+    if lost:
+        raise InvalidInput(f"the module cannot be stored, it would be read back changed: {lost}")
     return data
+
+
+def _lost(given: Contents, found: Contents) -> str:
+    """What the bytes say otherwise than the contents; big constants are named by their digest."""
+    pairs = ((given.entries, found.entries), (given.meta, found.meta))
+    if any(dict(a) != dict(b) for a, b in pairs) or _declared(given) != _declared(found):
+        return "its entries, properties or state"
+    if given.functions.keys() != found.functions.keys():
+        return "the names of its functions"
+    functions = ((name, f, found.functions[name]) for name, f in given.functions.items())
+    said = ((n, difference(f, g, MAX_INLINE_BYTES)) for n, f, g in functions)
+    return next((f"function {name!r}: {text}" for name, text in said if text), "")
+
+
+def _declared(contents: Contents) -> list[tuple[str, Role, TensorType]]:
+    return [(name, tensor.role, tensor.type) for name, tensor in contents.state.items()]
 
 
 def _parsed(data: bytes) -> pb.Module:

@@ -7,6 +7,7 @@ exist and the types are true is for `ops.check`, which knows them. Corrupt says 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, Final, TypeVar
@@ -25,7 +26,7 @@ from triplane.unified_ir.ir.arrays import (
     static_shape,
 )
 from triplane.unified_ir.ir.dims import MAX_DIM, Dim, parse
-from triplane.unified_ir.ir.encode import FIRST_VERSION, NEWER
+from triplane.unified_ir.ir.encode import FIRST_VERSION, NEGATIVE_VERSION, NEWER
 from triplane.unified_ir.ir.graph import (
     NO_META,
     Array,
@@ -50,6 +51,13 @@ from triplane.unified_ir.ir.types import (
     string,
 )
 
+MISREAD: Final = (
+    "programs before format version 3 wrote negative numbers among symbolic sizes so that they "
+    "read as something else: import or train the model again"
+)
+"""What is wrong with a file of before whose sizes are not what its types say, and the way out."""
+_NEGATIVE: Final = re.compile(r"-[1-9][0-9]{0,18}")
+
 _T = TypeVar("_T")
 
 
@@ -66,7 +74,7 @@ class Decoder:
         for table in (message.ops, message.types, message.entries, message.state):
             _at_most(limits.MAX_TYPES, table, "types, operators, entries or state tensors")
         self.strings = [_string(s) for s in message.strings]
-        self.dims = _dims(message.dims)
+        self.dims = _dims(message.dims, negative=message.format_version >= NEGATIVE_VERSION)
         self.ops = [self._op(op) for op in message.ops]
         self.types: list[TensorType] = []
         for item in message.types:
@@ -189,10 +197,17 @@ class Decoder:
         return _pick(self.strings, i, "string")
 
     def dim(self, n: int) -> Dim:
-        """A size as `TensorType.shape` writes it."""
+        """A size as `TensorType.shape` and `Attribute.dims` write it."""
         if n < 0:
             return _pick(self.dims, -1 - n, "symbolic size")
         return n
+
+    def sizes(self, values: Sequence[int]) -> tuple[Dim, ...]:
+        """The sizes of an attribute; see `MISREAD` for what files before version 3 may hold."""
+        least = min(values, default=0)
+        if self.message.format_version < NEGATIVE_VERSION and least < -len(self.dims):
+            raise Corrupt(f"symbolic size {-1 - least} of {len(self.dims)}; {MISREAD}")
+        return tuple(self.dim(n) for n in values)
 
     def tensor(self, message: pb.Tensor) -> Array:
         """A constant that lies in the message."""
@@ -255,8 +270,8 @@ class Decoder:
             raise Corrupt("a tensor has no type of elements but its element type")
         _at_most(MAX_RANK, message.shape, "axes")
         shape = tuple(self.dim(n) for n in message.shape)
-        if any(isinstance(d, int) and d > MAX_DIM for d in shape):
-            raise Corrupt(f"a size is at most {MAX_DIM}, got {shape}")
+        if any(isinstance(d, int) and not 0 <= d <= MAX_DIM for d in shape):
+            raise Corrupt(f"a size of a type is at least 0 and at most {MAX_DIM}, got {shape}")
         return TensorType(_dtype(message.dtype), shape)
 
     def _place(self, message: pb.Place) -> Meta:
@@ -297,7 +312,7 @@ _READ: Final[Mapping[str, _Read]] = {
     "strings":    lambda d, a: tuple(d.string(i) for i in a.strings.values),
     "tensor":     lambda d, a: d.tensor(a.tensor),
     "tensor_ref": lambda d, a: d.tensor_ref(a.tensor_ref),
-    "dims":       lambda d, a: tuple(d.dim(n) for n in a.dims.values),
+    "dims":       lambda d, a: d.sizes(a.dims.values),
     "dtype":      lambda _, a: _dtype(a.dtype),
     "type":       lambda d, a: _pick(d.types, a.type, "type"),
 }
@@ -319,13 +334,17 @@ def _dtype(number: int) -> DType:
     return BY_ONNX[number]
 
 
-def _dims(texts: Sequence[str]) -> list[Dim]:
+def _dims(texts: Sequence[str], *, negative: bool) -> list[Dim]:
+    """The table of sizes: expressions, and where `negative` numbers below zero."""
     total = 0
     found: list[Dim] = []
     for text in texts:
         total += len(text)
         if total > limits.MAX_DIMS_CHARS:
             raise Corrupt(f"symbolic sizes take more than {limits.MAX_DIMS_CHARS} characters")
+        if negative and _NEGATIVE.fullmatch(text) and int(text) >= -(2**63):
+            found.append(int(text))
+            continue
         try:
             dim = parse(text)
         except InvalidInput as error:

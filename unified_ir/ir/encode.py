@@ -23,8 +23,12 @@ from triplane.unified_ir.ir.graph import (
 )
 from triplane.unified_ir.ir.types import DType, OptionalType, SequenceType, TensorType, type_of
 
-FORMAT_VERSION: Final = 2
-"""2 added sequences, optionals, strings and further narrow element types."""
+FORMAT_VERSION: Final = 3
+"""2 added sequences, optionals, strings and further narrow element types; 3 negative sizes."""
+VALUES_VERSION: Final = 2
+"""The first that holds sequences, optionals, strings and the element types of `NEWER`."""
+NEGATIVE_VERSION: Final = 3
+"""The first whose table of sizes holds numbers below zero, which only attributes refer to."""
 FIRST_VERSION: Final = 1
 """What is written where nothing newer is in the module, so that older programs read it."""
 NEWER: Final = frozenset({8, 18, 20, 23, 24, 25, 26})
@@ -43,7 +47,7 @@ class Encoder:
         self.constants: dict[str, Array] = {}
         self._max_inline_bytes = max_inline_bytes
         self._strings: dict[str, int] = {}
-        self._dims: dict[Expr, int] = {}
+        self._dims: dict[Dim, int] = {}
         self._ops: dict[OpId, int] = {}
         self._types: dict[TensorType, int] = {}
         self._places: dict[Meta, int] = {}
@@ -125,12 +129,12 @@ class Encoder:
     def dtype(self, dtype: DType, out: pb.Attribute) -> None:
         """An element type as an attribute."""
         if dtype.onnx in NEWER:
-            self.message.format_version = FORMAT_VERSION
+            self._needs(VALUES_VERSION)
         out.dtype = dtype.onnx  # type: ignore[assignment]
 
     def value_type(self, type_: TensorType, out: pb.Attribute) -> None:
         """A type as an attribute."""
-        self.message.format_version = FORMAT_VERSION
+        self._needs(VALUES_VERSION)
         out.type = self.type(type_)
 
     def string(self, text: str) -> int:
@@ -138,9 +142,14 @@ class Encoder:
         return _index(self._strings, text, self.message.strings.append)
 
     def dim(self, dim: Dim) -> int:
-        """A size as `TensorType.shape` writes it."""
-        if isinstance(dim, int):
+        """A size as `TensorType.shape` and `Attribute.dims` write it.
+
+        Numbers below zero would read as symbols, so they stand in the table as text.
+        """
+        if isinstance(dim, int) and dim >= 0:
             return dim
+        if isinstance(dim, int):
+            self._needs(NEGATIVE_VERSION)
         return -1 - _index(self._dims, dim, lambda d: self.message.dims.append(str(d)))
 
     def op(self, op: OpId) -> int:
@@ -158,7 +167,7 @@ class Encoder:
         def add(type_: TensorType) -> None:
             made = pb.TensorType(**self._form(type_))
             if made.form or made.dtype in NEWER:
-                self.message.format_version = FORMAT_VERSION
+                self._needs(VALUES_VERSION)
             self.message.types.append(made)
 
         return _index(self._types, type_, add)
@@ -172,7 +181,13 @@ class Encoder:
             if isinstance(type_.element, DType):
                 return {"form": form, "dtype": type_.element.onnx}
             return {"form": form, "element": 1 + self.type(type_.element)}
+        if any(isinstance(d, int) and d < 0 for d in type_.shape):
+            raise InvalidInput(f"a size of a type is at least 0, got {type_}")
         return {"dtype": type_.dtype.onnx, "shape": [self.dim(d) for d in type_.shape]}
+
+    def _needs(self, version: int) -> None:
+        """The file takes at least this format version."""
+        self.message.format_version = max(self.message.format_version, version)
 
     def place(self, meta: Meta) -> int:
         """Index of a place."""

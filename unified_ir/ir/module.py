@@ -18,6 +18,8 @@ import numpy as np
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.files import container
 from triplane.unified_ir.ir import codec
+from triplane.unified_ir.ir.dims import Expr
+from triplane.unified_ir.ir.encode import NEGATIVE_VERSION
 from triplane.unified_ir.ir.graph import Array, Function, Role, StateTensor, Value
 
 KIND: Final = "model"
@@ -107,6 +109,18 @@ def read(path: str | Path, expected_digest: str | None = None) -> Module:
     if roles != known:
         raise Corrupt(f"{file.path.name}: roles in the manifest are not those of {codec.PART}")
     return module
+
+
+def may_be_misread(path: Path, module: Module) -> bool:
+    """Whether the file is of a format before version 3 and has symbolic sizes in attributes.
+
+    Negative numbers among them were written so that they read as symbols; see `docs/ir.md`.
+    """
+    part = container.Container(path, kind=KIND).part(codec.PART)
+    if codec.version_of(bytes(part)) >= NEGATIVE_VERSION:
+        return False
+    values = (v for f in module.functions.values() for n in f.walk() for v in n.attrs.values())
+    return any(isinstance(v, tuple) and any(isinstance(d, Expr) for d in v) for v in values)
 
 
 def _module(found: codec.Contents) -> Module:

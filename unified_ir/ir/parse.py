@@ -23,13 +23,12 @@ from triplane.unified_ir.ir.graph import (
     Array,
     AttrValue,
     Function,
-    Location,
     Meta,
     Node,
     OpId,
     Value,
 )
-from triplane.unified_ir.ir.text import DIGEST_DIGITS, MAX_SHOWN_ELEMENTS, digest_of
+from triplane.unified_ir.ir.text import DIGEST_DIGITS, MAX_SHOWN_ELEMENTS, digest_of, place_of
 from triplane.unified_ir.ir.types import (
     DTYPES,
     MAX_RANK,
@@ -56,7 +55,7 @@ _FLOAT: Final = re.compile(r"-?(?:\d+(?:\.\d*)?(?:e[+-]?\d+)?|inf)|nan", re.ASCI
 _ELEMENT: Final = re.compile(rf"{_STRING}|[^,}}\"]+")
 _ITEM: Final = re.compile(rf"{_STRING}|[^,\"]+")
 _OP: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_.]*)")
-_PLACE: Final = re.compile(r"  # (?:(\S.*?):(\d+)(?: (.*))?|(.*))$")
+_PLACE: Final = re.compile(r"  # (.*)$")
 
 
 def parse_function(text: str, constants: Iterable[Array] = ()) -> Function:
@@ -66,7 +65,8 @@ def parse_function(text: str, constants: Iterable[Array] = ()) -> Function:
     """
     if len(text) > MAX_TEXT_CHARS:
         raise InvalidInput(f"a text has at most {MAX_TEXT_CHARS} characters, got {len(text)}")
-    reader = _Reader(text.splitlines(), {f"{type_of(a)} {digest_of(a)}": a for a in constants})
+    known = {f"{type_of(a)} {digest_of(a)}": a for a in constants}
+    reader = _Reader(text.replace("\r\n", "\n").rstrip("\n").split("\n"), known)
     try:
         reader.ops()
         function = reader.function("function")
@@ -438,7 +438,10 @@ def _unquoted(text: str) -> str:
 def _place(line: _Line) -> Meta:
     if not line.rest:
         return NO_META
-    found = line.match(_PLACE, "a place after '  # '")
-    if found[1] is None:
-        return Meta(None, found[4])
-    return Meta(Location(found[1], _bounded(found[2], 2**32)), found[3] or "")
+    try:
+        meta = place_of(line.match(_PLACE, "a place after '  # '")[1])
+    except ValueError as error:  # a bad quotation, or a line number of thousands of digits
+        raise InvalidInput(f"expected a place, got {line.text[-40:]!r}") from error
+    if meta.location is not None:
+        _bounded(str(meta.location.line), 2**32)
+    return meta

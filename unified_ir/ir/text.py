@@ -9,8 +9,10 @@
     }
 
 A parameter is written by its name, any other value by its number: parameters count first, then
-outputs in order, as in `module.pb`. A line after `#` says where the user wrote it. Constants of
-more than eight elements appear as type and the first digits of the SHA-256 of their bytes.
+outputs in order, as in `module.pb`. A line after `#` says where the user wrote it; file and scope
+stand in quotes where they would be taken for something else. Constants of more than eight elements,
+and those with a NaN that `nan` does not give back, appear as type and the first digits of the
+SHA-256 of their bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,17 @@ from typing import Final
 import numpy as np
 
 from triplane.unified_ir.ir.arrays import raw
-from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Meta, Node, Value
+from triplane.unified_ir.ir.dims import Dim
+from triplane.unified_ir.ir.graph import (
+    NO_META,
+    Array,
+    AttrValue,
+    Function,
+    Location,
+    Meta,
+    Node,
+    Value,
+)
 from triplane.unified_ir.ir.module import Module
 from triplane.unified_ir.ir.types import type_of
 
@@ -32,6 +44,11 @@ MAX_SHOWN_ELEMENTS: Final = 8
 DIGEST_DIGITS: Final = 8
 _BARE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_./*-]*", re.ASCII)
 _INDENT: Final = "  "
+_PLACE: Final = re.compile(r"(?:(\S.*?):(\d+)(?: (.*))?|(.*))", re.DOTALL)
+_STRING: Final = r'"(?:[^"\\]|\\.)*"'
+_QUOTED_PLACE: Final = re.compile(rf"(?:({_STRING}):(\d+) )?({_STRING})")
+_WORDS_OF_FLOATS: Final = {"inf": "1*inf", "-inf": "-1*inf", "nan": "1*nan"}
+"""Symbols that a tuple of them alone would show as floats, and how they are written there."""
 
 
 def module_text(module: Module) -> str:
@@ -109,16 +126,35 @@ def _attr(value: AttrValue) -> str:
     if isinstance(value, np.ndarray):
         return _array(value)
     if isinstance(value, tuple):
-        inner = ", ".join(_quoted(v) if isinstance(v, str) else str(v) for v in value)
+        inner = ", ".join(_item(v) for v in value)
         return f"({inner},)" if len(value) == 1 else f"({inner})"
     return _quoted(value) if isinstance(value, str) else str(value)
 
 
+def _item(value: str | float | Dim) -> str:
+    """One item of a tuple: floats, texts, and sizes are told apart."""
+    if isinstance(value, str):
+        return _quoted(value)
+    if isinstance(value, bool):
+        return str(int(value))
+    text = str(value)
+    return text if isinstance(value, (int, float)) else _WORDS_OF_FLOATS.get(text, text)
+
+
 def _array(array: Array) -> str:
     type_ = type_of(array)
-    if array.size <= MAX_SHOWN_ELEMENTS:
+    if array.size <= MAX_SHOWN_ELEMENTS and _is_shown(array):
         return f"{type_} {{{', '.join(_elements(array))}}}"
     return f"{type_} #{digest_of(array)}"
+
+
+def _is_shown(array: Array) -> bool:
+    """Whether the elements as text give back every bit; the text of a NaN has no payload."""
+    if not type_of(array).dtype.is_float:
+        return True
+    read = np.empty(array.size, array.dtype)
+    read[:] = [float(text) for text in _elements(array)]
+    return raw(read) == raw(array)
 
 
 def digest_of(array: Array) -> str:
@@ -136,9 +172,28 @@ def _elements(array: Array) -> Sequence[str]:
 
 
 def _place(meta: Meta) -> str:
+    if meta == NO_META:
+        return ""
     words = [str(meta.location)] if meta.location else []
     words += [meta.scope] if meta.scope else []
-    return f"  # {' '.join(words)}" if words else ""
+    text = " ".join(words)
+    if place_of(text) != meta:
+        file = f"{_quoted(meta.location.file)}:{meta.location.line} " if meta.location else ""
+        text = file + _quoted(meta.scope)
+    return f"  # {text}"
+
+
+def place_of(text: str) -> Meta:
+    """The place that stands after `#`."""
+    quoted = _QUOTED_PLACE.fullmatch(text)
+    if quoted is not None:
+        file, scope = (None if t is None else json.loads(t) for t in (quoted[1], quoted[3]))
+        return Meta(None if file is None else Location(file, int(quoted[2])), scope)
+    found = _PLACE.fullmatch(text)
+    assert found is not None  # its last alternative takes any text
+    if found[1] is None:
+        return Meta(None, found[4])
+    return Meta(Location(found[1], int(found[2])), found[3] or "")
 
 
 def _name(text: str) -> str:

@@ -18,6 +18,7 @@ from onnx import defs
 
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.ir import module as modules
+from triplane.unified_ir.ir.decode import MISREAD
 from triplane.unified_ir.ir.dims import Dim, FloorDiv
 from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
 from triplane.unified_ir.ir.module import Module
@@ -44,7 +45,8 @@ def load(path: str | Path, expected_digest: str | None = None) -> Module:
     try:
         check_module(module)
     except Corrupt as error:
-        raise Corrupt(f"{Path(path).name}: {error}") from error
+        hint = f"; {MISREAD}" if modules.may_be_misread(Path(path), module) else ""
+        raise Corrupt(f"{Path(path).name}: {error}{hint}") from error
     return module
 
 

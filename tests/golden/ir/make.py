@@ -1,4 +1,4 @@
-"""Writes model files of format versions 1 and 2; `python -m tests.golden.ir.make` renews both.
+"""Writes model files of format versions 1 to 3; `python -m tests.golden.ir.make` renews them.
 
 The graphs are written out by hand, so that the bytes depend on the codec alone. A change of the
 format is a new folder with a new version: v1 stays readable for ever.
@@ -14,6 +14,7 @@ from triplane.unified_ir.ir.types import DTYPES, OptionalType, SequenceType, str
 
 V1 = Path(__file__).parent / "v1"
 V2 = Path(__file__).parent / "v2"
+V3 = Path(__file__).parent / "v3"
 PARENT = "2e" * 32
 W = np.array([[1, -2], [3, 4], [-5, 6]], np.float32)
 X = np.array([[1, 0, 0], [0, 1, 1]], np.float32)
@@ -97,6 +98,21 @@ def newer_values() -> Module:
     return Module({"newer": function}, {"go": "newer"}, state)
 
 
+def negative_sizes() -> Module:
+    """What version 3 added: negative numbers among sizes; the operator `Dims` exists."""
+    n, m = TensorSpec(("N",)).shape[0], TensorSpec(("M",)).shape[0]
+    x = Value(TensorSpec(("N", "M")), "x")
+    sizes = {"flat": (n, -1), "all": (-7, -m, -1, 3, -(2**63), 2 * n - 1)}
+    dims = OpId("triplane", "Dims", 1)
+    nodes = tuple(
+        Node(dims, (), (Value(TensorSpec((len(v),), "int64")),), {"dims": v})
+        for v in sizes.values()
+    )
+    results = tuple(node.outputs[0] for node in nodes)
+    function = Function("sizes", (x,), results, tuple(sizes), nodes)
+    return Module({"sizes": function}, {"predict": "sizes"}, {})
+
+
 def make(folder: Path) -> dict[str, str]:
     """Write every file into `folder`; root digests by name."""
     return {
@@ -110,6 +126,12 @@ def make_newer(folder: Path) -> dict[str, str]:
     return {"newer_values.tpm": newer_values().save(folder / "newer_values.tpm")}
 
 
+def make_negative(folder: Path) -> dict[str, str]:
+    """As `make`, for version 3."""
+    return {"negative_sizes.tpm": negative_sizes().save(folder / "negative_sizes.tpm")}
+
+
 if __name__ == "__main__":
     make(V1)
     make_newer(V2)
+    make_negative(V3)

@@ -6,12 +6,15 @@ from tests.golden.ir.make import (
     PARENT,
     V1,
     V2,
+    V3,
     W,
     X,
     Y,
     every_field,
     make,
+    make_negative,
     make_newer,
+    negative_sizes,
     newer_values,
 )
 
@@ -82,7 +85,23 @@ def test_version_2_is_written_and_read_to_the_byte(tmp_path):
             assert held.tolist() == value.tolist()
 
 
-@pytest.mark.parametrize(("folder", "version"), [(V1, 1), (V2, 2)])
+NEGATIVE = "722d0c7651b61d2491857731367d2c26873adb163301bbc59442200cb03da667"
+
+
+def test_version_3_is_written_and_read_to_the_byte(tmp_path):
+    assert make_negative(tmp_path) == {"negative_sizes.tpm": NEGATIVE}
+    name = "negative_sizes.tpm"
+    assert (tmp_path / name).read_bytes() == (V3 / name).read_bytes()
+    found, wanted = load(V3 / name, NEGATIVE), negative_sizes()
+    assert module_text(found) + "\n" == (V3 / "negative_sizes.txt").read_text("utf-8")
+    pairs = zip(found.entry("predict").nodes, wanted.entry("predict").nodes, strict=True)
+    assert all(a.attrs == b.attrs for a, b in pairs)
+    flat, every = run_function(TABLE, found.entry("predict"), [np.zeros((3, 4), np.float32)])
+    assert flat.tolist() == [3, -1]
+    assert every.tolist() == [-7, -4, -1, 3, -(2**63), 5]
+
+
+@pytest.mark.parametrize(("folder", "version"), [(V1, 1), (V2, 2), (V3, 3)])
 def test_a_file_says_the_oldest_version_that_holds_it(folder, version):
     for path in folder.glob("*.tpm"):
         message = Container(path, kind="model").part("module.pb")
