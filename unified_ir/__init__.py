@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from triplane.unified_ir.frontend.trace import trace
     from triplane.unified_ir.ir import Module, TensorSpec
     from triplane.unified_ir.onnx import import_onnx
-    from triplane.unified_ir.ops.check import load
+    from triplane.unified_ir.ops.check import load, save
 
 _SUBPACKAGES = frozenset({"convert", "data", "nn", "ops", "optim", "runtime", "train", "zoo"})
 _NAMES = {
@@ -44,6 +44,7 @@ _NAMES = {
     "jvp": "frontend",
     "load": "ops.check",
     "mode": "frontend",
+    "save": "ops.check",
     "set_mode": "frontend",
     "trace": "frontend",
     "value_and_grad": "frontend",
@@ -69,6 +70,7 @@ __all__ = [
     "ops",
     "optim",
     "runtime",
+    "save",
     "set_mode",
     "trace",
     "train",

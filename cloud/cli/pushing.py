@@ -60,6 +60,7 @@ def push_file(
         raise InvalidInput(
             f"--quantize {quantize} learns its ranges from samples; give --calibrate SAMPLES.npz"
         )
+    _check_model(output, file)
     recipe = Recipe(
         quantize=quantize or "",
         calibration=_sent(cloud, output, calibrate),
@@ -79,6 +80,15 @@ def push_file(
     bundles = [_made(cloud, output, version, target) for target in targets]
     answer = record(version) | {"bundles": [record(bundle) for bundle in bundles]}
     return answer, _text(version, bundles)
+
+
+def _check_model(output: Output, file: Path) -> None:
+    """Read the file as the cloud will, before a byte of it is sent."""
+    from triplane.unified_ir.convert.conversion import open_model
+
+    if file.stat().st_size >= LARGE_BYTES:
+        output.note(f"checking {file.name} ({size_text(file.stat().st_size)})")
+    open_model(file)
 
 
 def register_within_s(size_bytes: int) -> float:

@@ -36,14 +36,14 @@ def finish(order: dict[str, Any]) -> dict[str, Any]:
     from triplane.unified_ir.convert.conversion import read_model
     from triplane.unified_ir.federated.algorithms import Hyper, module_of
     from triplane.unified_ir.federated.core.files import read_state
+    from triplane.unified_ir.ops.check import save
 
     module, _ = read_model(Path(order["model"]))
     state = read_state(Path(order["state"]), plan=order["plan_digest"])
     hyper = Hyper(**order["hyper"])
     made = module_of(module, order["algorithm"], hyper, state)
     out = Path(order["out"])
-    made.save(out)
-    return {"model_digest": read_model(out)[1]}
+    return {"model_digest": save(made, out)}
 
 
 WORK: Final = {"plan": plan, "finish": finish}

@@ -1,6 +1,7 @@
 """`triplane convert` through the command's own front."""
 
 import json
+import re
 import subprocess
 import sys
 from xml.etree import ElementTree as ET
@@ -122,3 +123,32 @@ def test_the_module_imports_only_click():
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--out", "m.onnx"), "a bundle is written, not an ONNX model.*m.bundle"),
+        (("--out", "m.tpm"), "a bundle is written.*m.bundle"),
+        (("--plan", "m.onnx"), "a plan is written.*m.plan"),
+        (("--plan", "m.bundle"), "a plan is written.*m.plan"),
+    ],
+)
+def test_a_suffix_of_another_kind_of_file_is_refused(tmp_path, capsys, options, words):
+    option, name = options
+    assert run(["convert", "digits.tpm", option, str(tmp_path / name)]) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "..", ".", "a\\b", "x\0y", "", "a" * 300, ".x"])
+def test_a_name_that_is_a_path_is_refused_by_name(folder, capsys, name):
+    assert run(["convert", str(folder / "digits.tpm"), "--name", name]) == 2
+    assert "a bundle's name" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_model_is_called_so(tmp_path, capsys):
+    np.savez(tmp_path / "img.npz", x=np.zeros(3))
+    assert run(["convert", str(tmp_path / "img.npz")]) == 2
+    error = capsys.readouterr().err
+    assert "img.npz is not a model file" in error
+    assert "4294967295" not in error

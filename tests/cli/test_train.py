@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -243,3 +245,49 @@ def test_what_is_no_cell_is_named_by_its_type(
     assert "made_of_numbers.py:A gives an object of type int; it must give an nn.Cell" in (
         capsys.readouterr().err
     )
+
+
+UNREADABLE = """
+from triplane.unified_ir.cli.demo.digits import Digits
+from triplane.unified_ir.ir import TensorSpec
+from triplane.unified_ir.ir.graph import Function, Node, OpId, Value
+from triplane.unified_ir.ir.module import Module
+from triplane.unified_ir.train import Trainer
+
+
+def falsely_claimed(self, entries, **more):
+    x, y = Value(TensorSpec(("N", 3)), "x"), Value(TensorSpec(("N", 4)))
+    node = Node(OpId("", "Relu", 14), (x,), (y,))
+    return Module({"f": Function("f", (x,), (y,), ("y",), (node,))}, {"predict": "f"}, {})
+
+
+Trainer.export = falsely_claimed
+"""
+
+
+@pytest.mark.slow
+def test_a_file_that_cannot_be_read_again_is_not_a_success(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(UNREADABLE)
+    argv = ["train", "net.py:Digits", "--data", "digits", "--epochs", "1", "--out", "m.tpm"]
+    command = [Path(sys.executable).with_name("triplane"), *argv]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 5, done.stderr
+    assert "m.tpm cannot be read again" in done.stderr
+    assert not (tmp_path / "m.tpm").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.onnx", "a model file is written, not an ONNX model.*--out .*model.tpm"),
+        ("model.bundle", "a model file is written.*`triplane convert`"),
+        ("model.npz", "--out .*model.tpm"),
+    ],
+)
+def test_a_suffix_of_another_kind_of_file_is_refused_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, words: str
+) -> None:
+    out = tmp_path / name
+    assert run(["train", f"{CELL}:Digits", "--data", "digits", "--out", str(out)]) == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert not out.exists()

@@ -2,11 +2,12 @@ import resource
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from triplane.proto.errors import Unavailable
+from triplane.proto.errors import Corrupt, Unavailable
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container, PartData
 
@@ -80,3 +81,18 @@ def test_error_while_a_part_is_made_keeps_the_old_file(tmp_path):
         container.write(path, "model", [PartData("a", 8, broken())])
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
     Container(path, kind="model", expected_digest=digest).verify()
+
+
+def test_a_file_that_its_reader_refuses_is_not_kept(tmp_path):
+    path = tmp_path / "m.tpm"
+    digest = container.write(path, "model", [container.part("a", b"old")])
+
+    def refuse(written: Path) -> None:
+        file = container.Container(written, kind="model")
+        assert bytes(file.part("a")) == b"new"
+        raise Corrupt(f"{written.name}: part 'a' says nothing")
+
+    with pytest.raises(Corrupt, match=r"^m\.tpm .*cannot be read.*not kept: m\.tpm: part 'a'"):
+        container.write(path, "model", [container.part("a", b"new")], check=refuse)
+    assert container.Container(path, kind="model").digest == digest
+    assert [p.name for p in tmp_path.iterdir()] == ["m.tpm"]

@@ -55,11 +55,11 @@ def test_a_state_dict_is_a_copy_that_loads():
 def test_a_summary_has_a_line_for_each_part():
     lines = nn.summary(Net(), TensorSpec(("N", 1, 8, 8))).splitlines()
     table = {line.split()[0]: line.split()[1:] for line in lines[1:-1]}
-    assert table["(whole)"] == ["Net", "float32[N,10]", "106"]
-    assert table["conv"] == ["Conv2d", "float32[N,4,8,8]", "40"]
-    assert table["norm"][-1] == "16"
-    assert table["head"] == ["Dense", "float32[N,10]", "50"]
-    assert lines[-1] == "106 elements, 98 of them learnt"
+    assert table["(whole)"] == ["Net", "float32[N,10]", "98", "8"]
+    assert table["conv"] == ["Conv2d", "float32[N,4,8,8]", "40", "0"]
+    assert table["norm"] == ["BatchNorm2d", "float32[N,4,8,8]", "8", "8"]
+    assert table["head"] == ["Dense", "float32[N,10]", "50", "0"]
+    assert lines[-1] == "98 parameters, 98 of them trainable; 8 elements of buffers"
 
 
 def test_a_row_of_padding_is_zero_and_stays():
@@ -105,3 +105,54 @@ def test_eye_is_for_matrices():
     np.testing.assert_array_equal(nn.Eye()((2, 3), rng()), np.eye(2, 3))
     with pytest.raises(InvalidInput, match="matrices"):
         nn.Eye()((2, 3, 4), rng())
+
+
+def test_state_that_does_not_fit_names_what_is_missing_and_what_is_unexpected():
+    state = Net().state_dict()
+    state["head.scale"] = state.pop("head.bias")
+    with pytest.raises(
+        InvalidInput, match=r"fit Net; missing: head\.bias; unexpected: head\.scale$"
+    ):
+        Net().load(state)
+    with pytest.raises(InvalidInput, match=r"fit Net; unexpected: head\.scale$"):
+        Net().load(state, strict=False)
+    del state["head.scale"]
+    with pytest.raises(InvalidInput, match=r"missing: head\.bias; strict=False loads a part"):
+        Net().load(state)
+    with pytest.raises(InvalidInput, match=r"unexpected: x0, x1, x2.* and 2 more$"):
+        Net().load({f"x{i}": np.zeros(1) for i in range(10)}, strict=False)
+
+
+class Parts(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Dense(6, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.drop = nn.Dropout(0.5)
+        self.pool = nn.MaxPool2d(2)
+        self.rnn = nn.LSTM(16, 8)
+        self.layer = nn.LayerNorm(16)
+
+    def construct(self, x):
+        y = self.layer(self.drop(self.norm(self.dense(x))))
+        states = self.rnn(y.reshape(-1, 2, 16))
+        return states[0]
+
+
+def test_a_summary_tells_what_each_part_gives_and_not_what_its_state_becomes():
+    lines = nn.summary(Parts(), TensorSpec((4, 6))).splitlines()
+    table = {line.split()[0]: line.split()[1:] for line in lines[1:-1]}
+    assert table["norm"] == ["BatchNorm1d", "float32[4,16]", "32", "32"]
+    assert table["drop"] == ["Dropout", "float32[4,16]", "0", "2"]
+    assert table["layer"][1] == "float32[4,16]"
+    assert table["pool"] == ["MaxPool2d", "0", "0"]
+
+
+def test_a_summary_counts_neither_keys_nor_statistics_as_parameters():
+    lines = nn.summary(Parts(), TensorSpec((4, 6))).splitlines()
+    assert lines[0].split() == ["path", "cell", "gives", "parameters", "buffers"]
+    net = Parts()
+    learnt = sum(p.array.size for p in net.parameters().values() if p.trainable)
+    assert (
+        lines[-1] == f"{learnt:,} parameters, {learnt:,} of them trainable; 34 elements of buffers"
+    )

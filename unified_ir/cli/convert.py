@@ -10,7 +10,13 @@ from click.core import ParameterSource
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.cli.importing import SUFFIX
-from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, keep_apart, open_output
+from triplane.unified_ir.cli.shell import (
+    OUTPUT_FILE,
+    check_suffix,
+    json_option,
+    keep_apart,
+    open_output,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,6 +123,8 @@ def _check_files(options: dict[str, Any]) -> None:
             for name in ("out", "plan", "report", "report_json")
         },
     )
+    check_suffix("--out", options["out"], "bundle")
+    check_suffix("--plan", options["plan"], "plan")
 
 
 def _loaded(model: Path) -> tuple[Module, str]:
@@ -125,9 +133,9 @@ def _loaded(model: Path) -> tuple[Module, str]:
         from triplane.unified_ir.onnx import import_onnx
 
         return import_onnx(model), ""
-    from triplane.unified_ir.convert.conversion import read_model
+    from triplane.unified_ir.convert.conversion import open_model
 
-    return read_model(model)
+    return open_model(model)
 
 
 def _converted(

@@ -8,7 +8,13 @@ from typing import Any, Final
 import click
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, keep_apart, open_output
+from triplane.unified_ir.cli.shell import (
+    OUTPUT_FILE,
+    check_suffix,
+    json_option,
+    keep_apart,
+    open_output,
+)
 
 SUFFIX: Final = ".onnx"
 
@@ -42,11 +48,13 @@ def command(
 ) -> None:
     """Import MODEL.onnx into one model file that trains, converts and deploys like any other."""
     from triplane.unified_ir.onnx import import_onnx
+    from triplane.unified_ir.ops.check import save
 
     output = open_output(as_json)
     keep_apart([model], {"--out": out})
+    check_suffix("--out", out, "model file")
     module = import_onnx(model, shapes=_shapes(shapes), outputs=list(outputs) if outputs else None)
-    digest = module.save(out)
+    digest = save(module, out)
     function = module.entry("predict")
     results = zip(function.result_names, function.results, strict=True)
     record: dict[str, Any] = {

@@ -238,6 +238,34 @@ def keep_apart(reads: Iterable[str | Path | None], writes: Mapping[str, Path | N
         taken[place] = option
 
 
+SUFFIXES: Final[Mapping[str, str]] = {"model file": ".tpm", "bundle": ".bundle", "plan": ".plan"}
+"""The customary suffix of each kind of file that a verb writes."""
+_OTHERS: Final[Mapping[str, str]] = {
+    ".onnx": ", not an ONNX model; the model.onnx inside a bundle (any unzip takes it out) is one",
+    ".bundle": ", not a bundle; `triplane convert` makes one",
+    ".plan": ", not a plan; `triplane convert --plan` makes one",
+    ".tpm": ", not a model file; `triplane train` and `triplane import` write one",
+    ".npz": ", not arrays",
+    ".npy": ", not an array",
+    ".safetensors": ", not a safetensors file; the one inside (any unzip takes it out) holds the "
+    "weights",
+    ".pt": ", not a PyTorch file",
+    ".pth": ", not a PyTorch file",
+    ".h5": ", not a Keras file",
+    ".json": ", not JSON",
+    ".py": ", not Python",
+}
+"""Suffixes of other kinds of files, with what to tell who asks for one."""
+
+
+def check_suffix(option: str, path: Path | None, kind: str) -> None:
+    """InvalidInput where a file of `kind` would have the suffix of another kind of file."""
+    suffix = "" if path is None else path.suffix.lower()
+    if path is not None and suffix in _OTHERS and suffix != SUFFIXES[kind]:
+        better = path.with_suffix(SUFFIXES[kind])
+        raise InvalidInput(f"a {kind} is written{_OTHERS[suffix]}. Give {option} {better}")
+
+
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the result, or the error, as one JSON document."
 )

@@ -12,7 +12,13 @@ import click
 from triplane.proto.errors import InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.cli import training
 from triplane.unified_ir.cli.importing import SUFFIX
-from triplane.unified_ir.cli.shell import OUTPUT_FILE, json_option, keep_apart, open_output
+from triplane.unified_ir.cli.shell import (
+    OUTPUT_FILE,
+    check_suffix,
+    json_option,
+    keep_apart,
+    open_output,
+)
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -189,6 +195,8 @@ def command(**options: Any) -> None:
     """
     import time
 
+    from triplane.unified_ir.ops.check import save
+
     as_json = options.pop("as_json")
     output = open_output(as_json)
     file = options["cell"]
@@ -199,6 +207,7 @@ def command(**options: Any) -> None:
         [file, options["data"], options["validation"]],
         {"--out": options["out"], "--history": options["history"]},
     )
+    check_suffix("--out", options["out"], "model file")
     rate = options["local_lr"]
     if rate is not None and not math.isfinite(rate):
         raise InvalidInput(f"--local-lr is a finite number > 0, got {rate}")
@@ -215,7 +224,7 @@ def command(**options: Any) -> None:
         _blame_file(error, options["cell"])
         raise
     out = options["out"]
-    digest = module.save(out)
+    digest = save(module, out)
     if options["history"] is not None:
         from triplane.proto.disk import write_atomic
 
@@ -337,11 +346,11 @@ def _columns(row: dict[str, float], *, prefix: str) -> dict[str, float]:
 
 def _of_file(path: Path, batch_norm: BatchNormMode) -> Cell:
     """What a model predicts with, as a cell; InvalidInput where it takes no batch of any size."""
-    from triplane.unified_ir.convert.conversion import read_model
+    from triplane.unified_ir.convert.conversion import open_model
     from triplane.unified_ir.nn import Imported
     from triplane.unified_ir.onnx import import_onnx
 
-    module = import_onnx(path) if path.suffix == SUFFIX else read_model(path)[0]
+    module = import_onnx(path) if path.suffix == SUFFIX else open_model(path)[0]
     cell = Imported(module, batch_norm=batch_norm)
     for param in module.inputs("predict"):
         shape = getattr(param.type, "shape", ())

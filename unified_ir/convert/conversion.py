@@ -45,7 +45,7 @@ from triplane.unified_ir.convert.targets import (
     target_row,
 )
 from triplane.unified_ir.data import Dataset
-from triplane.unified_ir.files.container import Container
+from triplane.unified_ir.files.container import Container, is_container
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.graph import Array, Node
 from triplane.unified_ir.ops.check import load
@@ -229,6 +229,16 @@ def read_model(path: str | Path) -> tuple[Module, str]:
     return load(path), Container(Path(path), kind="model").digest
 
 
+def open_model(path: Path) -> tuple[Module, str]:
+    """As `read_model`; InvalidInput where the file is of another kind than Triplane's."""
+    if path.is_file() and not is_container(path):
+        raise InvalidInput(
+            f"{path.name} is not a model file, or its beginning is damaged; `triplane train` and "
+            "`triplane import` write model files (NAME.tpm)"
+        )
+    return read_model(path)
+
+
 def _name(module: Module | str | Path, out: str | Path | None) -> str:
     named = out if isinstance(module, Module) else module
     return "model" if named is None else Path(named).stem
@@ -381,6 +391,11 @@ def _calibration_record(given: Given | None, samples: Samples) -> dict[str, Any]
 
 
 def _written(out: Path, spec: BundleSpec, report: Report) -> Report:
-    root = write_bundle(out, spec)
+    root = write_bundle(out, spec, check=_served)
     made = Bundle.load(out, expected_digest=root)
     return replace(report, digest=root, content_digest=made.content_digest, path=out)
+
+
+def _served(path: Path) -> None:
+    """Read a bundle as a node does: every byte, the graph in a session, the golden answers."""
+    Bundle.load(path).check_goldens()

@@ -45,6 +45,11 @@ def check_names(name: str, version: str) -> None:
                 f"a bundle's {what} has 1 to {MAX_NAME_CHARS} printable characters, "
                 f"got {len(text)}: {text[:40]!r}"
             )
+    if name.startswith(".") or set(name) & set("/\\"):
+        raise InvalidInput(
+            f"a bundle's name is not a path: it has no / or \\ and does not begin with a dot, "
+            f"got {name[:40]!r}"
+        )
 
 
 def describe(

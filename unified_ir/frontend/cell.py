@@ -103,9 +103,15 @@ class Cell(Owner):
     def load(self, state: Mapping[str, Array], *, strict: bool = True) -> None:
         """Copies arrays into the parameters of the same path; all, or those present."""
         own = self.parameters()
-        odd = sorted(own.keys() ^ state.keys()) if strict else sorted(state.keys() - own.keys())
-        if odd:
-            raise InvalidInput(f"state does not fit {type(self).__name__}; see {odd}")
+        missing = sorted(own.keys() - state.keys()) if strict else []
+        unexpected = sorted(state.keys() - own.keys())
+        if missing or unexpected:
+            sets = {"missing": missing, "unexpected": unexpected}
+            parts = [f"{what}: {_listed(names)}" for what, names in sets.items() if names]
+            partly = "; strict=False loads a part" if missing and not unexpected else ""
+            raise InvalidInput(
+                f"the state does not fit {type(self).__name__}; {'; '.join(parts)}{partly}"
+            )
         fitting = {k: _fitting(own[k], k, v) for k, v in state.items()}
         for name, array in fitting.items():
             own[name].array = array
@@ -175,6 +181,12 @@ class CellList(Cell):
 
     def __iter__(self) -> Iterator[Cell]:
         return (self[i] for i in range(len(self)))
+
+
+def _listed(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    rest = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _fitting(parameter: Parameter, name: str, value: Any) -> Array:

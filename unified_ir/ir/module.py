@@ -8,7 +8,7 @@ anything was learned, or zero where there is none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -74,18 +74,25 @@ class Module:
         fits = start is not None and start.role is Role.BUFFER and start.type == tensor.type
         return start.array if start is not None and fits else np.zeros_like(tensor.array)
 
-    def save(self, path: str | Path, *, parent: str = "") -> str:
+    def save(
+        self,
+        path: str | Path,
+        *,
+        parent: str = "",
+        check: Callable[[Path], object] | None = None,
+    ) -> str:
         """Write a model file whole or not at all; its root digest in hexadecimal.
 
         `parent`: root digest of the file this model was made from. Personal state is declared in
-        the file and its contents left out. Equal modules give equal bytes.
+        the file and its contents left out. Equal modules give equal bytes. The file is read again
+        before it takes its name, by `check` or `read`; `ops.check.save` infers its types too.
         """
         contents = codec.Contents(self.functions, self.entries, self.state, self.meta)
         data, tensors = codec.encode(contents)
         roles = {name: str(t.role) for name, t in self.state.items() if name in tensors}
         weights = container.tensor_part(WEIGHTS_PART, tensors, roles)
         parts = [container.part(codec.PART, data), weights]
-        return container.write(Path(path), KIND, parts, parent=parent)
+        return container.write(Path(path), KIND, parts, parent=parent, check=check or read)
 
 
 def read(path: str | Path, expected_digest: str | None = None) -> Module:

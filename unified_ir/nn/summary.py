@@ -2,52 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
+from triplane.unified_ir.frontend.binding import LEARNT
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.frontend.owner import Owner
 from triplane.unified_ir.frontend.trace import trace
-from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ir.graph import Function, Value
+from triplane.unified_ir.passes.clean import drop_dead
 
 
 def summary(cell: Cell, *specs: Any) -> str:
-    """Rows of path, class, last output, parameters; then the sum and what training changes.
+    """Rows of path, class, last output, elements of parameters and of buffers; then the sums.
 
-    specs: what `trace` takes for the cell. A part that computes nothing on these has no output.
+    Buffers are what training does not learn: running statistics, keys of random numbers. specs:
+    what `trace` takes for the cell. A part that computes nothing on these has no output.
     """
     outputs = _outputs(trace(cell, *specs))
-    rows = [("path", "cell", "gives", "parameters")]
-    rows += [
-        (path or "(whole)", type(part).__name__, outputs.get(path, ""), f"{_held(part):,}")
-        for path, part in cell.cells()
-    ]
+    rows: list[tuple[str, ...]] = [("path", "cell", "gives", "parameters", "buffers")]
+    for path, part in cell.cells():
+        counts = [f"{n:,}" for n in _held(part)]
+        rows.append((path or "(whole)", type(part).__name__, outputs.get(path, ""), *counts))
     own = cell.parameters().values()
-    learnt = sum(p.array.size for p in own if p.trainable)
-    return "\n".join([*_aligned(rows), f"{_held(cell):,} elements, {learnt:,} of them learnt"])
+    trainable = sum(p.array.size for p in own if p.trainable)
+    parameters, buffers = _held(cell)
+    total = f"{parameters:,} parameters, {trainable:,} of them trainable"
+    return "\n".join([*_aligned(rows), f"{total}; {buffers:,} elements of buffers"])
 
 
-def _held(part: Owner) -> int:
-    return sum(prod(p.array.shape) for p in part.parameters().values())
+def _held(part: Owner) -> tuple[int, int]:
+    """Elements of what is learnt, or would be where it is not frozen, and of the other state."""
+    sizes = [(p.role in LEARNT, prod(p.array.shape)) for p in part.parameters().values()]
+    return sum(n for learnt, n in sizes if learnt), sum(n for learnt, n in sizes if not learnt)
 
 
 def _outputs(function: Function) -> dict[str, str]:
-    """Type of the last value that each part, or a part of it, made."""
+    """Type of the last value that each part, or a part of it, made for the results."""
     given = dict(zip(function.result_names, function.results, strict=True))
-    own = [str(r.type) for name, r in given.items() if name not in function.param_names]
-    found = {"": ", ".join(own)}
-    for node in function.nodes:
+    own = {name: r for name, r in given.items() if name not in function.param_names}
+    found = {"": ", ".join(str(r.type) for r in own.values())}
+    for node in drop_dead(_giving(function, own)).nodes:
         parts = node.meta.scope.split(".") if node.meta.scope else []
         for i in range(len(parts)):
             found[".".join(parts[: i + 1])] = str(node.outputs[0].type)
     return found
 
 
-def _aligned(rows: list[tuple[str, str, str, str]]) -> Iterator[str]:
+def _giving(function: Function, results: Mapping[str, Value]) -> Function:
+    """The function with these results alone: new values of its state are left out."""
+    names, values = tuple(results), tuple(results.values())
+    return Function(function.name, function.params, values, names, function.nodes)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for path, kind, gives, held in rows:
-        line = (
-            f"{path:<{widths[0]}}  {kind:<{widths[1]}}  {gives:<{widths[2]}}  {held:>{widths[3]}}"
-        )
-        yield line.rstrip()
+    for row in rows:
+        texts = [text.ljust(width) for text, width in zip(row[:3], widths, strict=False)]
+        counts = [text.rjust(width) for text, width in zip(row[3:], widths[3:], strict=True)]
+        yield "  ".join((*texts, *counts)).rstrip()

@@ -50,6 +50,16 @@ def load(path: str | Path, expected_digest: str | None = None) -> Module:
     return module
 
 
+def save(module: Module, path: str | Path, *, parent: str = "") -> str:
+    """Write a model file and load it again before it takes its name; its root digest.
+
+    Corrupt where `load` refuses what was written: nothing is left, and what had the name stays.
+    parent: root digest of the file that the model was made from. Reading takes the time of `load`:
+    the hash of the file and the inference of its types.
+    """
+    return module.save(path, parent=parent, check=load)
+
+
 def check_module(module: Module) -> None:
     """Corrupt unless every function of the module passes `check_function`."""
     checker = _Checker()

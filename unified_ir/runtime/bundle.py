@@ -8,7 +8,7 @@ arrays are handed over without unpacking anything. Loading verifies every byte f
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -60,10 +60,13 @@ def weight_offsets(weights: Mapping[str, Array | Tensor]) -> dict[str, tuple[int
     return tensors.offsets(weights)
 
 
-def write_bundle(path: Path, spec: BundleSpec) -> str:
+def write_bundle(
+    path: Path, spec: BundleSpec, *, check: Callable[[Path], object] | None = None
+) -> str:
     """Write the bundle whole or not at all and return its root digest.
 
-    Same spec, same bytes. InvalidInput where the spec breaks a rule of the format.
+    Same spec, same bytes. InvalidInput where the spec breaks a rule of the format. check: see
+    `files.container.write`.
     """
     if not spec.golden_inputs.keys() <= {info.name for info in spec.description.inputs}:
         raise InvalidInput(f"golden inputs {sorted(spec.golden_inputs)} are not all inputs")
@@ -79,7 +82,8 @@ def write_bundle(path: Path, spec: BundleSpec) -> str:
     ]
     if spec.adapt is not None:
         parts.append(container.part(ADAPT, spec.adapt))
-    return container.write(path, "bundle", parts, parent=spec.description.model_digest)
+    digest = spec.description.model_digest
+    return container.write(path, "bundle", parts, parent=digest, check=check)
 
 
 def content_digest(manifest: Manifest) -> str:

@@ -71,8 +71,11 @@ class PlanSpec:
     parent: str = ""
 
 
-def write_plan(path: Path, spec: PlanSpec) -> str:
-    """Write the plan whole or not at all and return its root digest; same spec, same bytes."""
+def write_plan(path: Path, spec: PlanSpec, *, check: Callable[[Path], object] | None = None) -> str:
+    """Write the plan whole or not at all and return its root digest; same spec, same bytes.
+
+    check: see `files.container.write`.
+    """
     if spec.roles.keys() != spec.state.keys() or not set(spec.roles.values()) <= set(ROLES[1:]):
         raise InvalidInput(f"every state tensor needs one role of {ROLES[1:]}: {dict(spec.roles)}")
     message = pb.Plan(
@@ -92,7 +95,7 @@ def write_plan(path: Path, spec: PlanSpec) -> str:
     parts = [container.part(DESCRIPTION, message.SerializeToString(deterministic=True))]
     parts += [container.part(f"{name}.onnx", spec.entries[name]) for name in sorted(spec.entries)]
     parts.append(container.tensor_part(STATE, spec.state, spec.roles))
-    return container.write(path, "plan", parts, parent=spec.parent)
+    return container.write(path, "plan", parts, parent=spec.parent, check=check)
 
 
 class Plan:

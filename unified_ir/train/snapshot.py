@@ -64,14 +64,19 @@ class Snapshot:
             container.part(PROGRESS, json.dumps(progress, sort_keys=True).encode()),
             container.tensor_part(STATE, self.state, {k: str(r) for k, r in self.roles.items()}),
         ]
-        container.write(path, "checkpoint", parts)
+        container.write(path, "checkpoint", parts, check=_opened)
+
+
+def _opened(path: Path) -> tuple[Container, dict[str, Any]]:
+    """The file, every byte compared with its digests, and its progress."""
+    file = Container(path, kind="checkpoint")
+    file.verify()
+    return file, _progress(file)
 
 
 def read(path: Path) -> Snapshot:
     """The snapshot in a file; Corrupt names what is damaged, NotFound where there is none."""
-    file = Container(path, kind="checkpoint")
-    file.verify()
-    progress = _progress(file)
+    file, progress = _opened(path)
     state = {name: tensor.data.copy() for name, tensor in file.tensors(STATE).items()}
     try:
         roles = {t.name: Role(t.role) for t in file.manifest.tensors_of(STATE)}

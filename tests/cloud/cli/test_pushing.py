@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 
+import numpy as np
 import pytest
 from tests.cloud.cli.proxied import link
 from tests.cloud.cli.test_end_to_end import COMMAND, running
@@ -87,3 +88,26 @@ def test_a_push_waits_for_a_cloud_that_does_not_know_yet_that_the_sender_vanishe
 def test_a_larger_file_has_more_time_to_be_registered():
     assert register_within_s(0) > 4 * DEADLINE_S
     assert register_within_s(16 << 30) >= register_within_s(0) + 2000
+
+
+@pytest.mark.slow
+def test_a_file_that_is_no_model_is_refused_before_a_byte_is_sent(place, tmp_path):
+    np.savez(tmp_path / "img.npz", x=np.zeros(3))
+    whole = (place / "wide.tpm").read_bytes()
+    (tmp_path / "cut.tpm").write_bytes(whole[: len(whole) // 2])
+    blobs = place / "home" / "blobs"
+    with running(place / "home") as (ready, _), link(ready["port"]) as between:
+        (place / "me" / "cloud").write_text(f"{between.address}\n")
+        before = sorted(p.name for p in blobs.rglob("*"))
+        for name, code, words in (
+            ("img.npz", 2, "img.npz is not a model file"),
+            ("cut.tpm", 5, "cut.tpm: container directory"),
+        ):
+            argv = ["registry", "push", str(tmp_path / name), "--identity", str(place / "me")]
+            done = subprocess.run(
+                [*COMMAND, *argv], capture_output=True, text=True, check=False, timeout=WAIT_S
+            )
+            assert done.returncode == code, done.stderr
+            assert words in done.stderr
+            assert "uploading" not in done.stderr
+        assert sorted(p.name for p in blobs.rglob("*")) == before
