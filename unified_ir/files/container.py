@@ -37,6 +37,8 @@ from triplane.unified_ir.files.manifest import (
 )
 
 _HASH_CHUNK: Final = 8 << 20
+_RELEASED_BYTES: Final = 64 << 20
+"""Of a part above this size the pages that were hashed are given back; use reads them again."""
 _HOW_MADE: Final = {
     ("model", "bundle"): "; `triplane convert MODEL.tpm --out NAME.bundle` makes one of it",
     ("model", "plan"): "; `triplane convert MODEL.tpm --plan NAME.plan` makes one of it",
@@ -215,7 +217,8 @@ class Container:
         if name not in self._read:
             row = self.manifest.part(name)
             data = self._bytes(row)
-            if not digests.same(_hash(data), row.sha256):
+            sha = digests.sha256_of(self._chunks(row))
+            if not digests.same(sha, row.sha256):
                 raise self._corrupt(f"part {name!r} is damaged{self._damage(row)}")
             self._read[name] = data
         return self._read[name]
@@ -255,6 +258,17 @@ class Container:
     def _bytes(self, row: Part) -> memoryview:
         offset = self._data[row.name]
         return memoryview(self._map)[offset : offset + row.size].toreadonly()
+
+    def _chunks(self, row: Part) -> Iterator[memoryview]:
+        """The bytes of a part in order; of a large one none stays in memory for being read."""
+        begin, end = self._data[row.name], self._data[row.name] + row.size
+        view = memoryview(self._map)
+        for at in range(begin, end, _HASH_CHUNK):
+            yield view[at : min(at + _HASH_CHUNK, end)]
+            if row.size > _RELEASED_BYTES and isinstance(self._map, mmap.mmap):
+                page = at - at % mmap.PAGESIZE
+                size = min(at + _HASH_CHUNK, end) - page
+                self._map.madvise(mmap.MADV_DONTNEED, page, size)
 
     def _damage(self, row: Part) -> str:
         data = self._bytes(row)

@@ -88,8 +88,12 @@ def from_raw(data: bytes, type_: TensorType) -> Array:
 
 def constant_name(array: Array) -> str:
     """The name of a big constant in the weights: a digest of its type and bytes."""
-    digest = hashlib.sha256(str(type_of(array)).encode() + b"\0" + raw(array)).hexdigest()
-    return CONSTANT_PREFIX + digest[:_NAME_DIGITS]
+    state = hashlib.sha256(str(type_of(array)).encode() + b"\0")
+    if array.dtype.kind == "O":
+        state.update(raw(array))
+    else:  # without a copy of a large constant
+        state.update(stored(array).data.reshape(-1).view(np.uint8).data)
+    return CONSTANT_PREFIX + state.hexdigest()[:_NAME_DIGITS]
 
 
 def static_shape(type_: TensorType) -> tuple[int, ...]:

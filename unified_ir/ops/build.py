@@ -92,8 +92,8 @@ class Build:
     def constant(self, array: Any, dtype: DType | None = None) -> Tensor:
         """A constant; small equal ones are stored once."""
         host = _host_array(array, dtype)
-        key = (host.dtype, host.shape, host.tobytes())
         small = host.nbytes <= MAX_SHARED_CONSTANT_BYTES
+        key = (host.dtype, host.shape, host.tobytes() if small else b"")
         if small and key in self._constants:
             return self._constants[key]
         made = self.apply(self.table["", "Constant"], (), {"value": host})[0]
