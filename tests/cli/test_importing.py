@@ -211,3 +211,17 @@ def test_the_default_rate_does_not_harm_a_trained_network(model, tmp_path, capsy
     record = json.loads(text)
     assert "0.0002" in record["optimizer"]
     assert record["validation"]["accuracy"] >= (before == held_out.y).mean()
+
+
+def test_what_trains_is_shown_and_chosen(model, tmp_path, capsys):
+    argv = ["import", model, "--out", tmp_path / "net.tpm"]
+    code, text, error = run(capsys, *argv)
+    assert code == 0, error
+    assert "trained: 20 tensors; not trained: 12 (stem.bn.running_mean, stem.bn.running_var" in text
+    code, text, _ = run(capsys, *argv, "--json", "--frozen", "*", "--trainable", "fc.*")
+    found = json.loads(text)["roles"]
+    assert (code, found["parameter"]) == (0, ["fc.weight", "fc.bias"])
+    assert "stem.conv.weight" in found["buffer"]
+    code, _, error = run(capsys, *argv, "--frozen", "rope.*")
+    assert code == 2
+    assert "no tensor of the model fits 'rope.*'; there are stem.conv.weight" in error

@@ -269,7 +269,7 @@ Trainer.export = falsely_claimed
 def test_a_file_that_cannot_be_read_again_is_not_a_success(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(UNREADABLE)
     argv = ["train", "net.py:Digits", "--data", "digits", "--epochs", "1", "--out", "m.tpm"]
-    command = [Path(sys.executable).with_name("triplane"), *argv]
+    command = [str(Path(sys.executable).with_name("triplane")), *argv]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 5, done.stderr
     assert "m.tpm cannot be read again" in done.stderr

@@ -21,10 +21,10 @@ SYMBOLS = ("N", "M", "H", "none", "inf", "nan", "e5", "bool")
 INT64 = st.integers(-(2**63), 2**63 - 1)
 SMALL = st.one_of(st.integers(-4, 4), st.sampled_from([-(2**63), -MAX_DIM, -1, 0, 2**63 - 1]))
 TEXT = st.text(
-    st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=6
+    st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=6
 ) | st.sampled_from(["\u2028", "\x85", "a:3", "inf", "1", "-1", "true", "none", 'a"b', "  # x", ""])
 NAMES = (
-    st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z")), min_size=1, max_size=5)
+    st.text(st.characters(codec="utf-8", exclude_categories=["C", "Z"]), min_size=1, max_size=5)
     | st.sampled_from(["a:3", "none", "a b", "3", "%1", "x.y:12 z", "#", "}", "{", "é", '"', "\\"])
 ).filter(str.isprintable)
 FLOATS = st.floats() | st.sampled_from([-0.0, 0.0, float("nan"), float("inf"), -float("inf"), 3.0])
@@ -131,7 +131,7 @@ def functions(draw, depth=1):
         )
         outputs = tuple(Value(draw(TYPES)) for _ in range(draw(st.integers(1, 2))))
         attrs = draw(st.dictionaries(NAMES, ATTRIBUTES, max_size=3))
-        regions = ()
+        regions: tuple[Function, ...] = ()
         if depth and draw(st.booleans()):
             regions = (draw(functions(depth=depth - 1)),)
         op = OpId(draw(st.sampled_from(["", "x", "a.b"])), draw(st.sampled_from("AB")), 3)

@@ -63,7 +63,6 @@ def test_an_import_takes_about_the_memory_of_the_weights_once(tmp_path):
     before = peak_bytes(tmp_path / "small.onnx", tmp_path / "small.tpm")
     peak = peak_bytes(tmp_path / "large.onnx", tmp_path / "large.tpm")
     ratio = (peak - before) / (large - small)
-    print(f"RATIO {ratio:.2f}")
     assert ratio < 1.4, f"{peak / MIB:.0f} MiB, {before / MIB:.0f} MiB for almost no weights"
     held = load(tmp_path / "large.tpm").state["w3"].array
     begin = 3 * 4 * SIDE * SIDE

@@ -17,6 +17,8 @@ from triplane.unified_ir.cli.shell import (
 )
 
 SUFFIX: Final = ".onnx"
+SHOWN: Final = 3
+"""Names in a line."""
 
 EPILOG = """\b
 Examples:
@@ -25,8 +27,12 @@ Examples:
   triplane import resnet.onnx --output /avgpool/Flatten_output_0 --out features.tpm
 
 \b
+  triplane import llama.onnx --frozen "*.embed_tokens.*" --out llama.tpm
+
+\b
 Opsets 7 to 26, any IR version; weights may lie in files beside the model. Weights become parameters
-under their own names, running statistics buffers; `triplane train resnet.onnx` trains them further.
+under their own names, running statistics, masks and position tables buffers, by how the graph reads
+them; --trainable and --frozen say otherwise. `triplane train resnet.onnx` trains them further.
 A node that cannot be imported is named with its operator and opset, and nothing is written.
 """
 
@@ -42,18 +48,40 @@ A node that cannot be imported is named with its operator and opset, and nothing
     "--output", "outputs", multiple=True, metavar="NAME",
     help="A value to give instead of the model's outputs; may be repeated.",
 )  # fmt: skip
+@click.option(
+    "--trainable", multiple=True, metavar="PATTERN",
+    help="Weights to train whatever their use, by name with * for any part; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--frozen", multiple=True, metavar="PATTERN",
+    help="Weights not to train; --trainable wins where both fit; may be repeated.",
+)  # fmt: skip
 @json_option
 def command(
-    *, model: Path, out: Path, shapes: tuple[str, ...], outputs: tuple[str, ...], as_json: bool
+    *,
+    model: Path,
+    out: Path,
+    shapes: tuple[str, ...],
+    outputs: tuple[str, ...],
+    trainable: tuple[str, ...],
+    frozen: tuple[str, ...],
+    as_json: bool,
 ) -> None:
     """Import MODEL.onnx into one model file that trains, converts and deploys like any other."""
+    from triplane.unified_ir.ir import Role
     from triplane.unified_ir.onnx import import_onnx
     from triplane.unified_ir.ops.check import save
 
     output = open_output(as_json)
     keep_apart([model], {"--out": out})
     check_suffix("--out", out, "model file")
-    module = import_onnx(model, shapes=_shapes(shapes), outputs=list(outputs) if outputs else None)
+    module = import_onnx(
+        model,
+        shapes=_shapes(shapes),
+        outputs=list(outputs) if outputs else None,
+        trainable=trainable,
+        frozen=frozen,
+    )
     digest = save(module, out)
     function = module.entry("predict")
     results = zip(function.result_names, function.results, strict=True)
@@ -65,14 +93,26 @@ def command(
         "inputs": {p.name: str(p.type) for p in module.inputs("predict")},
         "outputs": {name: str(value.type) for name, value in results},
         "parameters": sum(t.array.size for t in module.state.values() if t.role == "parameter"),
+        "roles": {
+            str(role): [name for name, t in module.state.items() if t.role is role]
+            for role in (Role.PARAMETER, Role.BUFFER)
+        },
     }
+    trained, kept = (record["roles"][name] for name in ("parameter", "buffer"))
     lines = [
         f"{out}: {record['nodes']} nodes, {record['parameters']:,} parameters",
+        f"  trained: {len(trained)} tensors; not trained: {len(kept)} ({_some(kept)})",
         *(f"  in   {name}: {type_}" for name, type_ in record["inputs"].items()),
         *(f"  out  {name}: {type_}" for name, type_ in record["outputs"].items()),
         f"root digest  {digest}",
     ]
     output.result(record, "\n".join(lines))
+
+
+def _some(names: list[str]) -> str:
+    """The first names, and that there are more."""
+    shown = ", ".join(names[:SHOWN]) or "none"
+    return f"{shown}, ... see --json" if len(names) > SHOWN else shown
 
 
 def _shapes(texts: tuple[str, ...]) -> dict[str, tuple[int | str, ...]]:

@@ -355,9 +355,15 @@ def _stored_manifest(data: mmap.mmap | bytes) -> bytes:
         raise Corrupt("manifest: its header is damaged, or this is not a file of Triplane")
     size = LOCAL.unpack_from(data)[7]
     if size > min(MAX_MANIFEST_BYTES, len(data) - start):
+        name = _first_member(data)
+        if name != MANIFEST_NAME:
+            raise Corrupt(
+                "manifest: its header is damaged, or this is not a file of Triplane but an archive "
+                f"that begins with {name!r}"
+            )
         raise Corrupt(
-            "manifest: its header is damaged, or this is not a file of Triplane: the first member "
-            f"of the archive is {_first_member(data)!r} and does not fit"
+            f"manifest: {size} bytes announced, at most {MAX_MANIFEST_BYTES} and the file; "
+            "its header is damaged"
         )
     stored = data[start : start + size]
     if data[:start] != local_header(Part(MANIFEST_NAME, size, b"", 0), zlib.crc32(stored), start):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from triplane.unified_ir.ir.arrays import raw
+from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
 from triplane.unified_ir.ir.types import type_of
 
@@ -53,7 +54,7 @@ def _of_nodes(
     return next((d for f, g in pairs if (d := difference(f, g, compared_bytes))), "")
 
 
-def _same(a: AttrValue, b: AttrValue, compared_bytes: int) -> bool:
+def _same(a: AttrValue | Dim, b: AttrValue | Dim, compared_bytes: int) -> bool:
     """Whether two attributes are equal, numbers to the bit."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         if not isinstance(a, np.ndarray) or not isinstance(b, np.ndarray):

@@ -187,8 +187,9 @@ def place_of(text: str) -> Meta:
     """The place that stands after `#`."""
     quoted = _QUOTED_PLACE.fullmatch(text)
     if quoted is not None:
-        file, scope = (None if t is None else json.loads(t) for t in (quoted[1], quoted[3]))
-        return Meta(None if file is None else Location(file, int(quoted[2])), scope)
+        scope = json.loads(quoted[3])
+        where = Location(json.loads(quoted[1]), int(quoted[2])) if quoted[1] else None
+        return Meta(where, scope)
     found = _PLACE.fullmatch(text)
     assert found is not None  # its last alternative takes any text
     if found[1] is None:

@@ -37,7 +37,7 @@ from triplane.unified_ir.onnx.expanded import FunctionKey, check_expanded, key_o
 from triplane.unified_ir.onnx.foreign import FOREIGN
 from triplane.unified_ir.onnx.lift import lift
 from triplane.unified_ir.onnx.order import needed_in_order
-from triplane.unified_ir.onnx.scope import Scope, Weights
+from triplane.unified_ir.onnx.scope import Choice, Scope, Weights
 from triplane.unified_ir.onnx.source import Source, array_of, read_model
 from triplane.unified_ir.onnx.structure import STRUCTURES, Site
 from triplane.unified_ir.onnx.symbols import Shapes, Symbols, declared_type, tensor_type
@@ -57,7 +57,12 @@ _STRUCTURES: Final = {**STRUCTURES, **BRANCHES}
 
 
 def import_onnx(
-    source: Source, *, shapes: Shapes | None = None, outputs: Sequence[str] | None = None
+    source: Source,
+    *,
+    shapes: Shapes | None = None,
+    outputs: Sequence[str] | None = None,
+    trainable: Sequence[str] = (),
+    frozen: Sequence[str] = (),
 ) -> Module:
     """A module with the entry `predict` from an ONNX model, opsets 7 to 26, any IR version.
 
@@ -65,7 +70,10 @@ def import_onnx(
     them open or says too much: `{"image": ("N", 3, "H", "W")}`; sizes named alike are equal.
     outputs: values to give instead of the model's outputs, by the names that its nodes give them;
     what they do not need is left out. So a network loses its head: see `nn.Imported`.
-    Weights keep their names and have the role parameter (running statistics: buffer).
+    Weights keep their names. What is read as a weight has the role parameter, other arrays of
+    floats are buffers, as running statistics are; see `uses`. trainable, frozen: patterns of names
+    ("rope.*", "*.inv_freq") whose tensors are parameters, or are not, whatever their use;
+    trainable wins where both fit.
 
     NotFound: no such file or external data. Corrupt: the bytes are no sound model. InvalidInput:
     the model is sound and cannot be imported; the message names node, operator, opset and way out.
@@ -77,9 +85,11 @@ def import_onnx(
         have = ", ".join(i.name for i in model.graph.input)
         raise InvalidInput(f"shapes= names the input {unknown[0]!r}; the model has {have}")
     build = Build(TABLE, ENTRY)
-    importer = Importer(model, build, Weights(build, folder, _names(model.graph)))
+    choice = Choice(trainable, frozen)
+    importer = Importer(model, build, Weights(build, folder, _names(model.graph), choice))
     with build:
         function = importer.top(given, outputs)
+    choice.check()
     state = importer.weights.state
     return Module({ENTRY: function}, {ENTRY: ENTRY}, state, _meta(model, function, state))
 
@@ -128,7 +138,8 @@ class Importer:
         held = {t.name for t in graph.initializer} | {
             t.values.name for t in graph.sparse_initializer
         }
-        scope = Scope(self.build, self.weights, Uses(graph.node))
+        inputs = {i.name for i in graph.input} - held
+        scope = Scope(self.build, self.weights, Uses(graph.node, held, inputs))
         for info in graph.input:
             if info.name in held:
                 continue
@@ -394,7 +405,8 @@ class Importer:
     def constant(self, name: str, array: Array, scope: Scope) -> Tensor:
         """A constant, or the weight that it is by where it is read."""
         floats = array.dtype.kind not in "iubO" and array.ndim and array.size > 1
-        if floats and scope.uses.weighs(name):
+        is_wanted = self.weights.choice.is_trainable(name)
+        if floats and (is_wanted or scope.uses.weighs(name, array)):
             return scope.held(name, array)
         return scope.build.constant(array)
 

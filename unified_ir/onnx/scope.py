@@ -6,7 +6,8 @@ graph sees its parent's names; the build it records into makes captures of what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
 
@@ -23,12 +24,63 @@ from triplane.unified_ir.ops.tensor import Tensor
 
 MAX_WEIGHT_BYTES: Final = 2**34
 """All weights of a model together."""
+MAX_SHOWN: Final = 8
+"""Names in a message."""
+
+
+class Choice:
+    """Which tensors the caller wants trained, and which not, whatever their use; by name.
+
+    A pattern is a name with `*` for any part. What fits one of `trainable` is trained even where it
+    fits one of `frozen`: so "*" frozen and "head.*" trainable says what it seems to say.
+    """
+
+    def __init__(self, trainable: Sequence[str] = (), frozen: Sequence[str] = ()) -> None:
+        self.trainable = tuple(trainable)
+        self.frozen = tuple(frozen)
+        self.names: list[str] = []
+
+    def role(self, name: str, array: Array, found: Role | None) -> Role | None:
+        """The role of a tensor whose use gives it `found`; only floats of some axes are chosen."""
+        if array.dtype.kind == "O" or not type_of(array).dtype.is_float or not array.ndim:
+            return found
+        self.names.append(name)
+        if self._fits(self.trainable, name):
+            return Role.PARAMETER
+        if found is Role.PARAMETER and self._fits(self.frozen, name):
+            return Role.BUFFER
+        return found
+
+    def is_trainable(self, name: str) -> bool:
+        """Whether the caller wants it trained."""
+        return self._fits(self.trainable, name)
+
+    def check(self) -> None:
+        """InvalidInput where a pattern fits no tensor."""
+        for option, patterns in (("trainable", self.trainable), ("frozen", self.frozen)):
+            for pattern in patterns:
+                if not any(fnmatchcase(name, pattern) for name in self.names):
+                    shown = ", ".join(self.names[:MAX_SHOWN]) or "none"
+                    raise InvalidInput(
+                        f"{option}: no tensor of the model fits {pattern!r}; there are {shown}"
+                    )
+
+    @staticmethod
+    def _fits(patterns: Sequence[str], name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class Weights:
     """State tensors made so far, by name, and the parameters that stand for them."""
 
-    def __init__(self, build: Build, folder: Path | None, taken: Iterable[str]) -> None:
+    def __init__(
+        self,
+        build: Build,
+        folder: Path | None,
+        taken: Iterable[str],
+        choice: Choice | None = None,
+    ) -> None:
+        self.choice = Choice() if choice is None else choice
         self.build = build
         self.folder = folder
         self.state: dict[str, StateTensor] = {}
@@ -112,7 +164,7 @@ class Scope:
 
     def held(self, name: str, array: Array) -> Tensor:
         """An initializer: state where it is a weight, a constant where its contents matter."""
-        role = self.uses.role(name, array)
+        role = self.weights.choice.role(name, array, self.uses.role(name, array))
         if role is None:
             return self.build.constant(array)
         return self.weights.add(name, array, role, self.prefix)

@@ -124,8 +124,10 @@ def _filled(site: Site) -> Sequence[Tensor]:
     static = known is not None and not symbolic(known)
     if static and known is not None and known.size and value.dtype.kind == "f":
         dims = tuple(int(d) for d in known)
-        if 1 < _count(dims) <= MAX_FILLED and scope.uses.weighs(name):
-            return (scope.held(name, np.full(dims, value.reshape(()))),)
+        if 1 < _count(dims) <= MAX_FILLED:
+            filled = np.broadcast_to(value.reshape(()), dims)
+            if scope.uses.weighs(name, filled):
+                return (scope.held(name, filled.copy()),)
     if static and known is not None and _count(sizes := [int(d) for d in known]) <= MAX_FOLDED:
         return (site.build.constant(np.full(sizes, value.reshape(()))),)
     return (emit("Expand", site.build.constant(value.reshape(())), shape),)

@@ -1,14 +1,19 @@
-"""What an initializer is for, by where it is read: weight, running statistics, or plain constant.
+"""What an initializer is for, by where it is read: parameter, buffer, or plain constant.
 
-A weight becomes state that can be trained, whether it is an initializer, a Constant or a filled
-tensor; numbers that an operator needs when a graph is built (sizes, scales, bounds) stay constants.
+A parameter is what training changes: the weight of a product, convolution, norm, recurrent layer or
+embedding, and what is added to or multiplied with the values behind one (biases, scales, position
+tables, class tokens). Other arrays of floats are buffers: frequencies and tables of a rotary
+position, masks, the mean and deviation that an input is normalized by, initial states. Numbers that
+an operator needs when a graph is built (sizes, scales, bounds) stay constants. Where the graph does
+not tell, as for a table of sines that is added, `trainable=` and `frozen=` of `import_onnx` do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
+import numpy as np
 from onnx import NodeProto
 
 from triplane.unified_ir.ir.graph import Array, Role
@@ -17,14 +22,21 @@ from triplane.unified_ir.onnx.fold import MAX_CONTENTS
 from triplane.unified_ir.onnx.source import subgraphs_of
 
 # fmt: off
-WEIGHTS: Final[Mapping[str, tuple[int, ...]]] = {
-    "Conv": (1, 2), "ConvTranspose": (1, 2), "DeformConv": (1, 3), "Gemm": (0, 1, 2),
-    "MatMul": (0, 1), "Gather": (0,), "PRelu": (1,), "Add": (0, 1), "Mul": (0, 1), "Sub": (0, 1),
-    "Div": (0, 1), "Einsum": (0, 1), "LSTM": (1, 2, 3, 7), "GRU": (1, 2, 3), "RNN": (1, 2, 3),
+PRODUCTS: Final[Mapping[str, tuple[int, ...]]] = {
+    "Gemm": (0, 1, 2), "MatMul": (0, 1), "Einsum": (0, 1),
+}
+"""Products: a float operand is a weight, unless only sines and cosines read the result."""
+
+LAYERS: Final[Mapping[str, tuple[int, ...]]] = {
+    "Conv": (1, 2), "ConvTranspose": (1, 2), "DeformConv": (1, 3), "PRelu": (1,),
+    "LSTM": (1, 2, 3, 7), "GRU": (1, 2, 3), "RNN": (1, 2, 3),
     "BatchNormalization": (1, 2), "InstanceNormalization": (1, 2), "LayerNormalization": (1, 2),
     "GroupNormalization": (1, 2), "RMSNormalization": (1,),
 }
-"""Operands at which a constant tensor of floats is a weight."""
+"""Operands that are weights wherever they stand."""
+
+ELEMENTWISE: Final = frozenset({"Add", "Sub", "Mul", "Div"})
+"""Operators whose float operand is a weight behind a layer, see `Uses._joins`."""
 
 STATISTICS: Final[Mapping[str, tuple[int, ...]]] = {"BatchNormalization": (3, 4)}
 """Operands that are buffers: assigned in training, not reached by gradients."""
@@ -38,39 +50,84 @@ CONTENTS: Final[Mapping[str, tuple[int, ...]]] = {
 }
 """Operands that are settings of the operator: floats there are constants."""
 
-THROUGH: Final = frozenset({"Identity", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Expand"})
+THROUGH: Final = frozenset({
+    "Identity", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Expand", "Flatten", "Cast",
+    "Slice", "Split",
+})
 """Operators that only arrange their first operand: what is read behind them is read of it."""
+_PLAIN: Final = THROUGH | ELEMENTWISE | {"Clip", "Pad", "Resize", "Concat", "Gather"}
+"""Operators that an input passes on its way to the first layer."""
+_SIZES: Final = frozenset({"Shape", "Size"})
+_RANDOM: Final = frozenset({
+    "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
+    "RandomUniformLike",
+})
+_STANDARD: Final = frozenset({"", "ai.onnx"})
 # fmt: on
 
-MAX_STEPS: Final = 8
-"""Arrangements in a row that a use is looked for behind."""
+MAX_STEPS: Final = 64
+"""Nodes that a use is looked for behind."""
+MAX_LEARNT: Final = 1e4
+"""Larger numbers in something that is added are a mask, which hides values."""
 
 
 class Uses:
-    """Readers of each name of a graph and of the graphs inside it."""
+    """Readers of each name of a graph and of the graphs inside it.
 
-    def __init__(self, nodes: Iterable[NodeProto]) -> None:
-        self.readers: dict[str, list[tuple[str, int, str]]] = {}
+    constants: names of initializers. inputs: names that a caller gives.
+    """
+
+    def __init__(
+        self,
+        nodes: Iterable[NodeProto],
+        constants: Iterable[str] = (),
+        inputs: Iterable[str] = (),
+    ) -> None:
+        self.readers: dict[str, list[tuple[NodeProto, int]]] = {}
+        self.makers: dict[str, NodeProto] = {}
+        self.fixed = set(constants)
+        """Names that depend on no input."""
+        self.bare = set(inputs) - self.fixed
+        """Inputs, and what only arranges or scales them: no layer has read them yet."""
+        self.has_layers = False
         self._note(nodes)
 
     def _note(self, nodes: Iterable[NodeProto]) -> None:
         for node in nodes:
-            first = node.output[0] if node.output else ""
             for i, name in enumerate(node.input):
                 if name:
-                    self.readers.setdefault(name, []).append((node.op_type, i, first))
+                    self.readers.setdefault(name, []).append((node, i))
+            self.makers |= dict.fromkeys(node.output, node)
+            self._classify(node)
             for inner in subgraphs_of(node):
+                self.fixed |= {t.name for t in inner.initializer}
                 self._note(inner.node)
 
-    def of(self, name: str, steps: int = MAX_STEPS) -> set[tuple[str, int]]:
-        """(operator, operand) that read a name, arrangements passed through."""
-        found = set()
-        for op, i, output in self.readers.get(name, ()):
-            if op in THROUGH and i == 0 and steps:
-                found |= self.of(output, steps - 1)
-            else:
-                found.add((op, i))
-        return found
+    def _classify(self, node: NodeProto) -> None:
+        given = [name for name in node.input if name]
+        self.has_layers |= node.op_type in LAYERS or (
+            node.op_type in PRODUCTS and any(name in self.fixed for name in given)
+        )
+        if next(subgraphs_of(node), None) is not None or node.op_type in _RANDOM:
+            return
+        if all(name in self.fixed for name in given):
+            self.fixed |= {*node.output}
+        elif node.op_type in _PLAIN and all(n in self.fixed or n in self.bare for n in given):
+            self.bare |= {*node.output}
+
+    def of(self, name: str) -> Iterator[tuple[NodeProto, int]]:
+        """(node, operand) that read a name; arrangements and constant expressions passed."""
+        waiting, seen = [name], {name}
+        while waiting and len(seen) < MAX_STEPS:
+            for node, i in self.readers.get(waiting.pop(), ()):
+                if node.op_type in _SIZES:
+                    continue
+                is_arranged = node.op_type in THROUGH and i == 0
+                if is_arranged or all(n in self.fixed for n in node.output):
+                    waiting += [n for n in node.output if n not in seen]
+                    seen |= {*node.output}
+                else:
+                    yield node, i
 
     def role(self, name: str, array: Array) -> Role | None:
         """The role of an initializer; None: a constant."""
@@ -78,17 +135,96 @@ class Uses:
             return None
         if not type_of(array).dtype.is_float:
             return Role.BUFFER if array.size > MAX_CONTENTS else None
-        read = self.of(name)
-        if array.ndim == 0 or (read and all(_at(CONTENTS, r) for r in read)):
+        read = list(self.of(name))
+        if array.ndim == 0 or (read and all(_at(CONTENTS, *r) for r in read)):
             return None
-        if read and all(_at(STATISTICS, r) for r in read):
-            return Role.BUFFER
-        return Role.PARAMETER
+        learnt = any(self._learns(node, i, array) for node, i in read)
+        return Role.PARAMETER if learnt else Role.BUFFER
 
-    def weighs(self, name: str) -> bool:
-        """Whether a constant under this name is read as a weight somewhere."""
-        return any(_at(WEIGHTS, r) or _at(STATISTICS, r) for r in self.of(name))
+    def weighs(self, name: str, array: Array) -> bool:
+        """Whether a Constant is read as a weight: of a layer, or as the bias behind one."""
+        return any(
+            _at(STATISTICS, node, i) or (self._learns(node, i, array) and self._is_layer(node, i))
+            for node, i in self.of(name)
+        )
+
+    def _is_layer(self, node: NodeProto, i: int) -> bool:
+        strong = _at(LAYERS, node, i) or _at(PRODUCTS, node, i) or node.op_type == "Gather"
+        return strong or (node.op_type == "Add" and self._is_behind_layer(node.input[1 - i]))
+
+    def _learns(self, node: NodeProto, i: int, array: Array) -> bool:
+        """Whether training changes what this operand of the node reads."""
+        if node.domain not in _STANDARD or _at(LAYERS, node, i):
+            return True  # a function's, or an operator's that is not ONNX's: nothing is known
+        if _at(PRODUCTS, node, i):
+            return not self._gives_angles(node)
+        if node.op_type == "Gather" and i == 0:
+            return not (_within_one(array) and self._ends(node) == {"Mul"})
+        if node.op_type == "Concat":
+            return bool(array.ndim > 1)
+        return node.op_type in ELEMENTWISE and self._joins(node, i, array)
+
+    def _joins(self, node: NodeProto, i: int, array: Array) -> bool:
+        """Whether an operand of a sum or an elementwise product is a weight.
+
+        It is not where it hides values (a mask), normalizes an input, is a table of sines and
+        cosines, or has one element that no bias of a layer is.
+        """
+        other = node.input[1 - i]
+        if not array.size or not _is_moderate(array):
+            return False
+        if array.size == 1:
+            return node.op_type == "Add" and self._is_behind_layer(other)
+        if not self.has_layers:
+            return True
+        axes = sum(d > 1 for d in array.shape)
+        if other in self.bare and axes <= 1:
+            return False
+        is_table = axes > 1 and node.op_type in {"Mul", "Div"} and _within_one(array)
+        return not is_table and not self._gives_angles(node)
+
+    def _is_behind_layer(self, name: str) -> bool:
+        """Whether a value is a layer's, arrangements passed."""
+        for _ in range(MAX_STEPS):
+            node = self.makers.get(name)
+            if node is None or not node.input:
+                return False
+            if node.op_type in LAYERS or node.op_type in PRODUCTS:
+                return True
+            if node.op_type not in THROUGH:
+                return False
+            name = node.input[0]
+        return False
+
+    def _gives_angles(self, node: NodeProto) -> bool:
+        """Whether sines and cosines read what the node gives, and nothing else does."""
+        return self._ends(node) == {"Sin", "Cos"}
+
+    def _ends(self, node: NodeProto) -> set[str]:
+        """Operators that read what a node gives, arrangements and constant factors passed."""
+        waiting, seen, ends = [*node.output], {*node.output}, set()
+        while waiting and len(seen) < MAX_STEPS:
+            for reader, i in self.readers.get(waiting.pop(), ()):
+                others = [n for k, n in enumerate(reader.input) if k != i]
+                is_scaled = reader.op_type in {"Mul", "Div"} and all(
+                    n in self.fixed for n in others
+                )
+                if reader.op_type in THROUGH or reader.op_type == "Concat" or is_scaled:
+                    waiting += [n for n in reader.output if n not in seen]
+                    seen |= {*reader.output}
+                else:
+                    ends.add(reader.op_type)
+        return ends
 
 
-def _at(table: Mapping[str, tuple[int, ...]], read: tuple[str, int]) -> bool:
-    return read[1] in table.get(read[0], ())
+def _at(table: Mapping[str, tuple[int, ...]], node: NodeProto, i: int) -> bool:
+    return i in table.get(node.op_type, ())
+
+
+def _is_moderate(array: Array) -> bool:
+    """Whether all elements are numbers that training may give."""
+    return bool(np.min(array) >= -MAX_LEARNT and np.max(array) <= MAX_LEARNT)
+
+
+def _within_one(array: Array) -> bool:
+    return bool(array.size and np.min(array) >= -1 and np.max(array) <= 1)

@@ -1,0 +1,134 @@
+"""Which imported arrays are trained: by their use, and as the caller says."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+from tests.onnx.networks import Writer, resnet
+
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir import import_onnx, nn, optim, train
+
+FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
+
+
+def roles(w, inputs, output, **options):
+    """Roles by name of a writer's graph."""
+    module = import_onnx(w.model(inputs, [(output, FLOAT, None)]), **options)
+    return {name: str(t.role) for name, t in module.state.items()}
+
+
+def axes(w, name, *values):
+    return w.constant(name, np.array(values, np.int64))
+
+
+def rotary(w):
+    """Frequencies times positions, their sine and cosine, as Llama's export has them."""
+    w.constant("inv_freq", (0.1 ** np.arange(4, dtype=np.float32)).reshape(1, 4, 1))
+    positions = w.add("Cast", w.add("Unsqueeze", "ids", axes(w, "one", 1)), to=FLOAT)
+    angles = w.add("Transpose", w.add("MatMul", "inv_freq", positions), perm=[0, 2, 1])
+    both = w.add("Concat", angles, angles, axis=-1)
+    return w.add("Cos", both), w.add("Sin", both)
+
+
+def test_frequencies_of_a_rotary_position_are_a_buffer_and_the_products_train():
+    w = Writer()
+    cos, sin = rotary(w)
+    x = w.add("MatMul", "x", w.weight("q.weight", 8, 8))
+    y = w.add("Add", w.add("Mul", x, cos), w.add("Mul", x, sin))
+    made = roles(w, [("x", FLOAT, ["N", "T", 8]), ("ids", INT, ["N", "T"])], y)
+    assert made == {"inv_freq": "buffer", "q.weight": "parameter"}
+
+
+def test_tables_of_sines_are_buffers_and_embeddings_train():
+    w = Writer()
+    w.constant("cos_cached", np.cos(np.arange(80, dtype=np.float32)).reshape(10, 8))
+    w.weight("wte", 30, 8)
+    w.weight("wpe", 10, 8)
+    x = w.add("Add", w.add("Gather", "wte", "words"), w.add("Gather", "wpe", "ids"))
+    x = w.add("MatMul", x, w.weight("q.weight", 8, 8))
+    y = w.add("Mul", x, w.add("Gather", "cos_cached", "ids"))
+    made = roles(w, [("words", INT, ["N", "T"]), ("ids", INT, ["N", "T"])], y)
+    assert made.pop("cos_cached") == "buffer"
+    assert set(made.values()) == {"parameter"}
+
+
+def test_what_normalizes_an_input_is_a_buffer():
+    w = Writer()
+    mean = w.weight("mean", 1, 3, 1, 1)
+    std = w.weight("std", 1, 3, 1, 1, mean=1.0, scale=0.1)
+    x = w.add("Div", w.add("Sub", "image", mean), std)
+    y = w.conv_bn(x, "stem", 3, 4)
+    made = roles(w, [("image", FLOAT, ["N", 3, 8, 8])], y)
+    assert made["mean"] == made["std"] == made["stem.bn.running_mean"] == "buffer"
+    assert made["stem.conv.weight"] == made["stem.bn.weight"] == "parameter"
+
+
+def test_a_mask_is_a_buffer_and_the_class_token_and_positions_train():
+    w = Writer()
+    x = w.add("MatMul", "x", w.weight("embed", 6, 8))
+    x = w.add("Concat", w.add("Expand", w.weight("cls", 1, 1, 8), axes(w, "s", 2, 1, 8)), x, axis=1)
+    x = w.add("Add", x, w.weight("pos_embed", 1, 5, 8))
+    scores = w.add("MatMul", x, w.add("Transpose", x, perm=[0, 2, 1]))
+    hidden = np.triu(np.full((1, 5, 5), -3.4e38, np.float32), 1)
+    y = w.add("Softmax", w.add("Add", scores, w.constant("mask", hidden)))
+    made = roles(w, [("x", FLOAT, [2, 4, 6])], y)
+    assert made.pop("mask") == "buffer"
+    assert made == dict.fromkeys(("embed", "cls", "pos_embed"), "parameter")
+
+
+def test_scales_and_biases_behind_a_layer_train_also_through_arithmetic_on_weights():
+    w = Writer()
+    v, g = w.weight("v", 8, 8), w.weight("g", 8, 1, mean=1.0)
+    norm = w.add("Sqrt", w.add("ReduceSum", w.add("Mul", v, v), axes(w, "a", 1), keepdims=1))
+    weight = w.add("Mul", g, w.add("Div", v, norm))
+    low = w.add("MatMul", w.weight("lora_a", 8, 2), w.weight("lora_b", 2, 8))
+    x = w.add("MatMul", "x", w.add("Add", w.add("Transpose", weight, perm=[1, 0]), low))
+    x = w.add("Add", x, w.weight("bias", 8))
+    y = w.add("Mul", x, w.weight("layer_scale", 8))
+    made = roles(w, [("x", FLOAT, ["N", 8])], y)
+    assert made == dict.fromkeys(("v", "g", "lora_a", "lora_b", "bias", "layer_scale"), "parameter")
+
+
+def test_a_constant_behind_no_layer_is_no_state():
+    w = Writer()
+    w.add("Constant", outputs=["lifted"], value=tensor(np.arange(3, dtype=np.float32)))
+    w.add("Constant", outputs=["weight"], value=tensor(np.ones((3, 2), np.float32)))
+    w.add("Constant", outputs=["bias"], value=tensor(np.ones(2, np.float32)))
+    x = w.add("Add", w.add("MatMul", w.add("Mul", "x", "lifted"), "weight"), "bias")
+    y = w.add("Max", x, w.weight("floor", 2))
+    made = roles(w, [("x", FLOAT, ["N", 3])], y)
+    assert made == {"weight": "parameter", "bias": "parameter", "floor": "buffer"}
+
+
+def tensor(array):
+    return onnx.numpy_helper.from_array(array)
+
+
+def test_the_caller_says_what_trains():
+    def made(**options):
+        w = Writer()
+        cos, sin = rotary(w)
+        x = w.add("MatMul", "x", w.weight("q.weight", 8, 8))
+        y = w.add("Add", w.add("Mul", x, cos), w.add("Mul", x, sin))
+        inputs = [("x", FLOAT, ["N", "T", 8]), ("ids", INT, ["N", "T"])]
+        return roles(w, inputs, y, **options)
+
+    both = {"inv_freq": "parameter", "q.weight": "buffer"}
+    assert made(trainable=["*freq"], frozen=["q.*"]) == both
+    assert made(trainable=["*freq"], frozen=["*"]) == both
+    with pytest.raises(InvalidInput, match=r"trainable: .* fits 'rope.*'; there are inv_freq"):
+        made(trainable=["rope.*"])
+
+
+def test_training_changes_parameters_alone():
+    cell = nn.Imported(import_onnx(resnet(), frozen=["stem.*"]))
+    before = cell.state_dict()
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8, 3, 16, 16)).astype(np.float32)
+    trainer = train.Trainer(cell, loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
+    trainer.fit((x, np.arange(8) % 5), epochs=1, progress="none")
+    after = cell.state_dict()
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    assert changed
+    assert not any(name.startswith("stem.") or "running" in name for name in changed)
