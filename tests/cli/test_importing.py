@@ -7,7 +7,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from tests.onnx.networks import resnet
+from onnx import TensorProto
+from tests.onnx.networks import Writer, resnet
 
 from triplane.unified_ir import data, import_onnx, load, nn, optim, train
 from triplane.unified_ir.cli import shell
@@ -225,3 +226,40 @@ def test_what_trains_is_shown_and_chosen(model, tmp_path, capsys):
     code, _, error = run(capsys, *argv, "--frozen", "rope.*")
     assert code == 2
     assert "no tensor of the model fits 'rope.*'; there are stem.conv.weight" in error
+
+
+def flattening():
+    """`x.view(x.size(0), -1)` and `[x.size(0), -1]`, as exporters write them."""
+    w = Writer()
+    first = w.add("Gather", w.add("Shape", "image"), w.constant("zero", np.array([0])), axis=0)
+    sizes = w.add("Concat", first, w.constant("rest", np.array([-1])), outputs=["sizes"], axis=0)
+    x = w.add("Reshape", w.add("Relu", w.conv_bn("image", "stem", 1, 4)), sizes)
+    w.add("Gemm", x, w.weight("fc.weight", 10, 256), outputs=["scores"], transB=1)
+    inputs = [("image", TensorProto.FLOAT, ["N", 1, 8, 8])]
+    results = [("scores", TensorProto.FLOAT, ["N", 10]), ("sizes", TensorProto.INT64, [2])]
+    return w.model(inputs, results)
+
+
+def test_a_view_by_minus_one_means_the_same_in_the_file_as_in_memory(model, tmp_path, capsys):
+    onnx.save(flattening(), tmp_path / "view.onnx")
+    out = tmp_path / "view.tpm"
+    code, _, error = run(capsys, "import", tmp_path / "view.onnx", "--out", out)
+    assert code == 0, error
+    images = np.random.default_rng(0).standard_normal((3, 1, 8, 8)).astype(np.float32)
+    session = ort.InferenceSession(tmp_path / "view.onnx")
+    scores, sizes = session.run(None, {"image": images})
+    found = nn.Imported(load(out))(images)
+    np.testing.assert_allclose(found[0], scores, rtol=1e-4, atol=1e-5)
+    assert np.asarray(found[1]).tolist() == sizes.tolist() == [3, -1]
+
+
+@pytest.mark.slow
+def test_a_network_that_flattens_by_minus_one_trains_to_a_file_that_loads(model, tmp_path, capsys):
+    network = flattening()
+    del network.graph.output[1]
+    onnx.save(network, tmp_path / "view.onnx")
+    out = tmp_path / "trained.tpm"
+    argv = ["train", tmp_path / "view.onnx", "--data", "digits", "--epochs", 1, "--out", out]
+    code, _, error = run(capsys, *argv)
+    assert code == 0, error
+    assert {"predict", "train_step"} <= load(out).entries.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -13,7 +14,7 @@ from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.evaluate import run_function
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import Frozen, Samples
-from triplane.unified_ir.runtime import Session
+from triplane.unified_ir.runtime import Bundle, Plan, Session
 
 MAX_ERROR: Final = 1e-3
 """Largest difference between onnxruntime and the reference, relative to the largest output."""
@@ -66,3 +67,15 @@ def _compare(name: str, y: Array, expected: Array) -> None:
             f"result {name!r} differs by {error:.3g} from the reference on the first samples, "
             f"allowed {MAX_ERROR * scale:.3g}; please report this"
         )
+
+
+def check_served(path: Path) -> None:
+    """Read a bundle as a node does: every byte, the graph in a session, the golden answers."""
+    Bundle.load(path).check_goldens()
+
+
+def check_runnable(path: Path) -> None:
+    """Read a plan as a device does: every byte, and each entry in a session."""
+    plan = Plan.load(path)
+    for entry in plan.entries:
+        plan.signature(entry)

@@ -17,7 +17,12 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.convert.accuracy import measure_accuracy
 from triplane.unified_ir.convert.adaptation import adapt_graph, adapt_steps
 from triplane.unified_ir.convert.budgets import Budgets
-from triplane.unified_ir.convert.checks import check_against_reference, check_finite, first
+from triplane.unified_ir.convert.checks import (
+    check_against_reference,
+    check_finite,
+    check_served,
+    first,
+)
 from triplane.unified_ir.convert.describe import Labels, check_names, describe
 from triplane.unified_ir.convert.fold import FOLDED, fold
 from triplane.unified_ir.convert.latency import Latency, measure_latency
@@ -391,11 +396,6 @@ def _calibration_record(given: Given | None, samples: Samples) -> dict[str, Any]
 
 
 def _written(out: Path, spec: BundleSpec, report: Report) -> Report:
-    root = write_bundle(out, spec, check=_served)
+    root = write_bundle(out, spec, check=check_served)
     made = Bundle.load(out, expected_digest=root)
     return replace(report, digest=root, content_digest=made.content_digest, path=out)
-
-
-def _served(path: Path) -> None:
-    """Read a bundle as a node does: every byte, the graph in a session, the golden answers."""
-    Bundle.load(path).check_goldens()

@@ -9,6 +9,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir import Function, Module, Role, StateTensor
 from triplane.unified_ir.ir.module import START
 from triplane.unified_ir.nn import Personal
+from triplane.unified_ir.ops.check import check_module
 from triplane.unified_ir.ops.summaries import HISTOGRAM, IMAGE
 from triplane.unified_ir.optim import SGD, Constant, Optimizer
 from triplane.unified_ir.passes.clean import clean
@@ -31,12 +32,14 @@ def build_module(trainer: Trainer, entries: tuple[str, ...], local_lr: float | N
     functions = {
         name: _without_unread(_function(trainer, name, local_lr)) for name in dict.fromkeys(entries)
     }
-    return Module(
+    module = Module(
         functions=functions,
         entries={name: name for name in functions},
         state=_state(trainer, with_optimizer="train_step" in functions),
         meta=_meta(trainer),
     )
+    check_module(module)  # what `load` infers from its file, while the trainer is still there
+    return module
 
 
 def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:

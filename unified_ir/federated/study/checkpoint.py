@@ -102,7 +102,7 @@ class Keeper:
             container.part(PROGRESS, json.dumps(progress).encode()),
             container.tensor_part(STATE, tensors, roles),
         ]
-        container.write(self.path, "checkpoint", parts)
+        container.write(self.path, "checkpoint", parts, check=container.verified("checkpoint"))
 
     def newest(self) -> Place | None:
         """What is there, None for nothing. Conflict: of another study; Corrupt: damaged."""
