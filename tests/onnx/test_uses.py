@@ -132,3 +132,14 @@ def test_training_changes_parameters_alone():
     changed = {name for name in before if (before[name] != after[name]).any()}
     assert changed
     assert not any(name.startswith("stem.") or "running" in name for name in changed)
+
+
+def test_a_weight_of_which_each_layer_reads_a_slice_trains():
+    w = Writer()
+    w.weight("stacked", 100, 4, 4)
+    x = "x"
+    for i in range(100):
+        bounds = [axes(w, f"{name}{i}", n) for name, n in (("a", i), ("b", i + 1), ("c", 0))]
+        layer = w.add("Squeeze", w.add("Slice", "stacked", *bounds), axes(w, f"d{i}", 0))
+        x = w.add("MatMul", x, layer)
+    assert roles(w, [("x", FLOAT, ["N", 4])], x) == {"stacked": "parameter"}

@@ -65,8 +65,8 @@ _RANDOM: Final = frozenset({
 _STANDARD: Final = frozenset({"", "ai.onnx"})
 # fmt: on
 
-MAX_STEPS: Final = 64
-"""Nodes that a use is looked for behind."""
+MAX_STEPS: Final = 4_096
+"""Names that a use is looked for behind."""
 MAX_LEARNT: Final = 1e4
 """Larger numbers in something that is added are a mask, which hides values."""
 
