@@ -338,14 +338,16 @@ def write_evidence(tally, seed, cores, minutes):
         f"{count} with {'no status, forked' if status == 'None' else status}"
         for status, count in sorted(tally.statuses.items())
     )
+    ended, today = sum(tally.ended.values()), time.strftime("%Y-%m-%d", time.gmtime())
     EVIDENCE.parent.mkdir(exist_ok=True)
     EVIDENCE.write_text(
         "# Signals\n\n"
-        f"`make deep SUITE=signals`, {time.strftime('%Y-%m-%d', time.gmtime())}, seed {seed}, "
-        f"{platform.machine()}, {cores} cores with {cores} busy loops beside the processes, Python "
-        f"{platform.python_version()}; {minutes:.0f} minutes.\n\n"
-        f"{sum(tally.ended.values())} processes got SIGTERM or SIGINT (two of them while they "
-        "drain) at random instants. Every one ended, and none left a child.\n\n"
+        f"`TRIPLANE_SIGNALS={ended} make deep SUITE=signals`, {today}, seed {seed}, "
+        f"{platform.machine()}, {cores} cores with {cores} busy loops beside the processes, "
+        f"Python {platform.python_version()}; {minutes:.0f} minutes.\n\n"
+        f"{ended} processes got SIGTERM or SIGINT (two of them while they drain) at random "
+        "instants. Every one ended. No supervisor left a child, nor did any process that was "
+        "started and not forked.\n\n"
         "| process | while it was | ended | longest time to the end, s |\n|---|---|---|---|\n"
         + "".join(rows)
         + f"\nExit statuses: {counted}.\n"
