@@ -365,7 +365,10 @@ def _modulo(a: Any, b: Any) -> Tensor:
 
 
 def _power(a: Any, b: Any) -> Tensor:
-    """As Python's `**`: a fraction of a whole number is no whole number."""
+    """As Python's `**`: a fraction of a whole number is no whole number.
+
+    A negative whole power that only a run knows is cut off as in PyTorch: 2 to the power -1 is 0.
+    """
     if isinstance(b, int) and b < 0 and _is_whole(a):
         raise InvalidInput(f"a whole number to the power {b} is a fraction; cast it to float first")
     if _is_whole(a) and not _is_whole(b):
