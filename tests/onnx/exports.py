@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -145,7 +146,8 @@ def gradient_error(module, feeds, arrays):
             places[digest(array)] = weight, False
             if array.ndim == 2:
                 places.setdefault(digest(array.T), (weight, True))
-    ours, matched = {}, 0
+    ours: dict[str, Any] = {}
+    matched = 0
     for name, g in zip(weights, made, strict=True):
         weight, turned = places.get(digest(module.state[name].array), (None, False))
         if weight is not None:  # a weight written twice has its gradient in two parts
