@@ -7,6 +7,7 @@ lock taken by that very connection, so that a lost connection never leaves an ow
 
 import contextlib
 import fcntl
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,12 @@ FILE_MODE: Final = 0o600
 """The state holds what proves unused enrolment tokens."""
 CONNECT_TIMEOUT_S: Final = 10
 OWNER_TIMEOUT_MS: Final = 3000
-"""A killed process's connection lives until the server notices; a new owner waits that long."""
+"""How long a new owner waits for the one before, which may have been killed.
+
+A killed process's connection to PostgreSQL lives until the server notices, and its lock on SQLite's
+file until a child that it was about to start has begun its own program.
+"""
+LOCK_STEP_S: Final = 0.02
 ADVISORY_LOCK: Final = 0x7472_6970_6C61_6E65
 """Names the owner's lock within one PostgreSQL database ("triplane")."""
 OWNED: Final = "another process runs on {where}; stop it first, one cloud process owns its state"
@@ -81,12 +87,17 @@ def _lock_file(path: Path) -> BinaryIO:
         file = path.open("ab")
     except OSError as error:
         raise Unavailable(f"could not open {path}: {error}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise Conflict(OWNED.format(where=path.parent)) from error
-    return file
+    until_s = time.monotonic() + OWNER_TIMEOUT_MS / 1000
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if time.monotonic() >= until_s:
+                file.close()
+                raise Conflict(OWNED.format(where=path.parent)) from error
+            time.sleep(LOCK_STEP_S)
+        else:
+            return file
 
 
 def _engine(url: URL, *, size: int, connected: Callable[[Any], None], begin: str) -> Engine:

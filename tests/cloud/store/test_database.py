@@ -143,6 +143,15 @@ def test_a_second_owner_is_refused(database, database_url):
     assert database.read_now(count) == 1
 
 
+def test_a_state_whose_owner_is_just_ending_is_waited_for(database_url):
+    """As after a kill between fork and exec, when a child still holds the owner's lock."""
+    first = Database.open(database_url)
+    ending = threading.Timer(0.5, first.close)
+    ending.start()
+    Database.open(database_url).close()
+    ending.join()
+
+
 def test_a_newer_schema_is_refused_and_left_alone(database_url):
     first = Database.open(database_url)
     newer = update(SCHEMA).values(version=SCHEMA_VERSION + 1)
