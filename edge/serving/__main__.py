@@ -35,7 +35,9 @@ def main(options: Options) -> None:
     log.setFormatter(Facts())
     logging.basicConfig(level=options.log_level.upper(), handlers=[log])
     from triplane.edge.serving import process
+    from triplane.edge.serving.descriptors import raise_descriptor_limit
 
+    raise_descriptor_limit()
     process.run(options)
 
 

@@ -1,8 +1,12 @@
-"""Which thread runs which call, how many may wait, and what happens to the rest.
+"""Which thread receives which call, how many may wait, and what happens to the rest.
 
-Three pools keep kinds of calls from starving each other: a full inference queue never delays a
-health check, and idle streams never take a computing thread. A call beyond its lane's queue is
-refused with UNAVAILABLE before its bytes are read.
+Pools of their own keep kinds of calls from starving each other: no number of inference or metadata
+calls delays a health check. A thread of a lane waits for the call's request, and in the lane of
+inference then for its turn to compute (`turns.py`); threads that wait cost memory only. A call
+beyond its lane's backlog is refused with UNAVAILABLE before its bytes are read.
+
+Handlers are synchronous on purpose: on grpc.aio a small call took twice the processor time
+(docs/decisions/0038).
 
 grpc lets a behaviour name its own pool (`experimental_thread_pool`); if that ever goes, calls share
 the default pool and only the isolation is lost.
@@ -10,9 +14,9 @@ the default pool and only the isolation is lost.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
@@ -24,16 +28,22 @@ else:  # generic for type checkers only
 Behaviour = Callable[[Iterator[bytes], grpc.ServicerContext], Any]
 
 
-class Lane(ThreadPoolExecutor):
-    """A thread pool that knows how many calls it holds, waiting and running."""
+BACKLOG: Final = 1024  # calls that wait for a thread of their lane, for milliseconds
 
-    def __init__(self, name: str, *, threads: int, queued: int) -> None:
+
+class Lane(ThreadPoolExecutor):
+    """A thread pool that knows how many calls it holds, waiting and running.
+
+    `receiving`: calls that may wait for their request at once; fewer than `threads`.
+    """
+
+    def __init__(self, name: str, *, threads: int, receiving: int) -> None:
         super().__init__(max_workers=threads, thread_name_prefix=name)
         self.name = name
-        self.capacity = threads + queued
+        self.receiving = receiving
+        self.capacity = threads + BACKLOG
         self._held = 0
         self._count = threading.Lock()
-        self._local = threading.local()
 
     @property
     def held(self) -> int:
@@ -45,22 +55,13 @@ class Lane(ThreadPoolExecutor):
         """Whether the next call must be refused."""
         return self._held >= self.capacity
 
-    @property
-    def submitted_ns(self) -> int:
-        """When the call that this thread runs entered the lane, on `time.perf_counter_ns`."""
-        return int(self._local.submitted_ns)
-
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Queue `fn`; counted until it is done, whatever becomes of its call."""
         with self._count:
             self._held += 1
-        future = super().submit(self._start, time.perf_counter_ns(), fn, args, kwargs)
+        future = super().submit(fn, *args, **kwargs)
         future.add_done_callback(self._done)
         return future
-
-    def _start(self, submitted_ns: int, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._local.submitted_ns = submitted_ns
-        return fn(*args, **kwargs)
 
     def _done(self, _: Future[Any]) -> None:
         with self._count:
@@ -86,8 +87,10 @@ class Routes(grpc.GenericRpcHandler):
     behaviour start before the message has arrived and can give up on it. The wire is the same.
     """
 
-    def __init__(self, control: Lane, on_refusal: Callable[[], None]) -> None:
-        self._control = control
+    def __init__(
+        self, control: Lane, open_to_the_end: Collection[Lane], on_refusal: Callable[[], None]
+    ) -> None:
+        self._open_to_the_end = open_to_the_end
         self._on_refusal = on_refusal
         self._handlers: dict[str, tuple[Lane, Handler]] = {}
         self._services: tuple[str, ...] = ()
@@ -113,7 +116,7 @@ class Routes(grpc.GenericRpcHandler):
             )
 
     def refuse_new(self) -> None:
-        """From now on answer UNAVAILABLE to all but control calls."""
+        """From now on answer UNAVAILABLE to all but control and health calls."""
         self._leaving = True
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
@@ -123,7 +126,7 @@ class Routes(grpc.GenericRpcHandler):
         if (route := self._handlers.get(method)) is None:
             return self._unknown if method.startswith(self._services) else None
         lane, handler = route
-        leaving = self._leaving and lane is not self._control
+        leaving = self._leaving and lane not in self._open_to_the_end
         if leaving or lane.full:
             self._on_refusal()
             return self._gone if leaving else self._busy

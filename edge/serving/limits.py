@@ -19,6 +19,7 @@ class Limits:
     # fmt: off
     message_bytes: int = 64 << 20        # one request as it arrives and after decompression
     structure_bytes: int = 1 << 20       # all of a request but its raw contents, typed values too
+    request_bytes: int = 512 << 20       # all requests inside, those still arriving included
     response_bytes: int = 256 << 20      # tensors of one response
     unsent_bytes: int = 512 << 20        # answers of all calls that callers have not taken yet
     tensors: int = 64                    # inputs, and requested outputs, of one request
@@ -30,9 +31,10 @@ class Limits:
     classes: int = 1000                  # k of the `classification` parameter
     classification_entries: int = 65536  # rows times k
     threads: int = 16                    # calls that compute at once
-    queued_calls: int = 256              # calls that wait for a thread; one more is refused
+    queued_calls: int = 256              # calls that wait for their turn; one more is refused
+    receiving: int = 256                 # calls whose request is still arriving, at once
     streams: int = 16                    # open streams; each has one request in flight at a time
-    control_calls: int = 64              # health, metadata and index calls in progress
+    control_calls: int = 64              # metadata and index calls in progress
     receive_s: int = 30                  # from the start of a call to its last request byte
     call_s: int = 60                     # longest life of a call that sets no deadline
     # fmt: on

@@ -1,39 +1,68 @@
 """Waiting for a caller, with an end: one that stalls cannot hold a thread, or an answer for ever.
 
-A call that must send, or take its answer, is cancelled after its timeout. A stream may rest
-between its messages, and is cancelled when the server goes.
+A call waits for its request in a thread that does nothing else, and takes a turn to compute only
+afterwards. The number of calls that wait is bounded by lane: one more ends the oldest of the caller
+that has most, with a status that says so. What has arrived of unfinished requests is bounded in
+bytes together with the requests inside (`memory.py`). A stream may rest between its messages as
+long as there is room for others, and is cancelled when the server goes.
 """
 
 import contextlib
+import enum
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import grpc
 
-from triplane.proto.errors import InvalidInput
+from triplane.edge.serving.arrivals import CALL_OVERHEAD_BYTES, Arrivals
+from triplane.edge.serving.callers import Caller
+from triplane.edge.serving.lanes import Lane
+from triplane.edge.serving.memory import RETRY_MS, SMALL_BYTES, RequestMemory
+from triplane.proto.errors import InvalidInput, TriplaneError, Unavailable
+from triplane.proto.status import DeadlineExceeded, told
 
 logger = logging.getLogger(__name__)
 
-WATCH_PERIOD_S: Final = 1.0  # how often stalled senders are looked for
+LOOK_PERIOD_S: Final = 0.1  # how often late calls and arriving bytes are looked at
 REST: Final = float("inf")  # a timeout: the caller may take its time
 
+Received = bytes | TriplaneError | None
 
-@dataclass(frozen=True, slots=True)
+
+class Kind(enum.Enum):
+    """What the server waits for."""
+
+    REQUEST = enum.auto()  # the only message of a call
+    REST = enum.auto()  # the next message of a stream
+    TAKING = enum.auto()  # the caller, to take an answer
+
+
+@dataclass(slots=True, eq=False)
 class _Wait:
     context: grpc.ServicerContext
+    kind: Kind
+    since_s: float
     deadline_s: float
-    rests: bool
+    caller: Caller = field(default=Caller("", ""))
+    lane: Lane | None = None
+    refusal: TriplaneError | None = None
 
 
 class Receiving:
     """The calls whose callers are waited for, and the thread that watches them."""
 
-    def __init__(self) -> None:
-        self._waiting: dict[int, _Wait] = {}
+    def __init__(self, memory: RequestMemory, message_bytes: int) -> None:
+        self._memory = memory
+        self._arrivals = Arrivals(message_bytes)
+        self._waiting: dict[int, _Wait] = {}  # oldest first
+        self._refused: dict[int, _Wait] = {}  # until their threads have noticed
+        self._requests: Counter[str] = Counter()  # waits for a request by lane
+        self._finished: dict[str, int] = {}  # bytes since the last look, by watched connection
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._rests_end = False
@@ -41,44 +70,72 @@ class Receiving:
         self._watch.start()
 
     def only(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, timeout_s: float
-    ) -> bytes | None:
-        """The message of a single-message call, None when the caller sends none."""
+        self,
+        messages: Iterator[bytes],
+        context: grpc.ServicerContext,
+        caller: Caller,
+        lane: Lane,
+        timeout_s: float,
+    ) -> Received:
+        """The message of a single-message call; None when the caller sends none.
+
+        An error stands for a request that was given up; the call ends with it.
+        """
+        now = time.monotonic()
+        wait = _Wait(context, Kind.REQUEST, now, now + timeout_s, caller, lane)
         with self._lock:
-            self._waiting[id(context)] = _Wait(context, time.monotonic() + timeout_s, rests=False)
-        return self._next(messages, context)
+            self._waiting[id(context)] = wait
+            self._requests[lane.name] += 1
+            if self._requests[lane.name] > lane.receiving:
+                self._make_room(lane)
+        return self._next(messages, wait)
 
     def following(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, timeout_s: float
-    ) -> bytes | None:
+        self,
+        messages: Iterator[bytes],
+        context: grpc.ServicerContext,
+        caller: Caller,
+        timeout_s: float,
+    ) -> Received:
         """The next message of a stream, None when it ends or the server goes."""
+        now = time.monotonic()
+        wait = _Wait(context, Kind.REST, now, now + timeout_s, caller)
         with self._lock:
             if self._rests_end:
                 return None
-            self._waiting[id(context)] = _Wait(context, time.monotonic() + timeout_s, rests=True)
-        return self._next(messages, context)
+            self._waiting[id(context)] = wait
+        return self._next(messages, wait)
 
     def until_over(self, context: grpc.ServicerContext, timeout_s: float) -> None:
         """Cancel the call unless it is over in time: its answer is on the way."""
-        wait = self._watched(context, timeout_s)
+        wait = self._taking(context, timeout_s)
         if not context.add_callback(lambda: self._forget(wait)):
             self._forget(wait)
 
     @contextlib.contextmanager
     def within(self, context: grpc.ServicerContext, timeout_s: float) -> Iterator[None]:
         """Cancel the call unless the body ends in time."""
-        wait = self._watched(context, timeout_s)
+        wait = self._taking(context, timeout_s)
         try:
             yield
         finally:
             self._forget(wait)
+
+    def end_rest(self, context: grpc.ServicerContext, error: TriplaneError) -> bool:
+        """End a stream with `error`, if it rests."""
+        with self._lock:
+            wait = self._waiting.get(id(context))
+            if wait is None or wait.kind is not Kind.REST:
+                return False
+            self._refuse(wait, error)
+            return True
 
     def end_rests(self) -> None:
         """Cancel every stream that waits for its caller, and let none wait from now on."""
         with self._lock:
             self._rests_end = True
             for wait in self._waiting.values():
-                if wait.rests:
+                if wait.kind is Kind.REST:
                     wait.context.cancel()
 
     def close(self) -> None:
@@ -86,36 +143,149 @@ class Receiving:
         self._ended.set()
         self._watch.join()
 
-    def _watched(self, context: grpc.ServicerContext, timeout_s: float) -> _Wait:
-        wait = _Wait(context, time.monotonic() + timeout_s, rests=False)
+    def _taking(self, context: grpc.ServicerContext, timeout_s: float) -> _Wait:
+        now = time.monotonic()
+        wait = _Wait(context, Kind.TAKING, now, now + timeout_s)
         with self._lock:
             self._waiting[id(context)] = wait
         return wait
 
-    def _forget(self, wait: _Wait) -> None:
-        with self._lock:
-            self._waiting.pop(id(wait.context), None)
-
-    def _next(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
+    def _next(self, messages: Iterator[bytes], wait: _Wait) -> Received:
+        message: bytes | None = None
         try:
-            return next(messages, None)
+            message = next(messages, None)
         finally:
             with self._lock:
-                del self._waiting[id(context)]
+                if wait.refusal is None and (connection := wait.caller.connection) in (
+                    self._finished
+                ):
+                    self._finished[connection] += len(message or b"") + CALL_OVERHEAD_BYTES
+                self._remove(wait)
+        return wait.refusal or message
+
+    def _forget(self, wait: _Wait) -> None:
+        with self._lock:
+            self._remove(wait)
+
+    def _remove(self, wait: _Wait) -> None:
+        key = id(wait.context)
+        if self._waiting.pop(key, None) is not None and wait.lane is not None:
+            self._requests[wait.lane.name] -= 1
+        self._refused.pop(key, None)
+
+    def _refuse(self, wait: _Wait, error: TriplaneError) -> None:
+        """End a wait for a message with `error`; the lock is held."""
+        self._remove(wait)
+        wait.refusal = error
+        self._refused[id(wait.context)] = wait
+        _wake(wait.context)
+
+    def _make_room(self, lane: Lane) -> None:
+        """End the oldest wait of the caller with most of them; the lock is held.
+
+        A request that is on its way has a few milliseconds behind it, a stalled one has more.
+        """
+        waits = [wait for wait in self._waiting.values() if wait.lane is lane]
+        held = Counter(wait.caller.address for wait in waits)
+        ((address, count),) = held.most_common(1)
+        oldest = next(wait for wait in waits if wait.caller.address == address)
+        error = Unavailable(
+            f"too many calls whose requests have not arrived: {len(waits)} in all, {count} from "
+            f"your address, {lane.receiving} at most; send a request at once when its call is "
+            f"opened, retry in {RETRY_MS} ms"
+        )
+        self._refuse(oldest, told(error, retry_after_ms=str(RETRY_MS)))
 
     def _run(self) -> None:
-        while not self._ended.wait(WATCH_PERIOD_S):
-            now = time.monotonic()
+        while not self._ended.wait(LOOK_PERIOD_S):
             with self._lock:
-                late = [wait for wait in self._waiting.values() if wait.deadline_s < now]
-                for wait in late:
-                    wait.context.cancel()
-            if late:
-                logger.warning("stalled calls cancelled", extra={"calls": len(late)})
+                self._end_late(time.monotonic())
+                for wait in self._refused.values():
+                    # It was not yet waiting when it was woken the first time.
+                    _wake(wait.context)
+            self._bound_arriving()
+
+    def _end_late(self, now: float) -> None:
+        late = [wait for wait in self._waiting.values() if wait.deadline_s < now]
+        for wait in late:
+            if wait.kind is Kind.REQUEST:
+                seconds = wait.deadline_s - wait.since_s
+                text = f"the request did not arrive within {seconds:g} s of the call's start"
+                self._refuse(wait, DeadlineExceeded(f"{text}; send it faster or in smaller calls"))
+            else:
+                wait.context.cancel()
+        if late:
+            logger.warning("stalled calls ended", extra={"calls": len(late)})
+
+    def _bound_arriving(self) -> None:
+        """End arriving requests until all that is here of requests is within the bound."""
+        now = time.monotonic()
+        with self._lock:
+            waits = [
+                wait
+                for wait in self._waiting.values()
+                if wait.kind is not Kind.TAKING and now - wait.since_s > LOOK_PERIOD_S
+            ]
+            finished = self._finished
+            self._finished = {wait.caller.connection: 0 for wait in waits}
+        self._arrivals.look(Counter(wait.caller.connection for wait in waits), finished)
+        arriving = {
+            connection: track.arriving
+            for connection, track in self._arrivals.tracks.items()
+            if track.arriving > SMALL_BYTES
+        }
+        if not arriving:
+            return
+        room = self._memory.limit_bytes - self._memory.inside_bytes
+        while sum(arriving.values()) > room and (len(arriving) > 1 or self._memory.inside_bytes):
+            self._end_arriving(waits, arriving)
+
+    def _end_arriving(self, waits: Iterable[_Wait], arriving: dict[str, int]) -> None:
+        """End the slowest large requests of the address that holds most bytes."""
+        address_of = {wait.caller.connection: wait.caller.address for wait in waits}
+        held: Counter[str] = Counter()
+        for connection, n_bytes in arriving.items():
+            held[address_of[connection]] += n_bytes
+        ((address, _),) = held.most_common(1)
+        tracks = self._arrivals.tracks
+        slowest = min(
+            (connection for connection in arriving if address_of[connection] == address),
+            key=lambda connection: tracks[connection].pace,
+        )
+        n_bytes = arriving.pop(slowest)
+        tracks[slowest].arriving = 0
+        with self._lock:
+            for wait in waits:
+                if (
+                    wait.caller.connection == slowest
+                    and self._waiting.get(id(wait.context)) is wait
+                ):
+                    others = self._memory.inside_bytes + sum(arriving.values())
+                    self._refuse(wait, self._memory.refusal(others, n_bytes))
+        logger.warning("arriving requests refused", extra={"bytes": n_bytes})
 
 
-def one(message: bytes | None) -> bytes:
-    """The single message of a call that must bring one. Raises InvalidInput."""
+def _wake(context: grpc.ServicerContext) -> None:
+    """Make the thread that waits for this call's message look again, and find one.
+
+    gRPC has no way to end a call with a status while its message is waited for. It keeps a message
+    that has arrived in `request` of the call's state, and one that is really there is left alone.
+    Should a later version keep it elsewhere, the call is cancelled instead.
+    """
+    state: Any = getattr(context, "_state", None)
+    try:
+        with state.condition:
+            if state.request is None:
+                state.request = b"given up"
+            state.condition.notify_all()
+    except AttributeError:
+        context.cancel()
+
+
+def one(message: Received) -> bytes:
+    """The single message of a call that must bring one. Raises InvalidInput, or what it is."""
     if message is None:
         raise InvalidInput("the call brought no message; send exactly one")
+    if isinstance(message, TriplaneError):
+        raise message
     return message

@@ -19,6 +19,7 @@ from triplane.proto.status import Unimplemented
 from triplane.unified_ir.runtime.signature import UNNAMED
 
 Parameters = Mapping[str, pb.InferParameter]
+Contents = Sequence[bytes | memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,22 @@ def check_address(request: pb.ModelInferRequest, limits: Limits) -> None:
             raise InvalidInput(f"{what} has {len(text)} characters; {limits.name_chars} at most")
 
 
-def decode(request: pb.ModelInferRequest, contract: Contract, limits: Limits) -> Inference:
-    """Check `request` whole and give its arrays. Raises InvalidInput or Unimplemented."""
-    _check_counts(request, limits)
+def decode(
+    request: pb.ModelInferRequest,
+    contract: Contract,
+    limits: Limits,
+    raw: Contents | None = None,
+) -> Inference:
+    """Check `request` whole and give its arrays. Raises InvalidInput or Unimplemented.
+
+    raw: its raw contents, where they were kept out of `request`.
+    """
+    if raw is None:
+        raw = request.raw_input_contents
+    _check_counts(request, len(raw), limits)
     wanted = _wanted(request, contract, limits)
     sizes: dict[str, int] = {}
     feeds: dict[str, Array] = {}
-    raw = request.raw_input_contents
     for index, tensor in enumerate(request.inputs):
         _check_parameters(tensor.parameters, limits)
         spec = _spec(tensor, contract, feeds)
@@ -61,14 +71,13 @@ def decode(request: pb.ModelInferRequest, contract: Contract, limits: Limits) ->
     return Inference(feeds, wanted, sizes[contract.rows] if contract.rows is not None else 1)
 
 
-def _check_counts(request: pb.ModelInferRequest, limits: Limits) -> None:
+def _check_counts(request: pb.ModelInferRequest, raw: int, limits: Limits) -> None:
     _check_parameters(request.parameters, limits)
     inputs, outputs = len(request.inputs), len(request.outputs)
     if inputs > limits.tensors:
         raise InvalidInput(f"the request has {inputs} inputs; {limits.tensors} at most")
     if outputs > limits.tensors:
         raise InvalidInput(f"the request has {outputs} requested outputs; {limits.tensors} at most")
-    raw = len(request.raw_input_contents)
     if raw and raw != inputs:
         raise InvalidInput(f"{raw} raw_input_contents for {inputs} inputs; one each")
 
@@ -137,7 +146,7 @@ def _expected(rule: int | str, size: int, sizes: dict[str, int]) -> int:
     return size if rule == UNNAMED else sizes.setdefault(rule, size)
 
 
-def _raw(content: bytes, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+def _raw(content: bytes | memoryview, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
     """View of `content`, whose length is decided by `shape`."""
     dtype = spec.datatype.dtype
     if len(content) != (expected := math.prod(shape) * dtype.itemsize):

@@ -17,22 +17,28 @@ from grpc_reflection.v1alpha import reflection_pb2  # type: ignore[import-untype
 from grpc_reflection.v1alpha.reflection import ReflectionServicer  # type: ignore[import-untyped]
 
 from triplane.edge.serving import health
+from triplane.edge.serving.descriptors import max_connections
 from triplane.edge.serving.health import Health
 from triplane.edge.serving.lanes import Behaviour, Lane, Routes
 from triplane.edge.serving.limits import Limits
+from triplane.edge.serving.memory import RequestMemory
 from triplane.edge.serving.metrics import MetricsServer, ServingCollector
 from triplane.edge.serving.receiving import Receiving
 from triplane.edge.serving.reflection import private_pool
 from triplane.edge.serving.repository import Repository
 from triplane.edge.serving.running import Runs
+from triplane.edge.serving.seats import Seats
 from triplane.edge.serving.sending import Sending
 from triplane.edge.serving.service import Service
+from triplane.edge.serving.turns import Turns
 from triplane.edge.serving.wire import WIRE_NAME, Wire
 from triplane.proto.errors import NotFound, Unavailable
 
 logger = logging.getLogger(__name__)
 
-CONTROL_THREADS: Final = 4
+HEALTH_THREADS: Final = 32
+WATCHERS: Final = 64  # callers that wait for a change of health
+SPARE_THREADS: Final = 8  # hear the streams that find no seat
 QUIET_S: Final = 0.05  # without a call: callers have heard that none is taken
 QUIET_AT_MOST_S: Final = 1.0  # how long callers that never stop can delay the end
 QUIET_STEP_S: Final = 0.005
@@ -41,6 +47,7 @@ MAX_STREAMS_PER_CONNECTION: Final = 512
 HANDSHAKE_MS: Final = 5_000  # a connection that has not spoken until then is closed
 ALIVE_EVERY_MS: Final = 60_000  # a silent connection is asked whether somebody is still there
 ALIVE_WITHIN_MS: Final = 20_000  # and closed, with its streams, unless it answers until then
+IDLE_MS: Final = 300_000  # a connection without a call is closed; clients open another unasked
 # One service under two names: its messages are the same in both versions.
 REFLECTION_NAMES: Final = (
     "grpc.reflection.v1alpha.ServerReflection",
@@ -92,13 +99,18 @@ class Server:
         self._limits = limits = limits or Limits()
         self.service = Service(repository, limits)
         self._health = Health(WIRE_NAME)
-        self._receiving = Receiving()
+        self._memory = RequestMemory(limits.request_bytes, self._refused)
+        self._receiving = Receiving(self._memory, limits.message_bytes)
         self._runs = Runs()
+        inside = limits.threads + limits.queued_calls
         self._lanes = (
-            Lane("infer", threads=limits.threads, queued=limits.queued_calls),
-            Lane("stream", threads=limits.streams, queued=0),
-            Lane("control", threads=CONTROL_THREADS, queued=limits.control_calls),
+            Lane("infer", threads=inside + limits.receiving, receiving=limits.receiving),
+            Lane("stream", threads=limits.streams + SPARE_THREADS, receiving=SPARE_THREADS),
+            Lane("control", threads=2 * limits.control_calls, receiving=limits.control_calls),
+            Lane("health", threads=HEALTH_THREADS, receiving=HEALTH_THREADS // 2),
+            Lane("watch", threads=WATCHERS + SPARE_THREADS, receiving=SPARE_THREADS),
         )
+        self._by_certificate = tls is not None and tls.client_ca is not None
         self._metrics: MetricsServer | None = None
         self._hurried = threading.Event()
         self._grpc = self._build()
@@ -157,14 +169,31 @@ class Server:
                 return
 
     def _build(self) -> grpc.Server:
-        infer, streams, control = self._lanes
-        sending = Sending(self._receiving, self._limits, self._refused)
-        wire = Wire(self.service, self._receiving, self._runs, sending, self._limits)
-        self._routes = routes = Routes(control, self._refused)
-        routes.add(WIRE_NAME, wire.methods(infer=infer, streams=streams, control=control))
-        check = wire.unary(health_pb2.HealthCheckRequest, self._health.check)
-        watch = wire.server_stream(health_pb2.HealthCheckRequest, self._health.watch)
-        routes.add(health.NAME, {"Check": (control, check, False), "Watch": (streams, watch, True)})
+        limits = self._limits
+        infer, streams, control, health_lane, watch_lane = self._lanes
+        wire = Wire(
+            service=self.service,
+            receiving=self._receiving,
+            runs=self._runs,
+            sending=Sending(self._receiving, limits, self._refused),
+            turns=Turns(limits.threads, limits.queued_calls, self._refused),
+            seats=Seats(limits.streams, self._receiving, self._refused),
+            memory=self._memory,
+            limits=limits,
+            by_certificate=self._by_certificate,
+        )
+        open_to_the_end = control, health_lane
+        self._routes = routes = Routes(control, open_to_the_end, self._refused)
+        routes.add(
+            WIRE_NAME,
+            wire.methods(infer=infer, streams=streams, control=control, health=health_lane),
+        )
+        check = wire.unary(health_lane, health_pb2.HealthCheckRequest, self._health.check)
+        watch = wire.server_stream(watch_lane, health_pb2.HealthCheckRequest, self._health.watch)
+        routes.add(
+            health.NAME,
+            {"Check": (health_lane, check, False), "Watch": (watch_lane, watch, True)},
+        )
         reflect = self._reflection(wire)
         for name in REFLECTION_NAMES:
             routes.add(name, {"ServerReflectionInfo": (streams, reflect, True)})
@@ -180,6 +209,8 @@ class Server:
                 ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
                 ("grpc.keepalive_time_ms", ALIVE_EVERY_MS),
                 ("grpc.http2.ping_timeout_ms", ALIVE_WITHIN_MS),
+                ("grpc.max_connection_idle_ms", IDLE_MS),
+                ("grpc.max_allowed_incoming_connections", max_connections()),
             ),
             # Beyond every lane: grpc itself refuses (RESOURCE_EXHAUSTED) without a thread.
             maximum_concurrent_rpcs=sum(lane.capacity for lane in self._lanes),

@@ -7,7 +7,7 @@ from typing import Final
 
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.repository import Repository, Version
-from triplane.edge.serving.request import check_address, decode
+from triplane.edge.serving.request import Contents, check_address, decode
 from triplane.edge.serving.response import encode
 from triplane.edge.serving.running import Call
 from triplane.edge.serving.servable import TensorSpec
@@ -111,23 +111,28 @@ class Service:
             self._repository.find(request.name)
         return pb.ModelStatisticsResponse(model_stats=[*map(_statistics, versions)])
 
-    def ModelInfer(self, request: pb.ModelInferRequest, call: Call) -> pb.ModelInferResponse:
-        """Run one request. Raises the families; every outcome is counted once."""
+    def ModelInfer(
+        self, request: pb.ModelInferRequest, call: Call, raw: Contents | None = None
+    ) -> pb.ModelInferResponse:
+        """Run one request. Raises the families; every outcome is counted once.
+
+        raw: its raw contents, where they were kept out of `request`.
+        """
         statistics = self.unattributed
         try:
             check_address(request, self._limits)
             with self._repository.using(request.model_name, request.model_version) as version:
                 statistics = version.statistics
-                return self._infer(version, request, call)
+                return self._infer(version, request, call, raw)
         except Exception as error:
             statistics.failed(code_of(error).name, time.perf_counter_ns() - call.arrived_ns)
             raise
 
     def _infer(
-        self, version: Version, request: pb.ModelInferRequest, call: Call
+        self, version: Version, request: pb.ModelInferRequest, call: Call, raw: Contents | None
     ) -> pb.ModelInferResponse:
         started = time.perf_counter_ns()
-        inference = decode(request, version.contract, self._limits)
+        inference = decode(request, version.contract, self._limits, raw)
         decoded = time.perf_counter_ns()
         ran = version.runner.run(inference.feeds, inference.rows, call)
         returned = time.perf_counter_ns()

@@ -1,8 +1,8 @@
 """A look at an inference request's outermost fields before protobuf parses it.
 
 Parsed, an empty tensor of 2 bytes takes 90: a message within its size limit could still take 40
-times its size. Raw contents parse to themselves; everything else is held to a bound of its own
-here, at the cost of reading one tag and length per outermost field.
+times its size. Everything but the raw contents is held to a bound of its own here, at the cost of
+reading one tag and length per outermost field; the raw contents are never parsed or copied.
 """
 
 from typing import Final
@@ -16,26 +16,38 @@ MAX_VARINT_BYTES: Final = 10
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types; groups do not occur
 
 
-def check_structure(data: bytes, limits: Limits) -> None:
-    """Raise InvalidInput when `data` has too many outermost fields or too much beside raw bytes.
+def split_raw(data: bytes, limits: Limits) -> tuple[bytes, list[memoryview] | None]:
+    """`data` without its raw contents, and those as views of it.
 
-    What is no protobuf at all may pass: the parser refuses it.
+    A small message is given back whole, with None. Raises InvalidInput when there are too many
+    outermost fields or too much beside raw bytes. What is no protobuf at all may pass: the parser
+    refuses it.
     """
     if len(data) <= UNCHECKED_BYTES:
-        return
+        return data, None
+    view = memoryview(data)
+    kept: list[memoryview] = []
+    raw: list[memoryview] = []
     position = structure = 0
     for _ in range(3 * limits.tensors + limits.parameters + 16):
         if position >= len(data):
-            return
+            return b"".join(kept), raw
         tag, body = _varint(data, position)
         end = _end(data, tag & 7, body)
-        raw = tag >> 3 == RAW_INPUT_CONTENTS and tag & 7 == DELIMITED
-        structure += _varint(data, body)[1] - position if raw else end - position
+        if tag >> 3 == RAW_INPUT_CONTENTS and tag & 7 == DELIMITED:
+            start = _varint(data, body)[1]
+            structure += start - position
+            raw.append(view[start:end])
+        else:
+            structure += end - position
+            kept.append(view[position:end])
         if structure > limits.structure_bytes:
             raise InvalidInput(
                 f"more than {limits.structure_bytes} bytes beside the raw contents; "
                 "send large tensors in raw_input_contents"
             )
+        if end > len(data):
+            raise InvalidInput("the message is cut off or is no protobuf")
         position = end
     raise InvalidInput(
         f"the request has too many fields; {limits.tensors} tensors and "

@@ -5,6 +5,7 @@ protocol's name. A call's only message is parsed here and not by grpc, so a brok
 caller's error, and parsing never runs on the serving thread.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
@@ -14,13 +15,18 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from triplane.edge.serving.callers import Caller, caller_of
 from triplane.edge.serving.lanes import Behaviour, Lane
 from triplane.edge.serving.limits import Limits
-from triplane.edge.serving.receiving import REST, Receiving, one
+from triplane.edge.serving.memory import RequestMemory
+from triplane.edge.serving.receiving import REST, Received, Receiving, one
+from triplane.edge.serving.request import Contents
 from triplane.edge.serving.running import Call, Runs
+from triplane.edge.serving.seats import Seats
 from triplane.edge.serving.sending import Sending
 from triplane.edge.serving.service import Service
-from triplane.edge.serving.structure import check_structure
+from triplane.edge.serving.structure import split_raw
+from triplane.edge.serving.turns import Turns
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.status import code_of, describe, status_of
@@ -38,53 +44,68 @@ class Wire:
 
     def __init__(
         self,
+        *,
         service: Service,
         receiving: Receiving,
         runs: Runs,
         sending: Sending,
+        turns: Turns,
+        seats: Seats,
+        memory: RequestMemory,
         limits: Limits,
+        by_certificate: bool,
     ) -> None:
         self._service = service
+        self._turns = turns
+        self._seats = seats
+        self._memory = memory
+        self._by_certificate = by_certificate
         self._receiving = receiving
         self._runs = runs
         self._sending = sending
         self._limits = limits
 
     def methods(
-        self, *, infer: Lane, streams: Lane, control: Lane
+        self, *, infer: Lane, streams: Lane, control: Lane, health: Lane
     ) -> dict[str, tuple[Lane, Behaviour, bool]]:
         """Every method of the protocol that is served: its lane, behaviour and form."""
         own = {
             "ModelInfer": (infer, self._infer(infer), False),
             "ModelStreamInfer": (streams, self._stream, True),
         }
-        return {m.name: own.get(m.name) or (control, self._control(m), False) for m in METHODS}
+        lanes = {"ServerLive": health, "ServerReady": health}
+        return {
+            m.name: own.get(m.name) or self._control(m, lanes.get(m.name, control)) for m in METHODS
+        }
 
-    def _control(self, method: MethodDescriptor) -> Behaviour:
+    def _control(self, method: MethodDescriptor, lane: Lane) -> tuple[Lane, Behaviour, bool]:
         message_class = GetMessageClass(method.input_type)
-        return self.unary(message_class, getattr(self._service, method.name))
+        return lane, self.unary(lane, message_class, getattr(self._service, method.name)), False
 
-    def unary(self, message_class: type[Message], method: Callable[[Any], Message]) -> Behaviour:
+    def unary(
+        self, lane: Lane, message_class: type[Message], method: Callable[[Any], Message]
+    ) -> Behaviour:
         """A behaviour that parses one message, calls `method` and serializes its answer."""
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
-            message = self._receiving.only(messages, context, self._limits.receive_s)
+            received = self._only(messages, context, lane)
             with status_of(context):
-                return method(parse(message_class, one(message))).SerializeToString()
+                return method(parse(message_class, one(received))).SerializeToString()
 
         return behaviour
 
     def server_stream(
         self,
+        lane: Lane,
         message_class: type[M],
         method: Callable[[M, grpc.ServicerContext], Iterator[Message]],
     ) -> Behaviour:
         """A behaviour that parses one message and sends what `method` yields."""
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            message = self._receiving.only(messages, context, self._limits.receive_s)
+            received = self._only(messages, context, lane)
             with status_of(context):
-                request = parse(message_class, one(message))
+                request = parse(message_class, one(received))
             for answer in method(request, context):
                 yield answer.SerializeToString()
 
@@ -97,39 +118,87 @@ class Wire:
     ) -> Behaviour:
         """A behaviour for messages both ways; the caller may not rest beyond `receive_s`."""
 
-        def received(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[M]:
+        def parsed(
+            messages: Iterator[bytes], context: grpc.ServicerContext, caller: Caller
+        ) -> Iterator[M]:
             timeout_s = self._limits.receive_s
-            while (message := self._receiving.following(messages, context, timeout_s)) is not None:
+            while (
+                received := self._receiving.following(messages, context, caller, timeout_s)
+            ) is not None:
                 with status_of(context):
-                    parsed = parse(message_class, message)
-                yield parsed
+                    message = parse(message_class, one(received))
+                yield message
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            for answer in method(received(messages, context), context):
-                yield answer.SerializeToString()
+            caller = self._caller(context)
+            answers = method(parsed(messages, context, caller), context)
+            return self._seated(context, caller, (answer.SerializeToString() for answer in answers))
 
         return behaviour
+
+    def _caller(self, context: grpc.ServicerContext) -> Caller:
+        return caller_of(context, by_certificate=self._by_certificate)
+
+    def _only(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext, lane: Lane
+    ) -> Received:
+        caller = self._caller(context)
+        return self._receiving.only(messages, context, caller, lane, self._limits.receive_s)
 
     def _infer(self, lane: Lane) -> Behaviour:
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
-            message = self._receiving.only(messages, context, self._limits.receive_s)
+            caller = self._caller(context)
+            received = self._receiving.only(messages, context, caller, lane, self._limits.receive_s)
+            arrived_ns = time.perf_counter_ns()
             with status_of(context):
-                request = self._request(one(message))
-                call = self._call(request, context, lane.submitted_ns)
-                answer = self._service.ModelInfer(request, call).SerializeToString()
-                return self._sending.last(answer, context)
+                answer = self._answer(one(received), context, caller, arrived_ns)
+                return self._sending.last(answer.SerializeToString(), context)
 
         return behaviour
 
+    def _answer(
+        self, data: bytes, context: grpc.ServicerContext, caller: Caller, arrived_ns: int
+    ) -> pb.ModelInferResponse:
+        """Run one request that has arrived whole, in its turn."""
+        with self._turn(data, context, caller) as until_s:
+            request, raw = self._request(data)
+            call = self._call(request, context, until_s, arrived_ns)
+            return self._service.ModelInfer(request, call, raw)
+
+    @contextlib.contextmanager
+    def _turn(self, data: bytes, context: grpc.ServicerContext, caller: Caller) -> Iterator[float]:
+        """Room for the bytes and a turn to compute; gives the latest end of the call."""
+        until_s = time.monotonic() + min(context.time_remaining(), self._limits.call_s)
+        with self._memory.holding(len(data)), self._turns.turn(caller, until_s):
+            yield until_s
+
     def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answers in order, one request in flight; a failed one is told and the stream goes on."""
+        caller = self._caller(context)
+        return self._seated(context, caller, self._answers(messages, context, caller))
+
+    def _seated(
+        self, context: grpc.ServicerContext, caller: Caller, answers: Iterator[bytes]
+    ) -> Iterator[bytes]:
+        with contextlib.ExitStack() as stack:
+            with status_of(context):
+                stack.enter_context(self._seats.seat(caller, context))
+            yield from answers
+
+    def _answers(
+        self, messages: Iterator[bytes], context: grpc.ServicerContext, caller: Caller
+    ) -> Iterator[bytes]:
         strict = ("triton_grpc_error", "true") in context.invocation_metadata()
-        while (message := self._receiving.following(messages, context, REST)) is not None:
+        while (received := self._receiving.following(messages, context, caller, REST)) is not None:
             arrived_ns = time.perf_counter_ns()
+            with status_of(context):
+                message = one(received)
             request = pb.ModelInferRequest()
             try:
-                request = self._request(message)
-                answer = self._service.ModelInfer(request, self._call(request, context, arrived_ns))
+                with self._turn(message, context, caller) as until_s:
+                    request, raw = self._request(message)
+                    call = self._call(request, context, until_s, arrived_ns)
+                    answer = self._service.ModelInfer(request, call, raw)
             except Exception as error:
                 if strict:
                     with status_of(context):
@@ -144,7 +213,7 @@ class Wire:
                 with self._sending.one_of_many(data, context):
                     yield data
 
-    def _request(self, data: bytes) -> pb.ModelInferRequest:
+    def _request(self, data: bytes) -> tuple[pb.ModelInferRequest, Contents | None]:
         try:
             return parse_infer(data, self._limits)
         except InvalidInput as error:
@@ -152,14 +221,18 @@ class Wire:
             raise
 
     def _call(
-        self, request: pb.ModelInferRequest, context: grpc.ServicerContext, arrived_ns: int
+        self,
+        request: pb.ModelInferRequest,
+        context: grpc.ServicerContext,
+        until_s: float,
+        arrived_ns: int,
     ) -> Call:
         """Deadline: the call's own, the request's `timeout` parameter in us, or the server's."""
-        left_s = min(context.time_remaining(), self._limits.call_s)
         if "timeout" in request.parameters:
             timeout_us = request.parameters["timeout"].int64_param
-            left_s = min(left_s, timeout_us / 1e6) if timeout_us > 0 else left_s
-        return Call(time.monotonic() + left_s, arrived_ns, context.is_active, self._runs)
+            if timeout_us > 0:
+                until_s = min(until_s, time.monotonic() + timeout_us / 1e6)
+        return Call(until_s, arrived_ns, context.is_active, self._runs)
 
 
 def parse(message_class: type[M], data: bytes) -> M:
@@ -169,12 +242,16 @@ def parse(message_class: type[M], data: bytes) -> M:
     return _parsed(message_class, data)
 
 
-def parse_infer(data: bytes, limits: Limits) -> pb.ModelInferRequest:
-    """Parse an inference request whose structure was bounded first. Raises InvalidInput."""
+def parse_infer(data: bytes, limits: Limits) -> tuple[pb.ModelInferRequest, Contents | None]:
+    """Parse an inference request whose structure was bounded first. Raises InvalidInput.
+
+    Raw contents of a large request stay where they are, as views of `data`: parsed, each would be
+    copied twice. They are None where the request itself has them.
+    """
     if len(data) > limits.message_bytes:
         raise InvalidInput(f"the message has {len(data)} bytes; {limits.message_bytes} at most")
-    check_structure(data, limits)
-    return _parsed(pb.ModelInferRequest, data)
+    structure, raw = split_raw(data, limits)
+    return _parsed(pb.ModelInferRequest, structure), raw
 
 
 def _parsed(message_class: type[M], data: bytes) -> M:

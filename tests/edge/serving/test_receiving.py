@@ -2,29 +2,39 @@ from typing import Any
 
 import pytest
 
+from triplane.edge.serving.callers import Caller
+from triplane.edge.serving.lanes import Lane
+from triplane.edge.serving.memory import RequestMemory
 from triplane.edge.serving.receiving import REST, Receiving, one
 from triplane.proto.errors import InvalidInput
 
 CONTEXT: Any = object()
+CALLER = Caller("ipv4:127.0.0.1", "ipv4:127.0.0.1:5000")
 
 
 @pytest.fixture
 def receiving():
-    made = Receiving()
+    made = Receiving(RequestMemory(1 << 20, lambda: None), 1 << 20)
     yield made
     made.close()
 
 
+@pytest.fixture
+def lane():
+    with Lane("infer", threads=2, receiving=1) as made:
+        yield made
+
+
 def test_a_stream_may_not_rest_once_the_server_goes(receiving):
     receiving.end_rests()
-    assert receiving.following(iter([b"more"]), CONTEXT, REST) is None
+    assert receiving.following(iter([b"more"]), CONTEXT, CALLER, REST) is None
 
 
-def test_a_call_that_is_inside_may_still_finish_sending(receiving):
+def test_a_call_that_is_inside_may_still_finish_sending(receiving, lane):
     receiving.end_rests()
-    assert receiving.only(iter([b"last"]), CONTEXT, 30) == b"last"
+    assert receiving.only(iter([b"last"]), CONTEXT, CALLER, lane, 30) == b"last"
 
 
-def test_a_call_must_bring_a_message(receiving):
+def test_a_call_must_bring_a_message(receiving, lane):
     with pytest.raises(InvalidInput, match="exactly one"):
-        one(receiving.only(iter(()), CONTEXT, 30))
+        one(receiving.only(iter(()), CONTEXT, CALLER, lane, 30))

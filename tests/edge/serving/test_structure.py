@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triplane.edge.serving.limits import Limits
-from triplane.edge.serving.structure import UNCHECKED_BYTES, check_structure
+from triplane.edge.serving.structure import UNCHECKED_BYTES, split_raw
 from triplane.edge.serving.wire import parse, parse_infer
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
@@ -50,16 +50,19 @@ def test_a_message_that_would_swell_is_refused_at_once(bomb):
 def test_large_raw_contents_pass():
     request = pb.ModelInferRequest(model_name="m", raw_input_contents=[bytes(40 * MIB)])
     request.inputs.add(name="x", datatype="UINT8", shape=[40 * MIB])
-    assert parse_infer(request.SerializeToString(), LIMITS) == request
+    parsed, raw = parse_infer(request.SerializeToString(), LIMITS)
+    assert raw is not None
+    parsed.raw_input_contents.extend(map(bytes, raw))
+    assert parsed == request
 
 
 def test_typed_contents_pass_up_to_their_bound():
     request = pb.ModelInferRequest(model_name="m")
     request.inputs.add(name="x").contents.fp32_contents.extend([0.0] * (MIB // 4 - 100))
-    check_structure(request.SerializeToString(), LIMITS)
+    split_raw(request.SerializeToString(), LIMITS)
     request.inputs[0].contents.fp32_contents.extend([0.0] * 200)
     with pytest.raises(InvalidInput, match="send large tensors in raw_input_contents"):
-        check_structure(request.SerializeToString(), LIMITS)
+        split_raw(request.SerializeToString(), LIMITS)
 
 
 def test_a_message_beyond_its_bound_is_refused():
@@ -79,3 +82,27 @@ def test_any_large_message_passes_or_is_refused(tail):
     data = delimited(7, bytes(UNCHECKED_BYTES)) + tail
     with contextlib.suppress(InvalidInput):
         parse_infer(data, LIMITS)
+
+
+def test_large_raw_contents_are_views_of_the_message_in_its_order():
+    contents = [bytes([n]) * (UNCHECKED_BYTES + n) for n in range(3)]
+    request = pb.ModelInferRequest(model_name="m", id="7", raw_input_contents=contents)
+    tracemalloc.start()
+    try:
+        data = request.SerializeToString()
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        parsed, raw = parse_infer(data, LIMITS)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert raw == contents
+    assert (parsed.model_name, parsed.id) == ("m", "7")
+    assert not parsed.raw_input_contents
+    assert peak - before < UNCHECKED_BYTES, "no content was copied"
+
+
+def test_raw_contents_that_are_cut_off_are_refused():
+    request = pb.ModelInferRequest(raw_input_contents=[bytes(2 * UNCHECKED_BYTES)])
+    with pytest.raises(InvalidInput, match="cut off"):
+        parse_infer(request.SerializeToString()[:-1], LIMITS)

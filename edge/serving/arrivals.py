@@ -1,0 +1,133 @@
+"""How many bytes of unfinished requests each connection has brought.
+
+gRPC tells the size of a message only when all of it is in memory. The kernel tells sooner: Linux
+counts the received bytes of every TCP connection (`tcp_info`, since Linux 4.1). What a connection
+received beyond its finished requests is what it may hold in memory now. Where the kernel does not
+tell, each waiting call counts as a whole message of the largest size.
+"""
+
+import contextlib
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote
+
+BYTES_RECEIVED: Final = 128  # offset of tcpi_bytes_received in struct tcp_info
+CALL_OVERHEAD_BYTES: Final = 512  # at most, headers and frames of one finished call
+DESCRIPTORS: Final = Path("/proc/self/fd")
+
+Address = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Track:
+    """One connection: bytes counted by the kernel, bytes of unfinished requests, recent pace."""
+
+    received: int | None
+    arriving: int = 0
+    pace: float = 0.0  # bytes per look, averaged over the last few
+
+
+class Arrivals:
+    """Follows connections with calls whose requests are still arriving; used by one thread."""
+
+    def __init__(self, message_bytes: int) -> None:
+        self._message_bytes = message_bytes
+        self._descriptors: dict[Address, int] = {}
+        self.tracks: dict[str, Track] = {}
+
+    def look(self, waiting: Mapping[str, int], finished: Mapping[str, int]) -> None:
+        """Bring `tracks` up to date with the connections in `waiting`, and forget all others.
+
+        waiting: calls that wait for their request, by connection; finished: bytes of requests that
+        were finished on a connection since the last look.
+        """
+        received = self._received(waiting)
+        tracks = {}
+        for connection, calls in waiting.items():
+            now = received.get(connection)
+            track = self.tracks.get(connection) or Track(now)
+            if now is None or track.received is None:
+                track.arriving = calls * self._message_bytes
+            else:
+                more = now - track.received
+                track.arriving = max(0, track.arriving + more - finished.get(connection, 0))
+                track.pace = (track.pace + more) / 2
+            track.received = now
+            tracks[connection] = track
+        self.tracks = tracks
+
+    def _received(self, connections: Iterable[str]) -> dict[str, int]:
+        addresses = {name: address for name in connections if (address := _address(name))}
+        if any(self._count(address) is None for address in addresses.values()):
+            self._descriptors = _descriptors()
+        counts = {name: self._count(address) for name, address in addresses.items()}
+        return {name: count for name, count in counts.items() if count}
+
+    def _count(self, address: Address) -> int | None:
+        """Bytes received from `address`; None when no known descriptor leads there."""
+        descriptor = self._descriptors.get(address)
+        return None if descriptor is None else _look_at(descriptor, address)
+
+
+def _address(connection: str) -> Address | None:
+    """`ipv4:127.0.0.1:5000` or `ipv6:%5B::1%5D:5000`, as gRPC writes a peer."""
+    kind, _, rest = unquote(connection).partition(":")
+    host, _, port = rest.rpartition(":")
+    if kind not in {"ipv4", "ipv6"} or not port.isdecimal():
+        return None
+    return _plain(host.strip("[]"), int(port))
+
+
+def _plain(host: str, port: int) -> Address:
+    """An address in the one form that is compared: without a zone, IPv4 where it is mapped."""
+    ip = ipaddress.ip_address(host.partition("%")[0])
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return str(mapped or ip), port
+
+
+def _descriptors() -> dict[Address, int]:
+    """Open TCP connections of this process by the address of the peer."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for link in DESCRIPTORS.iterdir():
+            if (address := _peer(int(link.name))) is not None:
+                found[address] = int(link.name)
+    return found
+
+
+def _peer(descriptor: int) -> Address | None:
+    """Where a descriptor leads; it is looked at and never closed or duplicated.
+
+    A duplicate would keep a connection alive that gRPC closes in this instant.
+    """
+    try:
+        one = socket.socket(fileno=descriptor)
+    except OSError:
+        return None
+    try:
+        if one.family not in {socket.AF_INET, socket.AF_INET6}:
+            return None
+        host, port = one.getpeername()[:2]
+        return _plain(host, port)
+    except (OSError, ValueError):
+        return None
+    finally:
+        one.detach()
+
+
+def _look_at(descriptor: int, address: Address) -> int | None:
+    if not hasattr(socket, "TCP_INFO") or _peer(descriptor) != address:
+        return None
+    one = socket.socket(fileno=descriptor)
+    try:
+        info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED + 8)
+        return int(struct.unpack_from("=Q", info, BYTES_RECEIVED)[0])
+    except (OSError, struct.error):
+        return None
+    finally:
+        one.detach()

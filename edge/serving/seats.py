@@ -1,0 +1,62 @@
+"""Seats of streams: how many are open at once, and who gives way.
+
+An open stream holds a thread that waits for its next message, and nothing else. When all seats are
+taken, a caller that has none or few gets the seat of the caller that has most, if one of those
+streams rests between two messages; otherwise the newcomer is refused.
+"""
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from triplane.edge.serving.callers import Caller
+from triplane.edge.serving.receiving import Receiving
+from triplane.edge.serving.turns import RETRY_MS
+from triplane.proto.errors import Unavailable
+from triplane.proto.status import told
+
+
+class Seats:
+    """`seats` streams are open at once."""
+
+    def __init__(self, seats: int, receiving: Receiving, on_refusal: Callable[[], None]) -> None:
+        self._seats = seats
+        self._receiving = receiving
+        self._on_refusal = on_refusal
+        self._taken: dict[int, tuple[Caller, grpc.ServicerContext]] = {}  # oldest first
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def seat(self, caller: Caller, context: grpc.ServicerContext) -> Iterator[None]:
+        """Hold a seat for the body. Raises Unavailable."""
+        with self._lock:
+            if len(self._taken) >= self._seats and not self._make_room(caller):
+                self._on_refusal()
+                raise self._refusal()
+            self._taken[id(context)] = caller, context
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken.pop(id(context), None)
+
+    def _make_room(self, newcomer: Caller) -> bool:
+        held = Counter(caller.address for caller, _ in self._taken.values())
+        ((address, count),) = held.most_common(1)
+        if count <= held[newcomer.address] + 1:
+            return False
+        for key, (caller, context) in self._taken.items():
+            if caller.address == address and self._receiving.end_rest(context, self._refusal()):
+                del self._taken[key]
+                return True
+        return False
+
+    def _refusal(self) -> Unavailable:
+        error = Unavailable(
+            f"all {self._seats} streams are taken, and no caller has more than its share; close a "
+            f"stream, or retry in {RETRY_MS} ms (limit streams)"
+        )
+        return told(error, retry_after_ms=str(RETRY_MS))

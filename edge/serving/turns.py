@@ -1,0 +1,96 @@
+"""Turns: how many calls compute at once, and in which order the others wait.
+
+A call asks for a turn only when its request has arrived whole, so a slow caller never holds one.
+Waiting calls are served in rounds over callers (`FairQueue`): a caller with two hundred calls in
+the queue delays another's single call by one run and not by two hundred. When the queue is full,
+the newest call of the caller with most calls gives way, or the newcomer where it is that caller.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from triplane.edge.serving.callers import Caller, FairQueue
+from triplane.proto.errors import Unavailable
+from triplane.proto.status import DeadlineExceeded, told
+
+RETRY_MS = 500
+
+
+class _Waiting:
+    """One waiting call. `wake` is released once: with a turn, or because the call gives way."""
+
+    __slots__ = ("has_turn", "wake")
+
+    def __init__(self) -> None:
+        self.has_turn = False
+        self.wake = threading.Lock()
+        self.wake.acquire()
+
+
+class Turns:
+    """`turns` calls compute at once, and `queued` calls wait."""
+
+    def __init__(self, turns: int, queued: int, on_refusal: Callable[[], None]) -> None:
+        self._free = turns
+        self._queued = queued
+        self._on_refusal = on_refusal
+        self._queue: FairQueue[_Waiting] = FairQueue()
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def turn(self, caller: Caller, deadline_s: float) -> Iterator[None]:
+        """Wait for a turn and hold it for the body; `deadline_s` is on `time.monotonic`.
+
+        Raises Unavailable when the queue is full, DeadlineExceeded when the deadline comes first.
+        """
+        self._take(caller, deadline_s)
+        try:
+            yield
+        finally:
+            self._give_back()
+
+    def _take(self, caller: Caller, deadline_s: float) -> None:
+        with self._lock:
+            if self._free:
+                self._free -= 1
+                return
+            waiting = self._enqueue(caller)
+        if not waiting.wake.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            with self._lock:
+                left = self._queue.remove(caller, waiting)
+            if left:
+                raise DeadlineExceeded("the deadline passed in the queue; nothing was computed")
+            waiting.wake.acquire()  # decided in this instant
+        if not waiting.has_turn:
+            self._refuse()
+
+    def _enqueue(self, caller: Caller) -> _Waiting:
+        if len(self._queue) >= self._queued:
+            if (displaced := self._queue.displace(caller)) is None:
+                self._refuse()
+            else:
+                displaced.wake.release()
+        waiting = _Waiting()
+        self._queue.push(caller, waiting)
+        return waiting
+
+    def _refuse(self) -> None:
+        self._on_refusal()
+        raise told(
+            Unavailable(
+                f"all queues are full: {self._queued} calls wait for a thread already; "
+                f"retry in {RETRY_MS} ms"
+            ),
+            retry_after_ms=str(RETRY_MS),
+        )
+
+    def _give_back(self) -> None:
+        with self._lock:
+            if self._queue:
+                waiting = self._queue.pop()
+                waiting.has_turn = True
+                waiting.wake.release()
+            else:
+                self._free += 1
