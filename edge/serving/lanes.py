@@ -34,7 +34,8 @@ BACKLOG: Final = 1024  # calls that wait for a thread of their lane, for millise
 class Lane(ThreadPoolExecutor):
     """A thread pool that knows how many calls it holds, waiting and running.
 
-    `receiving`: calls that may wait for their request at once; fewer than `threads`.
+    `receiving`: calls that may wait for their request at once for more than a moment; fewer than
+    `threads`, so that a burst does not keep others out.
     """
 
     def __init__(self, name: str, *, threads: int, receiving: int) -> None:

@@ -32,7 +32,7 @@ class Limits:
     classification_entries: int = 65536  # rows times k
     threads: int = 16                    # calls that compute at once
     queued_calls: int = 256              # calls that wait for their turn; one more is refused
-    receiving: int = 256                 # calls whose request is still arriving, at once
+    receiving: int = 128                 # calls whose request is still arriving, at once
     streams: int = 16                    # open streams; each has one request in flight at a time
     control_calls: int = 64              # metadata and index calls in progress
     receive_s: int = 30                  # from the start of a call to its last request byte

@@ -12,7 +12,7 @@ import enum
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -28,7 +28,8 @@ from triplane.proto.status import DeadlineExceeded, told
 
 logger = logging.getLogger(__name__)
 
-LOOK_PERIOD_S: Final = 0.1  # how often late calls and arriving bytes are looked at
+LOOK_PERIOD_S: Final = 0.05  # how often calls that wait are looked at
+YOUNG_S: Final = 0.1  # a call that has waited less for its request is left alone
 REST: Final = float("inf")  # a timeout: the caller may take its time
 
 Received = bytes | TriplaneError | None
@@ -61,7 +62,6 @@ class Receiving:
         self._arrivals = Arrivals(message_bytes)
         self._waiting: dict[int, _Wait] = {}  # oldest first
         self._refused: dict[int, _Wait] = {}  # until their threads have noticed
-        self._requests: Counter[str] = Counter()  # waits for a request by lane
         self._finished: dict[str, int] = {}  # bytes since the last look, by watched connection
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -85,9 +85,6 @@ class Receiving:
         wait = _Wait(context, Kind.REQUEST, now, now + timeout_s, caller, lane)
         with self._lock:
             self._waiting[id(context)] = wait
-            self._requests[lane.name] += 1
-            if self._requests[lane.name] > lane.receiving:
-                self._make_room(lane)
         return self._next(messages, wait)
 
     def following(
@@ -155,11 +152,12 @@ class Receiving:
         try:
             message = next(messages, None)
         finally:
+            connection = wait.caller.connection
             with self._lock:
-                if wait.refusal is None and (connection := wait.caller.connection) in (
-                    self._finished
-                ):
-                    self._finished[connection] += len(message or b"") + CALL_OVERHEAD_BYTES
+                if wait.refusal is None:
+                    self._arrivals.finished_one(connection)
+                    if connection in self._finished:
+                        self._finished[connection] += len(message or b"") + CALL_OVERHEAD_BYTES
                 self._remove(wait)
         return wait.refusal or message
 
@@ -168,10 +166,8 @@ class Receiving:
             self._remove(wait)
 
     def _remove(self, wait: _Wait) -> None:
-        key = id(wait.context)
-        if self._waiting.pop(key, None) is not None and wait.lane is not None:
-            self._requests[wait.lane.name] -= 1
-        self._refused.pop(key, None)
+        self._waiting.pop(id(wait.context), None)
+        self._refused.pop(id(wait.context), None)
 
     def _refuse(self, wait: _Wait, error: TriplaneError) -> None:
         """End a wait for a message with `error`; the lock is held."""
@@ -180,30 +176,50 @@ class Receiving:
         self._refused[id(wait.context)] = wait
         _wake(wait.context)
 
-    def _make_room(self, lane: Lane) -> None:
-        """End the oldest wait of the caller with most of them; the lock is held.
-
-        A request that is on its way has a few milliseconds behind it, a stalled one has more.
-        """
-        waits = [wait for wait in self._waiting.values() if wait.lane is lane]
-        held = Counter(wait.caller.address for wait in waits)
-        ((address, count),) = held.most_common(1)
-        oldest = next(wait for wait in waits if wait.caller.address == address)
-        error = Unavailable(
-            f"too many calls whose requests have not arrived: {len(waits)} in all, {count} from "
-            f"your address, {lane.receiving} at most; send a request at once when its call is "
-            f"opened, retry in {RETRY_MS} ms"
-        )
-        self._refuse(oldest, told(error, retry_after_ms=str(RETRY_MS)))
-
     def _run(self) -> None:
         while not self._ended.wait(LOOK_PERIOD_S):
-            with self._lock:
-                self._end_late(time.monotonic())
-                for wait in self._refused.values():
-                    # It was not yet waiting when it was woken the first time.
-                    _wake(wait.context)
-            self._bound_arriving()
+            try:
+                self._look()
+            except Exception:  # without this thread nothing would end a stalled call
+                logger.exception("looking at waiting calls failed")
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            for wait in self._refused.values():
+                _wake(wait.context)  # it was not yet waiting when it was woken the first time
+            self._end_late(now)
+            self._end_crowds(now)
+        self._bound_arriving(now)
+
+    def _end_crowds(self, now: float) -> None:
+        """Bring every lane's calls that wait for their request down to its number of them.
+
+        The oldest of the caller that has most go first. A request that is on its way has a few
+        milliseconds behind it, a stalled one has more.
+        """
+        lanes: dict[Lane, list[_Wait]] = {}
+        for wait in self._waiting.values():
+            if wait.lane is not None:
+                lanes.setdefault(wait.lane, []).append(wait)
+        for lane, waits in lanes.items():
+            if len(waits) > lane.receiving:
+                self._end_crowd(lane, waits, now)
+
+    def _end_crowd(self, lane: Lane, waits: list[_Wait], now: float) -> None:
+        callers: dict[str, deque[_Wait]] = {}
+        for wait in waits:
+            callers.setdefault(wait.caller.address, deque()).append(wait)
+        for _ in range(len(waits) - lane.receiving):
+            most = max(callers.values(), key=len)
+            if now - most[0].since_s < YOUNG_S:
+                return
+            error = Unavailable(
+                f"too many calls whose requests have not arrived: {len(most)} from your address, "
+                f"{lane.receiving} at most in all; send a request at once when its call is opened, "
+                f"retry in {RETRY_MS} ms"
+            )
+            self._refuse(most.popleft(), told(error, retry_after_ms=str(RETRY_MS)))
 
     def _end_late(self, now: float) -> None:
         late = [wait for wait in self._waiting.values() if wait.deadline_s < now]
@@ -217,14 +233,13 @@ class Receiving:
         if late:
             logger.warning("stalled calls ended", extra={"calls": len(late)})
 
-    def _bound_arriving(self) -> None:
+    def _bound_arriving(self, now: float) -> None:
         """End arriving requests until all that is here of requests is within the bound."""
-        now = time.monotonic()
         with self._lock:
             waits = [
                 wait
                 for wait in self._waiting.values()
-                if wait.kind is not Kind.TAKING and now - wait.since_s > LOOK_PERIOD_S
+                if wait.kind is not Kind.TAKING and now - wait.since_s > YOUNG_S
             ]
             finished = self._finished
             self._finished = {wait.caller.connection: 0 for wait in waits}
@@ -239,9 +254,14 @@ class Receiving:
         room = self._memory.limit_bytes - self._memory.inside_bytes
         while sum(arriving.values()) > room and (len(arriving) > 1 or self._memory.inside_bytes):
             self._end_arriving(waits, arriving)
+            room = self._memory.limit_bytes - self._memory.inside_bytes
 
     def _end_arriving(self, waits: Iterable[_Wait], arriving: dict[str, int]) -> None:
-        """End the slowest large requests of the address that holds most bytes."""
+        """End the oldest request on the slowest connection of the address that holds most bytes.
+
+        A connection's bytes are shared out evenly over its requests: which one has brought them is
+        not known.
+        """
         address_of = {wait.caller.connection: wait.caller.address for wait in waits}
         held: Counter[str] = Counter()
         for connection, n_bytes in arriving.items():
@@ -252,17 +272,19 @@ class Receiving:
             (connection for connection in arriving if address_of[connection] == address),
             key=lambda connection: tracks[connection].pace,
         )
-        n_bytes = arriving.pop(slowest)
-        tracks[slowest].arriving = 0
+        here = [wait for wait in waits if wait.caller.connection == slowest]
         with self._lock:
-            for wait in waits:
-                if (
-                    wait.caller.connection == slowest
-                    and self._waiting.get(id(wait.context)) is wait
-                ):
-                    others = self._memory.inside_bytes + sum(arriving.values())
-                    self._refuse(wait, self._memory.refusal(others, n_bytes))
-        logger.warning("arriving requests refused", extra={"bytes": n_bytes})
+            here = [wait for wait in here if self._waiting.get(id(wait.context)) is wait]
+            n_bytes = arriving[slowest] // max(1, len(here))
+            arriving[slowest] -= n_bytes
+            tracks[slowest].arriving -= n_bytes
+            if here:
+                others = self._memory.inside_bytes + sum(arriving.values())
+                oldest = min(here, key=lambda wait: wait.kind is Kind.REST)
+                self._refuse(oldest, self._memory.refusal(others, n_bytes))
+                logger.warning("arriving request refused", extra={"bytes": n_bytes})
+        if len(here) <= 1:
+            del arriving[slowest]
 
 
 def _wake(context: grpc.ServicerContext) -> None:

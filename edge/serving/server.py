@@ -36,7 +36,7 @@ from triplane.proto.errors import NotFound, Unavailable
 
 logger = logging.getLogger(__name__)
 
-HEALTH_THREADS: Final = 32
+HEALTH_RECEIVING: Final = 64
 WATCHERS: Final = 64  # callers that wait for a change of health
 SPARE_THREADS: Final = 8  # hear the streams that find no seat
 QUIET_S: Final = 0.05  # without a call: callers have heard that none is taken
@@ -104,10 +104,10 @@ class Server:
         self._runs = Runs()
         inside = limits.threads + limits.queued_calls
         self._lanes = (
-            Lane("infer", threads=inside + limits.receiving, receiving=limits.receiving),
+            Lane("infer", threads=inside + 2 * limits.receiving, receiving=limits.receiving),
             Lane("stream", threads=limits.streams + SPARE_THREADS, receiving=SPARE_THREADS),
             Lane("control", threads=2 * limits.control_calls, receiving=limits.control_calls),
-            Lane("health", threads=HEALTH_THREADS, receiving=HEALTH_THREADS // 2),
+            Lane("health", threads=2 * HEALTH_RECEIVING, receiving=HEALTH_RECEIVING),
             Lane("watch", threads=WATCHERS + SPARE_THREADS, receiving=SPARE_THREADS),
         )
         self._by_certificate = tls is not None and tls.client_ca is not None

@@ -10,9 +10,11 @@ import socket
 import struct
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, SETTINGS, WINDOW_UPDATE, PING = 0, 1, 4, 8, 6
-END_HEADERS, ACK = 4, 1
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
+END_STREAM, ACK, END_HEADERS = 1, 1, 4
+INITIAL_WINDOW_SIZE = 4
 INFER = "/inference.GRPCInferenceService/ModelInfer"
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 LIVE = "/inference.GRPCInferenceService/ServerLive"
 CHECK = "/grpc.health.v1.Health/Check"
 
@@ -44,6 +46,11 @@ def message_start(n_bytes: int) -> bytes:
     return struct.pack(">BI", 0, n_bytes)
 
 
+def message(data: bytes) -> bytes:
+    """A whole message."""
+    return message_start(len(data)) + data
+
+
 class Connection:
     """One raw connection; `source` is the loopback address that it comes from."""
 
@@ -52,33 +59,99 @@ class Connection:
             ("127.0.0.1", port), timeout=60, source_address=(source, 0)
         )
         self._next_stream = 1
+        self._initial_window = 65535
+        self._windows = {0: 65535}  # bytes that may be sent, by stream; 0 is the connection
+        self._answers: dict[int, bytes] = {}
+        self._seen = b""
         self._socket.sendall(PREFACE + frame(SETTINGS, 0, 0, b""))
 
     def begin(self, path: str = INFER, data: bytes = b"\0\0") -> int:
         """Open a call and send these bytes of its body; the rest never comes."""
         stream = self._next_stream
         self._next_stream += 2
+        self._windows[stream] = self._initial_window
         self._socket.sendall(frame(HEADERS, END_HEADERS, stream, headers(path)))
         self.send(stream, data)
         return stream
 
-    def send(self, stream: int, data: bytes) -> None:
-        """Further bytes of the body, without a look at flow control."""
-        for start in range(0, len(data), 16384):
-            self._socket.sendall(frame(DATA, 0, stream, data[start : start + 16384]))
+    def send(self, stream: int, data: bytes) -> bool:
+        """Further bytes of the body as flow control allows; False when the call ended meanwhile."""
+        while data:
+            size = min(16384, len(data), self._windows[0], self._windows.get(stream, 0))
+            if size > 0:
+                self._socket.sendall(frame(DATA, 0, stream, data[:size]))
+                data = data[size:]
+                self._windows[0] -= size
+                self._windows[stream] -= size
+                continue
+            self.read()
+            if stream not in self._windows:
+                return False
+        return True
 
-    def read_until(self, wanted: bytes) -> bytes:
-        """What the server sends, up to these bytes or the end of the connection."""
-        seen = b""
-        while wanted not in seen:
-            if not (data := self._socket.recv(65536)):
-                break
-            seen += data
-        return seen
+    def end(self, stream: int) -> None:
+        """Say that the body is complete."""
+        self._socket.sendall(frame(DATA, END_STREAM, stream, b""))
+
+    def read(self) -> tuple[int, int, bytes]:
+        """The next frame: kind, stream and payload. Keeps the windows and answers settings."""
+        head = self._exactly(9)
+        kind, flags = head[3], head[4]
+        stream = struct.unpack(">I", head[5:])[0]
+        payload = self._exactly(int.from_bytes(head[:3]))
+        if kind == WINDOW_UPDATE and stream in self._windows:
+            self._windows[stream] += struct.unpack(">I", payload)[0]
+        if kind == SETTINGS and not flags & ACK:
+            self._socket.sendall(frame(SETTINGS, ACK, 0, b""))
+            for start in range(0, len(payload), 6):
+                name, value = struct.unpack(">HI", payload[start : start + 6])
+                if name == INITIAL_WINDOW_SIZE:
+                    for one in self._windows.keys() - {0}:
+                        self._windows[one] += value - self._initial_window
+                    self._initial_window = value
+        if kind in {HEADERS, DATA}:
+            self._answers[stream] = self._answers.get(stream, b"") + payload
+        if kind == PING and not flags & ACK:
+            self._socket.sendall(frame(PING, ACK, 0, payload))
+        if kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM):
+            self._windows.pop(stream, None)
+        return kind, stream, payload
+
+    def answer(self, stream: int) -> bytes:
+        """All header and data bytes of a call's answer, to its end."""
+        while stream in self._windows:
+            self.read()
+        return self._answers.get(stream, b"")
+
+    def read_to_the_end(self) -> None:
+        """Read until the server hangs up; TimeoutError when it does not."""
+        with contextlib.suppress(ConnectionError):
+            while True:
+                self.read()
+
+    def is_open(self) -> bool:
+        """Whether the server still holds the connection; waits for its answer to a ping."""
+        try:
+            self._socket.sendall(frame(PING, 0, 0, bytes(8)))
+            while self.read()[0] != PING:
+                pass
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up; ends a read in another thread."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    def _exactly(self, size: int) -> bytes:
+        while len(self._seen) < size:
+            if not (data := self._socket.recv(65536)):
+                raise ConnectionResetError("the server hung up")
+            self._seen += data
+        taken, self._seen = self._seen[:size], self._seen[size:]
+        return taken
 
 
 @contextlib.contextmanager
