@@ -68,8 +68,10 @@ class Arrivals:
             if track is None:
                 fresh = now is not None and connection not in self._used
                 track = Track(0 if fresh else now)
-            if now is None or track.received is None:
+            if now is None:
                 track.arriving = calls * self._message_bytes
+            elif track.received is None:
+                track.arriving = 0  # the first that the kernel tells of it
             else:
                 more = now - track.received
                 track.arriving = max(0, track.arriving + more - finished.get(connection, 0))
