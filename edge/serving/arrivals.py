@@ -85,7 +85,9 @@ class Arrivals:
         counts = {name: self._count(address) for name, address in addresses.items()}
         if None in counts.values():
             self._descriptors = _descriptors()
-            self._used = {name for name in [*self._used] if _address(name) in self._descriptors}
+            for name in [*self._used]:
+                if _address(name) not in self._descriptors:
+                    self._used.discard(name)
             counts |= {n: self._count(addresses[n]) for n, count in counts.items() if count is None}
         return {name: count for name, count in counts.items() if count}
 

@@ -93,6 +93,11 @@ class Connection:
         """Say that the body is complete."""
         self._socket.sendall(frame(DATA, END_STREAM, stream, b""))
 
+    def reset(self, stream: int) -> None:
+        """Take a call back."""
+        self._windows.pop(stream, None)
+        self._socket.sendall(frame(RST_STREAM, 0, stream, struct.pack(">I", 8)))
+
     def read(self) -> tuple[int, int, bytes]:
         """The next frame: kind, stream and payload. Keeps the windows and answers settings."""
         head = self._exactly(9)

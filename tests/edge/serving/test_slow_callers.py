@@ -104,6 +104,22 @@ def test_one_connection_that_begins_call_after_call_stops_no_other(serve, connec
             assert is_healthy(health)
 
 
+@pytest.mark.parametrize("path", [INFER, LIVE])
+def test_calls_that_are_reset_as_soon_as_they_begin_stop_no_other(
+    serve, connect, channel, kit, path
+):
+    server = serve(kit.linear(), limits=PATIENT)
+    client, health = connect(server), channel(server)
+    with connections(server.port, 4) as hasty:
+        for _ in range(250):
+            for one in hasty:
+                with contextlib.suppress(OSError):  # gRPC hangs up on some of this
+                    one.reset(one.begin(path))
+        for _ in range(20):
+            np.testing.assert_allclose(ask(client, kit), X @ kit.WEIGHTS, rtol=1e-5)
+            assert is_healthy(health)
+
+
 def hold(connection, n_bytes, ended):
     """Send all of a request but its last byte; `ended` gets the answer, if one ever comes."""
     with contextlib.suppress(OSError):
