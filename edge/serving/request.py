@@ -61,7 +61,10 @@ def decode(
         if not raw:
             feeds[spec.name] = _typed(tensor, spec, shape)
         elif tensor.HasField("contents"):
-            raise InvalidInput(f"input {spec.name!r} has contents beside raw_input_contents; one")
+            raise InvalidInput(
+                f"input {spec.name!r} has contents beside raw_input_contents; send its values in "
+                "one of the two"
+            )
         else:
             feeds[spec.name] = _raw(raw[index], spec, shape)
     if missing := contract.inputs.keys() - feeds.keys():
@@ -79,7 +82,9 @@ def _check_counts(request: pb.ModelInferRequest, raw: int, limits: Limits) -> No
     if outputs > limits.tensors:
         raise InvalidInput(f"the request has {outputs} requested outputs; {limits.tensors} at most")
     if raw and raw != inputs:
-        raise InvalidInput(f"{raw} raw_input_contents for {inputs} inputs; one each")
+        raise InvalidInput(
+            f"the request has {raw} raw_input_contents and {inputs} inputs; send one for each input"
+        )
 
 
 def _check_parameters(parameters: Parameters, limits: Limits) -> None:
@@ -102,7 +107,8 @@ def _spec(
         raise InvalidInput(f"input {tensor.name!r} occurs twice; send each once")
     if tensor.datatype != spec.datatype.name:
         raise InvalidInput(
-            f"input {spec.name!r} is {spec.datatype.name}, not {tensor.datatype[:64]!r}"
+            f"input {spec.name!r} has datatype {tensor.datatype[:64]!r}, the model takes "
+            f"{spec.datatype.name}; convert the values before you send them"
         )
     return spec
 
@@ -120,16 +126,24 @@ def _shape(
         )
     shape = tuple(tensor.shape)
     if len(shape) != len(spec.shape):
-        raise InvalidInput(f"input {spec.name!r} has shape {[*spec.shape]}, not {[*shape]}")
-    for size, rule in zip(shape, spec.shape, strict=True):
+        raise InvalidInput(
+            f"input {spec.name!r} has {len(shape)} dimensions, {[*shape]}; the model takes "
+            f"{len(spec.shape)}, {_text(spec)}: reshape the tensor"
+        )
+    for axis, (size, rule) in enumerate(zip(shape, spec.shape, strict=True)):
         if not 1 <= size <= limits.elements:
             raise InvalidInput(
                 f"input {spec.name!r} has shape {[*shape]}; every size is 1 to {limits.elements}"
             )
         if size != rule and size != (expected := _expected(rule, size, sizes)):
+            must = (
+                f"size {axis} is {size} and must be {rule}"
+                if isinstance(rule, int)
+                else f"size {axis} is {size}, but {rule} is {expected} in this request already; give "
+                "both the same size"
+            )
             raise InvalidInput(
-                f"input {spec.name!r} has shape {[*spec.shape]}, not {[*shape]}: "
-                f"{rule} is {expected} here"
+                f"input {spec.name!r} has shape {[*shape]}; the model takes {_text(spec)}: {must}"
             )
     if shape and shape[0] > limits.rows and isinstance(spec.shape[0], str):
         raise InvalidInput(f"input {spec.name!r} has {shape[0]} rows; {limits.rows} at most: split")
@@ -138,6 +152,10 @@ def _shape(
             f"input {spec.name!r} has {math.prod(shape)} values; {limits.elements} at most"
         )
     return shape
+
+
+def _text(spec: TensorSpec) -> str:
+    return f"[{', '.join(map(str, spec.shape))}]"
 
 
 def _expected(rule: int | str, size: int, sizes: dict[str, int]) -> int:
@@ -152,7 +170,8 @@ def _raw(content: bytes | memoryview, spec: TensorSpec, shape: tuple[int, ...]) 
     if len(content) != (expected := math.prod(shape) * dtype.itemsize):
         raise InvalidInput(
             f"input {spec.name!r} has {len(content)} bytes; "
-            f"{spec.datatype.name} of shape {[*shape]} has {expected}"
+            f"{spec.datatype.name} of shape {[*shape]} has {expected}: send all values in C order, "
+            "little-endian, without padding"
         )
     array = np.frombuffer(content, dtype).reshape(shape)
     if dtype.kind == "b" and array.view(np.uint8).max() > 1:
@@ -176,14 +195,16 @@ def _typed(
     values: Sequence[object] = fields[0][1]
     if len(values) != (expected := math.prod(shape)):
         raise InvalidInput(
-            f"input {spec.name!r} has {len(values)} values; shape {[*shape]} has {expected}"
+            f"input {spec.name!r} has {len(values)} values; shape {[*shape]} has {expected}: send "
+            "as many values as the shape says, or correct the shape"
         )
     try:
         # a list: as an array, protobuf 7 fields would wrap numbers that do not fit
         return np.array(list(values), spec.datatype.dtype).reshape(shape)
     except OverflowError as error:
         raise InvalidInput(
-            f"input {spec.name!r} has a value that {spec.datatype.name} cannot hold"
+            f"input {spec.name!r} has a value that {spec.datatype.name} cannot hold; send values "
+            "within its range"
         ) from error
 
 
