@@ -136,14 +136,12 @@ def _shape(
                 f"input {spec.name!r} has shape {[*shape]}; every size is 1 to {limits.elements}"
             )
         if size != rule and size != (expected := _expected(rule, size, sizes)):
-            must = (
-                f"size {axis} is {size} and must be {rule}"
-                if isinstance(rule, int)
-                else f"size {axis} is {size}, but {rule} is {expected} in this request already; give "
-                "both the same size"
-            )
+            must = f"must be {rule}"
+            if not isinstance(rule, int):
+                must = f"{rule} is {expected} in this request already; give both the same size"
             raise InvalidInput(
-                f"input {spec.name!r} has shape {[*shape]}; the model takes {_text(spec)}: {must}"
+                f"input {spec.name!r} has shape {[*shape]}; the model takes {_text(spec)}: "
+                f"size {axis} is {size}, and {must}"
             )
     if shape and shape[0] > limits.rows and isinstance(spec.shape[0], str):
         raise InvalidInput(f"input {spec.name!r} has {shape[0]} rows; {limits.rows} at most: split")

@@ -139,7 +139,7 @@ BAD = {
     ),
     "wrong size": (
         shape(2, 5),
-        r"input 'x' has shape \[2, 5\]; the model takes \[N, 4\]: size 1 is 5 and must be 4",
+        r"input 'x' has shape \[2, 5\]; the model takes \[N, 4\]: size 1 is 5, and must be 4",
     ),
     "negative": (shape(-1, 4), "every size is 1 to"),
     "both negative": (shape(-2, -4), "every size is 1 to"),
@@ -150,7 +150,7 @@ BAD = {
     "rank beyond": (shape(*[1] * 1000), "1000 dimensions"),
     "rows disagree": (
         lambda r: (shape(3, 4)(r), r.raw_input_contents.__setitem__(0, bytes(48))),
-        "size 0 is 2, but N is 3 in this request already; give both the same size",
+        "size 0 is 2, and N is 3 in this request already; give both the same size",
     ),
     "short bytes": (lambda r: r.raw_input_contents.__setitem__(0, bytes(31)), "31 bytes.*C order"),
     "long bytes": (lambda r: r.raw_input_contents.__setitem__(0, bytes(33)), "33 bytes"),
