@@ -1,8 +1,8 @@
-"""Seats of streams: how many are open at once, and who gives way.
+"""Seats of streams and of watchers of health: how many are open at once, and who gives way.
 
 An open stream holds a thread that waits for its next message, and nothing else. When all seats are
-taken, a caller that has none or few gets the seat of the caller that has most, if one of those
-streams rests between two messages; otherwise the newcomer is refused.
+taken, a caller that has none or few gets the seat of the caller that has most, if one of those can
+be ended: a stream only between two messages. Otherwise the newcomer is refused.
 """
 
 import contextlib
@@ -13,18 +13,23 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from triplane.edge.serving.callers import Caller
-from triplane.edge.serving.receiving import Receiving
 from triplane.edge.serving.turns import RETRY_MS
 from triplane.proto.errors import Unavailable
 from triplane.proto.status import told
 
+End = Callable[[grpc.ServicerContext, Unavailable], bool]
+
 
 class Seats:
-    """`seats` streams are open at once."""
+    """`seats` calls are open at once; `what` they are is for messages.
 
-    def __init__(self, seats: int, receiving: Receiving, on_refusal: Callable[[], None]) -> None:
+    `end` ends one with an error, or returns False where it cannot be ended now.
+    """
+
+    def __init__(self, what: str, seats: int, *, end: End, on_refusal: Callable[[], None]) -> None:
+        self._what = what
         self._seats = seats
-        self._receiving = receiving
+        self._end = end
         self._on_refusal = on_refusal
         self._taken: dict[int, tuple[Caller, grpc.ServicerContext]] = {}  # oldest first
         self._lock = threading.Lock()
@@ -49,14 +54,14 @@ class Seats:
         if count <= held[newcomer.address] + 1:
             return False
         for key, (caller, context) in self._taken.items():
-            if caller.address == address and self._receiving.end_rest(context, self._refusal()):
+            if caller.address == address and self._end(context, self._refusal()):
                 del self._taken[key]
                 return True
         return False
 
     def _refusal(self) -> Unavailable:
         error = Unavailable(
-            f"all {self._seats} streams are taken, and no caller has more than its share; close a "
-            f"stream, or retry in {RETRY_MS} ms (limit streams)"
+            f"all {self._seats} {self._what} are taken, and callers have equal shares of them; "
+            f"close one, or retry in {RETRY_MS} ms"
         )
         return told(error, retry_after_ms=str(RETRY_MS))

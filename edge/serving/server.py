@@ -78,6 +78,11 @@ def _read(path: Path) -> bytes:
         raise NotFound(f"cannot read the TLS file {path}: {error.strerror}") from error
 
 
+def _cancelled(context: grpc.ServicerContext, _: Unavailable) -> bool:
+    context.cancel()
+    return True
+
+
 class Server:
     """Serves a repository from construction until `stop`. Raises Unavailable on a taken port.
 
@@ -177,7 +182,12 @@ class Server:
             runs=self._runs,
             sending=Sending(self._receiving, limits, self._refused),
             turns=Turns(limits.threads, limits.queued_calls, self._refused),
-            seats=Seats(limits.streams, self._receiving, self._refused),
+            seats=Seats(
+                "streams",
+                limits.streams,
+                end=self._receiving.end_rest,
+                on_refusal=self._refused,
+            ),
             memory=self._memory,
             limits=limits,
             by_certificate=self._by_certificate,
@@ -189,7 +199,10 @@ class Server:
             wire.methods(infer=infer, streams=streams, control=control, health=health_lane),
         )
         check = wire.unary(health_lane, health_pb2.HealthCheckRequest, self._health.check)
-        watch = wire.server_stream(watch_lane, health_pb2.HealthCheckRequest, self._health.watch)
+        watchers = Seats("watchers of health", WATCHERS, end=_cancelled, on_refusal=self._refused)
+        watch = wire.server_stream(
+            watch_lane, watchers, health_pb2.HealthCheckRequest, self._health.watch
+        )
         routes.add(
             health.NAME,
             {"Check": (health_lane, check, False), "Watch": (watch_lane, watch, True)},

@@ -88,7 +88,7 @@ class Wire:
         """A behaviour that parses one message, calls `method` and serializes its answer."""
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
-            received = self._only(messages, context, lane)
+            received = self._only(messages, context, self._caller(context), lane)
             with status_of(context):
                 return method(parse(message_class, one(received))).SerializeToString()
 
@@ -97,17 +97,19 @@ class Wire:
     def server_stream(
         self,
         lane: Lane,
+        seats: Seats,
         message_class: type[M],
         method: Callable[[M, grpc.ServicerContext], Iterator[Message]],
     ) -> Behaviour:
-        """A behaviour that parses one message and sends what `method` yields."""
+        """A behaviour that parses one message, takes a seat and sends what `method` yields."""
 
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-            received = self._only(messages, context, lane)
+            caller = self._caller(context)
+            received = self._only(messages, context, caller, lane)
             with status_of(context):
                 request = parse(message_class, one(received))
-            for answer in method(request, context):
-                yield answer.SerializeToString()
+            answers = (answer.SerializeToString() for answer in method(request, context))
+            return _seated(seats, context, caller, answers)
 
         return behaviour
 
@@ -132,7 +134,9 @@ class Wire:
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
             caller = self._caller(context)
             answers = method(parsed(messages, context, caller), context)
-            return self._seated(context, caller, (answer.SerializeToString() for answer in answers))
+            return _seated(
+                self._seats, context, caller, (answer.SerializeToString() for answer in answers)
+            )
 
         return behaviour
 
@@ -140,15 +144,18 @@ class Wire:
         return caller_of(context, by_certificate=self._by_certificate)
 
     def _only(
-        self, messages: Iterator[bytes], context: grpc.ServicerContext, lane: Lane
+        self,
+        messages: Iterator[bytes],
+        context: grpc.ServicerContext,
+        caller: Caller,
+        lane: Lane,
     ) -> Received:
-        caller = self._caller(context)
         return self._receiving.only(messages, context, caller, lane, self._limits.receive_s)
 
     def _infer(self, lane: Lane) -> Behaviour:
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
             caller = self._caller(context)
-            received = self._receiving.only(messages, context, caller, lane, self._limits.receive_s)
+            received = self._only(messages, context, caller, lane)
             arrived_ns = time.perf_counter_ns()
             with status_of(context):
                 answer = self._answer(one(received), context, caller, arrived_ns)
@@ -175,15 +182,7 @@ class Wire:
     def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answers in order, one request in flight; a failed one is told and the stream goes on."""
         caller = self._caller(context)
-        return self._seated(context, caller, self._answers(messages, context, caller))
-
-    def _seated(
-        self, context: grpc.ServicerContext, caller: Caller, answers: Iterator[bytes]
-    ) -> Iterator[bytes]:
-        with contextlib.ExitStack() as stack:
-            with status_of(context):
-                stack.enter_context(self._seats.seat(caller, context))
-            yield from answers
+        return _seated(self._seats, context, caller, self._answers(messages, context, caller))
 
     def _answers(
         self, messages: Iterator[bytes], context: grpc.ServicerContext, caller: Caller
@@ -233,6 +232,15 @@ class Wire:
             if timeout_us > 0:
                 until_s = min(until_s, time.monotonic() + timeout_us / 1e6)
         return Call(until_s, arrived_ns, context.is_active, self._runs)
+
+
+def _seated(
+    seats: Seats, context: grpc.ServicerContext, caller: Caller, answers: Iterator[bytes]
+) -> Iterator[bytes]:
+    with contextlib.ExitStack() as stack:
+        with status_of(context):
+            stack.enter_context(seats.seat(caller, context))
+        yield from answers
 
 
 def parse(message_class: type[M], data: bytes) -> M:

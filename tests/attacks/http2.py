@@ -16,6 +16,7 @@ INITIAL_WINDOW_SIZE = 4
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 LIVE = "/inference.GRPCInferenceService/ServerLive"
+WATCH = "/grpc.health.v1.Health/Watch"
 CHECK = "/grpc.health.v1.Health/Check"
 
 

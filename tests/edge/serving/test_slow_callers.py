@@ -19,6 +19,7 @@ from tests.attacks.http2 import (
     INFER,
     LIVE,
     STREAM,
+    WATCH,
     connections,
     message,
     message_start,
@@ -208,6 +209,28 @@ def test_a_full_house_of_resting_streams_gives_a_seat_to_another_caller(serve, c
     assert answers.get(timeout=WAIT_S).status() == "StatusCode.UNAVAILABLE"
     for client in clients:
         client.stop_stream()
+
+
+def test_watchers_of_health_beyond_their_number_are_refused_and_checks_are_answered(
+    serve, channel, kit, monkeypatch
+):
+    monkeypatch.setattr(server_module, "WATCHERS", 2)
+    opened = channel(serve(kit.linear()))
+    watch = opened.unary_stream(
+        WATCH,
+        health_pb2.HealthCheckRequest.SerializeToString,
+        health_pb2.HealthCheckResponse.FromString,
+    )
+    watches = [watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+    for one in watches:
+        assert next(one).status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(grpc.RpcError) as raised:
+        next(watch(health_pb2.HealthCheckRequest(), timeout=WAIT_S))
+    assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "all 2 watchers of health are taken" in raised.value.details()
+    assert is_healthy(opened)
+    for one in watches:
+        one.cancel()
 
 
 def infer_request():
