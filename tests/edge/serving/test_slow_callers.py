@@ -227,7 +227,7 @@ def test_watchers_of_health_beyond_their_number_are_refused_and_checks_are_answe
     with pytest.raises(grpc.RpcError) as raised:
         next(watch(health_pb2.HealthCheckRequest(), timeout=WAIT_S))
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "all 2 watchers of health are taken" in raised.value.details()
+    assert "all 2 watchers of health are taken" in str(raised.value.details())
     assert is_healthy(opened)
     for one in watches:
         one.cancel()
