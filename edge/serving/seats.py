@@ -32,7 +32,8 @@ class Seats:
         self._end = end
         self._on_refusal = on_refusal
         self._taken: dict[int, tuple[Caller, grpc.ServicerContext]] = {}  # oldest first
-        self._lock = threading.Lock()
+        # Reentrant: a dropped generator may give its seat back while this thread holds the lock.
+        self._lock = threading.RLock()
 
     @contextlib.contextmanager
     def seat(self, caller: Caller, context: grpc.ServicerContext) -> Iterator[None]:
@@ -53,9 +54,9 @@ class Seats:
         ((address, count),) = held.most_common(1)
         if count <= held[newcomer.address] + 1:
             return False
-        for key, (caller, context) in self._taken.items():
+        for key, (caller, context) in [*self._taken.items()]:
             if caller.address == address and self._end(context, self._refusal()):
-                del self._taken[key]
+                self._taken.pop(key, None)
                 return True
         return False
 

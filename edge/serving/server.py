@@ -216,6 +216,7 @@ class Server:
             options=(
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", self._limits.message_bytes),
+                ("grpc.per_message_decompression", 0),  # see compression.py
                 ("grpc.max_send_message_length", -1),  # bounded by Limits.response_bytes
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),

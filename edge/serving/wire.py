@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from triplane.edge.serving.callers import Caller, caller_of
+from triplane.edge.serving.compression import packed_size, unpack
 from triplane.edge.serving.lanes import Behaviour, Lane
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.memory import RequestMemory
@@ -167,17 +168,26 @@ class Wire:
         self, data: bytes, context: grpc.ServicerContext, caller: Caller, arrived_ns: int
     ) -> pb.ModelInferResponse:
         """Run one request that has arrived whole, in its turn."""
-        with self._turn(data, context, caller) as until_s:
-            request, raw = self._request(data)
+        with self._turn(data, context, caller) as (message, until_s):
+            request, raw = self._request(message)
             call = self._call(request, context, until_s, arrived_ns)
             return self._service.ModelInfer(request, call, raw)
 
     @contextlib.contextmanager
-    def _turn(self, data: bytes, context: grpc.ServicerContext, caller: Caller) -> Iterator[float]:
-        """Room for the bytes and a turn to compute; gives the latest end of the call."""
+    def _turn(
+        self, data: bytes, context: grpc.ServicerContext, caller: Caller
+    ) -> Iterator[tuple[bytes, float]]:
+        """Room for the bytes and a turn to compute: the message unpacked, and its latest end."""
         until_s = time.monotonic() + min(context.time_remaining(), self._limits.call_s)
-        with self._memory.holding(len(data)), self._turns.turn(caller, until_s):
-            yield until_s
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._memory.holding(len(data)))
+            held.enter_context(self._turns.turn(caller, until_s))
+            with self._counted():
+                size = packed_size(data, self._limits.message_bytes)
+            if size is not None:
+                held.enter_context(self._memory.holding(size))
+                data = unpack(data, size)
+            yield data, until_s
 
     def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """Answers in order, one request in flight; a failed one is told and the stream goes on."""
@@ -194,8 +204,8 @@ class Wire:
                 message = one(received)
             request = pb.ModelInferRequest()
             try:
-                with self._turn(message, context, caller) as until_s:
-                    request, raw = self._request(message)
+                with self._turn(message, context, caller) as (unpacked, until_s):
+                    request, raw = self._request(unpacked)
                     call = self._call(request, context, until_s, arrived_ns)
                     answer = self._service.ModelInfer(request, call, raw)
             except Exception as error:
@@ -213,8 +223,14 @@ class Wire:
                     yield data
 
     def _request(self, data: bytes) -> tuple[pb.ModelInferRequest, Contents | None]:
-        try:
+        with self._counted():
             return parse_infer(data, self._limits)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count what the body refuses before a version is known."""
+        try:
+            yield
         except InvalidInput as error:
             self._service.unattributed.failed(code_of(error).name, 0)
             raise
@@ -247,6 +263,8 @@ def parse(message_class: type[M], data: bytes) -> M:
     """Parse a message that carries names only. Raises InvalidInput."""
     if len(data) > CONTROL_BYTES:
         raise InvalidInput(f"the message has {len(data)} bytes; {CONTROL_BYTES} at most")
+    if (size := packed_size(data, CONTROL_BYTES)) is not None:
+        data = unpack(data, size)
     return _parsed(message_class, data)
 
 

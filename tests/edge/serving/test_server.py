@@ -233,8 +233,18 @@ def test_a_compressed_message_is_bounded_by_what_it_unpacks_to(serve, channel, k
     server = serve(kit.linear(), limits=Limits(message_bytes=1 << 20))
     call = channel(server).unary_unary(f"/{WIRE_NAME}/ModelInfer")
     bomb = bytes(64 << 20)  # 64 KiB when compressed
-    code = status_of(lambda: call(bomb, compression=grpc.Compression.Gzip))
-    assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+    for packed in (grpc.Compression.Gzip, grpc.Compression.Deflate):
+        with pytest.raises(grpc.RpcError, match="1048576 bytes after decompression") as raised:
+            call(bomb, compression=packed)
+        assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_a_compressed_request_is_answered(serve, connect, kit, algorithm):
+    client = connect(serve(kit.linear()))
+    x = np.ones((1000, 4), np.float32)
+    answer = client.infer("linear", [kit.tensor("x", x)], compression_algorithm=algorithm)
+    np.testing.assert_allclose(answer.as_numpy("y"), x @ kit.WEIGHTS, rtol=1e-5)
 
 
 def test_headers_beyond_the_limit_are_refused(serve, channel, kit):

@@ -164,6 +164,24 @@ def test_a_request_that_finds_no_room_is_refused_while_small_ones_go_on(serve, c
     assert client.infer("other", [wide], client_timeout=WAIT_S), "the room is free again"
 
 
+@pytest.mark.slow
+def test_compressed_requests_count_with_what_they_unpack_to(serve, connect, kit):
+    gated = kit.Gated(kit.linear())
+    limits = Limits(request_bytes=2 * MIB, rows=1 << 20)
+    server = serve(gated, kit.linear(name="other"), limits=limits)
+    client, answers = connect(server), queue.Queue[Any]()
+    wide = kit.tensor("x", np.zeros((100_000, 4), np.float32))  # 1.6 MB, packed a few KB
+    client.async_infer("linear", [wide], lambda **kw: answers.put(kw))
+    gated.wait_for_runs(1)
+    with pytest.raises(triton.InferenceServerException, match="raise the limit request_bytes"):
+        client.infer("other", [wide], client_timeout=WAIT_S, compression_algorithm="gzip")
+    gated.gate.set()
+    assert answers.get(timeout=WAIT_S)["error"] is None
+    assert client.infer("other", [wide], client_timeout=WAIT_S, compression_algorithm="gzip"), (
+        "the room is free again"
+    )
+
+
 def test_a_call_whose_request_never_comes_gives_way_with_a_status_that_says_so(serve, kit):
     server = serve(kit.linear(), limits=Limits(receive_s=3600, receiving=1))
     with connections(server.port, 2) as slow:
