@@ -25,21 +25,29 @@ def packed_size(data: bytes, limit_bytes: int) -> int | None:
     """
     if not _is_packed(data):
         return None
-    unpacking, size, rest = zlib.decompressobj(EITHER), 0, data
+    unpacking, size = zlib.decompressobj(EITHER), 0
     try:
-        while not unpacking.eof:
-            piece = unpacking.decompress(rest, PIECE_BYTES)
-            rest = unpacking.unconsumed_tail
+        for start in range(0, len(data), PIECE_BYTES):
+            # In pieces on both sides: what is not consumed is copied, and would be again each time.
+            rest = data[start : start + PIECE_BYTES]
+            while rest and not unpacking.eof:
+                size += len(unpacking.decompress(rest, PIECE_BYTES))
+                rest = unpacking.unconsumed_tail
+                if size > limit_bytes:
+                    raise InvalidInput(
+                        f"the message has more than {limit_bytes} bytes after decompression, which "
+                        "is the most; send less in one call"
+                    )
+        while not unpacking.eof and (piece := unpacking.decompress(b"", PIECE_BYTES)):
             size += len(piece)
-            if size > limit_bytes:
-                raise InvalidInput(
-                    f"the message has more than {limit_bytes} bytes after decompression, which is "
-                    "the most; send less in one call"
-                )
-            if not piece and not rest and not unpacking.eof:
-                raise InvalidInput("the compressed message is cut off; send all of it")
     except zlib.error as error:
         raise InvalidInput("the message is neither gzip nor zlib nor the protocol's") from error
+    if not unpacking.eof:
+        raise InvalidInput("the compressed message is cut off; send all of it")
+    if size > limit_bytes:
+        raise InvalidInput(
+            f"the message has {size} bytes after decompression; {limit_bytes} at most"
+        )
     return size
 
 

@@ -1,6 +1,7 @@
 import gzip
 import tracemalloc
 import zlib
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
 
 LIMIT = 1 << 20
-PACKERS = [gzip.compress, zlib.compress]
+PACKERS: list[Callable[[bytes], bytes]] = [gzip.compress, zlib.compress]
 
 
 @pytest.mark.parametrize("pack", PACKERS)
