@@ -54,6 +54,7 @@ from triplane.cloud.roots import recorded, roots_of
 from triplane.cloud.trust.expiring import due
 from triplane.proto import enrolment_pb2_grpc as enrolment_grpc
 from triplane.proto import federation_pb2_grpc as federation_grpc
+from triplane.proto import fleet_pb2
 from triplane.proto import fleet_pb2_grpc as fleet_grpc
 from triplane.proto import identity_pb2_grpc as identity_grpc
 from triplane.proto import metadata_pb2_grpc as metadata_grpc
@@ -85,6 +86,8 @@ FRESH_AT_LEAST_S: Final = 60.0
 """Metadata is looked at after each publication, else no more often than this, at least hourly."""
 FRESH_AT_MOST_S: Final = 3600.0
 WARN_EVERY_S: Final = 86_400.0
+OVERTAKE_EVERY_S: Final = 60.0
+"""Between two raises of the metadata's numbers for nodes that have seen higher ones."""
 OPERATOR_LOOK_S: Final = 6 * 3600.0
 COLLECT_FIRST_S: Final = 3600.0
 COLLECT_EVERY_S: Final = 86_400.0
@@ -134,7 +137,7 @@ class Cloud:
         self._duties: set[asyncio.Task[None]] = set()
         self._noting = asyncio.Lock()
         self._stale = asyncio.Event()
-        self._warned_s = -math.inf
+        self._warned_s = self._overtook_s = -math.inf
         self.port = self.enrol_port = self.dashboard_port = 0
 
     @property
@@ -228,6 +231,7 @@ class Cloud:
             loop.call_soon_threadsafe(note)
 
         self.repository.on_published(published)
+        self.fleet.on_report(self._reported)
         self.gate.on_revoked(self._revoked)
 
     async def _note_signed(self) -> None:
@@ -238,6 +242,31 @@ class Cloud:
                 await self.registry.note_signed(signed)
             except TriplaneError:
                 logger.exception("signatures were not noted; the next publication notes them")
+
+    def _reported(self, name: str, report: fleet_pb2.Report) -> None:
+        """Count on from what a node has seen: it takes nothing from a cloud that is behind."""
+        ours, now_s = self.repository.versions(), self._clock()
+        seen = dict(report.metadata_versions)
+        behind = {role: n for role, n in seen.items() if role in ours and n > ours[role]}
+        if behind and now_s - self._overtook_s >= OVERTAKE_EVERY_S:
+            self._overtook_s = now_s
+            facts = {"node": name, "seen": behind, "ours": {role: ours[role] for role in behind}}
+            logger.warning("a node has seen newer metadata; was a backup restored?", extra=facts)
+            self._spawn(self._overtake(name, seen), "numbers after a restore")
+
+    async def _overtake(self, name: str, seen: dict[str, int]) -> None:
+        try:
+            if not await asyncio.to_thread(self.repository.overtake, seen):
+                return
+            now_s, after = self._clock(), self.repository.versions()
+            await self.database.write(
+                lambda connection: audit.record(
+                    connection, time_s=now_s, actor="cloud", action="metadata.overtake",
+                    subject=name, details={"seen": seen, "published": after},
+                )
+            )  # fmt: skip
+        except (TriplaneError, OSError):
+            logger.exception("the numbers of signed metadata were not raised")
 
     def _revoked(self, name: str) -> None:
         self.sessions.revoke(name)
@@ -269,7 +298,7 @@ class Cloud:
 
     async def _serve_main(self, authority: Authority) -> None:
         server = grpc.aio.server(interceptors=[self.gate], options=server_options())
-        wire = FleetServicer(self.fleet, self.sessions, _name)
+        wire = FleetServicer(self.fleet, self.sessions, _name, self.repository.versions)
         self._wire = wire
         metadata = trust.MetadataServicer(self.repository, self._submitted, self._claimed)
         ours = health.HealthServicer()

@@ -46,6 +46,7 @@ class NodeHome:
         self.bundles = self.path / "bundles"
         self.models = self.path / "models"
         self.samples = self.path / "samples"
+        self.damaged = self.path / "damaged"
         self.journal = self.path / "journal"
         self.desired = self.path / "desired"
         self.run = self.path / "run"

@@ -78,6 +78,8 @@ def _check_assignment(told: Assignment) -> None:
     _bound("attempt", told.attempt, MAX_NUMBER)
     _bound("length of target_path", len(told.target_path), MAX_PATH_CHARS)
     _bound("length of rollout", len(told.rollout), MAX_ID_CHARS)
+    if len(told.sha256) not in {0, 32}:
+        raise InvalidInput(f"sha256 has 32 bytes in an assignment, got {len(told.sha256)}")
     if not (math.isfinite(told.probation_s) and 0 <= told.probation_s <= MAX_SECONDS):
         raise InvalidInput(
             f"probation_s is 0 to {MAX_SECONDS:.0f} in an assignment, got {told.probation_s}"

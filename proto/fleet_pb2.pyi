@@ -99,6 +99,7 @@ class Assignment(_message.Message):
     ROLLOUT_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     PROBATION_S_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     version: _builtins.int
     target_path: _builtins.str
@@ -109,6 +110,10 @@ class Assignment(_message.Message):
     """Grows with each new attempt; a node that failed an attempt does not try it again by itself."""
     probation_s: _builtins.float
     """How long the node watches the new version before it commits; 0 for its default."""
+    sha256: _builtins.bytes
+    """SHA-256 of the signed bundle. A number can be used twice by a cloud that was restored from a
+    backup; content cannot. Empty from older clouds.
+    """
     def __init__(
         self,
         *,
@@ -118,10 +123,11 @@ class Assignment(_message.Message):
         rollout: _builtins.str = ...,
         attempt: _builtins.int = ...,
         probation_s: _builtins.float = ...,
+        sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "model", b"model", "probation_s", b"probation_s", "rollout", b"rollout", "target_path", b"target_path", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "model", b"model", "probation_s", b"probation_s", "rollout", b"rollout", "sha256", b"sha256", "target_path", b"target_path", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -133,6 +139,26 @@ class Report(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class MetadataVersionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NUMBER_FIELD_NUMBER: _builtins.int
     DESIRED_NUMBER_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
@@ -141,6 +167,7 @@ class Report(_message.Message):
     INCIDENTS_FIELD_NUMBER: _builtins.int
     SERVING_UP_FIELD_NUMBER: _builtins.int
     SERVING_ADDRESS_FIELD_NUMBER: _builtins.int
+    METADATA_VERSIONS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     desired_number: _builtins.int
     """The Desired it knows."""
@@ -156,6 +183,12 @@ class Report(_message.Message):
     def incidents(self) -> _containers.RepeatedCompositeFieldContainer[Global___Incident]:
         """Refused attacks and other incidents since the last acknowledged report, newest last."""
 
+    @_builtins.property
+    def metadata_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """The newest version of each role's signed metadata that the node has verified. Higher numbers
+        than the cloud's own mean that the cloud was restored from a backup.
+        """
+
     def __init__(
         self,
         *,
@@ -167,10 +200,11 @@ class Report(_message.Message):
         incidents: _abc.Iterable[Global___Incident] | None = ...,
         serving_up: _builtins.bool = ...,
         serving_address: _builtins.str = ...,
+        metadata_versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "desired_number", b"desired_number", "incidents", b"incidents", "metadata_age_s", b"metadata_age_s", "models", b"models", "number", b"number", "serving_address", b"serving_address", "serving_up", b"serving_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "desired_number", b"desired_number", "incidents", b"incidents", "metadata_age_s", b"metadata_age_s", "metadata_versions", b"metadata_versions", "models", b"models", "number", b"number", "serving_address", b"serving_address", "serving_up", b"serving_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -239,6 +273,7 @@ class ModelReport(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DOWNLOADED_BYTES_FIELD_NUMBER: _builtins.int
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    COMMITTED_SHA256_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     committed_version: _builtins.int
     """What serves calls: a committed version, 0 for none."""
@@ -251,6 +286,10 @@ class ModelReport(_message.Message):
     """Why it failed or returned."""
     downloaded_bytes: _builtins.int
     total_bytes: _builtins.int
+    committed_sha256: _builtins.bytes
+    """SHA-256 of the signed bundle that the committed version comes from; of a version that was
+    adapted on the node, of its start point. Empty from older nodes.
+    """
     def __init__(
         self,
         *,
@@ -263,10 +302,11 @@ class ModelReport(_message.Message):
         reason: _builtins.str = ...,
         downloaded_bytes: _builtins.int = ...,
         total_bytes: _builtins.int = ...,
+        committed_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed_digest", b"committed_digest", "committed_version", b"committed_version", "downloaded_bytes", b"downloaded_bytes", "model", b"model", "reason", b"reason", "state", b"state", "total_bytes", b"total_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "committed_digest", b"committed_digest", "committed_sha256", b"committed_sha256", "committed_version", b"committed_version", "downloaded_bytes", b"downloaded_bytes", "model", b"model", "reason", b"reason", "state", b"state", "total_bytes", b"total_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -329,6 +369,7 @@ class Node(_message.Message):
     LAST_SEEN_S_FIELD_NUMBER: _builtins.int
     DESIRED_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
+    WARNINGS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     cordoned: _builtins.bool
     connected: _builtins.bool
@@ -339,6 +380,10 @@ class Node(_message.Message):
     def desired(self) -> Global___Desired: ...
     @_builtins.property
     def report(self) -> Global___Report: ...
+    @_builtins.property
+    def warnings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Where the node and this cloud contradict each other, and what to do about it."""
+
     def __init__(
         self,
         *,
@@ -349,10 +394,11 @@ class Node(_message.Message):
         last_seen_s: _builtins.float = ...,
         desired: Global___Desired | None = ...,
         report: Global___Report | None = ...,
+        warnings: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "cordoned", b"cordoned", "desired", b"desired", "labels", b"labels", "last_seen_s", b"last_seen_s", "name", b"name", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "cordoned", b"cordoned", "desired", b"desired", "labels", b"labels", "last_seen_s", b"last_seen_s", "name", b"name", "report", b"report", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

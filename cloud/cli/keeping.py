@@ -13,7 +13,7 @@ from triplane.cloud.cli.text import table, until
 from triplane.cloud.trust.chain import Chain, newest_root, read
 from triplane.cloud.trust.initial import TRUSTED_ROOT
 from triplane.cloud.trust.keys import KeyFolder, read_public
-from triplane.cloud.trust.repository import Submitted
+from triplane.cloud.trust.repository import MAX_OVERTAKEN, Submitted
 from triplane.cloud.trust.roles import DAY_S, ROLES, TOP
 from triplane.cloud.trust.rotating import Lists, rotate
 from triplane.cloud.trust.signing import renew, replace_keys, trusted_root
@@ -78,15 +78,25 @@ def _row(role: dict[str, Any]) -> tuple[str, ...]:
 
 
 def renewed(
-    cloud: Calls, output: Output, folder: Path, roles: Sequence[str]
+    cloud: Calls, output: Output, folder: Path, roles: Sequence[str], *, past: int = 0
 ) -> tuple[dict[str, Any], str]:
-    """Sign again; without `roles` what the folder has keys for. NotFound: for none."""
+    """Sign again; without `roles` what the folder has keys for. NotFound: for none.
+
+    past: sign as often as it takes for the version to be higher, unless others must sign too.
+    """
     trusted_root(folder)
     done: dict[str, Submitted] = {}
     with remote_at(cloud) as remote:
         for role in roles or _due(remote):
             try:
-                done[role] = _renewer(role)(remote, folder)
+                made = done[role] = _renewer(role)(remote, folder)
+                if past - made.version > MAX_OVERTAKEN:
+                    raise InvalidInput(
+                        f"{role} is at version {made.version}; at most {MAX_OVERTAKEN} versions "
+                        f"are signed at once, {past} is further"
+                    )
+                while made.published and made.version <= past:
+                    made = done[role] = _renewer(role)(remote, folder)
             except NotFound as error:
                 if roles:
                     raise

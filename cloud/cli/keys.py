@@ -73,14 +73,28 @@ def show(*, keys: Path | None, identity: Path | None, as_json: bool) -> None:
     help="Only this one; repeatable.  [default: targets and release, and root in its last year; "
     "those whose keys are in DIR]",
 )  # fmt: skip
+@click.option(
+    "--past", type=click.IntRange(1, 1 << 30), metavar="N",
+    help="Sign as often as it takes to get above version N of --role, which nodes have seen: after "
+    "a backup of the cloud was restored.",
+)  # fmt: skip
 @client_options
-def renew(*, keys: Path, roles: tuple[str, ...], identity: Path | None, as_json: bool) -> None:
+def renew(
+    *,
+    keys: Path,
+    roles: tuple[str, ...],
+    past: int | None,
+    identity: Path | None,
+    as_json: bool,
+) -> None:
     """Sign what people signed once more, before it ends."""
     from triplane.cloud.cli.keeping import renewed
 
+    if past is not None and len(roles) != 1:
+        raise click.UsageError("--past is a version of one role; name it with --role")
     output = open_output(as_json)
     with calls(identity) as cloud:
-        record, text = renewed(cloud, output, keys, roles)
+        record, text = renewed(cloud, output, keys, roles, past=past or 0)
     output.result(record, text)
 
 

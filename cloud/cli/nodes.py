@@ -45,6 +45,8 @@ def state(node: Node) -> str:
     ]
     if node.cordoned:
         at.append("cordoned")
+    if node.warnings:
+        at.append("see fleet show")
     if node.HasField("report") and node.connected and not node.report.serving_up:
         at.append("serving down")
     return ", ".join(at)
@@ -74,6 +76,7 @@ def node_text(node: Node) -> str:
     ]
     told += [("model", _model_text(model)) for model in report.models]
     told += [("wanted", _wanted_text(wanted)) for wanted in node.desired.assignments]
+    told += [("WARNING", text) for text in node.warnings]
     told += [("incident", f"{age(i.time_s)}: {i.kind}: {i.text}") for i in report.incidents]
     return facts(told)
 

@@ -28,6 +28,7 @@ def status_of(cloud: Calls) -> tuple[dict[str, Any], str]:
     with remote_at(cloud) as remote:
         ends = ends_of(remote)
     urgent = due(ends, time.time())
+    urgent += [f"node {node.name}: {text}" for node in nodes for text in node.warnings]
     connected = sum(node.connected for node in nodes)
     record = {
         "name": me.name,

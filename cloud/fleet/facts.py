@@ -95,11 +95,15 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """The bundle for one target: needs once it is made, path once it is signed, or a refusal."""
+    """The bundle for one target: needs once it is made, path once it is signed, or a refusal.
+
+    sha256: of the signed bundle, in hexadecimal; empty in rollouts of older releases.
+    """
 
     needs: Needs | None = None
     path: str = ""
     refusal: str = ""
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +133,7 @@ class BundleReady:
     target: str
     needs: Needs
     path: str = ""
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +146,15 @@ class BundleFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
-    """The newest that a node said of the model; committed_version 0 for none."""
+    """The newest that a node said of the model; committed_version 0 for none.
+
+    committed_sha256: of the signed bundle it comes from, in hexadecimal; empty from older nodes.
+    """
 
     name: str
     capability: Capability
     committed_version: int = 0
+    committed_sha256: str = ""
     version: int = 0
     attempt: int = 0
     stage: Stage = Stage.WAITING
@@ -205,6 +214,7 @@ class Assign:
     name: str
     path: str
     attempt: int
+    sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)

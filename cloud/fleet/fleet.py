@@ -129,6 +129,7 @@ class LiveFleet:
         self._nudged = asyncio.Event()
         self._moved = asyncio.Event()
         self._told: list[Callable[[Node], None]] = []
+        self._heard: list[Callable[[str, pb.Report], None]] = []
         self._changes: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
 
@@ -156,6 +157,10 @@ class LiveFleet:
     def on_desired(self, callback: Callable[[Node], None]) -> None:
         """Call with each node whose desired document changed, after the commit."""
         self._told.append(callback)
+
+    def on_report(self, callback: Callable[[str, pb.Report], None]) -> None:
+        """Call with each node's report, after the commit."""
+        self._heard.append(callback)
 
     def nudge(self) -> None:
         """Look at bundles and signatures now: one of them may have changed."""
@@ -433,6 +438,9 @@ class LiveFleet:
             _answer(batch, refusal)
         else:
             _answer(batch, None)
+            for waiting in batch:
+                for callback in self._heard:
+                    callback(waiting.name, waiting.report)
 
     async def _go_on(self) -> None:
         while True:

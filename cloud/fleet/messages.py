@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from triplane.cloud.fleet.facts import Member, Plan
-from triplane.cloud.fleet.state import Node, Paper
+from triplane.cloud.fleet.state import Node, Paper, warnings
 from triplane.cloud.fleet.waves import Count, Percent, Size, cumulative
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.targets import ROLES
 
 Connected = Callable[[str], bool]
+_NONE: Final[Mapping[str, int]] = MappingProxyType({})
 
 DEFAULT_SUCCESS_SHARE: Final = 1.0
 DEFAULT_NODE_DEADLINE_S: Final = 600.0
@@ -34,6 +36,7 @@ def desired_message(node: Node) -> pb.Desired:
             rollout=held.rollout,
             attempt=held.attempt,
             probation_s=held.probation_s,
+            sha256=bytes.fromhex(held.sha256),
         )
         for model, held in sorted(node.held.items())
         if held.version
@@ -41,8 +44,13 @@ def desired_message(node: Node) -> pb.Desired:
     return pb.Desired(number=node.desired_number, assignments=assignments)
 
 
-def node_message(node: Node, *, connected: bool) -> pb.Node:
-    """The node with what it shall serve and what it said last."""
+def node_message(
+    node: Node, *, connected: bool, metadata_versions: Mapping[str, int] = _NONE
+) -> pb.Node:
+    """The node with what it shall serve and what it said last.
+
+    metadata_versions: the cloud's own, by role; a node that has seen newer ones is warned of.
+    """
     return pb.Node(
         name=node.name,
         labels=dict(node.labels),
@@ -51,6 +59,7 @@ def node_message(node: Node, *, connected: bool) -> pb.Node:
         last_seen_s=node.last_seen_s,
         desired=desired_message(node),
         report=node.report,
+        warnings=warnings(node, metadata_versions),
     )
 
 

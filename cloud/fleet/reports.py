@@ -26,6 +26,8 @@ MAX_REPORT_BYTES: Final = 1 << 20
 MAX_TARGETS: Final = 16
 MAX_INSTRUCTIONS: Final = 256
 MAX_WORD_CHARS: Final = 64
+MAX_ROLES: Final = 16
+MAX_METADATA_VERSION: Final = (1 << 31) - 1
 MAX_BYTES: Final = 1 << 50
 MAX_OPSET: Final = 1000
 MAX_ADDRESS_CHARS: Final = 260
@@ -48,6 +50,9 @@ def check_report(report: Report) -> None:
     names = [model.model for model in report.models]
     if len(set(names)) != len(names):
         raise InvalidInput("a report names each model once")
+    _words("metadata_versions", report.metadata_versions, MAX_ROLES)
+    for version in report.metadata_versions.values():
+        _bound("metadata_versions", version, MAX_METADATA_VERSION)
     for incident in report.incidents:
         _check_incident(incident)
 
@@ -72,6 +77,8 @@ def _check_model(told: ModelReport) -> None:
         raise InvalidInput(f"no node state {told.state} is known here; update the cloud first")
     if len(told.committed_digest) not in {0, 32}:
         raise InvalidInput(f"a digest has 32 bytes, got {len(told.committed_digest)}")
+    if len(told.committed_sha256) not in {0, 32}:
+        raise InvalidInput(f"a digest has 32 bytes, got {len(told.committed_sha256)}")
     _bound("committed_version", told.committed_version, MAX_VERSION)
     _bound("version", told.version, MAX_VERSION)
     _bound("attempt", told.attempt, MAX_NUMBER)

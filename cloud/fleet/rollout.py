@@ -93,7 +93,11 @@ def step_all(rollout: Rollout, events: Iterable[Event], now_s: float) -> Result:
 
 def _bundle_ready(r: Rollout, e: BundleReady, now_s: float) -> Result:
     before = r.supplies.get(e.target)
-    made = Supply(e.needs, e.path or (before.path if before else ""))
+    made = Supply(
+        e.needs,
+        e.path or (before.path if before else ""),
+        sha256=e.sha256 or (before.sha256 if before else ""),
+    )
     if before is None or before == made:
         return r, ()
     return choose_all(replace(r, supplies={**r.supplies, e.target: made}))
@@ -113,18 +117,21 @@ def _reported(r: Rollout, e: Reported, now_s: float) -> Result:
     told = replace(before, capability=e.capability)
     if told.assigned:
         told = replace(told, committed_version=e.committed_version)
-        return put(r, _progress(told, e, r.plan.version)), ()
+        sha256 = r.supplies[before.target].sha256 if before.target in r.supplies else ""
+        return put(r, _progress(told, e, r.plan.version, sha256)), ()
     if before.capability == e.capability:  # what it says of a version nobody gave it counts not
         return r, ()
     return choose(put(r, replace(told, stage=Stage.WAITING, reason="")), e.name)
 
 
-def _progress(m: Member, e: Reported, version: int) -> Member:
+def _progress(m: Member, e: Reported, version: int, sha256: str) -> Member:
+    """sha256: of the bundle that the node was given; a number alone does not say what serves."""
     if m.stage in DONE:
         return m
-    if e.committed_version == version:
-        return replace(m, stage=Stage.COMMITTED, reason="")
     mine = (e.version, e.attempt) == (version, m.attempt)
+    is_it = not (sha256 and e.committed_sha256) or sha256 == e.committed_sha256
+    if mine and e.stage is Stage.COMMITTED and e.committed_version == version and is_it:
+        return replace(m, stage=Stage.COMMITTED, reason="")
     if not mine or m.stage in LOST or e.stage in {Stage.WAITING, Stage.COMMITTED}:
         return m
     return replace(
@@ -151,7 +158,11 @@ def _excused(r: Rollout, e: Excused, now_s: float) -> Result:
 def _tick(r: Rollout, e: Tick, now_s: float) -> Result:
     reason = f"not committed within {r.plan.node_deadline_s:g} s"
     late = {
-        name: replace(m, stage=Stage.FAILED, reason=f"{reason}; last seen {m.stage.name.lower()}")
+        name: replace(
+            m,
+            stage=Stage.FAILED,
+            reason=f"{reason}; last seen {m.stage.name.lower()}{m.reason and f': {m.reason}'}",
+        )
         for name, m in r.members.items()
         if under_way(r, m) and now_s >= m.deadline_s
     }

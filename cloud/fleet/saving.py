@@ -16,11 +16,12 @@ import sqlalchemy as sa
 from triplane.cloud.fleet.capability import Capability, Needs
 from triplane.cloud.fleet.facts import ENDED, Member, Plan, Rollout, Stage, State, Supply
 from triplane.cloud.fleet.state import Fleet, Held, Node, Paper
-from triplane.cloud.fleet.tables import HELD, MEMBERS, NODES, ROLLOUTS
+from triplane.cloud.fleet.tables import HELD, HELD_DIGESTS, MEMBERS, NODES, ROLLOUTS
 from triplane.proto.errors import Corrupt
 from triplane.proto.fleet_pb2 import DeployRequest, Report
 
 Row = dict[str, Any]
+_DIGESTS: Final = ("sha256", "good_sha256", "back_sha256")
 _KEYS: Final = {
     "fleet_nodes": ("name",),
     "fleet_held": ("node", "model"),
@@ -49,17 +50,26 @@ def _save_nodes(
         new=[_node_row(n) for n, k in zip(changed, known, strict=True) if k is None],
         other=[_node_row(n) for n, k in zip(changed, known, strict=True) if k is not None],
     )
-    held = [
-        (old is None, _held_row(node.name, model, row))
+    differing = [
+        (old, node.name, model, row)
         for node, k in zip(changed, known, strict=True)
         for model, row in node.held.items()
         if (old := k.held.get(model) if k else None) != row
     ]
+    held = [(old is None, _held_row(name, model, row)) for old, name, model, row in differing]
     _put(
         connection,
         HELD,
         new=[row for is_new, row in held if is_new],
         other=[row for is_new, row in held if not is_new],
+    )
+    _save_digests(
+        connection,
+        [
+            (name, model, row)
+            for old, name, model, row in differing
+            if old is None or any(getattr(old, key) != getattr(row, key) for key in _DIGESTS)
+        ],
     )
 
 
@@ -87,9 +97,14 @@ def _put(connection: sa.Connection, table: sa.Table, *, new: list[Row], other: l
 def load(connection: sa.Connection) -> Fleet:
     """Every node and the rollouts that go on."""
     held: dict[str, dict[str, Held]] = {}
+    digests = {
+        (row["node"], row["model"]): {key: row[key] for key in _DIGESTS}
+        for row in connection.execute(sa.select(HELD_DIGESTS)).mappings()
+    }
     for row in connection.execute(sa.select(HELD)).mappings():
         fields = {key: row[key] for key in row if key not in {"node", "model"}}
-        held.setdefault(row["node"], {})[row["model"]] = Held(**fields)
+        of = digests.get((row["node"], row["model"]), {})
+        held.setdefault(row["node"], {})[row["model"]] = Held(**fields, **of)
     nodes = {
         row.name: Node(
             name=row.name, labels=json.loads(row.labels), cordoned=row.cordoned, gone=row.gone,
@@ -136,7 +151,27 @@ def _node_row(node: Node) -> Row:
 
 
 def _held_row(node: str, model: str, held: Held) -> Row:
-    return {"node": node, "model": model, **asdict(held)}
+    fields = {key: value for key, value in asdict(held).items() if key not in _DIGESTS}
+    return {"node": node, "model": model, **fields}
+
+
+def _save_digests(connection: sa.Connection, changed: list[tuple[str, str, Held]]) -> None:
+    """Rows of older releases have none yet, so a row is replaced whichever it is."""
+    if not changed:
+        return
+    keys = [{"of_node": node, "of_model": model} for node, model, _ in changed]
+    table = HELD_DIGESTS
+    connection.execute(
+        table.delete().where(
+            table.c.node == sa.bindparam("of_node"), table.c.model == sa.bindparam("of_model")
+        ),
+        keys,
+    )
+    rows = [
+        {"node": node, "model": model, **{key: getattr(held, key) for key in _DIGESTS}}
+        for node, model, held in changed
+    ]
+    connection.execute(table.insert(), rows)
 
 
 def _paper_row(paper: Paper) -> Row:
@@ -211,4 +246,4 @@ def _member(body: Row) -> Member:
 def _supply(body: Row) -> Supply:
     needs = body["needs"]
     made = needs and Needs(**needs | {"instructions": tuple(needs["instructions"])})
-    return Supply(made, body["path"], body["refusal"])
+    return Supply(made, body["path"], body["refusal"], body.get("sha256", ""))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Final
 
 from triplane.cloud.fleet.fleet import LiveFleet
@@ -29,14 +29,25 @@ WATCH_IDLE_S: Final = 5.0
 
 
 class FleetServicer(Wire):
-    """caller: the name of who makes the call at hand."""
+    """caller: the name of who makes the call at hand. metadata_versions: the cloud's, by role."""
 
-    def __init__(self, fleet: LiveFleet, sessions: Sessions, caller: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        fleet: LiveFleet,
+        sessions: Sessions,
+        caller: Callable[[], str],
+        metadata_versions: Callable[[], Mapping[str, int]] = dict,
+    ) -> None:
         self._fleet, self._sessions, self._caller = fleet, sessions, caller
+        self._metadata_versions = metadata_versions
 
     def node(self, node: Node) -> pb.Node:
         """The message of a node, with what its stream tells."""
-        message = node_message(node, connected=self._sessions.is_connected(node.name))
+        message = node_message(
+            node,
+            connected=self._sessions.is_connected(node.name),
+            metadata_versions=self._metadata_versions(),
+        )
         message.last_seen_s = self._sessions.last_seen_s(node)
         return message
 

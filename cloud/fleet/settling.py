@@ -106,14 +106,14 @@ def _assign(r: Rollout, now_s: float) -> Result:
     effects = []
     members = dict(r.members)
     for m in ready:
-        has = m.committed_version == r.plan.version
+        supply = r.supplies[m.target]
         made = replace(
             m, assigned=True, attempt=m.attempt + 1,
-            stage=Stage.COMMITTED if has else Stage.ASSIGNED, reason="",
+            stage=Stage.ASSIGNED, reason="",
             deadline_s=now_s + r.plan.node_deadline_s, downloaded_bytes=0, total_bytes=0,
         )  # fmt: skip
         members[m.name] = made
-        effects.append(Assign(m.name, r.supplies[m.target].path, made.attempt))
+        effects.append(Assign(m.name, supply.path, made.attempt, supply.sha256))
     return replace(r, members=members), tuple(effects)
 
 

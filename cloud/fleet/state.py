@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from triplane.cloud.fleet.capability import Capability
 from triplane.cloud.fleet.facts import (
@@ -32,7 +33,8 @@ class Held:
     """One model on one node.
 
     good: the last assignment that the node said it committed. back: what was good when `rollout`
-    began with the node, for when it is taken back.
+    began with the node, for when it is taken back. sha256: of each signed bundle, in hexadecimal;
+    empty where an older release assigned it.
     """
 
     version: int = 0
@@ -44,6 +46,9 @@ class Held:
     good_path: str = ""
     back_version: int = 0
     back_path: str = ""
+    sha256: str = ""
+    good_sha256: str = ""
+    back_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,12 +113,18 @@ def _ordered(node: Node, paper: Paper, effect: Assign | Restore) -> Node:
     plan = paper.rollout.plan
     held = node.held.get(plan.model, Held())
     if held.rollout != paper.rollout.id:
-        held = replace(held, back_version=held.good_version, back_path=held.good_path)
+        held = replace(
+            held,
+            back_version=held.good_version,
+            back_path=held.good_path,
+            back_sha256=held.good_sha256,
+        )
     is_new = isinstance(effect, Assign)
     made = replace(
         held,
         version=plan.version if is_new else held.back_version,
         path=effect.path if isinstance(effect, Assign) else held.back_path,
+        sha256=effect.sha256 if isinstance(effect, Assign) else held.back_sha256,
         rollout=paper.rollout.id,
         attempt=effect.attempt,
         probation_s=paper.request.probation_s,
@@ -190,7 +201,69 @@ def after_reports(fleet: Fleet, reports: Iterable[tuple[str, Report]], now_s: fl
 def _good(held: Held, told: ModelReport | None) -> Held:
     if told is None or not held.version or told.committed_version != held.version:
         return held
-    return replace(held, good_version=held.version, good_path=held.path)
+    if not _same(held.sha256, told.committed_sha256.hex()):
+        return held
+    return replace(held, good_version=held.version, good_path=held.path, good_sha256=held.sha256)
+
+
+def _same(ours: str, theirs: str) -> bool:
+    """Whether two digests are equal, as far as both sides know them."""
+    return not (ours and theirs) or ours == theirs
+
+
+AFTER_RESTORE: Final = (
+    'if this cloud was restored from a backup, see "Restore a backup" in docs/deploying.md'
+)
+
+
+def warnings(node: Node, metadata_versions: Mapping[str, int]) -> list[str]:
+    """Where what the node reports contradicts what this cloud knows, and what to do about it."""
+    report = node.report
+    if report is None:
+        return []
+    found = [text for model in report.models if (text := _contradiction(node, model))]
+    ahead = {
+        role: version
+        for role, version in sorted(report.metadata_versions.items())
+        if version > metadata_versions.get(role, version)
+    }
+    if ahead:
+        told = ", ".join(f"{r} {v} (this cloud: {metadata_versions[r]})" for r, v in ahead.items())
+        signed = [f"triplane cloud keys renew --role {r} --past {ahead[r]} --keys DIR"
+                  for r in ("targets", "release") if r in ahead]  # fmt: skip
+        found.append(
+            f"it has verified newer signed metadata than this cloud has: {told}; it takes nothing "
+            f"new until the numbers here are higher{': ' if signed else ''}{'; '.join(signed)}; "
+            f"{AFTER_RESTORE}"
+        )
+    return found
+
+
+def _contradiction(node: Node, told: ModelReport) -> str:
+    if not told.committed_version:
+        return ""
+    held = node.held.get(told.model, Held())
+    theirs = told.committed_sha256.hex()
+    ours = {
+        held.version: held.sha256,
+        held.back_version: held.back_sha256,
+        held.good_version: held.good_sha256,
+    }
+    what = f"it serves {told.model}@{told.committed_version}"
+    if told.committed_version not in ours:
+        return f"{what}, which this cloud did not assign to it; {AFTER_RESTORE}"
+    known = ours[told.committed_version]
+    versions = (held.version, held.good_version, held.back_version)
+    digests = (held.sha256, held.good_sha256, held.back_sha256)
+    if any(
+        version == told.committed_version and _same(sha256, theirs)
+        for version, sha256 in zip(versions, digests, strict=True)
+    ):
+        return ""
+    return (
+        f"{what} with other content: sha256 {theirs[:16]}..., this cloud's version has "
+        f"{known[:16]}...; deploy the version that it should serve; {AFTER_RESTORE}"
+    )
 
 
 def capability_of(report: Report) -> Capability:
@@ -211,6 +284,7 @@ def _reported(name: str, capability: Capability, told: ModelReport) -> Reported:
         name=name,
         capability=capability,
         committed_version=told.committed_version,
+        committed_sha256=told.committed_sha256.hex(),
         version=told.version,
         attempt=told.attempt,
         stage=Stage(told.state),

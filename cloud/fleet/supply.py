@@ -52,7 +52,7 @@ class Supply:
             )
         if bundle.signed_path != signed.path:
             await self._registry.mark_signed(model, version, target, signed.path)
-        return BundleReady(target, _needs(bundle), signed.path)
+        return BundleReady(target, _needs(bundle), signed.path, bundle.blob.hex())
 
     async def limit(self, model: str, version: int, role: str) -> Limit | None:
         """See `fleet.Bundles`. Without a rule there is none: `look` says what that means."""

@@ -34,6 +34,16 @@ HELD: Final = sa.Table(
     sa.Column("back_path", sa.String(256), nullable=False),
 )
 
+HELD_DIGESTS: Final = sa.Table(
+    "fleet_held_digests",  # beside fleet_held, whose rows older releases wrote without these
+    METADATA,
+    sa.Column("node", sa.ForeignKey("fleet_nodes.name"), primary_key=True),
+    sa.Column("model", sa.String(63), primary_key=True),
+    sa.Column("sha256", sa.String(64), nullable=False),
+    sa.Column("good_sha256", sa.String(64), nullable=False),
+    sa.Column("back_sha256", sa.String(64), nullable=False),
+)
+
 ROLLOUTS: Final = sa.Table(
     "fleet_rollouts",
     METADATA,

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from tuf.api._payload import Root, Snapshot, TargetFile, Targets, Timestamp
@@ -57,9 +58,12 @@ KEPT_VERSIONS: Final = 8
 """Superseded versions of each file that stay readable, for nodes in the middle of a refresh."""
 FRESH_SHARE: Final = 0.25
 """Online metadata is signed again when this share of its lifetime has passed."""
+MAX_OVERTAKEN: Final = 10_000
+"""Versions that a node may be ahead and be believed: more would let one use the numbers up."""
 REMEMBERED: Final = {"timestamp": ("timestamp",), "snapshot": ("snapshot", "timestamp")}
 """Whose signatures tell a node the newest version of an online role."""
 
+_NONE: Final[Mapping[str, int]] = MappingProxyType({})
 _NAME: Final = re.compile(
     r"(?:[1-9][0-9]{0,9}\.(?:root|snapshot|targets|release|auto)|timestamp|root)\.json"
 )
@@ -175,6 +179,14 @@ class Repository:
             for role, metadata in (top | dict(chain.targets)).items()
         }
 
+    def versions(self) -> dict[str, int]:
+        """The published version of each role but the root."""
+        chain = self._chain
+        return {
+            "timestamp": chain.timestamp.signed.version,
+            "snapshot": chain.snapshot.signed.version,
+        } | {role: metadata.signed.version for role, metadata in chain.targets.items()}
+
     def pending(self, role: str) -> Pending:
         """The newest version of a role that waits for signatures, or else the published one."""
         row = submitted_role(role)
@@ -243,6 +255,30 @@ class Repository:
         if is_new:
             self._tell(AUTO)
         return made
+
+    def overtake(self, seen: Mapping[str, int]) -> bool:
+        """Publish what the online keys sign under higher numbers than a node has seen.
+
+        A cloud that was restored from a backup begins to count where the backup ends, and nodes
+        refuse numbers below those that they know. Only the numbers change, by `MAX_OVERTAKEN` at
+        most; what offline keys sign stays as it is. False: nothing needs it.
+        """
+        now_s = self._clock()
+        with self._lock:
+            ours = self.versions()
+            ahead = {
+                role: version
+                for role, version in seen.items()
+                if role in {"timestamp", "snapshot", AUTO}
+                and 0 < version - ours[role] <= MAX_OVERTAKEN
+            }
+            if not ahead:
+                return False
+            changed = {}
+            if AUTO in ahead and self._can_sign_auto():
+                changed[AUTO] = self._again(now_s, ahead[AUTO])
+            self._publish(changed, now_s, least=ahead)
+            return True
 
     def keep_fresh(self, now_s: float | None = None) -> float:
         """Sign again what the online keys sign and will end; return when to call again."""
@@ -344,11 +380,11 @@ class Repository:
         self._publish({AUTO: self._signed(AUTO, again.signed, self._chain.top)}, now_s)
         return True
 
-    def _again(self, now_s: float) -> Metadata[Targets]:
-        """The next version of the auto role, with what the published one lists."""
+    def _again(self, now_s: float, least: int = 0) -> Metadata[Targets]:
+        """The next version of the auto role, above `least`, with what the published one lists."""
         before = self._chain.targets[AUTO].signed
         signed = Targets(
-            version=_next(AUTO, before.version),
+            version=_next(AUTO, max(before.version, least)),
             expires=expiry(AUTO, now_s),
             targets=dict(before.targets),
         )
@@ -370,18 +406,26 @@ class Repository:
         return len(self._keys.signers().keys() & set(role.keyids)) >= role.threshold
 
     def _publish(
-        self, changed: Mapping[str, Metadata[Any]], now_s: float, *, renew_snapshot: bool = True
+        self,
+        changed: Mapping[str, Metadata[Any]],
+        now_s: float,
+        *,
+        renew_snapshot: bool = True,
+        least: Mapping[str, int] = _NONE,
     ) -> None:
-        """Write new versions, a snapshot that pins them and a timestamp; then show them."""
+        """Write new versions, a snapshot that pins them and a timestamp; then show them.
+
+        least: what the versions of snapshot and timestamp must exceed.
+        """
         chain = self._chain
         targets = dict(chain.targets) | {k: v for k, v in changed.items() if k in PINNED}
         after = replace(chain, root=changed.get("root", chain.root), targets=targets)
         files = {f"{m.signed.version}.{role}.json": m.to_bytes() for role, m in changed.items()}
         root_file = {k: files.pop(k) for k in list(files) if k.endswith(".root.json")}
         if renew_snapshot:
-            after = replace(after, snapshot=self._snapshot(after, changed, now_s))
+            after = replace(after, snapshot=self._snapshot(after, changed, now_s, least))
             files[f"{after.snapshot.signed.version}.snapshot.json"] = after.snapshot.to_bytes()
-        after = replace(after, timestamp=self._stamp(after, now_s))
+        after = replace(after, timestamp=self._stamp(after, now_s, least))
         timestamp = after.timestamp.to_bytes()
         for name, data in (files | root_file | {"timestamp.json": timestamp}).items():
             write_atomic(self._folder / name, data, self._disk)
@@ -389,21 +433,25 @@ class Repository:
         self._prune(after)
 
     def _snapshot(
-        self, after: Chain, changed: Mapping[str, Metadata[Any]], now_s: float
+        self,
+        after: Chain,
+        changed: Mapping[str, Metadata[Any]],
+        now_s: float,
+        least: Mapping[str, int],
     ) -> Metadata[Snapshot]:
         meta = dict(self._chain.snapshot.signed.meta)
         for role in changed.keys() & set(PINNED):
             new = changed[role]
             meta[f"{role}.json"] = chains.pin(new.signed.version, new.to_bytes())
-        version = self._version("snapshot", after.root.signed, self._chain.snapshot.signed.version)
+        before = max(self._chain.snapshot.signed.version, least.get("snapshot", 0))
+        version = self._version("snapshot", after.root.signed, before)
         signed = Snapshot(version=version, expires=expiry("snapshot", now_s), meta=meta)
         return self._signed("snapshot", signed, after.root.signed)
 
-    def _stamp(self, after: Chain, now_s: float) -> Metadata[Timestamp]:
+    def _stamp(self, after: Chain, now_s: float, least: Mapping[str, int]) -> Metadata[Timestamp]:
         snapshot = after.snapshot
-        version = self._version(
-            "timestamp", after.root.signed, self._chain.timestamp.signed.version
-        )
+        before = max(self._chain.timestamp.signed.version, least.get("timestamp", 0))
+        version = self._version("timestamp", after.root.signed, before)
         signed = Timestamp(
             version=version,
             expires=expiry("timestamp", now_s),

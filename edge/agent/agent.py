@@ -49,7 +49,7 @@ class Watched:
     def __init__(self, trust: Trust) -> None:
         self._trust = trust
         self.verified_s = -1.0
-        self.admit = trust.admit
+        self.admit, self.versions = trust.admit, trust.versions
 
     def refresh(self) -> Freshness:
         """See `Trust.refresh`."""
@@ -158,6 +158,7 @@ class Agent:
             metadata_age_s=age_s,
             serving_up=up,
             serving_address=f"{self._settings.host}:{self._settings.port}",
+            metadata_versions=self._trust.versions(),
         )
 
     async def _renew(self) -> None:

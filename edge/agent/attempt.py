@@ -24,10 +24,17 @@ from triplane.edge.home import NodeHome
 from triplane.edge.serving.pointers import Pointer, write_pointer
 from triplane.proto.disk import OS_DISK, Disk
 from triplane.proto.documents import MAX_REASON_CHARS
-from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError, Unavailable
+from triplane.proto.errors import (
+    Conflict,
+    Corrupt,
+    InvalidInput,
+    NotFound,
+    TriplaneError,
+    Unavailable,
+)
 from triplane.proto.fleet_pb2 import Assignment
 from triplane.proto.targets import SignedTarget
-from triplane.proto.transfer import BlobFolder, TooSlow, WrongLength
+from triplane.proto.transfer import BlobFolder, TooSlow, WrongLength, digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +153,11 @@ class Attempt:
         except Unavailable as error:
             self._tell(reason=clipped(f"waits: {error}", MAX_REASON_CHARS))
             raise
+        except (Superseded, Conflict):
+            raise
+        except Exception as error:  # a fault of ours ends this attempt, not the others
+            logger.exception("attempt failed by a fault", extra={"model": self._assignment.model})
+            self._enter("FAILED", f"a fault of the agent: {type(error).__name__}: {error}")
         return None
 
     def _run(self) -> Pointer | None:
@@ -180,6 +192,8 @@ class Attempt:
             target_path=target.path,
             rollout=self._assignment.rollout,
             attempt=self._assignment.attempt,
+            source=target.sha256.hex(),
+            size=path.stat().st_size,
         )
         return self._switch(pointer, path)
 
@@ -195,6 +209,8 @@ class Attempt:
                 f"{model} FILE.npz --home {world.home.path}",
             )
         now = world.home.bundles / self._committed.sha256 if self._committed else None
+        if now is not None and not now.is_file():  # it was damaged, and is being fetched again
+            now = None
         made = world.home.run / f"{model}.adapted"
         try:
             compared = world.adaptation(
@@ -224,6 +240,14 @@ class Attempt:
                 f"assigned is {self._assignment.model}@{self._assignment.version}, but the target "
                 f"is {admission.target.path}",
             )
+        wanted = self._assignment.sha256
+        if wanted and wanted != admission.target.sha256:
+            raise Refused(
+                "wrong-target",
+                f"{admission.target.path} is signed with SHA-256 {admission.target.sha256.hex()}, "
+                f"assigned is {wanted.hex()}: the cloud's registry and its signed metadata "
+                "contradict each other; sign the version again",
+            )
         if name.target not in self._world.targets:
             raise Refused(
                 "hardware",
@@ -240,6 +264,8 @@ class Attempt:
 
     def _fetch(self, target: SignedTarget, progress: Callable[[int, int], None]) -> Path:
         """The signed file, here. A side that holds it back is told as an incident."""
+        if quarantine(self._world, target.sha256.hex()):
+            self._world.incident(Refused("damaged", f"{target.path} was damaged on the disk"))
         try:
             return self._world.fetch(target.sha256, target.length, self._world.blobs, progress)
         except TooSlow as error:
@@ -350,6 +376,29 @@ class Attempt:
     def _tell(self, **changed: Any) -> None:
         self._progress = replace(self._progress, **changed)
         self._told(self._progress)
+
+
+def is_whole(home: NodeHome, sha256: str) -> bool:
+    """Whether the bundle's file is here and has the digest that is its name."""
+    path = home.bundles / sha256
+    try:
+        return digest_of(path).hex() == sha256
+    except OSError:
+        return False
+
+
+def quarantine(world: World, sha256: str) -> bool:
+    """Move a bundle's file out of the way if it is damaged, and say so; one is kept for a look."""
+    path = world.home.bundles / sha256
+    if not path.is_file() or is_whole(world.home, sha256):
+        return False
+    world.disk.make_folder(world.home.damaged)
+    for old in world.home.damaged.iterdir():
+        world.disk.remove(old)
+    world.disk.replace(path, world.home.damaged / sha256)
+    world.disk.sync_folder(world.home.bundles)
+    logger.error("damaged bundle put aside", extra={"path": str(world.home.damaged / sha256)})
+    return True
 
 
 def restore(seam: Switching, home: NodeHome, model: str, committed: Pointer | None) -> None:

@@ -159,8 +159,8 @@ class Client(Updater):
     def _download_metadata(self, rolename: str, length: int, version: int | None = None) -> bytes:
         data = super()._download_metadata(rolename, length, version)
         if rolename in {"timestamp", "snapshot"} and rolename in self._trusted_set:
-            known = _versions(self._trusted_set[rolename])
-            _check_jumps(rolename, known, _versions(parsed(rolename, data).signed))
+            known = versions_in(self._trusted_set[rolename])
+            _check_jumps(rolename, known, versions_in(parsed(rolename, data).signed))
         return data
 
 
@@ -184,7 +184,8 @@ def parsed(role: str, data: bytes) -> Metadata[Any]:
     return found
 
 
-def _versions(signed: Any) -> dict[str, int]:
+def versions_in(signed: Any) -> dict[str, int]:
+    """The versions that a timestamp or snapshot names, its own among them."""
     if isinstance(signed, Timestamp):
         return {"timestamp": signed.version, "snapshot": signed.snapshot_meta.version}
     pins = {name.removesuffix(".json"): meta.version for name, meta in signed.meta.items()}

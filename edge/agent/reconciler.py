@@ -3,25 +3,45 @@
 It looks at three things, every time anew: what is desired, what is committed (pointers), how the
 newest attempts ended (journal). What differs is mended; being told the same thing twice, or waking
 up after a crash in the middle, is no special case.
+
+Models do not stop each other: whatever goes wrong with one of them is logged, reported with that
+model and tried again after a pause of its own, while the others go on. A committed bundle that is
+damaged on the disk is put aside and fetched again; until it serves again, the report says that the
+model has no committed version.
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from triplane.edge.agent.attempt import Attempt, Progress, Superseded, World, restore
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.attempt import (
+    Attempt,
+    Progress,
+    Superseded,
+    World,
+    is_whole,
+    quarantine,
+    restore,
+)
+from triplane.edge.agent.refusal import Refused, clipped
 from triplane.edge.serving.pointers import Pointer, read_pointers
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
-from triplane.proto.documents import MAX_INCIDENTS, MAX_MODELS, check_desired
+from triplane.proto.documents import (
+    MAX_INCIDENTS,
+    MAX_MODELS,
+    MAX_REASON_CHARS,
+    check_desired,
+)
 from triplane.proto.errors import InvalidInput, NotFound, TriplaneError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -32,6 +52,7 @@ REFRESH_S: Final = 600.0
 """Between two looks at the signed metadata when nothing is to be done."""
 RETRY_S: Final = 1.0
 MAX_RETRY_S: Final = 30.0
+DAMAGED: Final = "damaged on this node's disk"
 MAX_WAITING_INCIDENTS: Final = 100
 """Told in reports, oldest first; while the cloud hears none of them the oldest are forgotten."""
 
@@ -48,8 +69,18 @@ class Reconciler:
         self._refresh_due_s = 0.0
         self._serving_up = False
         self._epoch: bytes | None = None
+        self._pauses: dict[str, _Pause] = {}
+        self._verified: dict[str, int] = {}
+        self._seen: set[str] = set()
+        self.lost: dict[str, str] = {}
+        """Committed models whose bundle is damaged or refused by serving, and why."""
+        self.serving: dict[str, str] = {}
+        """The version of each model that answered calls at the last look."""
         self.desired = read_desired(world.home.desired)
         self.pointers, broken = read_pointers(world.home.models)
+        self._unreadable = {
+            path.stem for path in world.home.models.glob("[!.]*.json")
+        } - self.pointers.keys()
         self.incidents: deque[pb.Incident] = deque(maxlen=MAX_WAITING_INCIDENTS)
         self.progress: dict[str, Progress] = {
             line.model: Progress(line.model, line.version, line.attempt, line.state, line.reason)
@@ -114,21 +145,99 @@ class Reconciler:
             except Unavailable as error:
                 logger.info("waiting", extra={"reason": str(error)})
                 later, self._retry_s = self._retry_s, min(2 * self._retry_s, MAX_RETRY_S)
-            except TriplaneError:
+            except Exception:  # the next look may do better, and serving goes on meanwhile
                 logger.exception("step failed")
                 later = MAX_RETRY_S
             self._wake.wait(later)
 
     def step(self) -> float:
-        """Mend one thing; returns after how many seconds to look again."""
+        """Mend one thing; returns after how many seconds to look again.
+
+        Unavailable: serving does not answer, or all that is left to do waits for something.
+        """
         self._settle()
-        for assignment in sorted(self.desired.assignments, key=lambda a: a.model):
-            if self._is_due(assignment):
-                self._attempt(assignment)
+        for model in sorted(self.lost):
+            if self._may_try(model) and self._repair(model):
                 return 0.0
-        self._collect_garbage()
+        for assignment in sorted(self.desired.assignments, key=lambda a: a.model):
+            if self._may_try(assignment.model) and self._is_due(assignment):
+                self._guarded(assignment.model, lambda a=assignment: self._attempt(a))
+                return 0.0
+        if not self._pauses:  # what is half downloaded for a model that waits is gone on with
+            self._collect_garbage()
         self._refresh_trust()
-        return LOOK_S
+        return min([LOOK_S, *(pause.left_s for pause in self._pauses.values())])
+
+    def _may_try(self, model: str) -> bool:
+        pause = self._pauses.get(model)
+        return pause is None or pause.left_s <= 0
+
+    def _guarded(self, model: str, work: Callable[[], None]) -> bool:
+        """Do something for one model; True where it went well.
+
+        What it raises delays that model only.
+        """
+        try:
+            work()
+        except Exception as error:  # a model's trouble, of whatever kind, is that model's alone
+            pause = self._pauses.get(model)
+            wait_s = RETRY_S if pause is None else min(2 * pause.length_s, MAX_RETRY_S)
+            self._pauses[model] = _Pause(wait_s, time.monotonic() + wait_s)
+            facts = {"model": model, "reason": str(error), "again_after_s": wait_s}
+            if isinstance(error, TriplaneError):
+                logger.info("model waits", extra=facts)
+            else:
+                logger.exception("model waits after a fault", extra=facts)
+            return False
+        self._pauses.pop(model, None)
+        return True
+
+    def _lose(self, model: str, reason: str) -> None:
+        """Say that a committed model does not serve, once per reason."""
+        reason = clipped(reason, MAX_REASON_CHARS)
+        if self.lost.get(model) == reason:
+            return
+        if model not in self.lost:
+            self.incident(Refused("damaged", f"{model}: {reason}"))
+        self.lost = {**self.lost, model: reason}
+        self._changed()
+
+    def _found(self, model: str) -> None:
+        """The committed version of a model serves, and its bundle is whole."""
+        if model in self.lost:
+            self.lost = {name: why for name, why in self.lost.items() if name != model}
+            logger.info("model recovered", extra={"model": model})
+            self._changed()
+
+    def _repair(self, model: str) -> bool:
+        """Bring a committed bundle back that is damaged; whether the next look may follow now."""
+        pointer = self.pointers[model]
+        if is_whole(self._world.home, pointer.sha256):
+            return self._guarded(model, lambda: self._load_again(pointer))
+        if pointer.source != pointer.sha256 or not pointer.size:
+            return False  # it was adapted here, or is of an older release: only an attempt helps
+        return self._guarded(model, lambda: self._fetch_again(pointer))
+
+    def _fetch_again(self, pointer: Pointer) -> None:
+        world = self._world
+        quarantine(world, pointer.sha256)
+        try:
+            sha256 = bytes.fromhex(pointer.sha256)
+            world.fetch(sha256, pointer.size, world.blobs, lambda *_: None)
+        except Exception as error:
+            why = f"version {pointer.version} is {DAMAGED} and was not fetched again: {error}"
+            self._lose(pointer.model, why)
+            raise
+        self._load_again(pointer)
+
+    def _load_again(self, pointer: Pointer) -> None:
+        try:
+            restore(self._world.seam, self._world.home, pointer.model, pointer)
+        except Exception as error:
+            self._lose(pointer.model, f"version {pointer.version} does not load: {error}")
+            raise
+        self.serving = {**self.serving, pointer.model: str(pointer.version)}
+        self._found(pointer.model)
 
     def _refresh_trust(self) -> None:
         """Notice a freeze or an attack also while nothing is to be done."""
@@ -140,29 +249,45 @@ class Reconciler:
 
     def _is_due(self, assignment: pb.Assignment) -> bool:
         pointer = self.pointers.get(assignment.model)
-        if pointer and (pointer.version, pointer.target_path) == (
-            assignment.version,
-            assignment.target_path,
-        ):
-            self._note_committed(assignment, pointer)
-            return False
+        if pointer and _is_of(pointer, assignment):
+            if assignment.model not in self.lost and not self._is_damaged(assignment, pointer):
+                self._note_committed(assignment, pointer)
+                return False
+            if pointer.source == pointer.sha256 and pointer.size:  # it is being fetched again
+                self._note(assignment, pointer, "DOWNLOADING", self.lost[assignment.model])
+                return False
         last = self._world.journal.last.get(assignment.model)
         if last is None or not last.ended or last.state == "COMMITTED":
             return True
         # Attempts are counted by rollout: whatever number one cloud gave, the next begins anew.
         return last.rollout != assignment.rollout or last.attempt < assignment.attempt
 
+    def _is_damaged(self, assignment: pb.Assignment, pointer: Pointer) -> bool:
+        """Look at the bundle's file once for each new attempt at what is committed already."""
+        if self._verified.get(assignment.model) != assignment.attempt:
+            self._verified[assignment.model] = assignment.attempt
+            if not is_whole(self._world.home, pointer.sha256):
+                self._lose(assignment.model, f"version {pointer.version} is {DAMAGED}")
+                return True
+        return False
+
     def _note_committed(self, assignment: pb.Assignment, pointer: Pointer) -> None:
         """A new attempt at what is committed already has succeeded."""
         known = self.progress.get(assignment.model)
-        wanted = Progress(assignment.model, pointer.version, assignment.attempt, "COMMITTED")
-        if known is None or (known.version, known.attempt, known.state) != (
-            wanted.version,
-            wanted.attempt,
-            wanted.state,
-        ):
-            self.progress[assignment.model] = wanted
-            self._changed()
+        is_known = known is not None and (known.version, known.attempt, known.state) == (
+            pointer.version,
+            assignment.attempt,
+            "COMMITTED",
+        )
+        if not is_known:
+            self._note(assignment, pointer, "COMMITTED")
+
+    def _note(
+        self, assignment: pb.Assignment, pointer: Pointer, state: str, reason: str = ""
+    ) -> None:
+        wanted = Progress(assignment.model, pointer.version, assignment.attempt, state, reason)
+        if self.progress.get(assignment.model) != wanted:
+            self._told(wanted)
 
     def _attempt(self, assignment: pb.Assignment) -> None:
         document = self.desired
@@ -186,6 +311,10 @@ class Reconciler:
             return
         if pointer:
             self.pointers = {**self.pointers, pointer.model: pointer}
+            self.serving = {**self.serving, pointer.model: str(pointer.version)}
+            self._verified[pointer.model] = assignment.attempt
+            self._unreadable.discard(pointer.model)
+            self._found(pointer.model)
             self._changed()
 
     def _told(self, progress: Progress) -> None:
@@ -200,12 +329,50 @@ class Reconciler:
             self._note_serving(up=False)
             raise
         self._note_serving(up=True)
-        for model in {*serving, *self.pointers}:
+        self.serving = serving
+        for model in sorted({*serving, *self.pointers}):
             pointer = self.pointers.get(model)
-            try:
-                restore(self._world.seam, self._world.home, model, pointer)
-            except NotFound:
+            if pointer is None and model in self._unreadable:
+                continue  # its pointer is damaged; what serves stays until an attempt replaces it
+            is_served = pointer is not None and serving.get(model) == str(pointer.version)
+            if pointer is not None and is_served and self._left_on_probation(model, pointer):
+                is_served = False
+                serving.pop(model)
+                self._guarded(model, lambda m=model: self._world.seam.unload(m))
+            if not is_served and self._may_try(model) and model not in self.lost:
+                self._guarded(model, lambda m=model, p=pointer: self._restore(m, p))
+
+    def _left_on_probation(self, model: str, pointer: Pointer) -> bool:
+        """Whether a killed agent may have left another bundle of the same number in serving."""
+        if model in self._seen:
+            return False
+        self._seen.add(model)
+        last = self._world.journal.last.get(model)
+        return last is not None and last.state == "PROBATION" and last.version == pointer.version
+
+    def _restore(self, model: str, pointer: Pointer | None) -> None:
+        try:
+            restore(self._world.seam, self._world.home, model, pointer)
+        except NotFound:
+            if pointer is None:
                 logger.warning("unloaded by itself", extra={"model": model})
+                return
+            self._lose(model, f"version {pointer.version} is {DAMAGED}: its bundle is missing")
+            return
+        except Unavailable:
+            raise
+        except Exception as error:
+            if pointer is None:
+                raise
+            whole = is_whole(self._world.home, pointer.sha256)
+            what = "does not load" if whole else f"is {DAMAGED}"
+            self._lose(model, f"version {pointer.version} {what}: {error}")
+            if whole:
+                raise
+            return
+        if pointer is not None:
+            self.serving = {**self.serving, model: str(pointer.version)}
+            self._found(model)
 
     def _note_serving(self, *, up: bool) -> None:
         if up != self._serving_up:
@@ -224,6 +391,25 @@ class Reconciler:
             self._disk.remove(path)
         except OSError as error:
             logger.warning("not removed", extra={"path": str(path), "reason": str(error)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    """How long one model waits before it is tried again."""
+
+    length_s: float
+    until_s: float
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.until_s - time.monotonic())
+
+
+def _is_of(pointer: Pointer, assignment: pb.Assignment) -> bool:
+    """Whether the committed version is the assigned one: by content, where both sides know it."""
+    if (pointer.version, pointer.target_path) != (assignment.version, assignment.target_path):
+        return False
+    return not (pointer.source and assignment.sha256) or pointer.source == assignment.sha256.hex()
 
 
 def read_desired(path: Path) -> pb.Desired:
@@ -247,6 +433,7 @@ def report(
     metadata_age_s: float,
     serving_up: bool,
     serving_address: str,
+    metadata_versions: Mapping[str, int] = MappingProxyType({}),
 ) -> pb.Report:
     """The whole truth about this node, now. Its number grows with the time."""
     wanted = [assignment.model for assignment in reconciler.desired.assignments]
@@ -260,19 +447,24 @@ def report(
         incidents=reconciler.untold(),
         serving_up=serving_up,
         serving_address=serving_address,
+        metadata_versions=metadata_versions,
     )
 
 
 def _model_report(reconciler: Reconciler, model: str) -> pb.ModelReport:
     pointer, progress = reconciler.pointers.get(model), reconciler.progress.get(model)
     found = pb.ModelReport(model=model)
-    if pointer:
+    lost = reconciler.lost.get(model, "")
+    if pointer and (not lost or reconciler.serving.get(model) == str(pointer.version)):
         found.committed_version = pointer.version
         found.committed_digest = bytes.fromhex(pointer.digest)
+        found.committed_sha256 = bytes.fromhex(pointer.source)
     if progress:
         found.version, found.attempt = progress.version, progress.attempt
         found.state = pb.NodeState.Value(progress.state)
         found.reason = progress.reason
         found.downloaded_bytes = progress.downloaded_bytes
         found.total_bytes = progress.total_bytes
+    if lost and pointer and (not progress or progress.state == "COMMITTED"):
+        found.version, found.state, found.reason = pointer.version, pb.FAILED, lost
     return found

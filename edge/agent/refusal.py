@@ -37,6 +37,7 @@ KINDS: Final = {
     "latency":        "a bundle slower here than it allows itself",
     "memory":         "a bundle that takes more memory here than it allows itself",
     "probation":      "a version that failed or slowed down calls after the switch",
+    "damaged":        "a file of this node that changed or vanished on its own disk",
     "adaptation":     "a start point that cannot be adapted to this node's own samples",
 }
 # fmt: on

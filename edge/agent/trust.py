@@ -11,6 +11,7 @@ connection that the token pinned, and kept; later roots must be signed by the on
 A Trust is used by one thread at a time.
 """
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -23,7 +24,7 @@ from typing import Any, Final
 from tuf.api import exceptions as errors
 
 from triplane.edge.agent.explain import explain
-from triplane.edge.agent.metadata import Client, Fetcher, parsed
+from triplane.edge.agent.metadata import Client, Fetcher, parsed, versions_in
 from triplane.edge.agent.policy import Admission, judge
 from triplane.edge.agent.refusal import Refused
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
@@ -121,12 +122,23 @@ class Trust:
         disk.make_folder(self._metadata / "root_history")
         self._client: Client | None = None
         self._verified_s = -1.0
-        self._latest_s = self._read_latest()
+        self._latest_s, self._has_latest = 0.0, False
+        with contextlib.suppress(Refused):  # `refresh` says it: a damaged file must end no process
+            self._latest_s, self._has_latest = self._read_latest(), True
 
     @property
     def now_s(self) -> float:
         """The clock, or the latest time seen where the clock runs behind it."""
         return max(self._clock(), self._latest_s)
+
+    def versions(self) -> dict[str, int]:
+        """The newest verified version of each role but the root, as they are kept on the disk."""
+        found: dict[str, int] = {}
+        for role in ("snapshot", "timestamp"):
+            with contextlib.suppress(OSError, Refused):
+                data = (self._metadata / f"{role}.json").read_bytes()
+                found |= versions_in(parsed(role, data).signed)
+        return found
 
     def refresh(self) -> Freshness:
         """Fetch and verify what is new. Never raises for what the other side sent.
@@ -279,6 +291,8 @@ class Trust:
 
     def _advance_clock(self) -> tuple[Refused, ...]:
         """Keep the latest time; name a clock that fell behind it."""
+        if not self._has_latest:
+            self._latest_s, self._has_latest = self._read_latest(), True
         clock = self._clock()
         behind_s = self._latest_s - clock
         if behind_s <= 0:
@@ -301,10 +315,14 @@ class Trust:
             found = float(path.read_bytes()[:64])
         except FileNotFoundError:
             return 0.0
-        except ValueError:
+        except (ValueError, OSError):
             found = -1.0
         if not 0 <= found <= MAX_TIME_S:
-            raise Corrupt(f"{path} holds no time; set the clock right, then remove the file")
+            raise Refused(
+                "clock",
+                f"{path} holds no time, so what has expired cannot be judged; set the clock right, "
+                "then remove the file",
+            )
         return found
 
 

@@ -5,8 +5,10 @@ itself, and the server loads what it names when it starts: whatever was killed, 
 comes back. A version on trial is in no pointer.
 """
 
+import hashlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Final
@@ -17,11 +19,17 @@ from triplane.proto.errors import Corrupt, InvalidInput
 MAX_POINTER_BYTES: Final = 8 << 10
 _NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
+_CHECK: Final = "check"
+_OPTIONAL: Final = {"source": "", "size": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A committed version. sha256: of the bundle's file, which is its name; digest: its root."""
+    """A committed version. sha256: of the bundle's file, which is its name; digest: its root.
+
+    source: SHA-256 of the signed bundle that it comes from, which differs from `sha256` where the
+    node adapted it. size: bytes of the bundle's file. Both are empty in files of older releases.
+    """
 
     model: str
     version: int
@@ -30,10 +38,13 @@ class Pointer:
     target_path: str
     rollout: str
     attempt: int
+    source: str = ""
+    size: int = 0
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.model) or not all(
-            _HEX.fullmatch(digest) for digest in (self.sha256, self.digest)
+            _HEX.fullmatch(digest)
+            for digest in (self.sha256, self.digest, self.source or self.sha256)
         ):
             raise InvalidInput(f"not a pointer: {self}")
 
@@ -47,26 +58,39 @@ def pointer_path(folder: Path, model: str) -> Path:
 
 def write_pointer(folder: Path, pointer: Pointer, disk: Disk = OS_DISK) -> None:
     """Commit: from the return on, this version comes back after any crash."""
-    data = json.dumps(asdict(pointer), sort_keys=True).encode()
+    fields_of = asdict(pointer)
+    data = json.dumps({**fields_of, _CHECK: _check(fields_of)}, sort_keys=True).encode()
     write_atomic(pointer_path(folder, pointer.model), data, disk)
+
+
+def _check(given: Mapping[str, object]) -> str:
+    """Short digest of the fields, so that a flipped bit does not name another version."""
+    text = json.dumps({k: v for k, v in given.items() if k != _CHECK}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_pointer(path: Path) -> Pointer:
     """The pointer in a file. Corrupt where it holds none."""
-    data = path.read_bytes()[: MAX_POINTER_BYTES + 1]
     try:
-        given = json.loads(data)
+        data = path.read_bytes()[: MAX_POINTER_BYTES + 1]
+        given = _OPTIONAL | json.loads(data)
         pointer = Pointer(**{field.name: given[field.name] for field in fields(Pointer)})
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise Corrupt(f"{path} is no pointer ({error}); deploy the model to this node again") from (
             error
         )
-    types = {"version": int, "attempt": int}
-    if len(data) > MAX_POINTER_BYTES or not all(
-        isinstance(getattr(pointer, field.name), types.get(field.name, str))
-        for field in fields(Pointer)
-    ):
-        raise Corrupt(f"{path} is no pointer; deploy the model to this node again")
+    types = {"version": int, "attempt": int, "size": int}
+    is_whole = (
+        len(data) <= MAX_POINTER_BYTES
+        and path.name == f"{pointer.model}.json"
+        and given.get(_CHECK, _check(given)) == _check(given)
+        and all(
+            isinstance(getattr(pointer, field.name), types.get(field.name, str))
+            for field in fields(Pointer)
+        )
+    )
+    if not is_whole:
+        raise Corrupt(f"{path} is no pointer or is damaged; deploy the model to this node again")
     return pointer
 
 

@@ -257,12 +257,36 @@ def test_an_excused_node_counts_neither_way_and_can_come_back():
     assert rollout.members["node-1"].deadline_s == 1000.0
 
 
-def test_a_node_that_has_the_version_already_counts_at_once():
-    has = [replace(member, committed_version=3) for member in members(1, 1)]
-    rollout, _ = begin("r", plan(1, 2), has, 0.0)
+def test_a_node_that_had_the_version_counts_only_when_it_says_so_again():
+    has = [replace(member, committed_version=3) for member in members(1)]
+    rollout, _ = begin("r", plan(1), has, 0.0)
     rollout, effects = run(rollout, BundleReady("ort-x64", NEEDS, PATH))
-    assert effects == [Assign("node-0", PATH, 1), Assign("node-1", PATH, 1)]
+    assert effects == [Assign("node-0", PATH, 1)]
+    assert rollout.state is State.RUNNING
+    rollout, _ = run(rollout, committed("node-0"))
     assert rollout.state is State.DONE
+
+
+def test_the_same_number_with_other_content_does_not_count():
+    rollout, _ = begin("r", plan(1), members(1), 0.0)
+    rollout, _ = run(rollout, BundleReady("ort-x64", NEEDS, PATH, "ab" * 32))
+    rollout, _ = run(rollout, replace(committed("node-0"), committed_sha256="cd" * 32))
+    assert rollout.state is State.RUNNING
+    rollout, _ = run(rollout, replace(committed("node-0"), committed_sha256="ab" * 32))
+    assert rollout.state is State.DONE
+
+
+def test_a_node_that_failed_by_its_deadline_keeps_the_reason_that_it_gave():
+    rollout, _ = begin("r", plan(1), members(1), 0.0)
+    rollout, _ = run(rollout, BundleReady("ort-x64", NEEDS, PATH))
+    full = "waits: the disk is full"
+    waiting = Reported(
+        name="node-0", capability=X64, version=3, attempt=1, stage=Stage.DOWNLOADING, reason=full
+    )
+    rollout, _ = run(rollout, waiting)
+    rollout, _ = run(rollout, Tick(), now_s=10_000.0)
+    assert rollout.members["node-0"].stage is Stage.FAILED
+    assert rollout.members["node-0"].reason.endswith(f"last seen downloading: {full}")
 
 
 @pytest.mark.parametrize("event", [Pause(""), Resume(), Abort("", revert=False)])

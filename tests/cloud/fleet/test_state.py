@@ -8,7 +8,7 @@ from triplane.cloud.fleet import state
 from triplane.cloud.fleet.capability import Needs
 from triplane.cloud.fleet.deploying import Asked, begun
 from triplane.cloud.fleet.facts import BundleReady, Stage, State
-from triplane.cloud.fleet.messages import rollout_message
+from triplane.cloud.fleet.messages import desired_message, rollout_message
 from triplane.cloud.fleet.state import Fleet, Node
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.channels import MESSAGE_BYTES
@@ -69,3 +69,49 @@ def test_a_rollout_of_any_size_and_any_words_fits_into_a_message(count):
     assert len(message.nodes) == count
     assert all(node.reason.startswith("\N{SNAIL}" * 8) for node in message.nodes)
     assert (message.nodes[0].reason == words) is (count == 3)
+
+
+OURS, THEIRS = bytes.fromhex("ab" * 32), bytes.fromhex("cd" * 32)
+
+
+def held_and_said(version, sha256, **metadata):
+    """A node that was given digits@3 with OURS, and reports to serve something."""
+    report = pb.Report(capability=CAPABILITY, metadata_versions=metadata)
+    report.models.add(model="digits", committed_version=version, committed_sha256=sha256)
+    held = state.Held(version=3, sha256=OURS.hex(), good_version=2, good_sha256="")
+    return Node(name="n", report=report, held={"digits": held})
+
+
+@pytest.mark.parametrize(
+    ("node", "told"),
+    [
+        (held_and_said(3, OURS), []),
+        (held_and_said(3, b""), []),
+        (held_and_said(2, THEIRS), []),
+        (held_and_said(0, b""), []),
+        (Node(name="n"), []),
+        (held_and_said(3, THEIRS), ["digits@3 with other content: sha256 cdcdcdcdcdcdcdcd..., "]),
+        (held_and_said(4, OURS), ["digits@4, which this cloud did not assign"]),
+        (held_and_said(3, OURS, timestamp=8, release=1), []),
+        (held_and_said(3, OURS, timestamp=9), [r"timestamp 9 (this cloud: 8)"]),
+    ],
+)
+def test_a_node_that_contradicts_the_cloud_is_warned_of_by_content(node, told):
+    found = state.warnings(node, {"timestamp": 8, "release": 1})
+    assert len(found) == len(told)
+    for text, part in zip(found, told, strict=True):
+        assert part in text
+        assert "Restore a backup" in text
+
+
+def test_a_version_of_other_content_is_not_what_a_node_goes_back_to():
+    fleet = Fleet({"n": held_and_said(3, b"")})
+    for sha256, good in ((THEIRS, 2), (OURS, 3)):
+        report = held_and_said(3, sha256).report
+        after = state.after_reports(fleet, [("n", report)], 1.0)
+        assert after.nodes["n"].held["digits"].good_version == good
+
+
+def test_a_document_names_the_content_of_each_version():
+    message = desired_message(held_and_said(3, OURS))
+    assert message.assignments[0].sha256 == OURS

@@ -1,3 +1,4 @@
+import shutil
 import threading
 from datetime import timedelta
 
@@ -18,9 +19,10 @@ from tuf.api.metadata import Metadata
 from triplane.cloud.trust import Repository
 from triplane.cloud.trust.initial import policy_file
 from triplane.cloud.trust.keys import KeyFolder
-from triplane.cloud.trust.repository import KEPT_VERSIONS
+from triplane.cloud.trust.repository import KEPT_VERSIONS, MAX_OVERTAKEN
 from triplane.cloud.trust.roles import MAX_METADATA_BYTES, moment
-from triplane.cloud.trust.signing import replace_keys
+from triplane.cloud.trust.signing import renew, replace_keys
+from triplane.edge.agent.refusal import Refused
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.proto.targets import Policy, Rule
 
@@ -370,6 +372,57 @@ def test_a_cloud_that_slept_longer_than_everything_lasts_is_fresh_again(cloud):
     assert cloud.node().refresh().is_fresh
     ends = cloud.repository.expiries()
     assert ends["timestamp"] == cloud.clock() + timedelta(days=1).total_seconds()
+
+
+# A backup that was restored
+
+
+def restored(cloud, tmp_path, later):
+    """The cloud after `later` happened, its node saw it, and the backup from before came back."""
+    backup = tmp_path / "backup"
+    node = cloud.node()
+    assert node.refresh().is_fresh
+    shutil.copytree(cloud.path / "metadata", backup)
+    later()
+    assert node.refresh().is_fresh
+    shutil.rmtree(cloud.path / "metadata")
+    backup.rename(cloud.path / "metadata")
+    cloud.repository = cloud.reopened()
+    return node
+
+
+def test_a_restored_cloud_counts_on_from_what_its_nodes_have_seen(cloud, tmp_path):
+    cloud.allow(digits=RULE)
+    node = restored(cloud, tmp_path, lambda: [cloud.sign_auto(version=n) for n in (2, 3, 4)])
+    assert node.refresh().refusals[0].kind == "rollback"
+    seen = node.versions()
+    assert cloud.repository.overtake(seen)
+    ours = cloud.repository.versions()
+    assert all(ours[role] > seen[role] for role in ("timestamp", "snapshot", "auto"))
+    assert node.refresh().is_fresh
+    assert not cloud.repository.overtake(node.versions())
+    assert cloud.reopened().versions() == ours
+
+
+def test_what_people_signed_after_the_backup_is_signed_past_its_number(cloud, tmp_path):
+    cloud.release(bundle_entry(PATH))
+    node = restored(cloud, tmp_path, lambda: cloud.release(bundle_entry(NEW)))
+    seen = node.versions()
+    cloud.repository.overtake(seen)
+    assert not node.refresh().is_fresh
+    while cloud.repository.versions()["release"] <= seen["release"]:
+        renew(cloud.repository, "release", cloud.offline, now_s=cloud.clock())
+    assert node.refresh().is_fresh
+    assert node.target(PATH).sha256
+    with pytest.raises(Refused, match="is not listed"):
+        node.target(NEW)
+
+
+def test_a_node_that_lies_about_versions_cannot_use_the_numbers_up(cloud):
+    before = cloud.repository.versions()
+    lie = {"timestamp": before["timestamp"] + MAX_OVERTAKEN + 1, "snapshot": 1 << 30, "other": 7}
+    assert not cloud.repository.overtake(lie)
+    assert cloud.repository.versions() == before
 
 
 # Keys
