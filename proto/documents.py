@@ -39,6 +39,18 @@ _LABEL_KEY: Final = re.compile(r"[a-z0-9][a-z0-9._/-]{0,62}")
 _LABEL_VALUE: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
+def check_text(what: str, text: str, most: int) -> None:
+    """InvalidInput unless `text` is at most `most` characters that UTF-8 and databases can hold.
+
+    Python's strings may hold half a surrogate pair (from an escape in JSON, or from bytes of a
+    command line that are not UTF-8), which no message and no page can carry any further.
+    """
+    if len(text) > most:
+        raise InvalidInput(f"{what} has at most {most} characters, got {len(text)}")
+    if "\0" in text or any("\ud800" <= char <= "\udfff" for char in text):
+        raise InvalidInput(f"{what} is valid UTF-8 without NUL characters, got {text[:100]!a}")
+
+
 def check_labels(labels: Mapping[str, str]) -> None:
     """InvalidInput names the label that is none, or says that they are too many."""
     if len(labels) > MAX_LABELS:

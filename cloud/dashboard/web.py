@@ -183,6 +183,10 @@ async def _body(request: Request) -> Mapping[str, Any]:
         raise InvalidInput("the body is no JSON") from error
     if not isinstance(body, dict):
         raise InvalidInput('the body is a JSON object, as {"reason": "noise"}')
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput("a text in the body is not valid UTF-8: a lone surrogate") from error
     return body
 
 

@@ -294,19 +294,22 @@ class LiveFleet:
 
     async def pause(self, id: str, *, reason: str, by: str) -> Paper:  # noqa: A002
         """Open no wave until it is resumed. Conflict: it ended."""
-        event = Pause(messages.cut(reason) or f"paused by {by}")
+        reason = messages.cut(reason)
+        event = Pause(reason or f"paused by {by}")
         return await self._steer(id, event, Deed(by, "rollout.pause", "", {"reason": reason}))
 
     async def resume(self, id: str, *, reason: str = "", by: str) -> Paper:  # noqa: A002
         """Go on; failed nodes are tried again. Conflict: it ended."""
-        note = f"resumed by {by}" + (f": {messages.cut(reason)}" if reason else "")
+        reason = messages.cut(reason)
+        note = f"resumed by {by}" + (f": {reason}" if reason else "")
         return await self._steer(
             id, Resume(note), Deed(by, "rollout.resume", "", {"reason": reason})
         )
 
     async def abort(self, id: str, *, reason: str, revert: bool, by: str) -> Paper:  # noqa: A002
         """End it; nodes that did not commit keep what they had. Conflict: it ended otherwise."""
-        event = Abort(messages.cut(reason) or f"aborted by {by}", revert)
+        reason = messages.cut(reason)
+        event = Abort(reason or f"aborted by {by}", revert)
         details = {"reason": reason, "revert": revert}
         return await self._steer(id, event, Deed(by, "rollout.abort", "", details))
 

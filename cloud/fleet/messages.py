@@ -11,6 +11,7 @@ from triplane.cloud.fleet.facts import Member, Plan
 from triplane.cloud.fleet.state import Node, Paper, warnings
 from triplane.cloud.fleet.waves import Count, Percent, Size, cumulative
 from triplane.proto import fleet_pb2 as pb
+from triplane.proto.documents import check_text
 from triplane.proto.errors import InvalidInput
 from triplane.proto.targets import ROLES
 
@@ -145,5 +146,6 @@ def fitted(text: str, most_bytes: int) -> str:
 
 
 def cut(reason: str) -> str:
-    """A person's reason, as long as it may be."""
+    """A person's reason, as long as it may be. InvalidInput where it is no text."""
+    check_text("a reason", reason[:MAX_REASON_CHARS], MAX_REASON_CHARS)
     return reason[:MAX_REASON_CHARS]

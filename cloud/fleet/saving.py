@@ -214,9 +214,9 @@ def _paper(row: Any, members: Iterable[Member]) -> Paper:
             supplies={t: _supply(supply) for t, supply in body["supplies"].items()},
             allowed=body["allowed"],
             state=State[body["state"]],
-            reason=body["reason"],
-            left_out=body.get("left_out", ""),
-            resumed=body.get("resumed", ""),
+            reason=_text(body["reason"]),
+            left_out=_text(body.get("left_out", "")),
+            resumed=_text(body.get("resumed", "")),
             wave=body["wave"],
             ended_s=body["ended_s"],
         )
@@ -226,6 +226,11 @@ def _paper(row: Any, members: Iterable[Member]) -> Paper:
     return Paper(
         rollout=rollout, request=request, created_s=row.created_s, created_by=row.created_by
     )
+
+
+def _text(kept: str) -> str:
+    """Text of older releases may hold half a surrogate pair, which no message carries."""
+    return kept.encode("utf-8", "replace").decode()
 
 
 def _members(connection: sa.Connection, rollout_id: str) -> list[Member]:

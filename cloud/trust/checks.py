@@ -22,7 +22,7 @@ from triplane.cloud.trust.roles import (
     Role,
     moment,
 )
-from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput
 from triplane.proto.targets import POLICY_PATH, Policy, SignedTarget, read_target
 
 MAX_TARGETS: Final = 20_000
@@ -78,7 +78,9 @@ def published_version(role: str, chain: Chain) -> int:
 def _check_version(row: Role, version: int, chain: Chain) -> None:
     published = published_version(row.name, chain)
     if version != published + 1:
-        raise InvalidInput(
+        # What was the next version when its signer looked is not one any more: sign it again.
+        family = Conflict if 0 < version <= published else InvalidInput
+        raise family(
             f"{row.name} {published} is published, so the next is {published + 1}, got {version}; "
             "fetch the newest and sign again"
         )

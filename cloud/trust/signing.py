@@ -7,6 +7,7 @@ repeated here. Nothing else gets this signature, whatever the cloud offers. Whic
 version is, only its digest can say: give the one you know.
 """
 
+import random
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,9 @@ from triplane.proto.targets import (
     read_target,
 )
 
+MAX_TRIES: Final = 20
+"""Of one signature, when others sign at the same time; what was repeated is kept between them."""
+RETRY_S: Final = 1.0
 MAX_REPEATED: Final = 32
 """Conversions repeated for one signature, when others wait too."""
 
@@ -95,7 +99,6 @@ def sign_release(
     content differs, naming the parts. NotFound: the folder has no release key. Corrupt: the cloud's
     metadata is not what the root beside the keys leads to.
     """
-    signer = Signer(cloud, keys_folder, RELEASE)
     version = cloud.version(reference)
     wanted = TargetName(RELEASE, version.model, version.version, target)
     if model_digest and version.model_digest != model_digest:
@@ -103,28 +106,63 @@ def sign_release(
             f"{version.model}@{version.version} is model file {version.model_digest.hex()[:12]} in "
             f"the cloud, not {model_digest.hex()[:12]} as you know it"
         )
-    base = signer.published()
-    blob = cloud.bundle(f"{version.model}@{version.version}", target).blob
-    if str(wanted) in base and base[str(wanted)].hashes == {"sha256": blob.hex()}:
-        pending = cloud.pending(RELEASE)
-        done = Submitted(True, pending.signatures, pending.threshold, signer.version)
-        return Signed(done, (_as_target(str(wanted), base[str(wanted)]),))
-    waiting = signer.waiting(base)
-    repeat = {str(wanted): wanted}
-    if waiting is not None and not signer.has_signed(waiting):
-        repeat |= {p: TargetName.parse(p) for p in waiting.signed.targets if p not in base}
-    if len(repeat) > MAX_REPEATED:
-        raise InvalidInput(f"{len(repeat)} bundles wait; at most {MAX_REPEATED} are signed at once")
-    checked = [repeat_one(cloud, name, progress) for name in repeat.values()]
+    checked: dict[str, SignedTarget] = {}
+    for tries_left in reversed(range(MAX_TRIES)):
+        signer = Signer(cloud, keys_folder, RELEASE)
+        base, repeat = signer.published(), {str(wanted): wanted}
+        blob = cloud.bundle(f"{version.model}@{version.version}", target).blob
+        if str(wanted) in base and base[str(wanted)].hashes == {"sha256": blob.hex()}:
+            pending = cloud.pending(RELEASE)
+            done = Submitted(True, pending.signatures, pending.threshold, signer.version)
+            return Signed(done, (_as_target(str(wanted), base[str(wanted)]),))
+        waiting = signer.waiting(base)
+        if waiting is not None and not signer.has_signed(waiting):
+            repeat |= {p: TargetName.parse(p) for p in waiting.signed.targets if p not in base}
+        if len(repeat) > MAX_REPEATED:
+            raise InvalidInput(
+                f"{len(repeat)} bundles wait; at most {MAX_REPEATED} are signed at once"
+            )
+        missing = [name for path, name in repeat.items() if path not in checked]
+        if missing:  # repeating takes minutes: look again at what others signed meanwhile
+            checked |= {str(name): repeat_one(cloud, name, progress) for name in missing}
+            signer = Signer(cloud, keys_folder, RELEASE)
+            base, waiting = signer.published(), signer.waiting(signer.published())
+        found = [checked[path] for path in repeat]
+        try:
+            made = _sign_with(signer, base, waiting, found, progress, now_s)
+        except Conflict:
+            if not tries_left:
+                raise
+            progress("somebody else signed at the same time; signing on top of that")
+            time.sleep(random.uniform(0, RETRY_S))
+            continue
+        if made is not None:
+            return Signed(made, tuple(found))
+    raise Conflict(
+        f"{wanted} is not signed: others signed {MAX_TRIES} times meanwhile; run the command again"
+    )
+
+
+def _sign_with(
+    signer: "Signer",
+    base: Mapping[str, TargetFile],
+    waiting: Metadata[Targets] | None,
+    checked: Sequence[SignedTarget],
+    progress: Progress,
+    now_s: float | None,
+) -> Submitted | None:
+    """Sign what was checked; None where more waits by now, which is to be repeated first."""
     entries = {target.path: _entry(target) for target in checked}
     others = dict(waiting.signed.targets) if waiting is not None else {}
+    known = base.keys() | entries.keys()
+    if waiting is not None and not others.keys() <= known and not signer.has_signed(waiting):
+        return None
     for path, entry in entries.items():
         if path in others and others[path] != entry:
             raise Corrupt(f"{path} waits in the cloud with other digests than its bundle has now")
     progress(f"signing {', '.join(entries)}")
     now = time.time() if now_s is None else now_s
-    made = signer.sign(waiting, base | others | entries, now)
-    return Signed(made, tuple(checked))
+    return signer.sign(waiting, {**base, **others, **entries}, now)
 
 
 def sign_policy(

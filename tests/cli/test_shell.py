@@ -258,3 +258,8 @@ def test_result_is_text_or_one_json_document(capsys):
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"accuracy": 0.5}
     assert captured.err == "working\n"
+
+
+def test_an_argument_that_is_not_utf8_is_named_as_such(capsys):
+    assert shell.run(["cloud", "token", "--name", "odd\udcff"]) == 2
+    assert r"an argument is not valid UTF-8: b'odd\xff'" in capsys.readouterr().err

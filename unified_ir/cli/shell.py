@@ -173,6 +173,9 @@ def run(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except Exception as error:  # noqa: BLE001 - the process edge
+        odd = next((word for word in argv if not _is_text(word)), None)
+        if odd is not None and isinstance(error, UnicodeError):
+            error = InvalidInput(f"an argument is not valid UTF-8: {os.fsencode(odd)!r}")
         failure = _failure(error)
         _report(failure, error, as_json="--json" in argv)
         return failure.exit_code
@@ -364,6 +367,11 @@ def _report_interrupt(error: BaseException, *, as_json: bool) -> None:
         click.echo(_json({"error": record}))
     else:
         click.echo("triplane: interrupted", err=True)
+
+
+def _is_text(word: str) -> bool:
+    """Whether an argument is UTF-8; names of files need not be, texts for others must."""
+    return not any("\ud800" <= char <= "\udfff" for char in word)
 
 
 def _missing(module: str, extra: str) -> MissingExtra:

@@ -127,6 +127,8 @@ def test_rights_are_told_without_changing_anything(address):
         (CHANGE, "[]", 400, "JSON object"),
         (CHANGE, '{"reason": 3}', 400, "reason is a text"),
         (CHANGE, json.dumps({"reason": "x" * 201}), 400, "at most 200"),
+        (CHANGE, '{"reason": "\\ud800"}', 400, "not valid UTF-8"),
+        (CHANGE, '{"reason": "x", "\\udfff": 1}', 400, "not valid UTF-8"),
         (CHANGE, '{"revert": "yes"}', 400, "revert is true or false"),
         (CHANGE, " " * (MOST_BODY_BYTES + 1), 400, "longer than"),
         ("/api/rollouts/r-0000/pause", "{}", 404, "no rollout"),

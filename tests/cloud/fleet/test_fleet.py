@@ -3,7 +3,7 @@ import asyncio
 import pytest
 from tests.cloud.fleet.given import obey, request, said, until, within
 
-from triplane.cloud.fleet import saving
+from triplane.cloud.fleet import messages, saving
 from triplane.cloud.fleet.facts import Limit, Stage, State
 from triplane.cloud.fleet.messages import desired_message, rollout_message
 from triplane.cloud.fleet.share import in_share
@@ -382,3 +382,35 @@ def test_a_target_that_people_released_is_no_matter_of_the_share(opened, shelf):
             return (await fleet.rollout("last")).rollout.state
 
     assert within(story()) is State.DONE
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume", "abort"])
+def test_a_reason_that_is_no_text_is_refused_and_rollouts_stay_readable(opened, verb):
+    options = {"revert": False} if verb == "abort" else {}
+
+    async def story():
+        async with opened() as fleet:
+            await enrolled(fleet, *NAMES)
+            found = await running(fleet)
+            with pytest.raises(InvalidInput, match="valid UTF-8"):
+                await getattr(fleet, verb)(found, reason="\ud800", by="olga", **options)
+            (head,) = await fleet.rollouts(10)
+            return rollout_message(head, lambda _: True).reason
+
+    assert "needed" in within(story())
+
+
+def test_text_that_an_older_release_kept_is_readable(opened, monkeypatch):
+    async def story():
+        async with opened() as fleet:
+            await enrolled(fleet, *NAMES)
+            found = await running(fleet)
+            with monkeypatch.context() as older:
+                older.setattr(messages, "check_text", lambda *_: None)
+                await fleet.pause(found, reason="\ud800", by="olga")
+        async with opened() as again:
+            (head,) = await again.rollouts(10)
+            rollout_message(head, lambda _: True)
+            return rollout_message(await again.rollout(found), lambda _: True)
+
+    assert within(story()).reason == "?"

@@ -91,7 +91,6 @@ def no_custom(made):
 
 
 REFUSED = {
-    "same version": (edit_release(version=1), "so the next is 2, got 1; fetch the newest"),
     "version ahead": (edit_release(version=7), "so the next is 2, got 7"),
     "expires too late": (far, "within 365 days"),
     "expired": (past, "expires after now"),
@@ -107,6 +106,15 @@ REFUSED = {
     "other digits": (add("release/digits@٣+x.bundle"), "a bundle's target path is"),
     "no fields": (no_custom, "custom fields are"),
 }
+
+
+def test_a_version_that_was_overtaken_is_a_conflict_that_signing_again_resolves(cloud):
+    made = cloud.next_targets("release", [bundle_entry(PATH)])
+    made.signed.version = 1
+    before = files(cloud)
+    with pytest.raises(Conflict, match="so the next is 2, got 1; fetch the newest"):
+        cloud.repository.submit("release", signed_by(cloud.offline, made, "release").to_bytes())
+    assert files(cloud) == before
 
 
 @pytest.mark.parametrize("case", REFUSED)

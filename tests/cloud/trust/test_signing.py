@@ -2,6 +2,8 @@
 
 import hashlib
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -134,6 +136,45 @@ def test_a_repeated_conversion_is_signed_and_nodes_accept_it(cloud, made):
     again = sign_release(cloud, "digits@1", "ort-x64", cloud.stage.offline)
     assert (again.submitted.published, again.submitted.version) == (True, 2)
     assert newest(cloud.stage, "release") == 2
+
+
+class Together(Cloud):
+    """Holds the first submissions until everybody has one: all of them are for the same version."""
+
+    def __init__(self, stage, signers):
+        super().__init__(stage)
+        self.conversions = []
+        self._barrier = threading.Barrier(signers)
+        self._held = set()
+
+    def submit(self, role, data):
+        if threading.get_ident() not in self._held:
+            self._held.add(threading.get_ident())
+            self._barrier.wait(120)
+        return super().submit(role, data)
+
+    def blob(self, sha256, size):
+        self.conversions.append(sha256)
+        return super().blob(sha256, size)
+
+
+def test_people_who_sign_other_versions_at_the_same_time_all_succeed(made, tmp_path):
+    cloud = Together(stage(tmp_path / "stage"), 3)
+    third = tmp_path / "3.bundle"
+    convert(made[0], "ort-x64", name="digits", version="3", out=third)
+    for number, bundle in enumerate((*made[1:], third), start=1):
+        cloud.push(made[0], bundle, number)
+    with ThreadPoolExecutor(3) as pool:
+        signing = [
+            pool.submit(sign_release, cloud, f"digits@{n}", "ort-x64", cloud.stage.offline)
+            for n in (1, 2, 3)
+        ]
+        signed = [future.result() for future in signing]
+    assert all(one.submitted.published for one in signed)
+    assert sorted(one.submitted.version for one in signed) == [2, 3, 4]
+    listed = load(cloud.stage, "release").signed.targets
+    assert {*listed} == {PATH.replace("@1", f"@{n}") for n in (1, 2, 3)}
+    assert len(cloud.conversions) == 6, "each model file and each bundle was fetched once"
 
 
 def copied(source: Path, part="weights.safetensors", prefix=""):

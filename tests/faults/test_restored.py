@@ -1,0 +1,91 @@
+"""A cloud whose backup is restored: its numbers are used again, for other content."""
+
+import shutil
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tests.faults.fleet import RECONNECT, fleet, wait_until, write_model
+
+from triplane.edge.serving.pointers import read_pointers
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+
+MODEL = "lenet"
+X = np.ones((1, 1, 8, 8), np.float32)
+
+
+def answer(port):
+    """What the node says to the same input."""
+    client = triton.InferenceServerClient(f"127.0.0.1:{port}", channel_args=[*RECONNECT.items()])
+    try:
+        tensor = triton.InferInput("x", X.shape, "FP32")
+        tensor.set_data_from_numpy(X)
+        found = client.infer(MODEL, [tensor])
+        return found.as_numpy(found.get_response().outputs[0].name)
+    finally:
+        client.close()
+
+
+def backup_of(running, folder):
+    running.cloud.stop()
+    shutil.copytree(running.home, folder / "backup", symlinks=True)
+    running.cloud.start()
+
+
+def restore(running, folder):
+    running.cloud.stop()
+    shutil.rmtree(running.home)
+    (folder / "backup").rename(running.home)
+    running.cloud.start()
+
+
+def pointer(node):
+    return read_pointers(node.home / "models")[0][MODEL]
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """A cloud whose backup knows lenet@1 only, and a node that serves lenet@2."""
+    with fleet(tmp_path) as running:
+        node = running.add_node("node-a")
+        running.publish(write_model(tmp_path / "m0.tpm", 0), MODEL)
+        running.deploy(f"{MODEL}@1")
+        backup_of(running, tmp_path)
+        running.publish(write_model(tmp_path / "m1.tpm", 1), MODEL)
+        running.deploy(f"{MODEL}@2")
+        yield running, node, tmp_path
+
+
+def test_a_number_used_again_for_other_content_is_no_commit_until_it_is_replaced(lab):
+    running, node, folder = lab
+    old, before = answer(node.port), pointer(node)
+    node.supervisor.stop()
+    restore(running, folder)
+    assert running.publish(write_model(folder / "m2.tpm", 2), MODEL) == 2
+    running.deploy(f"{MODEL}@2", "--detach")
+    assert running.ask("rollout", "show", "last")["state"] != "done"
+    node.supervisor.start()
+    wait_until(lambda: running.ask("rollout", "show", "last")["state"] == "done", "the rollout")
+    after = pointer(node)
+    assert (before.version, after.version) == (2, 2)
+    assert before.sha256 != after.sha256
+    assert not np.array_equal(answer(node.port), old)
+    assert running.ask("cloud", "status")["warnings"] == []
+
+
+def test_a_restored_cloud_says_that_nodes_are_ahead_and_what_to_do(lab):
+    running, node, folder = lab
+    restore(running, folder)
+
+    def warned():
+        told = running.ask("cloud", "status")["warnings"]
+        return told if any("--role release" in text for text in told) else None
+
+    warnings = wait_until(warned, "the cloud to say that the node is ahead")
+    assert any(f"{MODEL}@2, which this cloud did not assign" in text for text in warnings)
+    past = next(t for t in warnings if "--role release" in t).partition("--past ")[2].split()[0]
+    options = ("--role", "release", "--past", past, "--keys", running.keys)
+    running.ask("cloud", "keys", "renew", *options)
+    wait_until(lambda: node.committed() == 1, "the node to serve what the cloud knows")
+    wait_until(lambda: not running.ask("cloud", "status")["warnings"], "the end of the warnings")
