@@ -245,12 +245,12 @@ class Cloud:
 
     def _reported(self, name: str, report: fleet_pb2.Report) -> None:
         """Count on from what a node has seen: it takes nothing from a cloud that is behind."""
-        ours, now_s = self.repository.versions(), self._clock()
-        seen = dict(report.metadata_versions)
-        behind = {role: n for role, n in seen.items() if role in ours and n > ours[role]}
-        if behind and now_s - self._overtook_s >= OVERTAKE_EVERY_S:
+        seen, now_s = dict(report.metadata_versions), self._clock()
+        if now_s - self._overtook_s < OVERTAKE_EVERY_S:
+            return
+        if self.repository.is_behind(seen, report.metadata_sha256):
             self._overtook_s = now_s
-            facts = {"node": name, "seen": behind, "ours": {role: ours[role] for role in behind}}
+            facts = {"node": name, "seen": seen, "ours": self.repository.versions()}
             logger.warning("a node has seen newer metadata; was a backup restored?", extra=facts)
             self._spawn(self._overtake(name, seen), "numbers after a restore")
 

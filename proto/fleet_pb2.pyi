@@ -168,6 +168,7 @@ class Report(_message.Message):
     SERVING_UP_FIELD_NUMBER: _builtins.int
     SERVING_ADDRESS_FIELD_NUMBER: _builtins.int
     METADATA_VERSIONS_FIELD_NUMBER: _builtins.int
+    METADATA_SHA256_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     desired_number: _builtins.int
     """The Desired it knows."""
@@ -175,6 +176,8 @@ class Report(_message.Message):
     """Seconds since the node last verified fresh metadata; negative before the first time."""
     serving_up: _builtins.bool
     serving_address: _builtins.str
+    metadata_sha256: _builtins.bytes
+    """SHA-256 of the timestamp that it has verified: the same number can be signed twice."""
     @_builtins.property
     def capability(self) -> Global___Capability: ...
     @_builtins.property
@@ -201,10 +204,11 @@ class Report(_message.Message):
         serving_up: _builtins.bool = ...,
         serving_address: _builtins.str = ...,
         metadata_versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        metadata_sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "desired_number", b"desired_number", "incidents", b"incidents", "metadata_age_s", b"metadata_age_s", "metadata_versions", b"metadata_versions", "models", b"models", "number", b"number", "serving_address", b"serving_address", "serving_up", b"serving_up"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "desired_number", b"desired_number", "incidents", b"incidents", "metadata_age_s", b"metadata_age_s", "metadata_sha256", b"metadata_sha256", "metadata_versions", b"metadata_versions", "models", b"models", "number", b"number", "serving_address", b"serving_address", "serving_up", b"serving_up"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

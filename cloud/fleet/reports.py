@@ -51,6 +51,8 @@ def check_report(report: Report) -> None:
     if len(set(names)) != len(names):
         raise InvalidInput("a report names each model once")
     _words("metadata_versions", report.metadata_versions, MAX_ROLES)
+    if len(report.metadata_sha256) not in {0, 32}:
+        raise InvalidInput(f"a digest has 32 bytes, got {len(report.metadata_sha256)}")
     for version in report.metadata_versions.values():
         _bound("metadata_versions", version, MAX_METADATA_VERSION)
     for incident in report.incidents:

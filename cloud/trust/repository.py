@@ -10,6 +10,7 @@ Calls may come from any thread. They sync the disk: from an event loop, run them
 """
 
 import contextlib
+import hashlib
 import re
 import threading
 import time
@@ -256,12 +257,24 @@ class Repository:
             self._tell(AUTO)
         return made
 
+    def is_behind(self, seen: Mapping[str, int], sha256: bytes) -> bool:
+        """Whether a node has seen higher numbers than are published, or ours with other content.
+
+        sha256: of the timestamp that it has.
+        """
+        ours = self.versions()
+        if any(version > ours.get(role, version) for role, version in seen.items()):
+            return True
+        same = seen.get("timestamp") == ours["timestamp"]
+        return bool(sha256) and same and sha256 != hashlib.sha256(self._timestamp).digest()
+
     def overtake(self, seen: Mapping[str, int]) -> bool:
         """Publish what the online keys sign under higher numbers than a node has seen.
 
         A cloud that was restored from a backup begins to count where the backup ends, and nodes
-        refuse numbers below those that they know. Only the numbers change, by `MAX_OVERTAKEN` at
-        most; what offline keys sign stays as it is. False: nothing needs it.
+        refuse numbers below those that they know, and keep what they have under an equal one.
+        Only the numbers change, by `MAX_OVERTAKEN` at most; what offline keys sign stays as it
+        is. False: the node is too far ahead.
         """
         now_s = self._clock()
         with self._lock:
@@ -270,12 +283,12 @@ class Repository:
                 role: version
                 for role, version in seen.items()
                 if role in {"timestamp", "snapshot", AUTO}
-                and 0 < version - ours[role] <= MAX_OVERTAKEN
+                and 0 <= version - ours[role] <= MAX_OVERTAKEN
             }
             if not ahead:
                 return False
             changed = {}
-            if AUTO in ahead and self._can_sign_auto():
+            if ahead.get(AUTO, 0) > ours[AUTO] and self._can_sign_auto():
                 changed[AUTO] = self._again(now_s, ahead[AUTO])
             self._publish(changed, now_s, least=ahead)
             return True

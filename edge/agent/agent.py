@@ -49,7 +49,7 @@ class Watched:
     def __init__(self, trust: Trust) -> None:
         self._trust = trust
         self.verified_s = -1.0
-        self.admit, self.versions = trust.admit, trust.versions
+        self.admit, self.versions, self.digest = trust.admit, trust.versions, trust.digest
 
     def refresh(self) -> Freshness:
         """See `Trust.refresh`."""
@@ -159,6 +159,7 @@ class Agent:
             serving_up=up,
             serving_address=f"{self._settings.host}:{self._settings.port}",
             metadata_versions=self._trust.versions(),
+            metadata_sha256=self._trust.digest(),
         )
 
     async def _renew(self) -> None:

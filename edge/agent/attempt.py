@@ -242,11 +242,10 @@ class Attempt:
             )
         wanted = self._assignment.sha256
         if wanted and wanted != admission.target.sha256:
-            raise Refused(
-                "wrong-target",
+            raise Unavailable(
                 f"{admission.target.path} is signed with SHA-256 {admission.target.sha256.hex()}, "
                 f"assigned is {wanted.hex()}: the cloud's registry and its signed metadata "
-                "contradict each other; sign the version again",
+                "contradict each other; if it stays so, push and sign the version again"
             )
         if name.target not in self._world.targets:
             raise Refused(

@@ -434,6 +434,7 @@ def report(
     serving_up: bool,
     serving_address: str,
     metadata_versions: Mapping[str, int] = MappingProxyType({}),
+    metadata_sha256: bytes = b"",
 ) -> pb.Report:
     """The whole truth about this node, now. Its number grows with the time."""
     wanted = [assignment.model for assignment in reconciler.desired.assignments]
@@ -448,6 +449,7 @@ def report(
         serving_up=serving_up,
         serving_address=serving_address,
         metadata_versions=metadata_versions,
+        metadata_sha256=metadata_sha256,
     )
 
 

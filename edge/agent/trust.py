@@ -140,6 +140,13 @@ class Trust:
                 found |= versions_in(parsed(role, data).signed)
         return found
 
+    def digest(self) -> bytes:
+        """SHA-256 of the verified timestamp; empty before the first."""
+        try:
+            return hashlib.sha256((self._metadata / "timestamp.json").read_bytes()).digest()
+        except OSError:
+            return b""
+
     def refresh(self) -> Freshness:
         """Fetch and verify what is new. Never raises for what the other side sent.
 

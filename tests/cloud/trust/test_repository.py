@@ -408,8 +408,20 @@ def test_a_restored_cloud_counts_on_from_what_its_nodes_have_seen(cloud, tmp_pat
     ours = cloud.repository.versions()
     assert all(ours[role] > seen[role] for role in ("timestamp", "snapshot", "auto"))
     assert node.refresh().is_fresh
-    assert not cloud.repository.overtake(node.versions())
+    assert not cloud.repository.is_behind(node.versions(), node.digest())
     assert cloud.reopened().versions() == ours
+
+
+def test_a_number_that_was_used_twice_is_noticed_by_its_content(cloud, tmp_path):
+    node = restored(cloud, tmp_path, lambda: cloud.release(bundle_entry(PATH)))
+    cloud.release(bundle_entry(NEW))
+    assert node.refresh().is_fresh, "the number is the same, so it keeps what it has"
+    assert cloud.repository.is_behind(node.versions(), node.digest())
+    assert cloud.repository.overtake(node.versions())
+    assert node.refresh().is_fresh
+    assert node.target(NEW).sha256
+    with pytest.raises(Refused, match="is not listed"):
+        node.target(PATH)
 
 
 def test_what_people_signed_after_the_backup_is_signed_past_its_number(cloud, tmp_path):
