@@ -314,7 +314,12 @@ class Cloud:
         transfer_grpc.add_TransferServicer_to_server(
             TransferServicer(self.blobs, self._may_read, self._may_write), server
         )
-        identity = Identity(self.principals, self.database, self.gate)
+        identity = Identity(
+            self.principals,
+            self.database,
+            self.gate,
+            lambda: f"{self._home.hosts()[0]}:{self.enrol_port}",
+        )
         identity_grpc.add_IdentityServicer_to_server(identity, server)
         enrolment_grpc.add_RenewalServicer_to_server(Renewal(self.principals), server)
         health_pb2_grpc.add_HealthServicer_to_server(ours, server)

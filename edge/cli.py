@@ -1,6 +1,7 @@
 """The verb `triplane edge`: what runs on an edge node. Imports click only until it is called."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,10 +131,20 @@ def enrol(
 
     node = NodeHome(home)
     identity = enrol_node(node, token_text, address, root)
-    node.save_settings(Settings(targets=targets, **options))
+    given = {name: value for name, value in options.items() if _was_given(name)}
+    settings = replace(node.settings, **given) if node.settings_file.exists() else None
+    if settings is not None and targets:
+        settings = replace(settings, targets=targets)
+    node.save_settings(settings or Settings(targets=targets, **options))
     record = {"name": identity.name, "home": str(node.path), "cloud": identity.cloud}
     text = f"{identity.name}: enrolled in {node.path}; now: triplane edge up --home {node.path}"
     open_output(as_json).result(record, text)
+
+
+def _was_given(name: str) -> bool:
+    """Whether an option stands on the command line: a node that enrols again keeps the others."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is not click.core.ParameterSource.DEFAULT
 
 
 @edge.command(epilog=UP_EXAMPLE, short_help="Keep the node running; says where it answers.")

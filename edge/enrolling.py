@@ -13,6 +13,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 from cryptography import x509
@@ -67,11 +68,18 @@ def _require_one_cloud(node: NodeHome, token: Token) -> None:
 def _identity(node: NodeHome, token: str, address: str) -> IdentityFolder:
     """From the token, or the one that it gave before the first root was fetched."""
     try:
-        return enrol_at(token, address, node.identity.path)
-    except Conflict:
-        if (node.trust / BOOTSTRAP).exists() or not (node.identity.path / "cert.pem").exists():
+        return enrol_at(token, address, node.identity.path, kind="node")
+    except Conflict as error:
+        if not (node.identity.path / "cert.pem").exists():
             raise
-        return node.identity.load()
+        identity = node.identity.load()
+        if (node.trust / BOOTSTRAP).exists():
+            ends = f"{datetime.fromtimestamp(identity.expires_s, UTC):%Y-%m-%d}"
+            raise Conflict(
+                f"{node.path} is enrolled already, as {identity.name} of {identity.cloud}, with a "
+                f"certificate until {ends}; there is nothing more to do. ({error})"
+            ) from error
+        return identity
 
 
 def _believe(node: NodeHome, fetch: Fetch, root: Path | None) -> None:

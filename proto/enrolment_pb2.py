@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriplane/proto/enrolment.proto\x12\x15triplane.enrolment.v1\"\x15\n\x13GetAuthorityRequest\")\n\x14GetAuthorityResponse\x12\x11\n\tauthority\x18\x01 \x01(\x0c\">\n\x0c\x45nrolRequest\x12\x10\n\x08token_id\x18\x01 \x01(\x0c\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x0b\n\x03mac\x18\x03 \x01(\x0c\"\x1f\n\x0cRenewRequest\x12\x0f\n\x07request\x18\x01 \x01(\x0c\"3\n\x0b\x43\x65rtificate\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t2\xc6\x01\n\tEnrolment\x12g\n\x0cGetAuthority\x12*.triplane.enrolment.v1.GetAuthorityRequest\x1a+.triplane.enrolment.v1.GetAuthorityResponse\x12P\n\x05\x45nrol\x12#.triplane.enrolment.v1.EnrolRequest\x1a\".triplane.enrolment.v1.Certificate2[\n\x07Renewal\x12P\n\x05Renew\x12#.triplane.enrolment.v1.RenewRequest\x1a\".triplane.enrolment.v1.Certificateb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1etriplane/proto/enrolment.proto\x12\x15triplane.enrolment.v1\"\x15\n\x13GetAuthorityRequest\")\n\x14GetAuthorityResponse\x12\x11\n\tauthority\x18\x01 \x01(\x0c\"L\n\x0c\x45nrolRequest\x12\x10\n\x08token_id\x18\x01 \x01(\x0c\x12\x0f\n\x07request\x18\x02 \x01(\x0c\x12\x0b\n\x03mac\x18\x03 \x01(\x0c\x12\x0c\n\x04kind\x18\x04 \x01(\t\"\x1f\n\x0cRenewRequest\x12\x0f\n\x07request\x18\x01 \x01(\x0c\"3\n\x0b\x43\x65rtificate\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t2\xc6\x01\n\tEnrolment\x12g\n\x0cGetAuthority\x12*.triplane.enrolment.v1.GetAuthorityRequest\x1a+.triplane.enrolment.v1.GetAuthorityResponse\x12P\n\x05\x45nrol\x12#.triplane.enrolment.v1.EnrolRequest\x1a\".triplane.enrolment.v1.Certificate2[\n\x07Renewal\x12P\n\x05Renew\x12#.triplane.enrolment.v1.RenewRequest\x1a\".triplane.enrolment.v1.Certificateb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,13 +36,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETAUTHORITYRESPONSE']._serialized_start=80
   _globals['_GETAUTHORITYRESPONSE']._serialized_end=121
   _globals['_ENROLREQUEST']._serialized_start=123
-  _globals['_ENROLREQUEST']._serialized_end=185
-  _globals['_RENEWREQUEST']._serialized_start=187
-  _globals['_RENEWREQUEST']._serialized_end=218
-  _globals['_CERTIFICATE']._serialized_start=220
-  _globals['_CERTIFICATE']._serialized_end=271
-  _globals['_ENROLMENT']._serialized_start=274
-  _globals['_ENROLMENT']._serialized_end=472
-  _globals['_RENEWAL']._serialized_start=474
-  _globals['_RENEWAL']._serialized_end=565
+  _globals['_ENROLREQUEST']._serialized_end=199
+  _globals['_RENEWREQUEST']._serialized_start=201
+  _globals['_RENEWREQUEST']._serialized_end=232
+  _globals['_CERTIFICATE']._serialized_start=234
+  _globals['_CERTIFICATE']._serialized_end=285
+  _globals['_ENROLMENT']._serialized_start=288
+  _globals['_ENROLMENT']._serialized_end=486
+  _globals['_RENEWAL']._serialized_start=488
+  _globals['_RENEWAL']._serialized_end=579
 # @@protoc_insertion_point(module_scope)

@@ -63,22 +63,28 @@ class EnrolRequest(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     MAC_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     token_id: _builtins.bytes
     """First 16 bytes of SHA-256("triplane token id" || secret)."""
     request: _builtins.bytes
     """PKCS #10, DER. Its subject is ignored: the token decides name and role."""
     mac: _builtins.bytes
     """HMAC-SHA-256 over `request`, key SHA-256("triplane token key" || secret)."""
+    kind: _builtins.str
+    """What the machine is going to be: "node", "device" or "person". A token for something else is
+    refused and stays unused. Empty from older machines, which are not asked.
+    """
     def __init__(
         self,
         *,
         token_id: _builtins.bytes = ...,
         request: _builtins.bytes = ...,
         mac: _builtins.bytes = ...,
+        kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mac", b"mac", "request", b"request", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "mac", b"mac", "request", b"request", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

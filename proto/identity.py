@@ -8,12 +8,13 @@ cryptography and, to enrol and renew, grpc.
 """
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -29,7 +30,7 @@ from triplane.proto.credentials import MAX_CERTIFICATE_BYTES
 from triplane.proto.credentials import IdentityFolder as IdentityFolder  # noqa: PLC0414 -- callers
 from triplane.proto.credentials import common_name as common_name  # noqa: PLC0414 -- name it here
 from triplane.proto.disk import OS_DISK, atomic_file, write_atomic
-from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.errors import Corrupt, InvalidInput, Unavailable
 
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 SECRET_BYTES: Final = 32
@@ -131,12 +132,16 @@ def certificate_pem(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def enrol(token: str, address: str, folder: Path, *, timeout_s: float = ENROL_S) -> IdentityFolder:
+def enrol(
+    token: str, address: str, folder: Path, *, kind: str = "", timeout_s: float = ENROL_S
+) -> IdentityFolder:
     """Get a certificate from the enrolment port at `address` and save it in `folder`.
 
     A repeated call with the same folder and token gives the same certificate until the token
-    expires, so a crash in between costs nothing. Raises InvalidInput for a token that is not
-    accepted, Corrupt for an authority that is not the pinned one.
+    expires, so a crash in between costs nothing. kind: "node", "device" or "person", what this
+    machine is going to be. Raises InvalidInput for a token that is not accepted or is for another
+    kind, Corrupt for an authority that is not the pinned one, Unavailable where no enrolment port
+    answers.
     """
     import grpc
 
@@ -147,15 +152,41 @@ def enrol(token: str, address: str, folder: Path, *, timeout_s: float = ENROL_S)
     given = Token.parse(token)
     key = _pending_key(Path(folder), given)
     request = _pending_request(Path(folder), given, key)
-    with grpc.insecure_channel(address) as channel, remote_errors():
+    with (
+        grpc.insecure_channel(address) as channel,
+        _answers_for(address),
+        remote_errors(),
+    ):
         stub = EnrolmentStub(channel)
         authority_der = stub.GetAuthority(pb.GetAuthorityRequest(), timeout=timeout_s).authority
         authority = _pinned(authority_der, given.pin, address)
         answer = stub.Enrol(
-            pb.EnrolRequest(token_id=given.id, request=request, mac=mac(given.key, request)),
+            pb.EnrolRequest(
+                token_id=given.id, request=request, mac=mac(given.key, request), kind=kind
+            ),
             timeout=timeout_s,
         )
     return _accept(IdentityFolder(folder), answer.certificate, authority, key, answer.address)
+
+
+@contextlib.contextmanager
+def _answers_for(address: str) -> Iterator[None]:
+    """What a refused connection means here, instead of how the library words it."""
+    try:
+        yield
+    except Unavailable as error:
+        if _CONNECTION.search(str(error)) is None:
+            raise
+        raise Unavailable(
+            f"no enrolment port answers at {address}. `triplane cloud up` prints the port, usually "
+            "8444; the main port, usually 8443, does not take tokens. Check host, port and firewall"
+        ) from error
+
+
+_CONNECTION: Final = re.compile(
+    r"connect|[Ss]ocket closed|DNS|resolution|Deadline Exceeded|GOAWAY|[Hh]andshak|Stream removed"
+)
+"""In what grpc says where nobody answers, or somebody who speaks TLS or another protocol."""
 
 
 def renew(folder: IdentityFolder, *, timeout_s: float = ENROL_S) -> IdentityFolder:
@@ -214,10 +245,19 @@ def _pinned(der: bytes, pin: bytes, address: str) -> x509.Certificate:
     found = hashlib.sha256(der).digest()
     if not hmac.compare_digest(found, pin):
         raise Corrupt(
-            f"{address} answers with another authority ({found.hex()[:16]}...) than the token "
-            f"pins ({pin.hex()[:16]}...); the token is of another cloud, or somebody is in between"
+            f"invalid token: it pins the authority {told(pin, found)}, but {address} has "
+            f"{told(found, pin)}. The token was changed on its way or is of another cloud, or "
+            "somebody answers in the cloud's place; request a new one with `triplane cloud token`"
         )
     return certificate_of(der, "the authority")
+
+
+def told(digest: bytes, other: bytes, least: int = 16) -> str:
+    """A digest in hexadecimal, as far as it takes to tell it from the other."""
+    mine, theirs = digest.hex(), other.hex()
+    differs = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), 0)
+    end = max(least, differs + 4)
+    return mine if end >= len(mine) else f"{mine[:end]}..."
 
 
 def _pending_key(folder: Path, token: Token) -> Key:

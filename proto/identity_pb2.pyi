@@ -153,20 +153,24 @@ class CreateTokenResponse(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     EXPIRES_S_FIELD_NUMBER: _builtins.int
+    ENROL_ADDRESS_FIELD_NUMBER: _builtins.int
     token: _builtins.str
     """SECRET.PIN, both in base32 without padding: shown once, kept nowhere."""
     name: _builtins.str
     expires_s: _builtins.float
+    enrol_address: _builtins.str
+    """Where the token is taken, as HOST:PORT."""
     def __init__(
         self,
         *,
         token: _builtins.str = ...,
         name: _builtins.str = ...,
         expires_s: _builtins.float = ...,
+        enrol_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_s", b"expires_s", "name", b"name", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enrol_address", b"enrol_address", "expires_s", b"expires_s", "name", b"name", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -206,9 +206,9 @@ def token(
 def _token_text(made: CreateTokenResponse, role: str) -> str:
     from triplane.cloud.cli.text import until
 
-    where = f"--cloud HOST:{DEFAULT_ENROL_PORT}"
-    if role == "node":
-        use = f"triplane edge enrol {made.token} {where}"
+    where = f"--cloud {made.enrol_address or f'HOST:{DEFAULT_ENROL_PORT}'}"
+    if role in {"node", "device"}:
+        use = f"triplane {'edge' if role == 'node' else role} enrol {made.token} {where}"
     else:
         use = f"triplane cloud enrol {made.token} {where} --identity DIR"
     ends = until(made.expires_s)
@@ -233,15 +233,9 @@ def enrol(*, token_text: str, address: str, folder: Path, as_json: bool) -> None
     """
     quiet_grpc()
     from triplane.cloud.cli.text import until
-    from triplane.proto.errors import Unavailable
     from triplane.proto.identity import enrol as enrol_at
 
-    try:
-        made = enrol_at(token_text, address, folder)
-    except Unavailable as error:
-        raise Unavailable(
-            f"no enrolment at {address} ({error}); the cloud prints the port when it starts"
-        ) from error
+    made = enrol_at(token_text, address, folder, kind="person")
     text = (
         f"{made.name}: identity in {folder}, certificate ends {until(made.expires_s)}\n"
         f"Use it: export {IDENTITY_VARIABLE}={folder}"

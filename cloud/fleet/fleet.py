@@ -205,7 +205,7 @@ class LiveFleet:
     # Nodes
 
     async def add_node(self, name: str, labels: Mapping[str, str]) -> None:
-        """A node was enrolled; labels count where it is new or was gone."""
+        """A node was enrolled; labels count where it is new or was gone, else it keeps its own."""
         known = self._fleet.nodes.get(name)
         if known is not None and not known.gone:
             return
@@ -218,7 +218,9 @@ class LiveFleet:
                 return state.with_node(fleet, Node(name=name, labels=dict(labels)))
             if not before.gone:
                 return fleet
-            return state.with_node(fleet, replace(before, gone="", labels=dict(labels)))
+            # A token without labels says nothing about them: the machine is still where it was.
+            kept = dict(labels) or before.labels
+            return state.with_node(fleet, replace(before, gone="", labels=kept))
 
         await self._change(make)
 

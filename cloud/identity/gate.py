@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 from cryptography import x509
 
-from triplane.cloud.identity.principals import Principal, Principals, serial_of
+from triplane.cloud.identity.principals import Principal, Principals, key_digest, serial_of
 from triplane.cloud.identity.rights import RIGHTS
 from triplane.proto.errors import Corrupt, Unavailable
 from triplane.proto.identity import common_name
@@ -201,10 +201,10 @@ class Gate(grpc.aio.ServerInterceptor):
     async def _who(self, context: Any) -> Principal:
         pem = context.auth_context().get("x509_pem_cert", [b""])[0]
         try:
-            serial, name = _read(pem)
+            serial, name, key = _read(pem)
         except (ValueError, Corrupt) as error:
             raise Refused(_S.UNAUTHENTICATED, "a certificate of this cloud is needed") from error
-        found = await self._holder(serial, name)
+        found = await self._holder(serial, name, key)
         if found is None:
             raise Refused(
                 _S.UNAUTHENTICATED,
@@ -213,11 +213,11 @@ class Gate(grpc.aio.ServerInterceptor):
             )
         return found
 
-    async def _holder(self, serial: str, name: str) -> Principal | None:
+    async def _holder(self, serial: str, name: str, key: bytes) -> Principal | None:
         """Asked again where somebody was revoked meanwhile: the answer may be of before."""
         while True:
             revocations = self._revocations
-            found = await self._principals.holder(serial, name)
+            found = await self._principals.holder(serial, name, key)
             if revocations == self._revocations:
                 return found
 
@@ -236,10 +236,10 @@ def _written(
 
 
 @lru_cache(maxsize=CERTIFICATES)
-def _read(pem: bytes) -> tuple[str, str]:
-    """(serial number, name) of a certificate. ValueError, Corrupt."""
+def _read(pem: bytes) -> tuple[str, str, bytes]:
+    """(serial number, name, digest of the key) of a certificate. ValueError, Corrupt."""
     certificate = x509.load_pem_x509_certificate(pem)
-    return serial_of(certificate), common_name(certificate)
+    return serial_of(certificate), common_name(certificate), key_digest(certificate)
 
 
 def _revoked(who: Principal) -> Refused:

@@ -16,8 +16,8 @@ KEEP_S: Final = 1.0
 MOST: Final = 10_000
 """Certificates whose answers are kept."""
 
-Key = tuple[str, str]
-"""(serial number, name)."""
+Key = tuple[str, str, bytes]
+"""(serial number, name, SHA-256 of the public key)."""
 
 
 class Known:

@@ -4,6 +4,7 @@ Every change is a transaction together with its audit entry. Times are seconds s
 """
 
 import asyncio
+import hashlib
 import hmac
 import json
 import secrets
@@ -19,7 +20,7 @@ from triplane.cloud.identity import audit
 from triplane.cloud.identity.authority import Authority
 from triplane.cloud.identity.known import Known
 from triplane.cloud.identity.rights import MACHINES, Role
-from triplane.cloud.identity.tables import CERTIFICATES, PRINCIPALS, TOKENS
+from triplane.cloud.identity.tables import CERTIFICATES, KEYS, PRINCIPALS, TOKENS
 from triplane.cloud.store import Database
 from triplane.proto.documents import check_labels
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
@@ -32,6 +33,7 @@ MAX_RENEWALS: Final = 8
 """Of one name within `OLD_CERTIFICATE_S`: each adds rows for good, and none of them is needed."""
 OLD_CERTIFICATE_S: Final = 3600.0
 """How long a renewed certificate is still good: its owner may crash before it uses the new one."""
+USED: Final = "this token was used already; request a new one with `triplane cloud token`"
 REFUSED: Final = "the token is unknown, expired or used, or its secret is wrong; ask for a new one"
 
 Labels = Mapping[str, str]
@@ -125,8 +127,14 @@ class Principals:
         await self._database.write(work)
         return Invitation(str(token), name, now + valid_s)
 
-    async def enrol(self, token_id: bytes, request: bytes, given_mac: bytes) -> Enrolled:
-        """A certificate for a token. InvalidInput does not tell unknown from forged."""
+    async def enrol(
+        self, token_id: bytes, request: bytes, given_mac: bytes, kind: str = ""
+    ) -> Enrolled:
+        """A certificate for a token. InvalidInput does not tell unknown from forged.
+
+        kind: what the machine is going to be, empty where it does not say; a token for something
+        else is refused and stays good.
+        """
         now = self._clock()
 
         def work(connection: sa.Connection) -> Enrolled:
@@ -135,9 +143,10 @@ class Principals:
             genuine = hmac.compare_digest(mac(key, request), given_mac)
             if row is None or not genuine or row.expires_s < now:
                 raise InvalidInput(REFUSED)
+            _check_kind(kind, Role(row.role))
             if row.request is not None:
                 if bytes(row.request) != request:
-                    raise Conflict("this token was used for another key; ask for a new one")
+                    raise Conflict(USED)
                 return Enrolled(bytes(row.certificate), row.name, Role(row.role), {})
             known = _principal(connection, row.name)
             if known and not known.revoked:
@@ -238,10 +247,14 @@ class Principals:
         """Everybody, by name."""
         return await self._database.read(_everybody)
 
-    async def holder(self, serial: str, name: str) -> Principal | None:
-        """Whose valid certificate this is; None where it is void."""
+    async def holder(self, serial: str, name: str, key: bytes = b"") -> Principal | None:
+        """Whose valid certificate this is; None where it is void.
+
+        key: SHA-256 of its public key: who has stolen the authority's key can repeat a serial
+        number and a name, not the key that they were issued for.
+        """
         now, at = self._clock(), self._known.changes
-        remembered = self._known.get((serial, name), now)
+        remembered = self._known.get((serial, name, key), now)
         if remembered is not None:
             return remembered
 
@@ -251,6 +264,9 @@ class Principals:
             ).first()
             if row is None or row.revoked or row.name != name or row.expires_s < now:
                 return None
+            issued_for = connection.scalar(sa.select(KEYS.c.sha256).where(KEYS.c.serial == serial))
+            if key and issued_for is not None and bytes(issued_for) != key:
+                return None
             known = _principal(connection, name)
             return None if known is None or known.revoked else (known, row.expires_s)
 
@@ -258,7 +274,7 @@ class Principals:
         if found is None:
             return None
         who, expires_s = found
-        self._known.keep((serial, name), who, expires_s=expires_s, now_s=now, at=at)
+        self._known.keep((serial, name, key), who, expires_s=expires_s, now_s=now, at=at)
         return who
 
     async def _changed(self, work: Callable[[sa.Connection], T]) -> T:
@@ -271,6 +287,31 @@ class Principals:
 def serial_of(certificate: x509.Certificate) -> str:
     """Serial number in hexadecimal, as the tables and the log have it."""
     return f"{certificate.serial_number:x}"
+
+
+def key_digest(certificate: x509.Certificate) -> bytes:
+    """SHA-256 of the certificate's public key."""
+    der = certificate.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    return hashlib.sha256(der).digest()
+
+
+KINDS: Final = {
+    "node": ((Role.NODE,), "triplane edge enrol"),
+    "device": ((Role.DEVICE,), "triplane device enrol"),
+    "person": ((Role.VIEWER, Role.OPERATOR, Role.SIGNER), "triplane cloud enrol"),
+}
+"""What a machine may say that it is going to be: roles of the token, and the command for it."""
+
+
+def _check_kind(kind: str, role: Role) -> None:
+    if kind and role not in KINDS.get(kind, ((), ""))[0]:
+        command = next(command for roles, command in KINDS.values() if role in roles)
+        raise InvalidInput(
+            f"this token is for a {role}, not for a {kind[:20]}, and is still unused; use it with "
+            f"`{command}`, or request another with `triplane cloud token --role ROLE`"
+        )
 
 
 def _check_patience(connection: sa.Connection, name: str, now: float) -> None:
@@ -306,6 +347,9 @@ def _store(connection: sa.Connection, certificate: x509.Certificate, name: str, 
             expires_s=certificate.not_valid_after_utc.timestamp(),
             revoked=False,
         )
+    )
+    connection.execute(
+        KEYS.insert().values(serial=serial_of(certificate), sha256=key_digest(certificate))
     )
 
 

@@ -48,7 +48,9 @@ class Enrolment(EnrolmentServicer):
             self._spend_a_try()
             if len(request.request) > MAX_REQUEST_BYTES:
                 raise InvalidInput(f"a certificate request has at most {MAX_REQUEST_BYTES} bytes")
-            made = await self._principals.enrol(request.token_id, request.request, request.mac)
+            made = await self._principals.enrol(
+                request.token_id, request.request, request.mac, request.kind
+            )
             await self._joined(made.name, made.role, made.labels)
             return enrolment.Certificate(certificate=made.certificate, address=self._address)
 
@@ -75,8 +77,15 @@ class Renewal(RenewalServicer):
 class Identity(IdentityServicer):
     """On the main port."""
 
-    def __init__(self, principals: Principals, database: Database, gate: Gate) -> None:
+    def __init__(
+        self,
+        principals: Principals,
+        database: Database,
+        gate: Gate,
+        enrol_address: Callable[[], str] = str,
+    ) -> None:
         self._principals, self._database, self._gate = principals, database, gate
+        self._enrol_address = enrol_address
 
     async def WhoAmI(self, request: pb.WhoAmIRequest, context: Any) -> pb.Principal:
         """See identity.proto."""
@@ -95,7 +104,10 @@ class Identity(IdentityServicer):
                 labels=dict(request.labels),
             )
             return pb.CreateTokenResponse(
-                token=made.token, name=made.name, expires_s=made.expires_s
+                token=made.token,
+                name=made.name,
+                expires_s=made.expires_s,
+                enrol_address=self._enrol_address(),
             )
 
     async def ListPrincipals(

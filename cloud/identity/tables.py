@@ -25,6 +25,13 @@ CERTIFICATES: Final = sa.Table(
     sa.Column("revoked", sa.Boolean, nullable=False),
 )
 
+KEYS: Final = sa.Table(
+    "certificate_keys",  # beside certificates, whose rows older releases wrote without it
+    METADATA,
+    sa.Column("serial", sa.ForeignKey("certificates.serial"), primary_key=True),
+    sa.Column("sha256", sa.LargeBinary(32), nullable=False),  # of the public key, DER
+)
+
 TOKENS: Final = sa.Table(
     "tokens",
     METADATA,

@@ -73,6 +73,7 @@ class Agent:
         self._journal = Journal(home.journal)
         self._seam = Seam(home.control_socket)
         self._channel: grpc.Channel | None = None
+        self._certificate = b""
         self._channel_lock = threading.Lock()
         blobs = BlobFolder(home.bundles, max_bytes=self._settings.max_disk_bytes)
         world = World(
@@ -167,7 +168,6 @@ class Agent:
             if needs_renewal(self._home.identity, time.time()):
                 try:
                     await asyncio.to_thread(renew, self._home.identity)
-                    self._forget_channel()
                     logger.info("certificate renewed")
                 except TriplaneError as error:
                     logger.warning("certificate not renewed", extra={"reason": str(error)})
@@ -182,16 +182,17 @@ class Agent:
         return download(self._open_channel(), sha256, size, into, progress, pace=self._pace)
 
     def _open_channel(self) -> grpc.Channel:
+        """The channel of the present certificate: a renewal or a new enrolment replaces it."""
+        certificate = self._home.identity.certificate_pem
         with self._channel_lock:
-            if self._channel is None:
-                self._channel = connect(self._home.identity)
-            return self._channel
-
-    def _forget_channel(self) -> None:
-        with self._channel_lock:
-            old, self._channel = self._channel, None
+            old = self._channel
+            if old is not None and certificate == self._certificate:
+                return old
+            self._certificate = certificate
+            self._channel = made = connect(self._home.identity)
         if old is not None:
             old.close()
+        return made
 
 
 def _pace(settings: Settings) -> Pace:

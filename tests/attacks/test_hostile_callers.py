@@ -313,7 +313,7 @@ async def revoked_meanwhile(scene):
     thief, holder = await scene.node("thief"), scene.cloud.principals.holder
     once = iter([True])
 
-    async def slow(serial, name):
+    async def slow(serial, name, key=b""):
         found = await holder(serial, name)
         if name == "thief" and next(once, False):
             await revoke(scene, "thief")
@@ -471,7 +471,7 @@ REPORTS, RIGHTS = "cloud/fleet/reports.py", "cloud/identity/gate.py"
 TOKENS, ROLLOUT = "cloud/identity/principals.py", "cloud/fleet/rollout.py"
 FITTING, NAMES = "proto/fitting.py", "cloud/registry/names.py"
 TRANSFER, CHECKS = "proto/transfer.py", "cloud/trust/repository.py"
-USED = "this token was used for another key; ask for a new one"
+USED = "this token was used already; request a new one with `triplane cloud token`"
 NAME = "[a-z0-9][a-z0-9._-]{0,62}"
 
 

@@ -6,6 +6,7 @@ wants is that a new node takes his root for its first.
 """
 
 import datetime as dt
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from triplane.proto.enrolment_pb2_grpc import (
     EnrolmentStub,
     add_EnrolmentServicer_to_server,
 )
-from triplane.proto.errors import Conflict, Corrupt, Unavailable
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
 from triplane.proto.identity import certificate_pem, key_pem, new_key
 from triplane.proto.identity import enrol as person_enrols
 from triplane.proto.metadata_pb2_grpc import MetadataServicer, add_MetadataServicer_to_server
@@ -221,8 +222,47 @@ def test_an_enrolment_cut_off_before_the_root_goes_on_with_the_same_token(cloud,
     done = enrolling.enrol(node, token, cloud.enrolment)
     assert done.name == "behind-a-wall"
     assert (node.trust / BOOTSTRAP).read_bytes() == cloud.root
-    with pytest.raises(Conflict, match="used for another key"):
+    with pytest.raises(Conflict, match="is enrolled already, as behind-a-wall of"):
         enrolling.enrol(node, token, cloud.enrolment)
+
+
+def changed(token):
+    """The token with two characters of its pin exchanged, near the end."""
+    secret, _, pin = token.partition(".")
+    return f"{secret}.{pin[:40]}{pin[41]}{pin[40]}{pin[42:]}"
+
+
+@pytest.mark.parametrize("enrols", [enrolling.enrol, person_enrols])
+def test_where_no_enrolment_port_answers_the_message_says_so_itself(cloud, tmp_path, enrols):
+    token = cloud.token("lost")
+    home = NodeHome(tmp_path / "n") if enrols is enrolling.enrol else tmp_path / "n"
+    for port in (cloud.port, 1):
+        arguments = (token, f"127.0.0.1:{port}")
+        with pytest.raises(Unavailable, match="no enrolment port answers at 127") as told:
+            enrols(home, *arguments) if isinstance(home, NodeHome) else enrols(*arguments, home)
+        assert "failed to connect" not in str(told.value)
+
+
+def test_two_pins_that_begin_alike_are_shown_as_far_as_they_differ(cloud, tmp_path):
+    token = cloud.token("typo")
+    with pytest.raises(Corrupt, match="invalid token: it pins the authority") as told:
+        enrolling.enrol(NodeHome(tmp_path / "n"), changed(token), cloud.enrolment)
+    shown = re.findall(r"[0-9a-f]{16,}", str(told.value))
+    assert len(set(shown)) == 2, told.value
+
+
+def test_a_token_for_something_else_is_refused_and_stays_unused(cloud, tmp_path):
+    token = cloud.token("camera")
+    for kind in ("device", "person"):
+        with pytest.raises(InvalidInput, match=f"for a node, not for a {kind}.*edge enrol"):
+            person_enrols(token, cloud.enrolment, tmp_path / kind, kind=kind)
+    assert enrolling.enrol(NodeHome(tmp_path / "n"), token, cloud.enrolment).name == "camera"
+
+
+def test_a_token_is_told_with_the_port_that_takes_it(cloud):
+    identity = ("--identity", cloud.home / "operator")
+    made = answer("cloud", "token", "--name", "told", *identity)
+    assert made["enrol_address"].endswith(f":{cloud.ready['enrol_port']}")
 
 
 def test_a_home_of_another_cloud_is_not_taken_over(cloud, tmp_path):

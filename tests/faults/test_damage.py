@@ -4,7 +4,7 @@ import hashlib
 import json
 
 import pytest
-from tests.faults.fleet import fleet, wait_until, write_model
+from tests.faults.fleet import fleet, verb, wait_until, write_model
 
 from triplane.edge.serving.pointers import read_pointers
 
@@ -131,3 +131,16 @@ def test_a_spoiled_clock_file_stops_new_versions_only(lab):
     (node.home / "trust" / "latest-time").unlink()
     running.ask("rollout", "resume", "last", check=False)
     wait_until(lambda: serves(running, OTHER, version), "the version after all", WAIT_S)
+
+
+def test_a_node_that_is_enrolled_again_while_it_runs_keeps_its_labels_and_gets_bundles(lab):
+    running, node = lab
+    running.ask("cloud", "revoke", node.name)
+    token = running.ask("cloud", "token", "--role", "node", "--name", node.name)["token"]
+    settings = (node.home / "node.json").read_text()
+    verb("edge", "enrol", token, "--cloud", f"127.0.0.1:{running.enrol_port}", "--home", node.home)
+    assert (node.home / "node.json").read_text() == settings
+    assert running.ask("fleet", "show", node.name)["labels"] == {"site": "lab"}
+    assert running.publish(write_model(running.folder / "m9.tpm", 9), OTHER) == 3
+    running.deploy(f"{OTHER}@3")
+    assert node.committed(OTHER) == 3

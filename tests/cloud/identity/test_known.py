@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from triplane.cloud.identity.authority import Authority
 from triplane.cloud.identity.known import KEEP_S, Known
-from triplane.cloud.identity.principals import Principal, Principals, serial_of
+from triplane.cloud.identity.principals import Principal, Principals, key_digest, serial_of
 from triplane.cloud.identity.rights import Role
 from triplane.proto.identity import certificate_request, new_key
 
 ANN = Principal("ann", Role.DEVICE, "1", 0.0, 100.0, revoked=False)
-KEY = ("1", "ann")
+KEY = ("1", "ann", b"k")
 
 
 def kept(known, now_s=0.0, expires_s=100.0):
@@ -34,7 +34,7 @@ def test_an_answer_holds_for_a_moment_and_never_past_its_certificate(now_s):
     kept(known, now_s=99.5)
     holds = 99.5 <= now_s < 100.0
     assert (known.get(KEY, now_s) is ANN) == holds
-    assert known.get(("2", "ann"), 99.5) is None
+    assert known.get(("2", "ann", b"k"), 99.5) is None
 
 
 def test_a_clock_that_is_set_back_forgets():
@@ -58,6 +58,18 @@ def test_a_revoked_name_is_out_when_its_revocation_is_answered(principals):
         assert await principals.holder(serial, "ann") is first
         await principals.revoke("operator", "ann", "lost")
         return await principals.holder(serial, "ann")
+
+    assert asyncio.run(story()) is None
+
+
+def test_a_known_serial_and_name_with_another_key_are_nobodys(principals):
+    """Who stole the authority's key signs whatever certificate he likes."""
+    made = principals.admit_now(certificate_request(new_key()), "ann", Role.DEVICE)
+    serial = serial_of(made)
+
+    async def story():
+        assert await principals.holder(serial, "ann", key_digest(made)) is not None
+        return await principals.holder(serial, "ann", b"\1" * 32)
 
     assert asyncio.run(story()) is None
 
