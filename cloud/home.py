@@ -22,6 +22,8 @@ from triplane.proto.disk import OS_DISK, atomic_file, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 
 if TYPE_CHECKING:
+    import sqlalchemy as sa
+
     from triplane.cloud.store import Database
     from triplane.proto.identity import IdentityFolder
 
@@ -31,6 +33,9 @@ MACHINE: Final = "the cloud's machine"
 """The actor of what needs nobody's leave but its own."""
 LOCAL: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8443
+PORTS: Final = {"port": DEFAULT_PORT, "enrol_port": 8444, "dashboard_port": 8445}
+RECORD: Final = "home.json"
+DATABASE_VARIABLE: Final = "TRIPLANE_DATABASE"
 MAX_HOSTS: Final = 32
 _ALWAYS: Final = (LOCAL, "localhost")
 
@@ -43,8 +48,21 @@ class Home:
 
     @property
     def database_url(self) -> str:
-        """TRIPLANE_DATABASE, or the file in this folder."""
-        return os.environ.get("TRIPLANE_DATABASE") or f"sqlite:///{self.path / 'cloud.db'}"
+        """The database this cloud was made with; TRIPLANE_DATABASE may change how it is reached.
+
+        Conflict: the variable names another database than the one that holds this cloud.
+        """
+        given, recorded = os.environ.get(DATABASE_VARIABLE, ""), self._recorded_database()
+        if given and recorded and _place_of(given) != _place_of(recorded):
+            raise Conflict(
+                f"{self.path} belongs to the database {_place_of(recorded)}, but "
+                f"{DATABASE_VARIABLE} names {_place_of(given)}; unset it, or, if you moved the "
+                f'database, correct "database" in {self.path / RECORD}'
+            )
+        return given or recorded or f"sqlite:///{self.path / 'cloud.db'}"
+
+    def _recorded_database(self) -> str:
+        return str(self._record().get("database", "")) if (self.path / RECORD).exists() else ""
 
     @property
     def blobs(self) -> Path:
@@ -101,14 +119,30 @@ class Home:
 
         NotFound: no cloud is here. Corrupt: its making was cut off, or the record is damaged.
         """
+        return tuple(self._record()["hosts"])
+
+    def ports(self) -> dict[str, int]:
+        """The ports it listened on last: port, enrol_port, dashboard_port; usual ones at first."""
+        found = self._record().get("ports", {})
+        return {name: int(found.get(name, usual)) for name, usual in PORTS.items()}
+
+    def record_ports(self, **ports: int) -> None:
+        """Keep the ports for the next start, so that nodes find the cloud again."""
+        record = self._record()
+        if record.get("ports") != ports:
+            _write_secret(self.path / RECORD, json.dumps({**record, "ports": ports}).encode())
+
+    def _record(self) -> dict[str, Any]:
         try:
-            record = json.loads((self.path / "home.json").read_bytes())
+            record = json.loads((self.path / RECORD).read_bytes())
             if record["format"] > FORMAT:
                 raise Conflict(
                     f"{self.path} has format {record['format']}, this release reads up to "
                     f"{FORMAT}; use the newer release"
                 )
-            return tuple(record["hosts"])
+            if not isinstance(record["hosts"], list) or not record["hosts"]:
+                raise TypeError("hosts is a list of names")
+            return dict(record)
         except OSError as error:
             if self.path.is_dir() and any(self.path.iterdir()):
                 raise Corrupt(
@@ -117,7 +151,7 @@ class Home:
                 ) from error
             raise NotFound(f"no cloud in {self.path}; make one: triplane cloud init") from error
         except (ValueError, KeyError, TypeError) as error:
-            raise Corrupt(f"{self.path / 'home.json'} is damaged: {error!r}") from error
+            raise Corrupt(f"{self.path / RECORD} is damaged: {error!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +191,9 @@ def initialize(
     _write_secret(home.dashboard_token, f"{secrets.token_urlsafe(32)}\n".encode())
     OS_DISK.make_folder(home.blobs)
     record = {"format": FORMAT, "hosts": list(names), "created_s": now_s}
-    write_atomic(path / "home.json", json.dumps(record).encode())
+    if os.environ.get(DATABASE_VARIABLE):
+        record["database"] = os.environ[DATABASE_VARIABLE]
+    _write_secret(path / RECORD, json.dumps(record).encode())  # a URL may hold a password
     return Initialized(home, names, offline_keys, offline)
 
 
@@ -204,7 +240,7 @@ def _make_identities(home: Home, hosts: Sequence[str], port: int, now_s: float) 
     certificate = authority.issue_server(server_key.public_key(), hosts, now_s)
     _write_secret(home.tls / "server.key", key_pem(server_key))
     write_atomic(home.tls / "server.pem", certificate_pem(certificate))
-    database = open_database(home)
+    database = open_database(home, is_new=True)
     try:
         operator_key = new_key()
         principals = Principals(database, authority, lambda: now_s)
@@ -278,15 +314,49 @@ def _known_port(home: Home) -> int:
         return DEFAULT_PORT
 
 
-def open_database(home: Home) -> Database:
-    """The database with the tables of every part. Conflict: another cloud process runs."""
+def _place_of(url: str) -> str:
+    """Where a database is, without the words that open it."""
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        parts = make_url(url)
+    except ArgumentError as error:
+        raise InvalidInput(f"{DATABASE_VARIABLE} is no URL of a database: {error}") from error
+    return f"{parts.get_backend_name()} {parts.host or ''}:{parts.port or ''} {parts.database}"
+
+
+def open_database(home: Home, *, is_new: bool = False) -> Database:
+    """The database with the tables of every part.
+
+    Conflict: another cloud process runs. Corrupt: it holds nothing, and the cloud is not new.
+    """
     import triplane.cloud.federation.tables
     import triplane.cloud.fleet.tables
     import triplane.cloud.identity.tables
     import triplane.cloud.registry.tables  # noqa: F401 - attach their tables
     from triplane.cloud.store import Database as Opened
 
-    return Opened.open(home.database_url)
+    url, file = home.database_url, home.path / "cloud.db"
+    gone = Corrupt(
+        f"the database of {home.path} ({_place_of(url)}) is empty, so it is not the one that "
+        f"{home.path} was made with: restore it from a backup, or set {DATABASE_VARIABLE} to the "
+        "right one"
+    )
+    if not is_new and url.endswith(f"{file}") and not (file.is_file() and file.stat().st_size):
+        raise gone
+    database = Opened.open(url)
+    if not is_new and not database.read_now(_holds_a_cloud):
+        database.close()
+        raise gone
+    return database
+
+
+def _holds_a_cloud(connection: sa.Connection) -> bool:
+    """Whether anybody was ever let in: the first operator is, when a cloud is made."""
+    from triplane.cloud.identity.tables import PRINCIPALS
+
+    return connection.execute(PRINCIPALS.select().limit(1)).first() is not None
 
 
 def _write_secret(path: Path, data: bytes) -> None:

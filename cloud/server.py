@@ -143,12 +143,12 @@ class Cloud:
     @property
     def address(self) -> str:
         """HOST:PORT for people on this machine."""
-        return f"{self._local}:{self.port}"
+        return _host_port(self._local, self.port)
 
     @property
     def enrol_address(self) -> str:
         """Where tokens become certificates."""
-        return f"{self._local}:{self.enrol_port}"
+        return _host_port(self._local, self.enrol_port)
 
     @property
     def dashboard(self) -> str:
@@ -318,7 +318,7 @@ class Cloud:
             self.principals,
             self.database,
             self.gate,
-            lambda: f"{self._home.hosts()[0]}:{self.enrol_port}",
+            lambda: _host_port(self._home.hosts()[0], self.enrol_port),
         )
         identity_grpc.add_IdentityServicer_to_server(identity, server)
         enrolment_grpc.add_RenewalServicer_to_server(Renewal(self.principals), server)
@@ -341,7 +341,7 @@ class Cloud:
 
     async def _serve_enrolment(self, authority: Authority, hosts: tuple[str, ...]) -> None:
         server = grpc.aio.server(options=ENROL_OPTIONS)
-        address = f"{hosts[0]}:{self.port}"
+        address = _host_port(hosts[0], self.port)
         enrolment_grpc.add_EnrolmentServicer_to_server(
             Enrolment(self.principals, authority, address, self._joined), server
         )
@@ -508,10 +508,16 @@ def _name() -> str:
 
 
 def _bound(bind: Callable[[str], int], host: str, port: int) -> int:
+    address = _host_port(host, port)
     try:
-        return bind(f"{host}:{port}")
+        return bind(address)
     except RuntimeError as error:
-        raise _taken(f"{host}:{port}") from error
+        raise _taken(address) from error
+
+
+def _host_port(host: str, port: int) -> str:
+    """HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def _taken(address: str) -> Unavailable:
@@ -547,6 +553,12 @@ async def _serve(options: Options) -> None:
         dashboard_port=options.dashboard_port,
         drain_s=options.drain_s,
     ) as cloud:
+        await asyncio.to_thread(
+            Home(options.home).record_ports,
+            port=cloud.port,
+            enrol_port=cloud.enrol_port,
+            dashboard_port=cloud.dashboard_port,
+        )
         termination = signals.Termination(
             lambda: loop.call_soon_threadsafe(stopped.set),
             limit_s=options.drain_s + STOP_S,
@@ -571,8 +583,8 @@ def _announce(options: Options, cloud: Cloud) -> None:
         "dashboard": cloud.dashboard,
     }
     text = (
-        f"cloud on {options.host}:{cloud.port} (mutual TLS), enrolment on "
-        f"{options.host}:{cloud.enrol_port}, dashboard {cloud.dashboard}"
+        f"cloud on {_host_port(options.host, cloud.port)} (mutual TLS), enrolment on "
+        f"{_host_port(options.host, cloud.enrol_port)}, dashboard {cloud.dashboard}"
     )
     sys.stdout.write((json.dumps(ready) if options.json else text) + "\n")
     sys.stdout.flush()

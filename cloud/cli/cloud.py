@@ -130,16 +130,17 @@ def init(
 @home_option
 @click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")  # noqa: S104 - nodes come from outside
 @click.option(
-    "--port", type=PORT, default=DEFAULT_PORT, show_default=True,
-    help="Main port, mutual TLS; 0 takes a free one.",
+    "--port", type=PORT,
+    help="Main port, mutual TLS; 0 takes a free one.  [default: as at the last start, at first "
+    f"{DEFAULT_PORT}]",
 )  # fmt: skip
 @click.option(
-    "--enrol-port", type=PORT, default=DEFAULT_ENROL_PORT, show_default=True,
-    help="Where tokens become certificates.",
+    "--enrol-port", type=PORT,
+    help=f"Where tokens become certificates.  [default: likewise, at first {DEFAULT_ENROL_PORT}]",
 )  # fmt: skip
 @click.option(
-    "--dashboard-port", type=PORT, default=DEFAULT_DASHBOARD_PORT, show_default=True,
-    help="The page, on 127.0.0.1.",
+    "--dashboard-port", type=PORT,
+    help=f"The page, on 127.0.0.1.  [default: likewise, at first {DEFAULT_DASHBOARD_PORT}]",
 )  # fmt: skip
 @click.option(
     "--log-level",

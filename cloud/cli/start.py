@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from triplane.cloud.__main__ import main, options_from
-from triplane.cloud.home import Initialized
+from triplane.cloud.home import Home, Initialized
 from triplane.cloud.home import initialize as make
 
 
@@ -53,4 +53,6 @@ def _text(made: Initialized) -> str:
 def run(**options: Any) -> None:
     """Serve until a signal; prints the ready line."""
     as_json = options.pop("as_json")
+    ports = Home(options["home"]).ports()
+    options |= {name: port for name, port in ports.items() if options[name] is None}
     main(options_from({**options, "json": as_json}))

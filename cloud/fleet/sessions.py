@@ -70,7 +70,6 @@ class Sessions:
 
     def __init__(self, fleet: LiveFleet, *, clock: Callable[[], float] = time.time) -> None:
         self._nodes, self._clock = Nodes(fleet), clock
-        self._epoch = new_epoch()
         self._sessions: dict[str, ServerSession] = {}
         self._seen_s: dict[str, float] = {}
         self._open = 0
@@ -140,7 +139,7 @@ class Sessions:
             async def take(message: Message) -> None:
                 await side.take(name, message)
 
-            found = self._sessions[name] = ServerSession(self._epoch, take)
+            found = self._sessions[name] = ServerSession(new_epoch(), take)
         return found
 
     def send(self, name: str, message: Message) -> None:

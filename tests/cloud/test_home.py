@@ -1,8 +1,10 @@
 import stat
+from pathlib import Path
 
 import pytest
 
-from triplane.cloud.home import Home, initialize
+from triplane.cloud.home import Home, initialize, open_database
+from triplane.cloud.store import Database
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.identity import IdentityFolder, server_names
 
@@ -78,3 +80,41 @@ def test_what_makes_no_cloud_is_refused_before_anything_is_written(tmp_path, hos
     with pytest.raises(InvalidInput, match=message):
         initialize(tmp_path / "home", hosts, offline_keys=tmp_path / away)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_home_remembers_its_database_and_refuses_another(tmp_path, monkeypatch):
+    elsewhere = f"sqlite:///{tmp_path / 'elsewhere.db'}"
+    monkeypatch.setenv("TRIPLANE_DATABASE", elsewhere)
+    home = initialize(tmp_path / "home", offline_keys=tmp_path / "keys").home
+    monkeypatch.delenv("TRIPLANE_DATABASE")
+    open_database(home).close()
+    assert not (home.path / "cloud.db").exists()
+    monkeypatch.setenv("TRIPLANE_DATABASE", f"sqlite:///{tmp_path / 'other.db'}")
+    with pytest.raises(Conflict, match=r"belongs to the database .*elsewhere\.db"):
+        open_database(home)
+    assert (home.path / "home.json").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"")])
+def test_an_empty_database_is_not_begun_beside_an_old_home(tmp_path, damage):
+    home = initialize(tmp_path / "home", offline_keys=tmp_path / "keys").home
+    damage(home.path / "cloud.db")
+    with pytest.raises(Corrupt, match=r"is empty, so it is not the one .* restore it"):
+        open_database(home)
+
+
+def test_the_database_of_nobody_is_not_taken_for_the_homes_own(tmp_path, monkeypatch):
+    home = initialize(tmp_path / "home", offline_keys=tmp_path / "keys").home
+    other = f"sqlite:///{tmp_path / 'other.db'}"
+    Database.open(other).close()
+    monkeypatch.setenv("TRIPLANE_DATABASE", other)  # a home of an older release records none
+    with pytest.raises(Corrupt, match=r"other\.db\) is empty"):
+        open_database(home)
+
+
+def test_ports_are_kept_for_the_next_start(tmp_path):
+    home = initialize(tmp_path / "home", offline_keys=tmp_path / "keys").home
+    assert home.ports() == {"port": 8443, "enrol_port": 8444, "dashboard_port": 8445}
+    home.record_ports(port=1, enrol_port=2, dashboard_port=3)
+    assert home.ports() == {"port": 1, "enrol_port": 2, "dashboard_port": 3}
+    assert home.hosts()

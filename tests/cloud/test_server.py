@@ -389,6 +389,18 @@ def test_a_taken_port_is_named_and_nothing_stays_open(home):
     within(story())
 
 
+def test_an_ipv6_address_is_one_to_listen_on(home):
+    async def story():
+        async with running(home, host="::1") as cloud:
+            assert cloud.address == f"[::1]:{cloud.port}"
+            with socket.create_connection(("::1", cloud.enrol_port), timeout=10):
+                pass
+            with pytest.raises(Conflict, match="another process runs"):
+                await Cloud(home, host="::1").start()
+
+    within(story())
+
+
 def test_the_dashboard_shows_the_fleet_on_the_loopback(home, tmp_path):
     def state(url):
         with urllib.request.urlopen(f"{url}/api/state", timeout=10) as answer:

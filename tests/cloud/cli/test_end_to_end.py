@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -22,7 +23,7 @@ START_S = 30
 @contextmanager
 def running(home, ports=(0, 0, 0), log=None):
     """`triplane cloud up` as a process; gives its ready line and the process."""
-    names = ("--port", "--enrol-port", "--dashboard-port")
+    names = ("--port", "--enrol-port", "--dashboard-port") if ports else ()
     chosen = [text for name, port in zip(names, ports, strict=True) for text in (name, str(port))]
     command = [*COMMAND, "cloud", "up", "--home", str(home), "--host", "127.0.0.1", *chosen]
     process = subprocess.Popen([*command, "--json"], stdout=subprocess.PIPE, text=True, stderr=log)
@@ -218,6 +219,29 @@ def test_a_killed_cloud_is_named_and_comes_back_with_everything(place, capsys, m
     assert "triplane cloud up" in told
     with running(home, ports):
         address = f"127.0.0.1:{ports[1]}"
-        run("cloud", "enrol", token, "--cloud", address, "--identity", place / "node-1")
+        run("edge", "enrol", token, "--cloud", address, "--home", place / "node-1")
         assert "node-1" in said(capsys, "fleet", "ls")
         assert os.environ["TRIPLANE_IDENTITY"]
+
+
+def test_a_cloud_that_is_started_again_listens_where_it_did(tmp_path):
+    run("cloud", "init", "--home", tmp_path / "home", "--offline-keys", tmp_path / "keys")
+    found = []
+    for ports in ((0, 0, 0), ()):
+        with running(tmp_path / "home", ports) as (ready, _):
+            found.append({key: ready[key] for key in ready if "port" in key})
+    assert found[0] == found[1]
+
+
+def test_a_taken_port_is_said_in_our_words_only(tmp_path):
+    run("cloud", "init", "--home", tmp_path / "home", "--offline-keys", tmp_path / "keys")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [*COMMAND, "cloud", "up", "--home", tmp_path / "home", "--host", "127.0.0.1"]
+        done = subprocess.run(
+            [*map(str, command), "--port", str(port)], capture_output=True, text=True, timeout=60,
+            check=False,
+        )  # fmt: skip
+    assert done.returncode == 4
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"triplane: cannot listen on 127.0.0.1:{port}: the port is taken")
