@@ -1,13 +1,15 @@
 """The verb `triplane edge`: what runs on an edge node. Imports click only until it is called."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from triplane.unified_ir.cli.shell import Output, json_option, open_output
+from triplane.proto.errors import Unavailable
+from triplane.unified_ir.cli.shell import EXIT_CODES, SECRET, Output, json_option, open_output
 
 if TYPE_CHECKING:
     from triplane.edge.home import NodeHome
@@ -46,6 +48,10 @@ An operator makes a token on a machine that reaches the cloud:
 Then, here, once, and from now on:
   triplane edge enrol TOKEN --cloud cloud.example:8444
   triplane edge up
+\b
+What stands on a command line is shown to every user of the machine. From a file, or a pipe:
+  triplane edge enrol @token.txt --cloud cloud.example:8444
+  ssh operator@cloud triplane cloud token --json | jq -r .token | triplane edge enrol - --cloud ...
 """
 UP_EXAMPLE = """
 \b
@@ -80,7 +86,7 @@ def home_option(function: Any) -> Any:
 
 
 @edge.command(epilog=ENROL_EXAMPLE, short_help="Make this machine a node, with a token.")
-@click.argument("token_text", metavar="TOKEN", envvar="TRIPLANE_TOKEN")
+@click.argument("token_text", metavar="TOKEN|@FILE|-", type=SECRET, envvar="TRIPLANE_TOKEN")
 @click.option(
     "--cloud", "address", required=True, metavar="HOST:PORT", help="The cloud's enrolment port."
 )
@@ -141,6 +147,11 @@ def enrol(
     open_output(as_json).result(record, text)
 
 
+def quiet_grpc() -> None:
+    """Keep the library's own lines off standard error: what they say is in our errors."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
 def _was_given(name: str) -> bool:
     """Whether an option stands on the command line: a node that enrols again keeps the others."""
     source = click.get_current_context().get_parameter_source(name)
@@ -184,9 +195,19 @@ def samples(*, model: str, file: Path, home: Path, as_json: bool) -> None:
     from triplane.edge.agent.adapting import keep_samples
     from triplane.edge.home import NodeHome
 
-    count, path = keep_samples(NodeHome(home).samples, model, file)
+    node = NodeHome(home)
+    count, path = keep_samples(node.samples, model, file, bundle=_served_bundle(node, model))
     record = {"model": model, "samples": count, "file": str(path)}
     open_output(as_json).result(record, f"{count} samples for {model} in {path}")
+
+
+def _served_bundle(node: "NodeHome", model: str) -> Path | None:
+    """The bundle of what this node committed, if it has any of the model."""
+    from triplane.edge.serving.pointers import read_pointers
+
+    pointer = read_pointers(node.models)[0].get(model)
+    path = node.bundles / pointer.sha256 if pointer else None
+    return path if path is not None and path.is_file() else None
 
 
 @edge.command(short_help="What this node serves, and how attempts ended.")
@@ -195,14 +216,18 @@ def samples(*, model: str, file: Path, home: Path, as_json: bool) -> None:
 def status(*, home: Path, as_json: bool) -> None:
     """Show what this node serves, what it was told to, and how the newest attempts ended.
 
-    Reads the home and asks the server; works without the cloud.
+    Reads the home, asks the server, and asks the cloud whether it takes this node; works without
+    the cloud. Exit code 4: the cloud refuses this node.
     """
     from triplane.edge.home import NodeHome
     from triplane.edge.status import look
 
+    quiet_grpc()
     found = look(NodeHome(home))
     output: Output = open_output(as_json)
     output.result(found.record(), found.text())
+    if not found.is_well:
+        click.get_current_context().exit(EXIT_CODES[Unavailable])
 
 
 @edge.command(epilog=EXAMPLE, short_help="Answer inference calls on bundles, without a cloud.")

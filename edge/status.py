@@ -1,7 +1,10 @@
 """What a node says of itself on its own machine, with or without the cloud."""
 
+import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
+
+import grpc
 
 from triplane.edge.agent.journal import Line, readable
 from triplane.edge.agent.reconciler import read_desired
@@ -9,14 +12,23 @@ from triplane.edge.agent.seam import Seam
 from triplane.edge.home import NodeHome
 from triplane.edge.serving.pointers import Pointer, read_pointers
 from triplane.edge.supervisor.children import is_alive
+from triplane.proto.channels import connect
 from triplane.proto.errors import TriplaneError
+from triplane.proto.metadata_pb2 import GetRequest
+from triplane.proto.metadata_pb2_grpc import MetadataStub
+from triplane.proto.status import error_from
 
-PROCESSES = ("serving", "agent")
+PROCESSES: Final = ("serving", "agent")
+ASK_S: Final = 3.0
+"""For the cloud to answer; a node is looked at without it, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One look. serving: ready versions by model, None where the server does not answer."""
+    """One look. serving: ready versions by model, None where the server does not answer.
+
+    refusal: why the cloud does not take this node's calls; empty where it does, or is away.
+    """
 
     name: str
     cloud: str
@@ -26,6 +38,12 @@ class Status:
     committed: dict[str, Pointer]
     desired: dict[str, int]
     last: dict[str, Line]
+    refusal: str = ""
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing here needs a person: the cloud takes this node's calls."""
+        return not self.refusal
 
     def record(self) -> dict[str, Any]:
         """For `--json`."""
@@ -35,6 +53,8 @@ class Status:
         """For people."""
         up = ", ".join(f"{n} {'up' if on else 'DOWN'}" for n, on in self.processes.items())
         lines = [f"{self.name} of {self.cloud}: {up}"]
+        if self.refusal:
+            lines.append(f"  REFUSED by the cloud: {self.refusal}")
         models = sorted({*self.committed, *self.desired, *(self.serving or {})})
         lines += [f"  {model}: {self._of(model)}" for model in models] or ["  no model yet"]
         return "\n".join(lines)
@@ -71,4 +91,18 @@ def look(home: NodeHome) -> Status:
         committed=read_pointers(home.models)[0],
         desired={a.model: a.version for a in desired.assignments},
         last={line.model: line for line in readable(home.journal)},
+        refusal=_refusal(home),
     )
+
+
+def _refusal(home: NodeHome) -> str:
+    """What the cloud says to this node's certificate, if it says no."""
+    if home.identity.expires_s < time.time():
+        return "the certificate of this node has ended; enrol it again with a new token"
+    with connect(home.identity) as channel:
+        try:
+            MetadataStub(channel).Get(GetRequest(name="timestamp.json"), timeout=ASK_S)
+        except grpc.RpcError as error:
+            if error.code() in {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}:
+                return str(error_from(error))
+    return ""

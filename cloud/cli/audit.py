@@ -31,12 +31,12 @@ def command() -> None:
 @client_options
 def ls(*, first: int, identity: Path | None, as_json: bool) -> None:
     """List entries from number N on: when, who, what, to whom."""
-    from triplane.cloud.cli.auditing import entry_table, read
-    from triplane.cloud.cli.text import record
+    from triplane.cloud.cli.auditing import entry_record, entry_table, read
 
     with calls(identity) as cloud:
         entries = list(read(cloud, first))
-    open_output(as_json).result({"entries": [record(e) for e in entries]}, entry_table(entries))
+    told = {"entries": [entry_record(entry) for entry in entries]}
+    open_output(as_json).result(told, entry_table(entries))
 
 
 @command.command("verify", short_help="Recompute the chain; nobody rewrote the log.", epilog=EPILOG)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import Final
+from datetime import UTC, datetime
+from typing import Any, Final
 
 from triplane.cloud.cli.connection import Calls
-from triplane.cloud.cli.text import age, table
+from triplane.cloud.cli.text import record, table
 from triplane.cloud.identity.audit import Entry, verify
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.proto.identity_pb2 import AuditEntry, ReadAuditRequest
@@ -24,9 +26,39 @@ def read(cloud: Calls, first: int = 1) -> Iterator[AuditEntry]:
 def entry_table(entries: Sequence[AuditEntry]) -> str:
     """One line an entry."""
     rows = [
-        (str(e.number), age(e.time_s), e.actor, e.action, e.subject, e.details) for e in entries
+        (str(e.number), _moment(e.time_s), e.actor, e.action, e.subject, _details_text(e))
+        for e in entries
     ]
-    return table(("NUMBER", "WHEN", "WHO", "WHAT", "WHOM", "DETAILS"), rows)
+    return table(("NUMBER", "WHEN (UTC)", "WHO", "WHAT", "WHOM", "DETAILS"), rows)
+
+
+def entry_record(entry: AuditEntry) -> dict[str, Any]:
+    """For `--json`: with the details as an object and the moment as text beside the number."""
+    return record(entry) | {"time": _moment(entry.time_s), "details": _details(entry)}
+
+
+def _moment(time_s: float) -> str:
+    return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d %H:%M:%S}"
+
+
+def _details(entry: AuditEntry) -> Any:
+    """As they were logged; the text itself where it was cut off and is no JSON any more."""
+    try:
+        return json.loads(entry.details)
+    except ValueError:
+        return entry.details
+
+
+def _details_text(entry: AuditEntry) -> str:
+    """As "model=digits version=3"."""
+    found = _details(entry)
+    if not isinstance(found, dict):
+        return str(found)
+    return " ".join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in found.items()
+        if value not in ("", None)
+    )
 
 
 def parse_head(text: str) -> tuple[int, bytes]:

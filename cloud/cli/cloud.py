@@ -16,7 +16,7 @@ from triplane.cloud.cli.connection import (
 )
 from triplane.cloud.cli.keys import command as keys_command
 from triplane.cloud.cli.options import DURATION, LABEL, SHARE
-from triplane.unified_ir.cli.shell import json_option, open_output
+from triplane.unified_ir.cli.shell import SECRET, json_option, open_output
 
 if TYPE_CHECKING:
     from triplane.proto.identity_pb2 import CreateTokenResponse, Principal
@@ -217,7 +217,7 @@ def _token_text(made: CreateTokenResponse, role: str) -> str:
 
 
 @command.command("enrol", short_help="Turn a token into an identity folder, for a person.")
-@click.argument("token_text", metavar="TOKEN", envvar="TRIPLANE_TOKEN")
+@click.argument("token_text", metavar="TOKEN|@FILE|-", type=SECRET, envvar="TRIPLANE_TOKEN")
 @click.option(
     "--cloud", "address", required=True, metavar="HOST:PORT",
     help=f"The cloud's enrolment port, usually {DEFAULT_ENROL_PORT}.",

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from triplane.edge.serving.pointers import pointer_path
 from triplane.proto.disk import OS_DISK, write_atomic
-from triplane.proto.errors import InvalidInput, NotFound, TriplaneError
+from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.proto.signals import end_with_parent
 
 FILES: Final = 64
@@ -133,18 +133,44 @@ def read_samples(path: Path) -> dict[str, Any]:
     return {"x": x, "y": y.astype(np.int64)}
 
 
-def keep_samples(folder: Path, model: str, source: Path) -> tuple[int, Path]:
+def keep_samples(
+    folder: Path, model: str, source: Path, *, bundle: Path | None = None
+) -> tuple[int, Path]:
     """Make `source` the node's samples for a model, whole or not at all: how many, and where.
 
-    InvalidInput where they are none, or the model's name is no name.
+    bundle: what serves now, whose input the samples must fit. InvalidInput where they are none, do
+    not fit, or the model's name is no name.
     """
     if not source.is_file():
         raise NotFound(f"no file {source}")
-    count = len(read_samples(source)["y"])
+    samples = read_samples(source)
+    count = len(samples["y"])
+    if bundle is not None:
+        _check_fit(samples["x"], bundle, model)
     path = pointer_path(folder, model).with_suffix(".npz")
     OS_DISK.make_folder(folder)
     write_atomic(path, source.read_bytes())
     return count, path
+
+
+def _check_fit(x: Any, bundle: Path, model: str) -> None:
+    """InvalidInput unless samples have the shape and the type that the bundle's input takes."""
+    from triplane.unified_ir.runtime import Bundle
+
+    try:
+        wanted = Bundle.load(bundle).inputs[0]
+    except Corrupt:  # the agent fetches it again; what it takes cannot be told meanwhile
+        return
+    sizes = [size if isinstance(size, int) and size > 0 else None for size in wanted.shape[1:]]
+    fits = len(sizes) == x.ndim - 1 and all(
+        size in (None, found) for size, found in zip(sizes, x.shape[1:], strict=False)
+    )
+    if not fits:
+        shape = ", ".join("any" if size is None else str(size) for size in sizes)
+        raise InvalidInput(
+            f"{model} takes samples of shape ({shape}), as input {wanted.name!r} of the version "
+            f"that serves here; x has samples of shape {x.shape[1:]}"
+        )
 
 
 def split(samples: Mapping[str, Any], seed: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import subprocess
@@ -263,3 +264,14 @@ def test_result_is_text_or_one_json_document(capsys):
 def test_an_argument_that_is_not_utf8_is_named_as_such(capsys):
     assert shell.run(["cloud", "token", "--name", "odd\udcff"]) == 2
     assert r"an argument is not valid UTF-8: b'odd\xff'" in capsys.readouterr().err
+
+
+def test_a_secret_comes_from_a_file_or_a_pipe_as_well(tmp_path, monkeypatch):
+    file = tmp_path / "token"
+    file.write_text("  abc.def\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("piped\n"))
+    assert [shell.SECRET.convert(v, None, None) for v in ("x", f"@{file}", "-")] == [
+        "x", "abc.def", "piped",
+    ]  # fmt: skip
+    with pytest.raises(click.BadParameter, match="cannot be read"):
+        shell.SECRET.convert(f"@{tmp_path / 'absent'}", None, None)

@@ -135,7 +135,10 @@ def test_a_spoiled_clock_file_stops_new_versions_only(lab):
 
 def test_a_node_that_is_enrolled_again_while_it_runs_keeps_its_labels_and_gets_bundles(lab):
     running, node = lab
+    assert verb("edge", "status", "--home", node.home)["refusal"] == ""
     running.ask("cloud", "revoke", node.name)
+    refused = verb("edge", "status", "--home", node.home, check=False)
+    assert "is revoked" in refused["refusal"]
     token = running.ask("cloud", "token", "--role", "node", "--name", node.name)["token"]
     settings = (node.home / "node.json").read_text()
     verb("edge", "enrol", token, "--cloud", f"127.0.0.1:{running.enrol_port}", "--home", node.home)

@@ -31,6 +31,10 @@ from triplane.proto.errors import (
 if TYPE_CHECKING:  # 25 ms that only the loading of verbs has to pay
     from importlib.metadata import EntryPoint
 
+    _Text = click.ParamType[str]
+else:
+    _Text = click.ParamType
+
 VERB_GROUP: Final = "triplane.verbs"
 ORDER: Final = (
     "demo",
@@ -224,6 +228,32 @@ class OutputFile(click.Path):
 
 
 OUTPUT_FILE: Final = OutputFile()
+MAX_SECRET_CHARS: Final = 4096
+
+
+class Secret(_Text):
+    """A secret as itself, from a file as @FILE, or from standard input as "-".
+
+    What stands on a command line is shown to every user of the machine, and kept by shells.
+    """
+
+    name = "secret"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text without the white space around it."""
+        text = str(value)
+        try:
+            if text == "-":
+                text = sys.stdin.read(MAX_SECRET_CHARS)
+            elif text.startswith("@"):
+                with Path(text[1:]).open(encoding="utf-8") as file:
+                    text = file.read(MAX_SECRET_CHARS)
+        except (OSError, UnicodeError) as error:
+            self.fail(f"{text} cannot be read: {error}", param, ctx)
+        return text.strip()
+
+
+SECRET: Final = Secret()
 
 
 def keep_apart(reads: Iterable[str | Path | None], writes: Mapping[str, Path | None]) -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-from triplane.cloud.cli.auditing import entry_table, parse_head, read, verified
+from triplane.cloud.cli.auditing import entry_record, entry_table, parse_head, read, verified
 from triplane.cloud.cli.connection import Calls
 from triplane.cloud.identity.audit import START, Entry, digest_of
 from triplane.proto.errors import Corrupt, InvalidInput
@@ -123,3 +123,16 @@ def test_a_head_has_one_spelling(text):
 
 def test_a_head_is_number_and_digest():
     assert parse_head(" 5:" + "0a" * 32 + "\n") == (5, b"\x0a" * 32)
+
+
+def test_entries_are_told_with_their_moment_and_details_that_need_no_second_parsing():
+    (entry,) = chain(1)
+    entry.time_s, entry.details = 1_000_000_000.0, '{"model":"digits","reason":"","version":3}'
+    row = entry_table([entry]).splitlines()[1]
+    assert "2001-09-09 01:46:40" in row
+    assert row.endswith("model=digits version=3")
+    told = entry_record(entry)
+    assert told["details"] == {"model": "digits", "reason": "", "version": 3}
+    assert told["time"] == "2001-09-09 01:46:40"
+    entry.details = '{"model":"dig'
+    assert entry_record(entry)["details"] == '{"model":"dig'

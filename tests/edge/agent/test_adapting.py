@@ -259,3 +259,15 @@ def test_comparison_reads_as_a_sentence():
         "adapted to 5 own samples it has accuracy 0.800 (0.400 before) on 5 others; "
         "nothing serves yet; kept is the adapted one"
     )
+
+
+@pytest.mark.slow
+def test_samples_of_another_shape_than_what_serves_takes_are_refused(start, tmp_path):
+    y = np.arange(8) % 2
+    np.savez(tmp_path / "flat.npz", x=np.zeros((8, 64), np.float32), y=y)
+    with pytest.raises(InvalidInput, match=r"takes samples of shape \(1, 8, 8\).*\(64,\)"):
+        keep_samples(tmp_path / "samples", "digits", tmp_path / "flat.npz", bundle=start)
+    assert not (tmp_path / "samples").exists()
+    np.savez(tmp_path / "right.npz", x=np.zeros((8, 1, 8, 8), np.float32), y=y)
+    count, _ = keep_samples(tmp_path / "samples", "digits", tmp_path / "right.npz", bundle=start)
+    assert count == 8
