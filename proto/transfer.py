@@ -8,6 +8,7 @@ digest. A blob's name is its digest and nothing else, so no name can lead out of
 import asyncio
 import contextlib
 import hashlib
+import logging
 import math
 import os
 import threading
@@ -26,12 +27,16 @@ from triplane.proto.status import error_from, status_of_aio
 from triplane.proto.transfer_pb2_grpc import TransferServicer as Base
 from triplane.proto.transfer_pb2_grpc import TransferStub
 
+logger = logging.getLogger(__name__)
+
 CHUNK_BYTES: Final = 1 << 20
 SYNC_BYTES: Final = 16 << 20
 """Received bytes between two syncs: what a crash can cost."""
 MAX_BLOB_BYTES: Final = 16 << 30
 RESERVE_BYTES: Final = 64 << 20
-"""Disk space that is never filled."""
+"""Disk space that stays free beside a file; for a small file `RESERVE_FACTOR` times its size."""
+RESERVE_FACTOR: Final = 4
+LEAST_RESERVE_BYTES: Final = 1 << 20
 TRIES: Final = 8
 WAIT_S: Final = 0.25
 """Before the first retry; doubles up to `MAX_WAIT_S`."""
@@ -58,6 +63,7 @@ class BlobFolder:
         self.disk = disk
         self.max_bytes = max_bytes
         self._busy: set[bytes] = set()
+        self._whole: dict[bytes, tuple[int, int]] = {}
         self._lock = threading.Lock()
         disk.make_folder(self.partial)
         disk.sync_folder(self.folder)  # names that a process gave before it was killed
@@ -78,6 +84,27 @@ class BlobFolder:
     def has(self, sha256: bytes) -> bool:
         """Whether the blob is complete."""
         return self.path(sha256).is_file()
+
+    def drop_damaged(self, sha256: bytes) -> bool:
+        """Remove a complete blob whose bytes are not the ones of its name; whether it was so.
+
+        A blob is read once in the life of a process, and again when its file changed.
+        """
+        path = self.path(sha256)
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            return False
+        mark = stat.st_mtime_ns, stat.st_size
+        if self._whole.get(sha256) == mark:
+            return False
+        if digest_of(path) == sha256:
+            self._whole[sha256] = mark
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            self.disk.remove(path)
+        logger.error("damaged blob dropped", extra={"blob": sha256.hex(), "bytes": stat.st_size})
+        return True
 
     def stored(self, sha256: bytes, size: int) -> pb.Progress:
         """How much of a blob is here."""
@@ -245,10 +272,12 @@ class Receiving:
     def _require_space(self) -> None:
         space = os.statvfs(self._to.folder)
         free = space.f_bavail * space.f_frsize
-        if free < self.size - self._have + RESERVE_BYTES:
+        reserve = min(RESERVE_BYTES, max(LEAST_RESERVE_BYTES, RESERVE_FACTOR * self.size))
+        if free < self.size - self._have + reserve:
             raise NoRoom(
-                f"{self.size - self._have} bytes to come and {RESERVE_BYTES} in reserve, but "
-                f"{self._to.folder} has {free} bytes free; make room and try again"
+                f"the disk is full: {self._to.folder} has {free} bytes free, and "
+                f"{self.size - self._have} bytes are to come beside {reserve} that stay free; make "
+                "room and try again"
             )
 
 
@@ -509,6 +538,7 @@ class TransferServicer(Base):
         """See transfer.proto."""
         async with status_of_aio(context):
             folder = await self._may_write(request.sha256, request.size)
+            await asyncio.to_thread(folder.drop_damaged, request.sha256)
             return folder.stored(request.sha256, request.size)
         raise AssertionError
 
@@ -524,7 +554,9 @@ class TransferServicer(Base):
         if first is None:
             raise InvalidInput("an upload begins with a chunk that names the blob")
         folder = await self._may_write(first.sha256, first.size)
-        if folder.has(first.sha256):
+        if folder.has(first.sha256) and not await asyncio.to_thread(
+            folder.drop_damaged, first.sha256
+        ):
             return folder.stored(first.sha256, first.size)
         with folder.receive(first.sha256, first.size) as receiving:
             if first.offset != receiving.stored:

@@ -20,6 +20,10 @@ BASE_BYTES: Final = 512 << 20
 PER_BUNDLE_BYTE: Final = 8
 ALLOWANCE_BYTES: Final = 64 << 20
 """What onnxruntime takes for a session beside weights and results: arenas, kernels, the graph."""
+LOAD_COPIES: Final = 5
+"""Of the bundle, beside what it says, that onnxruntime may hold for a moment while it loads: it
+copies weights when it lays them out for its kernels. Measured at the peak: 2.1 times the bundle in
+all for matrix products of 23 to 400 MB, 6.1 times for a convolution of 1,000 channels."""
 SLACK_BYTES: Final = 1 << 20
 MAX_ANSWER_BYTES: Final = 64 << 10
 IDENTIFYING: Final = ("model", "version", "target", "content_digest", "model_digest")
@@ -95,11 +99,13 @@ def judge_trial(answer: Mapping[str, Any], target: SignedTarget) -> None:
             f"a run takes {answer['latency_s'] * 1e3:.2f} ms here, the bundle allows "
             f"{limit_s * 1e3:.2f} ms",
         )
-    if limit_bytes and answer["grown_bytes"] > limit_bytes + ALLOWANCE_BYTES:
+    allowance = ALLOWANCE_BYTES + LOAD_COPIES * target.length
+    if limit_bytes and answer["grown_bytes"] > limit_bytes + allowance:
         raise Refused(
             "memory",
             f"loading and running took {answer['grown_bytes']} bytes here; the bundle says "
-            f"{limit_bytes}, and {ALLOWANCE_BYTES} are allowed for the runtime's own",
+            f"{limit_bytes}, and {allowance} are allowed for the runtime's own and for "
+            "its copies while it loads",
         )
 
 

@@ -8,6 +8,8 @@ wants is that a new node takes his root for its first.
 import datetime as dt
 import re
 import shutil
+import socket
+import ssl
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -257,6 +259,22 @@ def test_a_token_for_something_else_is_refused_and_stays_unused(cloud, tmp_path)
         with pytest.raises(InvalidInput, match=f"for a node, not for a {kind}.*edge enrol"):
             person_enrols(token, cloud.enrolment, tmp_path / kind, kind=kind)
     assert enrolling.enrol(NodeHome(tmp_path / "n"), token, cloud.enrolment).name == "camera"
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_the_main_port_speaks_tls_1_3_only(cloud, version):
+    folder = cloud.home / "operator"
+    context = ssl.create_default_context(cafile=folder / "ca.pem")
+    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
+    context.maximum_version = version
+    context.set_alpn_protocols(["h2"])
+    with socket.create_connection(("127.0.0.1", cloud.port), timeout=30) as plain:
+        if version is ssl.TLSVersion.TLSv1_3:
+            with context.wrap_socket(plain, server_hostname="127.0.0.1") as link_:
+                assert link_.version() == "TLSv1.3"
+        else:
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                context.wrap_socket(plain, server_hostname="127.0.0.1")
 
 
 def test_a_token_is_told_with_the_port_that_takes_it(cloud):

@@ -4,6 +4,7 @@ import hashlib
 import os
 import random
 import threading
+from types import SimpleNamespace
 
 import grpc
 import grpc.aio
@@ -11,7 +12,7 @@ import pytest
 from tests.faults.crash_disk import CrashDisk
 
 from triplane.proto import transfer_pb2 as pb
-from triplane.proto.disk import OsDisk
+from triplane.proto.disk import NoRoom, OsDisk
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.status import error_from
 from triplane.proto.transfer import BlobFolder, TransferServicer, digest_of, download, upload
@@ -136,6 +137,31 @@ def test_another_size_than_the_signed_one_is_corrupt_and_leaves_no_blob(tmp_path
     with pytest.raises(Corrupt, match="signed are 1000000"):
         download(channel, sha256, 1_000_000, node)
     assert not node.has(sha256)
+
+
+@pytest.mark.parametrize("n_bytes", [1000, 3 << 20])
+def test_a_damaged_blob_is_replaced_when_its_file_is_sent_again(tmp_path, cloud, n_bytes):
+    blobs, channel = cloud
+    source = file_of(tmp_path, n_bytes)
+    sha256 = upload(channel, source)
+    stored = blobs.find(sha256)
+    upload(channel, source)
+    stored.write_bytes(b"x" * n_bytes)
+    os.utime(stored, (1, 1))
+    assert upload(channel, source) == sha256
+    assert stored.read_bytes() == source.read_bytes()
+
+
+def test_a_small_file_does_not_ask_for_a_large_reserve(tmp_path, monkeypatch):
+    space = SimpleNamespace(f_bavail=2 << 20, f_frsize=1)
+    monkeypatch.setattr("os.statvfs", lambda _: space)
+    blobs = BlobFolder(tmp_path)
+    blobs.put(b"x" * 10_000)
+    with (
+        pytest.raises(NoRoom, match=r"the disk is full: .* has 2097152 bytes free"),
+        blobs.receive(bytes(32), 4 << 20),
+    ):
+        pass
 
 
 def test_an_absent_blob_is_not_found(tmp_path, cloud):

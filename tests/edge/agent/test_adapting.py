@@ -17,7 +17,7 @@ from triplane.edge.agent.adapting import (
 )
 from triplane.edge.agent.refusal import Refused
 from triplane.edge.agent.trial import golden_accuracy
-from triplane.edge.agent.trying import run_adaptation
+from triplane.edge.agent.trying import run_adaptation, run_trial
 from triplane.edge.cli import edge
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir import convert, data, nn, ops, optim, train
@@ -271,3 +271,12 @@ def test_samples_of_another_shape_than_what_serves_takes_are_refused(start, tmp_
     np.savez(tmp_path / "right.npz", x=np.zeros((8, 1, 8, 8), np.float32), y=y)
     count, _ = keep_samples(tmp_path / "samples", "digits", tmp_path / "right.npz", bundle=start)
     assert count == 8
+
+
+@pytest.mark.slow
+def test_a_large_parent_does_not_hide_what_a_trial_takes(start):
+    """The most that a process held used to begin with what its parent held when it was started."""
+    ballast = np.ones(256 << 20, np.uint8)
+    answer = run_trial(start, size=start.stat().st_size)
+    assert ballast.all()
+    assert answer["grown_bytes"] > 1 << 20

@@ -12,6 +12,7 @@ from tests.faults.test_power import (
     Server,
     Signed,
     content,
+    digest,
     made_home,
     path_of,
     trial,
@@ -22,6 +23,7 @@ from triplane.edge.agent.attempt import Attempt, Superseded
 from triplane.edge.agent.policy import Admission
 from triplane.edge.agent.refusal import Refused
 from triplane.edge.agent.trust import Freshness
+from triplane.edge.agent.trying import judge_trial
 from triplane.edge.home import NodeHome
 from triplane.edge.serving.pointers import read_pointers
 from triplane.proto import fleet_pb2 as pb
@@ -261,3 +263,36 @@ def test_a_start_point_without_samples_is_refused_with_where_to_put_them(node):
     assert (told[-1].state, incidents[0].kind) == ("FAILED", "adaptation")
     assert f"triplane edge samples {MODEL} FILE.npz --home {node.home.path}" in told[-1].reason
     still_serves_one(node)
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("length", "says", "grown", "refused"),
+    [
+        (150 * MIB, 300 * MIB, 375 * MIB, False),  # a matrix product of 6000 by 6553
+        (36 * MIB, 68 * MIB, 220 * MIB, False),  # a convolution of 1,000 channels
+        (381 * MIB, 763 * MIB, 777 * MIB, False),
+        (MIB // 50, MIB // 25, 200 * MIB, True),  # a small file that asks for much
+        (100 * MIB, 200 * MIB, 1000 * MIB, True),
+    ],
+)
+def test_memory_is_judged_by_what_the_runtime_needs_for_a_bundle(length, says, grown, refused):
+    answer = {**trial_of(1), "memory_limit_bytes": says, "grown_bytes": grown}
+    target = replace(
+        Signed().admit(path_of(1), node="n", committed_version=0).target, length=length
+    )
+    if not refused:
+        judge_trial(answer, target)
+        return
+    with pytest.raises(Refused) as told:
+        judge_trial(answer, target)
+    assert told.value.kind == "memory"
+
+
+def trial_of(version):
+    return {
+        "model": MODEL, "version": version, "target": "ort-x64", "latency_limit_s": 0,
+        "content_digest": digest(version), "model_digest": digest(version),
+    }  # fmt: skip
