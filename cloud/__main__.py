@@ -67,11 +67,11 @@ def all_descriptors() -> int:
 
 
 def tls_1_3_only() -> None:
-    """Let no connection of this process use TLS 1.2; to be called before grpc does anything.
+    """Let no connection of this process use TLS 1.2; to be called before grpc is imported.
 
-    grpc has no setting for the least version, and reads this variable once. The cloud's certificates
-    are ECDSA: where the only cipher of TLS 1.2 on offer needs an RSA certificate, no handshake of
-    1.2 ends well. The ciphers of 1.3 are not affected.
+    grpc has no setting for the least version, and reads this variable when it is imported. The
+    cloud's certificates are ECDSA: where the only cipher of TLS 1.2 on offer needs an RSA
+    certificate, no handshake of 1.2 ends well. The ciphers of 1.3 are not affected.
     """
     os.environ.setdefault("GRPC_SSL_CIPHER_SUITES", "ECDHE-RSA-AES256-GCM-SHA384")
 
@@ -80,7 +80,6 @@ def main(options: Options) -> None:
     """Configure logging to standard error and serve until a signal. Raises the families."""
     signals.restore_defaults()
     one_arena()
-    tls_1_3_only()
     descriptors = all_descriptors()
     log = logging.StreamHandler()
     log.setFormatter(Facts())
@@ -117,6 +116,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 if __name__ == "__main__":
+    tls_1_3_only()
     try:
         main(parse(sys.argv[1:]))
     except TriplaneError as error:

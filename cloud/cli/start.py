@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from triplane.cloud.__main__ import main, options_from
+from triplane.cloud.__main__ import main, options_from, tls_1_3_only
 from triplane.cloud.home import Home, Initialized
 from triplane.cloud.home import initialize as make
 
@@ -52,6 +52,7 @@ def _text(made: Initialized) -> str:
 
 def run(**options: Any) -> None:
     """Serve until a signal; prints the ready line."""
+    tls_1_3_only()
     as_json = options.pop("as_json")
     ports = Home(options["home"]).ports()
     options |= {name: port for name, port in ports.items() if options[name] is None}

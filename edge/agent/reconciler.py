@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -161,7 +162,7 @@ class Reconciler:
                 return 0.0
         for assignment in sorted(self.desired.assignments, key=lambda a: a.model):
             if self._may_try(assignment.model) and self._is_due(assignment):
-                self._guarded(assignment.model, lambda a=assignment: self._attempt(a))
+                self._guarded(assignment.model, partial(self._attempt, assignment))
                 return 0.0
         if not self._pauses:  # what is half downloaded for a model that waits is gone on with
             self._collect_garbage()
@@ -338,9 +339,9 @@ class Reconciler:
             if pointer is not None and is_served and self._left_on_probation(model, pointer):
                 is_served = False
                 serving.pop(model)
-                self._guarded(model, lambda m=model: self._world.seam.unload(m))
+                self._guarded(model, partial(self._world.seam.unload, model))
             if not is_served and self._may_try(model) and model not in self.lost:
-                self._guarded(model, lambda m=model, p=pointer: self._restore(m, p))
+                self._guarded(model, partial(self._restore, model, pointer))
 
     def _left_on_probation(self, model: str, pointer: Pointer) -> bool:
         """Whether a killed agent may have left another bundle of the same number in serving."""
