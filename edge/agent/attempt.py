@@ -150,10 +150,10 @@ class Attempt:
             self._enter("FAILED", str(refusal))
         except (Corrupt, InvalidInput, NotFound) as error:
             self._enter("FAILED", str(error))
-        except Unavailable as error:
+        except (Unavailable, Conflict) as error:
             self._tell(reason=clipped(f"waits: {error}", MAX_REASON_CHARS))
             raise
-        except (Superseded, Conflict):
+        except Superseded:
             raise
         except Exception as error:  # a fault of ours ends this attempt, not the others
             logger.exception("attempt failed by a fault", extra={"model": self._assignment.model})

@@ -164,6 +164,8 @@ class Reconciler:
             if self._may_try(assignment.model) and self._is_due(assignment):
                 self._guarded(assignment.model, partial(self._attempt, assignment))
                 return 0.0
+        # Whose pause has ended and who was not tried by now has nothing left to do.
+        self._pauses = {model: pause for model, pause in self._pauses.items() if pause.left_s > 0}
         if not self._pauses:  # what is half downloaded for a model that waits is gone on with
             self._collect_garbage()
         self._refresh_trust()

@@ -21,13 +21,14 @@ from tests.faults.test_power import (
 from triplane.edge.agent.adapting import Compared
 from triplane.edge.agent.attempt import Attempt, Superseded
 from triplane.edge.agent.policy import Admission
+from triplane.edge.agent.reconciler import LOOK_S
 from triplane.edge.agent.refusal import Refused
 from triplane.edge.agent.trust import Freshness
 from triplane.edge.agent.trying import judge_trial
 from triplane.edge.home import NodeHome
 from triplane.edge.serving.pointers import read_pointers
 from triplane.proto import fleet_pb2 as pb
-from triplane.proto.errors import InvalidInput, Unavailable
+from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
 from triplane.proto.targets import Rule
 
 
@@ -296,3 +297,52 @@ def trial_of(version):
         "model": MODEL, "version": version, "target": "ort-x64", "latency_limit_s": 0,
         "content_digest": digest(version), "model_digest": digest(version),
     }  # fmt: skip
+
+
+def two_models(node):
+    """A document that assigns version 2 of the model, and of another whose name comes before."""
+    desired = pb.Desired(number=9)
+    for model in ("a", MODEL):
+        path = path_of(2).replace(f"/{MODEL}@", f"/{model}@")
+        desired.assignments.add(
+            model=model, version=2, target_path=path, attempt=9, rollout="r", probation_s=1e-9
+        )
+    node.reconciler.take(desired)
+
+
+@pytest.mark.parametrize(
+    "error", [Unavailable("away"), Conflict("busy"), NotFound("gone"), KeyError("a fault of ours")]
+)
+def test_what_one_model_meets_does_not_stop_another(node, error):
+    signed = Signed()
+
+    class Odd(Signed):
+        def admit(self, path, *, node, committed_version):
+            if path.startswith("release/a@"):
+                raise error
+            return signed.admit(path, node=node, committed_version=committed_version)
+
+    node.reconciler._world = replace(node.reconciler._world, trust=Odd())
+    two_models(node)
+    for _ in range(4):
+        node.reconciler.step()
+    assert node.server.served == {MODEL: "2"}
+    assert str(error) in node.reconciler.progress["a"].reason
+
+
+def test_a_model_that_is_not_wanted_any_more_leaves_no_pause_behind(node):
+    class Away(Signed):
+        def admit(self, path, *, node, committed_version):
+            raise Unavailable("away")
+
+    trust = node.reconciler._world.trust
+    node.reconciler._world = replace(node.reconciler._world, trust=Away())
+    two_models(node)
+    for _ in range(3):
+        waits_s = node.reconciler.step()
+    assert 0 < waits_s <= LOOK_S
+    node.reconciler._world = replace(node.reconciler._world, trust=trust)
+    node.reconciler.take(pb.Desired(number=10))
+    for model, pause in node.reconciler._pauses.items():
+        node.reconciler._pauses[model] = replace(pause, until_s=0.0)
+    assert node.reconciler.step() == LOOK_S
