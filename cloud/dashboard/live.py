@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import islice
 from typing import Final
 
 from triplane.cloud.dashboard.rows import MOST_ROWS
@@ -11,6 +12,7 @@ from triplane.cloud.dashboard.source import NodeIncident
 from triplane.cloud.federation.federation import Federation
 from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.servicer import FleetServicer
+from triplane.cloud.fleet.state import warnings
 from triplane.cloud.registry import encoding
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.trust.expiring import due
@@ -25,6 +27,7 @@ WHOLE_ROLLOUTS: Final = 3
 """The newest ones are shown with their nodes, and every one that goes on."""
 MOST_MODELS: Final = 25
 VERSIONS_EACH: Final = 5
+MOST_WARNINGS: Final = 5
 
 
 class CloudSource:
@@ -74,7 +77,13 @@ class CloudSource:
 
     async def due(self) -> Sequence[str]:
         """See `Source`."""
-        return due(self._repository.expiries(), time.time())
+        versions = self._repository.versions()
+        told = (
+            f"node {node.name}: {text}"
+            for node in self._fleet.nodes()
+            for text in warnings(node, versions)
+        )
+        return [*due(self._repository.expiries(), time.time()), *islice(told, MOST_WARNINGS)]
 
     async def pause(self, rollout_id: str, reason: str) -> Rollout:
         """See `Source`."""

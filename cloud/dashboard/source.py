@@ -43,7 +43,7 @@ class Source(Protocol):
         ...
 
     async def due(self) -> Sequence[str]:
-        """What must be done about signatures, a sentence each."""
+        """What must be done about signatures and contradicting nodes, a sentence each."""
         ...
 
     async def pause(self, rollout_id: str, reason: str) -> Rollout:

@@ -409,9 +409,15 @@ def test_the_dashboard_shows_the_fleet_on_the_loopback(home, tmp_path):
     async def story():
         async with running(home) as cloud:
             await enrolled(cloud, tmp_path, "a", site="lab")
+            ahead = pb.Report(metadata_versions={"release": 99})
+            ahead.models.add(model="digits", committed_version=9)
+            await cloud.fleet.report("a", ahead)
             return await asyncio.to_thread(state, cloud.dashboard)
 
     told = within(story())
+    due = told["totals"]["all"]["due"]
+    assert any("node a: it serves digits@9, which this cloud did not assign" in t for t in due)
+    assert any("keys renew --role release --past 99" in text for text in due)
     assert told["nodes"]["a"]["labels"] == {"site": "lab"}
     assert "digits@2" in told["versions"]
 
