@@ -252,12 +252,20 @@ class _Working:
         self._changed.set()
 
     async def _work(self) -> None:
+        """Settle by a document, then do one task of the same document, again and again.
+
+        A document is read once per turn and passed on as a value. `_on_message` replaces it at any
+        await, and a task of a document that was not settled would overwrite an update that counted.
+        """
         wait_s = FIRST_WAIT_S
         while True:
             self._changed.clear()
+            orders = self._orders
             try:
-                await self._settle()
-                contribution = await self._next()
+                await self._settle(orders)
+                if orders is not self._orders:
+                    continue  # a newer document came while this one was settled: settle by it first
+                contribution = await self._next(orders)
                 wait_s = FIRST_WAIT_S
             except Withdrawn:
                 continue
@@ -276,9 +284,8 @@ class _Working:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
-    async def _next(self) -> pb.Contribution | None:
-        """Do the first task that was not done yet."""
-        orders = self._orders
+    async def _next(self, orders: Orders) -> pb.Contribution | None:
+        """Do the first task of a settled document that was not done yet."""
         for refused in orders.refused:
             if refused.lease.hex() not in self._done:
                 return refused
@@ -312,9 +319,8 @@ class _Working:
         kind = contribution.WhichOneof("outcome")
         logger.info("contributed", extra={"run": contribution.run, "kind": kind})
 
-    async def _settle(self) -> None:
+    async def _settle(self, orders: Orders) -> None:
         """Let updates take effect that counted, and forget those whose lease is over."""
-        orders = self._orders
         if orders is not self._settled:
             await self._at_desk(lambda: settle(self._desk, orders))
             self._settled = orders

@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 
 from triplane.device.home import DeviceHome, Settings
-from triplane.device.memory import Facts, Memory, Pending, Personal
+from triplane.device.memory import Facts, Memory, Pending, Personal, unsettled
 from triplane.device.model import SHARED, Choice, Model
 from triplane.device.tasks import Blob, Task, declined
 from triplane.proto import federation_pb2 as pb
@@ -162,6 +162,8 @@ class Desk:
                 return self._offered(pending, task, stop)
         if task.message is not None and self._app is None:
             raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
+            if pending.facts.run == task.work.run and task.kind in WRITERS:
+                raise Conflict(unsettled(pending.facts))
         wanted |= {task.plan.sha256, task.state.sha256}
         path = self._fetch(task.plan, self._blobs, wanted, stop)
         if not task.inline_state or task.message is not None:
@@ -368,6 +370,9 @@ DOERS: Final[Mapping[str, Callable[[Desk, Plan, Task, Stop], pb.Contribution]]] 
     "learn": Desk.learn,
     "evaluate": Desk.score,
 }
+
+WRITERS: Final = ("learn", "flower")
+"""Kinds of tasks that write an update."""
 
 
 def _fitting(ours: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from triplane.proto.disk import OS_DISK, write_atomic
-from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
@@ -98,9 +98,13 @@ class Memory:
     def keep(self, facts: Facts, update: Path | bytes, implied: Personal) -> Pending:
         """Write an update and what it implies, durable, as one file.
 
-        update: its bytes, kept at hand too, or a file, which is taken.
+        update: its bytes, kept at hand too, or a file, which is taken. Conflict where an update of
+        another lease of the run was not settled: it may have counted.
         """
         path = self._pending / f"{facts.run}.update"
+        waiting = self._at(path)
+        if waiting is not None and waiting.facts.lease != facts.lease:
+            raise Conflict(unsettled(waiting.facts))
         alone = path.with_suffix(".out")
         _drop(alone)
         self._small.pop(path, None)
@@ -120,7 +124,7 @@ class Memory:
     def pending(self) -> tuple[Pending, ...]:
         """Every update that was not settled. A damaged one is dropped: it cannot be sent again."""
         paths = sorted(self._pending.glob("*.update"))
-        found = (self._verified.get(path) or self._found(path) for path in paths)
+        found = (self._at(path) for path in paths)
         return tuple(pending for pending in found if pending is not None)
 
     def inline_of(self, pending: Pending, most: int) -> bytes | None:
@@ -165,6 +169,12 @@ class Memory:
         write_atomic(self._personal / f"{plan}.spent", f"{steps} {seconds!r}\n".encode())
         self._forget_oldest("*.spent")
 
+    def _at(self, path: Path) -> Pending | None:
+        """The update in this file; None where there is none, or where it is damaged and dropped."""
+        if not path.exists():
+            return None
+        return self._verified.get(path) or self._found(path)
+
     def _found(self, path: Path) -> Pending | None:
         try:
             file = Container(path, kind=KIND)
@@ -195,6 +205,14 @@ class Memory:
     def _forget_oldest(self, names: str) -> None:
         for path in sorted(self._personal.glob(names), key=_written_s)[:-MAX_RUNS]:
             _drop(path)
+
+
+def unsettled(facts: Facts) -> str:
+    """Why an update must not be overwritten yet."""
+    return (
+        f"the update of round {facts.round} of run {facts.run} waits until the cloud settles it "
+        f"(lease {facts.lease[:8]}...); this device keeps one update of a run at a time"
+    )
 
 
 def _parts(personal: Personal) -> list[container.PartData]:

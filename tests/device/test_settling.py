@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from tests.device.stage import RUN, client_at, lease, serving, staged
 from tests.federated.core import plans
 
 from triplane.device import FederatedClient
+from triplane.device import client as client_module
 from triplane.device.home import DeviceHome
 from triplane.device.memory import Memory
 from triplane.proto import federation_pb2 as pb
@@ -93,6 +95,56 @@ def test_the_remainder_of_what_counted_is_in_the_next_update(tmp_path):
     level = 1.01 * np.abs(alone["w"]).max() / LEVELS
     np.testing.assert_allclose(after["w"], alone["w"] + 2 * lost["w"], atol=level)
     assert lost["w"].any()
+
+
+@pytest.mark.parametrize("compression", ["int8", ""])
+def test_a_document_that_comes_while_another_is_settled_loses_no_counted_update(
+    tmp_path, monkeypatch, compression
+):
+    """It counts update 1 and asks for update 2 of the same run, which goes to the same file."""
+    original, settled, newer = client_module.settle, threading.Event(), threading.Event()
+    learn = pb.Learn(compression=compression)
+
+    def settle(desk, orders):
+        original(desk, orders)
+        if lease(9).hex() in orders.leases:
+            settled.set()
+            newer.wait(60)
+
+    monkeypatch.setattr(client_module, "settle", settle)
+
+    async def tell(stage):
+        first = stage.task(1, learn=learn)
+        stage.tell(first)
+        await stage.contribution(lease(1))
+        stage.tell(first, stage.task(9, run="f" * 16, round=2**32 - 1))
+        assert await asyncio.to_thread(settled.wait, 60)
+        counted = settlement(1, counted=True)
+        await stage.heeded(pb.Work(tasks=[stage.task(2, round=2, learn=learn)], settled=[counted]))
+        newer.set()
+        await stage.contribution(lease(2))
+        stage.tell(stage.task(3, round=3, learn=learn), settled=[settlement(2, counted=True)])
+        await stage.contribution(lease(3))
+        return memory(tmp_path).personal(RUN)
+
+    kept = story_of(tmp_path, tell)
+    assert list(kept.tensors["head"]) == [6, 6], "two updates of three steps counted"
+    assert bool(compression) == any(x.any() for x in kept.remainder.values())
+
+
+def test_a_second_task_of_a_run_never_overwrites_an_update_that_was_not_settled(tmp_path):
+    """No honest cloud has two leases of a device open in one run."""
+
+    async def tell(stage):
+        first = stage.task(1, learn=INT8)
+        stage.tell(first)
+        await stage.contribution(lease(1))
+        stage.tell(first, stage.task(2, round=2, learn=INT8))
+        return await stage.contribution(lease(2))
+
+    told = story_of(tmp_path, tell)
+    assert f"the update of round 1 of run {RUN} waits until the cloud settles it" in told.declined
+    assert [p.facts.lease for p in memory(tmp_path).pending()] == [lease(1).hex()]
 
 
 def test_an_update_that_waits_is_sent_again_byte_for_byte_by_the_next_process(tmp_path):
