@@ -263,8 +263,6 @@ class _Working:
             orders = self._orders
             try:
                 await self._settle(orders)
-                if orders is not self._orders:
-                    continue  # a newer document came while this one was settled: settle by it first
                 contribution = await self._next(orders)
                 wait_s = FIRST_WAIT_S
             except Withdrawn:
@@ -285,12 +283,16 @@ class _Working:
                 await self._changed.wait()
 
     async def _next(self, orders: Orders) -> pb.Contribution | None:
-        """Do the first task of a settled document that was not done yet."""
+        """Do the first task of a settled document that was not done yet and is still wanted.
+
+        A newer document may have withdrawn it meanwhile. Waiting for a document that stays the
+        newest would never end where a cloud sends them faster than a device settles.
+        """
         for refused in orders.refused:
             if refused.lease.hex() not in self._done:
                 return refused
         for task in orders.tasks:
-            if task.lease not in self._done:
+            if task.lease not in self._done and task.lease in self._orders.leases:
                 return await self._do(task, orders)
         return None
 

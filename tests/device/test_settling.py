@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import threading
 
 import numpy as np
@@ -97,21 +98,27 @@ def test_the_remainder_of_what_counted_is_in_the_next_update(tmp_path):
     assert lost["w"].any()
 
 
+def held_after_settling(monkeypatch, marker):
+    """Events: a document that asks for work on the lease `marker` was settled; go on now."""
+    original, settled, go_on = client_module.settle, threading.Event(), threading.Event()
+
+    def settle(desk, orders):
+        original(desk, orders)
+        if marker.hex() in orders.leases:
+            settled.set()
+            go_on.wait(60)
+
+    monkeypatch.setattr(client_module, "settle", settle)
+    return settled, go_on
+
+
 @pytest.mark.parametrize("compression", ["int8", ""])
 def test_a_document_that_comes_while_another_is_settled_loses_no_counted_update(
     tmp_path, monkeypatch, compression
 ):
     """It counts update 1 and asks for update 2 of the same run, which goes to the same file."""
-    original, settled, newer = client_module.settle, threading.Event(), threading.Event()
     learn = pb.Learn(compression=compression)
-
-    def settle(desk, orders):
-        original(desk, orders)
-        if lease(9).hex() in orders.leases:
-            settled.set()
-            newer.wait(60)
-
-    monkeypatch.setattr(client_module, "settle", settle)
+    settled, newer = held_after_settling(monkeypatch, lease(9))
 
     async def tell(stage):
         first = stage.task(1, learn=learn)
@@ -130,6 +137,23 @@ def test_a_document_that_comes_while_another_is_settled_loses_no_counted_update(
     kept = story_of(tmp_path, tell)
     assert list(kept.tensors["head"]) == [6, 6], "two updates of three steps counted"
     assert bool(compression) == any(x.any() for x in kept.remainder.values())
+
+
+def test_a_task_that_is_withdrawn_while_its_document_is_settled_is_not_begun(
+    tmp_path, monkeypatch, caplog
+):
+    caplog.set_level(logging.INFO, "triplane.device.client")
+    settled, newer = held_after_settling(monkeypatch, lease(1))
+
+    async def tell(stage):
+        stage.tell(stage.task(1))
+        assert await asyncio.to_thread(settled.wait, 60)
+        await stage.heeded(pb.Work(tasks=[stage.task(2, round=2)]))
+        newer.set()
+        return await stage.contribution(lease(2))
+
+    assert story_of(tmp_path, tell).WhichOneof("outcome") == "update"
+    assert [r.round for r in caplog.records if r.msg == "task begun"] == [2]
 
 
 def test_a_second_task_of_a_run_never_overwrites_an_update_that_was_not_settled(tmp_path):
