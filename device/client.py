@@ -15,12 +15,13 @@ from typing import Any, Final, TypeVar
 
 import grpc
 
-from triplane.device.desk import Desk, Stop, Withdrawn
+from triplane.device.desk import Desk
 from triplane.device.enrolling import enrol
 from triplane.device.home import DEFAULT_HOME, DeviceHome, Settings
 from triplane.device.model import Choice, Model
 from triplane.device.samples import Source, shard_of
-from triplane.device.tasks import Orders, Task, orders_of
+from triplane.device.stopping import DeadlineExceeded, Stop, Withdrawn
+from triplane.device.tasks import Orders, Task, declined, orders_of
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect, connect_aio
 from triplane.proto.errors import Conflict, NotFound, TriplaneError, Unavailable
@@ -42,6 +43,12 @@ MODEL_TRIES: Final = 3
 """To read a model while newer ones may take its place."""
 REMEMBERED: Final = 256
 """Leases whose contribution was acknowledged: an older document may still name them."""
+
+TELLING_S: Final = 0.5
+"""So long before its deadline a task ends, at most, so that the cloud still hears why."""
+TELLING_SHARE: Final = 0.1
+"""Of the time that is left when a task begins."""
+TOO_LONG: Final = "the task was not done by its deadline; fewer steps, or a longer deadline?"
 
 _NO_ORDERS: Final = Orders()
 """Until the first document: what is pending waits, for nothing is known of it."""
@@ -297,7 +304,10 @@ class _Working:
         return None
 
     async def _do(self, task: Task, orders: Orders) -> pb.Contribution:
-        stop = Stop(task.until_s)
+        left_s = task.until_s - time.monotonic()
+        left_s -= min(TELLING_S, TELLING_SHARE * left_s)
+        stop = Stop(time.monotonic() + left_s)
+        deadline = self._loop.call_later(left_s, stop.expire)
         self._doing = (task.lease, stop)
         wanted = [
             blob
@@ -308,11 +318,16 @@ class _Working:
         logger.info("task begun", extra=_facts(task))
         try:
             return await self._at_desk(lambda: self._desk.do(task, stop, wanted))
+        except DeadlineExceeded:
+            logger.warning("task not done by its deadline", extra=_facts(task))
+            lease = bytes.fromhex(task.lease)
+            return declined(task.work.run, task.work.round, lease, TOO_LONG)
         except Withdrawn:
             self._remember(task.lease)
             logger.info("task withdrawn", extra=_facts(task))
             raise
         finally:
+            deadline.cancel()
             self._doing = None
 
     async def _contribute(self, contribution: pb.Contribution) -> None:

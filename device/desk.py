@@ -7,7 +7,6 @@ a contribution that declines with the reason; only what may pass later is raised
 
 import hashlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from triplane.device.home import DeviceHome, Settings
 from triplane.device.memory import Facts, Memory, Pending, Personal, unsettled
 from triplane.device.model import SHARED, Choice, Model
+from triplane.device.stopping import Stop
 from triplane.device.tasks import Blob, Task, declined
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import OsDisk, write_atomic
@@ -37,6 +37,7 @@ from triplane.unified_ir.federated.core.learn import (
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
 from triplane.unified_ir.runtime.session import SessionOptions
+from triplane.unified_ir.runtime.session import Stop as GraphStop
 from triplane.unified_ir.runtime.signature import TensorInfo
 
 logger = logging.getLogger(__name__)
@@ -56,32 +57,11 @@ class Unsynced(OsDisk):
         """See `Disk`; nothing is waited for."""
 
 
-class Withdrawn(Exception):
-    """The work is not wanted any more; nothing comes of it."""
-
-
-class Stop:
-    """Ends work: when it is told to, or at `until_s` of the clock."""
-
-    def __init__(self, until_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._until_s, self._clock = until_s, clock
-        self._told = threading.Event()
-
-    def now(self) -> None:
-        """End it; from any thread."""
-        self._told.set()
-
-    def check(self) -> None:
-        """Raise Withdrawn where the work ends."""
-        if self._told.is_set() or self._clock() >= self._until_s:
-            raise Withdrawn
-
-
 class Watched:
-    """A plan whose steps end with `stop`."""
+    """A plan whose steps end with `stop`, between graphs and between the nodes of a graph."""
 
     def __init__(self, plan: Plan, stop: Stop) -> None:
-        self._plan, self._stop = plan, stop
+        self._plan, self._stop = _stopping(plan, stop), stop
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -100,7 +80,11 @@ class Watched:
     def run(self, entry: str, batch: Mapping[str, Array], /) -> Mapping[str, Array]:
         """See `Plan`; raises Withdrawn instead of taking a step that nobody wants."""
         self._stop.check()
-        return self._plan.run(entry, batch)
+        try:
+            return self._plan.run(entry, batch)
+        except Unavailable:
+            self._stop.check()
+            raise
 
     def state(self, *roles: str) -> dict[str, Array]:
         """See `Plan`."""
@@ -210,7 +194,7 @@ class Desk:
             steps=task.steps,
             blob=task.plan.sha256.hex(),
             restart=lambda: self._assign(plan, task),
-            other=lambda blob: Plan.load(self._home.plans / blob, options=OPTIONS),
+            other=lambda blob: _stopping(Plan.load(self._home.plans / blob, options=OPTIONS), stop),
         )
         told = pb.Score(
             samples=found.samples, before=found.before, after=found.after, round=task.work.round
@@ -373,6 +357,14 @@ DOERS: Final[Mapping[str, Callable[[Desk, Plan, Task, Stop], pb.Contribution]]] 
 
 WRITERS: Final = ("learn", "flower")
 """Kinds of tasks that write an update."""
+
+
+def _stopping(plan: Plan, stop: Stop) -> Plan:
+    """The plan, whose graphs end with `stop`: one with a loop may never end by itself."""
+    graphs = GraphStop()
+    plan.stop_with(graphs)
+    stop.call(graphs.set)
+    return plan
 
 
 def _fitting(ours: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:

@@ -292,17 +292,16 @@ def test_a_restart_does_not_refill_the_limits_of_a_plan(tmp_path):
     assert "the plan allows 7 steps and took 7" in last.declined
 
 
-def test_work_ends_with_its_deadline(tmp_path):
+def test_work_ends_with_its_deadline_and_the_cloud_reads_why(tmp_path):
     long = pb.Sampling(steps=1_000_000, batch_size=16)
 
     async def tell(stage):
-        first = stage.task(1, sampling=long, deadline_s=0.5)
-        stage.tell(first, stage.task(2))
-        return await stage.contribution(lease(2)), stage.heard
+        stage.tell(stage.task(1, sampling=long, deadline_s=0.5), stage.task(2))
+        return await stage.contribution(lease(1)), await stage.contribution(lease(2))
 
-    told, heard = story_of(tmp_path, tell)
+    late, told = story_of(tmp_path, tell)
+    assert late.declined.startswith("the task was not done by its deadline")
     assert told.WhichOneof("outcome") == "update"
-    assert not any(isinstance(m, pb.Contribution) and m.lease == lease(1) for m in heard)
 
 
 def test_the_better_model_is_kept_and_a_worse_one_never_replaces_it(tmp_path):

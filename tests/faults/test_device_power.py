@@ -17,9 +17,10 @@ from tests.federated.core import plans
 
 from triplane.device import desk as working
 from triplane.device.client import settle
-from triplane.device.desk import Desk, Stop
+from triplane.device.desk import Desk
 from triplane.device.home import DeviceHome, Settings
 from triplane.device.memory import Memory
+from triplane.device.stopping import Stop
 from triplane.device.tasks import Blob, Orders, Settled, Task
 from triplane.proto.errors import Corrupt
 from triplane.unified_ir.federated.core.files import write_state

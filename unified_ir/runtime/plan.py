@@ -24,7 +24,7 @@ from triplane.unified_ir.files.digests import Buffer
 from triplane.unified_ir.files.manifest import ROLES, parse
 from triplane.unified_ir.files.tensors import Tensor
 from triplane.unified_ir.runtime.description import bounded, check_amounts
-from triplane.unified_ir.runtime.session import DEFAULT_OPTIONS, Loop, Session, SessionOptions
+from triplane.unified_ir.runtime.session import DEFAULT_OPTIONS, Loop, Session, SessionOptions, Stop
 from triplane.unified_ir.runtime.signature import INSIDE_ONLY, Array, TensorInfo, next_name
 
 DESCRIPTION: Final = "plan.pb"
@@ -139,6 +139,7 @@ class Plan:
         self._looping: set[str] = set()
         self._newest: Loop | None = None
         self._newest_entry = ""
+        self._stop: Stop | None = None
 
     @classmethod
     def load(
@@ -171,7 +172,8 @@ class Plan:
     ) -> dict[str, Array]:
         """Do one step of `entry` on the current state and return the results that are not state.
 
-        Conflict: a limit is reached. A step that raises leaves the state as it was.
+        Conflict: a limit is reached. Unavailable: the stop of `stop_with` was set. A step that
+        raises leaves the state as it was.
         """
         session = self._session(entry)
         fed = {**(batch or {}), **more}
@@ -180,9 +182,10 @@ class Plan:
         if fed.keys() != (batch_names := {t.name for t in session.inputs} - self.roles.keys()):
             raise InvalidInput(f"{entry} takes exactly {sorted(batch_names)}, got {sorted(fed)}")
         if entry not in self._looping:
-            return session.run({**self._feeds(session), **fed})
+            return session.run({**self._feeds(session), **fed}, stop=self._stop)
         self._check_limits()
         loop = self._loop(entry, session)
+        loop.stop = self._stop
         started = self._clock()
         try:
             results = loop.step(**fed)
@@ -190,6 +193,10 @@ class Plan:
             self.spent_s += self._clock() - started
         self.steps += 1
         return results
+
+    def stop_with(self, stop: Stop | None) -> None:
+        """Let runs from now on end once `stop` is set, between two nodes; None: never."""
+        self._stop = stop
 
     def predict(self, *x: Array, **inputs: Array) -> dict[str, Array]:
         """Run the `predict` entry, on its only input when one array is given."""

@@ -191,10 +191,12 @@ class Loop:
     other: one buffer bound as both input and output is silently wrong, because kernels overwrite
     it while later nodes still read it. A step that raises leaves the state as it was.
     State shapes are static; batch shapes may change from step to step. Not for several threads.
+    stop: ends the steps it is there for; see `Session.run`.
     """
 
     def __init__(self, session: Session, state: Mapping[str, Array]) -> None:
         self._session = session
+        self.stop: Stop | None = None
         by_name = {tensor.name: tensor for tensor in session.inputs}
         _check_state_names(session, by_name, state.keys())
         self._state = {name: Signature([by_name[name]]) for name in state}
@@ -220,11 +222,14 @@ class Loop:
                 binding.bind_input(name, x)
             for name in self._results:
                 binding.bind_output(name, _CPU)
-            self._session._c.run_with_iobinding(binding, None)  # noqa: SLF001 - one class in two
+            options = self.stop._options if self.stop else None  # noqa: SLF001 - one class in three
+            self._session._c.run_with_iobinding(binding, options)  # noqa: SLF001 - likewise
             values = binding.get_outputs()
             first = len(self._updated)
             results = {name: values[first + i].numpy() for i, name in enumerate(self._results)}
         except _FAILURES as error:
+            if self.stop is not None and self.stop.is_set:
+                raise Unavailable("the step was stopped before it ended") from error
             raise _run_failure(error) from error
         self._front, self._back = self._back, self._front
         self._read_front, self._read_back = self._read_back, binding

@@ -1,0 +1,60 @@
+"""How work ends before it is done: withdrawn, or at its deadline; seen between steps and in graphs.
+
+`Stop` is checked between steps. A graph that runs meanwhile is told by a callback, for it may never
+come to an end by itself.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+
+class Withdrawn(Exception):
+    """The work is not wanted any more; nothing comes of it."""
+
+
+class DeadlineExceeded(Withdrawn):
+    """The work was not done by its deadline."""
+
+
+class Stop:
+    """Ends work: by `now`, or at `until_s` of the clock. Usable from any thread."""
+
+    def __init__(self, until_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.until_s, self._clock = until_s, clock
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._stopped = False
+        self._expired = False
+
+    def now(self) -> None:
+        """End the work because nobody wants it any more."""
+        self._end(expired=False)
+
+    def expire(self) -> None:
+        """End the work because its deadline has come."""
+        self._end(expired=True)
+
+    def call(self, callback: Callable[[], None]) -> None:
+        """Call this once when the work ends; at once where it has ended. It must not block."""
+        with self._lock:
+            ended = self._stopped or self._expired
+            if not ended:
+                self._callbacks.append(callback)
+        if ended:
+            callback()
+
+    def check(self) -> None:
+        """Raise Withdrawn, or DeadlineExceeded, where the work ends."""
+        if self._stopped:
+            raise Withdrawn
+        if self._expired or self._clock() >= self.until_s:
+            raise DeadlineExceeded
+
+    def _end(self, *, expired: bool) -> None:
+        with self._lock:
+            self._expired = self._expired or expired
+            self._stopped = self._stopped or not expired
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
