@@ -65,7 +65,7 @@ def sample_options(function: Any) -> Any:
 
 @click.group()
 def device() -> None:
-    """Learn with other devices from samples that stay here."""
+    """Learn with other devices from the samples of this one."""
 
 
 @device.command(epilog=ENROL_EXAMPLE)

@@ -1,0 +1,77 @@
+"""What docs/privacy.md says a cloud can learn of a device today, shown with its own means."""
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+from tests.cloud.federation import given
+from tests.device.devices import within
+from tests.device.stage import RUN, client_at, lease, serving, staged
+from tests.federated.core import plans
+from tests.runtime.graphs import model
+
+from triplane.proto import federation_pb2 as pb
+from triplane.unified_ir.convert.conversion import read_model
+from triplane.unified_ir.federated.algorithms import Hyper, plan_of
+from triplane.unified_ir.federated.core.files import like_of, most_bytes, read_update, write_state
+from triplane.unified_ir.federated.core.learn import Work, learn
+from triplane.unified_ir.runtime import Plan
+
+SHARD = plans.shard(held_out=6)
+SEEN = {"seen": np.zeros((20, 2), np.float32)}
+
+
+def storing() -> bytes:
+    """`local_update` that learns nothing and keeps its batch in a buffer."""
+    nodes = [
+        helper.make_node("ReduceMean", ["y"], ["loss"], keepdims=0),
+        helper.make_node("Identity", ["x"], ["seen:next"]),
+    ]
+    inputs = {"seen": (20, 2), "x": (20, 2), "y": ("N", 1)}
+    return model(nodes, inputs, {"loss": (), "seen:next": (20, 2)}, types={"y": TensorProto.FLOAT})
+
+
+@pytest.mark.slow
+def test_a_plan_whose_buffer_stores_the_batch_returns_every_sample_bit_for_bit(tmp_path):
+    async def story():
+        async with (
+            staged(tmp_path / "stage") as stage,
+            serving(client_at(stage, tmp_path / "ann", SHARD)),
+        ):
+            await stage.offer()
+            plan, digest = stage.plan(
+                entries={"local_update": storing()}, state=SEEN, roles={"seen": "buffer"}
+            )
+            path = tmp_path / "zeros.state"
+            write_state(path, SEEN, {"seen": "buffer"}, plan=digest)
+            task = stage.task(
+                plan=plan, state=stage.put(path), sampling=pb.Sampling(steps=1, batch_size=20)
+            )
+            stage.tell(task)
+            told = await stage.contribution(lease(1))
+            return stage.blobs.find(told.update.blob.sha256)
+
+    like = like_of(SEEN)
+    change = read_update(
+        within(story()), like, run=RUN, lease=lease(1).hex(), max_bytes=most_bytes(like),
+        buffers={"seen"},
+    )  # fmt: skip
+    stolen = {row.tobytes() for row in change["seen"]}
+    assert stolen == {row.tobytes() for row in SHARD.train["x"]}
+
+
+def test_one_step_on_one_sample_of_an_honest_network_tells_the_sample(tmp_path):
+    """x_i = dW_ij / db_j, for the gradient of a dense layer is the product of x and that of b."""
+    (tmp_path / "source.tpm").write_bytes(given.model_bytes(tmp_path))
+    module, _ = read_model(tmp_path / "source.tpm")
+    made = plan_of(module, "fedavg", Hyper(lr=0.1), tmp_path / "honest.plan")
+    plan = Plan.load(tmp_path / "honest.plan")
+    plan.assign(made.state)
+    work = Work(run=RUN, round=1, device="ann", seed=7, steps=1, batch_size=1, support=0, query=0)
+    shard = given.shard(0)
+    change = learn(plan, work, shard).change
+    weight = next(x for x in change.values() if given.FEATURES in x.shape)
+    bias = next(x for x in change.values() if x.shape == (8,))
+    weight = weight.astype(np.float64) if weight.shape[1] == 8 else weight.T.astype(np.float64)
+    j = int(np.abs(bias).argmax())
+    nearest = np.abs(shard.train["x"] - weight[:, j] / bias[j]).max(axis=1).min()
+    assert nearest < 1e-5
