@@ -54,15 +54,15 @@ def main(
     app: names the owner's `ClientApp`, as `device.flower.load_app` takes it.
     """
     signals.restore_defaults()
-    _hold_little_memory()
-    from triplane.device.client import FederatedClient
+    hold_little_memory()
+    from triplane.device.client import FederatedClient, Graphs
 
     log = logging.StreamHandler()
     log.setFormatter(Facts())
     logging.basicConfig(level=log_level.upper(), handlers=[log])
     _give_back_code()
     client = FederatedClient(
-        home, samples, population=population, held_out=held_out, app=_app(app) if app else None
+        home, samples, population=population, held_out=held_out, app=app, graphs=Graphs.CHILD
     )
     termination = signals.Termination(client.stop, limit_s=STOP_S)
 
@@ -70,8 +70,8 @@ def main(
         record = {
             "device": client.name,
             "population": client.settings.population,
-            "examples": client.shard.examples,
-            "held_out": client.shard.held_out_samples,
+            "examples": client.examples,
+            "held_out": client.held_out_samples,
             "pid": os.getpid(),
         }
         sys.stdout.write(line(record) + "\n")
@@ -83,15 +83,15 @@ def main(
         termination.request()
 
 
-def _app(name: str) -> Any:
+def load_app(name: str) -> Any:
     """The owner's app. NotFound: flwr is not installed."""
     try:
-        from triplane.device.flower import load_app
+        from triplane.device.flower import load_app as load
     except ModuleNotFoundError as error:
         raise NotFound(
             f"a ClientApp needs Flower on the device ({error}); pip install 'triplane[flower]'"
         ) from error
-    return load_app(name)
+    return load(name)
 
 
 def text(record: dict[str, object]) -> str:
@@ -102,7 +102,7 @@ def text(record: dict[str, object]) -> str:
     )
 
 
-def _hold_little_memory() -> None:
+def hold_little_memory() -> None:
     """One heap for all threads, and large arrays given back as soon as they are freed."""
     with contextlib.suppress(OSError, AttributeError):  # another C library has other ways
         library = ctypes.CDLL(None)

@@ -10,26 +10,27 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import grpc
-
-from triplane.device.desk import Desk
 from triplane.device.enrolling import enrol
 from triplane.device.home import DEFAULT_HOME, DeviceHome, Settings
-from triplane.device.model import Choice, Model
+from triplane.device.runner import InProcessRunner, TaskRunner
 from triplane.device.samples import Source, shard_of
 from triplane.device.stopping import DeadlineExceeded, Stop, Withdrawn
 from triplane.device.tasks import Orders, Task, declined, orders_of
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.channels import connect, connect_aio
-from triplane.proto.errors import Conflict, NotFound, TriplaneError, Unavailable
+from triplane.proto.channels import connect_aio
+from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
 from triplane.proto.stream import SessionClient
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.files.pixels import as_input
-from triplane.unified_ir.runtime.plan import Plan
+
+if TYPE_CHECKING:
+    from triplane.device.model import Choice
+    from triplane.unified_ir.runtime.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +55,23 @@ _NO_ORDERS: Final = Orders()
 """Until the first document: what is pending waits, for nothing is known of it."""
 
 
+class Graphs(Enum):
+    """Where a client runs the graphs of its tasks.
+
+    IN_PROCESS: in a thread; a graph ends at its deadline and at `stop` between two of its nodes.
+    CHILD: in a process of its own with limits of memory and processor time, killed where needed.
+    """
+
+    IN_PROCESS = "in process"
+    CHILD = "child"
+
+
 class FederatedClient:
     """A device that learns with others from its own samples.
 
     home: its folder. samples: see `shard_of`. population: which runs it offers itself for. app: a
     Flower `ClientApp` of the device's owner (extra `[flower]`), for runs whose strategy asks one.
+    graphs: where they run. With Graphs.CHILD samples are a path of an npz file, app is MODULE:NAME.
 
         client = FederatedClient("my-device", {"x": images, "y": labels}, population="cameras")
         client.enrol(token, "cloud.example:8444")     # once
@@ -74,6 +87,7 @@ class FederatedClient:
         population: str | None = None,
         held_out: float | None = None,
         app: Any = None,
+        graphs: Graphs = Graphs.IN_PROCESS,
     ) -> None:
         """Options that are absent are those of `device.json`. NotFound without any samples."""
         self._home = DeviceHome(home)
@@ -85,12 +99,23 @@ class FederatedClient:
             )
         source = settings.data if samples is None else samples
         self._settings = settings
-        self.shard: Shard = shard_of(source, held_out=settings.held_out)
+        shard = shard_of(source, held_out=settings.held_out)
+        self.examples, self.held_out_samples = shard.examples, shard.held_out_samples
+        in_child = graphs is Graphs.CHILD
+        self._file = _file_of(source) if in_child else None
+        self._shard = None if in_child else shard
         self._app = app
         self._working: _Working | None = None
         self._told_to_stop = False
         self._lock = threading.Lock()
         self._serving: tuple[Choice, Plan] | None = None
+
+    @property
+    def shard(self) -> Shard:
+        """The samples. Conflict where a child process has them."""
+        if self._shard is None:
+            raise Conflict("the samples of this client are in its child process (Graphs.CHILD)")
+        return self._shard
 
     @property
     def name(self) -> str:
@@ -119,7 +144,8 @@ class FederatedClient:
         self._home.require_enrolled()
         self._home.make()
         with self._home.held():
-            working = _Working(self._home, self._settings, self.shard, self._app)
+            runner = self._runner()
+            working = _Working(self._home, self._settings, runner, self._offer())
             with self._lock:
                 if self._working is not None:
                     raise Conflict("this client runs already")
@@ -131,6 +157,29 @@ class FederatedClient:
             finally:
                 self._working, self._told_to_stop = None, False
 
+    def _runner(self) -> TaskRunner:
+        if self._file is None:
+            return InProcessRunner(self._home, self.shard, self._settings, self._app)
+        from triplane.device.child_runner import ChildRunner
+
+        runner = ChildRunner(self._home, self._settings, self._file, self._app)
+        if self._app is not None:
+            try:
+                runner.start()  # an app that cannot be loaded is told before the device is ready
+            except BaseException:
+                runner.close()
+                raise
+        return runner
+
+    def _offer(self) -> pb.Offer:
+        return pb.Offer(
+            population=self._settings.population,
+            examples=self.examples,
+            held_out=self.held_out_samples,
+            software=SOFTWARE,
+            app=self._app is not None,
+        )
+
     def stop(self) -> None:
         """Let `run` return soon; from any thread, or a signal handler. What was begun is kept.
 
@@ -141,12 +190,14 @@ class FederatedClient:
         if working is not None:
             working.stop()
 
-    def choice(self) -> Choice | None:
+    def choice(self) -> "Choice | None":
         """What the model of this device is and how it was measured; None before the first task."""
+        from triplane.device.model import Model
+
         return Model(self._home.model).choice()
 
     @property
-    def model(self) -> Plan:
+    def model(self) -> "Plan":
         """The newest plan with the better of shared and personal state. NotFound before any."""
         with self._lock:
             for tries in range(MODEL_TRIES, 0, -1):
@@ -160,8 +211,11 @@ class FederatedClient:
                         raise
             raise AssertionError("the tries end with an error")
 
-    def _loaded(self, choice: Choice) -> Plan:
+    def _loaded(self, choice: "Choice") -> "Plan":
         """Conflict or NotFound: a newer model took the place of this one meanwhile."""
+        from triplane.device.model import Model
+        from triplane.unified_ir.runtime.plan import Plan
+
         if self._serving is None or self._serving[0] != choice:
             plan = Plan.load(self._home.plans / choice.plan)
             Model(self._home.model).load_into(plan)
@@ -185,15 +239,17 @@ class FederatedClient:
 class _Working:
     """One run of a client."""
 
-    def __init__(self, home: DeviceHome, settings: Settings, shard: Shard, app: Any) -> None:
-        self._home, self._settings, self._shard, self._app = home, settings, shard, app
+    def __init__(
+        self, home: DeviceHome, settings: Settings, runner: TaskRunner, offer: pb.Offer
+    ) -> None:
+        self._home, self._settings, self._runner = home, settings, runner
         self._name = home.enrolled.name
-        self._desk = Desk(home, shard, settings, self._open_channel, app)
+        self._offered = offer
         self._session = SessionClient(
             lambda: connect_aio(home.identity),
             self._on_message,
             software=SOFTWARE,
-            greeting=self._offer,
+            greeting=lambda: offer,
         )
         self._orders = self._settled = _NO_ORDERS
         self._changed = asyncio.Event()
@@ -202,12 +258,10 @@ class _Working:
         self._loop = asyncio.get_running_loop()
         self._doing: tuple[str, Stop] | None = None
         self._done: dict[str, None] = {}
-        self._channel: grpc.Channel | None = None
-        self._channel_lock = threading.Lock()
 
     async def run(self) -> None:
         """Until `stop` or cancellation."""
-        logger.info("device started", extra={"device": self._name, **_sizes(self._shard)})
+        logger.info("device started", extra={"device": self._name, **_sizes(self._offered)})
         tasks = [
             asyncio.create_task(work)
             for work in (self._stopped.wait(), self._session.run(), self._work(), self._renew())
@@ -221,24 +275,16 @@ class _Working:
                 task.cancel()
             if self._doing:
                 self._doing[1].now()
-            self._forget_channel()
+            self._runner.interrupt()
             await asyncio.gather(*tasks, return_exceptions=True)
             async with self._desk_free:
+                self._runner.close()
                 logger.info("device stopped", extra={"device": self._name})
 
     def stop(self) -> None:
         """From any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._stopped.set)
-
-    def _offer(self) -> pb.Offer:
-        return pb.Offer(
-            population=self._settings.population,
-            examples=self._shard.examples,
-            held_out=self._shard.held_out_samples,
-            software=SOFTWARE,
-            app=self._app is not None,
-        )
 
     async def _on_message(self, message: Any) -> None:
         if not isinstance(message, pb.Work):
@@ -317,7 +363,7 @@ class _Working:
         ]
         logger.info("task begun", extra=_facts(task))
         try:
-            return await self._at_desk(lambda: self._desk.do(task, stop, wanted))
+            return await self._at_desk(lambda: self._runner.do(task, stop, wanted))
         except DeadlineExceeded:
             logger.warning("task not done by its deadline", extra=_facts(task))
             lease = bytes.fromhex(task.lease)
@@ -339,7 +385,7 @@ class _Working:
     async def _settle(self, orders: Orders) -> None:
         """Let updates take effect that counted, and forget those whose lease is over."""
         if orders is not self._settled:
-            await self._at_desk(lambda: settle(self._desk, orders))
+            await self._at_desk(lambda: self._runner.settle(orders))
             self._settled = orders
 
     async def _at_desk(self, work: Callable[[], T]) -> T:
@@ -367,42 +413,25 @@ class _Working:
                 try:
                     await asyncio.to_thread(self._home.renew)
                     async with self._desk_free:
-                        self._forget_channel()
+                        self._runner.renewed()
                     logger.info("certificate renewed")
                 except TriplaneError as error:
                     logger.warning("certificate not renewed", extra={"reason": str(error)})
             await asyncio.sleep(RENEWAL_LOOK_S)
-
-    def _open_channel(self) -> grpc.Channel:
-        with self._channel_lock:
-            if self._channel is None:
-                self._channel = connect(self._home.identity)
-            return self._channel
-
-    def _forget_channel(self) -> None:
-        with self._channel_lock:
-            old, self._channel = self._channel, None
-        if old is not None:
-            old.close()
-
-
-def settle(desk: Desk, orders: Orders) -> None:
-    """Every pending update is counted, still open, or over."""
-    told = {(s.run, s.lease): s for s in orders.settled}
-    for pending in desk.memory.pending():
-        run, lease = pending.facts.run, pending.facts.lease
-        found = told.get((run, lease))
-        if found is None and lease in orders.leases:
-            continue
-        counted = found is not None and found.counted
-        desk.memory.settle(pending, counted=counted)
-        said = {"counted": counted, "reason": found.reason if found else "its lease is over"}
-        logger.info("update settled", extra={"run": run, "round": pending.facts.round, **said})
 
 
 def _facts(task: Task) -> dict[str, object]:
     return {"run": task.work.run, "round": task.work.round, "kind": task.kind}
 
 
-def _sizes(shard: Shard) -> dict[str, int]:
-    return {"examples": shard.examples, "held_out": shard.held_out_samples}
+def _sizes(offer: pb.Offer) -> dict[str, int]:
+    return {"examples": offer.examples, "held_out": offer.held_out}
+
+
+def _file_of(source: Source) -> Path:
+    if isinstance(source, str | Path):
+        return Path(source).expanduser().absolute()
+    raise InvalidInput(
+        "a child process reads its samples from an npz file; give its path, or let graphs run in "
+        "this process (Graphs.IN_PROCESS)"
+    )

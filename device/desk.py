@@ -19,7 +19,7 @@ from triplane.device.home import DeviceHome, Settings
 from triplane.device.memory import Facts, Memory, Pending, Personal, unsettled
 from triplane.device.model import SHARED, Choice, Model
 from triplane.device.stopping import Stop
-from triplane.device.tasks import Blob, Task, declined
+from triplane.device.tasks import Blob, Orders, Task, declined
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import OsDisk, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
@@ -36,7 +36,7 @@ from triplane.unified_ir.federated.core.learn import (
 )
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
-from triplane.unified_ir.runtime.session import SessionOptions
+from triplane.unified_ir.runtime.session import OutOfMemory, SessionOptions
 from triplane.unified_ir.runtime.session import Stop as GraphStop
 from triplane.unified_ir.runtime.signature import TensorInfo
 
@@ -134,20 +134,40 @@ class Desk:
         except Unavailable:
             stop.check()
             raise
+        except (MemoryError, OutOfMemory) as error:
+            stop.check()
+            return _declined(task, self._too_large(error))
         except TriplaneError as error:
             stop.check()
-            logger.warning("task declined", extra={**_names(task), "reason": str(error)})
-            lease = bytes.fromhex(task.lease)
-            return declined(task.work.run, task.work.round, lease, str(error))
+            return _declined(task, str(error))
+
+    def _too_large(self, error: Exception) -> str:
+        return (
+            f"out of memory; a task may take {self._settings.max_memory_bytes} bytes where it runs "
+            f"in a child process (max_memory_bytes in this device's device.json): {error}"
+        )
+
+    def settle(self, orders: Orders) -> None:
+        """Let updates take effect that counted, and forget those whose lease is over."""
+        told = {(s.run, s.lease): s for s in orders.settled}
+        for pending in self.memory.pending():
+            run, lease = pending.facts.run, pending.facts.lease
+            found = told.get((run, lease))
+            if found is None and lease in orders.leases:
+                continue
+            counted = found is not None and found.counted
+            self.memory.settle(pending, counted=counted)
+            said = {"counted": counted, "reason": found.reason if found else "its lease is over"}
+            logger.info("update settled", extra={"run": run, "round": pending.facts.round, **said})
 
     def _do(self, task: Task, stop: Stop, wanted: frozenset[bytes]) -> pb.Contribution:
         for pending in self.memory.pending():
             if pending.facts.lease == task.lease:
                 return self._offered(pending, task, stop)
-        if task.message is not None and self._app is None:
-            raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
             if pending.facts.run == task.work.run and task.kind in WRITERS:
                 raise Conflict(unsettled(pending.facts))
+        if task.message is not None and self._app is None:
+            raise Conflict("this device has no ClientApp; its owner gives it one (--app)")
         wanted |= {task.plan.sha256, task.state.sha256}
         path = self._fetch(task.plan, self._blobs, wanted, stop)
         if not task.inline_state or task.message is not None:
@@ -365,6 +385,11 @@ def _stopping(plan: Plan, stop: Stop) -> Plan:
     plan.stop_with(graphs)
     stop.call(graphs.set)
     return plan
+
+
+def _declined(task: Task, reason: str) -> pb.Contribution:
+    logger.warning("task declined", extra={**_names(task), "reason": reason})
+    return declined(task.work.run, task.work.round, bytes.fromhex(task.lease), reason)
 
 
 def _fitting(ours: Mapping[str, Array], like: Mapping[str, Array]) -> dict[str, Array]:

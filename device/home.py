@@ -12,10 +12,11 @@ import math
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from triplane.proto.credentials import IdentityFolder
 from triplane.proto.disk import OS_DISK, AppendFile, write_atomic
@@ -27,6 +28,8 @@ MAX_SETTINGS_BYTES: Final = 64 << 10
 POPULATION: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 """What the cloud takes as the name of a population."""
 RENEWAL_S: Final = 60.0
+CHILD_ENDS_S: Final = 10.0
+"""How long a child of a device that was killed may take to end."""
 TEMPORARY: Final = ".*.tmp"
 """Names of files that were to take another's name."""
 
@@ -37,7 +40,8 @@ class Settings:
 
     population: which runs this device offers itself for. data: an npz file, for the command.
     held_out: share of the samples that are never learned from. max_disk_bytes: of plans and states
-    together; max_blob_bytes: of one.
+    together; max_blob_bytes: of one. max_memory_bytes, max_cpu_s: of one task, beyond what the
+    process takes without it, 0 for no limit; they hold where tasks run in a child process.
     """
 
     population: str = "default"
@@ -45,6 +49,8 @@ class Settings:
     held_out: float = HELD_OUT
     max_disk_bytes: int = 4 << 30
     max_blob_bytes: int = 1 << 30
+    max_memory_bytes: int = 4 << 30
+    max_cpu_s: float = 3600.0
 
     def __post_init__(self) -> None:
         wanted = {f.name: type(f.default) for f in fields(Settings)}
@@ -55,6 +61,11 @@ class Settings:
         if not POPULATION.fullmatch(self.population):
             raise InvalidInput(
                 f"a population is named as in {POPULATION.pattern}, got {self.population[:80]!r}"
+            )
+        if not (math.isfinite(self.max_cpu_s) and min(self.max_cpu_s, self.max_memory_bytes) >= 0):
+            raise InvalidInput(
+                "max_memory_bytes and max_cpu_s are positive, or 0 for no limit, got "
+                f"{self.max_memory_bytes} and {self.max_cpu_s}"
             )
         if not (math.isfinite(self.held_out) and 0 <= self.held_out < 1):
             raise InvalidInput(f"held_out is a share in [0, 1), got {self.held_out}")
@@ -187,10 +198,32 @@ class DeviceHome:
                 raise Conflict(
                     f"another process works in {self.path}; one home is one device"
                 ) from error
-            self._take_over()
+            self.lock_for_tasks().close()
+            self.recover()
             yield
 
-    def _take_over(self) -> None:
+    def lock_for_tasks(self) -> BinaryIO:
+        """Become the one process that does tasks, until the file is closed.
+
+        A device that was killed leaves a child that ends at once; it is waited for. Conflict where
+        one does not end.
+        """
+        file = (self.path / "tasks.lock").open("ab")
+        until_s = time.monotonic() + CHILD_ENDS_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if time.monotonic() > until_s:
+                    file.close()
+                    raise Conflict(
+                        f"another process does tasks in {self.path}; one home is one device"
+                    ) from error
+                time.sleep(0.01)
+            else:
+                return file
+
+    def recover(self) -> None:
         """Remove what a process that was killed wrote in part; make durable what goes on growing.
 
         A download that has all its bytes is named without another look at them, so bytes that the

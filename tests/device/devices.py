@@ -100,15 +100,22 @@ class Process:
         self.said = json.loads(line)
 
     def processor_s(self):
-        """Seconds of processor it took so far."""
-        times = psutil.Process(self.child.pid).cpu_times()
-        return times.user + times.system
+        """Seconds of processor it took so far, with the process that does its tasks."""
+        times = [process.cpu_times() for process in self.both()]
+        return sum(time.user + time.system for time in times)
 
     def peak_bytes(self):
-        """The most memory that was resident at once."""
-        status = Path(f"/proc/{self.child.pid}/status").read_text()
-        (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", status)
-        return int(peak) * 1024
+        """The most memory that was resident at once in each of its processes, added."""
+        peaks = []
+        for process in self.both():
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            peaks += re.findall(r"VmHWM:\s+(\d+) kB", status)
+        return sum(map(int, peaks)) * 1024
+
+    def both(self):
+        """The process, and the one that does its tasks if it has begun."""
+        process = psutil.Process(self.child.pid)
+        return [process, *process.children()]
 
     def kill(self):
         if self.child is not None:

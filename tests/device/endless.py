@@ -6,7 +6,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.attacks.endless import loop_body
 from tests.federated.core import plans
 
-GREEDY = 1 << 18
+GREEDY = 1 << 20
 """Numbers that each turn of the greedy loop adds."""
 
 
@@ -23,7 +23,7 @@ def endless(graph, output):
 
 
 def greedy(graph, output):
-    """The same, and each turn takes a megabyte more."""
+    """The same, and each turn takes four megabytes more."""
     model = onnx.load_from_string(graph)
     (last,) = [node for node in model.graph.node if output in node.output]
     last.output[:] = ["answer"]

@@ -1,10 +1,14 @@
 """A graph that never ends does not keep a device: deadline, the cloud and its owner each end it."""
 
 import asyncio
+import json
+import os
+import signal
 
+import psutil
 import pytest
-from tests.device.devices import within
-from tests.device.endless import entries
+from tests.device.devices import Process, save_shard, started, within
+from tests.device.endless import entries, greedy
 from tests.device.stage import client_at, lease, serving, staged
 from tests.federated.core import plans
 
@@ -80,3 +84,117 @@ def test_an_application_ends_a_graph_that_never_ends_by_stop(tmp_path, entry):
             await working
 
     within(story())
+
+
+def process_at(stage, home, **settings):
+    """`triplane device run` of a device that is enrolled at the stage."""
+    client_at(stage, home, SHARD)
+    (home / "device.json").write_text(json.dumps(settings))
+    save_shard(home / "samples.npz", SHARD)
+    return Process(home, home / "samples.npz")
+
+
+def story_of_process(folder, tell, **settings):
+    """Run `tell(stage, process)` with a device process at work; what it returns."""
+
+    async def story():
+        async with staged(folder / "stage") as stage:
+            process = process_at(stage, folder / "ann", **settings)
+            with started(process):
+                await stage.offer()
+                return await tell(stage, process)
+
+    return within(story(), 120)
+
+
+async def honest_work(stage):
+    stage.tell(stage.task(2))
+    return (await stage.contribution(lease(2))).WhichOneof("outcome")
+
+
+@pytest.mark.parametrize("entry", WORK)
+def test_a_process_goes_on_after_the_deadline_of_a_graph_that_never_ends(tmp_path, entry):
+    async def tell(stage, _process):
+        stage.tell(task_of(stage, entry, deadline_s=3.0))
+        return (await stage.contribution(lease(1))).declined, await honest_work(stage)
+
+    declined, then = story_of_process(tmp_path, tell)
+    assert "the task was not done by its deadline" in declined
+    assert then == "update"
+
+
+def test_a_process_goes_on_when_the_cloud_withdraws_a_graph_that_never_ends(tmp_path):
+    async def tell(stage, _process):
+        stage.tell(task_of(stage, "local_update"))
+        await graph_runs(tmp_path, stage)
+        return await honest_work(stage), stage.heard
+
+    then, heard = story_of_process(tmp_path, tell)
+    assert then == "update"
+    assert not any(isinstance(m, pb.Contribution) and m.lease == lease(1) for m in heard)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_process_whose_graph_never_ends_and_its_child(tmp_path, number):
+    async def tell(stage, process):
+        stage.tell(task_of(stage, "local_update"))
+        await graph_runs(tmp_path, stage)
+        (child,) = psutil.Process(process.child.pid).children()
+        process.child.send_signal(number)
+        code = await asyncio.to_thread(process.child.wait, 60)
+        return code, child.is_running(), process.log()
+
+    code, runs, log = story_of_process(tmp_path, tell)
+    assert (code, runs) == (0, False)
+    assert "Traceback" not in log
+    assert "device stopped" in log
+
+
+def test_a_child_ends_with_a_process_that_is_killed_and_the_next_one_works(tmp_path):
+    async def tell(stage, process):
+        stage.tell(task_of(stage, "local_update"))
+        await graph_runs(tmp_path, stage)
+        (child,) = psutil.Process(process.child.pid).children()
+        await asyncio.to_thread(process.kill)
+        await asyncio.to_thread(process.start)
+        await asyncio.to_thread(psutil.wait_procs, [child], 60)
+        return child.is_running(), await honest_work(stage)
+
+    assert story_of_process(tmp_path, tell) == (False, "update")
+
+
+def test_a_graph_that_takes_all_memory_is_declined_with_the_limit(tmp_path):
+    async def tell(stage, _process):
+        plan, digest = stage.plan(entries=entries("local_update", "loss", greedy))
+        stage.tell(stage.task(1, plan=plan, state=stage.state(digest)))
+        return (await stage.contribution(lease(1))).declined, await honest_work(stage)
+
+    declined, then = story_of_process(tmp_path, tell, max_memory_bytes=256 << 20)
+    assert "memory" in declined
+    assert "max_memory_bytes" in declined
+    assert then == "update"
+
+
+def test_a_graph_that_takes_too_much_processor_time_is_declined_with_the_limit(tmp_path):
+    async def tell(stage, _process):
+        stage.tell(task_of(stage, "local_update"))
+        return (await stage.contribution(lease(1))).declined, await honest_work(stage)
+
+    declined, then = story_of_process(tmp_path, tell, max_cpu_s=1.0)
+    assert "more than 1 s of processor time (max_cpu_s" in declined
+    assert then == "update"
+
+
+def test_a_crash_of_a_graph_is_declined_and_the_device_goes_on(tmp_path):
+    """The child that runs the graph is killed, as a fault in a kernel would."""
+
+    async def tell(stage, process):
+        stage.tell(task_of(stage, "local_update"))
+        await graph_runs(tmp_path, stage)
+        (child,) = psutil.Process(process.child.pid).children()
+        os.kill(child.pid, signal.SIGSEGV)
+        return (await stage.contribution(lease(1))).declined, await honest_work(stage)
+
+    declined, then = story_of_process(tmp_path, tell)
+    assert "ended by signal SIGSEGV" in declined
+    assert then == "update"

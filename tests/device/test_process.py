@@ -51,12 +51,12 @@ def test_a_process_says_that_it_is_ready_learns_and_stops_when_told(tmp_path):
 
 
 def test_a_whole_run_imports_nothing_of_weight(tmp_path):
-    """`-X importtime` writes every import to standard error."""
+    """Every import of the device and of the process for its tasks is on standard error."""
 
     async def story():
         async with cloud_of(tmp_path) as cloud:
             process = await process_of(cloud, tmp_path, "ann", 0)
-            process.interpreter = (sys.executable, "-X", "importtime")
+            process.interpreter = ("/usr/bin/env", "PYTHONPROFILEIMPORTTIME=1", sys.executable)
             with started(process):
                 await one_run(cloud, cohort={"devices": 1})
             return process.log()
@@ -92,7 +92,7 @@ def wide_model(folder):
 @pytest.mark.parametrize(
     "compression", ["int8", *(pytest.param(c, marks=pytest.mark.deep) for c in ("", "top-k"))]
 )
-def test_its_memory_is_80_mb_and_5_times_the_parameters(tmp_path, compression):
+def test_its_memory_is_130_mb_and_5_times_the_parameters(tmp_path, compression):
     async def story():
         async with cloud_of(tmp_path) as cloud:
             data, size = wide_model(tmp_path)
@@ -111,7 +111,7 @@ def test_its_memory_is_80_mb_and_5_times_the_parameters(tmp_path, compression):
                 return process.peak_bytes(), size
 
     peak, size = within(story())
-    assert peak <= 80 * MIB + 5 * size
+    assert peak <= 130 * MIB + 5 * size
 
 
 @pytest.mark.parametrize(

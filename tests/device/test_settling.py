@@ -12,7 +12,7 @@ from tests.device.stage import RUN, client_at, lease, serving, staged
 from tests.federated.core import plans
 
 from triplane.device import FederatedClient
-from triplane.device import client as client_module
+from triplane.device.desk import Desk
 from triplane.device.home import DeviceHome
 from triplane.device.memory import Memory
 from triplane.proto import federation_pb2 as pb
@@ -100,7 +100,7 @@ def test_the_remainder_of_what_counted_is_in_the_next_update(tmp_path):
 
 def held_after_settling(monkeypatch, marker):
     """Events: a document that asks for work on the lease `marker` was settled; go on now."""
-    original, settled, go_on = client_module.settle, threading.Event(), threading.Event()
+    original, settled, go_on = Desk.settle, threading.Event(), threading.Event()
 
     def settle(desk, orders):
         original(desk, orders)
@@ -108,7 +108,7 @@ def held_after_settling(monkeypatch, marker):
             settled.set()
             go_on.wait(60)
 
-    monkeypatch.setattr(client_module, "settle", settle)
+    monkeypatch.setattr(Desk, "settle", settle)
     return settled, go_on
 
 

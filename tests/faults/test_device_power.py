@@ -16,7 +16,6 @@ from tests.faults.cuts import cuts
 from tests.federated.core import plans
 
 from triplane.device import desk as working
-from triplane.device.client import settle
 from triplane.device.desk import Desk
 from triplane.device.home import DeviceHome, Settings
 from triplane.device.memory import Memory
@@ -137,7 +136,7 @@ class Story:
         tasks = (self.blobs.task(self.number),) if self.number <= ROUNDS else ()
         newest = self.number - 1
         settled = Settled(RUN, lease(newest), newest != REFUSED, "")
-        settle(desk, Orders(tasks, (settled,) if newest else ()))
+        desk.settle(Orders(tasks, (settled,) if newest else ()))
         self.settled = newest
         del self.remembered[newest:]
         self.remembered.append(plain(desk.memory.personal(RUN)))

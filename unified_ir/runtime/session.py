@@ -103,6 +103,10 @@ class RunFailed(InvalidInput):
     """A node refused the values it met, which no signature could say before."""
 
 
+class OutOfMemory(RunFailed):
+    """A node asked for more memory than this process may take."""
+
+
 class Stop:
     """Ends the runs it was given to, from any thread and for good: see `Session.run`."""
 
@@ -358,5 +362,11 @@ def _load_failure(error: Exception) -> TriplaneError:
     return family(f"onnxruntime {version()} refused the model: {error}")
 
 
+ALLOCATION: Final = ("bad_alloc", "Failed to allocate memory")
+"""How onnxruntime says that an allocation was refused."""
+
+
 def _run_failure(error: Exception) -> InvalidInput:
+    if any(words in str(error) for words in ALLOCATION):
+        return OutOfMemory(f"the graph ran out of memory: {error}")
     return RunFailed(f"the graph failed on these values: {error}")

@@ -1,0 +1,121 @@
+"""`python -m triplane.device.child JSON`: does the tasks of one device for its process.
+
+Requests come on standard input, replies go to standard output; see `child_runner`. The samples are
+read here. Limits: memory beyond what the device itself takes, and processor time of each task. The
+end of standard input ends this process at once, in the middle of whatever it does.
+"""
+
+import json
+import logging
+import os
+import pickle
+import queue
+import re
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from triplane.device.__main__ import Facts, hold_little_memory, load_app
+from triplane.device.child_runner import encoded, encoded_error, read_frame, write_frame
+from triplane.device.home import DeviceHome, Settings
+from triplane.device.runner import InProcessRunner
+from triplane.device.samples import shard_of
+from triplane.device.stopping import Stop, Withdrawn
+from triplane.proto.errors import TriplaneError
+
+MAX_REQUEST_BYTES: Final = 64 << 20
+"""Tasks and settlements of one document; a state in a task has at most 64 KiB."""
+
+
+class Requests:
+    """Reads what the parent asks; a thread of its own, so that a stop is heard during a task."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
+        self._stop: Stop | None = None
+
+    def read(self) -> None:
+        """Until the parent is gone, which ends this process."""
+        while (data := read_frame(sys.stdin.buffer, MAX_REQUEST_BYTES)) is not None:
+            kind, *what = pickle.loads(data)  # noqa: S301 - our own parent wrote it
+            if kind == "stop":
+                self._end(expired=what[0])
+            elif kind == "do":
+                task, until_s, wanted = what
+                self._stop = Stop(until_s)
+                self.queue.put((kind, task, self._stop, wanted))
+            else:
+                self.queue.put((kind, *what))
+        os._exit(0)
+
+    def _end(self, *, expired: bool) -> None:
+        if self._stop is not None:
+            (self._stop.expire if expired else self._stop.now)()
+
+
+def main(argv: list[str]) -> None:
+    """Serve requests until standard input ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides; a shell's Ctrl-C reaches both
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what an app prints must not look like a reply
+    given = json.loads(argv[0])
+    hold_little_memory()
+    log = logging.StreamHandler()
+    log.setFormatter(Facts())
+    logging.basicConfig(level=given["log_level"], handlers=[log])
+    requests = Requests()
+    threading.Thread(target=requests.read, daemon=True).start()
+    settings = Settings(**given["settings"])
+    try:
+        home = DeviceHome(given["home"])
+        lock = home.lock_for_tasks()
+        home.recover()
+        shard = shard_of(given["data"], held_out=settings.held_out)
+        app = load_app(given["app"]) if given["app"] else None
+        runner = InProcessRunner(home, shard, settings, app)
+        _limit_memory(settings.max_memory_bytes)
+    except (TriplaneError, OSError) as error:
+        write_frame(replies, encoded_error(error))
+        return
+    write_frame(replies, encoded(b""))
+    with lock:
+        while True:
+            write_frame(replies, _answer(runner, settings, requests.queue.get()))
+
+
+def _answer(runner: InProcessRunner, settings: Settings, request: tuple[Any, ...]) -> bytes:
+    kind, *what = request
+    try:
+        if kind == "settle":
+            runner.settle(what[0])
+            return encoded(b"")
+        _limit_processor(settings.max_cpu_s)
+        return encoded(runner.do(*what).SerializeToString())
+    except (TriplaneError, Withdrawn) as error:
+        return encoded_error(error)
+
+
+def _limit_memory(max_bytes: int) -> None:
+    """Let this process grow by so many bytes of its own; 0 for no limit."""
+    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    if max_bytes and found:
+        limit = int(found[1]) * 1024 + max_bytes
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _limit_processor(max_s: float) -> None:
+    """Let this process go on for so many seconds of processor time; 0 for no limit."""
+    if max_s:
+        soft = int(time.process_time() + max_s) + 1
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
