@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import psutil
 from rounds_memory import status_bytes, until
 from rounds_ours import POPULATION, Ours, clouded
 from rounds_sides import end_in_order
@@ -35,7 +36,7 @@ STARTS: Final = 5
 ROUNDS: Final = 3
 RUN_S: Final = 200.0
 READY_S: Final = 1.0
-BASE_BYTES: Final = 80 * MIB
+BASE_BYTES: Final = 140 * MIB
 TIMES: Final = 5
 """Of the parameter bytes, above `BASE_BYTES`."""
 
@@ -83,6 +84,12 @@ def learned(side: Ours, compression: str) -> None:
         raise RuntimeError(run.reason)
 
 
+def both_bytes(pid: int, key: str) -> int:
+    """Of the process and of the one that does its tasks, added."""
+    children = psutil.Process(pid).children()
+    return sum(status_bytes(one, key) for one in (pid, *(child.pid for child in children)))
+
+
 def measured(size: int, compression: str) -> dict[str, Any]:
     """Figures of one case."""
     with (
@@ -98,7 +105,7 @@ def measured(size: int, compression: str) -> dict[str, Any]:
                 child.terminate()
                 child.wait(60)
         learned(side, compression)
-        peak, anonymous = (status_bytes(child.pid, key) for key in ("VmHWM", "RssAnon"))
+        peak, anonymous = (both_bytes(child.pid, key) for key in ("VmHWM", "RssAnon"))
     parameters = 4 * size * (size + 1)
     return {
         "compression": compression,

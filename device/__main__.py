@@ -60,7 +60,7 @@ def main(
     log = logging.StreamHandler()
     log.setFormatter(Facts())
     logging.basicConfig(level=log_level.upper(), handlers=[log])
-    _give_back_code()
+    give_back_code()
     client = FederatedClient(
         home, samples, population=population, held_out=held_out, app=app, graphs=Graphs.CHILD
     )
@@ -110,7 +110,7 @@ def hold_little_memory() -> None:
         library.mallopt(MMAP_THRESHOLD, LARGE_BYTES)
 
 
-def _give_back_code() -> None:
+def give_back_code() -> None:
     """Let go of machine code that ran while libraries were loaded; what is needed comes back.
 
     A device at work is 5 MB smaller for it. Only executable mappings: they are never written, and

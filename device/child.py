@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.device.__main__ import Facts, hold_little_memory, load_app
+from triplane.device.__main__ import Facts, give_back_code, hold_little_memory, load_app
 from triplane.device.child_runner import encoded, encoded_error, read_frame, write_frame
 from triplane.device.home import DeviceHome, Settings
 from triplane.device.runner import InProcessRunner
@@ -78,6 +78,7 @@ def main(argv: list[str]) -> None:
         shard = shard_of(given["data"], held_out=settings.held_out)
         app = load_app(given["app"]) if given["app"] else None
         runner = InProcessRunner(home, shard, settings, app)
+        give_back_code()
         _limit_memory(settings.max_memory_bytes)
     except (TriplaneError, OSError) as error:
         write_frame(replies, encoded_error(error))

@@ -23,7 +23,7 @@ class Delays:
     """
 
     def __init__(self):
-        self.seen = Counter()
+        self.seen: Counter[str] = Counter()
         self.taken = 0
         self.restart(lambda _point, _number: 0.0)
 

@@ -66,7 +66,8 @@ class Scene:
 
     def __init__(self, cloud, folder, delays, caplog):
         self.cloud, self.folder, self.delays, self._caplog = cloud, folder, delays, caplog
-        self.passes, self.taken = Counter(), 0
+        self.passes: Counter[str] = Counter()
+        self.taken = 0
 
     def memory(self, name):
         home = DeviceHome(self.folder / name)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from triplane.proto import federation_pb2 as pb
 pytestmark = pytest.mark.slow
 
 SHARD = plans.shard(held_out=6)
-WORK = {
+WORK: dict[str, Any] = {
     "local_update": ("loss", {"learn": pb.Learn()}),
     "evaluate": ("accuracy", {"evaluate": pb.Evaluate(steps=1)}),
 }
