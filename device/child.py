@@ -103,7 +103,8 @@ def _answer(runner: InProcessRunner, settings: Settings, request: tuple[Any, ...
 
 def _limit_memory(max_bytes: int) -> None:
     """Let this process grow by so many bytes of its own; 0 for no limit."""
-    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    status = Path("/proc/self/status")
+    found = re.search(r"VmData:\s+(\d+) kB", status.read_text()) if status.exists() else None
     if max_bytes and found:
         limit = int(found[1]) * 1024 + max_bytes
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -53,6 +53,8 @@ class ChildRunner:
 
     def start(self) -> None:
         """Start the child, which happens by itself at the first task; raises what it says."""
+        if self._child is not None and self._child.poll() is not None:
+            logger.warning("process for tasks ended while idle", extra={"reason": self._end()})
         with self._lock:
             if self._interrupted:
                 raise Withdrawn
@@ -142,11 +144,16 @@ class ChildRunner:
             logger.debug("the child reads no more")
 
     def _reply(self) -> dict[str, Any] | None:
+        """None where the child has ended, or says what is no reply: it is ended then."""
         child = self._child
         assert child is not None
         assert child.stdout is not None
-        data = read_frame(child.stdout, MAX_REPLY_BYTES)
-        return None if data is None else dict(json.loads(data))
+        try:
+            data = read_frame(child.stdout, MAX_REPLY_BYTES)
+            return None if data is None else dict(json.loads(data))
+        except (Corrupt, ValueError) as error:
+            logger.warning("not a reply", extra={"reason": str(error)})
+            return None
 
     def _end(self) -> str:
         """Why there is no child any more."""

@@ -299,6 +299,11 @@ class _Working:
         except TriplaneError as error:
             logger.warning("work document refused", extra={"reason": str(error)})
             return
+        if not orders.leases and (self._orders is _NO_ORDERS or self._orders.leases):
+            logger.info(
+                "no work: no run of the cloud asks this device now",
+                extra={"population": self._settings.population},
+            )
         self._orders = orders
         if self._doing and self._doing[0] not in orders.leases:
             self._doing[1].now()

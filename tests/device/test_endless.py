@@ -199,3 +199,21 @@ def test_a_crash_of_a_graph_is_declined_and_the_device_goes_on(tmp_path):
     declined, then = story_of_process(tmp_path, tell)
     assert "ended by signal SIGSEGV" in declined
     assert then == "update"
+
+
+def test_a_child_that_died_while_it_had_nothing_to_do_costs_no_task(tmp_path):
+    async def tell(stage, process):
+        stage.tell(stage.task(1))
+        await stage.contribution(lease(1))
+        (child,) = psutil.Process(process.child.pid).children()
+        child.kill()
+        await asyncio.to_thread(zombie, child)
+        return await honest_work(stage)
+
+    assert story_of_process(tmp_path, tell) == "update"
+
+
+def zombie(process):
+    """Return when the process has ended; only its parent, the device, may take it away."""
+    while process.status() != psutil.STATUS_ZOMBIE:
+        pass

@@ -156,6 +156,19 @@ def test_a_task_that_is_withdrawn_while_its_document_is_settled_is_not_begun(
     assert [r.round for r in caplog.records if r.msg == "task begun"] == [2]
 
 
+def test_a_device_that_no_run_asks_says_so_once_with_its_population(tmp_path, caplog):
+    """A mistyped population is a common reason."""
+    caplog.set_level(logging.INFO, "triplane.device.client")
+
+    async def tell(stage):
+        for _ in range(3):
+            await stage.heeded(pb.Work())
+
+    story_of(tmp_path, tell)
+    (said,) = (r for r in caplog.records if r.msg.startswith("no work"))
+    assert said.population == "labs"
+
+
 def test_a_second_task_of_a_run_never_overwrites_an_update_that_was_not_settled(tmp_path):
     """No honest cloud has two leases of a device open in one run."""
 
