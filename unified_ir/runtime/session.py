@@ -367,6 +367,5 @@ ALLOCATION: Final = ("bad_alloc", "Failed to allocate memory")
 
 
 def _run_failure(error: Exception) -> InvalidInput:
-    if any(words in str(error) for words in ALLOCATION):
-        return OutOfMemory(f"the graph ran out of memory: {error}")
-    return RunFailed(f"the graph failed on these values: {error}")
+    kind = OutOfMemory if any(words in str(error) for words in ALLOCATION) else RunFailed
+    return kind(f"the graph failed on these values: {error}")
