@@ -54,13 +54,12 @@ from triplane.cloud.roots import recorded, roots_of
 from triplane.cloud.trust.expiring import due
 from triplane.proto import enrolment_pb2_grpc as enrolment_grpc
 from triplane.proto import federation_pb2_grpc as federation_grpc
-from triplane.proto import fleet_pb2
+from triplane.proto import fleet_pb2, signals
 from triplane.proto import fleet_pb2_grpc as fleet_grpc
 from triplane.proto import identity_pb2_grpc as identity_grpc
 from triplane.proto import metadata_pb2_grpc as metadata_grpc
 from triplane.proto import registry_pb2_grpc as registry_grpc
 from triplane.proto import session_pb2_grpc as session_grpc
-from triplane.proto import signals
 from triplane.proto import transfer_pb2_grpc as transfer_grpc
 from triplane.proto.channels import server_credentials, server_options
 from triplane.proto.disk import write_atomic
