@@ -19,18 +19,23 @@ def calibration():
     return np.random.default_rng(7).random((SAMPLES, FEATURES), dtype=np.float32)
 
 
-def network(use: Use, place: str) -> Module | None:
-    """The row on weights, or on activations; None where it has no floating-point operand.
-
-    x: (1, FEATURES) -> Dense -> [the row] -> Dense; what the row gives besides floats is returned.
-    """
+def float_operands(use: Use) -> list[int]:
+    """Numbers of the operands that a network can compute or learn."""
     arrays = use.arrays(np.float32)
     smooth = use.sample.smooth or range(len(arrays))
-    floats = [
+    return [
         i for i, a in enumerate(arrays)
         if a is not None and a.dtype == np.float32 and a.size and i in smooth
         and not use.is_constant(i, a)
     ]  # fmt: skip
+
+
+def network(use: Use, place: str) -> Module | None:
+    """The row on weights, or on activations; None where these cannot be its operands.
+
+    x: (1, FEATURES) -> Dense -> [the row] -> Dense; what the row gives besides floats is returned.
+    """
+    arrays, floats = use.arrays(np.float32), float_operands(use)
     if not floats or (place == "activation" and str(use) in ON_AN_EDGE):
         return None
     rng = np.random.default_rng(3)
