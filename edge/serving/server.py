@@ -107,6 +107,7 @@ class Server:
         self._memory = RequestMemory(limits.request_bytes, self._refused)
         self._receiving = Receiving(self._memory, limits.message_bytes)
         self._runs = Runs()
+        self._turns = Turns(limits.threads, limits.queued_calls, self._refused)
         inside = limits.threads + limits.queued_calls
         self._lanes = (
             Lane("infer", threads=inside + 2 * limits.receiving, receiving=limits.receiving),
@@ -181,7 +182,7 @@ class Server:
             receiving=self._receiving,
             runs=self._runs,
             sending=Sending(self._receiving, limits, self._refused),
-            turns=Turns(limits.threads, limits.queued_calls, self._refused),
+            turns=self._turns,
             seats=Seats(
                 "streams",
                 limits.streams,

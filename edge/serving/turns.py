@@ -39,6 +39,11 @@ class Turns:
         self._queue: FairQueue[_Waiting] = FairQueue()
         self._lock = threading.Lock()
 
+    @property
+    def waiting(self) -> int:
+        """Calls in the queue."""
+        return len(self._queue)
+
     @contextlib.contextmanager
     def turn(self, caller: Caller, deadline_s: float) -> Iterator[None]:
         """Wait for a turn and hold it for the body; `deadline_s` is on `time.monotonic`.

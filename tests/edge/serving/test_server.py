@@ -64,8 +64,7 @@ def test_a_full_queue_refuses_with_unavailable_while_health_still_answers(serve,
         client.async_infer("linear", [kit.tensor("x", X)], lambda **kw: answers.put(kw))
     gated.wait_for_runs(2)
     client.async_infer("linear", [kit.tensor("x", X)], lambda **kw: answers.put(kw))
-    infer = server._lanes[0]
-    while infer.held < 3:
+    while not server._turns.waiting:
         time.sleep(0)
     with pytest.raises(triton.InferenceServerException, match="queues are full") as raised:
         client.infer("linear", [kit.tensor("x", X)])

@@ -201,7 +201,7 @@ def test_a_full_queue_takes_the_call_of_another_caller(serve, connect, kit):
         client.async_infer("linear", tensors, lambda **kw: answers.put(kw))
         if runs:
             gated.wait_for_runs(runs)
-    while server._lanes[0].held < 4:
+    while server._turns.waiting < 3:
         time.sleep(0)
     with connections(server.port, 1, source="127.0.0.2") as (other,):
         stream = other.begin(INFER, message(infer_request()))

@@ -26,10 +26,10 @@ class Calls:
 
     def start(self, name, caller):
         """Returns when the call waits."""
-        waiting = len(self.turns._queue)
+        waiting = self.turns.waiting
         self.threads.append(threading.Thread(target=self._run, args=(name, caller)))
         self.threads[-1].start()
-        while len(self.turns._queue) == waiting and self.seen.empty():
+        while self.turns.waiting == waiting and self.seen.empty():
             time.sleep(0)
 
     def ended(self):
