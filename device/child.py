@@ -7,8 +7,8 @@ end of standard input ends this process at once, in the middle of whatever it do
 
 import json
 import logging
+import math
 import os
-import pickle
 import queue
 import re
 import resource
@@ -16,15 +16,23 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from triplane.device.__main__ import Facts, give_back_code, hold_little_memory, load_app
-from triplane.device.child_runner import encoded, encoded_error, read_frame, write_frame
+from triplane.device.child_runner import (
+    encoded,
+    encoded_error,
+    read_frame,
+    work_of,
+    write_frame,
+)
 from triplane.device.home import DeviceHome, Settings
 from triplane.device.runner import InProcessRunner
 from triplane.device.samples import shard_of
 from triplane.device.stopping import Stop, Withdrawn
+from triplane.device.tasks import Blob, orders_of
 from triplane.proto.errors import TriplaneError
 
 MAX_REQUEST_BYTES: Final = 64 << 20
@@ -35,26 +43,19 @@ class Requests:
     """Reads what the parent asks; a thread of its own, so that a stop is heard during a task."""
 
     def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._stop: Stop | None = None
+        self.queue: queue.SimpleQueue[tuple[dict[str, Any], Stop]] = queue.SimpleQueue()
+        self._stop = Stop(math.inf)
 
     def read(self) -> None:
         """Until the parent is gone, which ends this process."""
         while (data := read_frame(sys.stdin.buffer, MAX_REQUEST_BYTES)) is not None:
-            kind, *what = pickle.loads(data)  # noqa: S301 - our own parent wrote it
-            if kind == "stop":
-                self._end(expired=what[0])
-            elif kind == "do":
-                task, until_s, wanted = what
-                self._stop = Stop(until_s)
-                self.queue.put((kind, task, self._stop, wanted))
+            request = json.loads(data)
+            if request["kind"] == "stop":
+                (self._stop.expire if request["expired"] else self._stop.now)()
             else:
-                self.queue.put((kind, *what))
+                self._stop = Stop(request.get("until_s", math.inf))
+                self.queue.put((request, self._stop))
         os._exit(0)
-
-    def _end(self, *, expired: bool) -> None:
-        if self._stop is not None:
-            (self._stop.expire if expired else self._stop.now)()
 
 
 def main(argv: list[str]) -> None:
@@ -86,17 +87,25 @@ def main(argv: list[str]) -> None:
     write_frame(replies, encoded(b""))
     with lock:
         while True:
-            write_frame(replies, _answer(runner, settings, requests.queue.get()))
+            request, stop = requests.queue.get()
+            write_frame(replies, _answer(runner, settings, request, stop))
 
 
-def _answer(runner: InProcessRunner, settings: Settings, request: tuple[Any, ...]) -> bytes:
-    kind, *what = request
+def _answer(
+    runner: InProcessRunner, settings: Settings, request: dict[str, Any], stop: Stop
+) -> bytes:
     try:
-        if kind == "settle":
-            runner.settle(what[0])
+        orders = orders_of(
+            work_of(request), request["device"], max_blob_bytes=settings.max_blob_bytes, now_s=0.0
+        )
+        if request["kind"] == "settle":
+            runner.settle(orders)
             return encoded(b"")
         _limit_processor(settings.max_cpu_s)
-        return encoded(runner.do(*what).SerializeToString())
+        (task,) = orders.tasks
+        wanted = [Blob(bytes.fromhex(sha256), size) for sha256, size in request["wanted"]]
+        task = replace(task, until_s=stop.until_s)
+        return encoded(runner.do(task, stop, wanted).SerializeToString())
     except (TriplaneError, Withdrawn) as error:
         return encoded_error(error)
 

@@ -9,7 +9,6 @@ a round costs it one message each way. It ends with this process, whose pipe it 
 import base64
 import json
 import logging
-import pickle
 import signal
 import struct
 import subprocess
@@ -71,7 +70,15 @@ class ChildRunner:
         """See `TaskRunner`. What a limit or a crash ended is declined with the reason."""
         self.start()
         ended = threading.Event()
-        self._send(("do", task, stop.until_s, list(wanted)))
+        self._send(
+            {
+                "kind": "do",
+                "device": task.work.device,
+                "work": pb.Work(tasks=[task.told]),
+                "until_s": stop.until_s,
+                "wanted": [[blob.sha256.hex(), blob.size] for blob in wanted],
+            }
+        )
         stop.call(lambda: self._stop(stop, ended))
         reply = self._reply()
         ended.set()
@@ -89,7 +96,7 @@ class ChildRunner:
         if self._child is None and not any(self._home.pending.glob("*.update")):
             return
         self.start()
-        self._send(("settle", orders))
+        self._send({"kind": "settle", "device": "", "work": orders.told})
         reply = self._reply()
         if reply is None:
             why = self._end()
@@ -123,7 +130,7 @@ class ChildRunner:
             expired = True
         except Withdrawn:
             expired = False
-        self._send(("stop", expired))
+        self._send({"kind": "stop", "expired": expired})
         child = self._child
 
         def kill_late() -> None:
@@ -132,14 +139,14 @@ class ChildRunner:
 
         threading.Thread(target=kill_late, daemon=True).start()
 
-    def _send(self, message: tuple[Any, ...]) -> None:
+    def _send(self, request: dict[str, Any]) -> None:
         """A child that has ended is found out by the reply that does not come."""
         child = self._child
         if child is None or child.stdin is None:
             return
         try:
             with self._lock:
-                write_frame(child.stdin, pickle.dumps(message))
+                write_frame(child.stdin, json.dumps(request, default=_encoded_message).encode())
         except (OSError, ValueError):
             logger.debug("the child reads no more")
 
@@ -209,6 +216,15 @@ def read_frame(file: Any, max_bytes: int) -> bytes | None:
         raise Corrupt(f"a message of {size} bytes from the process for tasks, at most {max_bytes}")
     data: bytes = file.read(size)
     return data if len(data) == size else None
+
+
+def _encoded_message(message: pb.Work) -> str:
+    return base64.b64encode(message.SerializeToString()).decode()
+
+
+def work_of(request: dict[str, Any]) -> pb.Work:
+    """The work document in a request."""
+    return pb.Work.FromString(base64.b64decode(request["work"]))
 
 
 def encoded(result: bytes) -> bytes:

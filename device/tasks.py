@@ -8,7 +8,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from triplane.proto import federation_pb2 as pb
@@ -42,7 +42,8 @@ class Task:
 
     message: to this device's own app. inline_state: the state's bytes, verified, where they came
     with the task; inline_bytes: of an update that goes with its contribution, at most. lease: in
-    hexadecimal. until_s: on the clock that was given when the document came.
+    hexadecimal. until_s: on the clock that was given when the document came. told: the message
+    that it was parsed from.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class Task:
     message: Blob | None = None
     inline_state: bytes = b""
     inline_bytes: int = 0
+    told: pb.Task = field(default_factory=pb.Task, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,15 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """All a device shall do now. refused: contributions that decline what is wrong."""
+    """All that a device has to do now.
+
+    refused: contributions that decline what is wrong. told: the message it was parsed from.
+    """
 
     tasks: tuple[Task, ...] = ()
     settled: tuple[Settled, ...] = ()
     refused: tuple[pb.Contribution, ...] = ()
+    told: pb.Work = field(default_factory=pb.Work, repr=False, compare=False)
 
     @property
     def leases(self) -> frozenset[str]:
@@ -97,7 +103,7 @@ def orders_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: floa
             tasks.append(_task(told, device, max_blob_bytes, now_s))
         except InvalidInput as error:
             refused.append(declined(told.run, told.round, told.lease, str(error)))
-    return Orders(tuple(tasks), tuple(map(_settled, message.settled)), tuple(refused))
+    return Orders(tuple(tasks), tuple(map(_settled, message.settled)), tuple(refused), message)
 
 
 def declined(run: str, round_: int, lease: bytes, reason: str) -> pb.Contribution:
@@ -121,6 +127,7 @@ def _task(told: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> Task
         until_s=now_s + told.deadline_s,
         inline_state=_inline_state(told),
         inline_bytes=min(told.inline_bytes, INLINE_BYTES),
+        told=told,
     )
     return KINDS[kind](task, told, max_blob_bytes)
 
