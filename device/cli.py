@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from triplane.unified_ir.cli.shell import json_option, open_output
+from triplane.unified_ir.cli.shell import SECRET, json_option, open_output
 
 DEFAULT_HOME = "~/.triplane/device"
 ENROL_EXAMPLE = """
@@ -69,7 +69,7 @@ def device() -> None:
 
 
 @device.command(epilog=ENROL_EXAMPLE)
-@click.argument("token_text", metavar="TOKEN", envvar="TRIPLANE_TOKEN")
+@click.argument("token_text", metavar="TOKEN|@FILE|-", type=SECRET, envvar="TRIPLANE_TOKEN")
 @click.option(
     "--cloud", "address", required=True, metavar="HOST:PORT", help="The cloud's enrolment port."
 )

@@ -9,7 +9,8 @@ def enrol(home: DeviceHome, settings: Settings, token: str, address: str) -> Enr
 
     May be repeated with the same token after an interruption; a home that is enrolled takes a new
     token, as where its certificate has ended. Conflict: a process works here, or the token was
-    used up. Unavailable: nobody answers as an enrolment port.
+    used up. InvalidInput: the token is for another kind of machine. Unavailable: nobody answers
+    as an enrolment port.
     """
     from triplane.proto.identity import enrol as enrol_at
 
@@ -17,7 +18,7 @@ def enrol(home: DeviceHome, settings: Settings, token: str, address: str) -> Enr
         raise Conflict(f"a process works in {home.path}; stop it before it gets a new identity")
     home.make()
     try:
-        enrol_at(token, address, home.identity.path)
+        enrol_at(token, address, home.identity.path, kind="device")
     except Conflict as error:
         if not home.is_enrolled:
             raise
