@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from triplane.unified_ir import load
@@ -291,3 +292,14 @@ def test_a_suffix_of_another_kind_of_file_is_refused_before_training(
     assert run(["train", f"{CELL}:Digits", "--data", "digits", "--out", str(out)]) == 2
     assert re.search(words, capsys.readouterr().err)
     assert not out.exists()
+
+
+def test_samples_of_three_axes_are_told_to_be_read_as_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    data = tmp_path / "ncl.npz"
+    np.savez(data, x=rng.random((60, 3, 20)), y=rng.integers(0, 3, 60))
+    assert train(tmp_path, "--data", str(data)) == 2
+    told = "is (60, 3, 20), which is read as 60 images of one channel and 3 x 20 pixels"
+    assert told in capsys.readouterr().err

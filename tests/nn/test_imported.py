@@ -68,6 +68,8 @@ def test_wrong_use_is_refused_by_name():
         cell(*data(2))
     with pytest.raises(InvalidInput, match="output 'nowhere' is given by no node"):
         import_onnx(resnet(), outputs=["nowhere"])
+    with pytest.raises(InvalidInput, match=r"output 'logit' .*; there are 'logits'"):
+        import_onnx(resnet(), outputs=["logit"])
 
 
 def normalized(channels=4):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -218,7 +218,8 @@ def command(**options: Any) -> None:
         saved = bool(getattr(error, "__notes__", ()))
         output.note(_after_interrupt(options["checkpoint"], saved=saved))
         raise
-    except TriplaneError:
+    except TriplaneError as error:
+        _explain_axis(error, options["data"])
         raise
     except Exception as error:
         _blame_file(error, options["cell"])
@@ -270,6 +271,24 @@ def _blame_file(error: Exception, spec: str) -> None:
     if lines:
         what = error.msg if isinstance(error, SyntaxError) else error
         raise InvalidInput(f"{file}:{lines[-1]}: {type(error).__name__}: {what}") from error
+
+
+def _explain_axis(error: TriplaneError, data: str) -> None:
+    """Raise with a hint where shapes do not fit and three axes were read as images."""
+    from triplane.unified_ir.data import npz
+    from triplane.unified_ir.ir.types import ShapeError
+
+    if not isinstance(error, ShapeError) or Path(data).suffix != ".npz":
+        return
+    shape: tuple[int, ...] = ()
+    with suppress(TriplaneError):
+        shape = npz.columns(Path(data), ("x",))["x"].shape
+    if len(shape) == 3:
+        raise ShapeError(
+            f"{error}; x in {data} is {shape}, which is read as {shape[0]} images of one channel "
+            f"and {shape[1]} x {shape[2]} pixels; give other samples a fourth axis, as in "
+            "x[:, :, :, None] for (N, C, L)"
+        ) from error
 
 
 def _after_interrupt(checkpoint: Path | None, *, saved: bool) -> str:

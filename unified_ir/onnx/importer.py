@@ -7,6 +7,7 @@ cannot be imported is refused with the node, the operator and the opset.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,6 +53,9 @@ ENTRY: Final = "predict"
 OLDEST_OPSET: Final = 7
 MAX_NODES: Final = limits.MAX_NODES
 """Nodes of a model after its functions are inlined."""
+MAX_SUGGESTED: Final = 4
+MAX_COMPARED: Final = 20_000
+"""Names that a wrong one is compared with, letter by letter."""
 
 _STRUCTURES: Final = {**STRUCTURES, **BRANCHES}
 
@@ -155,6 +159,8 @@ class Importer:
             _named(name, "output")
         if len(set(outputs)) < len(outputs):
             raise InvalidInput(f"each output is listed once, got {outputs[:8]}")
+        if wanted is not None:
+            _check_wanted(graph, outputs)
         results = self.run(graph.node, outputs, Frame(scope, opsets, {}))
         if wanted is None:
             _check_outputs(graph, results)
@@ -409,6 +415,22 @@ class Importer:
         if floats and (is_wanted or scope.uses.weighs(name, array)):
             return scope.held(name, array)
         return scope.build.constant(array)
+
+
+def _check_wanted(graph: GraphProto, outputs: Sequence[str]) -> None:
+    """InvalidInput for a name that the model does not hold, with names like it."""
+    held = [i.name for i in graph.input] + [t.name for t in graph.initializer]
+    names = dict.fromkeys([*(name for node in graph.node for name in node.output), *held])
+    for output in outputs:
+        if output in names:
+            continue
+        likely = [n for n in names if n.startswith(output) or n.endswith(output)]
+        likely += difflib.get_close_matches(output, [*names][:MAX_COMPARED], n=MAX_SUGGESTED)
+        near = ", ".join(repr(n[:80]) for n in [*dict.fromkeys(likely)][:MAX_SUGGESTED])
+        raise InvalidInput(
+            f"output {output[:80]!r} is given by no node, input or initializer"
+            + (f"; there are {near}" if near else "")
+        )
 
 
 def _check_outputs(graph: GraphProto, results: Sequence[Tensor]) -> None:
