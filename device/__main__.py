@@ -79,6 +79,9 @@ def main(
 
     try:
         client.run(ready)
+    except TriplaneError:  # it never began: the caller says why, in its own time
+        termination.close()
+        raise
     finally:
         termination.request()
 

@@ -20,7 +20,9 @@ DEADLINE_S: Final = 30.0
 KEEPALIVE_MS: Final = 30_000
 KEEPALIVE_TIMEOUT_MS: Final = 10_000
 STREAMS_PER_CONNECTION: Final = 128
-HANDSHAKE_MS: Final = 5_000
+HANDSHAKE_MS: Final = 60_000
+"""How long a TLS handshake may take on either side: as long as a busy cloud needs for a whole fleet
+that calls at once. Who only connects holds a descriptor for that time, as after the handshake."""
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -32,6 +34,7 @@ CHANNEL_OPTIONS: Final[Options] = (
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.min_reconnect_backoff_ms", HANDSHAKE_MS),  # by its use, the time limit of a connection
     ("grpc.use_local_subchannel_pool", 1),
 )
 

@@ -84,8 +84,10 @@ class Termination:
         self._stop, self._hurry = stop, hurry
         self._limit_s, self._hurry_s = limit_s, hurry_s
         self.requested = threading.Event()
+        self._is_closed = False
         self._wakeup = _Wakeup()
-        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._thread.start()
         self._wakeup.install(_noted)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -94,12 +96,26 @@ class Termination:
 
     def request(self) -> None:
         """Let the limit hold for an end that no signal asked for; call it once it has begun."""
-        if not self.requested.is_set():
+        if not (self.requested.is_set() or self._is_closed):
             self.requested.set()
             self._wakeup.write()
 
+    def close(self) -> None:
+        """Give the signals their default action again: the process goes on to something else.
+
+        Call from the main thread, before anything was requested, or nothing happens.
+        """
+        if self.requested.is_set():
+            return
+        self._is_closed = True
+        self._wakeup.uninstall()
+        self._thread.join()
+        self._wakeup.close()
+
     def _watch(self) -> None:
         self._wakeup.read(None)
+        if self._is_closed:
+            return
         _alarm_in(self._limit_s)
         if not self.requested.is_set():
             self.requested.set()
@@ -203,6 +219,18 @@ class _Wakeup:
         for number in SIGNALS:
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, signal.SIGALRM))
+
+    def uninstall(self) -> None:
+        """Give the signals back and end the read that is under way."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        self.write()
+
+    def close(self) -> None:
+        """Close the pipe; nobody may read any more."""
+        os.close(self._read)
+        os.close(self._write)
 
     def write(self) -> None:
         """As if SIGTERM had arrived."""

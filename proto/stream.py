@@ -36,7 +36,11 @@ MAX_HEARTBEAT_S: Final = 60.0
 MAX_RETRY_AFTER_S: Final = 600.0
 """The other side may ask for so much patience and no more: it may be lying."""
 HELLO_S: Final = 10.0
-"""How long a caller may take to greet."""
+"""How long a caller may take to greet, and at first waits to be welcomed."""
+MAX_PATIENCE_S: Final = 120.0
+"""How long a caller waits for a welcome at most. It waits twice as long after each try in vain: a
+cloud that is slow because a whole fleet calls at once has done most of the work for a stream when
+its caller gives up, and would do it again."""
 SILENT_BEATS: Final = 3
 LINGER_S: Final = 0.005
 """So long an acknowledgement waits for a message that carries it."""
@@ -219,6 +223,7 @@ class SessionClient:
         self._half = Half(new_epoch())
         self._link: Link | None = None
         self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._patience_s = HELLO_S
         self.connected = asyncio.Event()
 
     @property
@@ -267,9 +272,11 @@ class SessionClient:
             hello = pb.Hello(
                 epoch=self._half.epoch, peer_epoch=self._half.peer_epoch, software=self._software
             )
-            await call.write(pb.Frame(hello=hello, acknowledged=self._half.received))
-            async with asyncio.timeout(HELLO_S):
+            patience_s = self._patience_s
+            async with asyncio.timeout(patience_s):
+                await call.write(pb.Frame(hello=hello, acknowledged=self._half.received))
                 first = await _read(call)
+            self._patience_s = HELLO_S
             if first is None:
                 raise await _end_of(call)
             if first.WhichOneof("body") == "goodbye":
@@ -284,7 +291,8 @@ class SessionClient:
                 self._half.replace(_field_of(message), message)
             return await self._pump(call, heartbeat_s)
         except TimeoutError as error:
-            raise Unavailable(f"no welcome within {HELLO_S} s") from error
+            self._patience_s = min(2 * patience_s, MAX_PATIENCE_S)
+            raise Unavailable(f"no welcome within {patience_s:g} s") from error
         finally:
             await channel.close()
 

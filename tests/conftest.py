@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 # onnxruntime 1.29+ reports to its maker unless told otherwise before it is first imported.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -89,6 +90,38 @@ def nothing_leaks():
         threading.Event().wait(STEP_S)
         left = living() - before
     assert not left, f"left behind by this test: {sorted(left)}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+class Files(LoadFileScheduling):  # type: ignore[misc]  # pytest-xdist ships no types
+    """`--dist loadfile` that goes on after a worker died, as at the limit of a test in C code.
+
+    pytest-xdist 3.8 hands out again what the worker had finished, and gives one file to the worker
+    that takes its place, or none; either waits without end.
+    """
+
+    def schedule(self):
+        """Give every worker two files, for it begins its last test when it knows what follows."""
+        super().schedule()
+        for node in self.nodes:
+            self._reschedule(node)
+
+    def remove_node(self, node):
+        """Give others what the worker left; the test that it died in, or None."""
+        units = self.assigned_work.pop(node)
+        left = [(unit, test) for unit in units.values() for test, done in unit.items() if not done]
+        if not left:
+            return None
+        unit, died_in = left[0]
+        unit[died_in] = True
+        self.workqueue.update({f: unit for f, unit in units.items() if not all(unit.values())})
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return died_in
 
 
 def pytest_collection_modifyitems(config, items):

@@ -63,7 +63,9 @@ def test_a_test_that_hangs_fails_alone_and_shows_every_stack(tmp_path, where):
     assert 0 < settings["timeout"] < settings["faulthandler_timeout"]
     assert settings["faulthandler_exit_on_timeout"]
     options = ["timeout=3", "faulthandler_timeout=12", "faulthandler_exit_on_timeout=true"]
-    command = [sys.executable, "-m", "pytest", "-n1", "-p", "no:cacheprovider"]
+    (tmp_path / "test_finished.py").write_text("def test_first():\n    pass\n")
+    (tmp_path / "conftest.py").write_text(Path(__file__).with_name("conftest.py").read_text())
+    command = [sys.executable, "-m", "pytest", "-n1", "--dist=loadfile", "-p", "no:cacheprovider"]
     for option in options:
         command += ["-o", option]
     result = subprocess.run(
@@ -71,7 +73,7 @@ def test_a_test_that_hangs_fails_alone_and_shows_every_stack(tmp_path, where):
         capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path,
     )  # fmt: skip
     assert result.returncode == 1, result.stdout
-    assert "1 failed, 2 passed" in result.stdout
+    assert "1 failed, 3 passed" in result.stdout
     assert "test_hanging" in result.stdout
     shown = result.stdout + result.stderr
     assert re.search(r'test_hanging\.py(:|", line )5', shown), shown

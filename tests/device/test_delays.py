@@ -171,7 +171,8 @@ def story_of(tmp_path, monkeypatch, caplog, tell, seconds):
 
 def test_what_is_learned_does_not_depend_on_which_awaits_take_long(tmp_path, monkeypatch, caplog):
     async def tell(made, calm):
-        for kind in (r"client.*_settle|_Working\._settle", r"client.*_do|_Working\._do", "_write"):
+        settling, doing = r"client.*_settle|_Working\._settle", r"client.*_do|_Working\._do"
+        for kind in (settling, doing, "write_all"):
             assert await made.bits(at(kind)) == calm, kind
             assert made.taken >= LEAST, made.passes
 

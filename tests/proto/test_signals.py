@@ -288,6 +288,25 @@ for number in range(rounds):
         assert ended(process)[0] == 0
 
 
+def test_termination_that_is_closed_leaves_nothing_behind():
+    """For a caller that goes on to something else, as where nothing could be started."""
+    code = """
+termination = signals.Termination(limit_s=0.1)
+termination.close()
+termination.request()
+assert threading.active_count() == 1
+assert {signal.getsignal(n) for n in SIGNALS} == {signal.SIG_DFL}
+time.sleep(0.5)
+print("alive", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD + code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "alive\n"), done.stderr
+
+
 def test_no_other_module_installs_handlers():
     """A handler that sets a flag for a thread that waits is the fault that `signals` ends."""
     installing = set()

@@ -183,6 +183,7 @@ NO_BLOBS = {
     "audit.previous",
     "bundles.content_digest",
     "bundles.root_digest",
+    "certificate_keys.sha256",  # of public keys
     "federation_runs.asked",
     "federation_small_updates.sha256",  # of bytes in the same row
     "tokens.key",
