@@ -207,6 +207,34 @@ def test_a_caller_whose_streams_end_for_what_it_is_comes_back_ever_less_often(en
     assert all(wait >= 0.04 * 2**k for k, wait in enumerate(waits)), waits
 
 
+def test_a_caller_waits_longer_for_a_welcome_after_each_try_in_vain(monkeypatch, caplog):
+    """A cloud that a whole fleet calls at once has nearly got there when its callers give up."""
+    monkeypatch.setattr(stream, "HELLO_S", 0.02)
+    monkeypatch.setattr(stream, "MAX_PATIENCE_S", 0.1)
+    caplog.set_level("INFO", "triplane.proto.stream")
+
+    class Overloaded(Cloud):
+        """Welcomes the fifth caller, and those after it."""
+
+        async def Open(self, request_iterator, context):  # type: ignore[override]
+            self.got.set()
+            if self.streams < 4:
+                self.streams += 1
+                await asyncio.Event().wait()
+            await super().Open(request_iterator, context)
+
+    async def main():
+        cloud = Overloaded()
+        async with serving(cloud) as port, calling(port, Inbox(), rng=lambda: 0.0) as client:
+            await asyncio.wait_for(client.connected.wait(), 50)
+            assert client._patience_s == 0.02
+
+    run(main)
+    reasons = [vars(r)["reason"] for r in caplog.records if r.msg == "session lost"]
+    waits = [float(r.split()[-2]) for r in reasons if r.startswith("no welcome within")]
+    assert waits[:4] == [0.02, 0.04, 0.08, 0.1], reasons
+
+
 def test_a_second_stream_of_a_name_replaces_the_first():
     async def main():
         cloud = Cloud()
