@@ -96,6 +96,19 @@ def test_a_linear_regressor_has_a_row_for_each_target():
     agrees("LinearRegressor", NUMBERS, coefficients=draw(2, 3), intercepts=[1.0, 2.0], targets=2)
 
 
+@pytest.mark.parametrize("transform", ["NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO", "PROBIT"])
+def test_a_linear_regressor_of_one_target_reads_its_transform_as_onnxruntime_does(transform):
+    given = {"coefficients": [0.05, 0.02, 0.03], "intercepts": [0.4], "targets": 1}
+    agrees("LinearRegressor", NUMBERS, np.abs(X) / 10, post_transform=transform, **given)
+
+
+@pytest.mark.parametrize(("targets", "intercepts"), [(1, [1.0, 2.0, 3.0]), (3, [1.0])])
+def test_intercepts_that_are_not_one_for_each_target_are_refused(targets, intercepts):
+    given = {"coefficients": draw(targets, 3), "intercepts": intercepts, "targets": targets}
+    with pytest.raises(InvalidInput, match=f"{len(intercepts)} intercepts for {targets} targets"):
+        agrees("LinearRegressor", NUMBERS, **given)
+
+
 KERNELS = ["LINEAR", "POLY", "RBF", "SIGMOID"]
 
 

@@ -7,7 +7,9 @@ from tests.onnx.test_import import agree, text_model
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import grad, import_onnx, nn
 from triplane.unified_ir.engines import engine
+from triplane.unified_ir.ir.dims import floor_div, symbol
 from triplane.unified_ir.ir.text import function_text
+from triplane.unified_ir.onnx.fold import _Open, _quotient
 
 EXPANDED = """
   i0 = Constant <value = int64[1] {0}> ()
@@ -182,3 +184,11 @@ def test_windows_of_an_open_plane_have_the_size_that_the_exporter_computes():
     function = agree(model, x=x).entry("predict")
     assert str(function.result("y").type) == "int64[(H+2)//3]"
     assert str(function.result("z").type) == "float32[N,1,(H+2)//3]"
+
+
+def test_half_of_a_count_that_data_decide_is_not_folded_to_the_floor():
+    """ONNX divides towards zero: (0 - 1) / 2 is 0, and a count is often 0."""
+    h, count = symbol("H"), symbol("open_3_0")
+    assert _quotient(h - 1, 2) == floor_div(h - 1, 2)
+    with pytest.raises(_Open):
+        _quotient(count - 1, 2)

@@ -51,6 +51,7 @@ def test_exports_of_other_libraries_work_from_the_model_file(tmp_path):
     assert len(gradients) >= 10
     assert not [r.network for r in gradients if not r.gradient <= GRADIENT_AGREES]
     assert sum(r.works for r in rows) >= WORKS * len(rows)
+    assert not [(r.network, r.exporter, r.int8) for r in rows if r.int8.startswith("refused")]
 
 
 def page(rows, began_s):

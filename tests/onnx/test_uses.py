@@ -42,7 +42,8 @@ def test_frequencies_of_a_rotary_position_are_a_buffer_and_the_products_train():
 
 def test_tables_of_sines_are_buffers_and_embeddings_train():
     w = Writer()
-    w.constant("cos_cached", np.cos(np.arange(80, dtype=np.float32)).reshape(10, 8))
+    angles = np.outer(np.arange(10), 10000.0 ** (-np.arange(8) / 8)).astype(np.float32)
+    w.constant("cos_cached", np.cos(angles))
     w.weight("wte", 30, 8)
     w.weight("wpe", 10, 8)
     x = w.add("Add", w.add("Gather", "wte", "words"), w.add("Gather", "wpe", "ids"))
@@ -98,7 +99,19 @@ def test_a_constant_behind_no_layer_is_no_state():
     x = w.add("Add", w.add("MatMul", w.add("Mul", "x", "lifted"), "weight"), "bias")
     y = w.add("Max", x, w.weight("floor", 2))
     made = roles(w, [("x", FLOAT, ["N", 3])], y)
-    assert made == {"weight": "parameter", "bias": "parameter", "floor": "buffer"}
+    assert made == {"weight": "parameter", "bias": "parameter", "floor": "parameter"}
+
+
+def test_small_numbers_that_are_multiplied_train_whatever_reads_them():
+    """Tables of a matrix factorization, a token that is tiled, one in place of hidden values."""
+    w = Writer()
+    u, v = (w.add("Gather", w.weight(n, 9, 8), "ids") for n in ("users", "items"))
+    x = w.add("MatMul", w.add("Mul", u, v), w.weight("head", 8, 8))
+    tiled = w.add("Tile", w.weight("query", 1, 8), axes(w, "r", 4, 1))
+    x = w.add("Add", x, tiled)
+    y = w.add("Where", "hidden", w.weight("token", 1, 8), x)
+    made = roles(w, [("ids", INT, [4]), ("hidden", onnx.TensorProto.BOOL, [4, 1])], y)
+    assert made == dict.fromkeys(("users", "items", "head", "query", "token"), "parameter")
 
 
 def tensor(array):

@@ -49,6 +49,16 @@ def test_a_sample_much_wider_than_all_others_sets_no_range():
     assert (seen.low, seen.high, seen.left_out) == (wanted.low, wanted.high, (17,))
 
 
+def test_samples_of_a_batch_that_is_left_out_are_named_one_by_one():
+    module = nets.module_of(nn.Dense(4, 2), TensorSpec((4, 4), "float32"))
+    frozen = freeze(module, "predict")
+    x = np.random.default_rng(0).uniform(-1, 1, (800, 4)).astype(np.float32)
+    x[201] *= 100
+    (seen,) = observe(frozen, frozen.inputs, {"x": x}).values()
+    assert seen.left_out == (200, 201, 202, 203)
+    assert seen.high <= 1.0
+
+
 @pytest.mark.parametrize(
     ("highs", "kept"),
     [

@@ -146,6 +146,8 @@ def _reshape(case: _Case) -> Sequence[Tensor | None]:
     if shape is None or not isinstance(x.type.size, Expr):
         raise _Refused
     keeps = not case.app.attr("allowzero", 0)
+    if keeps and any(d == 0 and i >= x.rank for i, d in enumerate(shape.tolist())):
+        raise _Refused
     given = [x.shape[i] if d == 0 and keeps else d for i, d in enumerate(shape.tolist())]
     rest = [d for d in given if d != -1]
     wanted = [_quotient(x.shape, rest) if d == -1 else d for d in given]

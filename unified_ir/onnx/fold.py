@@ -76,16 +76,23 @@ def _at_least(a: Dim, b: Dim) -> bool:
 def _quotient(a: Dim, b: Dim) -> Dim:
     """ONNX divides towards zero, which is the floor where nothing is negative.
 
-    Exporters write the windows of a strided convolution as (H - 1) / stride + 1, so the sizes in a
-    numerator are taken to be at least 1: an empty plane has no windows.
+    Exporters write the windows of a strided convolution as (H - 1) / stride + 1, so the sizes of
+    inputs in a numerator are taken to be at least 1: an empty plane has no windows. A size that
+    only data decide is often 0 and is not.
     """
-    if isinstance(b, int) and b > 0 and _never_negative(_of_nonempty(a)):
+    is_count = isinstance(b, int) and b > 0 and not any(map(_is_open, symbols(a)))
+    if is_count and _never_negative(_of_nonempty(a)):
         return floor_div(a, b)
     if isinstance(a, int) and isinstance(b, int):
         return int(a / b) if b else _no()
     if _never_negative(a) and _never_negative(b):
         return floor_div(a, b)
     raise _Open
+
+
+def _is_open(name: str) -> bool:
+    """Whether a symbol is a size that only data decide, see `Build.apply`."""
+    return name.startswith("open_")
 
 
 def _of_nonempty(dim: Dim) -> Dim:

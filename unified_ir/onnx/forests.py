@@ -210,7 +210,7 @@ def tree_regressor(app: Application) -> Sequence[Tensor]:
     else:
         raise InvalidInput(f"it aggregates trees by {how!r}; known are SUM, AVERAGE, MIN and MAX")
     if len(base):
-        if len(base) not in {1, n}:
+        if len(base) != n:
             raise InvalidInput(f"it has {len(base)} base values for {n} targets")
         made = made + as_tensor(base.astype(made.dtype.numpy))
     if n == 1 and transform_of(app) not in {"NONE", "PROBIT"}:

@@ -82,9 +82,14 @@ def _weighed(app: Application, x: Tensor, rows: int) -> Tensor:
 
 def linear_regressor(app: Application) -> Sequence[Tensor]:
     """x @ coefficients.T + intercepts."""
-    made = _weighed(app, matrix(app), int(app.attr("targets", 1)))
-    bias = floats(app, "intercepts")
-    return (transformed(app, made + as_tensor(bias) if len(bias) else made),)
+    targets, bias = int(app.attr("targets", 1)), floats(app, "intercepts")
+    made = _weighed(app, matrix(app), targets)
+    if len(bias) not in {0, targets}:
+        raise InvalidInput(f"it has {len(bias)} intercepts for {targets} targets")
+    made = made + as_tensor(bias) if len(bias) else made
+    if targets == 1 and transform_of(app) not in {"NONE", "PROBIT"}:
+        return (made,)  # as onnxruntime does
+    return (transformed(app, made),)
 
 
 def linear_classifier(app: Application) -> Sequence[Tensor]:

@@ -44,6 +44,8 @@ class Choice:
         """The role of a tensor whose use gives it `found`; only floats of some axes are chosen."""
         if array.dtype.kind == "O" or not type_of(array).dtype.is_float or not array.ndim:
             return found
+        if found is None:
+            return None  # a setting of an operator, whatever its name
         self.names.append(name)
         if self._fits(self.trainable, name):
             return Role.PARAMETER

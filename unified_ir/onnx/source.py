@@ -6,7 +6,6 @@ Weights outside the graph are read from files in the model's own folder only: no
 
 from __future__ import annotations
 
-import mmap
 import os
 import weakref
 from collections.abc import Iterable, Iterator
@@ -24,12 +23,12 @@ from triplane.unified_ir.ir.types import BY_ONNX, MAX_RANK, DType
 MAX_MODEL_BYTES: Final = 2**31 - 1
 """A protobuf message is no longer; larger models keep their weights in files beside."""
 MAX_TENSOR_BYTES: Final = 2**34
-MAPPED_BYTES: Final = 16 << 20
-"""Files of weights from this size on are mapped: read when used, never copied into memory."""
+SHARED_BYTES: Final = 16 << 20
+"""Files of weights from this size on are read once as a whole; tensors are views of them."""
 MAX_NESTING: Final = 16
 """Graphs inside one another, as in a model file."""
 
-_MAPPED: Final[weakref.WeakValueDictionary[tuple[int, ...], Array]] = weakref.WeakValueDictionary()
+_READ: Final[weakref.WeakValueDictionary[tuple[int, ...], Array]] = weakref.WeakValueDictionary()
 """Files of weights that some array still lies in, by what tells one file from another."""
 
 Source = str | Path | bytes | ModelProto
@@ -161,8 +160,8 @@ def _external(
         raise Corrupt(f"tensor {tensor.name[:80]!r} has {length} external bytes, it takes {n}")
     if offset + n > path.stat().st_size:
         raise Corrupt(f"tensor {tensor.name[:80]!r} reaches beyond the end of {path.name}")
-    if path.stat().st_size >= MAPPED_BYTES and dtype.bits >= 8 and dtype.kind != "bool":
-        held = _mapped(path)[offset : offset + n].view(dtype.numpy).reshape(shape)
+    if path.stat().st_size >= SHARED_BYTES and dtype.bits >= 8 and dtype.kind != "bool":
+        held = _whole(path)[offset : offset + n].view(dtype.numpy).reshape(shape)
         return held if held.flags.aligned else held.copy()
     with path.open("rb") as file:
         file.seek(offset)
@@ -170,18 +169,21 @@ def _external(
     return _decoded(TensorProto(name=tensor.name, dims=shape, data_type=dtype.onnx, raw_data=data))
 
 
-def _mapped(path: Path) -> Array:
-    """The bytes of a file, mapped once however many tensors lie in it, while one of them is used.
+def _whole(path: Path) -> Array:
+    """The bytes of a file, read once however many tensors lie in it, while one of them is used.
 
-    A file that was replaced or changed since is another one and is mapped again.
+    They are not mapped: whoever exports a model again writes over the file, and its numbers would
+    change in a module that was imported before, or reading them would end the process. A file that
+    was replaced or changed since is read again.
     """
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        held = _MAPPED.get(key)
+        held = _READ.get(key)
         if held is None:
-            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            held = _MAPPED[key] = np.frombuffer(view, np.uint8)
+            held = np.fromfile(file, np.uint8)
+            held.flags.writeable = False
+            _READ[key] = held
     return held
 
 

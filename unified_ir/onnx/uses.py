@@ -41,6 +41,9 @@ ELEMENTWISE: Final = frozenset({"Add", "Sub", "Mul", "Div"})
 STATISTICS: Final[Mapping[str, tuple[int, ...]]] = {"BatchNormalization": (3, 4)}
 """Operands that are buffers: assigned in training, not reached by gradients."""
 
+STATES: Final[Mapping[str, tuple[int, ...]]] = {"LSTM": (5, 6), "GRU": (5,), "RNN": (5,)}
+"""Operands that a sequence begins with: buffers."""
+
 CONTENTS: Final[Mapping[str, tuple[int, ...]]] = {
     "Clip": (1, 2), "Dropout": (1,), "OneHot": (2,), "Pad": (2,), "Resize": (1, 2),
     "Upsample": (1,), "QuantizeLinear": (1, 2), "DequantizeLinear": (1, 2),
@@ -52,12 +55,14 @@ CONTENTS: Final[Mapping[str, tuple[int, ...]]] = {
 
 THROUGH: Final = frozenset({
     "Identity", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Expand", "Flatten", "Cast",
-    "Slice", "Split",
+    "Slice", "Split", "Tile", "Resize", "Pad",
 })
 """Operators that only arrange their first operand: what is read behind them is read of it."""
 _PLAIN: Final = THROUGH | ELEMENTWISE | {"Clip", "Pad", "Resize", "Concat", "Gather"}
 """Operators that an input passes on its way to the first layer."""
 _SIZES: Final = frozenset({"Shape", "Size"})
+_COMPARED: Final = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
+"""Operators through which no gradient flows."""
 _RANDOM: Final = frozenset({
     "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
     "RandomUniformLike",
@@ -156,13 +161,17 @@ class Uses:
         """Whether training changes what this operand of the node reads."""
         if node.domain not in _STANDARD or _at(LAYERS, node, i):
             return True  # a function's, or an operator's that is not ONNX's: nothing is known
+        if any(_at(table, node, i) for table in (STATISTICS, STATES, CONTENTS)):
+            return False
         if _at(PRODUCTS, node, i):
             return not self._gives_angles(node)
         if node.op_type == "Gather" and i == 0:
-            return not (_within_one(array) and self._ends(node) == {"Mul"})
+            return not (_holds_angles(array) and self._ends(node) == {"Mul"})
         if node.op_type == "Concat":
             return bool(array.ndim > 1)
-        return node.op_type in ELEMENTWISE and self._joins(node, i, array)
+        if node.op_type in ELEMENTWISE:
+            return self._joins(node, i, array)
+        return node.op_type not in _COMPARED and array.size > 1 and _is_moderate(array)
 
     def _joins(self, node: NodeProto, i: int, array: Array) -> bool:
         """Whether an operand of a sum or an elementwise product is a weight.
@@ -180,7 +189,7 @@ class Uses:
         axes = sum(d > 1 for d in array.shape)
         if other in self.bare and axes <= 1:
             return False
-        is_table = axes > 1 and node.op_type in {"Mul", "Div"} and _within_one(array)
+        is_table = axes > 1 and node.op_type in {"Mul", "Div"} and _holds_angles(array)
         return not is_table and not self._gives_angles(node)
 
     def _is_behind_layer(self, name: str) -> bool:
@@ -226,5 +235,13 @@ def _is_moderate(array: Array) -> bool:
     return bool(np.min(array) >= -MAX_LEARNT and np.max(array) <= MAX_LEARNT)
 
 
-def _within_one(array: Array) -> bool:
-    return bool(array.size and np.min(array) >= -1 and np.max(array) <= 1)
+def _holds_angles(array: Array) -> bool:
+    """Whether it can be a table of sines or cosines by position: in -1..1, from angle 0 on.
+
+    The angles of position 0 are 0, so its row holds nothing but zeros and ones; the others do not.
+    """
+    table = array.reshape([d for d in array.shape if d > 1])
+    if table.ndim < 2 or np.min(table) < -1 or np.max(table) > 1:
+        return False
+    whole = [bool(np.isin(row, (0, 1)).all()) for row in table]
+    return whole[0] and not any(whole[1:])

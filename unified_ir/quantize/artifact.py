@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from onnx import ModelProto
 
@@ -11,6 +12,10 @@ from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.onnx import External, Initializer, OnnxTarget, emit, serialize
 from triplane.unified_ir.quantize.frozen import Frozen
 from triplane.unified_ir.runtime import DEFAULT_OPTIONS, Session, SessionOptions, weight_offsets
+
+WATCHING: Final = SessionOptions(disabled_optimizers=("FastGeluFusion",))
+"""For graphs that give inner values too: this fusion of onnxruntime 1.31 removes 0.5 x although
+another node reads it, and the graph is then refused."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

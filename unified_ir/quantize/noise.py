@@ -18,7 +18,7 @@ from triplane.unified_ir.ops.elementwise import clip
 from triplane.unified_ir.ops.inline import Replay, inline
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
-from triplane.unified_ir.quantize.artifact import artifact
+from triplane.unified_ir.quantize.artifact import WATCHING, artifact
 from triplane.unified_ir.quantize.frozen import Frozen, pruned
 from triplane.unified_ir.quantize.insert import insert
 from triplane.unified_ir.quantize.observe import Samples, batches
@@ -36,7 +36,7 @@ def noise(
 ) -> list[float | None]:
     """Signal-to-noise ratio of each value in decibel; None where there is no noise or no signal."""
     integer = insert(frozen, sites, ranges, row, watch=values)
-    session = artifact(_both(frozen, integer, sites, values)).session()
+    session = artifact(_both(frozen, integer, sites, values)).session(WATCHING)
     totals = np.zeros((len(values), 2))
     for batch in batches(frozen, samples):
         found = session.run(batch)

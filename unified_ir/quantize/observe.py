@@ -7,7 +7,9 @@ range: one such sample would cost all the others their resolution.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -18,7 +20,7 @@ from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import Replay
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import reduce
-from triplane.unified_ir.quantize.artifact import artifact
+from triplane.unified_ir.quantize.artifact import WATCHING, artifact
 from triplane.unified_ir.quantize.frozen import Frozen, pruned
 from triplane.unified_ir.quantize.scheme import Range
 
@@ -51,16 +53,17 @@ def observe(frozen: Frozen, values: Sequence[Value], samples: Samples) -> dict[V
     """The range of each value over the samples, computed on onnxruntime.
 
     Up to a hundredth of the samples is left out of a range where they are more than three times as
-    wide as all others. InvalidInput where a value is not finite on these samples, naming the line
-    that makes it.
+    wide as all others; of the batches, where the function takes a fixed number. InvalidInput where
+    a value is not finite on these samples, naming the line that makes it.
     """
     watched = artifact(pruned(Frozen(_watching(frozen.function, values), frozen.weights)))
-    session = watched.session()
+    session = watched.session(WATCHING)
     names = [f"{end}/{i}" for end in ("low", "high") for i in range(len(values))]
     rows = []
     for batch in batches(frozen, samples, 1):
         found = session.run(batch)
         rows.append(np.array([found[name] for name in names], np.float64))
+    size = len(next(iter(samples.values()))) // len(rows)
     lows, highs = np.split(np.array(rows), 2, axis=1)
     ranges = {}
     for value, low, high in zip(values, lows.T, highs.T, strict=True):
@@ -69,8 +72,14 @@ def observe(frozen: Frozen, values: Sequence[Value], samples: Samples) -> dict[V
                 f"calibration gives {low.min()} to {high.max()} in "
                 f"{described(frozen.function, value)}; a tensor needs finite values to be quantized"
             )
-        ranges[value] = typical_range(low, high)
+        ranges[value] = _by_samples(typical_range(low, high), size)
     return ranges
+
+
+def _by_samples(found: Range, size: int) -> Range:
+    """With the samples of batches of `size` in place of the batches that are left out."""
+    samples = (range(batch * size, (batch + 1) * size) for batch in found.left_out)
+    return replace(found, left_out=tuple(itertools.chain.from_iterable(samples)))
 
 
 def typical_range(lows: Array, highs: Array) -> Range:

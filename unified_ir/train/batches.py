@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.data import Dataset
 from triplane.unified_ir.ir.graph import Array
 
 Batch = tuple[Array, ...]
@@ -95,9 +96,8 @@ class Source:
 
     def targets(self) -> Array | None:
         """The targets of all samples in the data's own order; None where only batches tell."""
-        if isinstance(self.data, Batched):
-            y = getattr(self.data, "y", None)
-            return y if isinstance(y, np.ndarray) and y.shape[:1] == (self.samples,) else None
+        if isinstance(self.data, Dataset):  # another class may give other labels than it stores
+            return self.data.y
         return np.asarray(self.data[-1]) if _is_arrays(self.data) else None
 
     def repeats(self) -> bool:
