@@ -2,7 +2,8 @@
 
 Requests come on standard input, replies go to standard output; see `child_runner`. The samples are
 read here. Limits: memory beyond what the device itself takes, and processor time of each task. The
-end of standard input ends this process at once, in the middle of whatever it does.
+end of standard input ends this process at once, in the middle of whatever it does, and the
+processes that an app started here.
 """
 
 import json
@@ -55,13 +56,15 @@ class Requests:
             else:
                 self._stop = Stop(request.get("until_s", math.inf))
                 self.queue.put((request, self._stop))
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)  # a worker of an app would keep the lock for tasks
         os._exit(0)
 
 
 def main(argv: list[str]) -> None:
-    """Serve requests until standard input ends."""
+    """Serve requests until standard input ends; returns only where the start fails."""
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides; a shell's Ctrl-C reaches both
+        signal.signal(number, signal.SIG_IGN)  # the parent decides; a service manager tells both
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what an app prints must not look like a reply
     given = json.loads(argv[0])
@@ -116,6 +119,7 @@ def _limit_memory(max_bytes: int) -> None:
     found = re.search(r"VmData:\s+(\d+) kB", status.read_text()) if status.exists() else None
     if max_bytes and found:
         limit = int(found[1]) * 1024 + max_bytes
+        limit = _at_most_hard(resource.RLIMIT_DATA, limit)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -123,10 +127,20 @@ def _limit_memory(max_bytes: int) -> None:
 def _limit_processor(max_s: float) -> None:
     """Let this process go on for so many seconds of processor time; 0 for no limit."""
     if max_s:
-        soft = int(time.process_time() + max_s) + 1
+        soft = _at_most_hard(resource.RLIMIT_CPU, int(time.process_time() + max_s) + 1)
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
         resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
+def _at_most_hard(kind: int, limit: int) -> int:
+    """The limit, or a lower one that a service manager set: it cannot be raised."""
+    hard = resource.getrlimit(kind)[1]
+    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except Exception:
+        logging.getLogger(__name__).exception("the process for tasks failed")
+    os._exit(1)  # the thread that reads holds standard input: a usual end would abort

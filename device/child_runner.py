@@ -4,16 +4,23 @@ A plan's graph may never end, take all memory, or crash. The child has limits of
 processor time, and it is killed where it does not end a task that nobody wants any more. A kill
 costs nothing: whatever matters is in the home, written whole. The child lives on between tasks, so
 a round costs it one message each way. It ends with this process, whose pipe it reads.
+
+The child is a session of its own: what an app starts there is killed with it. Its end is seen by a
+descriptor of the process itself, for a process that it forked may keep its pipes open.
 """
 
 import base64
+import contextlib
 import json
 import logging
+import os
+import select
 import signal
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +39,8 @@ LENGTH: Final = struct.Struct("<I")
 MAX_REPLY_BYTES: Final = 8 << 20
 GRACE_S: Final = 1.0
 """So long a child may take to end a task by itself before it is killed."""
+GRACE_SHARE: Final = 0.5
+"""Of the time that is left until a deadline, at most: the cloud still hears why before it."""
 
 
 class ChildRunner:
@@ -46,13 +55,13 @@ class ChildRunner:
             "settings": asdict(settings),
             "log_level": logging.getLogger().getEffectiveLevel(),
         }
-        self._child: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._child: _Child | None = None
+        self._lock, self._sending = threading.Lock(), threading.Lock()
         self._interrupted = False
 
     def start(self) -> None:
         """Start the child, which happens by itself at the first task; raises what it says."""
-        if self._child is not None and self._child.poll() is not None:
+        if self._child is not None and self._child.ends_within(0.0):
             logger.warning("process for tasks ended while idle", extra={"reason": self._end()})
         with self._lock:
             if self._interrupted:
@@ -60,10 +69,12 @@ class ChildRunner:
             if self._child is not None:
                 return
             command = [sys.executable, "-m", "triplane.device.child", json.dumps(self._arguments)]
-            self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._child = _Child(command)
         reply = self._reply()
         if reply is None:
             raise Unavailable(f"the process for tasks did not start: {self._end()}")
+        if "error" in reply:
+            self._end()  # the next start begins with a new child
         _result(reply)
 
     def do(self, task: Task, stop: Stop, wanted: Sequence[Blob]) -> pb.Contribution:
@@ -79,7 +90,7 @@ class ChildRunner:
                 "wanted": [[blob.sha256.hex(), blob.size] for blob in wanted],
             }
         )
-        stop.call(lambda: self._stop(stop, ended))
+        stop.call(lambda: self._stop(stop, task.until_s, ended))
         reply = self._reply()
         ended.set()
         if reply is not None:
@@ -121,20 +132,23 @@ class ChildRunner:
         self.interrupt()
         self._end()
 
-    def _stop(self, stop: Stop, ended: threading.Event) -> None:
+    def _stop(self, stop: Stop, deadline_s: float, ended: threading.Event) -> None:
         """Ask the child to end its task; see to it. Must not block: a thread of its own waits."""
+        grace_s = GRACE_S
         try:
             stop.check()
             expired = False
         except DeadlineExceeded:
             expired = True
+            left_s = max(0.0, deadline_s - time.monotonic())
+            grace_s = min(GRACE_S, GRACE_SHARE * left_s)
         except Withdrawn:
             expired = False
         self._send({"kind": "stop", "expired": expired})
         child = self._child
 
         def kill_late() -> None:
-            if not ended.wait(GRACE_S) and child is not None:
+            if not ended.wait(grace_s) and child is not None:
                 child.kill()
 
         threading.Thread(target=kill_late, daemon=True).start()
@@ -142,11 +156,11 @@ class ChildRunner:
     def _send(self, request: dict[str, Any]) -> None:
         """A child that has ended is found out by the reply that does not come."""
         child = self._child
-        if child is None or child.stdin is None:
+        if child is None:
             return
         try:
-            with self._lock:
-                write_frame(child.stdin, json.dumps(request, default=_encoded_message).encode())
+            with self._sending:
+                write_frame(child.requests, json.dumps(request, default=_encoded_message).encode())
         except (OSError, ValueError):
             logger.debug("the child reads no more")
 
@@ -154,9 +168,8 @@ class ChildRunner:
         """None where the child has ended, or says what is no reply: it is ended then."""
         child = self._child
         assert child is not None
-        assert child.stdout is not None
         try:
-            data = read_frame(child.stdout, MAX_REPLY_BYTES)
+            data = read_frame(child, MAX_REPLY_BYTES)
             return None if data is None else dict(json.loads(data))
         except (Corrupt, ValueError) as error:
             logger.warning("not a reply", extra={"reason": str(error)})
@@ -168,15 +181,7 @@ class ChildRunner:
             child, self._child = self._child, None
         if child is None:
             return ""
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                _close(pipe)
-        try:
-            code = child.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            code = child.wait()
-        return self._why(code)
+        return self._why(child.end())
 
     def _why(self, code: int) -> str:
         settings = self._settings
@@ -191,6 +196,66 @@ class ChildRunner:
             f"{settings.max_memory_bytes} bytes of memory (max_memory_bytes in this device's "
             "device.json)"
         )
+
+
+class _Child:
+    """A process with pipes, and whatever it starts."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self.requests, self._replies = process, process.stdin, process.stdout
+        try:
+            self._gone = os.pidfd_open(process.pid)
+        except BaseException:
+            self.kill()
+            process.communicate()
+            raise
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether it has ended by then. It is not reaped, so its number stays its own."""
+        ended = select.poll()
+        ended.register(self._gone, select.POLLIN)
+        return bool(ended.poll(seconds * 1000))
+
+    def read(self, size: int) -> bytes:
+        """So many bytes of replies; fewer where the process has ended."""
+        replies = self._replies.fileno()
+        poll = select.poll()
+        poll.register(replies, select.POLLIN)
+        poll.register(self._gone, select.POLLIN)
+        data, timeout_ms = bytearray(), None
+        while len(data) < size:
+            ready = dict(poll.poll(timeout_ms))
+            if replies in ready:
+                piece = os.read(replies, size - len(data))
+                if not piece:
+                    break
+                data += piece
+            elif timeout_ms == 0:
+                break
+            else:
+                timeout_ms = 0  # it has ended: what the pipe holds now is all
+        return bytes(data)
+
+    def kill(self) -> None:
+        """End it with all of its session; from any thread, also where it has ended."""
+        if self._process.returncode is None:  # else its number may be another's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def end(self) -> int:
+        """Let it end by itself, or kill it; its exit code."""
+        _close(self.requests)
+        _close(self._replies)
+        self.ends_within(GRACE_S)
+        self.kill()
+        code = self._process.wait()
+        os.close(self._gone)
+        return code
 
 
 def _close(pipe: Any) -> None:

@@ -143,8 +143,7 @@ class FederatedClient:
         """`run` on a loop of the caller's; ends by `stop` or by cancellation."""
         self._home.require_enrolled()
         self._home.make()
-        with self._home.held():
-            runner = self._runner()
+        with self._home.held(), contextlib.closing(self._runner()) as runner:
             working = _Working(self._home, self._settings, runner, self._offer())
             with self._lock:
                 if self._working is not None:

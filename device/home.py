@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -41,7 +42,8 @@ class Settings:
     population: which runs this device offers itself for. data: an npz file, for the command.
     held_out: share of the samples that are never learned from. max_disk_bytes: of plans and states
     together; max_blob_bytes: of one. max_memory_bytes, max_cpu_s: of one task, beyond what the
-    process takes without it, 0 for no limit; they hold where tasks run in a child process.
+    process takes without it, 0 for no limit; they hold where tasks run in a child process. The time
+    is that of all threads together.
     """
 
     population: str = "default"
@@ -50,7 +52,7 @@ class Settings:
     max_disk_bytes: int = 4 << 30
     max_blob_bytes: int = 1 << 30
     max_memory_bytes: int = 4 << 30
-    max_cpu_s: float = 3600.0
+    max_cpu_s: float = 3600.0 * (os.cpu_count() or 1)
 
     def __post_init__(self) -> None:
         wanted = {f.name: type(f.default) for f in fields(Settings)}

@@ -21,7 +21,7 @@ from typing import Final
 from urllib.parse import unquote
 
 BYTES_RECEIVED: Final = 128  # offset of tcpi_bytes_received in struct tcp_info
-CALL_OVERHEAD_BYTES: Final = 512  # at most, headers and frames of one finished call
+CALL_OVERHEAD_BYTES: Final = 512  # at most, headers of one finished call; frames add 1/64
 DESCRIPTORS: Final = Path("/proc/self/fd")
 
 Address = tuple[str, int]

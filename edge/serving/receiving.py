@@ -157,7 +157,9 @@ class Receiving:
                 if wait.refusal is None:
                     self._arrivals.finished_one(connection)
                     if connection in self._finished:
-                        self._finished[connection] += len(message or b"") + CALL_OVERHEAD_BYTES
+                        self._finished[connection] += (
+                            len(message or b"") * 65 // 64 + CALL_OVERHEAD_BYTES
+                        )
                 self._remove(wait)
         return wait.refusal or message
 

@@ -1,5 +1,7 @@
 """A device's folder: settings, one process, and what a broken file gives."""
 
+import os
+
 import pytest
 
 from triplane.device.home import DeviceHome, Settings
@@ -35,6 +37,11 @@ def test_settings_that_are_none_are_corrupt_and_name_the_file(tmp_path, text):
 def test_settings_out_of_range_are_refused(field, value):
     with pytest.raises(InvalidInput, match=field):
         Settings(**{field: value})
+
+
+def test_the_processor_time_of_a_task_is_that_of_all_processors():
+    """Threads count together: a task on many of them may take an hour as well."""
+    assert Settings().max_cpu_s == 3600.0 * os.cpu_count()
 
 
 def test_one_process_works_in_a_home(tmp_path):

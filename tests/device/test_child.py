@@ -1,0 +1,230 @@
+"""A child that forks, hangs, dies or cannot start does not keep the device's process."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tests.device.devices import save_shard
+from tests.federated.core import plans
+
+from triplane.device import child_runner
+from triplane.device.child_runner import ChildRunner
+from triplane.device.client import FederatedClient, Graphs
+from triplane.device.home import DeviceHome, Settings
+from triplane.device.stopping import DeadlineExceeded, Stop, Withdrawn
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import TriplaneError
+
+WAIT_S = 6
+LONG_S = 3600.0
+
+FAKE = """#!{python}
+import os, signal, sys, time
+from triplane.device.child_runner import encoded, read_frame, write_frame
+write_frame(sys.stdout.buffer, encoded(b""))
+read_frame(sys.stdin.buffer, 1 << 20)
+forked = os.fork()
+if not forked:
+    time.sleep(3600)
+with open("{pids}", "w") as file:
+    file.write(str(forked))
+os.rename("{pids}", "{pids}.done")
+{then}
+"""
+HANGS = "time.sleep(3600)"
+CRASHES = "os.kill(os.getpid(), signal.SIGSEGV)"
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Makes a runner whose child forks a worker at its task, and then does something else."""
+
+    def make(then):
+        script, pids = tmp_path / "python", tmp_path / "pids"
+        script.write_text(FAKE.format(python=sys.executable, pids=pids, then=then))
+        script.chmod(0o700)
+        monkeypatch.setattr(child_runner, "sys", SimpleNamespace(executable=str(script)))
+        return ChildRunner(DeviceHome(tmp_path), Settings(), tmp_path / "x.npz", None)
+
+    done = tmp_path / "pids.done"
+    yield make
+    assert ended(int(done.read_text()))
+
+
+def ended(pid):
+    """Whether the process ends soon."""
+    until_s = time.monotonic() + WAIT_S
+    while time.monotonic() < until_s:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    return False
+
+
+def does(runner, stop, until_s=LONG_S):
+    """What a task comes to, in a thread that may never end; None where it did not."""
+    work = SimpleNamespace(device="ann", run="0" * 16, round=1)
+    task = SimpleNamespace(work=work, told=pb.Task(), lease="00", until_s=until_s)
+    results = []
+
+    def do():
+        try:
+            results.append(runner.do(task, stop, []))
+        except Withdrawn as error:
+            results.append(error)
+
+    thread = threading.Thread(target=do, daemon=True)
+    thread.start()
+    return thread, results
+
+
+def forked(tmp_path):
+    until_s = time.monotonic() + WAIT_S
+    while not (tmp_path / "pids.done").exists():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_a_worker_of_a_child_that_crashed_does_not_hide_its_end(tmp_path, fake):
+    thread, results = does(fake(CRASHES), Stop(LONG_S + time.monotonic()))
+    forked(tmp_path)
+    thread.join(WAIT_S)
+    (contribution,) = results or (None,)
+    assert contribution is not None
+    assert "SIGSEGV" in contribution.declined
+
+
+def test_a_worker_does_not_outlive_a_task_that_is_withdrawn(tmp_path, fake):
+    stop = Stop(LONG_S + time.monotonic())
+    thread, results = does(fake(HANGS), stop)
+    forked(tmp_path)
+    stop.now()
+    thread.join(WAIT_S)
+    assert [type(result) for result in results] == [Withdrawn]
+
+
+def test_a_worker_does_not_outlive_an_interrupt(tmp_path, fake):
+    runner = fake(HANGS)
+    thread, results = does(runner, Stop(LONG_S + time.monotonic()))
+    forked(tmp_path)
+    runner.interrupt()
+    thread.join(WAIT_S)
+    runner.close()
+    assert [type(result) for result in results] == [Withdrawn]
+
+
+def test_a_child_that_does_not_heed_is_killed_before_the_deadline_it_is_told_of(tmp_path, fake):
+    """Told half a second before, it has half of that."""
+    runner = fake(HANGS)
+    runner.start()
+    stop = Stop(LONG_S + time.monotonic())
+    until_s = time.monotonic() + LONG_S
+    thread, results = does(runner, stop, until_s)
+    forked(tmp_path)
+    asked = []
+    wait = threading.Event.wait
+
+    def watched(event, timeout=None):
+        asked.append(timeout)
+        return wait(event, timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child_runner, "time", SimpleNamespace(monotonic=lambda: until_s - 0.5))
+        patch.setattr(threading.Event, "wait", watched)
+        stop.expire()
+        thread.join(WAIT_S)
+    assert [type(result) for result in results] == [DeadlineExceeded]
+    assert 0.25 in asked
+
+
+def test_the_end_of_the_parent_ends_the_workers_of_a_child():
+    code = """
+import os, time
+from triplane.device import child
+if not os.fork():
+    time.sleep(3600)
+child.Requests().read()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        process.communicate(timeout=WAIT_S)  # the end of file: the worker has gone too
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_start_that_fails_is_told_each_time_and_nothing_aborts(tmp_path, capfd):
+    home = DeviceHome(tmp_path / "home")
+    home.make()
+    runner = ChildRunner(home, Settings(), tmp_path / "absent.npz", None)
+    try:
+        for _ in range(2):
+            with pytest.raises(TriplaneError, match="absent"):
+                runner.start()
+    finally:
+        runner.close()
+    assert "Fatal Python error" not in capfd.readouterr().err
+
+
+def test_lower_limits_of_the_process_itself_hold():
+    """As under systemd's LimitDATA= and LimitCPU=; nobody may raise them."""
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
+resource.setrlimit(resource.RLIMIT_CPU, (600, 600))
+from triplane.device import child
+child._limit_memory(1 << 50)
+child._limit_processor(3600.0)
+print(resource.getrlimit(resource.RLIMIT_DATA), resource.getrlimit(resource.RLIMIT_CPU))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.stdout == f"{(8 << 30, 8 << 30)} {(600, 600)}\n", done.stderr
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_client_that_never_works_closes_its_runner(tmp_path, monkeypatch, fails):
+    """It was told to stop while the child began, or its caller's `ready` raised."""
+    save_shard(tmp_path / "x.npz", plans.shard(held_out=6))
+    client = FederatedClient(tmp_path / "home", tmp_path / "x.npz", graphs=Graphs.CHILD)
+    closed = []
+    runner = SimpleNamespace(close=lambda: closed.append(True))
+    monkeypatch.setattr(client, "_runner", lambda: runner)
+    monkeypatch.setattr(DeviceHome, "is_enrolled", True)
+    monkeypatch.setattr(
+        DeviceHome, "enrolled", SimpleNamespace(name="ann", renew_at_s=time.time() + LONG_S)
+    )
+
+    def ready():
+        client.stop()
+        if fails:
+            raise OSError("nobody reads")
+
+    if fails:
+        with pytest.raises(OSError, match="nobody reads"):
+            client.run(ready)
+    else:
+        client.run(ready)
+    assert closed
