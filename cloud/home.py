@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,8 @@ PORTS: Final = {"port": DEFAULT_PORT, "enrol_port": 8444, "dashboard_port": 8445
 RECORD: Final = "home.json"
 DATABASE_VARIABLE: Final = "TRIPLANE_DATABASE"
 MAX_HOSTS: Final = 32
+POSTGRESQL_PORT: Final = 5432
+_HOST_AND_PORT: Final = re.compile(r"[A-Za-z0-9.-]*:[0-9]*")
 _ALWAYS: Final = (LOCAL, "localhost")
 
 
@@ -323,7 +326,38 @@ def _place_of(url: str) -> str:
         parts = make_url(url)
     except ArgumentError as error:
         raise InvalidInput(f"{DATABASE_VARIABLE} is no URL of a database: {error}") from error
-    return f"{parts.get_backend_name()} {parts.host or ''}:{parts.port or ''} {parts.database}"
+    backend, database = parts.get_backend_name(), parts.database or ""
+    if backend == "sqlite":
+        return f"{backend} {Path(database).resolve() if database else ''}"
+    name = _last(parts.query.get("dbname")) or database
+    return f"{backend} {_hosts_of(parts)} {name}"
+
+
+def _hosts_of(parts: sa.URL) -> str:
+    """The hosts that may have it, each with its port; what the query says counts for more."""
+    hosts = _several(parts.query.get("host")) or [parts.host or ""]
+    ports = _several(parts.query.get("port")) or [str(parts.port or "")]
+    if len(ports) != len(hosts):
+        ports = [ports[0]] * len(hosts)
+    named = []
+    for host, port in zip(hosts, ports, strict=True):
+        name, _, own = host.partition(":") if _HOST_AND_PORT.fullmatch(host) else (host, "", "")
+        named.append(f"{_folded(name)}:{own or port or POSTGRESQL_PORT}")
+    return ",".join(named)
+
+
+def _folded(host: str) -> str:
+    """A host in one spelling; the folder of a socket has only one."""
+    return host if host.startswith("/") else host.lower()
+
+
+def _several(given: str | tuple[str, ...] | None) -> list[str]:
+    texts = (given,) if isinstance(given, str) else given or ()
+    return [part for text in texts for part in text.split(",")]
+
+
+def _last(given: str | tuple[str, ...] | None) -> str:
+    return given if isinstance(given, str) else given[-1] if given else ""
 
 
 def open_database(home: Home, *, is_new: bool = False) -> Database:

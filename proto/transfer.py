@@ -30,6 +30,9 @@ from triplane.proto.transfer_pb2_grpc import TransferStub
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 1 << 20
+"""Of one message at most."""
+UPLOAD_BYTES: Final = 128 << 10
+"""Of one message that we send up: only whole ones are stored, also over a link below the pace."""
 SYNC_BYTES: Final = 16 << 20
 """Received bytes between two syncs: what a crash can cost."""
 MAX_BLOB_BYTES: Final = 16 << 30
@@ -63,7 +66,7 @@ class BlobFolder:
         self.disk = disk
         self.max_bytes = max_bytes
         self._busy: set[bytes] = set()
-        self._whole: dict[bytes, tuple[int, int]] = {}
+        self._whole: dict[bytes, tuple[int, int, int]] = {}
         self._lock = threading.Lock()
         disk.make_folder(self.partial)
         disk.sync_folder(self.folder)  # names that a process gave before it was killed
@@ -91,19 +94,22 @@ class BlobFolder:
         A blob is read once in the life of a process, and again when its file changed.
         """
         path = self.path(sha256)
-        try:
-            stat = path.stat()
-        except FileNotFoundError:
-            return False
-        mark = stat.st_mtime_ns, stat.st_size
-        if self._whole.get(sha256) == mark:
-            return False
-        if digest_of(path) == sha256:
-            self._whole[sha256] = mark
-            return False
-        with contextlib.suppress(FileNotFoundError):
-            self.disk.remove(path)
-        logger.error("damaged blob dropped", extra={"blob": sha256.hex(), "bytes": stat.st_size})
+        while True:
+            try:
+                with path.open("rb") as file:
+                    mark = _mark(os.fstat(file.fileno()))
+                    if self._whole.get(sha256) == mark:
+                        return False
+                    found = hashlib.file_digest(file, "sha256").digest()
+                if found == sha256:
+                    self._whole[sha256] = mark
+                    return False
+                if _mark(path.stat()) == mark:
+                    self.disk.remove(path)
+                    break
+            except FileNotFoundError:
+                return False
+        logger.error("damaged blob dropped", extra={"blob": sha256.hex(), "bytes": mark[1]})
         return True
 
     def stored(self, sha256: bytes, size: int) -> pb.Progress:
@@ -281,17 +287,22 @@ class Receiving:
             )
 
 
+def _mark(stat: os.stat_result) -> tuple[int, int, int]:
+    """Differs between a file and what is written in its place."""
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
 def digest_of(path: Path) -> bytes:
     """SHA-256 of a file, read once."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-def chunks_of(path: Path, offset: int) -> Iterator[bytes]:
-    """The bytes of a file from `offset` on, `CHUNK_BYTES` at a time."""
+def chunks_of(path: Path, offset: int, n_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The bytes of a file from `offset` on, `n_bytes` at a time."""
     with path.open("rb") as file:
         file.seek(offset)
-        while chunk := file.read(CHUNK_BYTES):
+        while chunk := file.read(n_bytes):
             yield chunk
 
 
@@ -381,16 +392,20 @@ class _Watch:
 def upload(channel: grpc.Channel, path: Path, progress: Report = _quiet) -> bytes:
     """Send a file; returns its SHA-256 once the other side has all of it on disk.
 
-    Goes on where an earlier call stopped, and tries again over a broken link.
+    Goes on where an earlier call stopped, and tries again over a broken link: as long as the other
+    side stores something of it, and `TRIES` times more.
     """
     sha256, size = digest_of(path), path.stat().st_size
-    stub = TransferStub(channel)
+    stub, tries, most = TransferStub(channel), _Tries(), 0
     guess = size <= CHUNK_BYTES  # that nothing is there: a small file needs no question first
-    for attempt in _tries():
+    for attempt in tries:
         have = pb.Progress()
         try:
             if not guess:
                 have = stub.Stat(pb.StatRequest(sha256=sha256, size=size))
+                if have.stored > most:
+                    most = have.stored
+                    tries.renew()
             if not have.complete:
                 have = stub.Upload(_upload_chunks(path, sha256, size, have.stored, progress))
         except grpc.RpcError as error:
@@ -409,10 +424,10 @@ def _upload_chunks(
     path: Path, sha256: bytes, size: int, offset: int, progress: Report
 ) -> Iterator[pb.UploadChunk]:
     names = pb.UploadChunk(sha256=sha256, size=size, offset=offset)
-    if size > CHUNK_BYTES:  # a small file goes in one message
+    if size > UPLOAD_BYTES:  # a small file goes in one message
         yield names
         names = pb.UploadChunk()
-    for chunk in chunks_of(path, offset):
+    for chunk in chunks_of(path, offset, UPLOAD_BYTES):
         names.data = chunk
         yield names
         names = pb.UploadChunk()
@@ -440,7 +455,7 @@ def download(
         return into.find(sha256)
     stub, until_s = TransferStub(channel), time.monotonic() + pace.deadline_s(size)
     with into.receive(sha256, size) as receiving:
-        for attempt in _tries():
+        for attempt in _Tries():
             try:
                 _pull(stub, receiving, progress, pace, until_s)
             except grpc.RpcError as error:
@@ -490,18 +505,26 @@ def _check_chunk(chunk: pb.DownloadChunk, receiving: Receiving) -> None:
         )
 
 
-def _tries() -> Iterator[Callable[[Exception], None]]:
+class _Tries:
     """Yields a function to report a failure to: it raises what a retry cannot mend."""
-    wait_s = WAIT_S
-    for left in range(TRIES - 1, -1, -1):
 
-        def failed(error: Exception, left: int = left) -> None:
-            if not left or not isinstance(error, Unavailable):
-                raise error
+    def __init__(self) -> None:
+        self.renew()
 
-        yield failed
-        time.sleep(wait_s)
-        wait_s = min(2 * wait_s, MAX_WAIT_S)
+    def renew(self) -> None:
+        """Count anew from the try at hand."""
+        self._left, self._wait_s = TRIES, WAIT_S
+
+    def __iter__(self) -> Iterator[Callable[[Exception], None]]:
+        while self._left:
+            self._left -= 1
+            yield self._failed
+            time.sleep(self._wait_s)
+            self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
+
+    def _failed(self, error: Exception) -> None:
+        if not self._left or not isinstance(error, Unavailable):
+            raise error
 
 
 Allowed = Callable[[bytes], Awaitable[None]]

@@ -339,7 +339,7 @@ class Federation:
         self._begin(ready, journal.first_book(ready))
         logger.info("run prepared", extra={"run_id": entry.id, "plan": made.plan_digest})
         for name in list(self._devices):
-            self._note_presence(self._runs[entry.id], name)
+            self._note_presence(self._runs[entry.id], name, _spend_nothing)
         self._move()
 
     def _begin(self, entry: Entry, book: Book) -> None:
@@ -405,13 +405,16 @@ class Federation:
         self._devices.setdefault(name, _Device()).offer = offer
         self._presence.changed(name)
 
-    def _write_presence(self, name: str) -> None:
+    def _write_presence(self, name: str, spend: Callable[[], None]) -> None:
         """See `Presence`."""
         for run in self._live():
-            self._note_presence(run, name)
+            self._note_presence(run, name, spend)
 
-    def _note_presence(self, run: LiveRun, name: str) -> None:
-        """Have a run look how the device stands, once for all that changes until its turn."""
+    def _note_presence(self, run: LiveRun, name: str, spend: Callable[[], None]) -> None:
+        """Have a run look how the device stands, once for all that changes until its turn.
+
+        spend: called with each event, also with one that is tried again.
+        """
         looks = run.entry.id, name
         if looks in self._looks:
             return
@@ -421,7 +424,7 @@ class Federation:
             self._looks.discard(looks)
             event = self._presence_event(run, state, name, at_s)
             if event is not None:
-                self._presence.spend(name)
+                spend()
             return event
 
         run.note(make)
@@ -612,6 +615,10 @@ class Federation:
             subject=subject,
             details=details,
         )
+
+
+def _spend_nothing() -> None:
+    """That a run begins is no change of its devices."""
 
 
 def weighed(make: Make, bytes_down: int) -> Make:

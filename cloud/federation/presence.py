@@ -36,10 +36,12 @@ class _Pace:
 class Presence:
     """Calls `write` with a device's name, at once or as soon as its pace allows.
 
-    write: looks how the device stands, and calls `spend` where an event came of it.
+    write: has each run look how the device stands, and is given a function to call with each event
+    that came of it. One change is spent by the first such call, whatever number of runs write the
+    change down and however often they try.
     """
 
-    def __init__(self, write: Callable[[str], None]) -> None:
+    def __init__(self, write: Callable[[str, Callable[[], None]], None]) -> None:
         self._write = write
         self._paces: dict[str, _Pace] = {}
 
@@ -48,10 +50,6 @@ class Presence:
         pace = self._pace(name)
         if pace.later is None:
             self._try(name, pace)
-
-    def spend(self, name: str) -> None:
-        """One change of the device was written down."""
-        self._pace(name).spent += 1
 
     def stop(self) -> None:
         """Write nothing any more."""
@@ -72,7 +70,18 @@ class Presence:
             wait_s = (pace.spent - (BURST - 1)) * EVERY_S
             pace.later = asyncio.get_running_loop().call_later(wait_s, self._again, name, pace)
         else:
-            self._write(name)
+            self._write(name, self._spending(name))
+
+    def _spending(self, name: str) -> Callable[[], None]:
+        is_spent = False
+
+        def spend() -> None:
+            nonlocal is_spent
+            if not is_spent:
+                is_spent = True
+                self._pace(name).spent += 1
+
+        return spend
 
     def _again(self, name: str, pace: _Pace) -> None:
         pace.later = None

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -26,6 +26,7 @@ from google.protobuf.message import DecodeError
 
 from triplane.edge.agent.attempt import (
     Attempt,
+    Fetch,
     Progress,
     Superseded,
     World,
@@ -44,6 +45,7 @@ from triplane.proto.documents import (
     check_desired,
 )
 from triplane.proto.errors import InvalidInput, NotFound, TriplaneError, Unavailable
+from triplane.proto.transfer import BlobFolder
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class Reconciler:
         self._serving_up = False
         self._epoch: bytes | None = None
         self._pauses: dict[str, _Pause] = {}
+        self._fetched: dict[str, tuple[pb.Assignment, set[str]]] = {}
         self._verified: dict[str, int] = {}
         self._seen: set[str] = set()
         self.lost: dict[str, str] = {}
@@ -156,6 +159,7 @@ class Reconciler:
 
         Unavailable: serving does not answer, or all that is left to do waits for something.
         """
+        began_s = time.monotonic()
         self._settle()
         for model in sorted(self.lost):
             if self._may_try(model) and self._repair(model):
@@ -164,10 +168,9 @@ class Reconciler:
             if self._may_try(assignment.model) and self._is_due(assignment):
                 self._guarded(assignment.model, partial(self._attempt, assignment))
                 return 0.0
-        # Whose pause has ended and who was not tried by now has nothing left to do.
-        self._pauses = {model: pause for model, pause in self._pauses.items() if pause.left_s > 0}
-        if not self._pauses:  # what is half downloaded for a model that waits is gone on with
-            self._collect_garbage()
+        # Whose pause had ended before this look and who was not tried has nothing left to do.
+        self._pauses = {m: pause for m, pause in self._pauses.items() if pause.until_s > began_s}
+        self._collect_garbage()
         self._refresh_trust()
         return min([LOOK_S, *(pause.left_s for pause in self._pauses.values())])
 
@@ -301,7 +304,7 @@ class Reconciler:
             return self.desired is not document and assignment not in self.desired.assignments
 
         attempt = Attempt(
-            self._world,
+            replace(self._world, fetch=self._noting(assignment)),
             assignment,
             self.pointers.get(assignment.model),
             self._told,
@@ -319,6 +322,21 @@ class Reconciler:
             self._unreadable.discard(pointer.model)
             self._found(pointer.model)
             self._changed()
+
+    def _noting(self, assignment: pb.Assignment) -> Fetch:
+        """Fetches, and remembers what the assignment needs, in case that it has to wait."""
+        known, names = self._fetched.get(assignment.model, (None, set[str]()))
+        if known != assignment:
+            names = set()
+        self._fetched[assignment.model] = assignment, names
+
+        def fetch(
+            sha256: bytes, size: int, into: BlobFolder, progress: Callable[[int, int], None]
+        ) -> Path:
+            names.add(sha256.hex())
+            return self._world.fetch(sha256, size, into, progress)
+
+        return fetch
 
     def _told(self, progress: Progress) -> None:
         self.progress = {**self.progress, progress.model: progress}
@@ -383,9 +401,23 @@ class Reconciler:
             self._changed()
 
     def _collect_garbage(self) -> None:
-        """Drop bundles that no pointer names; nothing is being fetched now."""
+        """Drop bundles that no pointer names; nothing is being fetched now.
+
+        What a model that waits has downloaded stays, whole or not.
+        """
+        self._fetched = {m: found for m, found in self._fetched.items() if m in self._pauses}
         kept = {pointer.sha256 for pointer in self.pointers.values()}
-        for path in [*self._world.blobs.folder.iterdir(), *self._world.blobs.partial.iterdir()]:
+        for assignment in self.desired.assignments:
+            if assignment.model in self._pauses:
+                known, names = self._fetched.get(assignment.model, (None, set[str]()))
+                needed = names if known == assignment else set[str]()
+                if not needed and not assignment.sha256:
+                    return  # of an older cloud, and any bundle may be the one
+                kept |= {assignment.sha256.hex(), *needed}
+        paths = [*self._world.blobs.folder.iterdir()]
+        if not self._pauses:
+            paths += self._world.blobs.partial.iterdir()
+        for path in paths:
             if path.is_file() and path.name not in kept:
                 self._remove(path)
 

@@ -1,3 +1,4 @@
+import json
 import stat
 from pathlib import Path
 
@@ -118,3 +119,50 @@ def test_ports_are_kept_for_the_next_start(tmp_path):
     home.record_ports(port=1, enrol_port=2, dashboard_port=3)
     assert home.ports() == {"port": 1, "enrol_port": 2, "dashboard_port": 3}
     assert home.hosts()
+
+
+@pytest.mark.parametrize(
+    ("recorded", "given"),
+    [
+        ("postgresql://db/x", "postgresql://db:5432/x"),
+        ("postgresql://db/x", "postgresql+psycopg://ann:secret@DB/x"),
+        ("postgresql://db:5433/x", "postgresql:///x?host=db&port=5433"),
+        ("postgresql://db:5433/x", "postgresql:///x?host=db:5433"),
+        ("postgresql:///x?host=a&host=b:5433", "postgresql:///x?host=a:5432&host=b:5433"),
+        ("postgresql:///x?host=a,b&port=5432,5433", "postgresql:///x?host=a:5432&host=b:5433"),
+        ("postgresql:///x?host=/run/a", "postgresql://ann@:5432/x?host=/run/a"),
+        ("sqlite:///a.db", "sqlite:///{here}/a.db"),
+        ("sqlite:///{here}/b/../a.db", "sqlite:///./a.db"),
+    ],
+)
+def test_one_database_has_many_names(tmp_path, monkeypatch, recorded, given):
+    monkeypatch.chdir(tmp_path)
+    url = made_with(tmp_path, monkeypatch, recorded, given)
+    assert Home(tmp_path).database_url == url
+
+
+@pytest.mark.parametrize(
+    ("recorded", "given"),
+    [
+        ("postgresql://db/x", "postgresql://db:5433/x"),
+        ("postgresql://db/x", "postgresql://db/y"),
+        ("postgresql:///x?host=a", "postgresql:///x?host=b"),
+        ("postgresql:///x?host=a&host=b", "postgresql:///x?host=a"),
+        ("sqlite:///a.db", "sqlite:///b/a.db"),
+        ("sqlite:///a.db", "postgresql:///a.db"),
+    ],
+)
+def test_another_database_is_a_conflict(tmp_path, monkeypatch, recorded, given):
+    monkeypatch.chdir(tmp_path)
+    made_with(tmp_path, monkeypatch, recorded, given)
+    with pytest.raises(Conflict, match="belongs to the database"):
+        _ = Home(tmp_path).database_url
+
+
+def made_with(folder, monkeypatch, recorded, given):
+    """A home's record that names one database, beside a variable that names it, or another."""
+    recorded, given = (url.format(here=folder) for url in (recorded, given))
+    record = {"format": 1, "hosts": ["x"], "database": recorded}
+    (folder / "home.json").write_text(json.dumps(record))
+    monkeypatch.setenv("TRIPLANE_DATABASE", given)
+    return given

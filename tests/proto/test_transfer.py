@@ -13,14 +13,21 @@ from tests.faults.crash_disk import CrashDisk
 
 from triplane.proto import transfer_pb2 as pb
 from triplane.proto.disk import NoRoom, OsDisk
-from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from triplane.proto.status import error_from
-from triplane.proto.transfer import BlobFolder, TransferServicer, digest_of, download, upload
+from triplane.proto.transfer import (
+    TRIES,
+    BlobFolder,
+    TransferServicer,
+    digest_of,
+    download,
+    upload,
+)
 from triplane.proto.transfer_pb2_grpc import TransferStub, add_TransferServicer_to_server
 
 
 @contextlib.contextmanager
-def serving(blobs, *hooks):
+def serving_with(servicer):
     """The cloud's half on a loopback port, in a thread with a loop of its own."""
     ready, address, ends = threading.Event(), [], []
 
@@ -29,7 +36,7 @@ def serving(blobs, *hooks):
         loop = asyncio.get_running_loop()
         ends.append(lambda: loop.call_soon_threadsafe(done.set))
         server = grpc.aio.server()
-        add_TransferServicer_to_server(TransferServicer(blobs, *hooks), server)
+        add_TransferServicer_to_server(servicer, server)
         address.append(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
         await server.start()
         ready.set()
@@ -45,6 +52,10 @@ def serving(blobs, *hooks):
     finally:
         ends[0]()
         thread.join(10)
+
+
+def serving(blobs, *hooks):
+    return serving_with(TransferServicer(blobs, *hooks))
 
 
 @pytest.fixture
@@ -118,6 +129,62 @@ def test_an_upload_goes_on_where_it_stopped(tmp_path, cloud):
     assert blobs.find(sha256).read_bytes() == path.read_bytes()
 
 
+class Breaking(TransferServicer):
+    """Breaks each upload once it brought `bytes_each`; notes the size of each message."""
+
+    def __init__(self, blobs, bytes_each):
+        super().__init__(blobs)
+        self.bytes_each = bytes_each
+        self.sizes: list[int] = []
+
+    async def Upload(self, request_iterator, context):
+        async def some():
+            came = 0
+            async for chunk in request_iterator:
+                self.sizes.append(len(chunk.data))
+                yield chunk
+                came += len(chunk.data)
+                if came >= self.bytes_each:
+                    raise Unavailable("the link broke")
+
+        return await super().Upload(some(), context)
+
+
+def test_upload_sends_pieces_that_also_a_slow_link_brings_in_time(tmp_path):
+    blobs = BlobFolder(tmp_path / "cloud")
+    noting = Breaking(blobs, 1 << 30)
+    path = file_of(tmp_path, 1_000_000)
+    with serving_with(noting) as channel:
+        assert blobs.find(upload(channel, path)).read_bytes() == path.read_bytes()
+    assert max(noting.sizes) <= 128 << 10
+
+
+def test_upload_goes_on_over_a_link_that_breaks_as_long_as_each_try_brings_some(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("triplane.proto.transfer.WAIT_S", 0.001)
+    blobs = BlobFolder(tmp_path / "cloud")
+    path = file_of(tmp_path, (2 * TRIES + 1) << 20)
+    with serving_with(Breaking(blobs, 1 << 20)) as channel:
+        assert blobs.find(upload(channel, path)).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("n_bytes", [1000, 1_000_000])
+def test_upload_that_never_brings_any_is_given_up_after_some_tries(tmp_path, monkeypatch, n_bytes):
+    monkeypatch.setattr("triplane.proto.transfer.WAIT_S", 0.001)
+    asked = []
+
+    class Broken(TransferServicer):
+        async def Upload(self, request_iterator, context):
+            asked.append(context)
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the link broke")
+
+    broken = Broken(BlobFolder(tmp_path / "cloud"))
+    with serving_with(broken) as channel, pytest.raises(Unavailable, match="the link broke"):
+        upload(channel, file_of(tmp_path, n_bytes))
+    assert len(asked) == TRIES
+
+
 def test_a_damaged_start_is_dropped_and_the_next_try_arrives(tmp_path, cloud):
     _, channel = cloud
     path = file_of(tmp_path, 2_000_000)
@@ -150,6 +217,41 @@ def test_a_damaged_blob_is_replaced_when_its_file_is_sent_again(tmp_path, cloud,
     os.utime(stored, (1, 1))
     assert upload(channel, source) == sha256
     assert stored.read_bytes() == source.read_bytes()
+
+
+def test_blob_that_arrives_while_the_damaged_one_is_read_stays(tmp_path, monkeypatch):
+    blobs = BlobFolder(tmp_path / "b")
+    path = blobs.path(blobs.put(b"good"))
+    path.write_bytes(b"evil")
+    read = hashlib.file_digest
+    reads: list[bytes] = []
+
+    def replaced_meanwhile(file, digest):
+        found = read(file, digest)
+        if not reads:
+            (tmp_path / "new").write_bytes(b"good")
+            (tmp_path / "new").replace(path)
+        reads.append(found.digest())
+        return found
+
+    monkeypatch.setattr(hashlib, "file_digest", replaced_meanwhile)
+    assert not blobs.drop_damaged(bytes.fromhex(path.name))
+    assert path.read_bytes() == b"good"
+    assert not blobs.drop_damaged(bytes.fromhex(path.name))
+    assert len(reads) == 2, "a blob is read once"
+
+
+def test_blob_that_goes_while_it_is_looked_at_is_no_damaged_one(tmp_path):
+    class Vanishing(dict[bytes, tuple[int, ...]]):
+        def get(self, key, default=None):
+            path.unlink()
+            return super().get(key, default)
+
+    blobs = BlobFolder(tmp_path / "b")
+    path = blobs.path(blobs.put(b"good"))
+    path.write_bytes(b"evil")
+    blobs._whole = Vanishing()  # type: ignore[assignment]
+    assert not blobs.drop_damaged(bytes.fromhex(path.name))
 
 
 def test_a_small_file_does_not_ask_for_a_large_reserve(tmp_path, monkeypatch):
