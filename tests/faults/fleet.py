@@ -1,9 +1,11 @@
 """A cloud and nodes as real processes, a client under load, and what must be true of them."""
 
+import functools
 import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,15 +18,20 @@ import tritonclient.grpc as triton
 from tests.quantize import nets
 
 from triplane.edge.serving.pointers import read_pointers
-from triplane.edge.supervisor.children import recorded
+from triplane.edge.supervisor.children import adopt, recorded
 
 COMMAND = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
 RATE_HZ = 50.0
 STEP_S = 0.02
 # Connections take theirs from 32768 on; workers of one run begin far from each other.
 PORTS = itertools.cycle(random.Random(os.getpid()).sample(range(10000, 32000), 20000))
-# By default grpc waits 1 s, then 1.6 times as long, before it looks for a server again.
-RECONNECT = {"grpc.min_reconnect_backoff_ms": 100, "grpc.max_reconnect_backoff_ms": 200}
+# By default grpc waits 1 s, then 1.6 times as long, before it looks for a server again. A new
+# channel would also share the connection of one just closed, and with it its last failure.
+RECONNECT = {
+    "grpc.min_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 200,
+    "grpc.use_local_subchannel_pool": 1,
+}
 
 
 def wait_until(condition, what, timeout_s=60.0):
@@ -122,12 +129,11 @@ class Node:
             self.supervisor.kill()
             self.supervisor.start()
             return
-        pid = self.pid(child)
-        if pid:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                return
+        process = adopt(child, self.home / "run")
+        if process:
+            process.signal(signal.SIGKILL)
+            process.wait(60)
+            process.close()
 
     def committed(self, model="lenet"):
         pointer = read_pointers(self.home / "models")[0].get(model)
@@ -182,6 +188,34 @@ class Fleet:
         self.cloud.kill()
         self.cloud.start()
 
+    def back_up(self):
+        """Copy the home of the cloud, which is down meanwhile."""
+        self.cloud.stop()
+        shutil.rmtree(self.folder / "backup", ignore_errors=True)
+        shutil.copytree(self.home, self.folder / "backup", symlinks=True)
+        self.cloud.start()
+
+    def restore(self):
+        """Give the cloud the home that was copied; what it did since then is lost to it."""
+        self.cloud.stop()
+        shutil.rmtree(self.home)
+        shutil.copytree(self.folder / "backup", self.home, symlinks=True)
+        self.cloud.start()
+
+    def warned_of_nodes_ahead(self):
+        """What the cloud warns of, once it noticed that nodes have seen newer metadata."""
+
+        def warned():
+            told = self.ask("cloud", "status")["warnings"]
+            return told if any("--role release" in text for text in told) else None
+
+        return wait_until(warned, "the cloud to say that nodes are ahead", 120)
+
+    def go_past(self, warnings):
+        """Follow the advice of the warnings: a release that is newer than what nodes have seen."""
+        (past,) = {t.partition("--past ")[2].split()[0] for t in warnings if "--role release" in t}
+        self.ask("cloud", "keys", "renew", "--role", "release", "--past", past, "--keys", self.keys)
+
     def stop(self):
         with ExitStack() as stack:
             stack.callback(self.cloud.stop)
@@ -205,7 +239,11 @@ def write_model(path, seed):
 
 
 class Load:
-    """Calls at a fixed rate, whatever becomes of them; no call is tried again."""
+    """Calls at a fixed rate, whatever becomes of them; no call is tried again.
+
+    errors: (seconds when it was sent, seconds when it failed, message) of each call that failed.
+    served_s: when each call was sent that was answered.
+    """
 
     def __init__(self, port, model, x):
         self._client = triton.InferenceServerClient(
@@ -216,8 +254,8 @@ class Load:
         self._tensor.set_data_from_numpy(x)
         self._stop = threading.Event()
         self._lock = threading.Condition()
-        self.sent = self.answered = 0
-        self.errors = []
+        self.sent = 0
+        self.errors, self.served_s = [], []
         self._thread = threading.Thread(target=self._send)
 
     def __enter__(self):
@@ -228,7 +266,7 @@ class Load:
         self._stop.set()
         self._thread.join()
         with self._lock:
-            self._lock.wait_for(lambda: self.answered + len(self.errors) == self.sent, 30)
+            self._lock.wait_for(lambda: self.answered + len(self.errors) == self.sent, 90)
         self._client.close()
 
     def _send(self):
@@ -236,12 +274,33 @@ class Load:
         while not self._stop.wait(max(0.0, due - time.monotonic())):
             due += 1 / RATE_HZ
             self.sent += 1
-            self._client.async_infer(self._model, [self._tensor], self._done, client_timeout=10)
+            done = functools.partial(self._done, time.monotonic())
+            self._client.async_infer(self._model, [self._tensor], done, client_timeout=60)
 
-    def _done(self, result, error):
+    def _done(self, sent_s, result, error):
         with self._lock:
             if error is None:
-                self.answered += 1
+                self.served_s.append(sent_s)
             else:
-                self.errors.append((time.monotonic(), str(error)))
+                self.errors.append((sent_s, time.monotonic(), str(error)))
             self._lock.notify_all()
+
+    @property
+    def answered(self):
+        return len(self.served_s)
+
+    def unexplained(self, outages):
+        """Failures that no outage explains.
+
+        outages: (seconds before, seconds after) each moment when the server was ended. An outage
+        explains the failures after it, until a call was answered that was sent after it.
+        """
+        return [
+            failure
+            for failure in self.errors
+            if not any(
+                began_s <= failure[1]
+                and not any(ended_s < sent_s < failure[0] for sent_s in self.served_s)
+                for began_s, ended_s in outages
+            )
+        ]

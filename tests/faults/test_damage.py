@@ -4,9 +4,8 @@ import hashlib
 import json
 
 import pytest
+from tests.faults.damages import DAMAGES, bundle_of, truncate
 from tests.faults.fleet import fleet, verb, wait_until, write_model
-
-from triplane.edge.serving.pointers import read_pointers
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -28,50 +27,6 @@ def lab(tmp_path_factory):
         yield running, node
 
 
-def bundle_of(node, model=MODEL):
-    return node.home / "bundles" / read_pointers(node.home / "models")[0][model].sha256
-
-
-def truncate(node):
-    with bundle_of(node).open("r+b") as file:
-        file.truncate(1000)
-
-
-def flip(node):
-    path = bundle_of(node)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def remove(node):
-    bundle_of(node).unlink()
-
-
-def point_elsewhere(node):
-    path = node.home / "models" / f"{MODEL}.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 3'))
-
-
-def point_nowhere(node):
-    (node.home / "models" / f"{MODEL}.json").write_bytes(b"\xff\x00 no pointer")
-
-
-def spoil_journal(node):
-    path = node.home / "journal"
-    data = bytearray(path.read_bytes())
-    data[10] ^= 1
-    path.write_bytes(data)
-
-
-def spoil_document(node):
-    (node.home / "desired").write_bytes(b"\xff" * 50)
-
-
-def spoil_latest_time(node):
-    (node.home / "trust" / "latest-time").write_bytes(b"no time")
-
-
 def model_of(running, model):
     shown = running.ask("fleet", "show", "node-a")
     return next((m for m in shown["report"]["models"] if m["model"] == model), {})
@@ -81,32 +36,29 @@ def serves(running, model, version):
     return model_of(running, model).get("committed_version") == version
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [truncate, flip, remove, point_elsewhere, point_nowhere, spoil_journal, spoil_document],
-)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_replaced_and_stops_no_other_model(lab, damage):
     running, node = lab
     node.supervisor.stop()
-    damage(node)
+    damage(node, MODEL)
     node.supervisor.start()
     version = 3 - node.committed(OTHER)
     running.deploy(f"{OTHER}@{version}")
     assert node.committed(OTHER) == version
     running.deploy(f"{MODEL}@1")
     wait_until(lambda: serves(running, MODEL, 1), f"{MODEL}@1 to serve again", WAIT_S)
-    path = bundle_of(node)
+    path = bundle_of(node, MODEL)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == path.name
     assert "step failed" not in (node.home / "logs" / "agent.log").read_text()
 
 
 def test_what_cannot_be_fetched_again_is_said_and_stops_no_other_model(lab):
     running, node = lab
-    blob = running.home / "blobs" / bundle_of(node).name
+    blob = running.home / "blobs" / bundle_of(node, MODEL).name
     away = blob.rename(running.folder / "away")
     try:
         node.supervisor.stop()
-        truncate(node)
+        truncate(node, MODEL)
         node.supervisor.start()
         version = 3 - node.committed(OTHER)
         running.deploy(f"{OTHER}@{version}")
@@ -122,7 +74,7 @@ def test_what_cannot_be_fetched_again_is_said_and_stops_no_other_model(lab):
 def test_a_spoiled_clock_file_stops_new_versions_only(lab):
     running, node = lab
     node.supervisor.stop()
-    spoil_latest_time(node)
+    (node.home / "trust" / "latest-time").write_bytes(b"no time")
     node.supervisor.start()
     wait_until(lambda: serves(running, MODEL, 1), f"{MODEL}@1 to serve", WAIT_S)
     version = 3 - node.committed(OTHER)

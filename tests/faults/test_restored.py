@@ -1,7 +1,5 @@
 """A cloud whose backup is restored: its numbers are used again, for other content."""
 
-import shutil
-
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
@@ -27,19 +25,6 @@ def answer(port):
         client.close()
 
 
-def backup_of(running, folder):
-    running.cloud.stop()
-    shutil.copytree(running.home, folder / "backup", symlinks=True)
-    running.cloud.start()
-
-
-def restore(running, folder):
-    running.cloud.stop()
-    shutil.rmtree(running.home)
-    (folder / "backup").rename(running.home)
-    running.cloud.start()
-
-
 def pointer(node):
     return read_pointers(node.home / "models")[0][MODEL]
 
@@ -51,7 +36,7 @@ def lab(tmp_path):
         node = running.add_node("node-a")
         running.publish(write_model(tmp_path / "m0.tpm", 0), MODEL)
         running.deploy(f"{MODEL}@1")
-        backup_of(running, tmp_path)
+        running.back_up()
         running.publish(write_model(tmp_path / "m1.tpm", 1), MODEL)
         running.deploy(f"{MODEL}@2")
         yield running, node, tmp_path
@@ -61,7 +46,7 @@ def test_a_number_used_again_for_other_content_is_no_commit_until_it_is_replaced
     running, node, folder = lab
     old, before = answer(node.port), pointer(node)
     node.supervisor.stop()
-    restore(running, folder)
+    running.restore()
     assert running.publish(write_model(folder / "m2.tpm", 2), MODEL) == 2
     running.deploy(f"{MODEL}@2", "--detach")
     assert running.ask("rollout", "show", "last")["state"] != "done"
@@ -75,17 +60,10 @@ def test_a_number_used_again_for_other_content_is_no_commit_until_it_is_replaced
 
 
 def test_a_restored_cloud_says_that_nodes_are_ahead_and_what_to_do(lab):
-    running, node, folder = lab
-    restore(running, folder)
-
-    def warned():
-        told = running.ask("cloud", "status")["warnings"]
-        return told if any("--role release" in text for text in told) else None
-
-    warnings = wait_until(warned, "the cloud to say that the node is ahead")
+    running, node, _ = lab
+    running.restore()
+    warnings = running.warned_of_nodes_ahead()
     assert any(f"{MODEL}@2, which this cloud did not assign" in text for text in warnings)
-    past = next(t for t in warnings if "--role release" in t).partition("--past ")[2].split()[0]
-    options = ("--role", "release", "--past", past, "--keys", running.keys)
-    running.ask("cloud", "keys", "renew", *options)
+    running.go_past(warnings)
     wait_until(lambda: node.committed() == 1, "the node to serve what the cloud knows")
     wait_until(lambda: not running.ask("cloud", "status")["warnings"], "the end of the warnings")
