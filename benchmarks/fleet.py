@@ -169,17 +169,42 @@ def measured(
 EVERYONE = pb.ListNodesRequest(page_size=1000)
 
 
-def one_run(size: int, seed: int, idle_s: float) -> dict[str, Any]:
-    """A cloud of its own, its nodes, the figures."""
+@contextlib.contextmanager
+def starved(beside: int) -> Iterator[None]:
+    """In the block, this process and what it starts share one core with so many busy processes.
+
+    Nothing changes for 0.
+    """
+    if not beside:
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(beside)]
+    try:
+        yield
+    finally:
+        for child in busy:
+            child.kill()
+            child.wait()
+        os.sched_setaffinity(0, cores)
+
+
+def one_run(size: int, seed: int, idle_s: float, beside: int = 0) -> dict[str, Any]:
+    """A cloud of its own, its nodes, the figures.
+
+    beside: busy processes with which all of them share one core; 0 for a machine of their own.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         home = released(folder)
         let_in(home, folder / "nodes", size)
-        cloud = CloudProcess(home, folder / "cloud.log")
-        try:
-            return measured(cloud, home, folder / "nodes", size, seed, idle_s)
-        finally:
-            cloud.stop()
+        with starved(beside):
+            cloud = CloudProcess(home, folder / "cloud.log")
+            try:
+                return measured(cloud, home, folder / "nodes", size, seed, idle_s)
+            finally:
+                cloud.stop()
 
 
 def medians(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -325,13 +350,17 @@ def main() -> None:
     parser.add_argument("--idle", type=float, default=IDLE_S, metavar="SECONDS")
     parser.add_argument("--keep", type=Path, default=Path(os.devnull))
     parser.add_argument("--record", action="store_true")
+    parser.add_argument(
+        "--starved", type=int, default=0, metavar="N",
+        help="cloud and nodes share one core with N busy processes",
+    )  # fmt: skip
     given = parser.parse_args()
     runs = []
     if given.keep.exists():
         runs = [json.loads(line) for line in given.keep.read_text().splitlines()]
     for _, size in itertools.product(range(given.repeat), given.sizes):
         before = sum(run["nodes"] == size for run in runs)
-        run = one_run(size, SEED + 1_000_000 * before, given.idle)
+        run = one_run(size, SEED + 1_000_000 * before, given.idle, given.starved)
         refuse(run)
         print(json.dumps(run), flush=True)
         with given.keep.open("a") as kept:

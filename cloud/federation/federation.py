@@ -92,7 +92,8 @@ class Federation:
 
     folder: for updates and the children's files. strategies: where the operator's own lie, of
     Flower's kind; without it in that folder. may_release: raises InvalidInput for a model whose
-    versions nobody may release by themselves. clock: seconds since 1970.
+    versions nobody may release by themselves. clock: seconds since 1970. epoch: names this process
+    in the leases it gives; random by default.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class Federation:
         audit: Audit = audit_log.record,
         may_release: Callable[[str], None] = _nobody,
         clock: Callable[[], float] = time.time,
+        epoch: str = "",
     ) -> None:
+        self._epoch = epoch or secrets.token_hex(8)
         self._may_release = may_release
         self._db, self._blobs, self._registry = db, blobs, registry
         self._audit, self._clock = audit, clock
@@ -154,11 +157,16 @@ class Federation:
                 if entry.spec.HasField("flower"):
                     await self._flower.take_up(entry)
                 self._begin(entry, book)
-                await self._runs[entry.id].put(lambda _, at_s: Restarted(at_s=at_s))
+                await self._runs[entry.id].put(
+                    lambda _, at_s: Restarted(at_s=at_s, epoch=self._epoch)
+                )
             else:
                 self._waiting[entry.id] = entry
                 if entry.before == "preparing":
                     self._prepare(entry)
+
+    def _restarted(self, _: State, at_s: float) -> Restarted:
+        return Restarted(at_s=at_s, epoch=self._epoch)
 
     async def stop(self) -> None:
         """End with the process; every run goes on after `start`."""

@@ -361,8 +361,17 @@ class FlowerRuns:
 
         Whom it asked is settled, so all members are offered and what it asks now is not sent.
         """
+        given = {x.device: x.id for x in state.round.leases} if state.round else {}
         members = {
-            name: lease_id(state.run, turn[0], evaluates=turn[1], attempt=turn[2], device=name)
+            name: given.get(name)
+            or lease_id(
+                state.run,
+                turn[0],
+                evaluates=turn[1],
+                attempt=turn[2],
+                device=name,
+                epoch=state.epoch,
+            )
             for name in sorted(state.members)
         }
         await self._begun(run, entry, state, turn, members)

@@ -71,9 +71,9 @@ class Forked:
     def start(self):
         ready, out = os.pipe()
         with self.log.open("ab") as err:
-            pid = self._nursery.fork(self._module, self._arguments, out, err.fileno())
+            self.pid = self._nursery.fork(self._module, self._arguments, out, err.fileno())
         os.close(out)
-        self._handle, self._lines = os.pidfd_open(pid), os.fdopen(ready, encoding="utf-8")
+        self._handle, self._lines = os.pidfd_open(self.pid), os.fdopen(ready, encoding="utf-8")
         line = self._lines.readline()
         assert line, self.log.read_text()[-2000:]
         self.said = json.loads(line)

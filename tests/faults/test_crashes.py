@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,13 +121,15 @@ def held(running, node, victim):
     """The process stands still in the block; nothing happens where it is down just now."""
     own = {"cloud": running.cloud, "supervisor": node.supervisor}.get(victim)
     pid = own.child.pid if own else node.pid(victim)
-    process = psutil.Process(pid) if pid and psutil.pid_exists(pid) else None
     try:
+        process = psutil.Process(pid) if pid else None
         if process:
             process.suspend()
-        yield
-    finally:
-        if process:
+    except psutil.NoSuchProcess:
+        process = None
+    yield
+    if process:
+        with suppress(psutil.NoSuchProcess):  # its supervisor may have ended it
             process.resume()
 
 

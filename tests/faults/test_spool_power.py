@@ -41,6 +41,7 @@ NAMES = ("ann", "bob")
 ROUNDS = 2
 ROLES = {"w": "parameter", "scale": "buffer"}
 FIRST = {"w": np.arange(6, dtype=np.float32), "scale": np.ones((), np.float32)}
+EPOCH = "the same in each life, so that updates are the same bytes in each story"
 DEADLINE_S = 60.0
 POINTS = 30  # of some 70 operations
 
@@ -106,7 +107,7 @@ class Story:
             database.disk = disk
             blobs = BlobFolder(root / "blobs")
             registry = Registry(database, blobs, Conversions(self.folder / "conversions"))
-            federation = Federation(database, blobs, registry, root / "federation")
+            federation = Federation(database, blobs, registry, root / "federation", epoch=EPOCH)
             try:
                 return await self._worked(federation, disk)
             finally:
@@ -200,7 +201,7 @@ class Given:
         state = path.read_bytes()
         for number in range(1, ROUNDS + 2):
             for name in NAMES:
-                lease = lease_id(RUN, number, evaluates=False, attempt=0, device=name)
+                lease = lease_id(RUN, number, evaluates=False, attempt=0, device=name, epoch=EPOCH)
                 value = number + len(name) * NAMES.index(name)
                 change = {n: np.full(x.shape, value, x.dtype) for n, x in FIRST.items()}
                 write_update(

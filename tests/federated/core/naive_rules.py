@@ -95,9 +95,16 @@ def open_lease(state: State, device: str) -> Lease | None:
     return None
 
 
-def lease_id(run: str, number: int, *, evaluates: bool, attempt: int, device: str) -> str:
-    """Names a lease: the same round, attempt and device give the same one."""
+def lease_id(
+    run: str, number: int, *, evaluates: bool, attempt: int, device: str, epoch: str = ""
+) -> str:
+    """Names a lease: the same round, attempt, device and epoch give the same one.
+
+    A cloud that was restored from a backup repeats rounds, from other states. With the epoch of its
+    process in the name, no device takes such a lease for one that it has answered before.
+    """
     text = f"{run}\n{number}\n{int(evaluates)}\n{attempt}\n{device}"
+    text += f"\n{epoch}" if epoch else ""
     return hashlib.sha256(text.encode()).hexdigest()[:LEASE_CHARS]
 
 
@@ -127,6 +134,8 @@ def _restart(state: State, event: Restarted) -> tuple[State, Effects]:
         name: replace(m, connected=False, away_s=event.at_s) for name, m in state.members.items()
     }
     state = replace(state, members=gone)
+    if event.epoch != state.epoch:
+        state = replace(state, epoch=event.epoch)
     for lease in _open_leases(state):
         state = _put(state, replace(lease, away_s=event.at_s))
     if state.phase is Phase.GATHERING:
@@ -318,7 +327,12 @@ def _open(state: State, now_s: float) -> tuple[State, Effects]:
     leases = tuple(
         Lease(
             id=lease_id(
-                state.run, number, evaluates=evaluates, attempt=state.attempt, device=device
+                state.run,
+                number,
+                evaluates=evaluates,
+                attempt=state.attempt,
+                device=device,
+                epoch=state.epoch,
             ),
             device=device,
         )

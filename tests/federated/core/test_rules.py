@@ -198,6 +198,27 @@ def test_round_waits_for_known_members_so_that_its_cohort_does_not_depend_on_who
     assert len(first) == 3
 
 
+def test_a_restored_cloud_gives_no_lease_again_that_it_gave_before():
+    backup, _ = all_arrive(begun(rounds=3)[0])
+
+    def second_round(epoch):
+        state, _ = step(backup, Restarted(at_s=2.0, epoch=epoch))
+        state, _ = step(state, Reduced(at_s=2.0, number=1, shared="s1"))
+        for name in DEVICES:
+            state, _ = step(state, Joined(at_s=3.0, device=name, examples=10))
+        assert state.turn == (2, False)
+        return {lease.id for lease in state.round.leases}
+
+    assert len(second_round("e1")) == 3
+    assert not second_round("e1") & second_round("e2")
+
+
+def test_a_restart_keeps_the_leases_that_are_open():
+    state, _ = begun()
+    after, _ = step(state, Restarted(at_s=2.0, epoch="e1"))
+    assert [x.id for x in after.round.leases] == [x.id for x in state.round.leases]
+
+
 def test_no_round_waits_for_a_device_that_has_been_away_for_long():
     state, _ = begun(rounds=3)
     state, _ = step(state, Left(at_s=1.0, device="ada"))
@@ -579,6 +600,7 @@ def events(draw):
                         Refused(at_s=now, device=holder, lease=lease, kind="shape", reason="r"),
                         Declined(at_s=now, device=holder, lease=lease, reason="no"),
                         Restarted(at_s=now),
+                        Restarted(at_s=now, epoch="e1"),
                         Tick(at_s=now),
                         Reduced(at_s=now, number=number, shared=f"s{number}"),
                         Stopped(at_s=now, reason="s"),

@@ -284,6 +284,7 @@ class State:
     hand. since_s: when the phase began; looked_s: the newest tick. history: ended rounds, oldest
     first. shared: blob of the state that the next round begins from (SHA-256 in hexadecimal).
     not_before_s: no round opens earlier. rules: version of the machine that the run began under.
+    epoch: of the newest restart; "" before the first.
     """
 
     plan: Plan
@@ -301,6 +302,7 @@ class State:
     refusals: Mapping[str, int] = field(default_factory=dict)
     not_before_s: float = 0.0
     rules: int = RULES_OF_OLD
+    epoch: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Members):
@@ -401,9 +403,13 @@ class Declined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarted:
-    """The cloud's process is new: no stream is open."""
+    """The cloud's process is new: no stream is open.
+
+    epoch: names this process; leases that it gives are not those of another process.
+    """
 
     at_s: float
+    epoch: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
