@@ -111,7 +111,8 @@ class Lab:
     @contextlib.contextmanager
     def started(self):
         """The cloud's process at work; whoever kills it starts it again."""
-        options = {"home": str(self.home.path), "host": "127.0.0.1", **self.ports}
+        options = {"home": str(self.home.path), "host": "127.0.0.1", "dashboard_port": 0}
+        options |= self.ports
         self.cloud = self.process("triplane.cloud", [json.dumps(options)], "cloud.log")
         try:
             yield self
