@@ -345,6 +345,7 @@ class Federation:
         self._waiting.pop(entry.id, None)
         ready = replace(entry, prepared=made, before="", reason="")
         self._begin(ready, journal.first_book(ready))
+        self._runs[entry.id].note(self._restarted)  # its leases are those of this process, too
         logger.info("run prepared", extra={"run_id": entry.id, "plan": made.plan_digest})
         for name in list(self._devices):
             self._note_presence(self._runs[entry.id], name, _spend_nothing)

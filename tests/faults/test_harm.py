@@ -115,7 +115,8 @@ def check_harmed(lab, faults, rng, tally, harm):
 
 
 def test_runs_end_though_processes_stand_still_and_files_of_devices_are_damaged(lab):
-    tally, harm = Tally(), Counter()
+    tally = Tally()
+    harm: Counter[str] = Counter()
     check_harmed(lab, FAULTS, random.Random(7), tally, harm)
     assert any("held" in name for name in harm)
     assert any(name.startswith("file of a device") for name in harm), harm

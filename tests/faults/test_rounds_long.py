@@ -7,18 +7,22 @@ import random
 import statistics
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from tests.faults import test_device_power, test_spool_power
 from tests.faults.cuts import cuts, made
 from tests.faults.lab import Lab, Tally, rejoined_s
+from tests.faults.test_harm import check_harmed, check_restored
 from tests.faults.test_rounds import check_exact, check_replays
 
 SEED = 2026
 ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "docs" / "evidence" / "rounds-killed.md"
 KILLS = int(os.environ.get("TRIPLANE_KILLS", "200"))
+HARM = int(os.environ.get("TRIPLANE_HARM", "150"))
+RESTORES = int(os.environ.get("TRIPLANE_RESTORES", "10"))
 CUTS = int(os.environ.get("TRIPLANE_CUTS", "1000"))  # of a cloud, and twice of a device
 OUTCOMES = 5  # of each
 ALONE = 6  # of so many kills, one in an exact run, where the cloud alone is killed
@@ -29,12 +33,13 @@ pytestmark = pytest.mark.deep
 def test_hundreds_of_kills_and_thousands_of_cuts_lose_nothing(tmp_path, quick_folder):
     """Processes are started by their commands here, not forked."""
     began_s = time.time()
-    rows = [*killed(tmp_path), *cut(quick_folder)]
+    rows = [*killed(tmp_path / "killed"), *harmed(tmp_path / "harmed"), *cut(quick_folder)]
     EVIDENCE.write_text(page(rows, began_s))
 
 
 def killed(folder):
     rng, alone, everybody = random.Random(SEED), Tally(), Tally()
+    folder.mkdir()
     lab = Lab(folder)
     asyncio.run(lab.furnish())
     with lab.started():
@@ -55,6 +60,22 @@ def killed(folder):
     yield "starts of devices whose way back was timed", len(back_s)
     median_s, longest_s = statistics.median(back_s), max(back_s)
     yield "from start to journaled return, median, longest", f"{median_s:.2f} s, {longest_s:.2f} s"
+
+
+def harmed(folder):
+    rng, tally, harm = random.Random(SEED), Tally(), Counter[str]()
+    folder.mkdir()
+    lab = Lab(folder)
+    asyncio.run(lab.furnish())
+    with lab.started():
+        runs = check_harmed(lab, HARM, rng, tally, harm)
+        restored = check_restored(lab, RESTORES, rng, tally)
+    yield from (
+        (f"kill -9 of {name}, among other harm", n) for name, n in sorted(tally.kills.items())
+    )
+    yield from sorted(harm.items())
+    yield "runs with such harm, compressed updates and remainders on devices; all ended", len(runs)
+    yield "runs whose cloud was restored from a backup; all equal to their replay", len(restored)
 
 
 def cut(folder):
