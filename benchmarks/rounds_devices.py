@@ -23,8 +23,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from triplane.device.desk import Unsynced
-from triplane.device.memory import Facts, Memory, Pending, Personal
+from triplane.device.memory import UNSYNCED, Facts, Memory, Pending
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect, connect_aio
 from triplane.proto.errors import TriplaneError
@@ -76,7 +75,7 @@ class Device:
         self._folder, self._identity, self._gate = folder, IdentityFolder(folder), gate
         self._channel: grpc.Channel | None = None
         self._blobs = BlobFolder(folder / "blobs")
-        self._states = BlobFolder(folder / "blobs", Unsynced())
+        self._states = BlobFolder(folder / "blobs", UNSYNCED)
         self._digests: dict[bytes, str] = {}
         for name in ("personal", "pending"):
             (folder / name).mkdir(exist_ok=True)
@@ -155,7 +154,7 @@ class Device:
         return told
 
     def _kept(self, task: pb.Task, state: dict[str, Any]) -> Pending:
-        """An update, on our disk before it leaves, as a device keeps it."""
+        """An update that implies nothing, held as a device does; see `Desk._written`."""
         lease = task.lease.hex()
         facts = Facts(
             run=task.run, round=task.round, lease=lease, examples=1, loss=0.5, seconds=0.0
@@ -167,11 +166,11 @@ class Device:
             "seed": 0, "remainder": self._memory.personal(task.run).remainder,
         }  # fmt: skip
         if sum(x.nbytes for x in state.values()) <= task.inline_bytes:
-            data, lost = encode_update(change, **options)
-            return self._memory.keep(facts, data, Personal({}, lost))
+            data, _ = encode_update(change, **options)
+            return self._memory.hold(facts, data)
         path = self._folder / "pending" / f"{task.run}.new"
-        written = write_update(path, change, **options)
-        return self._memory.keep(facts, path, Personal({}, written.remainder))
+        write_update(path, change, disk=UNSYNCED, **options)
+        return self._memory.hold(facts, path)
 
     def _state(self, channel: grpc.Channel, task: pb.Task) -> dict[str, Any]:
         sha256 = task.plan.sha256

@@ -10,18 +10,18 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import grpc
 import numpy as np
 
 from triplane.device.home import DeviceHome, Settings
-from triplane.device.memory import Facts, Memory, Pending, Personal, unsettled
+from triplane.device.memory import UNSYNCED, Facts, Memory, Pending, Personal, unsettled
 from triplane.device.model import SHARED, Choice, Model
 from triplane.device.stopping import Stop
 from triplane.device.tasks import Blob, Orders, Task, declined
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.disk import OsDisk, write_atomic
+from triplane.proto.disk import OS_DISK, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.proto.transfer import BlobFolder, digest_of, download, upload
 from triplane.unified_ir.federated.core.draws import Array
@@ -44,17 +44,6 @@ logger = logging.getLogger(__name__)
 
 OPTIONS: Final = SessionOptions(arena=False)
 """One thread without spinning, and no memory held back between runs: the device has other uses."""
-
-
-class Unsynced(OsDisk):
-    """Files that are fetched again where a power cut lost or tore them: states of rounds."""
-
-    def sync(self, file: BinaryIO) -> None:
-        """See `Disk`; what reads the file sees it all, and no more is waited for."""
-        file.flush()
-
-    def sync_folder(self, folder: Path) -> None:
-        """See `Disk`; nothing is waited for."""
 
 
 class Watched:
@@ -116,7 +105,7 @@ class Desk:
         self._home, self._shard, self._settings = home, shard, settings
         self._channel, self._app = channel, app
         self._blobs = BlobFolder(home.plans, max_bytes=settings.max_blob_bytes)
-        self._states = BlobFolder(home.plans, Unsynced(), max_bytes=settings.max_blob_bytes)
+        self._states = BlobFolder(home.plans, UNSYNCED, max_bytes=settings.max_blob_bytes)
         self.memory = Memory(home.personal, home.pending)
         self.model = Model(home.model)
         self._plan: Plan | None = None
@@ -183,7 +172,7 @@ class Desk:
                 self.memory.note_spent(plan.digest, plan.steps, plan.spent_s)
 
     def learn(self, plan: Plan, task: Task, stop: Stop) -> pb.Contribution:
-        """Learn, and write the update with what it implies before a byte of it leaves."""
+        """Learn; an update that implies something is on the disk before a byte of it leaves."""
         if plan.compression and task.compression not in plan.compression:
             raise Conflict(
                 f"the plan demands an update by {' or '.join(plan.compression)}, the task asks for "
@@ -268,13 +257,18 @@ class Desk:
             "device": task.work.device,
             "buffers": buffers(plan.roles),
         }
+        is_durable = not _can_repeat(plan, task)
         if sum(x.nbytes for x in change.values()) <= task.inline_bytes:
             data, lost = encode_update(change, **options)
-            return self.memory.keep(facts, data, Personal(plan.view("personal"), lost))
+            if is_durable:
+                return self.memory.keep(facts, data, Personal(plan.view("personal"), lost))
+            return self.memory.hold(facts, data)
         path = self._home.pending / f"{facts.run}.new"
-        written = write_update(path, change, **options)
-        implied = Personal(plan.view("personal"), written.remainder)
-        return self.memory.keep(facts, path, implied)
+        written = write_update(path, change, disk=OS_DISK if is_durable else UNSYNCED, **options)
+        if is_durable:
+            implied = Personal(plan.view("personal"), written.remainder)
+            return self.memory.keep(facts, path, implied)
+        return self.memory.hold(facts, path)
 
     def _offered(self, pending: Pending, task: Task, stop: Stop) -> pb.Contribution:
         """The contribution of an update: with its bytes, or once the cloud has all of them."""
@@ -367,7 +361,7 @@ class Desk:
         if not choice or not choice.samples or not self._shard.held_out_samples:
             work = task.work
             new = Choice(run=work.run, round=work.round, plan=blob, chosen=SHARED)
-            self.model.adopt(plan, new)
+            self.model.adopt_unmeasured(plan, new)
 
 
 DOERS: Final[Mapping[str, Callable[[Desk, Plan, Task, Stop], pb.Contribution]]] = {
@@ -377,6 +371,15 @@ DOERS: Final[Mapping[str, Callable[[Desk, Plan, Task, Stop], pb.Contribution]]] 
 
 WRITERS: Final = ("learn", "flower")
 """Kinds of tasks that write an update."""
+
+
+def _can_repeat(plan: Plan, task: Task) -> bool:
+    """Whether a process that is killed would learn the same update again and has lost nothing.
+
+    Compression leaves a remainder, and a plan with limits lets no step be taken twice.
+    """
+    limited = plan.limits.max_steps or plan.limits.time_s
+    return not (plan.view("personal") or task.compression or limited)
 
 
 def _stopping(plan: Plan, stop: Stop) -> Plan:

@@ -5,6 +5,9 @@ that counted. `personal/PLAN.spent`: steps and seconds that a plan with limits h
 restart does not refill them. `pending/RUN.update`: an update before it leaves, with the personal
 tensors and the remainder it implies; they take effect when the cloud says it counted. So a kill at
 any instant costs nothing: either nothing was written, or the same bytes are sent again.
+
+An update that implies nothing is held in memory only (`Memory.hold`): a process that is killed
+learns it again, to the same bytes, from the same state.
 """
 
 import contextlib
@@ -12,9 +15,9 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
-from triplane.proto.disk import OS_DISK, write_atomic
+from triplane.proto.disk import OS_DISK, OsDisk, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.files import container
@@ -30,6 +33,23 @@ MAX_RUNS: Final = 32
 """Whose personal state is kept; the oldest goes first."""
 
 Arrays = Mapping[str, Array]
+
+
+class Unsynced(OsDisk):
+    """Files that are made again where a power cut lost or tore them.
+
+    States of rounds are fetched again, and updates that imply nothing are learned again.
+    """
+
+    def sync(self, file: BinaryIO) -> None:
+        """See `Disk`; what reads the file sees it all, and no more is waited for."""
+        file.flush()
+
+    def sync_folder(self, folder: Path) -> None:
+        """See `Disk`; nothing is waited for."""
+
+
+UNSYNCED: Final = Unsynced()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +92,10 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """An update that waits for its settlement. path: of the file that holds all of it."""
+    """An update that waits for its settlement. path: of the file that holds all of it.
+
+    Nothing has that name while the update is only held; see `Memory.hold`.
+    """
 
     path: Path
     facts: Facts
@@ -85,6 +108,7 @@ class Memory:
         self._personal, self._pending = personal, pending
         self._verified: dict[Path, Pending] = {}
         self._small: dict[Path, bytes] = {}
+        self._held: dict[Path, Pending] = {}
 
     def personal(self, run: str) -> Personal:
         """Of this run; in a new run, the personal tensors that the newest run left."""
@@ -101,13 +125,8 @@ class Memory:
         update: its bytes, kept at hand too, or a file, which is taken. Conflict where an update of
         another lease of the run was not settled: it may have counted.
         """
-        path = self._pending / f"{facts.run}.update"
-        waiting = self._at(path)
-        if waiting is not None and waiting.facts.lease != facts.lease:
-            raise Conflict(unsettled(waiting.facts))
+        path = self._free(facts)
         alone = path.with_suffix(".out")
-        _drop(alone)
-        self._small.pop(path, None)
         properties = {name: str(value) for name, value in asdict(facts).items()}
         if isinstance(update, bytes):
             first = container.part(UPDATE, update)
@@ -121,9 +140,33 @@ class Memory:
         self._verified[path] = Pending(path, facts)
         return self._verified[path]
 
+    def hold(self, facts: Facts, update: Path | bytes) -> Pending:
+        """Keep an update that implies nothing, without a sync: it can be learned again.
+
+        update, Conflict: as for `keep`.
+        """
+        path = self._free(facts)
+        if isinstance(update, bytes):
+            self._small[path] = update
+        else:
+            update.replace(path.with_suffix(".out"))
+        self._held[path] = Pending(path, facts)
+        return self._held[path]
+
+    def _free(self, facts: Facts) -> Path:
+        """Where an update is to be kept, once what an earlier one left in memory is gone."""
+        path = self._pending / f"{facts.run}.update"
+        waiting = self._at(path)
+        if waiting is not None and waiting.facts.lease != facts.lease:
+            raise Conflict(unsettled(waiting.facts))
+        self._held.pop(path, None)
+        self._small.pop(path, None)
+        _drop(path.with_suffix(".out"))
+        return path
+
     def pending(self) -> tuple[Pending, ...]:
         """Every update that was not settled. A damaged one is dropped: it cannot be sent again."""
-        paths = sorted(self._pending.glob("*.update"))
+        paths = sorted({*self._pending.glob("*.update"), *self._held})
         found = (self._at(path) for path in paths)
         return tuple(pending for pending in found if pending is not None)
 
@@ -140,20 +183,24 @@ class Memory:
     def bytes_of(self, pending: Pending) -> Path:
         """The update alone as a file, the same bytes each time."""
         path = pending.path.with_suffix(".out")
-        if not path.exists():
+        if not path.exists() and pending.path in self._held:
+            write_atomic(path, self._small[pending.path], UNSYNCED)
+        elif not path.exists():
             write_atomic(path, Container(pending.path, kind=KIND).part(UPDATE))
         return path
 
     def settle(self, pending: Pending, *, counted: bool) -> None:
         """Let what it implies take effect, or forget it. May be repeated after a crash."""
-        implied = self._read(pending.path) if counted else None
+        held = self._held.pop(pending.path, None)
+        implied = self._read(pending.path) if counted and held is None else None
         if implied is not None:
             path = self._personal / f"{pending.facts.run}.state"
             container.write(path, KIND, _parts(implied))
             self._forget_oldest("*.state")
         self._verified.pop(pending.path, None)
         self._small.pop(pending.path, None)
-        _drop(pending.path)
+        if held is None:
+            _drop(pending.path)
         _drop(pending.path.with_suffix(".out"))
 
     def spent(self, plan: str) -> tuple[int, float]:
@@ -171,6 +218,8 @@ class Memory:
 
     def _at(self, path: Path) -> Pending | None:
         """The update in this file; None where there is none, or where it is damaged and dropped."""
+        if path in self._held:
+            return self._held[path]
         if not path.exists():
             return None
         return self._verified.get(path) or self._found(path)

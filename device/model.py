@@ -2,15 +2,21 @@
 
 Measured on held-out samples that neither learning nor adaptation saw. A personal state stays only
 while it is better than every shared one that came after it. One durable file, `personal/model`.
+
+Where nothing is measured the model is the newest shared state, which changes with every task. Such
+states are written to `personal/model.newest` without a sync, and to the durable file when a run
+begins and once in `SYNC_S`; after a power cut the model may be that much older.
 """
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from triplane.proto.disk import OS_DISK
+from triplane.device.memory import UNSYNCED
+from triplane.proto.disk import OS_DISK, Disk
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.unified_ir.federated.core.learn import Learner, Scored, Shard, Work, adapt, score
 from triplane.unified_ir.files import container
@@ -20,6 +26,8 @@ from triplane.unified_ir.runtime.plan import STATE, Plan
 KIND: Final = "checkpoint"
 SHARED: Final = "shared"
 PERSONAL: Final = "personal"
+SYNC_S: Final = 60.0
+"""Between two durable writes of states that nobody measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,32 +49,59 @@ class Choice:
 
 
 class Model:
-    """The file; written by the device's thread, read by anyone."""
+    """The files; written by the device's thread, read by anyone."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._newest = path, path.with_name(f"{path.name}.newest")
 
     def choice(self) -> Choice | None:
         """What is there; a damaged file is dropped, the next state replaces it."""
-        try:
-            return _choice(dict(Container(self._path, kind=KIND).manifest.properties))
-        except NotFound:
-            return None
-        except (Corrupt, InvalidInput):
-            with contextlib.suppress(FileNotFoundError):
-                OS_DISK.remove(self._path)
-            return None
+        return self._current()[1]
+
+    def _current(self) -> tuple[Path, Choice | None]:
+        """The file of the model: of the newest state where the durable one is an older one of it.
+
+        The files say it themselves: a power cut may bring back a file that was removed.
+        """
+        durable = _read(self._path)
+        newest = _read(self._newest) if durable is not None and not durable.samples else None
+        if durable is not None and newest is not None and _follows(newest, durable):
+            return self._newest, newest
+        return self._path, durable
 
     def load_into(self, plan: Plan) -> None:
-        """Put the model's state into its plan."""
-        plan.load_state(self._path)
+        """Put the model's state into its plan. Conflict: it was torn, and an older one holds."""
+        path, _ = self._current()
+        try:
+            plan.load_state(path)
+        except Corrupt as error:
+            if path == self._path:
+                raise
+            _drop(path)
+            raise Conflict(f"a power cut tore the newest state: {error}; ask again") from error
+
+    def adopt_unmeasured(self, plan: Plan, choice: Choice) -> None:
+        """Make the plan's state the model, with a sync only now and then."""
+        durable = _read(self._path)
+        if durable is not None and _follows(choice, durable) and self._age_s() < SYNC_S:
+            self._write(self._newest, plan, choice, UNSYNCED)
+        else:
+            self.adopt(plan, choice)
+
+    def _age_s(self) -> float:
+        """Of the durable file, by a clock that may have been set back."""
+        return abs(time.time() - self._path.stat().st_mtime)
 
     def adopt(self, plan: Plan, choice: Choice) -> None:
         """Make the plan's state the model."""
+        self._write(self._path, plan, choice, OS_DISK)
+        _drop(self._newest)
+
+    def _write(self, path: Path, plan: Plan, choice: Choice, disk: Disk) -> None:
         properties = {name: str(getattr(choice, name)) for name in _FIELDS}
         part = container.tensor_part(STATE, plan.view(), plan.roles)
         properties |= {"steps": str(plan.steps), "spent_s": repr(plan.spent_s)}
-        container.write(self._path, KIND, [part], properties=properties, parent=plan.digest)
+        container.write(path, KIND, [part], properties=properties, parent=plan.digest, disk=disk)
 
     def judge(
         self,
@@ -139,6 +174,27 @@ class Model:
 
 
 _FIELDS: Final = ("run", "round", "plan", "chosen", "samples", "before", "after", "accuracy")
+
+
+def _read(path: Path) -> Choice | None:
+    try:
+        return _choice(dict(Container(path, kind=KIND).manifest.properties))
+    except NotFound:
+        return None
+    except (Corrupt, InvalidInput):
+        _drop(path)
+        return None
+
+
+def _drop(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        OS_DISK.remove(path)
+
+
+def _follows(newer: Choice, older: Choice) -> bool:
+    """Whether both are unmeasured states of the same run, one of a later round."""
+    same = (newer.run, newer.plan) == (older.run, older.plan)
+    return same and newer.round > older.round and not (newer.samples or older.samples)
 
 
 def _choice(said: dict[str, str]) -> Choice:

@@ -6,7 +6,7 @@ import pytest
 from triplane.device import memory as remembering
 from triplane.device.memory import NOTHING, Facts, Memory, Personal
 from triplane.proto.disk import OS_DISK
-from triplane.proto.errors import Corrupt, Unavailable
+from triplane.proto.errors import Conflict, Corrupt, Unavailable
 
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
 IMPLIED = Personal({"head": np.arange(3.0)}, {"w": np.full((2, 2), 0.25, np.float32)})
@@ -143,3 +143,57 @@ def test_only_so_many_runs_are_remembered(folders, monkeypatch):
 def test_facts_that_are_none_are_corrupt():
     with pytest.raises(Corrupt, match="facts of an update"):
         Facts.parse({"run": RUN, "round": "x"})
+
+
+def syncs(monkeypatch):
+    """Every file and folder that is made durable from now on."""
+    found = []
+    for name in ("sync", "sync_folder"):
+        real = getattr(OS_DISK.__class__, name)
+
+        def noted(self, what, real=real):
+            found.append(what)
+            real(self, what)
+
+        monkeypatch.setattr(OS_DISK.__class__, name, noted)
+    return found
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_an_update_that_implies_nothing_costs_no_sync_and_leaves_nothing(
+    folders, monkeypatch, as_file
+):
+    source = folders[1] / "new"
+    source.write_bytes(b"the update's bytes")
+    found = syncs(monkeypatch)
+    memory = Memory(*folders)
+    pending = memory.hold(facts(), source if as_file else b"the update's bytes")
+    assert memory.pending() == (pending,)
+    assert memory.bytes_of(pending).read_bytes() == b"the update's bytes"
+    memory.settle(pending, counted=True)
+    assert memory.pending() == ()
+    assert memory.personal(RUN) == NOTHING
+    assert not found
+    assert not [p for folder in folders for p in folder.iterdir() if p != source]
+
+
+def test_an_update_that_is_held_is_gone_with_its_process(folders):
+    source = folders[1] / "new"
+    source.write_bytes(b"the update's bytes")
+    Memory(*folders).hold(facts(), source)
+    assert Memory(*folders).pending() == ()
+
+
+def test_an_update_that_waits_is_not_replaced_by_one_that_is_held(folders):
+    kept(folders)
+    memory = Memory(*folders)
+    with pytest.raises(Conflict, match="waits until the cloud settles it"):
+        memory.hold(facts(lease="cd" * 16), b"another")
+    assert memory.pending()[0].facts.lease == "ab" * 16
+
+
+def test_a_run_without_personal_tensors_does_not_hide_those_of_the_run_before(folders):
+    memory = Memory(*folders)
+    memory.settle(kept(folders), counted=True)
+    memory.settle(memory.hold(facts(run=OTHER), b"data"), counted=True)
+    assert plain(memory.personal("00" * 8)) == {"head": [0, 1, 2]}

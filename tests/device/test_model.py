@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from tests.federated.core import plans
 
 from triplane.device.model import PERSONAL, SHARED, Choice, Model
-from triplane.proto.errors import NotFound
+from triplane.proto.disk import OS_DISK
+from triplane.proto.errors import Conflict, NotFound
 from triplane.unified_ir.federated.core.learn import Shard, evaluate
 
 WORK = replace(plans.WORK, support=0)
@@ -135,4 +137,68 @@ def test_a_measured_shared_state_stays_while_a_newer_one_is_worse(tmp_path):
     far = np.full((2, 1), 50, np.float32)
     _, choice = judged(tmp_path, plan, plans.shard(held_out=30), w=far, steps=1)
     assert (choice.chosen, choice.accuracy) == (SHARED, 1.0)
+    assert used(tmp_path, plan).tolist() == RIGHT.tolist()
+
+
+def unmeasured(number, run="0123456789abcdef"):
+    return Choice(run=run, round=number, plan="aa", chosen=SHARED)
+
+
+def adopted(folder, plan, number, **more):
+    plan.assign({**plans.state(), "w": np.full((2, 1), number, np.float32)})
+    Model(folder / "model").adopt_unmeasured(plan, unmeasured(number, **more))
+
+
+def test_states_that_nobody_measured_follow_each_other_without_a_sync(tmp_path, monkeypatch):
+    plan, synced = plans.plan(tmp_path), []
+    real = OS_DISK.__class__.sync
+    monkeypatch.setattr(
+        OS_DISK.__class__, "sync", lambda self, file: (synced.append(file), real(self, file))
+    )
+    for number in (1, 2, 3):
+        adopted(tmp_path, plan, number)
+        assert Model(tmp_path / "model").choice() == unmeasured(number)
+        assert used(tmp_path, plan).tolist() == [[number], [number]]
+    assert len(synced) == 1
+    adopted(tmp_path, plan, 1, run="fedcba9876543210")
+    assert len(synced) == 2
+    assert used(tmp_path, plan).tolist() == [[1], [1]]
+
+
+def test_an_unmeasured_state_is_made_durable_once_in_a_while(tmp_path, monkeypatch):
+    plan = plans.plan(tmp_path)
+    adopted(tmp_path, plan, 1)
+    monkeypatch.setattr("triplane.device.model.SYNC_S", 0.0)
+    adopted(tmp_path, plan, 2)
+    (tmp_path / "model.newest").unlink(missing_ok=True)
+    assert Model(tmp_path / "model").choice() == unmeasured(2)
+
+
+def test_the_model_before_holds_where_a_power_cut_tore_the_newest_state(tmp_path):
+    """Whole by its manifest, with other numbers; and cut short."""
+    plan = plans.plan(tmp_path)
+    for cut in (False, True):
+        adopted(tmp_path, plan, 1)
+        adopted(tmp_path, plan, 2)
+        newest = tmp_path / "model.newest"
+        data = bytearray(newest.read_bytes())
+        at = data.index(np.full((2, 1), 2, np.float32).tobytes())
+        data[at] ^= 1
+        newest.write_bytes(data[: len(data) // 2] if cut else data)
+        if not cut:
+            with pytest.raises(Conflict, match="tore the newest state"):
+                used(tmp_path, plan)
+        assert Model(tmp_path / "model").choice() == unmeasured(1)
+        assert used(tmp_path, plan).tolist() == [[1], [1]]
+
+
+def test_a_removed_unmeasured_state_that_comes_back_replaces_no_measured_model(tmp_path):
+    plan = plans.plan(tmp_path)
+    adopted(tmp_path, plan, 1)
+    adopted(tmp_path, plan, 9)
+    back = (tmp_path / "model.newest").read_bytes()
+    _, choice = judged(tmp_path, plan, plans.shard(held_out=30), w=RIGHT)
+    (tmp_path / "model.newest").write_bytes(back)
+    assert choice.samples == 30
+    assert Model(tmp_path / "model").choice() == choice
     assert used(tmp_path, plan).tolist() == RIGHT.tolist()

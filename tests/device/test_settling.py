@@ -16,6 +16,7 @@ from triplane.device.desk import Desk
 from triplane.device.home import DeviceHome
 from triplane.device.memory import Memory
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.disk import OsDisk
 from triplane.unified_ir.federated.core.compress import LEVELS
 from triplane.unified_ir.federated.core.files import INLINE_BYTES, like_of, most_bytes, read_update
 from triplane.unified_ir.runtime import Limits
@@ -392,3 +393,53 @@ def test_a_small_state_and_update_ride_in_messages_and_stay_the_same_after_a_res
         lease=lease(1).hex(), max_bytes=INLINE_BYTES, buffers={"bias"}, data=update.inline,
     )  # fmt: skip
     assert change["w"].any()
+
+
+@pytest.mark.parametrize("inline_bytes", [0, INLINE_BYTES])
+def test_a_device_whose_updates_imply_nothing_makes_nothing_durable_and_learns_them_again(
+    tmp_path, monkeypatch, inline_bytes
+):
+    """Beyond the first task, which brings the plan and the first model. Then the process ends."""
+    home, synced = tmp_path / "ann", []
+    for name, path_of in (("sync", lambda file: file.name), ("sync_folder", str)):
+        real = getattr(OsDisk, name)
+
+        def noted(self, what, real=real, path_of=path_of):
+            synced.append(path_of(what))
+            real(self, what)
+
+        monkeypatch.setattr(OsDisk, name, noted)
+
+    def task_of(stage, number):
+        roles = {**plans.ROLES, "head": "buffer"}
+        plan, digest = stage.plan(roles=roles)
+        w = np.full((2, 1), number, np.float32)
+        state = stage.state(digest, roles, w=w, head=np.zeros(2, np.float32))
+        more = {"round": number, "learn": pb.Learn(), "inline_bytes": inline_bytes}
+        return stage.task(number, plan=plan, state=state, **more)
+
+    async def learnt_again(stage, number, *settled):
+        async with serving(client_at(stage, home, SHARD)):
+            await stage.offer()
+            stage.heard.clear()
+            stage.tell(task_of(stage, number), settled=settled)
+            return await stage.contribution(lease(number))
+
+    async def story():
+        async with staged(tmp_path / "stage") as stage:
+            async with serving(client_at(stage, home, SHARD)):
+                await stage.offer()
+                stage.tell(task_of(stage, 1))
+                await stage.contribution(lease(1))
+                synced.clear()
+                stage.tell(task_of(stage, 2), settled=[settlement(1, counted=True)])
+                second = await stage.contribution(lease(2))
+                found = [path for path in synced if path.startswith(str(home))]
+            assert memory(tmp_path).pending() == ()
+            again = await learnt_again(stage, 2, settlement(1, counted=True))
+            return second.update, again.update, found
+
+    second, again, found = within(story())
+    assert not found
+    assert second.blob.size > 0
+    assert (again.blob, again.inline, again.loss) == (second.blob, second.inline, second.loss)

@@ -20,7 +20,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from triplane.proto.disk import atomic_file
+from triplane.proto.disk import OS_DISK, Disk, atomic_file
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from triplane.unified_ir.files import digests, tensors
 from triplane.unified_ir.files import manifest as manifests
@@ -93,6 +93,7 @@ def write(
     properties: Mapping[str, str] | None = None,
     parent: str = "",
     check: Callable[[Path], object] | None = None,
+    disk: Disk = OS_DISK,
 ) -> str:
     """Write the file whole or not at all and return its root digest.
 
@@ -104,7 +105,7 @@ def write(
     memory, 0.5 to 1 s per GB, and no memory, since the file is mapped.
     """
     path = Path(path)
-    with atomic_file(path) as file:
+    with atomic_file(path, disk) as file:
         digest = write_into(file, kind, parts, properties=properties, parent=parent)
         if check is not None:
             file.flush()

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from triplane.proto.disk import OS_DISK, Disk
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
 from triplane.unified_ir.federated.core.compress import Compressor
 from triplane.unified_ir.federated.core.draws import Array, Draws
@@ -125,10 +126,12 @@ def read_state(
     return found
 
 
-def write_update(path: Path, change: Mapping[str, Array], **options: Any) -> Written:
+def write_update(
+    path: Path, change: Mapping[str, Array], *, disk: Disk = OS_DISK, **options: Any
+) -> Written:
     """Compress `change` and write it; equal arguments give equal bytes. See `encode_update`."""
     parts, properties, lost = _update(change, **options)
-    return Written(container.write(path, UPDATE, parts, properties=properties), lost)
+    return Written(container.write(path, UPDATE, parts, properties=properties, disk=disk), lost)
 
 
 def encode_update(change: Mapping[str, Array], **options: Any) -> tuple[bytes, dict[str, Array]]:
