@@ -117,7 +117,7 @@ class Federation:
         self.spool = Spool(
             folder / "updates",
             blobs,
-            lambda run, sha256: db.read_now(lambda c: journal.kept(c, run, sha256)),
+            self._small_update,
         )
         self._results = Results(
             db,
@@ -147,6 +147,7 @@ class Federation:
 
     async def start(self) -> None:
         """Take up the runs that an earlier process left."""
+        await self._results.restore()
         found = await self._db.read(journal.live)
         states = [book.state for _, book in found if book is not None]
         needed = {name for state in states for name in _updates(state)}
@@ -294,6 +295,14 @@ class Federation:
         if len(found) > 1:
             raise Conflict(f"several runs begin with {id!r}; give more of the id")
         return found[0]
+
+    def _small_update(self, run: str, sha256: bytes) -> bytes | None:
+        """An inline update, committed or not; for threads."""
+        live = self._runs.get(run)
+        held = live.held_update(sha256) if live is not None else None
+        if held is not None:
+            return held
+        return self._db.read_now(lambda c: journal.kept(c, run, sha256))
 
     def _message(self, entry: Entry, book: Book | None, *, rounds: bool = True) -> pb.Run:
         live = self._runs.get(entry.id)

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from triplane.cloud.federation.book import Book, follow
 from triplane.cloud.federation.coding import from_json, to_json
-from triplane.cloud.federation.tables import EVENTS, RUNS, SMALL
+from triplane.cloud.federation.tables import EVENTS, RUNS, SMALL, SMALL_STATES
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.unified_ir.federated.core import run as core
@@ -131,7 +131,8 @@ def by_key(connection: sa.Connection, key: bytes) -> Entry | None:
 
 def entry(connection: sa.Connection, run: str) -> Entry:
     """The row of a run that exists."""
-    return _entry(connection.execute(sa.select(RUNS).where(RUNS.c.id == run)).one())
+    columns = [column for column in RUNS.c if column.name != "snapshot"]  # which may be long
+    return _entry(connection.execute(sa.select(*columns).where(RUNS.c.id == run)).one())
 
 
 def live(connection: sa.Connection) -> list[tuple[Entry, Book | None]]:
@@ -192,6 +193,20 @@ def kept(connection: sa.Connection, run: str, sha256: bytes) -> bytes | None:
 def forget(connection: sa.Connection, run: str) -> None:
     """Remove the small updates of rounds that are over."""
     connection.execute(SMALL.delete().where(SMALL.c.run == run))
+
+
+def keep_states(connection: sa.Connection, run: str, states: Mapping[str, bytes]) -> None:
+    """Write a run's newest small states in place of those before; see `tables.SMALL_STATES`."""
+    connection.execute(SMALL_STATES.delete().where(SMALL_STATES.c.run == run))
+    rows = [{"run": run, "sha256": bytes.fromhex(k), "data": v} for k, v in states.items()]
+    if rows:
+        connection.execute(SMALL_STATES.insert(), rows)
+
+
+def kept_states(connection: sa.Connection) -> dict[bytes, bytes]:
+    """The newest small states of all runs, by SHA-256."""
+    query = sa.select(SMALL_STATES.c.sha256, SMALL_STATES.c.data)
+    return {bytes(row.sha256): bytes(row.data) for row in connection.execute(query)}
 
 
 def snapshot(connection: sa.Connection, run: str, book: Book) -> None:

@@ -3,14 +3,19 @@
 A run is one task with one queue, so events have an order, and a batch of them is one commit. Who
 puts an event waits for that commit. Effects that take time (reducing, finishing) run beside the
 queue and come back as events; what is lost with the process is asked for again by `Restarted`.
+
+Contributions wait for company: they are folded at once and committed with the event that closes
+their round, or after `HOLD_S`. A round is reduced meanwhile, so the usual round is one commit
+(decision 0039). The result of a reduction whose updates could not be committed is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import sqlalchemy as sa
@@ -24,8 +29,10 @@ from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError, Unavaila
 from triplane.unified_ir.federated.core.rules import due_s, lease_of
 from triplane.unified_ir.federated.core.run import (
     ENDED,
+    Answered,
     Arrived,
-    Effects,
+    Declined,
+    Effect,
     Event,
     Failed,
     Finish,
@@ -33,6 +40,8 @@ from triplane.unified_ir.federated.core.run import (
     Outcome,
     Phase,
     Reduce,
+    Refused,
+    Scored,
     State,
     Stopped,
     Tell,
@@ -49,6 +58,9 @@ RETRY_S: Final = 1.0
 """Between tries to commit what nobody waits for."""
 MAX_RETRY_S: Final = 30.0
 """Between tries of work that finds no room; they begin at `RETRY_S` and double."""
+HOLD_S: Final = 0.05
+"""So long a contribution waits at most for others that share its commit."""
+CONTRIBUTIONS: Final = (Arrived, Answered, Scored, Refused, Declined)
 COUNTED_S: Final = 0.25
 """After which a device is told that its update counted, where no new task told it."""
 STOPPING: Final = "the cloud is stopping; say it again when it is back"
@@ -63,7 +75,10 @@ class Worker(Protocol):
     """Does what takes time. Each method gives the event it came to, and what to write with it."""
 
     async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write | None]:
-        """The next shared state; None where the run's row stays as it is."""
+        """The next shared state; None where the run's row stays as it is.
+
+        book: after the updates of the order, which may not be committed yet.
+        """
 
     async def judged(self, entry: Entry, book: Book, order: Judged) -> None:
         """An evaluating round is over. Raises nothing: the run goes on meanwhile."""
@@ -95,11 +110,28 @@ class _Put:
     data: bytes = b""
 
 
-class LiveRun:
-    """A prepared run. `book` is as of the newest commit; `entry` is the run's row.
+@dataclass(eq=False, slots=True)
+class _Ahead:
+    """What was folded since the newest commit, and whoever waits for its commit.
 
-    waits: why it can write nothing down or store no file at the moment, or empty.
+    book: after the events. last: the newest book in which the round of that commit is at hand.
+    arrived: inline updates, each with the event that names it. until_s: the loop's time when it is
+    committed at the latest, None while there is nothing. is_lost: it could not be committed.
     """
+
+    book: Book
+    last: Book
+    puts: list[_Put] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    writes: list[tuple[Write, Book]] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+    arrived: list[tuple[Arrived, bytes]] = field(default_factory=list)
+    until_s: float | None = None
+    is_lost: bool = False
+
+
+class LiveRun:
+    """A prepared run. `book` is as of the newest commit; `entry` is the run's row."""
 
     def __init__(
         self,
@@ -112,6 +144,7 @@ class LiveRun:
     ) -> None:
         self._db, self._worker, self._audience, self._clock = db, worker, audience, clock
         self.entry, self.book = entry, book
+        self._ahead = _Ahead(book, book)
         self._queue: asyncio.Queue[_Put] = asyncio.Queue()
         self._last_s = book.at_s
         self._ticked_s: float | None = None
@@ -119,8 +152,13 @@ class LiveRun:
         self._work: set[asyncio.Task[None]] = set()
         self._counted: set[str] = set()  # devices that are not told yet that their update counted
         self._keeps = True  # small updates may be in the database
-        self.waits = ""
+        self._no_commit = self._no_result = ""  # why it waits, while it does
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def waits(self) -> str:
+        """Why it can write nothing down or store no file at the moment, or empty."""
+        return self._no_commit or self._no_result
 
     @property
     def is_over(self) -> bool:
@@ -137,8 +175,9 @@ class LiveRun:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        while not self._queue.empty():
-            _answer(self._queue.get_nowait(), Unavailable(STOPPING))
+        for put in self._ahead.puts:
+            _answer(put, Unavailable(STOPPING))
+        self._answer_queued(Unavailable(STOPPING))
 
     async def put(self, make: Make, data: bytes = b"") -> Book:
         """Have an event happen; the book after its commit. Unavailable: it may not have.
@@ -157,99 +196,160 @@ class LiveRun:
         """Have an event happen that nobody waits for; it is tried until it is committed."""
         self._queue.put_nowait(_Put(make, write))
 
+    def held_update(self, sha256: bytes) -> bytes | None:
+        """An inline update that is not committed yet; for any thread."""
+        name = sha256.hex()
+        found = (data for event, data in list(self._ahead.arrived) if event.update.blob == name)
+        return next(found, None)
+
     async def _run(self) -> None:
         while not self.is_over:
             batch = await self._batch()
+            puts = [*self._ahead.puts, *batch]
             try:
                 await self._take(batch)
             except BaseException:
-                for put in batch:
+                for put in puts:
                     _answer(put, Unavailable(STOPPING))
                 raise
+        self._answer_queued(self.book)
+
+    def _answer_queued(self, outcome: Book | Exception) -> None:
+        while not self._queue.empty():
+            _answer(self._queue.get_nowait(), outcome)
 
     async def _take(self, batch: list[_Put]) -> None:
+        puts = [*self._ahead.puts, *batch]
         try:
-            await self._commit(batch)
+            self._fold(batch)
+            if self._may_wait():
+                self._reduce_ahead()
+            else:
+                await self._commit()
         except Unavailable as error:
-            self._wait_for(error)
-            await self._again(batch, error)
+            self._fall_back()
+            self._no_commit = self._waiting(error)
+            await self._again(puts, error)
         except Exception as error:
-            if len(batch) > 1:  # what is wrong with one must not cost the others
-                for put in batch:
+            self._fall_back()
+            if len(puts) > 1:  # what is wrong with one must not cost the others
+                for put in puts:
+                    self._ahead.until_s = -math.inf
                     await self._take([put])
                 return
             logger.exception("an event was not taken", extra=self._facts())
-            _answer(batch[0], error)
-            if batch[0].write is not None:
-                self._halt(f"what it came to could not be kept: {error}")
+            for put in puts:
+                _answer(put, error)
+                if put.write is not None:
+                    self._halt(f"what it came to could not be kept: {error}")
 
     async def _batch(self) -> list[_Put]:
-        """At least one event: those that wait, or a tick when it is due."""
+        """Events that wait, or a tick when it is due; none where the held ones are due."""
+        due = due_s(self._ahead.book.state)
+        if due == self._ticked_s:  # a tick changes nothing a second time
+            due = None
+        tick_s = math.inf if due is None else max(0.0, due - self._clock())
+        wait_s = min(tick_s, self._held_for_s())
         batch: list[_Put] = []
-        due = due_s(self.book.state)
-        if due is None or due == self._ticked_s:  # a tick changes nothing a second time
-            batch.append(await self._queue.get())
-        else:
-            try:
-                async with asyncio.timeout(max(0.0, due - self._clock())):
-                    batch.append(await self._queue.get())
-            except TimeoutError:
-                self._ticked_s = due
-                return [_Put(lambda _, at_s: Tick(at_s=max(at_s, due)))]
+        try:
+            async with asyncio.timeout(None if wait_s == math.inf else wait_s):
+                batch.append(await self._queue.get())
+        except TimeoutError:
+            if due is None or tick_s > wait_s:
+                return []
+            tick_at_s, self._ticked_s = due, due
+            return [_Put(lambda _, at_s: Tick(at_s=max(at_s, tick_at_s)))]
         while len(batch) < MAX_BATCH and not self._queue.empty():
             batch.append(self._queue.get_nowait())
         return batch
 
-    async def _commit(self, batch: list[_Put]) -> None:
-        before, book = self.book, self.book
-        events: list[Event] = []
-        writes: list[tuple[Write, Book]] = []
-        small: dict[str, bytes] = {}
-        effects: Effects = ()
+    def _held_for_s(self) -> float:
+        """How much longer what was folded may wait for its commit."""
+        until_s = self._ahead.until_s
+        now_s = asyncio.get_running_loop().time()
+        return math.inf if until_s is None else max(0.0, until_s - now_s)
+
+    def _fold(self, batch: list[_Put]) -> None:
+        ahead = self._ahead
+        ahead.puts += batch
+        if ahead.until_s is None and batch:
+            ahead.until_s = asyncio.get_running_loop().time() + HOLD_S
         for put in batch:
-            event = put.make(book.state, max(self._last_s, self._clock()))
+            event = put.make(ahead.book.state, max(self._last_s, self._clock()))
             if event is None:
                 continue
             self._last_s = event.at_s
-            after, more = follow(book, event)
-            effects += more
-            if after.state is book.state and put.write is None:
+            after, effects = follow(ahead.book, event)
+            ahead.effects += effects
+            if after.state is ahead.book.state and put.write is None:
                 continue  # it changed nothing: whoever said it is answered, and that is all
-            book = after
-            events.append(event)
+            ahead.book = after
+            if _same_round(self.book.state, after.state):
+                ahead.last = after
+            ahead.events.append(event)
             if put.write is not None:
-                writes.append((put.write, book))
-            if put.data and isinstance(event, Arrived) and _counts(book.state, event):
-                small[event.update.blob] = put.data
-        if events:
-            old = self.entry
-            self.entry = await self._db.write(
-                lambda connection: self._write(connection, events, writes, book, small)
-            )
-            if self._is_kept(book):
-                self._kept_at = book.revision
-            self.waits = ""
-            self._keeps = bool(small) or (self._keeps and _same_round(before.state, book.state))
-            self._after(old, before, book, effects)
-        elif effects:
-            self._after(self.entry, before, book, effects)
-        for put in batch:
-            _answer(put, book)
+                ahead.writes.append((put.write, after))
+            if put.data and isinstance(event, Arrived) and _counts(after.state, event):
+                ahead.arrived.append((event, put.data))
 
-    def _write(
-        self,
-        connection: sa.Connection,
-        events: list[Event],
-        writes: list[tuple[Write, Book]],
-        book: Book,
-        small: dict[str, bytes],
-    ) -> Entry:
-        journal.record(connection, self.entry.id, events, book.revision)
+    def _may_wait(self) -> bool:
+        """Whether nothing but the acknowledgement of contributions waits for the commit.
+
+        A strategy outside hears of updates once, so they are committed before it does.
+        """
+        ahead, state = self._ahead, self._ahead.book.state
+        return (
+            bool(ahead.events)
+            and all(isinstance(event, CONTRIBUTIONS) for event in ahead.events)
+            and _same_round(self.book.state, state)
+            and (state.phase is Phase.COLLECTING or self._may_reduce_ahead(state))
+            and len(ahead.puts) < MAX_BATCH
+            and self._held_for_s() > 0
+        )
+
+    def _may_reduce_ahead(self, state: State) -> bool:
+        return state.phase is Phase.REDUCING and not self.entry.spec.HasField("flower")
+
+    def _reduce_ahead(self) -> None:
+        """Begin to reduce a round whose updates are not committed yet."""
+        ahead = self._ahead
+        orders = [effect for effect in ahead.effects if isinstance(effect, Reduce)]
+        ahead.effects = [effect for effect in ahead.effects if not isinstance(effect, Reduce)]
+        for order in orders:
+            self._spawn(self._done(order, ahead), str(order))
+
+    def _fall_back(self) -> None:
+        """Go on from the newest commit."""
+        self._ahead.is_lost = True
+        self._ahead = _Ahead(self.book, self.book)
+
+    async def _commit(self) -> None:
+        ahead, old, before = self._ahead, self.entry, self.book
+        if ahead.events:
+            small = {e.update.blob: x for e, x in ahead.arrived if _counts(ahead.book.state, e)}
+            self.entry = await self._db.write(
+                lambda connection: self._write(connection, ahead, small)
+            )
+            if self._is_kept(ahead.book):
+                self._kept_at = ahead.book.revision
+            self._no_commit = ""
+            same = _same_round(before.state, ahead.book.state)
+            self._keeps = bool(small) or (self._keeps and same)
+        self._ahead = _Ahead(ahead.book, ahead.book)
+        if ahead.events or ahead.effects:
+            self._after(old, before, ahead)
+        for put in ahead.puts:
+            _answer(put, ahead.book)
+
+    def _write(self, connection: sa.Connection, ahead: _Ahead, small: dict[str, bytes]) -> Entry:
+        """small: inline updates of a round that goes on."""
+        book = ahead.book
+        journal.record(connection, self.entry.id, ahead.events, book.revision)
         if self._keeps and not _same_round(self.book.state, book.state):
             journal.forget(connection, self.entry.id)
         if small:
             journal.keep(connection, self.entry.id, small)
-        for write, then in writes:
+        for write, then in ahead.writes:
             write(connection, then)
         over = book.state.phase in ENDED
         if self._is_kept(book):
@@ -257,7 +357,8 @@ class LiveRun:
         if over:
             ended_s = book.state.since_s
             journal.change(connection, self.entry.id, live=False, ended_s=ended_s)
-        return journal.entry(connection, self.entry.id) if over or writes else self.entry
+        changed = over or ahead.writes
+        return journal.entry(connection, self.entry.id) if changed else self.entry
 
     def _is_kept(self, book: Book) -> bool:
         """Whether the commit at hand keeps a snapshot. Each costs as much as it has parts."""
@@ -265,18 +366,18 @@ class LiveRun:
         since = book.revision - self._kept_at
         return book.state.phase in ENDED or since >= max(SNAPSHOT_EVENTS, parts)
 
-    def _after(self, old: Entry, before: Book, book: Book, effects: Effects) -> None:
-        self.book = book
-        state = book.state
+    def _after(self, old: Entry, before: Book, done: _Ahead) -> None:
+        self.book = done.book
+        state, effects = done.book.state, done.effects
         if (state.phase, state.turn) != (before.state.phase, before.state.turn):
             logger.info("run state", extra=self._facts(phase=state.phase.value, turn=state.turn[0]))
         for effect in effects:
             if isinstance(effect, Judged):
                 self._spawn(self._worker.judged(self.entry, self.book, effect), "judged")
             elif isinstance(effect, Reduce | Finish):
-                self._spawn(self._done(effect), str(effect))
+                self._spawn(self._done(effect, done), str(effect))
         try:
-            self._worker.settled(old, self.entry, before, book)
+            self._worker.settled(old, self.entry, done.last, done.book)
             told = {effect.device: None for effect in effects if isinstance(effect, Tell)}
             self._tell(told, goes_on=_same_round(before.state, state))
         except Exception:  # the event is committed whatever its audience makes of it
@@ -311,45 +412,59 @@ class LiveRun:
         self._work.add(task)
         task.add_done_callback(self._work.discard)
 
-    async def _done(self, effect: Reduce | Finish) -> None:
+    async def _done(self, effect: Reduce | Finish, basis: _Ahead) -> None:
+        """Do what an effect asks for. basis: what it follows from; nothing comes of a lost one."""
+
+        def note(make: Make, write: Write | None = None) -> None:
+            self.note(lambda now, at_s: None if basis.is_lost else make(now, at_s), write)
+
         try:
-            make, write = await self._made(effect)
+            make, write = await self._made(effect, basis)
         except (InvalidInput, Corrupt) as error:
             reason = f"the result cannot be used: {error}"
             logger.warning("run failed", extra=self._facts(reason=reason))
-            self.note(lambda _, at_s: Failed(at_s=at_s, reason=reason))
+            note(lambda _, at_s: Failed(at_s=at_s, reason=reason))
         except TriplaneError as error:
-            self._halt(str(error))
+            note(self._halting(str(error)))
         except Exception as error:
             logger.exception("run stopped", extra=self._facts())
-            self._halt(f"internal error: {type(error).__name__}; see the cloud's log")
+            note(self._halting(f"internal error: {type(error).__name__}; see the cloud's log"))
         else:
-            self.note(make, write)
+            note(make, write)
 
-    async def _made(self, effect: Reduce | Finish) -> tuple[Make, Write | None]:
+    async def _made(self, effect: Reduce | Finish, basis: _Ahead) -> tuple[Make, Write | None]:
         """What an effect comes to, however long there is no room for it."""
-        phase, pause_s = self.book.state.phase, RETRY_S
+        phase, pause_s = basis.book.state.phase, RETRY_S
         while True:
             try:
                 if isinstance(effect, Reduce):
-                    return await self._worker.reduce(self.entry, self.book, effect)
-                return await self._worker.finish(self.entry, self.book)
+                    made = await self._worker.reduce(self.entry, basis.book, effect)
+                else:
+                    made = await self._worker.finish(self.entry, basis.book)
             except NoRoom as error:
-                if self.book.state.phase is not phase:  # a person stopped it meanwhile
+                if self._ahead.book.state.phase is not phase:  # a person stopped it meanwhile
                     raise
-                self._wait_for(error)
+                self._no_result = self._waiting(error)
+            else:
+                self._no_result = ""
+                return made
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 
-    def _wait_for(self, error: Unavailable) -> None:
-        self.waits = f"waits, and goes on by itself: {error}"
+    def _waiting(self, error: Unavailable) -> str:
+        """Why the run waits, said to whoever looks."""
         logger.warning("run waits", extra=self._facts(reason=str(error)))
-        self._audience.moved_now(over=False)
+        asyncio.get_running_loop().call_soon(lambda: self._audience.moved_now(over=False))
+        return f"waits, and goes on by itself: {error}"
 
     def _halt(self, reason: str) -> None:
+        self.note(self._halting(reason))
+
+    def _halting(self, reason: str) -> Make:
+        """Stops the run until a person has mended what is wrong."""
         text = f"{reason}; resume it when that is mended"
         logger.warning("run stopped", extra=self._facts(reason=text))
-        self.note(lambda _, at_s: Stopped(at_s=at_s, reason=text))
+        return lambda _, at_s: Stopped(at_s=at_s, reason=text)
 
     async def _again(self, batch: list[_Put], error: Unavailable) -> None:
         """Refuse those who wait and keep the rest for a moment later."""

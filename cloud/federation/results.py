@@ -2,7 +2,8 @@
 
 Both are made again to the same bytes from the same inputs, so whatever a crash interrupted is
 simply done again. A file is on the disk before the event that names it is committed, and removed
-only after an event that needs it no more.
+only after an event that needs it no more. A state of at most 64 KiB is on the disk with the commit
+of that event, in a row of the database; its file is not synced, and `restore` writes it again.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -85,6 +86,34 @@ class Results:
                 blobs.disk.remove(left)
         blobs.disk.sync_folder(blobs.folder)  # a state it named is believed to be there
 
+    async def restore(self) -> None:
+        """At the start: write the small states again whose files a power cut tore or took."""
+        states = await self._db.read(journal.kept_states)
+        await asyncio.to_thread(self._restore, states)
+
+    def _restore(self, states: Mapping[bytes, bytes]) -> None:
+        for sha256, data in states.items():
+            if not self._has(sha256, data):
+                self._lay(sha256, data)
+                logger.info("state written again", extra={"blob": sha256.hex()})
+
+    def _has(self, sha256: bytes, data: bytes) -> bool:
+        """Whether the blob is there with these bytes: a power cut may have left its name alone."""
+        try:
+            return self._blobs.path(sha256).read_bytes() == data
+        except FileNotFoundError:
+            return False
+
+    def _make_durable(self, names: Iterable[bytes]) -> None:
+        """Sync files that may be there without a sync, before no row has their bytes any more."""
+        try:
+            for name in names:
+                with self._blobs.find(name).open("rb") as file:
+                    self._blobs.disk.sync(file)
+            self._blobs.disk.sync_folder(self._blobs.folder)
+        except OSError as error:
+            raise refusal(error, f"could not make a state durable: {error}") from error
+
     async def prepare(self, entry: Entry, clock: Callable[[], float]) -> Prepared:
         """The plan of a run and its first state, as blobs. clock: read when they are there."""
         version = await self._registry.version(entry.spec.model)
@@ -92,6 +121,7 @@ class Results:
         async with self._children.plan(model, entry.spec) as made:
             plan = await asyncio.to_thread(self._blobs.put_file, made.plan)
             state = await asyncio.to_thread(self._blobs.put_file, made.state)
+            await asyncio.to_thread(self._make_durable, {state})  # it may be another run's
         await claim(self._db, self._blobs, {plan, state})
         return Prepared(
             plan=plan.hex(),
@@ -108,7 +138,8 @@ class Results:
         """See `live.Worker`."""
         shared = book.state.shared
         known: set[bytes] = set()
-        state, slots = await asyncio.to_thread(self._reduced, entry, shared, order, known)
+        small: dict[str, bytes] = {}
+        state, slots = await asyncio.to_thread(self._reduced, entry, shared, order, known, small)
         await claim(self._db, self._blobs, known)
 
         def make(now: State, at_s: float) -> Reduced | None:
@@ -117,14 +148,19 @@ class Results:
             return Reduced(at_s=at_s, number=order.number, shared=state)
 
         def write(connection: sa.Connection, _: Book) -> None:
-            journal.change(connection, entry.id, slots=bytes.fromhex(slots))
+            journal.keep_states(connection, entry.id, small)
+            if slots != entry.slots.hex():
+                journal.change(connection, entry.id, slots=bytes.fromhex(slots))
 
-        return make, write if slots != entry.slots.hex() else None
+        return make, write
 
     def _reduced(
-        self, entry: Entry, shared: str, order: Reduce, known: set[bytes]
+        self, entry: Entry, shared: str, order: Reduce, known: set[bytes], small: dict[str, bytes]
     ) -> tuple[str, str]:
-        """(the next state, the optimizer's) by digest; adds to `known` what was there before."""
+        """(the next state, the optimizer's) by digest.
+
+        Adds to `known` what was there before, and to `small` the bytes that a row is to have.
+        """
         prepared = entry.prepared
         assert prepared is not None
         state = self._read(bytes.fromhex(shared), prepared)
@@ -150,21 +186,29 @@ class Results:
             buffers=buffers(prepared.roles),
         )
         roles = dict(prepared.roles)
-        named = self._written(after, roles, prepared.plan_digest, known)
+        named = self._written(after, roles, prepared.plan_digest, known, small)
         slot_roles = dict.fromkeys(kept, BUFFER)
         if not kept:
             return named, ""
-        return named, self._written(kept, slot_roles, prepared.plan_digest, known)
+        return named, self._written(kept, slot_roles, prepared.plan_digest, known, small)
 
     def _read(self, sha256: bytes, prepared: Prepared) -> dict[str, Array]:
         path = self._blobs.find(sha256)
         return read_state(path, plan=prepared.plan_digest, verified=True)
 
     def _written(
-        self, tensors: dict[str, Array], roles: dict[str, str], plan: str, known: set[bytes]
+        self,
+        tensors: dict[str, Array],
+        roles: dict[str, str],
+        plan: str,
+        known: set[bytes],
+        small: dict[str, bytes],
     ) -> str:
         if sum(x.nbytes for x in tensors.values()) <= INLINE_BYTES:
-            return self._put(encode_state(tensors, roles, plan=plan), known)
+            data = encode_state(tensors, roles, plan=plan)
+            name = self._put(data, known)
+            small[name] = data
+            return name
         path = self._blobs.partial / f"{UNFINISHED}{secrets.token_hex(8)}"
         try:
             write_state(path, tensors, roles, plan=plan)
@@ -177,22 +221,25 @@ class Results:
             path.unlink(missing_ok=True)
 
     def _put(self, data: bytes, known: set[bytes]) -> str:
-        """A small file, made durable with as few syncs as may be."""
-        sha256, disk = hashlib.sha256(data).digest(), self._blobs.disk
-        if self._blobs.has(sha256):
+        """A small file without a sync, for those who read files; a row makes it durable."""
+        sha256 = hashlib.sha256(data).digest()
+        if self._has(sha256, data):
             known.add(sha256)
-            return sha256.hex()
-        path = self._blobs.partial / f"{UNFINISHED}{secrets.token_hex(8)}"
+        else:
+            self._lay(sha256, data)
+        return sha256.hex()
+
+    def _lay(self, sha256: bytes, data: bytes) -> None:
+        """Write a blob whole, for as long as the system runs."""
+        disk, path = self._blobs.disk, self._blobs.partial / f"{UNFINISHED}{secrets.token_hex(8)}"
         try:
             with disk.create(path) as file:
                 file.write(data)
-                disk.sync(file)
-            adopt(self._blobs, path, sha256)
+            disk.replace(path, self._blobs.path(sha256))
         except OSError as error:
             raise refusal(error, f"could not write a state: {error}") from error
         finally:
             path.unlink(missing_ok=True)
-        return sha256.hex()
 
     async def judged(self, entry: Entry, book: Book, order: Judged) -> None:
         """See `live.Worker`: accuracies are in the book already."""
@@ -204,6 +251,8 @@ class Results:
         version = await self._registry.version(spec.model)
         model = self._blobs.find(version.blob)
         state = self._blobs.find(bytes.fromhex(book.state.shared))
+        last = {bytes.fromhex(book.state.shared), entry.slots} - {b""}
+        await asyncio.to_thread(self._make_durable, last)
         async with self._children.finish(model, spec, state, prepared.plan_digest) as made:
             blob = await asyncio.to_thread(self._blobs.put_file, made.path)
         await claim(self._db, self._blobs, {blob})
@@ -224,6 +273,7 @@ class Results:
             return Finished(at_s=at_s) if now.phase is Phase.FINISHING else None
 
         def write(connection: sa.Connection, _: Book) -> None:
+            journal.keep_states(connection, entry.id, {})
             registered = self._registry.insert(connection, push, made.digest, entry.started_by)
             journal.change(connection, entry.id, result=str(registered))
 

@@ -3,7 +3,8 @@
 The real federation, its spool, its live run and its journal; played are devices, which send what
 they are asked for. The files are on a disk that forgets; the database is one that keeps what it
 committed and nothing else. What was acknowledged is there after a cut, and so is every file that
-the journal names, and the run goes on to the very states of an undisturbed one.
+the journal names, or its row, and the run goes on to the very states of an undisturbed one.
+Updates are uploaded, or come within their contributions; together, or one after another.
 """
 
 import asyncio
@@ -16,20 +17,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 from tests.cloud.federation.given import POPULATION, spec
 from tests.faults.crash_disk import PowerCut
 from tests.faults.cuts import Forgetful, cuts, on, plugged
 from tests.faults.lab import OVER
 
-from triplane.cloud.federation import journal
+from triplane.cloud.federation import journal, live, results
 from triplane.cloud.federation.federation import Federation
 from triplane.cloud.federation.journal import Entry, Prepared
 from triplane.cloud.federation.spec import filled
+from triplane.cloud.federation.tables import SMALL
 from triplane.cloud.registry.conversions import Conversions
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.errors import Corrupt
+from triplane.proto.errors import Corrupt, NotFound
 from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.algorithms import algorithm
 from triplane.unified_ir.federated.core.files import write_state, write_update
@@ -63,7 +66,10 @@ class Cut(Database):
 
 @dataclass
 class Story:
-    """A cloud's two folders, and what its devices know. acknowledged: updates by lease."""
+    """A cloud's two folders, and what its devices know. acknowledged: updates by lease.
+
+    inline: updates come within their contributions. rows: small updates and states of the database.
+    """
 
     folder: Path
     given: "Given"
@@ -71,6 +77,8 @@ class Story:
     copies: int = 0
     acknowledged: dict = field(default_factory=dict)
     read: Any = None  # what the database says, until the next life
+    inline: bool = False
+    rows: dict = field(default_factory=dict)
 
     @property
     def url(self):
@@ -144,13 +152,31 @@ class Story:
             assert not run.refusals.reasons, run.refusals.reasons
             if sum(r.counted == len(NAMES) for r in run.rounds) >= ROUNDS and run.round > ROUNDS:
                 return True
-            for name in NAMES:
-                for task in federation.work_of(name).tasks:
-                    await self._contribute(federation, name, task)
+            if run.round % 2:
+                await asyncio.gather(*(self._work(federation, name) for name in NAMES))
+            else:
+                for name in NAMES:
+                    await self._work(federation, name)
             await moved.wait()
+
+    async def _work(self, federation, name):
+        for task in federation.work_of(name).tasks:
+            await self._contribute(federation, name, task)
 
     async def _contribute(self, federation, name, task):
         content = self.given.updates[task.lease.hex()]
+        blob = pb.Blob(sha256=sha256(content), size=len(content))
+        told = pb.Update(blob=blob, examples=10, loss=0.5, seconds=0.1)
+        if self.inline:
+            told.inline = content
+        else:
+            await self._upload(federation, name, content)
+        await federation.take(
+            name, pb.Contribution(run=task.run, round=task.round, lease=task.lease, update=told)
+        )
+        self.acknowledged[task.lease.hex()] = sha256(content).hex()
+
+    async def _upload(self, federation, name, content):
         folder = await federation.folder_for(name, sha256(content), len(content))
         if not folder.has(sha256(content)):
             with folder.receive(sha256(content), len(content)) as receiving:
@@ -158,12 +184,6 @@ class Story:
                     receiving.write(content[receiving.stored : cut])
                     receiving.sync()
                 receiving.finish()
-        blob = pb.Blob(sha256=sha256(content), size=len(content))
-        told = pb.Update(blob=blob, examples=10, loss=0.5, seconds=0.1)
-        await federation.take(
-            name, pb.Contribution(run=task.run, round=task.round, lease=task.lease, update=told)
-        )
-        self.acknowledged[task.lease.hex()] = sha256(content).hex()
 
     def check(self, root):
         """What was acknowledged is journaled; what the journal names is there, whole."""
@@ -172,18 +192,31 @@ class Story:
         assert self.acknowledged.items() <= arrived.items()
         named = [entry.prepared.plan, entry.prepared.state, book.state.shared, entry.slots.hex()]
         for name in filter(None, named):
-            assert sha256((root / "blobs" / name).read_bytes()).hex() == name
+            assert self._is_there(root / "blobs" / name)
         for lease in book.state.round.leases if book.state.round else ():
             if lease.update:
-                path = root / "federation" / "updates" / lease.update.blob
-                assert sha256(path.read_bytes()).hex() == lease.update.blob
+                assert self._is_there(root / "federation" / "updates" / lease.update.blob)
+
+    def _is_there(self, path):
+        """In its row, or as a durable file."""
+        content = self.rows.get(path.name)
+        return sha256(content or path.read_bytes()).hex() == path.name
 
     def journaled(self):
         if self.read is None:
             with contextlib.closing(Database.open(self.url)) as database:
                 ((entry, book),) = database.read_now(lambda c: journal.find(c, RUN))
                 self.read = entry, book, database.read_now(lambda c: journal.events(c, RUN))
+                self.rows = database.read_now(rows_of)
         return self.read
+
+
+def rows_of(connection):
+    """Small updates and states, by SHA-256 in hexadecimal."""
+    updates = connection.execute(sa.select(SMALL.c.sha256, SMALL.c.data))
+    return {row.sha256.hex(): row.data for row in updates} | {
+        sha256.hex(): data for sha256, data in journal.kept_states(connection).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -242,20 +275,20 @@ class Given:
         return story
 
 
-def stories(quick_folder):
+def stories(quick_folder, *, inline=False):
     """What begins a story on a home; it must come to the states of an undisturbed one."""
     folder = quick_folder / "given"
     folder.mkdir()
     given, calm_home = Given.make(folder), quick_folder / "calm"
     calm_home.mkdir()
-    calm = given.begin(calm_home, folder / "calm")
+    calm = replace(given.begin(calm_home, folder / "calm"), inline=inline)
     with on(Forgetful(calm_home)):
         calm.live(calm_home)
     expected = calm.states()
     assert len(expected) == ROUNDS
 
     def begin(root):
-        made = given.begin(root, folder / root.name)
+        made = replace(given.begin(root, folder / root.name), inline=inline)
         made.expected = expected
         return made
 
@@ -268,10 +301,33 @@ def play(quick_folder):
 
 
 @pytest.mark.slow
-def test_power_cuts_and_kills_leave_what_was_acknowledged_and_what_is_journaled(quick_folder, play):
+@pytest.mark.parametrize("inline", [False, True])
+def test_power_cuts_and_kills_leave_what_was_acknowledged_and_what_is_journaled(
+    quick_folder, inline
+):
+    play = stories(quick_folder, inline=inline)
     operations, made, kills = cuts(quick_folder, play, points=POINTS, seed=1)
-    assert 50 < operations <= made
+    assert 20 < operations <= made
     assert kills == POINTS // 2
+
+
+@pytest.fixture
+def large_states(monkeypatch):
+    """Every state is one that goes to a file of its own."""
+    monkeypatch.setattr(results, "INLINE_BYTES", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("large_states")
+def test_power_cuts_and_kills_leave_large_states_whole(quick_folder, play):
+    operations, made, _ = cuts(quick_folder, play, points=POINTS // 2, seed=1)
+    assert operations > 50
+    assert made == 3 * (POINTS // 2)
+
+
+def check_found(quick_folder, play, **options):
+    with pytest.raises((AssertionError, Corrupt, FileNotFoundError, NotFound)):
+        cuts(quick_folder, play, points=10 * POINTS, seed=1, **options)
 
 
 @pytest.mark.slow
@@ -280,12 +336,45 @@ def test_power_cuts_and_kills_leave_what_was_acknowledged_and_what_is_journaled(
     [
         ("sync", ""),
         ("sync_folder", ""),
-        ("sync", "blobs/partial"),
         ("sync", "federation/updates/partial"),
-        ("sync_folder", "blobs"),
         ("sync_folder", "federation/updates"),
     ],
 )
 def test_the_search_finds_a_sync_that_the_cloud_leaves_out(quick_folder, play, method, folder):
-    with pytest.raises((AssertionError, Corrupt, FileNotFoundError)):
-        cuts(quick_folder, play, points=10 * POINTS, seed=1, forgets=(method, folder))
+    check_found(quick_folder, play, forgets=(method, folder))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("large_states")
+@pytest.mark.parametrize(
+    ("method", "folder"), [("sync", "blobs/partial"), ("sync_folder", "blobs")]
+)
+def test_the_search_finds_a_sync_of_a_large_state_that_is_left_out(
+    quick_folder, play, method, folder
+):
+    check_found(quick_folder, play, forgets=(method, folder))
+
+
+@pytest.mark.slow
+def test_the_search_finds_a_small_state_whose_row_is_left_out(quick_folder, play, monkeypatch):
+    monkeypatch.setattr(journal, "keep_states", lambda *_: None)
+    check_found(quick_folder, play)
+
+
+@pytest.mark.slow
+def test_the_search_finds_a_small_state_that_is_not_written_again(quick_folder, play, monkeypatch):
+    monkeypatch.setattr(results.Results, "_restore", lambda *_: None)
+    check_found(quick_folder, play)
+
+
+@pytest.mark.slow
+def test_the_search_finds_an_acknowledgement_before_the_commit(quick_folder, monkeypatch):
+    def answered(run, batch):
+        folded(run, batch)
+        for put in batch:
+            live._answer(put, run.book)
+
+    play = stories(quick_folder, inline=True)
+    folded = live.LiveRun._fold
+    monkeypatch.setattr(live.LiveRun, "_fold", answered)
+    check_found(quick_folder, play)

@@ -1,0 +1,274 @@
+"""What shares a commit in a live run, and that nothing is acknowledged before its own."""
+
+import asyncio
+import contextlib
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from tests.cloud.federation.given import spec
+from tests.cloud.federation.test_journal import PREPARED, entry
+
+from triplane.cloud.federation import journal, live
+from triplane.cloud.federation.live import LiveRun
+from triplane.cloud.federation.spec import filled
+from triplane.cloud.store import Database
+from triplane.proto.disk import NoRoom
+from triplane.proto.errors import Unavailable
+from triplane.unified_ir.federated.core.rules import lease_of
+from triplane.unified_ir.federated.core.run import (
+    NEWEST_RULES,
+    Arrived,
+    Joined,
+    Phase,
+    Reduced,
+    Update,
+)
+
+DEADLINE_S = 60.0
+NAMES = ("ann", "bob")
+
+
+def digest(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+class Counted(Database):
+    """commits: writes that were asked for. opened: set while they may go on."""
+
+    commits = 0
+    opened: Any = None
+    fails: Any = None
+
+    async def write(self, work):
+        if self.opened is not None:
+            await self.opened.wait()
+        if self.fails is not None:
+            error, self.fails = self.fails, None
+            raise error
+        self.commits += 1
+        return await super().write(work)
+
+
+@dataclass
+class Reducer:
+    """The next state is the digest of the updates' bytes; `settled` is what a worker is told."""
+
+    run: Any = None
+    orders: list = field(default_factory=list)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    leases: list = field(default_factory=list)
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def reduce(self, entry, book, order):
+        self.orders.append(order)
+        self.begun.set()
+        await self.opened.wait()
+        state = digest("".join(x.update.blob for x in order.leases).encode())
+
+        def make(now, at_s):
+            if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
+                return None
+            return Reduced(at_s=at_s, number=order.number, shared=state)
+
+        return make, None
+
+    async def judged(self, entry, book, order):
+        pass
+
+    async def finish(self, entry, book):
+        raise AssertionError
+
+    def settled(self, old, new, before, after):
+        closed, at_hand = before.state.round, after.state.round
+        if closed is not None and (at_hand is None or at_hand.number != closed.number):
+            self.leases.append(closed.leases)
+
+    def tell(self, device):
+        pass
+
+    def moved_now(self, *, over):
+        self.moved.set()
+
+
+@dataclass
+class Played:
+    database: Any
+    worker: Reducer
+    run: LiveRun
+
+    def arriving(self, name, data):
+        """A contribution of a device to its open lease, on its way."""
+        state = self.run.book.state
+        lease = lease_of(state, name).id
+        update = Update(blob=digest(data), size=len(data), examples=4, loss=0.5, seconds=1.0)
+
+        def make(_, at_s):
+            return Arrived(at_s=at_s, device=name, lease=lease, update=update)
+
+        return asyncio.ensure_future(self.run.put(make, data))
+
+    def rows(self):
+        run = self.run.entry.id
+        named = [digest(b"ann 1"), digest(b"bob 1")]
+        return [
+            self.database.read_now(lambda c, n=n: journal.kept(c, run, bytes.fromhex(n)))
+            for n in named
+        ]
+
+    def journaled(self):
+        return self.database.read_now(lambda c: journal.events(c, self.run.entry.id))
+
+
+def played(tmp_path, tell, *, open_=True):
+    """Run `tell(played)` on a run of two devices whose first round is open; what it returns."""
+
+    async def story():
+        async with asyncio.timeout(DEADLINE_S):
+            opened = Counted.open(f"sqlite:///{tmp_path / 'cloud.db'}")
+            with contextlib.closing(opened) as database:
+                asked = filled(spec(model="tiny@1", rounds=3))
+                prepared = replace(PREPARED, rules=NEWEST_RULES)
+                made = entry(spec=asked, prepared=prepared)
+                database.write_now(lambda c: journal.begin(c, made))
+                database.write_now(lambda c: journal.prepare(c, made.id, prepared))
+                worker = Reducer()
+                run = LiveRun(database, made, journal.first_book(made), worker, worker, lambda: 2.0)
+                run.start()
+                try:
+                    for name in NAMES:
+                        await run.put(joined(name))
+                    if open_:
+                        worker.opened.set()
+                    found: Any = database
+                    found.commits = 0
+                    return await tell(Played(found, worker, run))
+                finally:
+                    await run.stop()
+
+    return asyncio.run(story())
+
+
+def joined(name):
+    return lambda _, at_s: Joined(at_s=at_s, device=name, examples=10)
+
+
+async def until_round(played, number):
+    while (found := played.run.book.state.round) is None or found.number < number:
+        played.worker.moved.clear()
+        await played.worker.moved.wait()
+
+
+def test_a_round_whose_updates_come_together_is_one_commit_and_leaves_no_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "HOLD_S", DEADLINE_S)
+
+    async def tell(it):
+        told = await asyncio.gather(it.arriving("ann", b"ann 1"), it.arriving("bob", b"bob 1"))
+        await until_round(it, 2)
+        assert [book.state.turn for book in told] == [(2, False)] * 2
+        assert [x.update is not None for x in it.worker.leases[0]] == [True, True]
+        return it.database.commits, it.rows(), [type(e) for e in it.journaled()]
+
+    commits, rows, kinds = played(tmp_path, tell)
+    assert commits == 1
+    assert rows == [None, None]
+    assert kinds == [Joined, Joined, Arrived, Arrived, Reduced]
+
+
+def test_an_update_is_acknowledged_only_once_its_commit_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(live, "HOLD_S", DEADLINE_S)
+
+    async def tell(it):
+        it.database.opened = asyncio.Event()
+        coming = [it.arriving("ann", b"ann 1"), it.arriving("bob", b"bob 1")]
+        await it.worker.begun.wait()
+        again = it.arriving("ann", b"ann 1")  # sent again by a device that came back
+        for _ in range(100):
+            await asyncio.sleep(0)
+        before = [put.done() for put in (*coming, again)]
+        assert it.run.book.state.round.number == 1, "people see what is committed"
+        it.database.opened.set()
+        await asyncio.gather(*coming, again)
+        return before
+
+    assert played(tmp_path, tell) == [False, False, False]
+
+
+def test_an_update_does_not_wait_for_a_device_that_stays_away(tmp_path):
+    async def tell(it):
+        book = await it.arriving("ann", b"ann 1")
+        assert book.state.phase is Phase.COLLECTING
+        return it.database.commits, it.rows()
+
+    assert played(tmp_path, tell) == (1, [b"ann 1", None])
+
+
+def test_a_long_reduction_does_not_hold_updates_back(tmp_path):
+    async def tell(it):
+        told = await asyncio.gather(it.arriving("ann", b"ann 1"), it.arriving("bob", b"bob 1"))
+        assert {book.state.phase for book in told} == {Phase.REDUCING}
+        rows = it.rows()
+        it.worker.opened.set()
+        await until_round(it, 2)
+        return rows, it.rows(), len(it.worker.orders)
+
+    found = played(tmp_path, tell, open_=False)
+    assert found == ([b"ann 1", b"bob 1"], [None, None], 1)
+
+
+def test_a_result_of_updates_that_were_not_committed_is_dropped(tmp_path, monkeypatch):
+    """The database is full; other updates come when there is room again."""
+    monkeypatch.setattr(live, "RETRY_S", 0.0)
+    monkeypatch.setattr(live, "HOLD_S", DEADLINE_S)
+
+    async def tell(it):
+        it.database.fails = NoRoom("the database has no room")
+        first = [it.arriving("ann", b"ann 1"), it.arriving("bob", b"bob 1")]
+        for put in first:
+            with pytest.raises(Unavailable, match="no room"):
+                await put
+        assert it.run.book.state.phase is Phase.COLLECTING
+        assert it.run.waits
+        await asyncio.gather(it.arriving("ann", b"ann 2"), it.arriving("bob", b"bob 2"))
+        await until_round(it, 2)
+        assert not it.run.waits
+        return it.run.book.state.shared, it.journaled()
+
+    shared, events = played(tmp_path, tell)
+    assert shared == digest((digest(b"ann 2") + digest(b"bob 2")).encode())
+    assert [e.shared for e in events if isinstance(e, Reduced)] == [shared]
+
+
+def test_a_reduction_of_committed_updates_counts_though_its_own_commit_was_refused(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(live, "RETRY_S", 0.0)
+
+    async def tell(it):
+        await asyncio.gather(it.arriving("ann", b"ann 1"), it.arriving("bob", b"bob 1"))
+        it.database.fails = NoRoom("the database has no room")
+        it.worker.opened.set()
+        await until_round(it, 2)
+        return len(it.worker.orders)
+
+    assert played(tmp_path, tell, open_=False) == 1
+
+
+def test_who_is_held_when_the_run_ends_with_the_process_is_told_to_come_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(live, "HOLD_S", DEADLINE_S)
+
+    async def tell(it):
+        held = it.arriving("ann", b"ann 1")
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(it.run._ahead.puts) == 1
+        await it.run.stop()
+        with pytest.raises(Unavailable, match="stopping"):
+            await held
+        return it.journaled()
+
+    assert [type(e) for e in played(tmp_path, tell)] == [Joined, Joined]
