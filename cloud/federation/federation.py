@@ -67,7 +67,9 @@ MAX_LISTED: Final = 200
 KEPT_ENDED: Final = 16
 """Ended runs whose settlements devices are still told unasked."""
 MAX_TOLD: Final = 32
-"""Tasks, and settlements, in one document: a device refuses more than 64."""
+"""Tasks in one document: a device refuses more than 64."""
+MAX_SETTLED: Final = 64
+"""Settlements in one document, at most two of a run; a device refuses more."""
 
 Turn = tuple[int, bool, int]
 """(number, whether it evaluates, attempt) of a round."""
@@ -81,10 +83,13 @@ def _nobody(model: str) -> None:
 
 @dataclass(slots=True)
 class _Device:
-    """A device with an open stream. answers: to contributions that no live run settles."""
+    """A device with an open stream.
+
+    answers: to contributions that no live run settles, by run and lease.
+    """
 
     offer: pb.Offer | None = None
-    answers: dict[str, pb.Settlement] = field(default_factory=dict)
+    answers: dict[tuple[str, bytes], pb.Settlement] = field(default_factory=dict)
 
 
 class Federation:
@@ -487,9 +492,9 @@ class Federation:
         book = await self._last_book(told.run)
         member = book.state.members.get(name) if book else None
         answer = pb.Settlement(run=told.run, lease=told.lease, reason="its run is over")
-        if member and member.settled and member.settled.lease == told.lease.hex():
-            answer = messages.settlement(told.run, member.settled)
-        self._devices.setdefault(name, _Device()).answers = {told.run: answer}
+        known = messages.settlements(told.run, member) if member else []
+        answers = {(told.run, told.lease): answer, **{(x.run, x.lease): x for x in known}}
+        self._devices.setdefault(name, _Device()).answers = answers
         self.tell(name)
 
     async def _last_book(self, run: str) -> Book | None:
@@ -515,18 +520,19 @@ class Federation:
     def work_of(self, name: str) -> pb.Work:
         """All the device shall do now, and what became of what it did."""
         work, now_s = pb.Work(), self._clock()
-        answers: dict[str, pb.Settlement] = {}
+        answers: dict[tuple[str, bytes], pb.Settlement] = {}
         for run in self._runs.values():
             state = run.book.state
             member = state.members.get(name)
-            if member is not None and member.settled is not None:
-                answers[run.entry.id] = messages.settlement(run.entry.id, member.settled)
+            if member is not None:
+                known = messages.settlements(run.entry.id, member)
+                answers |= {(x.run, x.lease): x for x in known}
             if self._is_told(run, name) and len(work.tasks) < MAX_TOLD:
                 files = self._files(run, name, inline=not work.tasks)
                 work.tasks.append(messages.task_message(run.entry, state, name, files, now_s))
         if name in self._devices:
-            answers |= self._devices[name].answers
-        work.settled.extend(list(answers.values())[-MAX_TOLD:])
+            answers = {**self._devices[name].answers, **answers}
+        work.settled.extend(list(answers.values())[-MAX_SETTLED:])
         return work
 
     def _is_told(self, run: LiveRun, name: str) -> bool:

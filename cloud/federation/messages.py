@@ -191,8 +191,21 @@ def task_message(entry: Entry, state: State, device: str, files: Files, now_s: f
     return task
 
 
-def settlement(run: str, settled: Settled) -> pb.Settlement:
-    """What became of the device's newest contribution to a run."""
+def settlements(run: str, member: Member) -> list[pb.Settlement]:
+    """What became of the device's newest contribution to a run, and the newest that counted.
+
+    The device may have heard of neither: it may have left before it was told of the one that
+    counted, and have lost a lease since.
+    """
+    newest = member.settled
+    counted = member.counted_lease
+    found = [] if newest is None else [_settlement(run, newest)]
+    if counted and (newest is None or newest.lease != counted):
+        found.insert(0, _settlement(run, Settled(lease=counted, counted=True)))
+    return found
+
+
+def _settlement(run: str, settled: Settled) -> pb.Settlement:
     return pb.Settlement(
         run=run, lease=bytes.fromhex(settled.lease), counted=settled.counted, reason=settled.reason
     )

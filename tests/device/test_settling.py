@@ -443,3 +443,15 @@ def test_a_device_whose_updates_imply_nothing_makes_nothing_durable_and_learns_t
     assert not found
     assert second.blob.size > 0
     assert (again.blob, again.inline, again.loss) == (second.blob, second.inline, second.loss)
+
+
+def test_what_counted_takes_effect_though_a_later_lease_was_lost_meanwhile(tmp_path):
+    """The device was away when its update counted and when its next lease ended."""
+
+    async def tell(stage):
+        await learnt(stage, 1)
+        lost = [settlement(1, counted=True), settlement(2, counted=False)]
+        await learnt(stage, 3, *lost)
+        return memory(tmp_path).personal(RUN).tensors["head"].tolist()
+
+    assert story_of(tmp_path, tell) == [3, 3]

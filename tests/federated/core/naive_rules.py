@@ -478,6 +478,7 @@ def _settle(state: State, lease: Lease) -> tuple[State, Effects]:
         declined=member.declined + (lease.outcome is Outcome.DECLINED),
         why=member.why if counted else _tallied(member.why, lease.reason),
         settled=Settled(lease=lease.id, counted=counted, reason=lease.reason),
+        counted_lease=lease.id if counted else member.counted_lease,
     )
     if lease.outcome in {Outcome.COUNTED, Outcome.DECLINED, Outcome.REFUSED}:
         member = replace(member, missed=0, rests_until=0)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.federated.core import naive_rules
 
 from triplane.cloud.federation.coding import from_json, to_json
+from triplane.cloud.federation.messages import settlements
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core import rules
 from triplane.unified_ir.federated.core.rules import (
@@ -761,3 +762,44 @@ def test_cost_of_an_event_does_not_grow_with_the_number_of_devices():
     for kind, few in small.items():
         assert large[kind] < 1.5 * few, kind
         assert naive[1][kind] > 3 * naive[0][kind], "the count sees what grows"
+
+
+@pytest.mark.slow
+@given(events(), st.integers(3, 5), st.integers(RULES_OF_OLD, NEWEST_RULES))
+def test_a_device_is_always_told_of_its_newest_update_that_counted(found, asked, version):
+    """Whatever became of later leases, and whatever stray contributions came since."""
+    state: Any = fresh(plan(asked=asked), version)
+    counted: dict[str, str] = {}
+    for event in found:
+        state, _ = step(state, event)
+        if isinstance(event, Arrived | Answered | Scored):
+            member = state.members.get(event.device)
+            settled = member.settled if member else None
+            if settled and settled.counted and settled.lease == event.lease:
+                counted[event.device] = event.lease
+        for device, lease in counted.items():
+            told_ = [(x.lease.hex(), x.counted) for x in settlements("r1", state.members[device])]
+            assert (lease, True) in told_
+
+
+def test_an_update_that_counted_is_told_of_after_the_next_lease_was_lost():
+    """A device that went away before it heard of it, and came back after patience."""
+    state, _ = begun()
+    first = open_lease(state, "ada").id
+    state, _ = all_arrive(state)
+    state, _ = step(state, Reduced(at_s=2.0, number=1, shared="s1"))
+    second = open_lease(state, "ada").id
+    state, _ = step(state, Left(at_s=3.0, device="ada"))
+    state, _ = step(state, Tick(at_s=9.0))
+    found = {x.lease.hex(): x.counted for x in settlements("r1", state.members["ada"])}
+    assert found == {first: True, second: False}
+
+
+def test_an_update_that_counted_is_told_of_after_a_stray_one():
+    state, _ = begun()
+    first = open_lease(state, "ada").id
+    state, _ = all_arrive(state)
+    stray = Arrived(at_s=2.0, device="ada", lease="ab" * 16, update=update("ada"))
+    state, _ = step(state, stray)
+    found = {x.lease.hex(): x.counted for x in settlements("r1", state.members["ada"])}
+    assert found == {first: True, "ab" * 16: False}

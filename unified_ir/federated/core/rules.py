@@ -528,6 +528,7 @@ def _settle(state: State, lease: Lease) -> tuple[State, tuple[Tell, ...]]:
         settled=Settled(lease=lease.id, counted=counted, reason=lease.reason),
         missed=0 if lease.outcome in ANSWERED else member.missed,
         rests_until=0 if lease.outcome in ANSWERED else member.rests_until,
+        counted_lease=lease.id if counted else member.counted_lease,
     )
     return _with(_put(state, lease), member), (Tell(lease.device),)
 

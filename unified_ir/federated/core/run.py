@@ -107,6 +107,7 @@ class Member:
     dropped: contributions that did not count, `declined` of them by the device itself. why: how
     often by reason, the first few reasons of the run. missed: deadlines in a row that passed while
     it said nothing; rests_until: number of the round from which on it is drawn like others again.
+    settled: of the newest contribution; counted_lease: of the newest that counted, or empty.
     """
 
     device: str
@@ -122,6 +123,7 @@ class Member:
     why: Mapping[str, int] = field(default_factory=dict)
     missed: int = 0
     rests_until: int = 0
+    counted_lease: str = ""
 
 
 def _draws(member: Member) -> tuple[int, str] | None:
