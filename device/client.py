@@ -19,7 +19,7 @@ from triplane.device.home import DEFAULT_HOME, DeviceHome, Settings
 from triplane.device.runner import InProcessRunner, TaskRunner
 from triplane.device.samples import Source, shard_of
 from triplane.device.stopping import DeadlineExceeded, Stop, Withdrawn
-from triplane.device.tasks import Orders, Task, declined, orders_of
+from triplane.device.tasks import MAX_REASON_CHARS, Orders, Task, declined, orders_of
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect_aio
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
@@ -244,11 +244,12 @@ class _Working:
         self._home, self._settings, self._runner = home, settings, runner
         self._name = home.enrolled.name
         self._offered = offer
+        self._telling: asyncio.Task[None] | None = None
         self._session = SessionClient(
             lambda: connect_aio(home.identity),
             self._on_message,
             software=SOFTWARE,
-            greeting=lambda: offer,
+            greeting=lambda: self._offered,
         )
         self._orders = self._settled = _NO_ORDERS
         self._changed = asyncio.Event()
@@ -270,6 +271,7 @@ class _Working:
             for task in done:
                 task.result()
         finally:
+            tasks += [self._telling] if self._telling else []
             for task in tasks:
                 task.cancel()
             if self._doing:
@@ -322,10 +324,12 @@ class _Working:
                 await self._settle(orders)
                 contribution = await self._next(orders)
                 wait_s = FIRST_WAIT_S
+                self._tell_waits("")
             except Withdrawn:
                 continue
             except Unavailable as error:
                 logger.info("task waits", extra={"reason": str(error), "seconds": wait_s})
+                self._tell_waits(str(error))
                 await self._pause(wait_s)
                 wait_s = min(2 * wait_s, MAX_WAIT_S)
                 continue
@@ -333,6 +337,25 @@ class _Working:
                 await self._changed.wait()
             else:
                 await self._contribute(contribution)
+
+    def _tell_waits(self, reason: str) -> None:
+        """Offer ourselves again where it changed why we cannot work, so that people see it."""
+        cut = reason[:MAX_REASON_CHARS]
+        if cut == self._offered.waits:
+            return
+        offer = pb.Offer()
+        offer.CopyFrom(self._offered)
+        offer.waits = cut
+        self._offered = offer
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell_offer())
+
+    async def _tell_offer(self) -> None:
+        """Send the offer until the newest one is acknowledged."""
+        told = None
+        while told is not self._offered:
+            told = self._offered
+            await self._session.send(told)
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -396,6 +396,7 @@ class Member(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     DECLINED_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
     device: _builtins.str
     connected: _builtins.bool
     examples: _builtins.int
@@ -405,6 +406,8 @@ class Member(_message.Message):
     """Why its newest contribution did not count; empty where it did."""
     declined: _builtins.int
     """Tasks it declined; part of `dropped`."""
+    waits: _builtins.str
+    """Why it cannot work at the moment, as its offer says."""
     @_builtins.property
     def score(self) -> Global___Score:
         """Newest evaluation of this device."""
@@ -425,10 +428,11 @@ class Member(_message.Message):
         reason: _builtins.str = ...,
         declined: _builtins.int = ...,
         why: _abc.Iterable[Global___Dropped] | None = ...,
+        waits: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "counted", b"counted", "declined", b"declined", "device", b"device", "dropped", b"dropped", "examples", b"examples", "reason", b"reason", "score", b"score", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "counted", b"counted", "declined", b"declined", "device", b"device", "dropped", b"dropped", "examples", b"examples", "reason", b"reason", "score", b"score", "waits", b"waits", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -743,6 +747,7 @@ class Offer(_message.Message):
     HELD_OUT_FIELD_NUMBER: _builtins.int
     SOFTWARE_FIELD_NUMBER: _builtins.int
     APP_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
     population: _builtins.str
     examples: _builtins.int
     held_out: _builtins.int
@@ -750,6 +755,10 @@ class Offer(_message.Message):
     software: _builtins.str
     app: _builtins.bool
     """It has a ClientApp of Flower to answer with."""
+    waits: _builtins.str
+    """Why it cannot work at the moment and tries again, such as a full disk; empty where it can. For
+    people only: it is shown while the stream is open, and not written down.
+    """
     def __init__(
         self,
         *,
@@ -758,10 +767,11 @@ class Offer(_message.Message):
         held_out: _builtins.int = ...,
         software: _builtins.str = ...,
         app: _builtins.bool = ...,
+        waits: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["app", b"app", "examples", b"examples", "held_out", b"held_out", "population", b"population", "software", b"software"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["app", b"app", "examples", b"examples", "held_out", b"held_out", "population", b"population", "software", b"software", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

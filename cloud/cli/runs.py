@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from triplane.cloud.cli.text import age, duration, enum_text, shown, size, table
@@ -105,7 +105,7 @@ def member_row(member: Member) -> tuple[str, ...]:
         dropped_text(member),
         f"{member.score.before:.1%}" if scored else "",
         f"{member.score.after:.1%}" if scored else "",
-        cut(why_text(member)),
+        cut(f"waits: {member.waits}" if member.waits else why_text(member)),
     )
 
 
@@ -130,9 +130,19 @@ def cut(text: str) -> str:
 
 def dropped(before: Run | None, after: Run) -> list[str]:
     """Why devices' newest contributions did not count, where that is new since `before`."""
-    known = {member.device: member.reason for member in before.members} if before else {}
-    found = [m for m in after.members if m.reason and m.reason != known.get(m.device)]
-    lines = [shown(f"    {m.device}: {cut(m.reason)}") for m in found[:MOST_REASONS]]
+    return _new(before, after, lambda member: member.reason)
+
+
+def waiting(before: Run | None, after: Run) -> list[str]:
+    """Why devices cannot work at the moment, where that is new since `before`."""
+    return _new(before, after, lambda member: f"waits: {member.waits}" if member.waits else "")
+
+
+def _new(before: Run | None, after: Run, text_of: Callable[[Member], str]) -> list[str]:
+    known = {member.device: text_of(member) for member in before.members} if before else {}
+    found = [(m.device, text_of(m)) for m in after.members]
+    found = [(device, text) for device, text in found if text and text != known.get(device)]
+    lines = [shown(f"    {device}: {cut(text)}") for device, text in found[:MOST_REASONS]]
     if len(found) > MOST_REASONS:
         lines.append(f"    and {len(found) - MOST_REASONS} more devices; triplane federate show")
     return lines
@@ -188,6 +198,7 @@ def changes(before: Run | None, after: Run) -> list[str]:
     ]
     if lines:
         lines += dropped(before, after)
+    lines += waiting(before, after)
     if before is None or _standing(before) != _standing(after):
         lines.append(headline(after))
     return lines

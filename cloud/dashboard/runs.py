@@ -79,14 +79,15 @@ def _device_row(member: Member) -> Row:
         "counted": member.counted,
         "dropped": member.dropped,
         "reason": member.reason[:MOST_TEXT_CHARS],
+        "waits": member.waits[:MOST_TEXT_CHARS],
         "before": round(member.score.before, 4) if scored else None,
         "after": round(member.score.after, 4) if scored else None,
     }
 
 
 def _stragglers(members: Iterable[Member]) -> list[Member]:
-    dropped = [member for member in members if member.dropped]
-    return sorted(dropped, key=lambda member: -member.dropped)[:MOST_REASONS]
+    found = [member for member in members if member.dropped or member.waits]
+    return sorted(found, key=lambda m: (not m.waits, -m.dropped))[:MOST_REASONS]
 
 
 def _spread_row(found: Round) -> Row:

@@ -313,7 +313,15 @@ class Federation:
         live = self._runs.get(entry.id)
         down = sum(self._given(live).values()) if live else 0
         waits = live.waits if live else self._no_room.get(entry.id, "")
-        return messages.run_message(entry, book, rounds=rounds, down=down, waits=waits)
+        waiting = self._waits_of_devices() if live and not live.is_over else {}
+        return messages.run_message(
+            entry, book, rounds=rounds, down=down, waits=waits, waiting=waiting
+        )
+
+    def _waits_of_devices(self) -> dict[str, str]:
+        """Why devices with an open stream cannot work at the moment, of those that say so."""
+        offers = {name: device.offer for name, device in self._devices.items()}
+        return {name: shown(o.waits) for name, o in offers.items() if o is not None and o.waits}
 
     # Preparing
 
@@ -425,8 +433,12 @@ class Federation:
             raise InvalidInput(f"a device offers at most {MAX_EXAMPLES} examples")
         if len(offer.software) > MAX_SOFTWARE_CHARS:
             raise InvalidInput(f"software has at most {MAX_SOFTWARE_CHARS} characters")
-        self._devices.setdefault(name, _Device()).offer = offer
+        device = self._devices.setdefault(name, _Device())
+        before, device.offer = device.offer, offer
         self._presence.changed(name)
+        if offer.waits != (before.waits if before else ""):
+            logger.info("device waits", extra={"device": name, "reason": shown(offer.waits)})
+            self._move()
 
     def _write_presence(self, name: str, spend: Callable[[], None]) -> None:
         """See `Presence`."""

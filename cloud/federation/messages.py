@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 from triplane.cloud.federation.book import Book, Spread
@@ -56,12 +58,18 @@ class Files:
 
 
 def run_message(
-    entry: Entry, book: Book | None, *, rounds: bool, down: int = 0, waits: str = ""
+    entry: Entry,
+    book: Book | None,
+    *,
+    rounds: bool,
+    down: int = 0,
+    waits: str = "",
+    waiting: Mapping[str, str] = MappingProxyType({}),
 ) -> pb.Run:
     """A run as people see it.
 
     down: bytes that devices were given in the round at hand. waits: why nothing can be written down
-    at the moment, or empty.
+    at the moment, or empty. waiting: by device, why it cannot work at the moment.
     """
     message = pb.Run(
         id=entry.id,
@@ -76,6 +84,8 @@ def run_message(
     if book is not None:
         _add_state(message, book, rounds=rounds, down=down)
     message.reason = waits or message.reason
+    for member in message.members:
+        member.waits = waiting.get(member.device, "")
     return message
 
 

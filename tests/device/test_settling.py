@@ -1,6 +1,7 @@
 """What a contribution does to the device: nothing until the cloud says that it counted."""
 
 import asyncio
+import errno
 import hashlib
 import logging
 import threading
@@ -455,3 +456,30 @@ def test_what_counted_takes_effect_though_a_later_lease_was_lost_meanwhile(tmp_p
         return memory(tmp_path).personal(RUN).tensors["head"].tolist()
 
     assert story_of(tmp_path, tell) == [3, 3]
+
+
+def offers(stage):
+    return [m for m in stage.heard if isinstance(m, pb.Offer)]
+
+
+def test_a_device_that_waits_for_its_disk_says_so_and_that_it_goes_on(tmp_path, monkeypatch):
+    """The update with its personal tensors cannot be written until there is room."""
+    home, has_room, real = tmp_path / "ann", threading.Event(), OsDisk.sync
+
+    def full(self, file):
+        if not has_room.is_set() and file.name.startswith(str(home / "pending")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(self, file)
+
+    async def tell(stage):
+        monkeypatch.setattr(OsDisk, "sync", full)
+        stage.tell(stage.task(1, learn=INT8))
+        waits = await stage._until(lambda m: isinstance(m, pb.Offer) and bool(m.waits))
+        has_room.set()
+        await stage.contribution(lease(1))
+        await stage._until(lambda _: not offers(stage)[-1].waits)
+        return waits, offers(stage)[-1]
+
+    waits, again = story_of(tmp_path, tell)
+    assert "No space left on device" in waits.waits
+    assert (waits.population, waits.examples) == (again.population, again.examples) == ("labs", 20)

@@ -183,3 +183,13 @@ def test_a_run_and_a_study_have_one_set_of_defaults():
 
 def option_of(verb, name):
     return next(p for p in verb.params if p.name == name)
+
+
+def test_a_device_that_waits_is_told_of_at_once_and_shown_until_it_goes_on():
+    first, second = (pb.Run(id="0" * 16, phase=pb.Run.COLLECTING) for _ in range(2))
+    first.members.add(device="ann", counted=2)
+    second.members.add(device="ann", counted=2, waits="the disk is full\x1b[2J")
+    assert changes(first, second) == ["    ann: waits: the disk is full?[2J"]
+    assert changes(second, second) == []
+    assert "waits: the disk is full?[2J" in run_text(second)
+    assert "waits" not in run_text(first)

@@ -10,6 +10,8 @@ from triplane.cloud.dashboard.rows import (
     rollout_row,
     state_from,
 )
+from triplane.cloud.dashboard.runs import run_row
+from triplane.proto.federation_pb2 import Run
 from triplane.proto.fleet_pb2 import COMMITTED, FAILED, ModelReport, Node, Report, Rollout, Wave
 
 SECTION = st.dictionaries(st.sampled_from("abcdef"), st.dictionaries(st.just("n"), st.integers()))
@@ -94,3 +96,11 @@ def test_a_large_fleet_is_cut_and_counted():
         "connected": (len(nodes) + 1) // 2,
         "due": [],
     }
+
+
+def test_a_device_that_waits_is_named_first_among_those_that_lag():
+    run = Run(id="0" * 16)
+    run.members.add(device="ann", dropped=3, reason="late")
+    run.members.add(device="bob", waits="the disk is full")
+    found = [(row["name"], row["waits"]) for row in run_row(run)["stragglers"]]
+    assert found == [("bob", "the disk is full"), ("ann", "")]

@@ -426,3 +426,30 @@ def test_a_plan_that_finds_no_room_waits_for_it_and_the_run_begins(tmp_path, mon
     told, run = within(story())
     assert told.phase == pb.Run.PREPARING
     assert "full" not in run.reason
+
+
+@pytest.mark.slow
+def test_a_device_that_cannot_work_is_shown_with_its_reason_until_it_can(tmp_path):
+    def waits(run):
+        return {member.device: member.waits for member in run.members}
+
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            federation, offer = cloud.federation, pb.Offer(population=POPULATION, examples=4)
+            run_id = await begun(cloud)
+            for name in ("ann", "bob"):
+                federation.greeting(name)
+                await federation.take(name, offer)
+            await until(cloud, run_id, lambda run: len(run.members) == 2)
+            full = pb.Offer(population=POPULATION, examples=4, waits="no room \x1b[31m")
+            await federation.take("ann", full)
+            told = await until(cloud, run_id, lambda run: any(waits(run).values()))
+            revision = told.revision
+            await federation.take("ann", offer)
+            after = await until(cloud, run_id, lambda run: not any(waits(run).values()))
+            return waits(told), after.revision == revision
+
+    told, unwritten = within(story())
+    assert told == {"ann": "no room ?[31m", "bob": ""}
+    assert unwritten, "what people are shown is no event"
