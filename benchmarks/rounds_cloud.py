@@ -23,7 +23,7 @@ from typing import Any
 from triplane.cloud import __main__ as cloud
 from triplane.cloud.federation import results, spool
 from triplane.cloud.store import writing
-from triplane.proto import disk, transfer
+from triplane.proto import disk
 from triplane.unified_ir.files import container
 
 SPENT: defaultdict[str, float] = defaultdict(float)
@@ -52,7 +52,6 @@ def put_clocks() -> None:
     for owner, name, part in (
         (disk.OsDisk, "sync", "fsync"),
         (disk.OsDisk, "sync_folder", "fsync"),
-        (transfer, "digest_of", "hash"),
         (results, "digest_of", "hash"),
         (container, "_hash", "hash"),
         (results, "reduce", "reduce"),

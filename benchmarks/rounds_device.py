@@ -52,10 +52,7 @@ def samples(path: Path, side: int) -> None:
 def command(side: Ours) -> list[Any]:
     """The process of the one device that was let in."""
     folder = side.family.folder
-    home = folder / "home-of-device"
-    if not home.exists():
-        home.mkdir()
-        (folder / "devices" / "0").rename(home / "identity")
+    home = folder / "devices" / "0"
     data = ["--data", folder / "samples.npz", "--population", POPULATION]
     return [sys.executable, "-m", "triplane.device", home, *data]
 

@@ -2,46 +2,58 @@
 
     python benchmarks/rounds_devices.py FOLDER FIRST LAST
 
-A device fetches the state of its task, keeps the same small change of every number on its disk,
-sends it and says so, and settles it when it is told what became of it; only learning is left out.
+Each is a `FederatedClient` on a home of its own, with all that it does for a task: fetching, plan
+and state, the model that it keeps, writing, sending, acknowledgement and settlement. Only the
+steps of learning and scoring are left out: an update changes every number by the same amount.
 A line of standard input is a number: tasks of rounds up to it are answered. The first task beyond
-it is answered by a line of JSON: seconds spent so far, over all devices, in fetching, encoding,
-uploading, waiting for the acknowledgement, and settling. The end of the input ends the process.
+it is answered by a line of JSON: seconds spent so far, over all devices, in each part of `PARTS`.
+The end of the input ends the process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import contextlib
 import json
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import grpc
 import numpy as np
 
-from triplane.device.memory import UNSYNCED, Facts, Memory, Pending
+from triplane.device import client, desk
+from triplane.device.client import FederatedClient
+from triplane.device.desk import Desk
+from triplane.device.stopping import Stop
+from triplane.device.tasks import Orders, Task
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.channels import connect, connect_aio
-from triplane.proto.errors import TriplaneError
-from triplane.proto.identity import IdentityFolder
-from triplane.proto.stream import SessionClient
-from triplane.proto.transfer import BlobFolder, download, upload
-from triplane.unified_ir.federated.core.files import (
-    encode_update,
-    like_of,
-    read_state,
-    write_update,
-)
+from triplane.unified_ir.federated.core.draws import Array
+from triplane.unified_ir.federated.core.learn import Learned, Learner, Shard, Work
 from triplane.unified_ir.runtime.plan import Plan
 
-STEP = 2.0**-10
+POPULATION: Final = "bench"
+STEP: Final = 2.0**-10
 """A change of zero would leave every round the same state, which then is neither written nor sent.
 """
+PARTS: Final = (
+    (Desk, "_fetch", "fetch"),
+    (Desk, "_assign", "fetch"),
+    (Desk, "_adopt_unmeasured", "model"),
+    (Desk, "_written", "encode"),
+    (Desk, "_offered", "upload"),
+    (Desk, "settle", "settle"),
+)
+"""Methods whose time is added up, with the name of the part."""
 SPENT: defaultdict[str, float] = defaultdict(float)
+UNLEARNED: Final = Shard(
+    {"x": np.zeros((1, 1), np.float32), "y": np.zeros(1, np.int64)},
+    {"x": np.zeros((1, 1), np.float32), "y": np.zeros(1, np.int64)},
+)
+"""Samples that no step looks at."""
 
 
 class Gate:
@@ -68,128 +80,75 @@ class Gate:
             raised.set()
 
 
-class Device:
-    """One device. It learns nothing, and does the rest as a device does."""
+@contextlib.contextmanager
+def spending(part: str) -> Iterator[None]:
+    """Add the time of the block to that of the part."""
+    started_s = time.perf_counter()
+    try:
+        yield
+    finally:
+        SPENT[part] += time.perf_counter() - started_s
 
-    def __init__(self, folder: Path, gate: Gate) -> None:
-        self._folder, self._identity, self._gate = folder, IdentityFolder(folder), gate
-        self._channel: grpc.Channel | None = None
-        self._blobs = BlobFolder(folder / "blobs")
-        self._states = BlobFolder(folder / "blobs", UNSYNCED)
-        self._digests: dict[bytes, str] = {}
-        for name in ("personal", "pending"):
-            (folder / name).mkdir(exist_ok=True)
-        self._memory = Memory(folder / "personal", folder / "pending")
-        self._asked: asyncio.Queue[pb.Work] = asyncio.Queue()
-        self._client = SessionClient(
-            lambda: connect_aio(self._identity), self._asked.put, greeting=self._offer
-        )
 
-    def _offer(self) -> pb.Offer:
-        return pb.Offer(population="bench", examples=1, held_out=1)
+def timed(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, its time added to that of the part."""
 
-    async def live(self) -> None:
-        """Until cancelled."""
-        session = asyncio.create_task(self._client.run())
-        done: set[bytes] = set()
-        try:
-            while True:
-                work = await self._asked.get()
-                await asyncio.to_thread(self._settle, work)
-                for task in work.tasks:
-                    if task.lease not in done:
-                        done.add(task.lease)
-                        await self._gate.passed(task.round)
-                        await self._do(task)
-        finally:
-            session.cancel()
-            await asyncio.gather(session, return_exceptions=True)
+    @wraps(call)
+    def timing(*args: Any, **named: Any) -> Any:
+        with spending(part):
+            return call(*args, **named)
 
-    def _settle(self, work: pb.Work) -> None:
-        """As `device.client.settle`: before the next task, since that implies what counted."""
-        started_s = time.perf_counter()
-        told = {(s.run, s.lease.hex()): s.counted for s in work.settled}
-        going_on = {task.lease.hex() for task in work.tasks}
-        for pending in self._memory.pending():
-            run, lease = pending.facts.run, pending.facts.lease
-            counted = told.get((run, lease))
-            if counted is not None or lease not in going_on:
-                self._memory.settle(pending, counted=bool(counted))
-        SPENT["settle"] += time.perf_counter() - started_s
+    return timing
 
-    async def _do(self, task: pb.Task) -> None:
-        try:
-            told = await asyncio.to_thread(self._done, task)
-        except TriplaneError as error:  # its round is over, or its run
-            print(error, file=sys.stderr)
-            return
-        started_s = time.perf_counter()
-        await self._client.send(told)
-        SPENT["acknowledge"] += time.perf_counter() - started_s
 
-    def _done(self, task: pb.Task) -> pb.Contribution:
-        told = pb.Contribution(run=task.run, round=task.round, lease=task.lease)
-        if task.WhichOneof("work") == "evaluate":
-            told.score.CopyFrom(pb.Score(samples=1, before=0.5, after=0.5))
-            return told
-        if self._channel is None:
-            self._channel = connect(self._identity)
-        marks = [time.perf_counter()]
-        state = self._state(self._channel, task)
-        marks.append(time.perf_counter())
-        pending = self._kept(task, state)
-        marks.append(time.perf_counter())
-        data = self._memory.inline_of(pending, task.inline_bytes) if task.inline_bytes else None
-        if data is None:
-            path = self._memory.bytes_of(pending)
-            blob = pb.Blob(sha256=upload(self._channel, path), size=path.stat().st_size)
-            SPENT["upload"] += time.perf_counter() - marks[-1]
-        else:
-            blob = pb.Blob(sha256=hashlib.sha256(data).digest(), size=len(data))
-        for part, before, after in zip(("fetch", "encode"), marks, marks[1:], strict=False):
-            SPENT[part] += after - before
-        told.update.CopyFrom(
-            pb.Update(blob=blob, examples=1, loss=0.5, seconds=0.0, inline=data or b"")
-        )
-        return told
+def unlearned(
+    _plan: Learner, _work: Work, _shard: Shard, start: Callable[[], Mapping[str, Array]]
+) -> Learned:
+    """In place of `learn`: opens the state once more, as that does."""
+    return Learned({name: np.full_like(x, STEP) for name, x in start().items()}, 1, 0.5)
 
-    def _kept(self, task: pb.Task, state: dict[str, Any]) -> Pending:
-        """An update that implies nothing, held as a device does; see `Desk._written`."""
-        lease = task.lease.hex()
-        facts = Facts(
-            run=task.run, round=task.round, lease=lease, examples=1, loss=0.5, seconds=0.0
-        )  # fmt: skip
-        like = like_of(state)
-        change = {n: np.full(shape, STEP, dtype) for n, (dtype, shape) in like.items()}
-        options: dict[str, Any] = {
-            "run": task.run, "round": task.round, "lease": lease, "compression": "", "keep": 1.0,
-            "seed": 0, "remainder": self._memory.personal(task.run).remainder,
-        }  # fmt: skip
-        if sum(x.nbytes for x in state.values()) <= task.inline_bytes:
-            data, _ = encode_update(change, **options)
-            return self._memory.hold(facts, data)
-        path = self._folder / "pending" / f"{task.run}.new"
-        write_update(path, change, disk=UNSYNCED, **options)
-        return self._memory.hold(facts, path)
 
-    def _state(self, channel: grpc.Channel, task: pb.Task) -> dict[str, Any]:
-        sha256 = task.plan.sha256
-        if sha256 not in self._digests:
-            path = download(channel, sha256, task.plan.size, self._blobs)
-            self._digests[sha256] = Plan.load(path).digest
-        if task.inline_state:
-            return read_state(Path("state"), plan=self._digests[sha256], data=task.inline_state)
-        path = download(channel, task.state.sha256, task.state.size, self._states)
-        state = read_state(path, plan=self._digests[sha256], verified=True)
-        self._blobs.remove(task.state.sha256)
-        return state
+def unscored(_desk: Desk, _plan: Plan, task: Task, _stop: Stop) -> pb.Contribution:
+    """In place of `Desk.score`."""
+    work, lease = task.work, bytes.fromhex(task.lease)
+    score = pb.Score(samples=1, before=0.5, after=0.5)
+    return pb.Contribution(run=work.run, round=work.round, lease=lease, score=score)
+
+
+def prepare(gate: Gate) -> None:
+    """Leave learning out, hold tasks back, and put clocks around the rest."""
+    working: Any = client._Working  # noqa: SLF001 -- the benchmark replaces parts of it
+    names = ("_do", "_contribute")
+    do, contribute = (getattr(working, name) for name in names)
+
+    async def gated(self: Any, task: Task, orders: Orders) -> pb.Contribution:
+        await gate.passed(task.work.round)
+        found: pb.Contribution = await do(self, task, orders)
+        return found
+
+    async def acknowledged(self: Any, contribution: pb.Contribution) -> None:
+        with spending("acknowledge"):
+            await contribute(self, contribution)
+
+    for name, method in zip(names, (gated, acknowledged), strict=True):
+        setattr(working, name, method)
+    module: Any = desk
+    module.learn, module.check_labels = unlearned, lambda _plan, _shard: None
+    module.DOERS = {**desk.DOERS, "evaluate": unscored}
+    for owner, name, part in PARTS:
+        setattr(owner, name, timed(part, getattr(owner, name)))
 
 
 async def main() -> None:
     """Be the devices until the standard input ends."""
     folder, first, last = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     gate = Gate()
-    tasks = [asyncio.create_task(Device(folder / str(n), gate).live()) for n in range(first, last)]
+    prepare(gate)
+    devices = [
+        FederatedClient(folder / str(n), UNLEARNED, population=POPULATION)
+        for n in range(first, last)
+    ]
+    tasks = [asyncio.create_task(device.serve()) for device in devices]
     await gate.follow()
     for task in tasks:
         task.cancel()

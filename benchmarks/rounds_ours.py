@@ -75,7 +75,9 @@ def let_in(home: Home, folder: Path, count: int, address: str) -> None:
         key = private_key()
         name = f"device-{number:05}"
         made = principals.admit_now(certificate_request(key), name, Role.DEVICE)
-        IdentityFolder(folder / f"{number}").save(
+        place = folder / f"{number}"
+        place.mkdir(parents=True)
+        IdentityFolder(place / "identity").save(
             authority=authority.pem, certificate=certificate_pem(made), key=key_pem(key),
             cloud=address,
         )  # fmt: skip

@@ -18,8 +18,9 @@ NAMES: Final = {
 }
 PARTS: Final = {
     "device fetch": "devices: fetch the state, hash, check",
-    "device encode": "devices: encode and write the update",
-    "device upload": "devices: hash and send it, until it is synced",
+    "device model": "devices: keep the newest model",
+    "device encode": "devices: encode the update, and write it where it implies something",
+    "device upload": "devices: hash it, and send it where it is a file",
     "device acknowledge": "devices: until it is acknowledged",
     "device settle": "devices: settle it when it counted",
     "hash": "cloud: hash",
@@ -156,8 +157,9 @@ is of medians of two turns in the same place. The second cloud of ours is the co
 What is not equal:
 
 * Ours has mutual TLS; a digest over every transfer and every file; an update is acknowledged after
-  fsync and commit; a killed cloud goes on to the same bits. Its devices write their update to disk
-  with fsync before it leaves, and what it implies when it counted, and so in this benchmark.
+  fsync and commit; a killed cloud goes on to the same bits. Its devices are the real client, all
+  but the steps of learning. These updates imply no personal state and no remainder, so devices
+  sync nothing in a round (decision 0039); those that do sync them before they leave.
 * Flower's sides have TLS with a certificate of the server's only, no digest of their own over a
   transfer in the gRPC server's case, and nothing of a round on disk, but for the SuperLink's SQLite
   file. Their clients keep the round in memory.
