@@ -152,9 +152,12 @@ def adopted(folder, plan, number, **more):
 def test_states_that_nobody_measured_follow_each_other_without_a_sync(tmp_path, monkeypatch):
     plan, synced = plans.plan(tmp_path), []
     real = OS_DISK.__class__.sync
-    monkeypatch.setattr(
-        OS_DISK.__class__, "sync", lambda self, file: (synced.append(file), real(self, file))
-    )
+
+    def noted(self, file):
+        synced.append(file)
+        real(self, file)
+
+    monkeypatch.setattr(OS_DISK.__class__, "sync", noted)
     for number in (1, 2, 3):
         adopted(tmp_path, plan, number)
         assert Model(tmp_path / "model").choice() == unmeasured(number)

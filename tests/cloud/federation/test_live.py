@@ -101,8 +101,9 @@ class Played:
 
     def arriving(self, name, data):
         """A contribution of a device to its open lease, on its way."""
-        state = self.run.book.state
-        lease = lease_of(state, name).id
+        held = lease_of(self.run.book.state, name)
+        assert held is not None
+        lease = held.id
         update = Update(blob=digest(data), size=len(data), examples=4, loss=0.5, seconds=1.0)
 
         def make(_, at_s):
