@@ -29,6 +29,7 @@ from triplane.cloud.federation.presence import Presence
 from triplane.cloud.federation.results import Results, means
 from triplane.cloud.federation.spec import check_population
 from triplane.cloud.federation.spool import LEASE_BYTES, Spool, shown
+from triplane.cloud.federation.work import Documents
 from triplane.cloud.identity import audit as audit_log
 from triplane.cloud.registry.registry import Audit, Registry
 from triplane.cloud.registry.values import KEY_BYTES
@@ -37,8 +38,6 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
 from triplane.proto.transfer import BlobFolder
-from triplane.unified_ir.federated.core.files import INLINE_BYTES
-from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
     ENDED,
     Answered,
@@ -66,13 +65,6 @@ MAX_EXAMPLES: Final = 1 << 32
 MAX_LISTED: Final = 200
 KEPT_ENDED: Final = 16
 """Ended runs whose settlements devices are still told unasked."""
-MAX_TOLD: Final = 32
-"""Tasks in one document: a device refuses more than 64."""
-MAX_SETTLED: Final = 64
-"""Settlements in one document, at most two of a run; a device refuses more."""
-
-Turn = tuple[int, bool, int]
-"""(number, whether it evaluates, attempt) of a round."""
 Told = Callable[[str, pb.Work], None]
 """Sends a device its document, where it has a stream."""
 
@@ -141,9 +133,7 @@ class Federation:
         self._preparing: dict[str, asyncio.Task[None]] = {}
         self._no_room: dict[str, str] = {}  # why runs without a plan wait
         self._devices: dict[str, _Device] = {}
-        self._down: dict[str, tuple[Turn, dict[str, int]]] = {}
-        self._sizes: dict[str, int] = {}
-        self._states: dict[str, tuple[str, bytes]] = {}  # by run: its shared state, and its bytes
+        self._documents = Documents(self._runs.values, self._flower, blobs, clock)
         self._presence = Presence(self._write_presence)
         self._looks: set[tuple[str, str]] = set()  # (run, device) that a run is about to look at
         self._told: list[Told] = []
@@ -311,7 +301,7 @@ class Federation:
 
     def _message(self, entry: Entry, book: Book | None, *, rounds: bool = True) -> pb.Run:
         live = self._runs.get(entry.id)
-        down = sum(self._given(live).values()) if live else 0
+        down = sum(self._documents.given(live).values()) if live else 0
         waits = live.waits if live else self._no_room.get(entry.id, "")
         waiting = self._waits_of_devices() if live and not live.is_over else {}
         return messages.run_message(
@@ -379,8 +369,7 @@ class Federation:
         ended = [id_ for id_, known in self._runs.items() if known.is_over]
         for forgotten in ended[:-KEPT_ENDED]:
             del self._runs[forgotten]
-            self._down.pop(forgotten, None)
-            self._states.pop(forgotten, None)
+            self._documents.forget(forgotten)
         self._runs[entry.id] = run
         run.start()
 
@@ -497,7 +486,7 @@ class Federation:
         check = self._flower.check_reply if run.entry.spec.flower.app else None
         make = await self.spool.judged(run, name, told, check)
         data = told.update.inline if told.WhichOneof("outcome") == "update" else b""
-        await run.put(weighed(make, self._given(run).get(name, 0)), data)
+        await run.put(weighed(make, self._documents.given(run).get(name, 0)), data)
 
     async def _answer(self, name: str, told: pb.Contribution) -> None:
         """Settle a contribution to a run that is over, from the run's last book."""
@@ -531,31 +520,8 @@ class Federation:
 
     def work_of(self, name: str) -> pb.Work:
         """All the device shall do now, and what became of what it did."""
-        work, now_s = pb.Work(), self._clock()
-        answers: dict[tuple[str, bytes], pb.Settlement] = {}
-        for run in self._runs.values():
-            state = run.book.state
-            member = state.members.get(name)
-            if member is not None:
-                known = messages.settlements(run.entry.id, member)
-                answers |= {(x.run, x.lease): x for x in known}
-            if self._is_told(run, name) and len(work.tasks) < MAX_TOLD:
-                files = self._files(run, name, inline=not work.tasks)
-                work.tasks.append(messages.task_message(run.entry, state, name, files, now_s))
-        if name in self._devices:
-            answers = {**self._devices[name].answers, **answers}
-        work.settled.extend(list(answers.values())[-MAX_SETTLED:])
-        return work
-
-    def _is_told(self, run: LiveRun, name: str) -> bool:
-        """Whether the device has work in the run; a strategy's round begins when it has asked."""
-        state = run.book.state
-        if open_lease(state, name) is None:
-            return False
-        spec = run.entry.spec
-        return not spec.HasField("flower") or (
-            self._flower.message(run.entry.id, state, name) is not None
-        )
+        device = self._devices.get(name)
+        return self._documents.work_of(name, device.answers if device else {})
 
     async def _put(self, run: str, make: Make) -> Book:
         """Have an event happen in a run. NotFound: it is not live."""
@@ -563,62 +529,11 @@ class Federation:
             raise NotFound(f"run {run} is not live")
         return await self._runs[run].put(make)
 
-    def _files(self, run: LiveRun, name: str, *, inline: bool) -> messages.Files:
-        """inline: a device works on one task at a time, so one state in a document is enough."""
-        prepared, state, spec = run.entry.prepared, run.book.state, run.entry.spec
-        assert prepared is not None
-        asked = self._flower.message(run.entry.id, state, name) if spec.flower.app else ""
-        data = self._small_state(run) if inline and not spec.flower.app else b""
-        if data:
-            self._given(run).setdefault(name, len(data))
-        return messages.Files(
-            self._blob(prepared.plan),
-            self._blob(state.shared),
-            self._blob(asked) if asked else None,
-            inline=data,
-            inline_bytes=0 if spec.HasField("flower") else INLINE_BYTES,
-        )
-
-    def _small_state(self, run: LiveRun) -> bytes:
-        """The bytes of the shared state, where they are few; read once a round."""
-        shared = run.book.state.shared
-        known = self._states.get(run.entry.id)
-        if known is None or known[0] != shared:
-            sha256 = bytes.fromhex(shared)
-            small = self._blob(shared).size <= INLINE_BYTES
-            known = shared, self._blobs.find(sha256).read_bytes() if small else b""
-            self._states[run.entry.id] = known
-        return known[1]
-
-    def _blob(self, name: str) -> pb.Blob:
-        sha256 = bytes.fromhex(name)
-        if name not in self._sizes:
-            self._sizes[name] = self._blobs.find(sha256).stat().st_size
-        return pb.Blob(sha256=sha256, size=self._sizes[name])
-
     # Files of devices
 
     def check_readable(self, device: str, blob: bytes) -> None:
         """Raise unless an open task of the device names the blob; InvalidInput."""
-        for run in self._live():
-            state, prepared = run.book.state, run.entry.prepared
-            if open_lease(state, device) is None or prepared is None:
-                continue
-            message = self._flower.message(run.entry.id, state, device)
-            if blob.hex() in {prepared.plan, state.shared, message}:
-                given = self._given(run)
-                given[device] = given.get(device, 0) + self._blob(blob.hex()).size
-                return
-        raise InvalidInput("a device reads the plans and states of its open tasks only")
-
-    def _given(self, run: LiveRun) -> dict[str, int]:
-        """Bytes that devices were given for the round at hand."""
-        found = run.book.state.round
-        turn = (found.number, found.evaluates, found.attempt) if found else (0, False, 0)
-        known = self._down.get(run.entry.id)
-        if known is None or known[0] != turn:
-            known = self._down[run.entry.id] = turn, {}
-        return known[1]
+        self._documents.check_readable(device, blob)
 
     async def folder_for(self, device: str, sha256: bytes, size: int) -> BlobFolder:
         """Where a device's update goes; see `Spool.admit`."""

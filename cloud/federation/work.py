@@ -1,0 +1,135 @@
+"""What devices are told to do, and which blobs they may read for it.
+
+A device is told one document: a task for each open lease, oldest run first, and what became of its
+contributions. It reads the plan and the state of its open tasks, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from triplane.cloud.federation import messages
+from triplane.cloud.federation.flower_runs import FlowerRuns
+from triplane.cloud.federation.live import LiveRun
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import InvalidInput
+from triplane.proto.transfer import BlobFolder
+from triplane.unified_ir.federated.core.files import INLINE_BYTES
+from triplane.unified_ir.federated.core.rules import open_lease
+
+MAX_TOLD: Final = 32
+"""Tasks in one document: a device refuses more than 64."""
+MAX_SETTLED: Final = 64
+"""Settlements in one document, at most two of a run; a device refuses more."""
+
+Turn = tuple[int, bool, int]
+"""(number, whether it evaluates, attempt) of a round."""
+Answers = Mapping[tuple[str, bytes], pb.Settlement]
+"""By run and lease."""
+
+
+class Documents:
+    """Of the runs that `runs` gives, oldest first. clock: seconds since 1970."""
+
+    def __init__(
+        self,
+        runs: Callable[[], Iterable[LiveRun]],
+        flower: FlowerRuns,
+        blobs: BlobFolder,
+        clock: Callable[[], float],
+    ) -> None:
+        self._runs, self._flower, self._blobs, self._clock = runs, flower, blobs, clock
+        self._down: dict[str, tuple[Turn, dict[str, int]]] = {}
+        self._sizes: dict[str, int] = {}
+        self._states: dict[str, tuple[str, bytes]] = {}  # by run: its shared state, and its bytes
+
+    def forget(self, run: str) -> None:
+        """A run is over and not asked about any more."""
+        self._down.pop(run, None)
+        self._states.pop(run, None)
+
+    def work_of(self, name: str, more: Answers) -> pb.Work:
+        """All the device shall do now, and what became of what it did.
+
+        more: answers to contributions that no run at hand settles.
+        """
+        work, now_s = pb.Work(), self._clock()
+        answers: dict[tuple[str, bytes], pb.Settlement] = {}
+        for run in self._runs():
+            state = run.book.state
+            member = state.members.get(name)
+            if member is not None:
+                known = messages.settlements(run.entry.id, member)
+                answers |= {(x.run, x.lease): x for x in known}
+            if self._is_told(run, name) and len(work.tasks) < MAX_TOLD:
+                files = self._files(run, name, inline=not work.tasks)
+                work.tasks.append(messages.task_message(run.entry, state, name, files, now_s))
+        answers |= {key: answer for key, answer in more.items() if key not in answers}
+        work.settled.extend(list(answers.values())[-MAX_SETTLED:])
+        return work
+
+    def _is_told(self, run: LiveRun, name: str) -> bool:
+        """Whether the device has work in the run; a strategy's round begins when it has asked."""
+        state = run.book.state
+        if open_lease(state, name) is None:
+            return False
+        spec = run.entry.spec
+        return not spec.HasField("flower") or (
+            self._flower.message(run.entry.id, state, name) is not None
+        )
+
+    def _files(self, run: LiveRun, name: str, *, inline: bool) -> messages.Files:
+        """inline: a device works on one task at a time, so one state in a document is enough."""
+        prepared, state, spec = run.entry.prepared, run.book.state, run.entry.spec
+        assert prepared is not None
+        asked = self._flower.message(run.entry.id, state, name) if spec.flower.app else ""
+        data = self._small_state(run) if inline and not spec.flower.app else b""
+        if data:
+            self.given(run).setdefault(name, len(data))
+        return messages.Files(
+            self._blob(prepared.plan),
+            self._blob(state.shared),
+            self._blob(asked) if asked else None,
+            inline=data,
+            inline_bytes=0 if spec.HasField("flower") else INLINE_BYTES,
+        )
+
+    def _small_state(self, run: LiveRun) -> bytes:
+        """The bytes of the shared state, where they are few; read once a round."""
+        shared = run.book.state.shared
+        known = self._states.get(run.entry.id)
+        if known is None or known[0] != shared:
+            sha256 = bytes.fromhex(shared)
+            small = self._blob(shared).size <= INLINE_BYTES
+            known = shared, self._blobs.find(sha256).read_bytes() if small else b""
+            self._states[run.entry.id] = known
+        return known[1]
+
+    def _blob(self, name: str) -> pb.Blob:
+        sha256 = bytes.fromhex(name)
+        if name not in self._sizes:
+            self._sizes[name] = self._blobs.find(sha256).stat().st_size
+        return pb.Blob(sha256=sha256, size=self._sizes[name])
+
+    def check_readable(self, device: str, blob: bytes) -> None:
+        """Raise unless an open task of the device names the blob; InvalidInput."""
+        for run in self._runs():
+            state, prepared = run.book.state, run.entry.prepared
+            if open_lease(state, device) is None or prepared is None:
+                continue
+            message = self._flower.message(run.entry.id, state, device)
+            if blob.hex() in {prepared.plan, state.shared, message}:
+                given = self.given(run)
+                given[device] = given.get(device, 0) + self._blob(blob.hex()).size
+                return
+        raise InvalidInput("a device reads the plans and states of its open tasks only")
+
+    def given(self, run: LiveRun) -> dict[str, int]:
+        """Bytes that devices were given for the round at hand."""
+        found = run.book.state.round
+        turn = (found.number, found.evaluates, found.attempt) if found else (0, False, 0)
+        known = self._down.get(run.entry.id)
+        if known is None or known[0] != turn:
+            known = self._down[run.entry.id] = turn, {}
+        return known[1]
