@@ -1,16 +1,11 @@
 """Files of any size between two machines, in chunks, resumable in both directions.
 
-`BlobFolder` is the receiving half of both: complete blobs under their SHA-256, unfinished ones in
-`partial/`. A byte counts as received once it is synced, and as arrived once the whole has its
-digest. A blob's name is its digest and nothing else, so no name can lead out of the folder.
+`blobs.BlobFolder` is the receiving half of both; what is not complete there is gone on with.
 """
 
 import asyncio
 import contextlib
-import hashlib
-import logging
 import math
-import os
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
@@ -21,25 +16,46 @@ from typing import Any, Final
 import grpc
 
 from triplane.proto import transfer_pb2 as pb
-from triplane.proto.disk import OS_DISK, AppendFile, Disk, NoRoom, refusal
-from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
+from triplane.proto.blobs import (
+    CHUNK_BYTES,
+    LEAST_RESERVE_BYTES,
+    MAX_BLOB_BYTES,
+    RESERVE_BYTES,
+    RESERVE_FACTOR,
+    SYNC_BYTES,
+    BlobFolder,
+    Receiving,
+    chunks_of,
+    digest_of,
+)
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, Unavailable
 from triplane.proto.status import error_from, status_of_aio
 from triplane.proto.transfer_pb2_grpc import TransferServicer as Base
 from triplane.proto.transfer_pb2_grpc import TransferStub
 
-logger = logging.getLogger(__name__)
+__all__ = [
+    "CHUNK_BYTES",
+    "DEFAULT_PACE",
+    "LEAST_RESERVE_BYTES",
+    "MAX_BLOB_BYTES",
+    "RESERVE_BYTES",
+    "RESERVE_FACTOR",
+    "SYNC_BYTES",
+    "UPLOAD_BYTES",
+    "BlobFolder",
+    "Pace",
+    "Receiving",
+    "TooSlow",
+    "TransferServicer",
+    "WrongLength",
+    "chunks_of",
+    "digest_of",
+    "download",
+    "upload",
+]
 
-CHUNK_BYTES: Final = 1 << 20
-"""Of one message at most."""
 UPLOAD_BYTES: Final = 128 << 10
 """Of one message that we send up: only whole ones are stored, also over a link below the pace."""
-SYNC_BYTES: Final = 16 << 20
-"""Received bytes between two syncs: what a crash can cost."""
-MAX_BLOB_BYTES: Final = 16 << 30
-RESERVE_BYTES: Final = 64 << 20
-"""Disk space that stays free beside a file; for a small file `RESERVE_FACTOR` times its size."""
-RESERVE_FACTOR: Final = 4
-LEAST_RESERVE_BYTES: Final = 1 << 20
 TRIES: Final = 8
 WAIT_S: Final = 0.25
 """Before the first retry; doubles up to `MAX_WAIT_S`."""
@@ -53,257 +69,6 @@ Report = Callable[[int, int], None]
 
 def _quiet(_done: int, _size: int) -> None:
     """Tell nobody."""
-
-
-class BlobFolder:
-    """Blobs by SHA-256 under `folder`. Safe to use from many threads; one process per folder."""
-
-    def __init__(
-        self, folder: Path, disk: Disk = OS_DISK, *, max_bytes: int = MAX_BLOB_BYTES
-    ) -> None:
-        self.folder = Path(folder)
-        self.partial = self.folder / "partial"
-        self.disk = disk
-        self.max_bytes = max_bytes
-        self._busy: set[bytes] = set()
-        self._whole: dict[bytes, tuple[int, int, int]] = {}
-        self._lock = threading.Lock()
-        disk.make_folder(self.partial)
-        disk.sync_folder(self.folder)  # names that a process gave before it was killed
-
-    def path(self, sha256: bytes) -> Path:
-        """Where the blob is, or would be."""
-        if len(sha256) != 32:
-            raise InvalidInput(f"a blob is named by 32 bytes of SHA-256, got {len(sha256)}")
-        return self.folder / sha256.hex()
-
-    def find(self, sha256: bytes) -> Path:
-        """The complete blob. NotFound."""
-        path = self.path(sha256)
-        if not path.is_file():
-            raise NotFound(f"no blob {sha256.hex()[:16]}... here; upload it first")
-        return path
-
-    def has(self, sha256: bytes) -> bool:
-        """Whether the blob is complete."""
-        return self.path(sha256).is_file()
-
-    def drop_damaged(self, sha256: bytes) -> bool:
-        """Remove a complete blob whose bytes are not the ones of its name; whether it was so.
-
-        A blob is read once in the life of a process, and again when its file changed.
-        """
-        path = self.path(sha256)
-        while True:
-            try:
-                with path.open("rb") as file:
-                    mark = _mark(os.fstat(file.fileno()))
-                    if self._whole.get(sha256) == mark:
-                        return False
-                    found = hashlib.file_digest(file, "sha256").digest()
-                if found == sha256:
-                    self._whole[sha256] = mark
-                    return False
-                if _mark(path.stat()) == mark:
-                    self.disk.remove(path)
-                    break
-            except FileNotFoundError:
-                return False
-        logger.error("damaged blob dropped", extra={"blob": sha256.hex(), "bytes": mark[1]})
-        return True
-
-    def stored(self, sha256: bytes, size: int) -> pb.Progress:
-        """How much of a blob is here."""
-        path = self.path(sha256)
-        if path.is_file():
-            return pb.Progress(stored=path.stat().st_size, complete=True)
-        partial = self.partial / sha256.hex()
-        return pb.Progress(stored=min(partial.stat().st_size if partial.is_file() else 0, size))
-
-    @contextlib.contextmanager
-    def receive(self, sha256: bytes, size: int) -> Iterator["Receiving"]:
-        """Take one blob in, going on where an earlier try stopped.
-
-        InvalidInput: too large. Conflict: it is being received already. Unavailable: disk space.
-        """
-        path = self.path(sha256)
-        if not 0 <= size <= self.max_bytes:
-            raise InvalidInput(f"a blob has at most {self.max_bytes} bytes here, got {size}")
-        with self._lock:
-            if sha256 in self._busy:
-                raise Conflict(f"blob {sha256.hex()[:16]}... is being received already; wait")
-            self._busy.add(sha256)
-        try:
-            receiving = Receiving(self, path, self.partial / path.name, sha256, size)
-            try:
-                yield receiving
-            finally:
-                receiving.close()
-        finally:
-            with self._lock:
-                self._busy.discard(sha256)
-
-    def put(self, data: bytes) -> bytes:
-        """Store a blob of ours; returns its name."""
-        sha256 = hashlib.sha256(data).digest()
-        if not self.has(sha256):
-            with self.receive(sha256, len(data)) as receiving:
-                receiving.take(data)
-        return sha256
-
-    def put_file(self, source: Path) -> bytes:
-        """Store a copy of a file; returns its name."""
-        sha256, size = digest_of(source), source.stat().st_size
-        if not self.has(sha256):
-            with self.receive(sha256, size) as receiving, source.open("rb") as file:
-                file.seek(receiving.stored)
-                while chunk := file.read(CHUNK_BYTES):
-                    receiving.write(chunk)
-                receiving.finish()
-        return sha256
-
-    def remove(self, sha256: bytes) -> None:
-        """Drop a blob and what is unfinished of it."""
-        for path in (self.path(sha256), self.partial / sha256.hex()):
-            with contextlib.suppress(FileNotFoundError):
-                self.disk.remove(path)
-
-
-class Receiving:
-    """One blob on its way in; `BlobFolder.receive` makes it."""
-
-    def __init__(self, to: BlobFolder, path: Path, partial: Path, sha256: bytes, size: int) -> None:
-        self._to, self._path, self._partial = to, path, partial
-        self.sha256, self.size = sha256, size
-        self._file: AppendFile | None = None
-        self._is_named = False
-        self._have = partial.stat().st_size if partial.is_file() else 0
-        self._unsynced = self._have  # whoever wrote them may have been killed before a sync
-        self._hash = None if self._have else hashlib.sha256()
-        if self._have > size:
-            self.restart()
-        self._require_space()
-
-    @property
-    def stored(self) -> int:
-        """Bytes here; the next one to write is at this offset."""
-        return self._have
-
-    def write(self, chunk: bytes) -> None:
-        """Add the next bytes. InvalidInput beyond the size."""
-        if self._have + len(chunk) > self.size:
-            raise InvalidInput(
-                f"blob {self.sha256.hex()[:16]}... has {self.size} bytes; {len(chunk)} more after "
-                f"{self._have} were sent"
-            )
-        if self._file is None:
-            self._file = AppendFile(self._partial, self._to.disk)
-        self._file.write(chunk)
-        if self._hash is not None:
-            self._hash.update(chunk)
-        self._have += len(chunk)
-        self._unsynced += len(chunk)
-        if self._unsynced >= SYNC_BYTES:
-            self.sync()
-
-    def sync(self) -> None:
-        """Make what was written durable."""
-        if self._file is not None and self._unsynced:
-            self._file.sync()
-        self._unsynced = 0
-
-    def take(self, data: bytes) -> Path:
-        """The whole blob at once, verified before a byte is written: one sync less than in pieces.
-
-        Corrupt. What an earlier try left is replaced.
-        """
-        self.restart()
-        self._check(hashlib.sha256(data).digest())
-        disk = self._to.disk
-        try:
-            with disk.create(self._partial) as file:
-                file.write(data)
-                disk.sync(file)
-        except OSError as error:
-            raise refusal(error, f"could not write {self._partial}: {error}") from error
-        self._have = len(data)
-        return self._name()
-
-    def finish(self) -> Path:
-        """Verify the whole and give it its name. Corrupt, and the bytes are dropped."""
-        if self._is_named:
-            return self._path
-        if self._have != self.size:
-            raise InvalidInput(f"{self._have} of {self.size} bytes are here; send the rest")
-        if self._file is None:
-            self._file = AppendFile(self._partial, self._to.disk)
-        self.sync()
-        self._check(self._hash.digest() if self._hash else digest_of(self._partial))
-        self.close()
-        return self._name()
-
-    def _check(self, found: bytes) -> None:
-        if found != self.sha256:
-            self.restart()
-            raise Corrupt(
-                f"blob {self.sha256.hex()[:16]}...: the bytes received have the digest "
-                f"{found.hex()[:16]}...; they were dropped, send it again from the start"
-            )
-
-    def _name(self) -> Path:
-        try:
-            self._to.disk.replace(self._partial, self._path)
-            self._to.disk.sync_folder(self._path.parent)
-        except OSError as error:
-            raise refusal(error, f"could not store {self._path}: {error}") from error
-        self._is_named = True
-        return self._path
-
-    def restart(self) -> None:
-        """Forget what is here of this blob."""
-        self.close()
-        with contextlib.suppress(FileNotFoundError):
-            self._to.disk.remove(self._partial)
-        self._have = self._unsynced = 0
-        self._hash = hashlib.sha256()
-
-    def close(self) -> None:
-        """Let go of the file; what is synced stays for the next try."""
-        if self._file is not None:
-            with contextlib.suppress(Unavailable):
-                self.sync()
-            self._file.close()
-            self._file = None
-
-    def _require_space(self) -> None:
-        space = os.statvfs(self._to.folder)
-        free = space.f_bavail * space.f_frsize
-        reserve = min(RESERVE_BYTES, max(LEAST_RESERVE_BYTES, RESERVE_FACTOR * self.size))
-        if free < self.size - self._have + reserve:
-            raise NoRoom(
-                f"the disk is full: {self._to.folder} has {free} bytes free, and "
-                f"{self.size - self._have} bytes are to come beside {reserve} that stay free; make "
-                "room and try again"
-            )
-
-
-def _mark(stat: os.stat_result) -> tuple[int, int, int]:
-    """Differs between a file and what is written in its place."""
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
-
-
-def digest_of(path: Path) -> bytes:
-    """SHA-256 of a file, read once."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
-
-
-def chunks_of(path: Path, offset: int, n_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """The bytes of a file from `offset` on, `n_bytes` at a time."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        while chunk := file.read(n_bytes):
-            yield chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

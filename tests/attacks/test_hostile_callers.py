@@ -470,7 +470,7 @@ async def unknown_key(scene):
 REPORTS, RIGHTS = "cloud/fleet/reports.py", "cloud/identity/gate.py"
 TOKENS, ROLLOUT = "cloud/identity/principals.py", "cloud/fleet/rollout.py"
 FITTING, NAMES = "proto/fitting.py", "cloud/registry/names.py"
-TRANSFER, CHECKS = "proto/transfer.py", "cloud/trust/repository.py"
+BLOBS, CHECKS = "proto/blobs.py", "cloud/trust/repository.py"
 USED = "this token was used already; request a new one with `triplane cloud token`"
 NAME = "[a-z0-9][a-z0-9._-]{0,62}"
 
@@ -506,12 +506,12 @@ CASES = [
          saying(pb.Report(serving_address="x" * 2_000_000)), ""),
     Case("slow retrieval", "a stream that is opened and says nothing", "cloud/fleet/sessions.py",
          "UNAVAILABLE: no hello came within 0.3 s of the stream's opening", saying_nothing, ""),
-    Case("endless data", "an upload that goes on after its end", TRANSFER,
+    Case("endless data", "an upload that goes on after its end", BLOBS,
          "blob 0000000000000000... has 1000 bytes; 1000 more after 1000 were sent",
          endless_upload, ""),
     Case("endless data", "renewals of a certificate, one after the other", TOKENS,
          "'liar' was given 9 certificates within 3600 s, which is enough", renewing, ""),
-    Case("flipped byte", "an upload with one other byte", TRANSFER,
+    Case("flipped byte", "an upload with one other byte", BLOBS,
          "the bytes received have the digest ...; they were dropped, send it again from the "
          "start", flipped_upload, ""),
     Case("unknown key", "metadata signed by a key that no role names", CHECKS,
@@ -560,7 +560,7 @@ CASES = [
          "metadata files are timestamp.json, root.json and VERSION.ROLE.json, got "
          "'../keys/auto.pem'",
          calling(MetadataStub, "Get", metadata_pb2.GetRequest(name="../keys/auto.pem")), ""),
-    Case("path traversal", "the name of a blob", TRANSFER,
+    Case("path traversal", "the name of a blob", BLOBS,
          "a blob is named by 32 bytes of SHA-256, got 15",
          calling(TransferStub, "Stat", transfer.StatRequest(sha256=b"../../../passwd")), ""),
     Case("path traversal", "the name of a node", "proto/identity.py",

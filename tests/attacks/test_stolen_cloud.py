@@ -122,12 +122,13 @@ def labelled(bundle):
 TRUST, POLICIES = "edge/agent/trust.py", "edge/agent/policy.py"
 TRIAL, ATTEMPT = "edge/agent/trial.py", "edge/agent/attempt.py"
 TRANSFER, SESSION = "proto/transfer.py", "unified_ir/runtime/session.py"
+BLOBS = "proto/blobs.py"
 CRAWL = "the other side sent ... bytes in ... s; at least 16384 bytes/s are due"
 ABSENT = f"release/{MODEL}@99+{TARGET}.bundle"
 ODD = f"release/../../{MODEL}@2+{TARGET}.bundle"
 # fmt: off
 CASES = [
-    Case("flipped byte", "one bit of a signed bundle on its way", TRANSFER,
+    Case("flipped byte", "one bit of a signed bundle on its way", BLOBS,
          f"{RELEASED}: blob ...: the bytes received have the digest ...; they were dropped",
          sent(flipped), "digest"),
     Case("unknown key", "a release signed by a key that no role names", TRUST,
