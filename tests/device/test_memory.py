@@ -197,3 +197,17 @@ def test_a_run_without_personal_tensors_does_not_hide_those_of_the_run_before(fo
     memory.settle(kept(folders), counted=True)
     memory.settle(memory.hold(facts(run=OTHER), b"data"), counted=True)
     assert plain(memory.personal("00" * 8)) == {"head": [0, 1, 2]}
+
+
+def test_a_home_of_an_earlier_release_that_kept_everything_is_read(folders):
+    """It wrote updates that imply nothing too, and a state file without anything in it."""
+    earlier = Memory(*folders)
+    earlier.settle(kept(folders, implied=NOTHING), counted=True)
+    kept(folders, implied=NOTHING, data=b"sent by the earlier release")
+    memory = Memory(*folders)
+    (found,) = memory.pending()
+    assert memory.bytes_of(found).read_bytes() == b"sent by the earlier release"
+    memory.settle(found, counted=True)
+    assert memory.personal(RUN) == NOTHING
+    held = memory.hold(facts(lease="cd" * 16), b"of this release")
+    assert memory.pending() == (held,)

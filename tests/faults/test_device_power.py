@@ -31,6 +31,7 @@ RUN = "0123456789abcdef"
 ROUNDS, REFUSED = 4, 3
 SHARD = plans.shard(held_out=6)
 POINTS = 44  # of some 90 operations
+NOTHING_PERSONAL = {**plans.ROLES, "head": "buffer"}
 WIRE: Any = None  # played
 
 
@@ -216,8 +217,7 @@ def test_power_cuts_and_kills_leave_a_device_what_it_sent_and_what_counted(quick
 def test_a_device_that_keeps_no_update_sends_the_same_bytes_after_power_cuts_and_kills(
     quick_folder,
 ):
-    roles = {**plans.ROLES, "head": "buffer"}
-    play = stories(quick_folder, roles=roles, compression="")
+    play = stories(quick_folder, roles=NOTHING_PERSONAL, compression="")
     operations, made, kills = cuts(quick_folder, play, points=POINTS, seed=1)
     assert 20 < operations <= made
     assert kills == POINTS // 2

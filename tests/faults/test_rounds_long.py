@@ -79,11 +79,15 @@ def harmed(folder):
 
 
 def cut(folder):
-    for what, module, points in (
-        ("device", test_device_power, 2 * CUTS), ("cloud", test_spool_power, CUTS),
-    ):  # fmt: skip
+    alone = {"roles": test_device_power.NOTHING_PERSONAL, "compression": ""}
+    for what, module, points, options in (
+        ("device", test_device_power, CUTS, {}),
+        ("device that keeps no update", test_device_power, CUTS, alone),
+        ("cloud", test_spool_power, CUTS // 2, {}),
+        ("cloud whose updates come in messages", test_spool_power, CUTS // 2, {"inline": True}),
+    ):
         place = made(folder / what)
-        play = module.stories(place)
+        play = module.stories(place, **options)
         operations, count, kills = cuts(
             place, play, points=points // OUTCOMES, seed=SEED, outcomes=OUTCOMES
         )

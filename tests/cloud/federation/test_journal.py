@@ -1,5 +1,6 @@
 """Events as JSON, and a run that is read back as what it was."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -15,7 +16,9 @@ from triplane.cloud.federation import journal
 from triplane.cloud.federation.book import Book, follow, spread_of
 from triplane.cloud.federation.coding import from_json, to_json
 from triplane.cloud.federation.journal import KINDS, Entry, Prepared
-from triplane.cloud.federation.tables import EVENTS
+from triplane.cloud.federation.messages import settlements
+from triplane.cloud.federation.tables import EVENTS, SMALL_STATES
+from triplane.cloud.store import Database
 from triplane.proto.errors import Conflict, Corrupt
 from triplane.unified_ir.federated.core import run as core
 from triplane.unified_ir.federated.core.run import Event
@@ -218,3 +221,35 @@ def test_a_small_update_is_there_until_its_round_is_over(database):
     assert database.read_now(lambda c: journal.kept(c, "f" * 16, name)) is None
     database.write_now(lambda c: journal.forget(c, run))
     assert database.read_now(lambda c: journal.kept(c, run, name)) is None
+
+
+def test_small_states_are_the_newest_of_each_run(database):
+    run = begun(database).id
+    for data in (b"first", b"second"):
+        kept = {hashlib.sha256(data).hexdigest(): data}
+        database.write_now(lambda c, kept=kept: journal.keep_states(c, run, kept))
+    expected = {hashlib.sha256(b"second").digest(): b"second"}
+    assert database.read_now(journal.kept_states) == expected
+    database.write_now(lambda c: journal.keep_states(c, run, {}))
+    assert database.read_now(journal.kept_states) == {}
+
+
+def test_a_database_of_an_earlier_release_gets_the_table_of_small_states(tmp_path):
+    """Its states are files that were synced, and no row has them."""
+    url = f"sqlite:///{tmp_path / 'old.db'}"
+    with contextlib.closing(Database.open(url)) as database:
+        begun(database)
+        database.write_now(SMALL_STATES.drop)
+    with contextlib.closing(Database.open(url)) as database:
+        assert database.read_now(journal.kept_states) == {}
+        assert database.read_now(journal.live)
+
+
+def test_a_member_of_an_earlier_release_is_told_of_its_newest_contribution():
+    """Its snapshot does not say which lease counted last."""
+    known = core.Settled(lease="ab" * 16, counted=True)
+    member = core.Member(device="ann", connected=True, examples=4, settled=known)
+    said = json.loads(to_json(member))
+    del said["counted_lease"]
+    found = from_json(core.Member, json.dumps(said))
+    assert [(x.lease.hex(), x.counted) for x in settlements("r", found)] == [("ab" * 16, True)]
