@@ -153,9 +153,7 @@ class Federation:
                 if entry.spec.HasField("flower"):
                     await self._flower.take_up(entry)
                 self._begin(entry, book)
-                await self._runs[entry.id].put(
-                    lambda _, at_s: Restarted(at_s=at_s, epoch=self._epoch)
-                )
+                await self._runs[entry.id].put(self._restarted)
             else:
                 self._waiting[entry.id] = entry
                 if entry.before == "preparing":

@@ -137,6 +137,11 @@ async def meeting(folder, meet):
             return await meet(cloud, run, mallory)
 
 
+def examples_in(members):
+    """Of mallory; None before it is a member."""
+    return members["mallory"].examples if "mallory" in members else None
+
+
 def test_newest_offer_holds_after_a_flood_of_them(tmp_path, monkeypatch):
     monkeypatch.setattr("triplane.cloud.federation.presence.BURST", 4)
     monkeypatch.setattr("triplane.cloud.federation.presence.EVERY_S", 0.2)
@@ -148,7 +153,7 @@ def test_newest_offer_holds_after_a_flood_of_them(tmp_path, monkeypatch):
                 offer.examples += k
             await sent(mallory, offers)
             last = offers[-1].examples
-            await until(cloud, run, lambda members: members["mallory"].examples == last)
+            await until(cloud, run, lambda members: examples_in(members) == last)
 
     asyncio.run(meeting(tmp_path, change))
 
