@@ -46,6 +46,54 @@ INDICES = (
 
 
 @pytest.mark.parametrize("engine_name", ["onnx", "reference"])
+@pytest.mark.parametrize(
+    ("x", "sizes", "wanted"),
+    [
+        ((0, 6), (0, 3), (0, 3)),
+        ((4, 0), (0, 4), (0, 4)),
+        ((0, 2, 3), (0, -1), (0, 6)),
+        ((4, 0), (0, -1), (0, 4)),
+        ((2, 0, 3), (-1, 0), (6, 0)),
+        ((0, 3), (-1, 3), (0, 3)),
+        ((0,), (0, 1, 0), (0, 1, 0)),
+    ],
+)
+def test_a_size_of_zero_is_an_empty_axis(x, sizes, wanted, engine_name):
+    zeros = np.zeros(x, np.float32)
+    assert computed(lambda x: x.reshape(sizes), zeros, engine_name=engine_name).shape == wanted
+    assert computed(lambda x: ops.reshape(x, sizes), zeros, engine_name=engine_name).shape == wanted
+
+
+@pytest.mark.parametrize("x", [(2, 6), ("N", 6), (0, 0)])
+def test_minus_one_beside_an_empty_axis_is_refused_where_any_size_fits(x):
+    """numpy and PyTorch refuse it, ONNX's own 0 would keep the size that was there."""
+    build, (tensor,) = recording(TensorSpec(x))
+    for reshape in (tensor.reshape, tensor.view):
+        with build, pytest.raises(ShapeError, match="write the size in place of -1"):
+            reshape(0, -1)
+
+
+@pytest.mark.parametrize("engine_name", ["onnx", "reference"])
+@pytest.mark.parametrize(
+    ("x", "sizes", "feed", "wanted"),
+    [
+        (("N", 2, 3), lambda n, *_: (n, -1), (0, 2, 3), (0, 6)),
+        ((4, "N"), lambda _, n: (n, 4), (4, 0), (0, 4)),
+        ((4, "N"), lambda _, n: (n, -1), (4, 0), (0, 4)),
+        ((4, "N"), lambda _, n: (n * 4,), (4, 0), (0,)),
+        ((4, "N", "M"), lambda _, n, m: (n, m, 4), (4, 0, 2), (0, 2, 4)),
+        ((4, "N", "M"), lambda *s: (s[2], -1, 2), (4, 2, 0), (0, 4, 2)),
+    ],
+)
+def test_a_named_size_that_is_zero_in_the_run_is_an_empty_axis(x, sizes, feed, wanted, engine_name):
+    build, (tensor,) = recording(TensorSpec(x))
+    with build:
+        y = tensor.reshape(sizes(*tensor.shape))
+    run = engine(engine_name).compile(build.finish({"y": y}))
+    assert run(np.zeros(feed, np.float32))[0].shape == wanted
+
+
+@pytest.mark.parametrize("engine_name", ["onnx", "reference"])
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_operators_mean_what_numpy_means(name, engine_name):
     wanted = EXPRESSIONS[name]

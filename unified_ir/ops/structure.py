@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,14 +140,22 @@ def _reshape(call: Call) -> Types:
     return (x.with_shape(wanted),)
 
 
+def _reshape_reference(x: Any, shape: Any, *, allowzero: int) -> Any:
+    copied = {i for i, d in enumerate(shape) if d == 0 and not allowzero}
+    wanted = [x.shape[i] if i in copied else int(d) for i, d in enumerate(shape)]
+    if not x.size and -1 in wanted:  # numpy finds no size beside a 0, ONNX leaves copied axes out
+        whole = math.prod(d for i, d in enumerate(x.shape) if i not in copied)
+        part = math.prod(d for i, d in enumerate(wanted) if i not in copied and d != -1)
+        wanted = [(whole // part if part else 0) if d == -1 else d for d in wanted]
+    return x.reshape(wanted)
+
+
 reshape_row = Op(
     name="Reshape",
     batch=batching.reshaped,
     keeps_contents=True,
     **settled(_reshape, all_open(lambda call: length(call, 1)), 1),
-    reference=lambda x, shape, allowzero: x.reshape(
-        [x.shape[i] if d == 0 and not allowzero else d for i, d in enumerate(shape)]
-    ),
+    reference=_reshape_reference,
     vjp=lambda g, y, x, shape, **_: (g.reshape(x.shape), None),
     samples=(
         sample(normal(2, 6), given([3, -1])),
@@ -496,7 +505,7 @@ def cast(x: TensorLike, dtype: DType | str) -> Tensor:
 
 
 def reshape(x: TensorLike, shape: Sequence[Dim | int]) -> Tensor:
-    """The same elements in another shape; one size may be -1."""
+    """The same elements in another shape; one size may be -1, and 0 is an empty axis."""
     return as_tensor(x).reshape(tuple(shape))
 
 

@@ -11,9 +11,9 @@ from typing import Any, Final, ParamSpec, TypeVar
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, Expr, product
+from triplane.unified_ir.ir.dims import Dim, Expr, floor_div, product
 from triplane.unified_ir.ir.graph import Array, Value
-from triplane.unified_ir.ir.types import DType, TensorType, as_dtype, bool_
+from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, bool_
 from triplane.unified_ir.ops.recorder import Recorder, recorder
 from triplane.unified_ir.ops.row import DOMAIN
 from triplane.unified_ir.ops.source import unreadable_caller, user_location
@@ -188,13 +188,13 @@ class Tensor:
         return self if wanted == self.dtype else emit("Cast", self, to=wanted.onnx)
 
     def reshape(self, *shape: Any) -> Tensor:
-        """The same elements in another shape; one size may be -1."""
+        """The same elements in another shape; one size may be -1, and 0 is an empty axis."""
         sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
         if tuple(sizes) == self.shape:
             return self
-        numbers = [d for d in sizes if isinstance(d, (int, np.integer))]
-        empty = 0 in numbers and -1 not in numbers  # ONNX's own 0 is the size that was there
-        return emit("Reshape", self, dims_of(sizes), allowzero=int(empty))
+        settled = _settled([d if isinstance(d, Expr) else int(d) for d in sizes], self.type)
+        literal = -1 not in settled and _may_move_a_zero(settled, self.shape)
+        return emit("Reshape", self, dims_of(settled), allowzero=int(literal))
 
     def transpose(self, *perm: Any) -> Tensor:
         """Axes in the given order (reversed by default)."""
@@ -454,6 +454,38 @@ def whole_numbers(value: Any, what: str) -> tuple[Any, ...]:
         raise InvalidInput(
             f"{what} is a whole number, or several; got {value!r} (at {user_location()})"
         ) from None
+
+
+def _settled(sizes: list[Dim], type_: TensorType) -> list[Dim]:
+    """Sizes of a reshape with the number that -1 stands for, where ONNX's rule would not find it.
+
+    ONNX takes a 0 for the size that was there unless `allowzero` is set, and has no -1 beside that.
+    In an empty tensor -1 is what it is for every other size of the empty axes.
+    """
+    if sizes.count(-1) != 1 or not _may_move_a_zero(sizes, type_.shape):
+        return sizes
+    rest = [d for d in sizes if d not in {0, -1}]
+    whole, part = product([d for d in type_.shape if d != 0]), product(rest)
+    one = floor_div(whole, part)
+    if product([one, part]) != whole:
+        if 0 not in sizes:
+            return sizes  # the rule of the row compares in the run
+        one = -1
+    if one == -1 or type_.shape.count(0) != sizes.count(0):
+        shown = ", ".join(map(str, sizes))
+        raise ShapeError(
+            f"Reshape of {type_} to ({shown}): 0 is an empty axis, beside which -1 may be any "
+            f"size; write the size in place of -1, x.shape[i] to keep one"
+        )
+    return [one if d == -1 else d for d in sizes]
+
+
+def _may_move_a_zero(sizes: Sequence[Dim], shape: Sequence[Dim]) -> bool:
+    """Whether a size is 0, or may be in a run, at an axis that had another size before."""
+    return any(
+        d == 0 or (isinstance(d, Expr) and (i >= len(shape) or shape[i] != d))
+        for i, d in enumerate(sizes)
+    )
 
 
 def dims_of(sizes: Sequence[Dim | int]) -> Tensor:
