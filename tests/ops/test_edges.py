@@ -43,6 +43,49 @@ def test_the_deviation_of_a_constant_row_leaves_the_other_rows_alone():
     np.testing.assert_allclose(found[1], wanted, rtol=1e-5)
 
 
+EXTREME = {
+    "large": ([1e30, -1e30, 2e30], 1.2472191e30, [0.08908708, -0.4454354, 0.35634834]),
+    "small": ([1e-30, -1e-30, 3e-30], 1.6329932e-30, [0.0, -0.40824828, 0.40824828]),
+    "equal, the largest": ([3e38] * 3, 0.0, [0.0] * 3),
+    "the widest": ([3e38, 3e38, -3e38], 2.828427e38, [0.23570226, 0.23570226, -0.47140452]),
+}
+"""Values and slopes of torch.std(x, correction=0), PyTorch 2.13; the last two are those of the
+formula, where PyTorch has infinity and NaN."""
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("case", EXTREME)
+def test_the_deviation_of_extreme_numbers_neither_overflows_nor_vanishes(case, name):
+    values, wanted, slope_ = EXTREME[case]
+    x = np.array(values, np.float32)
+    function = trace(ops.std, TensorSpec(x.shape))
+    y, g = engine(name).compile(value_and_grad(function))(x)
+    np.testing.assert_allclose(y, wanted, rtol=1e-6)
+    np.testing.assert_allclose(g, slope_, rtol=1e-5, atol=1e-7)
+
+
+def test_each_row_of_a_deviation_has_a_scale_of_its_own():
+    row = np.array([1.5, -0.3, 0.7], np.float32)
+    x = row * np.array([[1e30], [1e-30], [1], [0]], np.float32)
+    y = graph(lambda x: ops.std(x, 1, correction=1))(x)
+    np.testing.assert_allclose(y, np.std(x.astype(np.float64), 1, ddof=1), rtol=1e-6)
+    plain = row - row.max()
+    usual = np.sqrt(np.square(plain - plain.mean()).sum() / np.float32(2))
+    assert y[2] == pytest.approx(usual, rel=1e-7)
+
+
+def test_a_deviation_in_float16_does_not_overflow():
+    x = np.array([300, -300, 600], np.float16)
+    np.testing.assert_allclose(graph(ops.std)(x), np.std(x.astype(np.float64)), rtol=2e-3)
+
+
+def test_the_variance_of_large_numbers_is_infinite_and_its_slope_is_not():
+    """As torch.var(x, correction=0) has it."""
+    x = np.array([1e30, -1e30, 2e30], np.float32)
+    assert graph(ops.var)(x) == np.inf
+    np.testing.assert_allclose(slopes(ops.var, x), [2.2222223e29, -1.1111112e30, 8.888889e29])
+
+
 @pytest.mark.parametrize("order", [0.5, 1, 1.5, 2, 3])
 def test_a_vector_norm_has_slope_zero_at_zero(order):
     found = slopes(lambda x: ops.vector_norm(x, order), np.zeros(3, np.float32))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index
 from typing import Any, Final, ParamSpec, TypeVar
 
+import ml_dtypes
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
@@ -21,6 +22,9 @@ from triplane.unified_ir.ops.subscript import subscript
 
 Axes = int | Sequence[int] | None
 """One axis, several, or all."""
+
+_LARGEST_HALF: Final = 65504.0
+"""The largest float16."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -333,12 +337,24 @@ class Tensor:
         return (away * away).sum(axis, keepdims=keepdims) / divisor.cast(x.dtype)
 
     def std(self, axis: Axes = None, *, correction: int = 0, keepdims: bool = False) -> Tensor:
-        """The square root of `var`; of equal elements it is 0 and has slope 0, as in PyTorch."""
+        """The square root of `var`; of equal elements it is 0 and has slope 0, as in PyTorch.
+
+        It is computed at a scale at which no square overflows or vanishes.
+        """
         x = _fractions(self)
         # The mean of equal numbers may be off by a rounding, and a deviation of a rounding has a
         # slope of order 1. Their distances from the largest are exactly 0, and so is their mean.
-        top = reduce("ReduceMax", x, axis, keepdims=True).detach()
-        return root((x - top).var(axis, correction=correction, keepdims=keepdims))
+        top, low = (
+            reduce(f"Reduce{end}", x, axis, keepdims=True).detach() for end in ("Max", "Min")
+        )
+        most, least = _range_of_squares(x.dtype)
+        size = emit("Max", emit("Abs", top), emit("Abs", low))
+        large = emit("Where", size > most, size / most, 1.0)
+        spread = top / large - low / large
+        small = emit("Where", (spread > 0.0) & (spread < least), spread / least, 1.0)
+        away = (x / large - top / large) / small
+        y = root(away.var(axis, correction=correction, keepdims=keepdims))
+        return y * (large * small).reshape(y.shape)
 
     def argmax(self, axis: int | None = None, *, keepdims: bool = False) -> Tensor:
         """Position of the first maximum along `axis`, int64; by default of all, in order."""
@@ -380,6 +396,14 @@ def root(x: Tensor) -> Tensor:
     """The square root, with slope 0 at 0."""
     level = x == 0.0
     return emit("Where", level, 0.0, emit("Sqrt", emit("Where", level, 1.0, x)))
+
+
+def _range_of_squares(dtype: DType) -> tuple[float, float]:
+    """Numbers between which squares of floats, and sums of many, neither overflow nor vanish."""
+    limits = ml_dtypes.finfo(dtype.numpy)  # type: ignore[no-untyped-call]
+    highest, lowest = float(limits.max), float(limits.tiny)
+    room = 2.0 ** (20 if highest > _LARGEST_HALF else 2)
+    return highest**0.5 / room, lowest**0.5 * room
 
 
 def _bitwise(name: str, *operands: Any) -> Tensor:
