@@ -289,6 +289,31 @@ CASES: Final[Mapping[str, Case]] = {
         fixed(x=[-2.0, -1.0, 0.3, 1.0, 2.0]), lambda x: torch.clamp(x, -1.0, 1.0)),
     "clip_with_bounds": Case(
         fixed(x=[-2.0, -1.0, 0.3, 1.0, 2.0], low=-1.5, high=1.5), torch.clamp),
+    "clip_at_bounds_given": Case(
+        fixed(x=[-1.0, 0.3, 1.0], low=-1.0, high=1.0), torch.clamp, second=False),
+    "clip_of_crossed_bounds": Case(
+        fixed(x=[3.0, 1.0, 2.0], low=2.0, high=1.0), torch.clamp, second=False),
+    "clip_of_crossed_numbers": Case(
+        fixed(x=[3.0, 1.0, 2.0]), lambda x: torch.clamp(x, 2.0, 1.0), second=False),
+    "clip_from_below_at_its_bound": Case(
+        fixed(x=[-1.0, 0.0, 2.0]), lambda x: torch.clamp(x, min=0.0), second=False),
+    "relu6_at_its_bounds": Case(fixed(x=[-1.0, 0.0, 2.0, 6.0, 7.0]), F.relu6, second=False),
+    "hard_sigmoid_at_its_bounds": Case(
+        fixed(x=[-3.0, 0.0, 3.0]), F.hardsigmoid, second=False),
+    "hard_swish_at_its_bounds": Case(fixed(x=[-3.0, 0.0, 3.0]), F.hardswish, second=False),
+    "soft_shrink_at_its_bounds": Case(
+        fixed(x=[-0.5, 0.0, 0.5]), lambda x: F.softshrink(x, 0.5), second=False),
+    "hard_shrink_at_its_bounds": Case(
+        fixed(x=[-0.5, 0.0, 0.5]), lambda x: F.hardshrink(x, 0.5), second=False),
+    "thresholded_relu_at_its_bound": Case(
+        fixed(x=[0.5, 1.0, 1.5]), lambda x: F.threshold(x, 1.0, 0.0), second=False),
+    "selu_at_0": Case(fixed(x=[-1.0, 0.0, 2.0]), F.selu, second=False),
+    "softsign_at_0": Case(fixed(x=[-1.0, 0.0, 2.0]), F.softsign, second=False),
+    "norm_of_order_infinity_of_ties": Case(
+        fixed(x=[[1.0, -1.0, 0.5], [0.0, 0.0, 0.0]]),
+        lambda x: torch.linalg.vector_norm(x, torch.inf, 1), second=False),
+    "powers_at_0": Case(
+        fixed(x=[0.0, 2.0]), lambda x: x**0.0 + x**1.0 + x**2.0, second=False),
     "maximum_of_ties": Case(coarse(a=(3, 4), b=(4,)), torch.maximum, second=False),
     "minimum_of_ties": Case(coarse(a=(3, 4), b=(4,)), torch.minimum, second=False),
     "where": Case(
@@ -658,6 +683,15 @@ CASES: Final[Mapping[str, Case]] = {
             x, labels, weight.detach(), ignore_index=-9, label_smoothing=0.2)),
     "huber": Case(
         normal(x=(3, 4), y=(3, 4)), lambda x, y: F.huber_loss(2 * x, y, delta=0.7)),
+    "huber_at_its_bounds": Case(
+        fixed(x=[-0.5, 0.0, 0.5], y=[0.0] * 3),
+        lambda x, y: F.huber_loss(x, y, delta=0.5), second=False),
+    "smooth_l1_at_its_bounds": Case(
+        fixed(x=[-0.5, 0.0, 0.5], y=[0.0] * 3),
+        lambda x, y: F.smooth_l1_loss(x, y, beta=0.5), second=False),
+    "cosine_embedding_at_its_margin": Case(
+        fixed(a=[[1.0, 0.0]], b=[[0.0, 2.0]], same=[-1]),
+        F.cosine_embedding_loss, second=False),
     "smooth_l1": Case(
         normal(x=(3, 4), y=(3, 4)), lambda x, y: F.smooth_l1_loss(2 * x, y, beta=0.7)),
     "kl_divergence": Case(

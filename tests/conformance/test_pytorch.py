@@ -25,7 +25,8 @@ EXACT = {"rtol": 1e-10, "atol": 1e-12}
 SINGLE = {"rtol": 5e-5, "atol": 5e-5}
 THROUGH_FLOAT32 = {"rtol": 1e-6, "atol": 1e-6}
 
-ROUNDED = {"cast", "hard_sigmoid", "selu"}  # slopes or defaults that are float32 numbers
+# slopes or defaults that are float32 numbers
+ROUNDED = {"cast", "hard_sigmoid", "hard_sigmoid_at_its_bounds", "selu", "selu_at_0"}
 CONTROL = {
     "triplane.Barrier",
     "triplane.Checkpoint",

@@ -12,8 +12,8 @@ from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import DType, ShapeError, as_dtype, float32
 from triplane.unified_ir.ops.activations import swish
 from triplane.unified_ir.ops.elementwise import (
-    clip,
     exp,
+    hard_tanh,
     is_inf,
     is_nan,
     log,
@@ -332,8 +332,8 @@ def log_sigmoid(x: Tensor) -> Tensor:
 
 
 def relu6(x: Tensor) -> Tensor:
-    """x held between 0 and 6."""
-    return clip(x, 0.0, 6.0)
+    """x held between 0 and 6; the slope at both is 0, as in PyTorch."""
+    return hard_tanh(x, low=0.0, high=6.0)
 
 
 def count_nonzero(x: Tensor, axis: Axes = None) -> Tensor:

@@ -10,7 +10,7 @@ import numpy as np
 from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_
 from triplane.unified_ir.ops.batching import elementwise, first_elementwise
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.row import Call, Op, Vjp
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op, Vjp
 from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.structure import same, sum_to, where
 from triplane.unified_ir.ops.tensor import Tensor
@@ -267,15 +267,24 @@ def _clip_vjp(
 ) -> Any:
     """The cotangent goes to x where low <= x <= high, to the bound that took its place elsewhere.
 
-    Where low > high, the upper bound is the result everywhere.
+    Where low > high, the upper bound is the result everywhere, also where x equals it.
     """
-    d_x = g * (x == y).cast(g.dtype)
+    kept = x == y
+    if low is not None and high is not None and not _are_ordered(low, high):
+        kept = kept & (low <= high)
+    d_x = g * kept.cast(g.dtype)
     beyond = None if high is None else (x > high if low is None else (x > high) | (low > high))
     d_high = None if beyond is None or high is None else sum_to(where(beyond, g, 0), high)
     if low is None:
         return d_x, None, d_high
     below = x < low if high is None else (x < low) & (low <= high)
     return d_x, sum_to(where(below, g, 0), low), d_high
+
+
+def _are_ordered(low: Tensor, high: Tensor) -> bool:
+    """Whether bounds are known and low <= high."""
+    ends = [low.build.known(bound) for bound in (low, high)]
+    return all(isinstance(end, np.ndarray) for end in ends) and bool(np.all(ends[0] <= ends[1]))
 
 
 clip = Op(
@@ -290,6 +299,25 @@ clip = Op(
         sample(apart(2, 3), given(0.25)),
     ),
 )
+
+
+def _hard_tanh_vjp(g: Tensor, y: Tensor, x: Tensor, *, low: float, high: float) -> Any:
+    """0 at the bounds, where that of `Clip` is 1: PyTorch's hardtanh and clamp differ there."""
+    return (where((y > as_like(low, y)) & (y < as_like(high, y)), g, 0.0),)
+
+
+hard_tanh = Op(
+    name="HardTanh",
+    domain=DOMAIN,
+    operands=("T",),
+    attrs={"low": AttrSpec("FLOAT", -1.0), "high": AttrSpec("FLOAT", 1.0)},
+    infer=same,
+    body=lambda x, *, low, high: clip(x, low, high),
+    vjp=_hard_tanh_vjp,
+    batch=elementwise,
+    samples=(sample(apart(2, 3)), sample(apart(2, 3), low=0.0, high=0.25)),
+)
+"""x held between two numbers."""
 
 
 def _leaky_vjp(g: Tensor, y: Tensor, x: Tensor, *, alpha: float) -> Any:
@@ -324,13 +352,34 @@ gelu = Op(
     body=_gelu,
     samples=(sample(normal(2, 3)), sample(normal(2, 3), approximate="tanh")),
 )
+
+
+def _hard_sigmoid_vjp(g: Tensor, y: Tensor, x: Tensor, *, alpha: float, beta: float) -> Any:
+    """alpha between the places where alpha x + beta is 0 and 1, else 0, as in PyTorch."""
+    if alpha == 0.0:
+        return (None,)
+    low, high = sorted((-beta / alpha, (1.0 - beta) / alpha))
+    return (where((x > as_like(low, x)) & (x < as_like(high, x)), g * as_like(alpha, g), 0.0),)
+
+
 hard_sigmoid = Op(
     name="HardSigmoid",
+    batch=elementwise,
     body=lambda x, *, alpha, beta: clip(alpha * x + beta, 0.0, 1.0),
+    vjp=_hard_sigmoid_vjp,
     samples=(sample(between(-2, 2, 2, 3), smooth=(0,)),),
 )
+
+
+def _hard_swish_vjp(g: Tensor, y: Tensor, x: Tensor) -> Any:
+    """0 up to -3, 1 from 3 on, as in PyTorch."""
+    return (g * where(x <= -3.0, 0.0, where(x < 3.0, x * (1 / 3) + 0.5, 1.0)),)
+
+
 hard_swish = Op(
     name="HardSwish",
+    batch=elementwise,
     body=lambda x: x * clip(x * (1 / 6) + 0.5, 0.0, 1.0),
+    vjp=_hard_swish_vjp,
     samples=(sample(between(-2, 2, 2, 3)),),
 )

@@ -6,10 +6,10 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import int64
 from triplane.unified_ir.ops.elementwise import (
     abs_,
+    clip,
     log,
     maximum,
     minimum,
-    relu,
     softplus,
     sqrt,
 )
@@ -105,4 +105,4 @@ def cosine_embedding(a: Tensor, b: Tensor, same: Tensor, *, margin: float = 0.0)
     a, b: (N, D), same: (N,), 1 or -1 -> (N,).
     """
     near = cosine_similarity(a, b)
-    return where(same > 0, 1.0 - near, relu(near - margin))
+    return where(same > 0, 1.0 - near, clip(near - margin, 0.0))

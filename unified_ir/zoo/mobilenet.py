@@ -38,7 +38,7 @@ class _Normed(nn.Cell):
     def construct(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, C, H, W)."""
         x = self.norm(self.conv(x))
-        y: ops.Tensor = x if self.linear else ops.clip(x, 0.0, 6.0)
+        y: ops.Tensor = x if self.linear else ops.relu6(x)
         return y
 
 
