@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from onnx import TensorProto
+from tests.onnx.networks import Writer
 
 from triplane.unified_ir import load
 from triplane.unified_ir.cli import training
@@ -134,6 +136,41 @@ def test_a_folder_of_another_run_is_refused_by_name(
     ):
         assert train(tmp_path, *run_folder, "--epochs", "2", *flags) == 3
         assert said in capsys.readouterr().err
+
+
+def classifier(path: Path) -> str:
+    """One product over the pixels of a digit, as other software writes it."""
+    w = Writer()
+    flat = w.constant("sizes", np.array([0, -1]))
+    w.add("MatMul", w.add("Reshape", "image", flat), w.weight("fc.weight", 64, 10), name="scores")
+    shapes = ["N", 1, 8, 8], ["N", 10]
+    inputs, outputs = (
+        [(n, TensorProto.FLOAT, s)] for n, s in zip(("image", "scores"), shapes, strict=True)
+    )
+    path.write_bytes(w.model(inputs, outputs).SerializeToString())
+    return str(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("--schedule", "one-cycle", "--optimizer", "sgd")])
+def test_a_run_begun_at_another_default_rate_is_refused_with_the_rate_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
+    """Before fine-tuning had a default of its own, a model file was trained at 0.002."""
+    cell = classifier(tmp_path / "net.onnx")
+    begun = (*more, "--checkpoint", str(tmp_path / "run"))
+    assert train(tmp_path, *begun, "--lr", "0.002", cell=cell) == 0
+    capsys.readouterr()
+    assert train(tmp_path, *begun, cell=cell) == 3
+    assert (
+        "the default of --lr is 0.0002 for a model file, and the checkpoint's run began with "
+        "0.002; add --lr 0.002 to go on with it" in capsys.readouterr().err
+    )
+    assert train(tmp_path, *begun, "--lr", "0.002", cell=cell) == 0
+    assert train(tmp_path, *begun, "--lr", "0.003", cell=cell) == 3
+    assert "default" not in capsys.readouterr().err
+    assert train(tmp_path, *begun, "--clip", "1", cell=cell) == 3
+    assert "default" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

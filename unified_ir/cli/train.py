@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from triplane.proto.errors import InvalidInput, NotFound, TriplaneError
+from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir.cli import training
 from triplane.unified_ir.cli.importing import SUFFIX
 from triplane.unified_ir.cli.shell import (
@@ -200,7 +200,8 @@ def command(**options: Any) -> None:
     as_json = options.pop("as_json")
     output = open_output(as_json)
     file = options["cell"]
-    if options["lr"] is None:
+    is_default_rate = options["lr"] is None
+    if is_default_rate:
         options["lr"] = FINE_TUNING_RATE if Path(file).suffix in _MODELS else RATE
     file = file if Path(file).suffix in _MODELS else file.rpartition(":")[0]
     keep_apart(
@@ -220,6 +221,8 @@ def command(**options: Any) -> None:
         raise
     except TriplaneError as error:
         _explain_axis(error, options["data"])
+        if is_default_rate:
+            _explain_rate(error, options["lr"])
         raise
     except Exception as error:
         _blame_file(error, options["cell"])
@@ -289,6 +292,20 @@ def _explain_axis(error: TriplaneError, data: str) -> None:
             f"and {shape[1]} x {shape[2]} pixels; give other samples a fourth axis, as in "
             "x[:, :, :, None] for (N, C, L)"
         ) from error
+
+
+def _explain_rate(error: TriplaneError, rate: float) -> None:
+    """Raise with the rate to give where a run began at another rate than today's default."""
+    from triplane.unified_ir.train.identity import OtherRun
+
+    begun = error.in_place_of(rate) if isinstance(error, OtherRun) else None
+    if begun is None:
+        return
+    kind = "a model file" if rate == FINE_TUNING_RATE else "a new network"
+    raise Conflict(
+        f"the default of --lr is {rate:g} for {kind}, and the checkpoint's run began with "
+        f"{begun!r}; add --lr {begun!r} to go on with it, or name another folder for a new run"
+    ) from error
 
 
 def _after_interrupt(checkpoint: Path | None, *, saved: bool) -> str:

@@ -33,7 +33,30 @@ SAMPLED_ROWS: Final = 4096
 DIGITS: Final = 16
 MAX_SHOWN: Final = 160
 """Characters of a part that a message shows."""
+_NUMBER: Final = re.compile(r"((?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)")
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+class OtherRun(Conflict):
+    """A checkpoint is of a run with another `part`; `there` and `here` are the parts in words."""
+
+    def __init__(self, part: str, there: str, here: str) -> None:
+        super().__init__(
+            f"the checkpoint is of a run with another {part}: {_shown(there, here)}; go on with "
+            "what it began with, or name another folder for a new run"
+        )
+        self.part, self.there, self.here = part, there, here
+
+    def in_place_of(self, number: float) -> float | None:
+        """The number there where all that differs is that `number` stands here."""
+        texts = (text.rpartition(" ")[0] for text in (self.there, self.here))
+        left, right = (_NUMBER.split(text) for text in texts)
+        pairs = {(a, b) for a, b in zip(left, right, strict=False) if a != b}
+        if len(left) != len(right) or len(pairs) != 1:
+            return None
+        ((there, here),) = pairs
+        is_it = _NUMBER.fullmatch(there) and _NUMBER.fullmatch(here) and float(here) == number
+        return float(there) if is_it else None
 
 
 def of_model(model: Model, recipe: Recipe) -> dict[str, str]:
@@ -64,17 +87,14 @@ def of_data(source: Source) -> dict[str, str]:
 
 
 def check(theirs: Mapping[str, str], mine: Mapping[str, str], *, but: Collection[str] = ()) -> None:
-    """Conflict naming the first part that both know, that differs, and that is not in `but`."""
+    """OtherRun naming the first part that both know, that differs, and that is not in `but`."""
     for part in PARTS:
         there, here = theirs.get(part), mine.get(part)
         if None in (there, here) or there == here or part in but:
             continue
         assert there is not None
         assert here is not None
-        raise Conflict(
-            f"the checkpoint is of a run with another {part}: {_shown(there, here)}; go on with "
-            "what it began with, or name another folder for a new run"
-        )
+        raise OtherRun(part, there, here)
 
 
 def _shown(there: str, here: str) -> str:
