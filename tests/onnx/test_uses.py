@@ -8,6 +8,8 @@ from tests.onnx.networks import Writer, resnet
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import import_onnx, nn, optim, train
+from triplane.unified_ir.ir.graph import Role
+from triplane.unified_ir.onnx.uses import Uses
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 
@@ -112,6 +114,86 @@ def test_small_numbers_that_are_multiplied_train_whatever_reads_them():
     y = w.add("Where", "hidden", w.weight("token", 1, 8), x)
     made = roles(w, [("ids", INT, [4]), ("hidden", onnx.TensorProto.BOOL, [4, 1])], y)
     assert made == dict.fromkeys(("users", "items", "head", "query", "token"), "parameter")
+
+
+class Counted(dict):
+    """A table that counts look-ups."""
+
+    visits = 0
+
+    def get(self, key, default=None):
+        self.visits += 1
+        return super().get(key, default)
+
+
+def scales(w, n):
+    """Factors of one value after the other: what reads the last is an end of each."""
+    x = w.add("MatMul", "x", w.weight("q.weight", 8, 8))
+    for i in range(n):
+        x = w.add("Mul", x, w.weight(f"scale{i}", 8))
+    return w.add("Sin", x)
+
+
+def products_of_weights(w, n):
+    """Arithmetic on weights alone, read by one layer at its end."""
+    weight = w.weight("w", 8, 8)
+    for i in range(n):
+        weight = w.add("Mul", weight, w.weight(f"scale{i}", 8))
+    return w.add("MatMul", "x", weight)
+
+
+def biases_behind_arrangements(w, n):
+    """Each value behind the layer is read by a bias of one element."""
+    x = w.add("MatMul", "x", w.weight("q.weight", 8, 8))
+    for i in range(n):
+        w.add("Add", x, w.constant(f"bias{i}", np.float32([0.5])))
+        x = w.add("Identity", x)
+    return x
+
+
+def embeddings(w, n):
+    """One table read by many, each scaled by its own factor; all end in one sum."""
+    table = w.weight("table", 9, 8)
+    rows = [w.add("Mul", w.add("Gather", table, "ids"), w.weight(f"s{i}", 8)) for i in range(n)]
+    return w.add("Sum", *rows)
+
+
+def shared_products(w, n):
+    """Arithmetic on weights that many layers read."""
+    weight = w.weight("w", 8, 8)
+    for i in range(n):
+        weight = w.add("Mul", weight, w.weight(f"scale{i}", 8))
+        w.add("MatMul", "x", weight)
+    return w.add("MatMul", "x", weight)
+
+
+@pytest.mark.parametrize(
+    "network",
+    [scales, products_of_weights, biases_behind_arrangements, embeddings, shared_products],
+)
+def test_the_search_of_uses_grows_with_the_network_and_no_faster(network):
+    def visits(n):
+        w = Writer()
+        network(w, n)
+        held = {t.name: onnx.numpy_helper.to_array(t) for t in w.held}
+        uses = Uses(w.nodes, held, ["x", "ids"])
+        uses.readers, uses.makers = Counted(uses.readers), Counted(uses.makers)
+        made = {uses.role(name, array) for name, array in held.items()}
+        assert made == {Role.PARAMETER}
+        return uses.readers.visits + uses.makers.visits
+
+    few, many = visits(300), visits(600)
+    assert few > 0
+    assert many <= 2.1 * few
+
+
+def test_names_that_lead_in_a_circle_end_the_search():
+    w = Writer()
+    w.weight("w", 8)
+    w.add("Mul", "w", "b", outputs=["a"])
+    w.add("Identity", "a", outputs=["b"])
+    uses = Uses(w.nodes, ["w", "b"], ["x"])
+    assert uses.role("w", np.ones(8, np.float32)) is Role.BUFFER
 
 
 def tensor(array):

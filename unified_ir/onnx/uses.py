@@ -10,8 +10,10 @@ not tell, as for a table of sines that is added, `trainable=` and `frozen=` of `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from itertools import islice
+from typing import Final, TypeVar
 
 import numpy as np
 from onnx import NodeProto
@@ -20,6 +22,10 @@ from triplane.unified_ir.ir.graph import Array, Role
 from triplane.unified_ir.ir.types import type_of
 from triplane.unified_ir.onnx.fold import MAX_CONTENTS
 from triplane.unified_ir.onnx.source import subgraphs_of
+
+Read = tuple[NodeProto, int]
+"""A node, and which of its operands."""
+T = TypeVar("T")
 
 # fmt: off
 PRODUCTS: Final[Mapping[str, tuple[int, ...]]] = {
@@ -70,8 +76,10 @@ _RANDOM: Final = frozenset({
 _STANDARD: Final = frozenset({"", "ai.onnx"})
 # fmt: on
 
-MAX_STEPS: Final = 4_096
-"""Names that a use is looked for behind."""
+MAX_READS: Final = 64
+"""Uses that decide the role of an array; what is read more often is judged by so many."""
+MAX_ENDS: Final = 3
+"""Kinds of operators that are told apart behind a value; what is asked for are two at most."""
 MAX_LEARNT: Final = 1e4
 """Larger numbers in something that is added are a mask, which hides values."""
 
@@ -95,6 +103,9 @@ class Uses:
         self.bare = set(inputs) - self.fixed
         """Inputs, and what only arranges or scales them: no layer has read them yet."""
         self.has_layers = False
+        self._reads: dict[str, tuple[Read, ...]] = {}
+        self._endings: dict[str, frozenset[str]] = {}
+        self._behind: dict[str, bool] = {}
         self._note(nodes)
 
     def _note(self, nodes: Iterable[NodeProto]) -> None:
@@ -120,19 +131,25 @@ class Uses:
         elif node.op_type in _PLAIN and all(n in self.fixed or n in self.bare for n in given):
             self.bare |= {*node.output}
 
-    def of(self, name: str) -> Iterator[tuple[NodeProto, int]]:
-        """(node, operand) that read a name; arrangements and constant expressions passed."""
-        waiting, seen = [name], {name}
-        while waiting and len(seen) < MAX_STEPS:
-            for node, i in self.readers.get(waiting.pop(), ()):
-                if node.op_type in _SIZES:
-                    continue
-                is_arranged = node.op_type in THROUGH and i == 0
-                if is_arranged or all(n in self.fixed for n in node.output):
-                    waiting += [n for n in node.output if n not in seen]
-                    seen |= {*node.output}
-                else:
-                    yield node, i
+    def of(self, name: str) -> tuple[Read, ...]:
+        """(node, operand) that read a name; arrangements and constant expressions passed.
+
+        Of more than `MAX_READS`, the first.
+        """
+        return _gathered(name, self._reads, self._look_at_reads, _joined_reads)
+
+    def _look_at_reads(self, name: str) -> tuple[tuple[Read, ...], list[str]]:
+        own: list[Read] = []
+        further: list[str] = []
+        for node, i in self.readers.get(name, ()):
+            if node.op_type in _SIZES:
+                continue
+            is_arranged = node.op_type in THROUGH and i == 0
+            if is_arranged or all(n in self.fixed for n in node.output):
+                further += node.output
+            elif len(own) < MAX_READS:
+                own.append((node, i))
+        return tuple(own), further
 
     def role(self, name: str, array: Array) -> Role | None:
         """The role of an initializer; None: a constant."""
@@ -140,16 +157,18 @@ class Uses:
             return None
         if not type_of(array).dtype.is_float:
             return Role.BUFFER if array.size > MAX_CONTENTS else None
-        read = list(self.of(name))
+        read = self.of(name)
         if array.ndim == 0 or (read and all(_at(CONTENTS, *r) for r in read)):
             return None
-        learnt = any(self._learns(node, i, array) for node, i in read)
+        held = _Held(array)
+        learnt = any(self._learns(node, i, held) for node, i in read)
         return Role.PARAMETER if learnt else Role.BUFFER
 
     def weighs(self, name: str, array: Array) -> bool:
         """Whether a Constant is read as a weight: of a layer, or as the bias behind one."""
+        held = _Held(array)
         return any(
-            _at(STATISTICS, node, i) or (self._learns(node, i, array) and self._is_layer(node, i))
+            _at(STATISTICS, node, i) or (self._learns(node, i, held) and self._is_layer(node, i))
             for node, i in self.of(name)
         )
 
@@ -157,7 +176,7 @@ class Uses:
         strong = _at(LAYERS, node, i) or _at(PRODUCTS, node, i) or node.op_type == "Gather"
         return strong or (node.op_type == "Add" and self._is_behind_layer(node.input[1 - i]))
 
-    def _learns(self, node: NodeProto, i: int, array: Array) -> bool:
+    def _learns(self, node: NodeProto, i: int, held: _Held) -> bool:
         """Whether training changes what this operand of the node reads."""
         if node.domain not in _STANDARD or _at(LAYERS, node, i):
             return True  # a function's, or an operator's that is not ONNX's: nothing is known
@@ -166,73 +185,137 @@ class Uses:
         if _at(PRODUCTS, node, i):
             return not self._gives_angles(node)
         if node.op_type == "Gather" and i == 0:
-            return not (_holds_angles(array) and self._ends(node) == {"Mul"})
+            return not (held.has_angles and self._ends(node) == {"Mul"})
         if node.op_type == "Concat":
-            return bool(array.ndim > 1)
+            return bool(held.array.ndim > 1)
         if node.op_type in ELEMENTWISE:
-            return self._joins(node, i, array)
-        return node.op_type not in _COMPARED and array.size > 1 and _is_moderate(array)
+            return self._joins(node, i, held)
+        return node.op_type not in _COMPARED and held.array.size > 1 and held.is_moderate
 
-    def _joins(self, node: NodeProto, i: int, array: Array) -> bool:
+    def _joins(self, node: NodeProto, i: int, held: _Held) -> bool:
         """Whether an operand of a sum or an elementwise product is a weight.
 
         It is not where it hides values (a mask), normalizes an input, is a table of sines and
         cosines, or has one element that no bias of a layer is.
         """
         other = node.input[1 - i]
-        if not array.size or not _is_moderate(array):
+        if not held.array.size or not held.is_moderate:
             return False
-        if array.size == 1:
+        if held.array.size == 1:
             return node.op_type == "Add" and self._is_behind_layer(other)
         if not self.has_layers:
             return True
-        axes = sum(d > 1 for d in array.shape)
+        axes = sum(d > 1 for d in held.array.shape)
         if other in self.bare and axes <= 1:
             return False
-        is_table = axes > 1 and node.op_type in {"Mul", "Div"} and _holds_angles(array)
+        is_table = axes > 1 and node.op_type in {"Mul", "Div"} and held.has_angles
         return not is_table and not self._gives_angles(node)
 
     def _is_behind_layer(self, name: str) -> bool:
         """Whether a value is a layer's, arrangements passed."""
-        for _ in range(MAX_STEPS):
+        passed: dict[str, None] = {}
+        while name not in self._behind and name not in passed:
+            passed[name] = None
             node = self.makers.get(name)
             if node is None or not node.input:
-                return False
+                break
             if node.op_type in LAYERS or node.op_type in PRODUCTS:
-                return True
-            if node.op_type not in THROUGH:
-                return False
-            name = node.input[0]
-        return False
+                self._behind[name] = True
+            elif node.op_type in THROUGH:
+                name = node.input[0]
+            else:
+                break
+        found = self._behind.get(name, False)
+        self._behind |= dict.fromkeys(passed, found)
+        return found
 
     def _gives_angles(self, node: NodeProto) -> bool:
         """Whether sines and cosines read what the node gives, and nothing else does."""
         return self._ends(node) == {"Sin", "Cos"}
 
-    def _ends(self, node: NodeProto) -> set[str]:
-        """Operators that read what a node gives, arrangements and constant factors passed."""
-        waiting, seen, ends = [*node.output], {*node.output}, set()
-        while waiting and len(seen) < MAX_STEPS:
-            for reader, i in self.readers.get(waiting.pop(), ()):
-                others = [n for k, n in enumerate(reader.input) if k != i]
-                is_scaled = reader.op_type in {"Mul", "Div"} and all(
-                    n in self.fixed for n in others
-                )
-                if reader.op_type in THROUGH or reader.op_type == "Concat" or is_scaled:
-                    waiting += [n for n in reader.output if n not in seen]
-                    seen |= {*reader.output}
-                else:
-                    ends.add(reader.op_type)
-        return ends
+    def _ends(self, node: NodeProto) -> frozenset[str]:
+        """Operators that read what a node gives, arrangements and constant factors passed.
+
+        Of more than `MAX_ENDS`, some.
+        """
+        return _joined_ends(
+            frozenset(),
+            [_gathered(n, self._endings, self._look_at_ends, _joined_ends) for n in node.output],
+        )
+
+    def _look_at_ends(self, name: str) -> tuple[frozenset[str], list[str]]:
+        ends: set[str] = set()
+        further: list[str] = []
+        for reader, i in self.readers.get(name, ()):
+            is_scaled = (
+                reader.op_type in {"Mul", "Div"}
+                and len(reader.input) == 2
+                and reader.input[1 - i] in self.fixed
+            )
+            if reader.op_type in THROUGH or reader.op_type == "Concat" or is_scaled:
+                further += reader.output
+            else:
+                ends.add(reader.op_type)
+        return frozenset(ends), further
+
+
+class _Held:
+    """An array, and what is found out of it by reading the whole of it, once."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    @cached_property
+    def is_moderate(self) -> bool:
+        """Whether all elements are numbers that training may give."""
+        return bool(np.min(self.array) >= -MAX_LEARNT and np.max(self.array) <= MAX_LEARNT)
+
+    @cached_property
+    def has_angles(self) -> bool:
+        """Whether it can be a table of sines or cosines by position."""
+        return _holds_angles(self.array)
+
+
+def _gathered(
+    name: str,
+    known: dict[str, T],
+    look: Callable[[str], tuple[T, list[str]]],
+    joined: Callable[[T, list[T]], T],
+) -> T:
+    """What `look` finds at a name joined with what is found at the names it leads to.
+
+    Each name is looked at once, whoever asks: `known` keeps what was found. A circle, which only a
+    broken model has, ends where it closes.
+    """
+    waiting, seen = [name], {}
+    while waiting:
+        top = waiting[-1]
+        if top in known:
+            waiting.pop()
+        elif top not in seen:
+            seen[top] = look(top)
+            waiting += [n for n in seen[top][1] if n not in known and n not in seen]
+        else:
+            own, further = seen[top]
+            known[top] = joined(own, [known[n] for n in dict.fromkeys(further) if n in known])
+            waiting.pop()
+    return known[name]
+
+
+def _joined_reads(own: tuple[Read, ...], more: list[tuple[Read, ...]]) -> tuple[Read, ...]:
+    parts = [part for part in (own, *more) if part]
+    if len(parts) < 2:
+        return parts[0] if parts else ()
+    each = {(id(node), i): (node, i) for part in parts for node, i in part}
+    return tuple(islice(each.values(), MAX_READS))
+
+
+def _joined_ends(own: frozenset[str], more: list[frozenset[str]]) -> frozenset[str]:
+    return frozenset(sorted(own.union(*more))[:MAX_ENDS])
 
 
 def _at(table: Mapping[str, tuple[int, ...]], node: NodeProto, i: int) -> bool:
     return i in table.get(node.op_type, ())
-
-
-def _is_moderate(array: Array) -> bool:
-    """Whether all elements are numbers that training may give."""
-    return bool(np.min(array) >= -MAX_LEARNT and np.max(array) <= MAX_LEARNT)
 
 
 def _holds_angles(array: Array) -> bool:
