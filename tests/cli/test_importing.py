@@ -8,7 +8,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto
-from tests.onnx.networks import Writer, resnet
+from tests.onnx.networks import Writer, language_model, resnet
 
 from triplane.unified_ir import data, import_onnx, load, nn, optim, train
 from triplane.unified_ir.cli import shell
@@ -67,6 +67,35 @@ def test_a_wrong_shape_or_model_is_refused_and_nothing_written(model, tmp_path, 
     model.write_bytes(b"no model at all")
     code, _, error = run(capsys, "import", model, "--out", out)
     assert (code, out.exists()) == (5, False)
+
+
+def test_statistics_that_a_pattern_fits_are_named_and_stay(model, tmp_path, capsys):
+    argv = ["import", model, "--out", tmp_path / "n.tpm", "--trainable", "stem.*"]
+    code, text, error = run(capsys, *argv)
+    assert code == 0, error
+    assert (
+        "--trainable fits running statistics, which gradients do not reach and which stay as they "
+        "are: stem.bn.running_mean, stem.bn.running_var" in text
+    )
+    record = json.loads(run(capsys, *argv, "--json")[1])
+    assert record["statistics"] == ["stem.bn.running_mean", "stem.bn.running_var"]
+
+
+def test_weights_that_are_equal_are_reported_and_tied_on_request(model, tmp_path, capsys):
+    onnx.save(language_model(), model)
+    argv = ["import", model, "--out", tmp_path / "n.tpm"]
+    code, text, error = run(capsys, *argv)
+    assert code == 0, error
+    assert (
+        "  2 tensors are equal bit for bit: wte, head; they train apart (--tie makes one weight of "
+        "them)" in text
+    )
+    record = json.loads(run(capsys, *argv, "--json")[1])
+    assert record["equal"] == [["wte", "head"]]
+    tied = json.loads(run(capsys, *argv, "--json", "--tie", "*")[1])
+    assert tied["equal"] == []
+    assert tied["parameters"] == record["parameters"] - 60 * 20
+    assert "they train apart" not in run(capsys, *argv, "--tie", "*")[1]
 
 
 def test_inspect_reads_an_onnx_model(model, capsys):

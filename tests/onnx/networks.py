@@ -39,6 +39,10 @@ class Writer:
         ]
         return self.add("BatchNormalization", y, *stats)
 
+    def graph(self, outputs):
+        """A graph that is an attribute: what it reads from outside has no inputs."""
+        return helper.make_graph(self.nodes, "inner", [], [info(*o) for o in outputs], self.held)
+
     def model(self, inputs, outputs, opset=OPSET, **more):
         infos = [info(*i) for i in inputs]
         graph = helper.make_graph(self.nodes, "net", infos, [info(*o) for o in outputs], self.held)
@@ -68,3 +72,19 @@ def resnet(classes=5, opset=OPSET):
     return w.model(
         [("image", TensorProto.FLOAT, shapes[0])], [("logits", TensorProto.FLOAT, shapes[1])], opset
     )
+
+
+def language_model(transposed=True):
+    """An embedding whose table is the weight of the output, too, as exporters write it: twice."""
+    w = Writer()
+    w.weight("wte", 60, 20)
+    table = numpy_helper.to_array(w.held[0])
+    w.constant("head", np.ascontiguousarray(table.T) if transposed else table)
+    x = w.add("MatMul", w.add("Gather", "wte", "ids"), w.weight("h.weight", 20, 20))
+    head = "head" if transposed else w.add("Transpose", "head", perm=[1, 0])
+    w.add("MatMul", w.add("Tanh", x), head, name="scores")
+    inputs, outputs = (
+        [("ids", TensorProto.INT64, ["N", "T"])],
+        [("scores", TensorProto.FLOAT, ["N", "T", 60])],
+    )
+    return w.model(inputs, outputs)

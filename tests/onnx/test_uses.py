@@ -3,7 +3,7 @@
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
+from onnx import TensorProto, parser
 from tests.onnx.networks import Writer, resnet
 
 from triplane.proto.errors import InvalidInput
@@ -146,7 +146,7 @@ def biases_behind_arrangements(w, n):
     """Each value behind the layer is read by a bias of one element."""
     x = w.add("MatMul", "x", w.weight("q.weight", 8, 8))
     for i in range(n):
-        w.add("Add", x, w.constant(f"bias{i}", np.float32([0.5])))
+        w.add("Add", x, w.constant(f"bias{i}", np.full(1, 0.5, np.float32)))
         x = w.add("Identity", x)
     return x
 
@@ -214,6 +214,38 @@ def test_the_caller_says_what_trains():
     assert made(trainable=["*freq"], frozen=["*"]) == both
     with pytest.raises(InvalidInput, match=r"trainable: .* fits 'rope.*'; there are inv_freq"):
         made(trainable=["rope.*"])
+
+
+def test_no_pattern_makes_parameters_of_running_statistics():
+    state = import_onnx(resnet(), trainable=["*"]).state
+    statistics = {name for name in state if "running" in name}
+    assert statistics
+    assert {name for name, t in state.items() if t.role is Role.BUFFER} == statistics
+
+
+def test_a_pattern_that_fits_running_statistics_alone_is_refused_by_name():
+    words = r"trainable: 'stem\.\*running\*' fits running statistics alone: stem.bn.running_mean, "
+    with pytest.raises(InvalidInput, match=words):
+        import_onnx(resnet(), trainable=["*.weight", "stem.*running*"])
+
+
+NORMALIZED = """
+<ir_version: 8, opset_import: ["" : 17, "own" : 1]>
+agraph (float[N,2] x) => (float[N,2] y)
+  <float[2] scale = {1,2}, float[2] bias = {1,2}, float[2] mean = {1,2}, float[2] var = {1,2}> {
+    y = own.outer(x, scale, bias, mean, var)
+}
+<domain: "own", opset_import: ["" : 17, "own" : 1]>
+outer (a, b, c, d, e) => (f) { f = own.inner(e, d, c, b, a) }
+<domain: "own", opset_import: ["" : 17]>
+inner (v, m, b, s, x) => (y) { y = BatchNormalization(x, s, b, m, v) }
+"""
+
+
+def test_statistics_that_a_local_function_normalizes_by_are_buffers():
+    state = import_onnx(parser.parse_model(NORMALIZED), trainable=["*"]).state
+    trained = {name for name, t in state.items() if t.role is Role.PARAMETER}
+    assert (trained, state.keys() - trained) == ({"scale", "bias"}, {"mean", "var"})
 
 
 def test_training_changes_parameters_alone():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -15,6 +17,9 @@ from triplane.unified_ir.cli.shell import (
     keep_apart,
     open_output,
 )
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.ir import Module
 
 SUFFIX: Final = ".onnx"
 SHOWN: Final = 3
@@ -28,6 +33,7 @@ Examples:
 
 \b
   triplane import llama.onnx --frozen "*.embed_tokens.*" --out llama.tpm
+  triplane import gpt2.onnx --tie "*" --out gpt2.tpm
 
 \b
 Opsets 7 to 26, any IR version; weights may lie in files beside the model. Weights become parameters
@@ -56,6 +62,10 @@ A node that cannot be imported is named with its operator and opset, and nothing
     "--frozen", multiple=True, metavar="PATTERN",
     help="Weights not to train; --trainable wins where both fit; may be repeated.",
 )  # fmt: skip
+@click.option(
+    "--tie", multiple=True, metavar="PATTERN",
+    help="Weights that are one where they are equal, by name with * for any part; may be repeated.",
+)  # fmt: skip
 @json_option
 def command(
     *,
@@ -65,11 +75,13 @@ def command(
     outputs: tuple[str, ...],
     trainable: tuple[str, ...],
     frozen: tuple[str, ...],
+    tie: tuple[str, ...],
     as_json: bool,
 ) -> None:
     """Import MODEL.onnx into one model file that trains, converts and deploys like any other."""
     from triplane.unified_ir.ir import Role
     from triplane.unified_ir.onnx import import_onnx
+    from triplane.unified_ir.onnx.twins import equal_weights
     from triplane.unified_ir.ops.check import save
 
     output = open_output(as_json)
@@ -81,6 +93,7 @@ def command(
         outputs=list(outputs) if outputs else None,
         trainable=trainable,
         frozen=frozen,
+        tie=tie,
     )
     digest = save(module, out)
     function = module.entry("predict")
@@ -97,16 +110,44 @@ def command(
             str(role): [name for name, t in module.state.items() if t.role is role]
             for role in (Role.PARAMETER, Role.BUFFER)
         },
+        "statistics": [
+            name
+            for name in _statistics(module)
+            if any(fnmatchcase(name, pattern) for pattern in trainable)
+        ],
+        "equal": [list(group) for group in equal_weights(module.state)],
     }
     trained, kept = (record["roles"][name] for name in ("parameter", "buffer"))
     lines = [
         f"{out}: {record['nodes']} nodes, {record['parameters']:,} parameters",
         f"  trained: {len(trained)} tensors; not trained: {len(kept)} ({_some(kept)})",
+        *_notes(record),
         *(f"  in   {name}: {type_}" for name, type_ in record["inputs"].items()),
         *(f"  out  {name}: {type_}" for name, type_ in record["outputs"].items()),
         f"root digest  {digest}",
     ]
     output.result(record, "\n".join(lines))
+
+
+def _statistics(module: Module) -> list[str]:
+    """Names of the running statistics that batch normalization reads."""
+    norms = (n for n in module.entry("predict").walk() if n.op.name == "BatchNormalization")
+    names = [v.name for node in norms for v in node.inputs[3:5] if v is not None]
+    return [name for name in module.state if name in {*names}]
+
+
+def _notes(record: dict[str, Any]) -> Iterator[str]:
+    """What was not asked for, or could not be done."""
+    if record["statistics"]:
+        yield (
+            "  --trainable fits running statistics, which gradients do not reach and which stay as "
+            f"they are: {_some(record['statistics'])}"
+        )
+    for group in record["equal"]:
+        yield (
+            f"  {len(group)} tensors are equal bit for bit: {_some(group)}; they train apart "
+            "(--tie makes one weight of them)"
+        )
 
 
 def _some(names: list[str]) -> str:

@@ -42,7 +42,7 @@ from triplane.unified_ir.onnx.scope import Choice, Scope, Weights
 from triplane.unified_ir.onnx.source import Source, array_of, read_model
 from triplane.unified_ir.onnx.structure import STRUCTURES, Site
 from triplane.unified_ir.onnx.symbols import Shapes, Symbols, declared_type, tensor_type
-from triplane.unified_ir.onnx.uses import Uses
+from triplane.unified_ir.onnx.uses import Functions, Uses
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.custom_ops import custom_row, is_own
 from triplane.unified_ir.ops.row import MEANING_OPSET, Op
@@ -67,6 +67,7 @@ def import_onnx(
     outputs: Sequence[str] | None = None,
     trainable: Sequence[str] = (),
     frozen: Sequence[str] = (),
+    tie: Sequence[str] = (),
 ) -> Module:
     """A module with the entry `predict` from an ONNX model, opsets 7 to 26, any IR version.
 
@@ -77,7 +78,9 @@ def import_onnx(
     Weights keep their names. What is read as a weight has the role parameter, other arrays of
     floats are buffers, as running statistics are; see `uses`. trainable, frozen: patterns of names
     ("rope.*", "*.inv_freq") whose tensors are parameters, or are not, whatever their use;
-    trainable wins where both fit.
+    trainable wins where both fit. Running statistics stay buffers: gradients do not reach them.
+    tie: patterns of names; parameters that fit and are equal bit for bit, or transposed, become
+    one, under the name read first. Exporters write a weight that two layers share twice.
 
     NotFound: no such file or external data. Corrupt: the bytes are no sound model. InvalidInput:
     the model is sound and cannot be imported; the message names node, operator, opset and way out.
@@ -90,11 +93,13 @@ def import_onnx(
         raise InvalidInput(f"shapes= names the input {unknown[0]!r}; the model has {have}")
     build = Build(TABLE, ENTRY)
     choice = Choice(trainable, frozen)
-    importer = Importer(model, build, Weights(build, folder, _names(model.graph), choice))
+    weights = Weights(build, folder, _names(model.graph), choice, tie)
+    importer = Importer(model, build, weights)
     with build:
         function = importer.top(given, outputs)
     choice.check()
-    state = importer.weights.state
+    weights.check_tied()
+    state = weights.state
     return Module({ENTRY: function}, {ENTRY: ENTRY}, state, _meta(model, function, state))
 
 
@@ -133,6 +138,7 @@ class Importer:
         self.contents = Contents()
         self.symbols = Symbols(model.graph.input)
         self.functions = _functions(model)
+        self.bodies = Functions(self.functions)
         self.nodes = 0
 
     def top(self, shapes: Shapes, wanted: Sequence[str] | None) -> Function:
@@ -143,7 +149,7 @@ class Importer:
             t.values.name for t in graph.sparse_initializer
         }
         inputs = {i.name for i in graph.input} - held
-        scope = Scope(self.build, self.weights, Uses(graph.node, held, inputs))
+        scope = Scope(self.build, self.weights, Uses(graph.node, held, inputs, self.bodies))
         for info in graph.input:
             if info.name in held:
                 continue
@@ -346,7 +352,9 @@ class Importer:
             raise InvalidInput(f"{function.name!r} takes {len(function.input)} operands")
         given = {a.name: a for a in (*extra, *function.attribute_proto)}
         given |= {a.name: a for a in self.resolved(node, frame)}
-        scope = Scope(frame.scope.build, self.weights, Uses(function.node), None, node.name)
+        is_local = self.bodies.of(node) is function
+        uses = self.bodies.uses(function) if is_local else Uses(function.node)
+        scope = Scope(frame.scope.build, self.weights, uses, None, node.name)
         absent = set(function.input[len(inputs) :])
         for name, x in zip(function.input, inputs, strict=False):
             if x is None:

@@ -18,8 +18,10 @@ from triplane.unified_ir.ir import limits
 from triplane.unified_ir.ir.graph import Array, Role, StateTensor
 from triplane.unified_ir.ir.types import type_of
 from triplane.unified_ir.onnx.source import array_of
+from triplane.unified_ir.onnx.twins import Twins, equal_weights
 from triplane.unified_ir.onnx.uses import Uses
 from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 
 MAX_WEIGHT_BYTES: Final = 2**34
@@ -32,22 +34,29 @@ class Choice:
     """Which tensors the caller wants trained, and which not, whatever their use; by name.
 
     A pattern is a name with `*` for any part. What fits one of `trainable` is trained even where it
-    fits one of `frozen`: so "*" frozen and "head.*" trainable says what it seems to say.
+    fits one of `frozen`: so "*" frozen and "head.*" trainable says what it seems to say. Running
+    statistics stay buffers: batch normalization moves them, and as parameters they would be learnt
+    as weights are.
     """
 
     def __init__(self, trainable: Sequence[str] = (), frozen: Sequence[str] = ()) -> None:
         self.trainable = tuple(trainable)
         self.frozen = tuple(frozen)
         self.names: list[str] = []
+        self.statistics: set[str] = set()
 
-    def role(self, name: str, array: Array, found: Role | None) -> Role | None:
+    def role(
+        self, name: str, array: Array, found: Role | None, *, is_statistic: bool = False
+    ) -> Role | None:
         """The role of a tensor whose use gives it `found`; only floats of some axes are chosen."""
         if array.dtype.kind == "O" or not type_of(array).dtype.is_float or not array.ndim:
             return found
         if found is None:
             return None  # a setting of an operator, whatever its name
         self.names.append(name)
-        if self._fits(self.trainable, name):
+        if is_statistic and found is Role.BUFFER:
+            self.statistics.add(name)
+        elif self._fits(self.trainable, name):
             return Role.PARAMETER
         if found is Role.PARAMETER and self._fits(self.frozen, name):
             return Role.BUFFER
@@ -58,18 +67,31 @@ class Choice:
         return self._fits(self.trainable, name)
 
     def check(self) -> None:
-        """InvalidInput where a pattern fits no tensor."""
+        """InvalidInput where a pattern fits no tensor, or one to train fits statistics alone."""
         for option, patterns in (("trainable", self.trainable), ("frozen", self.frozen)):
             for pattern in patterns:
-                if not any(fnmatchcase(name, pattern) for name in self.names):
-                    shown = ", ".join(self.names[:MAX_SHOWN]) or "none"
+                fitting = [name for name in self.names if fnmatchcase(name, pattern)]
+                if not fitting:
                     raise InvalidInput(
-                        f"{option}: no tensor of the model fits {pattern!r}; there are {shown}"
+                        f"{option}: no tensor of the model fits {pattern!r}; there are "
+                        f"{_shown(self.names)}"
+                    )
+                if option == "trainable" and self.statistics.issuperset(fitting):
+                    raise InvalidInput(
+                        f"trainable: {pattern!r} fits running statistics alone: {_shown(fitting)}; "
+                        "no gradient reaches them, leave the pattern out (batch normalization "
+                        'moves them in training with nn.Imported(module, batch_norm="updated"))'
                     )
 
     @staticmethod
     def _fits(patterns: Sequence[str], name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _shown(names: Sequence[str]) -> str:
+    """The first names, and that there are more."""
+    shown = ", ".join(names[:MAX_SHOWN]) or "none"
+    return f"{shown}, ..." if len(names) > MAX_SHOWN else shown
 
 
 class Weights:
@@ -81,6 +103,7 @@ class Weights:
         folder: Path | None,
         taken: Iterable[str],
         choice: Choice | None = None,
+        tie: Sequence[str] = (),
     ) -> None:
         self.choice = Choice() if choice is None else choice
         self.build = build
@@ -88,6 +111,34 @@ class Weights:
         self.state: dict[str, StateTensor] = {}
         self.taken = set(taken)
         self.bytes = 0
+        self.tie = tuple(tie)
+        """Patterns of names; equal parameters that fit are one."""
+        self._twins = Twins()
+        self._tensors: dict[str, Tensor] = {}
+        self._tied: dict[str, str] = {}
+        """The weight that stands for each that was left out."""
+
+    def tied(self, name: str, array: Array) -> tuple[Tensor, bool] | None:
+        """An equal parameter that this one is tied to, and whether as its transpose."""
+        if not any(fnmatchcase(name, pattern) for pattern in self.tie):
+            return None
+        found = self._twins.first(name, array, self.state)
+        if found is None:
+            return None
+        first, is_transposed = found
+        self._tied[name] = first
+        return self._tensors[first], is_transposed
+
+    def check_tied(self) -> None:
+        """InvalidInput where a pattern of `tie` ties nothing."""
+        names = {*self._tied, *self._tied.values()}
+        for pattern in self.tie:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                equal = [f"{first} = {name}" for name, first in self._tied.items()]
+                equal += [" = ".join(group) for group in equal_weights(self.state)]
+                raise InvalidInput(
+                    f"tie: {pattern!r} fits no two equal weights; equal are {_shown(equal)}"
+                )
 
     def add(self, name: str, array: Array, role: Role, prefix: str = "") -> Tensor:
         """A weight under its own name; another of that name is told apart by where it lies."""
@@ -96,7 +147,8 @@ class Weights:
             raise InvalidInput(f"the weights are more than {MAX_WEIGHT_BYTES} bytes")
         free = self._free(name, prefix)
         self.state[free] = StateTensor(role, array)
-        return self.build.param(free, type_of(array))
+        self._tensors[free] = self.build.param(free, type_of(array))
+        return self._tensors[free]
 
     def mark(self) -> tuple[int, int, set[str], int]:
         """Where one is, for `back_to`."""
@@ -166,7 +218,16 @@ class Scope:
 
     def held(self, name: str, array: Array) -> Tensor:
         """An initializer: state where it is a weight, a constant where its contents matter."""
-        role = self.weights.choice.role(name, array, self.uses.role(name, array))
+        is_statistic = self.uses.is_statistic(name)
+        role = self.weights.choice.role(
+            name, array, self.uses.role(name, array), is_statistic=is_statistic
+        )
         if role is None:
             return self.build.constant(array)
-        return self.weights.add(name, array, role, self.prefix)
+        tied = self.weights.tied(name, array) if role is Role.PARAMETER else None
+        if tied is None:
+            return self.weights.add(name, array, role, self.prefix)
+        weight, is_transposed = tied
+        if not is_transposed:
+            return weight
+        return self.build.apply(TABLE["", "Transpose"], (weight,), {"perm": (1, 0)})[0]

@@ -16,10 +16,11 @@ from itertools import islice
 from typing import Final, TypeVar
 
 import numpy as np
-from onnx import NodeProto
+from onnx import FunctionProto, NodeProto
 
 from triplane.unified_ir.ir.graph import Array, Role
 from triplane.unified_ir.ir.types import type_of
+from triplane.unified_ir.onnx.expanded import FunctionKey, key_of
 from triplane.unified_ir.onnx.fold import MAX_CONTENTS
 from triplane.unified_ir.onnx.source import subgraphs_of
 
@@ -87,7 +88,8 @@ MAX_LEARNT: Final = 1e4
 class Uses:
     """Readers of each name of a graph and of the graphs inside it.
 
-    constants: names of initializers. inputs: names that a caller gives.
+    constants: names of initializers. inputs: names that a caller gives. functions: those of the
+    model, whose bodies say which of their operands are running statistics.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class Uses:
         nodes: Iterable[NodeProto],
         constants: Iterable[str] = (),
         inputs: Iterable[str] = (),
+        functions: Functions | None = None,
     ) -> None:
+        self.functions = Functions({}) if functions is None else functions
         self.readers: dict[str, list[tuple[NodeProto, int]]] = {}
         self.makers: dict[str, NodeProto] = {}
         self.fixed = set(constants)
@@ -106,6 +110,7 @@ class Uses:
         self._reads: dict[str, tuple[Read, ...]] = {}
         self._endings: dict[str, frozenset[str]] = {}
         self._behind: dict[str, bool] = {}
+        self._statistics: dict[str, bool] = {}
         self._note(nodes)
 
     def _note(self, nodes: Iterable[NodeProto]) -> None:
@@ -164,11 +169,26 @@ class Uses:
         learnt = any(self._learns(node, i, held) for node, i in read)
         return Role.PARAMETER if learnt else Role.BUFFER
 
+    def is_statistic(self, name: str) -> bool:
+        """Whether batch normalization reads a name as a running mean or variance."""
+        if name not in self._statistics:
+            found = any(self._reads_statistic(node, i) for node, i in self.of(name))
+            self._statistics[name] = found
+        return self._statistics[name]
+
+    def _reads_statistic(self, node: NodeProto, i: int) -> bool:
+        function = self.functions.of(node)
+        if function is not None:
+            inner = self.functions.uses(function)
+            return i < len(function.input) and inner.is_statistic(function.input[i])
+        return node.domain in _STANDARD and _at(STATISTICS, node, i)
+
     def weighs(self, name: str, array: Array) -> bool:
         """Whether a Constant is read as a weight: of a layer, or as the bias behind one."""
         held = _Held(array)
         return any(
-            _at(STATISTICS, node, i) or (self._learns(node, i, held) and self._is_layer(node, i))
+            self._reads_statistic(node, i)
+            or (self._learns(node, i, held) and self._is_layer(node, i))
             for node, i in self.of(name)
         )
 
@@ -178,9 +198,11 @@ class Uses:
 
     def _learns(self, node: NodeProto, i: int, held: _Held) -> bool:
         """Whether training changes what this operand of the node reads."""
+        if self._reads_statistic(node, i):
+            return False
         if node.domain not in _STANDARD or _at(LAYERS, node, i):
             return True  # a function's, or an operator's that is not ONNX's: nothing is known
-        if any(_at(table, node, i) for table in (STATISTICS, STATES, CONTENTS)):
+        if any(_at(table, node, i) for table in (STATES, CONTENTS)):
             return False
         if _at(PRODUCTS, node, i):
             return not self._gives_angles(node)
@@ -257,6 +279,25 @@ class Uses:
             else:
                 ends.add(reader.op_type)
         return frozenset(ends), further
+
+
+class Functions:
+    """The local functions of a model, and the uses in their bodies."""
+
+    def __init__(self, functions: Mapping[FunctionKey, FunctionProto]) -> None:
+        self._functions = functions
+        self._uses: dict[FunctionKey, Uses] = {}
+
+    def of(self, node: NodeProto) -> FunctionProto | None:
+        """The function that a node calls, None where it is an operator."""
+        return self._functions.get(key_of(node.domain, node.op_type, node.overload))
+
+    def uses(self, function: FunctionProto) -> Uses:
+        """Uses of the names in a function's body."""
+        key = key_of(function.domain, function.name, function.overload)
+        if key not in self._uses:
+            self._uses[key] = Uses(function.node, functions=self)
+        return self._uses[key]
 
 
 class _Held:

@@ -284,7 +284,8 @@ def _clip_vjp(
 def _are_ordered(low: Tensor, high: Tensor) -> bool:
     """Whether bounds are known and low <= high."""
     ends = [low.build.known(bound) for bound in (low, high)]
-    return all(isinstance(end, np.ndarray) for end in ends) and bool(np.all(ends[0] <= ends[1]))
+    numbers = [end for end in ends if isinstance(end, np.ndarray)]
+    return len(numbers) == 2 and bool(np.all(numbers[0] <= numbers[1]))
 
 
 clip = Op(

@@ -1,0 +1,80 @@
+"""Weights of an imported model that are equal bit for bit, as they stand or transposed.
+
+PyTorch lets two layers share one weight, and ONNX files often hold it twice: the table of an
+embedding, and its transpose as the weight of the output. Trained further, the two drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.unified_ir.ir.graph import Array, Role, StateTensor
+from triplane.unified_ir.ir.types import type_of
+
+LEAST_ELEMENTS: Final = 1_024
+"""Weights up to this many elements may be equal by chance or by the way they began."""
+MAX_ALIKE: Final = 16
+"""Weights that one is compared with, of those whose type, sizes and corners it shares."""
+_ROW_BLOCK: Final = 1 << 20
+"""Elements compared at a time."""
+
+
+class Twins:
+    """Weights by name, each compared with those before it."""
+
+    def __init__(self) -> None:
+        self._alike: dict[tuple[Any, ...], list[tuple[str, Array]]] = {}
+
+    def first(
+        self, name: str, array: Array, held: Mapping[str, StateTensor]
+    ) -> tuple[str, bool] | None:
+        """(name, whether it is the transpose) of the first equal weight that `held` still has.
+
+        None where there is none, and for what is too small, constant, or no floats.
+        """
+        if array.size <= LEAST_ELEMENTS or not type_of(array).dtype.is_float:
+            return None
+        ends = (array[(0,) * array.ndim].tobytes(), array[(-1,) * array.ndim].tobytes())
+        sizes = tuple(sorted(array.shape)) if array.ndim == 2 else array.shape
+        alike = self._alike.setdefault((array.dtype.str, array.dtype.name, sizes, *ends), [])
+        alike[:] = [(n, a) for n, a in alike if n in held and held[n].array is a]
+        for other, before in alike:
+            for is_transposed in (False, True)[: array.ndim if array.ndim == 2 else 1]:
+                turned = before.T if is_transposed else before
+                if _are_equal(array, turned) and not _is_constant(array):
+                    return other, is_transposed
+        if len(alike) < MAX_ALIKE:
+            alike.append((name, array))
+        return None
+
+
+def equal_weights(state: Mapping[str, StateTensor]) -> list[tuple[str, ...]]:
+    """Names of parameters that are equal bit for bit or transposed, a tuple for each weight."""
+    twins = Twins()
+    groups: dict[str, list[str]] = {}
+    for name, tensor in state.items():
+        if tensor.role is Role.PARAMETER:
+            first = twins.first(name, tensor.array, state)
+            if first is not None:
+                groups.setdefault(first[0], [first[0]]).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def _are_equal(a: Array, b: Array) -> bool:
+    """Whether shapes and bits are the same."""
+    if a.shape != b.shape:
+        return False
+    bits = np.dtype(f"u{a.dtype.itemsize}")
+    step = max(1, _ROW_BLOCK * len(a) // a.size)
+    return all(
+        np.array_equal(a[i : i + step].view(bits), b[i : i + step].view(bits))
+        for i in range(0, len(a), step)
+    )
+
+
+def _is_constant(array: Array) -> bool:
+    """Whether all elements are the first: such weights are equal before any training."""
+    return bool((array == array[(0,) * array.ndim]).all())
