@@ -12,6 +12,7 @@ from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.evaluate import run_function
+from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.table import TABLE
 
 RNG = np.random.default_rng(2)
@@ -60,6 +61,80 @@ def test_sizes_computed_in_the_run_give_what_known_ones_give(op, name):
     (wanted,) = run_function(TABLE, settled, fewer)
     (found,) = engine(name).compile(function)(*args)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def row(name):
+    return TABLE["", name]
+
+
+# fmt: off
+SECOND: dict[str, Any] = {  # functions of x: (2, 6) and of a setting that only the run knows
+    "Reshape": (lambda x, s: row("Reshape")(x * x, s), np.array([4, -1])),
+    "Expand": (lambda x, s: row("Expand")(x[:1], s), np.array([4, 6])),
+    "Expand of fewer axes": (lambda x, s: row("Expand")(x[0], s), np.array([3, 6])),
+    "Slice": (lambda x, s: row("Slice")(x, s, np.array([5]), np.array([1])), np.array([1])),
+    "Slice of stride 2": (
+        lambda x, s: row("Slice")(x, s, np.array([6]), np.array([1]), np.array([2])),
+        np.array([1])),
+    "TopK": (row("TopK"), np.array([3])),
+    "TopK of both": (lambda x, s: row("TopK").all_outputs(x, s, outputs=2)[0], np.array([3])),
+    "Unsqueeze": (row("Unsqueeze"), np.array([1])),
+    "Squeeze": (lambda x, s: row("Squeeze")(x[:1], s), np.array([0])),
+    "Split": (lambda x, s: row("Split").all_outputs(x, s, outputs=2)[1], np.array([1, 1])),
+    "Resize": (
+        lambda x, s: row("Resize")(ops.unsqueeze(x, 0, 1), None, None, s),
+        np.array([1, 1, 4, 12])),
+    "compress": (lambda x, s: ops.compress(x, s > 2, 1), np.arange(6)),
+    "nonzero": (lambda x, s: ops.gather(x, row("NonZero")(s).reshape(-1), axis=1), np.arange(6)),
+    "both in a row": (
+        lambda x, s: row("Reshape")(
+            row("Reshape")(x, s)[:2] ** 2.0, s[::-1] - np.array([0, 2])), np.array([4, 3])),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("what", SECOND)
+def test_settings_computed_in_the_run_have_gradients_of_both_orders(what, name):
+    make, setting = SECOND[what]
+    x = normal(2, 6)
+    dtype = x.dtype if name == "onnx" else np.dtype(np.float64)
+
+    def loss(x, s):
+        return (ops.sin(make(x, s)) ** 2.0).sum()
+
+    def both(function):
+        first = value_and_grad(function, ["x"])
+        build = Build(TABLE)
+        with build:
+            params = [build.param(p.name, p.type) for p in first.params]
+            slope = inline(first, params)[1]
+            total = build.finish({"total": (slope * slope * slope).sum()})
+        return [first, value_and_grad(total, ["x"])]
+
+    specs = TensorSpec(x.shape, dtype), TensorSpec(setting.shape, setting.dtype)
+    computed = both(trace(loss, *specs))
+    known = both(trace(lambda x: loss(x, setting), specs[0]))
+    for one, other in zip(computed, known, strict=True):
+        (wanted,) = run_function(TABLE, other, [x.astype(dtype)])[1:]
+        (found,) = engine(name).compile(one)(x.astype(dtype), setting)[1:]
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+# fmt: off
+REFUSED: dict[str, Any] = {
+    "Tile": (2,), "Pad": (4,), "ReduceSum": (1,), "ReduceMax": (1,), "ReduceL2": (1,),
+    "ReduceMean": (1,), "ReduceProd": (1,), "CenterCropPad": (2,),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_gradient_that_needs_its_settings_says_so(name):
+    specs = TensorSpec((2, 6)), TensorSpec(REFUSED[name], "int64")
+    function = trace(lambda x, s: row(name)(x, s).sum(), *specs)
+    with pytest.raises(InvalidInput, match=r"gradient of .* known when|constant amounts|only with"):
+        value_and_grad(function, ["x"])
 
 
 # fmt: off

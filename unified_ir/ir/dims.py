@@ -140,6 +140,15 @@ def is_symbol(dim: Dim) -> bool:
     )
 
 
+OPEN_PREFIX: Final = "open_"
+"""How names of sizes begin that only the data decide; the node that gives one names it."""
+
+
+def is_open(dim: Dim) -> bool:
+    """Whether a size depends on one that only the data decide."""
+    return any(name.startswith(OPEN_PREFIX) for name in symbols(dim))
+
+
 def evaluate(dim: Dim, sizes: Mapping[str, int]) -> int:
     """The value of `dim` where each symbol has the given size."""
     if isinstance(dim, int):

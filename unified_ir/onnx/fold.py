@@ -13,7 +13,16 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, Expr, FloorDiv, floor_div, substitute, symbol, symbols
+from triplane.unified_ir.ir.dims import (
+    Dim,
+    Expr,
+    FloorDiv,
+    floor_div,
+    is_open,
+    substitute,
+    symbol,
+    symbols,
+)
 from triplane.unified_ir.ir.graph import Array
 
 MAX_CONTENTS: Final = 64
@@ -80,7 +89,7 @@ def _quotient(a: Dim, b: Dim) -> Dim:
     inputs in a numerator are taken to be at least 1: an empty plane has no windows. A size that
     only data decide is often 0 and is not.
     """
-    is_count = isinstance(b, int) and b > 0 and not any(map(_is_open, symbols(a)))
+    is_count = isinstance(b, int) and b > 0 and not is_open(a)
     if is_count and _never_negative(_of_nonempty(a)):
         return floor_div(a, b)
     if isinstance(a, int) and isinstance(b, int):
@@ -88,11 +97,6 @@ def _quotient(a: Dim, b: Dim) -> Dim:
     if _never_negative(a) and _never_negative(b):
         return floor_div(a, b)
     raise _Open
-
-
-def _is_open(name: str) -> bool:
-    """Whether a symbol is a size that only data decide, see `Build.apply`."""
-    return name.startswith("open_")
 
 
 def _of_nonempty(dim: Dim) -> Dim:

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, Expr
+from triplane.unified_ir.ir.dims import OPEN_PREFIX, Dim, Expr
 from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Location, Meta, Node, Value
 from triplane.unified_ir.ir.types import DType, TensorType, TypeMismatch, as_dtype
 from triplane.unified_ir.ops.contents import bind
@@ -215,7 +215,7 @@ class Build:
         check_groups(row, types)
         call = Call(row, types, known, row.full_attrs(attrs), regions, outputs)
         place = "_".join(map(str, self.position()))
-        names = tuple(f"open_{place}_{k}" for k in range(row.open_count(call)))
+        names = tuple(f"{OPEN_PREFIX}{place}_{k}" for k in range(row.open_count(call)))
         return dict(sorted({**attrs, OPEN: names}.items())) if names else attrs
 
     def _infer(

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import TensorType, int64
 from triplane.unified_ir.ops import batching
@@ -67,6 +68,11 @@ def reduction_kernel(f: Any) -> Any:
 
 
 def _axes(x: Tensor, axes: Tensor | None, noop: int) -> tuple[int, ...]:
+    if axes is not None and axes.build.known(axes) is None:
+        raise InvalidInput(
+            "the gradient of a reduction needs axes that are known when the graph is built; give a "
+            "constant"
+        )
     return reduced_axes(x.rank, None if axes is None else known_ints(axes), noop)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from triplane.unified_ir.ir.types import ShapeError, TensorType, TypeMismatch, bool_, int64
 from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.indexing import gather, scatter_elements
 from triplane.unified_ir.ops.products import cumsum_row
 from triplane.unified_ir.ops.row import Call, Op
@@ -53,6 +54,7 @@ def _top_k_vjp(g: Any, y: Any, x: Tensor, k: Tensor, **attrs: Any) -> Any:
     if g is None:
         return (None, None)
     base = zeros(x.shape, x.dtype)
+    index = assume_shape(index, g.shape)  # its length is open where `k` is computed
     return scatter_elements(base, index, g, axis=attrs["axis"], reduction="add"), None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.dims import Dim, Expr, ceil_div, floor_div, product
+from triplane.unified_ir.ir.dims import Dim, Expr, ceil_div, floor_div, is_open, product
 from triplane.unified_ir.ir.types import (
     DTYPES,
     DType,
@@ -21,6 +21,7 @@ from triplane.unified_ir.ir.types import (
     type_of,
 )
 from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.infer import broadcast
 from triplane.unified_ir.ops.padding import has_pad, pad_body, pad_kernel, pad_vjp, padded_type
 from triplane.unified_ir.ops.recorder import recorder
@@ -38,14 +39,25 @@ def same(call: Call) -> Types:
 
 
 def sum_to(g: Tensor, like: Tensor) -> Tensor:
-    """The transpose of broadcasting `like` to the shape of `g`: sums the repeated axes."""
+    """The transpose of broadcasting `like` to the shape of `g`: sums the repeated axes.
+
+    An axis of a size that only the data decide is repeated where `like` has one element, else it is
+    as long as that of `like`, as a broadcast leaves it; the run compares.
+    """
     if g.shape == like.shape:
         return g
     lead = g.rank - like.rank
+    pairs = [*zip(like.shape, g.shape[lead:], strict=True)]
+    open_ = [a not in {1, b} and is_open(b) for a, b in pairs]
     inner = [
-        lead + i for i, (a, b) in enumerate(zip(like.shape, g.shape[lead:], strict=True)) if a != b
+        lead + i
+        for i, ((a, b), kept) in enumerate(zip(pairs, open_, strict=True))
+        if a != b and not kept
     ]
-    return g.sum([*range(lead), *inner]).reshape(like.shape)
+    if lead or inner:
+        g = g.sum([*range(lead), *inner])
+        g = g.reshape([b if kept else a for (a, b), kept in zip(pairs, open_, strict=True)])
+    return assume_shape(g, like.shape)
 
 
 def axes_of(rank: int, axes: Sequence[int] | None) -> tuple[int, ...]:
@@ -119,7 +131,7 @@ cast_row = Op(
 
 
 def _reshape(call: Call) -> Types:
-    """Sizes of a symbolic tensor that are written as numbers are held to when the graph runs."""
+    """Sizes are held to when the graph runs where numbers or the data's own meet symbols."""
     x, wanted = call.type(0), list(call.dims(1))
     if not call.attrs["allowzero"]:
         if any(d == 0 for d in wanted[x.rank :]):
@@ -131,6 +143,7 @@ def _reshape(call: Call) -> Types:
     if -1 in wanted:
         wanted[wanted.index(-1)] = floor_div(x.size, rest) if rest != 0 else 0
     held = isinstance(x.size, Expr) and isinstance(rest, int) and rest > 0
+    held = held or is_open(x.size) or is_open(rest)
     if product(wanted) != x.size and not held:
         shown = ", ".join(map(str, call.dims(1)))
         raise ShapeError(
@@ -404,7 +417,7 @@ def _scattered(g: Tensor, x: Tensor, bounds: Sequence[Tensor]) -> Tensor:
     recording = recorder()
     count = dims_of([x.type.size]).reshape(())
     places = recording.apply(recording.table["", "Range"], (0, count, 1), {})[0].reshape(x.shape)
-    read = slice_row(places, *bounds).reshape((-1,))
+    read = assume_shape(slice_row(places, *bounds), g.shape).reshape((-1,))
     base = zeros([x.type.size], g.dtype)
     row = recording.table["", "ScatterElements"]
     return recording.apply(row, (base, read, g.reshape((-1,))), {})[0].reshape(x.shape)
