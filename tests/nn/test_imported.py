@@ -21,9 +21,8 @@ def data(n=64, classes=3, seed=1):
     return images, labels
 
 
-@pytest.mark.parametrize("opset", [11, 17])
-def test_the_imported_network_gives_what_onnxruntime_gives(opset):
-    model = resnet(opset=opset)
+def test_a_network_of_an_older_opset_gives_what_onnxruntime_gives():
+    model = resnet(opset=11)
     images, _ = data(6)
     session = ort.InferenceSession(model.SerializeToString())
     (wanted,) = session.run(None, {"image": images})
@@ -51,11 +50,8 @@ def test_another_head_is_trained_and_what_is_frozen_stays():
     assert "0.fc.weight" not in before, "the old head is gone"
 
 
-def test_weights_and_statistics_keep_names_and_roles(tmp_path):
+def test_inputs_and_outputs_have_the_declared_types():
     module = import_onnx(resnet())
-    roles = {name: str(t.role) for name, t in module.state.items()}
-    assert roles["stem.conv.weight"] == roles["fc.bias"] == "parameter"
-    assert roles["layer2.down.bn.running_mean"] == "buffer"
     assert [str(p.type) for p in module.inputs("predict")] == ["float32[N,3,16,16]"]
     assert str(module.entry("predict").result("logits").type) == "float32[N,5]"
 
@@ -113,14 +109,6 @@ def test_updated_batch_normalization_trains_as_the_layers_do():
         np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-6)
     before = module.state["1.running_mean"].array
     assert (found["1.running_mean"] != before).all()
-
-
-def test_kept_batch_normalization_leaves_running_statistics_alone():
-    nn.seed(0)
-    module = import_onnx(exported(normalized()))
-    found = trained(nn.Imported(module))
-    for name in ("1.running_mean", "1.running_var"):
-        np.testing.assert_array_equal(found[name], module.state[name].array)
 
 
 def test_a_network_without_batch_normalization_has_no_statistics_to_update():
