@@ -389,6 +389,7 @@ ACTIVATIONS = {
     "silu": ops.silu,
     "leaky_relu": lambda x: ops.leaky_relu(x, alpha=0.1),
     "hard_swish": ops.hard_swish,
+    "relu6": ops.relu6,
 }
 
 

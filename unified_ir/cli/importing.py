@@ -56,7 +56,8 @@ A node that cannot be imported is named with its operator and opset, and nothing
 )  # fmt: skip
 @click.option(
     "--trainable", multiple=True, metavar="PATTERN",
-    help="Weights to train whatever their use, by name with * for any part; may be repeated.",
+    help="Weights to train whatever their use, by name with * for any part; may be repeated. "
+    "Running statistics stay as they are.",
 )  # fmt: skip
 @click.option(
     "--frozen", multiple=True, metavar="PATTERN",

@@ -32,7 +32,7 @@ KINDS: Final[Mapping[str, str]] = {
 """What a node in integers asks of its tensors; anything else runs in float."""
 # fmt: on
 
-IN_PARTS: Final = frozenset({"HardSigmoid", "HardSwish", "HardTanh"})
+IN_PARTS: Final = frozenset({"HardSigmoid", "HardSwish"})
 """Operators without an integer kernel whose parts, sums and products by a constant, have them.
 
 A network of inverted residuals with HardSwish took 1.80 of float's time with the operator in float
