@@ -116,6 +116,15 @@ def test_an_overwritten_update_has_gradient_zero(name):
         np.testing.assert_array_equal(d_updates, [0, 10, 0, 100])
 
 
+@pytest.mark.parametrize(
+    ("shape", "sizes"), [((0, 2, 3), (0, -1)), ((2, 0, 3), (0, 0, -1)), ((4, 0), (-1, 0))]
+)
+def test_the_row_of_reshape_refuses_what_onnx_finds_undetermined(shape, sizes):
+    row = TABLE["", "Reshape"]
+    with pytest.raises(ShapeError, match="beside an empty axis -1 may be any size"):
+        trace(lambda x: row(x, np.array(sizes)), TensorSpec(shape))
+
+
 def test_a_whole_number_to_a_negative_whole_power_is_cut_off():
     x = np.array([-2, -1, 0, 3], np.int64)
     np.testing.assert_array_equal(graph(lambda x: 2**x)(x), [0, 0, 1, 8])

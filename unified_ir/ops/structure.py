@@ -141,7 +141,12 @@ def _reshape(call: Call) -> Types:
         raise ShapeError(f"Reshape takes one -1 at most, got {wanted}")
     rest = product([d for d in wanted if d != -1])
     if -1 in wanted:
-        wanted[wanted.index(-1)] = floor_div(x.size, rest) if rest != 0 else 0
+        if rest == 0:
+            shown = ", ".join(map(str, wanted))
+            raise ShapeError(
+                f"Reshape of {x} to ({shown}): beside an empty axis -1 may be any size; write it"
+            )
+        wanted[wanted.index(-1)] = floor_div(x.size, rest)
     held = isinstance(x.size, Expr) and isinstance(rest, int) and rest > 0
     held = held or is_open(x.size) or is_open(rest)
     if product(wanted) != x.size and not held:
