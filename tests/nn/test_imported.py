@@ -3,8 +3,8 @@
 import numpy as np
 import onnxruntime as ort
 import pytest
-from onnx import helper
-from tests.onnx.networks import resnet
+from onnx import TensorProto, helper
+from tests.onnx.networks import Writer, resnet
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import import_onnx, nn, optim, train
@@ -66,6 +66,23 @@ def test_wrong_use_is_refused_by_name():
         import_onnx(resnet(), outputs=["nowhere"])
     with pytest.raises(InvalidInput, match=r"output 'logit' .*; there are 'logits'"):
         import_onnx(resnet(), outputs=["logit"])
+
+
+def test_a_length_read_as_a_number_is_known_when_the_arrays_are():
+    """Exporters count positions to a length that they take out of a vector of sizes."""
+    w = Writer()
+    length = w.add("Gather", w.add("Shape", "x"), w.constant("one", np.array(1)), axis=0)
+    bounds = [w.constant(n, np.array(v)) for n, v in (("start", 0), ("step", 1))]
+    positions = w.add("Range", bounds[0], length, bounds[1])
+    w.weight("table", 9, 4)
+    w.add("Add", "x", w.add("Gather", "table", positions, axis=0), name="y")
+    shape = ["N", "T", 4]
+    model = w.model([("x", TensorProto.FLOAT, shape)], [("y", TensorProto.FLOAT, shape)])
+    cell = nn.Imported(import_onnx(model))
+    for size in (3, 5):
+        x = np.random.default_rng(size).standard_normal((2, size, 4)).astype(np.float32)
+        (wanted,) = ort.InferenceSession(model.SerializeToString()).run(None, {"x": x})
+        np.testing.assert_allclose(cell(x), wanted, rtol=1e-6)
 
 
 def normalized(channels=4):

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import OPEN_PREFIX, Dim, is_symbol, substitute, symbol
 from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
 from triplane.unified_ir.ir.types import ShapeError, fits, is_plain
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import OPEN
+from triplane.unified_ir.ops.row import OPEN, Op
 from triplane.unified_ir.ops.tensor import Tensor
 
 
@@ -39,6 +41,8 @@ class Replay:
         self.build = recorder()
         self.values: dict[Value, Tensor] = {}
         self.sizes: dict[str, Dim] = {}
+        self.size_vectors: set[Value] = set()
+        """Values of the function whose contents are sizes."""
         for param, arg in zip(function.params, args, strict=True):
             _bind(self.sizes, param, arg)
             self.values[param] = arg
@@ -58,9 +62,13 @@ class Replay:
             return (self.build.admit(node.attrs["value"]),)
         attrs = self.attrs(node)
         if node.op.name == "Dims":
+            self.size_vectors.update(node.outputs)
             return (self.build.dims(attrs["dims"]),)  # type: ignore[arg-type]
         row = self.build.table[node.op.domain, node.op.name]
         with self.build.at(node.meta):
+            number = self._number(row, node)
+            if number is not None:
+                return (number,)
             return self.build.apply(
                 row,
                 self.inputs(node),
@@ -68,6 +76,20 @@ class Replay:
                 regions=self.regions(node),
                 outputs=len(node.outputs),
             )
+
+    def _number(self, row: Op, node: Node) -> Tensor | None:
+        """The constant that a node arranges sizes to, where all of them are numbers here.
+
+        In the function, inference knew the sizes behind it; of a constant it would know nothing.
+        """
+        if not row.keeps_contents or node.inputs[0] not in self.size_vectors:
+            return None
+        self.size_vectors.update(node.outputs)
+        known = [None if x is None else self.build.known(x) for x in self.inputs(node)]
+        if not all(isinstance(contents, np.ndarray) for contents in known):
+            return None
+        assert row.reference is not None
+        return self.build.admit(row.reference(*known, **row.full_attrs(node.attrs)))
 
     def inputs(self, node: Node) -> list[Tensor | None]:
         """The tensors that stand for a node's operands."""
