@@ -13,6 +13,7 @@ import base64
 import contextlib
 import json
 import logging
+import math
 import os
 import select
 import signal
@@ -56,11 +57,17 @@ class ChildRunner:
             "log_level": logging.getLogger().getEffectiveLevel(),
         }
         self._child: _Child | None = None
+        self._using = threading.Lock()
+        """Held while the child is asked: its descriptors are closed by the thread that has this."""
         self._lock, self._sending = threading.Lock(), threading.Lock()
         self._interrupted = False
 
     def start(self) -> None:
         """Start the child, which happens by itself at the first task; raises what it says."""
+        with self._using:
+            self._start()
+
+    def _start(self) -> None:
         if self._child is not None and self._child.ends_within(0.0):
             logger.warning("process for tasks ended while idle", extra={"reason": self._end()})
         with self._lock:
@@ -72,14 +79,21 @@ class ChildRunner:
             self._child = _Child(command)
         reply = self._reply()
         if reply is None:
-            raise Unavailable(f"the process for tasks did not start: {self._end()}")
+            why = self._end()
+            if self._interrupted:
+                raise Withdrawn
+            raise Unavailable(f"the process for tasks did not start: {why}")
         if "error" in reply:
             self._end()  # the next start begins with a new child
         _result(reply)
 
     def do(self, task: Task, stop: Stop, wanted: Sequence[Blob]) -> pb.Contribution:
         """See `TaskRunner`. What a limit or a crash ended is declined with the reason."""
-        self.start()
+        with self._using:
+            return self._do(task, stop, wanted)
+
+    def _do(self, task: Task, stop: Stop, wanted: Sequence[Blob]) -> pb.Contribution:
+        self._start()
         ended = threading.Event()
         self._send(
             {
@@ -104,9 +118,12 @@ class ChildRunner:
 
     def settle(self, orders: Orders) -> None:
         """See `TaskRunner`. Without any update there is nothing to start a child for."""
-        if self._child is None and not any(self._home.pending.glob("*.update")):
-            return
-        self.start()
+        with self._using:
+            if self._child is not None or any(self._home.pending.glob("*.update")):
+                self._settle(orders)
+
+    def _settle(self, orders: Orders) -> None:
+        self._start()
         self._send({"kind": "settle", "device": "", "work": orders.told})
         reply = self._reply()
         if reply is None:
@@ -118,7 +135,8 @@ class ChildRunner:
 
     def renewed(self) -> None:
         """The next child has the new certificate."""
-        self._end()
+        with self._using:
+            self._end()
 
     def interrupt(self) -> None:
         """Kill the child: it may be anywhere, and loses nothing."""
@@ -128,9 +146,10 @@ class ChildRunner:
                 self._child.kill()
 
     def close(self) -> None:
-        """See `TaskRunner`."""
+        """See `TaskRunner`. A task that runs in another thread ends first: its child is killed."""
         self.interrupt()
-        self._end()
+        with self._using:
+            self._end()
 
     def _stop(self, stop: Stop, deadline_s: float, ended: threading.Event) -> None:
         """Ask the child to end its task; see to it. Must not block: a thread of its own waits."""
@@ -208,6 +227,7 @@ class _Child:
         assert process.stdin is not None
         assert process.stdout is not None
         self._process, self.requests, self._replies = process, process.stdin, process.stdout
+        self._reaping = threading.Lock()
         try:
             self._gone = os.pidfd_open(process.pid)
         except BaseException:
@@ -219,7 +239,7 @@ class _Child:
         """Whether it has ended by then. It is not reaped, so its number stays its own."""
         ended = select.poll()
         ended.register(self._gone, select.POLLIN)
-        return bool(ended.poll(seconds * 1000))
+        return bool(ended.poll(None if seconds == math.inf else seconds * 1000))
 
     def read(self, size: int) -> bytes:
         """So many bytes of replies; fewer where the process has ended."""
@@ -243,9 +263,10 @@ class _Child:
 
     def kill(self) -> None:
         """End it with all of its session; from any thread, also where it has ended."""
-        if self._process.returncode is None:  # else its number may be another's
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        with self._reaping:
+            if self._process.returncode is None:  # else its number may be another's
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> int:
         """Let it end by itself, or kill it; its exit code."""
@@ -253,7 +274,9 @@ class _Child:
         _close(self._replies)
         self.ends_within(GRACE_S)
         self.kill()
-        code = self._process.wait()
+        self.ends_within(math.inf)
+        with self._reaping:
+            code = self._process.wait()
         os.close(self._gone)
         return code
 

@@ -1,6 +1,6 @@
 """What does a device's tasks: `InProcessRunner`, or `child_runner.ChildRunner` in a child process.
 
-Both are used from one thread at a time, but for `interrupt`, which any thread may call.
+Both are used from one thread at a time, but for `interrupt` and `close`, which any thread may call.
 """
 
 import threading

@@ -1,6 +1,7 @@
 """A child that forks, hangs, dies or cannot start does not keep the device's process."""
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from triplane.device.stopping import DeadlineExceeded, Stop, Withdrawn
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import TriplaneError
 
-WAIT_S = 6
+WAIT_S = 60
 LONG_S = 3600.0
 
 FAKE = """#!{python}
@@ -146,6 +147,84 @@ def test_a_child_that_does_not_heed_is_killed_before_the_deadline_it_is_told_of(
         thread.join(WAIT_S)
     assert [type(result) for result in results] == [DeadlineExceeded]
     assert 0.25 in asked
+
+
+ANSWERS = """#!{python} -S
+import struct, sys
+out, requests = sys.stdout.buffer, sys.stdin.buffer
+while True:
+    out.write(struct.pack("<I", 14) + b'{{"result": ""}}')
+    out.flush()
+    head = requests.read(4)
+    if len(head) < 4:
+        break
+    requests.read(*struct.unpack("<I", head))
+"""
+"""A child that answers each request at once."""
+BLOCKED_S = 0.02
+"""So long `close` may take before the task goes on: it waits for the task, or it is done."""
+
+
+def closed_at(runner, instant):
+    """A task beside which another thread closes the runner, at the task's n-th line of Python.
+
+    (how the task ended, what `close` raised, number of lines of the task)
+    """
+    task = SimpleNamespace(
+        work=SimpleNamespace(device="ann", run="0" * 16, round=1),
+        told=pb.Task(), lease="00", until_s=LONG_S,
+    )  # fmt: skip
+    raised, lines, outcome = [], 0, None
+
+    def close():
+        try:
+            runner.close()
+        except BaseException as error:  # noqa: BLE001  # whatever it is fails the test
+            raised.append(error)
+
+    closing = threading.Thread(target=close, daemon=True)
+
+    def traced(frame, event, _):
+        nonlocal lines
+        if frame.f_code.co_filename != child_runner.__file__:
+            return None
+        if event == "line":
+            if lines == instant:
+                closing.start()
+                closing.join(BLOCKED_S)
+            lines += 1
+        return traced
+
+    sys.settrace(traced)
+    try:
+        outcome = runner.do(task, Stop(math.inf), [])
+    except Exception as error:  # noqa: BLE001  # judged by the test
+        outcome = error
+    finally:
+        sys.settrace(None)
+    if lines <= instant:
+        closing.start()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    return outcome, raised, lines
+
+
+@pytest.mark.slow
+def test_closing_beside_a_task_at_any_instant_ends_it_and_raises_nothing(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text(ANSWERS.format(python=sys.executable))
+    script.chmod(0o700)
+    monkeypatch.setattr(child_runner, "sys", SimpleNamespace(executable=str(script)))
+    instant, lines, ends = 0, 1, set()
+    while instant < lines:
+        runner = ChildRunner(DeviceHome(tmp_path), Settings(), tmp_path / "x.npz", None)
+        outcome, raised, lines = closed_at(runner, instant)
+        assert not raised, (instant, raised)
+        assert isinstance(outcome, Withdrawn | pb.Contribution), (instant, outcome)
+        assert runner._child is None
+        ends.add(type(outcome))
+        instant += 1
+    assert Withdrawn in ends
 
 
 def test_the_end_of_the_parent_ends_the_workers_of_a_child():
