@@ -409,11 +409,13 @@ class ServerSession:
             ending.add_done_callback(lambda _: link.end())
         try:
             await asyncio.wait((reading, writing, goodbye), return_when=asyncio.FIRST_COMPLETED)
+            if goodbye.done():
+                reading.cancel()  # whoever was revoked is not heard while it takes its last frames
             async with asyncio.timeout(LAST_WRITE_S):
                 await writing
                 if goodbye.done():
                     await write(pb.Frame(goodbye=goodbye.result()))
-            if reading.done():
+            if reading.done() and not reading.cancelled():
                 reading.result()
         except TimeoutError as error:
             raise Unavailable(

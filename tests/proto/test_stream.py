@@ -262,6 +262,41 @@ def test_a_second_stream_of_a_name_replaces_the_first():
     run(main)
 
 
+def test_a_caller_that_was_told_goodbye_is_not_heard_while_it_takes_its_last_frame():
+    async def main():
+        handled, said = [], asyncio.Queue()
+        heard, writing, may_write = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def take(report):
+            handled.append(report.number)
+            heard.set()
+
+        async def frames():
+            while True:
+                yield await said.get()
+
+        async def write(frame):
+            if frame.WhichOneof("body") == "goodbye":
+                writing.set()
+                await may_write.wait()
+
+        session = ServerSession(new_epoch(), take)
+        hello = pb.Frame(hello=pb.Hello(epoch=new_epoch()))
+        serving = asyncio.create_task(session.serve(hello, frames(), write))
+        await said.put(pb.Frame(number=1, report=fleet.Report(number=1)))
+        await heard.wait()
+        session.close(pb.Goodbye.REVOKED)
+        await writing.wait()
+        await said.put(pb.Frame(number=2, report=fleet.Report(number=2)))
+        for _ in range(20):  # turns of the loop, of which handling takes three
+            await asyncio.sleep(0)
+        may_write.set()
+        await serving
+        return handled
+
+    assert run(main) == [1]
+
+
 def test_a_handler_that_fails_leaves_its_message_unacknowledged():
     async def main():
         cloud, inbox = Cloud(), Inbox()
