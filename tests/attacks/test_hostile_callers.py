@@ -320,9 +320,7 @@ async def revoked_meanwhile(scene):
         return found
 
     scene.cloud.principals.holder = slow
-    call = SessionStub(scene.channel(thief.identity)).Open()
-    await call.write(session_pb2.Frame(hello=session_pb2.Hello(epoch=new_epoch())))
-    return await ended(call)
+    return await ended(SessionStub(scene.channel(thief.identity)).Open())
 
 
 async def revoked_upload(scene):
