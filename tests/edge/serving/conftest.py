@@ -1,5 +1,6 @@
 """Real models, real servers on a free port, and an unmodified client."""
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -138,36 +139,40 @@ def connect() -> Iterator[Callable[..., Any]]:
         client.close()
 
 
+def write_linear_bundle(
+    folder: Path, version: str = "1", weights: Any = WEIGHTS, name: str = "linear"
+) -> Path:
+    """Write a bundle of the linear model and give its path."""
+    data = linear_bytes(weights)
+    session = Session(data)
+    x = np.eye(4, dtype=np.float32)
+    path = folder / f"{name}-{version}.bundle"
+    write_bundle(
+        path,
+        BundleSpec(
+            description=Description(
+                name=name,
+                version=version,
+                target="ort-x64",
+                inputs=session.inputs,
+                outputs=session.outputs,
+                labels={"y": ("ant", "bee", "cat")},
+                model_digest="00" * 32,
+            ),
+            model=data,
+            weights={},
+            golden_inputs={"x": x},
+            golden_outputs={"y": session.run({"x": x})["y"]},
+        ),
+    )
+    return path
+
+
 @pytest.fixture
 def bundle(tmp_path: Path) -> Callable[..., Path]:
     """Write a bundle of the linear model and give its path."""
 
-    def write(version: str = "1", weights: Any = WEIGHTS, name: str = "linear") -> Path:
-        data = linear_bytes(weights)
-        session = Session(data)
-        x = np.eye(4, dtype=np.float32)
-        path = tmp_path / f"{name}-{version}.bundle"
-        write_bundle(
-            path,
-            BundleSpec(
-                description=Description(
-                    name=name,
-                    version=version,
-                    target="ort-x64",
-                    inputs=session.inputs,
-                    outputs=session.outputs,
-                    labels={"y": ("ant", "bee", "cat")},
-                    model_digest="00" * 32,
-                ),
-                model=data,
-                weights={},
-                golden_inputs={"x": x},
-                golden_outputs={"y": session.run({"x": x})["y"]},
-            ),
-        )
-        return path
-
-    return write
+    return functools.partial(write_linear_bundle, tmp_path)
 
 
 @pytest.fixture(scope="session")
@@ -181,4 +186,5 @@ def kit() -> SimpleNamespace:
         graph=graph,
         linear=linear,
         tensor=tensor,
+        write_bundle=write_linear_bundle,
     )
