@@ -10,6 +10,8 @@ import time
 import numpy as np
 import pytest
 
+from triplane.edge.agent.trying import IDENTIFYING, judge_trial, run_trial
+from triplane.proto.targets import SignedTarget
 from triplane.unified_ir import convert, nn, optim, train
 
 pytestmark = pytest.mark.slow
@@ -68,3 +70,36 @@ def opened_once_it_is_read(pipe):
         except OSError:
             assert time.monotonic() < until_s, "nobody reads the samples"
             time.sleep(0.01)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mib", [150, 500])
+def test_a_model_of_one_large_product_passes_its_trial(tmp_path, mib):
+    """It takes three times its weights while it loads; the bundle's estimate says twice."""
+    columns = 8192
+    rows = (mib << 20) // (4 * columns)
+    path = large_product(tmp_path, rows, columns)
+    size = path.stat().st_size
+    assert size > mib << 20
+    answer = run_trial(path, size=size)
+    assert answer["grown_bytes"] > answer["memory_limit_bytes"], "the estimate alone would refuse"
+    assert answer["golden_error"] == 0
+    judge_trial(answer, signed(answer, size))
+
+
+def large_product(folder, rows, columns):
+    """A bundle of y = x W, with random weights."""
+    nn.seed(0)
+    x = np.random.default_rng(0).normal(size=(4, rows)).astype(np.float32)
+    cell = nn.Dense(rows, columns, bias=False)
+    trainer = train.Trainer(cell, loss=nn.MSE(), optimizer=optim.SGD(1))
+    trainer.prepare(x[:1], np.zeros((1, columns), np.float32))
+    path = folder / "large.bundle"
+    convert.convert(trainer.export(("predict",)), name="large", out=path)
+    return path
+
+
+def signed(answer, size):
+    """The target by which people signed a bundle that answers so."""
+    custom = {name: answer[name] for name in IDENTIFYING}
+    return SignedTarget("release/large@1+ort-x64.bundle", size, bytes(32), custom)
