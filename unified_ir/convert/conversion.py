@@ -23,7 +23,7 @@ from triplane.unified_ir.convert.checks import (
     check_served,
     first,
 )
-from triplane.unified_ir.convert.describe import Labels, check_names, describe
+from triplane.unified_ir.convert.describe import Labels, check_names, describe, running_bytes
 from triplane.unified_ir.convert.fold import FOLDED, fold
 from triplane.unified_ir.convert.latency import Latency, measure_latency
 from triplane.unified_ir.convert.notes import Converted, attempt, notes
@@ -176,6 +176,7 @@ def convert(
         labels=labels,
         is_int8=int8 is not None,
         size_bytes=shipped.artifact.size_bytes,
+        running_bytes=running_bytes(frozen.function, shown),
         model_digest=model_digest,
         adapt_steps=steps,
     )

@@ -15,7 +15,10 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.convert.targets import Target
 from triplane.unified_ir.ir import Module
-from triplane.unified_ir.ir.graph import Array
+from triplane.unified_ir.ir.graph import Array, Function
+from triplane.unified_ir.ir.types import is_plain
+from triplane.unified_ir.ops.contents import bind
+from triplane.unified_ir.passes.memory import live
 from triplane.unified_ir.runtime import (
     Constraints,
     Description,
@@ -63,10 +66,15 @@ def describe(
     labels: Labels | None,
     is_int8: bool,
     size_bytes: int,
+    running_bytes: int = 0,
     model_digest: str,
     adapt_steps: int = 0,
 ) -> Description:
-    """What `bundle.pb` says. Determined by the arguments alone."""
+    """What `bundle.pb` says. Determined by the arguments alone.
+
+    running_bytes: of the tensors that a run of the golden inputs holds at once. An estimate, not a
+    measurement: whoever signs converts again elsewhere and has to get the same bytes.
+    """
     relative = INT8_TOLERANCE if is_int8 else FLOAT_TOLERANCE
     largest = max(float(np.abs(y.astype(np.float64)).max()) for y in goldens.values() if y.size)
     return Description(
@@ -81,12 +89,27 @@ def describe(
             runtime=target.runtime,
             min_version=target.min_version,
             opset=target.opset,
-            memory_bytes=COPIES * size_bytes,
+            memory_bytes=COPIES * size_bytes + running_bytes,
         ),
         tolerance=Tolerance(absolute=relative * max(largest, 1e-3), relative=relative),
         model_digest=model_digest,
         adapt_steps=adapt_steps,
     )
+
+
+def running_bytes(function: Function, feeds: Mapping[str, Array]) -> int:
+    """Bytes of the tensors that are alive at once in a run, beside inputs and weights.
+
+    0 where only a run decides their sizes, or what is in a sequence.
+    """
+    sizes: dict[str, int] = {}
+    for value in function.params:
+        if value.name in feeds:
+            bind(sizes, value.type, feeds[value.name])
+    made = (value.type for node in function.nodes for value in node.outputs)
+    if not all(is_plain(t) and t.symbols <= sizes.keys() for t in made):
+        return 0
+    return live(function.nodes, function.results, sizes).peak_bytes
 
 
 def _labels(module: Module, session: Session, given: Labels | None) -> dict[str, tuple[str, ...]]:

@@ -12,7 +12,7 @@ import pytest
 
 from triplane.edge.agent.trying import IDENTIFYING, judge_trial, run_trial
 from triplane.proto.targets import SignedTarget
-from triplane.unified_ir import convert, nn, optim, train
+from triplane.unified_ir import convert, nn, ops, optim, train
 
 pytestmark = pytest.mark.slow
 WAIT_S = 60
@@ -103,3 +103,31 @@ def signed(answer, size):
     """The target by which people signed a bundle that answers so."""
     custom = {name: answer[name] for name in IDENTIFYING}
     return SignedTarget("release/large@1+ort-x64.bundle", size, bytes(32), custom)
+
+
+class Wide(nn.Cell):
+    """A few weights, and large tensors between two layers."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.first = nn.Conv2d(1, channels, 1)
+        self.last = nn.Conv2d(channels, 1, 1)
+
+    def construct(self, x):
+        """One number of each image."""
+        return self.last(ops.tanh(self.first(x))).mean((1, 2, 3))
+
+
+@pytest.mark.parametrize("channels", [96, pytest.param(768, marks=pytest.mark.long)])
+def test_a_small_model_with_large_tensors_passes_its_trial(tmp_path, channels):
+    """74 and 588 MiB for each tensor of the four golden samples, beside a kilobyte of weights."""
+    nn.seed(0)
+    trainer = train.Trainer(Wide(channels), loss=nn.MSE(), optimizer=optim.SGD(1))
+    x = np.zeros((1, 1, 224, 224), np.float32)
+    trainer.prepare(x, np.zeros(1, np.float32))
+    path = tmp_path / "wide.bundle"
+    convert.convert(trainer.export(("predict",)), name="wide", out=path)
+    size = path.stat().st_size
+    answer = run_trial(path, size=size)
+    assert answer["grown_bytes"] > 4 * x.nbytes * channels
+    judge_trial(answer, signed(answer, size))
