@@ -264,7 +264,8 @@ def test_a_second_stream_of_a_name_replaces_the_first():
 
 def test_a_caller_that_was_told_goodbye_is_not_heard_while_it_takes_its_last_frame():
     async def main():
-        handled, said = [], asyncio.Queue()
+        handled: list[int] = []
+        said: asyncio.Queue[pb.Frame] = asyncio.Queue()
         heard, writing, may_write = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
         async def take(report):
