@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from triplane.device.enrolling import enrol
-from triplane.device.home import DEFAULT_HOME, DeviceHome, Settings
+from triplane.device.home import DEFAULT_HOME, DeviceHome, Session, Settings
 from triplane.device.runner import InProcessRunner, TaskRunner
 from triplane.device.samples import Source, shard_of
 from triplane.device.stopping import DeadlineExceeded, Stop, Withdrawn
@@ -262,6 +262,7 @@ class _Working:
     async def run(self) -> None:
         """Until `stop` or cancellation."""
         logger.info("device started", extra={"device": self._name, **_sizes(self._offered)})
+        self._note("connecting")
         tasks = [
             asyncio.create_task(work)
             for work in (self._stopped.wait(), self._session.run(), self._work(), self._renew())
@@ -300,15 +301,22 @@ class _Working:
         except TriplaneError as error:
             logger.warning("work document refused", extra={"reason": str(error)})
             return
-        if not orders.leases and (self._orders is _NO_ORDERS or self._orders.leases):
+        first = self._orders is _NO_ORDERS
+        if not orders.leases and (first or self._orders.leases):
+            self._note("idle")
             logger.info(
                 "no work: no run of the cloud asks this device now",
                 extra={"population": self._settings.population},
             )
+        elif orders.leases and (first or not self._orders.leases):
+            self._note("working")
         self._orders = orders
         if self._doing and self._doing[0] not in orders.leases:
             self._doing[1].now()
         self._changed.set()
+
+    def _note(self, state: str) -> None:
+        self._home.note_session(Session(state, self._settings.population, time.time()))
 
     async def _work(self) -> None:
         """Settle by a document, then do one task of the same document, again and again.

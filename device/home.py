@@ -92,6 +92,19 @@ class Enrolled:
     renew_at_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What the process of a device was last told by its cloud.
+
+    state: "connecting" until the first document, then "idle" (no run asks this device), "working".
+    population: the one that was offered. since_s: seconds since 1970.
+    """
+
+    state: str
+    population: str
+    since_s: float
+
+
 class DeviceHome:
     """Paths of a device's home."""
 
@@ -104,6 +117,7 @@ class DeviceHome:
         self.model = self.personal / "model"
         self.settings_file = self.path / "device.json"
         self.enrolled_file = self.path / "enrolled.json"
+        self.session_file = self.path / "session.json"
 
     def make(self) -> None:
         """Make the folders; only this user may enter."""
@@ -163,6 +177,22 @@ class DeviceHome:
         found = Enrolled(self.identity.name, renewal_due_s(self.identity))
         write_atomic(self.enrolled_file, json.dumps(asdict(found)).encode())
         return found
+
+    @property
+    def session(self) -> Session | None:
+        """What `note_session` wrote last; None where nothing can be read."""
+        try:
+            given = json.loads(self.session_file.read_bytes()[:MAX_SETTINGS_BYTES])
+            return Session(str(given["state"]), str(given["population"]), float(given["since_s"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+    def note_session(self, session: Session) -> None:
+        """Write it down for `triplane device status`. Not synced: it says nothing after a crash."""
+        new = self.session_file.with_suffix(".new")
+        with contextlib.suppress(OSError):  # a full disk must not end the device
+            new.write_text(json.dumps(asdict(session)))
+            new.replace(self.session_file)
 
     def renew(self) -> None:
         """Replace key and certificate, in a process that ends: what it imports outweighs a device.

@@ -1,17 +1,21 @@
 """What `triplane device status` shows: who the device is, its model, and what waits to be sent."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from triplane.device.home import DeviceHome
+from triplane.device.home import DeviceHome, Session
 from triplane.device.memory import Facts, Memory
 from triplane.device.model import Choice, Model
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A device at rest or at work. renew_at_s: seconds since 1970."""
+    """A device at rest or at work. renew_at_s: seconds since 1970.
+
+    population: of the process that runs, else of the settings. session: None where none runs.
+    """
 
     name: str
     cloud: str
@@ -19,6 +23,7 @@ class Status:
     population: str
     renew_at_s: float
     running: bool
+    session: Session | None
     model: Choice | None
     pending: tuple[Facts, ...]
 
@@ -31,6 +36,7 @@ class Status:
         lines = [
             f"{self.name}  population {self.population}, cloud {self.cloud}",
             f"  home    {self.home}  ({'running' if self.running else 'not running'})",
+            f"  work    {_work(self.session)}",
             f"  model   {_model(self.model)}",
         ]
         lines += [
@@ -44,16 +50,32 @@ def look(path: Path) -> Status:
     """The status of the device in that home. NotFound where there is none."""
     home = DeviceHome(path)
     home.require_enrolled()
-    enrolled = home.enrolled
+    enrolled, running = home.enrolled, home.is_held
+    session = home.session if running else None
     return Status(
         name=enrolled.name,
         cloud=home.identity.cloud,
         home=str(home.path),
-        population=home.settings.population,
+        population=session.population if session else home.settings.population,
         renew_at_s=enrolled.renew_at_s,
-        running=home.is_held,
+        running=running,
+        session=session,
         model=Model(home.model).choice(),
         pending=tuple(p.facts for p in Memory(home.personal, home.pending).pending()),
+    )
+
+
+def _work(session: Session | None) -> str:
+    if session is None:
+        return "none: no process runs here; triplane device run"
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(session.since_s))
+    if session.state == "connecting":
+        return f"none yet: the cloud has not answered since {at}; the log says why"
+    if session.state == "working":
+        return f"for a run of the cloud, since {at}"
+    return (
+        f"none since {at}: no run of the cloud asks this device. A run asks the population that it "
+        f"was started with (federate run --population); this device's is {session.population!r}"
     )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -24,9 +25,9 @@ def verb(*args, **options):
     )  # fmt: skip
 
 
-def begun(home):
+def begun(home, *args):
     return subprocess.Popen(
-        [*COMMAND, "run", "--home", str(home), "--json"],
+        [*COMMAND, "run", "--home", str(home), "--json", *args],
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
 
@@ -65,6 +66,48 @@ def test_a_device_is_enrolled_runs_and_shows_what_it_has(tmp_path):
     after = json.loads(verb("status", "--home", home, "--json").stdout)
     assert (after["running"], after["pending"]) == (False, [])
     assert after["model"]["accuracy"] >= after["model"]["before"]
+
+
+def until_status(home, holds):
+    """The status as JSON, once something holds of it."""
+    until_s = time.monotonic() + 60
+    while True:
+        found = json.loads(verb("status", "--home", home, "--json").stdout)
+        if holds(found):
+            return found
+        assert time.monotonic() < until_s, found
+
+
+@pytest.mark.slow
+def test_status_says_that_no_run_asks_for_the_population(tmp_path):
+    """Also where the process runs with another population than the settings name."""
+    home, data = tmp_path / "home", tmp_path / "samples.npz"
+    save_shard(data, given.shard(0))
+
+    async def story():
+        async with cloud_of(tmp_path) as cloud:
+            await asyncio.to_thread(
+                verb, "enrol", await token_for(cloud, "ann"), "--cloud", cloud.enrol_address,
+                "--home", home, "--data", data, "--population", given.POPULATION,
+            )  # fmt: skip
+            before = await asyncio.to_thread(verb, "status", "--home", home)
+            await cloud.federation.begin(given.start_request(), by="operator")
+            running = await asyncio.to_thread(begun, home, "--population", "nobody")
+            try:
+                idle = await asyncio.to_thread(
+                    until_status, home, lambda s: (s["session"] or {}).get("state") == "idle"
+                )
+                text = await asyncio.to_thread(verb, "status", "--home", home)
+            finally:
+                running.kill()
+                running.communicate()
+            return before.stdout, idle, text.stdout
+
+    before, idle, text = within(story())
+    assert "no process runs here" in before
+    assert (idle["population"], idle["session"]["population"]) == ("nobody", "nobody")
+    assert "no run of the cloud asks this device" in text
+    assert "this device's is 'nobody'" in text
 
 
 @pytest.mark.parametrize(
