@@ -5,7 +5,8 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import TensorSpec, graph, ops, trace
-from triplane.unified_ir.engines.profile import profiled, sample_inputs
+from triplane.unified_ir.engines import profile
+from triplane.unified_ir.engines.profile import _self_times, profiled, sample_inputs
 
 F32 = np.float32
 
@@ -39,7 +40,16 @@ def test_the_line_of_the_expensive_product_leads():
         assert [s.share for s in table] == sorted((s.share for s in table), reverse=True)
 
 
-def test_time_inside_a_loop_counts_for_the_nodes_inside():
+def test_time_inside_a_loop_counts_for_the_nodes_inside(monkeypatch):
+    """By the events of the one profile, so that how fast the machine is does not matter."""
+    seen = []
+
+    def self_times(events):
+        times = _self_times(events)
+        seen.append((events, times))
+        return times
+
+    monkeypatch.setattr(profile, "_self_times", self_times)
     function = trace(graph(looped), TensorSpec(("T", 4)), TensorSpec((96, 96)))
     args = sample_inputs({p.name: p.type for p in function.params}, {"T": 6}, default=1)
     assert args["x"].shape == (6, 4)
@@ -47,7 +57,24 @@ def test_time_inside_a_loop_counts_for_the_nodes_inside():
     (matmul,) = [n for n in found.nodes if n.op == "MatMul"]
     assert (matmul.runs, matmul.line) == (6, matmul.line)
     assert matmul.line.endswith(f":{looped.__code__.co_firstlineno + 2}")
-    assert matmul.share > sum(n.share for n in found.nodes if n.op.endswith("Scan"))
+    ((events, times),) = seen
+    kernels = [e for e in events if e["name"].endswith("_kernel_time")]
+    loops = [e for e in kernels if e["args"]["op_name"].endswith("Scan")]
+    inside = [e for e in kernels if e not in loops and any(is_within(e, loop) for loop in loops)]
+    assert len(loops) == 5
+    products = [e for e in inside if "MatMul" in e["args"]["op_name"]]  # or one fused with a scale
+    assert len(products) == 6 * 5
+    own_us = sum(us for _, kind, us in times if kind.endswith("Scan"))
+    inside_us = sum(e["dur"] for e in inside)
+    rest_us = sum(e["dur"] for e in loops) - inside_us
+    assert own_us == pytest.approx(rest_us, abs=len(inside))  # a microsecond of rounding each
+    assert inside_us > 0
+    assert sum(us for _, kind, us in times if "MatMul" in kind) == sum(e["dur"] for e in products)
+
+
+def is_within(event, loop):
+    """Whether a kernel ran inside of another's time."""
+    return loop["ts"] <= event["ts"] and event["ts"] + event["dur"] <= loop["ts"] + loop["dur"]
 
 
 def test_state_stays_in_the_session():
