@@ -11,7 +11,7 @@ from triplane.proto import session_pb2 as pb
 from triplane.proto.session_pb2_grpc import SessionServicer, add_SessionServicer_to_server
 from triplane.proto.stream import ServerSession, SessionClient, new_epoch
 
-DEADLINE_S = 15.0
+DEADLINE_S = 120.0
 HOSTILE = {
     "come back in 30 years": pb.Frame(goodbye=pb.Goodbye(retry_after_s=1e9)),
     "come back never": pb.Frame(goodbye=pb.Goodbye(retry_after_s=math.inf)),

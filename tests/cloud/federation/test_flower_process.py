@@ -106,12 +106,17 @@ def test_it_has_nothing_of_the_clouds_but_its_pipe(tmp_path, monkeypatch):
         ("def strategy():\n    return {}['eta']", InvalidInput, r"KeyError \(mine.py:2\): 'eta'"),
         ("import os\nos._exit(3)", Died, "ended with status 3"),
         ("x = bytearray(8 << 30)", Unavailable, "more memory than it may take"),
-        ("import threading\nthreading.Event().wait()", Died, "took longer than 6 s"),
     ],
 )
 def test_what_goes_wrong_in_it_is_told(tmp_path, text, family, why):
-    order = of_file(tmp_path, text)
     with pytest.raises(family, match=why):
+        begin(tmp_path, of_file(tmp_path, text), answer_s=120.0)
+
+
+@pytest.mark.slow
+def test_one_that_never_answers_is_ended(tmp_path):
+    order = of_file(tmp_path, "import threading\nthreading.Event().wait()")
+    with pytest.raises(Died, match="took longer than 6 s"):
         begin(tmp_path, order, answer_s=6.0)
 
 

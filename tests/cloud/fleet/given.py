@@ -8,7 +8,7 @@ from triplane.cloud.fleet.facts import BundleReady, Limit
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.errors import NotFound
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 CAPABILITY = pb.Capability(
     runtime="onnxruntime", runtime_version="1.23.2", max_opset=21, machine="x86_64",
     memory_bytes=1 << 30, targets=["ort-x64"],

@@ -269,7 +269,7 @@ def test_a_signal_ends_a_process_whose_model_never_finishes_loading(start, bundl
     try:
         assert any("model ready" in line for line in process.stderr)  # the second one loads now
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == -signal.SIGTERM
+        assert process.wait(WAIT_S) == -signal.SIGTERM
     finally:
         process.kill()
         process.communicate()

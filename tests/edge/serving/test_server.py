@@ -313,9 +313,7 @@ def test_stopping_does_not_wait_for_idle_streams(serve, connect, kit):
     client.start_stream(lambda result, error: answers.put(error or result))
     client.async_stream_infer("linear", [kit.tensor("x", X)])
     answers.get(timeout=30)
-    started = time.monotonic()
-    server.stop(30)
-    assert time.monotonic() - started < 10
+    server.stop(3600)  # beyond the test's limit
     client.stop_stream()
 
 

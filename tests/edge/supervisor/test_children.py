@@ -19,7 +19,7 @@ def child(tmp_path):
     made = start("serving", SLEEPER, run=tmp_path, logs=tmp_path)
     yield made
     made.signal(signal.SIGKILL)
-    made.wait(10)
+    made.wait(60)
     made.close()
 
 
@@ -34,7 +34,7 @@ def test_a_started_child_is_recorded_and_can_be_adopted(tmp_path, child):
 
 def test_a_child_that_was_killed_has_ended_and_is_not_adopted(tmp_path, child):
     child.signal(signal.SIGKILL)
-    assert child.wait(10)
+    assert child.wait(60)
     assert child.ended
     assert adopt("serving", tmp_path) is None
     assert not is_alive("serving", tmp_path)
@@ -97,7 +97,7 @@ def opened(process):
         return []
 
 
-def until(condition, timeout_s=10.0):
+def until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not (found := condition()) and time.monotonic() < deadline:
         threading.Event().wait(0.02)
