@@ -61,7 +61,7 @@ from triplane.proto import metadata_pb2_grpc as metadata_grpc
 from triplane.proto import registry_pb2_grpc as registry_grpc
 from triplane.proto import session_pb2_grpc as session_grpc
 from triplane.proto import transfer_pb2_grpc as transfer_grpc
-from triplane.proto.channels import server_credentials, server_options
+from triplane.proto.channels import UNSEEN_CALLS, server_credentials, server_options
 from triplane.proto.disk import write_atomic
 from triplane.proto.errors import TriplaneError, Unavailable
 from triplane.proto.identity import (
@@ -97,6 +97,7 @@ ENROL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", 64 << 10),
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.max_concurrent_streams", 8),
+    *UNSEEN_CALLS,
 )
 _EVERYWHERE: Final = frozenset({"0.0.0.0", "::", "", "localhost", LOCAL})  # noqa: S104 - compared
 

@@ -39,6 +39,15 @@ CHANNEL_OPTIONS: Final[Options] = (
 )
 
 
+# Calls of which Python has not heard yet. By default gRPC drops calls at random beyond 1,000 of
+# them, whoever made them: a flood of calls that are reset at once would end those of others.
+MAX_UNSEEN_CALLS: Final = 1 << 16
+UNSEEN_CALLS: Final = (
+    ("grpc.server.max_pending_requests", MAX_UNSEEN_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_UNSEEN_CALLS),
+)
+
+
 def server_options() -> Options:
     """Options of a grpc.aio server of ours."""
     return (
@@ -52,6 +61,7 @@ def server_options() -> Options:
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
+        *UNSEEN_CALLS,
     )
 
 

