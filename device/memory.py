@@ -173,6 +173,8 @@ class Memory:
     def inline_of(self, pending: Pending, most: int) -> bytes | None:
         """The update alone, where it has at most so many bytes."""
         if pending.path not in self._small:
+            if pending.path in self._held:
+                return None  # it is a file, and too large
             file = Container(pending.path, kind=KIND)
             if file.manifest.part(UPDATE).size > most:
                 return None

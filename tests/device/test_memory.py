@@ -169,6 +169,8 @@ def test_an_update_that_implies_nothing_costs_no_sync_and_leaves_nothing(
     memory = Memory(*folders)
     pending = memory.hold(facts(), source if as_file else b"the update's bytes")
     assert memory.pending() == (pending,)
+    assert memory.inline_of(pending, 100) == (None if as_file else b"the update's bytes")
+    assert memory.inline_of(pending, 3) is None
     assert memory.bytes_of(pending).read_bytes() == b"the update's bytes"
     memory.settle(pending, counted=True)
     assert memory.pending() == ()

@@ -396,7 +396,7 @@ def test_a_small_state_and_update_ride_in_messages_and_stay_the_same_after_a_res
     assert change["w"].any()
 
 
-@pytest.mark.parametrize("inline_bytes", [0, INLINE_BYTES])
+@pytest.mark.parametrize("inline_bytes", [0, 4, INLINE_BYTES])
 def test_a_device_whose_updates_imply_nothing_makes_nothing_durable_and_learns_them_again(
     tmp_path, monkeypatch, inline_bytes
 ):
