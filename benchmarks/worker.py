@@ -11,9 +11,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from types import ModuleType
+from typing import Any, Final, Protocol
 
 import networks
 
@@ -21,24 +22,35 @@ POOL: Final = 20
 """Batches made beforehand and repeated, so that making them is not measured."""
 
 Step = Callable[[networks.Array, networks.Array], float]
-Side = Callable[[networks.Case], tuple[Step, dict[str, Any]]]
+Side = Callable[[Any], tuple[Step, dict[str, Any]]]
 
 
-def serve(side: Side) -> None:
+class Source(Protocol):
+    """A module that names cases and makes their batches."""
+
+    CASES: Mapping[str, Any]
+
+    def batches(self, case: Any) -> Iterator[tuple[networks.Array, networks.Array]]:
+        """Endless batches of a case."""
+        ...
+
+
+def serve(side: Side, source: Source | ModuleType = networks) -> None:
     """Answers `{"do": "start" | "run" | "report", ...}` until standard input ends."""
     step: Step | None = None
+    before = peak_bytes()
     pool: Any = None
     for line in sys.stdin:
         order = json.loads(line)
         if order["do"] == "start":
-            case = networks.CASES[order["case"]]
-            pool = itertools.cycle(list(itertools.islice(networks.batches(case), POOL)))
+            case = source.CASES[order["case"]]
+            pool = itertools.cycle(list(itertools.islice(source.batches(case), POOL)))
             step, reply = side(case)
         elif order["do"] == "run":
             assert step is not None
             reply = _run(step, pool, order["steps"])
         else:
-            reply = {"peak_bytes": peak_bytes()}
+            reply = {"peak_bytes": peak_bytes(), "growth_bytes": peak_bytes() - before}
         print(json.dumps(reply), flush=True)
 
 
