@@ -228,3 +228,30 @@ def test_division_by_integers_that_are_written_down_stays_one_node():
     spec = TensorSpec(("N",), "int64")
     halved = function({"a": spec}, lambda a: {"y": TABLE["", "Mod"](TABLE["", "Div"](a, 2), 3)})
     assert sorted(n.op_type for n in emit(halved).graph.node) == ["Div", "Mod"]
+
+
+def test_one_number_beside_trailing_axes_of_one_has_a_rank_beyond_them():
+    """onnxruntime 1.31 takes sixty times as long beside a scalar."""
+    specs = {"w": TensorSpec((6, 5, 1, 1)), "rate": TensorSpec(()), "v": TensorSpec((6, 5))}
+
+    def body(w, rate, v):
+        return {"a": w * 0.9 - rate * w, "b": v * 0.9, "c": ops.maximum(rate, w), "d": w * w}
+
+    made = function(specs, body)
+    model = onnx.shape_inference.infer_shapes(emit(made), strict_mode=True)
+    ranks = {i.name: len(i.type.tensor_type.shape.dim) for i in model.graph.value_info}
+    ranks |= {i.name: len(i.type.tensor_type.shape.dim) for i in model.graph.input}
+    ranks |= {t.name: len(t.dims) for t in model.graph.initializer}
+    pairs = [
+        sorted(ranks[name] for name in n.input)
+        for n in model.graph.node
+        if n.op_type in {"Mul", "Sub", "Max"}
+    ]
+    assert sorted(pairs) == [[0, 2], [3, 4], [3, 4], [3, 4], [4, 4], [4, 4]]
+    rng = np.random.default_rng(0)
+    args = [rng.normal(size=p.type.concrete({})).astype(np.float32) for p in made.params]
+    for found, wanted in zip(
+        engine("onnx").compile(made)(*args), engine("reference").compile(made)(*args), strict=True
+    ):
+        assert found.shape == wanted.shape
+        np.testing.assert_allclose(found, wanted, rtol=1e-6)

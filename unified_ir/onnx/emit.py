@@ -47,6 +47,11 @@ from triplane.unified_ir.runtime.signature import next_name
 PRODUCER: Final = "triplane"
 WEIGHTS_FILE: Final = "weights.safetensors"
 """Where external initializers say their bytes are, relative to the model."""
+BROADCASTING: Final = frozenset({
+    "Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Mod", "Where",
+    "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual",
+})  # fmt: skip
+"""Operators of numbers that take operands of different ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +157,7 @@ class _Emitter(Context):
         self.contents: dict[Value, Known] = {}
         self.size_sources: dict[str, tuple[str, int]] = {}
         self.size_names: dict[str, str] = {}
+        self.ranked: dict[tuple[str, int], str] = {}
         self.functions: list[FunctionProto] = parent.functions if parent else []
         self.counter: list[int] = parent.counter if parent else [0]
         self.taken: frozenset[str] = parent.taken if parent else _users_names(function)
@@ -268,9 +274,37 @@ class _Emitter(Context):
         attrs = onnx_attrs({k: v for k, v in changed.items() if v is not None})
         schema = TABLE[node.op.domain, node.op.name].schema
         fewest = schema.min_output if schema else 1
+        inputs = self.inputs(node)
+        if node.op.name in BROADCASTING:
+            inputs = self.beside_ones(node, inputs)
         unread = [self.fresh() for _ in range(fewest - len(node.outputs))]
         outputs = [*self.output_names(node), *unread]
-        self.add(node.op.name, self.inputs(node), outputs, **attrs)
+        self.add(node.op.name, inputs, outputs, **attrs)
+
+    def beside_ones(self, node: Node, names: list[str]) -> list[str]:
+        """The operands, those of one element with a rank beyond the other's trailing axes of 1.
+
+        onnxruntime 1.31 goes through (O, C, 1, 1) element by element beside a scalar, which takes
+        sixty times as long as beside (1, 1, 1).
+        """
+        shape = node.outputs[0].type.shape
+        ones = next((i for i, d in enumerate(reversed(shape)) if d != 1), 0)
+        return [
+            name if not ones or v is None or v.type.rank > ones else self._ranked(name, ones + 1)
+            for name, v in zip(names, node.inputs, strict=True)
+        ]
+
+    def _ranked(self, name: str, rank: int) -> str:
+        """One element as a tensor of this rank."""
+        if (name, rank) not in self.ranked:
+            held = next((t for t in self.tensors if t.name == name), None)
+            shape = (1,) * rank
+            self.ranked[name, rank] = (
+                self.emit("Reshape", name, self.constant(np.array(shape)))
+                if held is None
+                else self.constant(numpy_helper.to_array(held).reshape(shape))
+            )
+        return self.ranked[name, rank]
 
     def inline(self, node: Node, meaning: Function) -> None:
         """Another function's nodes in place of the node."""
