@@ -7,6 +7,7 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import TensorSpec, mode, nn, ops, trace
+from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.ir.graph import Role
 
 RNG = np.random.default_rng(3)
@@ -236,3 +237,23 @@ def test_a_cell_reads_its_state_as_tensors_in_construct():
         y = cell(np.array([[1.0, -1.0]], np.float32))
     assert np.array_equal(y, [[2.0, 0.0]])
     assert cell.calls.array == 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_gradient_through_batch_norm_broadcasts_nothing_over_planes(training):
+    """onnxruntime takes up to ten times as long for a product of (N, C, 2, 2) and (C, 1, 1)."""
+
+    def loss(x, g, scale, bias):
+        if training:
+            y = ops.batch_norm_training(x, scale, bias)[0]
+        else:
+            y = ops.batch_norm(x, bias, scale, scale, bias)
+        return (y * g).sum()
+
+    plane, vector = TensorSpec(("N", 3, 2, 2)), TensorSpec((3,))
+    made = trace(loss, plane, plane, vector, vector)
+    made = value_and_grad(made, [made.param_names[0]], of=made.result_names[0])
+    planes = [n for n in made.nodes if n.outputs[0].type.rank > 1]
+    products = [n for n in planes if n.op.name in {"Mul", "Add"}]
+    assert products
+    assert all(v.type.rank in {0, 4} for n in products for v in n.inputs)
