@@ -91,6 +91,15 @@ def test_momentum_and_its_update_both_read_the_product_once():
     equal_before_and_after(f, arrays(f))
 
 
+def test_the_momentum_of_a_1_x_1_kernel_is_part_of_its_gradients_product():
+    def body(v, a, b, **_):
+        return v * 0.9 + product(a, b).reshape((6, 5, 1, 1))
+
+    f = function({**SPECS, "v": TensorSpec((6, 5, 1, 1))}, body)
+    assert names(fuse(f)) == ["Reshape", "Gemm", "Reshape"]
+    equal_before_and_after(f, arrays(f))
+
+
 N = LARGE_SIDE
 LARGE = {"x": TensorSpec(("N", N)), "w": TensorSpec((N, N)), "b": TensorSpec((N,))}
 

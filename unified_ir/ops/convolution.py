@@ -16,6 +16,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, floor_div
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.batching import merged
+from triplane.unified_ir.ops.matrix import gemm
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.structure import (
@@ -375,6 +376,9 @@ def _by_columns(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
 def _product_of_columns(taps: Sequence[Tensor], g: Tensor, window: Window) -> Tensor:
     k, channels = len(window.kernel), taps[0].shape[0]
     rows = [t.reshape((channels, -1)) for t in taps]
+    if len(rows) == 1:  # both operands are moved by whole planes, the result not at all
+        outputs = g.transpose(1, 0, *range(2, 2 + k)).reshape((g.shape[1], -1))
+        return gemm(outputs, rows[0], transB=1).reshape((g.shape[1], channels, *window.kernel))
     matrix = concat(rows) if len(rows) > 1 else rows[0]
     cotangents = g.transpose(0, *range(2, 2 + k), 1).reshape((-1, g.shape[1]))
     made = (matrix @ cotangents).reshape((*window.kernel, channels, g.shape[1]))
@@ -390,6 +394,34 @@ def _by_taps(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
         for tap in np.ndindex(*window.kernel)
     ]
     return stack(taps, 1).reshape((g.shape[1], 1, *window.kernel))
+
+
+def _by_rows(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
+    """As by taps, with images and channels innermost: a slice of a plane is a few long copies."""
+    n, out = len(window.kernel), static(g.shape[2:], "an output plane")
+    wide, g_rows = inner_planes(x), inner_planes(g)
+    if any(window.pads):
+        wide = pad_row(wide, np.array([*window.pads[:n], 0, *window.pads[n:], 0]))
+    taps = [
+        (_leading(wide, tap_slices(window, tap, out)) * g_rows).reshape((-1, group)).sum([0])
+        for tap in np.ndindex(*window.kernel)
+    ]
+    return stack(taps, 1).reshape((group, 1, *window.kernel))
+
+
+def inner_planes(x: Tensor) -> Tensor:
+    """(N, C, *S) -> (*S, N C), by one transposition of a matrix."""
+    spatial = static(x.shape[2:], "a plane")
+    rows = x.reshape((-1, int(np.prod(spatial))))
+    return rows.transpose(1, 0).reshape((*spatial, -1))
+
+
+def _leading(x: Tensor, taken: Sequence[slice]) -> Tensor:
+    """`x` with its first axes sliced."""
+    if all((s.start, s.stop, s.step) == (0, d, 1) for s, d in zip(taken, x.shape, strict=False)):
+        return x
+    bounds = ([s.start for s in taken], [s.stop for s in taken], range(len(taken)))
+    return slice_row(x, *map(np.array, bounds), np.array([s.step for s in taken]))
 
 
 def _interleaved(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
@@ -454,6 +486,7 @@ def _transposed(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
 WEIGHT_FORMS: Final[Mapping[str, WeightForm]] = {
     "columns":     WeightForm(_by_columns_serves, _by_columns),
     "interleaved": WeightForm(_interleaved_serves, _interleaved),
+    "rows":        WeightForm(_by_taps_serves, _by_rows),
     "taps":        WeightForm(_by_taps_serves, _by_taps),
     "transposed":  WeightForm(lambda x, g, window, group: True, _transposed),
 }
@@ -465,18 +498,27 @@ def weight_forms(x: TensorType, g: TensorType, attrs: Mapping[str, Any]) -> tupl
     """The forms that serve a ConvGradWeight of these operands, the one taken by default first."""
     window, group = Window(attrs["kernel_shape"], attrs), attrs.get("group") or 1
     serving = [name for name, form in WEIGHT_FORMS.items() if form.serves(x, g, window, group)]
-    first = _fastest(x, window, group, serving)
+    first = _fastest(x, g, window, group, serving)
     return (first, *(name for name in serving if name != first))
 
 
-def _fastest(x: TensorType, window: Window, group: int, serving: Sequence[str]) -> str:
+LARGE_PLANE: Final = 256
+"""From this many positions on, slices of whole planes are long copies as they are."""
+
+
+def _fastest(
+    x: TensorType, g: TensorType, window: Window, group: int, serving: Sequence[str]
+) -> str:
     """As measured on onnxruntime's CPU kernels; a tuner that measures sets `form` instead."""
     dense = set(window.strides) == {1}
     order: tuple[str, ...] = ("interleaved", "transposed")
     if x.shape[1] == 1 or set(window.kernel) == {1}:
         order = ("columns", "interleaved", "transposed")
     elif group > 1:
-        order = ("taps", "columns", "transposed") if dense else ("transposed",)
+        order = ("columns", "transposed") if dense else ("transposed",)
+        if "rows" in serving:
+            large = int(np.prod(static(g.shape[2:], "a plane"))) >= LARGE_PLANE
+            order = ("taps",) if dense and large else ("rows",)
     return next(name for name in order if name in serving)
 
 
@@ -522,7 +564,9 @@ conv_grad_weight = Op(
         sample(normal(1, 2, 4, 3, 5), normal(1, 3, 2, 3, 3), kernel_shape=(2, 1, 3),
                strides=(2, 1, 2), pads=(0, 0, 1) * 2),
         *(sample(normal(2, 3, 5, 6), normal(2, 3, 3, 4), kernel_shape=(3, 3), group=3, form=form)
-          for form in ("transposed", "columns", "taps")),
+          for form in ("transposed", "columns", "taps", "rows")),
+        sample(normal(2, 3, 5, 6), normal(2, 3, 3, 3), kernel_shape=(3, 3), group=3, form="rows",
+               strides=(2, 2), pads=(1, 1, 1, 0)),
         *(sample(normal(2, 2, 7, 6), normal(2, 3, 2, 6), kernel_shape=(3, 3), strides=(2, 1),
                  dilations=(2, 1), pads=(1, 1, 0, 1), form=form)
           for form in ("transposed", "columns", "interleaved")),

@@ -14,9 +14,10 @@ import numpy as np
 
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
-from triplane.unified_ir.ir.types import float32
+from triplane.unified_ir.ir.types import TensorSpec, float32, int64
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.clean import drop_dead, with_nodes
+from triplane.unified_ir.passes.planes import merge_planes
 from triplane.unified_ir.passes.simplify import uses
 
 LARGE_SIDE: Final = 512
@@ -24,8 +25,8 @@ LARGE_SIDE: Final = 512
 
 
 def fuse(function: Function) -> Function:
-    """All fusions of this module."""
-    return large_weights_left(fuse_updates(function))
+    """All fusions of this module, and tiny planes of a batch as one."""
+    return merge_planes(large_weights_left(fuse_updates(function)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +98,36 @@ def _as_momentum(view: _View, node: Node) -> list[Node] | None:
     if node.op.name != "Add":
         return None
     for kept, gradient in (node.inputs, node.inputs[::-1]):
-        decayed, product = view.node(kept, "Mul"), _plain_gemm(view, gradient)
+        decayed, reshaped = view.node(kept, "Mul"), view.node(gradient, "Reshape")
+        product = _plain_gemm(view, gradient if reshaped is None else reshaped.inputs[0])
         if decayed is None or product is None:
             continue
         for velocity, factor in (decayed.inputs, decayed.inputs[::-1]):
             m = view.scalar(factor)
-            if m is not None and velocity is not None and _alike(product, velocity, node):
+            if m is None or velocity is None:
+                continue
+            if reshaped is not None and velocity.type == node.outputs[0].type:
+                return _as_momentum_of_matrix(product, reshaped, velocity, node, m)
+            if _alike(product, velocity, node):
                 return [_onto(product, velocity, node, alpha=1.0, beta=m)]
     return None
+
+
+def _as_momentum_of_matrix(
+    product: Node, reshaped: Node, velocity: Value, node: Node, m: float
+) -> list[Node]:
+    """A product that is reshaped to the velocity's type, such as a 1 x 1 kernel's gradient."""
+    matrix = product.outputs[0].type
+    sizes = Value(TensorSpec((2,), int64))
+    flat, moved = Value(matrix), Value(matrix)
+    at = Node(product.op, product.inputs, (moved,), product.attrs, (), node.meta)
+    shape: dict[str, AttrValue] = {"value": np.array(matrix.concrete({}))}
+    return [
+        Node(TABLE["", "Constant"].id, (), (sizes,), shape, (), node.meta),
+        Node(reshaped.op, (velocity, sizes), (flat,), reshaped.attrs, (), node.meta),
+        _onto(product, flat, at, alpha=1.0, beta=m),
+        Node(reshaped.op, (moved, reshaped.inputs[1]), node.outputs, reshaped.attrs, (), node.meta),
+    ]
 
 
 def _alike(product: Node, base: Value, node: Node) -> bool:

@@ -1,0 +1,188 @@
+"""Convolutions over tiny planes as one over all images of a batch, laid below each other.
+
+A runtime that multiplies a matrix per image (onnxruntime's CPU kernels do) has a few columns in
+each product where the plane is 2 x 2, and spends its time on reading the weights for each image.
+Images below each other are one plane of a single image, with rows of zeros between them where a
+window or its transpose would reach into a neighbour; those rows are cut from the result.
+
+Only weights that the function itself replaces are concerned, those of a training step: a network
+that is served has its weights in the model, for which the runtime has better layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from triplane.unified_ir.ir.dims import ceil_div
+from triplane.unified_ir.ir.graph import Function, Node, Value
+from triplane.unified_ir.ops.build import Build
+from triplane.unified_ir.ops.convolution import conv_row, conv_transpose_row
+from triplane.unified_ir.ops.structure import pad_row, slice_axis
+from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.ops.window import Window
+from triplane.unified_ir.passes.clean import clean, with_nodes
+
+CONV_POSITIONS: Final = 8
+TRANSPOSE_POSITIONS: Final = 16
+"""Up to this many positions of an output plane (a cotangent's, for the transpose)."""
+LEAST_WEIGHTS: Final = 1 << 14
+"""A smaller weight is read again from the nearest cache, which costs less than moving images."""
+LEAST_GROUPS: Final = 64
+"""From this many groups on the transpose gains too, by fewer and larger products."""
+
+
+def merge_planes(function: Function) -> Function:
+    """Every convolution of the kind that the module describes, and its gradient in the image."""
+    replaced = set(function.result_names)
+    weights = {p for p in function.params if p.name in replaced}
+    nodes: list[Node] = []
+    for node in function.nodes:
+        rule = _RULES.get(node.op.name)
+        fits = rule is not None and len(node.inputs) > 1 and node.inputs[1] in weights
+        made = rule(node) if fits and rule is not None else None
+        nodes.extend([node] if made is None else made)
+    changed = len(nodes) != len(function.nodes)
+    return with_nodes(function, nodes, function.results) if changed else function
+
+
+@dataclass(frozen=True, slots=True)
+class _Planes:
+    """A convolution over static planes; the positions are of its output."""
+
+    window: Window
+    size: int
+    positions: int
+    group: int
+    output_padding: tuple[int, ...]
+
+    @property
+    def before(self) -> int:
+        """Pads above."""
+        return int(self.window.pads[0])
+
+    @property
+    def stride(self) -> int:
+        """Along the height."""
+        return int(self.window.strides[0])
+
+    @property
+    def reach(self) -> int:
+        """Rows from the first that a window reads below the pads, to the last of all windows."""
+        return int(self.window.reach(0, self.positions)) - self.before
+
+    @property
+    def pitch(self) -> int:
+        """Output rows from one image to the next, such that neither reads the other's."""
+        rows = max(self.size + self.before, self.reach)
+        pitch = ceil_div(rows, self.stride)
+        assert isinstance(pitch, int)
+        return pitch
+
+    @property
+    def beyond(self) -> int:
+        """Pads below that make all images have `pitch` output rows; negative: rows left over."""
+        return self.window.span(0) - self.stride - self.before
+
+
+def _planes(node: Node, image: Value | None, output: Value, most: int) -> _Planes | None:
+    """image, output: of the convolution, whichever of the two the node makes."""
+    weight = node.inputs[1]
+    assert weight is not None
+    if image is None or image.type.rank != 4 or node.attrs.get("auto_pad", "NOTSET") != "NOTSET":
+        return None
+    sizes = (*image.type.shape[2:], *output.type.shape[2:], *weight.type.shape)
+    if not all(isinstance(d, int) for d in sizes) or node.attrs.get("output_shape"):
+        return None
+    if sizes[2] * sizes[3] > most or image.type.shape[0] == 1:
+        return None
+    attrs: Any = node.attrs
+    found = _Planes(
+        Window(weight.type.concrete({})[2:], attrs),
+        int(sizes[0]),  # type: ignore[arg-type]
+        int(sizes[2]),  # type: ignore[arg-type]
+        int(attrs.get("group", 1)),
+        tuple(attrs.get("output_padding") or (0, 0)),
+    )
+    return found if found.before < found.window.span(0) else None
+
+
+def _large(node: Node) -> bool:
+    weight = node.inputs[1]
+    assert weight is not None
+    return int(np.prod(weight.type.concrete({}))) >= LEAST_WEIGHTS
+
+
+def _conv(node: Node) -> list[Node] | None:
+    planes = _planes(node, node.inputs[0], node.outputs[0], CONV_POSITIONS)
+    if planes is None or planes.group != 1 or planes.beyond < 0 or not _large(node):
+        return None
+    pads = (*planes.window.pads[:2], planes.beyond, planes.window.pads[3])
+    attrs = {**planes.window.attrs(), "pads": pads}
+
+    def body(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        y = conv_row(_below(x, planes.pitch * planes.stride), w, b, **attrs)
+        return _apart(y, x, planes.pitch, planes.positions)
+
+    return _in_place(node, body)
+
+
+def _conv_transpose(node: Node) -> list[Node] | None:
+    planes = _planes(node, node.outputs[0], node.inputs[0] or node.outputs[0], TRANSPOSE_POSITIONS)
+    if planes is None or not (planes.group >= LEAST_GROUPS or (planes.group == 1 and _large(node))):
+        return None
+    window = planes.window
+    attrs = {
+        **window.attrs(),
+        "pads": (*window.pads[:2], max(planes.beyond, 0), window.pads[3]),
+        "output_padding": (max(-planes.beyond, 0), planes.output_padding[1]),
+    }
+
+    def body(g: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        x = conv_transpose_row(_below(g, planes.pitch), w, b, group=planes.group, **attrs)
+        return _apart(x, g, planes.pitch * planes.stride, planes.size)
+
+    return _in_place(node, body)
+
+
+_RULES: Final[dict[str, Callable[[Node], list[Node] | None]]] = {
+    "Conv": _conv,
+    "ConvTranspose": _conv_transpose,
+}
+
+
+def _below(x: Tensor, pitch: int) -> Tensor:
+    """(N, C, H, W) -> (1, C, N pitch, W), zeros below each image."""
+    gap = pitch - int(x.shape[2])  # type: ignore[call-overload]
+    wide = pad_row(x, np.array([0, 0, 0, 0, 0, 0, gap, 0])) if gap else x
+    rows = x.shape[0] * pitch
+    return wide.transpose(1, 0, 2, 3).reshape((1, x.shape[1], rows, x.shape[3]))
+
+
+def _apart(y: Tensor, x: Tensor, pitch: int, height: int) -> Tensor:
+    """(1, C, N pitch, W) -> (N, C, height, W); x: has the N images."""
+    images = y.reshape((y.shape[1], x.shape[0], pitch, y.shape[3]))
+    cut = slice_axis(images, 2, 0, height) if pitch != height else images
+    return cut.transpose(1, 0, 2, 3)
+
+
+def _in_place(node: Node, body: Callable[..., Tensor]) -> list[Node]:
+    """The nodes of `body` on the node's operands, with its outputs."""
+    operands = [v for v in node.inputs if v is not None]
+    with (build := Build(TABLE, "merged")), build.at(node.meta):
+        params = [build.param(f"v{i}", v.type) for i, v in enumerate(operands)]
+        made = clean(build.finish({"y": body(*params)}))
+    values = dict(zip(made.params, operands, strict=True))
+    values[made.results[0]] = node.outputs[0]
+    return [_renamed(inner, values) for inner in made.nodes]
+
+
+def _renamed(node: Node, values: dict[Value, Value]) -> Node:
+    def of(given: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(values.get(v, v) for v in given)
+
+    return Node(node.op, of(node.inputs), of(node.outputs), node.attrs, node.regions, node.meta)
