@@ -24,8 +24,17 @@ MERGED = {
     "by steps beyond the kernel": ((128, 128, 6, 1, 3, 1, 0, 1), {"ConvTranspose"}),
     "dilated": ((64, 64, 7, 3, 2, 2, 2, 1), {"ConvTranspose"}),
     "a large kernel": ((64, 64, 2, 5, 1, 1, 2, 1), {"Conv", "ConvTranspose"}),
-    "channel by channel": ((64, 64, 4, 3, 1, 1, 1, 64), {"ConvTranspose"}),
-    "5 x 5 channel by channel": ((64, 64, 5, 5, 2, 1, 2, 64), {"ConvTranspose"}),
+    "two filters a channel": ((64, 128, 4, 3, 1, 1, 1, 64), {"ConvTranspose"}),
+}
+# as above: how many Conv and ConvTranspose of the whole remain
+SUMS = {
+    "3 x 3": ((64, 64, 4, 3, 1, 1, 1, 64), 0),
+    "5 x 5": ((64, 64, 2, 5, 1, 1, 2, 64), 0),
+    "without padding": ((64, 64, 4, 3, 1, 1, 0, 64), 0),
+    "dilated": ((64, 64, 4, 3, 1, 2, 2, 64), 0),
+    "more padding than the kernel": ((64, 64, 2, 2, 1, 1, 1, 64), 0),
+    "by steps of 2": ((64, 64, 4, 3, 2, 1, 1, 64), 1),
+    "larger planes": ((64, 64, 5, 3, 1, 1, 1, 64), 2),
 }  # fmt: skip
 LEFT = {
     "larger planes": (64, 64, 5, 3, 1, 1, 1, 1),
@@ -35,16 +44,15 @@ LEFT = {
 
 
 def step(channels, filters, side, kernel, stride, dilation, padding, groups, batch="N"):
-    """Two convolutions' loss, their gradients, and the weights after a step."""
+    """The loss of a scaled image's convolution, and both weights after a step."""
     specs = {
         "x": TensorSpec((batch, channels, side, side)),
-        "first": TensorSpec((channels, 1, 3, 3)),
+        "first": TensorSpec((channels, 1, 1)),
         "w": TensorSpec((filters, channels // groups, kernel, kernel)),
     }
 
     def loss(x, first, w):
-        y = ops.conv(x, first, padding=1, groups=channels)
-        y = ops.conv(y, w, stride=stride, dilation=dilation, padding=padding, groups=groups)
+        y = ops.conv(x * first, w, stride=stride, dilation=dilation, padding=padding, groups=groups)
         return (y * y).sum()
 
     with (build := Build(TABLE, "loss")):
@@ -80,6 +88,20 @@ def test_a_batch_of_tiny_planes_becomes_one_and_nothing_else_changes(case):
     function = step(*sizes)
     merged = merge_planes(function)
     assert changed(function, merged) == kinds
+    args = arrays(function)
+    wanted = run_function(TABLE, function, args)
+    program = engine("onnx").compile(function, donate=("first", "w"))
+    for found in (run_function(TABLE, merged, args), program(*args)):
+        for a, b in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", SUMS)
+def test_kernels_of_single_channels_become_sums_of_rows(case):
+    sizes, left = SUMS[case]
+    function = step(*sizes)
+    merged = merge_planes(function)
+    assert sum(n.op.name in {"Conv", "ConvTranspose"} for n in merged.nodes) == left
     args = arrays(function)
     wanted = run_function(TABLE, function, args)
     program = engine("onnx").compile(function, donate=("first", "w"))

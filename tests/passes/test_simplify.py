@@ -9,10 +9,11 @@ from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.evaluate import run_function
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.table import TABLE
-from triplane.unified_ir.passes.simplify import pool_before_relu
+from triplane.unified_ir.passes.simplify import pool_before_relu, swish_of_product
 
 PLANES = TensorSpec((2, 2, 6, 6), "float64")
 WEIGHTS = np.random.default_rng(1).standard_normal(200)
+X = np.random.default_rng(2).standard_normal((2, 2, 6, 6))
 
 
 def function(body):
@@ -90,3 +91,27 @@ def test_a_chain_of_pools_moves_each_of_its_activations():
         total = y.sum()
     summed = value_and_grad(build.finish({"loss": total}))
     assert names(summed).index("MaxPool") < names(summed).index("Relu")
+
+
+def test_a_product_with_its_own_sigmoid_has_the_gradient_of_silu():
+    f = function(lambda x: x * ops.sigmoid(x))
+    made = swish_of_product(f)
+    assert names(made) == ["Swish"]
+    found = run_function(TABLE, gradient(made), [X])
+    for a, b in zip(found, run_function(TABLE, gradient(f), [X]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+    passes = [n for n in names(gradient(made)) if n in {"Mul", "Add", "Sub"}]
+    assert len(passes) == 5
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: {"y": (s := ops.sigmoid(x)) * x, "s": s},
+        lambda x: ops.sigmoid(x + 1.0) * x,
+        lambda x: ops.sigmoid(x).sum() * x,
+    ],
+)
+def test_other_products_with_a_sigmoid_stay(body):
+    f = function(body)
+    assert swish_of_product(f) is f

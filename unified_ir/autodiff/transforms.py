@@ -16,7 +16,7 @@ from triplane.unified_ir.ops.structure import zeros
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.passes.clean import clean
-from triplane.unified_ir.passes.simplify import pool_before_relu
+from triplane.unified_ir.passes.simplify import cheaper_gradients
 
 GRAD = "grad."
 """Prefix of the name of a gradient result: the gradient for `w` is the result `grad.w`."""
@@ -34,7 +34,7 @@ def value_and_grad(
     to differentiate (the first by default). A parameter the result does not depend on has
     gradient zero.
     """
-    function = pool_before_relu(function)
+    function = cheaper_gradients(function)
     names = _wanted(function, wrt)
     target = function.result_names[0] if of is None else of
     if function.result(target).type.shape != ():
@@ -73,7 +73,7 @@ def grad(
 
 def vjp(function: Function, wrt: Sequence[str] | None = None) -> Function:
     """Adds a parameter `cotangent.RESULT` per floating-point result; gives results and grads."""
-    function = pool_before_relu(function)
+    function = cheaper_gradients(function)
     names = _wanted(function, wrt)
     build = Build(TABLE, f"{function.name}.vjp")
     with build:

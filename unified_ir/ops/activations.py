@@ -5,6 +5,9 @@ Where one side overflows it is fed 0 before the choice, so that no infinity meet
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
 from triplane.unified_ir.ir.types import ShapeError, TensorType, float32
@@ -67,10 +70,30 @@ softsign = Op(name="Softsign", body=lambda x: x / (1.0 + abs_(x)), samples=(samp
 mish = Op(name="Mish", body=lambda x: x * tanh(softplus(x)), samples=(sample(normal(2, 3)),))
 """Misra 2020."""
 
+
+def _swish_linearize(
+    inputs: Sequence[Any], attrs: Mapping[str, Any], regions: Any, outputs: int, *, vjp_of: Any
+) -> Any:
+    """y = x s with s = sigmoid(alpha x); dy/dx = s (1 + alpha (x - y)), in four passes."""
+    (x,), alpha = inputs, attrs.get("alpha", 1.0)
+    s = sigmoid(x if alpha == 1.0 else alpha * x)
+    y = x * s
+
+    def pull(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        if gs[0] is None:
+            return [None]
+        scaled = gs[0] * s
+        slope = x - y if alpha == 1.0 else alpha * (x - y)
+        return [scaled + scaled * slope]
+
+    return [y], pull
+
+
 swish = Op(
     name="Swish",
     reference=lambda x, *, alpha: x * np.exp(-np.logaddexp(0, -alpha * x)),
     body=lambda x, *, alpha: x * sigmoid(x if alpha == 1.0 else alpha * x),
+    linearize=_swish_linearize,
     native=lambda node, opset: False,  # onnxruntime 1.31 has no kernel of it
     samples=(sample(normal(2, 3)), sample(normal(2, 3), alpha=0.5)),
 )

@@ -403,7 +403,7 @@ def _by_rows(x: Tensor, g: Tensor, window: Window, group: int) -> Tensor:
     if any(window.pads):
         wide = pad_row(wide, np.array([*window.pads[:n], 0, *window.pads[n:], 0]))
     taps = [
-        (_leading(wide, tap_slices(window, tap, out)) * g_rows).reshape((-1, group)).sum([0])
+        (leading(wide, tap_slices(window, tap, out)) * g_rows).reshape((-1, group)).sum([0])
         for tap in np.ndindex(*window.kernel)
     ]
     return stack(taps, 1).reshape((group, 1, *window.kernel))
@@ -416,7 +416,7 @@ def inner_planes(x: Tensor) -> Tensor:
     return rows.transpose(1, 0).reshape((*spatial, -1))
 
 
-def _leading(x: Tensor, taken: Sequence[slice]) -> Tensor:
+def leading(x: Tensor, taken: Sequence[slice]) -> Tensor:
     """`x` with its first axes sliced."""
     if all((s.start, s.stop, s.step) == (0, d, 1) for s, d in zip(taken, x.shape, strict=False)):
         return x

@@ -5,6 +5,9 @@ each product where the plane is 2 x 2, and spends its time on reading the weight
 Images below each other are one plane of a single image, with rows of zeros between them where a
 window or its transpose would reach into a neighbour; those rows are cut from the result.
 
+Where each channel has a kernel of its own, there is no matrix to multiply: the result is a sum of
+one product per position in the kernel, of slices that have images and channels innermost.
+
 Only weights that the function itself replaces are concerned, those of a training step: a network
 that is served has its weights in the model, for which the runtime has better layouts.
 """
@@ -20,15 +23,21 @@ import numpy as np
 from triplane.unified_ir.ir.dims import ceil_div
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.convolution import conv_row, conv_transpose_row
+from triplane.unified_ir.ops.convolution import (
+    conv_row,
+    conv_transpose_row,
+    inner_planes,
+    leading,
+)
 from triplane.unified_ir.ops.structure import pad_row, slice_axis
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
-from triplane.unified_ir.ops.window import Window
+from triplane.unified_ir.ops.window import Window, static, tap_slices
 from triplane.unified_ir.passes.clean import clean, with_nodes
 
 CONV_POSITIONS: Final = 8
 TRANSPOSE_POSITIONS: Final = 16
+ROWS_POSITIONS: Final = 16
 """Up to this many positions of an output plane (a cotangent's, for the transpose)."""
 LEAST_WEIGHTS: Final = 1 << 14
 """A smaller weight is read again from the nearest cache, which costs less than moving images."""
@@ -118,6 +127,10 @@ def _large(node: Node) -> bool:
 
 
 def _conv(node: Node) -> list[Node] | None:
+    planes = _planes(node, node.inputs[0], node.outputs[0], ROWS_POSITIONS)
+    if planes is not None and _one_each(node, planes):
+        window = planes.window
+        return _in_place(node, lambda x, *w: _sum_of_rows(x, window, node.outputs[0], *w))
     planes = _planes(node, node.inputs[0], node.outputs[0], CONV_POSITIONS)
     if planes is None or planes.group != 1 or planes.beyond < 0 or not _large(node):
         return None
@@ -136,6 +149,8 @@ def _conv_transpose(node: Node) -> list[Node] | None:
     if planes is None or not (planes.group >= LEAST_GROUPS or (planes.group == 1 and _large(node))):
         return None
     window = planes.window
+    if _one_each(node, planes) and (mirrored := _mirrored(window, node)) is not None:
+        return _in_place(node, lambda g, *w: _sum_of_rows(g, mirrored, node.outputs[0], *w, flip=1))
     attrs = {
         **window.attrs(),
         "pads": (*window.pads[:2], max(planes.beyond, 0), window.pads[3]),
@@ -147,6 +162,47 @@ def _conv_transpose(node: Node) -> list[Node] | None:
         return _apart(x, g, planes.pitch * planes.stride, planes.size)
 
     return _in_place(node, body)
+
+
+def _one_each(node: Node, planes: _Planes) -> bool:
+    """Whether each of many channels has a kernel of its own."""
+    weight = node.inputs[1]
+    assert weight is not None
+    return planes.group >= LEAST_GROUPS and weight.type.shape[:2] == (planes.group, 1)
+
+
+def _mirrored(window: Window, node: Node) -> Window | None:
+    """The window by which the transpose of a convolution by steps of 1 reads its operand."""
+    g, x = node.inputs[0], node.outputs[0]
+    assert g is not None
+    if set(window.strides) != {1}:
+        return None
+    before = [window.span(i) - 1 - window.pads[i] for i in range(2)]
+    after = [int(x.type.shape[2 + i]) + window.pads[i] - int(g.type.shape[2 + i]) for i in range(2)]  # type: ignore[arg-type]
+    if min(before + after) < 0:
+        return None
+    return Window(window.kernel, {"dilations": window.dilations, "pads": (*before, *after)})
+
+
+def _sum_of_rows(
+    x: Tensor, window: Window, output: Value, w: Tensor, b: Tensor | None = None, flip: int = 0
+) -> Tensor:
+    """x: (N, C, H, W), w: (C, 1, *K); flip: the kernel is read from its end."""
+    out = static(output.type.shape[2:], "a plane")
+    channels = int(output.type.shape[1])  # type: ignore[call-overload]
+    wide = inner_planes(x)
+    if any(window.pads):
+        wide = pad_row(wide, np.array([*window.pads[:2], 0, *window.pads[2:], 0]))
+    taps = [tap_slices(window, tap, out) for tap in np.ndindex(*window.kernel)]
+    kernel = w.reshape((channels, len(taps))).transpose(1, 0)
+    total: Tensor | None = None
+    for i, tap in enumerate(reversed(taps) if flip else taps):
+        rows = leading(wide, tap).reshape((-1, channels)) * slice_axis(kernel, 0, i, i + 1)
+        total = rows if total is None else total + rows
+    assert total is not None
+    total = total if b is None else total + b
+    flat = total.reshape((out[0] * out[1], -1)).transpose(1, 0)
+    return flat.reshape((-1, channels, *out))
 
 
 _RULES: Final[dict[str, Callable[[Node], list[Node] | None]]] = {
