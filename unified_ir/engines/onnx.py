@@ -44,6 +44,7 @@ class OnnxProgram:
                 "donated; donate them or rename the results"
             )
         self._ran = widen_half(function) if options.providers == _CPU_ONLY else function
+        options = replace(options, one_block=options.one_block and not donate)
         self._session = Session(serialize(emit(self._ran, target=target)), options=options)
         self._outputs = tuple(
             next_name(n) if n in self._params else n for n in function.result_names

@@ -9,7 +9,7 @@ every demand for privacy, and compressions outside `COMPRESSIONS`.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Final
@@ -277,7 +277,8 @@ class Plan:
             raise NotFound(f"the plan has entries {self.entries}, not {entry!r}")
         if entry not in self._sessions:
             model = bytes(self._file.part(f"{entry}.onnx"))
-            session = self._sessions[entry] = Session(model, options=self._options)
+            options = replace(self._options, one_block=False)
+            session = self._sessions[entry] = Session(model, options=options)
             if self._changes_state(session):
                 self._looping.add(entry)
         return self._sessions[entry]

@@ -83,6 +83,9 @@ class SessionOptions:
     disabled_optimizers: onnxruntime's rewriter names, such as "CommonSubexpressionElimination".
     optimized_model_path: receives the graph after fusion. profile_prefix: see `Session.profile`.
     values: what inputs and outputs may be; "any" also takes text, sequences and optionals.
+    one_block: lay the memory of a run out as one block from the second run of its shapes on. That
+    saves 1 to 3 % of the time and keeps the first run's memory beside the block, so steps of
+    training go without it.
     """
 
     threads: int = 1
@@ -94,6 +97,7 @@ class SessionOptions:
     profile_prefix: Path | None = None
     providers: tuple[str, ...] = ("CPUExecutionProvider",)
     values: Literal["numbers", "any"] = "numbers"
+    one_block: bool = True
 
 
 DEFAULT_OPTIONS: Final = SessionOptions()
@@ -294,6 +298,7 @@ def _ort_options(
     made.inter_op_num_threads = 1
     made.log_severity_level = LOG_FATAL
     made.enable_cpu_mem_arena = options.arena
+    made.enable_mem_pattern = options.one_block
     made.add_session_config_entry("session.load_model_format", "ONNX")
     made.graph_optimization_level = _LEVELS[options.optimization]
     made.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
