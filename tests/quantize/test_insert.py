@@ -16,6 +16,7 @@ from triplane.unified_ir.convert.residency import product_nodes, residency
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.evaluate import run_function
+from triplane.unified_ir.ops.shapes import flatten_row
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import (
     IN_PARTS,
@@ -402,5 +403,32 @@ def test_between_products_nothing_leaves_the_integers(name):
     assert found.all_int8, found
     assert set(found.other) <= {"Reshape", "Squeeze", "Transpose"}, found
     assert sum(found.casts.values()) == 1, found
+    wanted = artifact(frozen).session().run({"x": x})["logits"]
+    assert decibel(wanted, artifact(made).session().run({"x": x})["logits"]) > 20
+
+
+class Shuffled(Gated):
+    """Its halves exchanged after a gate of straight lines, flattened as exporters do."""
+
+    def construct(self, x):
+        x = self.activation(self.wide(x))
+        gate = ops.hard_sigmoid(self.gate(ops.global_average_pool(x)))
+        halves = ops.split(x * gate, 2, axis=1)
+        x = self.activation(self.narrow(ops.concat(halves[::-1], axis=1)))
+        return self.head(flatten_row(ops.global_average_pool(x)))
+
+
+@x64
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_parts_and_straight_lines_stay_on_integers(name):
+    module = nets.module_of(nets.shaken(Shuffled(ACTIVATIONS[name])), nets.IMAGE)
+    x = nets.images()
+    frozen, made = quantized(module, x)
+    found = residency(artifact(made))
+    assert found.all_int8, found
+    assert set(found.other) <= {"Flatten", "Reshape", "Split", "Transpose"}, found
+    assert sum(found.casts.values()) == 1, found
+    scalings = found.integer.get("QLinearMul", 0)
+    assert scalings == {"leaky_relu": 1}.get(name, 3), "only products of two tensors"
     wanted = artifact(frozen).session().run({"x": x})["logits"]
     assert decibel(wanted, artifact(made).session().run({"x": x})["logits"]) > 20

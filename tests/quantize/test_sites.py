@@ -4,8 +4,9 @@ import pytest
 from tests.quantize import nets
 
 from triplane.unified_ir import nn, ops
+from triplane.unified_ir.ops.shapes import flatten_row
 from triplane.unified_ir.quantize import find_sites, freeze
-from triplane.unified_ir.quantize.sites import CLAMP, COPY, KINDS, MIX
+from triplane.unified_ir.quantize.sites import CLAMP, COPY, KINDS, MIX, PART
 
 
 class Between(nn.Cell):
@@ -27,6 +28,9 @@ MIDDLES = {
     "Transpose": lambda y: y.transpose(0, 1, 3, 2),
     "Unsqueeze": lambda y: ops.squeeze(ops.unsqueeze(y, 2), 2),
     "Squeeze": lambda y: ops.squeeze(ops.unsqueeze(y, 2), 2),
+    "Flatten": lambda y: flatten_row(y).reshape(-1, 4, 8, 8),
+    "Slice": lambda y: y[:, :, 1:, :],
+    "Split": lambda y: ops.concat(ops.split(y, 2, axis=1)[::-1], axis=1),
     "Add": lambda y: y + y.transpose(0, 1, 3, 2),
     "Mul": lambda y: y * y.transpose(0, 1, 3, 2),
     "AveragePool": lambda y: ops.avg_pool(y, 2),
@@ -47,11 +51,44 @@ def sites_around(op, middle=None):
     return sites, node
 
 
-@pytest.mark.parametrize("op", [op for op, kind in KINDS.items() if kind == COPY])
+@pytest.mark.parametrize("op", [op for op, kind in KINDS.items() if kind in {COPY, PART}])
 def test_what_moves_elements_keeps_their_scale(op):
     sites, node = sites_around(op)
-    assert sites.root[node.outputs[0]] is sites.root[node.inputs[0]]
-    assert len(sites.roots) == 3
+    for y in node.outputs:
+        assert sites.root[y] is sites.root[node.inputs[0]]
+    assert len(sites.roots) == (4 if op == "Split" else 3)
+
+
+def test_a_part_that_nothing_in_integers_reads_is_not_rounded():
+    sites, node = sites_around("Slice", lambda y: ops.sin(y[:, :, 1:, :]))
+    assert node.outputs[0] not in sites.root
+
+
+def test_a_clamp_of_one_half_leaves_the_other_half_alone():
+    def middle(y):
+        a, b = ops.split(y, 2, axis=1)
+        return ops.concat([ops.relu(a), b], axis=1)
+
+    sites, node = sites_around("Relu", middle)
+    assert node not in sites.dropped
+
+
+def test_a_product_with_a_number_is_the_same_integers_with_another_scale():
+    sites, node = sites_around("Mul", lambda y: ops.sigmoid(y * 0.5))
+    assert sites.scaled == {node: (node.inputs[0], 0.5)}
+
+
+@pytest.mark.parametrize("factor", [-0.5, 0.0, 1e30])
+def test_a_product_with_another_number_is_rounded(factor):
+    sites, node = sites_around("Mul", lambda y: ops.sigmoid(y * factor))
+    assert not sites.scaled
+    assert sites.root[node.outputs[0]] is node.outputs[0]
+
+
+def test_a_clamp_goes_into_the_rounding_of_a_product_with_a_number():
+    sites, node = sites_around("Mul", lambda y: ops.sigmoid(ops.relu(y * 0.5)))
+    assert not sites.scaled
+    assert sites.clamps[node.outputs[0]].low == 0.0
 
 
 @pytest.mark.parametrize("op", [op for op, kind in KINDS.items() if kind == MIX])

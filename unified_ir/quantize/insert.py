@@ -59,7 +59,7 @@ class _Inserter:
         self.row = row
         self.known = frozen.known()
         self.quantizers = {v: activation_quantizer(r, row) for v, r in ranges.items()}
-        self.vanished = {v for node in sites.dropped for v in node.outputs}
+        self.integers: dict[Value, Tensor] = {}
         self.made = Rewrite(frozen)
 
     def run(self, watch: Sequence[Value]) -> Frozen:
@@ -77,10 +77,14 @@ class _Inserter:
         product = self.sites.products.get(node)
         if node in self.sites.dropped:
             self.made.put(node.outputs[0], self.made[self.first(node)])
+            self.integers[node.outputs[0]] = self.integers[self.first(node)]
+        elif node in self.sites.scaled:
+            self.scale(node.outputs[0], *self.sites.scaled[node])
         elif product is not None:
             self.product(node, product)
         elif KINDS.get(node.op.name) == MIX and node.outputs[0] in self.sites.root:
-            self.made.replace(node, [self.operand(v) for v in node.inputs])
+            rank = node.outputs[0].type.rank
+            self.made.replace(node, [self.operand(v, rank) for v in node.inputs])
         else:
             self.made.keep(node)
 
@@ -89,19 +93,43 @@ class _Inserter:
         assert x is not None
         return x
 
+    def scale(self, y: Value, x: Value, factor: float) -> None:
+        """y = factor x: the integers of x, read with another scale."""
+        of_x = self.quantizers[self.sites.root[x]]
+        self.quantizers[y] = Quantizer(np.array(of_x.scale * factor, np.float32), of_x.zero)
+        self.integers[y] = self.integers[x]
+        self.read(y, y)
+
     def round(self, value: Value) -> None:
         """Lets what an integer kernel makes of a value stand for it."""
         root = self.sites.root.get(value)
-        if root is not None and value not in self.vanished:
-            self.made.put(value, _rounded(self.made[value], self.quantizers[root]))
+        if root is None or value in self.integers:
+            return
+        quantizer = self.quantizers[root]
+        rounded = quantize_linear(self.made[value], quantizer.scale, quantizer.zero)
+        self.integers[value] = rounded
+        self.read(value, root)
 
-    def operand(self, value: Value | None) -> Tensor | None:
-        """An operand of an integer sum or the like; a constant is rounded for this reader only."""
+    def read(self, value: Value, root: Value) -> None:
+        """Lets the integers of a value stand for it."""
+        quantizer = self.quantizers[root]
+        made = dequantize_linear(self.integers[value], quantizer.scale, quantizer.zero)
+        self.made.put(value, made)
+
+    def operand(self, value: Value | None, rank: int) -> Tensor | None:
+        """An operand of an integer sum or the like; a constant is rounded for this reader only.
+
+        A number gets the rank of the result: onnxruntime gives it one where it changes the layout,
+        by a node between the number and its reader, which then stays in float.
+        """
         if value is None or value not in self.known:
             return None if value is None else self.made[value]
         array = self.known[value]
         seen = Range(float(array.min()), float(array.max()))
-        return _rounded(self.made[value], activation_quantizer(seen, self.row))
+        held = self.made[value]
+        if array.ndim == 0:
+            held = self.made.hold(value.name or "constant", array.reshape((1,) * rank))
+        return _rounded(held, activation_quantizer(seen, self.row))
 
     def product(self, node: Node, product: Product) -> None:
         """A product with its weight and bias in integers."""

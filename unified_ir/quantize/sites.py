@@ -16,13 +16,16 @@ from triplane.unified_ir.ir.graph import Array, Node, Value
 from triplane.unified_ir.ir.types import float32
 from triplane.unified_ir.quantize.frozen import Frozen, uses
 
-PRODUCT, COPY, MIX, CLAMP = "product", "copy", "mix", "clamp"
+PRODUCT, COPY, PART, MIX, CLAMP = "product", "copy", "part", "mix", "clamp"
 
 # fmt: off
 KINDS: Final[Mapping[str, str]] = {
     "Conv": PRODUCT, "Gemm": PRODUCT, "MatMul": PRODUCT,
     # elements keep their values, so they keep the scale
     "MaxPool": COPY, "Reshape": COPY, "Transpose": COPY, "Squeeze": COPY, "Unsqueeze": COPY,
+    "Flatten": COPY,
+    # so do some of them; worth it only before an integer tensor
+    "Slice": PART, "Split": PART,
     # onnxruntime has an integer kernel; worth it only between integer tensors
     "Add": MIX, "Mul": MIX, "AveragePool": MIX, "GlobalAveragePool": MIX, "Concat": MIX,
     "Sigmoid": MIX, "LeakyRelu": MIX,
@@ -31,6 +34,9 @@ KINDS: Final[Mapping[str, str]] = {
 }
 """What a node in integers asks of its tensors; anything else runs in float."""
 # fmt: on
+
+FACTORS: Final = (1e-6, 1e6)
+"""Numbers by which a scale is multiplied without leaving the range of float32."""
 
 IN_PARTS: Final = frozenset({"HardSigmoid", "HardSwish"})
 """Operators without an integer kernel whose parts, sums and products by a constant, have them.
@@ -62,7 +68,8 @@ class Sites:
     """What becomes of each tensor and product.
 
     root: site of each rounded tensor. clamps: by site. products: None where both operands are
-    activations. refused: why a product stays in float. dropped: clamps that vanish.
+    activations. refused: why a product stays in float. dropped: clamps that vanish. scaled: by
+    product with a number, the tensor and the number: the same integers with another scale.
     """
 
     root: dict[Value, Value] = field(default_factory=dict)
@@ -70,6 +77,7 @@ class Sites:
     products: dict[Node, Product | None] = field(default_factory=dict)
     refused: dict[Node, str] = field(default_factory=dict)
     dropped: set[Node] = field(default_factory=set)
+    scaled: dict[Node, tuple[Value, float]] = field(default_factory=dict)
 
     @property
     def roots(self) -> list[Value]:
@@ -88,6 +96,7 @@ class _Finder:
         self.known = frozen.known()
         self.uses: Counter[Value] = uses(frozen.function)
         self.producer = {v: node for node in frozen.function.nodes for v in node.outputs}
+        self.clamped = {n.inputs[0] for n in frozen.function.nodes if KINDS.get(n.op.name) == CLAMP}
         for node in frozen.function.nodes:
             if KINDS.get(node.op.name) == PRODUCT:
                 self.judge(node)
@@ -112,9 +121,10 @@ class _Finder:
         """Values that some integer product reads, directly or through nodes with integer forms."""
         wanted: set[Value] = set()
         for node in reversed(nodes):
+            follows = KINDS.get(node.op.name) in {COPY, PART, MIX, CLAMP}
             if node in self.sites.products:
                 wanted.update(self.operands(node))
-            elif KINDS.get(node.op.name) in {COPY, MIX, CLAMP} and node.outputs[0] in wanted:
+            elif follows and wanted.intersection(node.outputs):
                 wanted.update(v for v in node.inputs if v is not None)
         return wanted
 
@@ -127,10 +137,15 @@ class _Finder:
                 self.sites.root.setdefault(x, x)
             if node.op.name == "Conv" or y in self.wanted:
                 self.sites.root[y] = y
-        elif kind == COPY and self.on_site(node) and len(node.outputs) == 1:
-            self.sites.root[y] = self.sites.root[self.first(node)]
+        elif self.on_site(node) and (
+            (kind == COPY and _all_floats(node))
+            or (kind == PART and self.wanted.intersection(node.outputs))
+        ):
+            self.sites.root.update(dict.fromkeys(node.outputs, self.sites.root[self.first(node)]))
         elif kind == MIX and y in self.wanted and self.mixes_sites(node):
             self.sites.root[y] = y
+            if (scaled := self.scaled(node)) is not None:
+                self.sites.scaled[node] = scaled
         elif kind == CLAMP:
             self.clamp(node)
 
@@ -140,7 +155,7 @@ class _Finder:
         return x
 
     def on_site(self, node: Node) -> bool:
-        return self.first(node) in self.sites.root
+        return bool(node.inputs) and node.inputs[0] in self.sites.root
 
     def mixes_sites(self, node: Node) -> bool:
         """Whether a kernel exists, each operand is a site or a constant, and one a site."""
@@ -151,6 +166,21 @@ class _Finder:
             x in self.sites.root or (x in self.known and self.known[x].dtype == "float32")
             for x in xs
         )
+
+    def scaled(self, node: Node) -> tuple[Value, float] | None:
+        """The operand and the factor of a product with a positive number.
+
+        A clamp after it goes into the rounding of the product, so such a product keeps its own.
+        """
+        y = node.outputs[0]
+        if node.op.name != "Mul" or y in self.clamped:
+            return None
+        for x, factor in (node.inputs, node.inputs[::-1]):
+            if x in self.sites.root and x.type == y.type and factor in self.known:
+                array = self.known[factor]
+                if array.size == 1 and FACTORS[0] <= float(array.item()) <= FACTORS[1]:
+                    return x, float(array.item())
+        return None
 
     def clamp(self, node: Node) -> None:
         """Drops a ReLU whose operand nobody else reads, back to where the operand is made."""
@@ -169,8 +199,15 @@ class _Finder:
         while self.uses[x] == 1 and x in self.producer:
             if x is root:
                 return True
+            if len(self.producer[x].outputs) > 1:
+                return False  # its other outputs are of the same site
             x = self.first(self.producer[x])
         return False
+
+
+def _all_floats(node: Node) -> bool:
+    """False for the indices of a MaxPool."""
+    return all(v.type.dtype == float32 for v in node.outputs)
 
 
 def _tighter(a: Clamp | None, b: Clamp) -> Clamp:
