@@ -256,4 +256,4 @@ def test_a_gradient_through_batch_norm_broadcasts_nothing_over_planes(training):
     planes = [n for n in made.nodes if n.outputs[0].type.rank > 1]
     products = [n for n in planes if n.op.name in {"Mul", "Add"}]
     assert products
-    assert all(v.type.rank in {0, 4} for n in products for v in n.inputs)
+    assert all(v is not None and v.type.rank in {0, 4} for n in products for v in n.inputs)

@@ -32,7 +32,7 @@ from triplane.unified_ir.ops.convolution import (
 from triplane.unified_ir.ops.structure import pad_row, slice_axis
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
-from triplane.unified_ir.ops.window import Window, static, tap_slices
+from triplane.unified_ir.ops.window import Window, is_static, static, tap_slices
 from triplane.unified_ir.passes.clean import clean, with_nodes
 
 CONV_POSITIONS: Final = 8
@@ -82,7 +82,7 @@ class _Planes:
     @property
     def reach(self) -> int:
         """Rows from the first that a window reads below the pads, to the last of all windows."""
-        return int(self.window.reach(0, self.positions)) - self.before
+        return (self.positions - 1) * self.stride + self.window.span(0) - self.before
 
     @property
     def pitch(self) -> int:
@@ -104,16 +104,17 @@ def _planes(node: Node, image: Value | None, output: Value, most: int) -> _Plane
     assert weight is not None
     if image is None or image.type.rank != 4 or node.attrs.get("auto_pad", "NOTSET") != "NOTSET":
         return None
-    sizes = (*image.type.shape[2:], *output.type.shape[2:], *weight.type.shape)
-    if not all(isinstance(d, int) for d in sizes) or node.attrs.get("output_shape"):
+    shapes = (*image.type.shape[2:], *output.type.shape[2:], *weight.type.shape)
+    if not is_static(shapes) or node.attrs.get("output_shape"):
         return None
+    sizes = static(shapes, "planes and weights")
     if sizes[2] * sizes[3] > most or image.type.shape[0] == 1:
         return None
     attrs: Any = node.attrs
     found = _Planes(
         Window(weight.type.concrete({})[2:], attrs),
-        int(sizes[0]),  # type: ignore[arg-type]
-        int(sizes[2]),  # type: ignore[arg-type]
+        sizes[0],
+        sizes[2],
         int(attrs.get("group", 1)),
         tuple(attrs.get("output_padding") or (0, 0)),
     )
@@ -150,7 +151,9 @@ def _conv_transpose(node: Node) -> list[Node] | None:
         return None
     window = planes.window
     if _one_each(node, planes) and (mirrored := _mirrored(window, node)) is not None:
-        return _in_place(node, lambda g, *w: _sum_of_rows(g, mirrored, node.outputs[0], *w, flip=1))
+        return _in_place(
+            node, lambda g, *w: _sum_of_rows(g, mirrored, node.outputs[0], *w, flip=True)
+        )
     attrs = {
         **window.attrs(),
         "pads": (*window.pads[:2], max(planes.beyond, 0), window.pads[3]),
@@ -178,18 +181,25 @@ def _mirrored(window: Window, node: Node) -> Window | None:
     if set(window.strides) != {1}:
         return None
     before = [window.span(i) - 1 - window.pads[i] for i in range(2)]
-    after = [int(x.type.shape[2 + i]) + window.pads[i] - int(g.type.shape[2 + i]) for i in range(2)]  # type: ignore[arg-type]
+    rows, taken = (static(v.type.shape[2:], "a plane") for v in (x, g))
+    after = [rows[i] + window.pads[i] - taken[i] for i in range(2)]
     if min(before + after) < 0:
         return None
     return Window(window.kernel, {"dilations": window.dilations, "pads": (*before, *after)})
 
 
 def _sum_of_rows(
-    x: Tensor, window: Window, output: Value, w: Tensor, b: Tensor | None = None, flip: int = 0
+    x: Tensor,
+    window: Window,
+    output: Value,
+    w: Tensor,
+    b: Tensor | None = None,
+    *,
+    flip: bool = False,
 ) -> Tensor:
     """x: (N, C, H, W), w: (C, 1, *K); flip: the kernel is read from its end."""
     out = static(output.type.shape[2:], "a plane")
-    channels = int(output.type.shape[1])  # type: ignore[call-overload]
+    channels = static(output.type.shape[1:2], "a size")[0]
     wide = inner_planes(x)
     if any(window.pads):
         wide = pad_row(wide, np.array([*window.pads[:2], 0, *window.pads[2:], 0]))
@@ -213,7 +223,7 @@ _RULES: Final[dict[str, Callable[[Node], list[Node] | None]]] = {
 
 def _below(x: Tensor, pitch: int) -> Tensor:
     """(N, C, H, W) -> (1, C, N pitch, W), zeros below each image."""
-    gap = pitch - int(x.shape[2])  # type: ignore[call-overload]
+    gap = pitch - static(x.shape[2:3], "a size")[0]
     wide = pad_row(x, np.array([0, 0, 0, 0, 0, 0, gap, 0])) if gap else x
     rows = x.shape[0] * pitch
     return wide.transpose(1, 0, 2, 3).reshape((1, x.shape[1], rows, x.shape[3]))
