@@ -1,7 +1,7 @@
 """PyTorch's side of imported networks: torchvision's modules in eager mode, and their export.
 
-Runs in the oracles' interpreter, which has torchvision. With a case and a path as arguments it
-writes the export and ends.
+Runs in the oracles' interpreter, which has torchvision. With a case, a path and PRESERVE (batch
+normalization stays) or EVAL (it is folded) as arguments it writes the export and ends.
 """
 
 from __future__ import annotations
@@ -31,15 +31,22 @@ def network(case: imported.Case) -> nn.Module:
     for module in made.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(module, nn.BatchNorm2d):  # equal arrays would be exported as one
-            for tensor in (module.weight, module.bias, module.running_mean, module.running_var):
-                assert tensor is not None
-                tensor.data += 0.1 * torch.rand_like(tensor)
+        if isinstance(module, nn.BatchNorm2d):
+            _shake(module.weight, module.bias, module.running_mean, module.running_var)
+        elif isinstance(module, nn.Conv2d):
+            _shake(module.bias)
     return made.train()
 
 
-def export(case: imported.Case, path: Path) -> None:
-    """Writes the ONNX file with batch normalization unfolded and a symbolic batch."""
+def _shake(*tensors: torch.Tensor | None) -> None:
+    """Moves each a little: equal arrays would be exported as one, and then trained as one."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.data += 0.1 * torch.rand_like(tensor)
+
+
+def export(case: imported.Case, path: Path, mode: str) -> None:
+    """Writes the ONNX file with a symbolic batch. mode: a `torch.onnx.TrainingMode`."""
     net = network(case).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -48,8 +55,8 @@ def export(case: imported.Case, path: Path) -> None:
             (torch.zeros(2, 3, case.side, case.side),),
             path,
             dynamo=False,
-            training=torch.onnx.TrainingMode.PRESERVE,
-            do_constant_folding=False,
+            training=getattr(torch.onnx.TrainingMode, mode),
+            do_constant_folding=mode == "EVAL",
             input_names=["x"],
             output_names=["y"],
             dynamic_axes={"x": {0: "N"}, "y": {0: "N"}},
@@ -74,7 +81,7 @@ def side(case: imported.Case) -> tuple[Step, dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
-        export(imported.CASES[sys.argv[1]], Path(sys.argv[2]))
+    if len(sys.argv) == 4:
+        export(imported.CASES[sys.argv[1]], Path(sys.argv[2]), sys.argv[3])
     else:
         serve(side, imported)

@@ -34,7 +34,9 @@ def measure(case: str, *, rounds: int, python: str, threads: int = 1) -> dict[st
     with ExitStack() as stack:
         path = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "network.onnx"
         side = Path(__file__).with_name("side_torchvision.py")
-        subprocess.run([python, "-W", "ignore", side, case, path], check=True, stdout=-3)
+        subprocess.run(
+            [python, "-W", "ignore", side, case, path, "PRESERVE"], check=True, stdout=-3
+        )
         os.environ["TRIPLANE_EXPORT"] = str(path)
         workers = {
             "ours": stack.enter_context(Worker("side_imported.py", threads=threads)),
