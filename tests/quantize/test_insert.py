@@ -429,6 +429,6 @@ def test_parts_and_straight_lines_stay_on_integers(name):
     assert set(found.other) <= {"Flatten", "Reshape", "Split", "Transpose"}, found
     assert sum(found.casts.values()) == 1, found
     scalings = found.integer.get("QLinearMul", 0)
-    assert scalings == {"leaky_relu": 1}.get(name, 3), "only products of two tensors"
+    assert scalings == {"leaky_relu": 1, "relu6": 1}.get(name, 3), "only products of two tensors"
     wanted = artifact(frozen).session().run({"x": x})["logits"]
     assert decibel(wanted, artifact(made).session().run({"x": x})["logits"]) > 20

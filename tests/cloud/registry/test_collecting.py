@@ -185,7 +185,8 @@ NO_BLOBS = {
     "bundles.root_digest",
     "certificate_keys.sha256",  # of public keys
     "federation_runs.asked",
-    "federation_small_updates.sha256",  # of bytes in the same row
+    "federation_small_states.sha256",  # of bytes in the same row
+    "federation_small_updates.sha256",  # the same
     "tokens.key",
     "versions.model_digest",
     "versions.push_digest",
