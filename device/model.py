@@ -74,6 +74,10 @@ class Model:
         path, _ = self._current()
         try:
             plan.load_state(path)
+        except NotFound:
+            if path == self._path:
+                raise
+            plan.load_state(self._path)  # which has replaced it in this moment
         except Corrupt as error:
             if path == self._path:
                 raise

@@ -62,6 +62,8 @@ MAX_RUN_CHARS: Final = 64
 MAX_SOFTWARE_CHARS: Final = 200
 MAX_EXAMPLES: Final = 1 << 32
 """That one device may offer."""
+WAITS_S: Final = 0.5
+"""After which it is said what a device waits for, so at most so often."""
 MAX_LISTED: Final = 200
 KEPT_ENDED: Final = 16
 """Ended runs whose settlements devices are still told unasked."""
@@ -77,10 +79,12 @@ def _nobody(model: str) -> None:
 class _Device:
     """A device with an open stream.
 
-    answers: to contributions that no live run settles, by run and lease.
+    answers: to contributions that no live run settles, by run and lease. saying: what it waits for
+    is said then.
     """
 
     offer: pb.Offer | None = None
+    saying: asyncio.TimerHandle | None = None
     answers: dict[tuple[str, bytes], pb.Settlement] = field(default_factory=dict)
 
 
@@ -411,7 +415,9 @@ class Federation:
 
     def left(self, name: str) -> None:
         """The device's stream ended."""
-        self._devices.pop(name, None)
+        device = self._devices.pop(name, None)
+        if device and device.saying:
+            device.saying.cancel()
         self._presence.changed(name)
 
     async def _offered(self, name: str, offer: pb.Offer) -> None:
@@ -420,11 +426,18 @@ class Federation:
             raise InvalidInput(f"a device offers at most {MAX_EXAMPLES} examples")
         if len(offer.software) > MAX_SOFTWARE_CHARS:
             raise InvalidInput(f"software has at most {MAX_SOFTWARE_CHARS} characters")
+        offer.waits = shown(offer.waits)
         device = self._devices.setdefault(name, _Device())
         before, device.offer = device.offer, offer
         self._presence.changed(name)
-        if offer.waits != (before.waits if before else ""):
-            logger.info("device waits", extra={"device": name, "reason": shown(offer.waits)})
+        if offer.waits != (before.waits if before else "") and device.saying is None:
+            loop = asyncio.get_running_loop()
+            device.saying = loop.call_later(WAITS_S, self._say_waits, name, device)
+
+    def _say_waits(self, name: str, device: _Device) -> None:
+        device.saying = None
+        if device.offer is not None:
+            logger.info("device waits", extra={"device": name, "reason": device.offer.waits})
             self._move()
 
     def _write_presence(self, name: str, spend: Callable[[], None]) -> None:

@@ -204,8 +204,10 @@ def keep_states(connection: sa.Connection, run: str, states: Mapping[str, bytes]
 
 
 def kept_states(connection: sa.Connection) -> dict[bytes, bytes]:
-    """The newest small states of all runs, by SHA-256."""
+    """The newest small states of the runs that are not over, by SHA-256."""
+    live_runs = sa.select(RUNS.c.id).where(RUNS.c.live)
     query = sa.select(SMALL_STATES.c.sha256, SMALL_STATES.c.data)
+    query = query.where(SMALL_STATES.c.run.in_(live_runs))
     return {bytes(row.sha256): bytes(row.data) for row in connection.execute(query)}
 
 

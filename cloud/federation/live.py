@@ -281,6 +281,7 @@ class LiveRun:
             self._last_s = event.at_s
             after, effects = follow(ahead.book, event)
             ahead.effects += effects
+            before = ahead.book
             if after.state is ahead.book.state and put.write is None:
                 continue  # it changed nothing: whoever said it is answered, and that is all
             ahead.book = after
@@ -289,7 +290,9 @@ class LiveRun:
             ahead.events.append(event)
             if put.write is not None:
                 ahead.writes.append((put.write, after))
-            if put.data and isinstance(event, Arrived) and _counts(after.state, event):
+            if not put.data or not isinstance(event, Arrived):
+                continue
+            if _counts(after.state, event) and not _counts(before.state, event):  # else it has one
                 ahead.arrived.append((event, put.data))
 
     def _may_wait(self) -> bool:
@@ -357,6 +360,7 @@ class LiveRun:
         if over:
             ended_s = book.state.since_s
             journal.change(connection, self.entry.id, live=False, ended_s=ended_s)
+            journal.keep_states(connection, self.entry.id, {})
         changed = over or ahead.writes
         return journal.entry(connection, self.entry.id) if changed else self.entry
 
@@ -419,7 +423,10 @@ class LiveRun:
             self.note(lambda now, at_s: None if basis.is_lost else make(now, at_s), write)
 
         try:
-            make, write = await self._made(effect, basis)
+            try:
+                make, write = await self._made(effect, basis)
+            finally:
+                self._no_result = ""
         except (InvalidInput, Corrupt) as error:
             reason = f"the result cannot be used: {error}"
             logger.warning("run failed", extra=self._facts(reason=reason))
@@ -446,7 +453,6 @@ class LiveRun:
                     raise
                 self._no_result = self._waiting(error)
             else:
-                self._no_result = ""
                 return made
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RETRY_S)

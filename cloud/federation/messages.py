@@ -209,8 +209,8 @@ def settlements(run: str, member: Member) -> list[pb.Settlement]:
     """
     newest = member.settled
     counted = member.counted_lease
-    found = [] if newest is None else [_settlement(run, newest)]
-    if counted and (newest is None or newest.lease != counted):
+    found = [] if newest is None or newest.lease == counted else [_settlement(run, newest)]
+    if counted:  # also where it was sent again since, and came too late to count twice
         found.insert(0, _settlement(run, Settled(lease=counted, counted=True)))
     return found
 

@@ -230,6 +230,10 @@ def test_small_states_are_the_newest_of_each_run(database):
         database.write_now(lambda c, kept=kept: journal.keep_states(c, run, kept))
     expected = {hashlib.sha256(b"second").digest(): b"second"}
     assert database.read_now(journal.kept_states) == expected
+    database.write_now(lambda c: journal.change(c, run, live=False))
+    assert database.read_now(journal.kept_states) == {}
+    database.write_now(lambda c: journal.change(c, run, live=True))
+    assert database.read_now(journal.kept_states) == expected
     database.write_now(lambda c: journal.keep_states(c, run, {}))
     assert database.read_now(journal.kept_states) == {}
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from triplane.cloud.federation.live import LiveRun
 from triplane.cloud.federation.spec import filled
 from triplane.cloud.store import Database
 from triplane.proto.disk import NoRoom
-from triplane.proto.errors import Unavailable
+from triplane.proto.errors import Corrupt, Unavailable
 from triplane.unified_ir.federated.core.rules import lease_of
 from triplane.unified_ir.federated.core.run import (
     NEWEST_RULES,
@@ -23,6 +24,7 @@ from triplane.unified_ir.federated.core.run import (
     Joined,
     Phase,
     Reduced,
+    Stopped,
     Update,
 )
 
@@ -273,3 +275,50 @@ def test_who_is_held_when_the_run_ends_with_the_process_is_told_to_come_again(
         return it.journaled()
 
     assert [type(e) for e in played(tmp_path, tell)] == [Joined, Joined]
+
+
+STRAY = Update(blob="", size=0, examples=0, loss=math.nan, seconds=0.0)
+
+
+def test_an_update_that_is_sent_again_after_a_stray_one_costs_no_other_its_commit(tmp_path):
+    """Its row is there already; a second one would make the commit of all fail."""
+
+    async def tell(it):
+        await it.arriving("ann", b"ann 1")
+        await it.run.put(
+            lambda _, at_s: Arrived(at_s=at_s, device="ann", lease="0" * 32, update=STRAY)
+        )
+        await asyncio.gather(it.arriving("ann", b"ann 1"), it.arriving("bob", b"bob 1"))
+        it.worker.opened.set()
+        await until_round(it, 2)
+        return len(it.worker.orders)
+
+    assert played(tmp_path, tell, open_=False) == 1
+
+
+@pytest.mark.parametrize("end", ["stopped", "failed"])
+def test_a_run_that_is_over_does_not_say_that_it_waits_for_room(tmp_path, monkeypatch, end):
+    monkeypatch.setattr(live, "RETRY_S", 0.01)
+
+    async def tell(it):
+        tried, tries = asyncio.Event(), 0
+
+        async def full(entry, book, order):
+            nonlocal tries
+            tries += 1
+            tried.set()
+            if end == "failed" and tries > 1:
+                raise Corrupt("the state is damaged")
+            raise NoRoom("the disk is full")
+
+        it.worker.reduce = full
+        await asyncio.gather(it.arriving("ann", b"ann 1"), it.arriving("bob", b"bob 1"))
+        await tried.wait()
+        if end == "stopped":
+            await it.run.put(lambda _, at_s: Stopped(at_s=at_s, reason="lunch"))
+        while it.run.waits or it.run.book.state.phase.value != end:
+            it.worker.moved.clear()
+            await asyncio.wait([asyncio.ensure_future(it.worker.moved.wait())], timeout=0.02)
+        return it.run.book.state.reason
+
+    assert played(tmp_path, tell) in {"lunch", "the result cannot be used: the state is damaged"}

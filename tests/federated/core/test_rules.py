@@ -795,6 +795,20 @@ def test_an_update_that_counted_is_told_of_after_the_next_lease_was_lost():
     assert found == {first: True, second: False}
 
 
+def test_an_update_that_counted_is_told_of_after_it_was_sent_again_too_late():
+    """A device sends again what was not acknowledged, also after its next lease was lost."""
+    state, _ = begun()
+    first = open_lease(state, "ada").id
+    state, _ = all_arrive(state)
+    state, _ = step(state, Reduced(at_s=2.0, number=1, shared="s1"))
+    state, _ = step(state, Left(at_s=3.0, device="ada"))
+    state, _ = step(state, Tick(at_s=9.0))
+    again = Arrived(at_s=10.0, device="ada", lease=first, update=update("ada"))
+    state, _ = step(state, again)
+    found = {x.lease.hex(): x.counted for x in settlements("r1", state.members["ada"])}
+    assert found[first]
+
+
 def test_an_update_that_counted_is_told_of_after_a_stray_one():
     state, _ = begun()
     first = open_lease(state, "ada").id
