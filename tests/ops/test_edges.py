@@ -14,7 +14,7 @@ from triplane.unified_ir.engines import engine
 from triplane.unified_ir.engines.onnx import OnnxEngine
 from triplane.unified_ir.engines.reference import ReferenceEngine
 from triplane.unified_ir.frontend import trace
-from triplane.unified_ir.ir.types import ShapeError
+from triplane.unified_ir.ir.types import ShapeError, TypeMismatch
 from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.table import TABLE
 
@@ -72,6 +72,28 @@ def test_each_row_of_a_deviation_has_a_scale_of_its_own():
     plain = row - row.max()
     usual = np.sqrt(np.square(plain - plain.mean()).sum() / np.float32(2))
     assert y[2] == pytest.approx(usual, rel=1e-7)
+
+
+@pytest.mark.parametrize("base", [3e13, 1e15, 1.7e18, 1e30])
+def test_the_deviation_of_numbers_that_differ_by_little_is_that_of_their_differences(base):
+    base = np.float32(base)
+    x = (base + np.spacing(base) * np.array([1, 1, 1, 0, 0, 2], np.float32))[None]
+    y = graph(lambda x: ops.std(x, 1))(x)
+    np.testing.assert_allclose(y, np.std(x.astype(np.float64), 1), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "f", [ops.hard_sigmoid, ops.hard_swish], ids=["hard_sigmoid", "hard_swish"]
+)
+def test_hard_activations_have_gradients_in_float64(f):
+    x = np.array([-4.0, -1.0, 0.5, 4.0])
+    found, wanted = (slopes(lambda x: f(x) * f(x), x, name) for name in ("onnx", "reference"))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6)
+
+
+def test_relu6_of_whole_numbers_is_refused_where_it_is_written():
+    with pytest.raises(TypeMismatch, match="takes floats"):
+        trace(ops.relu6, TensorSpec((3,), "int32"))
 
 
 def test_a_deviation_in_float16_does_not_overflow():

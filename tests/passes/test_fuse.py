@@ -100,6 +100,27 @@ def test_the_momentum_of_a_1_x_1_kernel_is_part_of_its_gradients_product():
     equal_before_and_after(f, arrays(f))
 
 
+@pytest.mark.parametrize(
+    ("velocity", "shape"), [((4, 6, 5), (1, 6, 5)), ((4, 30), (30,)), ((2, 6, 5), (6, 5))]
+)
+def test_a_reshaped_product_that_is_broadcast_is_left_apart(velocity, shape):
+    f = function(
+        {**SPECS, "v": TensorSpec(velocity)},
+        lambda v, a, b, **_: v * 0.9 + product(a, b).reshape(shape),
+    )
+    assert names(fuse(f)) == names(f)
+    equal_before_and_after(f, arrays(f))
+
+
+def test_a_reshaped_product_of_an_open_batch_is_left_apart():
+    specs = {"x": TensorSpec(("N", 6)), "w": TensorSpec((6, 5))}
+    f = function(
+        specs,
+        lambda x, w: x[:, :5].reshape((-1, 1, 5)) * 0.5 + ops.gemm(x, w).reshape((-1, 1, 5)),
+    )
+    equal_before_and_after(f, arrays(f, 3))
+
+
 N = LARGE_SIDE
 LARGE = {"x": TensorSpec(("N", N)), "w": TensorSpec((N, N)), "b": TensorSpec((N,))}
 

@@ -4,6 +4,7 @@ import platform
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -430,5 +431,37 @@ def test_parts_and_straight_lines_stay_on_integers(name):
     assert sum(found.casts.values()) == 1, found
     scalings = found.integer.get("QLinearMul", 0)
     assert scalings == {"leaky_relu": 1, "relu6": 1}.get(name, 3), "only products of two tensors"
+    wanted = artifact(frozen).session().run({"x": x})["logits"]
+    assert decibel(wanted, artifact(made).session().run({"x": x})["logits"]) > 20
+
+
+MOVES = {
+    "transpose": lambda x: x.transpose(0, 1, 3, 2),
+    "max pool": lambda x: ops.max_pool(x, 2),
+    "reshape": lambda x: x.reshape((-1, 4, 4, 16)),
+    "none": lambda x: x,
+}
+CLAMPS: dict[str, Any] = {
+    "relu": ops.relu,
+    "clip": lambda x: ops.clip(x, 0.0, 0.7),
+    "relu6": ops.relu6,
+}
+
+
+@x64
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("clamp", CLAMPS)
+def test_a_clamp_after_a_scaled_product_clamps_also_behind_a_move(move, clamp):
+    class Scaled(nn.Cell):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Conv2d(1, 4, 3, padding="same")
+            self.last = nn.Conv2d(4, 4, 3, padding="same")
+
+        def construct(self, x):
+            return self.last(CLAMPS[clamp](MOVES[move](self.first(x) * 0.5 * 3.0)))
+
+    x = nets.images()
+    frozen, made = quantized(nets.module_of(nets.shaken(Scaled()), nets.IMAGE), x)
     wanted = artifact(frozen).session().run({"x": x})["logits"]
     assert decibel(wanted, artifact(made).session().run({"x": x})["logits"]) > 20

@@ -153,6 +153,7 @@ class _Emitter(Context):
         self.parent = parent
         self.nodes: list[NodeProto] = []
         self.tensors: list[TensorProto] = []
+        self.constants: dict[str, TensorProto] = {}
         self.names: dict[Value, str] = {}
         self.contents: dict[Value, Known] = {}
         self.size_sources: dict[str, tuple[str, int]] = {}
@@ -297,7 +298,7 @@ class _Emitter(Context):
     def _ranked(self, name: str, rank: int) -> str:
         """One element as a tensor of this rank."""
         if (name, rank) not in self.ranked:
-            held = next((t for t in self.tensors if t.name == name), None)
+            held = self.constants.get(name)
             shape = (1,) * rank
             self.ranked[name, rank] = (
                 self.emit("Reshape", name, self.constant(np.array(shape)))
@@ -386,7 +387,8 @@ class _Emitter(Context):
     def constant(self, array: Array) -> str:
         """An initializer of this graph."""
         name = self.fresh("c")
-        self.tensors.append(numpy_helper.from_array(np.asarray(array, order="C"), name))
+        self.constants[name] = numpy_helper.from_array(np.asarray(array, order="C"), name)
+        self.tensors.append(self.constants[name])
         return name
 
     def fresh(self, stem: str = "v") -> str:

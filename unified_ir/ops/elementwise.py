@@ -7,7 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_, float64
 from triplane.unified_ir.ops.batching import elementwise, first_elementwise
 from triplane.unified_ir.ops.infer import broadcast
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op, Vjp
@@ -302,6 +303,12 @@ clip = Op(
 )
 
 
+def _same_float(call: Call) -> Any:
+    if not call.type(0).dtype.is_float:
+        raise TypeMismatch(f"{call.row} takes floats, got {call.type(0)}; cast it first")
+    return same(call)
+
+
 def _hard_tanh_vjp(g: Tensor, y: Tensor, x: Tensor, *, low: float, high: float) -> Any:
     """0 at the bounds, where that of `Clip` is 1: PyTorch's hardtanh and clamp differ there."""
     return (where((y > as_like(low, y)) & (y < as_like(high, y)), g, 0.0),)
@@ -312,7 +319,7 @@ hard_tanh = Op(
     domain=DOMAIN,
     operands=("T",),
     attrs={"low": AttrSpec("FLOAT", -1.0), "high": AttrSpec("FLOAT", 1.0)},
-    infer=same,
+    infer=_same_float,
     body=lambda x, *, low, high: clip(x, low, high),
     vjp=_hard_tanh_vjp,
     batch=elementwise,
@@ -363,10 +370,16 @@ def _hard_sigmoid_vjp(g: Tensor, y: Tensor, x: Tensor, *, alpha: float, beta: fl
     return (where((x > as_like(low, x)) & (x < as_like(high, x)), g * as_like(alpha, g), 0.0),)
 
 
+def _has_float_kernel(node: Node, opset: int) -> bool:
+    """onnxruntime 1.31 has no kernel of HardSigmoid for float64."""
+    return node.outputs[0].type.dtype != float64
+
+
 hard_sigmoid = Op(
     name="HardSigmoid",
     batch=elementwise,
     body=lambda x, *, alpha, beta: clip(alpha * x + beta, 0.0, 1.0),
+    native=_has_float_kernel,
     vjp=_hard_sigmoid_vjp,
     samples=(sample(between(-2, 2, 2, 3), smooth=(0,)),),
 )
@@ -381,6 +394,7 @@ hard_swish = Op(
     name="HardSwish",
     batch=elementwise,
     body=lambda x: x * clip(x * (1 / 6) + 0.5, 0.0, 1.0),
+    native=_has_float_kernel,
     vjp=_hard_swish_vjp,
     samples=(sample(between(-2, 2, 2, 3)),),
 )

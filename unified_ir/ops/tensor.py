@@ -347,14 +347,16 @@ class Tensor:
         top, low = (
             reduce(f"Reduce{end}", x, axis, keepdims=True).detach() for end in ("Max", "Min")
         )
-        most, least = _range_of_squares(x.dtype)
+        highest, most, least = _range_of_squares(x.dtype)
         size = emit("Max", emit("Abs", top), emit("Abs", low))
-        large = emit("Where", size > most, size / most, 1.0)
-        spread = top / large - low / large
-        small = emit("Where", (spread > 0.0) & (spread < least), spread / least, 1.0)
-        away = (x / large - top / large) / small
+        # A power of two, so that distances are as exact as they are without it.
+        whole = emit("Where", size > highest / 4, x.build.admit(4.0, x.dtype), 1.0)
+        spread = top / whole - low / whole
+        large = emit("Where", spread > most, spread / most, 1.0)
+        scale = emit("Where", (spread > 0.0) & (spread < least), spread / least, large)
+        away = (x / whole - top / whole) / scale
         y = root(away.var(axis, correction=correction, keepdims=keepdims))
-        return y * (large * small).reshape(y.shape)
+        return y * scale.reshape(y.shape) * whole.reshape(y.shape)
 
     def argmax(self, axis: int | None = None, *, keepdims: bool = False) -> Tensor:
         """Position of the first maximum along `axis`, int64; by default of all, in order."""
@@ -398,12 +400,12 @@ def root(x: Tensor) -> Tensor:
     return emit("Where", level, 0.0, emit("Sqrt", emit("Where", level, 1.0, x)))
 
 
-def _range_of_squares(dtype: DType) -> tuple[float, float]:
-    """Numbers between which squares of floats, and sums of many, neither overflow nor vanish."""
+def _range_of_squares(dtype: DType) -> tuple[float, float, float]:
+    """The highest number, and those between which squares neither overflow nor vanish, summed."""
     limits = ml_dtypes.finfo(dtype.numpy)  # type: ignore[no-untyped-call]
     highest, lowest = float(limits.max), float(limits.tiny)
     room = 2.0 ** (20 if highest > _LARGEST_HALF else 2)
-    return highest**0.5 / room, lowest**0.5 * room
+    return highest, highest**0.5 / room, lowest**0.5 * room
 
 
 def _bitwise(name: str, *operands: Any) -> Tensor:

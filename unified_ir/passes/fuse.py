@@ -106,8 +106,11 @@ def _as_momentum(view: _View, node: Node) -> list[Node] | None:
             m = view.scalar(factor)
             if m is None or velocity is None:
                 continue
-            if reshaped is not None and velocity.type == node.outputs[0].type:
-                return _as_momentum_of_matrix(product, reshaped, velocity, node, m)
+            if reshaped is not None:
+                alike = reshaped.outputs[0].type == velocity.type == node.outputs[0].type
+                if alike and not product.outputs[0].type.symbols:
+                    return _as_momentum_of_matrix(product, reshaped, velocity, node, m)
+                continue
             if _alike(product, velocity, node):
                 return [_onto(product, velocity, node, alpha=1.0, beta=m)]
     return None

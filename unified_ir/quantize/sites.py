@@ -96,7 +96,6 @@ class _Finder:
         self.known = frozen.known()
         self.uses: Counter[Value] = uses(frozen.function)
         self.producer = {v: node for node in frozen.function.nodes for v in node.outputs}
-        self.clamped = {n.inputs[0] for n in frozen.function.nodes if KINDS.get(n.op.name) == CLAMP}
         for node in frozen.function.nodes:
             if KINDS.get(node.op.name) == PRODUCT:
                 self.judge(node)
@@ -168,12 +167,9 @@ class _Finder:
         )
 
     def scaled(self, node: Node) -> tuple[Value, float] | None:
-        """The operand and the factor of a product with a positive number.
-
-        A clamp after it goes into the rounding of the product, so such a product keeps its own.
-        """
+        """The operand and the factor of a product with a positive number."""
         y = node.outputs[0]
-        if node.op.name != "Mul" or y in self.clamped:
+        if node.op.name != "Mul":
             return None
         for x, factor in (node.inputs, node.inputs[::-1]):
             if x in self.sites.root and x.type == y.type and factor in self.known:
@@ -183,7 +179,10 @@ class _Finder:
         return None
 
     def clamp(self, node: Node) -> None:
-        """Drops a ReLU whose operand nobody else reads, back to where the operand is made."""
+        """Drops a ReLU whose operand nobody else reads, back to where the operand is made.
+
+        It goes into the rounding of what makes it, so a product with a number keeps its own.
+        """
         x = self.first(node)
         bounds = _bounds(node, self.known)
         if x not in self.sites.root or bounds is None or not self.alone(x):
@@ -191,6 +190,7 @@ class _Finder:
         root = self.sites.root[x]
         self.sites.clamps[root] = _tighter(self.sites.clamps.get(root), bounds)
         self.sites.dropped.add(node)
+        self.sites.scaled.pop(self.producer[root], None)
         self.sites.root[node.outputs[0]] = root
 
     def alone(self, x: Value) -> bool:
