@@ -253,7 +253,7 @@ def starved_text(runs: Sequence[dict[str, Any]]) -> str:
         for run in runs
     ]
     return (
-        "The cloud and all client processes on one core, which as many busy processes want too "
+        "The cloud and all client processes on one core, which as many busy processes want too\n"
         "(`python benchmarks/fleet.py --starved 17 1000`), run by run:\n\n" + "\n".join(lines)
     )
 
