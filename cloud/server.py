@@ -61,7 +61,8 @@ from triplane.proto import metadata_pb2_grpc as metadata_grpc
 from triplane.proto import registry_pb2_grpc as registry_grpc
 from triplane.proto import session_pb2_grpc as session_grpc
 from triplane.proto import transfer_pb2_grpc as transfer_grpc
-from triplane.proto.channels import UNSEEN_CALLS, server_credentials, server_options
+from triplane.proto.calls import UNSEEN_CALLS
+from triplane.proto.channels import server_credentials, server_options
 from triplane.proto.disk import write_atomic
 from triplane.proto.errors import TriplaneError, Unavailable
 from triplane.proto.identity import (

@@ -11,6 +11,7 @@ from typing import Any, Final, Self
 import grpc
 import grpc.aio
 
+from triplane.proto.calls import UNSEEN_CALLS
 from triplane.proto.credentials import IdentityFolder
 from triplane.proto.errors import Unavailable
 
@@ -36,15 +37,6 @@ CHANNEL_OPTIONS: Final[Options] = (
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.min_reconnect_backoff_ms", HANDSHAKE_MS),  # by its use, the time limit of a connection
     ("grpc.use_local_subchannel_pool", 1),
-)
-
-
-# Calls of which Python has not heard yet. By default gRPC drops calls at random beyond 1,000 of
-# them, whoever made them: a flood of calls that are reset at once would end those of others.
-MAX_UNSEEN_CALLS: Final = 1 << 16
-UNSEEN_CALLS: Final = (
-    ("grpc.server.max_pending_requests", MAX_UNSEEN_CALLS),
-    ("grpc.server.max_pending_requests_hard_limit", MAX_UNSEEN_CALLS),
 )
 
 

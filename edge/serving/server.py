@@ -32,7 +32,7 @@ from triplane.edge.serving.sending import Sending
 from triplane.edge.serving.service import Service
 from triplane.edge.serving.turns import Turns
 from triplane.edge.serving.wire import WIRE_NAME, Wire
-from triplane.proto.channels import UNSEEN_CALLS
+from triplane.proto.calls import UNSEEN_CALLS
 from triplane.proto.errors import NotFound, Unavailable
 
 logger = logging.getLogger(__name__)

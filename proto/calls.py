@@ -1,0 +1,13 @@
+"""How many calls a gRPC server of ours may have of which Python has not heard yet.
+
+By default gRPC drops calls at random beyond 1,000 of them, whoever made them: a flood of calls that
+are reset at once would end those of others.
+"""
+
+from typing import Final
+
+MAX_UNSEEN_CALLS: Final = 1 << 16
+UNSEEN_CALLS: Final = (
+    ("grpc.server.max_pending_requests", MAX_UNSEEN_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_UNSEEN_CALLS),
+)
