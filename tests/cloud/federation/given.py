@@ -259,6 +259,16 @@ async def devices_of(cloud, folder, names):
     return [await enrolled(cloud, folder, name, n) for n, name in enumerate(names)]
 
 
+async def until_members(cloud, run, holds):
+    """Returns once that holds of the run's members by name."""
+    while True:
+        moved = cloud.federation.moved
+        found = await cloud.federation.run(run.id)
+        if holds({m.device: m for m in found.members}):
+            return
+        await moved.wait()
+
+
 @asynccontextmanager
 async def living(devices):
     async with contextlib.AsyncExitStack() as stack:

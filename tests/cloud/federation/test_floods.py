@@ -18,6 +18,9 @@ from tests.cloud.federation.given import (
     registered,
     start_request,
 )
+from tests.cloud.federation.given import (
+    until_members as until,
+)
 
 from triplane.cloud.federation import journal
 from triplane.cloud.federation.presence import BURST
@@ -112,16 +115,6 @@ def test_offers_that_change_all_the_time_are_journaled_at_a_pace(tmp_path):
 
     counts, _, _ = asyncio.run(flooded(tmp_path, change))
     assert 2 <= counts["Joined"] + counts["Left"] <= BURST + 30
-
-
-async def until(cloud, run, holds):
-    """The run once that holds of its members by name."""
-    while True:
-        moved = cloud.federation.moved
-        found = await cloud.federation.run(run.id)
-        if holds({m.device: m for m in found.members}):
-            return
-        await moved.wait()
 
 
 async def meeting(folder, meet):

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from tests.cloud.federation.given import devices_of, living, make_home, registered, start_request
+from tests.cloud.federation.given import until_members as until
 
 from triplane.cloud.server import running
 from triplane.proto.errors import Unavailable
@@ -25,16 +26,6 @@ async def begun(cloud):
     return await cloud.federation.begin(
         start_request(rounds=1, cohort={"deadline_s": 600.0}), by="operator"
     )
-
-
-async def until(cloud, run, holds):
-    """Returns once that holds of the run's members by name."""
-    while True:
-        moved = cloud.federation.moved
-        found = await cloud.federation.run(run.id)
-        if holds({m.device: m for m in found.members}):
-            return
-        await moved.wait()
 
 
 async def meeting(folder, n_runs, meet):

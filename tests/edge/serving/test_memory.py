@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tests.attacks.http2 import INFER, PREFACE, connections, message_start
 
+from triplane.edge.serving import receiving
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.memory import SMALL_BYTES, RequestMemory
 from triplane.edge.serving.wire import WIRE_NAME
@@ -148,10 +149,15 @@ class Looks:
             self._count += 1
             self._looked.notify_all()
 
-    def wait(self, holds):
-        """Until something holds after a look that began from now on."""
+    @property
+    def count(self):
         with self._looked:
-            first = self._count + 2
+            return self._count
+
+    def wait(self, holds, looks=2):
+        """Until something holds after so many looks; the second began from now on."""
+        with self._looked:
+            first = self._count + looks
             assert self._looked.wait_for(lambda: self._count >= first and holds(), WAIT_S)
 
     def arriving(self):
@@ -230,3 +236,34 @@ def test_a_request_that_arrives_fills_the_bound_to_its_last_byte_and_one_more_en
     finally:
         gated.gate.set()
         waiting.result()
+
+
+def test_connections_are_looked_at_when_memory_grew_and_seldom_where_it_did_not(call, monkeypatch):
+    """A look costs a thousand silent connections what a normal caller would wait for."""
+    resident, ticks = 100 << 20, threading.Semaphore(0)
+    monkeypatch.setattr(receiving, "SELDOM_S", 3600.0)
+    monkeypatch.setattr(receiving, "_resident_bytes", lambda: resident)
+    server, _, _ = call(receive_s=3600)
+    looks, late = Looks(server), server._receiving._end_late
+
+    def ticked(now):
+        late(now)
+        ticks.release()
+
+    server._receiving._end_late = ticked
+
+    def tick():
+        for _ in range(10):
+            assert ticks.acquire(timeout=WAIT_S)
+
+    with connections(server.port, 1) as (slow,):
+        slow.begin()
+        tick()
+        before = looks.count
+        tick()
+        assert looks.count == before
+        resident += receiving.GROWTH_BYTES
+        looks.wait(lambda: looks.arriving() > 0, looks=1)
+        after = looks.count
+        tick()
+        assert looks.count == after
