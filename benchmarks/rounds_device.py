@@ -36,7 +36,7 @@ STARTS: Final = 5
 ROUNDS: Final = 3
 RUN_S: Final = 200.0
 READY_S: Final = 1.0
-BASE_BYTES: Final = 140 * MIB
+BASE_BYTES: Final = 150 * MIB
 TIMES: Final = 5
 """Of the parameter bytes, above `BASE_BYTES`."""
 

@@ -92,7 +92,7 @@ def wide_model(folder):
 @pytest.mark.parametrize(
     "compression", ["int8", *(pytest.param(c, marks=pytest.mark.deep) for c in ("", "top-k"))]
 )
-def test_its_memory_is_140_mb_and_5_times_the_parameters(tmp_path, compression):
+def test_its_memory_is_150_mb_and_5_times_the_parameters(tmp_path, compression):
     async def story():
         async with cloud_of(tmp_path) as cloud:
             data, size = wide_model(tmp_path)
@@ -111,7 +111,7 @@ def test_its_memory_is_140_mb_and_5_times_the_parameters(tmp_path, compression):
                 return process.peak_bytes(), size
 
     peak, size = within(story())
-    assert peak <= 140 * MIB + 5 * size
+    assert peak <= 150 * MIB + 5 * size
 
 
 @pytest.mark.parametrize(
