@@ -9,6 +9,7 @@ The status alone does not tell every family, so the trailer names it too, with f
 that is damaged, too long or contradicts the status is ignored; the status then decides.
 """
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -183,11 +184,18 @@ def status_of(context: Aborting) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def status_of_aio(context: AbortingLater) -> AsyncIterator[None]:
-    """`status_of` for a servicer of grpc.aio."""
+    """`status_of` for a servicer of grpc.aio.
+
+    A write that fails because its call has ended cancels the servicer, as grpc.aio does by itself
+    where it learns of the end first.
+    """
     try:
         yield
     except (grpc.aio.AbortError, grpc.aio.UsageError):
         raise
+    except grpc.aio.InternalError as error:
+        logger.info("the caller left while it was answered: %s", error)
+        raise asyncio.CancelledError from None
     except Exception as error:  # noqa: BLE001 -- the process edge: `answer_to` logs it
         answer = answer_to(error)
         context.set_trailing_metadata(answer.trailer())

@@ -145,6 +145,40 @@ def test_a_client_in_an_event_loop_raises_the_same():
     assert status.facts_of(asyncio.run(story())) == {"extra": "xla"}
 
 
+def test_a_caller_that_left_while_it_was_answered_is_no_internal_error(caplog):
+    """grpc.aio fails the write first and cancels the call later, by an instant or by many."""
+    ended: asyncio.Queue[BaseException] = asyncio.Queue()
+
+    async def behaviour(_: Any, context: Any) -> None:
+        try:
+            async with status.status_of_aio(context):
+                raise grpc.aio.InternalError('Failed "execute_batch"')
+        except BaseException as error:
+            ended.put_nowait(error)
+            raise
+
+    async def story():
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        handler: Any = grpc.unary_unary_rpc_method_handler(behaviour)
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("test.Service", {"Raise": handler}),)
+        )
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                ask: Any = channel.unary_unary("/test.Service/Raise")
+                call = ask(b"")
+                error = await ended.get()
+                call.cancel()
+                return type(error)
+        finally:
+            await server.stop(None)
+
+    assert asyncio.run(story()) is asyncio.CancelledError
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def google():
     """google.rpc.Status and ErrorInfo as Google publishes them, in a pool of their own."""
     field = descriptor_pb2.FieldDescriptorProto
