@@ -53,6 +53,7 @@ from triplane.unified_ir.data import Dataset
 from triplane.unified_ir.files.container import Container, is_container
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.graph import Array, Node
+from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.check import load
 from triplane.unified_ir.quantize import (
     IN_PARTS,
@@ -82,7 +83,8 @@ from triplane.unified_ir.runtime import (
 )
 
 GOLDENS: Final = 4
-"""Samples kept in a bundle."""
+"""Samples kept in a bundle; one where rows of a call are rounded by a common range, since a node
+with several threads shares out the rows, and each thread then has a range of its own."""
 REFERENCE_SAMPLES: Final = 2
 """Samples on which the graph is held to the reference, which is slow."""
 NOISE_SAMPLES: Final = 64
@@ -154,8 +156,7 @@ def convert(
     frozen = freeze(module, entry) if steps else fold(freeze(module, entry))
     samples = _samples(calibration, frozen)
     labelled = None if evaluation is None else as_labelled(evaluation, frozen.inputs)
-    shown = first(frozen, samples, GOLDENS)
-    plain = _form(frozen, row)
+    plain = _form(frozen, row.onnx)
     few = first(frozen, samples, REFERENCE_SAMPLES)
     progress("checking the graph against the model's meaning")
     check_against_reference(module, entry, plain.session, few)
@@ -164,6 +165,7 @@ def convert(
         progress(f"int8: observing ranges on {len(next(iter(samples.values())))} samples")
         int8 = _quantized(frozen, row, int8_scheme(row, reduce_range=reduce_range), samples)
     shipped = int8 or plain
+    shown = first(frozen, samples, 1 if shipped.artifact.operators else GOLDENS)
     goldens = shipped.session.run(shown)
     check_finite(goldens)
     description = describe(
@@ -199,6 +201,7 @@ def convert(
         frozen=frozen,
         scheme=scheme,
         ranges=int8.ranges if int8 else (),
+        operators=int8.artifact.operators if int8 else (),
     )
     report = Report(
         name=name,
@@ -279,27 +282,27 @@ def _samples(calibration: Given | None, frozen: Frozen) -> dict[str, Array]:
     return as_samples(calibration, frozen.inputs, "the calibration set")
 
 
-def _form(frozen: Frozen, row: Target) -> _Form:
-    made = artifact(frozen, row.onnx)
+def _form(frozen: Frozen, target: OnnxTarget) -> _Form:
+    made = artifact(frozen, target)
     return _Form(frozen, made, made.session())
 
 
 def _quantized(frozen: Frozen, row: Target, scheme: Scheme, samples: Samples) -> _Int8:
     frozen = expanded(frozen, IN_PARTS)
-    sites = find_sites(frozen)
-    if not sites.roots:
+    sites = find_sites(frozen, row.operators)
+    if not sites.integer:
         raise InvalidInput(
-            "int8 needs a Conv, Gemm or MatMul that it can compute on integers; here "
+            "int8 needs a Conv, Gemm, MatMul or LSTM that it can compute on integers; here "
             f"{_reasons(sites)}: convert without quantize"
         )
     seen = observe(frozen, sites.roots, samples)
     ranges = site_ranges(sites, seen)
     made = insert(frozen, sites, ranges, scheme)
-    products = [node for node in product_nodes(frozen.function) if node in sites.products]
+    products = [node for node in product_nodes(frozen.function) if node in sites.integer]
     watched = [node.outputs[0] for node in products]
     few = first(frozen, samples, NOISE_SAMPLES)
-    levels = noise(frozen, sites, ranges, scheme, watched, few)
-    form = _form(made, row)
+    levels = noise(frozen, sites, ranges, scheme, watched, few, target=row.onnx_int8)
+    form = _form(made, row.onnx_int8)
     snr_db = dict(zip(products, levels, strict=True))
     found = tuple(seen.values())
     return _Int8(made, form.artifact, form.session, frozen, sites, scheme, snr_db, found)

@@ -24,7 +24,10 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Converted:
-    """What the notes are about. scheme: of int8, None in float32. ranges: of its tensors."""
+    """What the notes are about. scheme: of int8, None in float32. ranges: of its tensors.
+
+    operators: those of the graph in int8 that are not of ai.onnx.
+    """
 
     module: Module
     entry: str
@@ -32,6 +35,7 @@ class Converted:
     frozen: Frozen
     scheme: Scheme | None
     ranges: Sequence[Range] = ()
+    operators: Sequence[str] = ()
 
 
 Note = Callable[[Converted], Iterable[str]]
@@ -77,16 +81,28 @@ def products_in_regions(converted: Converted) -> Iterator[str]:
 
 
 def products_in_operators(converted: Converted) -> Iterator[str]:
-    """Operators that run as a whole, such as LSTM, and multiply inside."""
+    """Operators that run as a whole, such as GRU, and multiply inside."""
     function = converted.frozen.function
     contents = all_contents(TABLE, function)
     found = set()
     for node in function.nodes:
-        meaning = None if node.regions else expansion(TABLE, node, contents)
+        if node.regions or node.op.name in PRODUCTS:
+            continue
+        meaning = expansion(TABLE, node, contents)
         if meaning is not None and any(n.op.name in PRODUCTS for n in meaning.walk()):
             found.add(node.op.name)
     if found:
         yield f"products inside {', '.join(sorted(found))} stay in float"
+
+
+def operators_of_the_runtime(converted: Converted) -> Iterator[str]:
+    """Operators that ONNX does not define, and what they mean for calls of several rows."""
+    if converted.operators:
+        yield (
+            f"the graph uses {', '.join(converted.operators)}, which the runtime of "
+            f"{converted.target.name} has beside ai.onnx; it rounds all rows of a call by one "
+            "range, so rows influence each other's rounding and a server does not merge calls"
+        )
 
 
 def samples_left_out(converted: Converted) -> Iterator[str]:
@@ -121,6 +137,7 @@ INT8: Final[tuple[Note, ...]] = (
     scheme_of_int8,
     products_in_regions,
     products_in_operators,
+    operators_of_the_runtime,
     samples_left_out,
     other_machine,
 )

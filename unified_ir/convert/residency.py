@@ -20,13 +20,15 @@ from triplane.unified_ir.ir.graph import Function, Node
 from triplane.unified_ir.quantize import Artifact
 from triplane.unified_ir.runtime import SessionOptions
 
-PRODUCTS: Final = ("Conv", "Gemm", "MatMul")
+PRODUCTS: Final = ("Conv", "Gemm", "MatMul", "LSTM")
+"""Operators that multiply by weights and have an integer form."""
+_EMITTED: Final = frozenset({*PRODUCTS, "DynamicQuantizeLSTM"})
 INTEGER: Final = frozenset(
     {
         "QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "MatMulInteger",
         "ConvInteger", "DynamicQuantizeMatMul", "QLinearAdd", "QLinearMul", "QLinearAveragePool",
         "QLinearGlobalAveragePool", "QLinearConcat", "QLinearSoftmax", "QLinearSigmoid",
-        "QLinearLeakyRelu", "NhwcMaxPool",
+        "QLinearLeakyRelu", "NhwcMaxPool", "DynamicQuantizeLSTM",
     }
 )  # fmt: skip
 """onnxruntime's kernels that compute on integers."""
@@ -69,7 +71,7 @@ def product_nodes(function: Function) -> list[Node]:
 def residency(artifact: Artifact) -> Resident:
     """What this machine's onnxruntime makes of a graph."""
     ours = onnx.load_from_string(artifact.model).graph.node
-    products = [node for node in ours if node.op_type in PRODUCTS]
+    products = [node for node in ours if node.op_type in _EMITTED]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "optimized.onnx"
         artifact.session(SessionOptions(optimized_model_path=path))

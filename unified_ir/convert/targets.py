@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from triplane.proto.errors import NotFound
-from triplane.unified_ir.onnx import OnnxTarget
+from triplane.unified_ir.onnx import DYNAMIC_LSTM, OnnxTarget
 from triplane.unified_ir.quantize import Scheme, scheme
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
@@ -24,7 +24,9 @@ class Target:
     """A row.
 
     min_version: of the runtime. scheme: of int8. machines: what `platform.machine()` says there.
-    dot_products: processor flags, any of which sums int8 products in 32 bits.
+    dot_products: processor flags, any of which sums int8 products in 32 bits. operators: those
+    beyond ai.onnx that the runtime's packages for these machines have from `min_version` on; graphs
+    in int8 may use them.
     """
 
     name: str
@@ -35,11 +37,17 @@ class Target:
     machines: tuple[str, ...]
     dot_products: tuple[str, ...]
     traps: tuple[str, ...]
+    operators: tuple[str, ...] = ()
 
     @property
     def onnx(self) -> OnnxTarget:
-        """What an emitted graph may use."""
+        """What an emitted graph in float may use."""
         return OnnxTarget(self.opset)
+
+    @property
+    def onnx_int8(self) -> OnnxTarget:
+        """What an emitted graph in int8 may use."""
+        return OnnxTarget(self.opset, frozenset(self.operators))
 
     @property
     def is_here(self) -> bool:
@@ -61,6 +69,7 @@ _ROWS: Final = (
             "without VNNI sums of two U8 x S8 saturate 16 bits; reduce_range (7-bit weights) helps",
             "fp16 is computed in float32 and bf16 does not run",
         ),
+        operators=(DYNAMIC_LSTM,),
     ),
     Target(
         name="ort-arm64",
@@ -74,6 +83,7 @@ _ROWS: Final = (
             "U8 activations cost an extra correction per product; S8 x S8 is the native form",
             "measured only on an arm64 machine; elsewhere the report leaves latency undecided",
         ),
+        operators=(DYNAMIC_LSTM,),
     ),
 )
 TARGETS: Final[Mapping[str, Target]] = {row.name: row for row in _ROWS}

@@ -1,7 +1,8 @@
 """A function as a plain ONNX model that stock onnxruntime runs.
 
-Invariants: the same function gives the same bytes; only ai.onnx operators appear; parameters and
-results keep their names, except that the new value of a parameter `w` is the output `w:next`.
+Invariants: the same function gives the same bytes; only operators of ai.onnx and those that the
+target names appear; parameters and results keep their names, except that the new value of a
+parameter `w` is the output `w:next`.
 Rows that the target's opset lacks are replaced by their bodies; symbolic sizes are read off the
 first value that has them.
 """
@@ -96,19 +97,25 @@ def emit_typed(
     emitter = _Emitter(target, fuse(clean(function)), initializers or {})
     graph = emitter.graph()
     types = {name: value.type for value, name in emitter.names.items()}
-    domains = sorted({f.domain for f in emitter.functions})
     model = helper.make_model(
         graph,
         producer_name=PRODUCER,
         ir_version=target.ir_version,
         functions=emitter.functions,
-        opset_imports=[helper.make_opsetid("", target.opset), *map(_own_opset, domains)],
+        opset_imports=_opsets(emitter, graph),
     )
     return model, types
 
 
+def _opsets(emitter: _Emitter, graph: GraphProto) -> list[OperatorSetIdProto]:
+    """The versions of the domains of a model's operators."""
+    domains = {f.domain for f in emitter.functions} | _domains(graph.node) - {""}
+    ours = helper.make_opsetid("", emitter.target.opset)
+    return [ours, *map(_own_opset, sorted(domains))]
+
+
 def _own_opset(domain: str) -> OperatorSetIdProto:
-    """Operators of the user's own have one version."""
+    """Operators of the user's own, and those of a runtime, have one version."""
     return helper.make_opsetid(domain, 1)
 
 
@@ -120,14 +127,12 @@ def emit_located(
     A node is known by the IR node it was made for; one from a row's body by the node of that row.
     """
     emitter = _Located(target, fuse(clean(function)), {})
+    graph = emitter.graph()
     model = helper.make_model(
-        emitter.graph(),
+        graph,
         ir_version=target.ir_version,
         functions=emitter.functions,
-        opset_imports=[
-            helper.make_opsetid("", target.opset),
-            *map(_own_opset, sorted({f.domain for f in emitter.functions})),
-        ],
+        opset_imports=_opsets(emitter, graph),
     )
     return model, emitter.places
 

@@ -22,7 +22,7 @@ from triplane.unified_ir.ir.types import (
     int64,
     uint8,
 )
-from triplane.unified_ir.onnx.target import OnnxTarget
+from triplane.unified_ir.onnx.target import DYNAMIC_LSTM, OnnxTarget
 from triplane.unified_ir.ops.convolution import transposed_window
 from triplane.unified_ir.ops.equations import without_repeats
 from triplane.unified_ir.ops.infer import onnx_attrs, type_proto
@@ -551,19 +551,17 @@ def _recurrent(context: Context, node: Node) -> None:
     """
     written = {**node.attrs, **numbers_of(node.op.name, node.attrs)}
     plain: dict[str, Any] = {k: v for k, v in written.items() if v != ()}
-    turned = bool(node.attrs.get("layout"))
+    turned = bool(plain.pop("layout", 0))
     names = [*context.inputs(node), *[""] * 7]
     if not turned and (not names[4] or not any(names[5:7])):
-        given = names[: len(node.inputs)]
-        context.add(node.op.name, given, context.output_names(node), **plain)
+        _recurrent_kernel(context, node, names, context.output_names(node), plain)
         return
     if turned:
         for i in (0, 5, 6):
             if names[i]:
                 names[i] = context.emit("Transpose", names[i], perm=[1, 0, 2])
     made = [context.fresh() for _ in node.outputs]
-    plain.pop("layout", None)
-    context.add(node.op.name, names[: len(node.inputs)], made, **plain)
+    _recurrent_kernel(context, node, names, made, plain)
     finals = [made[0], *_kept_states(context, names, made[1:])]
     perms = [[2, 0, 1, 3], [1, 0, 2], [1, 0, 2]]
     for name, final, perm in zip(finals, context.output_names(node), perms, strict=False):
@@ -571,6 +569,46 @@ def _recurrent(context: Context, node: Node) -> None:
             context.add("Transpose", [name], [final], perm=perm)
         else:
             context.add("Identity", [name], [final])
+
+
+def _recurrent_kernel(
+    context: Context, node: Node, names: list[str], made: list[str], attrs: Mapping[str, Any]
+) -> None:
+    """The operator, or an LSTM on int8 weights where it has such and the target that operator."""
+    domain, _, integer = DYNAMIC_LSTM.rpartition(".")
+    if node.op.name == "LSTM" and DYNAMIC_LSTM in context.target.operators:
+        w, r = (_gates_in_int8(context, name) for name in names[1:3])
+        if w is not None and r is not None:
+            inputs = [names[0], w[0], r[0], *names[3:8], *w[1:], *r[1:]]
+            context.add(integer, inputs, made, domain=domain, **attrs)
+            return
+    context.add(node.op.name, names[: len(node.inputs)], made, **attrs)
+
+
+def _gates_in_int8(context: Context, name: str) -> tuple[str, str, str] | None:
+    """Integers, scales and zero points of weights that are made as `quantize.insert` does."""
+    turned = _made_by(context, name, "Transpose")
+    read = turned and _made_by(context, turned.input[0], "DequantizeLinear")
+    if not turned or not read or len(read.input) != 3 or _attrs(turned) != {"perm": [0, 2, 1]}:
+        return None
+    scale, zero = (_held(context, part) for part in read.input[1:])
+    if scale is None or zero is None or zero.dtype != np.int8 or zero.any() or scale.ndim != 3:
+        return None
+    if _attrs(read).get("axis", 1) != 1 or scale.shape[1] != 1:
+        return None
+    # one scale for each direction, where all of its rows have the same, takes a faster path
+    rows = slice(None) if np.ptp(scale, axis=2).any() else 0
+    kernel = (scale[:, 0, rows], zero[:, 0, rows])
+    return (read.input[0], *(context.constant(part) for part in kernel))
+
+
+def _made_by(context: Context, name: str, op: str) -> Any:
+    """The node `op` that makes a value, or None."""
+    return next((n for n in context.nodes if n.op_type == op and name in n.output), None)
+
+
+def _attrs(node: Any) -> dict[str, Any]:
+    return {a.name: helper.get_attribute_value(a) for a in node.attribute}
 
 
 def _kept_states(context: Context, names: Sequence[str], states: Sequence[str]) -> list[str]:

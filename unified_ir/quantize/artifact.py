@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from onnx import ModelProto
+from onnx import ModelProto, load_from_string
 
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.onnx import External, Initializer, OnnxTarget, emit, serialize
@@ -34,6 +34,14 @@ class Artifact:
     def size_bytes(self) -> int:
         """Bytes of graph and weights."""
         return len(self.model) + self.weight_bytes
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The runtime's own operators among the graph's, those not of ai.onnx, as domain.name."""
+        model = load_from_string(self.model)
+        called = {(n.domain, n.op_type) for n in model.graph.node if n.domain}
+        called -= {(f.domain, f.name) for f in model.functions}
+        return tuple(sorted(f"{domain}.{name}" for domain, name in called))
 
     def session(self, options: SessionOptions = DEFAULT_OPTIONS) -> Session:
         """The graph on onnxruntime."""

@@ -2,7 +2,8 @@
 
 The result is an ordinary function: DequantizeLinear feeds the float operator and QuantizeLinear
 follows it, which onnxruntime fuses into one integer kernel. Where it does not fuse, the graph means
-the same and runs slower; `convert.residency` tells which.
+the same and runs slower; `convert.residency` tells which. The weights of an LSTM likewise come from
+DequantizeLinear; emission writes both as one operator where the target has it (decision 0043).
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from triplane.unified_ir.quantize.scheme import (
     Range,
     Scheme,
     activation_quantizer,
+    quantize_gates,
     quantize_weight,
 )
-from triplane.unified_ir.quantize.sites import KINDS, MIX, Product, Sites
+from triplane.unified_ir.quantize.sites import KINDS, MIX, Gates, Product, Sites
 
 
 def insert(
@@ -82,6 +84,8 @@ class _Inserter:
             self.scale(node.outputs[0], *self.sites.scaled[node])
         elif product is not None:
             self.product(node, product)
+        elif node in self.sites.gates:
+            self.recurrent(node, self.sites.gates[node])
         elif KINDS.get(node.op.name) == MIX and node.outputs[0] in self.sites.root:
             rank = node.outputs[0].type.rank
             self.made.replace(node, [self.operand(v, rank) for v in node.inputs])
@@ -145,6 +149,29 @@ class _Inserter:
             assert rest[0] is not None
             operands.append(self.stored(rest[0], made.bias, made.bias_scale, 0))
         self.made.replace(node, operands)
+
+    def recurrent(self, node: Node, gates: Gates) -> None:
+        """An LSTM with its weights in integers; bias, lengths and states stay as they are."""
+        x, w, r, *rest = node.inputs
+        assert x is not None
+        assert w is not None
+        assert r is not None
+        weights = [self.stored_gates(w, gates.w), self.stored_gates(r, gates.r)]
+        others = [None if v is None else self.made[v] for v in rest]
+        self.made.replace(node, [self.made[x], *weights, *others])
+
+    def stored_gates(self, value: Value, array: Array) -> Tensor:
+        """(D, 4 H, K) kept as int8 (D, K, 4 H), the order of the integer kernel, read as float.
+
+        A scale for each row of the gates is one for each block of K numbers along the middle axis.
+        """
+        q, scale = quantize_gates(array, self.row)
+        turned = np.ascontiguousarray(q.transpose(0, 2, 1))
+        held = self.made.weight(f"{value.name or 'constant'}.{q.dtype}", turned)
+        blocks = scale[:, np.newaxis]
+        zero = np.zeros(blocks.shape, q.dtype)
+        read = dequantize_linear(held, blocks, zero, axis=1, block_size=array.shape[2])
+        return read.transpose(0, 2, 1)
 
     def stored(self, value: Value, q: Array, scale: Array, axis: int) -> Tensor:
         """An array kept in integers and read as float.

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from triplane.unified_ir.ir.graph import Value
+from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.elementwise import clip
 from triplane.unified_ir.ops.inline import Replay, inline
@@ -33,10 +34,15 @@ def noise(
     row: Scheme,
     values: Sequence[Value],
     samples: Samples,
+    *,
+    target: OnnxTarget | None = None,
 ) -> list[float | None]:
-    """Signal-to-noise ratio of each value in decibel; None where there is no noise or no signal."""
+    """Signal-to-noise ratio of each value in decibel; None where there is no noise or no signal.
+
+    target: whose operators run; an LSTM on integer weights rounds its operands there alone.
+    """
     integer = insert(frozen, sites, ranges, row, watch=values)
-    session = artifact(_both(frozen, integer, sites, values)).session(WATCHING)
+    session = artifact(_both(frozen, integer, sites, values), target).session(WATCHING)
     totals = np.zeros((len(values), 2))
     for batch in batches(frozen, samples):
         found = session.run(batch)

@@ -56,6 +56,8 @@ def observe(frozen: Frozen, values: Sequence[Value], samples: Samples) -> dict[V
     wide as all others; of the batches, where the function takes a fixed number. InvalidInput where
     a value is not finite on these samples, naming the line that makes it.
     """
+    if not values:
+        return {}
     watched = artifact(pruned(Frozen(_watching(frozen.function, values), frozen.weights)))
     session = watched.session(WATCHING)
     names = [f"{end}/{i}" for end in ("low", "high") for i in range(len(values))]

@@ -60,6 +60,11 @@ def scheme(name: str) -> Scheme:
     return SCHEMES[name]
 
 
+ONE_SCALE: Final = 8.0
+"""Most by which one scale for all gates of an LSTM may raise the mean square of rounding errors of
+its weights: that costs about 2 dB, and the kernel runs up to a fifth faster (decision 0043)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Range:
     """Smallest and largest value seen; finite. left_out: samples whose values pass it."""
@@ -131,3 +136,18 @@ def quantize_weight(
         sums = np.rint(bias.astype(np.float64) / bias_scale)
         whole = np.clip(sums, -INT32_MAX, INT32_MAX).astype(np.int32)
     return QuantizedWeight(q, scale32, whole, bias_scale)
+
+
+def quantize_gates(w: Array, row: Scheme) -> tuple[Array, Array]:
+    """int8 like w, and scales (D, 4 H): one per row, or one per direction where that is as good.
+
+    w: (D, 4 H, K), weights of an LSTM. Raises InvalidInput on NaN or infinity.
+    """
+    directions, rows, size = w.shape
+    largest = np.abs(w).max(axis=2).astype(np.float64)
+    growth = (127 / row.weight_limit) ** 2 * np.square(largest.max(axis=1))
+    together = bool((growth <= ONE_SCALE * np.square(largest).mean(axis=1)).all())
+    parts = w.reshape((directions, -1) if together else (-1, size))
+    made = quantize_weight(parts, 0, row, x_scale=np.ones((), np.float32))
+    scale = made.scale.reshape(directions, -1)
+    return made.q.reshape(w.shape), np.array(np.broadcast_to(scale, (directions, rows)))

@@ -8,15 +8,17 @@ with z = q_min the integers cannot go below 0, and maximum and layout commute wi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from triplane.unified_ir.ir.graph import Array, Node, Value
 from triplane.unified_ir.ir.types import float32
+from triplane.unified_ir.onnx import DYNAMIC_LSTM
 from triplane.unified_ir.quantize.frozen import Frozen, uses
 
 PRODUCT, COPY, PART, MIX, CLAMP = "product", "copy", "part", "mix", "clamp"
+RECURRENT = "recurrent"
 
 # fmt: off
 KINDS: Final[Mapping[str, str]] = {
@@ -31,12 +33,18 @@ KINDS: Final[Mapping[str, str]] = {
     "Sigmoid": MIX, "LeakyRelu": MIX,
     # Softmax has a kernel too, and is slower in it (decision 0035)
     "Relu": CLAMP, "Clip": CLAMP,
+    # on integer weights, where the runtime has the operator; reads and gives floats
+    "LSTM": RECURRENT,
 }
 """What a node in integers asks of its tensors; anything else runs in float."""
 # fmt: on
 
 FACTORS: Final = (1e-6, 1e6)
 """Numbers by which a scale is multiplied without leaving the range of float32."""
+
+MIN_WEIGHTS: Final = 2**14
+"""Fewest weights of a direction of an LSTM on integers: below, rounding the input and the state in
+each step costs more than the products save (decision 0043)."""
 
 IN_PARTS: Final = frozenset({"HardSigmoid", "HardSwish"})
 """Operators without an integer kernel whose parts, sums and products by a constant, have them.
@@ -55,6 +63,14 @@ class Product:
     bias: Array | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Gates:
+    """Weights of an LSTM, (directions, 4 hidden, inputs) and (directions, 4 hidden, hidden)."""
+
+    w: Array
+    r: Array
+
+
 @dataclass(frozen=True, slots=True)
 class Clamp:
     """What a vanished ReLU (top None) or Clip does to a site."""
@@ -68,13 +84,16 @@ class Sites:
     """What becomes of each tensor and product.
 
     root: site of each rounded tensor. clamps: by site. products: None where both operands are
-    activations. refused: why a product stays in float. dropped: clamps that vanish. scaled: by
-    product with a number, the tensor and the number: the same integers with another scale.
+    activations. gates: of each LSTM on integer weights, whose operands are no sites: the runtime
+    rounds them by the range that they have in each step. refused: why a product stays in float.
+    dropped: clamps that vanish. scaled: by product with a number, the tensor and the number: the
+    same integers with another scale.
     """
 
     root: dict[Value, Value] = field(default_factory=dict)
     clamps: dict[Value, Clamp] = field(default_factory=dict)
     products: dict[Node, Product | None] = field(default_factory=dict)
+    gates: dict[Node, Gates] = field(default_factory=dict)
     refused: dict[Node, str] = field(default_factory=dict)
     dropped: set[Node] = field(default_factory=set)
     scaled: dict[Node, tuple[Value, float]] = field(default_factory=dict)
@@ -84,21 +103,32 @@ class Sites:
         """The sites, in the order in which they were found."""
         return list(dict.fromkeys(self.root.values()))
 
+    @property
+    def integer(self) -> set[Node]:
+        """The nodes that multiply on integers."""
+        return {*self.products, *self.gates}
 
-def find_sites(frozen: Frozen) -> Sites:
-    """The sites of a function whose nodes are already folded."""
-    return _Finder(frozen).sites
+
+def find_sites(frozen: Frozen, operators: Collection[str] = ()) -> Sites:
+    """The sites of a function whose nodes are already folded.
+
+    operators: those beyond ai.onnx that the target's runtime has.
+    """
+    return _Finder(frozen, operators).sites
 
 
 class _Finder:
-    def __init__(self, frozen: Frozen) -> None:
+    def __init__(self, frozen: Frozen, operators: Collection[str]) -> None:
         self.sites = Sites()
+        self.operators = operators
         self.known = frozen.known()
         self.uses: Counter[Value] = uses(frozen.function)
         self.producer = {v: node for node in frozen.function.nodes for v in node.outputs}
         for node in frozen.function.nodes:
             if KINDS.get(node.op.name) == PRODUCT:
                 self.judge(node)
+            elif KINDS.get(node.op.name) == RECURRENT:
+                self.judge_gates(node)
         self.wanted = self.find_wanted(frozen.function.nodes)
         for node in frozen.function.nodes:
             self.visit(node)
@@ -110,6 +140,16 @@ class _Finder:
             self.sites.refused[node] = found
         else:
             self.sites.products[node] = found
+
+    def judge_gates(self, node: Node) -> None:
+        """Decides whether an LSTM runs on integer weights."""
+        found: Gates | str = "the target's runtime has no LSTM on integers"
+        if DYNAMIC_LSTM in self.operators:
+            found = _gates(node, self.known)
+        if isinstance(found, str):
+            self.sites.refused[node] = found
+        else:
+            self.sites.gates[node] = found
 
     def operands(self, node: Node) -> tuple[Value, ...]:
         """Activations of a product."""
@@ -248,6 +288,25 @@ def _product(node: Node, known: Mapping[Value, Array]) -> Product | str | None:
     if node.op.name == "Gemm":
         return _gemm(node, known[w], None if bias is None else known[bias])
     return Product(known[w], 0, None if bias is None else known[bias])
+
+
+def _gates(node: Node, known: Mapping[Value, Array]) -> Gates | str:
+    """The weights of an LSTM, or why it runs in float."""
+    x, w, r = node.inputs[:3]
+    assert x is not None
+    assert w is not None
+    assert r is not None
+    if x.type.dtype != float32:
+        return f"it computes in {x.type.dtype}"
+    if w not in known or r not in known:
+        return "its weights are computed while it runs"
+    held = Gates(known[w], known[r])
+    if not held.w.size or not held.r.size:
+        return "it has no inputs or no units"
+    count = (held.w.size + held.r.size) // len(held.w)
+    if count < MIN_WEIGHTS:
+        return f"it has {count} weights a direction; fewer than {MIN_WEIGHTS} run faster in float"
+    return held
 
 
 def _gemm(node: Node, w: Array, bias: Array | None) -> Product | str:
