@@ -60,6 +60,60 @@ def test_what_is_tied_inside_a_branch_is_the_weight_outside():
         np.testing.assert_allclose(nn.Imported(module)(IDS, np.array(c)), wanted, rtol=1e-5)
 
 
+def named_alike_in_branches(*scales):
+    """Branches that each hold a weight called `w`, a table times a scale; outputs added up."""
+    table = Writer().rng.standard_normal((20, 60)).astype(np.float32)
+    branches = []
+    for k, scale in enumerate(scales):
+        inner = Writer()
+        inner.constant("w", table * np.float32(scale))
+        product = inner.add("MatMul", "x", "w")
+        inner.add("Neg" if k % 2 else "Identity", product, name=f"y{k}")
+        branches.append(inner.graph([(f"y{k}", FLOAT, None)]))
+    w = Writer()
+    made = [
+        w.add("If", "c", name=f"if{k}", then_branch=yes, else_branch=no)
+        for k, (yes, no) in enumerate(zip(branches[::2], branches[1::2], strict=True))
+    ]
+    w.add("Sum", *made, name="scores")
+    inputs = [("x", FLOAT, ["N", 20]), ("c", TensorProto.BOOL, [])]
+    return w.model(inputs, [("scores", FLOAT, ["N", 60])])
+
+
+@pytest.mark.parametrize(
+    ("scales", "tie", "names"),
+    [
+        ((1, 1), ["*"], {"w"}),
+        ((1, 1), ["w", "else.w"], {"w"}),
+        ((1, 2, 2, 3), ["*"], {"w", "else.w", "else.w.2"}),
+        ((1, 2, 3, 2), ["else.*"], {"w", "else.w", "then.w"}),
+    ],
+)
+def test_equal_weights_named_alike_in_branches_are_tied(scales, tie, names):
+    model = named_alike_in_branches(*scales)
+    assert len(equal_weights(import_onnx(model).state)) == 1
+    module = import_onnx(model, tie=tie)
+    assert module.state.keys() == names
+    assert equal_weights(module.state) == []
+    session = ort.InferenceSession(model.SerializeToString())
+    x = np.random.default_rng(2).standard_normal((3, 20)).astype(np.float32)
+    for c in (True, False):
+        (wanted,) = session.run(None, {"x": x, "c": np.array(c)})
+        cell = nn.Imported(module)
+        np.testing.assert_allclose(cell(x, np.array(c)), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_a_refused_pattern_names_both_of_the_weights_that_are_named_alike():
+    with pytest.raises(InvalidInput, match=r"'z\*' fits no two equal weights; .* w = else\.w"):
+        import_onnx(named_alike_in_branches(1, 1), tie=["z*"])
+
+
+def test_a_pattern_chooses_among_weights_named_alike_by_the_names_they_get():
+    module = import_onnx(named_alike_in_branches(1, 2), frozen=["else.*"])
+    roles = {name: tensor.role for name, tensor in module.state.items()}
+    assert roles == {"w": Role.PARAMETER, "else.w": Role.BUFFER}
+
+
 @pytest.mark.parametrize("tie", [["h.*"], ["nothing"], ["wte", "h.*"], ["*", "nothing"]])
 def test_a_pattern_that_ties_nothing_is_refused(tie):
     words = "tie: .* fits no two equal weights; equal are wte = head"

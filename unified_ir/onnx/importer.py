@@ -419,8 +419,7 @@ class Importer:
     def constant(self, name: str, array: Array, scope: Scope) -> Tensor:
         """A constant, or the weight that it is by where it is read."""
         floats = array.dtype.kind not in "iubO" and array.ndim and array.size > 1
-        is_wanted = self.weights.choice.is_trainable(name)
-        if floats and (is_wanted or scope.uses.weighs(name, array)):
+        if floats and (scope.uses.weighs(name, array) or scope.is_wanted(name)):
             return scope.held(name, array)
         return scope.build.constant(array)
 

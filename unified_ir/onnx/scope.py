@@ -45,14 +45,13 @@ class Choice:
         self.names: list[str] = []
         self.statistics: set[str] = set()
 
-    def role(
-        self, name: str, array: Array, found: Role | None, *, is_statistic: bool = False
-    ) -> Role | None:
-        """The role of a tensor whose use gives it `found`; only floats of some axes are chosen."""
+    def role(self, name: str, array: Array, found: Role, *, is_statistic: bool = False) -> Role:
+        """The role of a tensor whose use gives it `found`; only floats of some axes are chosen.
+
+        name: the one that it would have in the state, which patterns fit or not.
+        """
         if array.dtype.kind == "O" or not type_of(array).dtype.is_float or not array.ndim:
             return found
-        if found is None:
-            return None  # a setting of an operator, whatever its name
         self.names.append(name)
         if is_statistic and found is Role.BUFFER:
             self.statistics.add(name)
@@ -119,7 +118,10 @@ class Weights:
         """The weight that stands for each that was left out."""
 
     def tied(self, name: str, array: Array) -> tuple[Tensor, bool] | None:
-        """An equal parameter that this one is tied to, and whether as its transpose."""
+        """An equal parameter that this one is tied to, and whether as its transpose.
+
+        name: the one that it would have in the state, as `free` gives it.
+        """
         if not any(fnmatchcase(name, pattern) for pattern in self.tie):
             return None
         found = self._twins.first(name, array, self.state)
@@ -140,15 +142,15 @@ class Weights:
                     f"tie: {pattern!r} fits no two equal weights; equal are {_shown(equal)}"
                 )
 
-    def add(self, name: str, array: Array, role: Role, prefix: str = "") -> Tensor:
-        """A weight under its own name; another of that name is told apart by where it lies."""
+    def add(self, name: str, array: Array, role: Role) -> Tensor:
+        """A weight under a name that `free` gave."""
         self.bytes += array.nbytes
         if self.bytes > MAX_WEIGHT_BYTES:
             raise InvalidInput(f"the weights are more than {MAX_WEIGHT_BYTES} bytes")
-        free = self._free(name, prefix)
-        self.state[free] = StateTensor(role, array)
-        self._tensors[free] = self.build.param(free, type_of(array))
-        return self._tensors[free]
+        self.taken.add(name)
+        self.state[name] = StateTensor(role, array)
+        self._tensors[name] = self.build.param(name, type_of(array))
+        return self._tensors[name]
 
     def mark(self) -> tuple[int, int, set[str], int]:
         """Where one is, for `back_to`."""
@@ -161,7 +163,8 @@ class Weights:
             del self.state[name]
         del self.build.params[params:]
 
-    def _free(self, name: str, prefix: str) -> str:
+    def free(self, name: str, prefix: str = "") -> str:
+        """The name that a weight has in the state; one already taken gets a prefix or a number."""
         stem = name if name not in self.taken else f"{prefix or 'inner'}.{name}"
         if len(stem.encode()) > limits.MAX_NAME_BYTES - 8:
             raise InvalidInput(f"the name {stem[:40]!r}... is longer than names may be")
@@ -169,7 +172,6 @@ class Weights:
         while free in self.taken:
             k += 1
             free = f"{stem}.{k}"
-        self.taken.add(free)
         return free
 
 
@@ -216,17 +218,22 @@ class Scope:
             return made
         return self.parent.find(name) if self.parent is not None else None
 
+    def is_wanted(self, name: str) -> bool:
+        """Whether the caller wants a Constant of this name trained."""
+        choice = self.weights.choice
+        return bool(choice.trainable) and choice.is_trainable(self.weights.free(name, self.prefix))
+
     def held(self, name: str, array: Array) -> Tensor:
         """An initializer: state where it is a weight, a constant where its contents matter."""
-        is_statistic = self.uses.is_statistic(name)
-        role = self.weights.choice.role(
-            name, array, self.uses.role(name, array), is_statistic=is_statistic
-        )
-        if role is None:
+        found = self.uses.role(name, array)
+        if found is None:
             return self.build.constant(array)
-        tied = self.weights.tied(name, array) if role is Role.PARAMETER else None
+        free = self.weights.free(name, self.prefix)
+        is_statistic = self.uses.is_statistic(name)
+        role = self.weights.choice.role(free, array, found, is_statistic=is_statistic)
+        tied = self.weights.tied(free, array) if role is Role.PARAMETER else None
         if tied is None:
-            return self.weights.add(name, array, role, self.prefix)
+            return self.weights.add(free, array, role)
         weight, is_transposed = tied
         if not is_transposed:
             return weight
