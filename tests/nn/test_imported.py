@@ -3,12 +3,13 @@
 import numpy as np
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from tests.onnx.networks import Writer, resnet
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import import_onnx, nn, optim, train
-from triplane.unified_ir.onnx import Initializer, emit, serialize
+from triplane.unified_ir.ir.graph import Role
+from triplane.unified_ir.onnx import Initializer, emit, importer, serialize
 
 FROZEN = "layer1.*"
 
@@ -126,6 +127,105 @@ def test_updated_batch_normalization_trains_as_the_layers_do():
         np.testing.assert_allclose(found[name], wanted[name], rtol=1e-4, atol=1e-6)
     before = module.state["1.running_mean"].array
     assert (found["1.running_mean"] != before).all()
+
+
+def untrained(merging, scale=1.0):
+    """Two batch normalizations whose statistics are merged as an exporter merges equal tensors.
+
+    "identity": the second layer reads all that is equal through Identity, as PyTorch writes it.
+    "shared": both read the same statistics. "bias": the bias, too. "all": all four tensors.
+    """
+    w = Writer()
+    ones, zeros = np.ones(4, np.float32), np.zeros(4, np.float32)
+    held = {
+        "weight": np.float32(scale) * ones,
+        "bias": zeros,
+        "running_mean": zeros,
+        "running_var": ones,
+    }
+    own = [w.constant(f"a.bn.{n}", v) for n, v in held.items()]
+    if merging == "bias":
+        own[1] = own[2]
+    if merging == "identity":
+        other = [w.add("Identity", x, name=x.replace("a.", "b.")) for x in own]
+    elif merging == "all":
+        other = own
+    else:
+        other = [w.weight("b.bn.weight", 4, mean=1.0), w.weight("b.bn.bias", 4), *own[2:]]
+    x = w.add("Conv", "image", w.weight("a.conv.weight", 4, 3, 3, 3), pads=[1] * 4)
+    x = w.add("Relu", w.add("BatchNormalization", x, *own, momentum=0.8))
+    x = w.add("Conv", x, w.weight("b.conv.weight", 4, 4, 3, 3, mean=0.2), pads=[1] * 4)
+    x = w.add("Relu", w.add("BatchNormalization", x, *other, momentum=0.8))
+    x = w.add("Flatten", w.add("GlobalAveragePool", x))
+    w.add("Gemm", x, w.weight("fc.weight", 3, 4), name="logits", transB=1)
+    shape = ["N", 3, 16, 16]
+    inputs, outputs = (
+        [("image", TensorProto.FLOAT, shape)],
+        [("logits", TensorProto.FLOAT, ["N", 3])],
+    )
+    return w.model(inputs, outputs)
+
+
+@pytest.mark.parametrize("merging", ["identity", "shared", "bias"])
+def test_merged_statistics_of_untrained_layers_move_each_by_its_own_batches(merging):
+    model = untrained(merging)
+    images, _ = data(6)
+    (wanted,) = ort.InferenceSession(model.SerializeToString()).run(None, {"image": images})
+    module = import_onnx(model)
+    np.testing.assert_allclose(nn.Imported(module)(images), wanted, rtol=1e-4, atol=1e-5)
+    found = trained(nn.Imported(module, batch_norm="updated"), epochs=1)
+    moved = {n: found[n] for n, t in module.state.items() if t.role is Role.BUFFER}
+    means, variances = ([v for n, v in moved.items() if f"_{x}" in n] for x in ("mean", "var"))
+    for one, other in (means, variances):
+        assert (one != other).all()
+
+
+def test_layers_merged_through_identity_train_as_separate_layers_do():
+    separate = untrained("identity")
+    copies = {n.output[0]: n.input[0] for n in separate.graph.node if n.op_type == "Identity"}
+    held = {t.name: numpy_helper.to_array(t) for t in separate.graph.initializer}
+    nodes = [n for n in separate.graph.node if n.op_type != "Identity"]
+    del separate.graph.node[:]
+    separate.graph.node.extend(nodes)
+    separate.graph.initializer.extend(
+        numpy_helper.from_array(held[source], name) for name, source in copies.items()
+    )
+    cells = [
+        nn.Imported(import_onnx(m), batch_norm="updated") for m in (separate, untrained("identity"))
+    ]
+    wanted, found = (trained(cell, epochs=1) for cell in cells)
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_array_equal(found[name], wanted[name])
+
+
+def test_statistics_that_may_be_of_one_layer_or_of_two_are_refused_with_the_way_out():
+    module = import_onnx(untrained("all"))
+    nn.Imported(module)
+    words = "'a.bn.running_mean' .* 2 batch normalizations .* one layer applied 2 times"
+    with pytest.raises(InvalidInput, match=words):
+        nn.Imported(module, batch_norm="updated")
+
+
+@pytest.mark.parametrize(
+    ("merging", "words"),
+    [
+        ("identity", "import the ONNX file again"),
+        ("shared", "import the ONNX file again"),
+        ("bias", "which another node reads as a weight"),
+    ],
+)
+def test_modules_imported_before_statistics_were_separated_are_refused(merging, words, monkeypatch):
+    monkeypatch.setattr(importer, "separated", lambda g, _: ([*g.node], [*g.initializer]))
+    module = import_onnx(untrained(merging))
+    with pytest.raises(InvalidInput, match=words):
+        nn.Imported(module, batch_norm="updated")
+
+
+def test_a_trained_layer_applied_twice_moves_its_statistics_twice():
+    module = import_onnx(untrained("all", scale=np.array([1, 2, 3, 4])))
+    found = trained(nn.Imported(module, batch_norm="updated"), epochs=1)
+    assert (found["a.bn.running_mean"] != 0).all()
 
 
 def test_a_network_without_batch_normalization_has_no_statistics_to_update():

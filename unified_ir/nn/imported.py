@@ -7,10 +7,11 @@ from typing import Any, Literal, get_args
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.cell import Cell, Parameter
-from triplane.unified_ir.ir.graph import Array, Node, Role
+from triplane.unified_ir.ir.graph import Array, Function, Node, Role, Value
 from triplane.unified_ir.ir.module import Module
 from triplane.unified_ir.nn.norm import batch_norm_step
 from triplane.unified_ir.ops.inline import Replay, inline
+from triplane.unified_ir.ops.norm import is_untrained
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.tensor import Tensor
 
@@ -53,21 +54,69 @@ class Imported(Cell):
                 dtype = tensor.type.dtype
                 self._parameters[name] = Parameter(array, role=tensor.role, dtype=dtype)
         self.batch_norm = batch_norm
-        if batch_norm == "updated" and not any(map(self._statistics, self.function.nodes)):
+        self._origins = _origins(self.function)
+        if batch_norm == "updated":
+            self._check_statistics()
+
+    def _check_statistics(self) -> None:
+        """InvalidInput: no running statistics, or some of which it is unknown whose they are."""
+        layers: dict[str, list[tuple[Value | None, ...]]] = {}
+        for node in self.function.nodes:
+            names = self._statistics(node)
+            for name in names or ():
+                layers.setdefault(name, []).append(node.inputs[1:])
+        if not layers:
             raise InvalidInput(
                 "the model has no batch normalization with running statistics to update; exporters "
                 "fold it into convolutions: export it unfolded (of PyTorch, dynamo=False with "
                 'training=TrainingMode.PRESERVE), or leave batch_norm="kept"'
             )
+        for name, sharing in layers.items():
+            if len(sharing) > 1 and self._is_untrained(name):
+                self._check_shared(name, sharing)
+
+    def _check_shared(self, name: str, sharing: Sequence[tuple[Value | None, ...]]) -> None:
+        """InvalidInput unless one layer, told by its weights, is applied several times."""
+        if len(set(sharing)) > 1:
+            raise InvalidInput(
+                f"different batch normalizations share the running statistics {name!r}; this "
+                "version imports each with its own: import the ONNX file again, or leave "
+                'batch_norm="kept"'
+            )
+        if all(v is not None and self._is_untrained(v.name) for v in sharing[0][:2]):
+            raise InvalidInput(
+                f"the running statistics {name!r} are read by {len(sharing)} batch normalizations "
+                "whose scales, biases and statistics are all zeros or ones: one layer applied "
+                f"{len(sharing)} times, or layers that a tool merged before any training. Export "
+                "the network after a step of training, or without merging equal tensors, or leave "
+                'batch_norm="kept"'
+            )
+
+    def _is_untrained(self, name: str) -> bool:
+        parameter = self._parameters.get(name)
+        return parameter is not None and is_untrained(parameter.array)
+
+    def _operands(self, node: Node) -> tuple[Value | None, ...]:
+        """What a node reads, Identity passed."""
+        return tuple(None if v is None else self._origins.get(v, v) for v in node.inputs)
 
     def _statistics(self, node: Node) -> tuple[str, str] | None:
-        """Names of the running mean and variance that a node normalizes by."""
+        """Names of the running mean and variance that a node normalizes by.
+
+        InvalidInput where they are also weights, which training moves by gradients.
+        """
         if node.op.name != "BatchNormalization" or len(node.outputs) > 1:
             return None
-        mean, var = (v.name if v is not None else "" for v in node.inputs[3:5])
-        held = [self._parameters.get(name) for name in (mean, var)]
-        if any(p is None or p.role is not Role.BUFFER for p in held):
-            return None
+        mean, var = (v.name if v is not None else "" for v in self._operands(node)[3:5])
+        for name in (mean, var):
+            if name not in self._parameters:
+                return None
+            if self._parameters[name].role is not Role.BUFFER:
+                raise InvalidInput(
+                    f"batch normalization {node.meta.scope!r} normalizes by "
+                    f"{name!r}, which another node reads as a weight; export the network without "
+                    'merging equal tensors, or leave batch_norm="kept"'
+                )
         return mean, var
 
     @property
@@ -108,6 +157,16 @@ class Imported(Cell):
         for name, statistic in moved.items():
             setattr(self, name, statistic)
         return replay.results()
+
+
+def _origins(function: Function) -> dict[Value, Value]:
+    """For each value that Identity gives, the one that it began as."""
+    origins: dict[Value, Value] = {}
+    for node in function.nodes:
+        source = node.inputs[0] if node.op.name == "Identity" else None
+        if source is not None:
+            origins[node.outputs[0]] = origins.get(source, source)
+    return origins
 
 
 def _number(node: Node, name: str, default: float) -> float:

@@ -37,6 +37,7 @@ from triplane.unified_ir.onnx.emit import PRODUCER
 from triplane.unified_ir.onnx.expanded import FunctionKey, check_expanded, key_of
 from triplane.unified_ir.onnx.foreign import FOREIGN
 from triplane.unified_ir.onnx.lift import lift
+from triplane.unified_ir.onnx.merged import separated
 from triplane.unified_ir.onnx.order import needed_in_order
 from triplane.unified_ir.onnx.scope import Choice, Scope, Weights
 from triplane.unified_ir.onnx.source import Source, array_of, read_model
@@ -145,18 +146,18 @@ class Importer:
         """The whole graph as a function of its inputs and weights."""
         graph = self.model.graph
         opsets = _opsets(self.model.opset_import)
-        held = {t.name for t in graph.initializer} | {
-            t.values.name for t in graph.sparse_initializer
-        }
+        nodes, initializers = separated(graph, self.weights.folder)
+        held = {t.name for t in initializers} | {t.values.name for t in graph.sparse_initializer}
         inputs = {i.name for i in graph.input} - held
-        scope = Scope(self.build, self.weights, Uses(graph.node, held, inputs, self.bodies))
+        scope = Scope(self.build, self.weights, Uses(nodes, held, inputs, self.bodies))
         for info in graph.input:
             if info.name in held:
                 continue
             _named(info.name, "input")
             type_ = declared_type(info, self.symbols, shapes)
             scope.define(info.name, self.build.param(info.name, type_))
-        self._declare(scope, graph)
+        _check_dense(graph)
+        scope.declare(initializers)
         check_expanded(graph, self.functions, MAX_NODES)
         outputs = [info.name for info in graph.output] if wanted is None else list(wanted)
         if not outputs:
@@ -167,15 +168,10 @@ class Importer:
             raise InvalidInput(f"each output is listed once, got {outputs[:8]}")
         if wanted is not None:
             _check_wanted(graph, outputs)
-        results = self.run(graph.node, outputs, Frame(scope, opsets, {}))
+        results = self.run(nodes, outputs, Frame(scope, opsets, {}))
         if wanted is None:
             _check_outputs(graph, results)
         return self.build.finish(dict(zip(outputs, results, strict=True)))
-
-    def _declare(self, scope: Scope, graph: GraphProto) -> None:
-        if graph.sparse_initializer:
-            raise InvalidInput("sparse initializers are not supported; store dense ones")
-        scope.declare(graph.initializer)
 
     def graph(self, graph: GraphProto, frame: Frame) -> list[Tensor]:
         """The outputs of a graph whose inputs and initializers are already declared."""
@@ -201,7 +197,8 @@ class Importer:
         scope = Scope(build, self.weights, frame.scope.uses, frame.scope, prefix)
         for info, x in zip(graph.input, params, strict=True):
             scope.define(info.name, x)
-        self._declare(scope, graph)
+        _check_dense(graph)
+        scope.declare(graph.initializer)
         return self.graph(graph, replace(frame, scope=scope))
 
     def found(self, scope: Scope, name: str, what: str) -> Tensor:
@@ -422,6 +419,11 @@ class Importer:
         if floats and (scope.uses.weighs(name, array) or scope.is_wanted(name)):
             return scope.held(name, array)
         return scope.build.constant(array)
+
+
+def _check_dense(graph: GraphProto) -> None:
+    if graph.sparse_initializer:
+        raise InvalidInput("sparse initializers are not supported; store dense ones")
 
 
 def _check_wanted(graph: GraphProto, outputs: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.graph import Array, Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType, float32, float64
 from triplane.unified_ir.ops.elementwise import as_like, reciprocal, sqrt
 from triplane.unified_ir.ops.row import Call, Op
@@ -17,6 +17,11 @@ from triplane.unified_ir.ops.structure import broadcast_to, size_of, sum_to
 from triplane.unified_ir.ops.tensor import Tensor
 
 Types = tuple[TensorType, ...]
+
+
+def is_untrained(array: Array) -> bool:
+    """Whether all elements are 0, or all are 1, as biases, scales and statistics begin."""
+    return bool(array.size) and any(bool((array == start).all()) for start in (0, 1))
 
 
 def _batch_norm(call: Call) -> Types:
