@@ -12,7 +12,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -135,7 +135,8 @@ class Federation:
         self._runs: dict[str, LiveRun] = {}
         self._waiting: dict[str, Entry] = {}  # runs without a plan yet
         self._preparing: dict[str, asyncio.Task[None]] = {}
-        self._no_room: dict[str, str] = {}  # why runs without a plan wait
+        self._late: dict[str, asyncio.Task[None]] = {}  # runs that a full disk keeps from going on
+        self._no_room: dict[str, str] = {}  # why runs that are not live wait
         self._devices: dict[str, _Device] = {}
         self._documents = Documents(self._runs.values, self._flower, blobs, clock)
         self._presence = Presence(self._write_presence)
@@ -145,8 +146,7 @@ class Federation:
         self._stopping = False
 
     async def start(self) -> None:
-        """Take up the runs that an earlier process left."""
-        await self._results.restore()
+        """Take up the runs that an earlier process left; one that finds no room, when there is."""
         found = await self._db.read(journal.live)
         states = [book.state for _, book in found if book is not None]
         needed = {name for state in states for name in _updates(state)}
@@ -154,14 +154,64 @@ class Federation:
         await asyncio.to_thread(self.spool.sweep, needed, since_s)
         for entry, book in found:
             if book is not None:
-                if entry.spec.HasField("flower"):
-                    await self._flower.take_up(entry)
-                self._begin(entry, book)
-                await self._runs[entry.id].put(self._restarted)
+                try:
+                    await self._take_up(entry, book)
+                except NoRoom as error:
+                    self._take_up_late(entry, book, error)
             else:
                 self._waiting[entry.id] = entry
                 if entry.before == "preparing":
                     self._prepare(entry)
+
+    async def _take_up(self, entry: Entry, book: Book) -> None:
+        """Have a run go on. NoRoom: it cannot yet, and is not live."""
+        await self._results.restore(entry.id)
+        if entry.spec.HasField("flower"):
+            await self._flower.take_up(entry)
+        self._begin(entry, book)
+        run = self._runs[entry.id]
+        try:
+            await run.put(self._restarted)  # before any other event: leases are of another process
+        except NoRoom:
+            del self._runs[entry.id]
+            await run.stop()
+            raise
+
+    def _take_up_late(self, entry: Entry, book: Book, error: NoRoom) -> None:
+        self._wait_for_room(entry, error)
+        task = asyncio.create_task(self._took_up(entry, book), name=f"take up {entry.id}")
+        self._late[entry.id] = task
+        task.add_done_callback(lambda _: self._late.pop(entry.id, None))
+
+    async def _took_up(self, entry: Entry, book: Book) -> None:
+        pause_s = RETRY_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+            try:
+                await self._take_up(entry, book)
+            except NoRoom as error:
+                self._wait_for_room(entry, error)
+            except TriplaneError:
+                logger.exception("run not taken up", extra={"run_id": entry.id})
+            else:
+                break
+        self._no_room.pop(entry.id, None)
+        self._move()
+
+    def _wait_for_room(self, entry: Entry, error: NoRoom) -> None:
+        logger.warning("run waits", extra={"run_id": entry.id, "reason": str(error)})
+        self._no_room[entry.id] = f"waits, and goes on by itself: {error}"
+        self._move()
+
+    def _check_taken_up(self, runs: Iterable[str]) -> None:
+        """Unavailable: one of the runs has not gone on since the cloud started."""
+        late = next((run for run in runs if run in self._late), None)
+        if late is not None:
+            raise Unavailable(
+                f"the cloud has not taken up run {late} since its start: it {self._no_room[late]}; "
+                "make room on the cloud's disk"
+            )
 
     def _restarted(self, _: State, at_s: float) -> Restarted:
         return Restarted(at_s=at_s, epoch=self._epoch)
@@ -170,10 +220,10 @@ class Federation:
         """End with the process; every run goes on after `start`."""
         self._stopping = True
         self._presence.stop()
-        preparing = list(self._preparing.values())
-        for task in preparing:
+        waiting = [*self._preparing.values(), *self._late.values()]
+        for task in waiting:
             task.cancel()
-        await asyncio.gather(*preparing, return_exceptions=True)
+        await asyncio.gather(*waiting, return_exceptions=True)
         await asyncio.gather(*(run.stop() for run in self._runs.values()))
         await self._flower.stop()
 
@@ -278,6 +328,7 @@ class Federation:
         entry, book = await self._found(id)
         if entry.before == "failed" or (book is not None and book.state.phase in ENDED):
             raise Conflict(f"run {entry.id} is over; start a new one")
+        self._check_taken_up([entry.id])
         await self._db.write(
             lambda c: self._note(c, by, action, entry.id, {"reason": shown(reason)})
         )
@@ -328,9 +379,7 @@ class Federation:
             try:
                 await self._prepared_once(entry)
             except NoRoom as error:
-                logger.warning("run waits", extra={"run_id": entry.id, "reason": str(error)})
-                self._no_room[entry.id] = f"waits, and goes on by itself: {error}"
-                self._move()
+                self._wait_for_room(entry, error)
             else:
                 self._no_room.pop(entry.id, None)
                 return
@@ -400,7 +449,12 @@ class Federation:
     # Devices: what `Sessions` calls
 
     def greeting(self, name: str) -> pb.Work:
-        """What a device is told when its stream opens."""
+        """What a device is told when its stream opens.
+
+        Unavailable: a run waits to be taken up. A document without its leases and settlements would
+        have devices give up updates that counted.
+        """
+        self._check_taken_up(self._late)
         self._devices.setdefault(name, _Device())
         return self.work_of(name)
 
@@ -544,10 +598,12 @@ class Federation:
 
     def check_readable(self, device: str, blob: bytes) -> None:
         """Raise unless an open task of the device names the blob; InvalidInput."""
+        self._check_taken_up(self._late)
         self._documents.check_readable(device, blob)
 
     async def folder_for(self, device: str, sha256: bytes, size: int) -> BlobFolder:
         """Where a device's update goes; see `Spool.admit`."""
+        self._check_taken_up(self._late)
         return await self.spool.admit(self._live(), device, sha256, size)
 
     def _live(self) -> list[LiveRun]:

@@ -203,9 +203,11 @@ def keep_states(connection: sa.Connection, run: str, states: Mapping[str, bytes]
         connection.execute(SMALL_STATES.insert(), rows)
 
 
-def kept_states(connection: sa.Connection) -> dict[bytes, bytes]:
-    """The newest small states of the runs that are not over, by SHA-256."""
+def kept_states(connection: sa.Connection, run: str | None = None) -> dict[bytes, bytes]:
+    """The newest small states of one run, or of all, by SHA-256; none of a run that is over."""
     live_runs = sa.select(RUNS.c.id).where(RUNS.c.live)
+    if run is not None:
+        live_runs = live_runs.where(RUNS.c.id == run)
     query = sa.select(SMALL_STATES.c.sha256, SMALL_STATES.c.data)
     query = query.where(SMALL_STATES.c.run.in_(live_runs))
     return {bytes(row.sha256): bytes(row.data) for row in connection.execute(query)}

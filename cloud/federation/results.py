@@ -86,9 +86,12 @@ class Results:
                 blobs.disk.remove(left)
         blobs.disk.sync_folder(blobs.folder)  # a state it named is believed to be there
 
-    async def restore(self) -> None:
-        """At the start: write the small states again whose files a power cut tore or took."""
-        states = await self._db.read(journal.kept_states)
+    async def restore(self, run: str) -> None:
+        """Before a run goes on: write its small states again that a power cut tore or took. NoRoom.
+
+        A run whose states are not there is not live, so nobody reads them.
+        """
+        states = await self._db.read(lambda c: journal.kept_states(c, run))
         await asyncio.to_thread(self._restore, states)
 
     def _restore(self, states: Mapping[bytes, bytes]) -> None:

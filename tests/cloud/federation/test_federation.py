@@ -17,15 +17,15 @@ from tests.cloud.federation.given import (
     start_request,
 )
 
-from triplane.cloud.federation import results
+from triplane.cloud.federation import journal, results
 from triplane.cloud.federation.spec import filled
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.disk import refusal
-from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.proto.disk import NoRoom, OsDisk, refusal
+from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
 from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core import files
-from triplane.unified_ir.federated.core.run import NEWEST_RULES
+from triplane.unified_ir.federated.core.run import NEWEST_RULES, Restarted
 
 DEADLINE_S = 60.0
 
@@ -426,6 +426,67 @@ def test_a_plan_that_finds_no_room_waits_for_it_and_the_run_begins(tmp_path, mon
     told, run = within(story())
     assert told.phase == pb.Run.PREPARING
     assert "full" not in run.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["blobs", "database"])
+def test_a_cloud_that_starts_on_a_full_disk_serves_reads_and_its_run_goes_on_later(
+    tmp_path, monkeypatch, kind
+):
+    home, fills = make_home(tmp_path), list[bool]()
+    record, create = journal.record, OsDisk.create
+
+    def recorded(connection, run, events, revision):
+        if fills and any(isinstance(event, Restarted) for event in events):
+            raise NoRoom("the database has no room")
+        record(connection, run, events, revision)
+
+    def created(disk, path):
+        if fills and path.name.startswith(results.UNFINISHED):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return create(disk, path)
+
+    if kind == "blobs":
+        monkeypatch.setattr(OsDisk, "create", created)
+    else:
+        monkeypatch.setattr(journal, "record", recorded)
+
+    async def story():
+        async with running(home) as cloud:
+            await registered(cloud, tmp_path)
+            devices = await devices_of(cloud, tmp_path, ("ann", "bob"))
+            async with living(devices):
+                run_id = await begun(cloud, rounds=200)
+                await until(cloud, run_id, lambda run: run.round >= 2)
+            small = await cloud.database.read(journal.kept_states)
+            ports = {"port": cloud.port, "enrol_port": cloud.enrol_port}
+        if kind == "blobs":
+            assert small
+            for sha256 in small:  # as a power cut takes them
+                (home.blobs / sha256.hex()).unlink()
+        fills.append(True)
+        async with running(home, **ports) as cloud:
+            waits = await cloud.federation.run(run_id)
+            listed = (await cloud.federation.runs())[0]
+            version = await cloud.registry.version("tiny@1")
+            with pytest.raises(
+                Unavailable, match=r"has not taken up run .* make room on the cloud's disk"
+            ):
+                await cloud.federation.halt(run_id, reason="", by="operator")
+            with pytest.raises(Unavailable, match="has not taken up run"):
+                cloud.federation.greeting("ann")  # nor is a device told that its leases are over
+            async with living(devices):
+                fills.clear()
+                goes_on = await until(cloud, run_id, lambda run: run.round > waits.round + 2)
+        return waits, listed, version, goes_on
+
+    waits, listed, version, goes_on = within(story())
+    for run in (waits, listed):
+        assert run.reason.startswith("waits, and goes on by itself: ")
+        assert "No space" in run.reason or "no room" in run.reason
+    assert str(version) == "tiny@1"
+    assert "waits" not in goes_on.reason
+    assert {m.device for m in goes_on.members if m.connected} == {"ann", "bob"}
 
 
 @pytest.mark.slow
