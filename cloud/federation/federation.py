@@ -566,8 +566,7 @@ class Federation:
     async def _last_book(self, run: str) -> Book | None:
         if run in self._runs:
             return self._runs[run].book
-        found = await self._db.read(lambda c: journal.find(c, run)) if run else []
-        return found[0][1] if len(found) == 1 and found[0][0].id == run else None
+        return await self._db.read(lambda c: journal.last_book(c, run)) if run else None
 
     def tell(self, device: str) -> None:
         """See `live.Audience`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import sqlalchemy as sa
@@ -138,7 +138,28 @@ def entry(connection: sa.Connection, run: str) -> Entry:
 def live(connection: sa.Connection) -> list[tuple[Entry, Book | None]]:
     """Runs that may go on, oldest first."""
     rows = connection.execute(sa.select(RUNS).where(RUNS.c.live).order_by(RUNS.c.number)).all()
-    return [(_entry(row), _book(connection, row)) for row in rows]
+    found = [(_entry(row), _book(connection, row)) for row in rows]
+    return [(e, with_counted_leases(connection, e, b) if b else None) for e, b in found]
+
+
+def with_counted_leases(connection: sa.Connection, entry: Entry, book: Book) -> Book:
+    """The book, each member with the lease of its newest contribution that counted.
+
+    A snapshot of a release that did not keep it has members whose contributions counted and who
+    name no lease. A device that did not hear of it would be told of a newer lease alone and give up
+    what counted. The events since the run began say which lease it was.
+    """
+    unknown = [m for m in book.state.members.values() if m.counted and not m.counted_lease]
+    if not unknown:
+        return book
+    again = first_book(entry)
+    for event in events(connection, entry.id)[: book.revision]:
+        again, _ = follow(again, event)
+    members = {**book.state.members}
+    for member in unknown:
+        lease = again.state.members[member.device].counted_lease
+        members[member.device] = replace(member, counted_lease=lease)
+    return replace(book, state=replace(book.state, members=members))
 
 
 def newest(connection: sa.Connection, most: int) -> list[tuple[Entry, Book | None]]:
@@ -155,6 +176,13 @@ def find(connection: sa.Connection, beginning: str) -> list[tuple[Entry, Book | 
     else:
         query = query.where(RUNS.c.id.startswith(beginning, autoescape=True)).limit(2)
     return [(_entry(row), _book(connection, row)) for row in connection.execute(query).all()]
+
+
+def last_book(connection: sa.Connection, run: str) -> Book | None:
+    """The newest book of the run of this whole id."""
+    row = connection.execute(sa.select(RUNS).where(RUNS.c.id == run)).one_or_none()
+    book = _book(connection, row) if row is not None else None
+    return None if book is None else with_counted_leases(connection, _entry(row), book)
 
 
 def change(connection: sa.Connection, run: str, **values: Any) -> None:

@@ -162,6 +162,40 @@ def test_a_run_read_back_is_the_fold_of_its_events(database, snapshots):
     assert database.read_now(lambda c: journal.events(c, run)) == events
 
 
+@pytest.mark.parametrize("kept_at", [4, 10, 12])
+def test_a_snapshot_of_an_earlier_release_gets_the_leases_that_counted(database, kept_at):
+    """It has no `counted_lease`; ann's newest contribution was refused since one counted."""
+    events, books = told()
+    run = begun(database).id
+    counted = events[2].lease
+    joined = core.Joined(at_s=10.5, device="bob", examples=6)
+    books.append(follow(books[-1], joined)[0])
+    asked = next(x.id for x in books[-1].state.round.leases if x.device == "ann")
+    events += [
+        joined,
+        core.Refused(at_s=11.0, device="ann", lease=asked, kind="shape", reason="odd"),
+    ]
+    books.append(follow(books[-1], events[-1])[0])
+
+    def write(connection):
+        journal.prepare(connection, run, PREPARED)
+        journal.record(connection, run, events, len(events))
+        old = json.dumps(without(json.loads(to_json(books[kept_at])), "counted_lease", "epoch"))
+        journal.change(connection, run, snapshot=old, snapshot_number=kept_at)
+
+    database.write_now(write)
+    ((_, found),) = database.read_now(journal.live)
+    assert found == books[-1]
+    assert database.read_now(lambda c: journal.last_book(c, run)) == found
+    again = core.Arrived(at_s=12.0, device="ann", lease=counted, update=UPDATE)
+    after, _ = follow(found, again)
+    assert after.state.members["ann"].counted == found.state.members["ann"].counted == 2
+    assert after.state.round == found.state.round
+    told_now = {x.lease.hex(): x.counted for x in settlements(run, after.state.members["ann"])}
+    last = found.state.members["ann"].counted_lease
+    assert told_now == {counted: False, last: True}
+
+
 def test_a_lost_event_is_found_out(database):
     events, _ = told()
     run = begun(database).id
