@@ -150,9 +150,14 @@ def run(
 @home_option
 @json_option
 def status(*, home: Path, as_json: bool) -> None:
-    """Show what this device's model is, how good it is here, and what waits to be sent.
+    """Show what this device works on, its model, how good that is here, and what waits to be sent.
 
-    Reads the home only; works without the cloud and beside a running device.
+    Where a device has no work, the line `work` says whether a run of the cloud asks its population:
+    then it waits for its turn; if none does, the name of the population may be wrong. Clouds of
+    earlier releases do not say which it is.
+
+    Reads the home only; works without the cloud and beside a running device. What is said of the
+    cloud is what the running device last heard.
     """
     from triplane.device.status import look
 

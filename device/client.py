@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -52,6 +52,13 @@ TELLING_SHARE: Final = 0.1
 TOO_LONG: Final = "the task was not done by its deadline; fewer steps, or a longer deadline?"
 
 _NO_ORDERS: Final = Orders()
+
+NO_WORK: Final[Mapping[bool | None, str]] = {
+    None: "no work: no run of the cloud asks this device now",
+    False: "no work: no run of the cloud asks the population of this device",
+    True: "no work now: a run asks the population of this device, and other devices of it",
+}
+"""What is logged of a device without a task, by whether a run asks its population."""
 """Until the first document: what is pending waits, for nothing is known of it."""
 
 
@@ -302,21 +309,20 @@ class _Working:
             logger.warning("work document refused", extra={"reason": str(error)})
             return
         first = self._orders is _NO_ORDERS
-        if not orders.leases and (first or self._orders.leases):
-            self._note("idle")
-            logger.info(
-                "no work: no run of the cloud asks this device now",
-                extra={"population": self._settings.population},
-            )
-        elif orders.leases and (first or not self._orders.leases):
+        if orders.leases and (first or not self._orders.leases):
             self._note("working")
+        elif not orders.leases and (first or _idle(orders) != _idle(self._orders)):
+            self._note("idle", is_asked=orders.population_asked)
+            said = {"population": self._settings.population}
+            logger.info(NO_WORK[orders.population_asked], extra=said)
         self._orders = orders
         if self._doing and self._doing[0] not in orders.leases:
             self._doing[1].now()
         self._changed.set()
 
-    def _note(self, state: str) -> None:
-        self._home.note_session(Session(state, self._settings.population, time.time()))
+    def _note(self, state: str, *, is_asked: bool | None = None) -> None:
+        population = self._settings.population
+        self._home.note_session(Session(state, population, time.time(), is_asked))
 
     async def _work(self) -> None:
         """Settle by a document, then do one task of the same document, again and again.
@@ -470,3 +476,8 @@ def _file_of(source: Source) -> Path:
         "a child process reads its samples from an npz file; give its path, or let graphs run in "
         "this process (Graphs.IN_PROCESS)"
     )
+
+
+def _idle(orders: Orders) -> tuple[bool, bool | None]:
+    """What a device without work says of itself: it is said again where this changes."""
+    return not orders.leases, orders.population_asked

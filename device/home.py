@@ -97,12 +97,14 @@ class Session:
     """What the process of a device was last told by its cloud.
 
     state: "connecting" until the first document, then "idle" (no run asks this device), "working".
-    population: the one that was offered. since_s: seconds since 1970.
+    population: the one that was offered. since_s: seconds since 1970. population_asked: whether a
+    run asks that population, be it this device or others; None where the cloud has not said it.
     """
 
     state: str
     population: str
     since_s: float
+    population_asked: bool | None = None
 
 
 class DeviceHome:
@@ -183,8 +185,14 @@ class DeviceHome:
         """What `note_session` wrote last; None where nothing can be read."""
         try:
             given = json.loads(self.session_file.read_bytes()[:MAX_SETTINGS_BYTES])
-            return Session(str(given["state"]), str(given["population"]), float(given["since_s"]))
-        except (OSError, ValueError, TypeError, KeyError):
+            asked = given.get("population_asked")
+            return Session(
+                str(given["state"]),
+                str(given["population"]),
+                float(given["since_s"]),
+                None if asked is None else bool(asked),
+            )
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
     def note_session(self, session: Session) -> None:

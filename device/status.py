@@ -73,6 +73,18 @@ def _work(session: Session | None) -> str:
         return f"none yet: the cloud has not answered since {at}; the log says why"
     if session.state == "working":
         return f"for a run of the cloud, since {at}"
+    if session.population_asked:
+        return (
+            f"none since {at}: a run asks the population {session.population!r}, and not this "
+            "device now. Not every round asks every device; it works when it is asked"
+        )
+    if session.population_asked is False:
+        return (
+            f"none since {at}: no run of the cloud asks the population {session.population!r} of "
+            "this device. Start one (triplane federate run --population "
+            f"{session.population}), or name the population of a run (triplane device run "
+            "--population)"
+        )
     return (
         f"none since {at}: no run of the cloud asks this device. A run asks the population that it "
         f"was started with (federate run --population); this device's is {session.population!r}"

@@ -76,12 +76,14 @@ class Orders:
     """All that a device has to do now.
 
     refused: contributions that decline what is wrong. told: the message it was parsed from.
+    population_asked: whether a run asks the population offered; None where that is not said.
     """
 
     tasks: tuple[Task, ...] = ()
     settled: tuple[Settled, ...] = ()
     refused: tuple[pb.Contribution, ...] = ()
     told: pb.Work = field(default_factory=pb.Work, repr=False, compare=False)
+    population_asked: bool | None = None
 
     @property
     def leases(self) -> frozenset[str]:
@@ -103,7 +105,9 @@ def orders_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: floa
             tasks.append(_task(told, device, max_blob_bytes, now_s))
         except InvalidInput as error:
             refused.append(declined(told.run, told.round, told.lease, str(error)))
-    return Orders(tuple(tasks), tuple(map(_settled, message.settled)), tuple(refused), message)
+    asked = message.population_asked if message.HasField("population_asked") else None
+    settled = tuple(map(_settled, message.settled))
+    return Orders(tuple(tasks), settled, tuple(refused), message, asked)
 
 
 def declined(run: str, round_: int, lease: bytes, reason: str) -> pb.Contribution:

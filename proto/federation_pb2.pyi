@@ -785,6 +785,11 @@ class Work(_message.Message):
 
     TASKS_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
+    POPULATION_ASKED_FIELD_NUMBER: _builtins.int
+    population_asked: _builtins.bool
+    """Whether a run that is not over asks the population that the device offers, be it this device or
+    others. Absent before the device has made its offer, and from clouds that do not say it.
+    """
     @_builtins.property
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Task]: ...
     @_builtins.property
@@ -796,12 +801,15 @@ class Work(_message.Message):
         *,
         tasks: _abc.Iterable[Global___Task] | None = ...,
         settled: _abc.Iterable[Global___Settlement] | None = ...,
+        population_asked: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_population_asked", b"_population_asked", "population_asked", b"population_asked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["settled", b"settled", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_population_asked", b"_population_asked", "population_asked", b"population_asked", "settled", b"settled", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__population_asked: _TypeAlias = _typing.Literal["population_asked"]  # noqa: Y015
+    _WhichOneofArgType__population_asked: _TypeAlias = _typing.Literal["_population_asked", b"_population_asked"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__population_asked) -> _WhichOneofReturnType__population_asked | None: ...
 
 Global___Work: _TypeAlias = Work  # noqa: Y015
 

@@ -80,11 +80,12 @@ class _Device:
     """A device with an open stream.
 
     answers: to contributions that no live run settles, by run and lease. saying: what it waits for
-    is said then.
+    is said then. is_asked: what it was last told of whether a run asks its population.
     """
 
     offer: pb.Offer | None = None
     saying: asyncio.TimerHandle | None = None
+    is_asked: bool | None = None
     answers: dict[tuple[str, bytes], pb.Settlement] = field(default_factory=dict)
 
 
@@ -271,6 +272,7 @@ class Federation:
             self._waiting[entry.id] = entry
             self._prepare(entry)
             self._move()
+            self._tell_whether_asked()
         return await self.run(entry.id)
 
     async def _checked(self, asked: pb.Spec) -> pb.Spec:
@@ -436,6 +438,7 @@ class Federation:
     async def _fail(self, entry: Entry, reason: str) -> None:
         await self._change(entry, before="failed", reason=reason, live=False, ended_s=self._clock())
         self._waiting.pop(entry.id, None)
+        self._tell_whether_asked()
         logger.warning("run failed", extra={"run_id": entry.id, "reason": reason})
 
     async def _change(self, entry: Entry, **values: Any) -> None:
@@ -484,6 +487,8 @@ class Federation:
         device = self._devices.setdefault(name, _Device())
         before, device.offer = device.offer, offer
         self._presence.changed(name)
+        if before is None or before.population != offer.population:
+            self.tell(name)
         if offer.waits != (before.waits if before else "") and device.saying is None:
             loop = asyncio.get_running_loop()
             device.saying = loop.call_later(WAITS_S, self._say_waits, name, device)
@@ -581,11 +586,28 @@ class Federation:
         if over:
             ended, self._ended = self._ended, asyncio.Event()
             ended.set()
+            self._tell_whether_asked()
 
     def work_of(self, name: str) -> pb.Work:
         """All the device shall do now, and what became of what it did."""
         device = self._devices.get(name)
-        return self._documents.work_of(name, device.answers if device else {})
+        work = self._documents.work_of(name, device.answers if device else {})
+        if device is not None and device.offer is not None:
+            device.is_asked = device.offer.population in self._asked_populations()
+            work.population_asked = device.is_asked
+        return work
+
+    def _asked_populations(self) -> set[str]:
+        """Of the runs that are not over."""
+        entries = [*(run.entry for run in self._live()), *self._waiting.values()]
+        return {entry.spec.population for entry in entries}
+
+    def _tell_whether_asked(self) -> None:
+        """Tell the devices for which it changed whether a run asks their population."""
+        asked = self._asked_populations()
+        for name, device in list(self._devices.items()):
+            if device.offer and device.is_asked is not (device.offer.population in asked):
+                self.tell(name)
 
     async def _put(self, run: str, make: Make) -> Book:
         """Have an event happen in a run. NotFound: it is not live."""

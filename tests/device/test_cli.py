@@ -13,6 +13,8 @@ from tests.cloud.federation import given
 from tests.device.devices import cloud_of, save_shard, token_for, within
 
 from triplane.device.cli import device
+from triplane.device.home import DeviceHome, Session
+from triplane.device.status import _work
 from triplane.proto.errors import InvalidInput, NotFound
 
 COMMAND = (sys.executable, "-m", "triplane.device.cli")
@@ -80,7 +82,10 @@ def until_status(home, holds):
 
 @pytest.mark.slow
 def test_status_says_that_no_run_asks_for_the_population(tmp_path):
-    """Also where the process runs with another population than the settings name."""
+    """Also where the process runs with another population than the settings name.
+
+    Once a run asks that population too, it is said that the device waits for its turn.
+    """
     home, data = tmp_path / "home", tmp_path / "samples.npz"
     save_shard(data, given.shard(0))
 
@@ -94,20 +99,38 @@ def test_status_says_that_no_run_asks_for_the_population(tmp_path):
             await cloud.federation.begin(given.start_request(), by="operator")
             running = await asyncio.to_thread(begun, home, "--population", "nobody")
             try:
-                idle = await asyncio.to_thread(
-                    until_status, home, lambda s: (s["session"] or {}).get("state") == "idle"
-                )
+                idle = await asyncio.to_thread(until_status, home, lambda s: asked(s) is False)
                 text = await asyncio.to_thread(verb, "status", "--home", home)
+                await cloud.federation.begin(
+                    given.start_request(population="nobody"), by="operator"
+                )
+                await asyncio.to_thread(until_status, home, lambda s: asked(s) is True)
+                waits = await asyncio.to_thread(verb, "status", "--home", home)
             finally:
                 running.kill()
                 running.communicate()
-            return before.stdout, idle, text.stdout
+            return before.stdout, idle, text.stdout, waits.stdout
 
-    before, idle, text = within(story())
+    def asked(status):
+        return (status["session"] or {}).get("population_asked")
+
+    before, idle, text, waits = within(story())
     assert "no process runs here" in before
     assert (idle["population"], idle["session"]["population"]) == ("nobody", "nobody")
-    assert "no run of the cloud asks this device" in text
-    assert "this device's is 'nobody'" in text
+    assert idle["session"]["state"] == "idle"
+    assert "no run of the cloud asks the population 'nobody'" in text
+    assert "a run asks the population 'nobody', and not this device now" in waits
+
+
+@pytest.mark.parametrize("known", [{}, {"population_asked": None}])
+def test_status_of_a_device_of_an_older_cloud_says_what_is_known(tmp_path, known):
+    home = DeviceHome(tmp_path)
+    told = {"state": "idle", "population": "labs", "since_s": 1.0, **known}
+    home.session_file.write_text(json.dumps(told))
+    assert home.session == Session("idle", "labs", 1.0)
+    text = _work(home.session)
+    assert "no run of the cloud asks this device." in text
+    assert "this device's is 'labs'" in text
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import itertools
 import secrets
 
 import pytest
@@ -426,6 +427,31 @@ def test_a_plan_that_finds_no_room_waits_for_it_and_the_run_begins(tmp_path, mon
     told, run = within(story())
     assert told.phase == pb.Run.PREPARING
     assert "full" not in run.reason
+
+
+@pytest.mark.slow
+def test_devices_are_told_whether_a_run_asks_their_population(tmp_path):
+    def told(asked):
+        return lambda w: w.HasField("population_asked") and w.population_asked is asked
+
+    async def story():
+        async with running(make_home(tmp_path)) as cloud:
+            await registered(cloud, tmp_path)
+            devices = await devices_of(cloud, tmp_path, ("ann", "bob"))
+            assert not cloud.federation.greeting("eve").HasField("population_asked")
+            async with living(devices):
+                for device in devices:
+                    await device.until(told(asked=False))
+                run_id = await begun(cloud)
+                for device in devices:
+                    await device.until(told(asked=True))
+                await ended(cloud, run_id)
+                for device in devices:
+                    await device.until(told(asked=False))
+            return [work.population_asked for work in devices[0].heard]
+
+    heard = within(story())
+    assert [a for a, _ in itertools.groupby(heard)] == [False, True, False]
 
 
 @pytest.mark.slow
