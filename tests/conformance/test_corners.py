@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from triplane.unified_ir import ops
+from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir import TensorSpec
+from triplane.unified_ir.ir.types import float16, float32, float64
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
 
@@ -34,6 +36,11 @@ AGREED = {  # each also for rows of no elements, unless a shape stands in the wa
     "sign": row("Sign"), "round": row("Round"), "erf": row("Erf"), "softplus": row("Softplus"),
     "max": lambda x: TABLE["", "Max"](x, 0.5), "min": lambda x: TABLE["", "Min"](0.5, x),
     "clip": lambda x: TABLE["", "Clip"](x, np.float32(-1), np.float32(1)),
+    "clip_below": lambda x: TABLE["", "Clip"](x, np.float32(-1)),
+    "clip_above": lambda x: TABLE["", "Clip"](x, None, np.float32(1)),
+    "clip_nothing": lambda x: TABLE["", "Clip"](x, np.float32(-INF), np.float32(INF)),
+    "clip_to_infinity": lambda x: TABLE["", "Clip"](x, np.float32(INF)),
+    "clip_to_the_lower": lambda x: TABLE["", "Clip"](x, np.float32(-INF), np.float32(-INF)),
     "less": lambda x: x < 0.5, "equal": lambda x: x == 0.5,
     "where": lambda x: ops.where(x > 0.0, x, 0.0),
     "softmax": row("Softmax", axis=1), "log_softmax": row("LogSoftmax", axis=1),
@@ -55,6 +62,9 @@ KNOWN = {  # (function, rows, why): the reference keeps to NumPy
     "the place of a maximum over NaN": (row("ArgMax", axis=1, keepdims=0), ODD, "as above"),
     "a pooled maximum over NaN": (
         pairs(ops.max_pool), ODD, "as above; in a vector the NaN may win, so it is by position"),
+    "a bound that is NaN": (
+        lambda x: TABLE["", "Clip"](x, None, np.float32(NAN)), ODD, "as above; PyTorch gives NaN",
+    ),
     "the mean of nothing": (reduced("ReduceMean"), NOTHING, "undefined in ONNX; 0 there, NaN here"),
 }
 # fmt: on
@@ -88,3 +98,30 @@ def test_a_known_difference_is_still_one(what):
     body, x, why = KNOWN[what]
     found, wanted = on_both(body, x)
     assert not np.array_equal(found, wanted, equal_nan=wanted.dtype.kind == "f"), why
+
+
+BOUNDS = [(-1.0, None), (None, 1.0), (-INF, None), (None, INF), (-INF, INF), (INF, -INF)]
+KINDS = [float16, float32, float64]
+
+
+@pytest.mark.parametrize("name", ["onnx", "ascend"])
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize(("low", "high"), BOUNDS)
+def test_clip_and_its_slopes_agree_on_infinite_bounds_and_values(name, dtype, low, high):
+    """An absent bound is infinity, and what is infinite is not beyond it."""
+    kept = {k: v for k, v in (("low", low), ("high", high)) if v is not None}
+    build = Build(TABLE, "loss")
+    with build:
+        x = build.param("x", TensorSpec((6,), dtype))
+        bounds = {k: build.param(k, TensorSpec((), dtype)) for k in kept}
+        y = TABLE["", "Clip"](x, bounds.get("low"), bounds.get("high"))
+        weights = np.array([1, 2, 3, 4, 5, 6], dtype.numpy)
+        f = build.finish({"loss": (y * weights).sum(), "y": y})
+    grad = value_and_grad(f, ["x", *kept], of="loss")
+    args = [np.array([NAN, INF, -INF, 0, 2, -2], dtype.numpy)]
+    args += [np.array(v, dtype.numpy) for v in kept.values()]
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")
+        found, wanted = (engine(e).compile(grad)(*args) for e in (name, "reference"))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)

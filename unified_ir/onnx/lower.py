@@ -120,6 +120,17 @@ def _constant(context: Context, node: Node) -> None:
     context.names[node.outputs[0]] = context.constant(value)
 
 
+def _clip(context: Context, node: Node) -> None:
+    """An absent bound is infinity: onnxruntime takes the largest finite number for it."""
+    dtype, names = node.outputs[0].type.dtype, [*context.inputs(node), "", ""][:3]
+    if not dtype.is_float or not any(names[1:]):
+        context.plain(node)
+        return
+    ends = [np.array(end, dtype.numpy) for end in (-np.inf, np.inf)]
+    bounds = [n or context.constant(end) for n, end in zip(names[1:], ends, strict=True)]
+    context.add("Clip", [names[0], *bounds], context.output_names(node))
+
+
 def _dims(context: Context, node: Node) -> None:
     context.names[node.outputs[0]] = context.dims(node.attrs["dims"])  # type: ignore[arg-type]
 
@@ -680,6 +691,7 @@ def _coding(context: Context, node: Node) -> None:
 
 
 RULES: Final[Mapping[tuple[str, str], Rule]] = {
+    ("", "Clip"): _clip,
     ("", "Constant"): _constant,
     ("", "Reshape"): _reshape,
     ("", "Slice"): _slice,
