@@ -6,7 +6,9 @@ longer than one test belongs in a fixture of wider scope, which is set up before
 
 import gc
 import os
+import secrets
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -25,6 +27,32 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 # the hundreds of processes that tests start would compile the packages.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+RUN = "TRIPLANE_TEST_RUN"
+"""Variable by which every process that a run of tests started is known, however far below it."""
+WATCH = """
+import os, select, signal, sys, time
+from pathlib import Path
+run, watched = os.fsencode(sys.argv[1]), select.poll()
+watched.register(int(sys.argv[2]), select.POLLIN)
+if os.fork():
+    os._exit(0)  # so that no process of the tests is our parent
+os.setsid()
+watched.poll()
+for _ in range(100):  # until none is left that could start another
+    found = 0
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if run in path.read_bytes().split(bytes(1)):
+                os.kill(int(path.parent.name), signal.SIGKILL)
+                found += 1
+        except OSError:
+            continue
+    if not found:
+        break
+    time.sleep(0.05)
+"""
+"""Ends what a run of tests leaves behind, whatever ended the run, a SIGKILL too."""
 
 GRACE_S = 5.0  # for threads that were told to end and descriptors that close with them
 STEP_S = 0.01
@@ -54,8 +82,31 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 def pytest_configure(config):
     """`make quick` searches a quarter as far; before any module of tests reads the profile."""
+    watch()
     if quick(config) and "HYPOTHESIS_PROFILE" not in os.environ:
         settings.load_profile("quick")
+
+
+def watch():
+    """Have another process end what this one starts, once this one has ended."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    name = f"{RUN}={secrets.token_hex(16)}"
+    others = {k: v for k, v in os.environ.items() if k != RUN}  # it must not find itself
+    handle = os.pidfd_open(os.getpid())
+    try:
+        subprocess.run(
+            [sys.executable, "-S", "-c", WATCH, name, str(handle)],
+            env=others,
+            pass_fds=[handle],
+            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    finally:
+        os.close(handle)
+    os.environ[RUN] = name.partition("=")[2]
 
 
 def quick(config):

@@ -1,12 +1,18 @@
+import os
 import re
+import select
+import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+WAIT_S = 60
 LEAKS = {
     "thread": "import threading as t; t.Thread(target=t.Event().wait, daemon=True).start()",
     "process": "import subprocess; keep.append(subprocess.Popen(['sleep', '3']))",
@@ -40,6 +46,38 @@ def test_a_test_that_leaves_something_behind_fails_and_names_it(tmp_path, what):
     )
     assert result.returncode == 1, result.stdout
     assert f"left behind by this test: ['{what} " in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_killed_run_leaves_no_process_that_its_tests_started(tmp_path, workers):
+    """In a session of its own, two below, as the processes of a supervisor are."""
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    (tmp_path / "test_waits.py").write_text(
+        "import subprocess\n\ndef test_waits():\n"
+        "    script = 'sleep 3600 & echo $! > new; mv new pid; wait'\n"
+        "    subprocess.run(['sh', '-c', script], start_new_session=True)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", str(workers)]
+    with subprocess.Popen(
+        [*command, "--rootdir", tmp_path, tmp_path], stdout=subprocess.DEVNULL, cwd=tmp_path
+    ) as run:
+        deadline = time.monotonic() + WAIT_S
+        while not (tmp_path / "pid").exists() and time.monotonic() < deadline:
+            assert run.poll() is None
+            time.sleep(0.05)
+        started = os.pidfd_open(int((tmp_path / "pid").read_text()))
+        try:
+            run.kill()
+            run.wait()
+            poll = select.poll()
+            poll.register(started, select.POLLIN)
+            ended = poll.poll(1000 * WAIT_S)
+            if not ended:
+                signal.pidfd_send_signal(started, signal.SIGKILL)
+        finally:
+            os.close(started)
+    assert ended
 
 
 HANGS = {
