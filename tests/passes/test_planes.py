@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.engines import engine
@@ -128,6 +129,19 @@ def test_a_network_whose_weights_are_only_read_stays_as_it_is():
         w = build.param("w", TensorSpec((128, 128, 3, 3)))
         function = build.finish({"y": ops.conv(x, w, padding=1)})
     assert merge_planes(function) is function
+
+
+@pytest.mark.parametrize("case", ["3 x 3 over 2 x 2", "over 4 x 4"])
+def test_a_batch_without_images_is_refused_before_it_runs(case):
+    """onnxruntime fails on the first and never ends on the second, merged or not."""
+    function = step(*MERGED[case][0])
+    program = engine("onnx").compile(function, donate=("first", "w"))
+    x, first, w = arrays(function, 0)
+    loop = program.loop({"first": first, "w": w})
+    for run in (lambda: program(x, first, w), lambda: loop.step(x=x)):
+        with pytest.raises(InvalidInput, match=r"at least one sample, got x \(0, "):
+            run()
+    assert loop.step(x=np.ones((1, *x.shape[1:]), np.float32))["loss"] > 0
 
 
 def test_any_number_of_images_runs_through_one_graph():

@@ -16,7 +16,7 @@ from triplane.unified_ir.ops.contents import Contents, as_contents
 from triplane.unified_ir.ops.custom_ops import with_kernels
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.passes.widen import widen_half
-from triplane.unified_ir.runtime.session import Loop, RunFailed, Session, SessionOptions
+from triplane.unified_ir.runtime.session import Loop, RunFailed, Session, SessionOptions, check_rows
 from triplane.unified_ir.runtime.signature import next_name
 
 _CPU_ONLY: Final = ("CPUExecutionProvider",)
@@ -54,6 +54,8 @@ class OnnxProgram:
         """See `Program`."""
         given = by_position(self.function, args)
         feeds = {p.name: as_contents(given[p.name], p.type) for p in self.function.params}
+        if self._donate:
+            check_rows({n: x for n, x in feeds.items() if n not in self._donate})
         try:
             found = self._session.run(feeds, self._outputs)
         except RunFailed as failed:

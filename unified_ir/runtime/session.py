@@ -191,6 +191,20 @@ class Session:
         return list(outputs)
 
 
+def check_rows(batch: Mapping[str, Any]) -> None:
+    """InvalidInput where no array of a training step's batch has a row.
+
+    onnxruntime's kernels for gradients of convolutions refuse such a batch, or never end.
+    """
+    shapes = {name: x.shape for name, x in batch.items() if isinstance(x, np.ndarray)}
+    rows = [shape[0] for shape in shapes.values() if shape]
+    if rows and not any(rows):
+        seen = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise InvalidInput(
+            f"a training step needs at least one sample, got {seen}; leave an empty batch out"
+        )
+
+
 class Loop:
     """Steps of one graph whose state stays in two sets of buffers, used in turn.
 
@@ -223,6 +237,8 @@ class Loop:
     def step(self, **batch: Array) -> dict[str, Array]:
         """Run once on `batch`, advance the state and return the outputs that are not state."""
         checked = self._batch.check(batch)
+        if self._updated:
+            check_rows(checked)
         held = {name: np.asarray(x, order="C") for name, x in checked.items()}
         binding = self._read_front
         try:
