@@ -5,7 +5,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
-from tests.onnx.networks import Writer, resnet
+from tests.onnx.networks import Writer, info, resnet
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound
 from triplane.unified_ir import TensorSpec, import_onnx, load, nn, ops, trace
@@ -314,3 +314,27 @@ def test_every_engine_runs_what_was_imported():
     for name in ("onnx", "reference"):
         (found,) = engine(name).compile(function)(*args)
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_an_outer_weight_that_a_widened_loop_reads_first_is_kept():
+    """The loop's body is recorded again with more rows; the weight belongs outside of it."""
+    table = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
+    body = Writer()
+    body.add("Identity", "go", name="go_on")
+    body.add("Concat", "rows", body.add("MatMul", "rows", "w"), name="more", axis=0)
+    graph = body.graph([("go_on", TensorProto.BOOL, []), ("more", TensorProto.FLOAT, None)])
+    graph.input.append(info("i", TensorProto.INT64, []))
+    graph.input.append(info("go", TensorProto.BOOL, []))
+    graph.input.append(info("rows", TensorProto.FLOAT, None))
+    w = Writer()
+    w.constant("w", table)
+    w.add("Loop", "n", "", "x", name="y", body=graph)
+    inputs = [("n", TensorProto.INT64, []), ("x", TensorProto.FLOAT, [2, 4])]
+    model = w.model(inputs, [("y", TensorProto.FLOAT, None)])
+    module = import_onnx(model)
+    assert module.state.keys() == {"w"}
+    x = np.ones((2, 4), np.float32)
+    (wanted,) = ort.InferenceSession(model.SerializeToString()).run(
+        None, {"n": np.array(2), "x": x}
+    )
+    np.testing.assert_allclose(nn.Imported(module)(np.array(2), x), wanted, rtol=1e-4)

@@ -114,13 +114,17 @@ class Weights:
         """Patterns of names; equal parameters that fit are one."""
         self._twins = Twins()
         self._tensors: dict[str, Tensor] = {}
+        self.scopes = 0
+        """Scopes made so far; each is known by how many there were with it."""
+        self._scope_of: dict[str, int] = {}
         self._tied: dict[str, str] = {}
         """The weight that stands for each that was left out."""
 
-    def tied(self, name: str, array: Array) -> tuple[Tensor, bool] | None:
+    def tied(self, name: str, array: Array, scope: int) -> tuple[Tensor, bool] | None:
         """An equal parameter that this one is tied to, and whether as its transpose.
 
-        name: the one that it would have in the state, as `free` gives it.
+        name: the one that it would have in the state, as `free` gives it. scope: it stands for a
+        weight of this scope now, too, and is kept as long.
         """
         if not any(fnmatchcase(name, pattern) for pattern in self.tie):
             return None
@@ -129,6 +133,7 @@ class Weights:
             return None
         first, is_transposed = found
         self._tied[name] = first
+        self._scope_of[first] = min(self._scope_of[first], scope)
         return self._tensors[first], is_transposed
 
     def check_tied(self) -> None:
@@ -142,26 +147,32 @@ class Weights:
                     f"tie: {pattern!r} fits no two equal weights; equal are {_shown(equal)}"
                 )
 
-    def add(self, name: str, array: Array, role: Role) -> Tensor:
-        """A weight under a name that `free` gave."""
+    def add(self, name: str, array: Array, role: Role, scope: int) -> Tensor:
+        """A weight of a scope, under a name that `free` gave."""
         self.bytes += array.nbytes
         if self.bytes > MAX_WEIGHT_BYTES:
             raise InvalidInput(f"the weights are more than {MAX_WEIGHT_BYTES} bytes")
         self.taken.add(name)
+        self._scope_of[name] = scope
         self.state[name] = StateTensor(role, array)
         self._tensors[name] = self.build.param(name, type_of(array))
         return self._tensors[name]
 
-    def mark(self) -> tuple[int, int, set[str], int]:
+    def mark(self) -> int:
         """Where one is, for `back_to`."""
-        return len(self.state), len(self.build.params), set(self.taken), self.bytes
+        return self.scopes
 
-    def back_to(self, mark: tuple[int, int, set[str], int]) -> None:
-        """Forgets weights added since, with a recording that is thrown away."""
-        states, params, self.taken, self.bytes = mark
-        for name in list(self.state)[states:]:
-            del self.state[name]
-        del self.build.params[params:]
+    def back_to(self, mark: int) -> None:
+        """Forget weights of scopes made since, with a recording that is thrown away.
+
+        What such a recording was the first to read of an outer scope stays: it is known there.
+        """
+        forgotten = [name for name, scope in self._scope_of.items() if scope > mark]
+        for name in forgotten:
+            self.bytes -= self.state.pop(name).array.nbytes
+            self.taken.remove(name)
+            self.build.params.remove(self._tensors.pop(name).value)
+            del self._scope_of[name]
 
     def free(self, name: str, prefix: str = "") -> str:
         """The name that a weight has in the state; one already taken gets a prefix or a number."""
@@ -193,6 +204,8 @@ class Scope:
         self.prefix = prefix
         self.values: dict[str, Tensor] = {}
         self.waiting: dict[str, TensorProto] = {}
+        weights.scopes += 1
+        self.number = weights.scopes
 
     def declare(self, initializers: Iterable[TensorProto]) -> None:
         """Names that stand for initializers, read when first used."""
@@ -231,9 +244,9 @@ class Scope:
         free = self.weights.free(name, self.prefix)
         is_statistic = self.uses.is_statistic(name)
         role = self.weights.choice.role(free, array, found, is_statistic=is_statistic)
-        tied = self.weights.tied(free, array) if role is Role.PARAMETER else None
+        tied = self.weights.tied(free, array, self.number) if role is Role.PARAMETER else None
         if tied is None:
-            return self.weights.add(free, array, role)
+            return self.weights.add(free, array, role, self.number)
         weight, is_transposed = tied
         if not is_transposed:
             return weight
