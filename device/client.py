@@ -52,6 +52,7 @@ TELLING_SHARE: Final = 0.1
 TOO_LONG: Final = "the task was not done by its deadline; fewer steps, or a longer deadline?"
 
 _NO_ORDERS: Final = Orders()
+"""Until the first document: what is pending waits, for nothing is known of it."""
 
 NO_WORK: Final[Mapping[bool | None, str]] = {
     None: "no work: no run of the cloud asks this device now",
@@ -59,7 +60,6 @@ NO_WORK: Final[Mapping[bool | None, str]] = {
     True: "no work now: a run asks the population of this device, and other devices of it",
 }
 """What is logged of a device without a task, by whether a run asks its population."""
-"""Until the first document: what is pending waits, for nothing is known of it."""
 
 
 class Graphs(Enum):
