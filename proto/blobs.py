@@ -64,17 +64,18 @@ class BlobFolder:
         """Whether the blob is complete."""
         return self.path(sha256).is_file()
 
-    def drop_damaged(self, sha256: bytes) -> bool:
+    def drop_damaged(self, sha256: bytes, *, reread: bool = False) -> bool:
         """Remove a complete blob whose bytes are not the ones of its name; whether it was so.
 
-        A blob is read once in the life of a process, and again when its file changed.
+        A blob is read once in the life of a process, and again when its file changed. reread: read
+        it in any case, which also finds damage that left the file's size and time as they were.
         """
         path = self.path(sha256)
         while True:
             try:
                 with path.open("rb") as file:
                     mark = _mark(os.fstat(file.fileno()))
-                    if self._whole.get(sha256) == mark:
+                    if not reread and self._whole.get(sha256) == mark:
                         return False
                     found = hashlib.file_digest(file, "sha256").digest()
                 if found == sha256:
@@ -87,6 +88,11 @@ class BlobFolder:
                 return False
         logger.error("damaged blob dropped", extra={"blob": sha256.hex(), "bytes": mark[1]})
         return True
+
+    def is_lost(self, sha256: bytes, *, reread: bool = False) -> bool:
+        """Whether no undamaged copy of the blob is here; a damaged one is removed."""
+        self.drop_damaged(sha256, reread=reread)
+        return not self.has(sha256)
 
     def stored(self, sha256: bytes, size: int) -> pb.Progress:
         """How much of a blob is here."""
@@ -122,7 +128,7 @@ class BlobFolder:
     def put(self, data: bytes) -> bytes:
         """Store a blob of ours; returns its name."""
         sha256 = hashlib.sha256(data).digest()
-        if not self.has(sha256):
+        if self.is_lost(sha256):
             with self.receive(sha256, len(data)) as receiving:
                 receiving.take(data)
         return sha256
@@ -130,7 +136,7 @@ class BlobFolder:
     def put_file(self, source: Path) -> bytes:
         """Store a copy of a file; returns its name."""
         sha256, size = digest_of(source), source.stat().st_size
-        if not self.has(sha256):
+        if self.is_lost(sha256):
             with self.receive(sha256, size) as receiving, source.open("rb") as file:
                 file.seek(receiving.stored)
                 while chunk := file.read(CHUNK_BYTES):

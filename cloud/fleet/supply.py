@@ -13,7 +13,7 @@ from triplane.cloud.registry.names import Reference
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.registry.values import Bundle, State
 from triplane.cloud.trust.repository import Repository
-from triplane.proto.errors import Conflict, InvalidInput, NotFound
+from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
 from triplane.proto.targets import AUTO, RELEASE, SignedTarget, TargetName
 
 
@@ -98,8 +98,10 @@ class Supply:
                 bundle = await self._registry.bundle(name.model, name.version, name.target)
             except (NotFound, InvalidInput):
                 continue
-            if bundle.blob == blob:
+            if bundle.blob == blob and bundle.state is State.READY:
                 return
+            if bundle.blob == blob:
+                raise Unavailable(_not_here(bundle))
         raise NotFound(
             f"no blob {blob.hex()[:16]}... that is assigned to node {node.name}; "
             "nodes read what they shall serve"
@@ -117,6 +119,12 @@ class Supply:
 
     def _signed_part(self, name: str) -> Any:
         return json.loads(self._repository.get(name))["signed"]
+
+
+def _not_here(bundle: Bundle) -> str:
+    if bundle.state is State.CONVERTING:
+        return f"the cloud lost its file of {bundle} and is making it again; try again later"
+    return f"the cloud lost its file of {bundle}: {bundle.reason}"
 
 
 def _needs(bundle: Bundle) -> Needs:

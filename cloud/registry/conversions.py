@@ -30,6 +30,8 @@ COMMAND: Final = (sys.executable, "-m", "triplane.cloud.registry.converting")
 MAX_ANSWER_BYTES: Final = 64 << 10
 MAX_LOGGED_CHARS: Final = 2000
 MAX_REASON_CHARS: Final = 2000
+MAX_REPORT_BYTES: Final = 4 << 20
+"""Of a bundle's report, as it is read from a bundle."""
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _PREFIX: Final = "job-"
 
@@ -63,13 +65,17 @@ class Files:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """A finished bundle at `path`."""
+    """A finished bundle at `path`.
+
+    report: its measured figures, the one part that differs between two conversions of a model.
+    """
 
     path: Path
     size: int
     root_digest: bytes
     content_digest: bytes
     needs: Needs
+    report: bytes = b""
 
 
 class Conversions:
@@ -95,20 +101,28 @@ class Conversions:
 
     @contextlib.asynccontextmanager
     async def convert(
-        self, files: Files, *, version: int, target: str, model_digest: bytes
+        self, files: Files, *, version: int, target: str, model_digest: bytes, report: bytes = b""
     ) -> AsyncIterator[Made]:
-        """Give the bundle of a version, whose file is there until the block ends."""
+        """Give the bundle of a version, whose file is there until the block ends.
+
+        report: of an earlier conversion. With it the bundle is the earlier one, byte for byte.
+        """
         async with self._conversions, self._job() as job:
-            out = job / "made.bundle"
+            out, new_report = job / "made.bundle", job / "report.json"
+            kept_report = job / "kept-report.json"
+            if report:
+                await asyncio.to_thread(kept_report.write_bytes, report)
             order = _order("convert", files, job) | {
                 "version": str(version),
                 "target": target,
                 "model_digest": model_digest.hex(),
                 "out": str(out),
+                "report": str(new_report),
+                "kept_report": str(kept_report) if report else None,
             }
             done = await self._run(job, order, self._limits.convert_s)
             with _expected():
-                made = _made(done, out)
+                made = _made(done, out, new_report)
             yield made
 
     @contextlib.asynccontextmanager
@@ -252,12 +266,15 @@ def _refusal(told: Mapping[str, Any]) -> TriplaneError:
     return family(str(told["text"])[:MAX_REASON_CHARS])
 
 
-def _made(done: Mapping[str, Any], path: Path) -> Made:
+def _made(done: Mapping[str, Any], path: Path, report: Path) -> Made:
     needs = done["needs"]
+    if report.stat().st_size > MAX_REPORT_BYTES:
+        raise ValueError(f"a report of {report.stat().st_size} bytes")
     return Made(
         path=path,
         size=int(done["size"]),
         root_digest=bytes.fromhex(done["root_digest"]),
         content_digest=bytes.fromhex(done["content_digest"]),
         needs=Needs(**{**needs, "instructions": tuple(needs["instructions"])}),
+        report=report.read_bytes(),
     )

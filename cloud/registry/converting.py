@@ -95,10 +95,13 @@ def check(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert(order: dict[str, Any]) -> dict[str, Any]:
-    """Make the bundle at `order["out"]`."""
+    """Make the bundle at `order["out"]`, and its report at `order["report"]`.
+
+    The measured figures of a report are those of `order["kept_report"]`, if that is given.
+    """
     from triplane.unified_ir.convert.conversion import convert as run
     from triplane.unified_ir.convert.conversion import read_model
-    from triplane.unified_ir.runtime.bundle import Bundle
+    from triplane.unified_ir.runtime.bundle import Bundle, encoded_report, write_with_report
 
     module, digest = read_model(Path(order["model"]))
     if digest != order["model_digest"]:
@@ -121,7 +124,11 @@ def convert(order: dict[str, Any]) -> dict[str, Any]:
         model_digest=digest,
         out=out,
     )
+    if order["kept_report"]:
+        measured = out.rename(out.with_suffix(".measured"))
+        write_with_report(measured, out, Path(order["kept_report"]).read_bytes())
     made = Bundle.load(out)
+    Path(order["report"]).write_bytes(encoded_report(made.report))
     return {
         "size": out.stat().st_size,
         "root_digest": made.digest,

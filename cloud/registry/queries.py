@@ -1,13 +1,14 @@
 """Reads and writes of the registry's tables, each on a connection inside a transaction."""
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from sqlalchemy import Connection, Row, select
+from sqlalchemy import Connection, Row, exists, select
 
 from triplane.cloud.registry.names import LATEST, Reference
-from triplane.cloud.registry.tables import ALIASES, BUNDLES, MODELS, VERSIONS
+from triplane.cloud.registry.tables import ALIASES, BUNDLES, MODELS, REPORTS, VERSIONS
 from triplane.cloud.registry.values import (
     Bundle,
     Lineage,
@@ -156,12 +157,19 @@ def bundle(connection: Connection, model: str, version: int, target: str) -> Bun
     return None if found is None else _bundle(found)
 
 
-def start(connection: Connection, model: str, version: int, target: str) -> None:
-    """Count an attempt to convert; the row appears with the first."""
+def start(
+    connection: Connection, model: str, version: int, target: str, *, is_remade: bool = False
+) -> None:
+    """Count an attempt to convert; the row appears with the first.
+
+    is_remade: a finished bundle is made again, so the count begins again too. Its digests stay in
+    the row: they say which bytes have to come out.
+    """
     here = _here(model, version, target)
     attempts = connection.scalar(select(BUNDLES.c.attempts).where(here))
     if attempts is not None:
-        begun = {"state": State.CONVERTING.name, "reason": "", "attempts": attempts + 1}
+        n_attempts = 1 if is_remade else attempts + 1
+        begun = {"state": State.CONVERTING.name, "reason": "", "attempts": n_attempts}
         connection.execute(BUNDLES.update().where(here).values(begun))
         return
     connection.execute(
@@ -183,8 +191,14 @@ def start(connection: Connection, model: str, version: int, target: str) -> None
     )
 
 
-def finish(connection: Connection, made: Bundle, *, may_retry: bool = False) -> None:
-    """Write what became of a conversion, once: a READY bundle never changes."""
+def finish(
+    connection: Connection, made: Bundle, *, may_retry: bool = False, is_input_lost: bool = False
+) -> None:
+    """Write what became of a conversion, once: a READY bundle never changes.
+
+    is_input_lost: nothing was converted because a file it reads is not here, so no attempt counts.
+    """
+    uncounted = {"attempts": 0} if is_input_lost else {}
     connection.execute(
         BUNDLES.update()
         .where(_here(made.model, made.version, made.target))
@@ -192,10 +206,41 @@ def finish(connection: Connection, made: Bundle, *, may_retry: bool = False) -> 
         .values(
             state=made.state.name,
             reason=made.reason,
-            may_retry=may_retry,
+            may_retry=may_retry or is_input_lost,
             needs=asdict(made.needs),
+            **uncounted,
             **{name: getattr(made, name) for name in MADE},
         )
+    )
+
+
+def keep_report(connection: Connection, of: Bundle, report: bytes) -> None:
+    """Store what the report of a bundle measured, so that the same bytes can be made again."""
+    r = REPORTS.c
+    here = (r.model == of.model) & (r.version == of.version) & (r.target == of.target)
+    connection.execute(REPORTS.delete().where(here))
+    row = {"model": of.model, "version": of.version, "target": of.target}
+    connection.execute(REPORTS.insert().values(**row, report=zlib.compress(report)))
+
+
+def report(connection: Connection, of: Bundle) -> bytes:
+    """The stored report of a bundle; empty where an earlier release made it."""
+    r = REPORTS.c
+    here = (r.model == of.model) & (r.version == of.version) & (r.target == of.target)
+    found = connection.scalar(select(r.report).where(here))
+    return b"" if found is None else zlib.decompress(found)
+
+
+def allow_again(connection: Connection, blobs: Iterable[bytes]) -> None:
+    """Let every failed conversion that reads one of these blobs be tried again."""
+    v, b = VERSIONS.c, BUNDLES.c
+    names = list(blobs)
+    reads = v.blob.in_(names) | v.calibration.in_(names) | v.evaluation.in_(names)
+    is_of_one = exists().where(v.model == b.model, v.version == b.version, reads)
+    connection.execute(
+        BUNDLES.update()
+        .where(b.state == State.FAILED.name, is_of_one)
+        .values(may_retry=True, attempts=0)
     )
 
 

@@ -22,9 +22,9 @@ from triplane.cloud.registry.conversions import Conversions, Files
 from triplane.cloud.registry.names import Reference, check_alias
 from triplane.cloud.registry.values import Bundle, Model, Push, Recipe, State, Version
 from triplane.cloud.store import Database
-from triplane.proto.errors import InvalidInput, TriplaneError, Unavailable
+from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.proto.targets import SignedTarget
-from triplane.proto.transfer import BlobFolder
+from triplane.proto.transfer import BlobFolder, digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,8 @@ class Registry:
         known = await self._db.read(lambda connection: queries.pushed(connection, push))
         if known is not None:
             return known
+        for blob in (push.blob, *push.recipe.blobs):
+            await asyncio.to_thread(self.blobs.drop_damaged, blob)
         await claim(self._db, self.blobs, {push.blob, *push.recipe.blobs})
         files = self._files(push.model, push.blob, push.recipe)
         digest = await self._conversions.check(files)
@@ -115,9 +117,20 @@ class Registry:
         return self._insert(connection, push, digest, by)
 
     async def version(self, reference: str) -> Version:
-        """The version that `reference` means now, with its bundles."""
+        """The version that `reference` means now, with its bundles.
+
+        A bundle whose file was lost or damaged is CONVERTING: this begins to make it again.
+        """
         parsed = Reference.parse(reference)
-        return await self._db.read(lambda connection: queries.get(connection, parsed))
+        version = await self._db.read(lambda connection: queries.get(connection, parsed))
+        outdated = [bundle for bundle in version.bundles if await self._is_outdated(bundle)]
+        if not outdated or self._stopping:
+            return version
+        for bundle in outdated:
+            await self._begin((bundle.model, bundle.version, bundle.target))
+        return await self._db.read(
+            lambda connection: queries.get(connection, Reference(version.model, version.version))
+        )
 
     async def models(self) -> list[Model]:
         """All models, by name."""
@@ -148,20 +161,16 @@ class Registry:
     async def bundle(self, model: str, version: int, target: str) -> Bundle:
         """The bundle as it stands; the first call has it made, and one after a child died too.
 
-        NotFound: no such version or target.
+        A bundle whose file was lost or damaged is made again, from the same bytes to the same
+        bytes. NotFound: no such version or target.
         """
         key = (model, version, target)
         found = await self._db.read(lambda connection: queries.bundle(connection, *key))
         if found is None:
             await asyncio.to_thread(_check_target, target)
-        if found is not None and (found.state is State.READY or key in self._running):
+        if found is not None and (key in self._running or not await self._may_begin(found)):
             return found
-        if self._stopping:
-            raise Unavailable(STOPPING)
-        asked = await self._db.write(lambda connection: self._ask(connection, key))
-        if asked.state is State.CONVERTING:
-            self._convert(asked)
-        return asked
+        return await self._begin(key)
 
     async def wait_bundle(self, model: str, version: int, target: str) -> Bundle:
         """As `bundle`, once it is READY or FAILED. Ends by cancellation only, so give a timeout."""
@@ -228,6 +237,8 @@ class Registry:
         size = self._files(push.model, push.blob, push.recipe).model.stat().st_size
         now_s = self._clock()
         made = queries.insert(connection, push, digest=digest, size=size, now_s=now_s, by=by)
+        # The upload replaced damaged copies of these files, so what failed on them may succeed now.
+        queries.allow_again(connection, {push.blob, *push.recipe.blobs})
         details = {"model_digest": digest.hex(), "aliases": sorted(set(push.aliases))}
         self._note(connection, by, "registry.push", str(made), details)
         return made
@@ -244,17 +255,68 @@ class Registry:
     def _found(self, blob: bytes) -> Path | None:
         return self.blobs.find(blob) if blob else None
 
+    async def _may_begin(self, found: Bundle) -> bool:
+        """Whether the conversion of a bundle that was asked for before can begin again now."""
+        if found.state is State.READY:
+            return await self._is_outdated(found)
+        if found.state is State.CONVERTING:
+            return True
+        begun, may_retry = await self._db.read(lambda c: queries.attempts(c, found))
+        if begun == 0:
+            return await self._is_outdated(found)
+        return may_retry and begun < MAX_ATTEMPTS
+
+    async def _is_outdated(self, found: Bundle) -> bool:
+        """Whether the files tell otherwise: a finished bundle is lost, or lost inputs are back."""
+        if (found.model, found.version, found.target) in self._running:
+            return False
+        if found.state is State.READY:
+            return await asyncio.to_thread(self.blobs.is_lost, found.blob)
+        if found.state is State.CONVERTING:
+            return False
+        begun, _ = await self._db.read(lambda c: queries.attempts(c, found))
+        return begun == 0 and not await self._lost_input(found)
+
+    async def _lost_input(self, bundle: Bundle, *, reread: bool = False) -> str:
+        """What a conversion of this bundle would read and is lost or damaged; empty if nothing."""
+        version = await self._stored(bundle)
+        named = {
+            "model file": version.blob,
+            "calibration samples": version.recipe.calibration,
+            "evaluation samples": version.recipe.evaluation,
+        }
+        for what, blob in named.items():
+            if blob and await asyncio.to_thread(self.blobs.is_lost, blob, reread=reread):
+                return what
+        return ""
+
+    async def _stored(self, bundle: Bundle) -> Version:
+        reference = Reference(bundle.model, bundle.version)
+        return await self._db.read(lambda connection: queries.get(connection, reference))
+
+    async def _begin(self, key: Key) -> Bundle:
+        if self._stopping:
+            raise Unavailable(STOPPING)
+        asked = await self._db.write(lambda connection: self._ask(connection, key))
+        if asked.state is State.CONVERTING:
+            self._convert(asked)
+        return asked
+
     def _ask(self, connection: Connection, key: Key) -> Bundle:
         """The bundle, CONVERTING where that has to begin; decided in the one writer."""
         model, version, target = key
         queries.number(connection, Reference(model, version))
         found = queries.bundle(connection, *key)
+        is_remade = False
         if found is not None:
             begun, may_retry = queries.attempts(connection, found)
-            is_lost = found.state is State.FAILED and may_retry and begun < MAX_ATTEMPTS
-            if not is_lost:
+            is_remade = found.state is State.READY and not self.blobs.has(found.blob)
+            is_retried = found.state is State.FAILED and may_retry and begun < MAX_ATTEMPTS
+            if not is_remade and not is_retried:
                 return found
-        queries.start(connection, model, version, target)
+        if is_remade:
+            logger.error("lost bundle is made again", extra={"bundle": str(found)})
+        queries.start(connection, model, version, target, is_remade=is_remade)
         begun_now = queries.bundle(connection, *key)
         assert begun_now is not None
         return begun_now
@@ -284,9 +346,12 @@ class Registry:
 
     async def _converted(self, asked: Bundle) -> None:
         started_s = time.monotonic()
-        may_retry = False
+        may_retry = is_input_lost = False
+        report = b""
         try:
-            made = await self._make(asked)
+            made, report = await self._make(asked)
+        except _InputLost as error:
+            made, is_input_lost = _failed(asked, str(error)), True
         except TriplaneError as error:
             made, may_retry = _failed(asked, str(error)), isinstance(error, Unavailable)
         except Exception as error:
@@ -297,7 +362,11 @@ class Registry:
             # Asked inside the one writer: blobs are collected there too.
             is_lost = made.state is State.READY and not self.blobs.has(made.blob)
             ended = _failed(asked, "its file was collected meanwhile") if is_lost else made
-            queries.finish(connection, ended, may_retry=may_retry or is_lost)
+            queries.finish(
+                connection, ended, may_retry=may_retry or is_lost, is_input_lost=is_input_lost
+            )
+            if ended.state is State.READY:
+                queries.keep_report(connection, ended, report)
             details = {"state": ended.state.name, "reason": ended.reason}
             self._note(connection, SYSTEM, "registry.bundle", str(ended), details)
             return ended
@@ -308,17 +377,26 @@ class Registry:
         logger.info("bundle finished", extra=facts)
         self._tell(made)
 
-    async def _make(self, asked: Bundle) -> Bundle:
-        version = await self.version(f"{asked.model}@{asked.version}")
+    async def _make(self, asked: Bundle) -> tuple[Bundle, bytes]:
+        """The finished bundle and its report."""
+        version = await self._stored(asked)
+        if lost := await self._lost_input(asked, reread=True):
+            raise _InputLost(_lost_text(lost, version))
         files = self._files(version.model, version.blob, version.recipe)
+        kept = b""
+        if asked.blob:
+            kept = await self._db.read(lambda connection: queries.report(connection, asked))
         async with self._conversions.convert(
             files,
             version=version.version,
             target=asked.target,
             model_digest=version.model_digest,
+            report=kept,
         ) as made:
+            if asked.blob and await asyncio.to_thread(digest_of, made.path) != asked.blob:
+                raise Conflict(_differs_text(asked))
             blob = await asyncio.to_thread(self.blobs.put_file, made.path)
-        return replace(
+        ready = replace(
             asked,
             state=State.READY,
             reason="",
@@ -328,6 +406,7 @@ class Registry:
             content_digest=made.content_digest,
             needs=made.needs,
         )
+        return ready, made.report
 
     def _note(
         self, connection: Connection, by: str, action: str, subject: str, details: dict[str, Any]
@@ -347,6 +426,26 @@ class Registry:
                 callback(bundle)
             except Exception:
                 logger.exception("a listener failed", extra={"bundle": str(bundle)})
+
+
+class _InputLost(Corrupt):
+    """A file that the conversion reads is not in the cloud any more, or is damaged."""
+
+
+def _lost_text(what: str, version: Version) -> str:
+    option = {"calibration samples": " --calibrate FILE", "evaluation samples": " --evaluate FILE"}
+    return (
+        f"the cloud's copy of the {what} is lost or damaged; push the same file again: "
+        f"triplane registry push MODEL.tpm --name {version.model}{option.get(what, '')}"
+    )
+
+
+def _differs_text(asked: Bundle) -> str:
+    return (
+        f"its file {asked.blob.hex()[:16]}... was lost or damaged in the cloud, and the converter "
+        "of today makes other bytes of the same model, which no signature covers; push the "
+        f"model as a new version: triplane registry push MODEL.tpm --name {asked.model}"
+    )
 
 
 def _path_for(bundle: Bundle, signed: Mapping[Key, SignedTarget]) -> str:

@@ -79,3 +79,17 @@ BUNDLES: Final = Table(
     Column("needs", JSON, nullable=False),
     ForeignKeyConstraint(["model", "version"], ["versions.model", "versions.version"]),
 )
+
+# What a bundle's report measured, compressed: the one part that another conversion does not repeat.
+# A table of its own, since databases of earlier releases have the others already.
+REPORTS: Final = Table(
+    "bundle_reports",
+    METADATA,
+    Column("model", String(63), primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("target", String(63), primary_key=True),
+    Column("report", LargeBinary, nullable=False),
+    ForeignKeyConstraint(
+        ["model", "version", "target"], ["bundles.model", "bundles.version", "bundles.target"]
+    ),
+)

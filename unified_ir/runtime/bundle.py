@@ -72,7 +72,7 @@ def write_bundle(
         raise InvalidInput(f"golden inputs {sorted(spec.golden_inputs)} are not all inputs")
     goldens = {f"input.{name}": x for name, x in spec.golden_inputs.items()}
     goldens |= {f"output.{name}": y for name, y in spec.golden_outputs.items()}
-    report = json.dumps(spec.report, sort_keys=True, indent=1, allow_nan=False).encode()
+    report = encoded_report(spec.report)
     parts = [
         container.part(DESCRIPTION, description.encode(spec.description)),
         container.part(MODEL, spec.model),
@@ -84,6 +84,28 @@ def write_bundle(
         parts.append(container.part(ADAPT, spec.adapt))
     digest = spec.description.model_digest
     return container.write(path, "bundle", parts, parent=digest, check=check)
+
+
+def encoded_report(report: Mapping[str, Any]) -> bytes:
+    """Return the bytes of the part `report.json`; the report that they decode to gives the same."""
+    return json.dumps(report, sort_keys=True, indent=1, allow_nan=False).encode()
+
+
+def write_with_report(source: Path, out: Path, report: bytes) -> None:
+    """Write a copy of a bundle whose part `report.json` is `report`.
+
+    The report has measured times, so two conversions of one model differ there and only there. With
+    the first one's report, the second one's bundle is the first one's, byte for byte.
+    """
+    file = Container(source, kind="bundle")
+    parts = []
+    for row in file.manifest.parts:
+        if row.name in {WEIGHTS, GOLDENS}:
+            parts.append(container.tensor_part(row.name, file.tensors(row.name)))
+        else:
+            data = report if row.name == REPORT else file.part(row.name)
+            parts.append(container.part(row.name, data))
+    container.write(out, "bundle", parts, parent=file.manifest.parent)
 
 
 def content_digest(manifest: Manifest) -> str:

@@ -159,7 +159,7 @@ def test_a_bundle_whose_file_was_collected_before_its_row_is_not_called_ready(sq
             await registry.push(asked(registry.blobs.put(b"model")), by="op")
 
             async def lost(bundle):
-                return replace(bundle, state=State.READY, blob=bytes(32), size=1)
+                return replace(bundle, state=State.READY, blob=bytes(32), size=1), b""
 
             registry._make = lost
             made = await registry.wait_bundle("digits", 1, "ort-x64")

@@ -357,7 +357,7 @@ def test_a_model_file_that_was_damaged_in_the_store_is_not_converted(sqlite, tmp
 
     failed = asyncio.run(main())
     assert failed.state is State.FAILED
-    assert "the stored model file is" in failed.reason
+    assert "the cloud's copy of the model file is lost or damaged" in failed.reason
 
 
 def running(script):
