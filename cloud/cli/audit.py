@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from triplane.cloud.cli.connection import calls, client_options
+from triplane.cloud.cli.options import MAX_NUMBER
 from triplane.unified_ir.cli.shell import open_output
 
 EPILOG = """\b
@@ -27,7 +28,9 @@ def command() -> None:
 
 
 @command.command("ls", short_help="List entries from a number on.")
-@click.option("--from", "first", type=click.IntRange(1), default=1, show_default=True, metavar="N")
+@click.option(
+    "--from", "first", type=click.IntRange(1, MAX_NUMBER), default=1, show_default=True, metavar="N"
+)
 @client_options
 def ls(*, first: int, identity: Path | None, as_json: bool) -> None:
     """List entries from number N on: when, who, what, to whom."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from triplane.cloud.cli.connection import calls, client_options
-from triplane.cloud.cli.options import DURATION
+from triplane.cloud.cli.options import DURATION, MAX_COUNT, MAX_NUMBER
 from triplane.unified_ir.cli.shell import open_output
 from triplane.unified_ir.cli.simulate import simulate
 from triplane.unified_ir.federated.core import defaults
@@ -52,7 +52,7 @@ _COHORT: Final = ("devices", "over_selection", "quorum", "deadline_s", "patience
 _SAMPLING: Final = ("steps", "batch_size", "support", "query")
 
 
-COUNT: Final = click.IntRange(min=1)
+COUNT: Final = click.IntRange(1, MAX_COUNT)
 RATE: Final = click.FloatRange(min=0, min_open=True)
 SHARE: Final = click.FloatRange(0, 1, min_open=True)
 
@@ -148,12 +148,12 @@ command.add_command(simulate)
     help=_or("Of the cloud's optimizer.", f"{defaults.SERVER_LR:g}; fedadam {defaults.ADAM_LR:g}"),
 )  # fmt: skip
 @click.option(
-    "--evaluate-every", type=click.IntRange(0), default=0,
+    "--evaluate-every", type=click.IntRange(0, MAX_COUNT), default=0,
     help="Rounds between evaluations on every device.  [default: after the last only]",
 )  # fmt: skip
 @click.option("--compression", default="", metavar="NAME", help="Of updates: int8 or top-k.")
 @click.option("--keep", type=SHARE, help=_or("Share of entries that top-k sends.", defaults.KEEP))
-@click.option("--seed", type=click.IntRange(0), default=0)
+@click.option("--seed", type=click.IntRange(0, MAX_NUMBER), default=0)
 @click.option("--release", default="", metavar="auto", help="Release the result by itself.")
 @click.option("--alias", default="", metavar="NAME", help="To set on the result.")
 @click.option("--detach", is_flag=True, help="Begin the run and leave.")
@@ -195,16 +195,13 @@ def _spec(
         given = {name: options.pop(name) for name in names}
         return {name: value for name, value in given.items() if value is not None}
 
-    try:
-        return Spec(
-            hyperparameters=Hyperparameters(**taken(_HYPER)),
-            cohort=Cohort(**taken(_COHORT)),
-            sampling=Sampling(**taken(_SAMPLING)),
-            flower=flower,
-            **{name: value for name, value in options.items() if value is not None},
-        )
-    except ValueError as error:  # of protobuf: wider than the field
-        raise click.UsageError(f"a number is larger than any run takes: {error}") from error
+    return Spec(
+        hyperparameters=Hyperparameters(**taken(_HYPER)),
+        cohort=Cohort(**taken(_COHORT)),
+        sampling=Sampling(**taken(_SAMPLING)),
+        flower=flower,
+        **{name: value for name, value in options.items() if value is not None},
+    )
 
 
 def _begun(cloud: Calls, spec: Spec) -> Run:

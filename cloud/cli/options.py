@@ -19,6 +19,10 @@ else:
     _Number = _Sizes = _Pair = _Text = click.ParamType
 
 MOST_WAVES: Final = 100
+MAX_COUNT: Final = 999_999_999
+"""The largest count in a request, of versions, nodes or rounds; every field has room for it."""
+MAX_NUMBER: Final = (1 << 63) - 1
+"""The largest number that a database of the cloud has room for."""
 # fmt: off
 UNIT_S: Final = {
     "":    1.0,
@@ -93,6 +97,8 @@ class Waves(_Sizes):
         if not _COUNT.fullmatch(text):
             rule = "give shares or counts, as 5%,25%,100% or 1,10,100%"
             self.fail(f"{text!r} is no wave; {rule}", param, ctx)
+        if len(text) > len(str(MAX_COUNT)):
+            self.fail(f"a wave of {text[:20]}... nodes; at most {MAX_COUNT}", param, ctx)
         return "nodes", int(text)
 
 

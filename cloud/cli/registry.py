@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from triplane.cloud.cli.connection import calls, client_options, home_option
-from triplane.cloud.cli.options import DURATION
+from triplane.cloud.cli.options import DURATION, MAX_COUNT
 from triplane.unified_ir.cli.shell import json_option, open_output
 
 PUSH_EPILOG = """\b
@@ -124,7 +124,7 @@ def pull(*, reference: str, out: Path | None, identity: Path | None, as_json: bo
 @command.command("alias", short_help="Let a name point at a version.")
 @click.argument("model")
 @click.argument("alias")
-@click.argument("version", type=click.IntRange(1), required=False)
+@click.argument("version", type=click.IntRange(1, MAX_COUNT), required=False)
 @click.option("--remove", is_flag=True, help="Take the alias away instead of a VERSION.")
 @client_options
 def alias(
