@@ -290,6 +290,8 @@ def test_names_of_a_run_are_not_a_models(tmp_path):
         ({"lr": float("nan")}, "got nan"),
         ({"beta2": 1.0}, "below 1"),
         ({"server_lr": 0.0}, "above 0"),
+        ({"lr": 1e300}, "lr is a float32"),
+        ({"floor": 1e-300}, "floor is a float32"),
     ],
 )
 def test_odd_numbers_are_refused(options, said):

@@ -13,6 +13,11 @@ from triplane.unified_ir.federated.core import defaults
 MAX_INNER_STEPS: Final = 10
 """Steps of a meta-gradient; its graph grows with each."""
 
+MOST: Final = 3.4028234663852886e38
+"""The largest float32; beyond it a device would compute with infinity."""
+LEAST: Final = 1.1754943508222875e-38
+"""The smallest normal float32; below it a device may compute with 0."""
+
 HYPER: Final = "hyper."
 LR: Final = "hyper.lr"
 META_LR: Final = "hyper.meta_lr"
@@ -46,6 +51,16 @@ class Hyper:
             value = getattr(self, name)
             if not (math.isfinite(value) and fits(value)):
                 raise InvalidInput(f"hyperparameter {name} is {rule}, got {value}")
+            if not fits_float32(value):
+                raise InvalidInput(
+                    f"hyperparameter {name} is a float32 on devices, 0 or from {LEAST:.3g} to "
+                    f"{MOST:.3g}, got {value}"
+                )
+
+
+def fits_float32(value: float) -> bool:
+    """Whether it stays a number other than 0 in float32; 0 itself fits."""
+    return value == 0 or LEAST <= abs(value) <= MOST
 
 
 _Rule = tuple[Callable[[float], bool], str]
