@@ -12,6 +12,8 @@ from triplane.cloud.cli.models import bundle_text
 from triplane.cloud.cli.progress import reported
 from triplane.cloud.cli.text import enum_text, record
 from triplane.cloud.cli.text import size as size_text
+from triplane.cloud.registry import values
+from triplane.cloud.registry.names import check_name
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.proto.registry_pb2 import (
     Bundle,
@@ -37,6 +39,8 @@ LARGE_BYTES: Final = 256 << 20
 HELD_S: Final = 60.0
 """A cloud notices within 40 s that the sender of an unfinished upload vanished."""
 HELD_PAUSE_S: Final = 2.0
+NO_DIGEST: Final = bytes(32)
+"""Stands for the digest of a file that was not read yet."""
 
 
 def push_file(
@@ -60,6 +64,23 @@ def push_file(
         raise InvalidInput(
             f"--quantize {quantize} learns its ranges from samples; give --calibrate SAMPLES.npz"
         )
+    _check_request(
+        values.Push(
+            model=name or _own_name(file),
+            blob=NO_DIGEST,
+            key=new_key(),
+            aliases=aliases,
+            recipe=values.Recipe(
+                quantize=quantize or "",
+                calibration=NO_DIGEST if calibrate else b"",
+                entry=entry,
+                max_accuracy_drop=max_accuracy_drop,
+                evaluation=NO_DIGEST if evaluate else b"",
+            ),
+            lineage=values.Lineage(parent=parent, note=note),
+        ),
+        targets,
+    )
     _check_model(output, file)
     recipe = Recipe(
         quantize=quantize or "",
@@ -69,7 +90,7 @@ def push_file(
         evaluation=_sent(cloud, output, evaluate),
     )
     request = PushRequest(
-        model=name or file.stem,
+        model=name or _own_name(file),
         blob=_sent(cloud, output, file),
         key=new_key(),
         aliases=aliases,
@@ -80,6 +101,27 @@ def push_file(
     bundles = [_made(cloud, output, version, target) for target in targets]
     answer = record(version) | {"bundles": [record(bundle) for bundle in bundles]}
     return answer, _text(version, bundles)
+
+
+def _own_name(file: Path) -> str:
+    """The file's name without its ending. InvalidInput: it cannot name a model."""
+    try:
+        check_name("model", file.stem)
+    except InvalidInput as error:
+        raise InvalidInput(f"{error}; give the model another name than its file: --name") from error
+    return file.stem
+
+
+def _check_request(push: values.Push, targets: Sequence[str]) -> None:
+    """Refuse what the cloud would refuse after the upload. The values check themselves."""
+    from triplane.unified_ir.convert.targets import target_row
+
+    try:
+        push.lineage.note.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput("--note is not valid UTF-8; write it in UTF-8") from error
+    for target in targets:
+        target_row(target)
 
 
 def _check_model(output: Output, file: Path) -> None:
