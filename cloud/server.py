@@ -64,7 +64,7 @@ from triplane.proto import transfer_pb2_grpc as transfer_grpc
 from triplane.proto.calls import UNSEEN_CALLS
 from triplane.proto.channels import server_credentials, server_options
 from triplane.proto.disk import write_atomic
-from triplane.proto.errors import TriplaneError, Unavailable
+from triplane.proto.errors import NotFound, TriplaneError, Unavailable
 from triplane.proto.identity import (
     IdentityFolder,
     certificate_of,
@@ -382,6 +382,11 @@ class Cloud:
             await self.supply.check_readable(self.fleet.node(who.name), blob)
         elif who.role is Role.DEVICE:
             self.federation.check_readable(who.name, blob)
+        elif await asyncio.to_thread(self.blobs.is_lost, blob):
+            raise NotFound(
+                f"the cloud's copy of the file {blob.hex()[:16]}... is lost or damaged; push the "
+                "same file again: triplane registry push MODEL.tpm --name NAME"
+            )
 
     async def _may_write(self, sha256: bytes, size: int) -> BlobFolder:
         who = caller()

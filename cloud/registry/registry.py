@@ -286,7 +286,10 @@ class Registry:
             "evaluation samples": version.recipe.evaluation,
         }
         for what, blob in named.items():
-            if blob and await asyncio.to_thread(self.blobs.is_lost, blob, reread=reread):
+            if not blob:
+                continue
+            is_lost = await asyncio.to_thread(self.blobs.is_lost, blob, reread=reread)
+            if is_lost:
                 return what
         return ""
 

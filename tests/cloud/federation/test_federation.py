@@ -91,7 +91,7 @@ async def never(_device, _task):
         ({"hyperparameters": pb.Hyperparameters(inner_steps=99)}, "inner_steps"),
         ({"hyperparameters": pb.Hyperparameters(lr=-1.0)}, "lr"),
         *(
-            ({"hyperparameters": pb.Hyperparameters(**{name: value})}, f"{name} is a float32")
+            ({"hyperparameters": {name: value}}, f"{name} is a float32")
             for name in ("lr", "meta_lr", "proximal", "server_lr", "floor")
             for value in (1e300, 1e-300)
         ),

@@ -3,10 +3,16 @@
 import asyncio
 from typing import Any, cast
 
+import pytest
 from tests.attacks.trust_stage import bundle_entry, stage
+from tests.cloud.registry.models import asked, registry_of
+from tests.cloud.registry.test_healing import maker
 
 from triplane.cloud.fleet.facts import Limit
+from triplane.cloud.fleet.state import Held, Node
 from triplane.cloud.fleet.supply import Supply
+from triplane.cloud.store import Database
+from triplane.proto.errors import Unavailable
 from triplane.proto.targets import Rule
 
 
@@ -24,3 +30,28 @@ def test_the_policys_share_limits_automatic_releases_but_not_what_people_signed(
     assert limit(2, "auto") == Limit(0.25, frozenset({"ort-x64"}))
     assert limit(3, "auto") == Limit(0.25)
     assert limit(3, "release") is None
+
+
+def test_a_node_waits_for_a_bundle_that_the_cloud_lost_and_makes_again(tmp_path):
+    path = "release/digits@1+ort-x64.bundle"
+    node = Node(name="n1", held={"digits": Held(version=1, path=path)})
+
+    database = Database.open(f"sqlite:///{tmp_path / 'cloud.db'}")
+
+    async def main():
+        async with registry_of(database, tmp_path, command=maker()) as registry:
+            supply = Supply(registry, cast("Any", None))
+            await registry.push(asked(registry.blobs.put(b"a model file")), by="op")
+            made = await registry.wait_bundle("digits", 1, "ort-x64")
+            await supply.check_readable(node, made.blob)
+            registry.blobs.path(made.blob).write_bytes(b"damaged")
+            with pytest.raises(Unavailable, match="making it again; try again later"):
+                await supply.check_readable(node, made.blob)
+            await registry.wait_bundle("digits", 1, "ort-x64")
+            await supply.check_readable(node, made.blob)
+            assert registry.blobs.has(made.blob)
+
+    try:
+        asyncio.run(main())
+    finally:
+        database.close()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.cloud.registry.models import WAIT_S, asked, child, model_bytes, registry_of
 
-from triplane.cloud.registry import State
+from triplane.cloud.registry import Bundle, State
 from triplane.proto.errors import Conflict
 
 MAKES = """
@@ -120,9 +120,9 @@ def test_a_bundle_can_be_made_again_more_often_than_a_conversion_may_die(sqlite,
     asyncio.run(main())
 
 
-def test_a_bundle_made_again_with_other_bytes_says_so_with_the_way_out(sqlite, tmp_path):
+def test_a_bundle_made_again_with_other_bytes_says_so_with_the_way_out(database, tmp_path):
     async def before():
-        async with registry_of(sqlite, tmp_path, command=maker()) as registry:
+        async with registry_of(database, tmp_path, command=maker()) as registry:
             await push(registry)
             made = await made_of(registry)
             registry.blobs.path(made.blob).unlink()
@@ -131,7 +131,7 @@ def test_a_bundle_made_again_with_other_bytes_says_so_with_the_way_out(sqlite, t
     made = asyncio.run(before())
 
     async def after():
-        async with registry_of(sqlite, tmp_path, command=maker(b"other")) as registry:
+        async with registry_of(database, tmp_path, command=maker(b"other")) as registry:
             again = await made_of(registry)
             assert again.state is State.FAILED
             assert made.blob.hex()[:16] in again.reason
@@ -143,7 +143,7 @@ def test_a_bundle_made_again_with_other_bytes_says_so_with_the_way_out(sqlite, t
     asyncio.run(after())
 
     async def mended():
-        async with registry_of(sqlite, tmp_path, command=maker()) as registry:
+        async with registry_of(database, tmp_path, command=maker()) as registry:
             await push(registry)  # the same file: what failed before may be tried again
             assert await made_of(registry) == made
 
@@ -190,7 +190,7 @@ def test_damage_that_keeps_size_and_time_of_the_model_is_found_before_a_conversi
     asyncio.run(main())
 
 
-def test_a_conversion_that_the_file_was_blamed_for_is_tried_again_after_a_push(sqlite, tmp_path):
+def test_a_conversion_that_the_file_was_blamed_for_is_tried_again_after_a_push(database, tmp_path):
     """A cloud of an earlier release wrote such failures for files that its disk had damaged."""
     refuses = child(
         "import json, sys; order = json.loads(sys.stdin.readline());"
@@ -199,14 +199,14 @@ def test_a_conversion_that_the_file_was_blamed_for_is_tried_again_after_a_push(s
     )
 
     async def before():
-        async with registry_of(sqlite, tmp_path, command=refuses) as registry:
+        async with registry_of(database, tmp_path, command=refuses) as registry:
             await push(registry)
             assert (await made_of(registry)).reason == "its header is damaged"
 
     asyncio.run(before())
 
     async def after():
-        async with registry_of(sqlite, tmp_path, command=maker()) as registry:
+        async with registry_of(database, tmp_path, command=maker()) as registry:
             assert (await made_of(registry)).state is State.FAILED
             assert (await push(registry)).version == 2
             assert (await made_of(registry)).state is State.READY
@@ -219,7 +219,7 @@ def test_a_conversion_begins_again_once_while_many_ask(sqlite, tmp_path):
         async with registry_of(sqlite, tmp_path, command=maker()) as registry:
             await push(registry)
             made = await made_of(registry)
-            told = []
+            told: list[Bundle] = []
             registry.on_bundle(told.append)
             registry.blobs.path(made.blob).unlink()
             assert await asyncio.gather(*[made_of(registry) for _ in range(8)]) == [made] * 8
