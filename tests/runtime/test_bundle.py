@@ -12,6 +12,7 @@ from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.tensors import Tensor
 from triplane.unified_ir.runtime import Bundle, Constraints, Session, TensorInfo, weight_offsets
+from triplane.unified_ir.runtime.bundle import encoded_report, write_with_report
 
 
 def test_bundle_gives_back_what_was_put_in(tmp_path):
@@ -117,6 +118,16 @@ def test_bfloat16_weights_reach_the_graph(tmp_path):
         golden_outputs={"y": np.array([[1.5, -2]], np.float32)},
     )
     assert Bundle.load(tmp_path / "b").check_goldens() == 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"adapt": b"another graph"}], ids=["plain", "adapt"])
+def test_with_the_report_of_another_conversion_a_bundle_is_the_other_one(tmp_path, changes):
+    first, second, again = tmp_path / "a", tmp_path / "b", tmp_path / "c"
+    make_bundle(first, report={"latency_ms": 0.1 + 0.2, "name": "é"}, **changes)
+    make_bundle(second, report={"latency_ms": 7}, **changes)
+    assert first.read_bytes() != second.read_bytes()
+    write_with_report(second, again, encoded_report(Bundle.load(first).report))
+    assert again.read_bytes() == first.read_bytes()
 
 
 def test_adaptation_graph_travels_along(tmp_path):
