@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 
 from triplane.unified_ir.ir.types import ShapeError, TensorType, float32
-from triplane.unified_ir.ops.elementwise import abs_, broadcast_same, exp, sigmoid, softplus, tanh
+from triplane.unified_ir.ops.batching import elementwise
+from triplane.unified_ir.ops.elementwise import (
+    abs_,
+    broadcast_same,
+    exp,
+    has_float_kernel,
+    sigmoid,
+    softplus,
+    tanh,
+)
 from triplane.unified_ir.ops.row import Call, Op
 from triplane.unified_ir.ops.samples import apart, between, ints, normal, sample
 from triplane.unified_ir.ops.structure import where
@@ -24,9 +33,18 @@ def _exponential(x: Tensor, alpha: float, width: float = 1.0) -> Tensor:
     return where(x > 0.0, x, alpha * (exp(below / width) - 1.0))
 
 
+def _exponential_slope(x: Tensor, scale: float, width: float = 1.0) -> Tensor:
+    """1 above 0, scale exp(x / width) up to it, with slope 0 at 0, as in PyTorch."""
+    below = where(x >= 0.0, 0.0, x)
+    return where(x > 0.0, 1.0, scale * exp(below / width))
+
+
 elu = Op(
     name="Elu",
     body=lambda x, *, alpha: _exponential(x, alpha),
+    vjp=lambda g, y, x, *, alpha: (g * _exponential_slope(x, alpha),),
+    native=has_float_kernel,
+    batch=elementwise,
     samples=(sample(normal(2, 3)), sample(normal(2, 3), alpha=0.5)),
 )
 """Clevert et al. 2016."""
@@ -34,6 +52,8 @@ elu = Op(
 celu = Op(
     name="Celu",
     body=lambda x, *, alpha: _exponential(x, alpha, alpha),
+    vjp=lambda g, y, x, *, alpha: (g * _exponential_slope(x, 1.0, alpha),),
+    batch=elementwise,
     samples=(sample(apart(2, 3)), sample(apart(2, 3), alpha=0.5)),
 )
 """Barron 2017: elu with a continuous slope."""
@@ -41,6 +61,9 @@ celu = Op(
 selu = Op(
     name="Selu",
     body=lambda x, *, alpha, gamma: gamma * _exponential(x, alpha),
+    vjp=lambda g, y, x, *, alpha, gamma: (g * gamma * _exponential_slope(x, alpha),),
+    native=has_float_kernel,
+    batch=elementwise,
     samples=(sample(apart(2, 3)), sample(apart(2, 3), alpha=0.5, gamma=1.5)),
 )
 """Klambauer et al. 2017; alpha and gamma keep mean 0 and variance 1."""
@@ -57,6 +80,7 @@ prelu = Op(
     name="PRelu",
     infer=_prelu,
     body=lambda x, slope: where(x > 0, x, slope * x),
+    native=has_float_kernel,
     samples=(sample(apart(2, 3, 4), between(0.1, 0.5, 3, 1)),),
 )
 """He et al. 2015; at 0 the slope is the learned one, as in PyTorch."""
@@ -64,9 +88,15 @@ prelu = Op(
 thresholded_relu = Op(
     name="ThresholdedRelu",
     body=lambda x, *, alpha: where(x > alpha, x, 0.0),
+    native=has_float_kernel,
     samples=(sample(apart(3, 4)), sample(apart(2, 3), alpha=0.2)),
 )
-softsign = Op(name="Softsign", body=lambda x: x / (1.0 + abs_(x)), samples=(sample(apart(2, 3)),))
+softsign = Op(
+    name="Softsign",
+    body=lambda x: x / (1.0 + abs_(x)),
+    native=has_float_kernel,
+    samples=(sample(apart(2, 3)),),
+)
 mish = Op(name="Mish", body=lambda x: x * tanh(softplus(x)), samples=(sample(normal(2, 3)),))
 """Misra 2020."""
 

@@ -370,8 +370,8 @@ def _hard_sigmoid_vjp(g: Tensor, y: Tensor, x: Tensor, *, alpha: float, beta: fl
     return (where((x > as_like(low, x)) & (x < as_like(high, x)), g * as_like(alpha, g), 0.0),)
 
 
-def _has_float_kernel(node: Node, opset: int) -> bool:
-    """onnxruntime 1.31 has no kernel of HardSigmoid for float64."""
+def has_float_kernel(node: Node, opset: int) -> bool:
+    """onnxruntime 1.31 has no kernel of these rows for float64."""
     return node.outputs[0].type.dtype != float64
 
 
@@ -379,7 +379,7 @@ hard_sigmoid = Op(
     name="HardSigmoid",
     batch=elementwise,
     body=lambda x, *, alpha, beta: clip(alpha * x + beta, 0.0, 1.0),
-    native=_has_float_kernel,
+    native=has_float_kernel,
     vjp=_hard_sigmoid_vjp,
     samples=(sample(between(-2, 2, 2, 3), smooth=(0,)),),
 )
@@ -394,7 +394,7 @@ hard_swish = Op(
     name="HardSwish",
     batch=elementwise,
     body=lambda x: x * clip(x * (1 / 6) + 0.5, 0.0, 1.0),
-    native=_has_float_kernel,
+    native=has_float_kernel,
     vjp=_hard_swish_vjp,
     samples=(sample(between(-2, 2, 2, 3)),),
 )

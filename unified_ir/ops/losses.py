@@ -9,7 +9,6 @@ from triplane.unified_ir.ops.elementwise import (
     clip,
     log,
     maximum,
-    minimum,
     softplus,
     sqrt,
 )
@@ -74,9 +73,12 @@ def huber(y: Tensor, target: Tensor, *, delta: float = 1.0) -> Tensor:
     """e^2 / 2 where |e| <= delta, else delta (|e| - delta / 2); e = y - target (Huber 1964)."""
     if delta <= 0:
         raise InvalidInput(f"delta is positive, got {delta}")
-    size = abs_(y - target)
-    inner = minimum(size, delta)
-    return inner * (size - inner * 0.5)
+    e = y - target
+    size = abs_(e)
+    inside = size < delta
+    # The square is of e, not of |e|: at 0 the second derivative of |e|^2 would be 0, not 1.
+    inner = where(inside, e, 0.0)
+    return where(inside, inner * inner * 0.5, (size - delta * 0.5) * delta)
 
 
 def smooth_l1(y: Tensor, target: Tensor, *, beta: float = 1.0) -> Tensor:
