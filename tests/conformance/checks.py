@@ -192,6 +192,32 @@ def gradient_is_zero(use):
         assert not any(g.any() for g in found), "a flat row has gradient zero"
 
 
+def double_gradients_agree(use):
+    """Where onnxruntime computes a row in float64, it also computes the gradients of both orders.
+
+    The tolerance is that of its DFT kernel, whose inverse multiplies by a float32 number.
+    """
+    function, args = recorded(use, np.float64)
+    scalar, names = weighted_sum(function, np.float64, table=use.table), use.smooth(args)
+    if scalar is None or not names or not _runs(function, args):
+        return
+    second = slope(scalar, names, {n: np.ones_like(args[n]) for n in names}, table=use.table)
+    for order, total in ((1, scalar), (2, second)):
+        with naming(f"gradient of order {order} of {use} in float64"):
+            gradients = value_and_grad(total, names)
+            wanted = ReferenceEngine().compile(gradients)(*args.values())
+            found = OnnxEngine().compile(gradients)(*args.values())
+            agree(found, wanted, str(use), close={"rtol": 1e-6, "atol": 1e-6})
+
+
+def _runs(function, args):
+    try:
+        OnnxEngine().compile(function)(*args.values())
+    except InvalidInput:
+        return False
+    return True
+
+
 def gradient_graph_agrees(use):
     """The gradient as a graph: onnxruntime and ascend give what reference gives, in float32."""
     function, args = recorded(use, np.float32)

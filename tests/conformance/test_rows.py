@@ -87,6 +87,8 @@ EVERY = uses_of()
 TOLD_TWICE = [use for use in EVERY if use.row.reference and use.row.body]
 LEVEL = [use for use in differentiable() if str(use.row) in FLAT]
 SMOOTH = [use for use in differentiable() if str(use.row) not in FLAT]
+# Some of its forms need no convolution, but its gradient is one: no float64 kernel.
+DOUBLE = [use for use in SMOOTH if str(use.row) != "triplane.ConvGradWeight"]
 
 
 @pytest.mark.parametrize("use", EVERY, ids=ids(EVERY))
@@ -150,6 +152,11 @@ def test_gradients_of_both_orders_equal_central_differences(use):
 @pytest.mark.parametrize("use", SMOOTH, ids=ids(SMOOTH))
 def test_gradient_graph_agrees_on_every_engine(use):
     checks.gradient_graph_agrees(use)
+
+
+@pytest.mark.parametrize("use", DOUBLE, ids=ids(DOUBLE))
+def test_a_row_that_runs_in_float64_has_its_gradients_in_float64(use):
+    checks.double_gradients_agree(use)
 
 
 def test_every_differentiable_row_has_a_sample_with_finite_differences():

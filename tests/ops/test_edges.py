@@ -83,9 +83,11 @@ def test_the_deviation_of_numbers_that_differ_by_little_is_that_of_their_differe
 
 
 @pytest.mark.parametrize(
-    "f", [ops.hard_sigmoid, ops.hard_swish], ids=["hard_sigmoid", "hard_swish"]
+    "name",
+    ["celu", "elu", "hard_sigmoid", "hard_swish", "selu", "softsign", "thresholded_relu"],
 )
-def test_hard_activations_have_gradients_in_float64(f):
+def test_activations_of_parts_have_gradients_in_float64(name):
+    f = getattr(ops, name)
     x = np.array([-4.0, -1.0, 0.5, 4.0])
     found, wanted = (slopes(lambda x: f(x) * f(x), x, name) for name in ("onnx", "reference"))
     np.testing.assert_allclose(found, wanted, rtol=1e-6)

@@ -14,7 +14,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, product
-from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
+from triplane.unified_ir.ir.types import ShapeError, TensorType, float64, int64
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.batching import merged, merged_all
 from triplane.unified_ir.ops.indexing import arange, gather, scatter_elements
@@ -146,9 +146,12 @@ max_pool_row = Op(
 
 
 def _plain_tiles(x: TensorType, attrs: Mapping[str, Any]) -> bool:
-    """Whether windows tile a static plane without overlap, so that keys find the first maximum."""
+    """Whether windows tile a static plane without overlap, so that keys find the first maximum.
+
+    Not in float64: onnxruntime 1.31 has no kernels of Resize and AveragePool for it.
+    """
     kernel = tuple(attrs["kernel_shape"])
-    if not is_static(x.shape[2:]) or attrs.get("ceil_mode"):
+    if not is_static(x.shape[2:]) or attrs.get("ceil_mode") or x.dtype == float64:
         return False
     window = Window(kernel, with_explicit_pads(attrs, kernel, x.shape[2:]))
     return kernel == window.strides and not any(window.pads) and set(window.dilations) == {1}
