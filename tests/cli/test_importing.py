@@ -98,6 +98,16 @@ def test_weights_that_are_equal_are_reported_and_tied_on_request(model, tmp_path
     assert "they train apart" not in run(capsys, *argv, "--tie", "*")[1]
 
 
+def test_importing_a_model_file_says_that_it_needs_no_import(model, tmp_path, capsys):
+    made = tmp_path / "net.tpm"
+    assert run(capsys, "import", model, "--out", made)[0] == 0
+    code, _, error = run(capsys, "import", made, "--out", tmp_path / "again.tpm")
+    assert code == 2
+    assert "net.tpm is a model file already and needs no import" in error
+    assert "triplane train, convert and inspect take it as it is" in error
+    assert not (tmp_path / "again.tpm").exists()
+
+
 def test_inspect_reads_an_onnx_model(model, capsys):
     code, text, error = run(capsys, "inspect", model)
     assert code == 0, error

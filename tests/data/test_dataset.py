@@ -114,6 +114,25 @@ def test_what_is_no_dataset_is_refused(x, y):
         from_arrays(x, y)
 
 
+def test_a_negative_label_is_named_by_its_sample():
+    y = np.array([0, 1, -1, 2, -3])
+    with pytest.raises(InvalidInput, match=r"got -3\.\.2; the first .* is -1, sample 2$"):
+        from_arrays(np.zeros((5, 2, 2), np.uint8), y)
+
+
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        ([0.0, 1.0, 2.0], r"got float64; convert them: y\.astype\(np\.int64\)$"),
+        ([0.0, 1.5, np.nan], r"got float64; the first that is not one is 1\.5, sample 1$"),
+        ([0.0, np.inf, 1.5], r"got float64; the first that is not one is inf, sample 1$"),
+    ],
+)
+def test_labels_of_floats_are_refused_with_the_sample_or_the_way_out(y, message):
+    with pytest.raises(InvalidInput, match=message):
+        from_arrays(np.zeros((3, 2, 2), np.uint8), np.array(y))
+
+
 def test_every_class_has_a_name():
     with pytest.raises(InvalidInput, match="class 2 has no name"):
         from_arrays(np.zeros((1, 2, 2), np.uint8), np.array([2]), labels=("a", "b"))

@@ -39,6 +39,38 @@ def test_the_observed_graph_returns_numbers_not_tensors():
         assert whole[value].high == pytest.approx(max(p[value].high for p in parts), rel=1e-5)
 
 
+class Pair(nn.Cell):
+    """Distances of the rows of two inputs, whose numbers of rows are independent."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Dense(6, 4)
+
+    def construct(self, a, b):
+        return self.layer(a) @ self.layer(b).transpose(1, 0)
+
+
+def rows(n):
+    return np.random.default_rng(n).standard_normal((n, 6)).astype(np.float32)
+
+
+def test_inputs_with_different_numbers_of_samples_are_named():
+    specs = TensorSpec(("N", 6)), TensorSpec(("M", 6))
+    frozen = freeze(nets.module_of(Pair(), *specs), "predict")
+    with pytest.raises(InvalidInput, match=r"the same number of samples.* a has 5, b has 4"):
+        observe(frozen, frozen.inputs, {"a": rows(5), "b": rows(4)})
+    first, second = observe(frozen, frozen.inputs, {"a": rows(5), "b": rows(5)}).values()
+    assert first == second
+
+
+def test_inputs_of_fixed_sizes_are_one_sample_together():
+    specs = TensorSpec((5, 6)), TensorSpec((4, 6))
+    frozen = freeze(nets.module_of(Pair(), *specs), "predict")
+    given = {"a": rows(5), "b": rows(4)}
+    first, second = observe(frozen, frozen.inputs, given).values()
+    assert (first.high, second.high) == (given["a"].max(), given["b"].max())
+
+
 def test_a_sample_much_wider_than_all_others_sets_no_range():
     frozen = freeze(nets.lenet(), "predict")
     x = nets.images(200)

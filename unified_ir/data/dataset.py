@@ -104,7 +104,7 @@ def from_arrays(
     else:
         raise InvalidInput(f"pixels are uint8 or floating point, got {x.dtype}")
     if y.dtype.kind not in "ui":
-        raise InvalidInput(f"labels are whole numbers, got {y.dtype}")
+        raise InvalidInput(f"labels are whole numbers, got {y.dtype}{_fraction(y)}")
     _check_labels(y)
     return Dataset(scaled, y.astype(np.int64), labels or tuple(map(str, range(int(y.max()) + 1))))
 
@@ -131,7 +131,22 @@ def _check_labels(y: NDArray[Any]) -> None:
         raise InvalidInput("a dataset has at least one image, got none")
     low, high = int(y.min()), int(y.max())
     if low < 0 or high >= MAX_CLASSES:
-        raise InvalidInput(f"classes are 0..{MAX_CLASSES - 1}, got {low}..{high}")
+        at = int(np.argmax((y < 0) | (y >= MAX_CLASSES)))
+        raise InvalidInput(
+            f"classes are 0..{MAX_CLASSES - 1}, got {low}..{high}; "
+            f"the first out of range is {int(y[at])}, sample {at}"
+        )
+
+
+def _fraction(y: NDArray[Any]) -> str:
+    """Which floating-point label is not a whole number, or what to do where all are."""
+    if y.dtype.kind != "f" or y.ndim != 1 or not y.size:
+        return ""
+    wrong = ~np.isfinite(y) | (y != np.floor(y))
+    if not wrong.any():
+        return "; convert them: y.astype(np.int64)"
+    at = int(np.argmax(wrong))
+    return f"; the first that is not one is {y[at]}, sample {at}"
 
 
 def _shares(y: NDArray[np.int64], fraction: float) -> dict[int, int]:

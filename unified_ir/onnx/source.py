@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound
+from triplane.unified_ir.files.container import Container, is_container
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import BY_ONNX, MAX_RANK, DType
 
@@ -37,7 +38,7 @@ Source = str | Path | bytes | ModelProto
 def read_model(source: Source) -> tuple[ModelProto, Path | None]:
     """The model, and the folder that its external data lies in (None: it came as bytes).
 
-    NotFound: no such file. Corrupt: the bytes are no ONNX model.
+    NotFound: no such file. Corrupt: the bytes are no ONNX model. InvalidInput: a Triplane file.
     """
     if isinstance(source, ModelProto):
         return _checked(source), None
@@ -46,6 +47,12 @@ def read_model(source: Source) -> tuple[ModelProto, Path | None]:
     path = Path(source)
     if not path.is_file():
         raise NotFound(f"there is no file {path}; give the path of a .onnx file")
+    if is_container(path):
+        Container(path, kind="model")
+        raise InvalidInput(
+            f"{path.name} is a model file already and needs no import; "
+            "triplane train, convert and inspect take it as it is"
+        )
     if path.stat().st_size > MAX_MODEL_BYTES:
         raise InvalidInput(
             f"{path.name} has {path.stat().st_size} bytes, an ONNX graph at most "

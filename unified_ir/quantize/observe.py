@@ -38,8 +38,18 @@ Samples = Mapping[str, Array]
 def batches(frozen: Frozen, samples: Samples, size: int = BATCH) -> Iterator[dict[str, Array]]:
     """Consecutive slices of at most `size` samples, or of exactly the function's static batch.
 
-    InvalidInput where a static batch does not divide the samples.
+    All samples at once where they are of the function's own static sizes. InvalidInput where a
+    static batch does not divide the samples, or where inputs have different numbers of them.
     """
+    if all(len(samples[p.name]) == p.type.shape[0] for p in frozen.inputs):
+        yield dict(samples)
+        return
+    counts = {name: len(x) for name, x in samples.items()}
+    if len(set(counts.values())) > 1:
+        raise InvalidInput(
+            "each input takes the same number of samples, its first axis: sample i of one belongs "
+            f"to sample i of the others; {', '.join(f'{k} has {n}' for k, n in counts.items())}"
+        )
     count = len(next(iter(samples.values())))
     static = {p.type.shape[0] for p in frozen.inputs if isinstance(p.type.shape[0], int)}
     size = int(next(iter(static), size))
