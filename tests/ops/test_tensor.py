@@ -1,8 +1,10 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir import grad, ops
+from triplane.unified_ir import grad, mode, ops
 from triplane.unified_ir.engines import engine
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ir.types import ShapeError, TypeMismatch
@@ -136,6 +138,52 @@ def test_python_numbers_take_the_element_type_of_the_tensor():
             whole * 2.5
         with pytest.raises(TypeMismatch, match="needs one element type"):
             half + whole
+
+
+ONES: Any = np.ones((4, 4))
+BESIDE = {
+    "mul": lambda x: x * ONES[:2, :3],
+    "an array first": lambda x: ONES[:2, :3] * x,
+    "a numpy number": lambda x: x * np.float64(2.5),
+    "a comparison": lambda x: ops.where(x > ONES[0, :3], x, ONES[0, :3]),
+    "concat": lambda x: ops.concat([x, ONES[:1, :3]]),
+    "matmul": lambda x: x @ ONES[:3, :4],
+    "linear": lambda x: ops.linear(x, ONES[:4, :3], ONES[0]),
+    "clip": lambda x: ops.clip(x, np.float64(0), np.float64(1)),
+    "huber": lambda x: ops.huber(x, ONES[:2, :3]),
+    "layer_norm": lambda x: ops.layer_norm(x, ONES[0, :3], ONES[0, :3]),
+    "scatter": lambda x: ops.scatter_nd(x, np.array([[0]]), ONES[:1, :3]),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("case", BESIDE)
+def test_a_float64_array_takes_the_float_type_of_the_tensors_beside_it(case, dtype):
+    build, (x,) = recording(TensorSpec((2, 3), dtype))
+    with build:
+        assert BESIDE[case](x).dtype.name == dtype
+
+
+def test_a_gradient_at_a_float64_array_takes_float64_constants():
+    x = np.arange(6.0).reshape(2, 3)
+    found = grad(lambda v: (v * x + np.ones(3)).sum())(x)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, x)
+    with mode("graph", "reference", floats="float64"):
+        assert grad(lambda v: (v * x + np.ones(3)).sum())(x).dtype == np.float64
+
+
+def test_a_float64_tensor_is_not_converted():
+    build, (x, wide, half) = recording(
+        TensorSpec((2,)), TensorSpec((2,), "float64"), TensorSpec((2,), "float16")
+    )
+    with build:
+        with pytest.raises(TypeMismatch, match=r"float32.*float64.*cast one"):
+            x * wide
+        with pytest.raises(TypeMismatch, match=r"float16.*float64.*cast one"):
+            half * np.ones(2)
+        with pytest.raises(TypeMismatch, match=r"float32.*float64.*cast one"):
+            x * ops.constant(np.ones(2))
 
 
 def test_two_symbols_never_broadcast_against_each_other():

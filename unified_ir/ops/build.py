@@ -18,9 +18,9 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import OPEN_PREFIX, Dim, Expr
 from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Location, Meta, Node, Value
-from triplane.unified_ir.ir.types import DType, TensorType, TypeMismatch, as_dtype
+from triplane.unified_ir.ir.types import DType, TensorType, TypeMismatch, as_dtype, float32
 from triplane.unified_ir.ops.contents import bind
-from triplane.unified_ir.ops.infer import check_groups, infer
+from triplane.unified_ir.ops.infer import check_groups, in_type_group, infer
 from triplane.unified_ir.ops.recorder import stack
 from triplane.unified_ir.ops.row import DOMAIN, OPEN, Call, Known, Op, Table
 from triplane.unified_ir.ops.source import user_location
@@ -238,13 +238,17 @@ class Build:
         return [None if x is None else self.known(x) for x in operands]
 
     def _operands(self, row: Op, inputs: Sequence[Any]) -> list[Tensor | None]:
-        """Operands as tensors; a Python number takes the dtype of its type group."""
+        """Operands as tensors; a Python number takes the dtype of its type group.
+
+        So does a float64 array, numpy's default, beside tensors that are all float32.
+        """
         fewest, most = row.arity
         while inputs and inputs[-1] is None and len(inputs) > fewest:
             inputs = inputs[:-1]
         if not fewest <= len(inputs) <= most:
             raise InvalidInput(f"{row} takes {fewest} to {most} operands, got {len(inputs)}")
         groups: dict[str, DType] = {}
+        inputs = [_narrowed(row, i, inputs) for i in range(len(inputs))]
         for i, x in enumerate(inputs):
             if isinstance(x, (Tensor, np.ndarray, np.generic)):
                 groups.setdefault(row.letter(i), as_dtype(x.dtype))
@@ -316,6 +320,20 @@ def _host_array(x: Any, dtype: DType | None) -> Array:
         return array.astype(np.object_) if array.dtype.kind == "U" else array
     except (OverflowError, TypeError, ValueError) as error:
         raise InvalidInput(f"{x!r} does not fit {dtype or 'an array'}: {error}") from None
+
+
+def _narrowed(row: Op, i: int, inputs: Sequence[Any]) -> Any:
+    """Operand `i`; a float64 array as float32 where all tensors of its type group are that."""
+    x = inputs[i]
+    if not isinstance(x, (np.ndarray, np.generic)) or x.dtype != np.float64:
+        return x
+    if not in_type_group(row, i):
+        return x
+    letter = row.letter(i)
+    others = {
+        y.dtype for k, y in enumerate(inputs) if isinstance(y, Tensor) and row.letter(k) == letter
+    }
+    return x.astype(np.float32) if others == {float32} else x
 
 
 def _scalar_dtype(row: Op, x: Any, group: DType | None) -> DType | None:

@@ -45,16 +45,21 @@ def check_groups(row: Op, types: Sequence[TensorType | None]) -> None:
     """Operands have element types their row takes; those that share a type letter share one."""
     seen: dict[str, TensorType] = {}
     for i, t in enumerate(types):
-        letter = row.letter(i)
         if t is not None and row.schema and not row.admits(i, t):
             raise TypeMismatch(f"{row} does not take {t} as operand {i}; cast it")
-        if t is None or "tensor(" in letter or not letter or not is_plain(t):
+        if t is None or not is_plain(t) or not in_type_group(row, i):
             continue
-        if row.schema and row.schema.inputs and not _homogeneous(row, i):
-            continue
-        first = seen.setdefault(letter, t)
+        first = seen.setdefault(row.letter(i), t)
         if first.dtype != t.dtype:
             raise TypeMismatch(f"{row} needs one element type, got {first} and {t}; cast one")
+
+
+def in_type_group(row: Op, i: int) -> bool:
+    """Whether operand `i` has the element type of the operands with the same type letter."""
+    letter = row.letter(i)
+    if not letter or "tensor(" in letter:
+        return False
+    return not (row.schema and row.schema.inputs) or _homogeneous(row, i)
 
 
 def _homogeneous(row: Op, i: int) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, floor_div, product
 from triplane.unified_ir.ir.graph import Array, Value
-from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, bool_
+from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, bool_, float32
 from triplane.unified_ir.ops.recorder import Recorder, recorder
 from triplane.unified_ir.ops.row import DOMAIN
 from triplane.unified_ir.ops.source import unreadable_caller, user_location
@@ -529,11 +529,19 @@ def admitted(x: Any) -> Any:
     return as_tensor(np.asarray(x)) if isinstance(x, (np.ndarray, np.generic)) else x
 
 
+def _taken(x: Any, *, narrow: bool) -> Any:
+    wide = isinstance(x, (np.ndarray, np.generic)) and x.dtype == np.float64
+    return admitted(x.astype(np.float32) if narrow and wide else x)
+
+
 _OPERAND: Final = {"Tensor", "Tensor | None"}
 
 
 def taking_arrays(builder: Callable[P, R]) -> Callable[P, R]:
-    """`builder`, whose arguments declared as tensors may be numpy arrays, too."""
+    """`builder`, whose arguments declared as tensors may be numpy arrays, too.
+
+    A float64 array, numpy's default, becomes float32 where all floating-point tensors are that.
+    """
     declared = inspect.signature(builder).parameters
     operands = {name for name, p in declared.items() if p.annotation in _OPERAND}
     if not operands:
@@ -544,8 +552,16 @@ def taking_arrays(builder: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(builder)
     def build(*args: P.args, **kwargs: P.kwargs) -> R:
         marks = (*order[: len(args)], *[rest] * (len(args) - len(order)))
-        given: Any = [admitted(x) if mark else x for x, mark in zip(args, marks, strict=True)]
-        named: Any = {k: admitted(v) if k in operands else v for k, v in kwargs.items()}
+        tensors = [x for x, mark in zip(args, marks, strict=True) if mark]
+        tensors += [v for k, v in kwargs.items() if k in operands]
+        floats = {x.dtype for x in tensors if isinstance(x, Tensor) and x.dtype.is_float}
+        narrow = floats == {float32}
+        given: Any = [
+            _taken(x, narrow=narrow) if mark else x for x, mark in zip(args, marks, strict=True)
+        ]
+        named: Any = {
+            k: _taken(v, narrow=narrow) if k in operands else v for k, v in kwargs.items()
+        }
         return builder(*given, **named)
 
     return build
