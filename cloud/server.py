@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -74,6 +73,7 @@ from triplane.proto.identity import (
     needs_renewal,
     new_key,
 )
+from triplane.proto.saying import say_ready
 from triplane.proto.transfer import BlobFolder, TransferServicer
 
 logger = logging.getLogger(__name__)
@@ -592,5 +592,4 @@ def _announce(options: Options, cloud: Cloud) -> None:
         f"cloud on {_host_port(options.host, cloud.port)} (mutual TLS), enrolment on "
         f"{_host_port(options.host, cloud.enrol_port)}, dashboard {cloud.dashboard}"
     )
-    sys.stdout.write((json.dumps(ready) if options.json else text) + "\n")
-    sys.stdout.flush()
+    say_ready(json.dumps(ready) if options.json else text)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from triplane.proto import signals
 from triplane.proto.errors import NotFound, TriplaneError
+from triplane.proto.saying import say_ready
 
 ARENA_MAX: Final = -8
 """glibc's M_ARENA_MAX."""
@@ -74,8 +75,7 @@ def main(
             "held_out": client.held_out_samples,
             "pid": os.getpid(),
         }
-        sys.stdout.write(line(record) + "\n")
-        sys.stdout.flush()
+        say_ready(line(record))
 
     try:
         client.run(ready)

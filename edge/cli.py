@@ -1,7 +1,6 @@
 """The verb `triplane edge`: what runs on an edge node. Imports click only until it is called."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from triplane.proto.errors import Unavailable
+from triplane.proto.quiet import quiet_grpc
 from triplane.unified_ir.cli.shell import EXIT_CODES, SECRET, Output, json_option, open_output
 
 if TYPE_CHECKING:
@@ -145,11 +145,6 @@ def enrol(
     record = {"name": identity.name, "home": str(node.path), "cloud": identity.cloud}
     text = f"{identity.name}: enrolled in {node.path}; now: triplane edge up --home {node.path}"
     open_output(as_json).result(record, text)
-
-
-def quiet_grpc() -> None:
-    """Keep the library's own lines off standard error: what they say is in our errors."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def _was_given(name: str) -> bool:

@@ -10,7 +10,6 @@ offline keys, from which the cloud's metadata must follow.
 """
 
 import hashlib
-import os
 import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -27,6 +26,7 @@ from triplane.proto.channels import connect
 from triplane.proto.errors import Conflict, Corrupt, Unavailable
 from triplane.proto.identity import IdentityFolder, Token
 from triplane.proto.identity import enrol as enrol_at
+from triplane.proto.quiet import quiet_grpc
 
 Fetch = Callable[[str], bytes]
 
@@ -38,7 +38,7 @@ def enrol(node: NodeHome, token: str, address: str, root: Path | None = None) ->
     an interruption. Conflict: the home belongs to another cloud. Corrupt: somebody else answers, or
     the cloud's metadata does not follow from `root`. Unavailable: the main port does not answer.
     """
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # what it would say is in the error
+    quiet_grpc()
     _require_one_cloud(node, Token.parse(token))
     node.make()
     identity = _identity(node, token, address)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from triplane.proto.errors import NotFound, TriplaneError, Unavailable
+from triplane.proto.quiet import quiet_grpc
 from triplane.unified_ir.cli.shell import json_option
 
 if TYPE_CHECKING:
@@ -100,11 +101,6 @@ class Calls:
     identity: IdentityStub
     metadata: MetadataStub
     registry: RegistryStub
-
-
-def quiet_grpc() -> None:
-    """Keeps grpc's own lines off the terminal: what they say is in the error. Before its import."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 @contextlib.contextmanager

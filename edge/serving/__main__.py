@@ -14,6 +14,7 @@ from typing import Any
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.options import Options
 from triplane.proto.errors import InvalidInput, TriplaneError
+from triplane.proto.quiet import quiet_grpc
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
@@ -34,6 +35,7 @@ def main(options: Options) -> None:
     log = logging.StreamHandler()
     log.setFormatter(Facts())
     logging.basicConfig(level=options.log_level.upper(), handlers=[log])
+    quiet_grpc()
     from triplane.edge.serving import process
     from triplane.edge.serving.descriptors import raise_descriptor_limit
 

@@ -11,7 +11,6 @@ import fcntl
 import json
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +23,7 @@ from triplane.edge.serving.repository import Repository
 from triplane.edge.serving.server import Server, Tls
 from triplane.proto import signals
 from triplane.proto.errors import Conflict, TriplaneError
+from triplane.proto.saying import say_ready
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +124,7 @@ def announce(options: Options, server: Server) -> None:
     else:
         named = ", ".join(f"{name} version {version}" for name, version in models) or "nothing yet"
         line = f"serving {named} on {options.host}:{server.port} (metrics :{server.metrics_port})"
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    say_ready(line)
 
 
 def _tls(options: Options) -> Tls | None:

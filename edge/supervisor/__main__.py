@@ -11,6 +11,7 @@ from triplane.edge.supervisor.ready import Ready, text
 from triplane.edge.supervisor.supervisor import Supervisor
 from triplane.proto import signals
 from triplane.proto.errors import TriplaneError
+from triplane.proto.saying import say_ready
 
 Said = Callable[[NodeHome, Ready], str]
 
@@ -27,8 +28,7 @@ def main(home: Path, said: Said = text) -> None:
     logging.basicConfig(level="INFO", handlers=[log])
 
     def announce(ready: Ready) -> None:
-        sys.stdout.write(f"{said(node, ready)}\n")
-        sys.stdout.flush()
+        say_ready(said(node, ready))
 
     Supervisor(node, announce).run()
 

@@ -2,8 +2,9 @@
 
 A child that ends is started again after a pause that doubles, up to 10 s for the agent and 1 s for
 serving, whose calls fail meanwhile; ten seconds of life forget it. SIGTERM and SIGINT stop the
-agent, drain serving, and end; a second signal kills the agent and cuts the drain short. Being
-killed changes nothing for the children.
+agent, drain serving, and end; a second signal kills the agent and cuts the drain short. An error
+that ends the supervisor stops them in the same way, so none is left without one. Only being killed
+changes nothing for the children: the next supervisor takes them over.
 
 A port of 0 in `node.json` is replaced by the one that serving was given when it first started, so
 that the node keeps its address; the agent, which reports it, waits for that.
@@ -26,7 +27,7 @@ from triplane.edge.home import NodeHome
 from triplane.edge.supervisor.children import Child, adopt, last_line, start
 from triplane.edge.supervisor.ready import Ready, said_in
 from triplane.proto import signals
-from triplane.proto.errors import Conflict
+from triplane.proto.errors import Conflict, TriplaneError
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,11 @@ class Kept:
     pause_s: float = FIRST_PAUSE_S
     due_s: float = 0.0
 
+    def wait(self, now_s: float) -> None:
+        """Start it after its pause, and after twice that the next time."""
+        self.due_s = now_s + self.pause_s
+        self.pause_s = min(2 * self.pause_s, self.max_pause_s)
+
 
 def _nobody(_: Ready) -> None:
     """Tell nobody."""
@@ -65,11 +71,13 @@ def _nobody(_: Ready) -> None:
 class Supervisor:
     """One run of the supervisor. Conflict where another one keeps this home.
 
+    Corrupt and NotFound name a file without which nothing is started or taken over.
     on_ready: told once where calls are answered, when they are.
     """
 
     def __init__(self, home: NodeHome, on_ready: Callable[[Ready], None] = _nobody) -> None:
         home.require_enrolled()
+        _ = home.identity.name, home.identity.cloud, home.settings  # damaged: before anything runs
         home.make()
         self._home = home
         self._lock = _hold(home)
@@ -83,16 +91,19 @@ class Supervisor:
         ]
 
     def run(self) -> None:
-        """Keep the children until a signal, then stop them."""
+        """Keep the children until a signal, then stop them, as after any error."""
         termination = signals.Termination(
             limit_s=LIMIT_S, hurry=self._hurried.set, hurry_s=HURRY_S + 2 * STOP_S
         )
-        while not termination.wait(LOOK_S):
-            for kept in self._kept[: 2 if self._has_ports else 1]:
-                self._look(kept)
-            if not self._is_ready:
-                self._listen()
-        self._stop()
+        try:
+            while not termination.wait(LOOK_S):
+                for kept in self._kept[: 2 if self._has_ports else 1]:
+                    self._look(kept)
+                if not self._is_ready:
+                    self._listen()
+        finally:
+            termination.request()
+            self._stop()
 
     def _look(self, kept: Kept) -> None:
         now = time.monotonic()
@@ -111,10 +122,17 @@ class Supervisor:
                 },
             )
             kept.child.close()
-            kept.child, kept.due_s = None, now + kept.pause_s
-            kept.pause_s = min(2 * kept.pause_s, kept.max_pause_s)
+            kept.child = None
+            kept.wait(now)
         if now >= kept.due_s:
-            self._begin(kept)
+            try:
+                self._begin(kept)
+            except (OSError, TriplaneError) as error:  # a full disk, say: it may pass
+                logger.error(  # noqa: TRY400 -- the reason is enough
+                    "not started",
+                    extra={"child": kept.name, "pause_s": kept.pause_s, "reason": str(error)},
+                )
+                kept.wait(now)
 
     def _begin(self, kept: Kept) -> None:
         kept.child = adopt(kept.name, self._home.run) or start(

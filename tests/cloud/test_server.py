@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -55,6 +57,25 @@ def within(coroutine):
         return await asyncio.wait_for(coroutine, DEADLINE_S)
 
     return asyncio.run(bounded())
+
+
+def test_a_ready_line_that_nobody_can_read_does_not_end_the_cloud(home):
+    reader, writer = os.pipe()
+    os.close(reader)
+    options = {"home": str(home.path), "port": 0, "enrol_port": 0, "dashboard_port": 0}
+    with subprocess.Popen(
+        [sys.executable, "-m", "triplane.cloud", json.dumps(options)],
+        stdout=writer, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        os.close(writer)
+        try:
+            assert process.stderr is not None
+            assert any("ready line not written" in line for line in process.stderr)
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0
 
 
 async def until(cloud, holds):

@@ -169,7 +169,8 @@ def run(argv: Sequence[str]) -> int:
     """
     try:
         code = triplane.main(list(argv), prog_name="triplane", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None where descriptor 1 was closed from the start
+            sys.stdout.flush()
     except (click.Abort, KeyboardInterrupt) as error:
         _report_interrupt(error, as_json="--json" in argv)
         return INTERRUPTED

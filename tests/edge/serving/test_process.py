@@ -5,6 +5,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,11 +25,13 @@ from triplane.edge.serving.bundles import open_bundle
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.options import Options
 from triplane.edge.serving.wire import WIRE_NAME
-from triplane.proto.errors import Corrupt, InvalidInput
+from triplane.proto.errors import Corrupt, InvalidInput, Unavailable
+from triplane.unified_ir.cli.shell import EXIT_CODES
 from triplane.unified_ir.runtime import BundleSpec, Description, Session, write_bundle
 
 X = np.ones((1, 4), np.float32)
 WAIT_S = 60
+TRIPLANE = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
 # After the ready line the kernel gives signals to other threads: the system call in which the main
 # thread waits is not interrupted, as by a signal that arrives just before the call blocks.
 NOT_INTERRUPTED = """
@@ -192,6 +195,39 @@ def test_a_signal_that_interrupts_no_system_call_still_drains(bundle, number):
             process.kill()
     assert process.returncode == 0
     assert log.splitlines()[-1].endswith("stopped")
+
+
+@pytest.mark.slow
+def test_a_ready_line_that_nobody_can_read_does_not_end_the_server(bundle):
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*TRIPLANE, "edge", "serve", str(bundle()), "--port", "0", "--metrics-port", "0"]
+    with subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, text=True) as process:
+        os.close(writer)
+        try:
+            assert process.stderr is not None
+            assert "ready line not written" in process.stderr.readline()
+            process.send_signal(signal.SIGTERM)
+            _, log = process.communicate(timeout=WAIT_S)
+        finally:
+            process.kill()
+    assert (process.returncode, log) == (0, "")
+
+
+@pytest.mark.slow
+def test_a_taken_port_is_told_in_one_line_of_ours(bundle):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        command = [*TRIPLANE, "edge", "serve", str(bundle()), "--port", str(port)]
+        done = subprocess.run(
+            [*command, "--metrics-port", "0"],
+            capture_output=True, text=True, check=False, timeout=WAIT_S,
+        )  # fmt: skip
+    assert done.returncode == EXIT_CODES[Unavailable]
+    assert done.stderr.startswith("triplane: "), done.stderr
+    assert f"127.0.0.1:{port} is taken" in done.stderr
+    assert "add_port" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @contextmanager

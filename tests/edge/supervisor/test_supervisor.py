@@ -1,6 +1,7 @@
 """`triplane edge up` as a process: what it says, what it keeps, what it takes over."""
 
 import json
+import os
 import select
 import signal
 import socket
@@ -21,7 +22,9 @@ from triplane.edge.agent.trust import bootstrap
 from triplane.edge.home import NodeHome, Settings
 from triplane.edge.serving.wire import WIRE_NAME
 from triplane.edge.supervisor.children import is_alive, recorded
+from triplane.proto.errors import Corrupt
 from triplane.proto.identity import certificate_pem, certificate_request, key_pem, new_key
+from triplane.unified_ir.cli.shell import EXIT_CODES
 
 pytestmark = pytest.mark.slow
 COMMAND = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
@@ -48,6 +51,35 @@ from pathlib import Path
 from triplane.edge.supervisor.__main__ import main
 from triplane.edge.supervisor.supervisor import Supervisor
 Supervisor._look = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+main(Path(sys.argv[1]))
+"""
+
+# The first look that finds serving ready meets a fault that nobody foresaw.
+FAULTY = """
+import sys
+from pathlib import Path
+from triplane.edge.supervisor.__main__ import main
+from triplane.edge.supervisor.ready import said_in
+from triplane.edge.supervisor.supervisor import Supervisor
+def listen(self):
+    if said_in(self._says):
+        raise RuntimeError("unforeseen")
+Supervisor._listen = listen
+main(Path(sys.argv[1]))
+"""
+# The disk is full, or no process can be made, at the first start of each child.
+FULL_AT_FIRST = """
+import errno, os, sys
+from pathlib import Path
+from triplane.edge.supervisor import supervisor
+from triplane.edge.supervisor.__main__ import main
+start, failed = supervisor.start, set()
+def fail_once(name, *args, **options):
+    if name in failed:
+        return start(name, *args, **options)
+    failed.add(name)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+supervisor.start = fail_once
 main(Path(sys.argv[1]))
 """
 
@@ -174,3 +206,47 @@ def test_a_signal_also_stops_children_that_were_not_taken_over_yet(node):
         assert second.wait(WAIT_S) == 0
     assert not is_alive("serving", node.run)
     assert not is_alive("agent", node.run)
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_ready_line_that_nobody_can_read_does_not_end_the_node(node, options):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with subprocess.Popen(
+        [*COMMAND, "edge", "up", "--home", str(node.path), *options],
+        stdout=writer, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        os.close(writer)
+        while "not written" not in (said := line_of(process.stderr)):
+            assert said, "it ended without a word"
+        assert answers(node.settings.port)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0
+    assert not is_alive("serving", node.run)
+    assert not is_alive("agent", node.run)
+
+
+def test_a_fault_of_the_supervisor_leaves_no_child_behind(node):
+    with up(node, command=[sys.executable, "-c", FAULTY, str(node.path)]) as process:
+        assert process.wait(WAIT_S) == 1
+    assert recorded("serving", node.run)
+    assert not is_alive("serving", node.run)
+    assert not is_alive("agent", node.run)
+
+
+def test_a_damaged_certificate_is_said_before_anything_starts(node):
+    certificate = node.identity.path / "cert.pem"
+    certificate.write_bytes(certificate.read_bytes()[:200])
+    with up(node, "--json") as process:
+        assert process.wait(WAIT_S) == EXIT_CODES[Corrupt]
+    assert recorded("serving", node.run) is None
+
+
+def test_a_child_that_cannot_be_started_now_is_started_later(node):
+    with up(node, command=[sys.executable, "-c", FULL_AT_FIRST, str(node.path)]) as process:
+        line_of(process.stdout)
+        assert answers(node.settings.port)
+    assert process.returncode == 0
+    assert not is_alive("serving", node.run)
