@@ -92,7 +92,9 @@ def adapt(given: Mapping[str, Any]) -> dict[str, Any]:
     from triplane.unified_ir.runtime import Bundle, adapted_weights, write_adapted
 
     bundle = Bundle.load(Path(given["path"]))
-    samples = read_samples(Path(given["samples"]))
+    path = Path(given["samples"])
+    samples = read_samples(path)
+    _check_labels(samples["y"], bundle, path.name)
     samples["x"] = as_input(samples["x"], bundle.inputs[0].dtype)
     support, held_out = split(samples, given["seed"])
     out = Path(given["out"])
@@ -112,8 +114,10 @@ def adapt(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_samples(path: Path) -> dict[str, Any]:
-    """`x` and `y` of an .npz. InvalidInput says what it should hold."""
+    """`x` and `y` of an .npz. InvalidInput says what it should hold, and where it does not."""
     import numpy as np
+
+    from triplane.unified_ir.files.samples import MAX_CLASSES, check_classes, check_finite
 
     rule = f"{path.name} is an .npz with x (N, ...) and whole numbers y (N,)"
     try:
@@ -130,6 +134,9 @@ def read_samples(path: Path) -> dict[str, Any]:
             f"{path.name} has {len(y)} samples; from {LEAST_SAMPLES} to {MAX_SAMPLES} are used, "
             "one half to adapt and the other to compare"
         )
+    check_finite(x, "x", what="samples")
+    most = f"a model gives at most {MAX_CLASSES} logits"
+    check_classes(y, MAX_CLASSES, most, _sample_of(path.name))
     return {"x": x, "y": y.astype(np.int64)}
 
 
@@ -146,21 +153,38 @@ def keep_samples(
     samples = read_samples(source)
     count = len(samples["y"])
     if bundle is not None:
-        _check_fit(samples["x"], bundle, model)
+        _check_fit(samples, bundle, model, source.name)
     path = pointer_path(folder, model).with_suffix(".npz")
     OS_DISK.make_folder(folder)
     write_atomic(path, source.read_bytes())
     return count, path
 
 
-def _check_fit(x: Any, bundle: Path, model: str) -> None:
-    """InvalidInput unless samples have the shape and the type that the bundle's input takes."""
+def _sample_of(name: str) -> str:
+    """Names a sample of a file by its number, for `check_classes`."""
+    return f"sample {{}} of {name.replace('{', '{{').replace('}', '}}')}"
+
+
+def _check_labels(y: Any, bundle: Any, name: str, model: str = "") -> None:
+    """InvalidInput where the file `name` has a label for which the bundle has no class."""
+    from triplane.unified_ir.files.samples import check_classes
+
+    shape = bundle.outputs[0].shape
+    classes = shape[-1] if len(shape) > 1 else None
+    if isinstance(classes, int) and classes > 0:
+        giver = f"{model or bundle.name} gives {classes} logits"
+        check_classes(y, classes, giver, _sample_of(name))
+
+
+def _check_fit(samples: Mapping[str, Any], bundle: Path, model: str, name: str) -> None:
+    """InvalidInput unless samples have the shape and the classes of the bundle."""
     from triplane.unified_ir.runtime import Bundle
 
     try:
-        wanted = Bundle.load(bundle).inputs[0]
+        served = Bundle.load(bundle)
     except Corrupt:  # the agent fetches it again; what it takes cannot be told meanwhile
         return
+    x, wanted = samples["x"], served.inputs[0]
     sizes = [size if isinstance(size, int) and size > 0 else None for size in wanted.shape[1:]]
     fits = len(sizes) == x.ndim - 1 and all(
         size in (None, found) for size, found in zip(sizes, x.shape[1:], strict=False)
@@ -171,6 +195,7 @@ def _check_fit(x: Any, bundle: Path, model: str) -> None:
             f"{model} takes samples of shape ({shape}), as input {wanted.name!r} of the version "
             f"that serves here; x has samples of shape {x.shape[1:]}"
         )
+    _check_labels(samples["y"], served, name, model)
 
 
 def split(samples: Mapping[str, Any], seed: str) -> tuple[dict[str, Any], dict[str, Any]]:

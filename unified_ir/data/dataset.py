@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.files.images import check_sizes
 from triplane.unified_ir.files.pixels import TOP, as_input
+from triplane.unified_ir.files.samples import MAX_CLASSES, check_finite
 
-MAX_CLASSES: Final = 10_000
 _WORD: Final = 2**64
 
 
@@ -118,12 +118,7 @@ def _check(x: NDArray[Any], y: NDArray[Any], labels: tuple[str, ...]) -> None:
     _check_labels(y)
     if int(y.max()) >= len(labels):
         raise InvalidInput(f"class {int(y.max())} has no name; there are {len(labels)} labels")
-    if not np.isfinite(x).all():
-        at = tuple(map(int, np.argwhere(~np.isfinite(x))[0]))
-        raise InvalidInput(
-            f"pixels are finite numbers; x holds NaN or infinity, first in sample {at[0]}: "
-            f"x[{', '.join(map(str, at))}] is {x[at]}"
-        )
+    check_finite(x, "x", what="pixels")
 
 
 def _check_labels(y: NDArray[Any]) -> None:

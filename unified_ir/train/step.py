@@ -20,6 +20,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.autodiff import GRAD, value_and_grad
 from triplane.unified_ir.autodiff.zero import zero_gradient
+from triplane.unified_ir.files.samples import check_classes
 from triplane.unified_ir.frontend.cell import Cell
 from triplane.unified_ir.frontend.trace import traced
 from triplane.unified_ir.ir.graph import Array, Function, Node, Role, Value
@@ -76,21 +77,10 @@ class Model:
         self, labels: Array, where: str = "row {} of the batch", *, first: int = 0
     ) -> None:
         """Refuse labels out of range. where: names the sample; first: the number of labels[0]."""
-        if self.classes is None or labels.dtype.kind not in "iu" or not labels.size:
+        if self.classes is None or labels.dtype.kind not in "iu":
             return
-        low, high = np.minimum.reduce(labels, axis=None), np.maximum.reduce(labels, axis=None)
-        if low >= 0 and high < self.classes:
-            return
-        bad = (labels < 0) | (labels >= self.classes)
-        if self.loss.ignored is not None:
-            bad &= labels != self.loss.ignored
-        if bad.any():
-            at = tuple(np.argwhere(bad)[0])
-            raise InvalidInput(
-                f"{type(self.cell).__name__} gives {self.classes} logits, so labels are "
-                f"0..{self.classes - 1}, got {labels.min()}..{labels.max()}; the first one out of "
-                f"range is {labels[at]}, {where.format(first + at[0])}"
-            )
+        giver = f"{type(self.cell).__name__} gives {self.classes} logits"
+        check_classes(labels, self.classes, giver, where, first=first, ignored=self.loss.ignored)
 
     @property
     def tallies(self) -> dict[str, Tally]:

@@ -1,6 +1,7 @@
 """A start point on a node: adapted in a child, compared on samples it never saw."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -271,6 +272,44 @@ def test_samples_of_another_shape_than_what_serves_takes_are_refused(start, tmp_
     np.savez(tmp_path / "right.npz", x=np.zeros((8, 1, 8, 8), np.float32), y=y)
     count, _ = keep_samples(tmp_path / "samples", "digits", tmp_path / "right.npz", bundle=start)
     assert count == 8
+
+
+def test_samples_that_are_not_finite_are_refused_with_their_place(tmp_path):
+    x = np.zeros((8, 1, 2, 2), np.float32)
+    x[5, 0, 1, 0] = np.nan
+    np.savez(tmp_path / "odd.npz", x=x, y=np.arange(8) % 2)
+    with pytest.raises(InvalidInput, match=r"first in sample 5: x\[5, 0, 1, 0\] is nan"):
+        keep_samples(tmp_path / "samples", "digits", tmp_path / "odd.npz")
+    assert not (tmp_path / "samples").exists()
+
+
+@pytest.mark.parametrize("label", [-1, 99_999])
+def test_labels_that_no_model_has_are_refused_before_anything_serves(tmp_path, label):
+    y = np.arange(8) % 2
+    y[6] = label
+    np.savez(tmp_path / "odd.npz", x=np.zeros((8, 4), np.float32), y=y)
+    with pytest.raises(InvalidInput, match=rf"first one out of range is {label}, sample 6 of odd"):
+        keep_samples(tmp_path / "samples", "digits", tmp_path / "odd.npz")
+
+
+@pytest.mark.slow
+def test_labels_beyond_the_classes_of_what_serves_are_refused_with_their_place(start, tmp_path):
+    y = np.arange(8) % 2
+    y[6] = 10
+    np.savez(tmp_path / "odd.npz", x=np.zeros((8, 1, 8, 8), np.float32), y=y)
+    said = "digits gives 10 logits, so labels are 0..9, got 0..10; the first one out of range is 10"
+    with pytest.raises(InvalidInput, match=rf"{re.escape(said)}, sample 6 of odd\.npz"):
+        keep_samples(tmp_path / "samples", "digits", tmp_path / "odd.npz", bundle=start)
+    assert not (tmp_path / "samples").exists()
+
+
+@pytest.mark.slow
+def test_a_start_point_is_not_adapted_to_labels_that_it_has_no_class_for(start, tmp_path):
+    digits = data.digits().select(np.arange(900, 1000))
+    np.savez(tmp_path / "s.npz", x=digits.x, y=np.where(digits.y == 3, 77, digits.y))
+    with pytest.raises(Refused, match=r"first one out of range is 77, sample \d+ of s\.npz"):
+        adapted(start, tmp_path / "s.npz", tmp_path / "mine.bundle")
+    assert not (tmp_path / "mine.bundle").exists()
 
 
 @pytest.mark.slow

@@ -1,0 +1,54 @@
+"""What samples may hold, checked in one place for training and for a node's own samples."""
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from triplane.proto.errors import InvalidInput
+
+MAX_CLASSES: Final = 10_000
+"""Of any dataset; a model usually tells fewer apart."""
+
+
+def check_finite(x: npt.NDArray[Any], name: str, *, what: str) -> None:
+    """Refuse NaN and infinity with place and value. what: the elements, as a person calls them."""
+    if x.dtype.kind not in "fc":
+        return
+    finite = np.isfinite(x)
+    if not finite.all():
+        at = tuple(map(int, np.unravel_index(int(finite.argmin()), x.shape)))
+        raise InvalidInput(
+            f"{what} are finite numbers; {name} holds NaN or infinity, first in sample {at[0]}: "
+            f"{name}[{', '.join(map(str, at))}] is {x[at]}"
+        )
+
+
+def check_classes(
+    labels: npt.NDArray[Any],
+    classes: int,
+    giver: str,
+    where: str,
+    *,
+    first: int = 0,
+    ignored: int | None = None,
+) -> None:
+    """Refuse labels that are not in 0..classes-1, except `ignored`, with place and value.
+
+    giver: who tells the classes apart, as in "Net gives 10 logits". where: names the sample by its
+    number, as in "row {} of the batch"; first: the number of labels[0].
+    """
+    if not labels.size:
+        return
+    low, high = np.minimum.reduce(labels, axis=None), np.maximum.reduce(labels, axis=None)
+    if low >= 0 and high < classes:
+        return
+    bad = (labels < 0) | (labels >= classes)
+    if ignored is not None:
+        bad &= labels != ignored
+    if bad.any():
+        at = tuple(np.argwhere(bad)[0])
+        raise InvalidInput(
+            f"{giver}, so labels are 0..{classes - 1}, got {low}..{high}; the first one out of "
+            f"range is {labels[at]}, {where.format(first + at[0])}"
+        )
