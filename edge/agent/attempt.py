@@ -8,6 +8,7 @@ good.
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -381,23 +382,36 @@ def is_whole(home: NodeHome, sha256: str) -> bool:
     """Whether the bundle's file is here and has the digest that is its name."""
     path = home.bundles / sha256
     try:
-        return digest_of(path).hex() == sha256
+        return path.is_file() and digest_of(path).hex() == sha256
     except OSError:
         return False
 
 
 def quarantine(world: World, sha256: str) -> bool:
-    """Move a bundle's file out of the way if it is damaged, and say so; one is kept for a look."""
+    """Move a bundle's file out of the way if it is damaged, and say so; one is kept for a look.
+
+    So is a folder, or whatever else has the file's name or that of its unfinished download.
+    """
+    partial = world.blobs.partial / sha256
+    if os.path.lexists(partial) and not partial.is_file():
+        _put_aside(world, partial)
     path = world.home.bundles / sha256
-    if not path.is_file() or is_whole(world.home, sha256):
+    if not os.path.lexists(path) or is_whole(world.home, sha256):
         return False
+    _put_aside(world, path)
+    return True
+
+
+def _put_aside(world: World, path: Path) -> None:
     world.disk.make_folder(world.home.damaged)
     for old in world.home.damaged.iterdir():
-        world.disk.remove(old)
-    world.disk.replace(path, world.home.damaged / sha256)
-    world.disk.sync_folder(world.home.bundles)
-    logger.error("damaged bundle put aside", extra={"path": str(world.home.damaged / sha256)})
-    return True
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old)
+        else:
+            world.disk.remove(old)
+    world.disk.replace(path, world.home.damaged / path.name)
+    world.disk.sync_folder(path.parent)
+    logger.error("damaged bundle put aside", extra={"path": str(world.home.damaged / path.name)})
 
 
 def restore(seam: Switching, home: NodeHome, model: str, committed: Pointer | None) -> None:

@@ -20,6 +20,13 @@ def remove(node, model):
     bundle_of(node, model).unlink()
 
 
+def replace_by_folder(node, model):
+    path = bundle_of(node, model)
+    path.unlink()
+    path.mkdir()
+    (path / "inside").write_bytes(b"left by somebody")
+
+
 def point_elsewhere(node, model):
     path = node.home / "models" / f"{model}.json"
     version = read_pointers(node.home / "models")[0][model].version
@@ -45,5 +52,6 @@ def _flip(path, where):
 
 
 DAMAGES = (
-    truncate, flip, remove, point_elsewhere, point_nowhere, spoil_journal, spoil_document,
+    truncate, flip, remove, replace_by_folder, point_elsewhere, point_nowhere, spoil_journal,
+    spoil_document,
 )  # fmt: skip

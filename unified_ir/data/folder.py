@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir.data import bounded
-from triplane.unified_ir.data.dataset import MAX_CLASSES, Dataset, from_arrays
+from triplane.unified_ir.data.dataset import Dataset, from_arrays
 from triplane.unified_ir.files import png, pnm
 from triplane.unified_ir.files.images import check_sizes
+from triplane.unified_ir.files.samples import MAX_CLASSES
 
 MAX_IMAGE_FILE_BYTES: Final = 16 * 2**20
 DECODERS: Final[dict[str, Callable[[bytes, str], NDArray[np.uint8]]]] = {

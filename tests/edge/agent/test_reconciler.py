@@ -11,8 +11,10 @@ from tests.faults.test_power import BAD, MODEL, Node, Signed, content, fetch, ma
 from triplane.edge.agent.policy import Admission
 from triplane.edge.home import NodeHome
 from triplane.proto import fleet_pb2 as pb
-from triplane.proto.errors import Unavailable
+from triplane.proto.disk import OS_DISK
+from triplane.proto.errors import InvalidInput, NotFound, Unavailable
 from triplane.proto.targets import Rule
+from triplane.proto.transfer import BlobFolder
 
 WAITING = "w"
 LOOKS = 20
@@ -88,6 +90,52 @@ def test_model_that_never_succeeds_does_not_keep_old_bundles_of_others(node):
     assert held(node) == {name_of(2)}
     half = node.home.bundles / "partial" / name_of(4)
     assert half.stat().st_size == len(content(4)) // 2
+
+
+@pytest.mark.parametrize("old", ["none", "file", "folder"])
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_what_is_no_file_in_the_place_of_a_bundle_is_put_aside_and_fetched_again(node, kind, old):
+    changed(node, disk=OS_DISK, blobs=BlobFolder(node.home.bundles))
+    if old != "none":
+        node.home.damaged.mkdir()
+        left = node.home.damaged / "of an earlier damage"
+        left.mkdir() if old == "folder" else left.touch()
+    path = node.home.bundles / name_of(1)
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+        (path / "inside").touch()
+    else:
+        path.symlink_to("nowhere")
+    node.server.served.clear()
+    refusing_what_is_not_whole(node)
+    looked(node)
+    assert path.read_bytes() == content(1)
+    assert not path.is_symlink()
+    assert node.server.served == {MODEL: "1"}
+    assert [aside.name for aside in node.home.damaged.iterdir()] == [name_of(1)]
+
+
+def test_a_folder_in_the_place_of_an_unfinished_download_is_put_aside(node):
+    changed(node, disk=OS_DISK, blobs=BlobFolder(node.home.bundles))
+    (node.home.bundles / "partial" / name_of(2)).mkdir()
+    assigned(node, {MODEL: 2})
+    looked(node)
+    assert node.server.served == {MODEL: "2"}
+
+
+def refusing_what_is_not_whole(node):
+    """Serving that, as the real one, loads files only."""
+    load = node.server.load
+
+    def checked(model, path, digest):
+        if not path.exists():
+            raise NotFound(f"no bundle {path}")
+        if not path.is_file():
+            raise InvalidInput(f"{path} is not a regular file")
+        load(model, path, digest)
+
+    node.server.load = checked
 
 
 def refusing(node, *models):
