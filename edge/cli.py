@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from triplane.proto.errors import Unavailable
 from triplane.proto.quiet import quiet_grpc
 from triplane.unified_ir.cli.shell import EXIT_CODES, SECRET, Output, json_option, open_output
 
@@ -212,7 +211,8 @@ def status(*, home: Path, as_json: bool) -> None:
     """Show what this node serves, what it was told to, and how the newest attempts ended.
 
     Reads the home, asks the server, and asks the cloud whether it takes this node; works without
-    the cloud. Exit code 4: the cloud refuses this node.
+    the cloud. Exit code 4: the cloud refuses this node. 5: a damaged file keeps `edge up` from
+    starting.
     """
     from triplane.edge.home import NodeHome
     from triplane.edge.status import look
@@ -221,8 +221,8 @@ def status(*, home: Path, as_json: bool) -> None:
     found = look(NodeHome(home))
     output: Output = open_output(as_json)
     output.result(found.record(), found.text())
-    if not found.is_well:
-        click.get_current_context().exit(EXIT_CODES[Unavailable])
+    if found.trouble is not None:
+        click.get_current_context().exit(EXIT_CODES[found.trouble])
 
 
 @edge.command(epilog=EXAMPLE, short_help="Answer inference calls on bundles, without a cloud.")

@@ -1,15 +1,17 @@
 """Where a node keeps everything, and what it was told about itself."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, get_type_hints
 
 from triplane.proto.disk import OS_DISK, write_atomic
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound
 from triplane.proto.identity import IdentityFolder
 
 MAX_SETTINGS_BYTES: Final = 64 << 10
+MAX_PORT: Final = 65535
 MIN_PROBATION_S: Final = 0.0
 
 
@@ -34,6 +36,23 @@ class Settings:
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
+
+
+def _check_kinds(given: Mapping[str, Any]) -> None:
+    """InvalidInput names a setting whose value is not of its kind."""
+    kinds = get_type_hints(Settings)
+    for name, value in given.items():
+        if name == "targets":
+            fits, kind = isinstance(value, list) and all(isinstance(t, str) for t in value), "names"
+        elif name.endswith("port"):
+            fits, kind = type(value) is int and 0 <= value <= MAX_PORT, f"0 to {MAX_PORT}"
+        else:
+            wanted = kinds[name]
+            as_float = type(value) is int and isinstance(0.0, wanted)
+            fits = as_float or (isinstance(value, wanted) and not isinstance(value, bool))
+            kind = getattr(wanted, "__name__", str(wanted))
+        if not fits:
+            raise InvalidInput(f"{name} is {str(value)[:80]!r}, it has to be {kind}")
 
 
 class NodeHome:
@@ -79,13 +98,16 @@ class NodeHome:
             data = self.settings_file.read_bytes()[: MAX_SETTINGS_BYTES + 1]
         except FileNotFoundError:
             return Settings()
+        except IsADirectoryError as error:
+            raise Corrupt(f"{self.settings_file} cannot be read: it is a folder") from error
         try:
             given = json.loads(data)
             known = {field.name for field in fields(Settings)}
             if not isinstance(given, dict) or not given.keys() <= known:
                 raise InvalidInput(f"keys are {', '.join(sorted(known))}")
+            _check_kinds(given)
             return Settings(**{**given, "targets": tuple(given.get("targets", ()))})
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise Corrupt(f"{self.settings_file} cannot be read: {error}") from error
 
     def save_settings(self, settings: Settings) -> None:

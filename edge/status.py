@@ -13,7 +13,7 @@ from triplane.edge.home import NodeHome
 from triplane.edge.serving.pointers import Pointer, read_pointers
 from triplane.edge.supervisor.children import is_alive
 from triplane.proto.channels import connect
-from triplane.proto.errors import TriplaneError
+from triplane.proto.errors import Corrupt, TriplaneError, Unavailable
 from triplane.proto.metadata_pb2 import GetRequest
 from triplane.proto.metadata_pb2_grpc import MetadataStub
 from triplane.proto.status import error_from
@@ -28,6 +28,8 @@ class Status:
     """One look. serving: ready versions by model, None where the server does not answer.
 
     refusal: why the cloud does not take this node's calls; empty where it does, or is away.
+    damaged: what keeps `edge up` from starting; empty where nothing does. unreadable: damaged
+    pointers, which an agent that runs replaces by itself.
     """
 
     name: str
@@ -39,11 +41,15 @@ class Status:
     desired: dict[str, int]
     last: dict[str, Line]
     refusal: str = ""
+    damaged: str = ""
+    unreadable: tuple[str, ...] = ()
 
     @property
-    def is_well(self) -> bool:
-        """Whether nothing here needs a person: the cloud takes this node's calls."""
-        return not self.refusal
+    def trouble(self) -> type[TriplaneError] | None:
+        """The family of what needs a person here; None where nothing does."""
+        if self.damaged:
+            return Corrupt
+        return Unavailable if self.refusal else None
 
     def record(self) -> dict[str, Any]:
         """For `--json`."""
@@ -53,10 +59,13 @@ class Status:
         """For people."""
         up = ", ".join(f"{n} {'up' if on else 'DOWN'}" for n, on in self.processes.items())
         lines = [f"{self.name} of {self.cloud}: {up}"]
+        if self.damaged:
+            lines.append(f"  DAMAGED: {self.damaged}")
         if self.refusal:
             lines.append(f"  REFUSED by the cloud: {self.refusal}")
         models = sorted({*self.committed, *self.desired, *(self.serving or {})})
         lines += [f"  {model}: {self._of(model)}" for model in models] or ["  no model yet"]
+        lines += [f"  unreadable: {what}" for what in self.unreadable]
         return "\n".join(lines)
 
     def _of(self, model: str) -> str:
@@ -82,17 +91,29 @@ def look(home: NodeHome) -> Status:
     finally:
         seam.close()
     desired = read_desired(home.desired)
+    committed, broken = read_pointers(home.models)
     return Status(
         name=home.identity.name,
         cloud=home.identity.cloud,
         expires_s=home.identity.expires_s,
         processes={name: is_alive(name, home.run) for name in PROCESSES},
         serving=serving,
-        committed=read_pointers(home.models)[0],
+        committed=committed,
         desired={a.model: a.version for a in desired.assignments},
         last={line.model: line for line in readable(home.journal)},
         refusal=_refusal(home),
+        damaged=_damage(home),
+        unreadable=tuple(map(str, broken)),
     )
+
+
+def _damage(home: NodeHome) -> str:
+    """What `edge up` would refuse this home for; `look` has read its certificate already."""
+    try:
+        _ = home.settings
+    except Corrupt as error:
+        return str(error)
+    return ""
 
 
 def _refusal(home: NodeHome) -> str:
