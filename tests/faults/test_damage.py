@@ -53,9 +53,12 @@ def test_a_damaged_file_is_replaced_and_stops_no_other_model(lab, damage):
 
 
 def test_what_cannot_be_fetched_again_is_said_and_stops_no_other_model(lab):
+    """The cloud has lost the bundle and the model of which it would make the bundle again."""
     running, node = lab
-    blob = running.home / "blobs" / bundle_of(node, MODEL).name
-    away = blob.rename(running.folder / "away")
+    blobs, away = running.home / "blobs", running.folder / "away"
+    model = blobs / running.ask("registry", "show", f"{MODEL}@1")["blob"]
+    (blobs / bundle_of(node, MODEL).name).unlink()
+    model.rename(away)
     try:
         node.supervisor.stop()
         truncate(node, MODEL)
@@ -67,8 +70,21 @@ def test_what_cannot_be_fetched_again_is_said_and_stops_no_other_model(lab):
         )
         assert "damaged" in told["reason"], told
     finally:
-        away.rename(blob)
+        away.rename(model)
     wait_until(lambda: serves(running, MODEL, 1), f"{MODEL}@1 to serve again", WAIT_S)
+
+
+def test_a_bundle_that_cloud_and_node_have_lost_is_made_again_and_served(lab):
+    running, node = lab
+    name = bundle_of(node, MODEL).name
+    (running.home / "blobs" / name).unlink()
+    node.supervisor.stop()
+    truncate(node, MODEL)
+    node.supervisor.start()
+    running.deploy(f"{MODEL}@1")
+    wait_until(lambda: serves(running, MODEL, 1), f"{MODEL}@1 to serve again", WAIT_S)
+    for made in (running.home / "blobs" / name, node.home / "bundles" / name):
+        assert hashlib.sha256(made.read_bytes()).hexdigest() == name
 
 
 def test_a_spoiled_clock_file_stops_new_versions_only(lab):
