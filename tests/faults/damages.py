@@ -55,3 +55,5 @@ DAMAGES = (
     truncate, flip, remove, replace_by_folder, point_elsewhere, point_nowhere, spoil_journal,
     spoil_document,
 )  # fmt: skip
+OF_BUNDLES = (truncate, flip, remove, replace_by_folder)
+"""Those that need the file of a bundle."""

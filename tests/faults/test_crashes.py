@@ -20,15 +20,7 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from tests.faults.damages import (
-    DAMAGES,
-    bundle_of,
-    flip,
-    remove,
-    spoil_document,
-    spoil_journal,
-    truncate,
-)
+from tests.faults.damages import DAMAGES, OF_BUNDLES, bundle_of, spoil_document, spoil_journal
 from tests.faults.fleet import Load, fleet, wait_until, write_model
 
 from triplane.edge.agent.journal import readable
@@ -139,11 +131,10 @@ def damage(node, rng):
     kinds = list(DAMAGES)
     if "lenet" not in read_pointers(node.home / "models")[0]:  # damaged in this round already
         kinds = [spoil_journal, spoil_document]
+    elif not bundle_of(node, "lenet").is_file():
+        kinds = [kind for kind in kinds if kind not in OF_BUNDLES]
     kind = rng.choice(kinds)
-    if kind is remove or (kind in {truncate, flip} and not bundle_of(node, "lenet").exists()):
-        bundle_of(node, "lenet").unlink(missing_ok=True)
-    else:
-        kind(node, "lenet")
+    kind(node, "lenet")
     node.supervisor.start()
     return kind.__name__
 
