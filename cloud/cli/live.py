@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from rich.console import Console, Group, RenderableType
@@ -22,7 +22,6 @@ from triplane.cloud.cli.rollouts import (
     waves,
 )
 from triplane.cloud.cli.text import duration
-from triplane.cloud.cli.watching import Show
 from triplane.proto.fleet_pb2 import Rollout
 
 REDRAWS_PER_S: Final = 4
@@ -42,7 +41,7 @@ STYLES: Final = {
 
 
 @contextlib.contextmanager
-def live_table(console: Console | None = None) -> Iterator[Show]:
+def live_table(console: Console | None = None) -> Iterator[Callable[[Rollout], None]]:
     """Gives a function that puts a rollout on the screen; clears the table at the end."""
     console = console or Console()
     start_s = time.monotonic()

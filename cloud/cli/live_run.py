@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from rich.console import Console, Group, RenderableType
@@ -12,7 +12,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from triplane.cloud.cli.following import Show
 from triplane.cloud.cli.runs import ROUND_HEADINGS, dropped, headline, phase_of, refusals, round_row
 from triplane.cloud.cli.text import shown
 from triplane.proto.federation_pb2 import Round, Run
@@ -30,7 +29,7 @@ STYLES: Final = {
 
 
 @contextlib.contextmanager
-def live_run(console: Console | None = None) -> Iterator[Show]:
+def live_run(console: Console | None = None) -> Iterator[Callable[[Run], None]]:
     """Gives a function that puts a run on the screen; clears the table at the end."""
     console = console or Console()
     seen: list[Run] = []
