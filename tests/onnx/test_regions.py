@@ -30,7 +30,7 @@ def captured_result(x):
 def captured_twice(x):
     """Both branches give back what they captured; one of them twice."""
     y = ops.tanh(x)
-    u, v = ops.cond(x.sum() > 0.0, lambda x: (y, y), lambda x: (x, y), x)
+    u, v = ops.cond(x.sum() > 0.0, lambda _: (y, y), lambda x: (x, y), x)
     return {"u": u, "v": v}
 
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from triplane.proto.blobs import BlobFolder, NoRoom
+from triplane.proto.blobs import BlobFolder
+from triplane.proto.disk import NoRoom
 
 MIB = 1 << 20
 
