@@ -36,8 +36,8 @@ from triplane.unified_ir.federated.core.learn import (
 )
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import Plan
+from triplane.unified_ir.runtime.session import CancellationToken as GraphStop
 from triplane.unified_ir.runtime.session import OutOfMemory, SessionOptions
-from triplane.unified_ir.runtime.session import Stop as GraphStop
 from triplane.unified_ir.runtime.signature import TensorInfo
 
 logger = logging.getLogger(__name__)

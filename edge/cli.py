@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from triplane.proto.quiet import quiet_grpc
-from triplane.unified_ir.cli.shell import EXIT_CODES, SECRET, Output, json_option, open_output
+from triplane.unified_ir.cli.shell import (
+    EXIT_CODES,
+    SECRET,
+    CommandOutput,
+    json_option,
+    open_output,
+)
 
 if TYPE_CHECKING:
     from triplane.edge.home import NodeHome
@@ -219,7 +225,7 @@ def status(*, home: Path, as_json: bool) -> None:
 
     quiet_grpc()
     found = look(NodeHome(home))
-    output: Output = open_output(as_json)
+    output: CommandOutput = open_output(as_json)
     output.result(found.record(), found.text())
     if found.trouble is not None:
         click.get_current_context().exit(EXIT_CODES[found.trouble])

@@ -19,7 +19,7 @@ from triplane.cloud.trust.rotating import Lists, rotate
 from triplane.cloud.trust.signing import renew, replace_keys, trusted_root
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.proto.identity import check_name
-from triplane.unified_ir.cli.shell import Output
+from triplane.unified_ir.cli.shell import CommandOutput
 
 ROOT_RENEWED_S: Final = 365 * DAY_S
 KEY_CHARS: Final = 12
@@ -78,7 +78,7 @@ def _row(role: dict[str, Any]) -> tuple[str, ...]:
 
 
 def renewed(
-    cloud: Calls, output: Output, folder: Path, roles: Sequence[str], *, past: int = 0
+    cloud: Calls, output: CommandOutput, folder: Path, roles: Sequence[str], *, past: int = 0
 ) -> tuple[dict[str, Any], str]:
     """Sign again; without `roles` what the folder has keys for. NotFound: for none.
 

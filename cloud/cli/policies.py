@@ -18,7 +18,7 @@ from triplane.cloud.trust.signing import Signed, sign_policy
 from triplane.proto.errors import NotFound
 from triplane.proto.targets import METRICS, Policy, Rule
 from triplane.proto.transfer import upload
-from triplane.unified_ir.cli.shell import Output
+from triplane.unified_ir.cli.shell import CommandOutput
 
 MODEL_CHARS = 40
 DIGEST_CHARS = 16
@@ -39,7 +39,7 @@ def shown(cloud: Calls) -> tuple[dict[str, Any], str]:
 
 def allow(
     cloud: Calls,
-    output: Output,
+    output: CommandOutput,
     *,
     model: str,
     golden: Path,

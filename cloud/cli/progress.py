@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from triplane.cloud.cli.text import size
-from triplane.unified_ir.cli.shell import Output
+from triplane.unified_ir.cli.shell import CommandOutput
 
 Progress = Callable[[int, int], None]
 TENTHS: Final = 10
 
 
 @contextlib.contextmanager
-def reported(output: Output, what: str) -> Iterator[Progress]:
+def reported(output: CommandOutput, what: str) -> Iterator[Progress]:
     """Gives a function of (bytes done, bytes in all) that shows how far `what` is."""
     if output.as_json or not sys.stderr.isatty():
         yield lines(output.note, what)

@@ -12,11 +12,11 @@ from triplane.proto.disk import OS_DISK
 from triplane.proto.errors import Conflict
 from triplane.proto.registry_pb2 import GetVersionRequest
 from triplane.proto.transfer import BlobFolder, download
-from triplane.unified_ir.cli.shell import Output
+from triplane.unified_ir.cli.shell import CommandOutput
 
 
 def pull_file(
-    cloud: Calls, output: Output, *, reference: str, out: Path | None
+    cloud: Calls, output: CommandOutput, *, reference: str, out: Path | None
 ) -> tuple[dict[str, Any], str]:
     """The record and the text of the version; `out` is NAME-VERSION.tpm where it is absent.
 

@@ -24,7 +24,7 @@ from triplane.proto.registry_pb2 import (
     Version,
 )
 from triplane.proto.transfer import upload
-from triplane.unified_ir.cli.shell import Output
+from triplane.unified_ir.cli.shell import CommandOutput
 
 BUNDLE_WAIT_S: Final = 3600.0
 """One conversion takes 30 min at most, and others may wait before it."""
@@ -45,7 +45,7 @@ NO_DIGEST: Final = bytes(32)
 
 def push_file(
     cloud: Calls,
-    output: Output,
+    output: CommandOutput,
     *,
     file: Path,
     name: str | None,
@@ -124,7 +124,7 @@ def _check_request(push: values.Push, targets: Sequence[str]) -> None:
         target_row(target)
 
 
-def _check_model(output: Output, file: Path) -> None:
+def _check_model(output: CommandOutput, file: Path) -> None:
     """Read the file as the cloud will, before a byte of it is sent."""
     from triplane.unified_ir.convert.conversion import open_model
 
@@ -138,14 +138,16 @@ def register_within_s(size_bytes: int) -> float:
     return REGISTER_S + size_bytes / REGISTER_BYTES_PER_S
 
 
-def _registered(cloud: Calls, output: Output, request: PushRequest, size_bytes: int) -> Version:
+def _registered(
+    cloud: Calls, output: CommandOutput, request: PushRequest, size_bytes: int
+) -> Version:
     """The new version; asked again under the same key where the link broke meanwhile."""
     output.note(f"the cloud checks {request.model} ({size_text(size_bytes)}) and registers it")
     within_s = register_within_s(size_bytes)
     return repeated(lambda: cloud.registry.Push(request, timeout=within_s))
 
 
-def _sent(cloud: Calls, output: Output, file: Path | None) -> bytes:
+def _sent(cloud: Calls, output: CommandOutput, file: Path | None) -> bytes:
     if file is None:
         return b""
     if file.stat().st_size >= LARGE_BYTES:
@@ -162,7 +164,7 @@ def _sent(cloud: Calls, output: Output, file: Path | None) -> bytes:
             time.sleep(HELD_PAUSE_S)
 
 
-def _made(cloud: Calls, output: Output, version: Version, target: str) -> Bundle:
+def _made(cloud: Calls, output: CommandOutput, version: Version, target: str) -> Bundle:
     reference = f"{version.model}@{version.version}"
     output.note(f"converting {reference} for {target}")
     return wait_for_bundle(cloud, reference, target)

@@ -8,7 +8,7 @@ from typing import Any
 from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.remote import remote_at
 from triplane.cloud.trust.signing import Signed, sign_release
-from triplane.unified_ir.cli.shell import Output
+from triplane.unified_ir.cli.shell import CommandOutput
 
 
 def sign(
@@ -16,7 +16,7 @@ def sign(
     reference: str,
     target: str,
     keys: Path,
-    output: Output,
+    output: CommandOutput,
     *,
     model_digest: bytes = b"",
 ) -> tuple[dict[str, Any], str]:

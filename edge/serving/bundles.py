@@ -5,7 +5,7 @@ from pathlib import Path
 
 from triplane.edge.serving.servable import Array, TensorInfo
 from triplane.unified_ir.runtime.bundle import Bundle
-from triplane.unified_ir.runtime.session import Session, SessionOptions, Stop
+from triplane.unified_ir.runtime.session import CancellationToken, Session, SessionOptions
 
 
 class BundleServable:
@@ -21,7 +21,9 @@ class BundleServable:
         self.outputs: Sequence[TensorInfo] = session.outputs
         self._session = session
 
-    def run(self, feeds: Mapping[str, Array], *, stop: Stop | None = None) -> dict[str, Array]:
+    def run(
+        self, feeds: Mapping[str, Array], *, stop: CancellationToken | None = None
+    ) -> dict[str, Array]:
         """See `Servable`."""
         return self._session.run(feeds, stop=stop)
 

@@ -23,7 +23,7 @@ from triplane.edge.serving.running import Direct, Runner
 from triplane.edge.serving.servable import Array, Contract, Servable, TensorSpec
 from triplane.edge.serving.statistics import Statistics
 from triplane.proto.errors import Corrupt, InvalidInput, Unavailable
-from triplane.unified_ir.runtime.session import Stop
+from triplane.unified_ir.runtime.session import CancellationToken
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def _warm(servable: Servable, contract: Contract) -> None:
         ) from error
 
 
-def _tried(servable: Servable, contract: Contract, stop: Stop) -> tuple[int, float]:
+def _tried(servable: Servable, contract: Contract, stop: CancellationToken) -> tuple[int, float]:
     feeds = sample(contract, SIZES[-1])
     if not _rows_are_independent(servable, feeds, stop):
         return 0, 0.0
@@ -95,9 +95,9 @@ def _tried(servable: Servable, contract: Contract, stop: Stop) -> tuple[int, flo
 
 
 @contextlib.contextmanager
-def _ending(seconds: float) -> Iterator[Stop]:
+def _ending(seconds: float) -> Iterator[CancellationToken]:
     """A stop that is set after so long."""
-    stop = Stop()
+    stop = CancellationToken()
     timer = threading.Timer(seconds, stop.set)
     timer.daemon = True
     timer.start()
@@ -144,7 +144,7 @@ def _values(rng: np.random.Generator, spec: TensorSpec, contract: Contract, rows
 
 
 def _rows_are_independent(
-    servable: Servable, feeds: Mapping[str, Array], stop: Stop | None = None
+    servable: Servable, feeds: Mapping[str, Array], stop: CancellationToken | None = None
 ) -> bool:
     rows = SIZES[0]
     together = servable.run({name: values[:rows] for name, values in feeds.items()}, stop=stop)
@@ -167,7 +167,7 @@ def _close(a: Array, b: Array) -> bool:
 
 
 def _measure(
-    servable: Servable, feeds: Mapping[str, Array], stop: Stop, until_s: float
+    servable: Servable, feeds: Mapping[str, Array], stop: CancellationToken, until_s: float
 ) -> dict[int, float]:
     """Shortest duration of a run by rows, sizes in turn; sizes beyond the time are left out."""
     seconds: dict[int, float] = {}

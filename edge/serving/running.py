@@ -16,7 +16,7 @@ from triplane.edge.serving.servable import Array, Servable
 from triplane.edge.serving.statistics import Statistics
 from triplane.proto.errors import Unavailable
 from triplane.proto.status import DeadlineExceeded
-from triplane.unified_ir.runtime.session import Stop
+from triplane.unified_ir.runtime.session import CancellationToken
 
 LOOK_PERIOD_S: Final = 0.5  # how often runs that nobody waits for are looked for
 
@@ -49,16 +49,16 @@ class Runs:
     """The runs in progress, and the thread that stops those nobody waits for any more."""
 
     def __init__(self) -> None:
-        self._held: dict[Stop, Sequence[Call]] = {}
+        self._held: dict[CancellationToken, Sequence[Call]] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._look = threading.Thread(target=self._run, name="runs", daemon=True)
         self._look.start()
 
     @contextlib.contextmanager
-    def of(self, calls: Sequence[Call]) -> Iterator[Stop]:
+    def of(self, calls: Sequence[Call]) -> Iterator[CancellationToken]:
         """A stop for the run in the body, set when none of the calls waits for it any more."""
-        stop = Stop()
+        stop = CancellationToken()
         with self._lock:
             self._held[stop] = calls
         try:

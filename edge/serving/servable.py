@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from triplane.edge.serving.datatypes import Datatype, datatype_of
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.runtime.session import Stop
+from triplane.unified_ir.runtime.session import CancellationToken
 from triplane.unified_ir.runtime.signature import UNNAMED
 
 Array = NDArray[Any]
@@ -57,7 +57,9 @@ class Servable(Protocol):
     def labels(self) -> Mapping[str, Sequence[str]]:
         """Class names by output, in class order; outputs without them are absent."""
 
-    def run(self, feeds: Mapping[str, Array], *, stop: Stop | None = None) -> dict[str, Array]:
+    def run(
+        self, feeds: Mapping[str, Array], *, stop: CancellationToken | None = None
+    ) -> dict[str, Array]:
         """All outputs by name.
 
         InvalidInput: the feeds are at fault. Unavailable: `stop` was set.

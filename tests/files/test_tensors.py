@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.files import tensors
 from triplane.unified_ir.files.dtypes import BY_NAME, ROWS
-from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.files.tensors import StoredTensor
 
 NUMPY_ROWS = [row for row in ROWS if not row.name.startswith(("bfloat", "float8"))]
 
@@ -26,7 +26,7 @@ names = st.text(st.characters(exclude_categories=("C", "Z")), min_size=1, max_si
 
 
 @st.composite
-def stored(draw) -> Tensor:
+def stored(draw) -> StoredTensor:
     row = draw(st.sampled_from(ROWS))
     shape = draw(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4))
     raw = draw(st.binary(min_size=64, max_size=64))
@@ -34,7 +34,7 @@ def stored(draw) -> Tensor:
     data = np.resize(np.frombuffer(raw, np.uint8), count * row.storage.itemsize)
     if row.name == "bool":
         data &= 1
-    return Tensor(row.name, data.view(row.storage).reshape(shape))
+    return StoredTensor(row.name, data.view(row.storage).reshape(shape))
 
 
 @pytest.mark.slow
@@ -119,8 +119,8 @@ def test_strided_and_big_endian_arrays_are_stored_little_endian_and_dense():
         np.zeros(2, np.complex64),
         np.array(["text"]),
         np.array([None]),
-        Tensor("bfloat16", np.zeros(2, np.float32)),
-        Tensor("int4", np.zeros(2, np.uint8)),
+        StoredTensor("bfloat16", np.zeros(2, np.float32)),
+        StoredTensor("int4", np.zeros(2, np.uint8)),
     ],
 )
 def test_dtypes_a_file_cannot_hold_are_refused_by_name(value):

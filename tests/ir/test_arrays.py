@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triplane.proto.errors import Corrupt, InvalidInput
-from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.files.tensors import StoredTensor
 from triplane.unified_ir.ir.arrays import constant_name, from_raw, from_stored, raw, stored
 from triplane.unified_ir.ir.types import DTYPES, TensorSpec, type_of
 
@@ -62,7 +62,7 @@ def test_big_endian_arrays_are_no_tensors():
 
 def test_views_of_a_file_are_not_copied():
     data = np.arange(8, dtype=np.uint16)
-    view = from_stored(Tensor("bfloat16", data), TensorSpec((8,), ml_dtypes.bfloat16))
+    view = from_stored(StoredTensor("bfloat16", data), TensorSpec((8,), ml_dtypes.bfloat16))
     assert np.shares_memory(view, data)
 
 
@@ -119,7 +119,7 @@ def test_a_symbolic_size_has_no_contents():
 
 def test_a_tensor_of_another_type_is_refused():
     with pytest.raises(Corrupt, match=r"float32\[2\] is stored as"):
-        from_stored(Tensor("float32", np.zeros(3, np.float32)), TensorSpec((2,)))
+        from_stored(StoredTensor("float32", np.zeros(3, np.float32)), TensorSpec((2,)))
 
 
 def test_the_name_of_a_constant_tells_type_and_contents_apart():

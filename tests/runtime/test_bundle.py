@@ -10,7 +10,7 @@ from tests.runtime.samples import WEIGHTS, X, Y, bundle_spec, make_bundle
 
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.files import container
-from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.files.tensors import StoredTensor
 from triplane.unified_ir.runtime import Bundle, Constraints, Session, TensorInfo, weight_offsets
 from triplane.unified_ir.runtime.bundle import encoded_report, write_with_report
 
@@ -95,7 +95,7 @@ def test_graph_that_is_not_the_described_one_is_corrupt(tmp_path):
 
 def test_bfloat16_weights_reach_the_graph(tmp_path):
     bits = (np.array([1.5, -2], np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    weights = {"w": Tensor("bfloat16", bits)}
+    weights = {"w": StoredTensor("bfloat16", bits)}
     (offset, length) = weight_offsets(weights)["w"]
     nodes = [
         helper.make_node("Cast", ["w"], ["wide"], to=TensorProto.FLOAT),

@@ -8,7 +8,7 @@ from tests.runtime.samples import make_plan, plan_spec, samples
 from triplane.proto import files_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.unified_ir.files import container
-from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.files.tensors import StoredTensor
 from triplane.unified_ir.runtime import Limits, Plan, TensorInfo
 
 
@@ -204,7 +204,7 @@ def test_state_without_a_role_is_refused_when_written(tmp_path, roles):
 
 
 def test_state_that_numpy_cannot_hold_is_refused(tmp_path):
-    state = {"w": Tensor("bfloat16", np.zeros(2, np.uint16))}
+    state = {"w": StoredTensor("bfloat16", np.zeros(2, np.uint16))}
     make_plan(tmp_path / "p", state=state, roles={"w": "parameter"})
     with pytest.raises(InvalidInput, match="'w' is bfloat16"):
         Plan.load(tmp_path / "p")

@@ -6,7 +6,12 @@ from onnx import TensorProto, helper
 from tests.runtime.graphs import counting, external, linear, model, sgd_step
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
-from triplane.unified_ir.runtime.session import Session, SessionOptions, Stop, available_providers
+from triplane.unified_ir.runtime.session import (
+    CancellationToken,
+    Session,
+    SessionOptions,
+    available_providers,
+)
 from triplane.unified_ir.runtime.signature import TensorInfo, next_name
 
 node = helper.make_node
@@ -68,14 +73,14 @@ def test_values_the_graph_cannot_take_are_invalid_input():
 
 
 def test_a_stop_ends_a_run_that_would_never_end_and_the_session_goes_on():
-    session, stop = Session(counting()), Stop()
+    session, stop = Session(counting()), CancellationToken()
     x = np.zeros(1, np.float32)
     timer = threading.Timer(0.05, stop.set)
     timer.start()
     with pytest.raises(Unavailable, match="stopped before it ended"):
         session.run({"trips": np.array(2**62), "x": x}, stop=stop)
     timer.join()
-    assert session.run({"trips": np.array(3), "x": x}, stop=Stop())["y"] == 3
+    assert session.run({"trips": np.array(3), "x": x}, stop=CancellationToken())["y"] == 3
 
 
 def test_an_allocation_that_fails_is_an_error_and_no_line_on_standard_error(capfd):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import data
-from triplane.unified_ir.train.batches import Source, in_order
+from triplane.unified_ir.train.batches import BatchSource, in_order
 
 sizes = st.integers(1, 40)
 
@@ -18,7 +18,7 @@ def arrays(n):
 
 @given(sizes, st.integers(1, 50), st.integers(0, 2**64 - 1), st.integers(0, 1000))
 def test_an_epoch_holds_every_sample_once(n, size, seed, epoch):
-    source = Source(arrays(n), size, seed)
+    source = BatchSource(arrays(n), size, seed)
     found = list(source.epoch(epoch))
     assert len(found) == source.count
     assert all(len(y) == size for _, y in found[:-1])
@@ -29,7 +29,7 @@ def test_an_epoch_holds_every_sample_once(n, size, seed, epoch):
 
 @given(sizes, st.integers(1, 9), st.integers(0, 9))
 def test_an_epoch_may_start_at_any_batch(n, size, first):
-    source = Source(arrays(n), size, 3)
+    source = BatchSource(arrays(n), size, 3)
     whole = list(source.epoch(7))
     if first > len(whole):
         with pytest.raises(InvalidInput, match="has fewer"):
@@ -43,14 +43,14 @@ def test_arrays_and_datasets_have_one_order():
     rng = np.random.default_rng(0)
     held = data.from_arrays(rng.random((23, 2, 2)).astype(np.float32), np.arange(23) % 3)
     for epoch in range(3):
-        a = Source(held, 5, 9).epoch(epoch)
-        b = Source((held.x, held.y), 5, 9).epoch(epoch)
+        a = BatchSource(held, 5, 9).epoch(epoch)
+        b = BatchSource((held.x, held.y), 5, 9).epoch(epoch)
         assert all(np.array_equal(p[0], q[0]) for p, q in zip(a, b, strict=True))
 
 
 def test_epochs_and_seeds_differ():
     orders = {
-        tuple(np.concatenate([y for _, y in Source(arrays(30), 7, seed).epoch(epoch)]))
+        tuple(np.concatenate([y for _, y in BatchSource(arrays(30), 7, seed).epoch(epoch)]))
         for seed in (0, 1)
         for epoch in (0, 1)
     }
@@ -64,24 +64,24 @@ def test_evaluation_keeps_the_datas_order():
 
 
 def test_looking_at_the_first_batch_uses_nothing_up():
-    source = Source(iter([arrays(3), arrays(2)]), 1, 0)
+    source = BatchSource(iter([arrays(3), arrays(2)]), 1, 0)
     assert len(source.peek()[1]) == 3
     assert [len(y) for _, y in source.epoch(0)] == [3, 2]
     assert not source.repeats()
 
 
 def test_wide_floats_become_single():
-    (batch,) = Source((np.zeros((2, 3)), np.zeros(2)), 9, 0).epoch(0)
+    (batch,) = BatchSource((np.zeros((2, 3)), np.zeros(2)), 9, 0).epoch(0)
     assert [a.dtype for a in batch] == [np.float32, np.float32]
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64])
 def test_seeds_are_64_bits(seed):
     with pytest.raises(InvalidInput, match="a seed is in"):
-        Source(arrays(3), 1, seed)
+        BatchSource(arrays(3), 1, seed)
 
 
 def test_a_batch_without_rows_is_passed_over():
     given_data = [arrays(3), arrays(0), arrays(2), arrays(0)]
-    assert [len(y) for _, y in Source(given_data, 1, 0).epoch(0)] == [3, 2]
+    assert [len(y) for _, y in BatchSource(given_data, 1, 0).epoch(0)] == [3, 2]
     assert [len(b[-1]) for b in in_order(given_data, 4)] == [3, 2]

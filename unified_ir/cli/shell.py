@@ -198,7 +198,7 @@ def require(module: str, *, extra: str) -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class CommandOutput:
     """Where a verb's words go: the result on stdout, as text or as one JSON document."""
 
     as_json: bool
@@ -305,9 +305,9 @@ json_option = click.option(
 )
 
 
-def open_output(as_json: bool) -> Output:  # noqa: FBT001 - handed on from `json_option`
+def open_output(as_json: bool) -> CommandOutput:  # noqa: FBT001 - handed on from `json_option`
     """The Output for the flag that `json_option` parsed."""
-    return Output(as_json)
+    return CommandOutput(as_json)
 
 
 @dataclass(frozen=True, slots=True)

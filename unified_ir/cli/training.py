@@ -33,7 +33,7 @@ OPTIMIZERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ScheduleOption:
     """A schedule: its class in `optim` and what fills its fields.
 
     lr, total: the fields of --lr and of the updates of the whole run. options: field and what is
@@ -47,18 +47,18 @@ class Row:
 
 
 # fmt: off
-SCHEDULES: Final[Mapping[str, Row]] = {
-    "cosine":      Row("Cosine", "high", "steps", {"low": ("low", 0.0)}),
-    "polynomial":  Row("Polynomial", "high", "steps",
+SCHEDULES: Final[Mapping[str, ScheduleOption]] = {
+    "cosine":      ScheduleOption("Cosine", "high", "steps", {"low": ("low", 0.0)}),
+    "polynomial":  ScheduleOption("Polynomial", "high", "steps",
                        {"power": ("power", 1.0), "low": ("low", 0.0)}),
-    "one-cycle":   Row("OneCycle", "high", "steps", {"rise": ("rise", 0.3)}),
-    "step":        Row("StepDecay", "start", None,
+    "one-cycle":   ScheduleOption("OneCycle", "high", "steps", {"rise": ("rise", 0.3)}),
+    "step":        ScheduleOption("StepDecay", "start", None,
                        {"every": ("steps", None), "factor": ("factor", 0.1)}),
-    "multi-step":  Row("MultiStep", "start", None,
+    "multi-step":  ScheduleOption("MultiStep", "start", None,
                        {"at": ("bounds", None), "factor": ("factor", 0.1)}),
-    "exponential": Row("Exponential", "start", None,
+    "exponential": ScheduleOption("Exponential", "start", None,
                        {"factor": ("factor", None), "every": ("steps", 1)}),
-    "restarts":    Row("CosineRestarts", "high", None,
+    "restarts":    ScheduleOption("CosineRestarts", "high", None,
                        {"every": ("steps", None), "growth": ("growth", 1), "low": ("low", 0.0)}),
 }
 # fmt: on

@@ -77,7 +77,7 @@ def _chunks_of(path: Path) -> Iterator[bytes]:
 
 def tensor_part(
     name: str,
-    values: Mapping[str, tensors.Array | tensors.Tensor],
+    values: Mapping[str, tensors.Array | tensors.StoredTensor],
     roles: Mapping[str, str] | None = None,
 ) -> PartData:
     """Return a part of tensors, streamed from the arrays when it is written."""
@@ -224,7 +224,7 @@ class Container:
             self._read[name] = data
         return self._read[name]
 
-    def tensors(self, name: str) -> dict[str, tensors.Tensor]:
+    def tensors(self, name: str) -> dict[str, tensors.StoredTensor]:
         """Return read-only views of the tensors of a part, which must be as the manifest says."""
         found = tensors.unpack(self.part(name), f"{self.path.name}: part {name!r}")
         at = len(self.part(name)) - sum(t.data.nbytes for t in found.values())

@@ -35,7 +35,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tensor:
+class StoredTensor:
     """An array with its dtype's name: `data` holds bfloat16 as uint16 and fp8 as uint8."""
 
     dtype: str
@@ -47,9 +47,9 @@ class Tensor:
         return self.data.shape
 
 
-def as_tensor(value: Array | Tensor, name: str = "tensor") -> Tensor:
+def as_tensor(value: Array | StoredTensor, name: str = "tensor") -> StoredTensor:
     """Return `value` with its dtype named; InvalidInput when a file cannot hold it."""
-    tensor = value if isinstance(value, Tensor) else Tensor(value.dtype.name, value)
+    tensor = value if isinstance(value, StoredTensor) else StoredTensor(value.dtype.name, value)
     row = BY_NAME.get(tensor.dtype)
     if row is None or tensor.data.dtype.newbyteorder("<") != row.storage:
         raise InvalidInput(f"{name}: a file holds {', '.join(BY_NAME)}, not {value.dtype}")
@@ -82,7 +82,7 @@ class _Arranged:
     header: bytes
 
 
-def _arrange(tensors: Mapping[str, Array | Tensor]) -> _Arranged:
+def _arrange(tensors: Mapping[str, Array | StoredTensor]) -> _Arranged:
     if METADATA in tensors:
         raise InvalidInput(
             f"no tensor is named {METADATA}: readers take it for text about the file"
@@ -111,7 +111,7 @@ def _arrange(tensors: Mapping[str, Array | Tensor]) -> _Arranged:
 
 
 def pack(
-    part: str, tensors: Mapping[str, Array | Tensor], roles: Mapping[str, str] | None = None
+    part: str, tensors: Mapping[str, Array | StoredTensor], roles: Mapping[str, str] | None = None
 ) -> Packed:
     """Lay out `tensors` as the part `part`, hashing each; `roles` by tensor name."""
     roles, at = roles or {}, _arrange(tensors)
@@ -128,14 +128,14 @@ def pack(
     return Packed(size, entries, at.header, at.arrays)
 
 
-def offsets(tensors: Mapping[str, Array | Tensor]) -> dict[str, tuple[int, int]]:
+def offsets(tensors: Mapping[str, Array | StoredTensor]) -> dict[str, tuple[int, int]]:
     """Return (offset in the part, length) in bytes by name, as ONNX external data wants them."""
     at = _arrange(tensors)
     sizes = (x.nbytes for x in at.arrays)
     return dict(zip(at.names, zip(at.offsets, sizes, strict=True), strict=True))
 
 
-def unpack(data: Buffer, what: str) -> dict[str, Tensor]:
+def unpack(data: Buffer, what: str) -> dict[str, StoredTensor]:
     """Return read-only views of every tensor in `data`, in the order of their bytes.
 
     Corrupt starts with `what` and names the tensor. Nothing past the header is read.
@@ -233,7 +233,7 @@ def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
 
 
-def _view(view: memoryview, base: int, e: _Entry) -> Tensor:
+def _view(view: memoryview, base: int, e: _Entry) -> StoredTensor:
     raw = view[base + e.begin : base + e.end]
     flat = np.frombuffer(raw, BY_NAME[e.dtype].storage)
-    return Tensor(e.dtype, flat.reshape(e.shape))
+    return StoredTensor(e.dtype, flat.reshape(e.shape))

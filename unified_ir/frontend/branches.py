@@ -14,7 +14,6 @@ from typing import Any
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter, current
 from triplane.unified_ir.frontend.exits import NEXT, Exit
-from triplane.unified_ir.frontend.memory import Snapshot, State, collecting, reason_of, unbind
 from triplane.unified_ir.frontend.merge import (
     UNBOUND,
     Differ,
@@ -26,6 +25,13 @@ from triplane.unified_ir.frontend.merge import (
     varying,
 )
 from triplane.unified_ir.frontend.truth import as_condition
+from triplane.unified_ir.frontend.variables import (
+    VariableAccess,
+    VariableSnapshot,
+    collecting,
+    reason_of,
+    unbind,
+)
 from triplane.unified_ir.ir.types import DType
 from triplane.unified_ir.ops.build import Build, region
 from triplane.unified_ir.ops.control import cond_node
@@ -41,7 +47,7 @@ class _Side:
 
     build: Build
     value: Any
-    after: Snapshot
+    after: VariableSnapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +64,19 @@ class _Rows:
         self.dtypes.extend(s.type.dtype for s in slots(form))
 
 
-def branch(test: Tensor, then: Thunk, otherwise: Thunk, state: State) -> Any:
+def branch(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Any:
     """Records both sides; gives their value and leaves the variables as the test decides."""
     return _branch(test, then, otherwise, state, state.names)
 
 
-def branch_value(test: Tensor, then: Thunk, otherwise: Thunk, state: State) -> Any:
+def branch_value(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Any:
     """As `branch` where the function ends with the value, so no variable is read any more."""
     return _branch(test, then, otherwise, state, ())
 
 
-def _branch(test: Tensor, then: Thunk, otherwise: Thunk, state: State, live: Sequence[str]) -> Any:
+def _branch(
+    test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAccess, live: Sequence[str]
+) -> Any:
     flag = as_condition(test)
     yes, no = _sides(then, otherwise, state)
     try:
@@ -81,7 +89,7 @@ def _branch(test: Tensor, then: Thunk, otherwise: Thunk, state: State, live: Seq
     return _joined(flag, yes, no, value, state, live)
 
 
-def branch_exits(test: Tensor, then: Thunk, otherwise: Thunk, state: State) -> Exit:
+def branch_exits(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Exit:
     """As `branch`, for sides that give what happened to a loop."""
     flag = as_condition(test)
     yes, no = _sides(then, otherwise, state)
@@ -109,7 +117,7 @@ def _with_value(build: Build, mine: Exit, *, like: Exit) -> Exit:
     return replace(mine, value=filled(form, made))
 
 
-def _sides(then: Thunk, otherwise: Thunk, state: State) -> tuple[_Side, _Side]:
+def _sides(then: Thunk, otherwise: Thunk, state: VariableAccess) -> tuple[_Side, _Side]:
     before = state.snapshot()
     sides = []
     with state.refusing_changes("a branch", then, otherwise):
@@ -127,7 +135,7 @@ def _sides(then: Thunk, otherwise: Thunk, state: State) -> tuple[_Side, _Side]:
 
 
 def _joined(
-    flag: Tensor, yes: _Side, no: _Side, value: Any, state: State, live: Sequence[str]
+    flag: Tensor, yes: _Side, no: _Side, value: Any, state: VariableAccess, live: Sequence[str]
 ) -> Any:
     rows = _Rows([], [], [])
     rows.add(value, yes.value, no.value)
@@ -154,11 +162,11 @@ def _joined(
     made = filled(value, outputs)
     after = state.snapshot().variables
     after |= {n: filled(form, outputs) for n, form in variables.items()}
-    state.restore(Snapshot(after, {p: filled(f, outputs) for p, f in buffers.items()}))
+    state.restore(VariableSnapshot(after, {p: filled(f, outputs) for p, f in buffers.items()}))
     return made
 
 
-def _variable(name: str, a: Any, b: Any, rows: _Rows, state: State) -> Any:
+def _variable(name: str, a: Any, b: Any, rows: _Rows, state: VariableAccess) -> Any:
     """The variable's form after the branches; UNBOUND, with a reason, where there is none."""
     if a is UNBOUND and b is UNBOUND:
         return UNBOUND

@@ -17,9 +17,9 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import LEARNT, Parameter, current
 from triplane.unified_ir.frontend.custom import construct_with_bprop, has_bprop
 from triplane.unified_ir.frontend.depth import entered, within
-from triplane.unified_ir.frontend.owner import Owner
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.run import run
+from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.recorder import recording
 from triplane.unified_ir.ops.tensor import Tensor
@@ -30,7 +30,7 @@ SHOWN: Final = 8
 """Paths that a message lists."""
 
 
-class Cell(Owner):
+class Cell(StateTree):
     """A part of a model: subclass it, create state in `__init__`, compute in `construct`.
 
     >>> from triplane.unified_ir import nn, ops

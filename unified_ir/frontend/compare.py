@@ -25,7 +25,7 @@ EAGER = "eager"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Difference:
+class FirstDifference:
     """The first value in which two sides differ; `max_abs` is at index `at`."""
 
     op: str
@@ -46,7 +46,7 @@ class Comparison:
     right: str
     values: int
     """How many values were compared."""
-    difference: Difference | None
+    difference: FirstDifference | None
 
     def __bool__(self) -> bool:
         return self.difference is None
@@ -132,14 +132,14 @@ def _first(
     probes: Sequence[Probe],
     sides: tuple[Sequence[Array], Sequence[Array]],
     tolerance: tuple[float, float],
-) -> Difference | None:
+) -> FirstDifference | None:
     for (node, value), a, b in zip(probes, *sides, strict=True):
         found = _difference(a, b, *tolerance)
         if found is not None:
             label = f"result {value.name}" if node is None else str(node.op)
             location = None if node is None else node.meta.location
             scope = "" if node is None else node.meta.scope
-            return Difference(label, location, scope, *found, a, b)
+            return FirstDifference(label, location, scope, *found, a, b)
     return None
 
 
@@ -165,7 +165,7 @@ def _graph_differs(
     eager: Traced,
     names: tuple[str, str],
     tolerance: tuple[float, float],
-) -> Difference | None:
+) -> FirstDifference | None:
     """The first result in which the traced graph differs from the eager record."""
     done, arrays = graph
     eager_is_left = names[0] == EAGER
@@ -179,5 +179,5 @@ def _graph_differs(
         a, b = (eager_value, graph_value) if eager_is_left else (graph_value, eager_value)
         gap = _difference(a, b, *tolerance)
         if gap is not None:
-            return Difference(f"result {name} of the traced graph", None, "", *gap, a, b)
+            return FirstDifference(f"result {name} of the traced graph", None, "", *gap, a, b)
     return None

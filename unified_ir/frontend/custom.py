@@ -14,9 +14,9 @@ from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter, current
-from triplane.unified_ir.frontend.owner import Owner
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.run import graph
+from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.ops.control import custom_gradient
 from triplane.unified_ir.ops.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
@@ -51,12 +51,12 @@ def custom_vjp(bprop: Bprop) -> Callable[[Callable[..., Any]], Callable[..., Any
     return decorated
 
 
-def has_bprop(cell: Owner) -> bool:
+def has_bprop(cell: StateTree) -> bool:
     """Whether a cell brings its own gradient."""
     return hasattr(type(cell), "bprop")
 
 
-def construct_with_bprop(cell: Owner, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def construct_with_bprop(cell: StateTree, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Records `construct` of a cell, differentiated by its `bprop`.
 
     State: buffers may be read in both methods. A trained parameter is refused, since `bprop` could

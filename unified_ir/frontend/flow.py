@@ -15,9 +15,9 @@ from triplane.unified_ir.frontend.branches import branch, branch_exits, branch_v
 from triplane.unified_ir.frontend.exits import BREAK, NEXT, Exit, returned
 from triplane.unified_ir.frontend.logic import and_, chain, if_expression, not_, or_
 from triplane.unified_ir.frontend.loops import count_tensor, walk_tensor, while_tensor
-from triplane.unified_ir.frontend.memory import State, explain, reasons
 from triplane.unified_ir.frontend.merge import UNBOUND
 from triplane.unified_ir.frontend.truth import is_symbolic, truth
+from triplane.unified_ir.frontend.variables import VariableAccess, explain, reasons
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.types import int64
 from triplane.unified_ir.ops.elementwise import div, maximum
@@ -29,7 +29,7 @@ __all__ = [
     "BREAK",
     "NEXT",
     "UNBOUND",
-    "State",
+    "VariableAccess",
     "and_",
     "chain",
     "explain",
@@ -52,7 +52,7 @@ __all__ = [
 Thunk = Callable[[], Any]
 
 
-def if_(test: Any, then: Thunk, otherwise: Thunk, state: State) -> None:
+def if_(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> None:
     """An `if` that stays in its block."""
     if not is_symbolic(test):
         (then if truth(test) else otherwise)()
@@ -61,7 +61,7 @@ def if_(test: Any, then: Thunk, otherwise: Thunk, state: State) -> None:
     branch(test, then, otherwise, state)
 
 
-def return_if(test: Any, then: Thunk, otherwise: Thunk, state: State) -> Any:
+def return_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Any:
     """An `if` with `return` in it, the rest of the function included: the function's result."""
     if not is_symbolic(test):
         return (then if truth(test) else otherwise)()
@@ -69,7 +69,7 @@ def return_if(test: Any, then: Thunk, otherwise: Thunk, state: State) -> Any:
     return branch_value(test, then, otherwise, state)
 
 
-def leave_loop_if(test: Any, then: Thunk, otherwise: Thunk, state: State) -> Exit:
+def leave_loop_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Exit:
     """An `if` that may leave a trip, the rest of the trip included: how the trip ended."""
     if not is_symbolic(test):
         return (then if truth(test) else otherwise)() or NEXT
@@ -77,7 +77,7 @@ def leave_loop_if(test: Any, then: Thunk, otherwise: Thunk, state: State) -> Exi
     return branch_exits(test, then, otherwise, state)
 
 
-def return_from_loop(left: Exit, rest: Thunk, state: State, always: bool) -> Any:  # noqa: FBT001 - generated calls
+def return_from_loop(left: Exit, rest: Thunk, state: VariableAccess, always: bool) -> Any:  # noqa: FBT001 - generated calls
     """After a loop that may return: its value, or what the rest of the function gives."""
     if left.returned is False:
         return rest()
@@ -86,7 +86,7 @@ def return_from_loop(left: Exit, rest: Thunk, state: State, always: bool) -> Any
     return branch_value(left.returned, lambda: left.value, rest, state)
 
 
-def leave_outer_loop(left: Exit, rest: Thunk, state: State, always: bool) -> Exit:  # noqa: FBT001 - generated calls
+def leave_outer_loop(left: Exit, rest: Thunk, state: VariableAccess, always: bool) -> Exit:  # noqa: FBT001 - generated calls
     """After a loop within a loop that may return: how the outer trip ended."""
     if left.returned is False:
         return rest() or NEXT
@@ -96,7 +96,7 @@ def leave_outer_loop(left: Exit, rest: Thunk, state: State, always: bool) -> Exi
     return branch_exits(left.returned, lambda: out, rest, state)
 
 
-def while_(test: Thunk, body: Callable[[], Exit | None], state: State) -> Exit:
+def while_(test: Thunk, body: Callable[[], Exit | None], state: VariableAccess) -> Exit:
     """`while test(): body()`; from the first tensor that decides it on, a loop of the graph."""
     left = NEXT
     while True:
@@ -112,11 +112,11 @@ def while_(test: Thunk, body: Callable[[], Exit | None], state: State) -> Exit:
         left = body() or NEXT
 
 
-def for_(iterable: Any, body: Callable[[Any], Exit | None], state: State) -> Exit:
+def for_(iterable: Any, body: Callable[[Any], Exit | None], state: VariableAccess) -> Exit:
     """`for item in iterable: body(item)`; over tensors a loop of the graph, else unrolled."""
     if isinstance(iterable, Tensor):
-        iterable = _Slices([iterable], lambda _, x: x)
-    if isinstance(iterable, (_Range, _Slices)) and not iterable.is_eager():
+        iterable = _LoopSlices([iterable], lambda _, x: x)
+    if isinstance(iterable, (_Range, _LoopSlices)) and not iterable.is_eager():
         return iterable.loop(body, state)
     left = NEXT
     for item in iterable:
@@ -129,7 +129,9 @@ def for_(iterable: Any, body: Callable[[Any], Exit | None], state: State) -> Exi
     return left
 
 
-def _unless_left(left: Exit, body: Callable[[Any], Exit | None], item: Any, state: State) -> Exit:
+def _unless_left(
+    left: Exit, body: Callable[[Any], Exit | None], item: Any, state: VariableAccess
+) -> Exit:
     """One more trip of an unrolled loop that a tensor may have ended already."""
     state.refuse_odd("a loop that a tensor may leave")
     gone = Exit(broken=True, returned=left.returned, value=left.value)
@@ -152,7 +154,7 @@ class _Range:
         start, stop = (int(as_tensor(x).numpy().reshape(())) for x in (self.start, self.stop))
         return (constant(i, int64) for i in range(start, stop, self.step))
 
-    def loop(self, body: Callable[[Any], Exit | None], state: State) -> Exit:
+    def loop(self, body: Callable[[Any], Exit | None], state: VariableAccess) -> Exit:
         start, stop = (as_tensor(x).cast(int64).reshape(()) for x in (self.start, self.stop))
         width = abs(self.step)
         span = stop - start if self.step > 0 else start - stop
@@ -161,7 +163,7 @@ class _Range:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slices:
+class _LoopSlices:
     """Tensors walked together along their first axis; `item(k, *slices)` is what `for` assigns."""
 
     xs: list[Tensor]
@@ -178,7 +180,7 @@ class _Slices:
             number = None if self.start is None else constant(self.start + k, int64)
             yield self.item(number, *(x[k] for x in self.xs))
 
-    def loop(self, body: Callable[[Any], Exit | None], state: State) -> Exit:
+    def loop(self, body: Callable[[Any], Exit | None], state: VariableAccess) -> Exit:
         xs = [*self.xs]
         if self.start is None:
             return walk_tensor(xs, lambda *s: self.item(None, *s), body, state)
@@ -202,7 +204,7 @@ def _range(*args: Any) -> Any:
 
 def _enumerate(iterable: Any, start: int = 0) -> Any:
     if isinstance(iterable, Tensor):
-        return _Slices([iterable], lambda k, x: (k, x), start)
+        return _LoopSlices([iterable], lambda k, x: (k, x), start)
     return enumerate(iterable, start)
 
 
@@ -212,7 +214,7 @@ def _zip(*iterables: Any, strict: bool = False) -> Any:
         sizes = {x.shape[0] for x in tensors}
         if len(sizes) > 1:
             raise InvalidInput(f"zip walks over tensors of one length, got {list(sizes)}")
-        return _Slices(tensors, lambda _, *xs: xs)
+        return _LoopSlices(tensors, lambda _, *xs: xs)
     return zip(*iterables, strict=strict)
 
 
@@ -220,8 +222,8 @@ def plain(test: Any, what: str) -> Any:
     """The condition of something that stays Python; a tensor may not decide it."""
     if is_symbolic(test):
         raise InvalidInput(
-            f"a tensor decides {what} ({State(depth=2).here}), which cannot become part of a "
-            "graph; use ops.where or ops.cond, move the condition out of it, or run in "
+            f"a tensor decides {what} ({VariableAccess(depth=2).here}), which cannot become part "
+            "of a graph; use ops.where or ops.cond, move the condition out of it, or run in "
             "mode('eager')"
         )
     return test
@@ -229,11 +231,11 @@ def plain(test: Any, what: str) -> Any:
 
 def plain_iterable(iterable: Any, what: str) -> Iterable[Any]:
     """The iterable of a loop that stays Python."""
-    symbolic = isinstance(iterable, (_Range, _Slices)) and not iterable.is_eager()
+    symbolic = isinstance(iterable, (_Range, _LoopSlices)) and not iterable.is_eager()
     if symbolic or is_symbolic(iterable):
         raise InvalidInput(
-            f"a tensor bounds {what} ({State(depth=2).here}), which cannot become part of a "
-            "graph; move the loop out of it, or run in mode('eager')"
+            f"a tensor bounds {what} ({VariableAccess(depth=2).here}), which cannot become part of "
+            "a graph; move the loop out of it, or run in mode('eager')"
         )
     found: Iterable[Any] = iterable
     return found

@@ -12,14 +12,14 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from triplane.unified_ir.frontend.binding import Parameter
-from triplane.unified_ir.frontend.owner import Owner
 from triplane.unified_ir.frontend.source import belongs_to_user
+from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.ops.trees import leaves
 
 
 def state_of(target: Any, arguments: Mapping[str, Any]) -> dict[str, Parameter]:
     """State by path of the cells that a call of `target` may use."""
-    if isinstance(target, Owner):
+    if isinstance(target, StateTree):
         return target.parameters()
     found: dict[str, Parameter] = {}
     seen: set[Parameter] = set()
@@ -33,17 +33,17 @@ def state_of(target: Any, arguments: Mapping[str, Any]) -> dict[str, Parameter]:
     return found
 
 
-def owners_of(target: Any, arguments: Mapping[str, Any]) -> list[tuple[str, Owner]]:
+def owners_of(target: Any, arguments: Mapping[str, Any]) -> list[tuple[str, StateTree]]:
     """The cells that a callable reaches, with the names it knows them by."""
-    if isinstance(target, Owner):
+    if isinstance(target, StateTree):
         return [("", target)]
-    found: list[tuple[str, Owner]] = []
+    found: list[tuple[str, StateTree]] = []
     for name, tree in arguments.items():
-        cells = [x for x in leaves(tree) if isinstance(x, Owner)]
+        cells = [x for x in leaves(tree) if isinstance(x, StateTree)]
         for i, cell in enumerate(cells):
             label = "" if name == "self" else name
             found.append((f"{label}.{i}" if len(cells) > 1 else label, cell))
-    return found + [(k, v) for k, v in _held(target) if isinstance(v, Owner)]
+    return found + [(k, v) for k, v in _held(target) if isinstance(v, StateTree)]
 
 
 def _held(target: Any) -> Iterator[tuple[str, Any]]:
@@ -57,7 +57,7 @@ def _held(target: Any) -> Iterator[tuple[str, Any]]:
             f = f.__func__
         while hasattr(f, "__wrapped__"):
             f = f.__wrapped__
-        if isinstance(f, Owner):
+        if isinstance(f, StateTree):
             yield "", f
         if isinstance(f, partial):
             todo += [f.func, *f.args, *f.keywords.values()]
@@ -80,5 +80,5 @@ def _named(f: FunctionType) -> Iterator[tuple[str, Any]]:
             continue
     for name in code.co_names if own else ():
         value = f.__globals__.get(name)
-        if isinstance(value, (Owner, FunctionType)):
+        if isinstance(value, (StateTree, FunctionType)):
             yield name, value

@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from triplane.unified_ir.frontend.branches import branch
 from triplane.unified_ir.frontend.loops import is_harmless
-from triplane.unified_ir.frontend.memory import State
 from triplane.unified_ir.frontend.truth import as_condition, is_symbolic, truth
+from triplane.unified_ir.frontend.variables import VariableAccess
 from triplane.unified_ir.ops import elementwise
 from triplane.unified_ir.ops.build import region
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
@@ -31,15 +31,15 @@ _COMPARE: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 
 def and_(*parts: Thunk) -> Any:
     """`a and b and ...`; with a tensor a bool scalar, computed as far as Python would."""
-    return _shortcut(parts, State(depth=2), stops_at=False)
+    return _shortcut(parts, VariableAccess(depth=2), stops_at=False)
 
 
 def or_(*parts: Thunk) -> Any:
     """`a or b or ...`, likewise."""
-    return _shortcut(parts, State(depth=2), stops_at=True)
+    return _shortcut(parts, VariableAccess(depth=2), stops_at=True)
 
 
-def _shortcut(parts: Sequence[Thunk], state: State, *, stops_at: bool) -> Any:
+def _shortcut(parts: Sequence[Thunk], state: VariableAccess, *, stops_at: bool) -> Any:
     first = parts[0]()
     for i, part in enumerate(parts[1:], 1):
         if is_symbolic(first):
@@ -51,7 +51,7 @@ def _shortcut(parts: Sequence[Thunk], state: State, *, stops_at: bool) -> Any:
 
 
 def _tensor_shortcut(
-    first: Tensor, parts: Sequence[Thunk], state: State, *, stops_at: bool
+    first: Tensor, parts: Sequence[Thunk], state: VariableAccess, *, stops_at: bool
 ) -> Tensor:
     def rest() -> Tensor:
         value = _shortcut(parts, state, stops_at=stops_at)
@@ -108,4 +108,4 @@ def if_expression(test: Any, then: Thunk, otherwise: Thunk) -> Any:
     """`then if test else otherwise`."""
     if not is_symbolic(test):
         return then() if truth(test) else otherwise()
-    return branch(test, then, otherwise, State(depth=2))
+    return branch(test, then, otherwise, VariableAccess(depth=2))

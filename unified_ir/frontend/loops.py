@@ -17,7 +17,6 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter, current
 from triplane.unified_ir.frontend.branches import branch
 from triplane.unified_ir.frontend.exits import NEXT, Exit
-from triplane.unified_ir.frontend.memory import Snapshot, State, collecting, reason_of, unbind
 from triplane.unified_ir.frontend.merge import (
     UNBOUND,
     Differ,
@@ -31,6 +30,13 @@ from triplane.unified_ir.frontend.merge import (
     varying,
 )
 from triplane.unified_ir.frontend.truth import as_condition, is_symbolic, truth
+from triplane.unified_ir.frontend.variables import (
+    VariableAccess,
+    VariableSnapshot,
+    collecting,
+    reason_of,
+    unbind,
+)
 from triplane.unified_ir.ir.types import TensorType, bool_, int64
 from triplane.unified_ir.ops.build import Build, region
 from triplane.unified_ir.ops.control import fori_loop, scan, while_loop
@@ -55,7 +61,7 @@ class _Again(Exception):
 class _Carry:
     """What goes from trip to trip, in a form that grows until a trip keeps it."""
 
-    def __init__(self, state: State, start: Exit) -> None:
+    def __init__(self, state: VariableAccess, start: Exit) -> None:
         self.state = state
         self.before = state.snapshot()
         self.start = start
@@ -156,7 +162,7 @@ class _Carry:
         buffers = dict(self.before.buffers)
         buffers.update({p: rest.pop(0) for p in self._ordered()})
         self.entered = buffers
-        self.state.restore(Snapshot(after, buffers))
+        self.state.restore(VariableSnapshot(after, buffers))
         broken: Any = rest.pop(0) if self.breaks else False
         if not self.returns:
             return Exit(broken)
@@ -179,7 +185,9 @@ class _Carry:
         return self._admitted(given)
 
 
-def while_tensor(test: Callable[[], Any], body: Trip, state: State, start: Exit = NEXT) -> Exit:
+def while_tensor(
+    test: Callable[[], Any], body: Trip, state: VariableAccess, start: Exit = NEXT
+) -> Exit:
     """`while test(): body()`, from the variables as they are now."""
 
     def record(carry: _Carry) -> list[Tensor]:
@@ -193,7 +201,9 @@ def while_tensor(test: Callable[[], Any], body: Trip, state: State, start: Exit 
     return _settled(state, start, (), lambda _: body(), record)
 
 
-def count_tensor(count: Tensor, item: Callable[[Tensor], Any], body: Trip, state: State) -> Exit:
+def count_tensor(
+    count: Tensor, item: Callable[[Tensor], Any], body: Trip, state: VariableAccess
+) -> Exit:
     """`for k in range(count): body(item(k))`."""
 
     def trip(k: Tensor) -> Exit | None:
@@ -208,7 +218,9 @@ def count_tensor(count: Tensor, item: Callable[[Tensor], Any], body: Trip, state
     )
 
 
-def walk_tensor(xs: Sequence[Tensor], item: Callable[..., Any], body: Trip, state: State) -> Exit:
+def walk_tensor(
+    xs: Sequence[Tensor], item: Callable[..., Any], body: Trip, state: VariableAccess
+) -> Exit:
     """`for x in xs: body(item(x))` along the first axis: a scan, counted if it may be left."""
 
     def at(k: Tensor) -> Exit | None:
@@ -258,7 +270,7 @@ def _counted(carry: _Carry, count: Tensor, body: Callable[[Tensor], Exit | None]
 
 
 def _settled(
-    state: State,
+    state: VariableAccess,
     start: Exit,
     types: Sequence[TensorType],
     probe: Callable[[list[Tensor]], Exit | None],
@@ -301,7 +313,7 @@ def _without_carry(carry: _Carry, types: Sequence[TensorType]) -> Exit:
     )
 
 
-def _go(left: Exit, test: Callable[[], Any], state: State) -> Tensor:
+def _go(left: Exit, test: Callable[[], Any], state: VariableAccess) -> Tensor:
     """`not broken and test()`; the test is computed after a break only where it cannot fail."""
     if left.broken is False:
         value = test()

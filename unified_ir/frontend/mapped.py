@@ -7,13 +7,13 @@ from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff.vectorize import vectorize
-from triplane.unified_ir.frontend.apart import (
-    Apart,
+from triplane.unified_ir.frontend.run import graph
+from triplane.unified_ir.frontend.traced_call import (
+    TracedCall,
     at_users_line,
     name_of_callable,
-    recorded_apart,
+    record_call,
 )
-from triplane.unified_ir.frontend.run import graph
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops.batching import with_axis
@@ -55,7 +55,7 @@ def vmap(f: Any, in_axes: Axes = 0, out_axes: Axes = 0) -> Any:
             ]
             for i, tree in enumerate(fronted)
         }
-        apart = recorded_apart(f, fronted, kwargs, types=types)
+        apart = record_call(f, fronted, kwargs, types=types)
         batched = [a is not None for t, ax in zip(fronted, axes, strict=True)
                    for _, a in _tensors(t, ax)]  # fmt: skip
         batched += [False] * (len(apart.operands) - len(batched))
@@ -169,7 +169,7 @@ def _placed(y: Tensor, batched: bool, axis: int | None, size: Dim, name: str) ->
     return y.transpose(*range(1, axis + 1), 0, *range(axis + 1, y.rank)) if axis else y
 
 
-def _check_buffers(apart: Apart, flags: Sequence[bool], name: str) -> None:
+def _check_buffers(apart: TracedCall, flags: Sequence[bool], name: str) -> None:
     extra = flags[len(flags) - len(apart.assigned) :] if apart.assigned else []
     for parameter, batched in zip(apart.assigned, extra, strict=True):
         if batched:

@@ -18,9 +18,9 @@ from typing import Any, Final
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import Program
 from triplane.unified_ir.frontend.binding import Parameter
-from triplane.unified_ir.frontend.owner import Owner
+from triplane.unified_ir.frontend.guards import TraceGuard
+from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.frontend.trace import Traceable, Traced, name_of
-from triplane.unified_ir.frontend.watch import Watch
 
 CACHE_SIZE: Final = 64
 """Programs kept per cell or function; the one not used for longest goes first."""
@@ -37,7 +37,7 @@ class Compiled:
 
     done: Traced
     program: Program
-    watch: Watch
+    watch: TraceGuard
     state: tuple[Parameter, ...]
     """Whose arrays follow the arguments."""
     assigned: tuple[tuple[int, Parameter], ...]
@@ -46,7 +46,7 @@ class Compiled:
     """The first result is what the function gives."""
 
 
-class Identity:
+class ObjectIdentity:
     """Equal to another only while both stand for the same living object."""
 
     def __init__(self, value: Any) -> None:
@@ -60,7 +60,7 @@ class Identity:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Identity):
+        if not isinstance(other, ObjectIdentity):
             return False
         mine = self._get()
         return mine is not None and mine is other._get()
@@ -70,15 +70,15 @@ class Programs:
     """The programs of one callable."""
 
     def __init__(self, target: Traceable) -> None:
-        self._of = Identity(target)
+        self._of = ObjectIdentity(target)
         self._target = name_of(target)
-        function = target.construct if isinstance(target, Owner) else target
+        function = target.construct if isinstance(target, StateTree) else target
         self._signature = inspect.signature(function)
         self._found: dict[Any, tuple[Compiled, ...]] = {}
 
     def belongs_to(self, owner: Any) -> bool:
         """Whether they were compiled of this very object; function attributes get copied."""
-        return self._of == Identity(owner)
+        return self._of == ObjectIdentity(owner)
 
     def ordered(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -113,7 +113,7 @@ class Programs:
 
 def programs_of(target: Traceable) -> Programs:
     """The programs of a cell, a function, or a method of some object."""
-    if isinstance(target, Owner):
+    if isinstance(target, StateTree):
         try:
             found: Programs = target._programs_
         except AttributeError:

@@ -21,10 +21,10 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import ENGINES, engine
 from triplane.unified_ir.engines.finite import finite, first_nonfinite
 from triplane.unified_ir.frontend.depth import entered
-from triplane.unified_ir.frontend.programs import Compiled, Identity, programs_of
+from triplane.unified_ir.frontend.guards import PLAIN, TraceGuard
+from triplane.unified_ir.frontend.programs import Compiled, ObjectIdentity, programs_of
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.trace import Traceable, Traced, bind, record
-from triplane.unified_ir.frontend.watch import PLAIN, Watch
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.recorder import recording
@@ -107,7 +107,7 @@ def run(target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     key = (setting.engine, len(args), *parts)
     found = programs.find(key)
     if found is None:
-        watch = Watch([target, *objects])
+        watch = TraceGuard([target, *objects])
         found = _compiled(target, args, kwargs, setting, watch)
         programs.keep(key, found)
     values = found.program(*arrays, *[p.array for p in found.state])
@@ -148,7 +148,7 @@ def _compiled(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     setting: _Setting,
-    watch: Watch,
+    watch: TraceGuard,
 ) -> Compiled:
     arguments, _ = host_arguments(target, args, kwargs, setting.floats)
     done = record(target, arguments)
@@ -176,7 +176,7 @@ def _key_of(x: Any, floats: Floats, arrays: list[Array], objects: list[Any]) -> 
     if isinstance(x, dict):
         return dict, *((k, _key_of(x[k], floats, arrays, objects)) for k in sorted(x))
     objects.append(x)
-    return Identity(x)
+    return ObjectIdentity(x)
 
 
 def host_arguments(

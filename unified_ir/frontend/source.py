@@ -22,7 +22,7 @@ _INSTALLED: Final = {"site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FunctionSource:
     """A function's syntax, the class around it (for private names), and where it stands."""
 
     node: Function
@@ -30,7 +30,7 @@ class Source:
     filename: str
 
 
-def source_of(function: FunctionType) -> Source | None:
+def source_of(function: FunctionType) -> FunctionSource | None:
     """The syntax of a Python function or lambda; None when its file cannot be read."""
     code = function.__code__
     linecache.checkcache(code.co_filename)
@@ -46,7 +46,7 @@ def source_of(function: FunctionType) -> Source | None:
         found = _innermost([p for p in found if isinstance(p[0], ast.Lambda)], code)
     if len(found) != 1:
         return None
-    return Source(found[0][0], found[0][1], code.co_filename)
+    return FunctionSource(found[0][0], found[0][1], code.co_filename)
 
 
 def belongs_to_user(function: FunctionType) -> bool:

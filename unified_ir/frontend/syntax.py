@@ -343,7 +343,9 @@ class _Rewriter(ast.NodeTransformer):
             setter, write = [at(made, like)], name_of(made)
         reads = ast.Tuple([thunk(load(n)) for n in mine], ast.Load())
         names_node = ast.Tuple([const(n) for n in mine], ast.Load())
-        return setter, at(invoke("State", names_node, reads, write, self._odd(inside)), like)
+        return setter, at(
+            invoke("VariableAccess", names_node, reads, write, self._odd(inside)), like
+        )
 
     def _odd(self, inside: Sequence[ast.stmt]) -> ast.expr:
         """What a tensor condition cannot govern: (what, line) or (what, line, owner, attribute)."""

@@ -19,8 +19,8 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Binding, Parameter, bound
 from triplane.unified_ir.frontend.depth import entered
 from triplane.unified_ir.frontend.held import owners_of, state_of
-from triplane.unified_ir.frontend.owner import Owner
 from triplane.unified_ir.frontend.rewrite import rewritten
+from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.ir.graph import Array, Function, Value
 from triplane.unified_ir.ir.types import TensorType, type_of
 from triplane.unified_ir.ops.build import Build, RunNode
@@ -29,7 +29,7 @@ from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 from triplane.unified_ir.ops.trees import leaves, rebuild
 from triplane.unified_ir.passes.clean import drop_dead
 
-Traceable = Owner | Callable[..., Any]
+Traceable = StateTree | Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def bind(
     target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[BoundArguments, list[Array]]:
     """Arguments by parameter name, arrays replaced by their types; the arrays in that order."""
-    function = target.construct if isinstance(target, Owner) else target
+    function = target.construct if isinstance(target, StateTree) else target
     try:
         found = inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
@@ -110,7 +110,7 @@ def record(
 
 
 def _call(target: Traceable, arguments: BoundArguments) -> Any:
-    if isinstance(target, Owner):
+    if isinstance(target, StateTree):
         return target(*arguments.args, **arguments.kwargs)
     with entered(target):
         return rewritten(target)(*arguments.args, **arguments.kwargs)
@@ -221,6 +221,6 @@ def _result_names(made: Any, count: int, taken: set[str]) -> list[str]:
 
 def name_of(target: Any) -> str:
     """What a traced function is called."""
-    if isinstance(target, Owner):
+    if isinstance(target, StateTree):
         return type(target).__name__
     return str(getattr(target, "__name__", type(target).__name__)).strip("<>")

@@ -1,7 +1,8 @@
-"""`grad`, `vjp`, `jvp` and their like, of Python functions, cells and IR functions alike.
+"""`grad`, `vjp`, `jvp` and similar transforms of Python functions, cells and IR functions.
 
-Each takes a function and gives one, and records what it is given apart (`frontend.apart`), so they
-nest in any order, in loops and branches, in graph and in eager mode.
+Each takes a function and returns one. It records the function as a graph of its own
+(`frontend.traced_call`), so transforms nest in any order, in loops and branches, in graph and in
+eager mode.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import autodiff
 from triplane.unified_ir.autodiff.forward import pushforward
 from triplane.unified_ir.autodiff.reverse import linearize
-from triplane.unified_ir.frontend.apart import (
-    Apart,
+from triplane.unified_ir.frontend.run import graph
+from triplane.unified_ir.frontend.traced_call import (
+    TracedCall,
     at_users_line,
     check_numbers,
     name_of_callable,
-    recorded_apart,
+    record_call,
 )
-from triplane.unified_ir.frontend.run import graph
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ir.types import ShapeError, TensorType, TypeMismatch
 from triplane.unified_ir.ops.control import checkpointed
@@ -141,7 +142,7 @@ def jvp(f: Any) -> Any:
                 f" in a tuple{at_users_line()}"
             )
         moved = [k for k, t in enumerate(tangents) if t is not None]
-        apart = recorded_apart(f, inputs, kwargs, numbers=moved)
+        apart = record_call(f, inputs, kwargs, numbers=moved)
         at = [i for k in moved for i in apart.positions(k)]
         _check_float([apart.operands[i] for i in at], name)
         ts = _alike(f"a tangent of {name}", [tangents[k] for k in moved], apart, at)
@@ -187,7 +188,7 @@ def checkpoint(f: Any) -> Any:
     name_of_callable(f)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        apart = recorded_apart(f, args, kwargs)
+        apart = record_call(f, args, kwargs)
         return apart.hand_on(checkpointed(apart.function, apart.operands))
 
     return _named_as(f, call)
@@ -204,7 +205,7 @@ def _linearized(
 ) -> _Linear:
     """`f` recorded apart, then replayed here with its pullback."""
     check_numbers(f, args, numbers)
-    apart = recorded_apart(f, args, kwargs, numbers=numbers)
+    apart = record_call(f, args, kwargs, numbers=numbers)
     at = [i for k in numbers for i in apart.positions(k)]
     wanted = [apart.operands[i] for i in at]
     _check_float(wanted, name_of_callable(f))
@@ -226,7 +227,7 @@ def _cotangent(f: Any, given: Any, types: Sequence[TensorType]) -> list[Tensor]:
     return gs
 
 
-def _alike(what: str, trees: Sequence[Any], apart: Apart, at: Sequence[int]) -> list[Tensor]:
+def _alike(what: str, trees: Sequence[Any], apart: TracedCall, at: Sequence[int]) -> list[Tensor]:
     """Tensors like the operands `at`."""
     wanted = [apart.operands[i] for i in at]
     flat = [x for t in trees for x in leaves(t)]

@@ -15,7 +15,7 @@ import numpy as np
 
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.files.dtypes import BY_NAME, StoredDtype
-from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.files.tensors import StoredTensor
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import DType, TensorType, is_plain, string, type_of
 
@@ -44,13 +44,13 @@ def stored_dtype(dtype: DType) -> StoredDtype:
     return BY_NAME[_STORED_NAME.get(dtype.name, dtype.name)]
 
 
-def stored(array: Array) -> Tensor:
+def stored(array: Array) -> StoredTensor:
     """The array as a file holds it, without a copy where the bytes are the same."""
     dtype = type_of(array).dtype
     row = stored_dtype(dtype)
     if dtype.bits < 8:
-        return Tensor(row.name, _packed(array, dtype.bits))
-    return Tensor(row.name, np.asarray(array, order="C").view(row.storage))
+        return StoredTensor(row.name, _packed(array, dtype.bits))
+    return StoredTensor(row.name, np.asarray(array, order="C").view(row.storage))
 
 
 def raw(array: Array) -> bytes:
@@ -62,7 +62,7 @@ def raw(array: Array) -> bytes:
     return np.asarray(tensor.data, stored_dtype(type_of(array).dtype).storage).tobytes()
 
 
-def from_stored(tensor: Tensor, type_: TensorType) -> Array:
+def from_stored(tensor: StoredTensor, type_: TensorType) -> Array:
     """The array of type `type_` that a file holds; Corrupt where it is of another type."""
     shape, row = static_shape(type_), stored_dtype(type_.dtype)
     held = (_packed_size(shape, type_.dtype.bits),) if type_.dtype.bits < 8 else shape

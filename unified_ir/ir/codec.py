@@ -15,7 +15,7 @@ from typing import Final
 from triplane.proto import ir_pb2 as pb
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.files import manifest
-from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.files.tensors import StoredTensor
 from triplane.unified_ir.ir import limits
 from triplane.unified_ir.ir.arrays import stored
 from triplane.unified_ir.ir.decode import Decoder
@@ -42,7 +42,7 @@ class Contents:
     meta: Mapping[str, str] = field(default_factory=dict)
 
 
-def encode(contents: Contents) -> tuple[bytes, dict[str, Tensor]]:
+def encode(contents: Contents) -> tuple[bytes, dict[str, StoredTensor]]:
     """`module.pb`, and the tensors that the weights must hold: state, then big constants.
 
     Personal state has a name, a type and a role in the bytes, and no contents anywhere.
@@ -61,7 +61,7 @@ def encode(contents: Contents) -> tuple[bytes, dict[str, Tensor]]:
     return _verified(encoder, contents, tensors), tensors
 
 
-def decode(data: bytes, tensors: Mapping[str, Tensor]) -> Contents:
+def decode(data: bytes, tensors: Mapping[str, StoredTensor]) -> Contents:
     """What `data` says, arrays being views of `tensors`; Corrupt, or InvalidInput if newer."""
     try:
         return _contents(_parsed(data), tensors)
@@ -99,7 +99,7 @@ def _filled(encoder: Encoder, contents: Contents) -> Encoder:
     return encoder
 
 
-def _verified(encoder: Encoder, contents: Contents, tensors: Mapping[str, Tensor]) -> bytes:
+def _verified(encoder: Encoder, contents: Contents, tensors: Mapping[str, StoredTensor]) -> bytes:
     data = encoder.message.SerializeToString(deterministic=True)
     try:
         found = decode(data, tensors)
@@ -140,7 +140,7 @@ def _parsed(data: bytes) -> pb.Module:
     return message
 
 
-def _contents(message: pb.Module, tensors: Mapping[str, Tensor]) -> Contents:
+def _contents(message: pb.Module, tensors: Mapping[str, StoredTensor]) -> Contents:
     decoder = Decoder(message, tensors)
     found = Contents(decoder.functions(), decoder.entries(), decoder.state(), decoder.meta())
     stray = sorted(tensors.keys() - decoder.used)

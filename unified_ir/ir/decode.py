@@ -16,7 +16,7 @@ import numpy as np
 
 from triplane.proto import ir_pb2 as pb
 from triplane.proto.errors import Corrupt, InvalidInput
-from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.files.tensors import StoredTensor
 from triplane.unified_ir.ir import limits
 from triplane.unified_ir.ir.arrays import (
     CONSTANT_PREFIX,
@@ -64,7 +64,7 @@ _T = TypeVar("_T")
 class Decoder:
     """One message being read; `tensors` are those of the weights."""
 
-    def __init__(self, message: pb.Module, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, message: pb.Module, tensors: Mapping[str, StoredTensor]) -> None:
         self.message = message
         self.tensors = tensors
         self.used: set[str] = set()

@@ -8,7 +8,7 @@ from typing import Any
 
 from triplane.unified_ir.frontend.binding import LEARNT
 from triplane.unified_ir.frontend.cell import Cell
-from triplane.unified_ir.frontend.owner import Owner
+from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.frontend.trace import trace
 from triplane.unified_ir.ir.graph import Function, Value
 from triplane.unified_ir.passes.clean import drop_dead
@@ -32,7 +32,7 @@ def summary(cell: Cell, *specs: Any) -> str:
     return "\n".join([*_aligned(rows), f"{total}; {buffers:,} elements of buffers"])
 
 
-def _held(part: Owner) -> tuple[int, int]:
+def _held(part: StateTree) -> tuple[int, int]:
     """Elements of what is learnt, or would be where it is not frozen, and of the other state."""
     sizes = [(p.role in LEARNT, prod(p.array.shape)) for p in part.parameters().values()]
     return sum(n for learnt, n in sizes if learnt), sum(n for learnt, n in sizes if not learnt)

@@ -20,7 +20,7 @@ from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.files import container, tensors
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.files.manifest import Manifest
-from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.files.tensors import StoredTensor
 from triplane.unified_ir.runtime import description
 from triplane.unified_ir.runtime.description import Description
 from triplane.unified_ir.runtime.session import DEFAULT_OPTIONS, Session, SessionOptions, version
@@ -48,14 +48,14 @@ class BundleSpec:
 
     description: Description
     model: bytes
-    weights: Mapping[str, Array | Tensor]
+    weights: Mapping[str, Array | StoredTensor]
     golden_inputs: Mapping[str, Array]
     golden_outputs: Mapping[str, Array]
     report: Mapping[str, Any] = field(default_factory=dict)
     adapt: bytes | None = None
 
 
-def weight_offsets(weights: Mapping[str, Array | Tensor]) -> dict[str, tuple[int, int]]:
+def weight_offsets(weights: Mapping[str, Array | StoredTensor]) -> dict[str, tuple[int, int]]:
     """Return (offset, length) by name for ONNX external data with location `WEIGHTS`."""
     return tensors.offsets(weights)
 
@@ -160,7 +160,7 @@ class Bundle:
         return cls(Container(Path(path), kind="bundle", expected_digest=expected_digest))
 
     @property
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self) -> dict[str, StoredTensor]:
         """The graph's weights: read-only views of the mapped file."""
         return self._file.tensors(WEIGHTS)
 
@@ -244,7 +244,7 @@ class Bundle:
         return f"{self._file.path.name}: part {part!r}"
 
 
-def _prefixed(goldens: Mapping[str, Tensor], prefix: str) -> dict[str, Array]:
+def _prefixed(goldens: Mapping[str, StoredTensor], prefix: str) -> dict[str, Array]:
     return {
         name.removeprefix(prefix): tensor.data
         for name, tensor in goldens.items()

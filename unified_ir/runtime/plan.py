@@ -22,9 +22,15 @@ from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.files.digests import Buffer
 from triplane.unified_ir.files.manifest import ROLES, parse
-from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.files.tensors import StoredTensor
 from triplane.unified_ir.runtime.description import bounded, check_amounts
-from triplane.unified_ir.runtime.session import DEFAULT_OPTIONS, Loop, Session, SessionOptions, Stop
+from triplane.unified_ir.runtime.session import (
+    DEFAULT_OPTIONS,
+    CancellationToken,
+    Loop,
+    Session,
+    SessionOptions,
+)
 from triplane.unified_ir.runtime.signature import INSIDE_ONLY, Array, TensorInfo, next_name
 
 DESCRIPTION: Final = "plan.pb"
@@ -61,7 +67,7 @@ class PlanSpec:
     """
 
     entries: Mapping[str, bytes]
-    state: Mapping[str, Array | Tensor]
+    state: Mapping[str, Array | StoredTensor]
     roles: Mapping[str, str]
     steps: Mapping[str, int] = field(default_factory=dict)
     limits: Limits = Limits()
@@ -139,7 +145,7 @@ class Plan:
         self._looping: set[str] = set()
         self._newest: Loop | None = None
         self._newest_entry = ""
-        self._stop: Stop | None = None
+        self._stop: CancellationToken | None = None
 
     @classmethod
     def load(
@@ -194,7 +200,7 @@ class Plan:
         self.steps += 1
         return results
 
-    def stop_with(self, stop: Stop | None) -> None:
+    def stop_with(self, stop: CancellationToken | None) -> None:
         """Let runs from now on end once `stop` is set, between two nodes; None: never."""
         self._stop = stop
 

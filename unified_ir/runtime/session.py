@@ -24,7 +24,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError, Unavailable
-from triplane.unified_ir.files.tensors import Tensor, as_tensor
+from triplane.unified_ir.files.tensors import StoredTensor, as_tensor
 from triplane.unified_ir.runtime.signature import (
     DTYPES,
     HELD,
@@ -111,7 +111,7 @@ class OutOfMemory(RunFailed):
     """A node asked for more memory than this process may take."""
 
 
-class Stop:
+class CancellationToken:
     """Ends the runs it was given to, from any thread and for good: see `Session.run`."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Session:
         self,
         model: bytes | Path,
         *,
-        weights: Mapping[str, Array | Tensor] | None = None,
+        weights: Mapping[str, Array | StoredTensor] | None = None,
         options: SessionOptions = DEFAULT_OPTIONS,
     ) -> None:
         """Load `model`, filling initializers declared as external data from `weights` by name.
@@ -160,7 +160,7 @@ class Session:
         feeds: Mapping[str, Array],
         outputs: tuple[str, ...] | None = None,
         *,
-        stop: Stop | None = None,
+        stop: CancellationToken | None = None,
     ) -> dict[str, Array]:
         """Return the named outputs (all by default) for `feeds`, which must fit `inputs`.
 
@@ -218,7 +218,7 @@ class Loop:
 
     def __init__(self, session: Session, state: Mapping[str, Array]) -> None:
         self._session = session
-        self.stop: Stop | None = None
+        self.stop: CancellationToken | None = None
         by_name = {tensor.name: tensor for tensor in session.inputs}
         _check_state_names(session, by_name, state.keys())
         self._state = {name: Signature([by_name[name]]) for name in state}
@@ -355,7 +355,7 @@ _ONNX_TYPES: Final = {"bfloat16": 16, "float8_e4m3fn": 17, "float8_e5m2": 19}
 """TensorProto's numbers for the stored dtypes that numpy lacks."""
 
 
-def _ortvalue(name: str, value: Array | Tensor) -> ort.OrtValue:
+def _ortvalue(name: str, value: Array | StoredTensor) -> ort.OrtValue:
     try:
         tensor = as_tensor(value, f"weight {name}")
         x = np.asarray(tensor.data, order="C")

@@ -30,7 +30,7 @@ FORMS: Final = "a Dataset, a tuple of arrays (x, y), or an iterable of batches (
 
 
 @runtime_checkable
-class Batched(Protocol):
+class BatchedData(Protocol):
     """Data that orders its own batches, as `data.Dataset` does."""
 
     def batches(self, size: int, *, seed: int, epoch: int) -> Iterator[Batch]:
@@ -40,7 +40,7 @@ class Batched(Protocol):
     def __len__(self) -> int: ...
 
 
-class Source:
+class BatchSource:
     """Batches of any accepted data, epoch by epoch.
 
     count: batches in an epoch, None where only iterating tells. samples: rows in an epoch, or None.
@@ -78,7 +78,7 @@ class Source:
         return found
 
     def _all(self, number: int) -> Iterator[Batch]:
-        if isinstance(self.data, Batched):
+        if isinstance(self.data, BatchedData):
             batches = self.data.batches(self.size, seed=self.seed, epoch=number)
             return (as_batch(b) for b in batches)
         if _is_arrays(self.data):
@@ -122,9 +122,9 @@ def with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
 def in_order(data: Any, size: int) -> Iterator[Batch]:
     """Batches of at most `size` in the data's own order, for evaluation."""
     accepted = _accepted(data)
-    if isinstance(accepted, Batched) and hasattr(data, "x") and hasattr(data, "y"):
+    if isinstance(accepted, BatchedData) and hasattr(data, "x") and hasattr(data, "y"):
         accepted = (np.asarray(data.x), np.asarray(data.y))
-    if isinstance(accepted, Batched):
+    if isinstance(accepted, BatchedData):
         yield from (as_batch(b) for b in accepted.batches(size, seed=0, epoch=0))
     elif _is_arrays(accepted):
         for start in range(0, len(accepted[0]), size):
@@ -169,7 +169,7 @@ def _single(a: Array) -> Array:
 def _accepted(data: Any) -> Any:
     if _is_arrays(data):
         return as_batch(data)
-    if isinstance(data, (Batched, Iterable)) and not isinstance(data, (str, bytes, Mapping)):
+    if isinstance(data, (BatchedData, Iterable)) and not isinstance(data, (str, bytes, Mapping)):
         return data
     raise InvalidInput(f"data is {FORMS}, got {type(data).__name__}")
 
@@ -181,4 +181,4 @@ def _is_arrays(data: Any) -> bool:
 def _samples(data: Any) -> int | None:
     if _is_arrays(data):
         return len(data[0])
-    return len(data) if isinstance(data, Batched) else None
+    return len(data) if isinstance(data, BatchedData) else None

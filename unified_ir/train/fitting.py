@@ -13,7 +13,7 @@ from triplane.unified_ir.engines import Loop, Program
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.optim import STEP
 from triplane.unified_ir.train import identity, step
-from triplane.unified_ir.train.batches import Batch, Source, with_last
+from triplane.unified_ir.train.batches import Batch, BatchSource, with_last
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.diagnosis import NonFinite, finite, first_nonfinite
@@ -34,7 +34,7 @@ class Fit:
     def __init__(
         self,
         trainer: Trainer,
-        source: Source,
+        source: BatchSource,
         validation: Any,
         callbacks: Sequence[Callback],
         goal: int,

@@ -20,10 +20,10 @@ from triplane.unified_ir.ir.text import function_text
 from triplane.unified_ir.ir.types import TensorType, float32
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.table import TABLE
-from triplane.unified_ir.train.step import Model, batch_type, predict, training
+from triplane.unified_ir.train.step import TrainingModel, batch_type, predict, training
 
 if TYPE_CHECKING:
-    from triplane.unified_ir.train.batches import Source
+    from triplane.unified_ir.train.batches import BatchSource
     from triplane.unified_ir.train.recipe import Recipe
 
 PARTS: Final = ("network", "loss", "optimizer", "batch size", "data")
@@ -59,7 +59,7 @@ class OtherRun(Conflict):
         return float(there) if is_it else None
 
 
-def of_model(model: Model, recipe: Recipe) -> dict[str, str]:
+def of_model(model: TrainingModel, recipe: Recipe) -> dict[str, str]:
     """The parts that hold whatever the data."""
     return {
         "network": f"{type(model.cell).__qualname__} {_network(model)}",
@@ -68,7 +68,7 @@ def of_model(model: Model, recipe: Recipe) -> dict[str, str]:
     }
 
 
-def of_data(source: Source) -> dict[str, str]:
+def of_data(source: BatchSource) -> dict[str, str]:
     """The parts that say which batches come; none of data that can be read once only."""
     found = {"batch size": str(source.size)}
     if not source.repeats():
@@ -138,7 +138,7 @@ def _short(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}..."
 
 
-def _network(model: Model) -> str:
+def _network(model: TrainingModel) -> str:
     """By the cell's graphs in both modes, and which state is trained."""
     inputs = list(model.inputs.values())
     with training(model.cell, on=True):
@@ -148,7 +148,7 @@ def _network(model: Model) -> str:
     return _digest([*map(_graph, graphs), *(s.encode() for s in state)])
 
 
-def _loss(model: Model) -> str:
+def _loss(model: TrainingModel) -> str:
     results = predict(model.cell, list(model.inputs.values()), model.loss.output).results
     if len(results) != 1:
         return _digest([])
@@ -157,7 +157,7 @@ def _loss(model: Model) -> str:
         return _digest([_graph(traced(model.loss, types, {}, name="loss").function)])
 
 
-def _updates(model: Model, recipe: Recipe) -> str:
+def _updates(model: TrainingModel, recipe: Recipe) -> str:
     """By the graph from gradients to the next weights."""
     own = model.cell.parameters()
     types = {k: own[k].type for k in model.trainable()}

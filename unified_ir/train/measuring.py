@@ -12,13 +12,15 @@ from triplane.unified_ir.engines import Program
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train.batches import Batch
 from triplane.unified_ir.train.history import Place, scalars
-from triplane.unified_ir.train.step import Model, taken_counts
+from triplane.unified_ir.train.step import TrainingModel, taken_counts
 
 State = Mapping[str, Array]
 
 
 def measured(
-    batches: Iterable[Batch], state: State, graph_of: Callable[[Batch], tuple[Model, Program]]
+    batches: Iterable[Batch],
+    state: State,
+    graph_of: Callable[[Batch], tuple[TrainingModel, Program]],
 ) -> Place:
     """Sums of what the graph of each batch measures; InvalidInput where there are no batches."""
     place = Place()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from triplane.proto.errors import Conflict
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.train import identity
-from triplane.unified_ir.train.batches import Source
+from triplane.unified_ir.train.batches import BatchSource
 from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.snapshot import Snapshot
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from triplane.unified_ir.train.trainer import Trainer
 
 
-def resume(trainer: Trainer, keeper: Checkpoint, source: Source) -> None:
+def resume(trainer: Trainer, keeper: Checkpoint, source: BatchSource) -> None:
     """Takes the newest snapshot of a folder, if there is one; Conflict if it is of another run."""
     found = keeper.newest()
     if found is None:
@@ -72,7 +72,7 @@ def _kinds(state: Mapping[str, Array]) -> dict[str, tuple[object, tuple[int, ...
     return {k: (a.dtype, a.shape) for k, a in state.items()}
 
 
-def _check_order(found: Snapshot, source: Source) -> None:
+def _check_order(found: Snapshot, source: BatchSource) -> None:
     """In the middle of an epoch, the batches that follow must be those that were to follow."""
     now = (source.size, source.samples or 0)
     if found.place.position and (found.batch_size, found.samples) != now:

@@ -48,7 +48,7 @@ _SCALED: Final = "loss.scaled"
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class TrainingModel:
     """A cell with its loss, metrics and the types of its inputs and target.
 
     inputs: type by the name the cell's `construct` gives it. target: its name and type.
@@ -87,7 +87,7 @@ class Model:
         """The metrics that are no means."""
         return {k: m for k, m in self.metrics.items() if isinstance(m, Tally)}
 
-    def of_means(self) -> Model:
+    def of_means(self) -> TrainingModel:
         """The same with no other metrics, as it is exported."""
         means = {k: m for k, m in self.metrics.items() if not isinstance(m, Tally)}
         return replace(self, metrics=means)
@@ -106,7 +106,7 @@ def model_of(
     loss: Loss,
     metrics: Mapping[str, Metric | Tally] | None,
     types: Sequence[TensorType],
-) -> Model:
+) -> TrainingModel:
     """The model for batches of these types, the target's last."""
     *inputs, target = types
     names = _input_names(cell, len(inputs))
@@ -115,7 +115,7 @@ def model_of(
     found = predict(cell, inputs, loss.output)
     if not found.results:
         raise InvalidInput(f"{type(cell).__name__}.construct gives nothing; return the output")
-    model = Model(
+    model = TrainingModel(
         cell=cell,
         loss=loss,
         metrics=dict(chosen),
@@ -158,7 +158,7 @@ def _input_names(cell: Cell, count: int) -> list[str]:
     return names
 
 
-def _check_names(model: Model) -> None:
+def _check_names(model: TrainingModel) -> None:
     if counts := [k for k in model.metrics if k.startswith(COUNTED)]:
         raise InvalidInput(
             f"{counts[0]!r} is the name of what a mean divides by, so no metric's; rename it"
@@ -210,19 +210,19 @@ def predict(cell: Cell, inputs: Sequence[TensorType], output: str) -> Function:
     return clean(Function("predict", found.params, tuple(r for _, r in kept), names, found.nodes))
 
 
-def evaluate(model: Model) -> Function:
+def evaluate(model: TrainingModel) -> Function:
     """A batch and state -> loss and metrics, in evaluation mode."""
     with training(model.cell, on=False):
         return _only_measures(_objective(model, "evaluate"), model)
 
 
-def loss(model: Model) -> Function:
+def loss(model: TrainingModel) -> Function:
     """A batch and state -> loss, metrics and assigned state, in training mode: what is derived."""
     with training(model.cell, on=True):
         return clean(_objective(model, "loss"))
 
 
-def gradients(model: Model, optimizer: Optimizer | None = None) -> Function:
+def gradients(model: TrainingModel, optimizer: Optimizer | None = None) -> Function:
     """A batch and state -> loss, metrics, and `grad.PATH` of each trained parameter.
 
     What `optimizer` freezes is not trained.
@@ -230,12 +230,14 @@ def gradients(model: Model, optimizer: Optimizer | None = None) -> Function:
     return _differentiated(model, _trained(model, optimizer), "gradients")
 
 
-def train_step(model: Model, recipe: Recipe) -> Function:
+def train_step(model: TrainingModel, recipe: Recipe) -> Function:
     """One update; see the module."""
     return _updated(model, recipe, "train_step")
 
 
-def local_update(model: Model, optimizer: Optimizer, *, name: str = "local_update") -> Function:
+def local_update(
+    model: TrainingModel, optimizer: Optimizer, *, name: str = "local_update"
+) -> Function:
     """One update by an optimizer that needs no state of its own, such as SGD without momentum."""
     if optimizer.used_slots():
         raise InvalidInput(
@@ -245,7 +247,7 @@ def local_update(model: Model, optimizer: Optimizer, *, name: str = "local_updat
     return _updated(model, Recipe(optimizer=optimizer), name)
 
 
-def _objective(model: Model, name: str) -> Function:
+def _objective(model: TrainingModel, name: str) -> Function:
     """Results: loss, metrics, assigned state, summaries, what means divided by."""
 
     def measure(self: Cell, **batch: Tensor) -> dict[str, Any]:
@@ -271,7 +273,7 @@ def _measured(metric: Metric | Tally, output: Any, target: Tensor) -> Tensor:
     return metric(output, target)
 
 
-def _counts(model: Model, output: Any, target: Tensor) -> dict[str, Tensor]:
+def _counts(model: TrainingModel, output: Any, target: Tensor) -> dict[str, Tensor]:
     """What each mean divided by, float32 scalars, of those that say so."""
     found = {}
     for label, mean in {LOSS: model.loss, **model.metrics}.items():
@@ -292,7 +294,7 @@ def _reordered(function: Function, first: Sequence[str]) -> Function:
     return Function(function.name, function.params, results, tuple(names), function.nodes)
 
 
-def _only_measures(function: Function, model: Model) -> Function:
+def _only_measures(function: Function, model: TrainingModel) -> Function:
     """Without state: evaluation changes nothing, whatever a cell assigns."""
     state = model.cell.parameters().keys()
     names = [n for n in function.result_names if n not in state]
@@ -300,7 +302,7 @@ def _only_measures(function: Function, model: Model) -> Function:
     return clean(Function(function.name, function.params, results, tuple(names), function.nodes))
 
 
-def _trained(model: Model, optimizer: Optimizer | None) -> tuple[str, ...]:
+def _trained(model: TrainingModel, optimizer: Optimizer | None) -> tuple[str, ...]:
     """Paths of what an optimizer moves."""
     paths = model.trainable()
     frozen = optimizer.frozen(paths) if optimizer is not None else ()
@@ -308,7 +310,7 @@ def _trained(model: Model, optimizer: Optimizer | None) -> tuple[str, ...]:
 
 
 def _differentiated(
-    model: Model, wanted: Sequence[str], name: str, recipe: Recipe | None = None
+    model: TrainingModel, wanted: Sequence[str], name: str, recipe: Recipe | None = None
 ) -> Function:
     """Loss, metrics and gradients: of the scaled loss where the recipe has a scale."""
     with training(model.cell, on=True):
@@ -362,7 +364,7 @@ def _is_zero(function: Function, value: Value) -> bool:
     return not np.any(np.asarray(node.attrs["value"]))
 
 
-def _updated(model: Model, recipe: Recipe, name: str) -> Function:
+def _updated(model: TrainingModel, recipe: Recipe, name: str) -> Function:
     """Gradients, then what the recipe makes of them, recorded into one graph."""
     paths = _trained(model, recipe.optimizer)
     source = _differentiated(model, paths, name, recipe)
@@ -383,7 +385,7 @@ def _updated(model: Model, recipe: Recipe, name: str) -> Function:
 
 
 def _guarded(
-    model: Model, found: Mapping[str, Tensor], params: Mapping[str, Tensor], fine: Tensor
+    model: TrainingModel, found: Mapping[str, Tensor], params: Mapping[str, Tensor], fine: Tensor
 ) -> dict[str, Tensor]:
     """Assigned buffers, kept as they were where the gradients are not finite."""
     buffers = [k for k, p in model.cell.parameters().items() if p.role is Role.BUFFER]

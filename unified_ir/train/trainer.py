@@ -20,14 +20,14 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.engines import Engine, Program, engine
 from triplane.unified_ir.frontend.cell import Cell
-from triplane.unified_ir.frontend.watch import Watch
+from triplane.unified_ir.frontend.guards import TraceGuard
 from triplane.unified_ir.ir import Function, Module, Role
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.nn.losses import Loss, Metric
 from triplane.unified_ir.optim import STEP, Optimizer, slot_name
 from triplane.unified_ir.train import identity, resuming, step
-from triplane.unified_ir.train.batches import Batch, Source, as_batch, in_order, is_count
+from triplane.unified_ir.train.batches import Batch, BatchSource, as_batch, in_order, is_count
 from triplane.unified_ir.train.callbacks import Callback
 from triplane.unified_ir.train.checkpoint import Checkpoint
 from triplane.unified_ir.train.exporting import Entry, build_module
@@ -40,7 +40,7 @@ from triplane.unified_ir.train.precision import LossScale, Precision, fixed_scal
 from triplane.unified_ir.train.progress import Progress, Style
 from triplane.unified_ir.train.recipe import AVERAGE, Recipe
 from triplane.unified_ir.train.snapshot import Snapshot, read
-from triplane.unified_ir.train.suiting import Suiting, sizes_of
+from triplane.unified_ir.train.step_tuning import StepTuning, sizes_of
 
 if TYPE_CHECKING:
     from triplane.unified_ir.engines.tuning import Tuning
@@ -101,7 +101,7 @@ class Trainer:
             fixed_scale(loss_scale) if isinstance(loss_scale, (int, float)) else loss_scale
         )
         _ = self.recipe
-        self.suiting = Suiting(tune=tune, memory_budget_bytes=memory_budget_bytes)
+        self.step_tuning = StepTuning(tune=tune, memory_budget_bytes=memory_budget_bytes)
         self.tuning: Tuning | None = None
         self.memory_plan: Plan | None = None
         self._sizes: dict[str, int] = {}
@@ -109,11 +109,11 @@ class Trainer:
         self.place = Place()
         self.history = History()
         self._types: tuple[TensorType, ...] | None = None
-        self._models: dict[Any, step.Model] = {}
+        self._models: dict[Any, step.TrainingModel] = {}
         self._optimizer_state: dict[str, Array] = {}
         self._programs: dict[Any, Program] = {}
         self._watched: tuple[Any, ...] = ()
-        self._watch = Watch(())
+        self._watch = TraceGuard(())
         _set_keys(cell, seed)
 
     def fit(
@@ -138,7 +138,7 @@ class Trainer:
         """
         if not is_count(epochs, 0):
             raise InvalidInput(f"a run has 0 epochs or more, got {epochs!r}")
-        source = Source(data, batch_size, self.seed)
+        source = BatchSource(data, batch_size, self.seed)
         self._prepare(source.peek(), data)
         goal = self.place.epoch + epochs
         keeper = Checkpoint(checkpoint) if isinstance(checkpoint, (str, Path)) else checkpoint
@@ -207,7 +207,7 @@ class Trainer:
         resuming.restore(self, found, changed)
 
     @property
-    def model(self) -> step.Model:
+    def model(self) -> step.TrainingModel:
         """Cell, loss and types of a batch, known from the first data seen."""
         if self._types is None:
             raise InvalidInput(
@@ -251,9 +251,9 @@ class Trainer:
         if not (same and self._watch.holds()):
             self._models.clear()
             self._programs.clear()
-            self._watched, self._watch = watched, Watch(watched)
+            self._watched, self._watch = watched, TraceGuard(watched)
 
-    def _model_of(self, types: tuple[TensorType, ...]) -> step.Model:
+    def _model_of(self, types: tuple[TensorType, ...]) -> step.TrainingModel:
         self._forget_stale()
         key = (types, self._signature())
         if key not in self._models:
@@ -285,7 +285,7 @@ class Trainer:
         key = ("train", self._types, self._signature(), self.recipe)
         if key not in self._programs:
             chosen = self._engine()
-            function, self.tuning, self.memory_plan = self.suiting.suited(
+            function, self.tuning, self.memory_plan = self.step_tuning.tuned_step(
                 self.train_function(), self._sizes, chosen
             )
             state = self.state_names(function)
@@ -294,7 +294,7 @@ class Trainer:
 
     def _evaluation(
         self, batch: Batch, metrics: Mapping[str, Tally] | None = None
-    ) -> tuple[step.Model, Program]:
+    ) -> tuple[step.TrainingModel, Program]:
         types = self._types_for(batch)
         if self._types is None:
             self._types = types

@@ -14,7 +14,7 @@ from triplane.cloud.cli.policies import allow
 from triplane.cloud.registry.collecting import MIN_AGE_S
 from triplane.proto.errors import NotFound
 from triplane.proto.transfer import BlobFolder
-from triplane.unified_ir.cli.shell import Output
+from triplane.unified_ir.cli.shell import CommandOutput
 
 pytestmark = pytest.mark.slow
 HALF = "ab" * 32
@@ -75,7 +75,8 @@ def test_a_running_cloud_keeps_the_samples_of_its_policy(home, tmp_path, release
 
     def set_policy():
         with calls(home.operator) as cloud:
-            allow(cloud, Output(as_json=True), model="digits", golden=tmp_path / "golden.npz",
+            out = CommandOutput(as_json=True)
+            allow(cloud, out, model="digits", golden=tmp_path / "golden.npz",
                   floor=0.9, share=1.0, keys=released / "keys")  # fmt: skip
 
     async def story():
@@ -101,7 +102,8 @@ def test_a_policy_is_refused_whose_samples_are_not_in_the_cloud(
 
     def set_policy():
         with calls(home.operator) as cloud:
-            allow(cloud, Output(as_json=True), model="digits", golden=tmp_path / "golden.npz",
+            out = CommandOutput(as_json=True)
+            allow(cloud, out, model="digits", golden=tmp_path / "golden.npz",
                   floor=0.9, share=1.0, keys=released / "keys")  # fmt: skip
 
     async def story():

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from triplane.unified_ir.files import container
-from triplane.unified_ir.files.tensors import Tensor
+from triplane.unified_ir.files.tensors import StoredTensor
 from triplane.unified_ir.runtime import (
     BundleSpec,
     Constraints,
@@ -38,7 +38,7 @@ STEP = {
 }
 
 
-def every_dtype() -> dict[str, np.ndarray | Tensor]:
+def every_dtype() -> dict[str, np.ndarray | StoredTensor]:
     """Return one tensor of each dtype that a file holds, of rank 0 to 3, one of them empty."""
     bits = np.array([0, 1, 127, 200], np.uint8)
     return {
@@ -54,9 +54,9 @@ def every_dtype() -> dict[str, np.ndarray | Tensor]:
         "float16": np.array([[[0.5, -2.0]]], np.float16),
         "float32": np.array([1e-45, np.inf], np.float32),
         "float64": np.array([np.pi]),
-        "bfloat16": Tensor("bfloat16", np.array([0x3F80, 0xC000], np.uint16)),
-        "float8_e4m3fn": Tensor("float8_e4m3fn", bits),
-        "float8_e5m2": Tensor("float8_e5m2", bits.reshape(2, 2)),
+        "bfloat16": StoredTensor("bfloat16", np.array([0x3F80, 0xC000], np.uint16)),
+        "float8_e4m3fn": StoredTensor("float8_e4m3fn", bits),
+        "float8_e5m2": StoredTensor("float8_e5m2", bits.reshape(2, 2)),
     }
 
 

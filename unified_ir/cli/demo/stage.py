@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from triplane.unified_ir.cli.shell import Output
+from triplane.unified_ir.cli.shell import CommandOutput
 from triplane.unified_ir.data.dataset import Dataset
 
 
@@ -38,7 +38,7 @@ class Stage:
     """Where the demo works and what it works on; rounds: of each algorithm that learns together."""
 
     folder: Path
-    output: Output
+    output: CommandOutput
     data: str
     train: Dataset
     held_out: Dataset

@@ -19,7 +19,7 @@ from triplane.unified_ir.cli.demo.ask import ask
 from triplane.unified_ir.cli.demo.camera import changed
 from triplane.unified_ir.cli.demo.engines import losses_side_by_side
 from triplane.unified_ir.cli.demo.stage import Stage, Summary, first
-from triplane.unified_ir.cli.shell import Output
+from triplane.unified_ir.cli.shell import CommandOutput
 from triplane.unified_ir.data import load_split
 from triplane.unified_ir.data.dataset import Dataset
 
@@ -43,7 +43,7 @@ def tell(
     epochs: int,
     rounds: int,
     keep: Path | None,
-    output: Output,
+    output: CommandOutput,
     done: Callable[[Summary], None],
 ) -> None:
     """Runs all steps and calls `done`; on a terminal, with `keep`, the fleet then stays up.

@@ -1,4 +1,4 @@
-"""`Owner`, a tree of named state: what tracing needs to know of a cell."""
+"""`StateTree`, a tree of named state: what tracing needs to know of a cell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter
 
 
-class Owner:
+class StateTree:
     """Holds parameters and other owners by name; `training` is the mode of the whole tree."""
 
     __slots__ = ("__dict__", "__weakref__", "_programs_")
@@ -17,7 +17,7 @@ class Owner:
     """What was compiled of it, kept by `frontend.run`: no attribute, and not copied with it."""
 
     _parameters: dict[str, Parameter]
-    _cells: dict[str, Owner]
+    _cells: dict[str, StateTree]
     training: bool
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Owner:
         """Records `construct`, or runs it on arrays."""
         raise NotImplementedError
 
-    def cells(self, prefix: str = "") -> Iterator[tuple[str, Owner]]:
+    def cells(self, prefix: str = "") -> Iterator[tuple[str, StateTree]]:
         """This owner and every one below it, with their paths."""
         yield prefix, self
         for name, cell in self._cells.items():

@@ -17,9 +17,9 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import grad, graph, nn, ops
-from triplane.unified_ir.frontend import watch as watching
+from triplane.unified_ir.frontend import guards as watching
+from triplane.unified_ir.frontend.guards import TraceGuard
 from triplane.unified_ir.frontend.programs import programs_of
-from triplane.unified_ir.frontend.watch import Watch
 
 from .sides import floats
 
@@ -299,7 +299,7 @@ def test_a_trace_that_changes_what_it_reads_runs_at_every_call_as_python_does():
 def test_equal_values_put_in_place_of_others_are_no_change():
     net = Net()
     net.sizes = (2, 3.0)
-    watch = Watch([net])
+    watch = TraceGuard([net])
     net.factor, net.sizes = float("2.0"), (int("2"), float("3"))
     assert watch.changed() is None
     net.eval()
@@ -311,7 +311,7 @@ def test_a_read_only_array_is_not_read_again(monkeypatch):
     table.flags.writeable = False
     net = Net()
     net.table = table
-    watch = Watch([net])
+    watch = TraceGuard([net])
     monkeypatch.setattr(watching, "_checksum", lambda _: pytest.fail("its bytes were read"))
     assert watch.holds()
 
@@ -350,7 +350,7 @@ def test_a_cell_that_ran_can_be_pickled():
 def test_a_watch_follows_ring_shaped_objects():
     ring = Config()
     ring.factor = ring
-    watch = Watch([ring, ops.relu, np, len])
+    watch = TraceGuard([ring, ops.relu, np, len])
     assert watch.holds()
     ring.factor = 1.0
     assert watch.changed() == "Config.factor"

@@ -1,14 +1,14 @@
-"""What a trace read besides its arguments, and whether all of it is still as it was.
+"""Guards of a trace: everything it read besides its arguments, and whether any of it has changed.
 
-A trace bakes in what Python holds at that moment: attributes of cells and of other objects, items
-of lists and dicts, closures, globals, defaults, class attributes, methods. A `Watch` remembers them
-all before the trace, by following the values themselves; a program is used again only while nothing
-on its watch has changed. Values are compared by identity, plain ones also by value, arrays by their
-bytes (a read-only array cannot change and is not looked at again, so a large table is cheapest
-frozen: `table.flags.writeable = False`).
+A trace bakes in the values that Python holds at that moment: attributes of cells and of other
+objects, items of lists and dicts, closures, globals, defaults, class attributes, methods. A
+`TraceGuard` records them all before the trace by following the values themselves; a program is
+reused only while none of them has changed. Values are compared by identity, plain values also by
+value, writeable arrays by their bytes. A read-only array cannot change and is not compared, so
+freeze a large table: `table.flags.writeable = False`.
 
-Not followed: objects of the standard library, of this package's own layers and of installed ones,
-other than cells and dataclasses, which count by identity.
+Not followed: objects of the standard library, of this package's own layers and of installed
+packages, other than cells and dataclasses; these are compared by identity.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter
-from triplane.unified_ir.frontend.owner import Owner
 from triplane.unified_ir.frontend.source import belongs_to_user, is_installed, is_users_file
+from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.types import DType, TensorType
 
@@ -49,7 +49,7 @@ _IMPORT: Final = "import "
 """Begins the first part of a path that an `import` inside a function makes."""
 
 
-class Spot(Protocol):
+class Guard(Protocol):
     """One place that can change."""
 
     def changed(self) -> str | None:
@@ -57,11 +57,11 @@ class Spot(Protocol):
         ...
 
 
-class Watch:
+class TraceGuard:
     """Everything that the given callables and objects reach, as it is now."""
 
     def __init__(self, targets: Iterable[Any], named: Iterable[tuple[Any, str]] = ()) -> None:
-        self._spots: list[Spot] = []
+        self._spots: list[Guard] = []
         self._seen: dict[int, Any] = {}
         todo: list[tuple[Any, str]] = [*((target, _name(target)) for target in targets), *named]
         while todo:
@@ -285,7 +285,7 @@ def _checksum(array: Any) -> Any:
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
 
 
-def _follow(value: Any, label: str, watch: Callable[[Spot], None]) -> list[tuple[Any, str]]:
+def _follow(value: Any, label: str, watch: Callable[[Guard], None]) -> list[tuple[Any, str]]:
     """Watches one value; what it leads to."""
     for kinds, rule in _RULES:
         if isinstance(value, kinds):
@@ -295,7 +295,7 @@ def _follow(value: Any, label: str, watch: Callable[[Spot], None]) -> list[tuple
     return _object(value, label, watch) if _is_users(kind) else []
 
 
-Watching = Callable[[Spot], None]
+Watching = Callable[[Guard], None]
 
 
 def _function(f: FunctionType, label: str, watch: Watching) -> list[tuple[Any, str]]:
@@ -378,7 +378,7 @@ def _partial(f: Any, label: str, _: Watching) -> list[tuple[Any, str]]:
     return [(f.func, label), (f.args, label), (f.keywords, label)]
 
 
-def _cell(cell: Owner, label: str, watch: Watching) -> list[tuple[Any, str]]:
+def _cell(cell: StateTree, label: str, watch: Watching) -> list[tuple[Any, str]]:
     own, parts = vars(cell), (cell._parameters, cell._cells)  # noqa: SLF001 - what it is made of
     found: list[tuple[Any, str]] = []
     for space in (own, *parts):
@@ -455,7 +455,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 Rule = Callable[[Any, str, Watching], list[tuple[Any, str]]]
 _RULES: Final[tuple[tuple[Any, Rule], ...]] = (
-    (Owner, _cell),
+    (StateTree, _cell),
     (Parameter, _parameter),
     (np.ndarray, _array),
     (dict, _dict),
@@ -486,6 +486,6 @@ def _is_users_module(module: ModuleType) -> bool:
 
 
 def _name(x: Any) -> str:
-    if isinstance(x, Owner):
+    if isinstance(x, StateTree):
         return type(x).__name__
     return str(getattr(x, "__qualname__", type(x).__name__))

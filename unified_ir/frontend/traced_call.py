@@ -14,8 +14,8 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter, current_or_none
-from triplane.unified_ir.frontend.memory import collecting
 from triplane.unified_ir.frontend.rewrite import rewritten
+from triplane.unified_ir.frontend.variables import collecting
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.ops.build import Build
@@ -26,7 +26,7 @@ from triplane.unified_ir.ops.trees import leaves, rebuild
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class TracedCall:
     """A recorded call; `function` takes `operands` and gives the value's leaves, then buffers."""
 
     function: Function
@@ -60,14 +60,14 @@ class Apart:
         return rebuild(self.value, list(results[:count]))
 
 
-def recorded_apart(
+def record_call(
     f: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
     numbers: Sequence[int] = (),
     types: Mapping[int, Sequence[TensorType]] | None = None,
-) -> Apart:
+) -> TracedCall:
     """`f(*args, **kwargs)` as a function of its own.
 
     Python numbers in the arguments numbered in `numbers` are operands too. `types` gives other
@@ -81,7 +81,7 @@ def recorded_apart(
     inner = Build(outer.table, name_of_callable(f), run=run, sizes=getattr(outer, "sizes", None))
     inner.scope = getattr(outer, "scope", "")
     wanted = _wanted_types(trees, types or {})
-    with inner, _kept_apart() as buffers, collecting():
+    with inner, _isolated_buffers() as buffers, collecting():
         params = [
             inner.param(f"x{i}", t, None if inner.arrays is None else x.build.arrays[x.value])  # type: ignore[index]
             for i, (x, t) in enumerate(zip(flat, wanted, strict=True))
@@ -90,7 +90,7 @@ def recorded_apart(
         results = [as_tensor(y) for y in leaves(value)]
     named = {f"y{i}": y for i, y in enumerate([*results, *buffers.values()])}
     function = inner.finish(named)
-    return Apart(function, [*flat, *inner.captured], value, list(buffers), trees)
+    return TracedCall(function, [*flat, *inner.captured], value, list(buffers), trees)
 
 
 def _wanted_types(
@@ -103,7 +103,7 @@ def _wanted_types(
     return found
 
 
-class _kept_apart:  # noqa: N801 - reads as the context it is
+class _isolated_buffers:  # noqa: N801 - reads as the context it is
     """Gives the buffers assigned meanwhile, and takes them out of the binding again."""
 
     def __enter__(self) -> dict[Parameter, Tensor]:

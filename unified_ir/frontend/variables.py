@@ -12,8 +12,8 @@ from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter, current_or_none
+from triplane.unified_ir.frontend.guards import TraceGuard, held_by
 from triplane.unified_ir.frontend.merge import UNBOUND
-from triplane.unified_ir.frontend.watch import Watch, held_by
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.source import location_of
 from triplane.unified_ir.ops.tensor import Tensor
@@ -23,14 +23,14 @@ Odd = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class VariableSnapshot:
     """Values at one moment: variables by name (UNBOUND without one), assigned buffers."""
 
     variables: dict[str, Any]
     buffers: dict[Parameter, Tensor]
 
 
-class State:
+class VariableAccess:
     """Access to the variables that one `if` or loop may assign, from outside their function."""
 
     def __init__(
@@ -48,13 +48,13 @@ class State:
         self._write = write
         self._odd = odd
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> VariableSnapshot:
         """What is assigned now."""
         binding = current_or_none()
         variables = {n: _read(r) for n, r in zip(self.names, self._reads, strict=True)}
-        return Snapshot(variables, {} if binding is None else dict(binding.assigned))
+        return VariableSnapshot(variables, {} if binding is None else dict(binding.assigned))
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: VariableSnapshot) -> None:
         """Puts everything back as it was."""
         if self._write is not None:
             self._write(tuple(snapshot.variables[n] for n in self.names))
@@ -80,7 +80,7 @@ class State:
         A list that grew, an attribute set by a called function: it happened once, while the graph
         was recorded. Variables must be back as they were before the block ends.
         """
-        watch = Watch((), held_by(functions))
+        watch = TraceGuard((), held_by(functions))
         yield
         changed = watch.changed()
         if changed is not None:

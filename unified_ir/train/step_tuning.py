@@ -1,7 +1,7 @@
-"""A training step made to suit this machine: the fastest forms, a limit of memory.
+"""Tuning a training step to this machine: the fastest operator forms, a memory budget.
 
-Neither changes what is computed, and both change rounding: a run that is to repeat to the bit on
-another machine, or with another batch size, leaves them off.
+Neither changes the mathematics, but both change rounding: leave them off where a run must repeat
+bit for bit on another machine or with another batch size.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Suiting:
-    """What a step is made to suit.
+class StepTuning:
+    """How a training step is tuned.
 
-    tune: measure the forms of operators that have several. memory_budget_bytes: of tensors alive at
-    once, for the batch that training begins with; state and the batch itself are not counted.
+    tune: measure the forms of operators that have several, and use the fastest.
+    memory_budget_bytes: limit for tensors alive at once, for the first batch of the training; state
+    and the batch itself are not counted.
     """
 
     tune: bool = False
@@ -38,10 +39,10 @@ class Suiting:
         if self.memory_budget_bytes is not None and self.memory_budget_bytes < 1:
             raise InvalidInput(f"memory_budget_bytes is at least 1, got {self.memory_budget_bytes}")
 
-    def suited(
+    def tuned_step(
         self, function: Function, sizes: Mapping[str, int], engine: Engine
     ) -> tuple[Function, Tuning | None, Plan | None]:
-        """The function for these sizes of its symbols, and what was done."""
+        """Return the function tuned for these sizes of its symbols, and what tuning did."""
         if not self.tune and self.memory_budget_bytes is None:
             return function, None, None
         from triplane.unified_ir.engines.footprint import within
