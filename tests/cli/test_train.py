@@ -17,7 +17,7 @@ from triplane.unified_ir import load
 from triplane.unified_ir.cli import training
 from triplane.unified_ir.cli.shell import run
 
-CELL = Path(__file__).resolve().parents[2] / "unified_ir/cli/demo/digits.py"
+CELL = Path(__file__).resolve().parents[2] / "cloud/demo/digits.py"
 
 
 @pytest.fixture(autouse=True)
@@ -286,7 +286,7 @@ def test_what_is_no_cell_is_named_by_its_type(
 
 
 UNREADABLE = """
-from triplane.unified_ir.cli.demo.digits import Digits
+from triplane.cloud.demo.digits import Digits
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ir.graph import Function, Node, OpId, Value
 from triplane.unified_ir.ir.module import Module

@@ -59,7 +59,7 @@ def command(*, data: str, epochs: int, rounds: int, keep: Path | None, as_json: 
     Every step runs the real command; nothing is left running. With --keep on a terminal the fleet
     stays up, with its dashboard, until Ctrl-C.
     """
-    from triplane.unified_ir.cli.demo.story import tell
+    from triplane.cloud.demo.story import tell
 
     output = open_output(as_json)
     tell(

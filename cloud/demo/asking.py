@@ -65,7 +65,7 @@ def save_episodes(path: Path, shards: Mapping[str, Shard]) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class AdaptedScores:
     """Scores of every device at one rate of adaptation."""
 
     rate: float
@@ -79,7 +79,7 @@ class Answers:
 
 def answered(
     module: Module, algorithm: str, rate: float, shards: Mapping[str, Shard], round_: int
-) -> Answers:
+) -> AdaptedScores:
     """Every device adapts the model to its support in three steps and answers what it never saw."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "asked.plan"
@@ -96,9 +96,9 @@ def answered(
         scores.append(
             DeviceScore(name, i < LEARNING, round_, found.samples, found.before, found.after)
         )
-    return Answers(rate, tuple(scores))
+    return AdaptedScores(rate, tuple(scores))
 
 
-def best(tried: list[Answers]) -> Answers:
+def best(tried: list[AdaptedScores]) -> AdaptedScores:
     """Of several rates, the one that is best for the devices that learned."""
     return max(tried, key=lambda a: float(np.mean(a.of(seen=True, adapted=True))))

@@ -12,7 +12,7 @@ import pytest
 WAIT_S = 60
 RUN = """
 import sys
-from triplane.unified_ir.cli.demo import processes
+from triplane.cloud.demo import processes
 processes.INTERRUPTS.install()
 try:
     processes.python(*sys.argv[1:])

@@ -28,7 +28,7 @@ COMMAND: Final = (sys.executable, "-c", "from triplane.unified_ir.cli import mai
 """The `triplane` command of this very environment."""
 
 
-class Failed(Unavailable):
+class ProcessFailed(Unavailable):
     """A child process ended with an error."""
 
 
@@ -57,7 +57,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 def checked(done: subprocess.CompletedProcess[str]) -> str:
     """The output of a process that succeeded."""
     if done.returncode != 0:
-        raise Failed(
+        raise ProcessFailed(
             f"{_shown(done.args)} ended with exit code {done.returncode}; its output is above"
         )
     return done.stdout
@@ -82,7 +82,9 @@ def server(*args: str | Path) -> Iterator[dict[str, Any]]:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            raise Failed(f"the server did not start (exit code {process.wait(START_DEADLINE_S)})")
+            raise ProcessFailed(
+                f"the server did not start (exit code {process.wait(START_DEADLINE_S)})"
+            )
         yield json.loads(line)
         process.terminate()
         process.wait(STOP_GRACE_S)
@@ -101,7 +103,7 @@ def started(*args: str | Path, log: Path) -> Iterator[subprocess.Popen[str]]:
     with log.open("a") as words, _child([*COMMAND, *map(str, args), "--json"], stderr=words) as p:
         assert p.stdout is not None
         if not p.stdout.readline():
-            raise Failed(f"it did not start; its words are in {log}")
+            raise ProcessFailed(f"it did not start; its words are in {log}")
         yield p
 
 

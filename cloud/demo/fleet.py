@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from triplane.cloud.demo import processes
 from triplane.proto.errors import Unavailable
-from triplane.unified_ir.cli.demo import processes
 
 NODES: Final = ("camera-a", "camera-b")
 WAIT_S: Final = 90.0
@@ -23,7 +23,7 @@ STEP_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Cloud:
+class DemoCloud:
     """A running cloud: where it keeps things and where it listens."""
 
     home: Path
@@ -46,7 +46,7 @@ class Cloud:
 
 
 @contextlib.contextmanager
-def cloud_at(folder: Path) -> Iterator[Cloud]:
+def cloud_at(folder: Path) -> Iterator[DemoCloud]:
     """A new cloud below `folder`, running; stopped at the end."""
     home, keys = folder / "cloud", folder / "offline-keys"
     processes.checked(
@@ -56,11 +56,11 @@ def cloud_at(folder: Path) -> Iterator[Cloud]:
         "cloud", "up", "--home", home, "--host", "127.0.0.1", "--port", "0",
         "--enrol-port", "0", "--dashboard-port", "0",
     ) as ready:  # fmt: skip
-        yield Cloud(home, keys, ready["port"], ready["enrol_port"], ready["dashboard"])
+        yield DemoCloud(home, keys, ready["port"], ready["enrol_port"], ready["dashboard"])
 
 
 @contextlib.contextmanager
-def node_at(folder: Path, cloud: Cloud, name: str) -> Iterator[Path]:
+def node_at(folder: Path, cloud: DemoCloud, name: str) -> Iterator[Path]:
     """A node let in with a token of its own, running; gives its home."""
     home = folder / name
     token = cloud.ask("cloud", "token", "--role", "node", "--name", name, "--label", "site=demo")
@@ -81,7 +81,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def reports(cloud: Cloud) -> dict[str, dict[str, Any]]:
+def reports(cloud: DemoCloud) -> dict[str, dict[str, Any]]:
     """The cloud's view of every node, by name."""
     return {node["name"]: node for node in cloud.ask("fleet", "ls")["nodes"]}
 

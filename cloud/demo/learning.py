@@ -12,14 +12,14 @@ from typing import Any, Final, Self
 
 import numpy as np
 
+from triplane.cloud.demo import asking, processes
+from triplane.cloud.demo.ask import ask
+from triplane.cloud.demo.asking import INNER_STEPS, LEARNING, RATES, AdaptedScores, answered
+from triplane.cloud.demo.fleet import NODES, STEP_S, DemoCloud, reports, until
+from triplane.cloud.demo.question import Question
+from triplane.cloud.demo.rolling import TARGET, DemoFleet, roll_out
+from triplane.cloud.demo.stage import DemoStage
 from triplane.unified_ir import nn, optim, train
-from triplane.unified_ir.cli.demo import asking, processes
-from triplane.unified_ir.cli.demo.ask import ask
-from triplane.unified_ir.cli.demo.asking import INNER_STEPS, LEARNING, RATES, Answers, answered
-from triplane.unified_ir.cli.demo.fleet import NODES, STEP_S, Cloud, reports, until
-from triplane.unified_ir.cli.demo.question import Question
-from triplane.unified_ir.cli.demo.rolling import TARGET, Fleet, roll_out
-from triplane.unified_ir.cli.demo.stage import Stage
 from triplane.unified_ir.data.dataset import Dataset
 from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.federated.study import RoundRow, Trial, picture
@@ -37,7 +37,7 @@ PAUSE_S: Final = 1.0
 """Between two passes of a client over its questions: some 50 calls a second."""
 
 
-def learn(stage: Stage, fleet: Fleet) -> bool:
+def learn(stage: DemoStage, fleet: DemoFleet) -> bool:
     """FedAvg and exact MAML on six device processes; False where there are too few samples."""
     data = _all(stage)
     if len(data) < asking.LEAST_SAMPLES:
@@ -55,9 +55,11 @@ def learn(stage: Stage, fleet: Fleet) -> bool:
     _serve_first(stage, fleet, shards)
     with _devices(stage, fleet.cloud, {n: shards[n] for n in names[:LEARNING]}) as devices:
         runs = {"fedavg": _run(stage, fleet.cloud, "fedavg")}
-        killer = _Killer(fleet.cloud, devices[-2:])
+        killer = _DeviceKiller(fleet.cloud, devices[-2:])
         killer.start()
-        clients = [_Client(stage, fleet.cloud, node, shards[name]) for node, name in _homes(names)]
+        clients = [
+            _AskingClient(stage, fleet.cloud, node, shards[name]) for node, name in _homes(names)
+        ]
         with contextlib.ExitStack() as asked:
             for client in clients:
                 asked.enter_context(client)
@@ -71,7 +73,7 @@ def learn(stage: Stage, fleet: Fleet) -> bool:
     return True
 
 
-def _all(stage: Stage) -> Dataset:
+def _all(stage: DemoStage) -> Dataset:
     parts = (stage.train, stage.held_out)
     x, y = (np.concatenate([getattr(part, name) for part in parts]) for name in ("x", "y"))
     return Dataset(x, y, stage.train.labels)
@@ -82,7 +84,7 @@ def _homes(names: list[str]) -> list[tuple[str, str]]:
     return list(zip(NODES, (names[LEARNING], names[-1]), strict=True))
 
 
-def _first_version(stage: Stage, cloud: Cloud) -> None:
+def _first_version(stage: DemoStage, cloud: DemoCloud) -> None:
     """The untrained network, registered."""
     nn.seed(0)
     trainer = train.Trainer(Question(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
@@ -91,7 +93,7 @@ def _first_version(stage: Stage, cloud: Cloud) -> None:
     cloud.ask("registry", "push", stage.file("question.tpm"), "--name", MODEL, "--target", TARGET)
 
 
-def _serve_first(stage: Stage, fleet: Fleet, shards: dict[str, Shard]) -> None:
+def _serve_first(stage: DemoStage, fleet: DemoFleet, shards: dict[str, Shard]) -> None:
     """Both nodes serve it; both have some labelled samples; people signed what may follow."""
     cloud, names = fleet.cloud, sorted(shards)
     for node, name in _homes(names):
@@ -110,7 +112,7 @@ def _serve_first(stage: Stage, fleet: Fleet, shards: dict[str, Shard]) -> None:
 
 
 @dataclass(slots=True)
-class Device:
+class DeviceProcess:
     """A device process; `again` starts it anew after a kill."""
 
     name: str
@@ -138,7 +140,9 @@ class Device:
 
 
 @contextlib.contextmanager
-def _devices(stage: Stage, cloud: Cloud, shards: dict[str, Shard]) -> Iterator[list[Device]]:
+def _devices(
+    stage: DemoStage, cloud: DemoCloud, shards: dict[str, Shard]
+) -> Iterator[list[DeviceProcess]]:
     """Enrolled and running, each with its own samples."""
     found = []
     with contextlib.ExitStack() as running:
@@ -152,14 +156,14 @@ def _devices(stage: Stage, cloud: Cloud, shards: dict[str, Shard]) -> Iterator[l
                     "--data", asking.save(stage.file(f"{name}.npz"), shard), "--json",
                 )
             )  # fmt: skip
-            device = Device(name, home, stage.file(f"{name}.log"))
+            device = DeviceProcess(name, home, stage.file(f"{name}.log"))
             device.start()
             running.callback(device.stop)
             found.append(device)
         yield found
 
 
-def _run(stage: Stage, cloud: Cloud, algorithm: str, *more: str) -> dict[str, Any]:
+def _run(stage: DemoStage, cloud: DemoCloud, algorithm: str, *more: str) -> dict[str, Any]:
     """One run of the demo's length, shown as it goes; its record."""
     rate = str(RATE[algorithm])
     stage.say(f"\n   {algorithm}: {stage.rounds} rounds of {LEARNING} devices")
@@ -171,14 +175,14 @@ def _run(stage: Stage, cloud: Cloud, algorithm: str, *more: str) -> dict[str, An
     )  # fmt: skip
     found: dict[str, Any] = cloud.ask("federate", "show", "last")
     if code or found["phase"] != "done":
-        raise processes.Failed(f"the run ended {found['phase']}: {found.get('reason', '')}")
+        raise processes.ProcessFailed(f"the run ended {found['phase']}: {found.get('reason', '')}")
     return found
 
 
-class _Killer(threading.Thread):
+class _DeviceKiller(threading.Thread):
     """Kills two devices in the middle of the run that comes; one of them comes back."""
 
-    def __init__(self, cloud: Cloud, victims: list[Device]) -> None:
+    def __init__(self, cloud: DemoCloud, victims: list[DeviceProcess]) -> None:
         super().__init__(name="killer", daemon=True)
         self._cloud, self._victims = cloud, victims
         self.killed = self.back = 0
@@ -186,7 +190,7 @@ class _Killer(threading.Thread):
 
     def run(self) -> None:
         """See the class."""
-        with contextlib.suppress(processes.Failed, OSError):
+        with contextlib.suppress(processes.ProcessFailed, OSError):
             self.killed = self._round(KILL_AT)
             for device in self._victims:
                 device.kill()
@@ -208,10 +212,10 @@ class _Killer(threading.Thread):
             threading.Event().wait(STEP_S)
 
 
-class _Client:
+class _AskingClient:
     """Asks a node its own question, over and over, with calls that are never repeated."""
 
-    def __init__(self, stage: Stage, cloud: Cloud, node: str, shard: Shard) -> None:
+    def __init__(self, stage: DemoStage, cloud: DemoCloud, node: str, shard: Shard) -> None:
         self.node = node
         self._address = reports(cloud)[node]["report"]["serving_address"]
         self._shard = shard
@@ -246,7 +250,7 @@ class _Client:
         self.accuracies.append(found.accuracy)
 
 
-def _models(cloud: Cloud) -> dict[str, dict[str, Any]]:
+def _models(cloud: DemoCloud) -> dict[str, dict[str, Any]]:
     """What each node says of the model, by the node's name."""
     return {
         name: next((m for m in node["report"]["models"] if m["model"] == MODEL), {})
@@ -254,14 +258,14 @@ def _models(cloud: Cloud) -> dict[str, dict[str, Any]]:
     }
 
 
-def _both_done(cloud: Cloud, run: dict[str, Any]) -> bool:
+def _both_done(cloud: DemoCloud, run: dict[str, Any]) -> bool:
     """Each node serves the result, or has found that what it serves answers better."""
     version = int(run["result"].rpartition("@")[2])
     told = _models(cloud).values()
     return all(m.get("version") == version and m.get("state") in DONE for m in told)
 
 
-def _kept(cloud: Cloud) -> dict[str, str]:
+def _kept(cloud: DemoCloud) -> dict[str, str]:
     """Why, by the names of nodes that keep the older version."""
     return {
         name: str(m["reason"]) for name, m in _models(cloud).items() if m.get("state") == "kept"
@@ -269,7 +273,11 @@ def _kept(cloud: Cloud) -> dict[str, str]:
 
 
 def _compare(
-    stage: Stage, cloud: Cloud, runs: dict[str, Any], shards: dict[str, Shard], killer: _Killer
+    stage: DemoStage,
+    cloud: DemoCloud,
+    runs: dict[str, Any],
+    shards: dict[str, Shard],
+    killer: _DeviceKiller,
 ) -> None:
     """Both results on all twelve devices, six of which never learned."""
     tried = {name: _answers(stage, cloud, name, run, shards) for name, run in runs.items()}
@@ -301,8 +309,8 @@ def _compare(
 
 
 def _answers(
-    stage: Stage, cloud: Cloud, name: str, run: dict[str, Any], shards: dict[str, Shard]
-) -> Answers:
+    stage: DemoStage, cloud: DemoCloud, name: str, run: dict[str, Any], shards: dict[str, Shard]
+) -> AdaptedScores:
     file = stage.file(f"question-{name}.tpm")
     cloud.ask("registry", "pull", run["result"], "--out", file)
     module = load(file)
@@ -310,7 +318,7 @@ def _answers(
     return asking.best([answered(module, name, rate, shards, stage.rounds) for rate in rates])
 
 
-def _trial(name: str, found: Answers, run: dict[str, Any], number: int) -> Trial:
+def _trial(name: str, found: AdaptedScores, run: dict[str, Any], number: int) -> Trial:
     rounds = [r for r in run["rounds"] if not r.get("evaluates")]
     sent = sum(int(r.get("bytes_up", 0)) for r in rounds)
     taken = sum(int(r.get("bytes_down", 0)) for r in rounds)
@@ -319,13 +327,13 @@ def _trial(name: str, found: Answers, run: dict[str, Any], number: int) -> Trial
 
 
 def _gone_live(
-    stage: Stage, clients: list[_Client], run: dict[str, Any], kept: dict[str, str]
+    stage: DemoStage, clients: list[_AskingClient], run: dict[str, Any], kept: dict[str, str]
 ) -> None:
     """What the nodes' own clients saw."""
     stage.say(f"\n10 Live: {run['result']} was released by itself, under what people had signed")
     failed = [f"{c.node}: {c.error}" for c in clients if c.error]
     if failed:
-        raise processes.Failed(f"a call failed while versions changed: {'; '.join(failed)}")
+        raise processes.ProcessFailed(f"a call failed while versions changed: {'; '.join(failed)}")
     for client in clients:
         before, after = client.accuracies[0], client.accuracies[-1]
         if client.node in kept:

@@ -13,7 +13,7 @@ from triplane.unified_ir.ir.graph import Array
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class CallStatistics:
     """What a client saw: share of right answers, median and 99th percentile of a call in ms."""
 
     calls: int
@@ -22,7 +22,7 @@ class Answers:
     p99_ms: float
 
 
-def ask(address: str, model: str, x: Array, y: Array) -> Answers:
+def ask(address: str, model: str, x: Array, y: Array) -> CallStatistics:
     """One call per sample; x: (N, C, H, W), y: (N,)."""
     client_module: Any = require("tritonclient.grpc", extra="dev")
     client = client_module.InferenceServerClient(url=address)
@@ -40,4 +40,4 @@ def ask(address: str, model: str, x: Array, y: Array) -> Answers:
     finally:
         client.close()
     median, p99 = np.percentile(times_ms, [50, 99])
-    return Answers(len(x), right / len(x), float(median), float(p99))
+    return CallStatistics(len(x), right / len(x), float(median), float(p99))

@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.federated.study.given import there
 
+from triplane.cloud.demo import asking, learning
+from triplane.cloud.demo.question import Question
 from triplane.unified_ir import data, nn, optim, train
-from triplane.unified_ir.cli.demo import asking, learning
-from triplane.unified_ir.cli.demo.question import Question
 from triplane.unified_ir.federated.algorithms import Hyper
 from triplane.unified_ir.federated.study import Study, simulate, summary
-
-from .given import there
 
 SEEDS = range(3)
 ROUNDS = 50

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
-from triplane.unified_ir.cli.demo.processes import COMMAND
+from triplane.cloud.demo.processes import COMMAND
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +61,7 @@ def test_the_demo_measures_every_step_and_leaves_no_file(short: Path) -> None:
     assert facts["killed_at"] != "committed"
     assert facts["healed_accuracy"] >= 0.95
     assert set(facts["learned_accuracy"]) == {"fedavg", "maml"}
-    assert len(facts["learned_gain_points"]) == 2  # one draw; tests/federated/study/test_demo.py
+    assert len(facts["learned_gain_points"]) == 2  # one draw; test_margins.py
     assert facts["killed_devices_at"] >= 25
     assert all(after >= before for before, after in zip(
         facts["live_before"], facts["live_after"], strict=True
@@ -140,7 +140,7 @@ def test_a_folder_is_kept_with_model_bundles_plan_and_charts(short: Path) -> Non
 
 
 def test_the_fine_tuning_process_holds_only_the_runtime() -> None:
-    script = Path(sys.modules["triplane.unified_ir.cli.demo.processes"].__file__ or "")
+    script = Path(sys.modules["triplane.cloud.demo.processes"].__file__ or "")
     source = script.with_name("fine_tune.py").read_text()
     imports = [line for line in source.splitlines() if line.startswith(("import", "from"))]
     ours = [line for line in imports if "triplane" in line]

@@ -11,7 +11,7 @@ from triplane.unified_ir.data.dataset import Dataset
 
 
 @dataclass(slots=True)
-class Summary:
+class DemoSummary:
     """What each step measured, in the order of the story."""
 
     rows: list[tuple[str, str, str]] = field(default_factory=list)
@@ -30,11 +30,11 @@ class Summary:
         """For people."""
         widths = [max(len(row[i]) for row in self.rows) for i in (0, 1)]
         lines = [f"  {s:<{widths[0]}}  {w:<{widths[1]}}  {f}" for s, w, f in self.rows]
-        return "\n".join(["", "Summary", *lines])
+        return "\n".join(["", "DemoSummary", *lines])
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class DemoStage:
     """Where the demo works and what it works on; rounds: of each algorithm that learns together."""
 
     folder: Path
@@ -42,7 +42,7 @@ class Stage:
     data: str
     train: Dataset
     held_out: Dataset
-    summary: Summary
+    summary: DemoSummary
     rounds: int
 
     def file(self, name: str) -> Path:

@@ -12,12 +12,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli.demo import processes
-from triplane.unified_ir.cli.demo.ask import Answers, ask
-from triplane.unified_ir.cli.demo.fleet import (
+from triplane.cloud.demo import processes
+from triplane.cloud.demo.ask import CallStatistics, ask
+from triplane.cloud.demo.fleet import (
     NODES,
-    Cloud,
+    DemoCloud,
     agent_process,
     cloud_at,
     kill_agent,
@@ -25,7 +24,8 @@ from triplane.unified_ir.cli.demo.fleet import (
     reports,
     until,
 )
-from triplane.unified_ir.cli.demo.stage import Stage, first
+from triplane.cloud.demo.stage import DemoStage, first
+from triplane.proto.errors import InvalidInput
 
 CELL: Final = Path(__file__).with_name("digits.py")
 MODEL: Final = "digits"
@@ -39,15 +39,15 @@ ASKED: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class DemoFleet:
     """The running cloud and its nodes' homes by name."""
 
-    cloud: Cloud
+    cloud: DemoCloud
     homes: dict[str, Path]
 
 
 @contextlib.contextmanager
-def fleet_at(stage: Stage) -> Iterator[Fleet]:
+def fleet_at(stage: DemoStage) -> Iterator[DemoFleet]:
     """A cloud and two enrolled nodes as processes; stopped at the end."""
     stage.say("\n6  Deploy: a cloud and two nodes as processes, let in by tokens, over mutual TLS")
     folder = stage.folder
@@ -56,14 +56,14 @@ def fleet_at(stage: Stage) -> Iterator[Fleet]:
         homes = {name: running.enter_context(node_at(folder, cloud, name)) for name in NODES}
         until("two nodes connected", lambda: _connected(cloud) == set(NODES))
         stage.say(f"   dashboard: {cloud.dashboard} (token in {cloud.home / 'dashboard.token'})")
-        yield Fleet(cloud, homes)
+        yield DemoFleet(cloud, homes)
 
 
-def _connected(cloud: Cloud) -> set[str]:
+def _connected(cloud: DemoCloud) -> set[str]:
     return {name for name, node in reports(cloud).items() if node["connected"]}
 
 
-def deploy(stage: Stage, fleet: Fleet) -> None:
+def deploy(stage: DemoStage, fleet: DemoFleet) -> None:
     """The trained model, signed by a key the cloud does not have, to both nodes in two waves."""
     cloud = fleet.cloud
     _push(cloud, stage.file("digits.tpm"))
@@ -82,7 +82,7 @@ def deploy(stage: Stage, fleet: Fleet) -> None:
     )  # fmt: skip
 
 
-def refuse(stage: Stage, fleet: Fleet) -> None:
+def refuse(stage: DemoStage, fleet: DemoFleet) -> None:
     """A version that loads and answers wrongly, released by the cloud itself.
 
     Its own golden samples agree with it, so they cannot refuse it. What does is the policy:
@@ -115,14 +115,14 @@ def refuse(stage: Stage, fleet: Fleet) -> None:
     )  # fmt: skip
 
 
-def heal(stage: Stage, fleet: Fleet, epochs: int) -> None:
+def heal(stage: DemoStage, fleet: DemoFleet, epochs: int) -> None:
     """A better version, while the agent of one node is killed in the middle of taking it."""
     cloud, victim = fleet.cloud, NODES[-1]
     stage.say(f"\n8  A kill: {victim}'s agent dies by kill -9 in the middle of the next rollout")
     _push(cloud, _trained(stage, "train", epochs, "better.tpm"))
     cloud.ask("sign", f"{MODEL}@3", "--target", TARGET, "--keys", cloud.offline_keys)
     before = agent_process(fleet.homes[victim])
-    killer = _Killer(cloud, fleet.homes[victim], victim)
+    killer = _AgentKiller(cloud, fleet.homes[victim], victim)
     killer.start()
     roll_out(cloud, f"{MODEL}@3", probation=LONG_PROBATION)
     killer.join()
@@ -141,7 +141,7 @@ def heal(stage: Stage, fleet: Fleet, epochs: int) -> None:
     )  # fmt: skip
 
 
-def addresses(fleet: Fleet) -> dict[str, Any]:
+def addresses(fleet: DemoFleet) -> dict[str, Any]:
     """Where the fleet is, and the commands that start it again from the kept files."""
     cloud = fleet.cloud
     ports = f"--port {cloud.port} --enrol-port {cloud.enrol_port}"
@@ -152,7 +152,7 @@ def addresses(fleet: Fleet) -> dict[str, Any]:
     return {"dashboard": cloud.dashboard, "dashboard_token": str(token), "start_again": start}
 
 
-def linger(stage: Stage, fleet: Fleet) -> None:
+def linger(stage: DemoStage, fleet: DemoFleet) -> None:
     """On a terminal, leaves the fleet up until Ctrl-C; elsewhere says how to start it again."""
     told = addresses(fleet)
     stage.say(f"\nDashboard: {told['dashboard']} (to change things: {told['dashboard_token']})")
@@ -167,10 +167,10 @@ def linger(stage: Stage, fleet: Fleet) -> None:
     )
 
 
-class _Killer(threading.Thread):
+class _AgentKiller(threading.Thread):
     """Kills a node's agent as soon as the node is at the new version."""
 
-    def __init__(self, cloud: Cloud, home: Path, name: str) -> None:
+    def __init__(self, cloud: DemoCloud, home: Path, name: str) -> None:
         super().__init__(name="killer")
         self._cloud, self._home, self._name = cloud, home, name
         self.killed_at: str | None = None
@@ -197,36 +197,36 @@ def serving(node: dict[str, Any]) -> str:
     return ", ".join(f"{m['model']}@{m['committed_version']}" for m in models)
 
 
-def _push(cloud: Cloud, file: Path) -> None:
+def _push(cloud: DemoCloud, file: Path) -> None:
     cloud.ask("registry", "push", file, "--name", MODEL, "--target", TARGET)
 
 
-def roll_out(cloud: Cloud, reference: str, *more: str, probation: str = PROBATION) -> None:
+def roll_out(cloud: DemoCloud, reference: str, *more: str, probation: str = PROBATION) -> None:
     """Deploy to both nodes and follow it here; Failed where it did not get done."""
     code = cloud.followed("deploy", reference, "--to", "site=demo", *more, "--probation", probation)
     if code != 0:
         raise InvalidInput(f"the rollout of {reference} ended with exit code {code}")
 
 
-def _asked(stage: Stage, cloud: Cloud, name: str) -> Answers:
+def _asked(stage: DemoStage, cloud: DemoCloud, name: str) -> CallStatistics:
     address = reports(cloud)[name]["report"]["serving_address"]
     samples = first(stage.held_out, ASKED)
     return ask(address, MODEL, samples.x, samples.y)
 
 
-def _golden(stage: Stage) -> Path:
+def _golden(stage: DemoStage) -> Path:
     samples = first(stage.held_out, ASKED)
     np.savez(stage.file("golden.npz"), x=samples.x, y=samples.y)
     return stage.file("golden.npz")
 
 
-def _wrong_model(stage: Stage) -> Path:
+def _wrong_model(stage: DemoStage) -> Path:
     labels = np.random.default_rng(0).permutation(stage.train.y)
     np.savez(stage.file("shuffled.npz"), x=stage.train.x, y=labels)
     return _trained(stage, "shuffled", 1, "shuffled.tpm")
 
 
-def _trained(stage: Stage, data: str, epochs: int, out: str) -> Path:
+def _trained(stage: DemoStage, data: str, epochs: int, out: str) -> Path:
     processes.checked(
         processes.triplane(
             "train", f"{CELL}:Digits", "--data", stage.file(f"{data}.npz"),

@@ -13,12 +13,12 @@ from typing import Final
 
 import numpy as np
 
+from triplane.cloud.demo import learning, processes, rolling
+from triplane.cloud.demo.ask import ask
+from triplane.cloud.demo.camera import changed
+from triplane.cloud.demo.engines import losses_side_by_side
+from triplane.cloud.demo.stage import DemoStage, DemoSummary, first
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.cli.demo import learning, processes, rolling
-from triplane.unified_ir.cli.demo.ask import ask
-from triplane.unified_ir.cli.demo.camera import changed
-from triplane.unified_ir.cli.demo.engines import losses_side_by_side
-from triplane.unified_ir.cli.demo.stage import Stage, Summary, first
 from triplane.unified_ir.cli.shell import CommandOutput
 from triplane.unified_ir.data import load_split
 from triplane.unified_ir.data.dataset import Dataset
@@ -44,7 +44,7 @@ def tell(
     rounds: int,
     keep: Path | None,
     output: CommandOutput,
-    done: Callable[[Summary], None],
+    done: Callable[[DemoSummary], None],
 ) -> None:
     """Runs all steps and calls `done`; on a terminal, with `keep`, the fleet then stays up.
 
@@ -57,7 +57,7 @@ def tell(
     if train.x.shape[2:] != (8, 8):
         train, held_out = _small(train), _small(held_out)
     with _folder(keep) as folder:
-        stage = Stage(folder, output, data, train, held_out, Summary(), rounds)
+        stage = DemoStage(folder, output, data, train, held_out, DemoSummary(), rounds)
         _save_data(stage)
         _train(stage, epochs)
         _inspect(stage)
@@ -103,14 +103,14 @@ def _small(data: Dataset) -> Dataset:
     return Dataset((sums / counts).astype(np.float32), data.y, data.labels)
 
 
-def _save_data(stage: Stage) -> None:
+def _save_data(stage: DemoStage) -> None:
     for name, part in (("train", stage.train), ("held_out", stage.held_out)):
         np.savez(stage.file(f"{name}.npz"), x=part.x, y=part.y)
     few = first(stage.train, CALIBRATION_SAMPLES)
     np.savez(stage.file("calibration.npz"), x=few.x, y=few.y)
 
 
-def _train(stage: Stage, epochs: int) -> None:
+def _train(stage: DemoStage, epochs: int) -> None:
     stage.say(
         f"\n1  Train: {CELL.name}:Digits on {len(stage.train)} images; forward, backward and "
         "optimizer are one graph on onnxruntime"
@@ -140,7 +140,7 @@ def _train(stage: Stage, epochs: int) -> None:
     )  # fmt: skip
 
 
-def _draw_history(stage: Stage) -> None:
+def _draw_history(stage: DemoStage) -> None:
     from triplane.unified_ir.convert.chart import line_chart
 
     rows = json.loads(stage.file("history.json").read_text())
@@ -153,7 +153,7 @@ def _draw_history(stage: Stage) -> None:
         stage.file(f"{key}.svg").write_text(drawn)
 
 
-def _inspect(stage: Stage) -> None:
+def _inspect(stage: DemoStage) -> None:
     model = stage.file("digits.tpm")
     stage.say("\n2  Export: one file; the IR as text, each node with the line that made it")
     stage.say(
@@ -178,7 +178,7 @@ def _inspect(stage: Stage) -> None:
     stage.summary.add("export", "a flipped bit", "refused, damaged part named", refusal=error)
 
 
-def _convert(stage: Stage) -> None:
+def _convert(stage: DemoStage) -> None:
     stage.say("\n3  Convert: float and int8 bundles for this machine")
     common: list[str | Path] = [
         "convert", stage.file("digits.tpm"), "--target", "ort-x64",
@@ -197,7 +197,7 @@ def _convert(stage: Stage) -> None:
     stage.summary.add("convert", "int8", report["verdict"], conversion=report)
 
 
-def _serve(stage: Stage) -> None:
+def _serve(stage: DemoStage) -> None:
     stage.say("\n4  Serve: the bundle over gRPC, asked by the stock tritonclient, one digit a call")
     bundle = stage.file("digits.bundle")
     asked = first(stage.held_out, MOST_ASKED)
@@ -217,7 +217,7 @@ def _serve(stage: Stage) -> None:
     )  # fmt: skip
 
 
-def _fine_tune(stage: Stage) -> None:
+def _fine_tune(stage: DemoStage) -> None:
     stage.say("\n5  Fine-tune on the device: the camera now gives inverted, shifted digits")
     samples = stage.file("camera.npz")
     own, test = (first(d, MOST_ON_DEVICE) for d in (stage.train, stage.held_out))
