@@ -5,8 +5,9 @@ from typing import Any
 
 import click
 
-from triplane.unified_ir.cli.shell import SECRET, json_option, open_output
+from triplane.unified_ir.cli.shell import SECRET, Tier, json_option, open_output
 
+TIER = Tier(verbs={"device": 140}, extras={"cryptography": "device"})
 DEFAULT_HOME = "~/.triplane/device"
 ENROL_EXAMPLE = """
 \b

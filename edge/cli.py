@@ -12,6 +12,7 @@ from triplane.unified_ir.cli.shell import (
     EXIT_CODES,
     SECRET,
     CommandOutput,
+    Tier,
     json_option,
     open_output,
 )
@@ -37,6 +38,18 @@ Raise one bound (docs/serving.md lists all of them):
 """
 
 PORT = click.IntRange(0, 65535)
+TIER = Tier(
+    verbs={"edge": 130},
+    extras={
+        "grpc": "edge",
+        "grpc_health": "edge",
+        "grpc_reflection": "edge",
+        "prometheus_client": "edge",
+        "starlette": "edge",
+        "uvicorn": "edge",
+        "tuf": "edge",
+    },
+)
 
 
 @click.group()

@@ -245,9 +245,26 @@ def test_require_names_the_extra_but_not_for_a_fault_deeper_inside(tmp_path, mon
     assert shell.require("json", extra="edge") is json
 
 
-def test_every_extra_in_the_table_is_declared():
+def registered_tiers():
+    return [entry.load() for entry in entry_points(group=shell.TIER_GROUP)]
+
+
+def test_every_extra_that_a_tier_names_is_declared():
     declared = set(metadata("triplane").get_all("Provides-Extra") or ())
-    assert set(shell.EXTRA_OF.values()) <= declared
+    extras = {extra for tier in registered_tiers() for extra in tier.extras.values()}
+    assert {"cloud", "device", "edge"} <= extras <= declared
+
+
+def test_tiers_rank_every_verb_and_each_rank_once():
+    ranks = [rank for tier in registered_tiers() for rank in tier.verbs.items()]
+    assert {name for name, _ in ranks} == {e.name for e in entry_points(group=shell.VERB_GROUP)}
+    assert len(dict(ranks)) == len({rank for _, rank in ranks}) == len(ranks)
+
+
+def test_a_missing_module_of_a_tier_names_its_extra(verb, capsys):
+    verb("fail", raising(ModuleNotFoundError("No module named 'tuf'", name="tuf")))
+    assert shell.run(["fail"]) == 6
+    assert "pip install 'triplane[edge]'" in capsys.readouterr().err
 
 
 def test_result_is_text_or_one_json_document(capsys):

@@ -8,10 +8,11 @@ never takes the others down. Errors meet one boundary, `run`: nothing below it p
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -36,22 +37,7 @@ else:
     _Text = click.ParamType
 
 VERB_GROUP: Final = "triplane.verbs"
-ORDER: Final = (
-    "demo",
-    "train",
-    "import",
-    "convert",
-    "inspect",
-    "diff",
-    "cloud",
-    "registry",
-    "sign",
-    "deploy",
-    "rollout",
-    "fleet",
-    "audit",
-    "edge",
-)  # a model's life; others after
+TIER_GROUP: Final = "triplane.tiers"
 TRACEBACK_VARIABLE: Final = "TRIPLANE_TRACEBACK"
 INTERRUPTED: Final = 130  # 128 + SIGINT, as shells count
 BROKEN_PIPE: Final = 141  # 128 + SIGPIPE: the reader has left, as in `triplane inspect | head`
@@ -69,38 +55,9 @@ EXIT_CODES: Final[Mapping[type[Exception], int]] = {
     MissingExtra: 6,
     OSError:      4,
 }
-EXTRA_OF: Final[Mapping[str, str]] = {
-    "cryptography":      "device",
-    "grpc":              "edge",
-    "grpc_health":       "edge",
-    "grpc_reflection":   "edge",
-    "prometheus_client": "edge",
-    "starlette":         "edge",
-    "uvicorn":           "edge",
-    "tuf":               "edge",
-    "sqlalchemy":        "cloud",
-    "flwr":              "flower",
-    "dp_accounting":     "privacy",
-    "jax":               "xla",
-    "tritonclient":      "dev",
-}
 # fmt: on
 
 EPILOG: Final = """\
-\b
-From a model in Python to an answer over the network:
-  triplane train examples/digits.py:Digits --data digits --out digits.tpm
-  triplane convert digits.tpm --quantize int8 --calibrate digits --out digits.bundle
-  triplane edge serve digits.bundle
-
-\b
-The same on many machines, signed, wave by wave (docs/deploying.md):
-  triplane cloud init --host HOST --offline-keys DIR && triplane cloud up
-  triplane registry push digits.tpm
-  triplane sign digits@1 --keys DIR && triplane deploy digits@1 --to all
-
-\b
-New here? `triplane demo` does all of it in two to three minutes, on real data.
 Each verb explains itself: triplane VERB --help
 
 \b
@@ -110,12 +67,32 @@ log; 6 an extra is missing; 70 a fault of triplane; 130 interrupted.
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """A package's part of the command: an entry point of the group `triplane.tiers`.
+
+    verbs: its verbs, each with its rank in the list of `--help`. guide: its paragraphs of `--help`,
+    likewise. extras: the extra that installs a module, by the module's name.
+    """
+
+    verbs: Mapping[str, int]
+    guide: Mapping[int, str] = field(default_factory=dict)
+    extras: Mapping[str, str] = field(default_factory=dict)
+
+
 class Verbs(click.Group):
     """The group whose commands are entry points, imported only when named or listed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names in the order of a model's life; an installed package stores them sorted."""
-        return list(_entry_points())
+        """Names by rank, the order of a model's life; verbs without one follow alphabetically."""
+        ranks = {name: rank for tier in _tiers() for name, rank in tier.verbs.items()}
+        return sorted(_entry_points(), key=lambda name: (ranks.get(name, math.inf), name))
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Put the guides of the tiers before the shell's own epilog."""
+        guide = dict(part for tier in _tiers() for part in tier.guide.items())
+        self.epilog = "\n\n".join(guide[rank] for rank in sorted(guide)) + f"\n{EPILOG}"
+        super().format_epilog(ctx, formatter)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The verb, imported now; a stand-in that says why where it does not import."""
@@ -126,10 +103,10 @@ class Verbs(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """As click does, with the nearest verb named for an unknown one."""
-        verbs = self.list_commands(ctx)
-        if args and not args[0].startswith("-") and args[0] not in verbs:
+        if args and not args[0].startswith("-") and args[0] not in _entry_points():
             import difflib
 
+            verbs = self.list_commands(ctx)
             nearest = difflib.get_close_matches(args[0], verbs, n=1)
             guess = f"did you mean {nearest[0]!r}?" if nearest else f"verbs: {', '.join(verbs)}"
             raise click.UsageError(f"there is no verb {args[0]!r}; {guess}", ctx)
@@ -140,7 +117,6 @@ class Verbs(click.Group):
     cls=Verbs,
     invoke_without_command=True,
     subcommand_metavar="VERB ...",
-    epilog=EPILOG,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.option("--debug", is_flag=True, help=f"Show tracebacks (also {TRACEBACK_VARIABLE}=1).")
@@ -321,9 +297,18 @@ class _Failure:
 def _entry_points() -> dict[str, EntryPoint]:
     from importlib.metadata import entry_points
 
-    found = {entry.name: entry for entry in entry_points(group=VERB_GROUP)}
-    known = [name for name in ORDER if name in found]
-    return {name: found[name] for name in [*known, *sorted(found.keys() - set(known))]}
+    return {entry.name: entry for entry in entry_points(group=VERB_GROUP)}
+
+
+def _tiers() -> list[Tier]:
+    from importlib.metadata import entry_points
+
+    return [entry.load() for entry in entry_points(group=TIER_GROUP)]
+
+
+def _extra_of(module: str) -> str | None:
+    """Return the extra that installs `module`; None where no tier names one."""
+    return next((t.extras[module] for t in _tiers() if module in t.extras), None)
 
 
 def _load(entry: EntryPoint) -> click.Command:
@@ -357,8 +342,8 @@ def _failure(error: Exception) -> _Failure:
         return _Failure("InvalidInput", message, error.exit_code)
     if isinstance(error, click.ClickException):
         return _Failure("InvalidInput", error.format_message(), error.exit_code)
-    if isinstance(error, ModuleNotFoundError) and error.name and error.name in EXTRA_OF:
-        error = _missing(error.name, EXTRA_OF[error.name])
+    if isinstance(error, ModuleNotFoundError) and error.name and (extra := _extra_of(error.name)):
+        error = _missing(error.name, extra)
     if isinstance(error, MemoryError):
         found = str(error) or "this machine has no more to give"
         error = Unavailable(f"out of memory: {found}; take smaller sizes, or a larger machine")
