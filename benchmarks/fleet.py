@@ -38,7 +38,7 @@ from fleet_nodes import is_away
 from triplane.cloud.cli.connection import Calls, calls
 from triplane.cloud.home import Home
 from triplane.proto import fleet_pb2 as pb
-from triplane.unified_ir.convert.chart import line_chart, stack
+from triplane.unified_ir.files.chart import line_chart, stack
 
 SIZES = (10, 30, 100, 300, 1000)
 PROCESSES = 4

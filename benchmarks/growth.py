@@ -18,7 +18,7 @@ from harness import ROOT, machine, table
 
 from triplane.unified_ir import nn, ops
 from triplane.unified_ir.autodiff import value_and_grad
-from triplane.unified_ir.convert.chart import line_chart
+from triplane.unified_ir.files.chart import line_chart
 from triplane.unified_ir.frontend import trace
 from triplane.unified_ir.ir import Module, Role, StateTensor, TensorSpec
 from triplane.unified_ir.onnx import emit, serialize

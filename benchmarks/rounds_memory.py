@@ -27,7 +27,7 @@ from rounds_ours import NO_END, Ours, clouded
 from rounds_sides import STEP_S, end_in_order
 
 from triplane.proto import federation_pb2 as pb
-from triplane.unified_ir.convert.chart import line_chart, stack
+from triplane.unified_ir.files.chart import line_chart, stack
 
 PLOT: Final = Path(__file__).resolve().parent.parent / "docs" / "evidence" / "rounds-memory.svg"
 SIDES: Final = {"1 kB": 16, "1 MB": 512}

@@ -141,7 +141,7 @@ def _train(stage: DemoStage, epochs: int) -> None:
 
 
 def _draw_history(stage: DemoStage) -> None:
-    from triplane.unified_ir.convert.chart import line_chart
+    from triplane.unified_ir.files.chart import line_chart
 
     rows = json.loads(stage.file("history.json").read_text())
     for key, title in (("loss", "Loss"), ("accuracy", "Accuracy")):

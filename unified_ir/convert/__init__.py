@@ -7,20 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from triplane.unified_ir.convert.chart import bar_chart, line_chart
     from triplane.unified_ir.convert.conversion import convert
     from triplane.unified_ir.convert.plan import export_plan
     from triplane.unified_ir.convert.report import Report
     from triplane.unified_ir.convert.targets import TARGETS, Target
+    from triplane.unified_ir.files.chart import bar_chart, line_chart
 
 _HOMES: Final = {
-    "Report": "report",
-    "TARGETS": "targets",
-    "Target": "targets",
-    "bar_chart": "chart",
-    "convert": "conversion",
-    "export_plan": "plan",
-    "line_chart": "chart",
+    "Report": ".report",
+    "TARGETS": ".targets",
+    "Target": ".targets",
+    "bar_chart": "..files.chart",
+    "convert": ".conversion",
+    "export_plan": ".plan",
+    "line_chart": "..files.chart",
 }
 
 __all__ = [
@@ -38,4 +38,4 @@ def __getattr__(name: str) -> Any:
     """Import the module that owns a public name when it is first asked for (PEP 562)."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name], __name__), name)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.unified_ir.convert.chart import bar_chart, stack
 from triplane.unified_ir.convert.latency import Latency, Quartiles
 from triplane.unified_ir.convert.residency import Resident
 from triplane.unified_ir.convert.shares import Shares
+from triplane.unified_ir.files.chart import bar_chart, stack
 
 TINY_S: Final = 200e-6
 """A float inference shorter than this is mostly overhead, which int8 adds to."""

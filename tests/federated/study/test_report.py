@@ -1,6 +1,5 @@
 """The page: one file that needs nothing, the numbers of the study in it."""
 
-import itertools
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -11,18 +10,9 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.study import difference, page, picture, simulate, verdicts
-from triplane.unified_ir.federated.study.draw import (
-    COLOURS,
-    HEIGHT,
-    INK,
-    MAX_DOTS,
-    SOFT,
-    Column,
-    dots,
-    lines,
-)
 from triplane.unified_ir.federated.study.report import charts
 from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow, Trial, summary
+from triplane.unified_ir.files.chart import COLOURS, INK, SOFT
 
 from .given import module, shards, study, there
 
@@ -133,16 +123,6 @@ def test_there_are_dots_lines_and_losses(trials):
     ]  # fmt: skip
 
 
-def test_names_of_lines_stay_on_the_picture_apart():
-    series = {f"line {k}": [(0.0, 2.0), (300.0, 0.001 * k)] for k in range(7)}
-    root = ET.fromstring(lines(series, "t", "y"))
-    names = {e.text: float(there(e.get("y"))) for e in root.iter() if e.text in series}
-    heights = sorted(names.values())
-    assert len(names) == 7
-    assert heights[-1] <= HEIGHT - 40
-    assert min(b - a for a, b in itertools.pairwise(heights)) >= 15.9
-
-
 def test_losses_of_many_rounds_are_drawn_as_means(trials):
     rounds = [RoundRow(k + 1, 2, float(k % 2), 0, 0, 0.0) for k in range(120)]
     (*_, chart) = charts([replace(trials[0], rounds=rounds)])
@@ -185,11 +165,6 @@ def luminance(colour):
     parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def test_many_devices_are_thinned():
-    column = Column("fedavg", "unseen", [(k / 5000, k / 5000) for k in range(5000)])
-    assert dots([column], "t").count("<circle") <= 2 * MAX_DOTS
 
 
 def score(device, after, round_=2):

@@ -8,7 +8,6 @@ from html import escape
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.study.draw import Column, dots, lines
 from triplane.unified_ir.federated.study.trial import (
     DeviceScore,
     Summary,
@@ -16,6 +15,7 @@ from triplane.unified_ir.federated.study.trial import (
     difference,
     summary,
 )
+from triplane.unified_ir.files.chart import Column, dot_chart, line_chart
 
 GROUPS: Final = (
     (True, "training", "Devices that learned"),
@@ -24,6 +24,8 @@ GROUPS: Final = (
 LEAST_COMPARED: Final = 2
 MAX_POINTS: Final = 60
 """Of a line of losses, which are of few samples each."""
+OF_DEVICES: Final = "accuracy on a device's own held-out samples, %"
+OVER_ROUNDS: Final = "mean over devices, %, at the run's own rate"
 IN_ONE_PICTURE: Final = 6
 """Columns of dots; with more, each group of devices has a picture of its own."""
 STYLE: Final = """
@@ -190,13 +192,13 @@ def charts(trials: Sequence[Trial]) -> list[str]:
         drawn = {name: line for name, line in over.items() if len(line) > 1}
         if drawn:
             title = f"Adapted accuracy of {group} devices"
-            found.append(lines(drawn, title, "mean over devices, %, at the run's own rate"))
+            found.append(line_chart(drawn, title, "round", OVER_ROUNDS))
     every = math.ceil(max(len(t.rounds) for t in trials) / MAX_POINTS)
     losses = {t.algorithm: _losses(t, every) for t in trials}
     drawn = {name: line for name, line in losses.items() if len(line) > 1}
     if drawn:
         note = LOSS_NOTE if every == 1 else f"mean of {every} rounds, {LOSS_NOTE}"
-        found.append(lines(drawn, "Loss of local steps", note))
+        found.append(line_chart(drawn, "Loss of local steps", "round", note))
     return found
 
 
@@ -236,7 +238,7 @@ def picture(
         for t, seen, group in ordered
         if seen in groups
     ]
-    return dots(columns, title, decimals=decimals)
+    return dot_chart(columns, title, OF_DEVICES, decimals=decimals)
 
 
 def _scored(trials: Sequence[Trial]) -> list[tuple[Trial, bool, str]]:

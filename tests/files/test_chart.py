@@ -6,7 +6,15 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.convert.chart import bar_chart, line_chart, stack
+from triplane.unified_ir.files.chart import (
+    HEIGHT,
+    MAX_DOTS,
+    Column,
+    bar_chart,
+    dot_chart,
+    line_chart,
+    stack,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINES = {"training": [(0, 2.0), (1, 1.0), (2, 0.5)], "held out": [(0, 2.1), (1, 1.2), (2, 0.9)]}
@@ -67,3 +75,18 @@ def test_bars_that_are_no_amounts_are_refused(bad):
 def test_lines_without_finite_points_are_refused(bad):
     with pytest.raises(InvalidInput, match="finite"):
         line_chart(bad, "t", "x", "y")
+
+
+def test_names_of_lines_stay_on_the_picture_apart():
+    series = {f"line {k}": [(0.0, 2.0), (300.0, 0.001 * k)] for k in range(7)}
+    root = ET.fromstring(line_chart(series, "t", "x", "y"))
+    names = {e.text: float(e.attrib["y"]) for e in root.iter() if e.text in series}
+    heights = sorted(names.values())
+    assert len(names) == 7
+    assert heights[-1] <= HEIGHT - 40
+    assert min(b - a for a, b in pairwise(heights)) >= 15.9
+
+
+def test_many_devices_are_thinned():
+    column = Column("fedavg", "unseen", [(k / 5000, k / 5000) for k in range(5000)])
+    assert dot_chart([column], "t", "y").count("<circle") <= 2 * MAX_DOTS

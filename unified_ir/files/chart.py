@@ -1,27 +1,34 @@
-"""Two charts as self-contained SVG: lines over a number, and horizontal bars.
+"""Charts as self-contained SVG: lines, horizontal bars, and dots before and after a change.
 
-No script, no font file, no external reference; the same data gives the same bytes. Colours are
-Okabe and Ito's, told apart by readers with any colour vision; each line also has its name at its
-end, so colour is never the only key.
+No script, no font file, no external reference; the same data gives the same bytes. The colours are
+Okabe and Ito's, which readers with any colour vision can distinguish; names stand beside lines,
+bars and dots, so colour is never the only key.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
 
 Points = Sequence[tuple[float, float]]
+Scale = Callable[[float], float]
 
 WIDTH: Final = 720
 HEIGHT: Final = 380
 COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 INK, SOFT, GRID = "#1f2933", "#52606d", "#e4e7eb"
+DASHES: Final = ("", "9 4", "3 3", "12 3 3 3")
+"""Of lines in turn, so that a line never hides another one that runs along it."""
+HALO: Final = "stroke='#ffffff' stroke-width='4' paint-order='stroke'"
+MAX_DOTS: Final = 400
+"""Pairs drawn in one column; of more, every n-th in order of their first value."""
 FONT: Final = "font-family='system-ui, Helvetica, Arial, sans-serif'"
-_LEFT, _TOP, _BOTTOM = 64, 52, 56
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 24, 52, 56
 _BAR, _GAP, _NAME = 20, 12, 190
 _MAX_NAME: Final = 30
 """Characters of a bar's name that fit beside it."""
@@ -31,7 +38,7 @@ def line_chart(series: Mapping[str, Points], title: str, x_label: str, y_label: 
     """Named lines through (x, y) points; at least one point in all, every number finite."""
     points = [p for line in series.values() for p in line]
     _check_finite([c for p in points for c in p], title)
-    right = WIDTH - 24 - min(150, 8 + 7 * max(len(name) for name in series))
+    right = WIDTH - _RIGHT - min(150, 8 + 7 * max(len(name) for name in series))
     x_ticks = _ticks([x for x, _ in points])
     y_ticks = _ticks([y for _, y in points])
     at_x = _scale(x_ticks, _LEFT, right)
@@ -44,10 +51,41 @@ def line_chart(series: Mapping[str, Points], title: str, x_label: str, y_label: 
     body += [_text(at_x(x), below, _number(x), anchor="middle", colour=SOFT) for x in x_ticks]
     body.append(_text((_LEFT + right) / 2, HEIGHT - 12, x_label, anchor="middle", colour=SOFT))
     body.append(_text(24, 46, y_label, colour=SOFT))
-    ends = _apart([at_y(line[-1][1]) for line in series.values() if line])
-    drawn = [(name, line) for name, line in series.items() if line]
-    for i, ((name, line), end) in enumerate(zip(drawn, ends, strict=True)):
-        body += _line([(at_x(x), at_y(y)) for x, y in line], name, end, COLOURS[i % len(COLOURS)])
+    drawn = {name: line for name, line in series.items() if line}
+    heights = _label_heights({name: at_y(line[-1][1]) for name, line in drawn.items()})
+    for i, (name, line) in enumerate(drawn.items()):
+        body += _line([(at_x(x), at_y(y)) for x, y in line], name, heights[name], i)
+    return _page(WIDTH, HEIGHT, title, body)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Shares in 0..1 before and after a change, of the members of one group."""
+
+    name: str
+    group: str
+    pairs: Points
+
+
+def dot_chart(columns: Sequence[Column], title: str, y_label: str, *, decimals: int = 0) -> str:
+    """A line for each pair, from its share before to that after, in percent; bars are means.
+
+    decimals: of the percentages of the means.
+    """
+    values = [value for c in columns for pair in c.pairs for value in pair]
+    _check_finite(values, title)
+    lowest = min(80, math.floor(10 * min(values)) * 10)
+    at = _scale((lowest / 100, 1.0), HEIGHT - _BOTTOM, _TOP + 8)
+    body = [_text(24, 28, title, size=16, weight="600"), _text(24, 46, y_label, colour=SOFT)]
+    for percent in range(lowest, 101, 10):
+        y = at(percent / 100)
+        body.append(_rule(_LEFT, y, WIDTH - _RIGHT, y))
+        body.append(_text(_LEFT - 8, y + 4, str(percent), anchor="end", colour=SOFT))
+    room = (WIDTH - _LEFT - _RIGHT) / len(columns)
+    names = list(dict.fromkeys(column.name for column in columns))
+    for i, column in enumerate(columns):
+        colour = COLOURS[names.index(column.name) % len(COLOURS)]
+        body += _column(column, _LEFT + i * room, room, at, colour, decimals)
     return _page(WIDTH, HEIGHT, title, body)
 
 
@@ -106,24 +144,50 @@ def _page(width: float, height: float, title: str, body: Sequence[str]) -> str:
     return "\n".join([head, f"<title>{escape(title)}</title>", paper, *body, "</svg>"]) + "\n"
 
 
-def _line(points: Sequence[tuple[float, float]], name: str, end: float, colour: str) -> list[str]:
+def _line(points: Points, name: str, label_y: float, number: int) -> list[str]:
+    colour, dash = COLOURS[number % len(COLOURS)], DASHES[number % len(DASHES)]
     path = " ".join(f"{_f(x)},{_f(y)}" for x, y in points)
     marks = [
         f"<circle cx='{_f(x)}' cy='{_f(y)}' r='3' fill='{colour}'/>" for x, y in points
     ] if len(points) <= 40 else []  # fmt: skip
-    stroke = f"stroke='{colour}' stroke-width='2' stroke-linejoin='round'"
+    dashed = f" stroke-dasharray='{dash}'" if dash else ""
+    stroke = f"stroke='{colour}' stroke-width='2' stroke-linejoin='round'{dashed}"
     return [
         f"<polyline points='{path}' fill='none' {stroke}/>",
         *marks,
-        _text(points[-1][0] + 10, end + 4, name, colour=colour, weight="600"),
+        _text(points[-1][0] + 10, label_y + 4, name, colour=colour, weight="600"),
     ]
 
 
-def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
-    return (
-        f"<line x1='{_f(x1)}' y1='{_f(y1)}' x2='{_f(x2)}' y2='{_f(y2)}' stroke='{GRID}' "
-        "stroke-width='1'/>"
-    )
+def _column(
+    column: Column, x: float, room: float, at: Scale, colour: str, decimals: int
+) -> list[str]:
+    left, right, middle = x + room * 0.25, x + room * 0.75, x + room / 2
+    shown = sorted(column.pairs)[:: math.ceil(len(column.pairs) / MAX_DOTS)]
+    opacity = _f(max(0.12, min(0.55, 12 / len(shown))))
+    body = [
+        f"<g stroke='{colour}' fill='{colour}' opacity='{opacity}'>"
+        f"<line x1='{_f(left)}' y1='{_f(at(b))}' x2='{_f(right)}' y2='{_f(at(a))}'/>"
+        f"<circle cx='{_f(left)}' cy='{_f(at(b))}' r='3' fill='#ffffff'/>"
+        f"<circle cx='{_f(right)}' cy='{_f(at(a))}' r='3'/></g>"
+        for b, a in shown
+    ]
+    for place, k in ((left, 0), (right, 1)):
+        mean = math.fsum(pair[k] for pair in column.pairs) / len(column.pairs)
+        body.append(_rule(place - 9, at(mean), place + 9, at(mean), INK, 3))
+        label = _text(
+            place, at(mean) - 7, f"{100 * mean:.{decimals}f}", anchor="middle", weight="700"
+        )
+        body.append(label.replace("<text ", f"<text {HALO} ", 1))
+    below = HEIGHT - _BOTTOM + 18
+    body.append(_text(middle, below, column.name, anchor="middle", colour=colour, weight="600"))
+    body.append(_text(middle, below + 17, column.group, anchor="middle", colour=SOFT, size=12))
+    return body
+
+
+def _rule(x1: float, y1: float, x2: float, y2: float, colour: str = GRID, width: int = 1) -> str:
+    ends = f"x1='{_f(x1)}' y1='{_f(y1)}' x2='{_f(x2)}' y2='{_f(y2)}'"
+    return f"<line {ends} stroke='{colour}' stroke-width='{width}'/>"
 
 
 def _text(
@@ -136,18 +200,21 @@ def _text(
     )
 
 
-def _apart(ends: Sequence[float], least: float = 16.0) -> list[float]:
-    """Label heights moved down just enough that no two touch."""
-    placed = dict.fromkeys(range(len(ends)), 0.0)
+def _label_heights(ends: Mapping[str, float], least: float = 16.0) -> dict[str, float]:
+    """Heights of labels by name: moved down until none touch, then up from the lower edge."""
+    heights: dict[str, float] = {}
     last = -math.inf
-    for i in sorted(placed, key=lambda i: ends[i]):
-        last = max(ends[i], last + least)
-        placed[i] = last
-    return list(placed.values())
+    for name, y in sorted(ends.items(), key=lambda pair: pair[1]):
+        last = heights[name] = max(y, last + least)
+    limit = float(HEIGHT - _BOTTOM)
+    for name in reversed(list(heights)):
+        heights[name] = min(heights[name], limit)
+        limit = heights[name] - least
+    return heights
 
 
 def _ticks(values: Sequence[float], about: int = 5) -> list[float]:
-    """Round numbers, 1, 2 or 5 times a power of ten apart, that enclose the values."""
+    """Return round numbers that enclose the values, in steps of 1, 2 or 5 times a power of ten."""
     low, high = min(values), max(values)
     spread = high - low or abs(high) or 1.0
     raw = spread / about
@@ -158,7 +225,7 @@ def _ticks(values: Sequence[float], about: int = 5) -> list[float]:
     return [round(k * step, 12) for k in range(first, last + 1)]
 
 
-def _scale(ticks: Sequence[float], start: float, end: float) -> Callable[[float], float]:
+def _scale(ticks: Sequence[float], start: float, end: float) -> Scale:
     slope = (end - start) / (ticks[-1] - ticks[0])
     return lambda value: start + (value - ticks[0]) * slope
 
@@ -173,7 +240,7 @@ def _short(name: str) -> str:
 
 
 def _number(value: float) -> str:
-    """At most four significant digits, thousands apart."""
+    """At most four significant digits, with thousands separators."""
     if value and abs(value) < 1e-3:
         return f"{value:.1e}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
