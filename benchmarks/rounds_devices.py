@@ -25,11 +25,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from triplane.device import client, desk
+from triplane.device import client, task_runner
 from triplane.device.client import FederatedClient
-from triplane.device.desk import Desk
-from triplane.device.stopping import Stop
-from triplane.device.tasks import Orders, Task
+from triplane.device.stopping import StopToken
+from triplane.device.task_runner import TaskRunner
+from triplane.device.tasks import Task, WorkSet
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.learn import Learned, Learner, Shard, Work
@@ -40,12 +40,12 @@ STEP: Final = 2.0**-10
 """A change of zero would leave every round the same state, which then is neither written nor sent.
 """
 PARTS: Final = (
-    (Desk, "_fetch", "fetch"),
-    (Desk, "_assign", "fetch"),
-    (Desk, "_adopt_unmeasured", "model"),
-    (Desk, "_written", "encode"),
-    (Desk, "_offered", "upload"),
-    (Desk, "settle", "settle"),
+    (TaskRunner, "_fetch", "fetch"),
+    (TaskRunner, "_assign", "fetch"),
+    (TaskRunner, "_adopt_unmeasured", "model"),
+    (TaskRunner, "_written", "encode"),
+    (TaskRunner, "_offered", "upload"),
+    (TaskRunner, "settle", "settle"),
 )
 """Methods whose time is added up, with the name of the part."""
 SPENT: defaultdict[str, float] = defaultdict(float)
@@ -108,8 +108,8 @@ def unlearned(
     return Learned({name: np.full_like(x, STEP) for name, x in start().items()}, 1, 0.5)
 
 
-def unscored(_desk: Desk, _plan: Plan, task: Task, _stop: Stop) -> pb.Contribution:
-    """In place of `Desk.score`."""
+def unscored(_runner: TaskRunner, _plan: Plan, task: Task, _stop: StopToken) -> pb.Contribution:
+    """In place of `TaskRunner.score`."""
     work, lease = task.work, bytes.fromhex(task.lease)
     score = pb.Score(samples=1, before=0.5, after=0.5)
     return pb.Contribution(run=work.run, round=work.round, lease=lease, score=score)
@@ -121,9 +121,9 @@ def prepare(gate: Gate) -> None:
     names = ("_do", "_contribute")
     do, contribute = (getattr(working, name) for name in names)
 
-    async def gated(self: Any, task: Task, orders: Orders) -> pb.Contribution:
+    async def gated(self: Any, task: Task, work_set: WorkSet) -> pb.Contribution:
         await gate.passed(task.work.round)
-        found: pb.Contribution = await do(self, task, orders)
+        found: pb.Contribution = await do(self, task, work_set)
         return found
 
     async def acknowledged(self: Any, contribution: pb.Contribution) -> None:
@@ -132,9 +132,9 @@ def prepare(gate: Gate) -> None:
 
     for name, method in zip(names, (gated, acknowledged), strict=True):
         setattr(working, name, method)
-    module: Any = desk
+    module: Any = task_runner
     module.learn, module.check_labels = unlearned, lambda _plan, _shard: None
-    module.DOERS = {**desk.DOERS, "evaluate": unscored}
+    module.DOERS = {**task_runner.DOERS, "evaluate": unscored}
     for owner, name, part in PARTS:
         setattr(owner, name, timed(part, getattr(owner, name)))
 

@@ -1,9 +1,9 @@
-"""`python -m triplane.device.child JSON`: does the tasks of one device for its process.
+"""`python -m triplane.device.child JSON`: run the tasks of one device for its main process.
 
-Requests come on standard input, replies go to standard output; see `child_runner`. The samples are
-read here. Limits: memory beyond what the device itself takes, and processor time of each task. The
-end of standard input ends this process at once, in the middle of whatever it does, and the
-processes that an app started here.
+Requests arrive on standard input and replies go to standard output; see `child_executor`. This
+process reads the samples. It limits the memory that it takes beyond its own start, and the
+processor time of each task. When standard input ends, this process ends at once, whatever it is
+doing, and so do the processes that an app started here.
 """
 
 import json
@@ -22,18 +22,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from triplane.device.__main__ import Facts, give_back_code, hold_little_memory, load_app
-from triplane.device.child_runner import (
+from triplane.device.child_executor import (
     encoded,
     encoded_error,
     read_frame,
     work_of,
     write_frame,
 )
-from triplane.device.home import DeviceHome, Settings
-from triplane.device.runner import InProcessRunner
+from triplane.device.executor import InProcessExecutor
+from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.samples import shard_of
-from triplane.device.stopping import Stop, Withdrawn
-from triplane.device.tasks import Blob, orders_of
+from triplane.device.stopping import StopToken, Withdrawn
+from triplane.device.tasks import Blob, work_set_of
 from triplane.proto.errors import TriplaneError
 
 MAX_REQUEST_BYTES: Final = 64 << 20
@@ -44,8 +44,8 @@ class Requests:
     """Reads what the parent asks; a thread of its own, so that a stop is heard during a task."""
 
     def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[tuple[dict[str, Any], Stop]] = queue.SimpleQueue()
-        self._stop = Stop(math.inf)
+        self.queue: queue.SimpleQueue[tuple[dict[str, Any], StopToken]] = queue.SimpleQueue()
+        self._stop = StopToken(math.inf)
 
     def read(self) -> None:
         """Until the parent is gone, which ends this process."""
@@ -54,7 +54,7 @@ class Requests:
             if request["kind"] == "stop":
                 (self._stop.expire if request["expired"] else self._stop.now)()
             else:
-                self._stop = Stop(request.get("until_s", math.inf))
+                self._stop = StopToken(request.get("until_s", math.inf))
                 self.queue.put((request, self._stop))
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)  # a worker of an app would keep the lock for tasks
@@ -74,14 +74,14 @@ def main(argv: list[str]) -> None:
     logging.basicConfig(level=given["log_level"], handlers=[log])
     requests = Requests()
     threading.Thread(target=requests.read, daemon=True).start()
-    settings = Settings(**given["settings"])
+    settings = DeviceSettings(**given["settings"])
     try:
         home = DeviceHome(given["home"])
         lock = home.lock_for_tasks()
         home.recover()
         shard = shard_of(given["data"], held_out=settings.held_out)
         app = load_app(given["app"]) if given["app"] else None
-        runner = InProcessRunner(home, shard, settings, app)
+        runner = InProcessExecutor(home, shard, settings, app)
         give_back_code()
         _limit_memory(settings.max_memory_bytes)
     except (TriplaneError, OSError) as error:
@@ -95,17 +95,17 @@ def main(argv: list[str]) -> None:
 
 
 def _answer(
-    runner: InProcessRunner, settings: Settings, request: dict[str, Any], stop: Stop
+    runner: InProcessExecutor, settings: DeviceSettings, request: dict[str, Any], stop: StopToken
 ) -> bytes:
     try:
-        orders = orders_of(
+        work_set = work_set_of(
             work_of(request), request["device"], max_blob_bytes=settings.max_blob_bytes, now_s=0.0
         )
         if request["kind"] == "settle":
-            runner.settle(orders)
+            runner.settle(work_set)
             return encoded(b"")
         _limit_processor(settings.max_cpu_s)
-        (task,) = orders.tasks
+        (task,) = work_set.tasks
         wanted = [Blob(bytes.fromhex(sha256), size) for sha256, size in request["wanted"]]
         task = replace(task, until_s=stop.until_s)
         return encoded(runner.do(task, stop, wanted).SerializeToString())

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from triplane.device.enrolling import enrol
-from triplane.device.home import DEFAULT_HOME, DeviceHome, Session, Settings
-from triplane.device.runner import InProcessRunner, TaskRunner
+from triplane.device.executor import InProcessExecutor, TaskExecutor
+from triplane.device.home import DEFAULT_HOME, DeviceHome, DeviceSettings, SessionNote
 from triplane.device.samples import Source, shard_of
-from triplane.device.stopping import DeadlineExceeded, Stop, Withdrawn
-from triplane.device.tasks import MAX_REASON_CHARS, Orders, Task, declined, orders_of
+from triplane.device.stopping import StopToken, TaskExpired, Withdrawn
+from triplane.device.tasks import MAX_REASON_CHARS, Task, WorkSet, declined, work_set_of
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect_aio
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
@@ -29,7 +29,7 @@ from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.files.pixels import as_input
 
 if TYPE_CHECKING:
-    from triplane.device.model import Choice
+    from triplane.device.model import ModelChoice
     from triplane.unified_ir.runtime.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ TELLING_SHARE: Final = 0.1
 """Of the time that is left when a task begins."""
 TOO_LONG: Final = "the task was not done by its deadline; fewer steps, or a longer deadline?"
 
-_NO_ORDERS: Final = Orders()
+_UNKNOWN_WORK: Final = WorkSet()
 """Until the first document: what is pending waits, for nothing is known of it."""
 
 NO_WORK: Final[Mapping[bool | None, str]] = {
@@ -115,7 +115,7 @@ class FederatedClient:
         self._working: _Working | None = None
         self._told_to_stop = False
         self._lock = threading.Lock()
-        self._serving: tuple[Choice, Plan] | None = None
+        self._serving: tuple[ModelChoice, Plan] | None = None
 
     @property
     def shard(self) -> Shard:
@@ -131,7 +131,7 @@ class FederatedClient:
         return self._home.enrolled.name
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> DeviceSettings:
         """As they hold for this client."""
         return self._settings
 
@@ -163,12 +163,12 @@ class FederatedClient:
             finally:
                 self._working, self._told_to_stop = None, False
 
-    def _runner(self) -> TaskRunner:
+    def _runner(self) -> TaskExecutor:
         if self._file is None:
-            return InProcessRunner(self._home, self.shard, self._settings, self._app)
-        from triplane.device.child_runner import ChildRunner
+            return InProcessExecutor(self._home, self.shard, self._settings, self._app)
+        from triplane.device.child_executor import ChildExecutor
 
-        runner = ChildRunner(self._home, self._settings, self._file, self._app)
+        runner = ChildExecutor(self._home, self._settings, self._file, self._app)
         if self._app is not None:
             try:
                 runner.start()  # an app that cannot be loaded is told before the device is ready
@@ -196,11 +196,11 @@ class FederatedClient:
         if working is not None:
             working.stop()
 
-    def choice(self) -> "Choice | None":
+    def choice(self) -> "ModelChoice | None":
         """What the model of this device is and how it was measured; None before the first task."""
-        from triplane.device.model import Model
+        from triplane.device.model import DeviceModel
 
-        return Model(self._home.model).choice()
+        return DeviceModel(self._home.model).choice()
 
     @property
     def model(self) -> "Plan":
@@ -217,14 +217,14 @@ class FederatedClient:
                         raise
             raise AssertionError("the tries end with an error")
 
-    def _loaded(self, choice: "Choice") -> "Plan":
+    def _loaded(self, choice: "ModelChoice") -> "Plan":
         """Conflict or NotFound: a newer model took the place of this one meanwhile."""
-        from triplane.device.model import Model
+        from triplane.device.model import DeviceModel
         from triplane.unified_ir.runtime.plan import Plan
 
         if self._serving is None or self._serving[0] != choice:
             plan = Plan.load(self._home.plans / choice.plan)
-            Model(self._home.model).load_into(plan)
+            DeviceModel(self._home.model).load_into(plan)
             self._serving = (choice, plan)
         return self._serving[1]
 
@@ -246,7 +246,7 @@ class _Working:
     """One run of a client."""
 
     def __init__(
-        self, home: DeviceHome, settings: Settings, runner: TaskRunner, offer: pb.Offer
+        self, home: DeviceHome, settings: DeviceSettings, runner: TaskExecutor, offer: pb.Offer
     ) -> None:
         self._home, self._settings, self._runner = home, settings, runner
         self._name = home.enrolled.name
@@ -258,12 +258,12 @@ class _Working:
             software=SOFTWARE,
             greeting=lambda: self._offered,
         )
-        self._orders = self._settled = _NO_ORDERS
+        self._work_set = self._settled = _UNKNOWN_WORK
         self._changed = asyncio.Event()
         self._stopped = asyncio.Event()
-        self._desk_free = asyncio.Lock()
+        self._runner_free = asyncio.Lock()
         self._loop = asyncio.get_running_loop()
-        self._doing: tuple[str, Stop] | None = None
+        self._doing: tuple[str, StopToken] | None = None
         self._done: dict[str, None] = {}
 
     async def run(self) -> None:
@@ -286,7 +286,7 @@ class _Working:
                 self._doing[1].now()
             self._runner.interrupt()
             await asyncio.gather(*tasks, return_exceptions=True)
-            async with self._desk_free:
+            async with self._runner_free:
                 self._runner.close()
                 logger.info("device stopped", extra={"device": self._name})
 
@@ -299,7 +299,7 @@ class _Working:
         if not isinstance(message, pb.Work):
             return
         try:
-            orders = orders_of(
+            work_set = work_set_of(
                 message,
                 self._name,
                 max_blob_bytes=self._settings.max_blob_bytes,
@@ -308,21 +308,21 @@ class _Working:
         except TriplaneError as error:
             logger.warning("work document refused", extra={"reason": str(error)})
             return
-        first = self._orders is _NO_ORDERS
-        if orders.leases and (first or not self._orders.leases):
+        first = self._work_set is _UNKNOWN_WORK
+        if work_set.leases and (first or not self._work_set.leases):
             self._note("working")
-        elif not orders.leases and (first or _idle(orders) != _idle(self._orders)):
-            self._note("idle", is_asked=orders.population_asked)
+        elif not work_set.leases and (first or _idle(work_set) != _idle(self._work_set)):
+            self._note("idle", is_asked=work_set.population_asked)
             said = {"population": self._settings.population}
-            logger.info(NO_WORK[orders.population_asked], extra=said)
-        self._orders = orders
-        if self._doing and self._doing[0] not in orders.leases:
+            logger.info(NO_WORK[work_set.population_asked], extra=said)
+        self._work_set = work_set
+        if self._doing and self._doing[0] not in work_set.leases:
             self._doing[1].now()
         self._changed.set()
 
     def _note(self, state: str, *, is_asked: bool | None = None) -> None:
         population = self._settings.population
-        self._home.note_session(Session(state, population, time.time(), is_asked))
+        self._home.note_session(SessionNote(state, population, time.time(), is_asked))
 
     async def _work(self) -> None:
         """Settle by a document, then do one task of the same document, again and again.
@@ -333,10 +333,10 @@ class _Working:
         wait_s = FIRST_WAIT_S
         while True:
             self._changed.clear()
-            orders = self._orders
+            work_set = self._work_set
             try:
-                await self._settle(orders)
-                contribution = await self._next(orders)
+                await self._settle(work_set)
+                contribution = await self._next(work_set)
                 wait_s = FIRST_WAIT_S
                 self._tell_waits("")
             except Withdrawn:
@@ -376,36 +376,36 @@ class _Working:
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
-    async def _next(self, orders: Orders) -> pb.Contribution | None:
+    async def _next(self, work_set: WorkSet) -> pb.Contribution | None:
         """Do the first task of a settled document that was not done yet and is still wanted.
 
         A newer document may have withdrawn it meanwhile. Waiting for a document that stays the
         newest would never end where a cloud sends them faster than a device settles.
         """
-        for refused in orders.refused:
+        for refused in work_set.refused:
             if refused.lease.hex() not in self._done:
                 return refused
-        for task in orders.tasks:
-            if task.lease not in self._done and task.lease in self._orders.leases:
-                return await self._do(task, orders)
+        for task in work_set.tasks:
+            if task.lease not in self._done and task.lease in self._work_set.leases:
+                return await self._do(task, work_set)
         return None
 
-    async def _do(self, task: Task, orders: Orders) -> pb.Contribution:
+    async def _do(self, task: Task, work_set: WorkSet) -> pb.Contribution:
         left_s = task.until_s - time.monotonic()
         left_s -= min(TELLING_S, TELLING_SHARE * left_s)
-        stop = Stop(time.monotonic() + left_s)
+        stop = StopToken(time.monotonic() + left_s)
         deadline = self._loop.call_later(left_s, stop.expire)
         self._doing = (task.lease, stop)
         wanted = [
             blob
-            for other in orders.tasks
+            for other in work_set.tasks
             for blob in (other.plan, other.state, other.message)
             if blob is not None
         ]
         logger.info("task begun", extra=_facts(task))
         try:
-            return await self._at_desk(lambda: self._runner.do(task, stop, wanted))
-        except DeadlineExceeded:
+            return await self._in_runner(lambda: self._runner.do(task, stop, wanted))
+        except TaskExpired:
             logger.warning("task not done by its deadline", extra=_facts(task))
             lease = bytes.fromhex(task.lease)
             return declined(task.work.run, task.work.round, lease, TOO_LONG)
@@ -423,15 +423,15 @@ class _Working:
         kind = contribution.WhichOneof("outcome")
         logger.info("contributed", extra={"run": contribution.run, "kind": kind})
 
-    async def _settle(self, orders: Orders) -> None:
+    async def _settle(self, work_set: WorkSet) -> None:
         """Let updates take effect that counted, and forget those whose lease is over."""
-        if orders is not self._settled:
-            await self._at_desk(lambda: self._runner.settle(orders))
-            self._settled = orders
+        if work_set is not self._settled:
+            await self._in_runner(lambda: self._runner.settle(work_set))
+            self._settled = work_set
 
-    async def _at_desk(self, work: Callable[[], T]) -> T:
-        """Run in a thread; the desk stays taken until the thread ended, even if we do not wait."""
-        async with self._desk_free:
+    async def _in_runner(self, work: Callable[[], T]) -> T:
+        """Run `work` in a thread; the runner stays locked until that thread ends."""
+        async with self._runner_free:
             doing = asyncio.ensure_future(asyncio.to_thread(work))
             try:
                 return await asyncio.shield(doing)
@@ -453,7 +453,7 @@ class _Working:
             if time.time() >= self._home.enrolled.renew_at_s:
                 try:
                     await asyncio.to_thread(self._home.renew)
-                    async with self._desk_free:
+                    async with self._runner_free:
                         self._runner.renewed()
                     logger.info("certificate renewed")
                 except TriplaneError as error:
@@ -478,6 +478,6 @@ def _file_of(source: Source) -> Path:
     )
 
 
-def _idle(orders: Orders) -> tuple[bool, bool | None]:
+def _idle(work_set: WorkSet) -> tuple[bool, bool | None]:
     """What a device without work says of itself: it is said again where this changes."""
-    return not orders.leases, orders.population_asked
+    return not work_set.leases, work_set.population_asked

@@ -1,10 +1,10 @@
 """Making a machine a device: a key made here, a certificate for a token, its owner's settings."""
 
-from triplane.device.home import DeviceHome, Enrolled, Settings
+from triplane.device.home import DeviceHome, DeviceIdentity, DeviceSettings
 from triplane.proto.errors import Conflict, Unavailable
 
 
-def enrol(home: DeviceHome, settings: Settings, token: str, address: str) -> Enrolled:
+def enrol(home: DeviceHome, settings: DeviceSettings, token: str, address: str) -> DeviceIdentity:
     """Become a device of the cloud whose enrolment port is at `address`.
 
     May be repeated with the same token after an interruption; a home that is enrolled takes a new

@@ -101,7 +101,7 @@ def answer(app: ClientApp, data: bytes, context: Context) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AppReply:
     """A reply's bytes, what the app keeps until the next message, and what the reply says."""
 
     reply: bytes
@@ -118,7 +118,7 @@ def answered(
     *,
     run: str,
     device: str,
-) -> Answered:
+) -> AppReply:
     """The app's answer to a message of the cloud, whose empty records stand for `arrays`.
 
     kept: its `context.state` as of its newest reply in this run that counted. InvalidInput: it
@@ -148,7 +148,7 @@ def answered(
         raise InvalidInput(f"the ClientApp replied with an error: {reply.error.reason}")
     metrics = {k: v for record in reply.content.metric_records.values() for k, v in record.items()}
     examples, loss = metrics.get("num-examples"), metrics.get("loss")
-    return Answered(
+    return AppReply(
         bytes(message_to_proto(reply).SerializeToString()),
         bytes(recorddict_to_proto(context.state).SerializeToString()),
         examples if isinstance(examples, int) else 0,

@@ -36,7 +36,7 @@ TEMPORARY: Final = ".*.tmp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class DeviceSettings:
     """`device.json`.
 
     population: which runs this device offers itself for. data: an npz file, for the command.
@@ -55,7 +55,7 @@ class Settings:
     max_cpu_s: float = 3600.0 * (os.cpu_count() or 1)
 
     def __post_init__(self) -> None:
-        wanted = {f.name: type(f.default) for f in fields(Settings)}
+        wanted = {f.name: type(f.default) for f in fields(DeviceSettings)}
         for name, kind in wanted.items():
             value = getattr(self, name)
             if type(value) is not kind and not (kind is float and type(value) is int):
@@ -74,18 +74,20 @@ class Settings:
 
     def but(
         self, *, data: Path | None, population: str | None, held_out: float | None
-    ) -> "Settings":
+    ) -> "DeviceSettings":
         """With those of the given values that are not None."""
         given = {
             "data": None if data is None else str(Path(data).absolute()),
             "population": population,
             "held_out": held_out,
         }
-        return Settings(**{**asdict(self), **{k: v for k, v in given.items() if v is not None}})
+        return DeviceSettings(
+            **{**asdict(self), **{k: v for k, v in given.items() if v is not None}}
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Enrolled:
+class DeviceIdentity:
     """What our certificate says. renew_at_s: seconds since 1970."""
 
     name: str
@@ -93,7 +95,7 @@ class Enrolled:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class SessionNote:
     """What the process of a device was last told by its cloud.
 
     state: "connecting" until the first document, then "idle" (no run asks this device), "working".
@@ -142,51 +144,51 @@ class DeviceHome:
             )
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> DeviceSettings:
         """What `device.json` says; the defaults where it is absent. Corrupt names what is wrong."""
         try:
             with self.settings_file.open("rb") as file:
                 data = file.read(MAX_SETTINGS_BYTES)
         except FileNotFoundError:
-            return Settings()
+            return DeviceSettings()
         try:
             given = json.loads(data)
-            known = {field.name for field in fields(Settings)}
+            known = {field.name for field in fields(DeviceSettings)}
             if not isinstance(given, dict) or not given.keys() <= known:
                 raise InvalidInput(f"keys are {', '.join(sorted(known))}")
-            return Settings(**given)
+            return DeviceSettings(**given)
         except (ValueError, TypeError) as error:
             raise Corrupt(f"{self.settings_file} cannot be read: {error}") from error
 
-    def save_settings(self, settings: Settings) -> None:
+    def save_settings(self, settings: DeviceSettings) -> None:
         """Write `device.json` whole."""
         text = json.dumps(asdict(settings), indent=1, sort_keys=True)
         write_atomic(self.settings_file, f"{text}\n".encode())
 
     @property
-    def enrolled(self) -> "Enrolled":
+    def enrolled(self) -> "DeviceIdentity":
         """Written beside the certificate, so that a device need not parse it in its own process."""
         try:
             given = json.loads(self.enrolled_file.read_bytes()[:MAX_SETTINGS_BYTES])
-            return Enrolled(str(given["name"]), float(given["renew_at_s"]))
+            return DeviceIdentity(str(given["name"]), float(given["renew_at_s"]))
         except (OSError, ValueError, TypeError, KeyError):
             return self.note_certificate()
 
-    def note_certificate(self) -> "Enrolled":
+    def note_certificate(self) -> "DeviceIdentity":
         """Read the certificate and write down what a device needs of it."""
         from triplane.proto.identity import renewal_due_s
 
-        found = Enrolled(self.identity.name, renewal_due_s(self.identity))
+        found = DeviceIdentity(self.identity.name, renewal_due_s(self.identity))
         write_atomic(self.enrolled_file, json.dumps(asdict(found)).encode())
         return found
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> SessionNote | None:
         """What `note_session` wrote last; None where nothing can be read."""
         try:
             given = json.loads(self.session_file.read_bytes()[:MAX_SETTINGS_BYTES])
             asked = given.get("population_asked")
-            return Session(
+            return SessionNote(
                 str(given["state"]),
                 str(given["population"]),
                 float(given["since_s"]),
@@ -195,7 +197,7 @@ class DeviceHome:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
-    def note_session(self, session: Session) -> None:
+    def note_session(self, session: SessionNote) -> None:
         """Write it down for `triplane device status`. Not synced: it says nothing after a crash."""
         new = self.session_file.with_suffix(".new")
         with contextlib.suppress(OSError):  # a full disk must not end the device

@@ -53,18 +53,18 @@ UNSYNCED: Final = Unsynced()
 
 
 @dataclass(frozen=True, slots=True)
-class Personal:
+class PersonalState:
     """Personal tensors by name, and what compression lost of earlier updates of one run."""
 
     tensors: Arrays
     remainder: Arrays
 
 
-NOTHING: Final = Personal({}, {})
+NOTHING: Final = PersonalState({}, {})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class UpdateFacts:
     """What is told of an update. seconds: that learning took."""
 
     run: str
@@ -75,7 +75,7 @@ class Facts:
     seconds: float
 
     @classmethod
-    def parse(cls, said: Mapping[str, str]) -> "Facts":
+    def parse(cls, said: Mapping[str, str]) -> "UpdateFacts":
         """Of the properties of a file; Corrupt where they are not such facts."""
         try:
             return cls(
@@ -91,14 +91,14 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingUpdate:
     """An update that waits for its settlement. path: of the file that holds all of it.
 
     Nothing has that name while the update is only held; see `Memory.hold`.
     """
 
     path: Path
-    facts: Facts
+    facts: UpdateFacts
 
 
 class Memory:
@@ -106,20 +106,22 @@ class Memory:
 
     def __init__(self, personal: Path, pending: Path) -> None:
         self._personal, self._pending = personal, pending
-        self._verified: dict[Path, Pending] = {}
+        self._verified: dict[Path, PendingUpdate] = {}
         self._small: dict[Path, bytes] = {}
-        self._held: dict[Path, Pending] = {}
+        self._held: dict[Path, PendingUpdate] = {}
 
-    def personal(self, run: str) -> Personal:
+    def personal(self, run: str) -> PersonalState:
         """Of this run; in a new run, the personal tensors that the newest run left."""
         path = self._personal / f"{run}.state"
         if path.exists():
             return self._read(path) or NOTHING
         newest = max(self._personal.glob("*.state"), key=_written_s, default=None)
         found = self._read(newest) if newest else None
-        return Personal(found.tensors, {}) if found else NOTHING
+        return PersonalState(found.tensors, {}) if found else NOTHING
 
-    def keep(self, facts: Facts, update: Path | bytes, implied: Personal) -> Pending:
+    def keep(
+        self, facts: UpdateFacts, update: Path | bytes, implied: PersonalState
+    ) -> PendingUpdate:
         """Write an update and what it implies, durable, as one file.
 
         update: its bytes, kept at hand too, or a file, which is taken. Conflict where an update of
@@ -137,10 +139,10 @@ class Memory:
             self._small[path] = update
         else:
             update.replace(alone)
-        self._verified[path] = Pending(path, facts)
+        self._verified[path] = PendingUpdate(path, facts)
         return self._verified[path]
 
-    def hold(self, facts: Facts, update: Path | bytes) -> Pending:
+    def hold(self, facts: UpdateFacts, update: Path | bytes) -> PendingUpdate:
         """Keep an update that implies nothing, without a sync: it can be learned again.
 
         update, Conflict: as for `keep`.
@@ -150,10 +152,10 @@ class Memory:
             self._small[path] = update
         else:
             update.replace(path.with_suffix(".out"))
-        self._held[path] = Pending(path, facts)
+        self._held[path] = PendingUpdate(path, facts)
         return self._held[path]
 
-    def _free(self, facts: Facts) -> Path:
+    def _free(self, facts: UpdateFacts) -> Path:
         """Where an update is to be kept, once what an earlier one left in memory is gone."""
         path = self._pending / f"{facts.run}.update"
         waiting = self._at(path)
@@ -164,13 +166,13 @@ class Memory:
         _drop(path.with_suffix(".out"))
         return path
 
-    def pending(self) -> tuple[Pending, ...]:
+    def pending(self) -> tuple[PendingUpdate, ...]:
         """Every update that was not settled. A damaged one is dropped: it cannot be sent again."""
         paths = sorted({*self._pending.glob("*.update"), *self._held})
         found = (self._at(path) for path in paths)
         return tuple(pending for pending in found if pending is not None)
 
-    def inline_of(self, pending: Pending, most: int) -> bytes | None:
+    def inline_of(self, pending: PendingUpdate, most: int) -> bytes | None:
         """The update alone, where it has at most so many bytes."""
         if pending.path not in self._small:
             if pending.path in self._held:
@@ -182,7 +184,7 @@ class Memory:
         data = self._small[pending.path]
         return data if len(data) <= most else None
 
-    def bytes_of(self, pending: Pending) -> Path:
+    def bytes_of(self, pending: PendingUpdate) -> Path:
         """The update alone as a file, the same bytes each time."""
         path = pending.path.with_suffix(".out")
         if not path.exists() and pending.path in self._held:
@@ -191,7 +193,7 @@ class Memory:
             write_atomic(path, Container(pending.path, kind=KIND).part(UPDATE))
         return path
 
-    def settle(self, pending: Pending, *, counted: bool) -> None:
+    def settle(self, pending: PendingUpdate, *, counted: bool) -> None:
         """Let what it implies take effect, or forget it. May be repeated after a crash."""
         held = self._held.pop(pending.path, None)
         implied = self._read(pending.path) if counted and held is None else None
@@ -218,7 +220,7 @@ class Memory:
         write_atomic(self._personal / f"{plan}.spent", f"{steps} {seconds!r}\n".encode())
         self._forget_oldest("*.spent")
 
-    def _at(self, path: Path) -> Pending | None:
+    def _at(self, path: Path) -> PendingUpdate | None:
         """The update in this file; None where there is none, or where it is damaged and dropped."""
         if path in self._held:
             return self._held[path]
@@ -226,11 +228,11 @@ class Memory:
             return None
         return self._verified.get(path) or self._found(path)
 
-    def _found(self, path: Path) -> Pending | None:
+    def _found(self, path: Path) -> PendingUpdate | None:
         try:
             file = Container(path, kind=KIND)
             file.verify()
-            found = Pending(path, Facts.parse(dict(file.manifest.properties)))
+            found = PendingUpdate(path, UpdateFacts.parse(dict(file.manifest.properties)))
         except (Corrupt, InvalidInput) as error:
             logger.warning("update dropped", extra={"file": path.name, "reason": str(error)})
             _drop(path)
@@ -238,7 +240,7 @@ class Memory:
         self._verified[path] = found
         return found
 
-    def _read(self, path: Path) -> Personal | None:
+    def _read(self, path: Path) -> PersonalState | None:
         """None, and the file goes, where it is damaged: learning goes on from the shared state."""
         try:
             file = Container(path, kind=KIND)
@@ -247,7 +249,7 @@ class Memory:
                 {name: t.data for name, t in file.tensors(part).items()}
                 for part in (PERSONAL, REMAINDER)
             )
-            return Personal(tensors, remainder)
+            return PersonalState(tensors, remainder)
         except (Corrupt, InvalidInput) as error:
             logger.warning("personal state lost", extra={"file": path.name, "reason": str(error)})
             _drop(path)
@@ -258,7 +260,7 @@ class Memory:
             _drop(path)
 
 
-def unsettled(facts: Facts) -> str:
+def unsettled(facts: UpdateFacts) -> str:
     """Why an update must not be overwritten yet."""
     return (
         f"the update of round {facts.round} of run {facts.run} waits until the cloud settles it "
@@ -266,7 +268,7 @@ def unsettled(facts: Facts) -> str:
     )
 
 
-def _parts(personal: Personal) -> list[container.PartData]:
+def _parts(personal: PersonalState) -> list[container.PartData]:
     roles = dict.fromkeys(personal.tensors, "personal")
     return [
         container.tensor_part(PERSONAL, personal.tensors, roles),

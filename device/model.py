@@ -18,7 +18,14 @@ from typing import Final
 from triplane.device.memory import UNSYNCED
 from triplane.proto.disk import OS_DISK, Disk
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
-from triplane.unified_ir.federated.core.learn import Learner, Scored, Shard, Work, adapt, score
+from triplane.unified_ir.federated.core.learn import (
+    Learner,
+    LearnerScore,
+    Shard,
+    Work,
+    adapt,
+    score,
+)
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.runtime.plan import STATE, Plan
@@ -31,7 +38,7 @@ SYNC_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ModelChoice:
     """What the model is. chosen: shared or personal. plan: SHA-256 of its plan's file, hexadecimal.
 
     samples: held-out ones it was measured on, 0 where it was not. before: accuracy of the newest
@@ -48,17 +55,17 @@ class Choice:
     accuracy: float = 0.0
 
 
-class Model:
+class DeviceModel:
     """The files; written by the device's thread, read by anyone."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._newest = path, path.with_name(f"{path.name}.newest")
 
-    def choice(self) -> Choice | None:
+    def choice(self) -> ModelChoice | None:
         """What is there; a damaged file is dropped, the next state replaces it."""
         return self._current()[1]
 
-    def _current(self) -> tuple[Path, Choice | None]:
+    def _current(self) -> tuple[Path, ModelChoice | None]:
         """The file of the model: of the newest state where the durable one is an older one of it.
 
         The files say it themselves: a power cut may bring back a file that was removed.
@@ -84,7 +91,7 @@ class Model:
             _drop(path)
             raise Conflict(f"a power cut tore the newest state: {error}; ask again") from error
 
-    def adopt_unmeasured(self, plan: Plan, choice: Choice) -> None:
+    def adopt_unmeasured(self, plan: Plan, choice: ModelChoice) -> None:
         """Make the plan's state the model, with a sync only now and then."""
         durable = _read(self._path)
         if durable is not None and _follows(choice, durable) and self._age_s() < SYNC_S:
@@ -96,12 +103,12 @@ class Model:
         """Of the durable file, by a clock that may have been set back."""
         return abs(time.time() - self._path.stat().st_mtime)
 
-    def adopt(self, plan: Plan, choice: Choice) -> None:
+    def adopt(self, plan: Plan, choice: ModelChoice) -> None:
         """Make the plan's state the model."""
         self._write(self._path, plan, choice, OS_DISK)
         _drop(self._newest)
 
-    def _write(self, path: Path, plan: Plan, choice: Choice, disk: Disk) -> None:
+    def _write(self, path: Path, plan: Plan, choice: ModelChoice, disk: Disk) -> None:
         properties = {name: str(getattr(choice, name)) for name in _FIELDS}
         part = container.tensor_part(STATE, plan.view(), plan.roles)
         properties |= {"steps": str(plan.steps), "spent_s": repr(plan.spent_s)}
@@ -118,7 +125,7 @@ class Model:
         blob: str,
         restart: Callable[[], None],
         other: Callable[[str], Plan] | None = None,
-    ) -> Scored:
+    ) -> LearnerScore:
         """Score the plan's state, adapt it, score again, and keep the best for `predict`.
 
         watched: `plan`, which may be interrupted at each step. blob: SHA-256 of the plan's file.
@@ -130,7 +137,7 @@ class Model:
         before = score(watched, shard)
         adapt(watched, work, shard, steps=steps)
         after = score(watched, shard)
-        best = Choice(
+        best = ModelChoice(
             run=work.run,
             round=work.round,
             plan=blob,
@@ -144,11 +151,11 @@ class Model:
             restart()
         if not self._kept_is_better(best, plan, watched, shard, other):
             self.adopt(plan, best)
-        return Scored(n, before, after)
+        return LearnerScore(n, before, after)
 
     def _kept_is_better(
         self,
-        new: Choice,
+        new: ModelChoice,
         plan: Plan,
         watched: Learner,
         shard: Shard,
@@ -167,7 +174,7 @@ class Model:
         plan.assign(challenger)
         return False
 
-    def _scored_by(self, other: Callable[[str], Plan], kept: Choice, shard: Shard) -> float:
+    def _scored_by(self, other: Callable[[str], Plan], kept: ModelChoice, shard: Shard) -> float:
         """Accuracy of the model of another run's plan; 0 where the plan is gone or unfit by now."""
         try:
             earlier = other(kept.plan)
@@ -180,7 +187,7 @@ class Model:
 _FIELDS: Final = ("run", "round", "plan", "chosen", "samples", "before", "after", "accuracy")
 
 
-def _read(path: Path) -> Choice | None:
+def _read(path: Path) -> ModelChoice | None:
     try:
         return _choice(dict(Container(path, kind=KIND).manifest.properties))
     except NotFound:
@@ -195,15 +202,15 @@ def _drop(path: Path) -> None:
         OS_DISK.remove(path)
 
 
-def _follows(newer: Choice, older: Choice) -> bool:
+def _follows(newer: ModelChoice, older: ModelChoice) -> bool:
     """Whether both are unmeasured states of the same run, one of a later round."""
     same = (newer.run, newer.plan) == (older.run, older.plan)
     return same and newer.round > older.round and not (newer.samples or older.samples)
 
 
-def _choice(said: dict[str, str]) -> Choice:
+def _choice(said: dict[str, str]) -> ModelChoice:
     try:
-        return Choice(
+        return ModelChoice(
             run=said["run"],
             round=int(said["round"]),
             plan=said["plan"],

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from triplane.device.home import DeviceHome, Session
-from triplane.device.memory import Facts, Memory
-from triplane.device.model import Choice, Model
+from triplane.device.home import DeviceHome, SessionNote
+from triplane.device.memory import Memory, UpdateFacts
+from triplane.device.model import DeviceModel, ModelChoice
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class DeviceStatus:
     """A device at rest or at work. renew_at_s: seconds since 1970.
 
     population: of the process that runs, else of the settings. session: None where none runs.
@@ -23,9 +23,9 @@ class Status:
     population: str
     renew_at_s: float
     running: bool
-    session: Session | None
-    model: Choice | None
-    pending: tuple[Facts, ...]
+    session: SessionNote | None
+    model: ModelChoice | None
+    pending: tuple[UpdateFacts, ...]
 
     def record(self) -> Mapping[str, object]:
         """For scripts."""
@@ -46,13 +46,13 @@ class Status:
         return "\n".join(lines)
 
 
-def look(path: Path) -> Status:
+def look(path: Path) -> DeviceStatus:
     """The status of the device in that home. NotFound where there is none."""
     home = DeviceHome(path)
     home.require_enrolled()
     enrolled, running = home.enrolled, home.is_held
     session = home.session if running else None
-    return Status(
+    return DeviceStatus(
         name=enrolled.name,
         cloud=home.identity.cloud,
         home=str(home.path),
@@ -60,12 +60,12 @@ def look(path: Path) -> Status:
         renew_at_s=enrolled.renew_at_s,
         running=running,
         session=session,
-        model=Model(home.model).choice(),
+        model=DeviceModel(home.model).choice(),
         pending=tuple(p.facts for p in Memory(home.personal, home.pending).pending()),
     )
 
 
-def _work(session: Session | None) -> str:
+def _work(session: SessionNote | None) -> str:
     if session is None:
         return "none: no process runs here; triplane device run"
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(session.since_s))
@@ -91,7 +91,7 @@ def _work(session: Session | None) -> str:
     )
 
 
-def _model(choice: Choice | None) -> str:
+def _model(choice: ModelChoice | None) -> str:
     if choice is None:
         return "none yet: it comes with the first task of a run"
     of = f"{choice.chosen}, of round {choice.round} of run {choice.run}"

@@ -1,7 +1,7 @@
-"""How work ends before it is done: withdrawn, or at its deadline; seen between steps and in graphs.
+"""Ending work early: because it was withdrawn, or because its deadline has passed.
 
-`Stop` is checked between steps. A graph that runs meanwhile is told by a callback, for it may never
-come to an end by itself.
+A `StopToken` is checked between steps. A graph that is running is stopped by a callback, because it
+may never end by itself.
 """
 
 import threading
@@ -13,11 +13,11 @@ class Withdrawn(Exception):
     """The work is not wanted any more; nothing comes of it."""
 
 
-class DeadlineExceeded(Withdrawn):
+class TaskExpired(Withdrawn):
     """The work was not done by its deadline."""
 
 
-class Stop:
+class StopToken:
     """Ends work: by `now`, or at `until_s` of the clock. Usable from any thread."""
 
     def __init__(self, until_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,7 +49,7 @@ class Stop:
         if self._stopped:
             raise Withdrawn
         if self._expired or self._clock() >= self.until_s:
-            raise DeadlineExceeded
+            raise TaskExpired
 
     def _end(self, *, expired: bool) -> None:
         with self._lock:

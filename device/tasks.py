@@ -42,7 +42,7 @@ class Task:
 
     message: to this device's own app. inline_state: the state's bytes, verified, where they came
     with the task; inline_bytes: of an update that goes with its contribution, at most. lease: in
-    hexadecimal. until_s: on the clock that was given when the document came. told: the message
+    hexadecimal. until_s: on the clock that was given when the document came. document: the message
     that it was parsed from.
     """
 
@@ -58,11 +58,11 @@ class Task:
     message: Blob | None = None
     inline_state: bytes = b""
     inline_bytes: int = 0
-    told: pb.Task = field(default_factory=pb.Task, repr=False, compare=False)
+    document: pb.Task = field(default_factory=pb.Task, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class Settlement:
     """What became of a contribution."""
 
     run: str
@@ -72,17 +72,17 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class WorkSet:
     """All that a device has to do now.
 
-    refused: contributions that decline what is wrong. told: the message it was parsed from.
+    refused: contributions that decline what is wrong. document: the message it was parsed from.
     population_asked: whether a run asks the population offered; None where that is not said.
     """
 
     tasks: tuple[Task, ...] = ()
-    settled: tuple[Settled, ...] = ()
+    settled: tuple[Settlement, ...] = ()
     refused: tuple[pb.Contribution, ...] = ()
-    told: pb.Work = field(default_factory=pb.Work, repr=False, compare=False)
+    document: pb.Work = field(default_factory=pb.Work, repr=False, compare=False)
     population_asked: bool | None = None
 
     @property
@@ -91,7 +91,7 @@ class Orders:
         return frozenset(t.lease for t in self.tasks) | {c.lease.hex() for c in self.refused}
 
 
-def orders_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: float) -> Orders:
+def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: float) -> WorkSet:
     """The document, parsed. InvalidInput where it is wrong as a whole."""
     if len(message.tasks) > MAX_TASKS or len(message.settled) > MAX_TASKS:
         raise InvalidInput(
@@ -107,7 +107,7 @@ def orders_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: floa
             refused.append(declined(told.run, told.round, told.lease, str(error)))
     asked = message.population_asked if message.HasField("population_asked") else None
     settled = tuple(map(_settled, message.settled))
-    return Orders(tuple(tasks), settled, tuple(refused), message, asked)
+    return WorkSet(tuple(tasks), settled, tuple(refused), message, asked)
 
 
 def declined(run: str, round_: int, lease: bytes, reason: str) -> pb.Contribution:
@@ -131,7 +131,7 @@ def _task(told: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> Task
         until_s=now_s + told.deadline_s,
         inline_state=_inline_state(told),
         inline_bytes=min(told.inline_bytes, INLINE_BYTES),
-        told=told,
+        document=told,
     )
     return KINDS[kind](task, told, max_blob_bytes)
 
@@ -199,9 +199,9 @@ def _inline_state(told: pb.Task) -> bytes:
     return data
 
 
-def _settled(told: pb.Settlement) -> Settled:
+def _settled(told: pb.Settlement) -> Settlement:
     _check_lease(told.run, told.lease)
-    return Settled(told.run, told.lease.hex(), told.counted, told.reason[:MAX_REASON_CHARS])
+    return Settlement(told.run, told.lease.hex(), told.counted, told.reason[:MAX_REASON_CHARS])
 
 
 def _check_lease(run: str, lease: bytes) -> None:

@@ -151,7 +151,7 @@ def enrol(
     even against a cloud that was broken into before.
     """
     from triplane.edge.enrolling import enrol as enrol_node
-    from triplane.edge.home import NodeHome, Settings
+    from triplane.edge.home import NodeHome, NodeSettings
 
     node = NodeHome(home)
     identity = enrol_node(node, token_text, address, root)
@@ -159,7 +159,7 @@ def enrol(
     settings = replace(node.settings, **given) if node.settings_file.exists() else None
     if settings is not None and targets:
         settings = replace(settings, targets=targets)
-    node.save_settings(settings or Settings(targets=targets, **options))
+    node.save_settings(settings or NodeSettings(targets=targets, **options))
     record = {"name": identity.name, "home": str(node.path), "cloud": identity.cloud}
     text = f"{identity.name}: enrolled in {node.path}; now: triplane edge up --home {node.path}"
     open_output(as_json).result(record, text)

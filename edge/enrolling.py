@@ -19,7 +19,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from triplane.edge.agent.metadata import fetch_over
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.trust import BOOTSTRAP, Trust, bootstrap
 from triplane.edge.home import NodeHome
 from triplane.proto.channels import connect
@@ -91,7 +91,7 @@ def _believe(node: NodeHome, fetch: Fetch, root: Path | None) -> None:
         trial = Path(folder)
         try:
             bootstrap(trial, lambda _: data)
-        except Refused as refusal:
+        except AttemptRefused as refusal:
             raise Corrupt(f"{root} is no root: {refusal.text}") from refusal
         found = Trust(trial, fetch).refresh()
     if found.error is not None:

@@ -16,7 +16,7 @@ MIN_PROBATION_S: Final = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class NodeSettings:
     """`node.json`: what an operator of the machine may decide.
 
     targets: converter's targets this node takes, best first; empty for those of its processor.
@@ -40,7 +40,7 @@ class Settings:
 
 def _check_kinds(given: Mapping[str, Any]) -> None:
     """InvalidInput names a setting whose value is not of its kind."""
-    kinds = get_type_hints(Settings)
+    kinds = get_type_hints(NodeSettings)
     for name, value in given.items():
         if name == "targets":
             fits, kind = isinstance(value, list) and all(isinstance(t, str) for t in value), "names"
@@ -92,25 +92,25 @@ class NodeHome:
             )
 
     @property
-    def settings(self) -> Settings:
+    def settings(self) -> NodeSettings:
         """What `node.json` says; the defaults where it is absent. Corrupt names what is wrong."""
         try:
             data = self.settings_file.read_bytes()[: MAX_SETTINGS_BYTES + 1]
         except FileNotFoundError:
-            return Settings()
+            return NodeSettings()
         except IsADirectoryError as error:
             raise Corrupt(f"{self.settings_file} cannot be read: it is a folder") from error
         try:
             given = json.loads(data)
-            known = {field.name for field in fields(Settings)}
+            known = {field.name for field in fields(NodeSettings)}
             if not isinstance(given, dict) or not given.keys() <= known:
                 raise InvalidInput(f"keys are {', '.join(sorted(known))}")
             _check_kinds(given)
-            return Settings(**{**given, "targets": tuple(given.get("targets", ()))})
+            return NodeSettings(**{**given, "targets": tuple(given.get("targets", ()))})
         except (ValueError, TypeError, RecursionError) as error:
             raise Corrupt(f"{self.settings_file} cannot be read: {error}") from error
 
-    def save_settings(self, settings: Settings) -> None:
+    def save_settings(self, settings: NodeSettings) -> None:
         """Write `node.json` whole."""
         text = json.dumps(asdict(settings), indent=1, sort_keys=True)
         write_atomic(self.settings_file, f"{text}\n".encode())

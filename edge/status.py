@@ -24,7 +24,7 @@ ASK_S: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
+class NodeStatus:
     """One look. serving: ready versions by model, None where the server does not answer.
 
     refusal: why the cloud does not take this node's calls; empty where it does, or is away.
@@ -80,7 +80,7 @@ class Status:
         return ", ".join(said)
 
 
-def look(home: NodeHome) -> Status:
+def look(home: NodeHome) -> NodeStatus:
     """Read the home and ask the server. NotFound where there is no node."""
     home.require_enrolled()
     seam = Seam(home.control_socket)
@@ -92,7 +92,7 @@ def look(home: NodeHome) -> Status:
         seam.close()
     desired = read_desired(home.desired)
     committed, broken = read_pointers(home.models)
-    return Status(
+    return NodeStatus(
         name=home.identity.name,
         cloud=home.identity.cloud,
         expires_s=home.identity.expires_s,

@@ -26,7 +26,7 @@ from triplane.unified_ir import nn, ops, optim, train
 from triplane.unified_ir.federated.algorithms import Hyper
 from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.federated.study import Study, Trial, page, simulate
-from triplane.unified_ir.federated.study.source import Source, devices_of
+from triplane.unified_ir.federated.study.source import SampleSource, devices_of
 from triplane.unified_ir.ir import Module
 
 FILE: Final = "mnist_by_writer.npz"
@@ -96,9 +96,9 @@ def model() -> Module:
     return trainer.export(("predict", "evaluate", "loss"))
 
 
-def source(path: Path) -> Source:
+def source(path: Path) -> SampleSource:
     """A device per writer; half of its digits score it."""
-    return Source(
+    return SampleSource(
         data=str(path), way="group", group="writer", split="split",
         held_out=0.5, least=10,
     )  # fmt: skip

@@ -103,7 +103,7 @@ class BlobFolder:
         return pb.Progress(stored=min(partial.stat().st_size if partial.is_file() else 0, size))
 
     @contextlib.contextmanager
-    def receive(self, sha256: bytes, size: int) -> Iterator["Receiving"]:
+    def receive(self, sha256: bytes, size: int) -> Iterator["IncomingBlob"]:
         """Take one blob in, going on where an earlier try stopped.
 
         InvalidInput: too large. Conflict: it is being received already. Unavailable: disk space.
@@ -116,7 +116,7 @@ class BlobFolder:
                 raise Conflict(f"blob {sha256.hex()[:16]}... is being received already; wait")
             self._busy.add(sha256)
         try:
-            receiving = Receiving(self, path, self.partial / path.name, sha256, size)
+            receiving = IncomingBlob(self, path, self.partial / path.name, sha256, size)
             try:
                 yield receiving
             finally:
@@ -151,7 +151,7 @@ class BlobFolder:
                 self.disk.remove(path)
 
 
-class Receiving:
+class IncomingBlob:
     """One blob on its way in; `BlobFolder.receive` makes it."""
 
     def __init__(self, to: BlobFolder, path: Path, partial: Path, sha256: bytes, size: int) -> None:

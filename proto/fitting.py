@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Protocol
 
 
-class Needs(Protocol):
+class HardwareNeeds(Protocol):
     """Of a bundle; empty or 0 where it does not care."""
 
     @property
@@ -57,7 +57,7 @@ class Offers(Protocol):
         """Of the machine."""
 
 
-def fits(needs: Needs, node: Offers) -> str | None:
+def fits(needs: HardwareNeeds, node: Offers) -> str | None:
     """None where the node can run the bundle, else the first reason why it cannot."""
     missing = [name for name in needs.instructions if name not in node.instructions]
     if needs.runtime and needs.runtime != node.runtime:

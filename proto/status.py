@@ -5,8 +5,8 @@ A servicer runs its body inside `status_of(context)`; a client runs its call ins
 error: the caller gets a constant text and an incident id, the log gets the traceback under it.
 
 The status alone does not tell every family, so the trailer names it too, with facts for scripts
-(`told`, `facts_of`), in the form that other gRPC tools read as google.rpc.ErrorInfo. A trailer
-that is damaged, too long or contradicts the status is ignored; the status then decides.
+(`with_details`, `facts_of`), in the form that other gRPC tools read as google.rpc.ErrorInfo. A
+trailer that is damaged, too long or contradicts the status is ignored; the status then decides.
 """
 
 import asyncio
@@ -79,7 +79,7 @@ class AbortingLater(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StatusRow:
     """One family: the status it leaves as, and the other statuses that come back as it."""
 
     family: type[TriplaneError]
@@ -92,15 +92,15 @@ _CALLER_MUST_CHANGE: Final = (_S.OUT_OF_RANGE, _S.UNAUTHENTICATED, _S.PERMISSION
 # A subclass stands before its base: the first row whose family matches decides.
 # fmt: off
 TABLE: Final = (
-    Row(DeadlineExceeded, _S.DEADLINE_EXCEEDED),
-    Row(Unimplemented,    _S.UNIMPLEMENTED),
-    Row(InvalidInput,     _S.INVALID_ARGUMENT, _CALLER_MUST_CHANGE),
-    Row(NotFound,         _S.NOT_FOUND),
-    Row(Conflict,         _S.FAILED_PRECONDITION, (_S.ALREADY_EXISTS, _S.ABORTED)),
-    Row(Unavailable,      _S.UNAVAILABLE, (_S.RESOURCE_EXHAUSTED, _S.CANCELLED)),
-    Row(Corrupt,          _S.DATA_LOSS),
-    Row(MissingExtra,     _S.UNIMPLEMENTED),
-    Row(TriplaneError,    _S.INTERNAL, (_S.UNKNOWN,)),
+    StatusRow(DeadlineExceeded, _S.DEADLINE_EXCEEDED),
+    StatusRow(Unimplemented,    _S.UNIMPLEMENTED),
+    StatusRow(InvalidInput,     _S.INVALID_ARGUMENT, _CALLER_MUST_CHANGE),
+    StatusRow(NotFound,         _S.NOT_FOUND),
+    StatusRow(Conflict,         _S.FAILED_PRECONDITION, (_S.ALREADY_EXISTS, _S.ABORTED)),
+    StatusRow(Unavailable,      _S.UNAVAILABLE, (_S.RESOURCE_EXHAUSTED, _S.CANCELLED)),
+    StatusRow(Corrupt,          _S.DATA_LOSS),
+    StatusRow(MissingExtra,     _S.UNIMPLEMENTED),
+    StatusRow(TriplaneError,    _S.INTERNAL, (_S.UNKNOWN,)),
 )
 # fmt: on
 _FAMILY_OF: Final = {code: row.family for row in reversed(TABLE) for code in (*row.also, row.code)}
@@ -119,7 +119,7 @@ def family_of(code: grpc.StatusCode) -> type[TriplaneError]:
     return _FAMILY_OF[code]
 
 
-def told(error: E, /, **facts: str) -> E:
+def with_details(error: E, /, **facts: str) -> E:
     """`error` with facts for scripts, which a client finds by `facts_of` on what it raises.
 
     At most MAX_FACTS, of at most MAX_FACT_CHARS printable characters each; what is beyond is left
@@ -131,7 +131,10 @@ def told(error: E, /, **facts: str) -> E:
 
 
 def facts_of(error: BaseException) -> Mapping[str, str]:
-    """What was `told` of it, here or on the server; an internal error has its `incident`."""
+    """Return the details of an error, added here or on the server (see `with_details`).
+
+    An internal error has its `incident`.
+    """
     found: Mapping[str, str] = vars(error).get("facts", {})
     return found
 
@@ -207,7 +210,7 @@ def error_from(error: grpc.RpcError) -> TriplaneError:
     code: grpc.StatusCode = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     text: str | None = getattr(error, "details", lambda: None)()
     reason = _reason(getattr(error, "trailing_metadata", lambda: None)())
-    return told(_family(reason, code)(text or code.name), **reason.fields)
+    return with_details(_family(reason, code)(text or code.name), **reason.fields)
 
 
 @contextlib.contextmanager

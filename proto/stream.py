@@ -1,13 +1,13 @@
-"""The one long-lived stream of a node or device: numbered frames, acknowledged, sent again.
+"""The one long-lived stream of a node or device: numbered frames that are acknowledged or resent.
 
-`Half` is the pure core, one per side: what was sent and not acknowledged, what was handled. The
-rest is I/O. A message is handled once per pair of epochs, in order; after a side was restarted (a
-new epoch) what it had not acknowledged is handled again, so handlers must not mind repetition.
-Sending returns when the other side's handler returned, which it does after making the message
-durable where that matters. See `session.proto`.
+`StreamState` is the pure core, one per peer: which frames were sent and not acknowledged, and which
+were handled. The rest is I/O. A message is handled once per pair of epochs, in order. After a peer
+restarted (a new epoch), the messages that it had not acknowledged are handled again, so handlers
+must tolerate repetition. Sending returns when the other peer's handler has returned, which happens
+after it made the message durable where that matters. See `session.proto`.
 
-Times are limited by `asyncio.timeout`, never by `wait_for`: before Python 3.12 that loses a
-cancellation that meets its result, and the loop around it goes on for ever.
+Timeouts use `asyncio.timeout`, never `wait_for`: before Python 3.12 `wait_for` loses a cancellation
+that arrives together with its result, and the surrounding loop never ends.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ def new_epoch() -> bytes:
 
 
 @dataclass(slots=True)
-class Half:
+class StreamState:
     """One side of a session, without any I/O.
 
     unacknowledged: frames in order of their numbers. received: highest number of the peer's epoch
@@ -134,7 +134,7 @@ class Half:
 class Link:
     """One stream of either side, once both have greeted: pumps frames until it ends."""
 
-    def __init__(self, half: Half, on_message: Handler, heartbeat_s: float) -> None:
+    def __init__(self, half: StreamState, on_message: Handler, heartbeat_s: float) -> None:
         self.half = half
         self._on_message = on_message
         self._heartbeat_s = heartbeat_s
@@ -220,7 +220,7 @@ class SessionClient:
     ) -> None:
         self._connect, self._on_message, self._greeting = connect, on_message, greeting
         self._software, self._rng = software, rng
-        self._half = Half(new_epoch())
+        self._half = StreamState(new_epoch())
         self._link: Link | None = None
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._patience_s = HELLO_S
@@ -342,7 +342,7 @@ class ServerSession:
         self, epoch: bytes, on_message: Handler, *, heartbeat_s: float = HEARTBEAT_S
     ) -> None:
         self._epoch, self._on_message, self._heartbeat_s = epoch, on_message, heartbeat_s
-        self._half = Half(epoch)
+        self._half = StreamState(epoch)
         self._link: Link | None = None
         self._goodbye: asyncio.Future[pb.Goodbye] | None = None
 
@@ -428,7 +428,7 @@ class ServerSession:
 
     def _restart(self, hello: pb.Hello) -> None:
         """A caller that has met neither this process nor this half: nothing old counts."""
-        fresh = Half(self._epoch)
+        fresh = StreamState(self._epoch)
         latest = {frame.WhichOneof("body"): frame for frame in self._half.unacknowledged}
         for name, frame in latest.items():
             fresh.add(str(name), getattr(frame, str(name)))

@@ -24,7 +24,7 @@ from triplane.proto.blobs import (
     RESERVE_FACTOR,
     SYNC_BYTES,
     BlobFolder,
-    Receiving,
+    IncomingBlob,
     chunks_of,
     digest_of,
 )
@@ -43,8 +43,8 @@ __all__ = [
     "SYNC_BYTES",
     "UPLOAD_BYTES",
     "BlobFolder",
+    "IncomingBlob",
     "Pace",
-    "Receiving",
     "TooSlow",
     "TransferServicer",
     "WrongLength",
@@ -231,7 +231,7 @@ def download(
 
 
 def _pull(
-    stub: TransferStub, receiving: Receiving, progress: Report, pace: Pace, until_s: float
+    stub: TransferStub, receiving: IncomingBlob, progress: Report, pace: Pace, until_s: float
 ) -> None:
     request = pb.DownloadRequest(sha256=receiving.sha256, offset=receiving.stored)
     if receiving.stored == receiving.size:
@@ -256,7 +256,7 @@ def _pull(
         call.cancel()
 
 
-def _check_chunk(chunk: pb.DownloadChunk, receiving: Receiving) -> None:
+def _check_chunk(chunk: pb.DownloadChunk, receiving: IncomingBlob) -> None:
     if chunk.size != receiving.size:
         raise WrongLength(
             f"the other side says the blob has {chunk.size} bytes, signed are {receiving.size}"
@@ -366,7 +366,7 @@ class TransferServicer(Base):
             await asyncio.to_thread(receiving.finish)
             return pb.Progress(stored=receiving.size, complete=True)
 
-    async def _write(self, receiving: Receiving, chunk: pb.UploadChunk) -> None:
+    async def _write(self, receiving: IncomingBlob, chunk: pb.UploadChunk) -> None:
         if len(chunk.data) > CHUNK_BYTES:
             raise InvalidInput(f"a chunk has at most {CHUNK_BYTES} bytes, got {len(chunk.data)}")
         await asyncio.to_thread(receiving.write, chunk.data)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from triplane.unified_ir.federated.core.rules import step
-from triplane.unified_ir.federated.core.run import Effects, Ended, Event, Refused, State
+from triplane.unified_ir.federated.core.run import Effects, Ended, Event, Refused, RunState
 
 TENTH: Final = 10
 
@@ -41,7 +41,7 @@ class Book:
     as text. refused: newest reason by kind.
     """
 
-    state: State
+    state: RunState
     revision: int = 0
     at_s: float = 0.0
     spreads: Mapping[str, Spreads] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def follow(book: Book, event: Event) -> tuple[Book, Effects]:
     return after, effects
 
 
-def _spreads(state: State, ended: Ended) -> Spreads:
+def _spreads(state: RunState, ended: Ended) -> Spreads:
     scores = [m.score for m in state.members.values() if m.score and m.score.round == ended.number]
     return Spreads(
         before=spread_of([score.before for score in scores]),

@@ -50,8 +50,8 @@ from triplane.unified_ir.federated.core.run import (
     Refused,
     Restarted,
     Resumed,
+    RunState,
     Scored,
-    State,
     Stopped,
 )
 
@@ -214,7 +214,7 @@ class Federation:
                 "make room on the cloud's disk"
             )
 
-    def _restarted(self, _: State, at_s: float) -> Restarted:
+    def _restarted(self, _: RunState, at_s: float) -> Restarted:
         return Restarted(at_s=at_s, epoch=self._epoch)
 
     async def stop(self) -> None:
@@ -514,7 +514,7 @@ class Federation:
             return
         self._looks.add(looks)
 
-        def make(state: State, at_s: float) -> Joined | Left | None:
+        def make(state: RunState, at_s: float) -> Joined | Left | None:
             self._looks.discard(looks)
             event = self._presence_event(run, state, name, at_s)
             if event is not None:
@@ -524,7 +524,7 @@ class Federation:
         run.note(make)
 
     def _presence_event(
-        self, run: LiveRun, state: State, name: str, at_s: float
+        self, run: LiveRun, state: RunState, name: str, at_s: float
     ) -> Joined | Left | None:
         """How the device stands, where the run's state does not say so already."""
         member, offer = state.members.get(name), self._offer_to(run, name)
@@ -663,7 +663,7 @@ def _spend_nothing() -> None:
 def weighed(make: Make, bytes_down: int) -> Make:
     """The event of a contribution, with what its device was given for it."""
 
-    def made(state: State, at_s: float) -> Event | None:
+    def made(state: RunState, at_s: float) -> Event | None:
         event = make(state, at_s)
         if isinstance(event, Arrived | Answered | Scored | Refused | Declined):
             return replace(event, bytes_down=bytes_down)
@@ -672,7 +672,7 @@ def weighed(make: Make, bytes_down: int) -> Make:
     return made
 
 
-def _updates(state: State) -> list[str]:
+def _updates(state: RunState) -> list[str]:
     """Blobs of updates that the round at hand holds."""
     leases = state.round.leases if state.round else ()
     return [lease.update.blob for lease in leases if lease.update]

@@ -64,7 +64,7 @@ from triplane.unified_ir.federated.core.run import (
     Reduce,
     Reduced,
     Round,
-    State,
+    RunState,
     Stopped,
 )
 
@@ -151,7 +151,7 @@ class FlowerRuns:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(self._end(run) for run in self._runs.values()))
 
-    def message(self, run: str, state: State, device: str) -> str | None:
+    def message(self, run: str, state: RunState, device: str) -> str | None:
         """Blob of what a device of the round at hand is asked, "" for its plan; None: not yet."""
         known = self._runs.get(run)
         asked = known.asked if known else None
@@ -186,7 +186,7 @@ class FlowerRuns:
         return int(found["examples"]), math.nan if found["loss"] is None else float(found["loss"])
 
     async def _checked(
-        self, run: _Run, entry: Entry, state: State, turn: Turn, order: Mapping[str, Any]
+        self, run: _Run, entry: Entry, state: RunState, turn: Turn, order: Mapping[str, Any]
     ) -> dict[str, Any]:
         if run.process is None or run.turn != turn:
             await self._begun_again(run, entry, state, turn)
@@ -204,7 +204,7 @@ class FlowerRuns:
             state, memory = await asyncio.to_thread(self._kept, entry, answer)
         await claim(self._db, self._blobs, {state, memory})
 
-        def make(now: State, at_s: float) -> Reduced | None:
+        def make(now: RunState, at_s: float) -> Reduced | None:
             if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
                 return None
             return Reduced(at_s=at_s, number=order.number, shared=state.hex())
@@ -332,7 +332,7 @@ class FlowerRuns:
         }
 
     async def _begun(
-        self, run: _Run, entry: Entry, state: State, turn: Turn, devices: Mapping[str, str]
+        self, run: _Run, entry: Entry, state: RunState, turn: Turn, devices: Mapping[str, str]
     ) -> dict[str, Any]:
         """Give the strategy a turn; its process is begun where none is ready for it."""
         if run.process is None or run.turn is not None:
@@ -356,7 +356,7 @@ class FlowerRuns:
         run.turn = None
         return answer
 
-    async def _begun_again(self, run: _Run, entry: Entry, state: State, turn: Turn) -> None:
+    async def _begun_again(self, run: _Run, entry: Entry, state: RunState, turn: Turn) -> None:
         """Bring a new process to a turn that another one gave.
 
         Whom it asked is settled, so all members are offered and what it asks now is not sent.
@@ -395,7 +395,7 @@ class FlowerRuns:
 
     # Processes
 
-    async def _process(self, entry: Entry, state: State, turn: Turn) -> StrategyProcess:
+    async def _process(self, entry: Entry, state: RunState, turn: Turn) -> StrategyProcess:
         prepared = entry.prepared
         assert prepared is not None
         order = {

@@ -260,7 +260,7 @@ def first_book(entry: Entry) -> Book:
     """A prepared run before its first event."""
     assert entry.prepared is not None
     return Book(
-        state=core.State(
+        state=core.RunState(
             plan=plan_of(entry.spec),
             run=entry.id,
             shared=entry.prepared.state,
@@ -271,10 +271,10 @@ def first_book(entry: Entry) -> Book:
     )
 
 
-def plan_of(spec: pb.Spec) -> core.Plan:
+def plan_of(spec: pb.Spec) -> core.RunPlan:
     """What the machine needs of a spec whose defaults are filled in."""
     cohort = spec.cohort
-    return core.Plan(
+    return core.RunPlan(
         rounds=spec.rounds,
         devices=cohort.devices,
         asked=cohort.devices + _ceil(cohort.devices * cohort.over_selection),

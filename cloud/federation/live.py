@@ -41,8 +41,8 @@ from triplane.unified_ir.federated.core.run import (
     Phase,
     Reduce,
     Refused,
+    RunState,
     Scored,
-    State,
     Stopped,
     Tell,
     Tick,
@@ -65,7 +65,7 @@ COUNTED_S: Final = 0.25
 """After which a device is told that its update counted, where no new task told it."""
 STOPPING: Final = "the cloud is stopping; say it again when it is back"
 
-Make = Callable[[State, float], Event | None]
+Make = Callable[[RunState, float], Event | None]
 """Makes an event of the state it meets and the time; None where it means nothing any more."""
 Write = Callable[[sa.Connection, Book], None]
 """What is written in the transaction of an event, told the book after it."""
@@ -310,7 +310,7 @@ class LiveRun:
             and self._held_for_s() > 0
         )
 
-    def _may_reduce_ahead(self, state: State) -> bool:
+    def _may_reduce_ahead(self, state: RunState) -> bool:
         return state.phase is Phase.REDUCING and not self.entry.spec.HasField("flower")
 
     def _reduce_ahead(self) -> None:
@@ -490,19 +490,19 @@ def in_phase(phase: Phase, make: Make) -> Make:
     return lambda state, at_s: make(state, at_s) if state.phase is phase else None
 
 
-def _counts(state: State, event: Arrived) -> bool:
+def _counts(state: RunState, event: Arrived) -> bool:
     """Whether the update is one that the round at hand counts."""
     held = lease_of(state, event.device)
     return held is not None and held.id == event.lease and held.update == event.update
 
 
-def _has_counted(state: State, device: str) -> bool:
+def _has_counted(state: RunState, device: str) -> bool:
     """Whether the device has done its work in the round at hand."""
     held = lease_of(state, device)
     return held is not None and held.outcome is Outcome.COUNTED
 
 
-def _same_round(one: State, other: State) -> bool:
+def _same_round(one: RunState, other: RunState) -> bool:
     """Whether what came for the round of one state is needed in the other."""
     turns = [(x.number, x.evaluates, x.attempt) if x else None for x in (one.round, other.round)]
     return turns[0] == turns[1]

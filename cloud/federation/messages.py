@@ -14,12 +14,12 @@ from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
     Ended,
-    Member,
     Outcome,
     Phase,
+    RunMember,
+    RunState,
     Score,
     Settled,
-    State,
 )
 
 MAX_ROUNDS: Final = 1000
@@ -105,7 +105,7 @@ def _add_state(message: pb.Run, book: Book, *, rounds: bool, down: int) -> None:
         message.rounds.extend(found[-MAX_ROUNDS:])
 
 
-def _member(member: Member) -> pb.Member:
+def _member(member: RunMember) -> pb.Member:
     return pb.Member(
         device=member.device,
         connected=member.connected,
@@ -148,7 +148,7 @@ def _ended(book: Book, ended: Ended) -> pb.Round:
     return message
 
 
-def _at_hand(state: State, down: int) -> list[pb.Round]:
+def _at_hand(state: RunState, down: int) -> list[pb.Round]:
     found = state.round
     if found is None or state.phase is not Phase.COLLECTING:
         return []
@@ -174,7 +174,7 @@ def _spread(spread: Spread) -> pb.Spread:
     return pb.Spread(mean=spread.mean, worst=spread.worst, worst_tenth=spread.worst_tenth)
 
 
-def task_message(entry: Entry, state: State, device: str, files: Files, now_s: float) -> pb.Task:
+def task_message(entry: Entry, state: RunState, device: str, files: Files, now_s: float) -> pb.Task:
     """What the device shall do in this run now. The caller has seen that it has an open lease."""
     lease, found = open_lease(state, device), state.round
     assert lease is not None
@@ -201,7 +201,7 @@ def task_message(entry: Entry, state: State, device: str, files: Files, now_s: f
     return task
 
 
-def settlements(run: str, member: Member) -> list[pb.Settlement]:
+def settlements(run: str, member: RunMember) -> list[pb.Settlement]:
     """What became of the device's newest contribution to a run, and the newest that counted.
 
     The device may have heard of neither: it may have left before it was told of the one that

@@ -53,7 +53,7 @@ from triplane.unified_ir.federated.core.run import (
     Reduce,
     Reduced,
     Round,
-    State,
+    RunState,
 )
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Results:
         state, slots = await asyncio.to_thread(self._reduced, entry, shared, order, known, small)
         await claim(self._db, self._blobs, known)
 
-        def make(now: State, at_s: float) -> Reduced | None:
+        def make(now: RunState, at_s: float) -> Reduced | None:
             if now.phase is not Phase.REDUCING or now.turn[0] != order.number:
                 return None
             return Reduced(at_s=at_s, number=order.number, shared=state)
@@ -272,7 +272,7 @@ class Results:
             ),
         )
 
-        def make(now: State, at_s: float) -> Finished | None:
+        def make(now: RunState, at_s: float) -> Finished | None:
             return Finished(at_s=at_s) if now.phase is Phase.FINISHING else None
 
         def write(connection: sa.Connection, _: Book) -> None:

@@ -41,11 +41,11 @@ from triplane.unified_ir.federated.core.run import (
     Declined,
     Event,
     Lease,
-    Member,
     Refused,
+    RunMember,
+    RunState,
     Score,
     Scored,
-    State,
     Update,
 )
 
@@ -336,7 +336,7 @@ def refused(device: str, lease: str, kind: str, reason: str) -> Make:
     """The event of a contribution that cannot count; one for each lease."""
     text, belated = shown(reason), _belated(device, lease)
 
-    def make(state: State, at_s: float) -> Event | None:
+    def make(state: RunState, at_s: float) -> Event | None:
         if not _is_open(state, device, lease):
             return belated(state, at_s)
         return Refused(at_s=at_s, device=device, lease=lease, kind=kind, reason=text)
@@ -358,12 +358,12 @@ def _sends(run: LiveRun, device: str) -> str | None:
     return lease.id if run.entry.spec.flower.app or not state.round.evaluates else None
 
 
-def most_examples(member: Member, *, evaluates: bool) -> int:
+def most_examples(member: RunMember, *, evaluates: bool) -> int:
     """What a contribution of a device may stand for."""
     return member.held_out if evaluates else member.examples
 
 
-def _is_open(state: State, device: str, lease: str) -> bool:
+def _is_open(state: RunState, device: str, lease: str) -> bool:
     found = open_lease(state, device)
     return found is not None and found.id == lease
 
@@ -376,7 +376,7 @@ def _belated(device: str, lease: str) -> Make:
     """
     update = Update(blob="", size=0, examples=0, loss=math.nan, seconds=0.0)
 
-    def make(state: State, at_s: float) -> Arrived | Refused | None:
+    def make(state: RunState, at_s: float) -> Arrived | Refused | None:
         member, rounds = state.members.get(device), state.round.number if state.round else 0
         if member is None or member.dropped >= BELATED + PER_ROUND * rounds:
             return None
@@ -392,7 +392,7 @@ def _score(device: str, lease: str, told: pb.Contribution) -> Make:
     found = told.score
     score = Score(samples=found.samples, before=found.before, after=found.after, round=told.round)
 
-    def make(state: State, at_s: float) -> Scored | Refused:
+    def make(state: RunState, at_s: float) -> Scored | Refused:
         member = state.members.get(device)
         most = member.held_out if member else 0
         number = state.round.number if state.round else 0
@@ -426,7 +426,7 @@ def _check_inline(run: LiveRun, told: pb.Update) -> None:
         raise Refusal("damaged", "the bytes in the contribution are not those that it names")
 
 
-def _check_figures(state: State, device: str, told: pb.Update) -> None:
+def _check_figures(state: RunState, device: str, told: pb.Update) -> None:
     if state.round is None or state.round.evaluates:
         raise Refusal("kind", "the round evaluates; it asked for a score, not an update")
     most = state.members[device].examples

@@ -15,7 +15,7 @@ from triplane.cloud.fleet.state import Fleet, Held, Node, Paper
 from triplane.cloud.fleet.waves import wave_of
 from triplane.proto.errors import Conflict, NotFound
 from triplane.proto.fleet_pb2 import DeployRequest
-from triplane.proto.status import told
+from triplane.proto.status import with_details
 
 MAX_ASSIGNMENTS: Final = 64
 
@@ -75,7 +75,7 @@ def _check_free(fleet: Fleet, model: str) -> None:
                 f"rollout {other.id} of {model}@{other.plan.version} is "
                 f"{other.state.name.lower()}; abort it or wait for its end"
             )
-            raise told(Conflict(text), rollout=other.id)
+            raise with_details(Conflict(text), rollout=other.id)
 
 
 def _meant(fleet: Fleet, text: str) -> list[str]:

@@ -15,15 +15,15 @@ from typing import Final
 
 import grpc
 
-from triplane.edge.agent.attempt import World
+from triplane.edge.agent.attempt import AttemptContext
 from triplane.edge.agent.capability import capability
 from triplane.edge.agent.journal import Journal
 from triplane.edge.agent.metadata import fetch_over
 from triplane.edge.agent.reconciler import Reconciler, report
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.seam import Seam
 from triplane.edge.agent.trust import Freshness, Trust
-from triplane.edge.home import NodeHome, Settings
+from triplane.edge.home import NodeHome, NodeSettings
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto import signals
 from triplane.proto.channels import connect, connect_aio
@@ -43,7 +43,7 @@ STOP_S: Final = 8.0
 """From a signal to the end, less than the supervisor waits; a killed agent has lost nothing."""
 
 
-class Watched:
+class ObservedTrust:
     """`Trust`, and when it last succeeded."""
 
     def __init__(self, trust: Trust) -> None:
@@ -69,14 +69,14 @@ class Agent:
         self._changed = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: SessionClient | None = None
-        self._trust = Watched(Trust(home.trust, self._metadata))
+        self._trust = ObservedTrust(Trust(home.trust, self._metadata))
         self._journal = Journal(home.journal)
         self._seam = Seam(home.control_socket)
         self._channel: grpc.Channel | None = None
         self._certificate = b""
         self._channel_lock = threading.Lock()
         blobs = BlobFolder(home.bundles, max_bytes=self._settings.max_disk_bytes)
-        world = World(
+        context = AttemptContext(
             node=home.identity.name,
             targets=tuple(capability(home.path, self._settings.targets).targets),
             home=home,
@@ -88,7 +88,7 @@ class Agent:
             incident=self._incident,
             probation_s=self._settings.probation_s,
         )
-        self._reconciler = Reconciler(world, self._tell)
+        self._reconciler = Reconciler(context, self._tell)
 
     async def run(self) -> None:
         """Work until SIGTERM or SIGINT."""
@@ -131,7 +131,7 @@ class Agent:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(self._changed.set)
 
-    def _incident(self, refusal: Refused) -> None:
+    def _incident(self, refusal: AttemptRefused) -> None:
         self._reconciler.incident(refusal)
 
     async def _report(self, session: SessionClient) -> None:
@@ -195,7 +195,7 @@ class Agent:
         return made
 
 
-def _pace(settings: Settings) -> Pace:
+def _pace(settings: NodeSettings) -> Pace:
     usual, least, patience_s = Pace(), settings.min_bytes_per_s, settings.patience_s
     return Pace(
         min_bytes_per_s=usual.min_bytes_per_s if least is None else least,

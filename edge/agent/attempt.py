@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 from triplane.edge.agent.adapting import Compared
 from triplane.edge.agent.journal import Journal, Line
 from triplane.edge.agent.policy import Admission, check_metric
-from triplane.edge.agent.refusal import Refused, clipped
+from triplane.edge.agent.refusal import AttemptRefused, clipped
 from triplane.edge.agent.trust import Freshness
 from triplane.edge.agent.trying import judge_trial, run_adaptation, run_trial
 from triplane.edge.home import NodeHome
@@ -86,7 +86,7 @@ Adaptation = Callable[..., Compared]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class World:
+class AttemptContext:
     """What attempts work with.
 
     node: our name. targets: of the converter, that this machine takes. incident: told each refusal.
@@ -100,7 +100,7 @@ class World:
     seam: Switching
     fetch: Fetch
     journal: Journal
-    incident: Callable[[Refused], None]
+    incident: Callable[[AttemptRefused], None]
     trial: Trial = run_trial
     adaptation: Adaptation = run_adaptation
     disk: Disk = OS_DISK
@@ -110,7 +110,7 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class AttemptProgress:
     """How far an attempt is. state: a name of NodeState."""
 
     model: str
@@ -130,15 +130,15 @@ class Attempt:
 
     def __init__(
         self,
-        world: World,
+        context: AttemptContext,
         assignment: Assignment,
         committed: Pointer | None,
-        told: Callable[[Progress], None],
+        told: Callable[[AttemptProgress], None],
         superseded: Callable[[], bool],
     ) -> None:
-        self._world, self._assignment, self._committed = world, assignment, committed
+        self._context, self._assignment, self._committed = context, assignment, committed
         self._told, self._superseded = told, superseded
-        self._progress = Progress(
+        self._progress = AttemptProgress(
             assignment.model, assignment.version, assignment.attempt, "ASSIGNED"
         )
 
@@ -146,8 +146,8 @@ class Attempt:
         """The new pointer; None where another version stays. Unavailable: try again later."""
         try:
             return self._run()
-        except Refused as refusal:
-            self._world.incident(refusal)
+        except AttemptRefused as refusal:
+            self._context.incident(refusal)
             self._enter("FAILED", str(refusal))
         except (Corrupt, InvalidInput, NotFound) as error:
             self._enter("FAILED", str(error))
@@ -171,7 +171,7 @@ class Attempt:
         self._enter("VERIFIED")
         golden = self._golden(admission)
         self._enter("STAGED")
-        answer = self._world.trial(path, size=target.length, golden=golden)
+        answer = self._context.trial(path, size=target.length, golden=golden)
         judge_trial(answer, target)
         if admission.rule is not None:
             check_metric(admission, float(answer["accuracy"]))
@@ -200,43 +200,43 @@ class Attempt:
 
     def _adapt(self, start: Path, target: SignedTarget) -> tuple[Compared, Path, bytes]:
         """The start point adapted to this node's samples: how it does, and where it lies."""
-        world, model = self._world, self._assignment.model
-        samples = world.home.samples / f"{model}.npz"
+        context, model = self._context, self._assignment.model
+        samples = context.home.samples / f"{model}.npz"
         if not samples.is_file():
-            raise Refused(
+            raise AttemptRefused(
                 "adaptation",
                 f"{target.path} is a start point: it serves after it was adapted to labelled "
                 f"samples of the node, and there are none; give it some: triplane edge samples "
-                f"{model} FILE.npz --home {world.home.path}",
+                f"{model} FILE.npz --home {context.home.path}",
             )
-        now = world.home.bundles / self._committed.sha256 if self._committed else None
+        now = context.home.bundles / self._committed.sha256 if self._committed else None
         if now is not None and not now.is_file():  # it was damaged, and is being fetched again
             now = None
-        made = world.home.run / f"{model}.adapted"
+        made = context.home.run / f"{model}.adapted"
         try:
-            compared = world.adaptation(
-                start, size=target.length, samples=samples, seed=f"{world.node}\0{model}",
+            compared = context.adaptation(
+                start, size=target.length, samples=samples, seed=f"{context.node}\0{model}",
                 out=made, current=now,
             )  # fmt: skip
-            sha256 = world.blobs.put_file(made)
+            sha256 = context.blobs.put_file(made)
         finally:
             made.unlink(missing_ok=True)
-        return compared, world.blobs.path(sha256), sha256
+        return compared, context.blobs.path(sha256), sha256
 
     def _admit(self) -> Admission:
-        freshness = self._world.trust.refresh()
+        freshness = self._context.trust.refresh()
         for refusal in freshness.refusals:
-            self._world.incident(refusal)
+            self._context.incident(refusal)
         if not freshness.is_fresh:
             why = freshness.error or "; ".join(map(str, freshness.refusals)) or "it has expired"
             raise Unavailable(f"signed metadata is stale, nothing new is taken: {why}")
         version = self._committed.version if self._committed else 0
-        admission = self._world.trust.admit(
-            self._assignment.target_path, node=self._world.node, committed_version=version
+        admission = self._context.trust.admit(
+            self._assignment.target_path, node=self._context.node, committed_version=version
         )
         name = admission.target.name
         if (name.model, name.version) != (self._assignment.model, self._assignment.version):
-            raise Refused(
+            raise AttemptRefused(
                 "wrong-target",
                 f"assigned is {self._assignment.model}@{self._assignment.version}, but the target "
                 f"is {admission.target.path}",
@@ -248,11 +248,11 @@ class Attempt:
                 f"assigned is {wanted.hex()}: the cloud's registry and its signed metadata "
                 "contradict each other; if it stays so, push and sign the version again"
             )
-        if name.target not in self._world.targets:
-            raise Refused(
+        if name.target not in self._context.targets:
+            raise AttemptRefused(
                 "hardware",
                 f"{admission.target.path} is made for {name.target}, this node takes "
-                f"{', '.join(self._world.targets) or 'no target of the converter'}",
+                f"{', '.join(self._context.targets) or 'no target of the converter'}",
             )
         return admission
 
@@ -264,24 +264,26 @@ class Attempt:
 
     def _fetch(self, target: SignedTarget, progress: Callable[[int, int], None]) -> Path:
         """The signed file, here. A side that holds it back is told as an incident."""
-        if quarantine(self._world, target.sha256.hex()):
-            self._world.incident(Refused("damaged", f"{target.path} was damaged on the disk"))
+        if quarantine(self._context, target.sha256.hex()):
+            self._context.incident(
+                AttemptRefused("damaged", f"{target.path} was damaged on the disk")
+            )
         try:
-            return self._world.fetch(target.sha256, target.length, self._world.blobs, progress)
+            return self._context.fetch(target.sha256, target.length, self._context.blobs, progress)
         except TooSlow as error:
-            self._world.incident(Refused("slow-retrieval", f"{target.path}: {error}"))
+            self._context.incident(AttemptRefused("slow-retrieval", f"{target.path}: {error}"))
             raise
         except Corrupt as error:
             kind = "length" if isinstance(error, WrongLength) else "digest"
-            raise Refused(kind, f"{target.path}: {error}") from error
+            raise AttemptRefused(kind, f"{target.path}: {error}") from error
 
     def _switch(self, pointer: Pointer, path: Path) -> Pointer | None:
         self._enter("PROBATION")
         try:
-            self._world.seam.load(pointer.model, path, pointer.digest)
+            self._context.seam.load(pointer.model, path, pointer.digest)
             self._watch(pointer)
-        except Refused as refusal:
-            self._world.incident(refusal)
+        except AttemptRefused as refusal:
+            self._context.incident(refusal)
             self._go_back(str(refusal))
             return None
         except (Unavailable, Superseded):
@@ -290,43 +292,45 @@ class Attempt:
         except TriplaneError as error:
             self._go_back(f"serving refused it: {error}")
             return None
-        write_pointer(self._world.home.models, pointer, self._world.disk)
+        write_pointer(self._context.home.models, pointer, self._context.disk)
         self._enter("COMMITTED")
         return pointer
 
     def _watch(self, pointer: Pointer) -> None:
         """Refused where the version does not do well for as long as it is on probation."""
-        probation_s = self._assignment.probation_s or self._world.probation_s
+        probation_s = self._assignment.probation_s or self._context.probation_s
         until_s = time.monotonic() + probation_s
         while True:
             self._check_superseded()
             self._look(pointer)
             if time.monotonic() >= until_s:
                 return
-            self._world.pause(min(POLL_S, max(0.0, until_s - time.monotonic())))
+            self._context.pause(min(POLL_S, max(0.0, until_s - time.monotonic())))
 
     def _look(self, pointer: Pointer) -> None:
         gone_s = time.monotonic() + ABSENT_S
         while True:
             try:
-                serving = self._world.seam.versions().get(pointer.model)
+                serving = self._context.seam.versions().get(pointer.model)
                 if serving != str(pointer.version):
-                    raise Refused(
+                    raise AttemptRefused(
                         "probation",
                         f"version {pointer.version} does not serve any more, but {serving}: the "
                         "serving process ended during the probation",
                     )
-                succeeded, failed = self._world.seam.calls(pointer.model)
+                succeeded, failed = self._context.seam.calls(pointer.model)
             except Unavailable as error:
                 if time.monotonic() > gone_s:
-                    raise Refused(
+                    raise AttemptRefused(
                         "probation", f"serving was away for {ABSENT_S:.0f} s: {error}"
                     ) from error
-                self._world.pause(POLL_S)
+                self._context.pause(POLL_S)
                 continue
             calls = succeeded + failed
             if calls >= MIN_CALLS and failed > MAX_FAILED_SHARE * calls:
-                raise Refused("probation", f"{failed} of {calls} calls failed after the switch")
+                raise AttemptRefused(
+                    "probation", f"{failed} of {calls} calls failed after the switch"
+                )
             return
 
     def _go_back(self, reason: str) -> None:
@@ -336,12 +340,12 @@ class Attempt:
     def _restore(self) -> None:
         """Serve what is committed again, if serving can be reached; else its start does."""
         try:
-            restore(self._world.seam, self._world.home, self._assignment.model, self._committed)
+            restore(self._context.seam, self._context.home, self._assignment.model, self._committed)
         except TriplaneError as error:
             logger.warning("return not confirmed", extra={"reason": str(error)})
 
     def _require_space(self, size: int) -> None:
-        space = os.statvfs(self._world.home.bundles)
+        space = os.statvfs(self._context.home.bundles)
         free = space.f_bavail * space.f_frsize
         needed = SPACE_FACTOR * size
         if free < needed:
@@ -360,9 +364,9 @@ class Attempt:
     def _enter(self, state: str, reason: str = "") -> None:
         """Journal the transition, then tell it."""
         given, reason = self._assignment, clipped(reason, MAX_REASON_CHARS)
-        self._world.journal.add(
+        self._context.journal.add(
             Line(
-                time_s=self._world.clock(),
+                time_s=self._context.clock(),
                 model=given.model,
                 version=given.version,
                 attempt=given.attempt,
@@ -387,31 +391,31 @@ def is_whole(home: NodeHome, sha256: str) -> bool:
         return False
 
 
-def quarantine(world: World, sha256: str) -> bool:
+def quarantine(context: AttemptContext, sha256: str) -> bool:
     """Move a bundle's file out of the way if it is damaged, and say so; one is kept for a look.
 
     So is a folder, or whatever else has the file's name or that of its unfinished download.
     """
-    partial = world.blobs.partial / sha256
+    partial = context.blobs.partial / sha256
     if os.path.lexists(partial) and not partial.is_file():
-        _put_aside(world, partial)
-    path = world.home.bundles / sha256
-    if not os.path.lexists(path) or is_whole(world.home, sha256):
+        _put_aside(context, partial)
+    path = context.home.bundles / sha256
+    if not os.path.lexists(path) or is_whole(context.home, sha256):
         return False
-    _put_aside(world, path)
+    _put_aside(context, path)
     return True
 
 
-def _put_aside(world: World, path: Path) -> None:
-    world.disk.make_folder(world.home.damaged)
-    for old in world.home.damaged.iterdir():
+def _put_aside(context: AttemptContext, path: Path) -> None:
+    context.disk.make_folder(context.home.damaged)
+    for old in context.home.damaged.iterdir():
         if old.is_dir() and not old.is_symlink():
             shutil.rmtree(old)
         else:
-            world.disk.remove(old)
-    world.disk.replace(path, world.home.damaged / path.name)
-    world.disk.sync_folder(path.parent)
-    logger.error("damaged bundle put aside", extra={"path": str(world.home.damaged / path.name)})
+            context.disk.remove(old)
+    context.disk.replace(path, context.home.damaged / path.name)
+    context.disk.sync_folder(path.parent)
+    logger.error("damaged bundle put aside", extra={"path": str(context.home.damaged / path.name)})
 
 
 def restore(seam: Switching, home: NodeHome, model: str, committed: Pointer | None) -> None:

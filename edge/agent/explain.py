@@ -1,4 +1,4 @@
-"""What an error of python-tuf's client means to a node: a `Refused` of one kind, with the values.
+"""Translate an error of python-tuf's client into an `AttemptRefused` of one kind, with the values.
 
 The client tells classes of errors apart; which attack one is, the bytes that caused it tell. They
 are looked at again here, unverified, for the message only.
@@ -11,7 +11,7 @@ from typing import Final
 from tuf.api import exceptions as errors
 
 from triplane.edge.agent.metadata import Client, Fetcher, limit_bytes, parsed
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import TriplaneError, Unavailable
 
 ClientError = errors.RepositoryError | errors.DownloadError
@@ -33,13 +33,13 @@ class Failure:
 
 
 def explain(error: ClientError, client: Client, fetcher: Fetcher) -> TriplaneError:
-    """A `Refused`, or Unavailable where the link failed."""
+    """A `AttemptRefused`, or Unavailable where the link failed."""
     name, data = fetcher.last
     failure = Failure(error, client, name, data)
     row = next(row for kind, row in ROWS if isinstance(error, kind))
     try:
         return row(failure)
-    except Refused as refusal:  # the bytes are worse than the client noticed
+    except AttemptRefused as refusal:  # the bytes are worse than the client noticed
         return refusal
 
 
@@ -47,19 +47,21 @@ def _endless(f: Failure) -> TriplaneError:
     if len(f.data) <= limit_bytes(f.role):  # longer than its pinned length only
         return _pinned(f)
     text = f"{f.name} has {len(f.data)} bytes, more than its limit: {f.error}"
-    return Refused("endless-data", text)
+    return AttemptRefused("endless-data", text)
 
 
 def _unavailable(f: Failure) -> TriplaneError:
     cause = f.error.__cause__
-    return cause if isinstance(cause, Refused) else Unavailable(f"{f.name}: {cause or f.error}")
+    return (
+        cause if isinstance(cause, AttemptRefused) else Unavailable(f"{f.name}: {cause or f.error}")
+    )
 
 
 def _unsigned(f: Failure) -> TriplaneError:
     found = parsed(f.role, f.data)
     result = f.client.judged(f.role, found)
     given = ", ".join(keyid[:12] for keyid in found.signatures) or "none"
-    return Refused(
+    return AttemptRefused(
         "threshold" if result.signed else "signature",
         f"{f.name} (version {found.signed.version}) has {len(result.signed)} valid signatures of "
         f"{result.threshold} that the role {f.role} needs; it is signed by key ids {given}",
@@ -72,7 +74,7 @@ def _expired(f: Failure) -> TriplaneError:
         signed = parsed(f.role, f.data).signed
         gone = [f"{f.role} {signed.version} expired {signed.expires:%Y-%m-%d %H:%M:%S}"]
     now = f"{f.client.time:%Y-%m-%d %H:%M:%S} UTC"
-    return Refused("freeze", f"{'; '.join(gone)}; here it is {now}")
+    return AttemptRefused("freeze", f"{'; '.join(gone)}; here it is {now}")
 
 
 def _version(f: Failure) -> TriplaneError:
@@ -81,23 +83,23 @@ def _version(f: Failure) -> TriplaneError:
     if f.role == "root":
         verified = f.client.root_version
         kind = "rollback" if version <= verified else "fast-forward"
-        return Refused(kind, f"{says}, the next root is {verified + 1}")
+        return AttemptRefused(kind, f"{says}, the next root is {verified + 1}")
     pinned = version if f.role == "timestamp" else f.client.pinned_version(f.role)
     if version != pinned:
-        return Refused("mix-and-match", f"{says}, verified metadata names version {pinned}")
-    return Refused("rollback", f"{says}, older than what was verified before: {f.error}")
+        return AttemptRefused("mix-and-match", f"{says}, verified metadata names version {pinned}")
+    return AttemptRefused("rollback", f"{says}, older than what was verified before: {f.error}")
 
 
 def _pinned(f: Failure) -> TriplaneError:
     try:
         found = parsed(f.role, f.data)
         is_genuine = bool(f.client.judged(f.role, found))
-    except Refused:
+    except AttemptRefused:
         is_genuine = False
     if not is_genuine:
         text = f"{f.name} is damaged or forged, and not the file that is named: {f.error}"
-        return Refused("signature", text)
-    return Refused(
+        return AttemptRefused("signature", text)
+    return AttemptRefused(
         "mix-and-match",
         f"{f.name} is genuine (version {found.signed.version}), but not the file that verified "
         f"metadata names (version {f.client.pinned_version(f.role)}): {f.error}",
@@ -107,7 +109,7 @@ def _pinned(f: Failure) -> TriplaneError:
 def _other(f: Failure) -> TriplaneError:
     parsed(f.role, f.data)
     kind = "rollback" if f.role == "snapshot" else "mix-and-match"
-    return Refused(kind, f"{f.name}: {f.error}")
+    return AttemptRefused(kind, f"{f.name}: {f.error}")
 
 
 # An error's class stands before its base: the first row that matches decides.

@@ -18,7 +18,7 @@ from tuf.ngclient.config import UpdaterConfig
 from tuf.ngclient.fetcher import FetcherInterface
 from tuf.ngclient.updater import Updater
 
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.disk import Disk, write_atomic
 from triplane.proto.errors import NotFound
 from triplane.proto.metadata_pb2 import GetRequest
@@ -59,7 +59,7 @@ def fetch_over(channel: grpc.Channel) -> Callable[[str], bytes]:
             found = error_from(error)
             if _TOO_LARGE in str(found):
                 text = f"{name} is larger than any message may be: {found}"
-                raise Refused("endless-data", text) from error
+                raise AttemptRefused("endless-data", text) from error
             raise found from error
 
     return fetch
@@ -178,9 +178,9 @@ def parsed(role: str, data: bytes) -> Metadata[Any]:
     except (DeserializationError, SerializationError) as error:
         cause = error.__cause__ or error
         text = f"{role}: {len(data)} bytes that are no metadata ({type(cause).__name__}: {cause})"
-        raise Refused("malformed", text[:400]) from error
+        raise AttemptRefused("malformed", text[:400]) from error
     if type(found.signed) is not kind:
-        raise Refused("malformed", f"{role}: metadata of type {found.signed.type!r}")
+        raise AttemptRefused("malformed", f"{role}: metadata of type {found.signed.type!r}")
     return found
 
 
@@ -196,7 +196,7 @@ def _check_jumps(role: str, known: dict[str, int], found: dict[str, int]) -> Non
     for name, version in found.items():
         before = known.get(name, version)
         if version - before > MAX_VERSION_JUMP:
-            raise Refused(
+            raise AttemptRefused(
                 "fast-forward",
                 f"{role}: {name} jumps from version {before} to {version}; at most "
                 f"{MAX_VERSION_JUMP} are believed, so that a stolen key cannot use the numbers up",

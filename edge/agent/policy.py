@@ -8,7 +8,7 @@ the committed one, and a metric below its floor are each refused by name.
 import hashlib
 from dataclasses import dataclass
 
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.targets import AUTO, Policy, Rule, SignedTarget, TargetName
 
 _SHARE_BITS = 53  # as many as a float holds exactly, so that a share of 1 includes every node
@@ -44,19 +44,19 @@ def judge(policy: Policy, name: TargetName, *, node: str, committed_version: int
     rule = policy.models.get(name.model)
     if rule is None:
         listed = ", ".join(sorted(policy.models)) or "none"
-        raise Refused(
+        raise AttemptRefused(
             "policy",
             f"{name}: the release policy has no rule for model {name.model!r} (listed: {listed}); "
             "it must be released by signers, or listed in a policy signed offline",
         )
     if not in_share(node, name.model, rule.share):
-        raise Refused(
+        raise AttemptRefused(
             "share",
             f"{name}: node {node!r} is outside the {rule.share:.2%} of nodes that the release "
             f"policy lets take unreleased versions of {name.model!r}; release the version by hand",
         )
     if name.version <= committed_version:
-        raise Refused(
+        raise AttemptRefused(
             "floor",
             f"{name}: version {name.version} is not above the committed version "
             f"{committed_version}; only signers may send a node back",
@@ -68,7 +68,7 @@ def check_metric(admission: Admission, measured: float) -> None:
     """Refused unless the metric, measured on the golden set, reaches the policy's floor."""
     rule = admission.rule
     if rule is not None and not measured >= rule.floor:  # NaN is below every floor
-        raise Refused(
+        raise AttemptRefused(
             "metric",
             f"{admission.target.path}: {rule.metric} {measured:.4f} on {rule.golden} is below the "
             f"policy's floor {rule.floor:.4f}",

@@ -26,15 +26,15 @@ from google.protobuf.message import DecodeError
 
 from triplane.edge.agent.attempt import (
     Attempt,
+    AttemptContext,
+    AttemptProgress,
     Fetch,
-    Progress,
     Superseded,
-    World,
     is_whole,
     quarantine,
     restore,
 )
-from triplane.edge.agent.refusal import Refused, clipped
+from triplane.edge.agent.refusal import AttemptRefused, clipped
 from triplane.edge.serving.pointers import Pointer, read_pointers
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
@@ -63,8 +63,10 @@ MAX_WAITING_INCIDENTS: Final = 100
 class Reconciler:
     """The loop and what it knows. changed: called when there is something new to report."""
 
-    def __init__(self, world: World, changed: Callable[[], None], disk: Disk = OS_DISK) -> None:
-        self._world, self._changed, self._disk = world, changed, disk
+    def __init__(
+        self, context: AttemptContext, changed: Callable[[], None], disk: Disk = OS_DISK
+    ) -> None:
+        self._context, self._changed, self._disk = context, changed, disk
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -80,15 +82,17 @@ class Reconciler:
         """Committed models whose bundle is damaged or refused by serving, and why."""
         self.serving: dict[str, str] = {}
         """The version of each model that answered calls at the last look."""
-        self.desired = read_desired(world.home.desired)
-        self.pointers, broken = read_pointers(world.home.models)
+        self.desired = read_desired(context.home.desired)
+        self.pointers, broken = read_pointers(context.home.models)
         self._unreadable = {
-            path.stem for path in world.home.models.glob("[!.]*.json")
+            path.stem for path in context.home.models.glob("[!.]*.json")
         } - self.pointers.keys()
         self.incidents: deque[pb.Incident] = deque(maxlen=MAX_WAITING_INCIDENTS)
-        self.progress: dict[str, Progress] = {
-            line.model: Progress(line.model, line.version, line.attempt, line.state, line.reason)
-            for line in world.journal.last.values()
+        self.progress: dict[str, AttemptProgress] = {
+            line.model: AttemptProgress(
+                line.model, line.version, line.attempt, line.state, line.reason
+            )
+            for line in context.journal.last.values()
         }
         for error in broken:
             logger.error("pointer unreadable", extra={"reason": str(error)})
@@ -103,7 +107,9 @@ class Reconciler:
         try:
             check_desired(desired)
         except InvalidInput as error:
-            self.incident(Refused("document", f"document {desired.number} is ignored: {error}"))
+            self.incident(
+                AttemptRefused("document", f"document {desired.number} is ignored: {error}")
+            )
             return
         with self._lock:
             if epoch == self._epoch and desired.number <= self.desired.number:
@@ -111,7 +117,7 @@ class Reconciler:
             self._epoch = epoch
             if desired == self.desired:
                 return
-            write_atomic(self._world.home.desired, desired.SerializeToString(), self._disk)
+            write_atomic(self._context.home.desired, desired.SerializeToString(), self._disk)
             self.desired = desired
         self._wake.set()
         self._changed()
@@ -121,10 +127,10 @@ class Reconciler:
         self._stop.set()
         self._wake.set()
 
-    def incident(self, refusal: Refused) -> None:
+    def incident(self, refusal: AttemptRefused) -> None:
         """Remember a refusal for the report."""
         with self._lock:
-            self.incidents.append(refusal.incident(self._world.clock()))
+            self.incidents.append(refusal.incident(self._context.clock()))
         self._changed()
 
     def untold(self) -> list[pb.Incident]:
@@ -204,7 +210,7 @@ class Reconciler:
         if self.lost.get(model) == reason:
             return
         if model not in self.lost:
-            self.incident(Refused("damaged", f"{model}: {reason}"))
+            self.incident(AttemptRefused("damaged", f"{model}: {reason}"))
         self.lost = {**self.lost, model: reason}
         self._changed()
 
@@ -218,18 +224,18 @@ class Reconciler:
     def _repair(self, model: str) -> bool:
         """Bring a committed bundle back that is damaged; whether the next look may follow now."""
         pointer = self.pointers[model]
-        if is_whole(self._world.home, pointer.sha256):
+        if is_whole(self._context.home, pointer.sha256):
             return self._guarded(model, lambda: self._load_again(pointer))
         if pointer.source != pointer.sha256 or not pointer.size:
             return False  # it was adapted here, or is of an older release: only an attempt helps
         return self._guarded(model, lambda: self._fetch_again(pointer))
 
     def _fetch_again(self, pointer: Pointer) -> None:
-        world = self._world
-        quarantine(world, pointer.sha256)
+        context = self._context
+        quarantine(context, pointer.sha256)
         try:
             sha256 = bytes.fromhex(pointer.sha256)
-            world.fetch(sha256, pointer.size, world.blobs, lambda *_: None)
+            context.fetch(sha256, pointer.size, context.blobs, lambda *_: None)
         except Exception as error:
             why = f"version {pointer.version} is {DAMAGED} and was not fetched again: {error}"
             self._lose(pointer.model, why)
@@ -238,7 +244,7 @@ class Reconciler:
 
     def _load_again(self, pointer: Pointer) -> None:
         try:
-            restore(self._world.seam, self._world.home, pointer.model, pointer)
+            restore(self._context.seam, self._context.home, pointer.model, pointer)
         except Exception as error:
             self._lose(pointer.model, f"version {pointer.version} does not load: {error}")
             raise
@@ -250,7 +256,7 @@ class Reconciler:
         if time.monotonic() < self._refresh_due_s:
             return
         self._refresh_due_s = time.monotonic() + REFRESH_S
-        for refusal in self._world.trust.refresh().refusals:
+        for refusal in self._context.trust.refresh().refusals:
             self.incident(refusal)
 
     def _is_due(self, assignment: pb.Assignment) -> bool:
@@ -262,7 +268,7 @@ class Reconciler:
             if pointer.source == pointer.sha256 and pointer.size:  # it is being fetched again
                 self._note(assignment, pointer, "DOWNLOADING", self.lost[assignment.model])
                 return False
-        last = self._world.journal.last.get(assignment.model)
+        last = self._context.journal.last.get(assignment.model)
         if last is None or not last.ended or last.state == "COMMITTED":
             return True
         # Attempts are counted by rollout: whatever number one cloud gave, the next begins anew.
@@ -272,7 +278,7 @@ class Reconciler:
         """Look at the bundle's file once for each new attempt at what is committed already."""
         if self._verified.get(assignment.model) != assignment.attempt:
             self._verified[assignment.model] = assignment.attempt
-            if not is_whole(self._world.home, pointer.sha256):
+            if not is_whole(self._context.home, pointer.sha256):
                 self._lose(assignment.model, f"version {pointer.version} is {DAMAGED}")
                 return True
         return False
@@ -291,7 +297,9 @@ class Reconciler:
     def _note(
         self, assignment: pb.Assignment, pointer: Pointer, state: str, reason: str = ""
     ) -> None:
-        wanted = Progress(assignment.model, pointer.version, assignment.attempt, state, reason)
+        wanted = AttemptProgress(
+            assignment.model, pointer.version, assignment.attempt, state, reason
+        )
         if self.progress.get(assignment.model) != wanted:
             self._told(wanted)
 
@@ -304,7 +312,7 @@ class Reconciler:
             return self.desired is not document and assignment not in self.desired.assignments
 
         attempt = Attempt(
-            replace(self._world, fetch=self._noting(assignment)),
+            replace(self._context, fetch=self._noting(assignment)),
             assignment,
             self.pointers.get(assignment.model),
             self._told,
@@ -334,18 +342,18 @@ class Reconciler:
             sha256: bytes, size: int, into: BlobFolder, progress: Callable[[int, int], None]
         ) -> Path:
             names.add(sha256.hex())
-            return self._world.fetch(sha256, size, into, progress)
+            return self._context.fetch(sha256, size, into, progress)
 
         return fetch
 
-    def _told(self, progress: Progress) -> None:
+    def _told(self, progress: AttemptProgress) -> None:
         self.progress = {**self.progress, progress.model: progress}
         self._changed()
 
     def _settle(self) -> None:
         """No attempt is running: serving shall serve what is committed and nothing else."""
         try:
-            serving = self._world.seam.versions()
+            serving = self._context.seam.versions()
         except Unavailable:
             self._note_serving(up=False)
             raise
@@ -359,7 +367,7 @@ class Reconciler:
             if pointer is not None and is_served and self._left_on_probation(model, pointer):
                 is_served = False
                 serving.pop(model)
-                self._guarded(model, partial(self._world.seam.unload, model))
+                self._guarded(model, partial(self._context.seam.unload, model))
             if not is_served and self._may_try(model) and model not in self.lost:
                 self._guarded(model, partial(self._restore, model, pointer))
 
@@ -368,12 +376,12 @@ class Reconciler:
         if model in self._seen:
             return False
         self._seen.add(model)
-        last = self._world.journal.last.get(model)
+        last = self._context.journal.last.get(model)
         return last is not None and last.state == "PROBATION" and last.version == pointer.version
 
     def _restore(self, model: str, pointer: Pointer | None) -> None:
         try:
-            restore(self._world.seam, self._world.home, model, pointer)
+            restore(self._context.seam, self._context.home, model, pointer)
         except NotFound:
             if pointer is None:
                 logger.warning("unloaded by itself", extra={"model": model})
@@ -385,7 +393,7 @@ class Reconciler:
         except Exception as error:
             if pointer is None:
                 raise
-            whole = is_whole(self._world.home, pointer.sha256)
+            whole = is_whole(self._context.home, pointer.sha256)
             what = "does not load" if whole else f"is {DAMAGED}"
             self._lose(model, f"version {pointer.version} {what}: {error}")
             if whole:
@@ -414,9 +422,9 @@ class Reconciler:
                 if not needed and not assignment.sha256:
                     return  # of an older cloud, and any bundle may be the one
                 kept |= {assignment.sha256.hex(), *needed}
-        paths = [*self._world.blobs.folder.iterdir()]
+        paths = [*self._context.blobs.folder.iterdir()]
         if not self._pauses:
-            paths += self._world.blobs.partial.iterdir()
+            paths += self._context.blobs.partial.iterdir()
         for path in paths:
             if path.is_file() and path.name not in kept:
                 self._remove(path)

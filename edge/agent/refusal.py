@@ -43,7 +43,7 @@ KINDS: Final = {
 # fmt: on
 
 
-class Refused(Corrupt):
+class AttemptRefused(Corrupt):
     """A node's no. kind: a row of `KINDS`. text: cut to what a report may carry."""
 
     def __init__(self, kind: str, text: str) -> None:

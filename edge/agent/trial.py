@@ -38,12 +38,12 @@ def main(argv: list[str]) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    from triplane.edge.agent.refusal import Refused
+    from triplane.edge.agent.refusal import AttemptRefused
     from triplane.proto.errors import TriplaneError
 
     try:
         answer = measure(Path(given["path"]), golden=given.get("golden"))
-    except Refused as refusal:
+    except AttemptRefused as refusal:
         answer = {"error": refusal.text, "kind": refusal.kind}
     except TriplaneError as error:
         answer = {"error": str(error), "kind": "golden" if "golden" in str(error) else "load"}
@@ -100,13 +100,13 @@ def _allow(more_bytes: int) -> None:
 def _check_hardware(bundle: Any, folder: Path) -> None:
     """The cloud looks too, before it assigns; one that was taken over does not."""
     from triplane.edge.agent.capability import capability
-    from triplane.edge.agent.refusal import Refused
+    from triplane.edge.agent.refusal import AttemptRefused
     from triplane.proto.fitting import fits
 
     why = fits(bundle.description.constraints, capability(folder))
     if why:
         what = f"{bundle.name} version {bundle.version} for {bundle.target}"
-        raise Refused("hardware", f"the bundle of {what} {why}")
+        raise AttemptRefused("hardware", f"the bundle of {what} {why}")
 
 
 def _peak_bytes() -> int:

@@ -3,7 +3,7 @@
 The link, the cloud and whoever holds its online keys are not believed. python-tuf's client does the
 verifying; this module gives it durable files (its own are not synced, and a file lost in a power
 cut would lose the rollback protection with it), a time that never runs back, limits, and words:
-each refusal becomes a `Refused` of one kind, with the values that broke the rule.
+each refusal becomes a `AttemptRefused` of one kind, with the values that broke the rule.
 
 The bootstrap root is what everything follows from. It is taken once, when the node enrols, over the
 connection that the token pinned, and kept; later roots must be signed by the ones before.
@@ -26,7 +26,7 @@ from tuf.api import exceptions as errors
 from triplane.edge.agent.explain import explain
 from triplane.edge.agent.metadata import Client, Fetcher, parsed, versions_in
 from triplane.edge.agent.policy import Admission, judge
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.disk import OS_DISK, Disk, write_atomic
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, Unavailable
 from triplane.proto.targets import (
@@ -62,7 +62,7 @@ class Freshness:
 
     is_fresh: bool
     verified_s: float
-    refusals: tuple[Refused, ...] = ()
+    refusals: tuple[AttemptRefused, ...] = ()
     error: Unavailable | None = None
 
 
@@ -76,12 +76,16 @@ def bootstrap(folder: Path, fetch: Callable[[str], bytes], disk: Disk = OS_DISK)
         return
     data = fetch("root.json")
     if len(data) > MAX_ROOT_BYTES:
-        raise Refused("endless-data", f"root.json has {len(data)} bytes, at most {MAX_ROOT_BYTES}")
+        raise AttemptRefused(
+            "endless-data", f"root.json has {len(data)} bytes, at most {MAX_ROOT_BYTES}"
+        )
     root = parsed("root", data)
     try:
         root.signed.verify_delegate("root", root.signed_bytes, root.signatures)
     except errors.UnsignedMetadataError as error:
-        raise Refused("signature", f"the first root is not signed by itself: {error}") from error
+        raise AttemptRefused(
+            "signature", f"the first root is not signed by itself: {error}"
+        ) from error
     disk.make_folder(folder)
     write_atomic(folder / BOOTSTRAP, data, disk)
 
@@ -91,11 +95,13 @@ def check_file(target: SignedTarget, path: Path) -> None:
     with path.open("rb") as file:
         length = file.seek(0, 2)
         if length != target.length:
-            raise Refused("length", f"{target.path} has {length} bytes, signed are {target.length}")
+            raise AttemptRefused(
+                "length", f"{target.path} has {length} bytes, signed are {target.length}"
+            )
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256")
     if digest.digest() != target.sha256:
-        raise Refused(
+        raise AttemptRefused(
             "digest",
             f"{target.path} has SHA-256 {digest.hexdigest()}, signed is {target.sha256.hex()}",
         )
@@ -123,7 +129,9 @@ class Trust:
         self._client: Client | None = None
         self._verified_s = -1.0
         self._latest_s, self._has_latest = 0.0, False
-        with contextlib.suppress(Refused):  # `refresh` says it: a damaged file must end no process
+        with contextlib.suppress(
+            AttemptRefused
+        ):  # `refresh` says it: a damaged file must end no process
             self._latest_s, self._has_latest = self._read_latest(), True
 
     @property
@@ -135,7 +143,7 @@ class Trust:
         """The newest verified version of each role but the root, as they are kept on the disk."""
         found: dict[str, int] = {}
         for role in ("snapshot", "timestamp"):
-            with contextlib.suppress(OSError, Refused):
+            with contextlib.suppress(OSError, AttemptRefused):
                 data = (self._metadata / f"{role}.json").read_bytes()
                 found |= versions_in(parsed(role, data).signed)
         return found
@@ -153,11 +161,11 @@ class Trust:
         A refusal is tried once more before it counts: a publication may have come in between two
         files. What was verified before stays, but expires.
         """
-        odd: tuple[Refused, ...] = ()
+        odd: tuple[AttemptRefused, ...] = ()
         try:
             odd = self._advance_clock()
             client = self._refreshed()
-        except Refused as refusal:
+        except AttemptRefused as refusal:
             logger.warning("metadata refused", extra={"kind": refusal.kind, "text": refusal.text})
             return Freshness(False, self._verified_s, (*odd, refusal))
         except Unavailable as error:
@@ -178,24 +186,28 @@ class Trust:
             raise explain(error, client, self._fetcher) from error
         role = path.partition("/")[0] if path.startswith(DELEGATED) else "targets"
         if entry is None or not client.lists(role, path):
-            raise Refused("unknown-target", f"{path[:200]} is not listed by {client.seen(role)}")
+            raise AttemptRefused(
+                "unknown-target", f"{path[:200]} is not listed by {client.seen(role)}"
+            )
         try:
             return read_target(path, entry.length, entry.hashes, entry.custom)
         except (Corrupt, InvalidInput) as error:
-            raise Refused("wrong-target", str(error)) from error
+            raise AttemptRefused("wrong-target", str(error)) from error
 
     def policy(self) -> Policy:
         """The release policy that the offline targets role lists."""
         entry = self._fresh().top.targets.get(POLICY_PATH)
         if entry is None:
-            raise Refused("unknown-target", f"{POLICY_PATH} is not listed by the role targets")
+            raise AttemptRefused(
+                "unknown-target", f"{POLICY_PATH} is not listed by the role targets"
+            )
         custom = entry.custom if isinstance(entry.custom, dict) else {}
         try:
             text = str(custom.get("text")).encode()
             entry.verify_length_and_hashes(text)
             return Policy.parse(text.decode())
         except (errors.LengthOrHashMismatchError, UnicodeError, InvalidInput) as error:
-            raise Refused("policy", f"{POLICY_PATH} cannot be read: {error}") from error
+            raise AttemptRefused("policy", f"{POLICY_PATH} cannot be read: {error}") from error
 
     def admit(self, path: str, *, node: str, committed_version: int) -> Admission:
         """The signed target, if it may be tried on this node; see `policy.judge`.
@@ -208,7 +220,7 @@ class Trust:
         try:
             name = TargetName.parse(path)
         except InvalidInput as error:
-            raise Refused("wrong-target", str(error)) from error
+            raise AttemptRefused("wrong-target", str(error)) from error
         self._require_name(node)
         rule = judge(self.policy(), name, node=node, committed_version=committed_version)
         target = self.target(path)
@@ -216,7 +228,9 @@ class Trust:
             return Admission(target)
         golden = self._fresh().top.targets.get(rule.golden)
         if golden is None:
-            raise Refused("policy", f"{path}: the policy's golden set {rule.golden} is not listed")
+            raise AttemptRefused(
+                "policy", f"{path}: the policy's golden set {rule.golden} is not listed"
+            )
         return Admission(target, rule, self._golden(rule.golden, golden))
 
     def _require_name(self, node: str) -> None:
@@ -227,7 +241,7 @@ class Trust:
             write_atomic(file, node.encode(), self._disk)
             return
         if node != first:
-            raise Refused(
+            raise AttemptRefused(
                 "share",
                 f"this node was {first[:100]!r} and is called {node!r} now; shares are drawn by "
                 f"name, so under a new name it takes nothing; remove {file} if you renamed it",
@@ -237,12 +251,12 @@ class Trust:
         try:
             return read_target(path, entry.length, entry.hashes, None)
         except Corrupt as error:
-            raise Refused("policy", str(error)) from error
+            raise AttemptRefused("policy", str(error)) from error
 
     def _refreshed(self) -> Client:
         try:
             return self._refresh_once()
-        except Refused:
+        except AttemptRefused:
             return self._refresh_once()
 
     def _refresh_once(self) -> Client:
@@ -271,20 +285,20 @@ class Trust:
             raise Unavailable("no metadata has been verified yet; refresh first")
         ends = self._client.ends_s
         if self.now_s > ends:
-            raise Refused(
+            raise AttemptRefused(
                 "freeze",
                 f"the metadata this node knows expired {_ago(self.now_s - ends)} ago; it keeps "
                 "serving and takes nothing new until the cloud gives fresh metadata",
             )
         return self._client
 
-    def _as_known(self, odd: tuple[Refused, ...], error: Unavailable) -> Freshness:
+    def _as_known(self, odd: tuple[AttemptRefused, ...], error: Unavailable) -> Freshness:
         """The link is down: what was verified before holds until it expires."""
         try:
             self._fresh()
         except Unavailable:
             return Freshness(False, self._verified_s, odd, error)
-        except Refused as refusal:
+        except AttemptRefused as refusal:
             return Freshness(False, self._verified_s, (*odd, refusal), error)
         return Freshness(True, self._verified_s, odd, error)
 
@@ -296,7 +310,7 @@ class Trust:
                 f"{self._folder / BOOTSTRAP} is missing; enrol this node again to get it"
             ) from error
 
-    def _advance_clock(self) -> tuple[Refused, ...]:
+    def _advance_clock(self) -> tuple[AttemptRefused, ...]:
         """Keep the latest time; name a clock that fell behind it."""
         if not self._has_latest:
             self._latest_s, self._has_latest = self._read_latest(), True
@@ -308,7 +322,7 @@ class Trust:
         if behind_s <= CLOCK_TOLERANCE_S:
             return ()
         return (
-            Refused(
+            AttemptRefused(
                 "clock",
                 f"the clock says {_date(clock)}, but this node has seen {_date(self._latest_s)}: "
                 "it was set back, and expiry is judged by the later time. Set the clock right; if "
@@ -325,7 +339,7 @@ class Trust:
         except (ValueError, OSError):
             found = -1.0
         if not 0 <= found <= MAX_TIME_S:
-            raise Refused(
+            raise AttemptRefused(
                 "clock",
                 f"{path} holds no time, so what has expired cannot be judged; set the clock right, "
                 "then remove the file",

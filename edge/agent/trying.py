@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from triplane.edge.agent.adapting import GROWTH, Compared
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.targets import SignedTarget
 
 WALL_S: Final = 120.0
@@ -66,20 +66,20 @@ def _run_child(module: str, given: Mapping[str, Any], size: int) -> dict[str, An
     try:
         out, _ = process.communicate(timeout=WALL_S)
     except subprocess.TimeoutExpired as error:
-        raise Refused("load", f"the trial did not end within {WALL_S:.0f} s") from error
+        raise AttemptRefused("load", f"the trial did not end within {WALL_S:.0f} s") from error
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     if process.returncode != 0:
-        raise Refused(
+        raise AttemptRefused(
             "load",
             f"the trial ended with {_ending(process.returncode)} under limits of {limit} bytes, "
             f"twice what the bundle says besides, and {CPU_S} s of processor time",
         )
     answer = json.loads(out[:MAX_ANSWER_BYTES])
     if "error" in answer:
-        raise Refused(answer["kind"], answer["error"])
+        raise AttemptRefused(answer["kind"], answer["error"])
     assert isinstance(answer, dict)
     return answer
 
@@ -92,17 +92,19 @@ def judge_trial(answer: Mapping[str, Any], target: SignedTarget) -> None:
         wrong = ", ".join(
             f"{n} {found[n]} for {signed[n]}" for n in signed if signed[n] != found[n]
         )
-        raise Refused("wrong-target", f"the bundle is not the one signed as {target.path}: {wrong}")
+        raise AttemptRefused(
+            "wrong-target", f"the bundle is not the one signed as {target.path}: {wrong}"
+        )
     limit_s, limit_bytes = answer["latency_limit_s"], answer["memory_limit_bytes"]
     if limit_s and answer["latency_s"] > limit_s:
-        raise Refused(
+        raise AttemptRefused(
             "latency",
             f"a run takes {answer['latency_s'] * 1e3:.2f} ms here, the bundle allows "
             f"{limit_s * 1e3:.2f} ms",
         )
     allowance = ALLOWANCE_BYTES + LOAD_COPIES * target.length + limit_bytes
     if limit_bytes and answer["grown_bytes"] > limit_bytes + allowance:
-        raise Refused(
+        raise AttemptRefused(
             "memory",
             f"loading and running took {answer['grown_bytes']} bytes here; the bundle says "
             f"{limit_bytes}, and {allowance} more are allowed for what the runtime holds beside "

@@ -18,7 +18,7 @@ from typing import Final
 
 import numpy as np
 
-from triplane.edge.serving.running import Call, Ran, run_for
+from triplane.edge.serving.running import CallContext, Ran, run_for
 from triplane.edge.serving.servable import Array, Servable
 from triplane.edge.serving.statistics import Statistics
 from triplane.proto.status import DeadlineExceeded
@@ -26,12 +26,12 @@ from triplane.proto.status import DeadlineExceeded
 BACK_S: Final = 0.01  # after a shared run, how long its callers count as coming back
 
 
-class _Waiting:
+class _QueuedCall:
     """One queued call. `wake` is released once: to lead, or with an outcome."""
 
     __slots__ = ("call", "error", "feeds", "infer_ns", "key", "leads", "results", "rows", "wake")
 
-    def __init__(self, feeds: Mapping[str, Array], rows: int, call: Call) -> None:
+    def __init__(self, feeds: Mapping[str, Array], rows: int, call: CallContext) -> None:
         self.feeds, self.rows, self.call = feeds, rows, call
         self.key = tuple((name, feeds[name].shape[1:]) for name in sorted(feeds))
         self.wake = threading.Lock()
@@ -64,13 +64,13 @@ class Merged:
         self._lock = threading.Lock()
         self._arrival = threading.Condition(self._lock)
         self._pausing = 0
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[_QueuedCall] = deque()
 
-    def run(self, feeds: Mapping[str, Array], rows: int, call: Call) -> Ran:
+    def run(self, feeds: Mapping[str, Array], rows: int, call: CallContext) -> Ran:
         """See `Runner`."""
         call.require_time()
         started = time.perf_counter_ns()
-        mine = _Waiting(feeds, rows, call)
+        mine = _QueuedCall(feeds, rows, call)
         with self._lock:
             if self._free:
                 self._free -= 1
@@ -88,7 +88,7 @@ class Merged:
         queue_ns = time.perf_counter_ns() - started - mine.infer_ns
         return Ran(mine.results, queue_ns, mine.infer_ns)
 
-    def _wait(self, mine: _Waiting) -> None:
+    def _wait(self, mine: _QueuedCall) -> None:
         """Until `mine` has an outcome, leads, or has run out of time and left the queue."""
         if mine.wake.acquire(timeout=max(0.0, mine.call.deadline_s - time.monotonic())):
             return
@@ -98,7 +98,7 @@ class Merged:
                 return
         mine.wake.acquire()  # taken into a run or made leader just now: the wait is one run long
 
-    def _lead(self, mine: _Waiting) -> None:
+    def _lead(self, mine: _QueuedCall) -> None:
         """Run `mine` and all that fits beside it, then hand over to the next in the queue."""
         beside = self._take(mine)
         try:
@@ -108,9 +108,9 @@ class Merged:
             for one in beside:
                 one.wake.release()
 
-    def _take(self, mine: _Waiting) -> list[_Waiting]:
+    def _take(self, mine: _QueuedCall) -> list[_QueuedCall]:
         """Queued calls of the same shapes, oldest first, while their rows fit."""
-        taken: list[_Waiting] = []
+        taken: list[_QueuedCall] = []
         rows = mine.rows
         with self._lock:
             self._pause(mine)
@@ -121,7 +121,7 @@ class Merged:
                 taken.append(self._queue.popleft())
         return taken
 
-    def _pause(self, mine: _Waiting) -> None:
+    def _pause(self, mine: _QueuedCall) -> None:
         """Let the callers of a run that was just shared come back, up to as many rows as then."""
         if not self._shared_rows or time.monotonic() - self._shared_s > BACK_S:
             return
@@ -144,7 +144,7 @@ class Merged:
             else:
                 self._free += 1
 
-    def _run(self, batch: Sequence[_Waiting]) -> None:
+    def _run(self, batch: Sequence[_QueuedCall]) -> None:
         """Give every call of `batch` its results or its error."""
         if len(batch) > 1 and self._run_merged(batch):
             return
@@ -155,7 +155,7 @@ class Merged:
             except Exception as error:  # noqa: BLE001 -- raised again in the thread of its call
                 one.error = error
 
-    def _run_merged(self, batch: Sequence[_Waiting]) -> bool:
+    def _run_merged(self, batch: Sequence[_QueuedCall]) -> bool:
         """Run all calls as one; False when that fails, and then each is to be run alone."""
         rows = sum(one.rows for one in batch)
         try:
@@ -176,7 +176,7 @@ class Merged:
         return True
 
     def _timed(
-        self, calls: Sequence[Call], feeds: Mapping[str, Array], rows: int
+        self, calls: Sequence[CallContext], feeds: Mapping[str, Array], rows: int
     ) -> tuple[dict[str, Array], int]:
         started = time.perf_counter_ns()
         results = run_for(calls, self._servable, feeds)
@@ -185,7 +185,7 @@ class Merged:
         return results, infer_ns
 
 
-def _in_time(one: _Waiting) -> bool:
+def _in_time(one: _QueuedCall) -> bool:
     try:
         one.call.require_time()
     except DeadlineExceeded as error:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from triplane.edge.serving.servable import Array, TensorInfo
+from triplane.edge.serving.servable import Array, ServableTensor
 from triplane.unified_ir.runtime.bundle import Bundle
 from triplane.unified_ir.runtime.session import CancellationToken, Session, SessionOptions
 
@@ -17,8 +17,8 @@ class BundleServable:
         self.version = description.version
         self.digest = bundle.digest
         self.labels: Mapping[str, Sequence[str]] = description.labels
-        self.inputs: Sequence[TensorInfo] = session.inputs
-        self.outputs: Sequence[TensorInfo] = session.outputs
+        self.inputs: Sequence[ServableTensor] = session.inputs
+        self.outputs: Sequence[ServableTensor] = session.outputs
         self._session = session
 
     def run(

@@ -31,7 +31,7 @@ Behaviour = Callable[[Iterator[bytes], grpc.ServicerContext], Any]
 BACKLOG: Final = 1024  # calls that wait for a thread of their lane, for milliseconds
 
 
-class Lane(ThreadPoolExecutor):
+class BoundedExecutor(ThreadPoolExecutor):
     """A thread pool that knows how many calls it holds, waiting and running.
 
     `receiving`: calls that may wait for their request at once for more than a moment; fewer than
@@ -72,7 +72,7 @@ class Lane(ThreadPoolExecutor):
 class Routed:
     """A behaviour that runs in `lane`."""
 
-    def __init__(self, behaviour: Behaviour, lane: Lane) -> None:
+    def __init__(self, behaviour: Behaviour, lane: BoundedExecutor) -> None:
         self._behaviour = behaviour
         self.experimental_thread_pool = lane
 
@@ -89,11 +89,14 @@ class Routes(grpc.GenericRpcHandler):
     """
 
     def __init__(
-        self, control: Lane, open_to_the_end: Collection[Lane], on_refusal: Callable[[], None]
+        self,
+        control: BoundedExecutor,
+        open_to_the_end: Collection[BoundedExecutor],
+        on_refusal: Callable[[], None],
     ) -> None:
         self._open_to_the_end = open_to_the_end
         self._on_refusal = on_refusal
-        self._handlers: dict[str, tuple[Lane, Handler]] = {}
+        self._handlers: dict[str, tuple[BoundedExecutor, Handler]] = {}
         self._services: tuple[str, ...] = ()
         self._leaving = False
         self.last_call_s = 0.0  # when a call was last looked up, on `time.monotonic`
@@ -107,7 +110,9 @@ class Routes(grpc.GenericRpcHandler):
             "this server does not have that method; docs/serving.md lists those it has",
         )
 
-    def add(self, service: str, methods: Mapping[str, tuple[Lane, Behaviour, bool]]) -> None:
+    def add(
+        self, service: str, methods: Mapping[str, tuple[BoundedExecutor, Behaviour, bool]]
+    ) -> None:
         """Add a service: method name to lane, behaviour and whether it answers with a stream."""
         self._services += (f"/{service}/",)
         for method, (lane, behaviour, streams) in methods.items():
@@ -134,14 +139,14 @@ class Routes(grpc.GenericRpcHandler):
         return handler
 
 
-def _handler(behaviour: Behaviour, lane: Lane, *, streams: bool) -> Handler:
+def _handler(behaviour: Behaviour, lane: BoundedExecutor, *, streams: bool) -> Handler:
     make = (
         grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
     )
     return make(Routed(behaviour, lane), None, None)
 
 
-def _answering(lane: Lane, code: grpc.StatusCode, text: str) -> Handler:
+def _answering(lane: BoundedExecutor, code: grpc.StatusCode, text: str) -> Handler:
     def answer(_: Iterator[bytes], context: grpc.ServicerContext) -> Any:
         context.abort(code, text)
 

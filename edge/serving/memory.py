@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from triplane.proto.errors import Unavailable
-from triplane.proto.status import told
+from triplane.proto.status import with_details
 
 SMALL_BYTES: Final = 256 << 10
 RETRY_MS: Final = 1000
@@ -54,7 +54,7 @@ class RequestMemory:
     def refusal(self, held_bytes: int, n_bytes: int) -> Unavailable:
         """The error for a request of which `n_bytes` are here while others hold `held_bytes`."""
         self._on_refusal()
-        return told(
+        return with_details(
             Unavailable(
                 f"requests inside the server hold {held_bytes} bytes and this one {n_bytes} more; "
                 f"{self.limit_bytes} at most: retry in {RETRY_MS} ms, send smaller requests, or "

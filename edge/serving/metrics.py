@@ -23,8 +23,8 @@ from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from triplane.edge.serving.lanes import Lane
-from triplane.edge.serving.repository import Repository, Version
+from triplane.edge.serving.lanes import BoundedExecutor
+from triplane.edge.serving.repository import LoadedVersion, Repository
 from triplane.edge.serving.statistics import Histogram, Statistics
 from triplane.proto.errors import Unavailable
 
@@ -50,7 +50,7 @@ class GaugeRow:
 
     name: str
     help: str
-    read: Callable[[Version], float]
+    read: Callable[[LoadedVersion], float]
 
 
 LABELS: Final = ("model", "version")
@@ -82,7 +82,7 @@ class ServingCollector(Collector):
     """Reads the table over every ready version, and the calls held by each lane."""
 
     def __init__(
-        self, repository: Repository, unattributed: Statistics, lanes: Iterable[Lane]
+        self, repository: Repository, unattributed: Statistics, lanes: Iterable[BoundedExecutor]
     ) -> None:
         self._repository = repository
         self._unattributed = unattributed
@@ -109,7 +109,7 @@ class ServingCollector(Collector):
             held.add_metric([lane.name], lane.held)
         yield held
 
-    def _calls(self, versions: Iterable[Version]) -> Metric:
+    def _calls(self, versions: Iterable[LoadedVersion]) -> Metric:
         family = CounterMetricFamily(CALLS, "Calls by outcome.", labels=[*LABELS, "code"])
         counted = [("", "", self._unattributed)]
         counted += [(v.name, v.version, v.statistics) for v in versions]

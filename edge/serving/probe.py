@@ -20,7 +20,7 @@ import numpy as np
 
 from triplane.edge.serving.batching import Merged
 from triplane.edge.serving.running import Direct, Runner
-from triplane.edge.serving.servable import Array, Contract, Servable, TensorSpec
+from triplane.edge.serving.servable import Array, Contract, Servable, TensorContract
 from triplane.edge.serving.statistics import Statistics
 from triplane.proto.errors import Corrupt, InvalidInput, Unavailable
 from triplane.unified_ir.runtime.session import CancellationToken
@@ -129,7 +129,7 @@ def sample(contract: Contract, rows: int) -> dict[str, Array]:
     return {name: _values(rng, spec, contract, rows) for name, spec in contract.inputs.items()}
 
 
-def _values(rng: np.random.Generator, spec: TensorSpec, contract: Contract, rows: int) -> Array:
+def _values(rng: np.random.Generator, spec: TensorContract, contract: Contract, rows: int) -> Array:
     shape = tuple(
         size if isinstance(size, int) else rows if size == contract.rows else FREE_SIZE
         for size in spec.shape

@@ -23,10 +23,10 @@ import grpc
 
 from triplane.edge.serving.arrivals import CALL_OVERHEAD_BYTES, Arrivals
 from triplane.edge.serving.callers import Caller
-from triplane.edge.serving.lanes import Lane
+from triplane.edge.serving.lanes import BoundedExecutor
 from triplane.edge.serving.memory import RETRY_MS, SMALL_BYTES, RequestMemory
 from triplane.proto.errors import InvalidInput, TriplaneError, Unavailable
-from triplane.proto.status import DeadlineExceeded, told
+from triplane.proto.status import DeadlineExceeded, with_details
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class _Wait:
     since_s: float
     deadline_s: float
     caller: Caller = field(default=Caller("", ""))
-    lane: Lane | None = None
+    lane: BoundedExecutor | None = None
     refusal: TriplaneError | None = None
 
 
@@ -83,7 +83,7 @@ class Receiving:
         messages: Iterator[bytes],
         context: grpc.ServicerContext,
         caller: Caller,
-        lane: Lane,
+        lane: BoundedExecutor,
         timeout_s: float,
     ) -> Received:
         """The message of a single-message call; None when the caller sends none.
@@ -210,7 +210,7 @@ class Receiving:
         The oldest of the caller that has most go first. A request that is on its way has a few
         milliseconds behind it, a stalled one has more.
         """
-        lanes: dict[Lane, list[_Wait]] = {}
+        lanes: dict[BoundedExecutor, list[_Wait]] = {}
         for wait in self._waiting.values():
             if wait.lane is not None:
                 lanes.setdefault(wait.lane, []).append(wait)
@@ -218,7 +218,7 @@ class Receiving:
             if len(waits) > lane.receiving:
                 self._end_crowd(lane, waits, now)
 
-    def _end_crowd(self, lane: Lane, waits: list[_Wait], now: float) -> None:
+    def _end_crowd(self, lane: BoundedExecutor, waits: list[_Wait], now: float) -> None:
         callers: dict[str, deque[_Wait]] = {}
         for wait in waits:
             callers.setdefault(wait.caller.address, deque()).append(wait)
@@ -231,7 +231,7 @@ class Receiving:
                 f"{lane.receiving} at most in all; send a request at once when its call is opened, "
                 f"retry in {RETRY_MS} ms"
             )
-            self._refuse(most.popleft(), told(error, retry_after_ms=str(RETRY_MS)))
+            self._refuse(most.popleft(), with_details(error, retry_after_ms=str(RETRY_MS)))
 
     def _end_late(self, now: float) -> None:
         late = [wait for wait in self._waiting.values() if wait.deadline_s < now]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from triplane.edge.serving.running import Call, Direct, Ran, Runner
+from triplane.edge.serving.running import CallContext, Direct, Ran, Runner
 from triplane.edge.serving.servable import Array, Contract, Servable, contract_of
 from triplane.edge.serving.statistics import Statistics
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError, Unavailable
@@ -33,12 +33,12 @@ class Gone:
 
     merged_rows = 0
 
-    def run(self, feeds: Mapping[str, Array], rows: int, call: Call) -> Ran:
+    def run(self, feeds: Mapping[str, Array], rows: int, call: CallContext) -> Ran:
         """Raise Unavailable."""
         raise Unavailable("this version was unloaded while the call waited; call again")
 
 
-class Version:
+class LoadedVersion:
     """One loaded version and the calls inside it."""
 
     def __init__(self, servable: Servable, plan: Plan) -> None:
@@ -86,7 +86,7 @@ class Version:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class IndexEntry:
     """One line of the index."""
 
     name: str
@@ -100,11 +100,11 @@ class Repository:
 
     def __init__(self, plan: Plan | None = None) -> None:
         self._plan = plan or (lambda servable, _, statistics: Direct(servable, statistics))
-        self._ready: Mapping[str, Mapping[str, Version]] = {}  # replaced whole, never changed
-        self._others: dict[tuple[str, str], Entry] = {}  # on their way in or out, or failed
+        self._ready: Mapping[str, Mapping[str, LoadedVersion]] = {}  # replaced whole, never changed
+        self._others: dict[tuple[str, str], IndexEntry] = {}  # on their way in or out, or failed
         self._changing = threading.Lock()  # one load, switch or unload at a time
 
-    def add(self, servable: Servable) -> Version:
+    def add(self, servable: Servable) -> LoadedVersion:
         """Serve a further version beside the others. Raises Conflict when it is there already."""
         with self._changing:
             if servable.version in self._ready.get(servable.name, {}):
@@ -116,7 +116,7 @@ class Repository:
             self._publish(version, {**self._ready.get(version.name, {}), version.version: version})
         return version
 
-    def switch(self, servable: Servable) -> Version:
+    def switch(self, servable: Servable) -> LoadedVersion:
         """Serve this version in place of all others of its model, without a failed call.
 
         New calls meet the new version from the one assignment on; the old ones are drained and
@@ -147,7 +147,7 @@ class Repository:
             self.unload(name)
 
     @contextlib.contextmanager
-    def using(self, name: str, version: str = "") -> Iterator[Version]:
+    def using(self, name: str, version: str = "") -> Iterator[LoadedVersion]:
         """Hold one version for the length of a call. Raises NotFound."""
         while not (held := self.find(name, version)).enter():
             pass  # retired since the look: the snapshot already has its successor
@@ -156,7 +156,7 @@ class Repository:
         finally:
             held.leave()
 
-    def find(self, name: str, version: str = "") -> Version:
+    def find(self, name: str, version: str = "") -> LoadedVersion:
         """The version, the newest for an empty string. Raises NotFound."""
         held = self._ready.get(name, {})
         found = held.get(version) if version else next(reversed([*held.values()]), None)
@@ -164,19 +164,21 @@ class Repository:
             raise NotFound(self._unknown(name, version))
         return found
 
-    def versions(self, name: str = "") -> list[Version]:
+    def versions(self, name: str = "") -> list[LoadedVersion]:
         """Ready versions of one model, or of all, oldest first."""
         models = [self._ready.get(name, {})] if name else self._ready.values()
         return [version for held in models for version in held.values()]
 
-    def index(self, *, ready_only: bool = False) -> list[Entry]:
+    def index(self, *, ready_only: bool = False) -> list[IndexEntry]:
         """Every version and its state, by name and age."""
-        entries = {(v.name, v.version): Entry(v.name, v.version, "READY") for v in self.versions()}
+        entries = {
+            (v.name, v.version): IndexEntry(v.name, v.version, "READY") for v in self.versions()
+        }
         if not ready_only:
             entries = {**self._others.copy(), **entries}
         return [entries[key] for key in sorted(entries, key=lambda key: (key[0], _age(key[1])))]
 
-    def _load(self, servable: Servable) -> Version:
+    def _load(self, servable: Servable) -> LoadedVersion:
         key = servable.name, servable.version
         for what, text in zip(("name", "version"), key, strict=True):
             if not 1 <= len(text) <= MAX_NAME_CHARS or not text.isprintable():
@@ -184,14 +186,14 @@ class Repository:
                     f"a model's {what} has 1 to {MAX_NAME_CHARS} printable characters, "
                     f"got {len(text)}: {text[:64]!r}"
                 )
-        self._others[key] = Entry(*key, "LOADING")
+        self._others[key] = IndexEntry(*key, "LOADING")
         try:
-            version = Version(servable, self._plan)
+            version = LoadedVersion(servable, self._plan)
         except Exception as error:
             # One failure per model is kept, so the index cannot grow with failing loads.
             self._forget_failures(servable.name)
             reason = str(error) if isinstance(error, TriplaneError) else type(error).__name__
-            self._others[key] = Entry(*key, "UNAVAILABLE", reason)
+            self._others[key] = IndexEntry(*key, "UNAVAILABLE", reason)
             logger.warning(
                 "model load failed", extra={"model": key[0], "version": key[1], "reason": reason}
             )
@@ -199,7 +201,7 @@ class Repository:
         self._others.pop(key)
         return version
 
-    def _publish(self, version: Version, held: Mapping[str, Version]) -> None:
+    def _publish(self, version: LoadedVersion, held: Mapping[str, LoadedVersion]) -> None:
         self._forget_failures(version.name)
         by_age = {key: held[key] for key in sorted(held, key=_age)}
         self._ready = {**self._ready, version.name: by_age}
@@ -212,12 +214,12 @@ class Repository:
             },
         )
 
-    def _drop(self, versions: Iterable[Version]) -> None:
+    def _drop(self, versions: Iterable[LoadedVersion]) -> None:
         for version in [*versions]:
             key = version.name, version.version
             replaced = key[1] in self._ready.get(key[0], {})
             if not replaced:
-                self._others[key] = Entry(*key, "UNLOADING")
+                self._others[key] = IndexEntry(*key, "UNLOADING")
             drained = version.drain(DRAIN_S)
             if not replaced:
                 self._others.pop(key)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from triplane.edge.serving.limits import Limits
-from triplane.edge.serving.servable import Array, Contract, TensorSpec, Wanted
+from triplane.edge.serving.servable import Array, Contract, TensorContract, Wanted
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.status import Unimplemented
@@ -100,7 +100,7 @@ def _check_parameters(parameters: Parameters, limits: Limits) -> None:
 
 def _spec(
     tensor: pb.ModelInferRequest.InferInputTensor, contract: Contract, feeds: Mapping[str, Array]
-) -> TensorSpec:
+) -> TensorContract:
     if (spec := contract.inputs.get(tensor.name)) is None:
         raise InvalidInput(f"no input {tensor.name[:64]!r}; the model has {[*contract.inputs]}")
     if tensor.name in feeds:
@@ -115,7 +115,7 @@ def _spec(
 
 def _shape(
     tensor: pb.ModelInferRequest.InferInputTensor,
-    spec: TensorSpec,
+    spec: TensorContract,
     sizes: dict[str, int],
     limits: Limits,
 ) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ def _shape(
     return shape
 
 
-def _text(spec: TensorSpec) -> str:
+def _text(spec: TensorContract) -> str:
     return f"[{', '.join(map(str, spec.shape))}]"
 
 
@@ -162,7 +162,7 @@ def _expected(rule: int | str, size: int, sizes: dict[str, int]) -> int:
     return size if rule == UNNAMED else sizes.setdefault(rule, size)
 
 
-def _raw(content: bytes | memoryview, spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+def _raw(content: bytes | memoryview, spec: TensorContract, shape: tuple[int, ...]) -> Array:
     """View of `content`, whose length is decided by `shape`."""
     dtype = spec.datatype.dtype
     if len(content) != (expected := math.prod(shape) * dtype.itemsize):
@@ -178,7 +178,7 @@ def _raw(content: bytes | memoryview, spec: TensorSpec, shape: tuple[int, ...]) 
 
 
 def _typed(
-    tensor: pb.ModelInferRequest.InferInputTensor, spec: TensorSpec, shape: tuple[int, ...]
+    tensor: pb.ModelInferRequest.InferInputTensor, spec: TensorContract, shape: tuple[int, ...]
 ) -> Array:
     """Array of the one typed field that fits the datatype."""
     fields = tensor.contents.ListFields()

@@ -22,7 +22,7 @@ LOOK_PERIOD_S: Final = 0.5  # how often runs that nobody waits for are looked fo
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CallContext:
     """Who waits for the answer, until when, and since when.
 
     `deadline_s` is on `time.monotonic`; `arrived_ns` on `time.perf_counter_ns`. `runs` stops what
@@ -49,14 +49,14 @@ class Runs:
     """The runs in progress, and the thread that stops those nobody waits for any more."""
 
     def __init__(self) -> None:
-        self._held: dict[CancellationToken, Sequence[Call]] = {}
+        self._held: dict[CancellationToken, Sequence[CallContext]] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._look = threading.Thread(target=self._run, name="runs", daemon=True)
         self._look.start()
 
     @contextlib.contextmanager
-    def of(self, calls: Sequence[Call]) -> Iterator[CancellationToken]:
+    def of(self, calls: Sequence[CallContext]) -> Iterator[CancellationToken]:
         """A stop for the run in the body, set when none of the calls waits for it any more."""
         stop = CancellationToken()
         with self._lock:
@@ -82,7 +82,7 @@ class Runs:
 
 
 def run_for(
-    calls: Sequence[Call], servable: Servable, feeds: Mapping[str, Array]
+    calls: Sequence[CallContext], servable: Servable, feeds: Mapping[str, Array]
 ) -> dict[str, Array]:
     """Run on behalf of these calls. Raises DeadlineExceeded when all of them gave up meanwhile."""
     runs = calls[0].runs
@@ -113,7 +113,7 @@ class Runner(Protocol):
     def merged_rows(self) -> int:
         """Rows up to which requests are merged into one run; 0 when they never are."""
 
-    def run(self, feeds: Mapping[str, Array], rows: int, call: Call) -> Ran:
+    def run(self, feeds: Mapping[str, Array], rows: int, call: CallContext) -> Ran:
         """Outputs for these feeds alone. Raises DeadlineExceeded instead of running late."""
 
 
@@ -126,7 +126,7 @@ class Direct:
         self._servable = servable
         self._statistics = statistics
 
-    def run(self, feeds: Mapping[str, Array], rows: int, call: Call) -> Ran:
+    def run(self, feeds: Mapping[str, Array], rows: int, call: CallContext) -> Ran:
         """See `Runner`."""
         call.require_time()
         started = time.perf_counter_ns()

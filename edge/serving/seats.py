@@ -15,7 +15,7 @@ import grpc
 from triplane.edge.serving.callers import Caller
 from triplane.edge.serving.turns import RETRY_MS
 from triplane.proto.errors import Unavailable
-from triplane.proto.status import told
+from triplane.proto.status import with_details
 
 End = Callable[[grpc.ServicerContext, Unavailable], bool]
 
@@ -65,4 +65,4 @@ class Seats:
             f"all {self._seats} {self._what} are taken, and callers have equal shares of them; "
             f"close one, or retry in {RETRY_MS} ms"
         )
-        return told(error, retry_after_ms=str(RETRY_MS))
+        return with_details(error, retry_after_ms=str(RETRY_MS))

@@ -18,7 +18,7 @@ from triplane.unified_ir.runtime.signature import UNNAMED
 Array = NDArray[Any]
 
 
-class TensorInfo(Protocol):
+class ServableTensor(Protocol):
     """One input or output: numpy dtype name, and a shape of sizes and symbols."""
 
     @property
@@ -46,11 +46,11 @@ class Servable(Protocol):
         """Version that requests may ask for."""
 
     @property
-    def inputs(self) -> Sequence[TensorInfo]:
+    def inputs(self) -> Sequence[ServableTensor]:
         """Tensors that every request brings."""
 
     @property
-    def outputs(self) -> Sequence[TensorInfo]:
+    def outputs(self) -> Sequence[ServableTensor]:
         """Tensors that a request may ask for."""
 
     @property
@@ -67,7 +67,7 @@ class Servable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class TensorContract:
     """One checked input or output."""
 
     name: str
@@ -84,7 +84,7 @@ class TensorSpec:
 class Wanted:
     """One output of a response; `classes` > 0 asks for that many top classes instead."""
 
-    spec: TensorSpec
+    spec: TensorContract
     classes: int = 0
 
 
@@ -96,8 +96,8 @@ class Contract:
     one row and requests cannot be merged.
     """
 
-    inputs: dict[str, TensorSpec]
-    outputs: dict[str, TensorSpec]
+    inputs: dict[str, TensorContract]
+    outputs: dict[str, TensorContract]
     rows: str | None
     all_outputs: tuple[Wanted, ...]
 
@@ -122,10 +122,10 @@ def contract_of(servable: Servable) -> Contract:
     )
 
 
-def _specs(tensors: Sequence[TensorInfo]) -> dict[str, TensorSpec]:
-    specs: dict[str, TensorSpec] = {}
+def _specs(tensors: Sequence[ServableTensor]) -> dict[str, TensorContract]:
+    specs: dict[str, TensorContract] = {}
     for tensor in tensors:
         if tensor.name in specs:
             raise InvalidInput(f"tensor name {tensor.name!r} occurs twice; names are unique")
-        specs[tensor.name] = TensorSpec(tensor.name, datatype_of(tensor.dtype), tensor.shape)
+        specs[tensor.name] = TensorContract(tensor.name, datatype_of(tensor.dtype), tensor.shape)
     return specs

@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha.reflection import ReflectionServicer  # type: ignor
 from triplane.edge.serving import health
 from triplane.edge.serving.descriptors import max_connections
 from triplane.edge.serving.health import Health
-from triplane.edge.serving.lanes import Behaviour, Lane, Routes
+from triplane.edge.serving.lanes import Behaviour, BoundedExecutor, Routes
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.memory import RequestMemory
 from triplane.edge.serving.metrics import MetricsServer, ServingCollector
@@ -111,11 +111,17 @@ class Server:
         self._turns = Turns(limits.threads, limits.queued_calls, self._refused)
         inside = limits.threads + limits.queued_calls
         self._lanes = (
-            Lane("infer", threads=inside + 2 * limits.receiving, receiving=limits.receiving),
-            Lane("stream", threads=limits.streams + SPARE_THREADS, receiving=SPARE_THREADS),
-            Lane("control", threads=2 * limits.control_calls, receiving=limits.control_calls),
-            Lane("health", threads=2 * HEALTH_RECEIVING, receiving=HEALTH_RECEIVING),
-            Lane("watch", threads=WATCHERS + SPARE_THREADS, receiving=SPARE_THREADS),
+            BoundedExecutor(
+                "infer", threads=inside + 2 * limits.receiving, receiving=limits.receiving
+            ),
+            BoundedExecutor(
+                "stream", threads=limits.streams + SPARE_THREADS, receiving=SPARE_THREADS
+            ),
+            BoundedExecutor(
+                "control", threads=2 * limits.control_calls, receiving=limits.control_calls
+            ),
+            BoundedExecutor("health", threads=2 * HEALTH_RECEIVING, receiving=HEALTH_RECEIVING),
+            BoundedExecutor("watch", threads=WATCHERS + SPARE_THREADS, receiving=SPARE_THREADS),
         )
         self._by_certificate = tls is not None and tls.client_ca is not None
         self._metrics: MetricsServer | None = None

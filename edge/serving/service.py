@@ -6,12 +6,12 @@ from importlib import metadata
 from typing import Final
 
 from triplane.edge.serving.limits import Limits
-from triplane.edge.serving.repository import Repository, Version
+from triplane.edge.serving.repository import LoadedVersion, Repository
 from triplane.edge.serving.request import Contents, check_address, decode
 from triplane.edge.serving.response import encode
-from triplane.edge.serving.running import Call
-from triplane.edge.serving.servable import TensorSpec
-from triplane.edge.serving.statistics import Duration, Statistics, Timing
+from triplane.edge.serving.running import CallContext
+from triplane.edge.serving.servable import TensorContract
+from triplane.edge.serving.statistics import CallTiming, DurationTotal, Statistics
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import NotFound
 from triplane.proto.status import code_of
@@ -104,7 +104,7 @@ class Service:
 
     def ModelStatistics(self, request: pb.ModelStatisticsRequest) -> pb.ModelStatisticsResponse:
         """Counters of the ready versions asked for. Raises NotFound for a name without any."""
-        versions: Iterable[Version] = self._repository.versions(request.name)
+        versions: Iterable[LoadedVersion] = self._repository.versions(request.name)
         if request.name and request.version:
             versions = [self._repository.find(request.name, request.version)]
         elif request.name and not versions:
@@ -112,7 +112,7 @@ class Service:
         return pb.ModelStatisticsResponse(model_stats=[*map(_statistics, versions)])
 
     def ModelInfer(
-        self, request: pb.ModelInferRequest, call: Call, raw: Contents | None = None
+        self, request: pb.ModelInferRequest, call: CallContext, raw: Contents | None = None
     ) -> pb.ModelInferResponse:
         """Run one request. Raises the families; every outcome is counted once.
 
@@ -129,7 +129,11 @@ class Service:
             raise
 
     def _infer(
-        self, version: Version, request: pb.ModelInferRequest, call: Call, raw: Contents | None
+        self,
+        version: LoadedVersion,
+        request: pb.ModelInferRequest,
+        call: CallContext,
+        raw: Contents | None,
     ) -> pb.ModelInferResponse:
         started = time.perf_counter_ns()
         inference = decode(request, version.contract, self._limits, raw)
@@ -140,7 +144,7 @@ class Service:
             model_name=version.name, model_version=version.version, id=request.id
         )
         encode(response, ran.results, inference.wanted, version.labels, self._limits)
-        timing = Timing(
+        timing = CallTiming(
             queue=started - call.arrived_ns + ran.queue_ns,
             decode=decoded - started,
             infer=ran.infer_ns,
@@ -150,13 +154,13 @@ class Service:
         return response
 
 
-def _metadata(spec: TensorSpec) -> pb.ModelMetadataResponse.TensorMetadata:
+def _metadata(spec: TensorContract) -> pb.ModelMetadataResponse.TensorMetadata:
     return pb.ModelMetadataResponse.TensorMetadata(
         name=spec.name, datatype=spec.datatype.name, shape=spec.wire_shape
     )
 
 
-def _statistics(version: Version) -> pb.ModelStatistics:
+def _statistics(version: LoadedVersion) -> pb.ModelStatistics:
     counted = version.statistics
     with counted.lock:
         return pb.ModelStatistics(
@@ -180,5 +184,5 @@ def _statistics(version: Version) -> pb.ModelStatistics:
         )
 
 
-def _duration(duration: Duration) -> pb.StatisticDuration:
+def _duration(duration: DurationTotal) -> pb.StatisticDuration:
     return pb.StatisticDuration(count=duration.count, ns=duration.ns)

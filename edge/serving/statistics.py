@@ -15,7 +15,7 @@ ROWS_BUCKETS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.
 
 
 @dataclass(slots=True)
-class Duration:
+class DurationTotal:
     """How often something happened and how long it took in all."""
 
     count: int = 0
@@ -45,7 +45,7 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class CallTiming:
     """Where one answered call spent its time, in ns."""
 
     queue: int
@@ -65,17 +65,17 @@ class Statistics:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.codes: dict[str, int] = {}
-        self.success, self.fail = Duration(), Duration()
-        self.queue, self.decode = Duration(), Duration()
-        self.infer, self.encode = Duration(), Duration()
-        self.batches: dict[int, Duration] = {}
+        self.success, self.fail = DurationTotal(), DurationTotal()
+        self.queue, self.decode = DurationTotal(), DurationTotal()
+        self.infer, self.encode = DurationTotal(), DurationTotal()
+        self.batches: dict[int, DurationTotal] = {}
         self.rows = 0
         self.last_inference_ms = 0
         self.call_seconds = Histogram(SECONDS_BUCKETS)
         self.queue_seconds = Histogram(SECONDS_BUCKETS)
         self.batch_rows = Histogram(ROWS_BUCKETS)
 
-    def answered(self, rows: int, timing: Timing, *, now_ms: int) -> None:
+    def answered(self, rows: int, timing: CallTiming, *, now_ms: int) -> None:
         """Record a call that got its answer."""
         with self.lock:
             self.codes["OK"] = self.codes.get("OK", 0) + 1
@@ -99,5 +99,5 @@ class Statistics:
     def executed(self, rows: int, infer_ns: int) -> None:
         """Record one run of the model over `rows` rows, of one call or of several."""
         with self.lock:
-            self.batches.setdefault(rows, Duration()).add(infer_ns)
+            self.batches.setdefault(rows, DurationTotal()).add(infer_ns)
             self.batch_rows.add(rows)

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 
 from triplane.edge.serving.callers import Caller, FairQueue
 from triplane.proto.errors import Unavailable
-from triplane.proto.status import DeadlineExceeded, told
+from triplane.proto.status import DeadlineExceeded, with_details
 
 RETRY_MS = 500
 
 
-class _Waiting:
+class _WaitingTurn:
     """One waiting call. `wake` is released once: with a turn, or because the call gives way."""
 
     __slots__ = ("has_turn", "wake")
@@ -36,7 +36,7 @@ class Turns:
         self._free = turns
         self._queued = queued
         self._on_refusal = on_refusal
-        self._queue: FairQueue[_Waiting] = FairQueue()
+        self._queue: FairQueue[_WaitingTurn] = FairQueue()
         self._lock = threading.Lock()
 
     @property
@@ -71,19 +71,19 @@ class Turns:
         if not waiting.has_turn:
             self._refuse()
 
-    def _enqueue(self, caller: Caller) -> _Waiting:
+    def _enqueue(self, caller: Caller) -> _WaitingTurn:
         if len(self._queue) >= self._queued:
             if (displaced := self._queue.displace(caller)) is None:
                 self._refuse()
             else:
                 displaced.wake.release()
-        waiting = _Waiting()
+        waiting = _WaitingTurn()
         self._queue.push(caller, waiting)
         return waiting
 
     def _refuse(self) -> None:
         self._on_refusal()
-        raise told(
+        raise with_details(
             Unavailable(
                 f"all queues are full: {self._queued} calls wait for a thread already; "
                 f"retry in {RETRY_MS} ms"

@@ -17,12 +17,12 @@ from google.protobuf.message_factory import GetMessageClass
 
 from triplane.edge.serving.callers import Caller, caller_of
 from triplane.edge.serving.compression import packed_size, unpack
-from triplane.edge.serving.lanes import Behaviour, Lane
+from triplane.edge.serving.lanes import Behaviour, BoundedExecutor
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.memory import RequestMemory
 from triplane.edge.serving.receiving import REST, Received, Receiving, one
 from triplane.edge.serving.request import Contents
-from triplane.edge.serving.running import Call, Runs
+from triplane.edge.serving.running import CallContext, Runs
 from triplane.edge.serving.seats import Seats
 from triplane.edge.serving.sending import Sending
 from triplane.edge.serving.service import Service
@@ -67,8 +67,13 @@ class Wire:
         self._limits = limits
 
     def methods(
-        self, *, infer: Lane, streams: Lane, control: Lane, health: Lane
-    ) -> dict[str, tuple[Lane, Behaviour, bool]]:
+        self,
+        *,
+        infer: BoundedExecutor,
+        streams: BoundedExecutor,
+        control: BoundedExecutor,
+        health: BoundedExecutor,
+    ) -> dict[str, tuple[BoundedExecutor, Behaviour, bool]]:
         """Every method of the protocol that is served: its lane, behaviour and form."""
         own = {
             "ModelInfer": (infer, self._infer(infer), False),
@@ -79,12 +84,14 @@ class Wire:
             m.name: own.get(m.name) or self._control(m, lanes.get(m.name, control)) for m in METHODS
         }
 
-    def _control(self, method: MethodDescriptor, lane: Lane) -> tuple[Lane, Behaviour, bool]:
+    def _control(
+        self, method: MethodDescriptor, lane: BoundedExecutor
+    ) -> tuple[BoundedExecutor, Behaviour, bool]:
         message_class = GetMessageClass(method.input_type)
         return lane, self.unary(lane, message_class, getattr(self._service, method.name)), False
 
     def unary(
-        self, lane: Lane, message_class: type[Message], method: Callable[[Any], Message]
+        self, lane: BoundedExecutor, message_class: type[Message], method: Callable[[Any], Message]
     ) -> Behaviour:
         """A behaviour that parses one message, calls `method` and serializes its answer."""
 
@@ -97,7 +104,7 @@ class Wire:
 
     def server_stream(
         self,
-        lane: Lane,
+        lane: BoundedExecutor,
         seats: Seats,
         message_class: type[M],
         method: Callable[[M, grpc.ServicerContext], Iterator[Message]],
@@ -149,11 +156,11 @@ class Wire:
         messages: Iterator[bytes],
         context: grpc.ServicerContext,
         caller: Caller,
-        lane: Lane,
+        lane: BoundedExecutor,
     ) -> Received:
         return self._receiving.only(messages, context, caller, lane, self._limits.receive_s)
 
-    def _infer(self, lane: Lane) -> Behaviour:
+    def _infer(self, lane: BoundedExecutor) -> Behaviour:
         def behaviour(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
             caller = self._caller(context)
             received = self._only(messages, context, caller, lane)
@@ -241,13 +248,13 @@ class Wire:
         context: grpc.ServicerContext,
         until_s: float,
         arrived_ns: int,
-    ) -> Call:
+    ) -> CallContext:
         """Deadline: the call's own, the request's `timeout` parameter in us, or the server's."""
         if "timeout" in request.parameters:
             timeout_us = request.parameters["timeout"].int64_param
             if timeout_us > 0:
                 until_s = min(until_s, time.monotonic() + timeout_us / 1e6)
-        return Call(until_s, arrived_ns, context.is_active, self._runs)
+        return CallContext(until_s, arrived_ns, context.is_active, self._runs)
 
 
 def _seated(

@@ -33,7 +33,7 @@ _START_FIELD: Final = 21  # of /proc/PID/stat, counted from 0: clock ticks from 
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ProcessRecord:
     """One process: pid, and ticks between boot and its start."""
 
     pid: int
@@ -43,7 +43,7 @@ class Record:
 class Child:
     """A running process, started here or found."""
 
-    def __init__(self, name: str, record: Record) -> None:
+    def __init__(self, name: str, record: ProcessRecord) -> None:
         self.name, self.pid = name, record.pid
         self.handle = os.pidfd_open(record.pid)
 
@@ -98,7 +98,7 @@ def start(
             start_new_session=True,
             close_fds=True,
         )
-    record = Record(process.pid, _started(process.pid) or 0)
+    record = ProcessRecord(process.pid, _started(process.pid) or 0)
     write_atomic(run / f"{name}.json", json.dumps(asdict(record)).encode())
     if process.stdin is not None:
         with contextlib.suppress(BrokenPipeError), process.stdin:  # killed before it began
@@ -135,11 +135,11 @@ def adopt(name: str, run: Path) -> Child | None:
     return child
 
 
-def recorded(name: str, run: Path) -> Record | None:
+def recorded(name: str, run: Path) -> ProcessRecord | None:
     """What is recorded of a child; None where that is nothing readable."""
     try:
         given = json.loads((run / f"{name}.json").read_bytes()[:MAX_RECORD_BYTES])
-        return Record(int(given["pid"]), int(given["started"]))
+        return ProcessRecord(int(given["pid"]), int(given["started"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -46,7 +46,7 @@ LIMIT_S: Final = DRAIN_S + 5 * STOP_S
 
 
 @dataclass(slots=True)
-class Kept:
+class ManagedProcess:
     """One child and its luck so far."""
 
     name: str
@@ -85,9 +85,9 @@ class Supervisor:
         self._on_ready, self._is_ready = on_ready, False
         self._has_ports = 0 not in _ports(home)
         self._says = home.run / "serving.ready"
-        self._kept = [
-            Kept("serving", self._serving_command, MAX_SERVING_PAUSE_S, self._says),
-            Kept("agent", self._agent_command, MAX_PAUSE_S),
+        self._processes = [
+            ManagedProcess("serving", self._serving_command, MAX_SERVING_PAUSE_S, self._says),
+            ManagedProcess("agent", self._agent_command, MAX_PAUSE_S),
         ]
 
     def run(self) -> None:
@@ -97,52 +97,56 @@ class Supervisor:
         )
         try:
             while not termination.wait(LOOK_S):
-                for kept in self._kept[: 2 if self._has_ports else 1]:
-                    self._look(kept)
+                for process in self._processes[: 2 if self._has_ports else 1]:
+                    self._look(process)
                 if not self._is_ready:
                     self._listen()
         finally:
             termination.request()
             self._stop()
 
-    def _look(self, kept: Kept) -> None:
+    def _look(self, process: ManagedProcess) -> None:
         now = time.monotonic()
-        if kept.child is not None:
-            if not kept.child.ended:
+        if process.child is not None:
+            if not process.child.ended:
                 return
-            lived_s = now - kept.started_s
-            kept.pause_s = FIRST_PAUSE_S if lived_s > STEADY_S else kept.pause_s
+            lived_s = now - process.started_s
+            process.pause_s = FIRST_PAUSE_S if lived_s > STEADY_S else process.pause_s
             logger.warning(
                 "ended",
                 extra={
-                    "child": kept.name,
+                    "child": process.name,
                     "lived_s": round(lived_s, 3),
-                    "pause_s": kept.pause_s,
-                    "last_line": last_line(self._home.logs / f"{kept.name}.log"),
+                    "pause_s": process.pause_s,
+                    "last_line": last_line(self._home.logs / f"{process.name}.log"),
                 },
             )
-            kept.child.close()
-            kept.child = None
-            kept.wait(now)
-        if now >= kept.due_s:
+            process.child.close()
+            process.child = None
+            process.wait(now)
+        if now >= process.due_s:
             try:
-                self._begin(kept)
+                self._begin(process)
             except (OSError, TriplaneError) as error:  # a full disk, say: it may pass
                 logger.error(  # noqa: TRY400 -- the reason is enough
                     "not started",
-                    extra={"child": kept.name, "pause_s": kept.pause_s, "reason": str(error)},
+                    extra={"child": process.name, "pause_s": process.pause_s, "reason": str(error)},
                 )
-                kept.wait(now)
+                process.wait(now)
 
-    def _begin(self, kept: Kept) -> None:
-        kept.child = adopt(kept.name, self._home.run) or start(
-            kept.name, kept.command(), run=self._home.run, logs=self._home.logs, says=kept.says
+    def _begin(self, process: ManagedProcess) -> None:
+        process.child = adopt(process.name, self._home.run) or start(
+            process.name,
+            process.command(),
+            run=self._home.run,
+            logs=self._home.logs,
+            says=process.says,
         )
-        kept.started_s = time.monotonic()
+        process.started_s = time.monotonic()
 
     def _listen(self) -> None:
         """Hear serving's ready line, keep the ports it got, and pass it on."""
-        serving = self._kept[0].child
+        serving = self._processes[0].child
         ready = said_in(self._says)
         if serving is None or ready is None:
             return
@@ -155,18 +159,20 @@ class Supervisor:
 
     def _stop(self) -> None:
         """Stop the agent first: it must not switch what is being drained."""
-        for kept, grace_s in zip(reversed(self._kept), (STOP_S, DRAIN_S + STOP_S), strict=True):
+        for process, grace_s in zip(
+            reversed(self._processes), (STOP_S, DRAIN_S + STOP_S), strict=True
+        ):
             # One that a killed supervisor left may not have been taken over yet.
-            child = kept.child or adopt(kept.name, self._home.run)
+            child = process.child or adopt(process.name, self._home.run)
             if child is None:
                 continue
             child.signal(signal.SIGTERM)
             if not self._ends(child, grace_s):
                 child.signal(signal.SIGTERM)
-                if kept.name == "agent" or not child.wait(HURRY_S):
+                if process.name == "agent" or not child.wait(HURRY_S):
                     child.signal(signal.SIGKILL)
                     child.wait(STOP_S)
-            logger.info("stopped", extra={"child": kept.name})
+            logger.info("stopped", extra={"child": process.name})
         os.close(self._lock)
 
     def _ends(self, child: Child, grace_s: float) -> bool:

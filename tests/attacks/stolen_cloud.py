@@ -28,7 +28,7 @@ from triplane.cloud.trust import Repository
 from triplane.cloud.trust.initial import policy_file
 from triplane.edge.agent.metadata import fetch_over
 from triplane.edge.agent.trust import bootstrap
-from triplane.edge.home import NodeHome, Settings
+from triplane.edge.home import NodeHome, NodeSettings
 from triplane.proto import fleet_pb2, metadata_pb2, transfer_pb2
 from triplane.proto.channels import connect, server_credentials
 from triplane.proto.errors import InvalidInput, NotFound, TriplaneError
@@ -95,7 +95,7 @@ class RealNode(Node):
         with connect(identity) as channel:
             bootstrap(home.trust, fetch_over(channel))
         home.save_settings(
-            Settings(
+            NodeSettings(
                 port=self.port,
                 metrics_port=free_port(),
                 probation_s=0.2,

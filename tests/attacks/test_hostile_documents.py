@@ -10,7 +10,7 @@ from tests.faults.test_power import BAD, MODEL, Node, made_home, path_of
 from triplane.cloud.fleet.reports import check_report
 from triplane.edge.agent import journal
 from triplane.edge.agent.reconciler import read_desired, report
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.home import NodeHome
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.documents import MAX_INCIDENTS, MAX_MODELS, MAX_NUMBER, check_desired
@@ -113,7 +113,7 @@ def test_the_same_document_again_is_no_new_attempt(node):
 def test_a_flood_of_incidents_does_not_silence_a_node(node):
     """The cloud takes 32 incidents of 2000 characters; more would have the report refused."""
     for i in range(80):
-        node.reconciler.incident(Refused("signature", f"{i}: " + "\0ключ" * 5000))
+        node.reconciler.incident(AttemptRefused("signature", f"{i}: " + "\0ключ" * 5000))
     told = []
     while incidents := said(node).incidents:
         assert len(incidents) <= MAX_INCIDENTS
@@ -124,10 +124,10 @@ def test_a_flood_of_incidents_does_not_silence_a_node(node):
 
 
 def test_incidents_that_come_while_a_report_is_on_its_way_are_not_lost(node):
-    node.reconciler.incident(Refused("signature", "before"))
+    node.reconciler.incident(AttemptRefused("signature", "before"))
     on_its_way = said(node)
     for i in range(200):
-        node.reconciler.incident(Refused("signature", f"meanwhile {i}"))
+        node.reconciler.incident(AttemptRefused("signature", f"meanwhile {i}"))
     node.reconciler.drop_told(on_its_way.incidents)
     assert said(node).incidents[0].text == "meanwhile 100"
 

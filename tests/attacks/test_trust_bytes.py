@@ -12,7 +12,7 @@ from tuf.ngclient.updater import Updater
 
 from triplane.cloud.trust.signing import replace_keys
 from triplane.edge.agent.metadata import Fetcher
-from triplane.edge.agent.refusal import KINDS, Refused
+from triplane.edge.agent.refusal import KINDS, AttemptRefused
 from triplane.edge.agent.trust import Trust, check_file
 
 PATH = "release/digits@1+ort-x64.bundle"
@@ -46,7 +46,7 @@ def ours(cloud: Stage):
     assert found.is_fresh
     try:
         node.target(PATH)
-    except Refused as refused:
+    except AttemptRefused as refused:
         return refused.kind, {}
     assert node._client is not None
     trusted = node._client._trusted_set
@@ -143,11 +143,11 @@ def test_a_changed_byte_anywhere_in_the_bundle_is_refused(cloud, tmp_path):
     check_file(target, file)
     for at in range(len(BUNDLE)):
         file.write_bytes(BUNDLE[:at] + bytes([BUNDLE[at] ^ 1]) + BUNDLE[at + 1 :])
-        with pytest.raises(Refused, match=r"has SHA-256 \w+, signed is") as refused:
+        with pytest.raises(AttemptRefused, match=r"has SHA-256 \w+, signed is") as refused:
             check_file(target, file)
         assert refused.value.kind == "digest"
     for data in (BUNDLE[:-1], BUNDLE + b"\0", b""):
         file.write_bytes(data)
-        with pytest.raises(Refused, match="signed are 16") as refused:
+        with pytest.raises(AttemptRefused, match="signed are 16") as refused:
             check_file(target, file)
         assert refused.value.kind == "length"

@@ -24,7 +24,7 @@ from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.roles import MAX_VERSION, expiry
 from triplane.cloud.trust.signing import replace_keys
 from triplane.edge.agent.policy import check_metric, in_share
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import Conflict, InvalidInput
 from triplane.proto.targets import Policy, Rule
 
@@ -55,7 +55,7 @@ def test_one_signature_of_two_waits_and_is_shown_to_no_node(tmp_path):
     assert (made.published, made.signatures, made.threshold) == (False, 1, 2)
     node = cloud.node()
     assert node.refresh().is_fresh
-    with pytest.raises(Refused, match=r"is not listed by the role release \(version 1\)"):
+    with pytest.raises(AttemptRefused, match=r"is not listed by the role release \(version 1\)"):
         node.target(PATH)
 
 
@@ -67,7 +67,9 @@ def test_one_signature_of_two_is_refused_by_the_node_when_the_cloud_publishes_it
     )
     forge_chain(cloud, release=half)
     assert node.refresh().is_fresh
-    with pytest.raises(Refused, match="1 valid signatures of 2 that the role release") as refused:
+    with pytest.raises(
+        AttemptRefused, match="1 valid signatures of 2 that the role release"
+    ) as refused:
         node.target(PATH)
     assert refused.value.kind == "threshold"
 
@@ -109,7 +111,7 @@ def test_a_release_key_may_not_list_auto_targets(cloud):
     forge_chain(cloud, release=made)
     node = cloud.node()
     assert node.refresh().is_fresh
-    with pytest.raises(Refused, match=r"is not listed by the role auto \(version 1\)"):
+    with pytest.raises(AttemptRefused, match=r"is not listed by the role auto \(version 1\)"):
         node.target(AUTO)
 
 
@@ -121,7 +123,7 @@ def test_an_auto_key_may_not_list_release_targets(cloud):
     forge_chain(cloud, auto=made)
     node = cloud.node()
     assert node.refresh().is_fresh
-    with pytest.raises(Refused, match=r"is not listed by the role release \(version 2\)"):
+    with pytest.raises(AttemptRefused, match=r"is not listed by the role release \(version 2\)"):
         node.target(other)
 
 
@@ -132,7 +134,7 @@ def test_an_auto_key_may_not_sign_the_release_role(cloud):
     node = cloud.node()
     assert node.refresh().is_fresh
     with pytest.raises(
-        Refused, match=r"3\.release\.json \(version 3\) has 0 valid signatures"
+        AttemptRefused, match=r"3\.release\.json \(version 3\) has 0 valid signatures"
     ) as refused:
         node.target(other)
     assert refused.value.kind == "signature"
@@ -147,7 +149,7 @@ def test_fields_that_contradict_the_path_are_refused_on_both_sides(cloud):
     forge_chain(cloud, release=made)
     node = cloud.node()
     assert node.refresh().is_fresh
-    with pytest.raises(Refused, match="custom fields contradict the path") as refused:
+    with pytest.raises(AttemptRefused, match="custom fields contradict the path") as refused:
         node.target(entry.path)
     assert refused.value.kind == "wrong-target"
 
@@ -159,7 +161,7 @@ def test_a_bundle_counts_only_where_its_own_role_lists_it(cloud):
     forge_chain(cloud, targets=signed_by(cloud.offline, made, "targets"))
     node = cloud.node()
     assert node.refresh().is_fresh
-    with pytest.raises(Refused, match="is not listed by the role release") as refused:
+    with pytest.raises(AttemptRefused, match="is not listed by the role release") as refused:
         node.target(other)
     assert refused.value.kind == "unknown-target"
 
@@ -193,7 +195,7 @@ def test_a_policy_whose_text_was_exchanged_is_refused(cloud):
     forge_chain(cloud, targets=signed)
     node = cloud.node()
     assert node.refresh().is_fresh
-    with pytest.raises(Refused, match=r"policy\.json cannot be read: Observed"):
+    with pytest.raises(AttemptRefused, match=r"policy\.json cannot be read: Observed"):
         node.policy()
 
 
@@ -220,7 +222,7 @@ def test_a_stolen_auto_key_does_not_get_below_the_metric_floor(cloud):
     node.refresh()
     admitted = node.admit(AUTO, node=INSIDE, committed_version=1)
     for measured in (0.8999, float("nan")):
-        with pytest.raises(Refused, match=r"is below the policy's floor 0\.9000") as refused:
+        with pytest.raises(AttemptRefused, match=r"is below the policy's floor 0\.9000") as refused:
             check_metric(admitted, measured)
         assert refused.value.kind == "metric"
 
@@ -229,7 +231,7 @@ def test_a_stolen_auto_key_does_not_reach_a_node_outside_the_share(cloud):
     cloud.sign_auto()
     node = cloud.node(OUTSIDE)
     node.refresh()
-    with pytest.raises(Refused, match=r"outside the 50\.00% of nodes") as refused:
+    with pytest.raises(AttemptRefused, match=r"outside the 50\.00% of nodes") as refused:
         node.admit(AUTO, node=OUTSIDE, committed_version=1)
     assert refused.value.kind == "share"
 
@@ -242,7 +244,9 @@ def test_a_stolen_cloud_does_not_rename_a_node_into_the_share(cloud):
     assert node.admit(PATH, node=OUTSIDE, committed_version=0).rule is None
     for again in (node, cloud.node(OUTSIDE)):
         again.refresh()
-        with pytest.raises(Refused, match=f"this node was '{OUTSIDE}' and is called") as refused:
+        with pytest.raises(
+            AttemptRefused, match=f"this node was '{OUTSIDE}' and is called"
+        ) as refused:
             again.admit(AUTO, node=INSIDE, committed_version=1)
         assert refused.value.kind == "share"
 
@@ -252,7 +256,7 @@ def test_a_stolen_auto_key_does_not_send_a_node_back(cloud):
     node = cloud.node(INSIDE)
     node.refresh()
     for committed in (2, 3):
-        with pytest.raises(Refused, match="is not above the committed version") as refused:
+        with pytest.raises(AttemptRefused, match="is not above the committed version") as refused:
             node.admit(AUTO, node=INSIDE, committed_version=committed)
         assert refused.value.kind == "floor"
 
@@ -272,7 +276,9 @@ def test_a_stolen_auto_key_does_not_release_a_model_that_is_not_listed(cloud):
     forge_chain(cloud, auto=made)
     node = cloud.node(INSIDE)
     assert node.refresh().is_fresh
-    with pytest.raises(Refused, match=r"no rule for model 'letters' \(listed: digits\)") as refused:
+    with pytest.raises(
+        AttemptRefused, match=r"no rule for model 'letters' \(listed: digits\)"
+    ) as refused:
         node.admit(path, node=INSIDE, committed_version=0)
     assert refused.value.kind == "policy"
 
@@ -299,7 +305,9 @@ def test_a_stolen_auto_key_is_worthless_once_the_targets_role_names_another(clou
     cloud.repository.submit("targets", signed_by(cloud.offline, made, "targets").to_bytes())
     node = cloud.node(INSIDE)
     assert node.refresh().is_fresh
-    with pytest.raises(Refused, match="0 valid signatures of 1 that the role auto") as refused:
+    with pytest.raises(
+        AttemptRefused, match="0 valid signatures of 1 that the role auto"
+    ) as refused:
         node.target(AUTO)
     assert refused.value.kind == "signature"
     cloud.sign_auto(version=3)

@@ -15,7 +15,7 @@ from tests.attacks.trust_stage import (
 )
 from tuf.api.metadata import Metadata
 
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.trust import Trust, bootstrap
 from triplane.proto.errors import Unavailable
 
@@ -52,7 +52,7 @@ def test_a_flipped_signature_digit_is_refused_in_each_file(link, at):
         document["signatures"][0]["sig"] = ("1" if sig[0] != "1" else "2") + sig[1:]
 
     link.forged[name] = edited(genuine, flip)
-    with pytest.raises(Refused, match=r"valid signatures|damaged or forged") as refused:
+    with pytest.raises(AttemptRefused, match=r"valid signatures|damaged or forged") as refused:
         raise_refusal(node)
     assert refused.value.kind == "signature"
 
@@ -65,7 +65,7 @@ def test_a_changed_field_is_refused_in_each_file(link, at):
         document["signed"]["expires"] = "2099-01-01T00:00:00Z"
 
     link.forged[name] = edited(link.repository.get(name), extend)
-    with pytest.raises(Refused, match=name) as refused:
+    with pytest.raises(AttemptRefused, match=name) as refused:
         raise_refusal(node)
     assert refused.value.kind == "signature"
 
@@ -142,7 +142,9 @@ def test_an_old_release_file_is_no_part_of_the_new_publication(link):
     link.release(bundle_entry(OTHER))
     link.forged["3.release.json"] = old
     assert node.refresh().is_fresh
-    with pytest.raises(Refused, match=r"3\.release\.json is genuine \(version 2\)") as refused:
+    with pytest.raises(
+        AttemptRefused, match=r"3\.release\.json is genuine \(version 2\)"
+    ) as refused:
         node.target(OTHER)
     assert refused.value.kind == "mix-and-match"
 
@@ -155,7 +157,7 @@ def test_new_release_metadata_does_not_go_with_an_old_snapshot(link):
     held["2.release.json"] = link.repository.get("3.release.json")
     link.forged.update(held)
     assert node.refresh().is_fresh
-    with pytest.raises(Refused, match="is genuine") as refused:
+    with pytest.raises(AttemptRefused, match="is genuine") as refused:
         node.target(OTHER)
     assert refused.value.kind == "mix-and-match"
 
@@ -170,7 +172,7 @@ def test_a_frozen_link_makes_the_node_stale_after_a_day(link):
     found = refusal(node)
     assert found.kind == "freeze"
     assert "timestamp 2 expired" in found.text
-    with pytest.raises(Refused, match=r"expired 1 s ago; it keeps serving"):
+    with pytest.raises(AttemptRefused, match=r"expired 1 s ago; it keeps serving"):
         node.target(PATH)
 
 
@@ -260,11 +262,11 @@ def test_the_first_root_must_be_signed_by_itself(link, tmp_path):
         document["signatures"] = []
 
     link.forged["root.json"] = edited(link.repository.get("root.json"), shorten)
-    with pytest.raises(Refused, match="not signed by itself: root was signed by 0/1 keys"):
+    with pytest.raises(AttemptRefused, match="not signed by itself: root was signed by 0/1 keys"):
         bootstrap(tmp_path / "new", link.fetch)
     assert not (tmp_path / "new" / "bootstrap.json").exists()
     link.forged["root.json"] = b" " * (200 << 10)
-    with pytest.raises(Refused, match="204800 bytes"):
+    with pytest.raises(AttemptRefused, match="204800 bytes"):
         bootstrap(tmp_path / "new", link.fetch)
 
 
@@ -281,7 +283,7 @@ def test_a_second_bootstrap_does_not_replace_the_first(link, tmp_path):
 def test_a_path_that_is_no_target_is_not_listed(link, path):
     node = link.node()
     node.refresh()
-    with pytest.raises(Refused, match="is not listed") as refused:
+    with pytest.raises(AttemptRefused, match="is not listed") as refused:
         node.target(path)
     assert refused.value.kind == "unknown-target"
 

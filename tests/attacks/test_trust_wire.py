@@ -10,7 +10,7 @@ from tests.attacks.trust_stage import DAY_S, bundle_entry, refusal, signed_by, s
 
 from triplane.cloud.trust import MetadataServicer
 from triplane.edge.agent.metadata import fetch_over
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.trust import Trust, bootstrap
 from triplane.proto import metadata_pb2 as pb
 from triplane.proto.channels import CHANNEL_OPTIONS, server_options
@@ -93,7 +93,7 @@ def test_a_node_enrols_and_verifies_over_grpc(cloud, wire):
     trust = node(cloud, wire)
     assert trust.refresh().is_fresh
     assert trust.target(PATH).length == 16
-    with pytest.raises(Refused, match="is not listed by the role release"):
+    with pytest.raises(AttemptRefused, match="is not listed by the role release"):
         trust.target("release/digits@8+ort-x64.bundle")
 
 

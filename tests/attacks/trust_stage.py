@@ -14,7 +14,7 @@ from triplane.cloud.trust import Repository, initialize
 from triplane.cloud.trust.initial import policy_file
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.roles import expiry
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.trust import Trust, bootstrap
 from triplane.proto.targets import Policy, Rule, TargetName, bundle_target
 
@@ -179,7 +179,7 @@ def pinned(version: int, data: bytes) -> MetaFile:
     return MetaFile(version, len(data), {"sha256": hashlib.sha256(data).hexdigest()})
 
 
-def refusal(node: Trust) -> Refused:
+def refusal(node: Trust) -> AttemptRefused:
     """The one refusal of a refresh that must not succeed."""
     found = node.refresh()
     assert not found.is_fresh

@@ -15,11 +15,11 @@ import pytest
 from tests.device.devices import save_shard
 from tests.federated.core import plans
 
-from triplane.device import child_runner
-from triplane.device.child_runner import ChildRunner
+from triplane.device import child_executor
+from triplane.device.child_executor import ChildExecutor
 from triplane.device.client import FederatedClient, Graphs
-from triplane.device.home import DeviceHome, Settings
-from triplane.device.stopping import DeadlineExceeded, Stop, Withdrawn
+from triplane.device.home import DeviceHome, DeviceSettings
+from triplane.device.stopping import StopToken, TaskExpired, Withdrawn
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import TriplaneError
 
@@ -28,7 +28,7 @@ LONG_S = 3600.0
 
 FAKE = """#!{python}
 import os, signal, sys, time
-from triplane.device.child_runner import encoded, read_frame, write_frame
+from triplane.device.child_executor import encoded, read_frame, write_frame
 write_frame(sys.stdout.buffer, encoded(b""))
 read_frame(sys.stdin.buffer, 1 << 20)
 forked = os.fork()
@@ -51,8 +51,8 @@ def fake(tmp_path, monkeypatch):
         script, pids = tmp_path / "python", tmp_path / "pids"
         script.write_text(FAKE.format(python=sys.executable, pids=pids, then=then))
         script.chmod(0o700)
-        monkeypatch.setattr(child_runner, "sys", SimpleNamespace(executable=str(script)))
-        return ChildRunner(DeviceHome(tmp_path), Settings(), tmp_path / "x.npz", None)
+        monkeypatch.setattr(child_executor, "sys", SimpleNamespace(executable=str(script)))
+        return ChildExecutor(DeviceHome(tmp_path), DeviceSettings(), tmp_path / "x.npz", None)
 
     done = tmp_path / "pids.done"
     yield make
@@ -76,7 +76,7 @@ def ended(pid):
 def does(runner, stop, until_s=LONG_S):
     """What a task comes to, in a thread that may never end; None where it did not."""
     work = SimpleNamespace(device="ann", run="0" * 16, round=1)
-    task = SimpleNamespace(work=work, told=pb.Task(), lease="00", until_s=until_s)
+    task = SimpleNamespace(work=work, document=pb.Task(), lease="00", until_s=until_s)
     results = []
 
     def do():
@@ -98,7 +98,7 @@ def forked(tmp_path):
 
 
 def test_a_worker_of_a_child_that_crashed_does_not_hide_its_end(tmp_path, fake):
-    thread, results = does(fake(CRASHES), Stop(LONG_S + time.monotonic()))
+    thread, results = does(fake(CRASHES), StopToken(LONG_S + time.monotonic()))
     forked(tmp_path)
     thread.join(WAIT_S)
     (contribution,) = results or (None,)
@@ -107,7 +107,7 @@ def test_a_worker_of_a_child_that_crashed_does_not_hide_its_end(tmp_path, fake):
 
 
 def test_a_worker_does_not_outlive_a_task_that_is_withdrawn(tmp_path, fake):
-    stop = Stop(LONG_S + time.monotonic())
+    stop = StopToken(LONG_S + time.monotonic())
     thread, results = does(fake(HANGS), stop)
     forked(tmp_path)
     stop.now()
@@ -117,7 +117,7 @@ def test_a_worker_does_not_outlive_a_task_that_is_withdrawn(tmp_path, fake):
 
 def test_a_worker_does_not_outlive_an_interrupt(tmp_path, fake):
     runner = fake(HANGS)
-    thread, results = does(runner, Stop(LONG_S + time.monotonic()))
+    thread, results = does(runner, StopToken(LONG_S + time.monotonic()))
     forked(tmp_path)
     runner.interrupt()
     thread.join(WAIT_S)
@@ -129,7 +129,7 @@ def test_a_child_that_does_not_heed_is_killed_before_the_deadline_it_is_told_of(
     """Told half a second before, it has half of that."""
     runner = fake(HANGS)
     runner.start()
-    stop = Stop(LONG_S + time.monotonic())
+    stop = StopToken(LONG_S + time.monotonic())
     until_s = time.monotonic() + LONG_S
     thread, results = does(runner, stop, until_s)
     forked(tmp_path)
@@ -141,11 +141,11 @@ def test_a_child_that_does_not_heed_is_killed_before_the_deadline_it_is_told_of(
         return wait(event, timeout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child_runner, "time", SimpleNamespace(monotonic=lambda: until_s - 0.5))
+        patch.setattr(child_executor, "time", SimpleNamespace(monotonic=lambda: until_s - 0.5))
         patch.setattr(threading.Event, "wait", watched)
         stop.expire()
         thread.join(WAIT_S)
-    assert [type(result) for result in results] == [DeadlineExceeded]
+    assert [type(result) for result in results] == [TaskExpired]
     assert 0.25 in asked
 
 
@@ -172,7 +172,7 @@ def closed_at(runner, instant):
     """
     task = SimpleNamespace(
         work=SimpleNamespace(device="ann", run="0" * 16, round=1),
-        told=pb.Task(), lease="00", until_s=LONG_S,
+        document=pb.Task(), lease="00", until_s=LONG_S,
     )  # fmt: skip
     raised, lines, outcome = [], 0, None
 
@@ -186,7 +186,7 @@ def closed_at(runner, instant):
 
     def traced(frame, event, _):
         nonlocal lines
-        if frame.f_code.co_filename != child_runner.__file__:
+        if frame.f_code.co_filename != child_executor.__file__:
             return None
         if event == "line":
             if lines == instant:
@@ -197,7 +197,7 @@ def closed_at(runner, instant):
 
     sys.settrace(traced)
     try:
-        outcome = runner.do(task, Stop(math.inf), [])
+        outcome = runner.do(task, StopToken(math.inf), [])
     except Exception as error:  # noqa: BLE001  # judged by the test
         outcome = error
     finally:
@@ -214,10 +214,10 @@ def test_closing_beside_a_task_at_any_instant_ends_it_and_raises_nothing(tmp_pat
     script = tmp_path / "python"
     script.write_text(ANSWERS.format(python=sys.executable))
     script.chmod(0o700)
-    monkeypatch.setattr(child_runner, "sys", SimpleNamespace(executable=str(script)))
+    monkeypatch.setattr(child_executor, "sys", SimpleNamespace(executable=str(script)))
     instant, lines, ends = 0, 1, set()
     while instant < lines:
-        runner = ChildRunner(DeviceHome(tmp_path), Settings(), tmp_path / "x.npz", None)
+        runner = ChildExecutor(DeviceHome(tmp_path), DeviceSettings(), tmp_path / "x.npz", None)
         outcome, raised, lines = closed_at(runner, instant)
         assert not raised, (instant, raised)
         assert isinstance(outcome, Withdrawn | pb.Contribution), (instant, outcome)
@@ -252,7 +252,7 @@ child.Requests().read()
 def test_a_start_that_fails_is_told_each_time_and_nothing_aborts(tmp_path, capfd):
     home = DeviceHome(tmp_path / "home")
     home.make()
-    runner = ChildRunner(home, Settings(), tmp_path / "absent.npz", None)
+    runner = ChildExecutor(home, DeviceSettings(), tmp_path / "absent.npz", None)
     try:
         for _ in range(2):
             with pytest.raises(TriplaneError, match="absent"):

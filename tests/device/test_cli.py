@@ -13,7 +13,7 @@ from tests.cloud.federation import given
 from tests.device.devices import cloud_of, save_shard, token_for, within
 
 from triplane.device.cli import device
-from triplane.device.home import DeviceHome, Session
+from triplane.device.home import DeviceHome, SessionNote
 from triplane.device.status import _work
 from triplane.proto.errors import InvalidInput, NotFound
 
@@ -127,7 +127,7 @@ def test_status_of_a_device_of_an_older_cloud_says_what_is_known(tmp_path, known
     home = DeviceHome(tmp_path)
     told = {"state": "idle", "population": "labs", "since_s": 1.0, **known}
     home.session_file.write_text(json.dumps(told))
-    assert home.session == Session("idle", "labs", 1.0)
+    assert home.session == SessionNote("idle", "labs", 1.0)
     text = _work(home.session)
     assert "no run of the cloud asks this device." in text
     assert "this device's is 'labs'" in text

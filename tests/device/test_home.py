@@ -4,16 +4,16 @@ import os
 
 import pytest
 
-from triplane.device.home import DeviceHome, Settings
+from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.proto.disk import OS_DISK
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 
 
 def test_settings_come_back_and_absent_ones_are_the_defaults(tmp_path):
     home = DeviceHome(tmp_path / "home")
-    assert home.settings == Settings()
+    assert home.settings == DeviceSettings()
     home.make()
-    chosen = Settings().but(data=tmp_path / "a.npz", population="cameras", held_out=0.5)
+    chosen = DeviceSettings().but(data=tmp_path / "a.npz", population="cameras", held_out=0.5)
     home.save_settings(chosen)
     assert home.settings == chosen
     assert chosen.data == str(tmp_path / "a.npz")
@@ -36,12 +36,12 @@ def test_settings_that_are_none_are_corrupt_and_name_the_file(tmp_path, text):
 )
 def test_settings_out_of_range_are_refused(field, value):
     with pytest.raises(InvalidInput, match=field):
-        Settings(**{field: value})
+        DeviceSettings(**{field: value})
 
 
 def test_the_processor_time_of_a_task_is_that_of_all_processors():
     """Threads count together: a task on many of them may take an hour as well."""
-    assert Settings().max_cpu_s == 3600.0 * (os.cpu_count() or 1)
+    assert DeviceSettings().max_cpu_s == 3600.0 * (os.cpu_count() or 1)
 
 
 def test_one_process_works_in_a_home(tmp_path):

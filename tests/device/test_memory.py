@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from triplane.device import memory as remembering
-from triplane.device.memory import NOTHING, Facts, Memory, Personal
+from triplane.device.memory import NOTHING, Memory, PersonalState, UpdateFacts
 from triplane.proto.disk import OS_DISK
 from triplane.proto.errors import Conflict, Corrupt, Unavailable
 
 RUN, OTHER = "0123456789abcdef", "fedcba9876543210"
-IMPLIED = Personal({"head": np.arange(3.0)}, {"w": np.full((2, 2), 0.25, np.float32)})
+IMPLIED = PersonalState({"head": np.arange(3.0)}, {"w": np.full((2, 2), 0.25, np.float32)})
 
 
 def facts(run=RUN, lease="ab" * 16):
-    return Facts(run=run, round=3, lease=lease, examples=20, loss=0.1 + 0.2, seconds=1e-3)
+    return UpdateFacts(run=run, round=3, lease=lease, examples=20, loss=0.1 + 0.2, seconds=1e-3)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_only_so_many_runs_are_remembered(folders, monkeypatch):
 
 def test_facts_that_are_none_are_corrupt():
     with pytest.raises(Corrupt, match="facts of an update"):
-        Facts.parse({"run": RUN, "round": "x"})
+        UpdateFacts.parse({"run": RUN, "round": "x"})
 
 
 def syncs(monkeypatch):

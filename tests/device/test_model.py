@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.federated.core import plans
 
-from triplane.device.model import PERSONAL, SHARED, Choice, Model
+from triplane.device.model import PERSONAL, SHARED, DeviceModel, ModelChoice
 from triplane.proto.disk import OS_DISK
 from triplane.proto.errors import Conflict, NotFound
 from triplane.unified_ir.federated.core.learn import Shard, evaluate
@@ -25,7 +25,7 @@ def helpful(seed=0, held_out=40):
 
 
 def judged(folder, plan, shard, *, w, steps=5, blob="aa", **more):
-    model = Model(folder / "model")
+    model = DeviceModel(folder / "model")
     start = {**plans.state(), "w": w}
 
     def restart():
@@ -38,7 +38,7 @@ def judged(folder, plan, shard, *, w, steps=5, blob="aa", **more):
 
 
 def used(folder, plan):
-    Model(folder / "model").load_into(plan)
+    DeviceModel(folder / "model").load_into(plan)
     return plan.state()["w"]
 
 
@@ -84,7 +84,7 @@ def test_what_is_told_to_the_cloud_is_the_mathematics_of_the_core(tmp_path):
 
 
 def test_a_damaged_or_absent_model_is_none(tmp_path):
-    model = Model(tmp_path / "model")
+    model = DeviceModel(tmp_path / "model")
     assert model.choice() is None
     (tmp_path / "model").write_bytes(b"damaged")
     assert model.choice() is None
@@ -93,12 +93,12 @@ def test_a_damaged_or_absent_model_is_none(tmp_path):
 
 def test_the_facts_of_a_model_come_back_exactly(tmp_path):
     plan = plans.plan(tmp_path)
-    choice = Choice(
+    choice = ModelChoice(
         run=WORK.run, round=4, plan="ab" * 32, chosen=SHARED, samples=3, before=1 / 3,
         after=2 / 3, accuracy=2 / 3,
     )  # fmt: skip
-    Model(tmp_path / "model").adopt(plan, choice)
-    assert Model(tmp_path / "model").choice() == choice
+    DeviceModel(tmp_path / "model").adopt(plan, choice)
+    assert DeviceModel(tmp_path / "model").choice() == choice
 
 
 def test_what_another_run_left_stays_while_it_is_better_on_the_same_samples(tmp_path):
@@ -141,12 +141,12 @@ def test_a_measured_shared_state_stays_while_a_newer_one_is_worse(tmp_path):
 
 
 def unmeasured(number, run="0123456789abcdef"):
-    return Choice(run=run, round=number, plan="aa", chosen=SHARED)
+    return ModelChoice(run=run, round=number, plan="aa", chosen=SHARED)
 
 
 def adopted(folder, plan, number, **more):
     plan.assign({**plans.state(), "w": np.full((2, 1), number, np.float32)})
-    Model(folder / "model").adopt_unmeasured(plan, unmeasured(number, **more))
+    DeviceModel(folder / "model").adopt_unmeasured(plan, unmeasured(number, **more))
 
 
 def test_states_that_nobody_measured_follow_each_other_without_a_sync(tmp_path, monkeypatch):
@@ -160,7 +160,7 @@ def test_states_that_nobody_measured_follow_each_other_without_a_sync(tmp_path, 
     monkeypatch.setattr(OS_DISK.__class__, "sync", noted)
     for number in (1, 2, 3):
         adopted(tmp_path, plan, number)
-        assert Model(tmp_path / "model").choice() == unmeasured(number)
+        assert DeviceModel(tmp_path / "model").choice() == unmeasured(number)
         assert used(tmp_path, plan).tolist() == [[number], [number]]
     assert len(synced) == 1
     adopted(tmp_path, plan, 1, run="fedcba9876543210")
@@ -174,7 +174,7 @@ def test_an_unmeasured_state_is_made_durable_once_in_a_while(tmp_path, monkeypat
     monkeypatch.setattr("triplane.device.model.SYNC_S", 0.0)
     adopted(tmp_path, plan, 2)
     (tmp_path / "model.newest").unlink(missing_ok=True)
-    assert Model(tmp_path / "model").choice() == unmeasured(2)
+    assert DeviceModel(tmp_path / "model").choice() == unmeasured(2)
 
 
 def test_the_model_before_holds_where_a_power_cut_tore_the_newest_state(tmp_path):
@@ -191,7 +191,7 @@ def test_the_model_before_holds_where_a_power_cut_tore_the_newest_state(tmp_path
         if not cut:
             with pytest.raises(Conflict, match="tore the newest state"):
                 used(tmp_path, plan)
-        assert Model(tmp_path / "model").choice() == unmeasured(1)
+        assert DeviceModel(tmp_path / "model").choice() == unmeasured(1)
         assert used(tmp_path, plan).tolist() == [[1], [1]]
 
 
@@ -203,5 +203,5 @@ def test_a_removed_unmeasured_state_that_comes_back_replaces_no_measured_model(t
     _, choice = judged(tmp_path, plan, plans.shard(held_out=30), w=RIGHT)
     (tmp_path / "model.newest").write_bytes(back)
     assert choice.samples == 30
-    assert Model(tmp_path / "model").choice() == choice
+    assert DeviceModel(tmp_path / "model").choice() == choice
     assert used(tmp_path, plan).tolist() == RIGHT.tolist()

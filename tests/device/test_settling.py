@@ -13,9 +13,9 @@ from tests.device.stage import RUN, client_at, lease, serving, staged
 from tests.federated.core import plans
 
 from triplane.device import FederatedClient
-from triplane.device.desk import Desk
 from triplane.device.home import DeviceHome
 from triplane.device.memory import Memory
+from triplane.device.task_runner import TaskRunner
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import OsDisk
 from triplane.unified_ir.federated.core.compress import LEVELS
@@ -102,15 +102,15 @@ def test_the_remainder_of_what_counted_is_in_the_next_update(tmp_path):
 
 def held_after_settling(monkeypatch, marker):
     """Events: a document that asks for work on the lease `marker` was settled; go on now."""
-    original, settled, go_on = Desk.settle, threading.Event(), threading.Event()
+    original, settled, go_on = TaskRunner.settle, threading.Event(), threading.Event()
 
-    def settle(desk, orders):
-        original(desk, orders)
-        if marker.hex() in orders.leases:
+    def settle(desk, work_set):
+        original(desk, work_set)
+        if marker.hex() in work_set.leases:
             settled.set()
             go_on.wait(60)
 
-    monkeypatch.setattr(Desk, "settle", settle)
+    monkeypatch.setattr(TaskRunner, "settle", settle)
     return settled, go_on
 
 

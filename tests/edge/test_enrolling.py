@@ -23,7 +23,7 @@ from tests.cloud.cli.test_end_to_end import running
 from tests.cloud.cli.verbs import answer
 
 from triplane.device.enrolling import enrol as device_enrols
-from triplane.device.home import DeviceHome, Settings
+from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.edge import enrolling
 from triplane.edge.agent.trust import BOOTSTRAP
 from triplane.edge.home import NodeHome
@@ -261,7 +261,7 @@ def test_a_token_for_something_else_is_refused_and_stays_unused(cloud, tmp_path)
         with pytest.raises(InvalidInput, match=f"for a node, not for a {kind}.*edge enrol"):
             person_enrols(token, cloud.enrolment, tmp_path / kind, kind=kind)
     with pytest.raises(InvalidInput, match=r"for a node, not for a device.*edge enrol"):
-        device_enrols(DeviceHome(tmp_path / "d"), Settings(), token, cloud.enrolment)
+        device_enrols(DeviceHome(tmp_path / "d"), DeviceSettings(), token, cloud.enrolment)
     assert enrolling.enrol(NodeHome(tmp_path / "n"), token, cloud.enrolment).name == "camera"
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from triplane.edge.home import NodeHome, Settings
+from triplane.edge.home import NodeHome, NodeSettings
 from triplane.proto.errors import Corrupt
 
 
@@ -16,14 +16,14 @@ def home(tmp_path):
 
 
 def test_settings_come_back_as_they_were_saved(home):
-    given = Settings(port=0, targets=("ort-x64",), probation_s=1, tls_cert="c", patience_s=2.5)
+    given = NodeSettings(port=0, targets=("ort-x64",), probation_s=1, tls_cert="c", patience_s=2.5)
     home.save_settings(given)
     assert home.settings == given
 
 
 def test_settings_that_are_left_out_have_their_defaults(home):
     home.settings_file.write_text('{"port": 9001}')
-    assert home.settings == Settings(port=9001)
+    assert home.settings == NodeSettings(port=9001)
 
 
 @pytest.mark.parametrize(

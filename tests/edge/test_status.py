@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from triplane.cloud.home import initialize
 from triplane.cloud.identity.authority import Authority
 from triplane.edge.cli import edge
-from triplane.edge.home import NodeHome, Settings
+from triplane.edge.home import NodeHome, NodeSettings
 from triplane.proto.errors import Corrupt
 from triplane.proto.identity import certificate_pem, certificate_request, key_pem, new_key
 from triplane.unified_ir.cli.shell import EXIT_CODES
@@ -37,7 +37,7 @@ def node(enrolled):
     """The same with good settings and no models."""
     if enrolled.settings_file.is_dir():
         enrolled.settings_file.rmdir()
-    enrolled.save_settings(Settings(port=0, metrics_port=0))
+    enrolled.save_settings(NodeSettings(port=0, metrics_port=0))
     for pointer in enrolled.models.iterdir():
         pointer.unlink()
     return enrolled

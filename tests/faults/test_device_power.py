@@ -16,12 +16,12 @@ import pytest
 from tests.faults.cuts import cuts
 from tests.federated.core import plans
 
-from triplane.device import desk as working
-from triplane.device.desk import Desk
-from triplane.device.home import DeviceHome, Settings
+from triplane.device import task_runner as working
+from triplane.device.home import DeviceHome, DeviceSettings
 from triplane.device.memory import Memory
-from triplane.device.stopping import Stop
-from triplane.device.tasks import Blob, Orders, Settled, Task
+from triplane.device.stopping import StopToken
+from triplane.device.task_runner import TaskRunner
+from triplane.device.tasks import Blob, Settlement, Task, WorkSet
 from triplane.proto.errors import Corrupt
 from triplane.unified_ir.federated.core.files import write_state
 from triplane.unified_ir.federated.core.learn import Work, shared
@@ -120,10 +120,10 @@ class Story:
         home.make()
         played = mock.patch.multiple(working, upload=self.upload, download=self.download)
         with played, home.held():
-            desk = Desk(home, SHARD, Settings(), lambda: WIRE)
+            desk = TaskRunner(home, SHARD, DeviceSettings(), lambda: WIRE)
             self.settle(desk)
             while self.number <= ROUNDS:
-                told = desk.do(self.blobs.task(self.number), Stop(float("inf")))
+                told = desk.do(self.blobs.task(self.number), StopToken(float("inf")))
                 assert told.WhichOneof("outcome") == "update", told.declined
                 self.take(told)
                 self.settle(desk)
@@ -141,8 +141,8 @@ class Story:
         """Give the device its document: the task at hand, what became of what it sent."""
         tasks = (self.blobs.task(self.number),) if self.number <= ROUNDS else ()
         newest = self.number - 1
-        settled = Settled(RUN, lease(newest), newest != REFUSED, "")
-        desk.settle(Orders(tasks, (settled,) if newest else ()))
+        settled = Settlement(RUN, lease(newest), newest != REFUSED, "")
+        desk.settle(WorkSet(tasks, (settled,) if newest else ()))
         self.settled = newest
         del self.remembered[newest:]
         self.remembered.append(plain(desk.memory.personal(RUN)))

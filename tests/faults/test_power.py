@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from tests.faults.crash_disk import CrashDisk, PowerCut
 
-from triplane.edge.agent.attempt import World
+from triplane.edge.agent.attempt import AttemptContext
 from triplane.edge.agent.journal import Journal
 from triplane.edge.agent.policy import Admission
 from triplane.edge.agent.reconciler import Reconciler
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.trust import Freshness
 from triplane.edge.home import NodeHome
 from triplane.edge.serving.pointers import read_pointers
@@ -91,7 +91,7 @@ def trial(path, *, size, golden=None):
     data = Path(path).read_bytes()
     version = next(v for v in VERSIONS if content(v) == data)
     if version == BAD:
-        raise Refused("golden", "answers wrongly")
+        raise AttemptRefused("golden", "answers wrongly")
     return {
         "model": MODEL, "version": version, "target": "ort-x64", "digest": digest(version),
         "content_digest": digest(version), "model_digest": digest(version),
@@ -125,7 +125,7 @@ class Node:
         self.server = Server()
         for pointer in read_pointers(self.home.models)[0].values():
             self.server.load(pointer.model, self.home.bundles / pointer.sha256, pointer.digest)
-        world = World(
+        world = AttemptContext(
             node="n", targets=("ort-x64",), home=self.home,
             blobs=BlobFolder(self.home.bundles, self.disk),
             trust=Signed(), seam=self.server, fetch=fetch,

@@ -27,7 +27,7 @@ from tests.faults.nursery import Nursery
 from triplane.cloud.home import initialize
 from triplane.cloud.identity.authority import Authority
 from triplane.edge.agent.trust import bootstrap
-from triplane.edge.home import NodeHome, Settings
+from triplane.edge.home import NodeHome, NodeSettings
 from triplane.edge.serving.wire import WIRE_NAME
 from triplane.edge.supervisor.children import is_alive
 from triplane.proto.identity import (
@@ -130,7 +130,7 @@ def made_node(cloud, home):
     node.make()
     enrolled(cloud, node.identity, home.name)
     bootstrap(node.trust, lambda _: (cloud.metadata / "1.root.json").read_bytes())
-    node.save_settings(Settings(port=0, metrics_port=0))
+    node.save_settings(NodeSettings(port=0, metrics_port=0))
     return str(home)
 
 

@@ -2,7 +2,7 @@ import asyncio
 
 from triplane.proto.fleet_pb2 import Desired, Report
 from triplane.proto.session_pb2 import Frame
-from triplane.proto.stream import Half, Link, new_epoch
+from triplane.proto.stream import Link, StreamState, new_epoch
 
 HEARTBEAT_S = 1000.0
 
@@ -12,7 +12,7 @@ def test_what_is_handled_while_another_frame_is_written_is_acknowledged_at_once(
         async def handle(_):
             return
 
-        half = Half(new_epoch())
+        half = StreamState(new_epoch())
         half.meet(new_epoch())
         half.add("desired", Desired(number=1))
         link = Link(half, handle, HEARTBEAT_S)

@@ -112,7 +112,11 @@ def test_a_server_that_is_not_there_is_unavailable():
 
 def test_facts_for_scripts_travel_with_the_error(call):
     with pytest.raises(Conflict) as raised:
-        call(status.told(Conflict("busy"), rollout="r-1", error="x", absurd="\n", long="y" * 999))
+        call(
+            status.with_details(
+                Conflict("busy"), rollout="r-1", error="x", absurd="\n", long="y" * 999
+            )
+        )
     assert status.facts_of(raised.value) == {"rollout": "r-1", "error": "x"}
     assert status.facts_of(KeyError()) == {}
 
@@ -120,7 +124,7 @@ def test_facts_for_scripts_travel_with_the_error(call):
 def test_a_client_in_an_event_loop_raises_the_same():
     async def behaviour(_: Any, context: Any) -> None:
         async with status.status_of_aio(context):
-            raise status.told(MissingExtra("needs more"), extra="xla")
+            raise status.with_details(MissingExtra("needs more"), extra="xla")
 
     async def story():
         server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
@@ -215,7 +219,7 @@ def google():
 
 def test_other_tools_read_the_trailer_as_an_error_info():
     Status, ErrorInfo = google()
-    answer = status.answer_to(status.told(Conflict("busy"), rollout="r-1"))
+    answer = status.answer_to(status.with_details(Conflict("busy"), rollout="r-1"))
     ((key, data),) = answer.trailer()
     assert key == "grpc-status-details-bin"
     read: Any = Status.FromString(data)

@@ -17,10 +17,10 @@ from triplane.proto.session_pb2_grpc import SessionServicer, add_SessionServicer
 from triplane.proto.status import status_of_aio
 from triplane.proto.stream import (
     MAX_UNACKNOWLEDGED,
-    Half,
     Link,
     ServerSession,
     SessionClient,
+    StreamState,
     check_hello,
     new_epoch,
 )
@@ -325,7 +325,7 @@ def test_a_stream_without_a_greeting_is_refused(frame):
 
 
 def test_messages_that_nobody_acknowledges_are_bounded():
-    half = Half(new_epoch())
+    half = StreamState(new_epoch())
     for number in range(MAX_UNACKNOWLEDGED):
         half.add("report", fleet.Report(number=number))
     with pytest.raises(Conflict, match="wait to be acknowledged"):
@@ -334,7 +334,7 @@ def test_messages_that_nobody_acknowledges_are_bounded():
 
 @given(st.data())
 def test_whatever_the_link_loses_each_message_is_handled_once_in_order(data):
-    sender, receiver = Half(b"s" * 16), Half(b"r" * 16)
+    sender, receiver = StreamState(b"s" * 16), StreamState(b"r" * 16)
     handled, added = [], 0
     for _ in range(data.draw(st.integers(1, 8))):  # streams
         receiver.meet(sender.epoch)
@@ -356,9 +356,9 @@ def test_whatever_the_link_loses_each_message_is_handled_once_in_order(data):
 
 
 def test_a_new_epoch_of_the_peer_counts_from_nothing():
-    receiver = Half(b"r" * 16)
+    receiver = StreamState(b"r" * 16)
     receiver.meet(b"a" * 16)
-    frame = Half(b"a" * 16).add("report", fleet.Report())
+    frame = StreamState(b"a" * 16).add("report", fleet.Report())
     receiver.handled(frame)
     assert not receiver.is_new(frame)
     receiver.meet(b"b" * 16)
@@ -377,7 +377,7 @@ def test_a_cancellation_that_meets_a_frame_ends_the_reader_all_the_same():
         async def handle(_):
             return
 
-        link = Link(Half(new_epoch()), handle, heartbeat_s=100.0)
+        link = Link(StreamState(new_epoch()), handle, heartbeat_s=100.0)
         reading = asyncio.create_task(link.incoming(read))
         for _ in range(5):
             await asyncio.sleep(0)

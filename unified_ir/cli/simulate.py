@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from triplane.unified_ir.federated.study import DeviceScore, RoundRow, Study, Trial
     from triplane.unified_ir.federated.study.partition import Shards
-    from triplane.unified_ir.federated.study.source import Source
+    from triplane.unified_ir.federated.study.source import SampleSource
     from triplane.unified_ir.ir import Module
 
     Groups = tuple[Shards, Shards]
@@ -251,12 +251,12 @@ def _write(options: dict[str, Any], trials: list[Trial], facts: dict[str, str]) 
     write_atomic(options["out"], page(trials, title, facts).encode())
 
 
-def _source(options: dict[str, Any]) -> Source:
-    from triplane.unified_ir.federated.study.source import Source
+def _source(options: dict[str, Any]) -> SampleSource:
+    from triplane.unified_ir.federated.study.source import SampleSource
 
     names = ("data", "x", "y", "group", "split", "alpha", "label_shards", "held_out", "unseen",
              "least")  # fmt: skip
-    return Source(
+    return SampleSource(
         way="group" if options["group"] else options["way"],
         devices=options["population"],
         seed=options["seed"],

@@ -243,20 +243,20 @@ def command(**options: Any) -> None:
         "optimizer": repr(trainer.recipe),
         "updates": int(trainer.state().get("optimizer.step", trainer.place.step)),
         "seconds": time.perf_counter() - start,
-        **_suiting(trainer),
+        **_step_tuning(trainer),
     }
     if trainer.place.epoch > options["epochs"]:
         output.note(
             f"{options['checkpoint']} is of epoch {trainer.place.epoch} already, --epochs asks for "
             f"{options['epochs']}: the model is that of epoch {trainer.place.epoch}"
         )
-    for text in _suiting(trainer).values():
+    for text in _step_tuning(trainer).values():
         output.note(text)
     shown = ", ".join(f"{k} {v:.4g}" for k, v in result.items())
     output.result(record, f"{out}: {record['bytes']:,} bytes, held out: {shown}\ndigest {digest}")
 
 
-def _suiting(trainer: Trainer) -> dict[str, str]:
+def _step_tuning(trainer: Trainer) -> dict[str, str]:
     """What tuning and the memory budget did, where they were asked for."""
     found = {"tuning": trainer.tuning, "memory": trainer.memory_plan}
     return {name: str(value) for name, value in found.items() if value is not None}

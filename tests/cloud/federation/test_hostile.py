@@ -36,7 +36,7 @@ from triplane.proto.transfer_pb2 import DownloadRequest
 from triplane.proto.transfer_pb2_grpc import TransferStub
 from triplane.unified_ir.federated.core import learn
 from triplane.unified_ir.federated.core.files import INLINE_BYTES
-from triplane.unified_ir.federated.core.run import Member, Plan, State
+from triplane.unified_ir.federated.core.run import RunMember, RunPlan, RunState
 from triplane.unified_ir.files import container
 
 DEADLINE_S = 90.0
@@ -334,9 +334,9 @@ def test_nothing_of_a_closed_round_stays_in_the_spool(outcome):
 
 
 def test_leases_that_a_device_invents_fill_no_journal():
-    member = Member(device="mallory", connected=True, examples=9)
-    plan = Plan(rounds=1, devices=1, asked=1, quorum=1, deadline_s=1.0, patience_s=1.0)
-    state = State(plan=plan, run=OTHER_RUN, shared="", members={"mallory": member})
+    member = RunMember(device="mallory", connected=True, examples=9)
+    plan = RunPlan(rounds=1, devices=1, asked=1, quorum=1, deadline_s=1.0, patience_s=1.0)
+    state = RunState(plan=plan, run=OTHER_RUN, shared="", members={"mallory": member})
     told = pb.Contribution(run=OTHER_RUN, lease=bytes(16), declined="no")
     run: Any = SimpleNamespace(book=SimpleNamespace(state=state))
     spool: Any = None

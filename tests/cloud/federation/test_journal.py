@@ -286,8 +286,8 @@ def test_a_database_of_an_earlier_release_gets_the_table_of_small_states(tmp_pat
 def test_a_member_of_an_earlier_release_is_told_of_its_newest_contribution():
     """Its snapshot does not say which lease counted last."""
     known = core.Settled(lease="ab" * 16, counted=True)
-    member = core.Member(device="ann", connected=True, examples=4, settled=known)
+    member = core.RunMember(device="ann", connected=True, examples=4, settled=known)
     said = json.loads(to_json(member))
     del said["counted_lease"]
-    found = from_json(core.Member, json.dumps(said))
+    found = from_json(core.RunMember, json.dumps(said))
     assert [(x.lease.hex(), x.counted) for x in settlements("r", found)] == [("ab" * 16, True)]

@@ -10,7 +10,7 @@ from tests.cloud.trust.power import FailingDisk, PowerCut
 from triplane.cloud.trust import Repository
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.signing import replace_keys
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.trust import Trust
 
 PATH = "release/digits@1+ort-x64.bundle"
@@ -20,7 +20,7 @@ NEW = "release/digits@2+ort-x64.bundle"
 def lists(node, path):
     try:
         return node.target(path).path == path
-    except Refused as error:
+    except AttemptRefused as error:
         assert error.kind == "unknown-target"
         return False
 

@@ -22,7 +22,7 @@ from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.repository import KEPT_VERSIONS, MAX_OVERTAKEN
 from triplane.cloud.trust.roles import MAX_METADATA_BYTES, moment
 from triplane.cloud.trust.signing import renew, replace_keys
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.proto.targets import Policy, Rule
 
@@ -420,7 +420,7 @@ def test_a_number_that_was_used_twice_is_noticed_by_its_content(cloud, tmp_path)
     assert cloud.repository.overtake(node.versions())
     assert node.refresh().is_fresh
     assert node.target(NEW).sha256
-    with pytest.raises(Refused, match="is not listed"):
+    with pytest.raises(AttemptRefused, match="is not listed"):
         node.target(PATH)
 
 
@@ -434,7 +434,7 @@ def test_what_people_signed_after_the_backup_is_signed_past_its_number(cloud, tm
         renew(cloud.repository, "release", cloud.offline, now_s=cloud.clock())
     assert node.refresh().is_fresh
     assert node.target(PATH).sha256
-    with pytest.raises(Refused, match="is not listed"):
+    with pytest.raises(AttemptRefused, match="is not listed"):
         node.target(NEW)
 
 

@@ -7,7 +7,7 @@ from triplane.cloud.trust.keys import KeyFolder, read_public
 from triplane.cloud.trust.roles import ROLES
 from triplane.cloud.trust.rotating import Lists, rotate
 from triplane.cloud.trust.signing import renew, replace_keys
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Unavailable
 from triplane.proto.targets import Rule
 
@@ -90,7 +90,7 @@ def test_after_a_theft_nothing_that_the_old_key_signed_is_carried_on(cloud):
     assert load(cloud, "release").signed.targets == {}
     node = cloud.node()
     assert node.refresh().is_fresh
-    with pytest.raises(Refused, match="is not listed"):
+    with pytest.raises(AttemptRefused, match="is not listed"):
         node.target(PATH)
     with pytest.raises(InvalidInput, match="so it is carried on"):
         rotated(cloud, "targets", other_key(cloud, "targets"), lists=Lists.DROPPED)

@@ -19,7 +19,7 @@ from triplane.cloud.trust.repeating import GOLDENS, differences
 from triplane.cloud.trust.repository import Pending
 from triplane.cloud.trust.roles import moment
 from triplane.cloud.trust.signing import renew, replace_keys, sign_policy, sign_release
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.registry_pb2 import Bundle, Recipe, Version
 from triplane.proto.targets import Policy, Rule
@@ -388,7 +388,7 @@ def test_an_offline_role_is_renewed_with_what_it_lists(cloud, role):
     if role == "targets":
         assert [refused.kind for refused in found.refusals] == ["freeze"]
     else:
-        with pytest.raises(Refused, match="release 2 expired"):
+        with pytest.raises(AttemptRefused, match="release 2 expired"):
             node.target(PATH)
     assert renew(cloud, role, cloud.stage.offline, now_s=clock()).submitted.published
     assert node.refresh().is_fresh

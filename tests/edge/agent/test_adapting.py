@@ -16,7 +16,7 @@ from triplane.edge.agent.adapting import (
     read_samples,
     split,
 )
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.trial import golden_accuracy
 from triplane.edge.agent.trying import run_adaptation, run_trial
 from triplane.edge.cli import edge
@@ -105,7 +105,7 @@ def test_start_point_that_is_worse_than_what_serves_is_told_apart(start, renamed
 @pytest.mark.slow
 def test_samples_that_do_not_fit_are_refused_with_nothing_written(start, tmp_path):
     np.savez(tmp_path / "wrong.npz", x=np.zeros((8, 3), np.float32), y=np.zeros(8, np.int64))
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(AttemptRefused) as refusal:
         adapted(start, tmp_path / "wrong.npz", tmp_path / "mine.bundle")
     assert refusal.value.kind == "adaptation"
     assert not (tmp_path / "mine.bundle").exists()
@@ -307,7 +307,7 @@ def test_labels_beyond_the_classes_of_what_serves_are_refused_with_their_place(s
 def test_a_start_point_is_not_adapted_to_labels_that_it_has_no_class_for(start, tmp_path):
     digits = data.digits().select(np.arange(900, 1000))
     np.savez(tmp_path / "s.npz", x=digits.x, y=np.where(digits.y == 3, 77, digits.y))
-    with pytest.raises(Refused, match=r"first one out of range is 77, sample \d+ of s\.npz"):
+    with pytest.raises(AttemptRefused, match=r"first one out of range is 77, sample \d+ of s\.npz"):
         adapted(start, tmp_path / "s.npz", tmp_path / "mine.bundle")
     assert not (tmp_path / "mine.bundle").exists()
 

@@ -22,7 +22,7 @@ from triplane.edge.agent.adapting import Compared
 from triplane.edge.agent.attempt import Attempt, Superseded
 from triplane.edge.agent.policy import Admission
 from triplane.edge.agent.reconciler import LOOK_S
-from triplane.edge.agent.refusal import Refused
+from triplane.edge.agent.refusal import AttemptRefused
 from triplane.edge.agent.trust import Freshness
 from triplane.edge.agent.trying import judge_trial
 from triplane.edge.home import NodeHome
@@ -45,7 +45,7 @@ def node(tmp_path):
 def attempt(node, version=2, *, superseded=lambda: False, **changed):
     told: list[Any] = []
     incidents: list[Any] = []
-    world = replace(node.reconciler._world, incident=incidents.append, **changed)
+    world = replace(node.reconciler._context, incident=incidents.append, **changed)
     assignment = pb.Assignment(
         model=MODEL, version=version, target_path=path_of(version), attempt=version
     )
@@ -114,7 +114,7 @@ def test_a_metric_below_the_signed_floor_fails_the_attempt(node):
 def test_stale_metadata_is_no_verdict_but_takes_nothing_new(node):
     class Stale(Signed):
         def refresh(self):
-            return Freshness(False, -1.0, (Refused("freeze", "it has expired"),))
+            return Freshness(False, -1.0, (AttemptRefused("freeze", "it has expired"),))
 
     made, told, incidents = attempt(node, trust=Stale())
     with pytest.raises(Unavailable, match="stale"):
@@ -255,7 +255,7 @@ def test_what_serves_stays_where_it_is_better_on_the_nodes_own_samples(node):
     assert "accuracy 0.800 (0.100 before) on 5 others; what serves has 0.900" in told[-1].reason
     assert incidents == []
     still_serves_one(node)
-    assert node.reconciler._world.journal.last[MODEL].ended
+    assert node.reconciler._context.journal.last[MODEL].ended
 
 
 def test_a_start_point_without_samples_is_refused_with_where_to_put_them(node):
@@ -287,7 +287,7 @@ def test_memory_is_judged_by_what_the_runtime_needs_for_a_bundle(length, says, g
     if not refused:
         judge_trial(answer, target)
         return
-    with pytest.raises(Refused) as told:
+    with pytest.raises(AttemptRefused) as told:
         judge_trial(answer, target)
     assert told.value.kind == "memory"
 
@@ -322,7 +322,7 @@ def test_what_one_model_meets_does_not_stop_another(node, error):
                 raise error
             return signed.admit(path, node=node, committed_version=committed_version)
 
-    node.reconciler._world = replace(node.reconciler._world, trust=Odd())
+    node.reconciler._context = replace(node.reconciler._context, trust=Odd())
     two_models(node)
     for _ in range(4):
         node.reconciler.step()
@@ -335,13 +335,13 @@ def test_a_model_that_is_not_wanted_any_more_leaves_no_pause_behind(node):
         def admit(self, path, *, node, committed_version):
             raise Unavailable("away")
 
-    trust = node.reconciler._world.trust
-    node.reconciler._world = replace(node.reconciler._world, trust=Away())
+    trust = node.reconciler._context.trust
+    node.reconciler._context = replace(node.reconciler._context, trust=Away())
     two_models(node)
     for _ in range(3):
         waits_s = node.reconciler.step()
     assert 0 < waits_s <= LOOK_S
-    node.reconciler._world = replace(node.reconciler._world, trust=trust)
+    node.reconciler._context = replace(node.reconciler._context, trust=trust)
     node.reconciler.take(pb.Desired(number=10))
     for model, pause in node.reconciler._pauses.items():
         node.reconciler._pauses[model] = replace(pause, until_s=0.0)

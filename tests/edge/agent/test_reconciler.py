@@ -69,7 +69,7 @@ def held(node):
 
 
 def changed(node, **changes):
-    node.reconciler._world = replace(node.reconciler._world, **changes)
+    node.reconciler._context = replace(node.reconciler._context, **changes)
 
 
 def never_whole(sha256, size, into, progress):
@@ -175,7 +175,7 @@ def test_bundle_of_a_model_that_waits_for_metadata_stays(node, is_named):
                 raise Unavailable("its role's metadata cannot be fetched")
             return super().admit(path, node=node, committed_version=committed_version)
 
-    node.reconciler._world.blobs.put(content(4))
+    node.reconciler._context.blobs.put(content(4))
     changed(node, trust=Gone())
     assigned(node, {MODEL: 2, WAITING: 4}, is_named=is_named)
     looked(node)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triplane.edge.agent.policy import Admission, check_metric, in_share, judge
-from triplane.edge.agent.refusal import KINDS, Refused
+from triplane.edge.agent.refusal import KINDS, AttemptRefused
 from triplane.proto.targets import Policy, Rule, SignedTarget, TargetName
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,20}", fullmatch=True)
@@ -55,7 +55,7 @@ def test_auto_goes_up_only_and_release_anywhere(version, committed):
         name = TargetName(role, "digits", version, "ort-x64")
         try:
             rule = judge(policy(), name, node="n", committed_version=committed)
-        except Refused as refused:
+        except AttemptRefused as refused:
             assert (role, refused.kind) == ("auto", "floor")
             assert version <= committed
         else:
@@ -64,11 +64,11 @@ def test_auto_goes_up_only_and_release_anywhere(version, committed):
 
 
 def test_refusals_come_with_the_values():
-    with pytest.raises(Refused, match=r"no rule for model 'digits' \(listed: none\)"):
+    with pytest.raises(AttemptRefused, match=r"no rule for model 'digits' \(listed: none\)"):
         judge(Policy({}), AUTO, node="n", committed_version=0)
-    with pytest.raises(Refused, match=r"node 'n' is outside the 0\.00% of nodes"):
+    with pytest.raises(AttemptRefused, match=r"node 'n' is outside the 0\.00% of nodes"):
         judge(policy(share=0.0), AUTO, node="n", committed_version=0)
-    with pytest.raises(Refused, match="version 5 is not above the committed version 7"):
+    with pytest.raises(AttemptRefused, match="version 5 is not above the committed version 7"):
         judge(policy(), AUTO, node="n", committed_version=7)
 
 
@@ -79,13 +79,13 @@ def test_the_floor_itself_passes(measured, passes):
     if passes:
         check_metric(admission, measured)
     else:
-        with pytest.raises(Refused, match=r"accuracy 0\.8999 on golden/digits is below"):
+        with pytest.raises(AttemptRefused, match=r"accuracy 0\.8999 on golden/digits is below"):
             check_metric(admission, measured)
     check_metric(Admission(target), measured)
 
 
 def test_an_incident_carries_kind_text_and_time():
-    refused = Refused("freeze", "timestamp 2 expired")
+    refused = AttemptRefused("freeze", "timestamp 2 expired")
     incident = refused.incident(7.5)
     assert (incident.time_s, incident.kind, incident.text) == (7.5, "freeze", str(refused))
     assert all(text and kind == kind.lower() for kind, text in KINDS.items())

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.repository import Plan, Repository
-from triplane.edge.serving.running import Call
+from triplane.edge.serving.running import CallContext
 from triplane.edge.serving.server import Server
 from triplane.unified_ir.runtime.bundle import BundleSpec, write_bundle
 from triplane.unified_ir.runtime.description import Description
@@ -101,9 +101,9 @@ def tensor(name: str, array: Any, datatype: str = "FP32") -> Any:
     return made
 
 
-def waiting_call(seconds: float = 30.0) -> Call:
+def waiting_call(seconds: float = 30.0) -> CallContext:
     """A call whose caller waits that long from now."""
-    return Call(time.monotonic() + seconds, time.perf_counter_ns(), lambda: True)
+    return CallContext(time.monotonic() + seconds, time.perf_counter_ns(), lambda: True)
 
 
 @pytest.fixture

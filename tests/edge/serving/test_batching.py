@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from triplane.edge.serving import batching
 from triplane.edge.serving.batching import Merged
-from triplane.edge.serving.running import Call, Direct
+from triplane.edge.serving.running import CallContext, Direct
 from triplane.edge.serving.statistics import Statistics
 from triplane.proto.errors import InvalidInput
 from triplane.proto.status import DeadlineExceeded
@@ -197,7 +197,7 @@ def test_a_late_or_abandoned_call_is_never_run(kit, runner_over):
     gated.gate.set()
     runner = runner_over(gated)
     feeds = {"x": np.ones((1, 4), np.float32)}
-    abandoned = Call(time.monotonic() + 30, 0, lambda: False)
+    abandoned = CallContext(time.monotonic() + 30, 0, lambda: False)
     for call in (kit.call(seconds=-1), abandoned):
         with pytest.raises(DeadlineExceeded, match="nothing was computed"):
             runner.run(feeds, 1, call)
@@ -228,7 +228,7 @@ def test_an_abandoned_call_in_the_queue_does_not_stop_the_ones_behind_it(kit):
     with ThreadPoolExecutor(4) as pool:
         first = pool.submit(runner.run, feeds, 1, kit.call())
         gated.wait_for_runs(1)
-        gone = pool.submit(runner.run, feeds, 1, Call(time.monotonic() + 30, 0, here.is_set))
+        gone = pool.submit(runner.run, feeds, 1, CallContext(time.monotonic() + 30, 0, here.is_set))
         while len(runner._queue) < 1:
             time.sleep(0)
         behind = pool.submit(runner.run, feeds, 1, kit.call())

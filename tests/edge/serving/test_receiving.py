@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from triplane.edge.serving.callers import Caller
-from triplane.edge.serving.lanes import Lane
+from triplane.edge.serving.lanes import BoundedExecutor
 from triplane.edge.serving.memory import RequestMemory
 from triplane.edge.serving.receiving import REST, Receiving, one
 from triplane.proto.errors import InvalidInput
@@ -21,7 +21,7 @@ def receiving():
 
 @pytest.fixture
 def lane():
-    with Lane("infer", threads=2, receiving=1) as made:
+    with BoundedExecutor("infer", threads=2, receiving=1) as made:
         yield made
 
 

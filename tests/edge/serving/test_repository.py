@@ -8,7 +8,7 @@ import pytest
 import tritonclient.grpc as triton
 
 from triplane.edge.serving import probe
-from triplane.edge.serving.repository import Entry, Repository
+from triplane.edge.serving.repository import IndexEntry, Repository
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
 
 X = np.ones((1, 4), np.float32)
@@ -34,7 +34,10 @@ def test_a_switch_of_one_model_leaves_the_others(kit):
     repository = Repository()
     repository.add(kit.linear(name="other"))
     repository.switch(kit.linear())
-    assert repository.index() == [Entry("linear", "1", "READY"), Entry("other", "1", "READY")]
+    assert repository.index() == [
+        IndexEntry("linear", "1", "READY"),
+        IndexEntry("other", "1", "READY"),
+    ]
 
 
 def test_a_switch_waits_for_the_calls_inside_the_old_version(kit):
@@ -54,12 +57,12 @@ def test_a_switch_waits_for_the_calls_inside_the_old_version(kit):
             time.sleep(0)  # yields until the one assignment
         with repository.using("linear") as version:
             assert version.version == "2"  # new calls already meet the new version
-        assert Entry("linear", "1", "UNLOADING") in repository.index()
+        assert IndexEntry("linear", "1", "UNLOADING") in repository.index()
         assert not switched.done()
         old.gate.set()
         switched.result(30)
         np.testing.assert_allclose(inside.result(30), X @ kit.WEIGHTS, rtol=1e-5)
-    assert repository.index() == [Entry("linear", "2", "READY")]
+    assert repository.index() == [IndexEntry("linear", "2", "READY")]
 
 
 def test_a_load_that_fails_keeps_the_old_version_and_says_so_in_the_index(kit):
@@ -74,12 +77,12 @@ def test_a_load_that_fails_keeps_the_old_version_and_says_so_in_the_index(kit):
         repository.switch(kit.linear(version="2"))
     assert repository.find("linear").version == "1"
     assert repository.index() == [
-        Entry("linear", "1", "READY"),
-        Entry("linear", "2", "UNAVAILABLE", "this model does not warm up"),
+        IndexEntry("linear", "1", "READY"),
+        IndexEntry("linear", "2", "UNAVAILABLE", "this model does not warm up"),
     ]
-    assert repository.index(ready_only=True) == [Entry("linear", "1", "READY")]
+    assert repository.index(ready_only=True) == [IndexEntry("linear", "1", "READY")]
     repository.switch(kit.linear(version="3"))
-    assert repository.index() == [Entry("linear", "3", "READY")]
+    assert repository.index() == [IndexEntry("linear", "3", "READY")]
 
 
 def test_failing_loads_do_not_grow_the_index(kit):

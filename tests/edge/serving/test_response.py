@@ -7,11 +7,11 @@ import pytest
 from triplane.edge.serving.datatypes import datatype_of
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.response import encode, top_classes
-from triplane.edge.serving.servable import TensorSpec, Wanted
+from triplane.edge.serving.servable import TensorContract, Wanted
 from triplane.proto import open_inference_pb2 as pb
 from triplane.proto.errors import InvalidInput
 
-Y = TensorSpec("y", datatype_of("float32"), ("N", 3))
+Y = TensorContract("y", datatype_of("float32"), ("N", 3))
 
 
 def text(entries):

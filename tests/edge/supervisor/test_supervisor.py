@@ -19,7 +19,7 @@ import tritonclient.grpc as client
 from triplane.cloud.home import initialize
 from triplane.cloud.identity.authority import Authority
 from triplane.edge.agent.trust import bootstrap
-from triplane.edge.home import NodeHome, Settings
+from triplane.edge.home import NodeHome, NodeSettings
 from triplane.edge.serving.wire import WIRE_NAME
 from triplane.edge.supervisor.children import is_alive, recorded
 from triplane.proto.errors import Corrupt
@@ -99,7 +99,7 @@ def node(tmp_path):
         cloud="127.0.0.1:1",
     )
     bootstrap(made.trust, lambda _: (cloud.metadata / "1.root.json").read_bytes())
-    made.save_settings(Settings(port=0, metrics_port=0))
+    made.save_settings(NodeSettings(port=0, metrics_port=0))
     return made
 
 
@@ -160,7 +160,7 @@ def test_a_killed_up_is_followed_by_one_that_says_the_same(node):
 def test_a_port_that_is_taken_is_named_and_nothing_is_called_ready(node):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        node.save_settings(Settings(port=port, metrics_port=0))
+        node.save_settings(NodeSettings(port=port, metrics_port=0))
         with up(node) as process:
             while "ended" not in (told := line_of(process.stderr)):
                 assert "answers calls" not in told

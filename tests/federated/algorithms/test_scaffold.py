@@ -76,7 +76,7 @@ def controls(of, hyper):
 
 ROW = replace(
     table.ALGORITHMS["fedavg"], name="scaffold", source="Karimireddy et al. 2020, arXiv 1910.06378",
-    weighting="equal", gradient=controlled_gradient, beside=controls,
+    weighting="equal", gradient=controlled_gradient, extra_state=controls,
 )  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def test_anchor_of_state_that_no_graph_reads_is_in_the_plan_with_it(tmp_path, mo
             named = {GRAD + path: g + aside for path, g in grads.items()}
         return clean(build.finish({**found, **named}))
 
-    row = replace(ROW, name="aside", gradient=drawn_back, beside=beside)
+    row = replace(ROW, name="aside", gradient=drawn_back, extra_state=beside)
     monkeypatch.setitem(table.ALGORITHMS, "aside", row)
     assert "aside" in plan_of(module(), "aside", HYPER, tmp_path / "p.plan").roles
     simulate(module(), shards(), replace(study(), algorithm="aside"))

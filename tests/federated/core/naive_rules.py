@@ -29,7 +29,6 @@ from triplane.unified_ir.federated.core.run import (
     Judged,
     Lease,
     Left,
-    Member,
     Outcome,
     Phase,
     Reduce,
@@ -38,9 +37,10 @@ from triplane.unified_ir.federated.core.run import (
     Restarted,
     Resumed,
     Round,
+    RunMember,
+    RunState,
     Scored,
     Settled,
-    State,
     Stopped,
     Tell,
     Tick,
@@ -59,10 +59,10 @@ OTHER: Final = "other reasons"
 
 UNWILLING: Final = frozenset({Outcome.DECLINED, Outcome.REFUSED})
 
-Rule = Callable[[State, Any], tuple[State, Effects]]
+Rule = Callable[[RunState, Any], tuple[RunState, Effects]]
 
 
-def step(state: State, event: Event) -> tuple[State, Effects]:
+def step(state: RunState, event: Event) -> tuple[RunState, Effects]:
     """The state after `event`, and what has to be done because of it."""
     rule = RULES.get((state.phase, type(event)))
     after, effects = rule(state, event) if rule else (state, ())
@@ -71,7 +71,7 @@ def step(state: State, event: Event) -> tuple[State, Effects]:
     return _advance(after, event.at_s, effects)
 
 
-def due_s(state: State) -> float | None:
+def due_s(state: RunState) -> float | None:
     """When a `Tick` could change something; None while only others can."""
     patience_s = state.plan.patience_s
     waits: list[float] = []
@@ -85,7 +85,7 @@ def due_s(state: State) -> float | None:
     return min((at_s for at_s in waits if at_s > state.looked_s), default=None)
 
 
-def open_lease(state: State, device: str) -> Lease | None:
+def open_lease(state: RunState, device: str) -> Lease | None:
     """What the device shall work on now."""
     if state.phase is not Phase.COLLECTING or state.round is None:
         return None
@@ -111,16 +111,16 @@ def lease_id(
 # Rules, one per phase and event; an event without one changes nothing.
 
 
-def _join(state: State, event: Joined) -> tuple[State, Effects]:
+def _join(state: RunState, event: Joined) -> tuple[RunState, Effects]:
     known = state.members.get(event.device)
-    fresh = known or Member(device=event.device, connected=True, examples=event.examples)
+    fresh = known or RunMember(device=event.device, connected=True, examples=event.examples)
     member = replace(
         fresh, connected=True, away_s=None, examples=event.examples, held_out=event.held_out
     )
     return _away(_with(state, member), event.device, None), (Tell(event.device),)
 
 
-def _leave(state: State, event: Left) -> tuple[State, Effects]:
+def _leave(state: RunState, event: Left) -> tuple[RunState, Effects]:
     known = state.members.get(event.device)
     if known is None:
         return state, ()
@@ -128,7 +128,7 @@ def _leave(state: State, event: Left) -> tuple[State, Effects]:
     return _away(_with(state, gone), event.device, event.at_s), ()
 
 
-def _restart(state: State, event: Restarted) -> tuple[State, Effects]:
+def _restart(state: RunState, event: Restarted) -> tuple[RunState, Effects]:
     """Nobody is there, and waiting begins anew."""
     gone = {
         name: replace(m, connected=False, away_s=event.at_s) for name, m in state.members.items()
@@ -143,14 +143,14 @@ def _restart(state: State, event: Restarted) -> tuple[State, Effects]:
     return state, _due(state)
 
 
-def _due(state: State) -> Effects:
+def _due(state: RunState) -> Effects:
     """What was to be done and may have been lost with the process."""
     if state.phase is Phase.REDUCING and state.round is not None:
         return (Reduce(state.round.number, _counted(state.round)),)
     return (Finish(),) if state.phase is Phase.FINISHING else ()
 
 
-def _ask(state: State, event: Asked) -> tuple[State, Effects]:
+def _ask(state: RunState, event: Asked) -> tuple[RunState, Effects]:
     found = state.round
     assert found is not None
     if (event.number, event.evaluates, event.attempt) != (
@@ -162,13 +162,13 @@ def _ask(state: State, event: Asked) -> tuple[State, Effects]:
     return asked, tuple(Tell(x.device) for x in leases if x.outcome is Outcome.OPEN)
 
 
-def _arrive(state: State, event: Arrived) -> tuple[State, Effects]:
+def _arrive(state: RunState, event: Arrived) -> tuple[RunState, Effects]:
     if state.round and state.round.evaluates:
         return _unwanted(state, event.device, event.lease)
     return _answer(state, event)
 
 
-def _answer(state: State, event: Arrived | Answered) -> tuple[State, Effects]:
+def _answer(state: RunState, event: Arrived | Answered) -> tuple[RunState, Effects]:
     lease = _held(state, event)
     if lease is None:
         return _unwanted(state, event.device, event.lease)
@@ -176,7 +176,7 @@ def _answer(state: State, event: Arrived | Answered) -> tuple[State, Effects]:
     return _settle(state, replace(done, bytes_down=event.bytes_down))
 
 
-def _score(state: State, event: Scored) -> tuple[State, Effects]:
+def _score(state: RunState, event: Scored) -> tuple[RunState, Effects]:
     lease = _held(state, event)
     if lease is None or not (state.round and state.round.evaluates):
         return _unwanted(state, event.device, event.lease)
@@ -186,7 +186,7 @@ def _score(state: State, event: Scored) -> tuple[State, Effects]:
     return _settle(scored, done)
 
 
-def _refuse(state: State, event: Refused) -> tuple[State, Effects]:
+def _refuse(state: RunState, event: Refused) -> tuple[RunState, Effects]:
     counts = {**state.refusals, event.kind: state.refusals.get(event.kind, 0) + 1}
     state = replace(state, refusals=counts)
     lease = _held(state, event)
@@ -196,7 +196,7 @@ def _refuse(state: State, event: Refused) -> tuple[State, Effects]:
     return _settle(state, replace(done, bytes_down=event.bytes_down))
 
 
-def _decline(state: State, event: Declined) -> tuple[State, Effects]:
+def _decline(state: RunState, event: Declined) -> tuple[RunState, Effects]:
     lease = _held(state, event)
     if lease is None:
         return state, ()
@@ -204,7 +204,7 @@ def _decline(state: State, event: Declined) -> tuple[State, Effects]:
     return _settle(state, replace(done, bytes_down=event.bytes_down))
 
 
-def _tick(state: State, event: Tick) -> tuple[State, Effects]:
+def _tick(state: RunState, event: Tick) -> tuple[RunState, Effects]:
     assert state.round is not None
     over = event.at_s >= state.round.opened_s + state.plan.deadline_s
     gone = event.at_s - state.plan.patience_s
@@ -223,7 +223,7 @@ def _tick(state: State, event: Tick) -> tuple[State, Effects]:
     return state, effects
 
 
-def _reduce(state: State, event: Reduced) -> tuple[State, Effects]:
+def _reduce(state: RunState, event: Reduced) -> tuple[RunState, Effects]:
     if event.number != state.turn[0]:
         return state, ()
     number, every = event.number, state.plan.evaluate_every
@@ -232,11 +232,11 @@ def _reduce(state: State, event: Reduced) -> tuple[State, Effects]:
     return _gather(replace(state, shared=event.shared, attempt=0), turn, event.at_s), ()
 
 
-def _finish(state: State, event: Finished) -> tuple[State, Effects]:
+def _finish(state: RunState, event: Finished) -> tuple[RunState, Effects]:
     return replace(state, phase=Phase.DONE, reason="", since_s=event.at_s), ()
 
 
-def _stop(state: State, event: Stopped) -> tuple[State, Effects]:
+def _stop(state: RunState, event: Stopped) -> tuple[RunState, Effects]:
     told = tuple(Tell(lease.device) for lease in _open_leases(state))
     kept = state.round if state.phase is Phase.REDUCING else None
     after = replace(
@@ -246,7 +246,7 @@ def _stop(state: State, event: Stopped) -> tuple[State, Effects]:
     return after, told
 
 
-def _resume(state: State, event: Resumed) -> tuple[State, Effects]:
+def _resume(state: RunState, event: Resumed) -> tuple[RunState, Effects]:
     """What was to be reduced when the run stopped is reduced now."""
     if state.round is not None:
         again = replace(state, phase=Phase.REDUCING, reason="", since_s=event.at_s)
@@ -254,13 +254,13 @@ def _resume(state: State, event: Resumed) -> tuple[State, Effects]:
     return replace(_gather(state, state.turn, event.at_s), reason=""), ()
 
 
-def _fail(state: State, event: Failed) -> tuple[State, Effects]:
+def _fail(state: RunState, event: Failed) -> tuple[RunState, Effects]:
     told = tuple(Tell(lease.device) for lease in _open_leases(state))
     after = replace(state, phase=Phase.FAILED, reason=event.reason, since_s=event.at_s, round=None)
     return after, told
 
 
-def _late(state: State, event: Arrived | Answered | Scored) -> tuple[State, Effects]:
+def _late(state: RunState, event: Arrived | Answered | Scored) -> tuple[RunState, Effects]:
     return _unwanted(state, event.device, event.lease)
 
 
@@ -292,7 +292,7 @@ RULES: Final[Mapping[tuple[Phase, type], Rule]] = {
 # What follows from any event.
 
 
-def _advance(state: State, now_s: float, effects: Effects) -> tuple[State, Effects]:
+def _advance(state: RunState, now_s: float, effects: Effects) -> tuple[RunState, Effects]:
     """Close the round if it is complete, open the next if enough devices are there."""
     if state.phase is Phase.COLLECTING and state.round is not None:
         state, more = _close(state, state.round, now_s)
@@ -303,7 +303,7 @@ def _advance(state: State, now_s: float, effects: Effects) -> tuple[State, Effec
     return state, effects
 
 
-def _open(state: State, now_s: float) -> tuple[State, Effects]:
+def _open(state: RunState, now_s: float) -> tuple[RunState, Effects]:
     number, evaluates = state.turn
     if number > state.plan.rounds:
         return replace(state, phase=Phase.FINISHING, reason="", since_s=now_s), (Finish(),)
@@ -345,21 +345,21 @@ def _open(state: State, now_s: float) -> tuple[State, Effects]:
     return state, tuple(Tell(device) for device in chosen)
 
 
-def _all_here(state: State, now_s: float) -> bool:
+def _all_here(state: RunState, now_s: float) -> bool:
     """Whether nobody is away who may be back within patience."""
     return all(m.connected or _is_gone(state, m, now_s) for m in state.members.values())
 
 
-def _given_up(state: State, now_s: float) -> int:
+def _given_up(state: RunState, now_s: float) -> int:
     """Members away for longer than patience: no round waits for them."""
     return sum(_is_gone(state, m, now_s) for m in state.members.values())
 
 
-def _is_gone(state: State, member: Member, now_s: float) -> bool:
+def _is_gone(state: RunState, member: RunMember, now_s: float) -> bool:
     return member.away_s is not None and member.away_s + state.plan.patience_s <= now_s
 
 
-def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:
+def _close(state: RunState, found: Round, now_s: float) -> tuple[RunState, Effects]:
     counted = _counted(found)
     missing = [x for x in found.leases if x.outcome is Outcome.OPEN]
     enough = not found.evaluates and len(counted) >= state.plan.devices
@@ -390,7 +390,7 @@ def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:
     return state, (*told, Reduce(found.number, counted))
 
 
-def _give_up(state: State, why: str, now_s: float) -> State:
+def _give_up(state: RunState, why: str, now_s: float) -> RunState:
     again = replace(_gather(state, state.turn, now_s), attempt=state.attempt + 1)
     if again.attempt < MAX_GIVEN_UP:
         if state.rules >= RULES_WITH_PAUSES:
@@ -401,7 +401,7 @@ def _give_up(state: State, why: str, now_s: float) -> State:
     return replace(again, phase=Phase.STOPPED, reason=reason)
 
 
-def _unscored(state: State, refusing: list[Lease], now_s: float) -> State:
+def _unscored(state: RunState, refusing: list[Lease], now_s: float) -> RunState:
     """Nobody would score: whatever the reason, a result that nobody measured is not registered."""
     kinds = f"{len(refusing)} devices declined or were refused"
     reason = (
@@ -412,24 +412,24 @@ def _unscored(state: State, refusing: list[Lease], now_s: float) -> State:
     return replace(again, phase=Phase.STOPPED, reason=reason)
 
 
-def _pauses_after(state: State) -> str:
+def _pauses_after(state: RunState) -> str:
     why = state.history[-1].given_up if state.history else ""
     return f"a round was given up ({why}); the next begins after a pause"
 
 
-def _gather(state: State, turn: tuple[int, bool], now_s: float) -> State:
+def _gather(state: RunState, turn: tuple[int, bool], now_s: float) -> RunState:
     return replace(state, phase=Phase.GATHERING, since_s=now_s, turn=turn, round=None)
 
 
-def _able(member: Member, *, evaluates: bool) -> bool:
+def _able(member: RunMember, *, evaluates: bool) -> bool:
     return member.held_out > 0 if evaluates else member.examples > 0
 
 
-def _chosen(state: State, able: list[Member]) -> list[str]:
+def _chosen(state: RunState, able: list[RunMember]) -> list[str]:
     """A fair draw that depends on seed, round and names alone."""
     number = state.turn[0]
 
-    def rank(member: Member) -> tuple[int, bytes]:
+    def rank(member: RunMember) -> tuple[int, bytes]:
         text = f"{state.plan.seed}\n{number}\n{state.attempt}\n{member.device}"
         rests = max(0, member.rests_until - number)
         return rests, hashlib.sha256(text.encode()).digest()
@@ -438,36 +438,36 @@ def _chosen(state: State, able: list[Member]) -> list[str]:
     return sorted(member.device for member in drawn)
 
 
-def _waits_for(able: list[Member], state: State, *, evaluates: bool) -> str:
+def _waits_for(able: list[RunMember], state: RunState, *, evaluates: bool) -> str:
     away = sorted(m.device for m in state.members.values() if not m.connected)
     wanted = "" if evaluates else f" of {state.plan.asked}"
     text = f"{len(able)} devices{wanted} are there"
     return f"{text}; away: {', '.join(away[:5])}" if away else text
 
 
-def _with(state: State, member: Member) -> State:
+def _with(state: RunState, member: RunMember) -> RunState:
     return replace(state, members={**state.members, member.device: member})
 
 
-def _away(state: State, device: str, since_s: float | None) -> State:
+def _away(state: RunState, device: str, since_s: float | None) -> RunState:
     """Whose stream is closed keeps its lease for a while."""
     found = open_lease(state, device)
     return state if found is None else _put(state, replace(found, away_s=since_s))
 
 
-def _held(state: State, event: Any) -> Lease | None:
+def _held(state: RunState, event: Any) -> Lease | None:
     """The open lease of that id, if it is this device's."""
     found = open_lease(state, event.device)
     return found if found is not None and found.id == event.lease else None
 
 
-def _put(state: State, lease: Lease) -> State:
+def _put(state: RunState, lease: Lease) -> RunState:
     assert state.round is not None
     leases = tuple(lease if x.id == lease.id else x for x in state.round.leases)
     return replace(state, round=replace(state.round, leases=leases))
 
 
-def _settle(state: State, lease: Lease) -> tuple[State, Effects]:
+def _settle(state: RunState, lease: Lease) -> tuple[RunState, Effects]:
     """End a lease and tell its device."""
     counted = lease.outcome is Outcome.COUNTED
     member = state.members[lease.device]
@@ -485,7 +485,7 @@ def _settle(state: State, lease: Lease) -> tuple[State, Effects]:
     return _with(_put(state, lease), member), (Tell(lease.device),)
 
 
-def _unwanted(state: State, device: str, lease: str) -> tuple[State, Effects]:
+def _unwanted(state: RunState, device: str, lease: str) -> tuple[RunState, Effects]:
     """A contribution to what is over, or the same one again: told so, and nothing else changes."""
     member = state.members.get(device)
     if member is None or (member.settled is not None and member.settled.lease == lease):
@@ -502,7 +502,7 @@ def _tallied(why: Mapping[str, int], reason: str) -> Mapping[str, int]:
     return {**why, key: why.get(key, 0) + 1}
 
 
-def _open_leases(state: State) -> list[Lease]:
+def _open_leases(state: RunState) -> list[Lease]:
     found = state.round.leases if state.round else ()
     return [x for x in found if x.outcome is Outcome.OPEN]
 

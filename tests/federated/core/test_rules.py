@@ -39,18 +39,18 @@ from triplane.unified_ir.federated.core.run import (
     Joined,
     Judged,
     Left,
-    Member,
     Outcome,
     Phase,
-    Plan,
     Reduce,
     Reduced,
     Refused,
     Restarted,
     Resumed,
+    RunMember,
+    RunPlan,
+    RunState,
     Score,
     Scored,
-    State,
     Stopped,
     Tell,
     Tick,
@@ -66,11 +66,11 @@ def plan(**changes):
     given_ = {
         "rounds": 2, "devices": 3, "asked": 3, "quorum": 2, "deadline_s": 60.0, "patience_s": 5.0,
     }  # fmt: skip
-    return Plan(**{**given_, **changes})
+    return RunPlan(**{**given_, **changes})
 
 
 def fresh(asked, rules=NEWEST_RULES):
-    return State(plan=asked, run="r1", shared="s0", rules=rules)
+    return RunState(plan=asked, run="r1", shared="s0", rules=rules)
 
 
 def begun(joined=DEVICES[:3], **changes):
@@ -148,7 +148,7 @@ def test_late_update_changes_no_round():
 
 
 def test_over_selection_closes_at_the_wanted_number_and_tells_the_slower():
-    state: Any = State(plan=plan(asked=5), run="r1", shared="s0")
+    state: Any = RunState(plan=plan(asked=5), run="r1", shared="s0")
     for name in DEVICES:
         assert state.phase is Phase.GATHERING
         state, _ = step(state, Joined(at_s=0.0, device=name, examples=10))
@@ -691,7 +691,7 @@ def test_every_event_gives_the_bytes_that_the_naive_rules_give(found, asked, ver
         naive, expected = naive_rules.step(naive, event)
         assert told(state, effects) == told(naive, expected)
         assert due_s(state) == naive_rules.due_s(naive)
-        again = from_json(State, to_json(state))
+        again = from_json(RunState, to_json(state))
         assert due_s(again) == due_s(state)
 
 
@@ -742,7 +742,7 @@ def work_of(machine, size):
         return state
 
     names = [f"d{k:05d}" for k in range(size)]
-    members = {n: Member(device=n, connected=True, examples=9, held_out=2) for n in names[1:]}
+    members = {n: RunMember(device=n, connected=True, examples=9, held_out=2) for n in names[1:]}
     asked = plan(devices=size, asked=size, quorum=1)
     state: Any = replace(fresh(asked), members=dict(list(members.items())[:-COUNTED]))
     for name in names[-COUNTED:]:

@@ -5,7 +5,7 @@ import pytest
 
 from triplane.proto.errors import InvalidInput, NotFound
 from triplane.unified_ir import nn, optim, train
-from triplane.unified_ir.federated.study.source import Source, devices_of
+from triplane.unified_ir.federated.study.source import SampleSource, devices_of
 
 N = 240
 
@@ -42,7 +42,7 @@ def path(tmp_path):
 
 
 def source(path, **options):
-    return Source(data=str(path), x="images", y="labels", **options)
+    return SampleSource(data=str(path), x="images", y="labels", **options)
 
 
 def test_groups_and_their_split(path, module):
@@ -74,7 +74,7 @@ def test_at_least_one_device_takes_part(path, module):
 
 
 def test_the_digits_need_no_file():
-    seen, unseen = devices_of(Source(data="digits", devices=5), classifier(8, 10))
+    seen, unseen = devices_of(SampleSource(data="digits", devices=5), classifier(8, 10))
     assert (len(seen), len(unseen)) == (5, 0)
 
 
@@ -108,7 +108,9 @@ def test_the_digits_need_no_file():
 )
 def test_odd_sources_are_refused(path, module, options, error, said):
     with pytest.raises(error, match=said):
-        devices_of(Source(**{"data": str(path), "x": "images", "y": "labels", **options}), module)
+        devices_of(
+            SampleSource(**{"data": str(path), "x": "images", "y": "labels", **options}), module
+        )
 
 
 def test_a_model_that_devices_cannot_learn_is_refused_before_data_is_read(tmp_path):
@@ -118,4 +120,4 @@ def test_a_model_that_devices_cannot_learn_is_refused_before_data_is_read(tmp_pa
 
 def test_labels_beyond_the_models_classes_are_refused():
     with pytest.raises(InvalidInput, match=r"3 classes apart, 0 to 2; the labels .* are 0 to 9"):
-        devices_of(Source(data="digits"), classifier(8, 3))
+        devices_of(SampleSource(data="digits"), classifier(8, 3))

@@ -58,14 +58,14 @@ def plan_of(
     InvalidInput: the module cannot be learned by this algorithm; the message says why.
     """
     row, of = algorithm(name), _objective(module)
-    beside = _beside(row, of, hyper)
-    state = {**module.state, **beside}
+    extra_state = _extra_state(row, of, hyper)
+    state = {**module.state, **extra_state}
     functions = {k: _closed(f, state) for k, f in functions_of(module, name, hyper).items()}
     read = {p.name for f in functions.values() for p in f.params} & state.keys()
     anchored = {n.removeprefix(ANCHOR) for n in read if n.startswith(ANCHOR)} & state.keys()
     used = sorted(read | anchored)
     roles = {n: str(state[n].role) for n in used}
-    arrays = {n: state[n].array if n in beside else module.initial(n) for n in used}
+    arrays = {n: state[n].array if n in extra_state else module.initial(n) for n in used}
     spec = PlanSpec(
         entries={k: serialize(emit(f)) for k, f in functions.items()},
         state=arrays,
@@ -86,11 +86,11 @@ def module_of(module: Module, name: str, hyper: Hyper, state: Mapping[str, Array
     read is left out. InvalidInput: the state is not of such a run.
     """
     row, of = algorithm(name), _objective(module)
-    beside = _beside(row, of, hyper)
-    adapt = _closed(row.adapt(of), {**module.state, **beside})
+    extra_state = _extra_state(row, of, hyper)
+    adapt = _closed(row.adapt(of), {**module.state, **extra_state})
     own = {k: v for k, v in module.state.items() if not k.startswith(RESERVED)}
-    _check(state, own | beside)
-    known = own | {k: v for k, v in beside.items() if k in adapt.param_names}
+    _check(state, own | extra_state)
+    known = own | {k: v for k, v in extra_state.items() if k in adapt.param_names}
     after = {
         k: StateTensor(v.role, np.array(state[k])) if k in state else v for k, v in known.items()
     }
@@ -118,9 +118,9 @@ def _objective(module: Module) -> Objective:
     return of
 
 
-def _beside(row: Algorithm, of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
+def _extra_state(row: Algorithm, of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
     """State beside the module's; rates that an earlier run learned go on from there."""
-    found = dict(row.beside(of, hyper))
+    found = dict(row.extra_state(of, hyper))
     if clash := sorted(n for n in found.keys() & of.state.keys() if not n.startswith(RESERVED)):
         raise InvalidInput(
             f"the model calls something {clash[0]!r}, which is state of the algorithm {row.name}: "

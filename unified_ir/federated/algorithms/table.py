@@ -17,7 +17,7 @@ from triplane.unified_ir.federated.core.defaults import ADAM_LR, SERVER_LR
 from triplane.unified_ir.ir import Function, Role, StateTensor
 
 Gradient = Callable[[Objective, int], Function]
-Beside = Callable[[Objective, Hyper], Mapping[str, StateTensor]]
+ExtraState = Callable[[Objective, Hyper], Mapping[str, StateTensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +27,8 @@ class Algorithm:
     episodes: a step takes support and query instead of one batch. weighting: of updates, by
     "examples" or "equal". server: the cloud's optimizer, a row of `core.reduce.SERVERS`. gradient:
     what a step goes against, after some inner steps. rate: state that a step multiplies it with.
-    adapt: one step of adaptation. beside: state beside the module's. server_lr: the cloud's rate
-    where nobody says another.
+    adapt: one step of adaptation. extra_state: state beside the module's. server_lr: the cloud's
+    default rate.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Algorithm:
     gradient: Gradient
     rate: str
     adapt: Callable[[Objective], Function]
-    beside: Beside
+    extra_state: ExtraState
     server_lr: float = SERVER_LR
 
     @property
@@ -84,40 +84,42 @@ _ROWS: Final = (
     Algorithm(
         name="fedavg", source="McMahan et al. 2017, arXiv 1602.05629, algorithm 1",
         episodes=False, weighting="examples", server="sgd",
-        gradient=steps.batch_gradient, rate=LR, adapt=steps.plain_adapt, beside=_lr,
+        gradient=steps.batch_gradient, rate=LR, adapt=steps.plain_adapt, extra_state=_lr,
     ),
     Algorithm(
         name="fedprox", source="Li et al. 2020, arXiv 1812.06127, algorithm 2",
         episodes=False, weighting="examples", server="sgd",
-        gradient=steps.proximal_gradient, rate=LR, adapt=steps.plain_adapt, beside=_anchored,
+        gradient=steps.proximal_gradient, rate=LR, adapt=steps.plain_adapt, extra_state=_anchored,
     ),
     Algorithm(
         name="fedadam", source="Reddi et al. 2021, arXiv 2003.00295, algorithm 2",
         episodes=False, weighting="examples", server="adam",
-        gradient=steps.batch_gradient, rate=LR, adapt=steps.plain_adapt, beside=_lr,
+        gradient=steps.batch_gradient, rate=LR, adapt=steps.plain_adapt, extra_state=_lr,
         server_lr=ADAM_LR,
     ),
     Algorithm(
         name="maml",
         source="Chen et al. 2018, arXiv 1802.07876; Finn et al. 2017, arXiv 1703.03400",
         episodes=True, weighting="equal", server="sgd",
-        gradient=steps.meta_gradient, rate=META_LR, adapt=steps.plain_adapt, beside=_meta_lr,
+        gradient=steps.meta_gradient, rate=META_LR, adapt=steps.plain_adapt,
+        extra_state=_meta_lr,
     ),
     Algorithm(
         name="fomaml", source="Finn et al. 2017, arXiv 1703.03400, section 5.2",
         episodes=True, weighting="equal", server="sgd",
-        gradient=steps.first_order_gradient, rate=META_LR, adapt=steps.plain_adapt, beside=_meta_lr,
+        gradient=steps.first_order_gradient, rate=META_LR, adapt=steps.plain_adapt,
+        extra_state=_meta_lr,
     ),
     Algorithm(
         name="meta-sgd", source="Li et al. 2017, arXiv 1707.09835, algorithm 1",
         episodes=True, weighting="equal", server="sgd",
         gradient=steps.learned_rate_gradient, rate=META_LR, adapt=steps.learned_rate_adapt,
-        beside=_learned,
+        extra_state=_learned,
     ),
     Algorithm(
         name="reptile", source="Nichol et al. 2018, arXiv 1803.02999, algorithm 1",
         episodes=False, weighting="equal", server="sgd",
-        gradient=steps.batch_gradient, rate=LR, adapt=steps.plain_adapt, beside=_lr,
+        gradient=steps.batch_gradient, rate=LR, adapt=steps.plain_adapt, extra_state=_lr,
     ),
 )
 # fmt: on

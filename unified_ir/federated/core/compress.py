@@ -31,7 +31,7 @@ Arrays = Mapping[str, Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CompressionRow:
     """One way to write a tensor. parts: suffixes of its arrays, "" for the bare name.
 
     lose: takes what its arrays stand for from the tensor, in place; None where nothing is lost.
@@ -100,12 +100,12 @@ class Compressor:
         """Names of the arrays that stand for the tensor `stem`."""
         return [f"{stem}:{part}" if part else stem for part in self.row_for(stem).parts]
 
-    def row_for(self, stem: str) -> Row:
+    def row_for(self, stem: str) -> CompressionRow:
         """How the tensor `stem` is written."""
         return COMPRESSIONS[""] if stem in self.plain else self.row
 
 
-def row_of(name: str) -> Row:
+def row_of(name: str) -> CompressionRow:
     """The row; InvalidInput names those there are."""
     if name not in COMPRESSIONS:
         raise InvalidInput(
@@ -197,14 +197,14 @@ def _picked_shape(index: Array, value: Array, shape: Array) -> tuple[int, ...]:
 
 
 # fmt: off
-COMPRESSIONS: Final[Mapping[str, Row]] = {
+COMPRESSIONS: Final[Mapping[str, CompressionRow]] = {
     row.name: row
     for row in (
-        Row("",      ("",),                        _bare,     _is,         None,
+        CompressionRow("",      ("",),                        _bare,     _is,         None,
             lambda x: x.shape,                     lambda x: x.dtype),
-        Row("int8",  ("q", "scale"),               _quantize, _dequantize, _lose_levels,
+        CompressionRow("int8",  ("q", "scale"),               _quantize, _dequantize, _lose_levels,
             lambda q, _scale: q.shape,             lambda _q, scale: scale.dtype),
-        Row("top-k", ("index", "value", "shape"),  _pick,     _scatter,    _lose_picked,
+        CompressionRow("top-k", ("index", "value", "shape"),  _pick,     _scatter,    _lose_picked,
             _picked_shape,                         lambda _i, value, _s: value.dtype),
     )
 }

@@ -51,7 +51,7 @@ class Input(Protocol):
         """As numpy names it."""
 
 
-class Output(Input, Protocol):
+class EntryOutput(Input, Protocol):
     """One result of an entry, or a batch input with its sizes."""
 
     @property
@@ -59,14 +59,14 @@ class Output(Input, Protocol):
         """Sizes, those of the batch as text."""
 
 
-class Signed(Protocol):
+class EntrySignatures(Protocol):
     """What `check_labels` asks of `runtime.Plan`; see there."""
 
     @property
     def entries(self) -> tuple[str, ...]:
         """Names of graphs."""
 
-    def signature(self, entry: str, /) -> tuple[Sequence[Output], Sequence[Output]]:
+    def signature(self, entry: str, /) -> tuple[Sequence[EntryOutput], Sequence[EntryOutput]]:
         """Batch and results of an entry."""
 
 
@@ -152,7 +152,7 @@ class Learned:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class LearnerScore:
     """Accuracy on held-out samples before and after adaptation."""
 
     samples: int
@@ -180,7 +180,7 @@ def buffers(roles: Mapping[str, str]) -> frozenset[str]:
     return frozenset(name for name, role in roles.items() if role == BUFFER)
 
 
-def check_labels(plan: Signed, shard: Shard) -> None:
+def check_labels(plan: EntrySignatures, shard: Shard) -> None:
     """InvalidInput where a label is none of the classes that the plan tells apart.
 
     A graph would stop at a label beyond the last class, and take -1 for the last one. Labels are
@@ -238,7 +238,7 @@ def learn(
     return Learned(change, shard.examples, math.fsum(losses) / len(losses))
 
 
-def evaluate(plan: Learner, work: Work, shard: Shard, *, steps: int) -> Scored:
+def evaluate(plan: Learner, work: Work, shard: Shard, *, steps: int) -> LearnerScore:
     """Score on held-out samples, adapt `steps` steps to one support set, score again.
 
     Support comes from `train`, so adaptation never sees what it is scored on. The plan's state is
@@ -252,7 +252,7 @@ def evaluate(plan: Learner, work: Work, shard: Shard, *, steps: int) -> Scored:
         after = score(plan, shard)
     finally:
         plan.assign(kept)
-    return Scored(shard.held_out_samples, before, after)
+    return LearnerScore(shard.held_out_samples, before, after)
 
 
 def adapt(plan: Learner, work: Work, shard: Shard, *, steps: int) -> None:

@@ -50,7 +50,7 @@ class ServerHyper(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerOptimizer:
     """An optimizer. slots: prefixes of its state; step: (x, d, slots, hyper) -> (x', slots')."""
 
     name: str
@@ -89,7 +89,7 @@ def reduce(
 
 
 def _stepped(
-    row: Server, x: Array, d: Array, old: Sequence[Array], hyper: ServerHyper
+    row: ServerOptimizer, x: Array, d: Array, old: Sequence[Array], hyper: ServerHyper
 ) -> tuple[Array, list[Array]]:
     """The row's step in float64, chunk by chunk: it looks at each entry alone."""
     new, moved = np.empty(x.shape, x.dtype), [np.empty(s.shape, s.dtype) for s in old]
@@ -170,14 +170,14 @@ def _mean_itself(
     return x + d, ()
 
 
-PLAIN: Final = Server("", (), _mean_itself)
+PLAIN: Final = ServerOptimizer("", (), _mean_itself)
 
 # fmt: off
-SERVERS: Final[Mapping[str, Server]] = {
+SERVERS: Final[Mapping[str, ServerOptimizer]] = {
     row.name: row
     for row in (
-        Server("sgd",  (),         _sgd),
-        Server("adam", ("m", "v"), _adam),
+        ServerOptimizer("sgd",  (),         _sgd),
+        ServerOptimizer("adam", ("m", "v"), _adam),
     )
 }
 # fmt: on

@@ -8,11 +8,11 @@ byte. An update counts once: for the device that holds the lease, while its roun
 is killed keeps its lease for `patience_s` and may come back to it. Whoever is connected and lets a
 deadline pass is not drawn for some rounds where others make the quorum. `due_s` says when a `Tick`
 matters next. What a rule does to events that are journaled already never changes: where a rule
-changed, `State.rules` says which one a run goes by.
+changed, `RunState.rules` says which one a run goes by.
 
 An event of one device costs the same however many devices there are, but for a logarithm: what a
 rule asks of all members or leases comes from their indexes. Only what begins or ends a round, or
-the process, looks at each. An event that changes nothing gives the same `State` object.
+the process, looks at each. An event that changes nothing gives the same `RunState` object.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from triplane.unified_ir.federated.core.run import (
     Lease,
     Leases,
     Left,
-    Member,
     Members,
     Outcome,
     Phase,
@@ -52,9 +51,10 @@ from triplane.unified_ir.federated.core.run import (
     Restarted,
     Resumed,
     Round,
+    RunMember,
+    RunState,
     Scored,
     Settled,
-    State,
     Stopped,
     Tell,
     Tick,
@@ -80,10 +80,10 @@ with each in a row."""
 UNWILLING: Final = frozenset({Outcome.DECLINED, Outcome.REFUSED})
 ANSWERED: Final = UNWILLING | {Outcome.COUNTED}
 
-Rule = Callable[[State, Any], tuple[State, Effects]]
+Rule = Callable[[RunState, Any], tuple[RunState, Effects]]
 
 
-def step(state: State, event: Event) -> tuple[State, Effects]:
+def step(state: RunState, event: Event) -> tuple[RunState, Effects]:
     """The state after `event`, and what has to be done because of it."""
     rule = RULES.get((state.phase, type(event)))
     after, effects = rule(state, event) if rule else (state, ())
@@ -92,7 +92,7 @@ def step(state: State, event: Event) -> tuple[State, Effects]:
     return _advance(after, event.at_s, effects)
 
 
-def due_s(state: State) -> float | None:
+def due_s(state: RunState) -> float | None:
     """When a `Tick` could change something; None while only others can."""
     patience_s = state.plan.patience_s
     if state.phase is Phase.GATHERING:
@@ -109,13 +109,13 @@ def due_s(state: State) -> float | None:
     return min((at_s for at_s in waits if at_s > state.looked_s), default=None)
 
 
-def open_lease(state: State, device: str) -> Lease | None:
+def open_lease(state: RunState, device: str) -> Lease | None:
     """What the device shall work on now."""
     found = lease_of(state, device) if state.phase is Phase.COLLECTING else None
     return found if found is not None and found.outcome is Outcome.OPEN else None
 
 
-def lease_of(state: State, device: str) -> Lease | None:
+def lease_of(state: RunState, device: str) -> Lease | None:
     """The lease of a device in the round at hand, whatever became of it."""
     return None if state.round is None else _leases(state.round).of(device)
 
@@ -136,16 +136,16 @@ def lease_id(
 # Rules, one per phase and event; an event without one changes nothing.
 
 
-def _join(state: State, event: Joined) -> tuple[State, Effects]:
+def _join(state: RunState, event: Joined) -> tuple[RunState, Effects]:
     known = state.members.get(event.device)
-    fresh = known or Member(device=event.device, connected=True, examples=event.examples)
+    fresh = known or RunMember(device=event.device, connected=True, examples=event.examples)
     member = replace(
         fresh, connected=True, away_s=None, examples=event.examples, held_out=event.held_out
     )
     return _away(_with(state, member), event.device, None), (Tell(event.device),)
 
 
-def _leave(state: State, event: Left) -> tuple[State, Effects]:
+def _leave(state: RunState, event: Left) -> tuple[RunState, Effects]:
     known = state.members.get(event.device)
     if known is None:
         return state, ()
@@ -153,7 +153,7 @@ def _leave(state: State, event: Left) -> tuple[State, Effects]:
     return _away(_with(state, gone), event.device, event.at_s), ()
 
 
-def _restart(state: State, event: Restarted) -> tuple[State, Effects]:
+def _restart(state: RunState, event: Restarted) -> tuple[RunState, Effects]:
     """Nobody is there, and waiting begins anew."""
     if state.members:
         gone = {
@@ -170,14 +170,14 @@ def _restart(state: State, event: Restarted) -> tuple[State, Effects]:
     return state, _due(state)
 
 
-def _due(state: State) -> Effects:
+def _due(state: RunState) -> Effects:
     """What was to be done and may have been lost with the process."""
     if state.phase is Phase.REDUCING and state.round is not None:
         return (Reduce(state.round.number, _counted(state.round)),)
     return (Finish(),) if state.phase is Phase.FINISHING else ()
 
 
-def _ask(state: State, event: Asked) -> tuple[State, Effects]:
+def _ask(state: RunState, event: Asked) -> tuple[RunState, Effects]:
     found = state.round
     assert found is not None
     if (event.number, event.evaluates, event.attempt) != (
@@ -189,13 +189,13 @@ def _ask(state: State, event: Asked) -> tuple[State, Effects]:
     return asked, tuple(Tell(x.device) for x in leases if x.outcome is Outcome.OPEN)
 
 
-def _arrive(state: State, event: Arrived) -> tuple[State, Effects]:
+def _arrive(state: RunState, event: Arrived) -> tuple[RunState, Effects]:
     if state.round and state.round.evaluates:
         return _unwanted(state, event.device, event.lease)
     return _answer(state, event)
 
 
-def _answer(state: State, event: Arrived | Answered) -> tuple[State, Effects]:
+def _answer(state: RunState, event: Arrived | Answered) -> tuple[RunState, Effects]:
     lease = _held(state, event)
     if lease is None:
         return _unwanted(state, event.device, event.lease)
@@ -203,7 +203,7 @@ def _answer(state: State, event: Arrived | Answered) -> tuple[State, Effects]:
     return _settle(state, replace(done, bytes_down=event.bytes_down))
 
 
-def _score(state: State, event: Scored) -> tuple[State, Effects]:
+def _score(state: RunState, event: Scored) -> tuple[RunState, Effects]:
     lease = _held(state, event)
     if lease is None or not (state.round and state.round.evaluates):
         return _unwanted(state, event.device, event.lease)
@@ -213,7 +213,7 @@ def _score(state: State, event: Scored) -> tuple[State, Effects]:
     return _settle(scored, done)
 
 
-def _refuse(state: State, event: Refused) -> tuple[State, Effects]:
+def _refuse(state: RunState, event: Refused) -> tuple[RunState, Effects]:
     counts = {**state.refusals, event.kind: state.refusals.get(event.kind, 0) + 1}
     state = replace(state, refusals=counts)
     lease = _held(state, event)
@@ -223,7 +223,7 @@ def _refuse(state: State, event: Refused) -> tuple[State, Effects]:
     return _settle(state, replace(done, bytes_down=event.bytes_down))
 
 
-def _decline(state: State, event: Declined) -> tuple[State, Effects]:
+def _decline(state: RunState, event: Declined) -> tuple[RunState, Effects]:
     lease = _held(state, event)
     if lease is None:
         return state, ()
@@ -231,7 +231,7 @@ def _decline(state: State, event: Declined) -> tuple[State, Effects]:
     return _settle(state, replace(done, bytes_down=event.bytes_down))
 
 
-def _tick(state: State, event: Tick) -> tuple[State, Effects]:
+def _tick(state: RunState, event: Tick) -> tuple[RunState, Effects]:
     assert state.round is not None
     over = event.at_s >= state.round.opened_s + state.plan.deadline_s
     gone = event.at_s - state.plan.patience_s
@@ -246,7 +246,7 @@ def _tick(state: State, event: Tick) -> tuple[State, Effects]:
     return state, tuple(told)
 
 
-def _resting(member: Member, number: int) -> Member:
+def _resting(member: RunMember, number: int) -> RunMember:
     """A member that was silent until the deadline of that round."""
     rest = min(2**member.missed, MAX_REST)
     missed = min(member.missed + 1, MAX_REST)  # a count beyond it would make no difference
@@ -260,7 +260,7 @@ def _away_since(found: Round, latest_s: float) -> list[Lease]:
     return [x for _, device in sorted(devices, key=lambda key: key[1]) if (x := leases.of(device))]
 
 
-def _reduce(state: State, event: Reduced) -> tuple[State, Effects]:
+def _reduce(state: RunState, event: Reduced) -> tuple[RunState, Effects]:
     if event.number != state.turn[0]:
         return state, ()
     number, every = event.number, state.plan.evaluate_every
@@ -269,11 +269,11 @@ def _reduce(state: State, event: Reduced) -> tuple[State, Effects]:
     return _gather(replace(state, shared=event.shared, attempt=0), turn, event.at_s), ()
 
 
-def _finish(state: State, event: Finished) -> tuple[State, Effects]:
+def _finish(state: RunState, event: Finished) -> tuple[RunState, Effects]:
     return replace(state, phase=Phase.DONE, reason="", since_s=event.at_s), ()
 
 
-def _stop(state: State, event: Stopped) -> tuple[State, Effects]:
+def _stop(state: RunState, event: Stopped) -> tuple[RunState, Effects]:
     told = tuple(Tell(lease.device) for lease in _open_leases(state))
     kept = state.round if state.phase is Phase.REDUCING else None
     after = replace(
@@ -283,7 +283,7 @@ def _stop(state: State, event: Stopped) -> tuple[State, Effects]:
     return after, told
 
 
-def _resume(state: State, event: Resumed) -> tuple[State, Effects]:
+def _resume(state: RunState, event: Resumed) -> tuple[RunState, Effects]:
     """What was to be reduced when the run stopped is reduced now."""
     if state.round is not None:
         again = replace(state, phase=Phase.REDUCING, reason="", since_s=event.at_s)
@@ -291,13 +291,13 @@ def _resume(state: State, event: Resumed) -> tuple[State, Effects]:
     return replace(_gather(state, state.turn, event.at_s), reason=""), ()
 
 
-def _fail(state: State, event: Failed) -> tuple[State, Effects]:
+def _fail(state: RunState, event: Failed) -> tuple[RunState, Effects]:
     told = tuple(Tell(lease.device) for lease in _open_leases(state))
     after = replace(state, phase=Phase.FAILED, reason=event.reason, since_s=event.at_s, round=None)
     return after, told
 
 
-def _late(state: State, event: Arrived | Answered | Scored) -> tuple[State, Effects]:
+def _late(state: RunState, event: Arrived | Answered | Scored) -> tuple[RunState, Effects]:
     return _unwanted(state, event.device, event.lease)
 
 
@@ -329,7 +329,7 @@ RULES: Final[Mapping[tuple[Phase, type], Rule]] = {
 # What follows from any event.
 
 
-def _advance(state: State, now_s: float, effects: Effects) -> tuple[State, Effects]:
+def _advance(state: RunState, now_s: float, effects: Effects) -> tuple[RunState, Effects]:
     """Close the round if it is complete, open the next if enough devices are there."""
     if state.phase is Phase.COLLECTING and state.round is not None:
         state, more = _close(state, state.round, now_s)
@@ -340,7 +340,7 @@ def _advance(state: State, now_s: float, effects: Effects) -> tuple[State, Effec
     return state, effects
 
 
-def _open(state: State, now_s: float) -> tuple[State, Effects]:
+def _open(state: RunState, now_s: float) -> tuple[RunState, Effects]:
     number, evaluates = state.turn
     if number > state.plan.rounds:
         return replace(state, phase=Phase.FINISHING, reason="", since_s=now_s), (Finish(),)
@@ -381,18 +381,18 @@ def _open(state: State, now_s: float) -> tuple[State, Effects]:
     return state, tuple(Tell(device) for device in chosen)
 
 
-def _all_here(state: State, now_s: float) -> bool:
+def _all_here(state: RunState, now_s: float) -> bool:
     """Whether nobody is away who may be back within patience."""
     return len(_members(state).indexed("absent")) == _given_up(state, now_s)
 
 
-def _given_up(state: State, now_s: float) -> int:
+def _given_up(state: RunState, now_s: float) -> int:
     """Members away for longer than patience: no round waits for them."""
     patience_s = state.plan.patience_s
     return _members(state).indexed("away").count_until(lambda key: key[0] + patience_s > now_s)
 
 
-def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:
+def _close(state: RunState, found: Round, now_s: float) -> tuple[RunState, Effects]:
     leases = _leases(found)
     enough = not found.evaluates and len(leases.indexed("counted")) >= state.plan.devices
     if len(leases.indexed("open")) and not enough:
@@ -423,7 +423,7 @@ def _close(state: State, found: Round, now_s: float) -> tuple[State, Effects]:
     return state, (*told, Reduce(found.number, counted))
 
 
-def _give_up(state: State, why: str, now_s: float) -> State:
+def _give_up(state: RunState, why: str, now_s: float) -> RunState:
     again = replace(_gather(state, state.turn, now_s), attempt=state.attempt + 1)
     if again.attempt < MAX_GIVEN_UP:
         if state.rules >= RULES_WITH_PAUSES:
@@ -434,7 +434,7 @@ def _give_up(state: State, why: str, now_s: float) -> State:
     return replace(again, phase=Phase.STOPPED, reason=reason)
 
 
-def _unscored(state: State, refusing: list[Lease], now_s: float) -> State:
+def _unscored(state: RunState, refusing: list[Lease], now_s: float) -> RunState:
     """Nobody would score: whatever the reason, a result that nobody measured is not registered."""
     kinds = f"{len(refusing)} devices declined or were refused"
     reason = (
@@ -445,19 +445,19 @@ def _unscored(state: State, refusing: list[Lease], now_s: float) -> State:
     return replace(again, phase=Phase.STOPPED, reason=reason)
 
 
-def _pauses_after(state: State) -> str:
+def _pauses_after(state: RunState) -> str:
     why = state.history[-1].given_up if state.history else ""
     return f"a round was given up ({why}); the next begins after a pause"
 
 
-def _gather(state: State, turn: tuple[int, bool], now_s: float) -> State:
+def _gather(state: RunState, turn: tuple[int, bool], now_s: float) -> RunState:
     return replace(state, phase=Phase.GATHERING, since_s=now_s, turn=turn, round=None)
 
 
-def _chosen(state: State, able: Iterable[tuple[int, str]]) -> list[str]:
+def _chosen(state: RunState, able: Iterable[tuple[int, str]]) -> list[str]:
     """A fair draw that depends on seed, round and names alone; those who rest come last.
 
-    able: (`Member.rests_until`, name).
+    able: (`RunMember.rests_until`, name).
     """
     number = state.turn[0]
 
@@ -468,18 +468,18 @@ def _chosen(state: State, able: Iterable[tuple[int, str]]) -> list[str]:
     return sorted(name for _, name in sorted(able, key=rank)[: state.plan.asked])
 
 
-def _waits_for(able: int, state: State, *, evaluates: bool) -> str:
+def _waits_for(able: int, state: RunState, *, evaluates: bool) -> str:
     away = list(itertools.islice(_members(state).indexed("absent"), MAX_NAMED))
     wanted = "" if evaluates else f" of {state.plan.asked}"
     text = f"{able} devices{wanted} are there"
     return f"{text}; away: {', '.join(away)}" if away else text
 
 
-def _because(state: State, reason: str) -> State:
+def _because(state: RunState, reason: str) -> RunState:
     return state if state.reason == reason else replace(state, reason=reason)
 
 
-def _members(state: State) -> Members:
+def _members(state: RunState) -> Members:
     assert isinstance(state.members, Members)
     return state.members
 
@@ -489,25 +489,25 @@ def _leases(found: Round) -> Leases:
     return found.leases
 
 
-def _with(state: State, member: Member) -> State:
+def _with(state: RunState, member: RunMember) -> RunState:
     before = _members(state)
     after = before.with_(member.device, member)
     return state if after is before else replace(state, members=after)
 
 
-def _away(state: State, device: str, since_s: float | None) -> State:
+def _away(state: RunState, device: str, since_s: float | None) -> RunState:
     """Whose stream is closed keeps its lease for a while."""
     found = open_lease(state, device)
     return state if found is None else _put(state, replace(found, away_s=since_s))
 
 
-def _held(state: State, event: Any) -> Lease | None:
+def _held(state: RunState, event: Any) -> Lease | None:
     """The open lease of that id, if it is this device's."""
     found = open_lease(state, event.device)
     return found if found is not None and found.id == event.lease else None
 
 
-def _put(state: State, lease: Lease) -> State:
+def _put(state: RunState, lease: Lease) -> RunState:
     assert state.round is not None
     before = _leases(state.round)
     if before.of(lease.device) == lease:
@@ -515,7 +515,7 @@ def _put(state: State, lease: Lease) -> State:
     return replace(state, round=replace(state.round, leases=before.with_(lease)))
 
 
-def _settle(state: State, lease: Lease) -> tuple[State, tuple[Tell, ...]]:
+def _settle(state: RunState, lease: Lease) -> tuple[RunState, tuple[Tell, ...]]:
     """End a lease and tell its device."""
     counted = lease.outcome is Outcome.COUNTED
     member = state.members[lease.device]
@@ -533,7 +533,7 @@ def _settle(state: State, lease: Lease) -> tuple[State, tuple[Tell, ...]]:
     return _with(_put(state, lease), member), (Tell(lease.device),)
 
 
-def _unwanted(state: State, device: str, lease: str) -> tuple[State, Effects]:
+def _unwanted(state: RunState, device: str, lease: str) -> tuple[RunState, Effects]:
     """A contribution to what is over, or the same one again: told so, and nothing else changes."""
     member = state.members.get(device)
     if member is None or (member.settled is not None and member.settled.lease == lease):
@@ -550,7 +550,7 @@ def _tallied(why: Mapping[str, int], reason: str) -> Mapping[str, int]:
     return {**why, key: why.get(key, 0) + 1}
 
 
-def _open_leases(state: State) -> tuple[Lease, ...]:
+def _open_leases(state: RunState) -> tuple[Lease, ...]:
     return _leases(state.round).listed("open") if state.round else ()
 
 

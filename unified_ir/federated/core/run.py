@@ -49,7 +49,7 @@ NEWEST_RULES: Final = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunPlan:
     """What a run asks for; see `Cohort` in federation.proto.
 
     devices: updates that make a round. asked: leases given for it, at least `devices`.
@@ -101,7 +101,7 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class RunMember:
     """A device that offered itself; it stays a member while it is away, since `away_s`.
 
     dropped: contributions that did not count, `declined` of them by the device itself. why: how
@@ -126,11 +126,11 @@ class Member:
     counted_lease: str = ""
 
 
-def _draws(member: Member) -> tuple[int, str] | None:
+def _draws(member: RunMember) -> tuple[int, str] | None:
     return (member.rests_until, member.device) if member.connected else None
 
 
-class Members(Records[Member]):
+class Members(Records[RunMember]):
     """Members by name, in the order in which they joined.
 
     absent: those without an open stream, by name. away: since when, and name. learners, scorers:
@@ -279,7 +279,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class RunState:
     """A run between two events.
 
     round: the last one that began, from 0. turn: (number, evaluates) of the round to come or at
@@ -289,7 +289,7 @@ class State:
     epoch: of the newest restart; "" before the first.
     """
 
-    plan: Plan
+    plan: RunPlan
     run: str
     shared: str
     phase: Phase = Phase.GATHERING
@@ -299,7 +299,7 @@ class State:
     turn: tuple[int, bool] = (1, False)
     attempt: int = 0
     round: Round | None = None
-    members: Mapping[str, Member] = field(default_factory=dict)
+    members: Mapping[str, RunMember] = field(default_factory=dict)
     history: tuple[Ended, ...] = ()
     refusals: Mapping[str, int] = field(default_factory=dict)
     not_before_s: float = 0.0
@@ -485,7 +485,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send the device its work document (`open_lease`, `Member.settled`)."""
+    """Send the device its work document (`open_lease`, `RunMember.settled`)."""
 
     device: str
 

@@ -44,7 +44,7 @@ MAX_SHOWN_CHARS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StudyProgress:
     """Where a study stands: arrays of the cloud and of each device, and what was measured."""
 
     shared: Mapping[str, Array]
@@ -89,7 +89,7 @@ class Keeper:
         self.path, self.study = Path(folder) / NAME, dict(study)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
-    def save(self, place: Place) -> None:
+    def save(self, place: StudyProgress) -> None:
         """Replace what is there, whole or not at all."""
         tensors = dict(_named(place))
         roles = {name: ROLES[name.partition("/")[0]] for name in tensors}
@@ -104,7 +104,7 @@ class Keeper:
         ]
         container.write(self.path, "checkpoint", parts, check=container.verified("checkpoint"))
 
-    def newest(self) -> Place | None:
+    def newest(self) -> StudyProgress | None:
         """What is there, None for nothing. Conflict: of another study; Corrupt: damaged."""
         if not self.path.exists():
             return None
@@ -138,12 +138,12 @@ def _differs(name: str, there: Any, here: Any) -> str:
     return f"{name} is {texts[0]} there, {texts[1]} here"
 
 
-def _place(file: Container, progress: Mapping[str, Any]) -> Place:
+def _place(file: Container, progress: Mapping[str, Any]) -> StudyProgress:
     arrays: dict[str, dict[str, Array]] = {kind: {} for kind in ROLES}
     for name, tensor in file.tensors(STATE).items():
         kind, _, rest = name.partition("/")
         arrays[kind][rest] = tensor.data.copy()
-    return Place(
+    return StudyProgress(
         shared=arrays["shared"],
         slots=arrays["slot"],
         personal=_by_device(arrays["personal"]),
@@ -153,7 +153,7 @@ def _place(file: Container, progress: Mapping[str, Any]) -> Place:
     )
 
 
-def _named(place: Place) -> dict[str, Array]:
+def _named(place: StudyProgress) -> dict[str, Array]:
     found = {f"shared/{k}": x for k, x in place.shared.items()}
     found |= {f"slot/{k}": x for k, x in place.slots.items()}
     for kind, owned in (("personal", place.personal), ("remainder", place.remainders)):

@@ -29,7 +29,7 @@ from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import Shard, Work
 from triplane.unified_ir.federated.core.reduce import reduce
 from triplane.unified_ir.federated.core.rules import step
-from triplane.unified_ir.federated.study.checkpoint import Keeper, Place, identity
+from triplane.unified_ir.federated.study.checkpoint import Keeper, StudyProgress, identity
 from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow, Trial
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.runtime import Plan
@@ -148,7 +148,7 @@ class _Simulation:
                 f"{len(found.rounds)} rounds of this study are done; ask for as many or more, got "
                 f"{study.rounds}"
             )
-        self.place = found or Place(shared=shared)
+        self.place = found or StudyProgress(shared=shared)
         self.fresh = fresh
 
     def go(self) -> Trial:
@@ -163,29 +163,29 @@ class _Simulation:
         at = self.place
         return Trial(self.study.algorithm, at.rounds, at.scores, self._sweep(), at.shared)
 
-    def _begin(self) -> machine.State:
+    def _begin(self) -> machine.RunState:
         study = self.study
         count = study.devices or len(self.seen)
-        plan = machine.Plan(
+        plan = machine.RunPlan(
             rounds=study.rounds, devices=count, asked=count, quorum=count, deadline_s=1.0,
             patience_s=0.0, evaluate_every=study.evaluate_every, seed=study.seed,
         )  # fmt: skip
         scorer = self._scorers()[:1]  # the rules only count the rounds
         members = {
-            name: machine.Member(
+            name: machine.RunMember(
                 device=name, connected=True,
                 held_out=shard.held_out_samples if name in scorer else 0,
                 examples=shard.examples if name in self.seen else 0,
             )
             for name, shard in sorted(self.shards.items())
         }  # fmt: skip
-        state = machine.State(
+        state = machine.RunState(
             plan=plan, run=study.run, shared="", members=members,
             turn=(len(self.place.rounds) + 1, False),
         )  # fmt: skip
         return step(state, machine.Tick(at_s=NOW_S))[0]
 
-    def _round(self, state: machine.State) -> machine.State:
+    def _round(self, state: machine.RunState) -> machine.RunState:
         """Every leased device learns, the updates are reduced in their order."""
         assert state.round is not None
         started = time.perf_counter()
@@ -236,7 +236,7 @@ class _Simulation:
         )  # fmt: skip
         self.place = replace(self.place, shared=shared, slots=slots)
 
-    def _score(self, state: machine.State) -> machine.State:
+    def _score(self, state: machine.RunState) -> machine.RunState:
         """Every device with held-out samples adapts and is scored; the rules hear of one."""
         assert state.round is not None
         number = state.round.number

@@ -22,7 +22,7 @@ NPZ: Final = ".npz"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class SampleSource:
     """Where samples come from and how devices get them.
 
     data: the name digits, an npz file, IDX files or a folder of images. x, y, group, split: keys of
@@ -46,7 +46,7 @@ class Source:
     seed: int = 0
 
 
-def devices_of(source: Source, module: Module) -> tuple[Shards, Shards]:
+def devices_of(source: SampleSource, module: Module) -> tuple[Shards, Shards]:
     """(devices that take part, devices that are only scored), samples named as the model's."""
     names = batch_names(module)
     dataset, columns = _read(source)
@@ -62,7 +62,7 @@ def devices_of(source: Source, module: Module) -> tuple[Shards, Shards]:
     )
 
 
-def _read(source: Source) -> tuple[Dataset, dict[str, Array]]:
+def _read(source: SampleSource) -> tuple[Dataset, dict[str, Array]]:
     keys = [key for key in (source.group, source.split) if key]
     if (source.way == "group") != bool(source.group):
         raise InvalidInput("a partition by group, and no other, names the column of groups")
@@ -89,7 +89,7 @@ def _read(source: Source) -> tuple[Dataset, dict[str, Array]]:
     return dataset, {key: found[key] for key in keys}
 
 
-def _check_samples(source: Source, x: Array, module: Module) -> None:
+def _check_samples(source: SampleSource, x: Array, module: Module) -> None:
     """Refuse samples of another shape than the model's."""
     wanted = objective_of(module).batch[0].type
     sizes = zip(wanted.shape[1:], x.shape[1:], strict=False)
@@ -100,7 +100,7 @@ def _check_samples(source: Source, x: Array, module: Module) -> None:
         )
 
 
-def _check_labels(source: Source, y: Array, module: Module) -> None:
+def _check_labels(source: SampleSource, y: Array, module: Module) -> None:
     """Refuse what a classifier cannot learn, in the words of labels rather than of a graph."""
     least, most = int(y.min()), int(y.max())
     if least == most:
@@ -117,7 +117,7 @@ def _check_labels(source: Source, y: Array, module: Module) -> None:
         )
 
 
-def _part(source: Source, samples: Samples, groups: Array | None, chosen: Array) -> Shards:
+def _part(source: SampleSource, samples: Samples, groups: Array | None, chosen: Array) -> Shards:
     rows = np.flatnonzero(chosen)
     if not len(rows):
         raise InvalidInput(f"column {source.split!r} leaves no sample on one side")
@@ -125,7 +125,7 @@ def _part(source: Source, samples: Samples, groups: Array | None, chosen: Array)
     return _parted(source, some, None if groups is None else groups[rows])
 
 
-def _parted(source: Source, samples: Samples, groups: Array | None) -> Shards:
+def _parted(source: SampleSource, samples: Samples, groups: Array | None) -> Shards:
     held_out, seed = source.held_out, source.seed
     labels = list(samples)[1]
     match source.way:
@@ -148,7 +148,7 @@ def _parted(source: Source, samples: Samples, groups: Array | None) -> Shards:
             return partition.evenly(samples, source.devices, held_out=held_out, seed=seed)
 
 
-def _chosen(source: Source, shards: Shards) -> tuple[Shards, Shards]:
+def _chosen(source: SampleSource, shards: Shards) -> tuple[Shards, Shards]:
     if not 0 <= source.unseen < 1:
         raise InvalidInput(f"the share of unseen devices is in [0, 1), got {source.unseen}")
     names = sorted(shards)

@@ -27,9 +27,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.device.home import DeviceHome, Settings
-from triplane.device.stopping import DeadlineExceeded, Stop, Withdrawn
-from triplane.device.tasks import Blob, Orders, Task, declined
+from triplane.device.home import DeviceHome, DeviceSettings
+from triplane.device.stopping import StopToken, TaskExpired, Withdrawn
+from triplane.device.tasks import Blob, Task, WorkSet, declined
 from triplane.proto import errors
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Corrupt, TriplaneError, Unavailable
@@ -44,10 +44,12 @@ GRACE_SHARE: Final = 0.5
 """Of the time that is left until a deadline, at most: the cloud still hears why before it."""
 
 
-class ChildRunner:
+class ChildExecutor:
     """The side of the device's process; see `TaskRunner`. data: an npz file. app: MODULE:NAME."""
 
-    def __init__(self, home: DeviceHome, settings: Settings, data: Path, app: str | None) -> None:
+    def __init__(
+        self, home: DeviceHome, settings: DeviceSettings, data: Path, app: str | None
+    ) -> None:
         self._home, self._settings = home, settings
         self._arguments = {
             "home": str(home.path),
@@ -87,19 +89,19 @@ class ChildRunner:
             self._end()  # the next start begins with a new child
         _result(reply)
 
-    def do(self, task: Task, stop: Stop, wanted: Sequence[Blob]) -> pb.Contribution:
+    def do(self, task: Task, stop: StopToken, wanted: Sequence[Blob]) -> pb.Contribution:
         """See `TaskRunner`. What a limit or a crash ended is declined with the reason."""
         with self._using:
             return self._do(task, stop, wanted)
 
-    def _do(self, task: Task, stop: Stop, wanted: Sequence[Blob]) -> pb.Contribution:
+    def _do(self, task: Task, stop: StopToken, wanted: Sequence[Blob]) -> pb.Contribution:
         self._start()
         ended = threading.Event()
         self._send(
             {
                 "kind": "do",
                 "device": task.work.device,
-                "work": pb.Work(tasks=[task.told]),
+                "work": pb.Work(tasks=[task.document]),
                 "until_s": stop.until_s,
                 "wanted": [[blob.sha256.hex(), blob.size] for blob in wanted],
             }
@@ -116,15 +118,15 @@ class ChildRunner:
         logger.warning("process for tasks ended", extra={"run": task.work.run, "reason": why})
         return declined(task.work.run, task.work.round, bytes.fromhex(task.lease), why)
 
-    def settle(self, orders: Orders) -> None:
+    def settle(self, work_set: WorkSet) -> None:
         """See `TaskRunner`. Without any update there is nothing to start a child for."""
         with self._using:
             if self._child is not None or any(self._home.pending.glob("*.update")):
-                self._settle(orders)
+                self._settle(work_set)
 
-    def _settle(self, orders: Orders) -> None:
+    def _settle(self, work_set: WorkSet) -> None:
         self._start()
-        self._send({"kind": "settle", "device": "", "work": orders.told})
+        self._send({"kind": "settle", "device": "", "work": work_set.document})
         reply = self._reply()
         if reply is None:
             why = self._end()
@@ -151,13 +153,13 @@ class ChildRunner:
         with self._using:
             self._end()
 
-    def _stop(self, stop: Stop, deadline_s: float, ended: threading.Event) -> None:
+    def _stop(self, stop: StopToken, deadline_s: float, ended: threading.Event) -> None:
         """Ask the child to end its task; see to it. Must not block: a thread of its own waits."""
         grace_s = GRACE_S
         try:
             stop.check()
             expired = False
-        except DeadlineExceeded:
+        except TaskExpired:
             expired = True
             left_s = max(0.0, deadline_s - time.monotonic())
             grace_s = min(GRACE_S, GRACE_SHARE * left_s)
@@ -337,5 +339,5 @@ def _result(reply: dict[str, Any]) -> bytes:
 
 ENDS: Final[dict[str, type[Exception]]] = {
     "Withdrawn": Withdrawn,
-    "DeadlineExceeded": DeadlineExceeded,
+    "TaskExpired": TaskExpired,
 }

@@ -15,11 +15,18 @@ from typing import Any, Final
 import grpc
 import numpy as np
 
-from triplane.device.home import DeviceHome, Settings
-from triplane.device.memory import UNSYNCED, Facts, Memory, Pending, Personal, unsettled
-from triplane.device.model import SHARED, Choice, Model
-from triplane.device.stopping import Stop
-from triplane.device.tasks import Blob, Orders, Task, declined
+from triplane.device.home import DeviceHome, DeviceSettings
+from triplane.device.memory import (
+    UNSYNCED,
+    Memory,
+    PendingUpdate,
+    PersonalState,
+    UpdateFacts,
+    unsettled,
+)
+from triplane.device.model import SHARED, DeviceModel, ModelChoice
+from triplane.device.stopping import StopToken
+from triplane.device.tasks import Blob, Task, WorkSet, declined
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import OS_DISK, write_atomic
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
@@ -46,10 +53,10 @@ OPTIONS: Final = SessionOptions(arena=False)
 """One thread without spinning, and no memory held back between runs: the device has other uses."""
 
 
-class Watched:
+class StoppablePlan:
     """A plan whose steps end with `stop`, between graphs and between the nodes of a graph."""
 
-    def __init__(self, plan: Plan, stop: Stop) -> None:
+    def __init__(self, plan: Plan, stop: StopToken) -> None:
         self._plan, self._stop = _stopping(plan, stop), stop
 
     @property
@@ -88,7 +95,7 @@ class Watched:
         self._plan.assign(values)
 
 
-class Desk:
+class TaskRunner:
     """Where a device works. One thread at a time; `settle` counts as one.
 
     channel: to the cloud, made when it is first needed. app: the owner's `ClientApp` of Flower.
@@ -98,7 +105,7 @@ class Desk:
         self,
         home: DeviceHome,
         shard: Shard,
-        settings: Settings,
+        settings: DeviceSettings,
         channel: Callable[[], grpc.Channel],
         app: Any = None,
     ) -> None:
@@ -107,13 +114,13 @@ class Desk:
         self._blobs = BlobFolder(home.plans, max_bytes=settings.max_blob_bytes)
         self._states = BlobFolder(home.plans, UNSYNCED, max_bytes=settings.max_blob_bytes)
         self.memory = Memory(home.personal, home.pending)
-        self.model = Model(home.model)
+        self.model = DeviceModel(home.model)
         self._plan: Plan | None = None
         self._plan_blob = b""
         self._fetched: set[bytes] = set()  # the state that came while we ran, and was verified
         self._fresh: dict[str, Array] = {}
 
-    def do(self, task: Task, stop: Stop, wanted: Iterable[Blob] = ()) -> pb.Contribution:
+    def do(self, task: Task, stop: StopToken, wanted: Iterable[Blob] = ()) -> pb.Contribution:
         """The task's contribution. wanted: blobs of other tasks at hand, which stay on disk.
 
         Withdrawn: nobody wants it any more. Unavailable: the link or the disk; try again.
@@ -136,20 +143,20 @@ class Desk:
             f"in a child process (max_memory_bytes in this device's device.json): {error}"
         )
 
-    def settle(self, orders: Orders) -> None:
+    def settle(self, work_set: WorkSet) -> None:
         """Let updates take effect that counted, and forget those whose lease is over."""
-        told = {(s.run, s.lease): s for s in orders.settled}
+        told = {(s.run, s.lease): s for s in work_set.settled}
         for pending in self.memory.pending():
             run, lease = pending.facts.run, pending.facts.lease
             found = told.get((run, lease))
-            if found is None and lease in orders.leases:
+            if found is None and lease in work_set.leases:
                 continue
             counted = found is not None and found.counted
             self.memory.settle(pending, counted=counted)
             said = {"counted": counted, "reason": found.reason if found else "its lease is over"}
             logger.info("update settled", extra={"run": run, "round": pending.facts.round, **said})
 
-    def _do(self, task: Task, stop: Stop, wanted: frozenset[bytes]) -> pb.Contribution:
+    def _do(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:
         for pending in self.memory.pending():
             if pending.facts.lease == task.lease:
                 return self._offered(pending, task, stop)
@@ -171,7 +178,7 @@ class Desk:
             if plan.limits.max_steps or plan.limits.time_s:
                 self.memory.note_spent(plan.digest, plan.steps, plan.spent_s)
 
-    def learn(self, plan: Plan, task: Task, stop: Stop) -> pb.Contribution:
+    def learn(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Learn; an update that implies something is on the disk before a byte of it leaves."""
         if plan.compression and task.compression not in plan.compression:
             raise Conflict(
@@ -181,9 +188,9 @@ class Desk:
         self._adopt_unmeasured(plan, task)
         began_s = time.monotonic()
         learned = learn(
-            Watched(plan, stop), task.work, self._shard, lambda: self._state_of(plan, task)
+            StoppablePlan(plan, stop), task.work, self._shard, lambda: self._state_of(plan, task)
         )
-        facts = Facts(
+        facts = UpdateFacts(
             run=task.work.run,
             round=task.work.round,
             lease=task.lease,
@@ -193,11 +200,11 @@ class Desk:
         )
         return self._offered(self._written(plan, task, facts, learned.change), task, stop)
 
-    def score(self, plan: Plan, task: Task, stop: Stop) -> pb.Contribution:
+    def score(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Score the shared state before and after adaptation; keep the better for `predict`."""
         found = self.model.judge(
             plan,
-            Watched(plan, stop),
+            StoppablePlan(plan, stop),
             task.work,
             self._shard,
             steps=task.steps,
@@ -212,7 +219,7 @@ class Desk:
         return pb.Contribution(run=task.work.run, round=task.work.round, lease=lease, score=told)
 
     def _answered(
-        self, task: Task, plan: Path, message: Blob, wanted: frozenset[bytes], stop: Stop
+        self, task: Task, plan: Path, message: Blob, wanted: frozenset[bytes], stop: StopToken
     ) -> pb.Contribution:
         """Have the owner's app answer; its reply is written with what it keeps before it leaves."""
         from triplane.device.flower import answered
@@ -230,7 +237,7 @@ class Desk:
             device=task.work.device,
         )  # fmt: skip
         stop.check()
-        facts = Facts(
+        facts = UpdateFacts(
             run=run,
             round=task.work.round,
             lease=task.lease,
@@ -240,12 +247,12 @@ class Desk:
         )
         path = self._home.pending / f"{run}.new"
         write_atomic(path, found.reply)
-        implied = Personal({name: np.frombuffer(found.kept, np.uint8)}, {})
+        implied = PersonalState({name: np.frombuffer(found.kept, np.uint8)}, {})
         return self._offered(self.memory.keep(facts, path, implied), task, stop)
 
     def _written(
-        self, plan: Plan, task: Task, facts: Facts, change: Mapping[str, Array]
-    ) -> Pending:
+        self, plan: Plan, task: Task, facts: UpdateFacts, change: Mapping[str, Array]
+    ) -> PendingUpdate:
         options: dict[str, Any] = {
             "run": facts.run,
             "round": facts.round,
@@ -261,16 +268,16 @@ class Desk:
         if sum(x.nbytes for x in change.values()) <= task.inline_bytes:
             data, lost = encode_update(change, **options)
             if is_durable:
-                return self.memory.keep(facts, data, Personal(plan.view("personal"), lost))
+                return self.memory.keep(facts, data, PersonalState(plan.view("personal"), lost))
             return self.memory.hold(facts, data)
         path = self._home.pending / f"{facts.run}.new"
         written = write_update(path, change, disk=OS_DISK if is_durable else UNSYNCED, **options)
         if is_durable:
-            implied = Personal(plan.view("personal"), written.remainder)
+            implied = PersonalState(plan.view("personal"), written.remainder)
             return self.memory.keep(facts, path, implied)
         return self.memory.hold(facts, path)
 
-    def _offered(self, pending: Pending, task: Task, stop: Stop) -> pb.Contribution:
+    def _offered(self, pending: PendingUpdate, task: Task, stop: StopToken) -> pb.Contribution:
         """The contribution of an update: with its bytes, or once the cloud has all of them."""
         facts = pending.facts
         data = self.memory.inline_of(pending, task.inline_bytes) if task.inline_bytes else None
@@ -290,7 +297,9 @@ class Desk:
         lease = bytes.fromhex(facts.lease)
         return pb.Contribution(run=facts.run, round=facts.round, lease=lease, update=told)
 
-    def _fetch(self, blob: Blob, into: BlobFolder, wanted: frozenset[bytes], stop: Stop) -> Path:
+    def _fetch(
+        self, blob: Blob, into: BlobFolder, wanted: frozenset[bytes], stop: StopToken
+    ) -> Path:
         if into.has(blob.sha256):
             return into.find(blob.sha256)
         self._make_room(blob, wanted)
@@ -360,13 +369,13 @@ class Desk:
         blob, choice = task.plan.sha256.hex(), self.model.choice()
         if not choice or not choice.samples or not self._shard.held_out_samples:
             work = task.work
-            new = Choice(run=work.run, round=work.round, plan=blob, chosen=SHARED)
+            new = ModelChoice(run=work.run, round=work.round, plan=blob, chosen=SHARED)
             self.model.adopt_unmeasured(plan, new)
 
 
-DOERS: Final[Mapping[str, Callable[[Desk, Plan, Task, Stop], pb.Contribution]]] = {
-    "learn": Desk.learn,
-    "evaluate": Desk.score,
+DOERS: Final[Mapping[str, Callable[[TaskRunner, Plan, Task, StopToken], pb.Contribution]]] = {
+    "learn": TaskRunner.learn,
+    "evaluate": TaskRunner.score,
 }
 
 WRITERS: Final = ("learn", "flower")
@@ -382,7 +391,7 @@ def _can_repeat(plan: Plan, task: Task) -> bool:
     return not (plan.view("personal") or task.compression or limited)
 
 
-def _stopping(plan: Plan, stop: Stop) -> Plan:
+def _stopping(plan: Plan, stop: StopToken) -> Plan:
     """The plan, whose graphs end with `stop`: one with a loop may never end by itself."""
     graphs = GraphStop()
     plan.stop_with(graphs)

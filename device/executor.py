@@ -1,6 +1,6 @@
-"""What does a device's tasks: `InProcessRunner`, or `child_runner.ChildRunner` in a child process.
+"""Where a device's tasks run: in this process, or in a child (`child_executor.ChildExecutor`).
 
-Both are used from one thread at a time, but for `interrupt` and `close`, which any thread may call.
+One thread at a time uses an executor; any thread may call `interrupt` and `close`.
 """
 
 import threading
@@ -9,21 +9,21 @@ from typing import Any, Protocol
 
 import grpc
 
-from triplane.device.home import DeviceHome, Settings
-from triplane.device.stopping import Stop
-from triplane.device.tasks import Blob, Orders, Task
+from triplane.device.home import DeviceHome, DeviceSettings
+from triplane.device.stopping import StopToken
+from triplane.device.tasks import Blob, Task, WorkSet
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect
 from triplane.unified_ir.federated.core.learn import Shard
 
 
-class TaskRunner(Protocol):
-    """Does tasks and settles updates; see `desk.Desk`."""
+class TaskExecutor(Protocol):
+    """Does tasks and settles updates; see `task_runner.TaskRunner`."""
 
-    def do(self, task: Task, stop: Stop, wanted: Sequence[Blob]) -> pb.Contribution:
+    def do(self, task: Task, stop: StopToken, wanted: Sequence[Blob]) -> pb.Contribution:
         """The task's contribution. Withdrawn where `stop` ended it; Unavailable: try again."""
 
-    def settle(self, orders: Orders) -> None:
+    def settle(self, work_set: WorkSet) -> None:
         """Let updates take effect that counted, and forget those whose lease is over."""
 
     def renewed(self) -> None:
@@ -36,27 +36,27 @@ class TaskRunner(Protocol):
         """Give back what the runner holds."""
 
 
-class InProcessRunner:
+class InProcessExecutor:
     """Runs tasks in the calling thread of this process; graphs end by onnxruntime's own flag."""
 
-    def __init__(self, home: DeviceHome, shard: Shard, settings: Settings, app: Any) -> None:
-        from triplane.device.desk import Desk
+    def __init__(self, home: DeviceHome, shard: Shard, settings: DeviceSettings, app: Any) -> None:
+        from triplane.device.task_runner import TaskRunner
 
         self._identity = home.identity
-        self._desk = Desk(home, shard, settings, self._open, app)
+        self._tasks = TaskRunner(home, shard, settings, self._open, app)
         self._channel: grpc.Channel | None = None
         self._lock = threading.Lock()
 
-    def do(self, task: Task, stop: Stop, wanted: Sequence[Blob]) -> pb.Contribution:
-        """See `TaskRunner`."""
-        return self._desk.do(task, stop, wanted)
+    def do(self, task: Task, stop: StopToken, wanted: Sequence[Blob]) -> pb.Contribution:
+        """See `TaskExecutor`."""
+        return self._tasks.do(task, stop, wanted)
 
-    def settle(self, orders: Orders) -> None:
-        """See `TaskRunner`."""
-        self._desk.settle(orders)
+    def settle(self, work_set: WorkSet) -> None:
+        """See `TaskExecutor`."""
+        self._tasks.settle(work_set)
 
     def renewed(self) -> None:
-        """See `TaskRunner`."""
+        """See `TaskExecutor`."""
         self.interrupt()
 
     def interrupt(self) -> None:
@@ -67,7 +67,7 @@ class InProcessRunner:
             old.close()
 
     def close(self) -> None:
-        """See `TaskRunner`."""
+        """See `TaskExecutor`."""
         self.interrupt()
 
     def _open(self) -> grpc.Channel:
