@@ -25,25 +25,24 @@ from triplane.unified_ir.federated.core.run import Event
 ROUNDING: Final = 1e-9
 
 KINDS: Final[Mapping[str, type[Event]]] = {
-    kind.__name__: kind
-    for kind in (
-        core.Joined,
-        core.Left,
-        core.Restarted,
-        core.Asked,
-        core.Arrived,
-        core.Answered,
-        core.Scored,
-        core.Refused,
-        core.Declined,
-        core.Tick,
-        core.Reduced,
-        core.Finished,
-        core.Stopped,
-        core.Resumed,
-        core.Failed,
-    )
+    "Joined": core.Joined,
+    "Left": core.Left,
+    "Restarted": core.Restarted,
+    "Asked": core.Asked,
+    "Arrived": core.Arrived,
+    "Answered": core.Answered,
+    "Scored": core.Scored,
+    "Refused": core.Refused,
+    "Declined": core.Declined,
+    "Tick": core.Tick,
+    "Reduced": core.Reduced,
+    "Finished": core.Finished,
+    "Stopped": core.Stopped,
+    "Resumed": core.Resumed,
+    "Failed": core.Failed,
 }
+"""Event classes by the name that is stored for them. A stored name never changes."""
+_KIND_OF: Final = {event: kind for kind, event in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +198,7 @@ def record(connection: sa.Connection, run: str, events: Sequence[Event], revisio
     """Append events, the last of which is number `revision`."""
     first = revision - len(events) + 1
     rows = [
-        {"run": run, "number": number, "kind": type(event).__name__, "body": to_json(event)}
+        {"run": run, "number": number, "kind": _KIND_OF[type(event)], "body": to_json(event)}
         for number, event in enumerate(events, first)
     ]
     connection.execute(EVENTS.insert(), rows)
@@ -295,7 +294,7 @@ def _ceil(value: float) -> int:
 def last_asked(connection: sa.Connection, run: str) -> core.Asked | None:
     """Whom a strategy asked in the newest round it was heard about."""
     query = sa.select(EVENTS.c.body).where(
-        EVENTS.c.run == run, EVENTS.c.kind == core.Asked.__name__
+        EVENTS.c.run == run, EVENTS.c.kind == _KIND_OF[core.Asked]
     )
     row = connection.execute(query.order_by(EVENTS.c.number.desc()).limit(1)).first()
     return None if row is None else from_json(core.Asked, row.body)

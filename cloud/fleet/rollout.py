@@ -214,13 +214,14 @@ def _stay(r: Rollout, e: Event, now_s: float) -> Result:
 
 
 def _refuse(r: Rollout, e: Event, now_s: float) -> Result:
-    verb = type(e).__name__.lower()
+    verb = _VERBS[type(e)]
     raise Conflict(
         f"{verb} needs a rollout that goes on; {r.id} is {r.state.name.lower()}: "
         f"{r.reason or 'it ended'}; deploy again"
     )
 
 
+_VERBS: Final[Mapping[type[Event], str]] = {Pause: "pause", Resume: "resume", Abort: "abort"}
 _COLUMNS: Final = tuple(State)
 # fmt: off
 _ROWS: Final[Mapping[type[Event], tuple[Rule, ...]]] = {
