@@ -18,7 +18,7 @@ from triplane.cloud.cli.remote import remote_at
 from triplane.cloud.home import Home, initialize, open_database
 from triplane.cloud.identity.authority import Authority
 from triplane.cloud.identity.principals import Principals
-from triplane.cloud.identity.rights import Role
+from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.registry import Push
 from triplane.cloud.server import running
 from triplane.cloud.trust.signing import sign_release
@@ -81,7 +81,7 @@ def let_in(home: Home, folder: Path, count: int) -> None:
     principals = Principals(database, authority, time.time)
     for i in range(count):
         key = new_key()
-        made = principals.admit_now(certificate_request(key), f"node-{i:05}", Role.NODE)
+        made = principals.admit_now(certificate_request(key), f"node-{i:05}", PrincipalRole.NODE)
         IdentityFolder(folder / f"{i}").save(
             authority=authority.pem, certificate=certificate_pem(made), key=key_pem(key), cloud=""
         )

@@ -27,7 +27,7 @@ from triplane.cloud.cli.connection import Calls, calls, new_key
 from triplane.cloud.home import Home, initialize, open_database
 from triplane.cloud.identity.authority import Authority
 from triplane.cloud.identity.principals import Principals
-from triplane.cloud.identity.rights import Role
+from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.registry import Push
 from triplane.cloud.server import running as cloud_of
 from triplane.proto import federation_pb2 as pb
@@ -74,7 +74,7 @@ def let_in(home: Home, folder: Path, count: int, address: str) -> None:
     for number in range(count):
         key = private_key()
         name = f"device-{number:05}"
-        made = principals.admit_now(certificate_request(key), name, Role.DEVICE)
+        made = principals.admit_now(certificate_request(key), name, PrincipalRole.DEVICE)
         place = folder / f"{number}"
         place.mkdir(parents=True)
         IdentityFolder(place / "identity").save(

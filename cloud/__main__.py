@@ -22,14 +22,14 @@ from triplane.proto import signals
 from triplane.proto.errors import InvalidInput, TriplaneError
 
 if TYPE_CHECKING:
-    from triplane.cloud.server import Options
+    from triplane.cloud.server import CloudOptions
 
 logger = logging.getLogger(__name__)
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
-class Facts(logging.Formatter):
+class FieldFormatter(logging.Formatter):
     """One line per event: time, level, module, constant text, then the fields as JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -76,13 +76,13 @@ def tls_1_3_only() -> None:
     os.environ.setdefault("GRPC_SSL_CIPHER_SUITES", "ECDHE-RSA-AES256-GCM-SHA384")
 
 
-def main(options: Options) -> None:
+def main(options: CloudOptions) -> None:
     """Configure logging to standard error and serve until a signal. Raises the families."""
     signals.restore_defaults()
     one_arena()
     descriptors = all_descriptors()
     log = logging.StreamHandler()
-    log.setFormatter(Facts())
+    log.setFormatter(FieldFormatter())
     logging.basicConfig(level=options.log_level.upper(), handlers=[log])
     from triplane.cloud import server
 
@@ -90,20 +90,20 @@ def main(options: Options) -> None:
     server.run(options)
 
 
-def options_from(given: Mapping[str, Any]) -> Options:
+def options_from(given: Mapping[str, Any]) -> CloudOptions:
     """Options from plain values. InvalidInput names a key that is none."""
-    from triplane.cloud.server import Options
+    from triplane.cloud.server import CloudOptions
 
-    known = [field.name for field in fields(Options)]
+    known = [field.name for field in fields(CloudOptions)]
     for name in given:
         if name not in known:
             raise InvalidInput(f"no option {name!r}; there are {', '.join(known)}")
     if not isinstance(given.get("home"), str | Path):
         raise InvalidInput('the options of a cloud need its home: {"home": "DIR"}')
-    return Options(**{**given, "home": Path(given["home"]).absolute()})
+    return CloudOptions(**{**given, "home": Path(given["home"]).absolute()})
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse(argv: Sequence[str]) -> CloudOptions:
     """Options of a command line of one JSON object. Raises InvalidInput."""
     try:
         (text,) = argv

@@ -158,7 +158,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class Initialized:
+class InitializedHome:
     """A new cloud. offline: the private keys to take away from this machine."""
 
     home: Home
@@ -175,7 +175,7 @@ def initialize(
     port: int = DEFAULT_PORT,
     now_s: float | None = None,
     **signing: Any,
-) -> Initialized:
+) -> InitializedHome:
     """Make a cloud: authority, server certificate, operator, signing keys and metadata, database.
 
     hosts: names and addresses under which nodes reach it, the first preferred; this machine's own
@@ -197,7 +197,7 @@ def initialize(
     if os.environ.get(DATABASE_VARIABLE):
         record["database"] = os.environ[DATABASE_VARIABLE]
     _write_secret(path / RECORD, json.dumps(record).encode())  # a URL may hold a password
-    return Initialized(home, names, offline_keys, offline)
+    return InitializedHome(home, names, offline_keys, offline)
 
 
 def _check(path: Path, hosts: Sequence[str], offline_keys: Path) -> None:
@@ -227,7 +227,7 @@ def _sign_first(
 def _make_identities(home: Home, hosts: Sequence[str], port: int, now_s: float) -> None:
     from triplane.cloud.identity.authority import Authority
     from triplane.cloud.identity.principals import Principals
-    from triplane.cloud.identity.rights import Role
+    from triplane.cloud.identity.rights import PrincipalRole
     from triplane.proto.identity import (
         IdentityFolder,
         certificate_pem,
@@ -247,7 +247,9 @@ def _make_identities(home: Home, hosts: Sequence[str], port: int, now_s: float) 
     try:
         operator_key = new_key()
         principals = Principals(database, authority, lambda: now_s)
-        admitted = principals.admit_now(certificate_request(operator_key), OPERATOR, Role.OPERATOR)
+        admitted = principals.admit_now(
+            certificate_request(operator_key), OPERATOR, PrincipalRole.OPERATOR
+        )
     finally:
         database.close()
     IdentityFolder(home.operator).save(
@@ -266,7 +268,7 @@ def admit_operator(home: Home, name: str, folder: Path, now_s: float | None = No
     """
     from triplane.cloud.identity.authority import Authority
     from triplane.cloud.identity.principals import Principals
-    from triplane.cloud.identity.rights import Role
+    from triplane.cloud.identity.rights import PrincipalRole
     from triplane.proto.identity import (
         IdentityFolder,
         certificate_pem,
@@ -286,7 +288,7 @@ def admit_operator(home: Home, name: str, folder: Path, now_s: float | None = No
         principals = Principals(database, authority, lambda: now_s)
         with contextlib.suppress(NotFound):
             asyncio.run(principals.revoke(MACHINE, name, "replaced on the cloud's machine"))
-        certificate = principals.admit_now(certificate_request(key), name, Role.OPERATOR)
+        certificate = principals.admit_now(certificate_request(key), name, PrincipalRole.OPERATOR)
     finally:
         database.close()
     IdentityFolder(folder).save(

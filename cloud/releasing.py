@@ -14,7 +14,7 @@ from typing import Final
 
 from triplane.cloud.federation.federation import Federation
 from triplane.cloud.fleet.fleet import LiveFleet
-from triplane.cloud.trust import Repository
+from triplane.cloud.trust import MetadataRepository
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, TriplaneError
 from triplane.proto.federation_pb2 import Run
 from triplane.proto.fleet_pb2 import DeployRequest
@@ -74,7 +74,7 @@ class Releasing:
         return True
 
 
-def check_release(repository: Repository, model: str) -> None:
+def check_release(repository: MetadataRepository, model: str) -> None:
     """InvalidInput where the signed policy lets nobody release the model by itself."""
     rules = repository.policy().models
     if model not in rules:

@@ -18,14 +18,14 @@ from triplane.cloud.federation import journal
 from triplane.cloud.identity import audit
 from triplane.cloud.registry import queries
 from triplane.cloud.registry.collecting import Roots, Stored, Told
-from triplane.cloud.trust.repository import Repository
+from triplane.cloud.trust.repository import MetadataRepository
 
 MOST_NAMED: Final = 100
 """Digests in one entry of the audit log; the count is of all."""
 SYSTEM: Final = "cloud"
 
 
-def roots_of(repository: Repository) -> tuple[Roots, ...]:
+def roots_of(repository: MetadataRepository) -> tuple[Roots, ...]:
     """Of every part, each asked inside the transaction that collects."""
 
     def golden(_: Connection) -> set[bytes]:

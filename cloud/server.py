@@ -35,16 +35,16 @@ from triplane.cloud.federation.federation import Federation
 from triplane.cloud.federation.servicer import FederationServicer
 from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.servicer import FleetServicer
-from triplane.cloud.fleet.sessions import Sessions, SessionServicer, Side
-from triplane.cloud.fleet.supply import Supply
+from triplane.cloud.fleet.sessions import SessionPeer, Sessions, SessionServicer
+from triplane.cloud.fleet.supply import RegistryBundles
 from triplane.cloud.home import LOCAL, Home, one_renews, open_database
 from triplane.cloud.identity import audit
 from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.gate import Gate, caller
+from triplane.cloud.identity.gate import AuthInterceptor, caller
 from triplane.cloud.identity.principals import Labels, Principals
 from triplane.cloud.identity.reflection import reflection_handlers
-from triplane.cloud.identity.rights import Role
-from triplane.cloud.identity.servicers import Enrolment, Identity, Renewal
+from triplane.cloud.identity.rights import PrincipalRole
+from triplane.cloud.identity.servicers import EnrolmentServicer, IdentityServicer, RenewalServicer
 from triplane.cloud.identity.tables import TOKENS
 from triplane.cloud.registry import Conversions, Registry, RegistryServicer
 from triplane.cloud.registry.collecting import Stored, claim, collect
@@ -104,7 +104,7 @@ _EVERYWHERE: Final = frozenset({"0.0.0.0", "::", "", "localhost", LOCAL})  # noq
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class CloudOptions:
     """Of the process. Ports of 0 take free ones, which the ready line names."""
 
     home: Path
@@ -179,9 +179,9 @@ class Cloud:
         self.database = await asyncio.to_thread(open_database, home)
         push(asyncio.to_thread, self.database.close)
         self.principals = Principals(self.database, authority, self._clock)
-        self.gate = Gate(self.principals)
+        self.gate = AuthInterceptor(self.principals)
         self.repository = await asyncio.to_thread(
-            trust.Repository, home.metadata, home.keys, clock=self._clock
+            trust.MetadataRepository, home.metadata, home.keys, clock=self._clock
         )
         self.blobs = BlobFolder(home.blobs)
         self.registry = Registry(
@@ -189,7 +189,7 @@ class Cloud:
         )
         push(self.registry.stop)
         await self.registry.start()
-        self.supply = Supply(self.registry, self.repository)
+        self.supply = RegistryBundles(self.registry, self.repository)
         self.fleet = LiveFleet(self.database, self.supply, audit.record, clock=self._clock)
         push(self.fleet.stop)
         push(self._end_duties)
@@ -282,8 +282,8 @@ class Cloud:
             elif not who.revoked and who.name not in known:
                 await self._joined(who.name, who.role, {})
 
-    async def _joined(self, name: str, role: Role, labels: Labels) -> None:
-        if role is Role.NODE:
+    async def _joined(self, name: str, role: PrincipalRole, labels: Labels) -> None:
+        if role is PrincipalRole.NODE:
             await self.fleet.add_node(name, labels or await self._invited_with(name))
 
     async def _invited_with(self, name: str) -> Labels:
@@ -315,14 +315,14 @@ class Cloud:
         transfer_grpc.add_TransferServicer_to_server(
             TransferServicer(self.blobs, self._may_read, self._may_write), server
         )
-        identity = Identity(
+        identity = IdentityServicer(
             self.principals,
             self.database,
             self.gate,
             lambda: _host_port(self._home.hosts()[0], self.enrol_port),
         )
         identity_grpc.add_IdentityServicer_to_server(identity, server)
-        enrolment_grpc.add_RenewalServicer_to_server(Renewal(self.principals), server)
+        enrolment_grpc.add_RenewalServicer_to_server(RenewalServicer(self.principals), server)
         health_pb2_grpc.add_HealthServicer_to_server(ours, server)
         server.add_generic_rpc_handlers(reflection_handlers())
         tls = self._home.tls
@@ -344,7 +344,7 @@ class Cloud:
         server = grpc.aio.server(options=ENROL_OPTIONS)
         address = _host_port(hosts[0], self.port)
         enrolment_grpc.add_EnrolmentServicer_to_server(
-            Enrolment(self.principals, authority, address, self._joined), server
+            EnrolmentServicer(self.principals, authority, address, self._joined), server
         )
         self.enrol_port = _bound(server.add_insecure_port, self._host, self._asked["enrol"])
         await server.start()
@@ -378,9 +378,9 @@ class Cloud:
 
     async def _may_read(self, blob: bytes) -> None:
         who = caller()
-        if who.role is Role.NODE:
+        if who.role is PrincipalRole.NODE:
             await self.supply.check_readable(self.fleet.node(who.name), blob)
-        elif who.role is Role.DEVICE:
+        elif who.role is PrincipalRole.DEVICE:
             self.federation.check_readable(who.name, blob)
         elif await asyncio.to_thread(self.blobs.is_lost, blob):
             raise NotFound(
@@ -390,13 +390,13 @@ class Cloud:
 
     async def _may_write(self, sha256: bytes, size: int) -> BlobFolder:
         who = caller()
-        if who.role is Role.DEVICE:
+        if who.role is PrincipalRole.DEVICE:
             return await self.federation.folder_for(who.name, sha256, size)
         return self.blobs
 
-    def _side(self) -> tuple[str, Side | None]:
+    def _side(self) -> tuple[str, SessionPeer | None]:
         who = caller()
-        return who.name, self.federation if who.role is Role.DEVICE else None
+        return who.name, self.federation if who.role is PrincipalRole.DEVICE else None
 
     async def _submitted(self, role: str, made: trust.Submitted) -> None:
         who, now_s = caller().name, self._clock()
@@ -544,12 +544,12 @@ async def running(home: Home, **options: Any) -> AsyncIterator[Cloud]:
         await cloud.stop()
 
 
-def run(options: Options) -> None:
+def run(options: CloudOptions) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends the process at once."""
     asyncio.run(_serve(options))
 
 
-async def _serve(options: Options) -> None:
+async def _serve(options: CloudOptions) -> None:
     stopped, loop = asyncio.Event(), asyncio.get_running_loop()
     async with running(
         Home(options.home),
@@ -579,7 +579,7 @@ async def _serve(options: Options) -> None:
     logger.info("stopped")
 
 
-def _announce(options: Options, cloud: Cloud) -> None:
+def _announce(options: CloudOptions, cloud: Cloud) -> None:
     ready = {
         "home": str(options.home),
         "host": options.host,

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.text import record, table
-from triplane.cloud.identity.audit import Entry, verify
+from triplane.cloud.identity.audit import AuditRecord, verify
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.proto.identity_pb2 import AuditEntry, ReadAuditRequest
 
@@ -74,13 +74,15 @@ def verified(cloud: Calls, kept: tuple[int, bytes] | None) -> tuple[int, bytes]:
     return verify(_checked(read(cloud), kept), head=kept[1] if kept else None)
 
 
-def _checked(entries: Iterator[AuditEntry], kept: tuple[int, bytes] | None) -> Iterator[Entry]:
+def _checked(
+    entries: Iterator[AuditEntry], kept: tuple[int, bytes] | None
+) -> Iterator[AuditRecord]:
     for e in entries:
         if kept and e.number == kept[0] and e.digest != kept[1]:
             raise Corrupt(
                 f"audit entry {e.number} is another than the one whose head you kept: the log was "
                 "written anew"
             )
-        yield Entry(
+        yield AuditRecord(
             e.number, e.time_s, e.actor, e.action, e.subject, e.details, e.previous, e.digest
         )

@@ -15,7 +15,7 @@ from triplane.cloud.home import Home, open_database
 from triplane.cloud.registry.collecting import Roots, Stored, collect, unwanted
 from triplane.cloud.roots import recorded, roots_of
 from triplane.cloud.store import Database
-from triplane.cloud.trust import Repository
+from triplane.cloud.trust import MetadataRepository
 from triplane.proto.errors import Conflict
 from triplane.proto.transfer import BlobFolder
 
@@ -67,7 +67,7 @@ def _opened(path: Path) -> Iterator[_Opened]:
             f"{error}; a running cloud collects by itself, once a day. Stop it to collect now"
         ) from error
     try:
-        repository = Repository(home.metadata, home.keys)
+        repository = MetadataRepository(home.metadata, home.keys)
         yield _Opened(database, BlobFolder(home.blobs), roots_of(repository))
     finally:
         database.close()

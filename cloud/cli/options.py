@@ -55,7 +55,7 @@ class Share(_Number):
         return float(found[1]) / 100
 
 
-class Duration(_Number):
+class DurationType(_Number):
     """A length of time; the value is in seconds."""
 
     name = "duration"
@@ -134,7 +134,7 @@ class Digest(_Text):
 
 
 SHARE: Final = Share()
-DURATION: Final = Duration()
+DURATION: Final = DurationType()
 WAVES: Final = Waves()
 LABEL: Final = Label()
 DIGEST: Final = Digest()

@@ -14,7 +14,7 @@ from triplane.cloud.cli.remote import Remote, remote_at
 from triplane.cloud.cli.text import table
 from triplane.cloud.trust.checks import read_policy
 from triplane.cloud.trust.roles import parse
-from triplane.cloud.trust.signing import Signed, sign_policy
+from triplane.cloud.trust.signing import SigningResult, sign_policy
 from triplane.proto.errors import NotFound
 from triplane.proto.targets import METRICS, Policy, Rule
 from triplane.proto.transfer import upload
@@ -83,7 +83,7 @@ def _record(policy: Policy) -> dict[str, Any]:
     }
 
 
-def _signed_text(model: str, signed: Signed) -> str:
+def _signed_text(model: str, signed: SigningResult) -> str:
     done = signed.submitted
     if done.published:
         return f"policy {done.version} published; it says what may happen to {model} by itself"

@@ -70,7 +70,7 @@ def push_file(
             blob=NO_DIGEST,
             key=new_key(),
             aliases=aliases,
-            recipe=values.Recipe(
+            recipe=values.ConversionRecipe(
                 quantize=quantize or "",
                 calibration=NO_DIGEST if calibrate else b"",
                 entry=entry,

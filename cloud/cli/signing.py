@@ -7,7 +7,7 @@ from typing import Any
 
 from triplane.cloud.cli.connection import Calls
 from triplane.cloud.cli.remote import remote_at
-from triplane.cloud.trust.signing import Signed, sign_release
+from triplane.cloud.trust.signing import SigningResult, sign_release
 from triplane.unified_ir.cli.shell import CommandOutput
 
 
@@ -44,7 +44,7 @@ def sign(
     return record, _text(signed)
 
 
-def _text(signed: Signed) -> str:
+def _text(signed: SigningResult) -> str:
     done = signed.submitted
     lines = [
         f"{found.path}: sha256 {found.sha256.hex()}, of model {found.custom['model_digest']}"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from triplane.cloud.__main__ import main, options_from, tls_1_3_only
-from triplane.cloud.home import Home, Initialized
+from triplane.cloud.home import Home, InitializedHome
 from triplane.cloud.home import initialize as make
 
 
@@ -32,7 +32,7 @@ def initialize(
     return record, _text(made)
 
 
-def _text(made: Initialized) -> str:
+def _text(made: InitializedHome) -> str:
     keys = ", ".join(path.name for path in made.offline)
     return "\n".join(
         [

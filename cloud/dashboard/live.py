@@ -16,7 +16,7 @@ from triplane.cloud.fleet.state import warnings
 from triplane.cloud.registry import encoding
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.trust.expiring import due
-from triplane.cloud.trust.repository import Repository
+from triplane.cloud.trust.repository import MetadataRepository
 from triplane.proto.federation_pb2 import Run
 from triplane.proto.fleet_pb2 import Node, Rollout
 from triplane.proto.registry_pb2 import Version
@@ -39,7 +39,7 @@ class CloudSource:
         wire: FleetServicer,
         registry: Registry,
         federation: Federation,
-        repository: Repository,
+        repository: MetadataRepository,
     ) -> None:
         self._fleet, self._wire, self._registry = fleet, wire, registry
         self._federation, self._repository = federation, repository

@@ -1,6 +1,7 @@
 """What is known of a run: the machine's state, and what people are shown beside it. Pure.
 
-`follow` is the only way from one `Book` to the next, in the live run and when it is read back.
+`follow` is the only way from one `RunProjection` to the next, in the live run and when it is read
+back.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Spreads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Book:
+class RunProjection:
     """A run as of its newest event.
 
     revision, at_s: number and time of that event. spreads: by the number of the evaluating round,
@@ -48,7 +49,7 @@ class Book:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-def follow(book: Book, event: Event) -> tuple[Book, Effects]:
+def follow(book: RunProjection, event: Event) -> tuple[RunProjection, Effects]:
     """The book after `event`, and what has to be done because of it."""
     state, effects = step(book.state, event)
     after = replace(book, state=state, revision=book.revision + 1, at_s=event.at_s)

@@ -34,7 +34,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class FinishedModel:
     """A finished model file. digest: its root digest."""
 
     path: Path
@@ -72,7 +72,7 @@ class Children(Conversions):
     @contextlib.asynccontextmanager
     async def finish(
         self, model: Path, spec: pb.Spec, state: Path, plan_digest: str
-    ) -> AsyncIterator[Model]:
+    ) -> AsyncIterator[FinishedModel]:
         """Give the model of a run's shared state; its file is there until the block ends."""
         async with self._conversions, self._job() as job:
             out = job / "result.tpm"
@@ -83,7 +83,7 @@ class Children(Conversions):
             }
             done = await self._run(job, order, self._limits.convert_s)
             try:
-                made = Model(path=out, digest=bytes.fromhex(done["model_digest"]))
+                made = FinishedModel(path=out, digest=bytes.fromhex(done["model_digest"]))
             except (KeyError, TypeError, ValueError) as error:
                 raise Unavailable(f"what the child said is no model: {error!r}") from error
             yield made

@@ -20,15 +20,15 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from triplane.cloud.federation import journal, messages
-from triplane.cloud.federation.book import Book
+from triplane.cloud.federation.book import RunProjection
 from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.flower_runs import FlowerRuns, Places
-from triplane.cloud.federation.journal import Entry, Prepared
+from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import MAX_RETRY_S, RETRY_S, LiveRun, Make
 from triplane.cloud.federation.presence import Presence
 from triplane.cloud.federation.results import Results, means
 from triplane.cloud.federation.spec import check_population
-from triplane.cloud.federation.spool import LEASE_BYTES, Spool, shown
+from triplane.cloud.federation.spool import LEASE_BYTES, UpdateStore, shown
 from triplane.cloud.federation.work import Documents
 from triplane.cloud.identity import audit as audit_log
 from triplane.cloud.registry.registry import Audit, Registry
@@ -116,7 +116,7 @@ class Federation:
         self._may_release = may_release
         self._db, self._blobs, self._registry = db, blobs, registry
         self._audit, self._clock = audit, clock
-        self.spool = Spool(
+        self.spool = UpdateStore(
             folder / "updates",
             blobs,
             self._small_update,
@@ -134,7 +134,7 @@ class Federation:
             db, blobs, self.spool, self._results, places=places, put=self._put
         )
         self._runs: dict[str, LiveRun] = {}
-        self._waiting: dict[str, Entry] = {}  # runs without a plan yet
+        self._waiting: dict[str, RunRecord] = {}  # runs without a plan yet
         self._preparing: dict[str, asyncio.Task[None]] = {}
         self._late: dict[str, asyncio.Task[None]] = {}  # runs that a full disk keeps from going on
         self._no_room: dict[str, str] = {}  # why runs that are not live wait
@@ -164,7 +164,7 @@ class Federation:
                 if entry.before == "preparing":
                     self._prepare(entry)
 
-    async def _take_up(self, entry: Entry, book: Book) -> None:
+    async def _take_up(self, entry: RunRecord, book: RunProjection) -> None:
         """Have a run go on. NoRoom: it cannot yet, and is not live."""
         await self._results.restore(entry.id)
         if entry.spec.HasField("flower"):
@@ -178,13 +178,13 @@ class Federation:
             await run.stop()
             raise
 
-    def _take_up_late(self, entry: Entry, book: Book, error: NoRoom) -> None:
+    def _take_up_late(self, entry: RunRecord, book: RunProjection, error: NoRoom) -> None:
         self._wait_for_room(entry, error)
         task = asyncio.create_task(self._took_up(entry, book), name=f"take up {entry.id}")
         self._late[entry.id] = task
         task.add_done_callback(lambda _: self._late.pop(entry.id, None))
 
-    async def _took_up(self, entry: Entry, book: Book) -> None:
+    async def _took_up(self, entry: RunRecord, book: RunProjection) -> None:
         pause_s = RETRY_S
         while True:
             await asyncio.sleep(pause_s)
@@ -200,7 +200,7 @@ class Federation:
         self._no_room.pop(entry.id, None)
         self._move()
 
-    def _wait_for_room(self, entry: Entry, error: NoRoom) -> None:
+    def _wait_for_room(self, entry: RunRecord, error: NoRoom) -> None:
         logger.warning("run waits", extra={"run_id": entry.id, "reason": str(error)})
         self._no_room[entry.id] = f"waits, and goes on by itself: {error}"
         self._move()
@@ -250,7 +250,7 @@ class Federation:
             raise InvalidInput(f"a key is {KEY_BYTES} random bytes, got {len(request.key)}")
         known = await self._db.read(lambda c: journal.by_key(c, request.key))
         spec = request.spec if known else await self._checked(request.spec)
-        made = Entry(
+        made = RunRecord(
             number=0,
             id=secrets.token_hex(ID_BYTES),
             key=request.key,
@@ -260,7 +260,7 @@ class Federation:
             started_by=by,
         )
 
-        def work(connection: sa.Connection) -> Entry:
+        def work(connection: sa.Connection) -> RunRecord:
             entry = journal.begin(connection, made)
             if entry.id == made.id:
                 details = {"model": spec.model, "algorithm": means(spec)}
@@ -326,7 +326,7 @@ class Federation:
             self._prepare(self._waiting[entry.id])
         return await self.run(entry.id)
 
-    async def _steered(self, id: str, action: str, by: str, reason: str) -> Entry:  # noqa: A002
+    async def _steered(self, id: str, action: str, by: str, reason: str) -> RunRecord:  # noqa: A002
         entry, book = await self._found(id)
         if entry.before == "failed" or (book is not None and book.state.phase in ENDED):
             raise Conflict(f"run {entry.id} is over; start a new one")
@@ -336,7 +336,7 @@ class Federation:
         )
         return entry
 
-    async def _found(self, id: str) -> tuple[Entry, Book | None]:  # noqa: A002
+    async def _found(self, id: str) -> tuple[RunRecord, RunProjection | None]:  # noqa: A002
         if not id or len(id) > MAX_RUN_CHARS:
             raise NotFound(f"no run {id[:MAX_RUN_CHARS]!r}; triplane federate ls names them")
         found = await self._db.read(lambda c: journal.find(c, id))
@@ -354,7 +354,9 @@ class Federation:
             return held
         return self._db.read_now(lambda c: journal.kept(c, run, sha256))
 
-    def _message(self, entry: Entry, book: Book | None, *, rounds: bool = True) -> pb.Run:
+    def _message(
+        self, entry: RunRecord, book: RunProjection | None, *, rounds: bool = True
+    ) -> pb.Run:
         live = self._runs.get(entry.id)
         down = sum(self._documents.given(live).values()) if live else 0
         waits = live.waits if live else self._no_room.get(entry.id, "")
@@ -370,12 +372,12 @@ class Federation:
 
     # Preparing
 
-    def _prepare(self, entry: Entry) -> None:
+    def _prepare(self, entry: RunRecord) -> None:
         task = asyncio.create_task(self._prepared(entry), name=f"prepare {entry.id}")
         self._preparing[entry.id] = task
         task.add_done_callback(lambda _: self._preparing.pop(entry.id, None))
 
-    async def _prepared(self, entry: Entry) -> None:
+    async def _prepared(self, entry: RunRecord) -> None:
         pause_s = RETRY_S
         while True:
             try:
@@ -388,7 +390,7 @@ class Federation:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 
-    async def _prepared_once(self, entry: Entry) -> None:
+    async def _prepared_once(self, entry: RunRecord) -> None:
         """NoRoom: for the plan, or to write down what came of it."""
         try:
             made = await self._results.prepare(entry, self._clock)
@@ -405,7 +407,7 @@ class Federation:
         else:
             await self._open(entry, made)
 
-    async def _open(self, entry: Entry, made: Prepared) -> None:
+    async def _open(self, entry: RunRecord, made: Prepared) -> None:
         await self._db.write(lambda c: journal.prepare(c, entry.id, made))
         self._waiting.pop(entry.id, None)
         ready = replace(entry, prepared=made, before="", reason="")
@@ -416,7 +418,7 @@ class Federation:
             self._note_presence(self._runs[entry.id], name, _spend_nothing)
         self._move()
 
-    def _begin(self, entry: Entry, book: Book) -> None:
+    def _begin(self, entry: RunRecord, book: RunProjection) -> None:
         worker = self._flower if entry.spec.HasField("flower") else self._results
         run = LiveRun(self._db, entry, book, worker, self, self._clock)
         ended = [id_ for id_, known in self._runs.items() if known.is_over]
@@ -426,7 +428,7 @@ class Federation:
         self._runs[entry.id] = run
         run.start()
 
-    async def _halt_preparing(self, entry: Entry, why: str) -> None:
+    async def _halt_preparing(self, entry: RunRecord, why: str) -> None:
         """Only a run without a plan; it may have got one in this very moment."""
         task = self._preparing.get(entry.id)
         if task is not None:
@@ -435,14 +437,14 @@ class Federation:
         if entry.id in self._waiting:
             await self._change(entry, before="stopped", reason=why)
 
-    async def _fail(self, entry: Entry, reason: str) -> None:
+    async def _fail(self, entry: RunRecord, reason: str) -> None:
         await self._change(entry, before="failed", reason=reason, live=False, ended_s=self._clock())
         self._waiting.pop(entry.id, None)
         self._tell_whether_asked()
         logger.warning("run failed", extra={"run_id": entry.id, "reason": reason})
 
-    async def _change(self, entry: Entry, **values: Any) -> None:
-        def work(connection: sa.Connection) -> Entry:
+    async def _change(self, entry: RunRecord, **values: Any) -> None:
+        def work(connection: sa.Connection) -> RunRecord:
             journal.change(connection, entry.id, **values)
             return journal.entry(connection, entry.id)
 
@@ -568,7 +570,7 @@ class Federation:
         self._devices.setdefault(name, _Device()).answers = answers
         self.tell(name)
 
-    async def _last_book(self, run: str) -> Book | None:
+    async def _last_book(self, run: str) -> RunProjection | None:
         if run in self._runs:
             return self._runs[run].book
         return await self._db.read(lambda c: journal.last_book(c, run)) if run else None
@@ -609,7 +611,7 @@ class Federation:
             if device.offer and device.is_asked is not (device.offer.population in asked):
                 self.tell(name)
 
-    async def _put(self, run: str, make: Make) -> Book:
+    async def _put(self, run: str, make: Make) -> RunProjection:
         """Have an event happen in a run. NotFound: it is not live."""
         if run not in self._runs:
             raise NotFound(f"run {run} is not live")
@@ -623,14 +625,14 @@ class Federation:
         self._documents.check_readable(device, blob)
 
     async def folder_for(self, device: str, sha256: bytes, size: int) -> BlobFolder:
-        """Where a device's update goes; see `Spool.admit`."""
+        """Where a device's update goes; see `UpdateStore.admit`."""
         self._check_taken_up(self._late)
         return await self.spool.admit(self._live(), device, sha256, size)
 
     def _live(self) -> list[LiveRun]:
         return [run for run in self._runs.values() if not run.is_over]
 
-    def _shares_plan(self, entry: Entry) -> bool:
+    def _shares_plan(self, entry: RunRecord) -> bool:
         assert entry.prepared is not None
         digest = entry.prepared.plan_digest
         return any(

@@ -35,7 +35,7 @@ from triplane.proto.errors import InvalidInput, TriplaneError, Unavailable
 MAX_REASON_CHARS: Final = 1500
 
 
-class Pipe:
+class StdioPipe:
     """Lines in, lines out. An order is answered once; time runs from order to answer."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ def main() -> None:
     """Run the strategy of the first order until the cloud ends this process."""
     signals.restore_defaults()
     logging.getLogger("flwr").setLevel(logging.WARNING)  # it tells of every round, a run has many
-    pipe = Pipe()
+    pipe = StdioPipe()
     order = pipe.begin()
     try:
         from triplane.cloud.federation.flower_drive import Drive, made

@@ -44,7 +44,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Pipe(Protocol):
-    """See `flower_child.Pipe`."""
+    """See `flower_child.StdioPipe`."""
 
     def next(self) -> dict[str, Any]:
         """The next order."""

@@ -39,7 +39,7 @@ KEPT: Final = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class StrategyLimits:
     """Of one strategy's process, and how many runs have one. answer_s: from order to answer."""
 
     memory_bytes: int = 4 << 30
@@ -56,12 +56,14 @@ class StrategyProcess:
     """One process; `start` makes it, `end` must be called."""
 
     def __init__(
-        self, child: asyncio.subprocess.Process, folder: Path, limits: Limits, run: str
+        self, child: asyncio.subprocess.Process, folder: Path, limits: StrategyLimits, run: str
     ) -> None:
         self._child, self.folder, self._limits, self._run = child, folder, limits, run
 
     @classmethod
-    async def start(cls, folder: Path, order: Mapping[str, Any], limits: Limits) -> StrategyProcess:
+    async def start(
+        cls, folder: Path, order: Mapping[str, Any], limits: StrategyLimits
+    ) -> StrategyProcess:
         """Begin one and wait until its strategy stands. order: see `flower_child`."""
         try:
             job = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))

@@ -21,10 +21,10 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.book import Book
+from triplane.cloud.federation.book import RunProjection
 from triplane.cloud.federation.flower_process import (
     Died,
-    Limits,
+    StrategyLimits,
     StrategyProcess,
     forget_left,
 )
@@ -34,11 +34,11 @@ from triplane.cloud.federation.flower_spec import (
     shipped_row,
     strategy_file,
 )
-from triplane.cloud.federation.journal import Entry
+from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import RETRY_S, LiveRun, Make, Write
 from triplane.cloud.federation.results import Results
 from triplane.cloud.federation.spec import filled
-from triplane.cloud.federation.spool import Refusal, Spool, most_examples
+from triplane.cloud.federation.spool import Refusal, UpdateStore, most_examples
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
@@ -70,7 +70,7 @@ from triplane.unified_ir.federated.core.run import (
 
 logger = logging.getLogger(__name__)
 
-LIMITS: Final = Limits()
+LIMITS: Final = StrategyLimits()
 LAST_S: Final = 10.0
 """For a strategy to take in the last evaluation when its run is done."""
 OVER: Final = (1, math.nan)
@@ -80,7 +80,7 @@ TRIES: Final = 3
 
 Turn = tuple[int, bool, int]
 """(number, whether it evaluates, attempt) of a round."""
-Put = Callable[[str, Make], Awaitable[Book]]
+Put = Callable[[str, Make], Awaitable[RunProjection]]
 """Have an event happen in a run; the book after its commit."""
 
 
@@ -111,12 +111,12 @@ class FlowerRuns:
         self,
         db: Database,
         blobs: BlobFolder,
-        spool: Spool,
+        spool: UpdateStore,
         results: Results,
         *,
         places: Places,
         put: Put,
-        limits: Limits = LIMITS,
+        limits: StrategyLimits = LIMITS,
     ) -> None:
         self._db, self._spool, self._results = db, spool, results
         self._blobs, self._places = blobs, places
@@ -140,7 +140,7 @@ class FlowerRuns:
             fill_flower(spec, self._places.strategies)
         return filled(spec)
 
-    async def take_up(self, entry: Entry) -> None:
+    async def take_up(self, entry: RunRecord) -> None:
         """Learn whom a run's strategy asked, before an earlier cloud ended."""
         self._of(entry.id).asked = await self._db.read(lambda c: journal.last_asked(c, entry.id))
 
@@ -186,7 +186,7 @@ class FlowerRuns:
         return int(found["examples"]), math.nan if found["loss"] is None else float(found["loss"])
 
     async def _checked(
-        self, run: _Run, entry: Entry, state: RunState, turn: Turn, order: Mapping[str, Any]
+        self, run: _Run, entry: RunRecord, state: RunState, turn: Turn, order: Mapping[str, Any]
     ) -> dict[str, Any]:
         if run.process is None or run.turn != turn:
             await self._begun_again(run, entry, state, turn)
@@ -195,7 +195,9 @@ class FlowerRuns:
 
     # As a worker
 
-    async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write]:
+    async def reduce(
+        self, entry: RunRecord, book: RunProjection, order: Reduce
+    ) -> tuple[Make, Write]:
         """See `live.Worker`."""
         told = {lease.device: self._update(lease) for lease in order.leases}
         run = self._of(entry.id)
@@ -209,12 +211,12 @@ class FlowerRuns:
                 return None
             return Reduced(at_s=at_s, number=order.number, shared=state.hex())
 
-        def write(connection: sa.Connection, _: Book) -> None:
+        def write(connection: sa.Connection, _: RunProjection) -> None:
             journal.change(connection, entry.id, slots=memory)
 
         return make, write
 
-    async def judged(self, entry: Entry, book: Book, order: Judged) -> None:
+    async def judged(self, entry: RunRecord, book: RunProjection, order: Judged) -> None:
         """See `live.Worker`: tells the strategy, unless it began anew since it asked."""
         run, members = self._of(entry.id), book.state.members
         told: dict[str, Any] = {}
@@ -238,16 +240,18 @@ class FlowerRuns:
         said = {"run_id": entry.id, "round": order.number, "metrics": answer["metrics"]}
         logger.info("strategy evaluated", extra=said)
 
-    async def finish(self, entry: Entry, book: Book) -> tuple[Make, Write]:
+    async def finish(self, entry: RunRecord, book: RunProjection) -> tuple[Make, Write]:
         """See `live.Worker`."""
         return await self._results.finish(entry, book)
 
-    def settled(self, old: Entry, new: Entry, before: Book, after: Book) -> None:
+    def settled(
+        self, old: RunRecord, new: RunRecord, before: RunProjection, after: RunProjection
+    ) -> None:
         """See `live.Worker`: begins the turn of a round that was opened."""
         self._results.settled(old, new, before, after)
         self.look(new, after)
 
-    def look(self, entry: Entry, book: Book) -> None:
+    def look(self, entry: RunRecord, book: RunProjection) -> None:
         """Ask the strategy about the round at hand, unless that is under way; end an idle one."""
         state, found = book.state, book.state.round
         if state.phase is Phase.STOPPED or state.phase in ENDED:
@@ -263,7 +267,7 @@ class FlowerRuns:
 
     # Turns
 
-    async def _ask(self, run: _Run, entry: Entry, book: Book, found: Round) -> None:
+    async def _ask(self, run: _Run, entry: RunRecord, book: RunProjection, found: Round) -> None:
         make = await self._turn(run, entry, book, found)
         while True:
             try:
@@ -280,7 +284,7 @@ class FlowerRuns:
                 return
 
     async def _turn(
-        self, run: _Run, entry: Entry, book: Book, found: Round
+        self, run: _Run, entry: RunRecord, book: RunProjection, found: Round
     ) -> Callable[[float], Asked | Failed | Stopped]:
         """The event that a turn of the strategy comes to."""
         turn = _turn_of(found)
@@ -305,7 +309,7 @@ class FlowerRuns:
         return asked
 
     async def _asked(
-        self, entry: Entry, turn: Turn, answer: Mapping[str, Any], devices: Mapping[str, str]
+        self, entry: RunRecord, turn: Turn, answer: Mapping[str, Any], devices: Mapping[str, str]
     ) -> Callable[[float], Asked]:
         """The event of an answer. InvalidInput: too few devices, or others than were offered."""
         number, evaluates, attempt = turn
@@ -332,7 +336,7 @@ class FlowerRuns:
         }
 
     async def _begun(
-        self, run: _Run, entry: Entry, state: RunState, turn: Turn, devices: Mapping[str, str]
+        self, run: _Run, entry: RunRecord, state: RunState, turn: Turn, devices: Mapping[str, str]
     ) -> dict[str, Any]:
         """Give the strategy a turn; its process is begun where none is ready for it."""
         if run.process is None or run.turn is not None:
@@ -344,7 +348,7 @@ class FlowerRuns:
         return answer
 
     async def _reduced(
-        self, run: _Run, entry: Entry, book: Book, told: Mapping[str, Any]
+        self, run: _Run, entry: RunRecord, book: RunProjection, told: Mapping[str, Any]
     ) -> dict[str, Any]:
         found = book.state.round
         assert found is not None
@@ -356,7 +360,7 @@ class FlowerRuns:
         run.turn = None
         return answer
 
-    async def _begun_again(self, run: _Run, entry: Entry, state: RunState, turn: Turn) -> None:
+    async def _begun_again(self, run: _Run, entry: RunRecord, state: RunState, turn: Turn) -> None:
         """Bring a new process to a turn that another one gave.
 
         Whom it asked is settled, so all members are offered and what it asks now is not sent.
@@ -395,7 +399,7 @@ class FlowerRuns:
 
     # Processes
 
-    async def _process(self, entry: Entry, state: RunState, turn: Turn) -> StrategyProcess:
+    async def _process(self, entry: RunRecord, state: RunState, turn: Turn) -> StrategyProcess:
         prepared = entry.prepared
         assert prepared is not None
         order = {
@@ -450,7 +454,7 @@ class FlowerRuns:
             "loss": update.loss,
         }
 
-    def _kept(self, entry: Entry, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    def _kept(self, entry: RunRecord, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
         """What a strategy wrote, as blobs: the next state, checked, and what it remembers."""
         assert entry.prepared is not None
         state = Path(answer["state"])

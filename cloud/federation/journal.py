@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 
-from triplane.cloud.federation.book import Book, follow
+from triplane.cloud.federation.book import RunProjection, follow
 from triplane.cloud.federation.coding import from_json, to_json
 from triplane.cloud.federation.tables import EVENTS, RUNS, SMALL, SMALL_STATES
 from triplane.proto import federation_pb2 as pb
@@ -65,7 +65,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class RunRecord:
     """A run's row. before: the phase it had without events; ended_s: 0 while it may go on."""
 
     number: int
@@ -88,7 +88,7 @@ def asked_digest(spec: pb.Spec) -> bytes:
     return hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
 
 
-def begin(connection: sa.Connection, made: Entry) -> Entry:
+def begin(connection: sa.Connection, made: RunRecord) -> RunRecord:
     """Write a new run, or find the one that the key began. Conflict: it asked otherwise."""
     found = by_key(connection, made.key)
     if found is not None:
@@ -122,26 +122,28 @@ def begin(connection: sa.Connection, made: Entry) -> Entry:
     return again
 
 
-def by_key(connection: sa.Connection, key: bytes) -> Entry | None:
+def by_key(connection: sa.Connection, key: bytes) -> RunRecord | None:
     """The run that a key began."""
     row = connection.execute(sa.select(RUNS).where(RUNS.c.key == key)).first()
     return None if row is None else _entry(row)
 
 
-def entry(connection: sa.Connection, run: str) -> Entry:
+def entry(connection: sa.Connection, run: str) -> RunRecord:
     """The row of a run that exists."""
     columns = [column for column in RUNS.c if column.name != "snapshot"]  # which may be long
     return _entry(connection.execute(sa.select(*columns).where(RUNS.c.id == run)).one())
 
 
-def live(connection: sa.Connection) -> list[tuple[Entry, Book | None]]:
+def live(connection: sa.Connection) -> list[tuple[RunRecord, RunProjection | None]]:
     """Runs that may go on, oldest first."""
     rows = connection.execute(sa.select(RUNS).where(RUNS.c.live).order_by(RUNS.c.number)).all()
     found = [(_entry(row), _book(connection, row)) for row in rows]
     return [(e, with_counted_leases(connection, e, b) if b else None) for e, b in found]
 
 
-def with_counted_leases(connection: sa.Connection, entry: Entry, book: Book) -> Book:
+def with_counted_leases(
+    connection: sa.Connection, entry: RunRecord, book: RunProjection
+) -> RunProjection:
     """The book, each member with the lease of its newest contribution that counted.
 
     A snapshot of a release that did not keep it has members whose contributions counted and who
@@ -161,13 +163,13 @@ def with_counted_leases(connection: sa.Connection, entry: Entry, book: Book) -> 
     return replace(book, state=replace(book.state, members=members))
 
 
-def newest(connection: sa.Connection, most: int) -> list[tuple[Entry, Book | None]]:
+def newest(connection: sa.Connection, most: int) -> list[tuple[RunRecord, RunProjection | None]]:
     """The newest runs, newest first."""
     query = sa.select(RUNS).order_by(RUNS.c.number.desc()).limit(most)
     return [(_entry(row), _book(connection, row)) for row in connection.execute(query).all()]
 
 
-def find(connection: sa.Connection, beginning: str) -> list[tuple[Entry, Book | None]]:
+def find(connection: sa.Connection, beginning: str) -> list[tuple[RunRecord, RunProjection | None]]:
     """Up to two runs whose id begins so; the newest for "last"."""
     query = sa.select(RUNS).order_by(RUNS.c.number.desc())
     if beginning == "last":
@@ -177,7 +179,7 @@ def find(connection: sa.Connection, beginning: str) -> list[tuple[Entry, Book | 
     return [(_entry(row), _book(connection, row)) for row in connection.execute(query).all()]
 
 
-def last_book(connection: sa.Connection, run: str) -> Book | None:
+def last_book(connection: sa.Connection, run: str) -> RunProjection | None:
     """The newest book of the run of this whole id."""
     row = connection.execute(sa.select(RUNS).where(RUNS.c.id == run)).one_or_none()
     book = _book(connection, row) if row is not None else None
@@ -240,7 +242,7 @@ def kept_states(connection: sa.Connection, run: str | None = None) -> dict[bytes
     return {bytes(row.sha256): bytes(row.data) for row in connection.execute(query)}
 
 
-def snapshot(connection: sa.Connection, run: str, book: Book) -> None:
+def snapshot(connection: sa.Connection, run: str, book: RunProjection) -> None:
     """Keep the fold of all events so far."""
     change(connection, run, snapshot=to_json(book), snapshot_number=book.revision)
 
@@ -255,10 +257,10 @@ def events(connection: sa.Connection, run: str, after: int = 0) -> list[Event]:
     return [from_json(KINDS[row.kind], row.body) for row in rows]
 
 
-def first_book(entry: Entry) -> Book:
+def first_book(entry: RunRecord) -> RunProjection:
     """A prepared run before its first event."""
     assert entry.prepared is not None
-    return Book(
+    return RunProjection(
         state=core.RunState(
             plan=plan_of(entry.spec),
             run=entry.id,
@@ -316,8 +318,8 @@ def referenced(connection: sa.Connection) -> set[bytes]:
     return found - {b""}
 
 
-def _entry(row: Any) -> Entry:
-    return Entry(
+def _entry(row: Any) -> RunRecord:
+    return RunRecord(
         number=row.number,
         id=row.id,
         key=bytes(row.key),
@@ -334,10 +336,10 @@ def _entry(row: Any) -> Entry:
     )
 
 
-def _book(connection: sa.Connection, row: Any) -> Book | None:
+def _book(connection: sa.Connection, row: Any) -> RunProjection | None:
     if not row.prepared:
         return None
-    book = from_json(Book, row.snapshot) if row.snapshot else first_book(_entry(row))
+    book = from_json(RunProjection, row.snapshot) if row.snapshot else first_book(_entry(row))
     for event in events(connection, row.id, book.revision):
         book, _ = follow(book, event)
     return book

@@ -21,8 +21,8 @@ from typing import Final, Protocol
 import sqlalchemy as sa
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.book import Book, follow
-from triplane.cloud.federation.journal import Entry
+from triplane.cloud.federation.book import RunProjection, follow
+from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.store import Database
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError, Unavailable
@@ -67,26 +67,30 @@ STOPPING: Final = "the cloud is stopping; say it again when it is back"
 
 Make = Callable[[RunState, float], Event | None]
 """Makes an event of the state it meets and the time; None where it means nothing any more."""
-Write = Callable[[sa.Connection, Book], None]
+Write = Callable[[sa.Connection, RunProjection], None]
 """What is written in the transaction of an event, told the book after it."""
 
 
 class Worker(Protocol):
     """Does what takes time. Each method gives the event it came to, and what to write with it."""
 
-    async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write | None]:
+    async def reduce(
+        self, entry: RunRecord, book: RunProjection, order: Reduce
+    ) -> tuple[Make, Write | None]:
         """The next shared state; None where the run's row stays as it is.
 
         book: after the updates of the order, which may not be committed yet.
         """
 
-    async def judged(self, entry: Entry, book: Book, order: Judged) -> None:
+    async def judged(self, entry: RunRecord, book: RunProjection, order: Judged) -> None:
         """An evaluating round is over. Raises nothing: the run goes on meanwhile."""
 
-    async def finish(self, entry: Entry, book: Book) -> tuple[Make, Write]:
+    async def finish(self, entry: RunRecord, book: RunProjection) -> tuple[Make, Write]:
         """The model of the last shared state."""
 
-    def settled(self, old: Entry, new: Entry, before: Book, after: Book) -> None:
+    def settled(
+        self, old: RunRecord, new: RunRecord, before: RunProjection, after: RunProjection
+    ) -> None:
         """Told after each commit, for files that nobody needs any more."""
 
 
@@ -106,7 +110,7 @@ class _Put:
 
     make: Make
     write: Write | None = None
-    done: asyncio.Future[Book] | None = None
+    done: asyncio.Future[RunProjection] | None = None
     data: bytes = b""
 
 
@@ -119,11 +123,11 @@ class _Ahead:
     committed at the latest, None while there is nothing. is_lost: it could not be committed.
     """
 
-    book: Book
-    last: Book
+    book: RunProjection
+    last: RunProjection
     puts: list[_Put] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    writes: list[tuple[Write, Book]] = field(default_factory=list)
+    writes: list[tuple[Write, RunProjection]] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
     arrived: list[tuple[Arrived, bytes]] = field(default_factory=list)
     until_s: float | None = None
@@ -136,8 +140,8 @@ class LiveRun:
     def __init__(
         self,
         db: Database,
-        entry: Entry,
-        book: Book,
+        entry: RunRecord,
+        book: RunProjection,
         worker: Worker,
         audience: Audience,
         clock: Callable[[], float],
@@ -179,7 +183,7 @@ class LiveRun:
             _answer(put, Unavailable(STOPPING))
         self._answer_queued(Unavailable(STOPPING))
 
-    async def put(self, make: Make, data: bytes = b"") -> Book:
+    async def put(self, make: Make, data: bytes = b"") -> RunProjection:
         """Have an event happen; the book after its commit. Unavailable: it may not have.
 
         data: of the update that it names, where it is in no file; kept in the same commit.
@@ -188,7 +192,7 @@ class LiveRun:
             if self.is_over:
                 return self.book
             raise Unavailable(STOPPING)
-        done: asyncio.Future[Book] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[RunProjection] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Put(make, done=done, data=data))
         return await done
 
@@ -214,7 +218,7 @@ class LiveRun:
                 raise
         self._answer_queued(self.book)
 
-    def _answer_queued(self, outcome: Book | Exception) -> None:
+    def _answer_queued(self, outcome: RunProjection | Exception) -> None:
         while not self._queue.empty():
             _answer(self._queue.get_nowait(), outcome)
 
@@ -344,7 +348,9 @@ class LiveRun:
         for put in ahead.puts:
             _answer(put, ahead.book)
 
-    def _write(self, connection: sa.Connection, ahead: _Ahead, small: dict[str, bytes]) -> Entry:
+    def _write(
+        self, connection: sa.Connection, ahead: _Ahead, small: dict[str, bytes]
+    ) -> RunRecord:
         """small: inline updates of a round that goes on."""
         book = ahead.book
         journal.record(connection, self.entry.id, ahead.events, book.revision)
@@ -364,13 +370,13 @@ class LiveRun:
         changed = over or ahead.writes
         return journal.entry(connection, self.entry.id) if changed else self.entry
 
-    def _is_kept(self, book: Book) -> bool:
+    def _is_kept(self, book: RunProjection) -> bool:
         """Whether the commit at hand keeps a snapshot. Each costs as much as it has parts."""
         parts = len(book.state.members) + len(book.state.history)
         since = book.revision - self._kept_at
         return book.state.phase in ENDED or since >= max(SNAPSHOT_EVENTS, parts)
 
-    def _after(self, old: Entry, before: Book, done: _Ahead) -> None:
+    def _after(self, old: RunRecord, before: RunProjection, done: _Ahead) -> None:
         self.book = done.book
         state, effects = done.book.state, done.effects
         if (state.phase, state.turn) != (before.state.phase, before.state.turn):
@@ -508,7 +514,7 @@ def _same_round(one: RunState, other: RunState) -> bool:
     return turns[0] == turns[1]
 
 
-def _answer(put: _Put, outcome: Book | Exception) -> None:
+def _answer(put: _Put, outcome: RunProjection | Exception) -> None:
     if put.done is None or put.done.done():
         return
     if isinstance(outcome, Exception):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from triplane.cloud.federation.book import Book, Spread
-from triplane.cloud.federation.journal import Entry
+from triplane.cloud.federation.book import RunProjection, Spread
+from triplane.cloud.federation.journal import RunRecord
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (
@@ -43,7 +43,7 @@ BEFORE: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Files:
+class TaskFiles:
     """The blobs a task names, with their sizes. message: to a device's own app.
 
     inline: the state's bytes, where they go with the task. inline_bytes: of an update that may come
@@ -58,8 +58,8 @@ class Files:
 
 
 def run_message(
-    entry: Entry,
-    book: Book | None,
+    entry: RunRecord,
+    book: RunProjection | None,
     *,
     rounds: bool,
     down: int = 0,
@@ -89,7 +89,7 @@ def run_message(
     return message
 
 
-def _add_state(message: pb.Run, book: Book, *, rounds: bool, down: int) -> None:
+def _add_state(message: pb.Run, book: RunProjection, *, rounds: bool, down: int) -> None:
     state = book.state
     message.phase = PHASES[state.phase]
     message.reason = state.reason
@@ -125,7 +125,7 @@ def _score(score: Score) -> pb.Score:
     )
 
 
-def _ended(book: Book, ended: Ended) -> pb.Round:
+def _ended(book: RunProjection, ended: Ended) -> pb.Round:
     message = pb.Round(
         number=ended.number,
         evaluates=ended.evaluates,
@@ -174,7 +174,9 @@ def _spread(spread: Spread) -> pb.Spread:
     return pb.Spread(mean=spread.mean, worst=spread.worst, worst_tenth=spread.worst_tenth)
 
 
-def task_message(entry: Entry, state: RunState, device: str, files: Files, now_s: float) -> pb.Task:
+def task_message(
+    entry: RunRecord, state: RunState, device: str, files: TaskFiles, now_s: float
+) -> pb.Task:
     """What the device shall do in this run now. The caller has seen that it has an open lease."""
     lease, found = open_lease(state, device), state.round
     assert lease is not None

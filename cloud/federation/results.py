@@ -20,12 +20,12 @@ from typing import Final
 import sqlalchemy as sa
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.book import Book
+from triplane.cloud.federation.book import RunProjection
 from triplane.cloud.federation.children import Children
-from triplane.cloud.federation.journal import Entry, Prepared
+from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import Make, Write
 from triplane.cloud.federation.spec import hyper_of
-from triplane.cloud.federation.spool import Spool
+from triplane.cloud.federation.spool import UpdateStore
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.registry.values import KEY_BYTES, Lineage, Push
@@ -63,7 +63,7 @@ UNFINISHED: Final = "state-"
 BUFFER: Final = "buffer"
 """The role of the optimizer's tensors in their file."""
 
-SharesPlan = Callable[[Entry], bool]
+SharesPlan = Callable[[RunRecord], bool]
 """Whether another run that may go on has the same plan."""
 
 
@@ -74,7 +74,7 @@ class Results:
         self,
         db: Database,
         blobs: BlobFolder,
-        spool: Spool,
+        spool: UpdateStore,
         children: Children,
         registry: Registry,
         shares_plan: SharesPlan,
@@ -117,7 +117,7 @@ class Results:
         except OSError as error:
             raise refusal(error, f"could not make a state durable: {error}") from error
 
-    async def prepare(self, entry: Entry, clock: Callable[[], float]) -> Prepared:
+    async def prepare(self, entry: RunRecord, clock: Callable[[], float]) -> Prepared:
         """The plan of a run and its first state, as blobs. clock: read when they are there."""
         version = await self._registry.version(entry.spec.model)
         model = self._blobs.find(version.blob)
@@ -137,7 +137,9 @@ class Results:
             rules=NEWEST_RULES,
         )
 
-    async def reduce(self, entry: Entry, book: Book, order: Reduce) -> tuple[Make, Write | None]:
+    async def reduce(
+        self, entry: RunRecord, book: RunProjection, order: Reduce
+    ) -> tuple[Make, Write | None]:
         """See `live.Worker`."""
         shared = book.state.shared
         known: set[bytes] = set()
@@ -150,7 +152,7 @@ class Results:
                 return None
             return Reduced(at_s=at_s, number=order.number, shared=state)
 
-        def write(connection: sa.Connection, _: Book) -> None:
+        def write(connection: sa.Connection, _: RunProjection) -> None:
             journal.keep_states(connection, entry.id, small)
             if slots != entry.slots.hex():
                 journal.change(connection, entry.id, slots=bytes.fromhex(slots))
@@ -158,7 +160,12 @@ class Results:
         return make, write
 
     def _reduced(
-        self, entry: Entry, shared: str, order: Reduce, known: set[bytes], small: dict[str, bytes]
+        self,
+        entry: RunRecord,
+        shared: str,
+        order: Reduce,
+        known: set[bytes],
+        small: dict[str, bytes],
     ) -> tuple[str, str]:
         """(the next state, the optimizer's) by digest.
 
@@ -244,10 +251,10 @@ class Results:
         finally:
             path.unlink(missing_ok=True)
 
-    async def judged(self, entry: Entry, book: Book, order: Judged) -> None:
+    async def judged(self, entry: RunRecord, book: RunProjection, order: Judged) -> None:
         """See `live.Worker`: accuracies are in the book already."""
 
-    async def finish(self, entry: Entry, book: Book) -> tuple[Make, Write]:
+    async def finish(self, entry: RunRecord, book: RunProjection) -> tuple[Make, Write]:
         """See `live.Worker`."""
         prepared, spec = entry.prepared, entry.spec
         assert prepared is not None
@@ -275,14 +282,16 @@ class Results:
         def make(now: RunState, at_s: float) -> Finished | None:
             return Finished(at_s=at_s) if now.phase is Phase.FINISHING else None
 
-        def write(connection: sa.Connection, _: Book) -> None:
+        def write(connection: sa.Connection, _: RunProjection) -> None:
             journal.keep_states(connection, entry.id, {})
             registered = self._registry.insert(connection, push, made.digest, entry.started_by)
             journal.change(connection, entry.id, result=str(registered))
 
         return make, write
 
-    def settled(self, old: Entry, new: Entry, before: Book, after: Book) -> None:
+    def settled(
+        self, old: RunRecord, new: RunRecord, before: RunProjection, after: RunProjection
+    ) -> None:
         """See `live.Worker`: removes what a closed round leaves."""
         closed, at_hand = before.state.round, after.state.round
         if closed is None or (at_hand is not None and _same(closed, at_hand)):

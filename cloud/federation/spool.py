@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from triplane.cloud.federation.journal import Entry
+from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import LiveRun, Make
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import AppendFile
@@ -74,7 +74,7 @@ KINDS: Final[Mapping[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class UpdateSpec:
     """What updates of one run look like, and the most bytes that one takes."""
 
     like: Like
@@ -93,7 +93,7 @@ def _no_row(_run: str, _sha256: bytes) -> bytes | None:
     return None
 
 
-class Spool:
+class UpdateStore:
     """The folder, and who may write what into it. blobs: where states are.
 
     row: a small update of a run that came within its contribution, from the database; for threads.
@@ -103,12 +103,12 @@ class Spool:
         self._row = row
         self.folder = BlobFolder(folder)
         self._blobs = blobs
-        self._rooms: dict[str, Room] = {}
+        self._rooms: dict[str, UpdateSpec] = {}
         self._begun: dict[str, set[bytes]] = {}
         self._kept: dict[str, tuple[int, dict[str, Array]]] = {}
         self._kept_bytes = 0
 
-    async def room(self, run: LiveRun) -> Room:
+    async def room(self, run: LiveRun) -> UpdateSpec:
         """Of a prepared run; its first state says it."""
         found = self._rooms.get(run.entry.id)
         if found is None:
@@ -116,14 +116,14 @@ class Spool:
             self._rooms[run.entry.id] = found
         return found
 
-    def _measure(self, run: LiveRun) -> Room:
+    def _measure(self, run: LiveRun) -> UpdateSpec:
         prepared = run.entry.prepared
         assert prepared is not None
         state = read_state(
             self._blobs.find(bytes.fromhex(prepared.state)), plan=prepared.plan_digest
         )
         like = like_of(state)
-        return Room(like, most_bytes(like))
+        return UpdateSpec(like, most_bytes(like))
 
     async def admit(
         self, runs: Iterable[LiveRun], device: str, sha256: bytes, size: int
@@ -228,7 +228,7 @@ class Spool:
             self._kept[update.blob] = owned, change
             self._kept_bytes += owned
 
-    def opened(self, run: Entry, lease: str, update: Update, like: Like) -> dict[str, Array]:
+    def opened(self, run: RunRecord, lease: str, update: Update, like: Like) -> dict[str, Array]:
         """The change of a counted update: remembered, or read from its file again."""
         found = self._kept.get(update.blob)
         if found is not None:
@@ -248,7 +248,7 @@ class Spool:
         )
 
     def _checked(
-        self, run: LiveRun, lease: str, update: Update, room: Room, data: bytes | None = None
+        self, run: LiveRun, lease: str, update: Update, room: UpdateSpec, data: bytes | None = None
     ) -> dict[str, Array]:
         """The change in an update that was just announced. BadUpdate, Refusal."""
         sha256 = bytes.fromhex(update.blob)

@@ -27,7 +27,7 @@ RUNS: Final = sa.Table(
     sa.Column("ended_s", sa.Double, nullable=False),
     sa.Column("prepared", sa.Text, nullable=False),  # JSON of `Prepared`, or empty
     sa.Column("slots", sa.LargeBinary(32), nullable=False),  # blob of the server's optimizer
-    sa.Column("snapshot", sa.Text, nullable=False),  # JSON of `Book`, or empty
+    sa.Column("snapshot", sa.Text, nullable=False),  # JSON of `RunProjection`, or empty
     sa.Column("snapshot_number", BIG, nullable=False),  # the last event in it
     sa.Column("result", sa.String(80), nullable=False),  # "digits@4", or empty
 )

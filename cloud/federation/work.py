@@ -79,7 +79,7 @@ class Documents:
             self._flower.message(run.entry.id, state, name) is not None
         )
 
-    def _files(self, run: LiveRun, name: str, *, inline: bool) -> messages.Files:
+    def _files(self, run: LiveRun, name: str, *, inline: bool) -> messages.TaskFiles:
         """inline: a device works on one task at a time, so one state in a document is enough."""
         prepared, state, spec = run.entry.prepared, run.book.state, run.entry.spec
         assert prepared is not None
@@ -87,7 +87,7 @@ class Documents:
         data = self._small_state(run) if inline and not spec.flower.app else b""
         if data:
             self.given(run).setdefault(name, len(data))
-        return messages.Files(
+        return messages.TaskFiles(
             self._blob(prepared.plan),
             self._blob(state.shared),
             self._blob(asked) if asked else None,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class BundleNeeds:
     """Of one bundle; empty or 0 where it does not care."""
 
     runtime: str = ""

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from triplane.cloud.fleet.facts import (
     AskBundle,
+    BundleSupply,
     Effect,
-    Member,
+    NodeStage,
     Result,
     Rollout,
-    Stage,
-    Supply,
+    RolloutMember,
 )
 from triplane.proto.fitting import fits
 
@@ -28,13 +28,13 @@ def choose_all(r: Rollout) -> Result:
 def choose(r: Rollout, name: str) -> Result:
     """The node's first target that can be had and fits; asks for it where nobody did."""
     m = r.members[name]
-    if m.capability is None or m.stage is not Stage.WAITING or m.left_out:
+    if m.capability is None or m.stage is not NodeStage.WAITING or m.left_out:
         return r, ()
     refusals = []
     for target in m.capability.targets:
         supply = r.supplies.get(target)
         if supply is None:
-            supplies = {**r.supplies, target: Supply()}
+            supplies = {**r.supplies, target: BundleSupply()}
             return put(replace(r, supplies=supplies), replace(m, target=target)), (
                 AskBundle(target),
             )
@@ -43,9 +43,9 @@ def choose(r: Rollout, name: str) -> Result:
             return (r if m.target == target else put(r, replace(m, target=target))), ()
         refusals.append(f"{target}: {why}")
     reason = "; ".join(refusals) or "the node takes no target of the converter"
-    return put(r, replace(m, target="", stage=Stage.FAILED, reason=reason)), ()
+    return put(r, replace(m, target="", stage=NodeStage.FAILED, reason=reason)), ()
 
 
-def put(r: Rollout, m: Member) -> Rollout:
+def put(r: Rollout, m: RolloutMember) -> Rollout:
     """The rollout with this member instead of its former self."""
     return r if r.members[m.name] == m else replace(r, members={**r.members, m.name: m})

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from triplane.cloud.fleet import messages, state
-from triplane.cloud.fleet.facts import Limit, Member
+from triplane.cloud.fleet.facts import Limit, RolloutMember
 from triplane.cloud.fleet.rollout import begin
 from triplane.cloud.fleet.selector import Selector
 from triplane.cloud.fleet.share import outside, said
-from triplane.cloud.fleet.state import Fleet, Held, Node, Paper
+from triplane.cloud.fleet.state import FleetNode, FleetState, NodeAssignment, RolloutRecord
 from triplane.cloud.fleet.waves import wave_of
 from triplane.proto.errors import Conflict, NotFound
 from triplane.proto.fleet_pb2 import DeployRequest
@@ -21,7 +21,7 @@ MAX_ASSIGNMENTS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ResolvedDeploy:
     """A deploy with what was found out about it. limit: of the automatic role, None for none."""
 
     id: str
@@ -33,7 +33,7 @@ class Asked:
     now_s: float
 
 
-def begun(fleet: Fleet, asked: Asked) -> Fleet:
+def begun(fleet: FleetState, asked: ResolvedDeploy) -> FleetState:
     """The fleet with the new rollout.
 
     Conflict: another of the model goes on, or the policy leaves nobody. NotFound: nobody is meant.
@@ -61,13 +61,13 @@ def begun(fleet: Fleet, asked: Asked) -> Fleet:
     ]
     note = _note(meant, counted, asked)
     rollout, effects = begin(asked.id, plan, members, asked.now_s, left_out=note)
-    paper = Paper(
+    paper = RolloutRecord(
         rollout=rollout, request=asked.request, created_s=asked.now_s, created_by=asked.by
     )
     return state.with_paper(fleet, paper, effects)
 
 
-def _check_free(fleet: Fleet, model: str) -> None:
+def _check_free(fleet: FleetState, model: str) -> None:
     for paper in fleet.papers.values():
         other = paper.rollout
         if other.plan.model == model:
@@ -78,7 +78,7 @@ def _check_free(fleet: Fleet, model: str) -> None:
             raise with_details(Conflict(text), rollout=other.id)
 
 
-def _meant(fleet: Fleet, text: str) -> list[str]:
+def _meant(fleet: FleetState, text: str) -> list[str]:
     selector = Selector.parse(text)
     meant = sorted(n.name for n in fleet.nodes.values() if not state.excuse(n, selector))
     if not meant:
@@ -89,24 +89,24 @@ def _meant(fleet: Fleet, text: str) -> list[str]:
     return meant
 
 
-def _left_out(node: Node, asked: Asked) -> str:
+def _left_out(node: FleetNode, asked: ResolvedDeploy) -> str:
     targets = node.report.capability.targets if node.report else ()
     return outside(node.name, asked.model, targets, asked.limit)
 
 
-def _note(meant: Sequence[str], counted: Sequence[str], asked: Asked) -> str:
+def _note(meant: Sequence[str], counted: Sequence[str], asked: ResolvedDeploy) -> str:
     if asked.limit is None or len(counted) == len(meant):
         return ""
     count = f"{len(meant) - len(counted)} of {len(meant)} nodes are left out"
     return f"{count}: {said(asked.model, asked.limit)}"
 
 
-def _member(node: Node, model: str, wave: int, *, left_out: str = "") -> Member:
-    held = node.held.get(model, Held())
+def _member(node: FleetNode, model: str, wave: int, *, left_out: str = "") -> RolloutMember:
+    held = node.held.get(model, NodeAssignment())
     wanted = sum(row.version > 0 for name, row in node.held.items() if name != model)
     if wanted >= MAX_ASSIGNMENTS:
         raise Conflict(f"node {node.name} has {wanted} models, the most there may be")
-    return Member(
+    return RolloutMember(
         name=node.name,
         wave=wave,
         capability=state.capability_of(node.report) if node.report else None,

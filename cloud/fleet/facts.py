@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-from triplane.cloud.fleet.capability import Capability, Needs
+from triplane.cloud.fleet.capability import BundleNeeds, Capability
 
 
-class State(IntEnum):
+class RolloutState(IntEnum):
     """Of a rollout; numbers as in fleet.proto."""
 
     PREPARING = 1
@@ -25,7 +25,7 @@ class State(IntEnum):
     FAILED = 6
 
 
-class Stage(IntEnum):
+class NodeStage(IntEnum):
     """Of one node in a rollout; numbers as `NodeState` in fleet.proto."""
 
     WAITING = 0
@@ -42,14 +42,14 @@ class Stage(IntEnum):
     KEPT = 11
 
 
-ENDED: Final = frozenset({State.DONE, State.ABORTED, State.FAILED})
-LOST: Final = frozenset({Stage.FAILED, Stage.RETURNED})
-DONE: Final = frozenset({Stage.COMMITTED, Stage.KEPT})
+ENDED: Final = frozenset({RolloutState.DONE, RolloutState.ABORTED, RolloutState.FAILED})
+LOST: Final = frozenset({NodeStage.FAILED, NodeStage.RETURNED})
+DONE: Final = frozenset({NodeStage.COMMITTED, NodeStage.KEPT})
 SETTLED: Final = LOST | DONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RolloutPlan:
     """What was asked for. waves: cumulative node counts, one per wave."""
 
     model: str
@@ -62,7 +62,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class RolloutMember:
     """One node.
 
     attempt: the last number given, also by earlier rollouts of the model. committed_version: of
@@ -74,7 +74,7 @@ class Member:
     wave: int
     capability: Capability | None = None
     target: str = ""
-    stage: Stage = Stage.WAITING
+    stage: NodeStage = NodeStage.WAITING
     reason: str = ""
     attempt: int = 0
     assigned: bool = False
@@ -98,13 +98,13 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Supply:
+class BundleSupply:
     """The bundle for one target: needs once it is made, path once it is signed, or a refusal.
 
     sha256: of the signed bundle, in hexadecimal; empty in rollouts of older releases.
     """
 
-    needs: Needs | None = None
+    needs: BundleNeeds | None = None
     path: str = ""
     refusal: str = ""
     sha256: str = ""
@@ -118,11 +118,11 @@ class Rollout:
     """
 
     id: str
-    plan: Plan
-    members: Mapping[str, Member]
-    supplies: Mapping[str, Supply]
+    plan: RolloutPlan
+    members: Mapping[str, RolloutMember]
+    supplies: Mapping[str, BundleSupply]
     allowed: int
-    state: State = State.PREPARING
+    state: RolloutState = RolloutState.PREPARING
     reason: str = ""
     left_out: str = ""
     resumed: str = ""
@@ -135,7 +135,7 @@ class BundleReady:
     """A target's bundle exists; path is empty until it is signed, then the event comes again."""
 
     target: str
-    needs: Needs
+    needs: BundleNeeds
     path: str = ""
     sha256: str = ""
 
@@ -161,7 +161,7 @@ class Reported:
     committed_sha256: str = ""
     version: int = 0
     attempt: int = 0
-    stage: Stage = Stage.WAITING
+    stage: NodeStage = NodeStage.WAITING
     reason: str = ""
     downloaded_bytes: int = 0
     total_bytes: int = 0
@@ -175,7 +175,7 @@ class Excused:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class TimePassed:
     """Time passed."""
 
 
@@ -201,7 +201,7 @@ class Abort:
     revert: bool
 
 
-Event = BundleReady | BundleFailed | Reported | Excused | Tick | Pause | Resume | Abort
+Event = BundleReady | BundleFailed | Reported | Excused | TimePassed | Pause | Resume | Abort
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 import sqlalchemy as sa
 
 from triplane.cloud.fleet import messages, saving, state
-from triplane.cloud.fleet.deploying import Asked, begun
+from triplane.cloud.fleet.deploying import ResolvedDeploy, begun
 from triplane.cloud.fleet.facts import (
     Abort,
     BundleFailed,
@@ -34,7 +34,7 @@ from triplane.cloud.fleet.facts import (
 )
 from triplane.cloud.fleet.incidents import keep, newest
 from triplane.cloud.fleet.reports import check_report
-from triplane.cloud.fleet.state import Fleet, Node, Paper
+from triplane.cloud.fleet.state import FleetNode, FleetState, RolloutRecord
 from triplane.cloud.fleet.tables import ROLLOUTS
 from triplane.cloud.store import Database
 from triplane.proto import fleet_pb2 as pb
@@ -88,7 +88,7 @@ class Audit(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
+class AuditedChange:
     """What the audit log says of a change."""
 
     actor: str
@@ -98,7 +98,7 @@ class Deed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _QueuedReport:
     """A report and who waits for its commit."""
 
     name: str
@@ -122,13 +122,13 @@ class LiveFleet:
     ) -> None:
         self._database, self._bundles, self._audit = database, bundles, audit
         self._clock = clock
-        self._fleet = Fleet()
+        self._fleet = FleetState()
         self._turn = asyncio.Lock()
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_QueuedReport] = []
         self._reported = asyncio.Event()
         self._nudged = asyncio.Event()
         self._moved = asyncio.Event()
-        self._told: list[Callable[[Node], None]] = []
+        self._told: list[Callable[[FleetNode], None]] = []
         self._heard: list[Callable[[str, pb.Report], None]] = []
         self._changes: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
@@ -154,7 +154,7 @@ class LiveFleet:
                 waiting.done.set_exception(Unavailable("the cloud is stopping; report again"))
         self._waiting.clear()
 
-    def on_desired(self, callback: Callable[[Node], None]) -> None:
+    def on_desired(self, callback: Callable[[FleetNode], None]) -> None:
         """Call with each node whose desired document changed, after the commit."""
         self._told.append(callback)
 
@@ -173,22 +173,22 @@ class LiveFleet:
 
     # Asking
 
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[FleetNode]:
         """Every node that is one, in name order."""
         return sorted((n for n in self._fleet.nodes.values() if not n.gone), key=lambda n: n.name)
 
-    def node(self, name: str) -> Node:
+    def node(self, name: str) -> FleetNode:
         """One node; NotFound."""
         found = self._fleet.nodes.get(name)
         if found is None or found.gone:
             raise NotFound(f"no node {name[:100]!r}; triplane fleet ls names them")
         return found
 
-    async def rollouts(self, most: int) -> list[Paper]:
+    async def rollouts(self, most: int) -> list[RolloutRecord]:
         """The newest rollouts without their nodes, newest first."""
         return await self._database.read(lambda connection: saving.load_heads(connection, most))
 
-    async def rollout(self, id: str) -> Paper:  # noqa: A002 - the field's name
+    async def rollout(self, id: str) -> RolloutRecord:  # noqa: A002 - the field's name
         """By id, its unique beginning, or "last". NotFound; Conflict where several begin so."""
         found = await self._database.read(lambda connection: saving.find_ids(connection, id))
         if not found or not id:
@@ -212,10 +212,10 @@ class LiveFleet:
         for key, value in labels.items():
             check_label(key, value)
 
-        def make(fleet: Fleet) -> Fleet:
+        def make(fleet: FleetState) -> FleetState:
             before = fleet.nodes.get(name)
             if before is None:
-                return state.with_node(fleet, Node(name=name, labels=dict(labels)))
+                return state.with_node(fleet, FleetNode(name=name, labels=dict(labels)))
             if not before.gone:
                 return fleet
             # A token without labels says nothing about them: the machine is still where it was.
@@ -230,7 +230,7 @@ class LiveFleet:
 
     async def set_labels(
         self, name: str, *, put: Mapping[str, str], remove: Sequence[str], by: str
-    ) -> Node:
+    ) -> FleetNode:
         """Set and remove labels of a node."""
         for key, value in put.items():
             check_label(key, value)
@@ -238,18 +238,18 @@ class LiveFleet:
         if len(labels) > MAX_LABELS:
             raise InvalidInput(f"a node has at most {MAX_LABELS} labels, got {len(labels)}")
 
-        def make(node: Node) -> Node:
+        def make(node: FleetNode) -> FleetNode:
             kept = {k: v for k, v in node.labels.items() if k not in remove}
             return replace(node, labels=kept | dict(put))
 
-        deed = Deed(by, "node.labels", name, {"set": dict(put), "remove": list(remove)})
+        deed = AuditedChange(by, "node.labels", name, {"set": dict(put), "remove": list(remove)})
         await self._change_node(name, make, deed)
         return self.node(name)
 
-    async def cordon(self, name: str, *, cordoned: bool, by: str) -> Node:
+    async def cordon(self, name: str, *, cordoned: bool, by: str) -> FleetNode:
         """Keep a node from getting anything new, or let it again."""
         self.node(name)
-        deed = Deed(by, "node.cordon" if cordoned else "node.uncordon", name, {})
+        deed = AuditedChange(by, "node.cordon" if cordoned else "node.uncordon", name, {})
         await self._change_node(name, lambda node: replace(node, cordoned=cordoned), deed)
         return self.node(name)
 
@@ -259,13 +259,13 @@ class LiveFleet:
         if len(self._waiting) >= MAX_WAITING:
             raise Unavailable(f"{MAX_WAITING} reports wait to be written; report again later")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(name, report, done))
+        self._waiting.append(_QueuedReport(name, report, done))
         self._reported.set()
         await done
 
     # Rollouts
 
-    async def deploy(self, request: pb.DeployRequest, *, by: str) -> Paper:
+    async def deploy(self, request: pb.DeployRequest, *, by: str) -> RolloutRecord:
         """Begin a rollout; the same key gives the same one.
 
         Conflict: another of the model goes on. NotFound: no such version, or no node is meant.
@@ -281,56 +281,58 @@ class LiveFleet:
         made.CopyFrom(request)
         made.selector = made.selector or "all"
 
-        def make(fleet: Fleet) -> Fleet:
+        def make(fleet: FleetState) -> FleetState:
             if any(p.request.key == request.key for p in fleet.papers.values()):
                 return fleet
-            asked = Asked(rollout_id, made, model, version, limit, by, self._clock())
+            asked = ResolvedDeploy(rollout_id, made, model, version, limit, by, self._clock())
             return begun(fleet, asked)
 
         details = {"model": model, "version": version, "selector": made.selector}
-        await self._change(make, Deed(by, "rollout.deploy", rollout_id, details))
+        await self._change(make, AuditedChange(by, "rollout.deploy", rollout_id, details))
         self.nudge()
         found = await self._by_key(request.key)
         assert found is not None
         return found
 
-    async def pause(self, id: str, *, reason: str, by: str) -> Paper:  # noqa: A002
+    async def pause(self, id: str, *, reason: str, by: str) -> RolloutRecord:  # noqa: A002
         """Open no wave until it is resumed. Conflict: it ended."""
         reason = messages.cut(reason)
         event = Pause(reason or f"paused by {by}")
-        return await self._steer(id, event, Deed(by, "rollout.pause", "", {"reason": reason}))
+        return await self._steer(
+            id, event, AuditedChange(by, "rollout.pause", "", {"reason": reason})
+        )
 
-    async def resume(self, id: str, *, reason: str = "", by: str) -> Paper:  # noqa: A002
+    async def resume(self, id: str, *, reason: str = "", by: str) -> RolloutRecord:  # noqa: A002
         """Go on; failed nodes are tried again. Conflict: it ended."""
         reason = messages.cut(reason)
         note = f"resumed by {by}" + (f": {reason}" if reason else "")
         return await self._steer(
-            id, Resume(note), Deed(by, "rollout.resume", "", {"reason": reason})
+            id, Resume(note), AuditedChange(by, "rollout.resume", "", {"reason": reason})
         )
 
-    async def abort(self, id: str, *, reason: str, revert: bool, by: str) -> Paper:  # noqa: A002
+    async def abort(self, id: str, *, reason: str, revert: bool, by: str) -> RolloutRecord:  # noqa: A002
         """End it; nodes that did not commit keep what they had. Conflict: it ended otherwise."""
         reason = messages.cut(reason)
         event = Abort(reason or f"aborted by {by}", revert)
         details = {"reason": reason, "revert": revert}
-        return await self._steer(id, event, Deed(by, "rollout.abort", "", details))
+        return await self._steer(id, event, AuditedChange(by, "rollout.abort", "", details))
 
-    async def _steer(self, id: str, event: Event, deed: Deed) -> Paper:  # noqa: A002
+    async def _steer(self, id: str, event: Event, deed: AuditedChange) -> RolloutRecord:  # noqa: A002
         rollout_id = (await self.rollout(id)).rollout.id
 
-        def make(fleet: Fleet) -> Fleet:
+        def make(fleet: FleetState) -> FleetState:
             if rollout_id in fleet.papers:
                 return state.after_event(fleet, rollout_id, event, self._clock())
             return fleet
 
         if rollout_id not in self._fleet.papers:  # ended: the machine says what that forbids
             paper = await self._ended(rollout_id)
-            state.after_event(Fleet({}, {rollout_id: paper}), rollout_id, event, self._clock())
+            state.after_event(FleetState({}, {rollout_id: paper}), rollout_id, event, self._clock())
         await self._change(make, replace(deed, subject=rollout_id))
         self.nudge()
         return await self.rollout(rollout_id)
 
-    async def _by_key(self, key: bytes) -> Paper | None:
+    async def _by_key(self, key: bytes) -> RolloutRecord | None:
         for paper in self._fleet.papers.values():
             if paper.request.key == key:
                 return paper
@@ -339,7 +341,7 @@ class LiveFleet:
         )
         return found[0] if found else None
 
-    async def _ended(self, rollout_id: str) -> Paper:
+    async def _ended(self, rollout_id: str) -> RolloutRecord:
         found = await self._database.read(
             lambda connection: saving.load_papers(connection, ROLLOUTS.c.id == rollout_id)
         )
@@ -348,9 +350,9 @@ class LiveFleet:
     # Changing
 
     async def _change_node(
-        self, name: str, make: Callable[[Node], Node], deed: Deed | None = None
+        self, name: str, make: Callable[[FleetNode], FleetNode], deed: AuditedChange | None = None
     ) -> None:
-        def changed(fleet: Fleet) -> Fleet:
+        def changed(fleet: FleetState) -> FleetState:
             before = fleet.nodes.get(name)
             if before is None or before.gone or (after := make(before)) == before:
                 return fleet
@@ -360,8 +362,8 @@ class LiveFleet:
 
     async def _change(
         self,
-        make: Callable[[Fleet], Fleet],
-        deed: Deed | None = None,
+        make: Callable[[FleetState], FleetState],
+        deed: AuditedChange | None = None,
         said: Sequence[tuple[str, pb.Incident]] = (),
     ) -> None:
         task = asyncio.create_task(self._changed(make, deed, said))
@@ -371,8 +373,8 @@ class LiveFleet:
 
     async def _changed(
         self,
-        make: Callable[[Fleet], Fleet],
-        deed: Deed | None,
+        make: Callable[[FleetState], FleetState],
+        deed: AuditedChange | None,
         said: Sequence[tuple[str, pb.Incident]],
     ) -> None:
         async with self._turn:
@@ -398,7 +400,7 @@ class LiveFleet:
             self._fleet = state.without_ended(after)
         self._tell(before, after)
 
-    def _tell(self, before: Fleet, after: Fleet) -> None:
+    def _tell(self, before: FleetState, after: FleetState) -> None:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
         for name, node in after.nodes.items():
@@ -422,10 +424,10 @@ class LiveFleet:
                 batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
                 await self._write_batch(batch)
 
-    async def _write_batch(self, batch: Sequence[_Waiting]) -> None:
+    async def _write_batch(self, batch: Sequence[_QueuedReport]) -> None:
         told = [(waiting.name, _without_incidents(waiting.report)) for waiting in batch]
 
-        def make(fleet: Fleet) -> Fleet:
+        def make(fleet: FleetState) -> FleetState:
             return state.after_reports(fleet, told, self._clock())
 
         said = [
@@ -469,7 +471,7 @@ class LiveFleet:
                 if not supply.path and not supply.refusal:
                     await self._look_at(paper, target)
 
-    async def _look_at(self, paper: Paper, target: str) -> None:
+    async def _look_at(self, paper: RolloutRecord, target: str) -> None:
         plan, rollout_id = paper.rollout.plan, paper.rollout.id
         try:
             found: Event | None = await self._bundles.look(
@@ -481,7 +483,7 @@ class LiveFleet:
             return
         told = found
 
-        def make(fleet: Fleet) -> Fleet:
+        def make(fleet: FleetState) -> FleetState:
             if rollout_id not in fleet.papers:
                 return fleet
             return state.after_event(fleet, rollout_id, told, self._clock())
@@ -496,7 +498,7 @@ def _without_incidents(report: pb.Report) -> pb.Report:
     return kept
 
 
-def _answer(batch: Sequence[_Waiting], error: Exception | None) -> None:
+def _answer(batch: Sequence[_QueuedReport], error: Exception | None) -> None:
     for waiting in batch:
         if waiting.done.done():
             continue

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from triplane.cloud.fleet.facts import Member, Plan
-from triplane.cloud.fleet.state import Node, Paper, warnings
+from triplane.cloud.fleet.facts import RolloutMember, RolloutPlan
+from triplane.cloud.fleet.state import FleetNode, RolloutRecord, warnings
 from triplane.cloud.fleet.waves import Count, Percent, Size, cumulative
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.documents import check_text
@@ -27,7 +27,7 @@ REASONS_BYTES: Final = 2 << 20
 """Of all the reasons in one message: half of what a message may hold. Many nodes share it."""
 
 
-def desired_message(node: Node) -> pb.Desired:
+def desired_message(node: FleetNode) -> pb.Desired:
     """What the node shall serve, models in name order."""
     assignments = [
         pb.Assignment(
@@ -46,7 +46,7 @@ def desired_message(node: Node) -> pb.Desired:
 
 
 def node_message(
-    node: Node, *, connected: bool, metadata_versions: Mapping[str, int] = _NONE
+    node: FleetNode, *, connected: bool, metadata_versions: Mapping[str, int] = _NONE
 ) -> pb.Node:
     """The node with what it shall serve and what it said last.
 
@@ -64,7 +64,7 @@ def node_message(
     )
 
 
-def rollout_message(paper: Paper, connected: Connected) -> pb.Rollout:
+def rollout_message(paper: RolloutRecord, connected: Connected) -> pb.Rollout:
     """The rollout with its nodes in name order; reasons are cut where a message ends otherwise."""
     r = paper.rollout
     most_bytes = REASONS_BYTES // max(1, len(r.members))
@@ -87,7 +87,7 @@ def rollout_message(paper: Paper, connected: Connected) -> pb.Rollout:
     )
 
 
-def _member_message(m: Member, most_bytes: int, *, connected: bool) -> pb.RolloutNode:
+def _member_message(m: RolloutMember, most_bytes: int, *, connected: bool) -> pb.RolloutNode:
     excused = f"not counted: {m.excused}" if m.excused else ""
     return pb.RolloutNode(
         name=m.name,
@@ -101,7 +101,7 @@ def _member_message(m: Member, most_bytes: int, *, connected: bool) -> pb.Rollou
     )
 
 
-def plan_from(request: pb.DeployRequest, model: str, version: int, nodes: int) -> Plan:
+def plan_from(request: pb.DeployRequest, model: str, version: int, nodes: int) -> RolloutPlan:
     """The plan for that many selected nodes; InvalidInput names the field that is out of range."""
     success = request.success_share or DEFAULT_SUCCESS_SHARE
     deadline_s = request.node_deadline_s or DEFAULT_NODE_DEADLINE_S
@@ -111,7 +111,7 @@ def plan_from(request: pb.DeployRequest, model: str, version: int, nodes: int) -
     for what, seconds in (("node_deadline_s", deadline_s), ("probation_s", request.probation_s)):
         if not (math.isfinite(seconds) and 0 <= seconds <= MAX_SECONDS):
             raise InvalidInput(f"{what} is 0 to {MAX_SECONDS:.0f} seconds, got {seconds}")
-    return Plan(
+    return RolloutPlan(
         model=model,
         version=version,
         waves=cumulative([_size(wave) for wave in request.waves], nodes),

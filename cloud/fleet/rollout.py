@@ -29,21 +29,21 @@ from triplane.cloud.fleet.facts import (
     AskBundle,
     BundleFailed,
     BundleReady,
+    BundleSupply,
     Effect,
     Event,
     Excused,
-    Member,
+    NodeStage,
     Pause,
-    Plan,
     Reported,
     Restore,
     Result,
     Resume,
     Rollout,
-    Stage,
-    State,
-    Supply,
-    Tick,
+    RolloutMember,
+    RolloutPlan,
+    RolloutState,
+    TimePassed,
 )
 from triplane.cloud.fleet.settling import is_closed, settle, under_way
 from triplane.proto.errors import Conflict
@@ -53,8 +53,8 @@ Rule = Callable[[Rollout, Any, float], Result]
 
 def begin(
     id: str,  # noqa: A002 - the field's name
-    plan: Plan,
-    members: Iterable[Member],
+    plan: RolloutPlan,
+    members: Iterable[RolloutMember],
     now_s: float,
     *,
     left_out: str = "",
@@ -93,7 +93,7 @@ def step_all(rollout: Rollout, events: Iterable[Event], now_s: float) -> Result:
 
 def _bundle_ready(r: Rollout, e: BundleReady, now_s: float) -> Result:
     before = r.supplies.get(e.target)
-    made = Supply(
+    made = BundleSupply(
         e.needs,
         e.path or (before.path if before else ""),
         sha256=e.sha256 or (before.sha256 if before else ""),
@@ -107,7 +107,7 @@ def _bundle_failed(r: Rollout, e: BundleFailed, now_s: float) -> Result:
     before = r.supplies.get(e.target)
     if before is None or before.needs is not None:
         return r, ()
-    return choose_all(replace(r, supplies={**r.supplies, e.target: Supply(refusal=e.reason)}))
+    return choose_all(replace(r, supplies={**r.supplies, e.target: BundleSupply(refusal=e.reason)}))
 
 
 def _reported(r: Rollout, e: Reported, now_s: float) -> Result:
@@ -121,18 +121,18 @@ def _reported(r: Rollout, e: Reported, now_s: float) -> Result:
         return put(r, _progress(told, e, r.plan.version, sha256)), ()
     if before.capability == e.capability:  # what it says of a version nobody gave it counts not
         return r, ()
-    return choose(put(r, replace(told, stage=Stage.WAITING, reason="")), e.name)
+    return choose(put(r, replace(told, stage=NodeStage.WAITING, reason="")), e.name)
 
 
-def _progress(m: Member, e: Reported, version: int, sha256: str) -> Member:
+def _progress(m: RolloutMember, e: Reported, version: int, sha256: str) -> RolloutMember:
     """sha256: of the bundle that the node was given; a number alone does not say what serves."""
     if m.stage in DONE:
         return m
     mine = (e.version, e.attempt) == (version, m.attempt)
     is_it = not (sha256 and e.committed_sha256) or sha256 == e.committed_sha256
-    if mine and e.stage is Stage.COMMITTED and e.committed_version == version and is_it:
-        return replace(m, stage=Stage.COMMITTED, reason="")
-    if not mine or m.stage in LOST or e.stage in {Stage.WAITING, Stage.COMMITTED}:
+    if mine and e.stage is NodeStage.COMMITTED and e.committed_version == version and is_it:
+        return replace(m, stage=NodeStage.COMMITTED, reason="")
+    if not mine or m.stage in LOST or e.stage in {NodeStage.WAITING, NodeStage.COMMITTED}:
         return m
     return replace(
         m, stage=e.stage, reason=e.reason,
@@ -155,12 +155,12 @@ def _excused(r: Rollout, e: Excused, now_s: float) -> Result:
     return replace(r, members={**r.members, **changed, **back}), ()
 
 
-def _tick(r: Rollout, e: Tick, now_s: float) -> Result:
+def _tick(r: Rollout, e: TimePassed, now_s: float) -> Result:
     reason = f"not committed within {r.plan.node_deadline_s:g} s"
     late = {
         name: replace(
             m,
-            stage=Stage.FAILED,
+            stage=NodeStage.FAILED,
             reason=f"{reason}; last seen {m.stage.name.lower()}{m.reason and f': {m.reason}'}",
         )
         for name, m in r.members.items()
@@ -170,25 +170,25 @@ def _tick(r: Rollout, e: Tick, now_s: float) -> Result:
 
 
 def _pause(r: Rollout, e: Pause, now_s: float) -> Result:
-    return replace(r, state=State.PAUSED, reason=e.reason or "paused by a person"), ()
+    return replace(r, state=RolloutState.PAUSED, reason=e.reason or "paused by a person"), ()
 
 
 def _resume(r: Rollout, e: Resume, now_s: float) -> Result:
     refused = [target for target, supply in r.supplies.items() if supply.refusal]
     again = {
-        name: replace(m, stage=Stage.WAITING, reason="")
+        name: replace(m, stage=NodeStage.WAITING, reason="")
         for name, m in r.members.items()
         if m.stage in LOST
     }
     closed = r.wave >= 0 and is_closed(r)
     start = replace(
         r,
-        state=State.PREPARING if r.wave < 0 else State.RUNNING,
+        state=RolloutState.PREPARING if r.wave < 0 else RolloutState.RUNNING,
         reason="",
         resumed=e.note,
         allowed=max(r.allowed, r.wave + 1) if closed else r.allowed,
         members={**r.members, **again},
-        supplies={**r.supplies, **dict.fromkeys(refused, Supply())},
+        supplies={**r.supplies, **dict.fromkeys(refused, BundleSupply())},
     )
     chosen, effects = choose_all(start)
     return chosen, (*map(AskBundle, refused), *effects)
@@ -197,13 +197,13 @@ def _resume(r: Rollout, e: Resume, now_s: float) -> Result:
 def _abort(r: Rollout, e: Abort, now_s: float) -> Result:
     back = {
         name: replace(
-            m, stage=Stage.RETURNED, reason="the rollout was aborted", attempt=m.attempt + 1
+            m, stage=NodeStage.RETURNED, reason="the rollout was aborted", attempt=m.attempt + 1
         )
         for name, m in r.members.items()
-        if m.assigned and (e.revert or m.stage is not Stage.COMMITTED)
+        if m.assigned and (e.revert or m.stage is not NodeStage.COMMITTED)
     }
     ended = replace(
-        r, state=State.ABORTED, reason=e.reason or "aborted by a person", ended_s=now_s,
+        r, state=RolloutState.ABORTED, reason=e.reason or "aborted by a person", ended_s=now_s,
         members={**r.members, **back},
     )  # fmt: skip
     return ended, tuple(Restore(m.name, m.attempt) for m in back.values())
@@ -222,7 +222,7 @@ def _refuse(r: Rollout, e: Event, now_s: float) -> Result:
 
 
 _VERBS: Final[Mapping[type[Event], str]] = {Pause: "pause", Resume: "resume", Abort: "abort"}
-_COLUMNS: Final = tuple(State)
+_COLUMNS: Final = tuple(RolloutState)
 # fmt: off
 _ROWS: Final[Mapping[type[Event], tuple[Rule, ...]]] = {
     #             PREPARING       RUNNING         PAUSED          DONE     ABORTED  FAILED
@@ -230,13 +230,13 @@ _ROWS: Final[Mapping[type[Event], tuple[Rule, ...]]] = {
     BundleFailed: (_bundle_failed, _bundle_failed, _bundle_failed, _stay,   _stay,   _stay),
     Reported:     (_reported,      _reported,      _reported,      _stay,   _stay,   _stay),
     Excused:      (_excused,       _excused,       _excused,       _stay,   _stay,   _stay),
-    Tick:         (_tick,          _tick,          _tick,          _stay,   _stay,   _stay),
+    TimePassed:         (_tick,          _tick,          _tick,          _stay,   _stay,   _stay),
     Pause:        (_pause,         _pause,         _stay,          _refuse, _refuse, _refuse),
     Resume:       (_stay,          _stay,          _resume,        _refuse, _refuse, _refuse),
     Abort:        (_abort,         _abort,         _abort,         _refuse, _stay,   _refuse),
 }
 # fmt: on
-RULES: Final[Mapping[tuple[State, type[Event]], Rule]] = {
+RULES: Final[Mapping[tuple[RolloutState, type[Event]], Rule]] = {
     (state, event): rule
     for event, row in _ROWS.items()
     for state, rule in zip(_COLUMNS, row, strict=True)

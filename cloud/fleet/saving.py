@@ -13,9 +13,17 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 
-from triplane.cloud.fleet.capability import Capability, Needs
-from triplane.cloud.fleet.facts import ENDED, Member, Plan, Rollout, Stage, State, Supply
-from triplane.cloud.fleet.state import Fleet, Held, Node, Paper
+from triplane.cloud.fleet.capability import BundleNeeds, Capability
+from triplane.cloud.fleet.facts import (
+    ENDED,
+    BundleSupply,
+    NodeStage,
+    Rollout,
+    RolloutMember,
+    RolloutPlan,
+    RolloutState,
+)
+from triplane.cloud.fleet.state import FleetNode, FleetState, NodeAssignment, RolloutRecord
 from triplane.cloud.fleet.tables import HELD, HELD_DIGESTS, MEMBERS, NODES, ROLLOUTS
 from triplane.proto.errors import Corrupt
 from triplane.proto.fleet_pb2 import DeployRequest, Report
@@ -30,7 +38,7 @@ _KEYS: Final = {
 }
 
 
-def save(connection: sa.Connection, before: Fleet, after: Fleet) -> None:
+def save(connection: sa.Connection, before: FleetState, after: FleetState) -> None:
     """Write what differs."""
     _save_nodes(connection, before.nodes, after.nodes)
     for rollout_id, paper in after.papers.items():
@@ -40,7 +48,7 @@ def save(connection: sa.Connection, before: Fleet, after: Fleet) -> None:
 
 
 def _save_nodes(
-    connection: sa.Connection, before: Mapping[str, Node], after: Mapping[str, Node]
+    connection: sa.Connection, before: Mapping[str, FleetNode], after: Mapping[str, FleetNode]
 ) -> None:
     changed = [node for name, node in after.items() if before.get(name) is not node]
     known = [before.get(node.name) for node in changed]
@@ -73,7 +81,9 @@ def _save_nodes(
     )
 
 
-def _save_paper(connection: sa.Connection, before: Paper | None, after: Paper) -> None:
+def _save_paper(
+    connection: sa.Connection, before: RolloutRecord | None, after: RolloutRecord
+) -> None:
     row = _paper_row(after)
     _put(connection, ROLLOUTS, new=[] if before else [row], other=[row] if before else [])
     known = before.rollout.members if before else {}
@@ -94,9 +104,9 @@ def _put(connection: sa.Connection, table: sa.Table, *, new: list[Row], other: l
         connection.execute(table.update().where(found).values(values), rows)
 
 
-def load(connection: sa.Connection) -> Fleet:
+def load(connection: sa.Connection) -> FleetState:
     """Every node and the rollouts that go on."""
-    held: dict[str, dict[str, Held]] = {}
+    held: dict[str, dict[str, NodeAssignment]] = {}
     digests = {
         (row["node"], row["model"]): {key: row[key] for key in _DIGESTS}
         for row in connection.execute(sa.select(HELD_DIGESTS)).mappings()
@@ -104,9 +114,9 @@ def load(connection: sa.Connection) -> Fleet:
     for row in connection.execute(sa.select(HELD)).mappings():
         fields = {key: row[key] for key in row if key not in {"node", "model"}}
         of = digests.get((row["node"], row["model"]), {})
-        held.setdefault(row["node"], {})[row["model"]] = Held(**fields, **of)
+        held.setdefault(row["node"], {})[row["model"]] = NodeAssignment(**fields, **of)
     nodes = {
-        row.name: Node(
+        row.name: FleetNode(
             name=row.name, labels=json.loads(row.labels), cordoned=row.cordoned, gone=row.gone,
             last_seen_s=row.last_seen_s, desired_number=row.desired_number,
             report=None if row.report is None else Report.FromString(row.report),
@@ -115,16 +125,16 @@ def load(connection: sa.Connection) -> Fleet:
         for row in connection.execute(sa.select(NODES).order_by(NODES.c.name))
     }  # fmt: skip
     going = load_papers(connection, ROLLOUTS.c.ended.is_(False))
-    return Fleet(nodes, {paper.rollout.id: paper for paper in going})
+    return FleetState(nodes, {paper.rollout.id: paper for paper in going})
 
 
-def load_papers(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[Paper]:
+def load_papers(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[RolloutRecord]:
     """Rollouts with their members, oldest first."""
     rows = connection.execute(sa.select(ROLLOUTS).where(which).order_by(ROLLOUTS.c.number))
     return [_paper(row, _members(connection, row.id)) for row in rows]
 
 
-def load_heads(connection: sa.Connection, most: int) -> list[Paper]:
+def load_heads(connection: sa.Connection, most: int) -> list[RolloutRecord]:
     """The newest rollouts without their members, newest first."""
     rows = connection.execute(sa.select(ROLLOUTS).order_by(ROLLOUTS.c.number.desc()).limit(most))
     return [_paper(row, ()) for row in rows]
@@ -138,7 +148,7 @@ def find_ids(connection: sa.Connection, beginning: str) -> list[str]:
     return list(connection.scalars(found.where(ROLLOUTS.c.id.startswith(beginning)).limit(2)))
 
 
-def _node_row(node: Node) -> Row:
+def _node_row(node: FleetNode) -> Row:
     return {
         "name": node.name,
         "labels": json.dumps(dict(node.labels), sort_keys=True),
@@ -150,12 +160,14 @@ def _node_row(node: Node) -> Row:
     }
 
 
-def _held_row(node: str, model: str, held: Held) -> Row:
+def _held_row(node: str, model: str, held: NodeAssignment) -> Row:
     fields = {key: value for key, value in asdict(held).items() if key not in _DIGESTS}
     return {"node": node, "model": model, **fields}
 
 
-def _save_digests(connection: sa.Connection, changed: list[tuple[str, str, Held]]) -> None:
+def _save_digests(
+    connection: sa.Connection, changed: list[tuple[str, str, NodeAssignment]]
+) -> None:
     """Rows of older releases have none yet, so a row is replaced whichever it is."""
     if not changed:
         return
@@ -174,7 +186,7 @@ def _save_digests(connection: sa.Connection, changed: list[tuple[str, str, Held]
     connection.execute(table.insert(), rows)
 
 
-def _paper_row(paper: Paper) -> Row:
+def _paper_row(paper: RolloutRecord) -> Row:
     r = paper.rollout
     body = {
         "plan": asdict(r.plan),
@@ -199,21 +211,21 @@ def _paper_row(paper: Paper) -> Row:
     }
 
 
-def _member_row(rollout_id: str, member: Member) -> Row:
+def _member_row(rollout_id: str, member: RolloutMember) -> Row:
     body = asdict(member) | {"stage": member.stage.name}
     return {"rollout": rollout_id, "name": member.name, "body": json.dumps(body, sort_keys=True)}
 
 
-def _paper(row: Any, members: Iterable[Member]) -> Paper:
+def _paper(row: Any, members: Iterable[RolloutMember]) -> RolloutRecord:
     try:
         body = json.loads(row.body)
         rollout = Rollout(
             id=row.id,
-            plan=Plan(**body["plan"] | {"waves": tuple(body["plan"]["waves"])}),
+            plan=RolloutPlan(**body["plan"] | {"waves": tuple(body["plan"]["waves"])}),
             members={member.name: member for member in members},
             supplies={t: _supply(supply) for t, supply in body["supplies"].items()},
             allowed=body["allowed"],
-            state=State[body["state"]],
+            state=RolloutState[body["state"]],
             reason=_text(body["reason"]),
             left_out=_text(body.get("left_out", "")),
             resumed=_text(body.get("resumed", "")),
@@ -223,7 +235,7 @@ def _paper(row: Any, members: Iterable[Member]) -> Paper:
     except (KeyError, TypeError, ValueError) as error:
         raise Corrupt(f"rollout {row.id} in the database is damaged: {error!r}") from error
     request = DeployRequest.FromString(row.request)
-    return Paper(
+    return RolloutRecord(
         rollout=rollout, request=request, created_s=row.created_s, created_by=row.created_by
     )
 
@@ -233,22 +245,22 @@ def _text(kept: str) -> str:
     return kept.encode("utf-8", "replace").decode()
 
 
-def _members(connection: sa.Connection, rollout_id: str) -> list[Member]:
+def _members(connection: sa.Connection, rollout_id: str) -> list[RolloutMember]:
     bodies = connection.scalars(
         sa.select(MEMBERS.c.body).where(MEMBERS.c.rollout == rollout_id).order_by(MEMBERS.c.name)
     )
     return [_member(json.loads(body)) for body in bodies]
 
 
-def _member(body: Row) -> Member:
+def _member(body: Row) -> RolloutMember:
     told = body["capability"]
     capability = told and Capability(
         **told | {"instructions": tuple(told["instructions"]), "targets": tuple(told["targets"])}
     )
-    return Member(**body | {"stage": Stage[body["stage"]], "capability": capability})
+    return RolloutMember(**body | {"stage": NodeStage[body["stage"]], "capability": capability})
 
 
-def _supply(body: Row) -> Supply:
+def _supply(body: Row) -> BundleSupply:
     needs = body["needs"]
-    made = needs and Needs(**needs | {"instructions": tuple(needs["instructions"])})
-    return Supply(made, body["path"], body["refusal"], body.get("sha256", ""))
+    made = needs and BundleNeeds(**needs | {"instructions": tuple(needs["instructions"])})
+    return BundleSupply(made, body["path"], body["refusal"], body.get("sha256", ""))

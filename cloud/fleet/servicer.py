@@ -10,7 +10,7 @@ from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.messages import REASONS_BYTES, fitted, node_message, rollout_message
 from triplane.cloud.fleet.selector import Selector
 from triplane.cloud.fleet.sessions import Sessions
-from triplane.cloud.fleet.state import Node, Paper
+from triplane.cloud.fleet.state import FleetNode, RolloutRecord
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.fleet_pb2_grpc import FleetServicer as Wire
@@ -41,7 +41,7 @@ class FleetServicer(Wire):
         self._fleet, self._sessions, self._caller = fleet, sessions, caller
         self._metadata_versions = metadata_versions
 
-    def node(self, node: Node) -> pb.Node:
+    def node(self, node: FleetNode) -> pb.Node:
         """The message of a node, with what its stream tells."""
         message = node_message(
             node,
@@ -51,7 +51,7 @@ class FleetServicer(Wire):
         message.last_seen_s = self._sessions.last_seen_s(node)
         return message
 
-    def rollout(self, paper: Paper) -> pb.Rollout:
+    def rollout(self, paper: RolloutRecord) -> pb.Rollout:
         """The message of a rollout, with what the streams tell."""
         return rollout_message(paper, self._sessions.is_connected)
 
@@ -67,7 +67,7 @@ class FleetServicer(Wire):
             )
             return self._page(found, size)
 
-    def _page(self, found: Iterator[Node], size: int) -> pb.ListNodesResponse:
+    def _page(self, found: Iterator[FleetNode], size: int) -> pb.ListNodesResponse:
         """As many as were asked for and as fit; at least one, which its own limits make fit."""
         page, page_bytes = pb.ListNodesResponse(), 0
         for node in found:

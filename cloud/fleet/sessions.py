@@ -3,7 +3,7 @@
 Nothing that matters lives here. A stream belongs to the name in its certificate; a newer stream of
 the same name ends the older. A node gets its document when its stream opens and when its number
 changed; a report is acknowledged after its commit. What a device is told and what becomes of what
-it says is decided by another part, through `Side`.
+it says is decided by another part, through `SessionPeer`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.messages import desired_message
-from triplane.cloud.fleet.state import Node
+from triplane.cloud.fleet.state import FleetNode
 from triplane.proto import fleet_pb2, session_pb2
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.proto.session_pb2_grpc import SessionServicer as Wire
@@ -29,7 +29,7 @@ SHUTDOWN_WAIT_S: Final = 1.0
 """Nodes of a cloud that stops wait at least this long before they try again."""
 
 
-class Side(Protocol):
+class SessionPeer(Protocol):
     """Whoever a kind of caller speaks with."""
 
     def greeting(self, name: str) -> Message:
@@ -49,17 +49,17 @@ class Nodes:
         self._fleet = fleet
 
     def greeting(self, name: str) -> Message:
-        """See `Side`."""
+        """See `SessionPeer`."""
         return desired_message(self._fleet.node(name))
 
     async def take(self, name: str, message: Message) -> None:
-        """See `Side`."""
+        """See `SessionPeer`."""
         if not isinstance(message, fleet_pb2.Report):
             raise InvalidInput("a node sends reports; other messages are the cloud's")
         await self._fleet.report(name, message)
 
     def left(self, name: str) -> None:
-        """See `Side`."""
+        """See `SessionPeer`."""
 
 
 class Sessions:
@@ -83,7 +83,7 @@ class Sessions:
         found = self._sessions.get(name)
         return found is not None and found.connected
 
-    def last_seen_s(self, node: Node) -> float:
+    def last_seen_s(self, node: FleetNode) -> float:
         """When the node's stream was last known to be open, or it last reported."""
         if self.is_connected(node.name):
             return self._clock()
@@ -111,11 +111,11 @@ class Sessions:
         name: str,
         frames: AsyncIterator[session_pb2.Frame],
         write: Callable[[session_pb2.Frame], Awaitable[None]],
-        side: Side | None = None,
+        side: SessionPeer | None = None,
     ) -> None:
         """Answer a stream until it ends; a node's, where no other side is given.
 
-        `Side.left` is called before this returns, however the stream ended.
+        `SessionPeer.left` is called before this returns, however the stream ended.
         """
         if self._stopping:
             await write(_goodbye(session_pb2.Goodbye.SHUTTING_DOWN, SHUTDOWN_WAIT_S))
@@ -132,7 +132,7 @@ class Sessions:
             if not session.connected:
                 side.left(name)
 
-    def _session(self, name: str, side: Side) -> ServerSession:
+    def _session(self, name: str, side: SessionPeer) -> ServerSession:
         found = self._sessions.get(name)
         if found is None:
 
@@ -148,7 +148,7 @@ class Sessions:
         if session is not None and session.connected:
             session.send(message)
 
-    def _send(self, node: Node) -> None:
+    def _send(self, node: FleetNode) -> None:
         self.send(node.name, desired_message(node))
 
     def _enter(self, name: str) -> None:
@@ -167,7 +167,9 @@ class Sessions:
 class SessionServicer(Wire):
     """`triplane.session.v1.Session`. caller: name of the call at hand, and its side if no node."""
 
-    def __init__(self, sessions: Sessions, caller: Callable[[], tuple[str, Side | None]]) -> None:
+    def __init__(
+        self, sessions: Sessions, caller: Callable[[], tuple[str, SessionPeer | None]]
+    ) -> None:
         self._sessions, self._caller = sessions, caller
 
     async def Open(  # type: ignore[override]  # the stub knows generators only

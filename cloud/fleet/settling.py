@@ -12,11 +12,11 @@ from triplane.cloud.fleet.facts import (
     SETTLED,
     Assign,
     Effect,
-    Member,
+    NodeStage,
     Result,
     Rollout,
-    Stage,
-    State,
+    RolloutMember,
+    RolloutState,
 )
 from triplane.cloud.fleet.waves import exceeds, least
 
@@ -26,7 +26,7 @@ _LOST: Final = tuple(LOST)
 
 
 @dataclass(slots=True)
-class Tally:
+class WaveTally:
     """Nodes of one wave: those that count, and of them the committed, lost and still under way."""
 
     counted: int = 0
@@ -38,9 +38,9 @@ class Tally:
 def settle(r: Rollout, now_s: float) -> Result:
     """Draw what follows until nothing does."""
     effects: tuple[Effect, ...] = ()
-    while r.state in {State.PREPARING, State.RUNNING}:
+    while r.state in {RolloutState.PREPARING, RolloutState.RUNNING}:
         before = r
-        r, more = (_prepare if r.state is State.PREPARING else _run)(r, now_s)
+        r, more = (_prepare if r.state is RolloutState.PREPARING else _run)(r, now_s)
         effects += more
         if r is before:
             break
@@ -49,19 +49,19 @@ def settle(r: Rollout, now_s: float) -> Result:
 
 def _prepare(r: Rollout, now_s: float) -> Result:
     counted = [m for m in r.members.values() if not m.excused]
-    hopeful = [m for m in counted if m.stage is not Stage.FAILED]
+    hopeful = [m for m in counted if m.stage is not NodeStage.FAILED]
     if not hopeful:
         why = counted[0].reason if counted else "every node of it is excused"
         what = f"{r.plan.model}@{r.plan.version}"
         reason = f"no node can take {what}: {why}"
-        return replace(r, state=State.FAILED, reason=reason, ended_s=now_s), ()
+        return replace(r, state=RolloutState.FAILED, reason=reason, ended_s=now_s), ()
     reason = _missing(r, hopeful)
     if reason:
         return (r if reason == r.reason else replace(r, reason=reason)), ()
-    return _open(replace(r, state=State.RUNNING), 0, now_s), ()
+    return _open(replace(r, state=RolloutState.RUNNING), 0, now_s), ()
 
 
-def _missing(r: Rollout, members: Iterable[Member]) -> str:
+def _missing(r: Rollout, members: Iterable[RolloutMember]) -> str:
     """Bundles and signatures that the members wait for; empty where all are there."""
     targets = sorted({m.target for m in members if m.target})
     making = [t for t in targets if r.supplies[t].needs is None]
@@ -109,7 +109,7 @@ def _assign(r: Rollout, now_s: float) -> Result:
         supply = r.supplies[m.target]
         made = replace(
             m, assigned=True, attempt=m.attempt + 1,
-            stage=Stage.ASSIGNED, reason="",
+            stage=NodeStage.ASSIGNED, reason="",
             deadline_s=now_s + r.plan.node_deadline_s, downloaded_bytes=0, total_bytes=0,
         )  # fmt: skip
         members[m.name] = made
@@ -117,13 +117,13 @@ def _assign(r: Rollout, now_s: float) -> Result:
     return replace(r, members=members), tuple(effects)
 
 
-def _assignable(r: Rollout, m: Member) -> bool:
-    if m.stage is not Stage.WAITING or m.excused or m.wave > r.wave or not m.target:
+def _assignable(r: Rollout, m: RolloutMember) -> bool:
+    if m.stage is not NodeStage.WAITING or m.excused or m.wave > r.wave or not m.target:
         return False
     return bool(r.supplies[m.target].path)
 
 
-def _run_open(r: Rollout, tally: Tally) -> Rollout:
+def _run_open(r: Rollout, tally: WaveTally) -> Rollout:
     """The open wave has not reached its share: wait, or pause where it no longer can."""
     need = least(r.plan.success_share, tally.counted)
     said = f"wave {r.wave + 1}: {tally.done} of {tally.counted} nodes committed, {need} needed"
@@ -133,7 +133,7 @@ def _run_open(r: Rollout, tally: Tally) -> Rollout:
     return _waiting(r, f"{said}; {missing}" if missing else said)
 
 
-def _run_closed(r: Rollout, waves: Iterable[Tally], now_s: float) -> Rollout:
+def _run_closed(r: Rollout, waves: Iterable[WaveTally], now_s: float) -> Rollout:
     going = sum(tally.going for tally in waves)
     if r.wave + 1 < len(r.plan.waves):
         if r.wave + 1 > r.allowed:
@@ -141,7 +141,7 @@ def _run_closed(r: Rollout, waves: Iterable[Tally], now_s: float) -> Rollout:
         return _open(r, r.wave + 1, now_s)
     if going:
         return _waiting(r, f"all waves reached their share; {going} nodes are still under way")
-    return replace(r, state=State.DONE, reason="", ended_s=now_s)
+    return replace(r, state=RolloutState.DONE, reason="", ended_s=now_s)
 
 
 def _waiting(r: Rollout, reason: str) -> Rollout:
@@ -149,7 +149,7 @@ def _waiting(r: Rollout, reason: str) -> Rollout:
 
 
 def _paused(r: Rollout, reason: str) -> Rollout:
-    return replace(r, state=State.PAUSED, reason=reason)
+    return replace(r, state=RolloutState.PAUSED, reason=reason)
 
 
 def is_closed(r: Rollout) -> bool:
@@ -157,13 +157,13 @@ def is_closed(r: Rollout) -> bool:
     return _is_closed(r, tallies(r)[-1])
 
 
-def _is_closed(r: Rollout, tally: Tally) -> bool:
+def _is_closed(r: Rollout, tally: WaveTally) -> bool:
     return tally.done >= least(r.plan.success_share, tally.counted)
 
 
-def tallies(r: Rollout) -> list[Tally]:
+def tallies(r: Rollout) -> list[WaveTally]:
     """One of each wave that opened, in one pass: a fleet has many nodes and reports often."""
-    waves = [Tally() for _ in range(r.wave + 1)]
+    waves = [WaveTally() for _ in range(r.wave + 1)]
     for m in r.members.values():
         if m.wave > r.wave or m.excused:
             continue
@@ -178,6 +178,6 @@ def tallies(r: Rollout) -> list[Tally]:
     return waves
 
 
-def under_way(r: Rollout, m: Member) -> bool:
+def under_way(r: Rollout, m: RolloutMember) -> bool:
     """Whether the node's wave opened and it may still commit."""
     return m.wave <= r.wave and not m.excused and m.stage not in SETTLED

@@ -17,11 +17,11 @@ from triplane.cloud.fleet.facts import (
     Effect,
     Event,
     Excused,
+    NodeStage,
     Reported,
     Restore,
     Rollout,
-    Stage,
-    Tick,
+    TimePassed,
 )
 from triplane.cloud.fleet.rollout import step_all
 from triplane.cloud.fleet.selector import ALL, Selector
@@ -29,7 +29,7 @@ from triplane.proto.fleet_pb2 import DeployRequest, ModelReport, Report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class NodeAssignment:
     """One model on one node.
 
     good: the last assignment that the node said it committed. back: what was good when `rollout`
@@ -52,7 +52,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class FleetNode:
     """One node. gone: why it is none any more, or empty."""
 
     name: str
@@ -62,11 +62,11 @@ class Node:
     last_seen_s: float = 0.0
     desired_number: int = 0
     report: Report | None = None
-    held: Mapping[str, Held] = field(default_factory=dict)
+    held: Mapping[str, NodeAssignment] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paper:
+class RolloutRecord:
     """A rollout with what was asked, when and by whom."""
 
     rollout: Rollout
@@ -81,37 +81,37 @@ class Paper:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class FleetState:
     """Every node, and the rollouts that go on."""
 
-    nodes: Mapping[str, Node] = field(default_factory=dict)
-    papers: Mapping[str, Paper] = field(default_factory=dict)
+    nodes: Mapping[str, FleetNode] = field(default_factory=dict)
+    papers: Mapping[str, RolloutRecord] = field(default_factory=dict)
 
 
-def with_node(fleet: Fleet, node: Node) -> Fleet:
+def with_node(fleet: FleetState, node: FleetNode) -> FleetState:
     """The fleet with this node instead of its former self."""
     return replace(fleet, nodes={**fleet.nodes, node.name: node})
 
 
-def without_ended(fleet: Fleet) -> Fleet:
+def without_ended(fleet: FleetState) -> FleetState:
     """The fleet with the rollouts that go on."""
     going = {name: paper for name, paper in fleet.papers.items() if not paper.is_ended}
     return fleet if len(going) == len(fleet.papers) else replace(fleet, papers=going)
 
 
-def with_paper(fleet: Fleet, paper: Paper, effects: Iterable[Effect]) -> Fleet:
+def with_paper(fleet: FleetState, paper: RolloutRecord, effects: Iterable[Effect]) -> FleetState:
     """The fleet with this rollout, its effects in the nodes' desired documents."""
     nodes = dict(fleet.nodes)
     for effect in effects:
         if isinstance(effect, (Assign, Restore)) and effect.name in nodes:
             nodes[effect.name] = _ordered(nodes[effect.name], paper, effect)
     papers = {**fleet.papers, paper.rollout.id: paper}
-    return Fleet(nodes, papers)
+    return FleetState(nodes, papers)
 
 
-def _ordered(node: Node, paper: Paper, effect: Assign | Restore) -> Node:
+def _ordered(node: FleetNode, paper: RolloutRecord, effect: Assign | Restore) -> FleetNode:
     plan = paper.rollout.plan
-    held = node.held.get(plan.model, Held())
+    held = node.held.get(plan.model, NodeAssignment())
     if held.rollout != paper.rollout.id:
         held = replace(
             held,
@@ -134,12 +134,14 @@ def _ordered(node: Node, paper: Paper, effect: Assign | Restore) -> Node:
     )
 
 
-def after_event(fleet: Fleet, rollout_id: str, event: Event, now_s: float) -> Fleet:
+def after_event(fleet: FleetState, rollout_id: str, event: Event, now_s: float) -> FleetState:
     """One event of one rollout. Raises what `rollout.step` raises."""
     return _after_events(fleet, rollout_id, (event,), now_s)
 
 
-def _after_events(fleet: Fleet, rollout_id: str, events: Iterable[Event], now_s: float) -> Fleet:
+def _after_events(
+    fleet: FleetState, rollout_id: str, events: Iterable[Event], now_s: float
+) -> FleetState:
     paper = fleet.papers[rollout_id]
     rollout, effects = step_all(paper.rollout, events, now_s)
     if rollout is paper.rollout and not effects:
@@ -147,14 +149,14 @@ def _after_events(fleet: Fleet, rollout_id: str, events: Iterable[Event], now_s:
     return with_paper(fleet, replace(paper, rollout=rollout), effects)
 
 
-def after_tick(fleet: Fleet, now_s: float) -> Fleet:
+def after_tick(fleet: FleetState, now_s: float) -> FleetState:
     """Time passed for every rollout."""
     for rollout_id in list(fleet.papers):
-        fleet = after_event(fleet, rollout_id, Tick(), now_s)
+        fleet = after_event(fleet, rollout_id, TimePassed(), now_s)
     return fleet
 
 
-def after_nodes_changed(fleet: Fleet, now_s: float) -> Fleet:
+def after_nodes_changed(fleet: FleetState, now_s: float) -> FleetState:
     """Tell every rollout who is out, after labels, cordons or nodes changed."""
     for rollout_id, paper in list(fleet.papers.items()):
         selector = Selector.parse(paper.request.selector or ALL)
@@ -167,7 +169,7 @@ def after_nodes_changed(fleet: Fleet, now_s: float) -> Fleet:
     return fleet
 
 
-def excuse(node: Node | None, selector: Selector) -> str:
+def excuse(node: FleetNode | None, selector: Selector) -> str:
     """Why a rollout does not count this node; empty where it does."""
     if node is None or node.gone:
         return node.gone if node else "it is no node"
@@ -176,7 +178,9 @@ def excuse(node: Node | None, selector: Selector) -> str:
     return "" if selector.matches(node.labels) else "its labels no longer match"
 
 
-def after_reports(fleet: Fleet, reports: Iterable[tuple[str, Report]], now_s: float) -> Fleet:
+def after_reports(
+    fleet: FleetState, reports: Iterable[tuple[str, Report]], now_s: float
+) -> FleetState:
     """What nodes said, in this order. A name that is no node changes nothing."""
     nodes = dict(fleet.nodes)
     events: dict[str, list[Event]] = {}
@@ -198,7 +202,7 @@ def after_reports(fleet: Fleet, reports: Iterable[tuple[str, Report]], now_s: fl
     return fleet
 
 
-def _good(held: Held, told: ModelReport | None) -> Held:
+def _good(held: NodeAssignment, told: ModelReport | None) -> NodeAssignment:
     if told is None or not held.version or told.committed_version != held.version:
         return held
     if not _same(held.sha256, told.committed_sha256.hex()):
@@ -216,7 +220,7 @@ AFTER_RESTORE: Final = (
 )
 
 
-def warnings(node: Node, metadata_versions: Mapping[str, int]) -> list[str]:
+def warnings(node: FleetNode, metadata_versions: Mapping[str, int]) -> list[str]:
     """Where what the node reports contradicts what this cloud knows, and what to do about it."""
     report = node.report
     if report is None:
@@ -239,10 +243,10 @@ def warnings(node: Node, metadata_versions: Mapping[str, int]) -> list[str]:
     return found
 
 
-def _contradiction(node: Node, told: ModelReport) -> str:
+def _contradiction(node: FleetNode, told: ModelReport) -> str:
     if not told.committed_version:
         return ""
-    held = node.held.get(told.model, Held())
+    held = node.held.get(told.model, NodeAssignment())
     theirs = told.committed_sha256.hex()
     ours = {
         held.version: held.sha256,
@@ -287,7 +291,7 @@ def _reported(name: str, capability: Capability, told: ModelReport) -> Reported:
         committed_sha256=told.committed_sha256.hex(),
         version=told.version,
         attempt=told.attempt,
-        stage=Stage(told.state),
+        stage=NodeStage(told.state),
         reason=told.reason,
         downloaded_bytes=told.downloaded_bytes,
         total_bytes=told.total_bytes,

@@ -6,21 +6,21 @@ import asyncio
 import json
 from typing import Any
 
-from triplane.cloud.fleet.capability import Needs
+from triplane.cloud.fleet.capability import BundleNeeds
 from triplane.cloud.fleet.facts import BundleFailed, BundleReady, Limit
-from triplane.cloud.fleet.state import Node
+from triplane.cloud.fleet.state import FleetNode
 from triplane.cloud.registry.names import Reference
 from triplane.cloud.registry.registry import Registry
-from triplane.cloud.registry.values import Bundle, State
-from triplane.cloud.trust.repository import Repository
+from triplane.cloud.registry.values import BundleRecord, State
+from triplane.cloud.trust.repository import MetadataRepository
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
 from triplane.proto.targets import AUTO, RELEASE, SignedTarget, TargetName
 
 
-class Supply:
+class RegistryBundles:
     """See `fleet.Bundles`. A signed target counts only where it is the registry's own bundle."""
 
-    def __init__(self, registry: Registry, repository: Repository) -> None:
+    def __init__(self, registry: Registry, repository: MetadataRepository) -> None:
         self._registry, self._repository = registry, repository
 
     async def resolve(self, reference: str) -> tuple[str, int]:
@@ -67,7 +67,7 @@ class Supply:
         }
         return Limit(rule.share, frozenset(released))
 
-    async def _signed(self, bundle: Bundle, role: str) -> SignedTarget | None:
+    async def _signed(self, bundle: BundleRecord, role: str) -> SignedTarget | None:
         found = self._repository.find_signed(bundle.model, bundle.version, bundle.target)
         if found is not None and found.name.role in {role, RELEASE}:
             return found
@@ -85,7 +85,7 @@ class Supply:
             content_digest=bundle.content_digest,
         )
 
-    async def check_readable(self, node: Node, blob: bytes) -> None:
+    async def check_readable(self, node: FleetNode, blob: bytes) -> None:
         """NotFound unless it is a bundle that the node holds or shall hold, or samples for one."""
         held = node.held.values()
         paths = {p for h in held for p in (h.path, h.good_path, h.back_path) if p}
@@ -121,15 +121,15 @@ class Supply:
         return json.loads(self._repository.get(name))["signed"]
 
 
-def _not_here(bundle: Bundle) -> str:
+def _not_here(bundle: BundleRecord) -> str:
     if bundle.state is State.CONVERTING:
         return f"the cloud lost its file of {bundle} and is making it again; try again later"
     return f"the cloud lost its file of {bundle}: {bundle.reason}"
 
 
-def _needs(bundle: Bundle) -> Needs:
+def _needs(bundle: BundleRecord) -> BundleNeeds:
     needs = bundle.needs
-    return Needs(
+    return BundleNeeds(
         runtime=needs.runtime,
         min_version=needs.min_version,
         opset=needs.opset,

@@ -23,7 +23,7 @@ PAGE: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class AuditRecord:
     """One line of the log. details: a JSON object with sorted keys."""
 
     number: int
@@ -36,7 +36,7 @@ class Entry:
     digest: bytes
 
 
-def digest_of(entry: Entry) -> bytes:
+def digest_of(entry: AuditRecord) -> bytes:
     """SHA-256 of the canonical text; the entry's own digest does not count."""
     fields = [
         entry.number,
@@ -65,18 +65,18 @@ def record(
     ).first()
     number, previous = (last.number + 1, bytes(last.digest)) if last else (1, START)
     text = json.dumps(details or {}, sort_keys=True, separators=(",", ":"))[:MAX_DETAIL_CHARS]
-    bare = Entry(number, time_s, actor, action, subject[:256], text, previous, b"")
+    bare = AuditRecord(number, time_s, actor, action, subject[:256], text, previous, b"")
     entry = replace(bare, digest=digest_of(bare))
     connection.execute(AUDIT.insert().values(**asdict(entry)))
 
 
-def page(connection: sa.Connection, from_number: int) -> list[Entry]:
+def page(connection: sa.Connection, from_number: int) -> list[AuditRecord]:
     """Up to `PAGE` entries in order, from a number on."""
     rows = connection.execute(
         sa.select(AUDIT).where(AUDIT.c.number >= from_number).order_by(AUDIT.c.number).limit(PAGE)
     )
     return [
-        Entry(
+        AuditRecord(
             row.number,
             row.time_s,
             row.actor,
@@ -90,7 +90,7 @@ def page(connection: sa.Connection, from_number: int) -> list[Entry]:
     ]
 
 
-def verify(entries: Iterable[Entry], *, head: bytes | None = None) -> tuple[int, bytes]:
+def verify(entries: Iterable[AuditRecord], *, head: bytes | None = None) -> tuple[int, bytes]:
     """Recompute the chain from its start; returns the number and digest of its end.
 
     Corrupt names the first entry that does not fit, or says that `head`, a digest kept earlier, is

@@ -50,7 +50,7 @@ _SHAPES: Final = {  # (request streams, response streams): the handler's attribu
 # fmt: on
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A call that does not get through: the status and the text it is answered with."""
 
     def __init__(self, code: grpc.StatusCode, text: str, **facts: str) -> None:
@@ -63,7 +63,7 @@ def caller() -> Principal:
     return _CALLER.get()
 
 
-class Gate(grpc.aio.ServerInterceptor):
+class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Refuses what the table does not allow; counts open streams by name."""
 
     def __init__(self, principals: Principals) -> None:
@@ -158,7 +158,7 @@ class Gate(grpc.aio.ServerInterceptor):
         """Raise Refused where one caller has too many streams, or opens sessions too fast."""
         held = len(self._streams.get(name, {}))
         if held >= MAX_STREAMS:
-            raise Refused(
+            raise CallRefused(
                 _S.UNAVAILABLE,
                 f"{name!r} has {held} open streams (limit {MAX_STREAMS}); end some and try again",
                 name=name,
@@ -169,7 +169,7 @@ class Gate(grpc.aio.ServerInterceptor):
         opened, since_s = self._opened.get(name, (0.0, now_s))
         opened = max(0.0, opened - (now_s - since_s) / OPEN_EVERY_S)
         if opened > OPEN_BURST - 1:
-            raise Refused(
+            raise CallRefused(
                 _S.UNAVAILABLE,
                 f"{name!r} opened {OPEN_BURST} sessions within a short time; wait {OPEN_EVERY_S:g} "
                 "s and try again. Does another process use the same certificate?",
@@ -181,7 +181,7 @@ class Gate(grpc.aio.ServerInterceptor):
         try:
             who = await self._who(context)
             if who.role not in RIGHTS.get(method, ()):
-                raise Refused(
+                raise CallRefused(
                     _S.PERMISSION_DENIED,
                     f"{who.name!r} is a {who.role} and may not call {method.rpartition('/')[2]}; "
                     f"that is for: {_roles(method)}",
@@ -190,11 +190,11 @@ class Gate(grpc.aio.ServerInterceptor):
                 )
             if streams:
                 self._admit(who.name, method)
-        except Refused as refusal:
+        except CallRefused as refusal:
             logger.warning("call refused", extra={"method": method, "reason": str(refusal)})
             await _end(context, refusal)
         except Unavailable as error:
-            await _end(context, Refused(_S.UNAVAILABLE, str(error)))
+            await _end(context, CallRefused(_S.UNAVAILABLE, str(error)))
         _CALLER.set(who)
         return who
 
@@ -203,10 +203,12 @@ class Gate(grpc.aio.ServerInterceptor):
         try:
             serial, name, key = _read(pem)
         except (ValueError, Corrupt) as error:
-            raise Refused(_S.UNAUTHENTICATED, "a certificate of this cloud is needed") from error
+            raise CallRefused(
+                _S.UNAUTHENTICATED, "a certificate of this cloud is needed"
+            ) from error
         found = await self._holder(serial, name, key)
         if found is None:
-            raise Refused(
+            raise CallRefused(
                 _S.UNAUTHENTICATED,
                 f"the certificate of {name[:80]!r} is revoked, replaced or not of this cloud; "
                 "enrol with a new token",
@@ -242,12 +244,12 @@ def _read(pem: bytes) -> tuple[str, str, bytes]:
     return serial_of(certificate), common_name(certificate), key_digest(certificate)
 
 
-def _revoked(who: Principal) -> Refused:
+def _revoked(who: Principal) -> CallRefused:
     text = f"the certificate of {who.name!r} was revoked"
-    return Refused(_S.UNAUTHENTICATED, text, name=who.name)
+    return CallRefused(_S.UNAUTHENTICATED, text, name=who.name)
 
 
-async def _end(context: Any, refusal: Refused) -> None:
+async def _end(context: Any, refusal: CallRefused) -> None:
     answer = refusal.answer
     await context.abort(answer.code, answer.text, answer.trailer())
 

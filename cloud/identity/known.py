@@ -20,7 +20,7 @@ Key = tuple[str, str, bytes]
 """(serial number, name, SHA-256 of the public key)."""
 
 
-class Known:
+class AdmissionCache:
     """Answers by certificate. All methods belong to one event loop, or to no thread but one."""
 
     def __init__(self) -> None:

@@ -18,8 +18,8 @@ from cryptography.hazmat.primitives import serialization
 
 from triplane.cloud.identity import audit
 from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.known import Known
-from triplane.cloud.identity.rights import MACHINES, Role
+from triplane.cloud.identity.known import AdmissionCache
+from triplane.cloud.identity.rights import MACHINES, PrincipalRole
 from triplane.cloud.identity.tables import CERTIFICATES, KEYS, PRINCIPALS, TOKENS
 from triplane.cloud.store import Database
 from triplane.proto.documents import check_labels
@@ -45,7 +45,7 @@ class Principal:
     """A name with its role; times of its newest certificate, 0 before enrolment."""
 
     name: str
-    role: Role
+    role: PrincipalRole
     serial: str
     enrolled_s: float
     expires_s: float
@@ -62,12 +62,12 @@ class Invitation:
 
 
 @dataclass(frozen=True, slots=True)
-class Enrolled:
+class EnrolmentResult:
     """What an enrolment gave. labels: of the token, empty where it was only repeated."""
 
     certificate: bytes
     name: str
-    role: Role
+    role: PrincipalRole
     labels: Labels
 
 
@@ -78,12 +78,12 @@ class Principals:
         self, database: Database, authority: Authority, clock: Callable[[], float]
     ) -> None:
         self._database, self._authority, self._clock = database, authority, clock
-        self._known = Known()
+        self._known = AdmissionCache()
 
     async def invite(
         self,
         actor: str,
-        role: Role,
+        role: PrincipalRole,
         *,
         name: str = "",
         valid_s: float = 0.0,
@@ -129,7 +129,7 @@ class Principals:
 
     async def enrol(
         self, token_id: bytes, request: bytes, given_mac: bytes, kind: str = ""
-    ) -> Enrolled:
+    ) -> EnrolmentResult:
         """A certificate for a token. InvalidInput does not tell unknown from forged.
 
         kind: what the machine is going to be, empty where it does not say; a token for something
@@ -137,22 +137,24 @@ class Principals:
         """
         now = self._clock()
 
-        def work(connection: sa.Connection) -> Enrolled:
+        def work(connection: sa.Connection) -> EnrolmentResult:
             row = connection.execute(sa.select(TOKENS).where(TOKENS.c.id == token_id)).first()
             key = bytes(row.key) if row else bytes(32)
             genuine = hmac.compare_digest(mac(key, request), given_mac)
             if row is None or not genuine or row.expires_s < now:
                 raise InvalidInput(REFUSED)
-            _check_kind(kind, Role(row.role))
+            _check_kind(kind, PrincipalRole(row.role))
             if row.request is not None:
                 if bytes(row.request) != request:
                     raise Conflict(USED)
-                return Enrolled(bytes(row.certificate), row.name, Role(row.role), {})
+                return EnrolmentResult(
+                    bytes(row.certificate), row.name, PrincipalRole(row.role), {}
+                )
             known = _principal(connection, row.name)
             if known and not known.revoked:
                 raise Conflict(f"{row.name!r} was enrolled by another token meanwhile")
             certificate = self._authority.issue(request, row.name, now)
-            _admit(connection, certificate, row.name, Role(row.role), now)
+            _admit(connection, certificate, row.name, PrincipalRole(row.role), now)
             der = certificate.public_bytes(serialization.Encoding.DER)
             connection.execute(
                 sa.update(TOKENS)
@@ -163,7 +165,7 @@ class Principals:
                 connection, time_s=now, actor=row.name, action="identity.enrol",
                 subject=row.name, details={"role": row.role, "serial": serial_of(certificate)},
             )  # fmt: skip
-            return Enrolled(der, row.name, Role(row.role), json.loads(row.labels))
+            return EnrolmentResult(der, row.name, PrincipalRole(row.role), json.loads(row.labels))
 
         return await self._changed(work)
 
@@ -194,7 +196,7 @@ class Principals:
 
         return await self._changed(work)
 
-    def admit_now(self, request: bytes, name: str, role: Role) -> x509.Certificate:
+    def admit_now(self, request: bytes, name: str, role: PrincipalRole) -> x509.Certificate:
         """Enrol a name without a token: the first operator, made with the cloud itself."""
         now = self._clock()
         certificate = self._authority.issue(request, name, now)
@@ -298,14 +300,17 @@ def key_digest(certificate: x509.Certificate) -> bytes:
 
 
 KINDS: Final = {
-    "node": ((Role.NODE,), "triplane edge enrol"),
-    "device": ((Role.DEVICE,), "triplane device enrol"),
-    "person": ((Role.VIEWER, Role.OPERATOR, Role.SIGNER), "triplane cloud enrol"),
+    "node": ((PrincipalRole.NODE,), "triplane edge enrol"),
+    "device": ((PrincipalRole.DEVICE,), "triplane device enrol"),
+    "person": (
+        (PrincipalRole.VIEWER, PrincipalRole.OPERATOR, PrincipalRole.SIGNER),
+        "triplane cloud enrol",
+    ),
 }
 """What a machine may say that it is going to be: roles of the token, and the command for it."""
 
 
-def _check_kind(kind: str, role: Role) -> None:
+def _check_kind(kind: str, role: PrincipalRole) -> None:
     if kind and role not in KINDS.get(kind, ((), ""))[0]:
         command = next(command for roles, command in KINDS.values() if role in roles)
         raise InvalidInput(
@@ -328,7 +333,11 @@ def _check_patience(connection: sa.Connection, name: str, now: float) -> None:
 
 
 def _admit(
-    connection: sa.Connection, certificate: x509.Certificate, name: str, role: Role, now: float
+    connection: sa.Connection,
+    certificate: x509.Certificate,
+    name: str,
+    role: PrincipalRole,
+    now: float,
 ) -> None:
     values = {"role": role.value, "enrolled_s": now, "revoked": False}
     if _principal(connection, name):
@@ -386,5 +395,5 @@ def _everybody(connection: sa.Connection) -> list[Principal]:
 
 def _read(row: sa.Row[tuple[str, str, float, bool, str, float]]) -> Principal:
     return Principal(
-        row.name, Role(row.role), row.serial, row.enrolled_s, row.expires_s, row.revoked
+        row.name, PrincipalRole(row.role), row.serial, row.enrolled_s, row.expires_s, row.revoked
     )

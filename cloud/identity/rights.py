@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final
 
 
-class Role(StrEnum):
+class PrincipalRole(StrEnum):
     """What a principal is. The order is that of `identity.proto`."""
 
     VIEWER = "viewer"
@@ -18,12 +18,12 @@ class Role(StrEnum):
     DEVICE = "device"
 
 
-PEOPLE: Final = frozenset({Role.VIEWER, Role.OPERATOR, Role.SIGNER})
-MACHINES: Final = frozenset({Role.NODE, Role.DEVICE})
-OPERATORS: Final = frozenset({Role.OPERATOR})
-SIGNERS: Final = frozenset({Role.SIGNER, Role.OPERATOR})
-NODES: Final = frozenset({Role.NODE})
-SENDERS: Final = OPERATORS | {Role.DEVICE}
+PEOPLE: Final = frozenset({PrincipalRole.VIEWER, PrincipalRole.OPERATOR, PrincipalRole.SIGNER})
+MACHINES: Final = frozenset({PrincipalRole.NODE, PrincipalRole.DEVICE})
+OPERATORS: Final = frozenset({PrincipalRole.OPERATOR})
+SIGNERS: Final = frozenset({PrincipalRole.SIGNER, PrincipalRole.OPERATOR})
+NODES: Final = frozenset({PrincipalRole.NODE})
+SENDERS: Final = OPERATORS | {PrincipalRole.DEVICE}
 ALL: Final = PEOPLE | MACHINES
 
 REFLECTION: Final = (

@@ -8,25 +8,25 @@ from typing import Any, Final
 
 from triplane.cloud.identity import audit
 from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.gate import Gate, caller
+from triplane.cloud.identity.gate import AuthInterceptor, caller
 from triplane.cloud.identity.principals import Labels, Principal, Principals
-from triplane.cloud.identity.rights import Role
+from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.store import Database
 from triplane.proto import enrolment_pb2 as enrolment
+from triplane.proto import enrolment_pb2_grpc as enrolment_grpc
 from triplane.proto import identity_pb2 as pb
-from triplane.proto.enrolment_pb2_grpc import EnrolmentServicer, RenewalServicer
+from triplane.proto import identity_pb2_grpc as identity_grpc
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.proto.identity import MAX_REQUEST_BYTES
-from triplane.proto.identity_pb2_grpc import IdentityServicer
 from triplane.proto.status import status_of_aio
 
 ENROLMENTS_PER_S: Final = 20
 """Tries that the open port takes, all callers together: guessing a secret needs 2^255."""
 
-Joined = Callable[[str, Role, Labels], Awaitable[None]]
+Joined = Callable[[str, PrincipalRole, Labels], Awaitable[None]]
 
 
-class Enrolment(EnrolmentServicer):
+class EnrolmentServicer(enrolment_grpc.EnrolmentServicer):
     """On the enrolment port. joined: told each name that enrolled, with the token's labels."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Enrolment(EnrolmentServicer):
         self._tries.append(now)
 
 
-class Renewal(RenewalServicer):
+class RenewalServicer(enrolment_grpc.RenewalServicer):
     """On the main port."""
 
     def __init__(self, principals: Principals) -> None:
@@ -74,14 +74,14 @@ class Renewal(RenewalServicer):
             return enrolment.Certificate(certificate=der)
 
 
-class Identity(IdentityServicer):
+class IdentityServicer(identity_grpc.IdentityServicer):
     """On the main port."""
 
     def __init__(
         self,
         principals: Principals,
         database: Database,
-        gate: Gate,
+        gate: AuthInterceptor,
         enrol_address: Callable[[], str] = str,
     ) -> None:
         self._principals, self._database, self._gate = principals, database, gate
@@ -146,12 +146,12 @@ class Identity(IdentityServicer):
                 following = page[-1].number + 1
 
 
-def role_of(number: "pb.Role.ValueType") -> Role:
+def role_of(number: "pb.Role.ValueType") -> PrincipalRole:
     """The role of a number on the wire. InvalidInput."""
     try:
-        return Role(pb.Role.Name(number).lower())
+        return PrincipalRole(pb.Role.Name(number).lower())
     except ValueError as error:
-        raise InvalidInput(f"no role {number}; there are {', '.join(Role)}") from error
+        raise InvalidInput(f"no role {number}; there are {', '.join(PrincipalRole)}") from error
 
 
 def encode(principal: Principal) -> pb.Principal:

@@ -13,25 +13,25 @@ if TYPE_CHECKING:
     from triplane.cloud.registry.registry import Registry
     from triplane.cloud.registry.servicer import RegistryServicer
     from triplane.cloud.registry.values import (
-        Bundle,
+        BundleRecord,
+        ConversionRecipe,
         Lineage,
         Model,
         Needs,
         Push,
-        Recipe,
         State,
         Version,
     )
 
 _HOMES: Final = {
-    "Bundle": "values",
+    "BundleRecord": "values",
     "Conversions": "conversions",
     "Limits": "conversions",
     "Lineage": "values",
     "Model": "values",
     "Needs": "values",
     "Push": "values",
-    "Recipe": "values",
+    "ConversionRecipe": "values",
     "Reference": "names",
     "Registry": "registry",
     "RegistryServicer": "servicer",
@@ -40,14 +40,14 @@ _HOMES: Final = {
 }
 
 __all__ = [
-    "Bundle",
+    "BundleRecord",
+    "ConversionRecipe",
     "Conversions",
     "Limits",
     "Lineage",
     "Model",
     "Needs",
     "Push",
-    "Recipe",
     "Reference",
     "Registry",
     "RegistryServicer",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.cloud.registry.values import Needs, Recipe
+from triplane.cloud.registry.values import ConversionRecipe, Needs
 from triplane.proto import errors
 from triplane.proto.errors import TriplaneError, Unavailable
 
@@ -58,7 +58,7 @@ class Files:
 
     name: str
     model: Path
-    recipe: Recipe
+    recipe: ConversionRecipe
     calibration: Path | None = None
     evaluation: Path | None = None
 

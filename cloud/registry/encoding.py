@@ -4,12 +4,12 @@ from dataclasses import asdict
 from typing import Final
 
 from triplane.cloud.registry.values import (
-    Bundle,
+    BundleRecord,
+    ConversionRecipe,
     Lineage,
     Model,
     Needs,
     Push,
-    Recipe,
     State,
     Version,
 )
@@ -30,10 +30,10 @@ def push(message: pb.PushRequest) -> Push:
         blob=message.blob,
         key=message.key,
         aliases=tuple(message.aliases),
-        recipe=Recipe(
+        recipe=ConversionRecipe(
             quantize=recipe.quantize,
             calibration=recipe.calibration,
-            entry=recipe.entry or Recipe().entry,
+            entry=recipe.entry or ConversionRecipe().entry,
             max_accuracy_drop=recipe.max_accuracy_drop,
             evaluation=recipe.evaluation,
         ),
@@ -66,7 +66,7 @@ def version(value: Version) -> pb.Version:
     )
 
 
-def bundle(value: Bundle) -> pb.Bundle:
+def bundle(value: BundleRecord) -> pb.Bundle:
     """A bundle as it stands."""
     return pb.Bundle(
         model=value.model,

@@ -10,12 +10,12 @@ from sqlalchemy import Connection, Row, exists, select
 from triplane.cloud.registry.names import LATEST, Reference
 from triplane.cloud.registry.tables import ALIASES, BUNDLES, MODELS, REPORTS, VERSIONS
 from triplane.cloud.registry.values import (
-    Bundle,
+    BundleRecord,
+    ConversionRecipe,
     Lineage,
     Model,
     Needs,
     Push,
-    Recipe,
     State,
     Version,
 )
@@ -151,7 +151,7 @@ def point(connection: Connection, model: str, alias: str, version: int) -> None:
         connection.execute(ALIASES.insert().values(model=model, name=alias, version=version))
 
 
-def bundle(connection: Connection, model: str, version: int, target: str) -> Bundle | None:
+def bundle(connection: Connection, model: str, version: int, target: str) -> BundleRecord | None:
     """The bundle of a version for a target, where it was ever asked for."""
     found = connection.execute(select(BUNDLES).where(_here(model, version, target))).first()
     return None if found is None else _bundle(found)
@@ -192,7 +192,11 @@ def start(
 
 
 def finish(
-    connection: Connection, made: Bundle, *, may_retry: bool = False, is_input_lost: bool = False
+    connection: Connection,
+    made: BundleRecord,
+    *,
+    may_retry: bool = False,
+    is_input_lost: bool = False,
 ) -> None:
     """Write what became of a conversion, once: a READY bundle never changes.
 
@@ -214,7 +218,7 @@ def finish(
     )
 
 
-def keep_report(connection: Connection, of: Bundle, report: bytes) -> None:
+def keep_report(connection: Connection, of: BundleRecord, report: bytes) -> None:
     """Store what the report of a bundle measured, so that the same bytes can be made again."""
     r = REPORTS.c
     here = (r.model == of.model) & (r.version == of.version) & (r.target == of.target)
@@ -223,7 +227,7 @@ def keep_report(connection: Connection, of: Bundle, report: bytes) -> None:
     connection.execute(REPORTS.insert().values(**row, report=zlib.compress(report)))
 
 
-def report(connection: Connection, of: Bundle) -> bytes:
+def report(connection: Connection, of: BundleRecord) -> bytes:
     """The stored report of a bundle; empty where an earlier release made it."""
     r = REPORTS.c
     here = (r.model == of.model) & (r.version == of.version) & (r.target == of.target)
@@ -244,7 +248,7 @@ def allow_again(connection: Connection, blobs: Iterable[bytes]) -> None:
     )
 
 
-def attempts(connection: Connection, wanted: Bundle) -> tuple[int, bool]:
+def attempts(connection: Connection, wanted: BundleRecord) -> tuple[int, bool]:
     """(conversions begun, whether another may end otherwise)."""
     row = connection.execute(
         select(BUNDLES.c.attempts, BUNDLES.c.may_retry).where(
@@ -254,7 +258,7 @@ def attempts(connection: Connection, wanted: Bundle) -> tuple[int, bool]:
     return int(row.attempts), bool(row.may_retry)
 
 
-def unfinished(connection: Connection) -> list[Bundle]:
+def unfinished(connection: Connection) -> list[BundleRecord]:
     """Bundles whose conversion was begun and has not ended."""
     rows = connection.execute(
         select(BUNDLES)
@@ -264,7 +268,7 @@ def unfinished(connection: Connection) -> list[Bundle]:
     return [_bundle(row) for row in rows]
 
 
-def ready(connection: Connection) -> list[Bundle]:
+def ready(connection: Connection) -> list[BundleRecord]:
     """Every finished bundle, in the order of its name."""
     order = BUNDLES.c.model, BUNDLES.c.version, BUNDLES.c.target
     rows = connection.execute(
@@ -273,7 +277,7 @@ def ready(connection: Connection) -> list[Bundle]:
     return [_bundle(row) for row in rows]
 
 
-def sign(connection: Connection, model: str, version: int, target: str, path: str) -> Bundle:
+def sign(connection: Connection, model: str, version: int, target: str, path: str) -> BundleRecord:
     """Note where the signed target is. NotFound: no such bundle. Conflict: it is not READY."""
     found = bundle(connection, model, version, target)
     if found is None:
@@ -306,7 +310,7 @@ def _versions(connection: Connection, rows: Iterable[Row[Any]]) -> list[Version]
         return []
     model, numbers = found[0].model, [row.version for row in found]
     b = BUNDLES.c
-    made: dict[int, list[Bundle]] = {}
+    made: dict[int, list[BundleRecord]] = {}
     here = (b.model == model) & b.version.between(min(numbers), max(numbers))
     for row in connection.execute(select(BUNDLES).where(here).order_by(b.target)):
         made.setdefault(row.version, []).append(_bundle(row))
@@ -316,7 +320,7 @@ def _versions(connection: Connection, rows: Iterable[Row[Any]]) -> list[Version]
     return [_version(row, names.get(row.version, ()), made.get(row.version, ())) for row in found]
 
 
-def _version(row: Row[Any], names: Sequence[str], made: Sequence[Bundle]) -> Version:
+def _version(row: Row[Any], names: Sequence[str], made: Sequence[BundleRecord]) -> Version:
     return Version(
         model=row.model,
         version=row.version,
@@ -325,7 +329,7 @@ def _version(row: Row[Any], names: Sequence[str], made: Sequence[Bundle]) -> Ver
         size=row.size,
         created_s=row.created_s,
         created_by=row.created_by,
-        recipe=Recipe(
+        recipe=ConversionRecipe(
             quantize=row.quantize,
             calibration=bytes(row.calibration),
             entry=row.entry,
@@ -338,9 +342,9 @@ def _version(row: Row[Any], names: Sequence[str], made: Sequence[Bundle]) -> Ver
     )
 
 
-def _bundle(row: Row[Any]) -> Bundle:
+def _bundle(row: Row[Any]) -> BundleRecord:
     needs = {**row.needs, "instructions": tuple(row.needs.get("instructions", ()))}
-    return Bundle(
+    return BundleRecord(
         model=row.model,
         version=row.version,
         target=row.target,

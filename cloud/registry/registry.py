@@ -20,7 +20,14 @@ from triplane.cloud.registry import queries
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.registry.conversions import Conversions, Files
 from triplane.cloud.registry.names import Reference, check_alias
-from triplane.cloud.registry.values import Bundle, Model, Push, Recipe, State, Version
+from triplane.cloud.registry.values import (
+    BundleRecord,
+    ConversionRecipe,
+    Model,
+    Push,
+    State,
+    Version,
+)
 from triplane.cloud.store import Database
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, TriplaneError, Unavailable
 from triplane.proto.targets import SignedTarget
@@ -75,7 +82,7 @@ class Registry:
         self._db, self._conversions = db, conversions
         self._audit, self._clock = audit, clock
         self._running: dict[Key, asyncio.Task[None]] = {}
-        self._listeners: list[Callable[[Bundle], None]] = []
+        self._listeners: list[Callable[[BundleRecord], None]] = []
         self._stopping = False
 
     async def start(self) -> None:
@@ -158,7 +165,7 @@ class Registry:
 
         return await self._db.write(work)
 
-    async def bundle(self, model: str, version: int, target: str) -> Bundle:
+    async def bundle(self, model: str, version: int, target: str) -> BundleRecord:
         """The bundle as it stands; the first call has it made, and one after a child died too.
 
         A bundle whose file was lost or damaged is made again, from the same bytes to the same
@@ -172,7 +179,7 @@ class Registry:
             return found
         return await self._begin(key)
 
-    async def wait_bundle(self, model: str, version: int, target: str) -> Bundle:
+    async def wait_bundle(self, model: str, version: int, target: str) -> BundleRecord:
         """As `bundle`, once it is READY or FAILED. Ends by cancellation only, so give a timeout."""
         asked = await self.bundle(model, version, target)
         if asked.state is not State.CONVERTING:
@@ -188,16 +195,16 @@ class Registry:
         assert found is not None
         return found
 
-    def on_bundle(self, callback: Callable[[Bundle], None]) -> None:
+    def on_bundle(self, callback: Callable[[BundleRecord], None]) -> None:
         """Have `callback` called in the event loop after a bundle became READY, FAILED, signed."""
         self._listeners.append(callback)
 
     async def mark_signed(
         self, model: str, version: int, target: str, path: str, *, by: str = SYSTEM
-    ) -> Bundle:
+    ) -> BundleRecord:
         """Note the path of the published signed target. Conflict: the bundle is not READY."""
 
-        def work(connection: Connection) -> Bundle:
+        def work(connection: Connection) -> BundleRecord:
             signed = queries.sign(connection, model, version, target, path)
             self._note(connection, by, "registry.signed", str(signed), {"path": path})
             return signed
@@ -206,14 +213,14 @@ class Registry:
         self._tell(signed)
         return signed
 
-    async def note_signed(self, signed: Mapping[Key, SignedTarget]) -> list[Bundle]:
+    async def note_signed(self, signed: Mapping[Key, SignedTarget]) -> list[BundleRecord]:
         """Let every finished bundle say how it is signed now; returns those that say another thing.
 
         signed: all there is, by (model, version, target). It counts where its bytes are the
         bundle's; a bundle that is not in it, after a change of keys say, is signed no more.
         """
 
-        def work(connection: Connection) -> list[Bundle]:
+        def work(connection: Connection) -> list[BundleRecord]:
             changed = [
                 queries.sign(connection, bundle.model, bundle.version, bundle.target, path)
                 for bundle in queries.ready(connection)
@@ -243,7 +250,7 @@ class Registry:
         self._note(connection, by, "registry.push", str(made), details)
         return made
 
-    def _files(self, name: str, blob: bytes, recipe: Recipe) -> Files:
+    def _files(self, name: str, blob: bytes, recipe: ConversionRecipe) -> Files:
         return Files(
             name=name,
             model=self.blobs.find(blob),
@@ -255,7 +262,7 @@ class Registry:
     def _found(self, blob: bytes) -> Path | None:
         return self.blobs.find(blob) if blob else None
 
-    async def _may_begin(self, found: Bundle) -> bool:
+    async def _may_begin(self, found: BundleRecord) -> bool:
         """Whether the conversion of a bundle that was asked for before can begin again now."""
         if found.state is State.READY:
             return await self._is_outdated(found)
@@ -266,7 +273,7 @@ class Registry:
             return await self._is_outdated(found)
         return may_retry and begun < MAX_ATTEMPTS
 
-    async def _is_outdated(self, found: Bundle) -> bool:
+    async def _is_outdated(self, found: BundleRecord) -> bool:
         """Whether the files tell otherwise: a finished bundle is lost, or lost inputs are back."""
         if (found.model, found.version, found.target) in self._running:
             return False
@@ -277,7 +284,7 @@ class Registry:
         begun, _ = await self._db.read(lambda c: queries.attempts(c, found))
         return begun == 0 and not await self._lost_input(found)
 
-    async def _lost_input(self, bundle: Bundle, *, reread: bool = False) -> str:
+    async def _lost_input(self, bundle: BundleRecord, *, reread: bool = False) -> str:
         """What a conversion of this bundle would read and is lost or damaged; empty if nothing."""
         version = await self._stored(bundle)
         named = {
@@ -293,11 +300,11 @@ class Registry:
                 return what
         return ""
 
-    async def _stored(self, bundle: Bundle) -> Version:
+    async def _stored(self, bundle: BundleRecord) -> Version:
         reference = Reference(bundle.model, bundle.version)
         return await self._db.read(lambda connection: queries.get(connection, reference))
 
-    async def _begin(self, key: Key) -> Bundle:
+    async def _begin(self, key: Key) -> BundleRecord:
         if self._stopping:
             raise Unavailable(STOPPING)
         asked = await self._db.write(lambda connection: self._ask(connection, key))
@@ -305,7 +312,7 @@ class Registry:
             self._convert(asked)
         return asked
 
-    def _ask(self, connection: Connection, key: Key) -> Bundle:
+    def _ask(self, connection: Connection, key: Key) -> BundleRecord:
         """The bundle, CONVERTING where that has to begin; decided in the one writer."""
         model, version, target = key
         queries.number(connection, Reference(model, version))
@@ -324,7 +331,7 @@ class Registry:
         assert begun_now is not None
         return begun_now
 
-    async def _again(self, left: Bundle) -> None:
+    async def _again(self, left: BundleRecord) -> None:
         """Convert what a stopped cloud had begun, unless that is what stops it every time."""
 
         def work(connection: Connection) -> bool:
@@ -339,7 +346,7 @@ class Registry:
         if await self._db.write(work):
             self._convert(left)
 
-    def _convert(self, asked: Bundle) -> None:
+    def _convert(self, asked: BundleRecord) -> None:
         key = (asked.model, asked.version, asked.target)
         if key in self._running or self._stopping:
             return
@@ -347,7 +354,7 @@ class Registry:
         self._running[key] = task
         task.add_done_callback(lambda _: self._running.pop(key, None))
 
-    async def _converted(self, asked: Bundle) -> None:
+    async def _converted(self, asked: BundleRecord) -> None:
         started_s = time.monotonic()
         may_retry = is_input_lost = False
         report = b""
@@ -361,7 +368,7 @@ class Registry:
             logger.exception("conversion failed", extra={"bundle": str(asked)})
             made = _failed(asked, f"internal error: {type(error).__name__}; see the cloud's log")
 
-        def work(connection: Connection) -> Bundle:
+        def work(connection: Connection) -> BundleRecord:
             # Asked inside the one writer: blobs are collected there too.
             is_lost = made.state is State.READY and not self.blobs.has(made.blob)
             ended = _failed(asked, "its file was collected meanwhile") if is_lost else made
@@ -380,7 +387,7 @@ class Registry:
         logger.info("bundle finished", extra=facts)
         self._tell(made)
 
-    async def _make(self, asked: Bundle) -> tuple[Bundle, bytes]:
+    async def _make(self, asked: BundleRecord) -> tuple[BundleRecord, bytes]:
         """The finished bundle and its report."""
         version = await self._stored(asked)
         if lost := await self._lost_input(asked, reread=True):
@@ -423,7 +430,7 @@ class Registry:
             details=details,
         )
 
-    def _tell(self, bundle: Bundle) -> None:
+    def _tell(self, bundle: BundleRecord) -> None:
         for callback in self._listeners:
             try:
                 callback(bundle)
@@ -443,7 +450,7 @@ def _lost_text(what: str, version: Version) -> str:
     )
 
 
-def _differs_text(asked: Bundle) -> str:
+def _differs_text(asked: BundleRecord) -> str:
     return (
         f"its file {asked.blob.hex()[:16]}... was lost or damaged in the cloud, and the converter "
         "of today makes other bytes of the same model, which no signature covers; push the "
@@ -451,7 +458,7 @@ def _differs_text(asked: Bundle) -> str:
     )
 
 
-def _path_for(bundle: Bundle, signed: Mapping[Key, SignedTarget]) -> str:
+def _path_for(bundle: BundleRecord, signed: Mapping[Key, SignedTarget]) -> str:
     found = signed.get((bundle.model, bundle.version, bundle.target))
     is_same = found is not None and (found.sha256, found.length) == (bundle.blob, bundle.size)
     return found.path if found is not None and is_same else ""
@@ -464,5 +471,5 @@ def _check_target(name: str) -> None:
     target_row(name)
 
 
-def _failed(asked: Bundle, reason: str) -> Bundle:
+def _failed(asked: BundleRecord, reason: str) -> BundleRecord:
     return replace(asked, state=State.FAILED, reason=reason)

@@ -30,7 +30,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class ConversionRecipe:
     """How bundles are made; see `registry.proto`. Blobs are 32 bytes, or empty."""
 
     quantize: str = ""
@@ -87,7 +87,7 @@ class Push:
     blob: bytes
     key: bytes
     aliases: tuple[str, ...] = ()
-    recipe: Recipe = Recipe()
+    recipe: ConversionRecipe = ConversionRecipe()
     lineage: Lineage = Lineage()
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bundle:
+class BundleRecord:
     """A version for one target. What is made is there when READY, the reason when FAILED.
 
     signed_path: of the signed target, empty while unsigned.
@@ -157,10 +157,10 @@ class Version:
     size: int
     created_s: float
     created_by: str
-    recipe: Recipe
+    recipe: ConversionRecipe
     lineage: Lineage
     aliases: tuple[str, ...] = ()
-    bundles: tuple[Bundle, ...] = ()
+    bundles: tuple[BundleRecord, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.model}@{self.version}"

@@ -1,7 +1,7 @@
 """Signed metadata (TUF): the roles, what they sign, and how a new version becomes visible.
 
-`initialize` makes keys and the first version of every role, `Repository` keeps and publishes
-metadata in the cloud, `signing` is what people run where their keys are.
+`initialize` makes keys and the first version of every role, `MetadataRepository` keeps and
+publishes metadata in the cloud, `signing` is what people run where their keys are.
 """
 
 from importlib import import_module
@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from triplane.cloud.trust.initial import Initialized, initialize
-    from triplane.cloud.trust.repository import Pending, Repository, Submitted
+    from triplane.cloud.trust.repository import MetadataRepository, Pending, Submitted
     from triplane.cloud.trust.servicer import MetadataServicer
 
 _HOMES: Final = {
     "Initialized": "initial",
     "MetadataServicer": "servicer",
     "Pending": "repository",
-    "Repository": "repository",
+    "MetadataRepository": "repository",
     "Submitted": "repository",
     "initialize": "initial",
 }
 
 __all__ = [
     "Initialized",
+    "MetadataRepository",
     "MetadataServicer",
     "Pending",
-    "Repository",
     "Submitted",
     "initialize",
 ]

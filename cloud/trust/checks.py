@@ -19,7 +19,7 @@ from triplane.cloud.trust.roles import (
     DELEGATED,
     ROLES,
     TOP,
-    Role,
+    MetadataRole,
     moment,
 )
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput
@@ -29,7 +29,7 @@ MAX_TARGETS: Final = 20_000
 MAX_KEYS: Final = 64
 
 
-def check(row: Role, metadata: Metadata[Any], chain: Chain, now_s: float) -> None:
+def check(row: MetadataRole, metadata: Metadata[Any], chain: Chain, now_s: float) -> None:
     """Refuse metadata that must not be published as the next version of a role."""
     signed = metadata.signed
     _check_version(row, signed.version, chain)
@@ -55,7 +55,9 @@ def read_policy(top: Targets) -> Policy:
         raise Corrupt(f"{POLICY_PATH}: {error}") from error
 
 
-def valid_signatures(row: Role, metadata: Metadata[Any], chain: Chain) -> tuple[set[str], int, int]:
+def valid_signatures(
+    row: MetadataRole, metadata: Metadata[Any], chain: Chain
+) -> tuple[set[str], int, int]:
     """(key ids that signed, signatures that count, threshold) under the published delegator.
 
     A root counts twice, under the published root and under itself; the numbers are those of the
@@ -75,7 +77,7 @@ def published_version(role: str, chain: Chain) -> int:
     return chain.root.signed.version if role == "root" else chain.targets[role].signed.version
 
 
-def _check_version(row: Role, version: int, chain: Chain) -> None:
+def _check_version(row: MetadataRole, version: int, chain: Chain) -> None:
     published = published_version(row.name, chain)
     if version != published + 1:
         # What was the next version when its signer looked is not one any more: sign it again.
@@ -86,7 +88,7 @@ def _check_version(row: Role, version: int, chain: Chain) -> None:
         )
 
 
-def _check_expiry(row: Role, expires: Any, now_s: float) -> None:
+def _check_expiry(row: MetadataRole, expires: Any, now_s: float) -> None:
     now, latest = moment(now_s), moment(now_s + row.lifetime_s + CLOCK_SLACK_S)
     if not now < expires <= latest:
         raise InvalidInput(
@@ -96,7 +98,7 @@ def _check_expiry(row: Role, expires: Any, now_s: float) -> None:
         )
 
 
-def _check_root(row: Role, root: Root) -> None:
+def _check_root(row: MetadataRole, root: Root) -> None:
     if root.consistent_snapshot is not True:
         raise InvalidInput(f"{row.name}: consistent_snapshot is true, or nodes could read a mix")
     for role in TOP:
@@ -104,7 +106,7 @@ def _check_root(row: Role, root: Root) -> None:
         _check_keys(role, root.keys, found.keyids, found.threshold)
 
 
-def _check_top(row: Role, targets: Targets) -> None:
+def _check_top(row: MetadataRole, targets: Targets) -> None:
     roles = (targets.delegations.roles if targets.delegations else None) or {}
     wanted = {delegated.name: [delegated.paths] for delegated in DELEGATED}
     if {name: role.paths for name, role in roles.items()} != wanted:
@@ -131,7 +133,7 @@ def _check_top(row: Role, targets: Targets) -> None:
         raise InvalidInput(f"the policy names golden sets that targets does not list: {missing}")
 
 
-def _check_delegated(row: Role, targets: Targets) -> None:
+def _check_delegated(row: MetadataRole, targets: Targets) -> None:
     if targets.delegations is not None:
         raise InvalidInput(f"{row.name} delegates to nobody")
     if len(targets.targets) > MAX_TARGETS:
@@ -144,7 +146,7 @@ def _check_delegated(row: Role, targets: Targets) -> None:
         _target(row, path, entry)
 
 
-CONTENT: Final[dict[str, Callable[[Role, Any], None]]] = {
+CONTENT: Final[dict[str, Callable[[MetadataRole, Any], None]]] = {
     "root": _check_root,
     "targets": _check_top,
     "release": _check_delegated,
@@ -153,7 +155,7 @@ CONTENT: Final[dict[str, Callable[[Role, Any], None]]] = {
 """What each submitted role must hold."""
 
 
-def _target(row: Role, path: str, entry: TargetFile) -> SignedTarget:
+def _target(row: MetadataRole, path: str, entry: TargetFile) -> SignedTarget:
     try:
         return read_target(path, entry.length, entry.hashes, entry.custom)
     except Corrupt as error:

@@ -38,7 +38,7 @@ from triplane.cloud.trust.roles import (
     MAX_VERSION,
     PINNED,
     ROLES,
-    Role,
+    MetadataRole,
     expiry,
     parse,
     submitted_role,
@@ -90,7 +90,7 @@ class Pending:
     threshold: int
 
 
-class Repository:
+class MetadataRepository:
     """The metadata in a folder, and the keys that the cloud itself signs with."""
 
     def __init__(
@@ -317,7 +317,7 @@ class Repository:
         before = parse(Root, self._file(f"{root.signed.version - 1}.root.json"), "root")
         return root, chains.read(self._file, before)
 
-    def _repeated(self, row: Role, metadata: Metadata[Any]) -> Submitted | None:
+    def _repeated(self, row: MetadataRole, metadata: Metadata[Any]) -> Submitted | None:
         chain = self._chain
         found: Metadata[Any] = chain.root if row.name == "root" else chain.targets[row.name]
         if metadata.signed_bytes != found.signed_bytes:
@@ -327,7 +327,7 @@ class Repository:
         )
         return Submitted(True, len(result.signed), result.threshold, found.signed.version)
 
-    def _submit(self, row: Role, metadata: Metadata[Any]) -> Submitted:
+    def _submit(self, row: MetadataRole, metadata: Metadata[Any]) -> Submitted:
         now_s = self._clock()
         check(row, metadata, self._chain, now_s)
         keyids, have, _ = valid_signatures(row, metadata, self._chain)
@@ -349,7 +349,7 @@ class Repository:
             self._disk.remove(self._pending_file(row))
         return Submitted(True, have, need, version)
 
-    def _merged(self, row: Role, metadata: Metadata[Any], have: int) -> Metadata[Any]:
+    def _merged(self, row: MetadataRole, metadata: Metadata[Any], have: int) -> Metadata[Any]:
         waiting = self._waiting(row)
         if waiting is None:
             return metadata
@@ -363,7 +363,7 @@ class Repository:
             )
         return metadata
 
-    def _waiting(self, row: Role) -> Metadata[Any] | None:
+    def _waiting(self, row: MetadataRole) -> Metadata[Any] | None:
         """The pending version, unless a published one overtook it."""
         try:
             data = self._pending_file(row).read_bytes()
@@ -494,7 +494,7 @@ class Repository:
             made.sign(signer, append=True)
         return made
 
-    def _find(self, row: Role, path: str) -> SignedTarget | None:
+    def _find(self, row: MetadataRole, path: str) -> SignedTarget | None:
         chain = self._chain
         entry = chain.targets[row.name].signed.targets.get(path)
         if entry is None or not chain.is_signed(row.name):
@@ -514,7 +514,7 @@ class Repository:
         except FileNotFoundError as error:
             raise NotFound(f"there is no metadata file {name}") from error
 
-    def _pending_file(self, row: Role) -> Path:
+    def _pending_file(self, row: MetadataRole) -> Path:
         return self._pending_folder / f"{row.name}.json"
 
     def _tell(self, role: str) -> None:

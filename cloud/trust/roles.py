@@ -24,7 +24,7 @@ T = TypeVar("T", Root, Timestamp, Snapshot, Targets)
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class MetadataRole:
     """One role of the metadata.
 
     keys: "online" where the cloud signs by itself, "offline" where people do. submitted: comes from
@@ -43,12 +43,14 @@ class Role:
 ROLES: Final = {
     row.name: row
     for row in (
-        Role("root",      Root,      "offline", 5 * 365 * DAY_S, submitted=True),
-        Role("targets",   Targets,   "offline", 365 * DAY_S,     submitted=True),
-        Role("release",   Targets,   "offline", 365 * DAY_S,     submitted=True, paths="release/*"),
-        Role("auto",      Targets,   "online",  365 * DAY_S,     submitted=True, paths="auto/*"),
-        Role("snapshot",  Snapshot,  "online",  7 * DAY_S,       submitted=False),
-        Role("timestamp", Timestamp, "online",  DAY_S,           submitted=False),
+        MetadataRole("root",      Root,      "offline", 5 * 365 * DAY_S, submitted=True),
+        MetadataRole("targets",   Targets,   "offline", 365 * DAY_S,     submitted=True),
+        MetadataRole("release",   Targets,   "offline", 365 * DAY_S,     submitted=True,
+                     paths="release/*"),
+        MetadataRole("auto",      Targets,   "online",  365 * DAY_S,     submitted=True,
+                     paths="auto/*"),
+        MetadataRole("snapshot",  Snapshot,  "online",  7 * DAY_S,       submitted=False),
+        MetadataRole("timestamp", Timestamp, "online",  DAY_S,           submitted=False),
     )
 }
 # fmt: on
@@ -58,7 +60,7 @@ PINNED: Final = ("targets", *(row.name for row in DELEGATED))
 TOP: Final = ("root", "targets", "snapshot", "timestamp")
 
 
-def submitted_role(name: str) -> Role:
+def submitted_role(name: str) -> MetadataRole:
     """Row of a role whose metadata comes from outside; InvalidInput for any other name."""
     row = ROLES.get(name)
     if row is None or not row.submitted:

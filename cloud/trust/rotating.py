@@ -21,7 +21,13 @@ from tuf.api.metadata import Metadata
 from triplane.cloud.trust.chain import Chain, newest_root, read, verify
 from triplane.cloud.trust.repository import Submitted
 from triplane.cloud.trust.roles import ROLES, TOP, parse
-from triplane.cloud.trust.signing import Metadatas, Signed, Signer, replace_keys, trusted_root
+from triplane.cloud.trust.signing import (
+    Metadatas,
+    Signer,
+    SigningResult,
+    replace_keys,
+    trusted_root,
+)
 from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound
 from triplane.proto.targets import RELEASE
 
@@ -39,8 +45,8 @@ class Lists(Enum):
 class Rotated:
     """How far it got. named: the submission that names the new keys; again: of the role's list."""
 
-    named: Signed
-    again: Signed | None = None
+    named: SigningResult
+    again: SigningResult | None = None
     carried: tuple[str, ...] = ()
 
 
@@ -76,7 +82,7 @@ def rotate(
         raise InvalidInput(f"a threshold is 1 to the number of keys, {len(keys)}, got {need}")
     carried = _listed(cloud, chain, role) if lists is Lists.CARRIED else {}
     if (before.threshold, {*before.keyids}) == (need, {key.keyid for key in keys}):
-        named = Signed(Submitted(True, need, need, chain.root.signed.version))
+        named = SigningResult(Submitted(True, need, need, chain.root.signed.version))
     else:
         name = _name_in_root if role in TOP else _name_in_targets
         named = name(cloud, role, keys, need, keys_folder, now)
@@ -91,18 +97,18 @@ def rotate(
 
 def _name_in_root(
     cloud: Metadatas, role: str, keys: Sequence[Key], need: int, keys_folder: Path, now_s: float
-) -> Signed:
+) -> SigningResult:
     return replace_keys(cloud, {role: keys}, keys_folder, thresholds={role: need}, now_s=now_s)
 
 
 def _name_in_targets(
     cloud: Metadatas, role: str, keys: Sequence[Key], need: int, keys_folder: Path, now_s: float
-) -> Signed:
+) -> SigningResult:
     signer = Signer(cloud, keys_folder, TARGETS)
     delegations = _with_keys(signer.chain.top, role, keys, need)
     base = signer.published()
     submitted = signer.sign(signer.waiting(base), base, now_s, delegations=delegations)
-    return Signed(submitted)
+    return SigningResult(submitted)
 
 
 def _with_keys(top: Targets, role: str, keys: Sequence[Key], need: int) -> Delegations:
@@ -151,9 +157,9 @@ def _sign_again(
     targets: dict[str, TargetFile],
     keys_folder: Path,
     now_s: float,
-) -> Signed:
+) -> SigningResult:
     """The role's next version, signed by those of its new keys that are here."""
     signer = Signer(cloud, keys_folder, role)
     delegations = before.top.delegations if role == TARGETS else None
     waiting = signer.waiting(targets)
-    return Signed(signer.sign(waiting, targets, now_s, delegations=delegations))
+    return SigningResult(signer.sign(waiting, targets, now_s, delegations=delegations))

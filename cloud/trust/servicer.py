@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import grpc
 
-from triplane.cloud.trust.repository import Repository, Submitted, golden_sets
+from triplane.cloud.trust.repository import MetadataRepository, Submitted, golden_sets
 from triplane.proto import metadata_pb2 as pb
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.proto.metadata_pb2_grpc import MetadataServicer as Servicer
@@ -35,7 +35,7 @@ class MetadataServicer(Servicer):
 
     def __init__(
         self,
-        repository: Repository,
+        repository: MetadataRepository,
         recorded: Recorded = _unrecorded,
         claimed: Claimed = _unclaimed,
     ) -> None:

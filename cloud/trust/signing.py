@@ -21,7 +21,7 @@ from tuf.api._payload import Delegations, Root, TargetFile, Targets
 from tuf.api.metadata import Metadata
 
 from triplane.cloud.registry.conversions import Files
-from triplane.cloud.registry.values import Recipe
+from triplane.cloud.registry.values import ConversionRecipe
 from triplane.cloud.trust.chain import Chain, newest_root, read
 from triplane.cloud.trust.initial import TRUSTED_ROOT, policy_file
 from triplane.cloud.trust.keys import KeyFolder
@@ -61,7 +61,7 @@ class Metadatas(Protocol):
         """Hand over a version with this signer's signatures."""
 
 
-class Cloud(Metadatas, Protocol):
+class ReleaseSource(Metadatas, Protocol):
     """All that signing a release needs of the cloud."""
 
     def version(self, reference: str, /) -> Version:
@@ -75,7 +75,7 @@ class Cloud(Metadatas, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Signed:
+class SigningResult:
     """What was signed, and how far that got. targets: those repeated and compared here."""
 
     submitted: Submitted
@@ -83,7 +83,7 @@ class Signed:
 
 
 def sign_release(
-    cloud: Cloud,
+    cloud: ReleaseSource,
     reference: str,
     target: str,
     keys_folder: Path,
@@ -91,7 +91,7 @@ def sign_release(
     model_digest: bytes = b"",
     progress: Progress = lambda _: None,
     now_s: float | None = None,
-) -> Signed:
+) -> SigningResult:
     """Sign the bundle of a version for a target with the release keys in a folder.
 
     model_digest: root digest of the model file, where the signer knows it; another is refused. What
@@ -114,7 +114,7 @@ def sign_release(
         if str(wanted) in base and base[str(wanted)].hashes == {"sha256": blob.hex()}:
             pending = cloud.pending(RELEASE)
             done = Submitted(True, pending.signatures, pending.threshold, signer.version)
-            return Signed(done, (_as_target(str(wanted), base[str(wanted)]),))
+            return SigningResult(done, (_as_target(str(wanted), base[str(wanted)]),))
         waiting = signer.waiting(base)
         if waiting is not None and not signer.has_signed(waiting):
             repeat |= {p: TargetName.parse(p) for p in waiting.signed.targets if p not in base}
@@ -137,7 +137,7 @@ def sign_release(
             time.sleep(random.uniform(0, RETRY_S))
             continue
         if made is not None:
-            return Signed(made, tuple(found))
+            return SigningResult(made, tuple(found))
     raise Conflict(
         f"{wanted} is not signed: others signed {MAX_TRIES} times meanwhile; run the command again"
     )
@@ -172,7 +172,7 @@ def sign_policy(
     *,
     goldens: Mapping[str, Path] | None = None,
     now_s: float | None = None,
-) -> Signed:
+) -> SigningResult:
     """Sign what the auto role may do with the targets keys in a folder.
 
     goldens: files by target path (`golden/NAME`), for sets the published metadata does not list
@@ -190,10 +190,12 @@ def sign_policy(
     waiting = signer.waiting({})
     same = waiting is not None and waiting.signed.targets == targets
     now = time.time() if now_s is None else now_s
-    return Signed(signer.sign(waiting if same else None, targets, now))
+    return SigningResult(signer.sign(waiting if same else None, targets, now))
 
 
-def renew(cloud: Metadatas, role: str, keys_folder: Path, *, now_s: float | None = None) -> Signed:
+def renew(
+    cloud: Metadatas, role: str, keys_folder: Path, *, now_s: float | None = None
+) -> SigningResult:
     """Sign what `targets` or `release` lists once more: it expires a year after it was signed last.
 
     A signature on something new does the same. Conflict: the role's keys were replaced, and what
@@ -206,7 +208,7 @@ def renew(cloud: Metadatas, role: str, keys_folder: Path, *, now_s: float | None
     waiting = signer.waiting(base)
     same = waiting is not None and waiting.signed.targets == base
     now = time.time() if now_s is None else now_s
-    return Signed(signer.sign(waiting if same else None, base, now))
+    return SigningResult(signer.sign(waiting if same else None, base, now))
 
 
 def replace_keys(
@@ -216,7 +218,7 @@ def replace_keys(
     *,
     thresholds: Mapping[str, int] | None = None,
     now_s: float | None = None,
-) -> Signed:
+) -> SigningResult:
     """Sign a root with other keys for some roles; what the old keys signed counts no more.
 
     replaced: public keys by top-level role; none at all renews the root. thresholds: where they
@@ -241,7 +243,7 @@ def replace_keys(
     made = _waiting_root(cloud, again) or Metadata(again)
     for signer in KeyFolder(keys_folder).of(list(keyids), "root"):
         made.sign(signer, append=True)
-    return Signed(cloud.submit("root", made.to_bytes()))
+    return SigningResult(cloud.submit("root", made.to_bytes()))
 
 
 def _waiting_root(cloud: Metadatas, wanted: Root) -> Metadata[Root] | None:
@@ -266,7 +268,7 @@ def trusted_root(keys_folder: Path) -> bytes:
         ) from error
 
 
-def repeat_one(cloud: Cloud, name: TargetName, progress: Progress) -> SignedTarget:
+def repeat_one(cloud: ReleaseSource, name: TargetName, progress: Progress) -> SignedTarget:
     """Fetch a version and its bundle, repeat the conversion, compare; what may be signed."""
     reference = f"{name.model}@{name.version}"
     version = cloud.version(reference)
@@ -282,9 +284,9 @@ def repeat_one(cloud: Cloud, name: TargetName, progress: Progress) -> SignedTarg
         )
 
 
-def _files(cloud: Cloud, version: Version) -> Files:
+def _files(cloud: ReleaseSource, version: Version) -> Files:
     told = version.recipe
-    recipe = Recipe(
+    recipe = ConversionRecipe(
         quantize=told.quantize,
         calibration=told.calibration,
         entry=told.entry or "predict",

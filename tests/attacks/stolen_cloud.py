@@ -19,12 +19,12 @@ from tests.attacks.trust_stage import Clock, Stage, signed_by
 from tests.faults.fleet import Node, Process, free_port, wait_until
 from tuf.api._payload import TargetFile
 
-from triplane.cloud.fleet.facts import State
+from triplane.cloud.fleet.facts import RolloutState
 from triplane.cloud.home import Home
 from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.rights import Role
+from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.server import Cloud
-from triplane.cloud.trust import Repository
+from triplane.cloud.trust import MetadataRepository
 from triplane.cloud.trust.initial import policy_file
 from triplane.edge.agent.metadata import fetch_over
 from triplane.edge.agent.trust import bootstrap
@@ -251,7 +251,7 @@ class Lab:
         self.manner = honestly
 
     def reopened(self):
-        repository = Repository(self.home.metadata, self.home.keys)
+        repository = MetadataRepository(self.home.metadata, self.home.keys)
         return StolenHome(self.folder, Clock(), repository)
 
     def add(self, data):
@@ -317,7 +317,9 @@ class Lab:
 
 def enrolled_node(cloud, do, folder, name="node-a"):
     """A node as an operator lets it in."""
-    invited = do(cloud.principals.invite("operator", Role.NODE, name=name, labels={"site": "lab"}))
+    invited = do(
+        cloud.principals.invite("operator", PrincipalRole.NODE, name=name, labels={"site": "lab"})
+    )
     return RealNode(name, folder, invited.token, cloud)
 
 
@@ -330,7 +332,7 @@ def deployed(cloud, do, node, reference):
     rollout = do(cloud.fleet.deploy(request, by="operator")).rollout.id
 
     def is_done():
-        return do(cloud.fleet.rollout(rollout)).rollout.state is State.DONE
+        return do(cloud.fleet.rollout(rollout)).rollout.state is RolloutState.DONE
 
     wait_until(is_done, f"the end of {reference}", WAIT_S)
     assert node.committed(MODEL) == int(reference.partition("@")[2])

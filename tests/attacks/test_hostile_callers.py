@@ -28,7 +28,7 @@ from tuf.api.metadata import Metadata
 
 from triplane.cloud.fleet import sessions
 from triplane.cloud.home import Home
-from triplane.cloud.identity.rights import Role
+from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.server import Cloud, running
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.proto import enrolment_pb2, identity_pb2, metadata_pb2, registry_pb2, session_pb2
@@ -251,7 +251,7 @@ def enrol_call(scene, channel, token, request):
 
 @asynccontextmanager
 async def enrolment(scene, name="late"):
-    invited = await scene.cloud.principals.invite("operator", Role.NODE, name=name)
+    invited = await scene.cloud.principals.invite("operator", PrincipalRole.NODE, name=name)
     async with grpc.aio.insecure_channel(scene.cloud.enrol_address) as channel:
         yield channel, Token.parse(invited.token)
 
@@ -325,7 +325,7 @@ async def revoked_meanwhile(scene):
 
 async def revoked_upload(scene):
     """An operator's machine was stolen in the middle of an upload."""
-    invited = await scene.cloud.principals.invite("operator", Role.OPERATOR, name="thief")
+    invited = await scene.cloud.principals.invite("operator", PrincipalRole.OPERATOR, name="thief")
     async with grpc.aio.insecure_channel(scene.cloud.enrol_address) as channel:
         token, key = Token.parse(invited.token), new_key()
         made = await enrol_call(scene, channel, token, certificate_request(key))

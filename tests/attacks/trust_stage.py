@@ -10,7 +10,7 @@ from typing import Any
 from tuf.api._payload import MetaFile, TargetFile, Targets
 from tuf.api.metadata import Metadata
 
-from triplane.cloud.trust import Repository, initialize
+from triplane.cloud.trust import MetadataRepository, initialize
 from triplane.cloud.trust.initial import policy_file
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.roles import expiry
@@ -42,7 +42,7 @@ class Stage:
 
     path: Path
     clock: Clock
-    repository: Repository
+    repository: MetadataRepository
     forged: dict[str, bytes] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     silent: set[str] = field(default_factory=set)
@@ -65,8 +65,8 @@ class Stage:
         bootstrap(self.path / name, self.fetch)
         return Trust(self.path / name, self.fetch, clock or self.clock)
 
-    def reopened(self) -> Repository:
-        return Repository(self.path / "metadata", self.online, clock=self.clock)
+    def reopened(self) -> MetadataRepository:
+        return MetadataRepository(self.path / "metadata", self.online, clock=self.clock)
 
     def next_targets(self, role: str, targets=None) -> Metadata:
         """An unsigned next version of a targets role, with more targets."""
@@ -107,7 +107,7 @@ class Stage:
 def stage(path: Path, **options) -> Stage:
     clock = Clock()
     initialize(path / "metadata", path / "online", path / "offline", now_s=clock(), **options)
-    return Stage(path, clock, Repository(path / "metadata", path / "online", clock=clock))
+    return Stage(path, clock, MetadataRepository(path / "metadata", path / "online", clock=clock))
 
 
 def bundle_entry(path: str, data: bytes = BUNDLE) -> TargetFile:

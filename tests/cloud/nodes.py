@@ -83,9 +83,11 @@ class TestNode:
 
 async def enrolled(cloud, folder, name, **labels):
     """A new node of the cloud, with a certificate from its enrolment port."""
-    from triplane.cloud.identity.rights import Role
+    from triplane.cloud.identity.rights import PrincipalRole
 
-    invited = await cloud.principals.invite("operator", Role.NODE, name=name, labels=labels)
+    invited = await cloud.principals.invite(
+        "operator", PrincipalRole.NODE, name=name, labels=labels
+    )
     identity = await asyncio.to_thread(enrol, invited.token, cloud.enrol_address, folder / name)
     return TestNode(identity)
 

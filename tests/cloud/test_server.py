@@ -388,11 +388,11 @@ def test_a_start_asks_nothing_about_nodes_that_the_fleet_knows(home, tmp_path, m
 
 
 async def _enrol_untold(cloud, tmp_path):
-    from triplane.cloud.identity.rights import Role
+    from triplane.cloud.identity.rights import PrincipalRole
     from triplane.proto.identity import Token, certificate_request, mac, new_key
 
     invited = await cloud.principals.invite(
-        "operator", Role.NODE, name="late", labels={"site": "lab"}
+        "operator", PrincipalRole.NODE, name="late", labels={"site": "lab"}
     )
     token, asked = Token.parse(invited.token), certificate_request(new_key())
     made = await cloud.principals.enrol(token.id, asked, mac(token.key, asked))

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 from tests.cloud.federation import given
 
-from triplane.cloud.identity.rights import Role
+from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.server import running
 from triplane.device import FederatedClient
 
@@ -39,7 +39,7 @@ async def cloud_of(folder, **options):
 
 
 async def token_for(cloud, name):
-    invited = await cloud.principals.invite("operator", Role.DEVICE, name=name, labels={})
+    invited = await cloud.principals.invite("operator", PrincipalRole.DEVICE, name=name, labels={})
     return invited.token
 
 

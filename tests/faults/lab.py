@@ -31,7 +31,7 @@ from tests.faults.fleet import Process, free_port
 from tests.faults.nursery import Forked
 
 from triplane.cloud.federation import journal
-from triplane.cloud.identity.rights import Role
+from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.server import running
 from triplane.device import FederatedClient
 from triplane.proto import federation_pb2 as pb
@@ -92,7 +92,7 @@ class Lab:
             await registered(cloud, self.folder)
             self.devices = await devices_of(cloud, self.folder, NAMES)
             for number, name in enumerate(REAL):
-                invited = await cloud.principals.invite("operator", Role.DEVICE, name=name)
+                invited = await cloud.principals.invite("operator", PrincipalRole.DEVICE, name=name)
                 client = FederatedClient(self.folder / name, shard(number), population=LAB)
                 await asyncio.to_thread(client.enrol, invited.token, cloud.enrol_address)
                 save_shard(self.folder / f"{name}.npz", shard(number))

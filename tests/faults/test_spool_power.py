@@ -25,7 +25,7 @@ from tests.faults.lab import OVER
 
 from triplane.cloud.federation import journal, live, results
 from triplane.cloud.federation.federation import Federation
-from triplane.cloud.federation.journal import Entry, Prepared
+from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.spec import filled
 from triplane.cloud.federation.tables import SMALL
 from triplane.cloud.registry.conversions import Conversions
@@ -251,7 +251,7 @@ class Given:
             roles=ROLES, weighting=row.weighting, server=row.server, since_s=1.0,
         )  # fmt: skip
         asked = filled(spec(model="tiny@1", algorithm=row.name, rounds=ROUNDS + 2))
-        return Entry(
+        return RunRecord(
             number=0, id=RUN, key=bytes(16), asked=bytes(32), spec=asked, started_s=1.0,
             started_by="operator", prepared=prepared,
         )  # fmt: skip

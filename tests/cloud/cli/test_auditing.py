@@ -8,7 +8,7 @@ import pytest
 
 from triplane.cloud.cli.auditing import entry_record, entry_table, parse_head, read, verified
 from triplane.cloud.cli.connection import Calls
-from triplane.cloud.identity.audit import START, Entry, digest_of
+from triplane.cloud.identity.audit import START, AuditRecord, digest_of
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.proto.fleet_pb2_grpc import FleetStub
 from triplane.proto.identity_pb2 import AuditEntry, ReadAuditRequest
@@ -21,7 +21,9 @@ def chain(count, actor="alex"):
     """A whole log; entry n is done at second n."""
     entries, previous = [], START
     for number in range(1, count + 1):
-        told = Entry(number, float(number), actor, "rollout.pause", "r-1", "{}", previous, b"")
+        told = AuditRecord(
+            number, float(number), actor, "rollout.pause", "r-1", "{}", previous, b""
+        )
         entry = AuditEntry(
             number=number, time_s=number, actor=actor, action="rollout.pause", subject="r-1",
             details="{}", previous=previous, digest=digest_of(told),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from triplane.cloud.home import initialize
-from triplane.cloud.identity.rights import Role
+from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.registry import Push
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.channels import connect, connect_aio
@@ -248,7 +248,7 @@ def update_bytes(task, change, **other):
 
 async def enrolled(cloud, folder, name, number):
     """A new device of the cloud with a shard of its own."""
-    invited = await cloud.principals.invite("operator", Role.DEVICE, name=name, labels={})
+    invited = await cloud.principals.invite("operator", PrincipalRole.DEVICE, name=name, labels={})
     place = folder / name
     identity = await asyncio.to_thread(enrol, invited.token, cloud.enrol_address, place)
     return Device(identity, shard(number), place)

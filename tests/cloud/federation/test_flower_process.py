@@ -22,7 +22,7 @@ from triplane.cloud.federation import flower_spec
 from triplane.cloud.federation.flower import named_arrays, record_of
 from triplane.cloud.federation.flower_drive import made, node_of
 from triplane.cloud.federation.flower_memory import recall, remember
-from triplane.cloud.federation.flower_process import COMMAND, Died, Limits, StrategyProcess
+from triplane.cloud.federation.flower_process import COMMAND, Died, StrategyLimits, StrategyProcess
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.unified_ir.federated.core.files import write_state
 
@@ -52,7 +52,7 @@ def begin(folder, order, **limits):
 
     async def story():
         async with asyncio.timeout(DEADLINE_S):
-            process = await StrategyProcess.start(folder, order, Limits(**limits))
+            process = await StrategyProcess.start(folder, order, StrategyLimits(**limits))
             await process.end()
 
     asyncio.run(story())

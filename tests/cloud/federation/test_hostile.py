@@ -26,7 +26,7 @@ from tests.cloud.federation.given import (
     work_of,
 )
 
-from triplane.cloud.federation.spool import BELATED, UPLOADS, Spool
+from triplane.cloud.federation.spool import BELATED, UPLOADS, UpdateStore
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput
@@ -340,7 +340,7 @@ def test_leases_that_a_device_invents_fill_no_journal():
     told = pb.Contribution(run=OTHER_RUN, lease=bytes(16), declined="no")
     run: Any = SimpleNamespace(book=SimpleNamespace(state=state))
     spool: Any = None
-    make = asyncio.run(Spool.judged(spool, run, "mallory", told))
+    make = asyncio.run(UpdateStore.judged(spool, run, "mallory", told))
     assert make(state, 1.0) is not None
     for late in (BELATED, BELATED + 1000):
         often = replace(state, members={"mallory": replace(member, dropped=late)})

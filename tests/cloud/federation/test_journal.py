@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tests.cloud.federation.given import spec
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.book import Book, follow, spread_of
+from triplane.cloud.federation.book import RunProjection, follow, spread_of
 from triplane.cloud.federation.coding import from_json, to_json
-from triplane.cloud.federation.journal import KINDS, Entry, Prepared
+from triplane.cloud.federation.journal import KINDS, Prepared, RunRecord
 from triplane.cloud.federation.messages import settlements
 from triplane.cloud.federation.tables import EVENTS, SMALL_STATES
 from triplane.cloud.store import Database
@@ -35,7 +35,7 @@ def entry(**fields):
         "number": 1, "id": "0" * 16, "key": b"k" * 16, "asked": bytes(32), "spec": spec(),
         "started_s": 1.0, "started_by": "operator", "prepared": PREPARED,
     }  # fmt: skip
-    return Entry(**defaults | fields)
+    return RunRecord(**defaults | fields)
 
 
 def story(book):
@@ -77,7 +77,7 @@ def test_an_event_and_a_book_are_read_as_they_were_written():
     for event in events:
         assert from_json(type(event), to_json(event)) == event
     for book in books:
-        assert from_json(Book, to_json(book)) == book
+        assert from_json(RunProjection, to_json(book)) == book
 
 
 def test_every_event_of_the_machine_has_a_kind():
@@ -110,7 +110,7 @@ def test_a_journal_of_an_earlier_release_is_read_and_folds_by_its_rules():
         assert from_json(type(event), old) == event
     old_prepared = json.dumps(without(json.loads(to_json(PREPARED)), *LATER))
     assert from_json(Prepared, old_prepared).rules == core.RULES_OF_OLD
-    found = from_json(Book, json.dumps(without(json.loads(to_json(books[-1])), *LATER)))
+    found = from_json(RunProjection, json.dumps(without(json.loads(to_json(books[-1])), *LATER)))
     assert found.state.rules == core.RULES_OF_OLD
     assert found.state.history == books[-1].state.history
     assert set(found.state.members) == set(books[-1].state.members)

@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from triplane.cloud.fleet.capability import Needs
+from triplane.cloud.fleet.capability import BundleNeeds
 from triplane.cloud.fleet.facts import BundleReady, Limit
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.errors import NotFound
@@ -25,7 +25,7 @@ class Shelf:
 
     def put(self, model, version, target="ort-x64", *, signed=True):
         path = f"release/{model}@{version}+{target}.bundle" if signed else ""
-        needs = Needs(runtime="onnxruntime", opset=21)
+        needs = BundleNeeds(runtime="onnxruntime", opset=21)
         self.bundles[model, version, target] = BundleReady(target, needs, path)
 
     async def resolve(self, reference):

@@ -1,6 +1,6 @@
 import pytest
 
-from triplane.cloud.fleet.capability import Capability, Needs
+from triplane.cloud.fleet.capability import BundleNeeds, Capability
 from triplane.proto.fitting import fits, version_key
 
 NODE = Capability(
@@ -12,10 +12,10 @@ NODE = Capability(
 @pytest.mark.parametrize(
     "needs",
     [
-        Needs(),
-        Needs(runtime="onnxruntime", min_version="1.23.2", opset=21),
-        Needs(runtime="onnxruntime", min_version="1.9", instructions=("avx2",)),
-        Needs(memory_bytes=1 << 30),
+        BundleNeeds(),
+        BundleNeeds(runtime="onnxruntime", min_version="1.23.2", opset=21),
+        BundleNeeds(runtime="onnxruntime", min_version="1.9", instructions=("avx2",)),
+        BundleNeeds(memory_bytes=1 << 30),
     ],
 )
 def test_a_bundle_whose_needs_are_met_fits(needs):
@@ -25,11 +25,11 @@ def test_a_bundle_whose_needs_are_met_fits(needs):
 @pytest.mark.parametrize(
     ("needs", "reason"),
     [
-        (Needs(runtime="cann"), "needs the runtime cann, the node has onnxruntime"),
-        (Needs(min_version="1.23.10"), "1.23.10, the node has 1.23.2"),
-        (Needs(opset=22), "needs opset 22, the node's runtime knows opsets to 21"),
-        (Needs(instructions=("avx2", "avx512_vnni")), "instructions avx512_vnni, which"),
-        (Needs(memory_bytes=(1 << 30) + 1), "needs 1073741825 bytes of memory"),
+        (BundleNeeds(runtime="cann"), "needs the runtime cann, the node has onnxruntime"),
+        (BundleNeeds(min_version="1.23.10"), "1.23.10, the node has 1.23.2"),
+        (BundleNeeds(opset=22), "needs opset 22, the node's runtime knows opsets to 21"),
+        (BundleNeeds(instructions=("avx2", "avx512_vnni")), "instructions avx512_vnni, which"),
+        (BundleNeeds(memory_bytes=(1 << 30) + 1), "needs 1073741825 bytes of memory"),
     ],
 )
 def test_a_need_that_is_not_met_is_named(needs, reason):

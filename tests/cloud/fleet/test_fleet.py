@@ -4,7 +4,7 @@ import pytest
 from tests.cloud.fleet.given import obey, request, said, until, within
 
 from triplane.cloud.fleet import messages, saving
-from triplane.cloud.fleet.facts import Limit, Stage, State
+from triplane.cloud.fleet.facts import Limit, NodeStage, RolloutState
 from triplane.cloud.fleet.messages import desired_message, rollout_message
 from triplane.cloud.fleet.share import in_share
 from triplane.cloud.identity import audit
@@ -23,7 +23,7 @@ async def enrolled(fleet, *names, **labels):
 async def running(fleet, **options):
     paper = await fleet.deploy(request(**options), by="olga")
     found = paper.rollout.id
-    await until(fleet, lambda: fleet._fleet.papers[found].rollout.state is State.RUNNING)
+    await until(fleet, lambda: fleet._fleet.papers[found].rollout.state is RolloutState.RUNNING)
     return found
 
 
@@ -45,12 +45,12 @@ def test_a_deploy_reaches_done_over_the_desired_documents(opened):
             assert told[1:] == [("b", 1), ("c", 1), ("d", 1)]
             await obey(fleet, "b", "c", "d")
             paper = await fleet.rollout(found)
-            assert paper.rollout.state is State.DONE
+            assert paper.rollout.state is RolloutState.DONE
             assert found not in fleet._fleet.papers
             return paper.rollout
 
     rollout = within(story())
-    assert {m.stage for m in rollout.members.values()} == {Stage.COMMITTED}
+    assert {m.stage for m in rollout.members.values()} == {NodeStage.COMMITTED}
 
 
 def test_everything_acknowledged_is_there_after_a_restart(opened):
@@ -68,7 +68,7 @@ def test_everything_acknowledged_is_there_after_a_restart(opened):
             return (await again.rollout(found)).rollout
 
     rollout = within(story())
-    assert rollout.state is State.DONE
+    assert rollout.state is RolloutState.DONE
     assert rollout.members["d"].excused == "cordoned"
 
 
@@ -105,7 +105,7 @@ def test_the_same_key_is_one_rollout_and_another_waits_its_turn(opened):
             await fleet.abort(first.rollout.id, reason="", revert=False, by="olga")
             repeated = await fleet.deploy(request(), by="olga")
             assert repeated.rollout.id == first.rollout.id
-            assert repeated.rollout.state is State.ABORTED
+            assert repeated.rollout.state is RolloutState.ABORTED
 
     within(story())
 
@@ -135,7 +135,7 @@ def test_attempts_grow_over_rollouts_so_a_failed_one_is_not_tried_by_itself(open
             found = await running(fleet)
             await fleet.report("a", said(fleet, "a", version=3, state=pb.FAILED, reason="golden"))
             paused = await fleet.rollout(found)
-            assert paused.rollout.state is State.PAUSED
+            assert paused.rollout.state is RolloutState.PAUSED
             assert paused.rollout.members["a"].reason == "golden"
             await fleet.resume(found, by="olga")
             assert fleet.node("a").held["digits"].attempt == 2
@@ -155,7 +155,7 @@ def test_a_revoked_node_is_no_node_and_counts_nowhere(opened):
             found = await running(fleet)
             await obey(fleet, "a")
             await fleet.remove_node("b", "revoked: stolen")
-            assert (await fleet.rollout(found)).rollout.state is State.DONE
+            assert (await fleet.rollout(found)).rollout.state is RolloutState.DONE
             with pytest.raises(NotFound, match="no node 'b'"):
                 fleet.node("b")
             await fleet.add_node("b", {"site": "new"})
@@ -351,7 +351,7 @@ def test_nodes_outside_the_policys_share_are_left_out_of_the_waves_and_named(ope
             return said_before, await fleet.rollout(found), heads[0]
 
     before, paper, head = within(story())
-    assert paper.rollout.state is State.DONE
+    assert paper.rollout.state is RolloutState.DONE
     note = f"{len(OUTSIDE)} of 40 nodes are left out: outside the 50.00% of nodes"
     assert note in before.reason
     assert note in rollout_message(head, lambda _: True).reason
@@ -381,7 +381,7 @@ def test_a_target_that_people_released_is_no_matter_of_the_share(opened, shelf):
             await obey(fleet, *OUTSIDE[:3])
             return (await fleet.rollout("last")).rollout.state
 
-    assert within(story()) is State.DONE
+    assert within(story()) is RolloutState.DONE
 
 
 @pytest.mark.parametrize("verb", ["pause", "resume", "abort"])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triplane.cloud.fleet.capability import Capability, Needs
+from triplane.cloud.fleet.capability import BundleNeeds, Capability
 from triplane.cloud.fleet.facts import (
     ENDED,
     LOST,
@@ -20,15 +20,15 @@ from triplane.cloud.fleet.facts import (
     BundleReady,
     Event,
     Excused,
-    Member,
+    NodeStage,
     Pause,
-    Plan,
     Reported,
     Restore,
     Resume,
-    Stage,
-    State,
-    Tick,
+    RolloutMember,
+    RolloutPlan,
+    RolloutState,
+    TimePassed,
 )  # fmt: skip
 from triplane.cloud.fleet.rollout import RULES, begin, step, step_all
 from triplane.cloud.fleet.waves import exceeds
@@ -39,18 +39,18 @@ X64 = Capability(
     runtime="onnxruntime", runtime_version="1.23.2", max_opset=21, memory_bytes=1 << 30,
     targets=("ort-x64",),
 )  # fmt: skip
-NEEDS = Needs(runtime="onnxruntime", min_version="1.20", opset=21)
+NEEDS = BundleNeeds(runtime="onnxruntime", min_version="1.20", opset=21)
 PATH = "release/digits@3+ort-x64.bundle"
 
 
 def plan(*waves, **options):
-    return Plan(model="digits", version=3, waves=waves, **options)
+    return RolloutPlan(model="digits", version=3, waves=waves, **options)
 
 
 def members(*per_wave, capability=X64):
     names = (f"node-{i}" for i in range(sum(per_wave)))
     return [
-        Member(name=next(names), wave=wave, capability=capability)
+        RolloutMember(name=next(names), wave=wave, capability=capability)
         for wave, count in enumerate(per_wave)
         for _ in range(count)
     ]
@@ -59,11 +59,11 @@ def members(*per_wave, capability=X64):
 def committed(name, attempt=1):
     return Reported(
         name=name, capability=X64, committed_version=3, version=3, attempt=attempt,
-        stage=Stage.COMMITTED,
+        stage=NodeStage.COMMITTED,
     )  # fmt: skip
 
 
-def failed(name, attempt=1, stage=Stage.FAILED):
+def failed(name, attempt=1, stage=NodeStage.FAILED):
     return Reported(
         name=name, capability=X64, committed_version=2, version=3, attempt=attempt, stage=stage,
         reason="golden sample 3",
@@ -93,11 +93,11 @@ def test_it_waits_by_name_for_the_bundle_and_then_for_its_signature():
     assert effects == (AskBundle("ort-x64"),)
     assert rollout.reason == "waits for the bundle of digits@3 for ort-x64"
     rollout, effects = run(rollout, BundleReady("ort-x64", NEEDS))
-    assert rollout.state is State.PREPARING
+    assert rollout.state is RolloutState.PREPARING
     assert "triplane sign digits@3 --target ort-x64" in rollout.reason
     assert effects == []
     rollout, effects = run(rollout, BundleReady("ort-x64", NEEDS, PATH))
-    assert rollout.state is State.RUNNING
+    assert rollout.state is RolloutState.RUNNING
     assert effects == [Assign("node-0", PATH, 1), Assign("node-1", PATH, 1)]
 
 
@@ -107,18 +107,18 @@ def test_a_wave_opens_when_enough_of_the_one_before_committed():
     rollout, effects = run(rollout, committed("node-0"))
     assert effects == [Assign("node-1", PATH, 1), Assign("node-2", PATH, 1)]
     rollout, _ = run(rollout, committed("node-1"))
-    assert rollout.state is State.RUNNING
+    assert rollout.state is RolloutState.RUNNING
     assert rollout.reason == "wave 2: 1 of 2 nodes committed, 2 needed"
     rollout, _ = run(rollout, committed("node-2"), now_s=77.0)
-    assert (rollout.state, rollout.ended_s) == (State.DONE, 77.0)
+    assert (rollout.state, rollout.ended_s) == (RolloutState.DONE, 77.0)
 
 
 def test_it_pauses_as_soon_as_more_than_its_share_failed():
     rollout, _ = running((4, 8), (4, 4), failure_share=0.25, success_share=0.75)
     rollout, _ = run(rollout, failed("node-0"))
-    assert rollout.state is State.RUNNING
-    rollout, effects = run(rollout, failed("node-1", stage=Stage.RETURNED))
-    assert rollout.state is State.PAUSED
+    assert rollout.state is RolloutState.RUNNING
+    rollout, effects = run(rollout, failed("node-1", stage=NodeStage.RETURNED))
+    assert rollout.state is RolloutState.PAUSED
     assert rollout.reason.startswith("2 of 4 nodes of wave 1 failed, more than 0.25")
     assert effects == []
 
@@ -126,7 +126,7 @@ def test_it_pauses_as_soon_as_more_than_its_share_failed():
 def test_it_pauses_when_a_wave_can_no_longer_reach_its_share():
     rollout, _ = running((4,), (4,), failure_share=0.5, success_share=1.0)
     rollout, _ = run(rollout, failed("node-0"))
-    assert rollout.state is State.PAUSED
+    assert rollout.state is RolloutState.PAUSED
     assert rollout.reason == "wave 1: 0 of 4 nodes committed, 4 needed, and the others failed"
 
 
@@ -137,37 +137,37 @@ def test_resume_tries_failed_nodes_again_under_a_new_attempt():
     assert effects == [Assign("node-0", PATH, 2)]
     assert rollout.members["node-0"].deadline_s == 650.0
     rollout, _ = run(rollout, failed("node-0", attempt=1))
-    assert rollout.members["node-0"].stage is Stage.ASSIGNED, "a report of the old attempt"
+    assert rollout.members["node-0"].stage is NodeStage.ASSIGNED, "a report of the old attempt"
     rollout, _ = run(rollout, committed("node-0", 2), committed("node-1"))
-    assert rollout.state is State.DONE
+    assert rollout.state is RolloutState.DONE
 
 
 def test_a_silent_node_fails_at_its_deadline_and_may_still_catch_up():
     rollout, _ = running((2,), (2,), success_share=0.5, failure_share=0.5)
-    rollout, _ = run(rollout, Tick(), now_s=609.9)
-    assert stages(rollout) == [Stage.ASSIGNED] * 2
-    rollout, _ = run(rollout, Tick(), now_s=610.0)
-    assert rollout.state is State.PAUSED
+    rollout, _ = run(rollout, TimePassed(), now_s=609.9)
+    assert stages(rollout) == [NodeStage.ASSIGNED] * 2
+    rollout, _ = run(rollout, TimePassed(), now_s=610.0)
+    assert rollout.state is RolloutState.PAUSED
     assert rollout.members["node-0"].reason == ("not committed within 600 s; last seen assigned")
     rollout, _ = run(rollout, committed("node-0"))
-    assert rollout.members["node-0"].stage is Stage.COMMITTED
+    assert rollout.members["node-0"].stage is NodeStage.COMMITTED
     rollout, _ = run(rollout, Resume(), committed("node-1", 2))
-    assert rollout.state is State.DONE
+    assert rollout.state is RolloutState.DONE
 
 
 def test_the_end_waits_for_nodes_under_way_but_not_beyond_their_deadline():
     rollout, _ = running((2,), (2,), success_share=0.5, failure_share=0.5)
     rollout, _ = run(rollout, committed("node-0"))
     assert rollout.reason == "all waves reached their share; 1 nodes are still under way"
-    rollout, _ = run(rollout, Tick(), now_s=610.0)
-    assert rollout.state is State.DONE
-    assert stages(rollout) == [Stage.COMMITTED, Stage.FAILED]
+    rollout, _ = run(rollout, TimePassed(), now_s=610.0)
+    assert rollout.state is RolloutState.DONE
+    assert stages(rollout) == [NodeStage.COMMITTED, NodeStage.FAILED]
 
 
 def test_it_waits_for_a_person_between_waves_when_asked_to():
     rollout, _ = running((1, 2, 3), (1, 1, 1), pause_between_waves=True)
     rollout, effects = run(rollout, committed("node-0"))
-    assert (rollout.state, effects) == (State.PAUSED, [])
+    assert (rollout.state, effects) == (RolloutState.PAUSED, [])
     assert rollout.reason == "wave 1 is done; resume opens wave 2"
     rollout, effects = run(rollout, Resume())
     assert effects == [Assign("node-1", PATH, 1)]
@@ -178,8 +178,8 @@ def test_it_waits_for_a_person_between_waves_when_asked_to():
 def test_pause_stops_waves_but_not_nodes_under_way():
     rollout, _ = running((1, 2), (1, 1))
     rollout, effects = run(rollout, Pause("looks odd"), committed("node-0"))
-    assert (rollout.state, rollout.reason, effects) == (State.PAUSED, "looks odd", [])
-    assert rollout.members["node-0"].stage is Stage.COMMITTED
+    assert (rollout.state, rollout.reason, effects) == (RolloutState.PAUSED, "looks odd", [])
+    assert rollout.members["node-0"].stage is NodeStage.COMMITTED
     rollout, effects = run(rollout, Resume())
     assert effects == [Assign("node-1", PATH, 1)]
 
@@ -192,7 +192,7 @@ def test_abort_takes_back_what_did_not_commit_and_on_request_what_did(revert, re
     rollout, _ = running((3, 4), (3, 1), failure_share=1.0)
     rollout, _ = run(rollout, committed("node-0"), failed("node-1"))
     rollout, effects = run(rollout, Abort("wrong", revert), now_s=99.0)
-    assert (rollout.state, rollout.reason, rollout.ended_s) == (State.ABORTED, "wrong", 99.0)
+    assert (rollout.state, rollout.reason, rollout.ended_s) == (RolloutState.ABORTED, "wrong", 99.0)
     assert effects == [Restore(name, 2) for name in restored]
     late, effects = run(rollout, committed("node-2"), Abort("again", revert=True))
     assert (late, effects) == (rollout, []), "an ended rollout stays as it ended"
@@ -202,9 +202,9 @@ def test_a_node_takes_its_first_target_that_can_be_had_and_fits():
     both = replace(X64, targets=("ascend", "ort-x64"))
     few = replace(X64, targets=("ascend",))
     chosen = [
-        Member(name="a", wave=0, capability=both),
-        Member(name="b", wave=0, capability=few),
-        Member(name="c", wave=0, capability=replace(both, max_opset=17)),
+        RolloutMember(name="a", wave=0, capability=both),
+        RolloutMember(name="b", wave=0, capability=few),
+        RolloutMember(name="c", wave=0, capability=replace(both, max_opset=17)),
     ]
     rollout, effects = begin("r", plan(3, failure_share=0.7, success_share=0.3), chosen, 0.0)
     assert effects == (AskBundle("ascend"),)
@@ -215,18 +215,18 @@ def test_a_node_takes_its_first_target_that_can_be_had_and_fits():
     assert effects == [Assign("a", PATH, 1)]
     assert "needs opset 21" in rollout.members["c"].reason
     rollout, _ = run(rollout, committed("a"))
-    assert rollout.state is State.DONE
+    assert rollout.state is RolloutState.DONE
 
 
 def test_it_fails_where_no_node_can_take_the_version():
     rollout, _ = begin("r", plan(2), members(2), 0.0)
     rollout, effects = run(rollout, BundleFailed("ort-x64", "unsupported"), now_s=5.0)
-    assert (rollout.state, effects, rollout.ended_s) == (State.FAILED, [], 5.0)
+    assert (rollout.state, effects, rollout.ended_s) == (RolloutState.FAILED, [], 5.0)
     assert rollout.reason == "no node can take digits@3: ort-x64: unsupported"
 
 
 def test_a_node_that_never_reported_joins_when_it_does():
-    silent = [*members(1), Member(name="silent", wave=0)]
+    silent = [*members(1), RolloutMember(name="silent", wave=0)]
     rollout, _ = begin("r", plan(2), silent, 0.0)
     rollout, effects = run(rollout, BundleReady("ort-x64", NEEDS, PATH))
     assert effects == [Assign("node-0", PATH, 1)]
@@ -236,7 +236,7 @@ def test_a_node_that_never_reported_joins_when_it_does():
 
 def test_a_node_with_a_new_target_waits_for_its_bundle_while_others_run():
     arm = replace(X64, targets=("ort-arm64",))
-    rollout, _ = begin("r", plan(2), [*members(1), Member(name="arm", wave=0)], 0.0)
+    rollout, _ = begin("r", plan(2), [*members(1), RolloutMember(name="arm", wave=0)], 0.0)
     rollout, _ = run(rollout, BundleReady("ort-x64", NEEDS, PATH))
     rollout, effects = run(rollout, Reported(name="arm", capability=arm))
     assert effects == [AskBundle("ort-arm64")]
@@ -250,7 +250,7 @@ def test_an_excused_node_counts_neither_way_and_can_come_back():
     rollout, effects = run(rollout, Excused({"node-1": "cordoned"}), committed("node-0"))
     assert effects == [Assign("node-2", PATH, 1)]
     rollout, effects = run(rollout, Excused({"node-2": "cordoned", "node-1": "cordoned"}))
-    assert rollout.state is State.DONE
+    assert rollout.state is RolloutState.DONE
     rollout, _ = running((2,), (2,))
     rollout, _ = run(rollout, Excused({"node-1": "cordoned"}))
     rollout, _ = run(rollout, Excused({}), now_s=400.0)
@@ -262,18 +262,18 @@ def test_a_node_that_had_the_version_counts_only_when_it_says_so_again():
     rollout, _ = begin("r", plan(1), has, 0.0)
     rollout, effects = run(rollout, BundleReady("ort-x64", NEEDS, PATH))
     assert effects == [Assign("node-0", PATH, 1)]
-    assert rollout.state is State.RUNNING
+    assert rollout.state is RolloutState.RUNNING
     rollout, _ = run(rollout, committed("node-0"))
-    assert rollout.state is State.DONE
+    assert rollout.state is RolloutState.DONE
 
 
 def test_the_same_number_with_other_content_does_not_count():
     rollout, _ = begin("r", plan(1), members(1), 0.0)
     rollout, _ = run(rollout, BundleReady("ort-x64", NEEDS, PATH, "ab" * 32))
     rollout, _ = run(rollout, replace(committed("node-0"), committed_sha256="cd" * 32))
-    assert rollout.state is State.RUNNING
+    assert rollout.state is RolloutState.RUNNING
     rollout, _ = run(rollout, replace(committed("node-0"), committed_sha256="ab" * 32))
-    assert rollout.state is State.DONE
+    assert rollout.state is RolloutState.DONE
 
 
 def test_a_node_that_failed_by_its_deadline_keeps_the_reason_that_it_gave():
@@ -281,11 +281,16 @@ def test_a_node_that_failed_by_its_deadline_keeps_the_reason_that_it_gave():
     rollout, _ = run(rollout, BundleReady("ort-x64", NEEDS, PATH))
     full = "waits: the disk is full"
     waiting = Reported(
-        name="node-0", capability=X64, version=3, attempt=1, stage=Stage.DOWNLOADING, reason=full
+        name="node-0",
+        capability=X64,
+        version=3,
+        attempt=1,
+        stage=NodeStage.DOWNLOADING,
+        reason=full,
     )
     rollout, _ = run(rollout, waiting)
-    rollout, _ = run(rollout, Tick(), now_s=10_000.0)
-    assert rollout.members["node-0"].stage is Stage.FAILED
+    rollout, _ = run(rollout, TimePassed(), now_s=10_000.0)
+    assert rollout.members["node-0"].stage is NodeStage.FAILED
     assert rollout.members["node-0"].reason.endswith(f"last seen downloading: {full}")
 
 
@@ -298,13 +303,13 @@ def test_an_ended_rollout_refuses_people_and_says_how_it_ended(event):
 
 
 def test_every_state_has_a_rule_for_every_event():
-    assert set(RULES) == {(state, event) for state in State for event in Event.__args__}
+    assert set(RULES) == {(state, event) for state in RolloutState for event in Event.__args__}
 
 
 def test_states_have_the_numbers_of_the_wire():
-    for state in State:
+    for state in RolloutState:
         assert int(fleet_pb2.Rollout.State.Value(state.name)) == int(state)
-    for stage in list(Stage)[1:]:
+    for stage in list(NodeStage)[1:]:
         assert int(fleet_pb2.NodeState.Value(stage.name)) == int(stage)
 
 
@@ -325,7 +330,7 @@ def begun(draw):
     )  # fmt: skip
     capability = st.sampled_from((None, *CAPABILITIES))
     chosen = [
-        Member(
+        RolloutMember(
             name=name, wave=next(w for w, n in enumerate(counts) if i < n),
             capability=draw(capability),
         )
@@ -337,11 +342,11 @@ def begun(draw):
 reports = st.builds(
     Reported, name=st.sampled_from(NAMES), capability=st.sampled_from(CAPABILITIES),
     committed_version=st.sampled_from([0, 2, 3]), version=st.sampled_from([2, 3]),
-    attempt=st.integers(1, 3), stage=st.sampled_from(Stage), reason=st.just("because"),
+    attempt=st.integers(1, 3), stage=st.sampled_from(NodeStage), reason=st.just("because"),
 )  # fmt: skip
 targets = st.sampled_from(TARGETS)
 events = st.one_of(
-    reports, reports, reports, st.builds(Tick), st.builds(Resume),
+    reports, reports, reports, st.builds(TimePassed), st.builds(Resume),
     st.builds(BundleReady, targets, st.just(NEEDS), st.sampled_from(["", PATH])),
     st.builds(BundleReady, targets, st.just(NEEDS), st.just(PATH)),
     st.builds(BundleFailed, targets, st.just("unsupported")),
@@ -366,7 +371,7 @@ def check(rollout, assigned):
         assert rollout.members[name].wave <= rollout.wave
     open_size = rollout.plan.waves[rollout.wave] if rollout.wave >= 0 else 0
     assert len(given_out) <= open_size
-    if rollout.state is State.RUNNING:
+    if rollout.state is RolloutState.RUNNING:
         for wave in range(rollout.wave + 1):
             counted = [m for m in rollout.members.values() if m.wave == wave and not m.excused]
             lost = sum(m.stage in LOST for m in counted)
@@ -456,8 +461,8 @@ def test_every_rollout_ends_once_bundles_people_and_nodes_answer(start, history)
             rollout, _ = tried(rollout, BundleReady(target, NEEDS, PATH), now_s)
         for name, member in rollout.members.items():
             rollout, _ = tried(rollout, committed(name, member.attempt), now_s)
-        rollout, _ = tried(rollout, Tick(), now_s)
+        rollout, _ = tried(rollout, TimePassed(), now_s)
     assert rollout.state in ENDED
-    if rollout.state is State.DONE:
+    if rollout.state is RolloutState.DONE:
         opened = [m for m in rollout.members.values() if not m.excused]
         assert all(m.stage in SETTLED for m in opened)

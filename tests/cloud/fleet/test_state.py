@@ -5,11 +5,11 @@ import pytest
 from tests.cloud.fleet.given import CAPABILITY
 
 from triplane.cloud.fleet import state
-from triplane.cloud.fleet.capability import Needs
-from triplane.cloud.fleet.deploying import Asked, begun
-from triplane.cloud.fleet.facts import BundleReady, Stage, State
+from triplane.cloud.fleet.capability import BundleNeeds
+from triplane.cloud.fleet.deploying import ResolvedDeploy, begun
+from triplane.cloud.fleet.facts import BundleReady, NodeStage, RolloutState
 from triplane.cloud.fleet.messages import desired_message, rollout_message
-from triplane.cloud.fleet.state import Fleet, Node
+from triplane.cloud.fleet.state import FleetNode, FleetState
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.channels import MESSAGE_BYTES
 
@@ -17,10 +17,12 @@ from triplane.proto.channels import MESSAGE_BYTES
 def deployed(nodes):
     """A fleet of that many nodes, each told to serve digits@3."""
     said = pb.Report(capability=CAPABILITY)
-    fleet = Fleet({name: Node(name=name, report=said) for name in (f"n{i}" for i in range(nodes))})
+    fleet = FleetState(
+        {name: FleetNode(name=name, report=said) for name in (f"n{i}" for i in range(nodes))}
+    )
     request = pb.DeployRequest(selector="all", key=b"k", role="release")
-    fleet = begun(fleet, Asked("r-1", request, "digits", 3, None, "olga", 0.0))
-    ready = BundleReady("ort-x64", Needs(), "release/digits@3+ort-x64.bundle")
+    fleet = begun(fleet, ResolvedDeploy("r-1", request, "digits", 3, None, "olga", 0.0))
+    ready = BundleReady("ort-x64", BundleNeeds(), "release/digits@3+ort-x64.bundle")
     return state.after_event(fleet, "r-1", ready, 0.0)
 
 
@@ -38,8 +40,8 @@ def test_reports_that_come_together_are_the_same_as_one_by_one():
         fleet = state.after_reports(fleet, [report], 5.0)
     assert together == fleet
     rollout = together.papers["r-1"].rollout
-    assert rollout.state is State.DONE
-    assert {m.stage for m in rollout.members.values()} == {Stage.COMMITTED}
+    assert rollout.state is RolloutState.DONE
+    assert {m.stage for m in rollout.members.values()} == {NodeStage.COMMITTED}
 
 
 @pytest.mark.slow
@@ -78,8 +80,8 @@ def held_and_said(version, sha256, **metadata):
     """A node that was given digits@3 with OURS, and reports to serve something."""
     report = pb.Report(capability=CAPABILITY, metadata_versions=metadata)
     report.models.add(model="digits", committed_version=version, committed_sha256=sha256)
-    held = state.Held(version=3, sha256=OURS.hex(), good_version=2, good_sha256="")
-    return Node(name="n", report=report, held={"digits": held})
+    held = state.NodeAssignment(version=3, sha256=OURS.hex(), good_version=2, good_sha256="")
+    return FleetNode(name="n", report=report, held={"digits": held})
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def held_and_said(version, sha256, **metadata):
         (held_and_said(3, b""), []),
         (held_and_said(2, THEIRS), []),
         (held_and_said(0, b""), []),
-        (Node(name="n"), []),
+        (FleetNode(name="n"), []),
         (held_and_said(3, THEIRS), ["digits@3 with other content: sha256 cdcdcdcdcdcdcdcd..., "]),
         (held_and_said(4, OURS), ["digits@4, which this cloud did not assign"]),
         (held_and_said(3, OURS, timestamp=8, release=1), []),
@@ -105,7 +107,7 @@ def test_a_node_that_contradicts_the_cloud_is_warned_of_by_content(node, told):
 
 
 def test_a_version_of_other_content_is_not_what_a_node_goes_back_to():
-    fleet = Fleet({"n": held_and_said(3, b"")})
+    fleet = FleetState({"n": held_and_said(3, b"")})
     for sha256, good in ((THEIRS, 2), (OURS, 3)):
         report = held_and_said(3, sha256).report
         after = state.after_reports(fleet, [("n", report)], 1.0)

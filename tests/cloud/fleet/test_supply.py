@@ -9,8 +9,8 @@ from tests.cloud.registry.models import asked, registry_of
 from tests.cloud.registry.test_healing import maker
 
 from triplane.cloud.fleet.facts import Limit
-from triplane.cloud.fleet.state import Held, Node
-from triplane.cloud.fleet.supply import Supply
+from triplane.cloud.fleet.state import FleetNode, NodeAssignment
+from triplane.cloud.fleet.supply import RegistryBundles
 from triplane.cloud.store import Database
 from triplane.proto.errors import Unavailable
 from triplane.proto.targets import Rule
@@ -18,7 +18,7 @@ from triplane.proto.targets import Rule
 
 def test_the_policys_share_limits_automatic_releases_but_not_what_people_signed(tmp_path):
     made = stage(tmp_path)
-    supply = Supply(cast("Any", None), made.repository)
+    supply = RegistryBundles(cast("Any", None), made.repository)
 
     def limit(version, role):
         return asyncio.run(supply.limit("digits", version, role))
@@ -34,13 +34,13 @@ def test_the_policys_share_limits_automatic_releases_but_not_what_people_signed(
 
 def test_a_node_waits_for_a_bundle_that_the_cloud_lost_and_makes_again(tmp_path):
     path = "release/digits@1+ort-x64.bundle"
-    node = Node(name="n1", held={"digits": Held(version=1, path=path)})
+    node = FleetNode(name="n1", held={"digits": NodeAssignment(version=1, path=path)})
 
     database = Database.open(f"sqlite:///{tmp_path / 'cloud.db'}")
 
     async def main():
         async with registry_of(database, tmp_path, command=maker()) as registry:
-            supply = Supply(registry, cast("Any", None))
+            supply = RegistryBundles(registry, cast("Any", None))
             await registry.push(asked(registry.blobs.put(b"a model file")), by="op")
             made = await registry.wait_bundle("digits", 1, "ort-x64")
             await supply.check_readable(node, made.blob)

@@ -8,12 +8,12 @@ import grpc
 import grpc.aio
 import pytest
 
-from triplane.cloud.identity.audit import Entry, verify
+from triplane.cloud.identity.audit import AuditRecord, verify
 from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.gate import Gate, _written
+from triplane.cloud.identity.gate import AuthInterceptor, _written
 from triplane.cloud.identity.principals import Principals
-from triplane.cloud.identity.rights import RIGHTS, Role
-from triplane.cloud.identity.servicers import Enrolment, Identity, Renewal
+from triplane.cloud.identity.rights import RIGHTS, PrincipalRole
+from triplane.cloud.identity.servicers import EnrolmentServicer, IdentityServicer, RenewalServicer
 from triplane.proto import (
     enrolment_pb2,
     federation_pb2,
@@ -69,7 +69,7 @@ class Echo(SessionServicer):
 class Cloud:
     authority: Authority
     principals: Principals
-    gate: Gate
+    gate: AuthInterceptor
     address: str
     enrolment: str
     folder: object
@@ -77,7 +77,7 @@ class Cloud:
 
     def operator(self):
         """The identity folder of an operator."""
-        return self.person("boss", Role.OPERATOR)
+        return self.person("boss", PrincipalRole.OPERATOR)
 
     def person(self, name, role):
         key = new_key()
@@ -109,14 +109,14 @@ async def running(database, folder, clock):
     ca.mkdir()
     authority = Authority.make(ca, "test cloud", clock())
     principals = Principals(database, authority, clock)
-    gate = Gate(principals)
+    gate = AuthInterceptor(principals)
     server_key = new_key()
     certificate = authority.issue_server(
         server_key.public_key(), ["localhost", "127.0.0.1"], clock()
     )
     server = grpc.aio.server(interceptors=[gate], options=server_options())
-    add_IdentityServicer_to_server(Identity(principals, database, gate), server)
-    add_RenewalServicer_to_server(Renewal(principals), server)
+    add_IdentityServicer_to_server(IdentityServicer(principals, database, gate), server)
+    add_RenewalServicer_to_server(RenewalServicer(principals), server)
     add_SessionServicer_to_server(Echo(), server)
     credentials = server_credentials(
         authority.pem, certificate_pem(certificate), key_pem(server_key)
@@ -129,7 +129,9 @@ async def running(database, folder, clock):
         joined.append((name, role, dict(labels)))
 
     open_server = grpc.aio.server(options=server_options())
-    add_EnrolmentServicer_to_server(Enrolment(principals, authority, address, on_join), open_server)
+    add_EnrolmentServicer_to_server(
+        EnrolmentServicer(principals, authority, address, on_join), open_server
+    )
     open_port = open_server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await open_server.start()
@@ -174,11 +176,11 @@ async def apart(function, *args, **options):
 
 def test_a_node_enrols_by_token_and_is_known_by_its_certificate(play, tmp_path):
     async def story(cloud):
-        made = await cloud.principals.invite("boss", Role.NODE, labels={"site": "factory"})
+        made = await cloud.principals.invite("boss", PrincipalRole.NODE, labels={"site": "factory"})
         folder = await apart(enrol, made.token, cloud.enrolment, tmp_path / "node")
         found = await apart(who, folder)
         assert (found.name, found.role) == (made.name, identity_pb2.NODE)
-        assert cloud.joined == [(made.name, Role.NODE, {"site": "factory"})]
+        assert cloud.joined == [(made.name, PrincipalRole.NODE, {"site": "factory"})]
         assert (tmp_path / "node" / "key.pem").stat().st_mode & 0o777 == 0o600
         assert not list((tmp_path / "node").glob(".enrol-*"))
 
@@ -187,7 +189,7 @@ def test_a_node_enrols_by_token_and_is_known_by_its_certificate(play, tmp_path):
 
 def test_a_token_enrols_one_key_and_the_same_one_again(play, tmp_path):
     async def story(cloud):
-        made = await cloud.principals.invite("boss", Role.NODE)
+        made = await cloud.principals.invite("boss", PrincipalRole.NODE)
         token = Token.parse(made.token)
         from triplane.proto.identity import mac
 
@@ -204,7 +206,7 @@ def test_a_token_enrols_one_key_and_the_same_one_again(play, tmp_path):
 
 def test_unknown_forged_and_expired_tokens_are_refused_alike(play, tmp_path, clock):
     async def story(cloud):
-        made = await cloud.principals.invite("boss", Role.NODE, valid_s=60)
+        made = await cloud.principals.invite("boss", PrincipalRole.NODE, valid_s=60)
         genuine = Token.parse(made.token)
         request = certificate_request(new_key())
         texts = set()
@@ -275,7 +277,7 @@ def test_a_certificate_that_was_never_recorded_is_refused(play, tmp_path):
 def test_revocation_refuses_calls_and_ends_live_streams(play):
     async def story(cloud):
         boss = cloud.operator()
-        node = cloud.person("node-1", Role.NODE)
+        node = cloud.person("node-1", PrincipalRole.NODE)
         async with connect_aio(node) as channel:
             call = SessionStub(channel).Open()
             await call.write(Frame(hello=Hello()))
@@ -296,7 +298,7 @@ def test_revocation_refuses_calls_and_ends_live_streams(play):
 
 def test_renewal_gives_a_new_key_and_the_old_one_soon_ends(play, clock, tmp_path):
     async def story(cloud):
-        node = cloud.person("node-1", Role.NODE)
+        node = cloud.person("node-1", PrincipalRole.NODE)
         old = IdentityFolder(tmp_path / "old")
         old.save(
             authority=node.authority_pem,
@@ -340,7 +342,7 @@ def test_every_method_has_a_row_or_stands_on_the_open_port():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("role", list(PrincipalRole))
 def test_a_role_calls_what_its_rows_say_and_nothing_else(play, role):
     async def story(cloud):
         folder = cloud.person("somebody", role)
@@ -375,7 +377,7 @@ def test_the_audit_log_holds_every_deed_and_verifies(play, database):
                 identity_pb2.CreateTokenRequest(role=identity_pb2.VIEWER, name="eve")
             )
             entries = [
-                Entry(
+                AuditRecord(
                     e.number,
                     e.time_s,
                     e.actor,

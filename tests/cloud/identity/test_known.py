@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.known import KEEP_S, Known
+from triplane.cloud.identity.known import KEEP_S, AdmissionCache
 from triplane.cloud.identity.principals import Principal, Principals, key_digest, serial_of
-from triplane.cloud.identity.rights import Role
+from triplane.cloud.identity.rights import PrincipalRole
 from triplane.proto.identity import certificate_request, new_key
 
-ANN = Principal("ann", Role.DEVICE, "1", 0.0, 100.0, revoked=False)
+ANN = Principal("ann", PrincipalRole.DEVICE, "1", 0.0, 100.0, revoked=False)
 KEY = ("1", "ann", b"k")
 
 
@@ -21,7 +21,7 @@ def kept(known, now_s=0.0, expires_s=100.0):
 
 
 def test_an_answer_asked_for_before_a_change_is_not_kept():
-    known = Known()
+    known = AdmissionCache()
     at = known.changes
     known.forget()
     known.keep(KEY, ANN, expires_s=100.0, now_s=0.0, at=at)
@@ -30,7 +30,7 @@ def test_an_answer_asked_for_before_a_change_is_not_kept():
 
 @given(st.floats(-10, 200))
 def test_an_answer_holds_for_a_moment_and_never_past_its_certificate(now_s):
-    known = Known()
+    known = AdmissionCache()
     kept(known, now_s=99.5)
     holds = 99.5 <= now_s < 100.0
     assert (known.get(KEY, now_s) is ANN) == holds
@@ -38,7 +38,7 @@ def test_an_answer_holds_for_a_moment_and_never_past_its_certificate(now_s):
 
 
 def test_a_clock_that_is_set_back_forgets():
-    known = Known()
+    known = AdmissionCache()
     kept(known, now_s=50.0)
     assert known.get(KEY, 50.0 - KEEP_S) is None
 
@@ -50,7 +50,7 @@ def principals(database, tmp_path):
 
 
 def test_a_revoked_name_is_out_when_its_revocation_is_answered(principals):
-    made = principals.admit_now(certificate_request(new_key()), "ann", Role.DEVICE)
+    made = principals.admit_now(certificate_request(new_key()), "ann", PrincipalRole.DEVICE)
     serial = serial_of(made)
 
     async def story():
@@ -64,7 +64,7 @@ def test_a_revoked_name_is_out_when_its_revocation_is_answered(principals):
 
 def test_a_known_serial_and_name_with_another_key_are_nobodys(principals):
     """Who stole the authority's key signs whatever certificate he likes."""
-    made = principals.admit_now(certificate_request(new_key()), "ann", Role.DEVICE)
+    made = principals.admit_now(certificate_request(new_key()), "ann", PrincipalRole.DEVICE)
     serial = serial_of(made)
 
     async def story():
@@ -75,7 +75,7 @@ def test_a_known_serial_and_name_with_another_key_are_nobodys(principals):
 
 
 def test_a_revocation_whose_caller_left_counts_all_the_same(principals):
-    made = principals.admit_now(certificate_request(new_key()), "ann", Role.DEVICE)
+    made = principals.admit_now(certificate_request(new_key()), "ann", PrincipalRole.DEVICE)
     serial = serial_of(made)
 
     async def story():

@@ -14,7 +14,7 @@ from tests.attacks.trust_stage import Stage, load, signed_by, stage
 from tests.cloud.registry.models import QUICK, asked, child, npz, registry_of
 from tuf.api._payload import TargetFile
 
-from triplane.cloud.registry import Recipe, Registry, State
+from triplane.cloud.registry import ConversionRecipe, Registry, State
 from triplane.cloud.registry.collecting import MIN_AGE_S, Stored, claim, collect, unwanted
 from triplane.cloud.registry.queries import referenced
 from triplane.cloud.roots import roots_of
@@ -36,7 +36,7 @@ def test_old_blobs_that_nothing_names_go_and_all_others_stay(database, tmp_path)
             put = registry.blobs.put
             model, samples, labelled = put(b"model"), put(npz(x=[1.0])), put(npz(y=[1]))
             golden, unwanted = put(b"golden"), put(b"unwanted")
-            recipe = Recipe(calibration=samples, evaluation=labelled)
+            recipe = ConversionRecipe(calibration=samples, evaluation=labelled)
             await registry.push(asked(model, recipe=recipe), by="op")
             roots = [referenced, lambda _: {golden}]
             early = await collect(database, registry.blobs, roots, older_than_s=DAY_S)

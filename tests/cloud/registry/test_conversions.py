@@ -24,7 +24,7 @@ from tests.cloud.registry.models import (
 )
 from tests.quantize import nets
 
-from triplane.cloud.registry import Recipe, State, converting
+from triplane.cloud.registry import ConversionRecipe, State, converting
 from triplane.cloud.registry.conversions import COMMAND
 from triplane.cloud.registry.tables import BUNDLES
 from triplane.cloud.store import Database
@@ -94,11 +94,11 @@ def test_a_recipe_that_does_not_fit_its_model_is_refused(sqlite, tmp_path):
             junk = registry.blobs.put(b"no archive at all")
             packed = registry.blobs.put(bomb("x.npy"))
             for recipe, message in (
-                (Recipe(entry="guess"), "guess"),
-                (Recipe(quantize="int8", calibration=wrong), "calibration.npz"),
-                (Recipe(quantize="int8", calibration=junk), "calibration.npz"),
-                (Recipe(quantize="int8", calibration=packed), "calibration.npz"),
-                (Recipe(evaluation=right), "evaluation.npz"),
+                (ConversionRecipe(entry="guess"), "guess"),
+                (ConversionRecipe(quantize="int8", calibration=wrong), "calibration.npz"),
+                (ConversionRecipe(quantize="int8", calibration=junk), "calibration.npz"),
+                (ConversionRecipe(quantize="int8", calibration=packed), "calibration.npz"),
+                (ConversionRecipe(evaluation=right), "evaluation.npz"),
             ):
                 with pytest.raises(TriplaneError, match=message) as caught:
                     await registry.push(asked(model, recipe=recipe), by="op")
@@ -115,7 +115,9 @@ def test_a_bundle_has_the_content_that_the_converter_gives_elsewhere(sqlite, tmp
     async def main():
         async with registry_of(sqlite, tmp_path) as registry:
             model = registry.blobs.put(model_bytes(tmp_path))
-            recipe = Recipe(quantize="int8", calibration=registry.blobs.put(npz(x=samples)))
+            recipe = ConversionRecipe(
+                quantize="int8", calibration=registry.blobs.put(npz(x=samples))
+            )
             await registry.push(asked(model, recipe=recipe), by="op")
             async with asyncio.timeout(WAIT_S):
                 return await registry.wait_bundle(*KEY)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.cloud.registry.models import WAIT_S, asked, child, model_bytes, registry_of
 
-from triplane.cloud.registry import Bundle, State
+from triplane.cloud.registry import BundleRecord, State
 from triplane.proto.errors import Conflict
 
 MAKES = """
@@ -219,7 +219,7 @@ def test_a_conversion_begins_again_once_while_many_ask(sqlite, tmp_path):
         async with registry_of(sqlite, tmp_path, command=maker()) as registry:
             await push(registry)
             made = await made_of(registry)
-            told: list[Bundle] = []
+            told: list[BundleRecord] = []
             registry.on_bundle(told.append)
             registry.blobs.path(made.blob).unlink()
             assert await asyncio.gather(*[made_of(registry) for _ in range(8)]) == [made] * 8

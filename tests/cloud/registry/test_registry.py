@@ -8,7 +8,14 @@ from sqlalchemy import select
 from tests.cloud.registry.models import QUICK, WAIT_S, asked, child, model_bytes, registry_of
 
 from triplane.cloud.identity.tables import AUDIT
-from triplane.cloud.registry import Bundle, Lineage, Recipe, Reference, State, queries
+from triplane.cloud.registry import (
+    BundleRecord,
+    ConversionRecipe,
+    Lineage,
+    Reference,
+    State,
+    queries,
+)
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
 from triplane.unified_ir.runtime.bundle import Bundle as BundleFile
 
@@ -21,7 +28,7 @@ def quick(database, tmp_path):
 
 @pytest.mark.slow
 def test_a_pushed_model_becomes_a_bundle(database, tmp_path):
-    told: list[Bundle] = []
+    told: list[BundleRecord] = []
 
     async def main():
         async with registry_of(database, tmp_path) as registry:
@@ -115,7 +122,7 @@ def test_the_same_key_gives_the_same_version(database, tmp_path):
                 replace(push, blob=registry.blobs.put(b"n")),
                 replace(push, model="other"),
                 replace(push, aliases=("a",)),
-                replace(push, recipe=Recipe(entry="evaluate")),
+                replace(push, recipe=ConversionRecipe(entry="evaluate")),
                 replace(push, lineage=Lineage(note="x")),
             ):
                 with pytest.raises(Conflict, match="digits@1 with other content"):
@@ -150,7 +157,7 @@ def test_what_was_not_uploaded_or_has_no_parent_is_not_registered(database, tmp_
             blob = registry.blobs.put(b"m")
             for push, message in (
                 (asked(bytes(32)), "upload it first"),
-                (asked(blob, recipe=Recipe(calibration=bytes(32))), "upload it first"),
+                (asked(blob, recipe=ConversionRecipe(calibration=bytes(32))), "upload it first"),
                 (asked(blob, lineage=Lineage(parent="digits@1")), "no model 'digits'"),
             ):
                 with pytest.raises(NotFound, match=message):
@@ -182,7 +189,7 @@ def test_a_push_whose_audit_fails_did_not_happen(database, tmp_path):
 def test_only_a_finished_bundle_is_signed(database, tmp_path):
     async def main():
         async with quick(database, tmp_path) as registry:
-            told: list[Bundle] = []
+            told: list[BundleRecord] = []
             registry.on_bundle(told.append)
             await registry.push(asked(registry.blobs.put(b"m")), by="op")
             with pytest.raises(NotFound, match="no bundle"):
@@ -204,7 +211,9 @@ def test_a_bundle_that_ended_never_changes(database, tmp_path):
         async with quick(database, tmp_path) as registry:
             await registry.push(asked(registry.blobs.put(b"m")), by="op")
         key = ("digits", 1, "ort-x64")
-        made = Bundle(model="digits", version=1, target="ort-x64", state=State.READY, blob=b"a")
+        made = BundleRecord(
+            model="digits", version=1, target="ort-x64", state=State.READY, blob=b"a"
+        )
         await database.write(lambda c: queries.start(c, *key))
         await database.write(lambda c: queries.finish(c, made))
         late = replace(made, state=State.FAILED, blob=b"b", reason="late")
@@ -215,7 +224,7 @@ def test_a_bundle_that_ended_never_changes(database, tmp_path):
 
 
 def test_a_listener_that_fails_keeps_nobody_else_from_hearing(sqlite, tmp_path, caplog):
-    heard: list[Bundle] = []
+    heard: list[BundleRecord] = []
 
     def fail(_):
         raise ValueError("not today")
@@ -247,13 +256,13 @@ def test_a_push_that_breaks_a_rule_is_no_push(fields):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Recipe(quantize="int4"),
-        lambda: Recipe(quantize="int8"),
-        lambda: Recipe(calibration=b"x"),
-        lambda: Recipe(entry=""),
-        lambda: Recipe(entry="a\0b"),
-        lambda: Recipe(max_accuracy_drop=float("nan")),
-        lambda: Recipe(max_accuracy_drop=-1.0),
+        lambda: ConversionRecipe(quantize="int4"),
+        lambda: ConversionRecipe(quantize="int8"),
+        lambda: ConversionRecipe(calibration=b"x"),
+        lambda: ConversionRecipe(entry=""),
+        lambda: ConversionRecipe(entry="a\0b"),
+        lambda: ConversionRecipe(max_accuracy_drop=float("nan")),
+        lambda: ConversionRecipe(max_accuracy_drop=-1.0),
         lambda: Lineage(parent="digits"),
         lambda: Lineage(parent="digits@stable"),
         lambda: Lineage(note="x" * 3000),

@@ -10,7 +10,7 @@ from tests.cloud.released import copied, make_released
 
 from triplane.cloud.home import open_database
 from triplane.cloud.registry import queries, tables
-from triplane.cloud.registry.values import Bundle, State
+from triplane.cloud.registry.values import BundleRecord, State
 from triplane.cloud.server import running
 from triplane.proto.targets import TargetName, bundle_target
 
@@ -37,7 +37,7 @@ def told(sqlite, tmp_path):
     async def main(story):
         async with registry_of(sqlite, tmp_path) as registry:
             blob = secrets.token_bytes(32)
-            made = Bundle(
+            made = BundleRecord(
                 model="digits", version=1, target="ort-x64", state=State.READY,
                 blob=blob, size=9, content_digest=bytes(32),
             )  # fmt: skip
@@ -61,7 +61,7 @@ async def path_of(registry):
 
 def test_a_published_signature_is_noted_once_and_told(told):
     async def story(registry, made):
-        heard: list[Bundle] = []
+        heard: list[BundleRecord] = []
         registry.on_bundle(heard.append)
         first = await registry.note_signed(signed(made))
         again = await registry.note_signed(signed(made))

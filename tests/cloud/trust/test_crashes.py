@@ -7,7 +7,7 @@ import pytest
 from tests.attacks.trust_stage import bundle_entry, newest, signed_by, stage
 from tests.cloud.trust.power import FailingDisk, PowerCut
 
-from triplane.cloud.trust import Repository
+from triplane.cloud.trust import MetadataRepository
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.signing import replace_keys
 from triplane.edge.agent.refusal import AttemptRefused
@@ -35,7 +35,7 @@ def crashes(cloud, change, *, forgets):
         shutil.copytree(kept, folder)
         disk = FailingDisk(folder, at, forgets=forgets)
         try:
-            repository = Repository(folder, cloud.online, disk, cloud.clock)
+            repository = MetadataRepository(folder, cloud.online, disk, cloud.clock)
             done = change(repository)
         except PowerCut:
             done = None

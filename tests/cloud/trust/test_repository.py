@@ -16,7 +16,7 @@ from tests.attacks.trust_stage import (
 from tuf.api._payload import DelegatedRole, Delegations, Targets
 from tuf.api.metadata import Metadata
 
-from triplane.cloud.trust import Repository
+from triplane.cloud.trust import MetadataRepository
 from triplane.cloud.trust.initial import policy_file
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.repository import KEPT_VERSIONS, MAX_OVERTAKEN
@@ -494,4 +494,4 @@ def test_numbers_of_keys_that_make_no_sense_are_refused(tmp_path, keys):
     with pytest.raises(InvalidInput):
         stage(tmp_path, keys=keys)
     assert not (tmp_path / "metadata").exists()
-    assert isinstance(stage(tmp_path).repository, Repository)
+    assert isinstance(stage(tmp_path).repository, MetadataRepository)

@@ -23,7 +23,7 @@ from triplane.cloud.cli.connection import calls
 from triplane.cloud.cli.remote import remote_at
 from triplane.cloud.federation import journal, live
 from triplane.cloud.federation.book import follow
-from triplane.cloud.federation.journal import Entry, Prepared
+from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.home import initialize, open_database
 from triplane.cloud.registry import Push
 from triplane.cloud.server import running
@@ -280,7 +280,7 @@ def _strategy_run(home, model):
         plan="aa" * 32, plan_digest="d", state="bb" * 32, roles={"w": "parameter"},
         weighting="examples", server="sgd", since_s=1.0, rules=run.NEWEST_RULES,
     )  # fmt: skip
-    entry = Entry(
+    entry = RunRecord(
         number=0, id=STRATEGY_RUN, key=secrets.token_bytes(16), asked=journal.asked_digest(spec),
         spec=spec, started_s=1.0, started_by="operator",
         prepared=prepared,

@@ -10,7 +10,7 @@ import pytest
 from tests.golden.cloud_home.make import DEVICES, NODES, STRATEGY_RUN, Story
 
 from triplane.cloud.federation import coding, journal
-from triplane.cloud.federation.book import Book
+from triplane.cloud.federation.book import RunProjection
 from triplane.cloud.federation.tables import EVENTS, RUNS
 from triplane.cloud.fleet import saving
 from triplane.cloud.fleet.tables import MEMBERS, ROLLOUTS
@@ -130,7 +130,7 @@ def test_everything_stored_is_written_again_with_the_same_bytes(home):
     for row in rows(home, RUNS):
         assert coding.to_json(coding.from_json(journal.Prepared, row.prepared)) == row.prepared
         if row.snapshot:
-            assert coding.to_json(coding.from_json(Book, row.snapshot)) == row.snapshot
+            assert coding.to_json(coding.from_json(RunProjection, row.snapshot)) == row.snapshot
     members = {(row.rollout, row.name): row.body for row in rows(home, MEMBERS)}
     for row in rows(home, ROLLOUTS):
         paper = saving._paper(row, ())
