@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from triplane.cloud import __main__ as cloud
-from triplane.cloud.federation import results, spool
+from triplane.cloud.federation import results
+from triplane.cloud.federation import update_store as spool
 from triplane.cloud.store import writing
 from triplane.proto import disk
 from triplane.unified_ir.files import container

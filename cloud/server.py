@@ -34,13 +34,13 @@ from triplane.cloud.dashboard.page import Page
 from triplane.cloud.federation.federation import Federation
 from triplane.cloud.federation.servicer import FederationServicer
 from triplane.cloud.fleet.fleet import LiveFleet
+from triplane.cloud.fleet.registry_bundles import RegistryBundles
 from triplane.cloud.fleet.servicer import FleetServicer
 from triplane.cloud.fleet.sessions import SessionPeer, Sessions, SessionServicer
-from triplane.cloud.fleet.supply import RegistryBundles
 from triplane.cloud.home import LOCAL, Home, one_renews, open_database
 from triplane.cloud.identity import audit
+from triplane.cloud.identity.auth_interceptor import AuthInterceptor, caller
 from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.gate import AuthInterceptor, caller
 from triplane.cloud.identity.principals import Labels, Principals
 from triplane.cloud.identity.reflection import reflection_handlers
 from triplane.cloud.identity.rights import PrincipalRole

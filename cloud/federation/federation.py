@@ -20,16 +20,16 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from triplane.cloud.federation import journal, messages
-from triplane.cloud.federation.book import RunProjection
 from triplane.cloud.federation.children import Children
-from triplane.cloud.federation.flower_runs import FlowerRuns, Places
+from triplane.cloud.federation.flower.runs import FlowerRuns, Places
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import MAX_RETRY_S, RETRY_S, LiveRun, Make
 from triplane.cloud.federation.presence import Presence
 from triplane.cloud.federation.results import Results, means
+from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.spec import check_population
-from triplane.cloud.federation.spool import LEASE_BYTES, UpdateStore, shown
-from triplane.cloud.federation.work import Documents
+from triplane.cloud.federation.update_store import LEASE_BYTES, UpdateStore, shown
+from triplane.cloud.federation.work_documents import Documents
 from triplane.cloud.identity import audit as audit_log
 from triplane.cloud.registry.registry import Audit, Registry
 from triplane.cloud.registry.values import KEY_BYTES

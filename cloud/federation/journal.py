@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 
-from triplane.cloud.federation.book import RunProjection, follow
 from triplane.cloud.federation.coding import from_json, to_json
+from triplane.cloud.federation.run_projection import RunProjection, follow
 from triplane.cloud.federation.tables import EVENTS, RUNS, SMALL, SMALL_STATES
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, Corrupt

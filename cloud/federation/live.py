@@ -21,8 +21,8 @@ from typing import Final, Protocol
 import sqlalchemy as sa
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.book import RunProjection, follow
 from triplane.cloud.federation.journal import RunRecord
+from triplane.cloud.federation.run_projection import RunProjection, follow
 from triplane.cloud.store import Database
 from triplane.proto.disk import NoRoom
 from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError, Unavailable

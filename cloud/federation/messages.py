@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from triplane.cloud.federation.book import RunProjection, Spread
 from triplane.cloud.federation.journal import RunRecord
+from triplane.cloud.federation.run_projection import RunProjection, Spread
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.federated.core.rules import open_lease
 from triplane.unified_ir.federated.core.run import (

@@ -20,12 +20,12 @@ from typing import Final
 import sqlalchemy as sa
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.book import RunProjection
 from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.journal import Prepared, RunRecord
 from triplane.cloud.federation.live import Make, Write
+from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.spec import hyper_of
-from triplane.cloud.federation.spool import UpdateStore
+from triplane.cloud.federation.update_store import UpdateStore
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.registry.values import KEY_BYTES, Lineage, Push

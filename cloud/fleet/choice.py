@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from triplane.cloud.fleet.facts import (
+from triplane.cloud.fleet.values import (
     AskBundle,
     BundleSupply,
     Effect,

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from triplane.cloud.fleet import messages, state
-from triplane.cloud.fleet.facts import Limit, RolloutMember
 from triplane.cloud.fleet.rollout import begin
+from triplane.cloud.fleet.rollout_eligibility import outside, said
 from triplane.cloud.fleet.selector import Selector
-from triplane.cloud.fleet.share import outside, said
 from triplane.cloud.fleet.state import FleetNode, FleetState, NodeAssignment, RolloutRecord
+from triplane.cloud.fleet.values import Limit, RolloutMember
 from triplane.cloud.fleet.waves import wave_of
 from triplane.proto.errors import Conflict, NotFound
 from triplane.proto.fleet_pb2 import DeployRequest

@@ -21,9 +21,13 @@ from typing import Any, Final, Protocol
 
 import sqlalchemy as sa
 
-from triplane.cloud.fleet import messages, saving, state
+from triplane.cloud.fleet import messages, state, storage
 from triplane.cloud.fleet.deploying import ResolvedDeploy, begun
-from triplane.cloud.fleet.facts import (
+from triplane.cloud.fleet.incidents import keep, newest
+from triplane.cloud.fleet.reports import check_report
+from triplane.cloud.fleet.state import FleetNode, FleetState, RolloutRecord
+from triplane.cloud.fleet.tables import ROLLOUTS
+from triplane.cloud.fleet.values import (
     Abort,
     BundleFailed,
     BundleReady,
@@ -32,10 +36,6 @@ from triplane.cloud.fleet.facts import (
     Pause,
     Resume,
 )
-from triplane.cloud.fleet.incidents import keep, newest
-from triplane.cloud.fleet.reports import check_report
-from triplane.cloud.fleet.state import FleetNode, FleetState, RolloutRecord
-from triplane.cloud.fleet.tables import ROLLOUTS
 from triplane.cloud.store import Database
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.documents import MAX_LABELS, check_label
@@ -137,7 +137,7 @@ class LiveFleet:
 
     async def start(self) -> None:
         """Read what is kept and go on with it."""
-        self._fleet = await self._database.read(saving.load)
+        self._fleet = await self._database.read(storage.load)
         self._loops = [
             asyncio.create_task(self._write_reports(), name="fleet reports"),
             asyncio.create_task(self._go_on(), name="fleet rollouts"),
@@ -186,11 +186,11 @@ class LiveFleet:
 
     async def rollouts(self, most: int) -> list[RolloutRecord]:
         """The newest rollouts without their nodes, newest first."""
-        return await self._database.read(lambda connection: saving.load_heads(connection, most))
+        return await self._database.read(lambda connection: storage.load_heads(connection, most))
 
     async def rollout(self, id: str) -> RolloutRecord:  # noqa: A002 - the field's name
         """By id, its unique beginning, or "last". NotFound; Conflict where several begin so."""
-        found = await self._database.read(lambda connection: saving.find_ids(connection, id))
+        found = await self._database.read(lambda connection: storage.find_ids(connection, id))
         if not found or not id:
             raise NotFound(f"no rollout {id[:100]!r}; triplane rollout ls names them")
         if len(found) > 1 and id not in found:
@@ -337,13 +337,13 @@ class LiveFleet:
             if paper.request.key == key:
                 return paper
         found = await self._database.read(
-            lambda connection: saving.load_papers(connection, ROLLOUTS.c.key == key)
+            lambda connection: storage.load_papers(connection, ROLLOUTS.c.key == key)
         )
         return found[0] if found else None
 
     async def _ended(self, rollout_id: str) -> RolloutRecord:
         found = await self._database.read(
-            lambda connection: saving.load_papers(connection, ROLLOUTS.c.id == rollout_id)
+            lambda connection: storage.load_papers(connection, ROLLOUTS.c.id == rollout_id)
         )
         return found[0]
 
@@ -384,7 +384,7 @@ class LiveFleet:
                 return
 
             def work(connection: sa.Connection) -> None:
-                saving.save(connection, before, after)
+                storage.save(connection, before, after)
                 keep(connection, said)
                 if deed is not None:
                     self._audit(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from triplane.cloud.fleet.facts import RolloutMember, RolloutPlan
 from triplane.cloud.fleet.state import FleetNode, RolloutRecord, warnings
+from triplane.cloud.fleet.values import RolloutMember, RolloutPlan
 from triplane.cloud.fleet.waves import Count, Percent, Size, cumulative
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.documents import check_text

@@ -1,8 +1,9 @@
 # ruff: noqa: ARG001 -- every rule of the table takes what the table says
 """The state machine of a rollout: `step(rollout, event, now_s) -> (rollout, effects)`.
 
-Pure: no clock, no database, no stream. An event changes what is known (a bundle, a report, who is
-in), then `settling` draws what follows, so the same facts in any order lead to the same place.
+Pure: no clock, no database, no stream. An event changes what is known (a bundle, a report, which
+nodes count), then `wave_transitions` derives what follows, so the same facts in any order lead to
+the same state.
 
 Kept at all times:
 * a node is assigned the version only after its wave opened, its bundle is signed and fits it;
@@ -21,7 +22,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from triplane.cloud.fleet.choice import choose, choose_all, put
-from triplane.cloud.fleet.facts import (
+from triplane.cloud.fleet.values import (
     DONE,
     LOST,
     SETTLED,
@@ -45,7 +46,7 @@ from triplane.cloud.fleet.facts import (
     RolloutState,
     TimePassed,
 )
-from triplane.cloud.fleet.settling import is_closed, settle, under_way
+from triplane.cloud.fleet.wave_transitions import is_closed, settle, under_way
 from triplane.proto.errors import Conflict
 
 Rule = Callable[[Rollout, Any, float], Result]

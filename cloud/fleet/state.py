@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from triplane.cloud.fleet.capability import Capability
-from triplane.cloud.fleet.facts import (
+from triplane.cloud.fleet.rollout import step_all
+from triplane.cloud.fleet.selector import ALL, Selector
+from triplane.cloud.fleet.values import (
     ENDED,
     Assign,
     Effect,
@@ -23,8 +25,6 @@ from triplane.cloud.fleet.facts import (
     Rollout,
     TimePassed,
 )
-from triplane.cloud.fleet.rollout import step_all
-from triplane.cloud.fleet.selector import ALL, Selector
 from triplane.proto.fleet_pb2 import DeployRequest, ModelReport, Report
 
 

@@ -55,7 +55,7 @@ ROLLOUTS: Final = sa.Table(
     sa.Column("created_s", sa.Double, nullable=False),
     sa.Column("created_by", sa.String(63), nullable=False),
     sa.Column("request", sa.LargeBinary, nullable=False),  # fleet.DeployRequest
-    sa.Column("body", sa.Text, nullable=False),  # JSON, written by saving.py
+    sa.Column("body", sa.Text, nullable=False),  # JSON, written by storage.py
 )
 
 MEMBERS: Final = sa.Table(

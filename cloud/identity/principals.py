@@ -17,8 +17,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
 from triplane.cloud.identity import audit
+from triplane.cloud.identity.admission_cache import AdmissionCache
 from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.known import AdmissionCache
 from triplane.cloud.identity.rights import MACHINES, PrincipalRole
 from triplane.cloud.identity.tables import CERTIFICATES, KEYS, PRINCIPALS, TOKENS
 from triplane.cloud.store import Database

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, Final
 
 from triplane.cloud.identity import audit
+from triplane.cloud.identity.auth_interceptor import AuthInterceptor, caller
 from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.gate import AuthInterceptor, caller
 from triplane.cloud.identity.principals import Labels, Principal, Principals
 from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.store import Database

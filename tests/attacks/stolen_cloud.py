@@ -19,7 +19,7 @@ from tests.attacks.trust_stage import Clock, Stage, signed_by
 from tests.faults.fleet import Node, Process, free_port, wait_until
 from tuf.api._payload import TargetFile
 
-from triplane.cloud.fleet.facts import RolloutState
+from triplane.cloud.fleet.values import RolloutState
 from triplane.cloud.home import Home
 from triplane.cloud.identity.authority import Authority
 from triplane.cloud.identity.rights import PrincipalRole

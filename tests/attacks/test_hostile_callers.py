@@ -465,7 +465,7 @@ async def unknown_key(scene):
     return await refused(MetadataStub(scene.operator).Submit(request))
 
 
-REPORTS, RIGHTS = "cloud/fleet/reports.py", "cloud/identity/gate.py"
+REPORTS, RIGHTS = "cloud/fleet/reports.py", "cloud/identity/auth_interceptor.py"
 TOKENS, ROLLOUT = "cloud/identity/principals.py", "cloud/fleet/rollout.py"
 FITTING, NAMES = "proto/fitting.py", "cloud/registry/names.py"
 BLOBS, CHECKS = "proto/blobs.py", "cloud/trust/repository.py"
@@ -527,7 +527,8 @@ CASES = [
     Case("wrong hardware", "a machine that the converter has no target for", FITTING,
          "no node can take digits@1: the node takes no target of the converter",
          on(targets=[]), ""),
-    Case("another's file", "a bundle that was not assigned to the node", "cloud/fleet/supply.py",
+    Case("another's file", "a bundle that was not assigned to the node",
+         "cloud/fleet/registry_bundles.py",
          "no blob ... that is assigned to node liar; nodes read what they shall serve",
          reading, ""),
     Case("replayed token", "a used token with another key", TOKENS, USED, replayed, ""),

@@ -60,7 +60,7 @@ SERVER = """
     from pathlib import Path
     import numpy as np
     from flwr.serverapp import ServerApp
-    from triplane.cloud.federation.flower import Sampling, Triplane, named_arrays, record_of
+    from triplane.cloud.federation.flower.adapter import Sampling, Triplane, named_arrays, record_of
     from triplane.unified_ir.federated.algorithms import Hyper
     from triplane.unified_ir.federated.core.learn import shared
     from triplane.unified_ir.runtime import Plan

@@ -14,7 +14,7 @@ from tests.faults.lab import LAB, NAMES, REAL, Lab, Tally, instant, rejoined_s, 
 from tests.faults.nursery import Nursery
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.book import follow
+from triplane.cloud.federation.run_projection import follow
 from triplane.cloud.federation.spec import hyper_of
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.transfer import digest_of

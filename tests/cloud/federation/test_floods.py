@@ -24,7 +24,7 @@ from tests.cloud.federation.given import (
 
 from triplane.cloud.federation import journal
 from triplane.cloud.federation.presence import BURST
-from triplane.cloud.identity.gate import OPEN_BURST
+from triplane.cloud.identity.auth_interceptor import OPEN_BURST
 from triplane.cloud.server import running
 from triplane.proto import session_pb2
 from triplane.proto.channels import connect_aio

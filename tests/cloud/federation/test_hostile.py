@@ -26,7 +26,7 @@ from tests.cloud.federation.given import (
     work_of,
 )
 
-from triplane.cloud.federation.spool import BELATED, UPLOADS, UpdateStore
+from triplane.cloud.federation.update_store import BELATED, UPLOADS, UpdateStore
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.cloud.federation.given import spec
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.book import RunProjection, follow, spread_of
 from triplane.cloud.federation.coding import from_json, to_json
 from triplane.cloud.federation.journal import KINDS, Prepared, RunRecord
 from triplane.cloud.federation.messages import settlements
+from triplane.cloud.federation.run_projection import RunProjection, follow, spread_of
 from triplane.cloud.federation.tables import EVENTS, SMALL_STATES
 from triplane.cloud.store import Database
 from triplane.proto.errors import Conflict, Corrupt

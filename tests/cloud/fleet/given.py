@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from triplane.cloud.fleet.capability import BundleNeeds
-from triplane.cloud.fleet.facts import BundleReady, Limit
+from triplane.cloud.fleet.values import BundleReady, Limit
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.errors import NotFound
 

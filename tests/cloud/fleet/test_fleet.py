@@ -3,10 +3,10 @@ import asyncio
 import pytest
 from tests.cloud.fleet.given import obey, request, said, until, within
 
-from triplane.cloud.fleet import messages, saving
-from triplane.cloud.fleet.facts import Limit, NodeStage, RolloutState
+from triplane.cloud.fleet import messages, storage
 from triplane.cloud.fleet.messages import desired_message, rollout_message
-from triplane.cloud.fleet.share import in_share
+from triplane.cloud.fleet.rollout_eligibility import in_share
+from triplane.cloud.fleet.values import Limit, NodeStage, RolloutState
 from triplane.cloud.identity import audit
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
@@ -239,7 +239,7 @@ def test_a_change_is_finished_though_its_caller_left(opened):
             await asyncio.sleep(0)
             asked.cancel()
             await until(fleet, lambda: fleet.node("a").cordoned)
-            loaded = await fleet._database.read(saving.load)
+            loaded = await fleet._database.read(storage.load)
             assert loaded == fleet._fleet
 
     within(story())
@@ -262,7 +262,7 @@ def test_reports_share_commits_and_each_is_there(opened):
 
             fleet._database.write = counted
             await asyncio.gather(*(fleet.report(name, said(fleet, name)) for name in names))
-            loaded = await fleet._database.read(saving.load)
+            loaded = await fleet._database.read(storage.load)
             assert all(loaded.nodes[name].report == said(fleet, name) for name in names)
             return writes
 

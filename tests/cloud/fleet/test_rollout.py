@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triplane.cloud.fleet.capability import BundleNeeds, Capability
-from triplane.cloud.fleet.facts import (
+from triplane.cloud.fleet.rollout import RULES, begin, step, step_all
+from triplane.cloud.fleet.values import (
     ENDED,
     LOST,
     SETTLED,
@@ -30,7 +31,6 @@ from triplane.cloud.fleet.facts import (
     RolloutState,
     TimePassed,
 )  # fmt: skip
-from triplane.cloud.fleet.rollout import RULES, begin, step, step_all
 from triplane.cloud.fleet.waves import exceeds
 from triplane.proto import fleet_pb2
 from triplane.proto.errors import Conflict

@@ -7,9 +7,9 @@ from tests.cloud.fleet.given import CAPABILITY
 from triplane.cloud.fleet import state
 from triplane.cloud.fleet.capability import BundleNeeds
 from triplane.cloud.fleet.deploying import ResolvedDeploy, begun
-from triplane.cloud.fleet.facts import BundleReady, NodeStage, RolloutState
 from triplane.cloud.fleet.messages import desired_message, rollout_message
 from triplane.cloud.fleet.state import FleetNode, FleetState
+from triplane.cloud.fleet.values import BundleReady, NodeStage, RolloutState
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.channels import MESSAGE_BYTES
 

@@ -22,8 +22,8 @@ from tests.cloud.registry.models import model_bytes
 from triplane.cloud.cli.connection import calls
 from triplane.cloud.cli.remote import remote_at
 from triplane.cloud.federation import journal, live
-from triplane.cloud.federation.book import follow
 from triplane.cloud.federation.journal import Prepared, RunRecord
+from triplane.cloud.federation.run_projection import follow
 from triplane.cloud.home import initialize, open_database
 from triplane.cloud.registry import Push
 from triplane.cloud.server import running

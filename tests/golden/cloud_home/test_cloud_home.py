@@ -10,9 +10,9 @@ import pytest
 from tests.golden.cloud_home.make import DEVICES, NODES, STRATEGY_RUN, Story
 
 from triplane.cloud.federation import coding, journal
-from triplane.cloud.federation.book import RunProjection
+from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.tables import EVENTS, RUNS
-from triplane.cloud.fleet import saving
+from triplane.cloud.fleet import storage
 from triplane.cloud.fleet.tables import MEMBERS, ROLLOUTS
 from triplane.cloud.home import Home, open_database
 from triplane.cloud.identity import audit
@@ -133,10 +133,10 @@ def test_everything_stored_is_written_again_with_the_same_bytes(home):
             assert coding.to_json(coding.from_json(RunProjection, row.snapshot)) == row.snapshot
     members = {(row.rollout, row.name): row.body for row in rows(home, MEMBERS)}
     for row in rows(home, ROLLOUTS):
-        paper = saving._paper(row, ())
-        assert saving._paper_row(paper)["body"] == row.body
+        paper = storage._paper(row, ())
+        assert storage._paper_row(paper)["body"] == row.body
     for (rollout, _), body in members.items():
-        assert saving._member_row(rollout, saving._member(json.loads(body)))["body"] == body
+        assert storage._member_row(rollout, storage._member(json.loads(body)))["body"] == body
 
 
 def test_audit_entries_keep_their_verbs_and_their_chain(home):

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from triplane.cloud.federation import flower_spec
-from triplane.cloud.federation.flower_spec import SHIPPED, fill_flower, options_of, shipped_row
+from triplane.cloud.federation.flower import spec as flower_spec
+from triplane.cloud.federation.flower.spec import SHIPPED, fill_flower, options_of, shipped_row
 from triplane.cloud.federation.spec import filled
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, NotFound

@@ -1,6 +1,6 @@
 """The values of a rollout: what was asked, who is in it, what is known, what happens.
 
-The names of fields, states and stages are stored by `saving.py`, so they never change
+The names of fields, states and stages are stored by `storage.py`, so they never change
 (`tests/golden/cloud_home` holds them).
 """
 

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import Final
 
-from triplane.cloud.fleet.facts import Limit
+from triplane.cloud.fleet.values import Limit
 
 SHARE_BITS: Final = 53
 """As many as a float holds exactly, so that a share of 1 includes every node."""

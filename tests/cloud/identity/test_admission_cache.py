@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triplane.cloud.identity.admission_cache import KEEP_S, AdmissionCache
 from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.known import KEEP_S, AdmissionCache
 from triplane.cloud.identity.principals import Principal, Principals, key_digest, serial_of
 from triplane.cloud.identity.rights import PrincipalRole
 from triplane.proto.identity import certificate_request, new_key

@@ -1,4 +1,4 @@
-"""The process of one strategy: `python -m triplane.cloud.federation.flower_child`.
+"""The process of one strategy: `python -m triplane.cloud.federation.flower.child`.
 
 It reads an order (a line of JSON) at a time from standard input and answers each with one line on
 standard output. The first order says what to run; it holds itself to the order's limits before it
@@ -85,7 +85,7 @@ def main() -> None:
     pipe = StdioPipe()
     order = pipe.begin()
     try:
-        from triplane.cloud.federation.flower_drive import Drive, made
+        from triplane.cloud.federation.flower.drive import Drive, made
 
         strategy = made(order)
         if "state" not in order:  # whether it can be made was all that was asked

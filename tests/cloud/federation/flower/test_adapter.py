@@ -15,7 +15,7 @@ from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import strategy as flower
 
-from triplane.cloud.federation.flower import (
+from triplane.cloud.federation.flower.adapter import (
     Sampling,
     StreamGrid,
     Triplane,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from triplane.cloud.federation import messages
-from triplane.cloud.federation.flower_runs import FlowerRuns
+from triplane.cloud.federation.flower.runs import FlowerRuns
 from triplane.cloud.federation.live import LiveRun
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput

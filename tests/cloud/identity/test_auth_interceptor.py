@@ -9,8 +9,8 @@ import grpc.aio
 import pytest
 
 from triplane.cloud.identity.audit import AuditRecord, verify
+from triplane.cloud.identity.auth_interceptor import AuthInterceptor, _written
 from triplane.cloud.identity.authority import Authority
-from triplane.cloud.identity.gate import AuthInterceptor, _written
 from triplane.cloud.identity.principals import Principals
 from triplane.cloud.identity.rights import RIGHTS, PrincipalRole
 from triplane.cloud.identity.servicers import EnrolmentServicer, IdentityServicer, RenewalServicer

@@ -1,7 +1,7 @@
 """Flower's strategies on our grid, and our algorithms as a Flower strategy (extra `[flower]`).
 
 The one module of the cloud that imports flwr, and only a strategy's own process imports this one
-(`flower_child`). `StreamGrid` is what a Flower `Strategy` calls; what carries its messages is given
+(`child.py`). `StreamGrid` is what a Flower `Strategy` calls; what carries its messages is given
 to it, so the same grid runs over the session stream, in one process, or under a test; `TurnGrid`
 hands over whole turns. `Triplane` is a Flower strategy whose devices run a plan: it works on our
 grid and under Flower's own SuperLink alike.

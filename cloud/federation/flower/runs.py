@@ -21,14 +21,13 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from triplane.cloud.federation import journal
-from triplane.cloud.federation.book import RunProjection
-from triplane.cloud.federation.flower_process import (
+from triplane.cloud.federation.flower.process import (
     Died,
     StrategyLimits,
     StrategyProcess,
     forget_left,
 )
-from triplane.cloud.federation.flower_spec import (
+from triplane.cloud.federation.flower.spec import (
     fill_flower,
     options_of,
     shipped_row,
@@ -37,8 +36,9 @@ from triplane.cloud.federation.flower_spec import (
 from triplane.cloud.federation.journal import RunRecord
 from triplane.cloud.federation.live import RETRY_S, LiveRun, Make, Write
 from triplane.cloud.federation.results import Results
+from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.spec import filled
-from triplane.cloud.federation.spool import Refusal, UpdateStore, most_examples
+from triplane.cloud.federation.update_store import Refusal, UpdateStore, most_examples
 from triplane.cloud.registry.collecting import claim
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb

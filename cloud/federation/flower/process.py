@@ -28,7 +28,7 @@ from triplane.proto.errors import TriplaneError, Unavailable
 
 logger = logging.getLogger(__name__)
 
-COMMAND: Final = (sys.executable, "-m", "triplane.cloud.federation.flower_child")
+COMMAND: Final = (sys.executable, "-m", "triplane.cloud.federation.flower.child")
 MAX_LINE_BYTES: Final = 16 << 20
 """Of one order or answer: names and paths of `spec.MAX_DEVICES` devices."""
 MAX_LOGGED_CHARS: Final = 2000
@@ -64,7 +64,7 @@ class StrategyProcess:
     async def start(
         cls, folder: Path, order: Mapping[str, Any], limits: StrategyLimits
     ) -> StrategyProcess:
-        """Begin one and wait until its strategy stands. order: see `flower_child`."""
+        """Begin one and wait until its strategy stands. order: see `child.py`."""
         try:
             job = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
         except OSError as error:

@@ -18,9 +18,9 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp import strategy as flower
 
-from triplane.cloud.federation.flower import message_of, record_of
-from triplane.cloud.federation.flower_drive import Drive, made
-from triplane.cloud.federation.flower_spec import SHIPPED
+from triplane.cloud.federation.flower.adapter import message_of, record_of
+from triplane.cloud.federation.flower.drive import Drive, made
+from triplane.cloud.federation.flower.spec import SHIPPED
 from triplane.device.flower import answered
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.unified_ir.federated.core.files import read_state, write_state, write_update

@@ -14,7 +14,9 @@ from typing import Any, Final
 import sqlalchemy as sa
 
 from triplane.cloud.fleet.capability import BundleNeeds, Capability
-from triplane.cloud.fleet.facts import (
+from triplane.cloud.fleet.state import FleetNode, FleetState, NodeAssignment, RolloutRecord
+from triplane.cloud.fleet.tables import HELD, HELD_DIGESTS, MEMBERS, NODES, ROLLOUTS
+from triplane.cloud.fleet.values import (
     ENDED,
     BundleSupply,
     NodeStage,
@@ -23,8 +25,6 @@ from triplane.cloud.fleet.facts import (
     RolloutPlan,
     RolloutState,
 )
-from triplane.cloud.fleet.state import FleetNode, FleetState, NodeAssignment, RolloutRecord
-from triplane.cloud.fleet.tables import HELD, HELD_DIGESTS, MEMBERS, NODES, ROLLOUTS
 from triplane.proto.errors import Corrupt
 from triplane.proto.fleet_pb2 import DeployRequest, Report
 

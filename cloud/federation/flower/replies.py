@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from triplane.cloud.federation import flower
+from triplane.cloud.federation.flower import adapter
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.files import Like, most_bytes, read_update
 from triplane.unified_ir.federated.core.learn import buffers
@@ -40,7 +40,7 @@ def contributed(
         accuracies = {"accuracy": facts["before"], "adapted": facts["after"]}
         return None, {EXAMPLES: facts["samples"], **accuracies}
     if order["app"]:
-        return flower.replied(Path(facts["path"]).read_bytes())
+        return adapter.replied(Path(facts["path"]).read_bytes())
     change = read_update(
         Path(facts["path"]), like, run=order["run"], lease=facts["lease"],
         max_bytes=most_bytes(like), buffers=buffers(order["roles"]),
@@ -50,14 +50,14 @@ def contributed(
 
 
 def checked(
-    order: Mapping[str, Any], like: Like, clipping: flower.Clipping | None = None
+    order: Mapping[str, Any], like: Like, clipping: adapter.Clipping | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what an app's reply says of itself, or the word and sentence it is refused by; metrics).
 
     clipping: what the strategy's guarantee of privacy needs of the reply.
     """
     try:
-        arrays, metrics = flower.replied(Path(order["path"]).read_bytes())
+        arrays, metrics = adapter.replied(Path(order["path"]).read_bytes())
     except InvalidInput as error:
         return _refused("damaged", str(error)), {}
     answer = _judged(order, like, arrays, metrics)
@@ -84,7 +84,7 @@ def _judged(
 
 
 def _unclipped(
-    clipping: flower.Clipping, arrays: Mapping[str, Array], metrics: Mapping[str, Any]
+    clipping: adapter.Clipping, arrays: Mapping[str, Array], metrics: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """Why differential privacy does not hold with this reply.
 
@@ -93,8 +93,8 @@ def _unclipped(
     """
     mod = "adaptiveclipping_mod" if clipping.adaptive else "fixedclipping_mod"
     mend = f"give the device's app Flower's mod: ClientApp(mods=[{mod}])"
-    if clipping.adaptive and flower.NORM_BIT not in metrics:
-        return _refused("clipping", f"the reply has no metric {flower.NORM_BIT!r}; {mend}")
+    if clipping.adaptive and adapter.NORM_BIT not in metrics:
+        return _refused("clipping", f"the reply has no metric {adapter.NORM_BIT!r}; {mend}")
     if arrays.keys() != clipping.arrays.keys():
         return _refused("names", "a reply that is clipped holds the arrays that were sent")
     changed = rounding = 0.0

@@ -1,4 +1,4 @@
-from triplane.cloud.fleet.share import in_share
+from triplane.cloud.fleet.rollout_eligibility import in_share
 from triplane.edge.agent import policy
 
 

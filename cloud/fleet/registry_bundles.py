@@ -7,8 +7,8 @@ import json
 from typing import Any
 
 from triplane.cloud.fleet.capability import BundleNeeds
-from triplane.cloud.fleet.facts import BundleFailed, BundleReady, Limit
 from triplane.cloud.fleet.state import FleetNode
+from triplane.cloud.fleet.values import BundleFailed, BundleReady, Limit
 from triplane.cloud.registry.names import Reference
 from triplane.cloud.registry.registry import Registry
 from triplane.cloud.registry.values import BundleRecord, State

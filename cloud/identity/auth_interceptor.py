@@ -1,9 +1,9 @@
-"""The one door of the main port: who calls, and whether the role may call this.
+"""Authentication and authorization of every call on the main port.
 
-Each call's peer certificate must carry a serial number that was issued to its name and is neither
-revoked nor expired, as the database has it (`known.py`); then the method's row of `RIGHTS` decides.
-A servicer finds out who called with `caller()`. Revoking a name ends its streams, here: at once,
-but for the methods of `FAREWELL`, which have a moment to say why in their own words.
+The peer certificate of a call must carry a serial number that was issued to its name and is neither
+revoked nor expired, according to the database (`admission_cache.py`); then the method's row of
+`RIGHTS` decides. A servicer learns who called from `caller()`. Revoking a name ends its streams at
+once, except for the methods of `FAREWELL`, which first have a moment to send their own goodbye.
 """
 
 import asyncio

@@ -17,15 +17,15 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from triplane.cloud.federation import flower
-from triplane.cloud.federation.flower_memory import recall, remember
-from triplane.cloud.federation.flower_replies import (
+from triplane.cloud.federation.flower import adapter
+from triplane.cloud.federation.flower.memory import recall, remember
+from triplane.cloud.federation.flower.replies import (
     checked,
     common,
     contributed,
     numbers,
 )
-from triplane.cloud.federation.flower_spec import digest_of
+from triplane.cloud.federation.flower.spec import digest_of
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.unified_ir.federated.core.files import (
     like_of,
@@ -44,7 +44,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Pipe(Protocol):
-    """See `flower_child.StdioPipe`."""
+    """See `child.StdioPipe`."""
 
     def next(self) -> dict[str, Any]:
         """The next order."""
@@ -58,7 +58,7 @@ class _Skipped(Exception):
 
 
 class Drive:
-    """One strategy through its rounds. order: the first line; see `flower_runs`."""
+    """One strategy through its rounds. order: the first line; see `runs.py`."""
 
     def __init__(self, strategy: Any, order: Mapping[str, Any], pipe: Pipe) -> None:
         self._strategy, self._order, self._pipe = strategy, order, pipe
@@ -74,8 +74,8 @@ class Drive:
         self._looks, self._skips = 0, False
         self._kept: dict[str, Any] | None = None
         self._scores: dict[str, dict[str, Any]] = {}  # of apps, as their replies came
-        self._clipped: dict[str, flower.Clipping] = {}  # by device: what its reply keeps to
-        self._grid = flower.TurnGrid(self._look, self._turn, run=int(order["run"], 16) >> 1)
+        self._clipped: dict[str, adapter.Clipping] = {}  # by device: what its reply keeps to
+        self._grid = adapter.TurnGrid(self._look, self._turn, run=int(order["run"], 16) >> 1)
 
     def run(self) -> None:
         """All rounds from the order's on."""
@@ -84,7 +84,7 @@ class Drive:
         self._theirs = {name: getattr(strategy, name) for name in _HOOKED}
         for name, hook in ours.items():
             setattr(strategy, name, hook)
-        arrays = flower.record_of(self._shared())
+        arrays = adapter.record_of(self._shared())
         if self._order["evaluates"]:
             self._evaluate_first(arrays)
         if self._offset < rounds:
@@ -92,7 +92,7 @@ class Drive:
 
     def _evaluate_first(self, arrays: Any) -> None:
         """The turn at hand evaluates what an earlier process aggregated."""
-        messages = self._configure_evaluate(0, arrays, flower.no_settings(), self._grid)
+        messages = self._configure_evaluate(0, arrays, adapter.no_settings(), self._grid)
         self._aggregate_evaluate(0, self._grid.send_and_receive(messages))
 
     # What `Strategy.start` calls instead of the strategy's own
@@ -122,8 +122,8 @@ class Drive:
     def _aggregate_train(self, number: int, replies: Iterable[Any]) -> Any:
         arrays, metrics = self._theirs["aggregate_train"](number + self._offset, list(replies))
         if arrays is not None:
-            self._state |= self._taken(flower.named_arrays(arrays))
-            arrays = flower.record_of(self._shared())  # in the types that devices have
+            self._state |= self._taken(adapter.named_arrays(arrays))
+            arrays = adapter.record_of(self._shared())  # in the types that devices have
         state, memory = self._folder / "next.state", self._folder / "next.memory"
         write_state(state, self._state, self._order["roles"], plan=self._order["plan"])
         remember(self._without_hooks(), memory)
@@ -212,7 +212,7 @@ class Drive:
         self._clipped = {
             nodes[node]: found
             for node, message in sent.items()
-            if (found := flower.clipping_of(message, self._strategy)) is not None
+            if (found := adapter.clipping_of(message, self._strategy)) is not None
         }
         self._pipe.say({"asked": {nodes[node]: self._file_of(m) for node, m in sent.items()}})
         told = self._next("replies")["replies"]
@@ -227,8 +227,8 @@ class Drive:
         replies = []
         for device, (arrays, metrics) in parts.items():
             node = node_of(device)
-            to = sent.get(node) or flower.instruction(node, kind)
-            replies.append(flower.reply_to(to, arrays, {name: metrics[name] for name in known}))
+            to = sent.get(node) or adapter.instruction(node, kind)
+            replies.append(adapter.reply_to(to, arrays, {name: metrics[name] for name in known}))
         return replies
 
     def _file_of(self, message: Any) -> str:
@@ -237,7 +237,7 @@ class Drive:
             return ""
         lease = self._leases[self._opened()[message.metadata.dst_node_id]]
         path = self._folder / f"{lease}.message"
-        path.write_bytes(flower.sendable(message, lease, self._shared()))
+        path.write_bytes(adapter.sendable(message, lease, self._shared()))
         return str(path)
 
     def _checked(self, messages: Sequence[Any], nodes: Mapping[int, str]) -> dict[int, Any]:
@@ -259,7 +259,7 @@ class Drive:
 
     def _check_followed(self, message: Any, shared: Mapping[str, Array]) -> None:
         """A device without a ClientApp knows its plan, the shared state, and nothing else."""
-        said = flower.settings_in(message)
+        said = adapter.settings_in(message)
         allowed = set(KNOWN)
         if said.get("proximal-mu") == self._order["proximal"]:
             allowed.add("proximal-mu")
@@ -268,8 +268,8 @@ class Drive:
                 f"the strategy tells devices {odd[0]!r}, which a plan does not follow; it needs "
                 "devices that answer with a ClientApp (--app)"
             )
-        for record in flower.arrays_in(message).values():
-            if not flower.same_arrays(flower.named_arrays(record), shared):
+        for record in adapter.arrays_in(message).values():
+            if not adapter.same_arrays(adapter.named_arrays(record), shared):
                 raise InvalidInput(
                     "the strategy sends other arrays than its newest, which a plan does not follow;"
                     " it needs devices that answer with a ClientApp (--app)"
@@ -288,7 +288,7 @@ def made(order: Mapping[str, Any]) -> Any:
     """The strategy that an order names. InvalidInput, Conflict; or what an operator's raises."""
     if order["file"]:
         return _of_file(Path(order["file"]), order["attribute"], order)
-    make = flower.shipped(order["strategy"])
+    make = adapter.shipped(order["strategy"])
     least = order["quorum"]
     counts = {
         "min_train_nodes": least,
@@ -300,7 +300,7 @@ def made(order: Mapping[str, Any]) -> Any:
         if not order["wraps"]:
             return make(**counts, **options)
         options.setdefault("num_sampled_clients", order["devices"])
-        return make(flower.shipped("FedAvg")(**counts), **options)
+        return make(adapter.shipped("FedAvg")(**counts), **options)
     except TypeError as error:
         raise InvalidInput(
             f"{order['strategy']} is not made with the options {sorted(options)}: {error}"
@@ -322,8 +322,8 @@ def _of_file(path: Path, attribute: str, order: Mapping[str, Any]) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     found = getattr(module, attribute, None)
-    if callable(found) and not flower.is_strategy(found):
+    if callable(found) and not adapter.is_strategy(found):
         found = found(**order["options"])
-    if not flower.is_strategy(found):
+    if not adapter.is_strategy(found):
         raise InvalidInput(f"{path.name} needs {attribute!r}: a Strategy, or what makes one")
     return found

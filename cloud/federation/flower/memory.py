@@ -42,7 +42,7 @@ def remember(strategy: Any, path: Path) -> None:
 
 def recall(strategy: Any, path: Path) -> None:
     """Give a new strategy what an earlier one held. Corrupt: the file is damaged."""
-    from triplane.cloud.federation.flower import record_of
+    from triplane.cloud.federation.flower.adapter import record_of
 
     file = Container(path, kind=KIND)
     file.verify()

@@ -8,9 +8,9 @@ from tests.attacks.trust_stage import bundle_entry, stage
 from tests.cloud.registry.models import asked, registry_of
 from tests.cloud.registry.test_healing import maker
 
-from triplane.cloud.fleet.facts import Limit
+from triplane.cloud.fleet.registry_bundles import RegistryBundles
 from triplane.cloud.fleet.state import FleetNode, NodeAssignment
-from triplane.cloud.fleet.supply import RegistryBundles
+from triplane.cloud.fleet.values import Limit
 from triplane.cloud.store import Database
 from triplane.proto.errors import Unavailable
 from triplane.proto.targets import Rule

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from triplane.cloud.fleet.facts import (
+from triplane.cloud.fleet.values import (
     DONE,
     LOST,
     SETTLED,

@@ -18,11 +18,11 @@ pytest.importorskip("flwr", reason="needs the extra [flower]")
 
 from flwr.serverapp import strategy as flower
 
-from triplane.cloud.federation import flower_spec
-from triplane.cloud.federation.flower import named_arrays, record_of
-from triplane.cloud.federation.flower_drive import made, node_of
-from triplane.cloud.federation.flower_memory import recall, remember
-from triplane.cloud.federation.flower_process import COMMAND, Died, StrategyLimits, StrategyProcess
+from triplane.cloud.federation.flower import spec
+from triplane.cloud.federation.flower.adapter import named_arrays, record_of
+from triplane.cloud.federation.flower.drive import made, node_of
+from triplane.cloud.federation.flower.memory import recall, remember
+from triplane.cloud.federation.flower.process import COMMAND, Died, StrategyLimits, StrategyProcess
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
 from triplane.unified_ir.federated.core.files import write_state
 
@@ -43,7 +43,7 @@ def of_file(folder, text, **changes):
     """An order for an operator's strategy."""
     path = folder / "mine.py"
     path.write_text(textwrap.dedent(text))
-    digest = flower_spec.digest_of(path).hex()
+    digest = spec.digest_of(path).hex()
     return order_of(file=str(path), attribute="strategy", sha256=digest, **changes)
 
 
@@ -190,7 +190,7 @@ def test_what_a_strategy_remembers_is_given_to_the_next(make, tmp_path):
 
 
 def test_every_strategy_of_the_table_is_made(tmp_path):
-    for row in flower_spec.SHIPPED.values():
+    for row in spec.SHIPPED.values():
         options = {}
         if row.wraps:
             options["noise_multiplier"] = 0.1

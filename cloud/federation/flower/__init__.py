@@ -1,0 +1,18 @@
+"""Strategies of Flower in runs: `runs` in the cloud's process, the rest in a strategy's own.
+
+`adapter` is the one module of the cloud that imports flwr. It is loaded on the first use of
+`Triplane` or `Sampling`; there is no `__all__`, since both need the extra `[flower]`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from triplane.cloud.federation.flower.adapter import Sampling as Sampling
+    from triplane.cloud.federation.flower.adapter import Triplane as Triplane
+
+
+def __getattr__(name: str) -> Any:
+    if name not in {"Sampling", "Triplane"}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.adapter"), name)
