@@ -1,0 +1,94 @@
+"""The how-tos of docs/extending work: each is applied to a copy of the packages, then run there.
+
+The first line of a block says where it goes: `# FILE` at the end of that file, `# FILE, above NAME`
+in front of the statement that defines NAME, `# FILE, in NAME` behind the last row of that table.
+The blocks without such a line then run in order, as one script.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    path for path in sorted((ROOT / "docs" / "extending").glob("*.md")) if path.stem != "README"
+]
+BLOCK = re.compile(
+    r"```(?:python|toml)\n(?:# (\S+\.\w+)(?:, (above|in) ([^\n]+))?\n)?(.*?)```", re.DOTALL
+)
+PACKAGES = ("proto", "unified_ir", "edge")
+
+
+def blocks(page):
+    """(file, above or in, name, code) of each block; the first three are empty in a script."""
+    return BLOCK.findall(page.read_text())
+
+
+def statement(text, name):
+    """The top-level assignment of a module that defines `name`."""
+    for found in ast.parse(text).body:
+        match found:
+            case (
+                ast.Assign(targets=[ast.Name(id=target)])
+                | ast.AnnAssign(target=ast.Name(id=target))
+            ) if target == name:
+                return found
+    raise AssertionError(f"no table {name}")
+
+
+def line_of(text, where, name):
+    """How many lines of the module stand before the place."""
+    table = statement(text, name)
+    if where == "above":
+        return table.lineno - 1
+    literals = (n for n in ast.walk(table.value) if isinstance(n, (ast.Tuple, ast.List)))
+    return max(n.elts[-1].end_lineno for n in literals if n.elts)
+
+
+def add(path, where, name, code):
+    text = path.read_text() if path.exists() else ""
+    lines = text.splitlines(keepends=True)
+    at = line_of(text, where, name) if where else len(lines)
+    path.write_text("".join([*lines[:at], code, *lines[at:]]))
+
+
+def add_entry_point(folder, header, line):
+    """As an installed package has it."""
+    info = folder / "example-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: example\nVersion: 0\n")
+    group = re.search(r'"(.+)"', header)[1]
+    (info / "entry_points.txt").write_text(f"[{group}]\n{line.replace(chr(34), '')}")
+
+
+def follow(page, folder):
+    """Leaves the packages as they are after following the page in `folder`."""
+    for package in PACKAGES:
+        shutil.copytree(
+            ROOT / package, folder / "triplane" / package,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )  # fmt: skip
+    for file, where, name, code in blocks(page):
+        if file == "pyproject.toml":
+            add_entry_point(folder, name, code)
+        elif file:
+            add(folder / "triplane" / file, where, name, code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_following_a_page_gives_what_it_promises(page, tmp_path):
+    follow(page, tmp_path / "site")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(code for file, _, _, code in blocks(page) if not file))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)], cwd=tmp_path, capture_output=True, text=True,
+        check=False, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
