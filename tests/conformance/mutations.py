@@ -108,9 +108,9 @@ def wrong_body(row):
     return replace(row, body=body)
 
 
-def wrong_linearize(row):
-    def linearize(*args, **more):
-        made, pullback = row.linearize(*args, **more)
+def wrong_vjp_with_residuals(row):
+    def vjp_with_residuals(*args, **more):
+        made, pullback = row.vjp_with_residuals(*args, **more)
 
         def pull(gs):
             first, *rest = pullback(gs)
@@ -118,7 +118,7 @@ def wrong_linearize(row):
 
         return made, pull
 
-    return replace(row, linearize=linearize)
+    return replace(row, vjp_with_residuals=vjp_with_residuals)
 
 
 def wrong_batch(row):
@@ -138,7 +138,7 @@ def without_lowering(row):
 BREAK = {
     "reference": wrong_kernel,
     "vjp": wrong_vjp,
-    "linearize": wrong_linearize,
+    "vjp_with_residuals": wrong_vjp_with_residuals,
     "infer": wrong_infer,
     "body": wrong_body,
     "lower_below": without_lowering,

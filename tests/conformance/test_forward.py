@@ -6,7 +6,7 @@ from tests.conformance.test_rows import FLAT, ids
 from tests.conformance.uses import differentiable, first_shallow, recorded
 
 from triplane.unified_ir.autodiff.forward import pushforward
-from triplane.unified_ir.autodiff.reverse import linearize
+from triplane.unified_ir.autodiff.reverse import record_vjp
 from triplane.unified_ir.engines.reference import ReferenceEngine
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import introduced
@@ -27,7 +27,7 @@ def maps(function, names):
               for n, r in zip(function.result_names, function.results, strict=True)]  # fmt: skip
         results, push = pushforward(function, params, wanted)
         moved = push(vs)
-        _, pull = linearize(function, params, wanted)
+        _, pull = record_vjp(function, params, wanted)
         pulled = pull(us)
         forward = [zeros(y.shape, y.dtype) if t is None else t
                    for y, t in zip(results, moved, strict=True) if y.dtype.is_float]  # fmt: skip

@@ -32,7 +32,7 @@ NO_SAMPLES = {  # tested with regions or sizes of their own
     **dict.fromkeys(HELD, "tests/ops/test_sequences.py"),
     **dict.fromkeys(DRAWN, "tests/ops/test_drawing.py"),
     "ImageDecoder": "tests/ops/test_image_files.py",
-    "triplane.Sized": "tests/ops/test_claims.py",
+    "triplane.Sized": "tests/ops/test_shape_assertions.py",
     "triplane.Checkpoint": "tests/frontend/test_transforms",
 }
 MISSING = {  # rows, or uses of them, that an opset lacks and that have no other form in it

@@ -10,7 +10,7 @@ from triplane.unified_ir.autodiff import value_and_grad
 from triplane.unified_ir.ir import limits
 from triplane.unified_ir.ir.arrays import raw
 from triplane.unified_ir.ir.codec import (
-    Contents,
+    ModuleContents,
     decode,
     decode_function,
     encode,
@@ -124,7 +124,7 @@ def test_a_value_of_another_function_is_refused():
 
 def test_big_constants_lie_in_the_weights_once():
     module = graphs.module()
-    contents = Contents({**module.functions, "again": module.functions["predict"]})
+    contents = ModuleContents({**module.functions, "again": module.functions["predict"]})
     data, tensors = encode(contents)
     (name,) = tensors
     assert name.startswith("constant.")
@@ -135,7 +135,7 @@ def test_big_constants_lie_in_the_weights_once():
 
 
 def message():
-    data, tensors = encode(Contents(graphs.module().functions))
+    data, tensors = encode(ModuleContents(graphs.module().functions))
     return pb.Module.FromString(data), tensors
 
 

@@ -11,7 +11,7 @@ from triplane.proto import ir_pb2 as pb
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.files import container
 from triplane.unified_ir.ir import Module
-from triplane.unified_ir.ir.codec import PART, Contents, decode, encode
+from triplane.unified_ir.ir.codec import PART, ModuleContents, decode, encode
 from triplane.unified_ir.ir.module import WEIGHTS_PART
 from triplane.unified_ir.ir.text import module_text
 from triplane.unified_ir.ops.check import check_module, load
@@ -26,9 +26,9 @@ def sources():
     regions = {n: f for n in graphs.WITH_REGIONS for f in graphs.with_gradients(n)[1:2]}
     whole = graphs.module()
     return [
-        Contents(whole.functions, whole.entries, whole.state, whole.meta),
-        *(Contents({name: function}) for name, function in regions.items()),
-        Contents({"held": graphs.held()}),
+        ModuleContents(whole.functions, whole.entries, whole.state, whole.meta),
+        *(ModuleContents({name: function}) for name, function in regions.items()),
+        ModuleContents({"held": graphs.held()}),
     ]
 
 

@@ -14,7 +14,7 @@ from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.files import container
 from triplane.unified_ir.files.container import Container
 from triplane.unified_ir.ir import Module, Role, StateTensor, TensorSpec
-from triplane.unified_ir.ir.codec import PART, Contents, encode
+from triplane.unified_ir.ir.codec import PART, ModuleContents, encode
 from triplane.unified_ir.ir.graph import Function, Value
 from triplane.unified_ir.ir.module import WEIGHTS_PART, read
 from triplane.unified_ir.ir.text import module_text
@@ -136,7 +136,7 @@ def test_state_of_another_type_than_its_use_is_refused(tmp_path):
     function = Function("f", (x,), (x,), ("y",), ())
     with pytest.raises(InvalidInput, match="uses state 'w' as"):
         Module({"f": function}, {}, {"w": StateTensor(Role.BUFFER, np.zeros(3, np.float32))})
-    contents = Contents({"f": function}, {}, {"w": StateTensor(Role.BUFFER, np.zeros(3))})
+    contents = ModuleContents({"f": function}, {}, {"w": StateTensor(Role.BUFFER, np.zeros(3))})
     data, tensors = encode(contents)
     write(tmp_path / "m.tpm", data, tensors, {"w": "buffer"})
     with pytest.raises(Corrupt, match=r"module.pb: function 'f' uses state 'w' as"):
@@ -164,7 +164,7 @@ def test_another_root_digest_is_refused(tmp_path):
 
 def test_state_named_like_a_constant_is_refused(tmp_path):
     module = graphs.module()
-    _, tensors = encode(Contents(module.functions))
+    _, tensors = encode(ModuleContents(module.functions))
     (name,) = tensors
     state = {name: StateTensor(Role.BUFFER, np.zeros(1, np.float32))}
     with pytest.raises(InvalidInput, match="name of a constant"):
@@ -206,7 +206,7 @@ def test_a_flipped_weight_names_its_tensor(tmp_path):
 
 def encoded():
     module = graphs.module()
-    return encode(Contents(module.functions, module.entries, module.state, module.meta))
+    return encode(ModuleContents(module.functions, module.entries, module.state, module.meta))
 
 
 def write(path, data, tensors, roles):

@@ -128,6 +128,6 @@ def test_constants_of_equal_bytes_are_told_apart_by_their_types():
     row, column = np.arange(12.0).reshape(1, 12), np.arange(12.0).reshape(12, 1)
     build = Build(TABLE, "f")
     with build:
-        y = build.admit(row) + build.admit(column)
+        y = build.as_operand(row) + build.as_operand(column)
     text = function_text(build.finish({"y": y}))
     assert function_text(parse_function(text, [row, column])) == text

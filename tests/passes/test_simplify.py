@@ -3,7 +3,7 @@ import pytest
 
 from triplane.unified_ir import ops
 from triplane.unified_ir.autodiff import value_and_grad
-from triplane.unified_ir.autodiff.reverse import linearize
+from triplane.unified_ir.autodiff.reverse import record_vjp
 from triplane.unified_ir.ir import TensorSpec
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.evaluate import run_function
@@ -32,7 +32,7 @@ def gradient(f):
     build = Build(TABLE, "g")
     with build:
         x = build.param("x", PLANES)
-        (y,), pull = linearize(f, [x], [0])
+        (y,), pull = record_vjp(f, [x], [0])
         weight = WEIGHTS[: int(np.prod(y.type.concrete({})))].reshape(y.type.concrete({}))
         (g,) = pull([build.constant(weight)])
     return build.finish({"y": y, "g": g})

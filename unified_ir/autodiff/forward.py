@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from triplane.unified_ir.autodiff.reverse import linearize
+from triplane.unified_ir.autodiff.reverse import record_vjp
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.recorder import recorder
@@ -27,7 +27,7 @@ def pushforward(
     `wanted` numbers floating-point parameters; results of other types have no tangent.
     """
     outer = recorder()
-    outputs, pull = linearize(function, args, wanted)
+    outputs, pull = record_vjp(function, args, wanted)
     floats = [i for i, y in enumerate(outputs) if y.dtype.is_float]
     at_zero = [zeros(outputs[i].shape, outputs[i].dtype) for i in floats]
     inner = Build(
@@ -45,7 +45,7 @@ def pushforward(
         reached = {f"d{k}": d for k, d in enumerate(found) if d is not None}
     transposed = inner.finish(reached)
     numbers = [k for k, d in enumerate(found) if d is not None]
-    _, push_back = linearize(transposed, [*at_zero, *inner.captured], range(len(floats)))
+    _, push_back = record_vjp(transposed, [*at_zero, *inner.captured], range(len(floats)))
 
     def push(tangents: Sequence[Tensor]) -> list[Tensor | None]:
         made: list[Tensor | None] = [None] * len(outputs)

@@ -24,7 +24,7 @@ Pullback = Callable[..., Sequence[Tensor | None]]
 _Step = tuple[Node, Pullback]
 
 
-def linearize(
+def record_vjp(
     function: Function, args: Sequence[Tensor], wanted: Sequence[int]
 ) -> tuple[list[Tensor], Pullback]:
     """Results of `function` in the graph being recorded, and their pullback.
@@ -39,7 +39,7 @@ def linearize(
         if not any(v in active for v in node.inputs if v is not None):
             replay.run(node)
             continue
-        outputs, pullback = _linearize_node(replay, node)
+        outputs, pullback = _record_node(replay, node)
         replay.define(node, outputs)
         active.update(v for v in node.outputs if v.type.carries_gradient)
         steps.append((node, pullback))
@@ -76,15 +76,15 @@ def _pull_node(
                 _accumulate(found, value, g)
 
 
-def _linearize_node(replay: Replay, node: Node) -> tuple[Sequence[Tensor], Pullback]:
+def _record_node(replay: Replay, node: Node) -> tuple[Sequence[Tensor], Pullback]:
     row = replay.build.table[node.op.domain, node.op.name]
     inputs, attrs = replay.inputs(node), replay.attrs(node)
     regions, n = replay.regions(node), len(node.outputs)
     with replay.build.at(node.meta):
-        if row.linearize is not None and not _passes_held(node):
-            return row.linearize(inputs, attrs, regions, n, vjp_of=_vjp_of)
+        if row.vjp_with_residuals is not None and not _passes_held(node):
+            return row.vjp_with_residuals(inputs, attrs, regions, n, vjp_of=_vjp_of)
         if row.vjp is None and row.body is not None:
-            return _linearize_body(row, attrs, inputs, n)
+            return _record_body(row, attrs, inputs, n)
         outputs = replay.build.apply(row, inputs, attrs, regions=regions, outputs=n)
     return outputs, _pullback_of_row(row, node, inputs, outputs)
 
@@ -101,7 +101,7 @@ def _pullback_of_row(
     attrs = row.full_attrs(node.attrs)
 
     def pull(gs: Cotangents) -> list[Tensor | None]:
-        if row.linearize is not None:
+        if row.vjp_with_residuals is not None:
             raise InvalidInput(
                 f"{row} hands on a sequence or an optional, through which it has no gradient (at "
                 f"{node.meta.location}); stack its elements, or use ops.stop_gradient"
@@ -118,7 +118,7 @@ def _pullback_of_row(
     return pull
 
 
-def _linearize_body(
+def _record_body(
     row: Op, attrs: Mapping[str, AttrValue], inputs: Sequence[Tensor | None], n: int
 ) -> tuple[Sequence[Tensor], Pullback]:
     types = tuple(None if x is None else x.type for x in inputs)
@@ -126,7 +126,7 @@ def _linearize_body(
     body = body_function(recorder().table, row, types, attrs, n, known)
     present = [i for i, x in enumerate(inputs) if x is not None]
     args = [x for x in inputs if x is not None]
-    outputs, inner = linearize(body, args, range(len(args)))
+    outputs, inner = record_vjp(body, args, range(len(args)))
 
     def pull(gs: Cotangents) -> list[Tensor | None]:
         at = dict(zip(present, inner(gs), strict=True))
@@ -143,7 +143,7 @@ def _vjp_of(function: Function, wanted: Sequence[int], given: Sequence[int]) -> 
         gs: list[Tensor | None] = [None] * len(function.results)
         for i in given:
             gs[i] = build.param(f"g{i}", function.results[i].type)
-        _, pull = linearize(function, params, wanted)
+        _, pull = record_vjp(function, params, wanted)
         found = pull(gs)
         results = {
             f"d{i}": zeros(params[i].shape, params[i].dtype) if d is None else d

@@ -8,7 +8,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff.forward import pushforward
-from triplane.unified_ir.autodiff.reverse import linearize
+from triplane.unified_ir.autodiff.reverse import record_vjp
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops.build import Build
@@ -45,7 +45,7 @@ def value_and_grad(
     build = Build(TABLE, f"{function.name}.grad")
     with build:
         params = [build.param(p.name, p.type) for p in function.params]
-        results, pull = linearize(function, params, [function.param_index(n) for n in names])
+        results, pull = record_vjp(function, params, [function.param_index(n) for n in names])
         index = function.result_names.index(target)
         one = build.constant(np.ones((), results[index].dtype.numpy))
         found = pull([one if i == index else None for i in range(len(results))])
@@ -82,7 +82,7 @@ def vjp(function: Function, wrt: Sequence[str] | None = None) -> Function:
             build.param(f"cotangent.{n}", r.type) if r.type.dtype.is_float else None
             for n, r in zip(function.result_names, function.results, strict=True)
         ]
-        results, pull = linearize(function, params, [function.param_index(n) for n in names])
+        results, pull = record_vjp(function, params, [function.param_index(n) for n in names])
         named = dict(zip(function.result_names, results, strict=True))
         named |= _named_grads(names, pull(gs), params, function)
     return clean(build.finish(named))

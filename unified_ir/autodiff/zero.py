@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from triplane.unified_ir.autodiff.reverse import linearize
+from triplane.unified_ir.autodiff.reverse import record_vjp
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.structure import ones
@@ -104,7 +104,7 @@ def _passes(node: Node, alive: Sequence[int], known: Mapping[Value, Node]) -> bo
     build = Build(TABLE, "passes")
     with build:
         args = [build.param(p.name, p.type) for p in params.values()]
-        outputs, pull = linearize(single, args, wanted)
+        outputs, pull = record_vjp(single, args, wanted)
         gs = [ones(y.shape, y.dtype) if y.dtype.is_float else None for y in outputs]
         return any(g is not None for g in pull(gs))
 

@@ -17,7 +17,7 @@ from triplane.unified_ir.convert.targets import Target
 from triplane.unified_ir.ir import Module
 from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.ir.types import is_plain
-from triplane.unified_ir.ops.contents import bind
+from triplane.unified_ir.ops.values import bind
 from triplane.unified_ir.passes.memory import live
 from triplane.unified_ir.runtime import (
     Constraints,

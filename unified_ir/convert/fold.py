@@ -64,7 +64,7 @@ def _evaluated(
 ) -> list[Array] | None:
     if node.regions or not node.inputs or not node.outputs[0].type.dtype.is_float:
         return None
-    if TABLE[node.op.domain, node.op.name].draws:
+    if TABLE[node.op.domain, node.op.name].nondeterministic:
         return None
     if not all(v is None or v in known for v in node.inputs):
         return None

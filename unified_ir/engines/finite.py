@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from triplane.unified_ir.ir.graph import Array, Function, Node
-from triplane.unified_ir.ops.contents import as_contents
 from triplane.unified_ir.ops.evaluate import observing, run_function
 from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.values import as_host_value
 
 
 class _Found(Exception):
@@ -30,7 +30,7 @@ def first_nonfinite(function: Function, args: Mapping[str, Any]) -> str:
         if node.op.name != "Constant" and not all(finite(a) for a in results):
             raise _Found(_node_text(node, operands, results))
 
-    given = [as_contents(args[p.name], p.type) for p in function.params]
+    given = [as_host_value(args[p.name], p.type) for p in function.params]
     try:
         with observing(look):
             run_function(TABLE, function, given)

@@ -12,9 +12,9 @@ from triplane.unified_ir.engines.protocol import by_position, check_donated
 from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.onnx.emit import emit, serialize
 from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
-from triplane.unified_ir.ops.contents import Contents, as_contents
 from triplane.unified_ir.ops.custom_ops import with_kernels
 from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.values import HostValue, as_host_value
 from triplane.unified_ir.passes.widen import widen_half
 from triplane.unified_ir.runtime.session import Loop, RunFailed, Session, SessionOptions, check_rows
 from triplane.unified_ir.runtime.signature import next_name
@@ -50,10 +50,10 @@ class OnnxProgram:
             next_name(n) if n in self._params else n for n in function.result_names
         )
 
-    def __call__(self, *args: Contents) -> tuple[Array, ...]:
+    def __call__(self, *args: HostValue) -> tuple[Array, ...]:
         """See `Program`."""
         given = by_position(self.function, args)
-        feeds = {p.name: as_contents(given[p.name], p.type) for p in self.function.params}
+        feeds = {p.name: as_host_value(given[p.name], p.type) for p in self.function.params}
         if self._donate:
             check_rows({n: x for n, x in feeds.items() if n not in self._donate})
         try:

@@ -9,7 +9,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Array, Function
-from triplane.unified_ir.ops.contents import Contents
+from triplane.unified_ir.ops.values import HostValue
 
 
 class Loop(Protocol):
@@ -37,7 +37,7 @@ class Program(Protocol):
 
     function: Function
 
-    def __call__(self, *args: Contents) -> tuple[Array, ...]:
+    def __call__(self, *args: HostValue) -> tuple[Array, ...]:
         """Results for positional arguments in parameter order; see `ops.contents` for both."""
         ...
 

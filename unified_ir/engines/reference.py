@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 
 from triplane.unified_ir.engines.protocol import HostLoop, by_position, check_donated
 from triplane.unified_ir.ir.graph import Array, Function
-from triplane.unified_ir.ops.contents import Contents, as_contents
 from triplane.unified_ir.ops.evaluate import run_function
 from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.values import HostValue, as_host_value
 
 
 class ReferenceProgram:
@@ -19,11 +19,11 @@ class ReferenceProgram:
         self.function = function
         self._donate = tuple(donate)
 
-    def __call__(self, *args: Contents) -> tuple[Array, ...]:
+    def __call__(self, *args: HostValue) -> tuple[Array, ...]:
         """See `Program`."""
         by_position(self.function, args)
         params = self.function.params
-        arrays = [as_contents(a, p.type) for a, p in zip(args, params, strict=True)]
+        arrays = [as_host_value(a, p.type) for a, p in zip(args, params, strict=True)]
         return tuple(run_function(TABLE, self.function, arrays))
 
     def loop(self, state: Mapping[str, Array]) -> HostLoop:

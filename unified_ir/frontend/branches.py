@@ -151,9 +151,12 @@ def _joined(
                 [],
                 (yes.build, no.build),
                 (
-                    [yes.build.admit(x, d) for x, d in zip(rows.then, rows.dtypes, strict=True)],
                     [
-                        no.build.admit(x, d)
+                        yes.build.as_operand(x, d)
+                        for x, d in zip(rows.then, rows.dtypes, strict=True)
+                    ],
+                    [
+                        no.build.as_operand(x, d)
                         for x, d in zip(rows.otherwise, rows.dtypes, strict=True)
                     ],
                 ),

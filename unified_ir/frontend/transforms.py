@@ -17,7 +17,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import autodiff
 from triplane.unified_ir.autodiff.forward import pushforward
-from triplane.unified_ir.autodiff.reverse import linearize
+from triplane.unified_ir.autodiff.reverse import record_vjp
 from triplane.unified_ir.frontend.run import graph
 from triplane.unified_ir.frontend.traced_call import (
     TracedCall,
@@ -63,7 +63,7 @@ def value_and_grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = 
     def both(*args: Any, **kwargs: Any) -> Any:
         linear = _linearized(f, args, kwargs, numbers)
         scalar = _scalar(linear.value, name, has_aux=has_aux)
-        one = recorder().admit(np.ones((), scalar.dtype.numpy))
+        one = recorder().as_operand(np.ones((), scalar.dtype.numpy))
         rest = [None for _ in leaves(linear.value)[1:]]
         grads = _fill(args, numbers, linear, linear.pull([one, *rest]))
         return linear.value, grads[0] if isinstance(argnums, int) else tuple(grads)
@@ -209,7 +209,7 @@ def _linearized(
     at = [i for k in numbers for i in apart.positions(k)]
     wanted = [apart.operands[i] for i in at]
     _check_float(wanted, name_of_callable(f))
-    outputs, pull = linearize(apart.function, apart.operands, at)
+    outputs, pull = record_vjp(apart.function, apart.operands, at)
 
     def of_results(gs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         return pull([*gs, *(None for _ in apart.assigned)])

@@ -33,7 +33,7 @@ PART: Final = "module.pb"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Contents:
+class ModuleContents:
     """What `module.pb` says; `ir.module.Module` adds what must hold between its parts."""
 
     functions: Mapping[str, Function]
@@ -42,7 +42,7 @@ class Contents:
     meta: Mapping[str, str] = field(default_factory=dict)
 
 
-def encode(contents: Contents) -> tuple[bytes, dict[str, StoredTensor]]:
+def encode(contents: ModuleContents) -> tuple[bytes, dict[str, StoredTensor]]:
     """`module.pb`, and the tensors that the weights must hold: state, then big constants.
 
     Personal state has a name, a type and a role in the bytes, and no contents anywhere.
@@ -61,7 +61,7 @@ def encode(contents: Contents) -> tuple[bytes, dict[str, StoredTensor]]:
     return _verified(encoder, contents, tensors), tensors
 
 
-def decode(data: bytes, tensors: Mapping[str, StoredTensor]) -> Contents:
+def decode(data: bytes, tensors: Mapping[str, StoredTensor]) -> ModuleContents:
     """What `data` says, arrays being views of `tensors`; Corrupt, or InvalidInput if newer."""
     try:
         return _contents(_parsed(data), tensors)
@@ -76,7 +76,7 @@ def version_of(data: bytes) -> int:
 
 def encode_function(function: Function) -> bytes:
     """A function with all its constants, as bytes."""
-    contents = Contents({function.name: function})
+    contents = ModuleContents({function.name: function})
     encoder = Encoder(max_inline_bytes=limits.MAX_MODULE_BYTES)
     return _verified(_filled(encoder, contents), contents, {})
 
@@ -89,7 +89,7 @@ def decode_function(data: bytes) -> Function:
     return next(iter(functions.values()))
 
 
-def _filled(encoder: Encoder, contents: Contents) -> Encoder:
+def _filled(encoder: Encoder, contents: ModuleContents) -> Encoder:
     try:
         encoder.module(contents.functions, contents.entries, contents.state, contents.meta)
     except (ValueError, TypeError, OverflowError) as error:
@@ -99,7 +99,9 @@ def _filled(encoder: Encoder, contents: Contents) -> Encoder:
     return encoder
 
 
-def _verified(encoder: Encoder, contents: Contents, tensors: Mapping[str, StoredTensor]) -> bytes:
+def _verified(
+    encoder: Encoder, contents: ModuleContents, tensors: Mapping[str, StoredTensor]
+) -> bytes:
     data = encoder.message.SerializeToString(deterministic=True)
     try:
         found = decode(data, tensors)
@@ -111,7 +113,7 @@ def _verified(encoder: Encoder, contents: Contents, tensors: Mapping[str, Stored
     return data
 
 
-def _lost(given: Contents, found: Contents) -> str:
+def _lost(given: ModuleContents, found: ModuleContents) -> str:
     """What the bytes say otherwise than the contents; big constants are named by their digest."""
     pairs = ((given.entries, found.entries), (given.meta, found.meta))
     if any(dict(a) != dict(b) for a, b in pairs) or _declared(given) != _declared(found):
@@ -123,7 +125,7 @@ def _lost(given: Contents, found: Contents) -> str:
     return next((f"function {name!r}: {text}" for name, text in said if text), "")
 
 
-def _declared(contents: Contents) -> list[tuple[str, Role, TensorType]]:
+def _declared(contents: ModuleContents) -> list[tuple[str, Role, TensorType]]:
     return [(name, tensor.role, tensor.type) for name, tensor in contents.state.items()]
 
 
@@ -140,9 +142,9 @@ def _parsed(data: bytes) -> pb.Module:
     return message
 
 
-def _contents(message: pb.Module, tensors: Mapping[str, StoredTensor]) -> Contents:
+def _contents(message: pb.Module, tensors: Mapping[str, StoredTensor]) -> ModuleContents:
     decoder = Decoder(message, tensors)
-    found = Contents(decoder.functions(), decoder.entries(), decoder.state(), decoder.meta())
+    found = ModuleContents(decoder.functions(), decoder.entries(), decoder.state(), decoder.meta())
     stray = sorted(tensors.keys() - decoder.used)
     if stray:
         raise Corrupt(f"the weights hold {stray[0][:80]!r}, which nothing uses")

@@ -87,7 +87,7 @@ class Module:
         the file and its contents left out. Equal modules give equal bytes. The file is read again
         before it takes its name, by `check` or `read`; `ops.check.save` infers its types too.
         """
-        contents = codec.Contents(self.functions, self.entries, self.state, self.meta)
+        contents = codec.ModuleContents(self.functions, self.entries, self.state, self.meta)
         data, tensors = codec.encode(contents)
         roles = {name: str(t.role) for name, t in self.state.items() if name in tensors}
         weights = container.tensor_part(WEIGHTS_PART, tensors, roles)
@@ -130,7 +130,7 @@ def may_be_misread(path: Path, module: Module) -> bool:
     return any(isinstance(v, tuple) and any(isinstance(d, Expr) for d in v) for v in values)
 
 
-def _module(found: codec.Contents) -> Module:
+def _module(found: codec.ModuleContents) -> Module:
     try:
         made = Module(found.functions, found.entries, found.state, found.meta)
     except InvalidInput as error:

@@ -133,7 +133,7 @@ class Imported(Cell):
         given = dict(zip(self.inputs, xs, strict=True))
         given |= {n: p.__tensor__() for n, p in self._parameters.items()}
         build = recorder()
-        args = [build.admit(given[n]) for n in self.function.param_names]
+        args = [build.as_operand(given[n]) for n in self.function.param_names]
         updates = self.training and self.batch_norm == "updated"
         made = self._updated(args) if updates else inline(self.function, args)
         return made[0] if len(made) == 1 else tuple(made)

@@ -17,14 +17,14 @@ from triplane.unified_ir.ir.dims import Dim, Expr, floor_div, product, symbols
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.ir.types import is_plain
 from triplane.unified_ir.onnx.application import Application
-from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.elementwise import BROADCASTING
 from triplane.unified_ir.ops.row import Op
+from triplane.unified_ir.ops.shape_assertions import assume_shape
 from triplane.unified_ir.ops.tensor import Tensor
 
 Named = frozenset[str]
 """Sizes that a caller of the model decides: claimed last."""
-Contents = Callable[[Tensor], Array | None]
+Lookup = Callable[[Tensor], Array | None]
 """What is known of a vector of sizes."""
 Wanted = Sequence[Dim]
 
@@ -39,10 +39,10 @@ class _Case:
 
     app: Application
     named: Named
-    contents: Contents
+    contents: Lookup
 
 
-def agreeing(app: Application, row: Op, named: Named, contents: Contents) -> Application | None:
+def agreeing(app: Application, row: Op, named: Named, contents: Lookup) -> Application | None:
     """The application with operands whose sizes are claimed to fit; None: no claim is a way out."""
     rule = _broadcast if row.infer in BROADCASTING else _RULES.get(app.op)
     if rule is None or not all(x is None or is_plain(x.type) for x in app.inputs):

@@ -32,10 +32,10 @@ from triplane.unified_ir.onnx.agreeing import agreeing
 from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.bodies import function_of, has_body
 from triplane.unified_ir.onnx.branches import BRANCHES
-from triplane.unified_ir.onnx.contents import Contents
 from triplane.unified_ir.onnx.emit import PRODUCER
 from triplane.unified_ir.onnx.expanded import FunctionKey, check_expanded, key_of
 from triplane.unified_ir.onnx.foreign import FOREIGN
+from triplane.unified_ir.onnx.known_values import KnownValues
 from triplane.unified_ir.onnx.lift import lift
 from triplane.unified_ir.onnx.merged import separated
 from triplane.unified_ir.onnx.order import needed_in_order
@@ -136,7 +136,7 @@ class Importer:
         self.model = model
         self.build = build
         self.weights = weights
-        self.contents = Contents()
+        self.contents = KnownValues()
         self.symbols = Symbols(model.graph.input)
         self.functions = _functions(model)
         self.bodies = Functions(self.functions)

@@ -73,7 +73,6 @@ from triplane.unified_ir.ops.bits import (
     bitwise_or,
     bitwise_xor,
 )
-from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.control import cond, custom_gradient, fori_loop, scan, while_loop
 from triplane.unified_ir.ops.convolution import conv, conv_transpose
 from triplane.unified_ir.ops.ctc import ctc
@@ -188,6 +187,7 @@ from triplane.unified_ir.ops.sequences import (
     split_to_sequence,
     stack_from_sequence,
 )
+from triplane.unified_ir.ops.shape_assertions import assume_shape
 from triplane.unified_ir.ops.shapes import depth_to_space_row as depth_to_space
 from triplane.unified_ir.ops.shapes import reverse_sequence_row as reverse_sequence
 from triplane.unified_ir.ops.shapes import space_to_depth_row as space_to_depth

@@ -101,7 +101,7 @@ mish = Op(name="Mish", body=lambda x: x * tanh(softplus(x)), samples=(sample(nor
 """Misra 2020."""
 
 
-def _swish_linearize(
+def _swish_vjp_with_residuals(
     inputs: Sequence[Any], attrs: Mapping[str, Any], regions: Any, outputs: int, *, vjp_of: Any
 ) -> Any:
     """y = x s with s = sigmoid(alpha x); dy/dx = s (1 + alpha (x - y)), in four passes."""
@@ -123,7 +123,7 @@ swish = Op(
     name="Swish",
     reference=lambda x, *, alpha: x * np.exp(-np.logaddexp(0, -alpha * x)),
     body=lambda x, *, alpha: x * sigmoid(x if alpha == 1.0 else alpha * x),
-    linearize=_swish_linearize,
+    vjp_with_residuals=_swish_vjp_with_residuals,
     native=lambda node, opset: False,  # onnxruntime 1.31 has no kernel of it
     samples=(sample(normal(2, 3)), sample(normal(2, 3), alpha=0.5)),
 )

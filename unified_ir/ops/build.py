@@ -19,12 +19,12 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import OPEN_PREFIX, Dim, Expr
 from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Location, Meta, Node, Value
 from triplane.unified_ir.ir.types import DType, TensorType, TypeMismatch, as_dtype, float32
-from triplane.unified_ir.ops.contents import bind
 from triplane.unified_ir.ops.infer import check_groups, in_type_group, infer
 from triplane.unified_ir.ops.recorder import stack
 from triplane.unified_ir.ops.row import DOMAIN, OPEN, Call, Known, Op, Table
 from triplane.unified_ir.ops.source import user_location
 from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.ops.values import bind
 
 MAX_SHARED_CONSTANT_BYTES: Final = 64
 """Constants up to this size are stored once per graph."""
@@ -120,11 +120,11 @@ class Build:
         """Notes the contents of a value of this graph, which its producer guarantees."""
         self._known[tensor.value] = contents
 
-    def admit(self, x: Any, dtype: DType | None = None) -> Tensor:
+    def as_operand(self, x: Any, dtype: DType | None = None) -> Tensor:
         """`x` as a tensor of this build: itself, a captured operand, or a constant."""
         if not isinstance(x, Tensor):
             if hasattr(x, "__tensor__"):
-                return self.admit(x.__tensor__())
+                return self.as_operand(x.__tensor__())
             if isinstance(x, Expr):
                 return self.dims([x]).reshape(()).cast(dtype or as_dtype("int64"))
             return self.constant(x, dtype)
@@ -193,7 +193,7 @@ class Build:
                 meta,
             )
         )
-        if row.keeps_contents and operands[0] is not None:
+        if row.preserves_elements and operands[0] is not None:
             contents = self.known(operands[0])
             if isinstance(contents, tuple):
                 self._known[made[0].value] = contents
@@ -208,7 +208,7 @@ class Build:
         outputs: int,
     ) -> dict[str, AttrValue]:
         """Attributes with a name for each size that only the data decide."""
-        if not row.opens or OPEN in attrs:
+        if not row.data_dependent_dims or OPEN in attrs:
             return attrs
         types = tuple(None if x is None else x.type for x in operands)
         known = tuple(None if x is None else self.known(x) for x in operands)
@@ -253,7 +253,9 @@ class Build:
             if isinstance(x, (Tensor, np.ndarray, np.generic)):
                 groups.setdefault(row.letter(i), as_dtype(x.dtype))
         return [
-            None if x is None else self.admit(x, _scalar_dtype(row, x, groups.get(row.letter(i))))
+            None
+            if x is None
+            else self.as_operand(x, _scalar_dtype(row, x, groups.get(row.letter(i))))
             for i, x in enumerate(inputs)
         ]
 
@@ -273,7 +275,7 @@ class Build:
     def finish(self, results: Mapping[str, Tensor | Any]) -> Function:
         """The immutable function with the given named results."""
         with self:
-            values = [self.admit(r).value for r in results.values()]
+            values = [self.as_operand(r).value for r in results.values()]
         return Function(
             self.name, tuple(self.params), tuple(values), tuple(results), tuple(self.nodes)
         )
@@ -393,7 +395,7 @@ def _body_function(
     if any(made_here & r.type.symbols for r in named.values()):
         raise InvalidInput(
             f"the body of {row} has results of sizes only the data decide: its row "
-            "needs `opens` and a rule of inference"
+            "needs `data_dependent_dims` and a rule of inference"
         )
     return build.finish(named)
 
@@ -421,7 +423,7 @@ def note_contents(row: Op, node: Node, contents: dict[Value, Known]) -> None:
             contents[node.outputs[0]] = value
     elif (row.domain, row.name) == (DOMAIN, "Dims"):
         contents[node.outputs[0]] = node.attrs["dims"]  # type: ignore[assignment]
-    elif row.keeps_contents and node.inputs[0] is not None:
+    elif row.preserves_elements and node.inputs[0] is not None:
         found = contents.get(node.inputs[0])
         if isinstance(found, tuple):
             contents[node.outputs[0]] = found

@@ -138,7 +138,7 @@ def _cond_opens(call: Call) -> int:
     )
 
 
-def _cond_linearize(
+def _cond_vjp_with_residuals(
     inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[tuple[Tensor, ...], Pullback]:  # fmt: skip
@@ -211,10 +211,10 @@ cond_row = Op(
     name="Cond",
     domain=DOMAIN,
     operands=("P", "*"),
-    opens=_cond_opens,
+    data_dependent_dims=_cond_opens,
     infer=_cond_types,
     reference=lambda p, *operands, regions: tuple(regions[0 if p else 1](*operands)),
-    linearize=_cond_linearize,
+    vjp_with_residuals=_cond_vjp_with_residuals,
     batch=_cond_batch,
 )
 
@@ -271,7 +271,7 @@ def _numbered(results: Sequence[Tensor]) -> dict[str, Tensor]:
     return {f"y{i}": r for i, r in enumerate(results)}
 
 
-def _scan_linearize(
+def _scan_vjp_with_residuals(
     inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[tuple[Tensor, ...], Pullback]:  # fmt: skip
@@ -496,7 +496,7 @@ scan_row = Op(
     },
     infer=_scan_types,
     reference=_scan_reference,
-    linearize=_scan_linearize,
+    vjp_with_residuals=_scan_vjp_with_residuals,
     batch=_scan_batch,
 )
 
@@ -616,7 +616,7 @@ def _no_way_back(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
     )
 
 
-def _loop_linearize(
+def _loop_vjp_with_residuals(
     inputs: Sequence[Tensor | None], attrs: Mapping[str, Any], regions: Sequence[Function],
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[tuple[Tensor, ...], Pullback]:  # fmt: skip
@@ -687,14 +687,14 @@ loop_row = Op(
     name="Loop",
     domain=DOMAIN,
     operands=("I?", "P", "*"),
-    opens=lambda call: 0,
+    data_dependent_dims=lambda call: 0,
     attrs={
         "num_carry": AttrSpec("INT", required=True),
         "trips": AttrSpec("STRING", ""),
     },
     infer=_loop_types,
     reference=_loop_reference,
-    linearize=_loop_linearize,
+    vjp_with_residuals=_loop_vjp_with_residuals,
     batch=_loop_batch,
 )
 
@@ -741,7 +741,7 @@ def _applied(f: Any, operands: Any, xs: Sequence[Tensor]) -> Any:
 
 def _inside(build: Build, items: Sequence[Any]) -> list[Tensor]:
     with build:
-        return [build.admit(x) for x in items]
+        return [build.as_operand(x) for x in items]
 
 
 def _share_captures(builds: Sequence[Build]) -> list[Tensor]:
@@ -753,7 +753,7 @@ def _share_captures(builds: Sequence[Build]) -> list[Tensor]:
     for build in builds:
         plain = [p for p in build.params if all(p is not c.value for c in build.captures.values())]
         with build:
-            inner = [build.admit(x).value for x in outer.values()]
+            inner = [build.as_operand(x).value for x in outer.values()]
         build.params = [*plain, *inner]
     return list(outer.values())
 
@@ -863,7 +863,7 @@ def _custom_types(call: Call) -> Types:
     return outputs
 
 
-def _custom_linearize(
+def _custom_vjp_with_residuals(
     inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
@@ -908,7 +908,7 @@ custom_row = Op(
     operands=("*",),
     infer=_custom_types,
     reference=lambda *operands, regions: tuple(regions[0](*operands)),
-    linearize=_custom_linearize,
+    vjp_with_residuals=_custom_vjp_with_residuals,
     batch=_custom_batch,
     inline_region=True,
 )
@@ -951,7 +951,7 @@ def _checkpoint_types(call: Call) -> Types:
     return _region_types(call, 0, _all_types(call))
 
 
-def _checkpoint_linearize(
+def _checkpoint_vjp_with_residuals(
     inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
@@ -1014,7 +1014,7 @@ checkpoint_row = Op(
     operands=("*",),
     infer=_checkpoint_types,
     reference=lambda *operands, regions: tuple(regions[0](*operands)),
-    linearize=_checkpoint_linearize,
+    vjp_with_residuals=_checkpoint_vjp_with_residuals,
     batch=lambda call: _with_regions(call, call.inputs, lambda i: call.batched[i]),
     inline_region=True,
 )

@@ -149,7 +149,7 @@ def _compare(name: str, engine: str, found: Sequence[Any], wanted: Sequence[Any]
         )
 
 
-def _linearize(
+def _vjp_with_residuals(
     inputs: Sequence[Tensor], attrs: Mapping[str, Any], regions: Sequence[Function],
     outputs: int, vjp_of: VjpOf,
 ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
@@ -189,7 +189,7 @@ custom_row = Op(
     },
     infer=_types,
     reference=_kernel,
-    linearize=_linearize,
+    vjp_with_residuals=_vjp_with_residuals,
     inline_region=True,
 )
 """regions: the body, then its own gradient if it has one; options: JSON for kernels."""
@@ -224,7 +224,7 @@ class CustomOp:
         flat = [as_tensor(x) for x in inputs]
         body, made = region(self.name, [x.type for x in flat], lambda xs: self.body(*xs, **options))
         with body:
-            results = [body.admit(y) for y in _several(made)]
+            results = [body.as_operand(y) for y in _several(made)]
         functions = [self._closed(body, results)]
         if self.bprop is not None:
             functions.append(self._back(flat, results, options))

@@ -77,7 +77,7 @@ def _non_max(
 
 non_max_suppression = Op(
     name="NonMaxSuppression",
-    opens=1,
+    data_dependent_dims=1,
     infer=_non_max_types,
     reference=_non_max,
     samples=(

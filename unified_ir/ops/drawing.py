@@ -53,8 +53,8 @@ def _rows(name: str, draw: Draw) -> tuple[Op, Op]:
         return made.astype(x.dtype if dtype is None else dtype_attr(dtype).numpy)
 
     return (
-        Op(name=name, infer=_of_shape, reference=kernel, draws=True),
-        Op(name=f"{name}Like", infer=_like, reference=like, draws=True),
+        Op(name=name, infer=_of_shape, reference=kernel, nondeterministic=True),
+        Op(name=f"{name}Like", infer=_like, reference=like, nondeterministic=True),
     )
 
 
@@ -67,7 +67,7 @@ def _bernoulli(x: Any, *, dtype: int | None, seed: float | None) -> Any:
     return drawn.astype(x.dtype if dtype is None else dtype_attr(dtype).numpy)
 
 
-bernoulli_row = Op(name="Bernoulli", infer=_like, reference=_bernoulli, draws=True)
+bernoulli_row = Op(name="Bernoulli", infer=_like, reference=_bernoulli, nondeterministic=True)
 """x: probabilities -> 1 with that probability, else 0."""
 
 
@@ -88,6 +88,6 @@ def _multinomial(x: Any, *, dtype: int, sample_size: int, seed: float | None) ->
 
 
 multinomial_row = Op(
-    name="Multinomial", infer=_multinomial_types, reference=_multinomial, draws=True
+    name="Multinomial", infer=_multinomial_types, reference=_multinomial, nondeterministic=True
 )
 """x: (B, classes) unnormalized logarithms of probabilities -> (B, sample_size) classes."""

@@ -334,7 +334,7 @@ def _leaky_vjp(g: Tensor, y: Tensor, x: Tensor, *, alpha: float) -> Any:
 
 def as_like(value: float, x: Tensor) -> Tensor:
     """A scalar in the element type of `x`."""
-    return x.build.admit(value, x.dtype)
+    return x.build.as_operand(value, x.dtype)
 
 
 leaky_relu = Op(

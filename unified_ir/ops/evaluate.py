@@ -19,11 +19,11 @@ from triplane.unified_ir.ir.dims import evaluate, is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ir.types import TensorType, is_plain
 from triplane.unified_ir.ops.build import body_function, note_contents
-from triplane.unified_ir.ops.contents import Contents, as_contents, bind
 from triplane.unified_ir.ops.infer import onnx_attrs
 from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.row import MEANING_OPSET, Known, Table
 from triplane.unified_ir.ops.sizes import Sizes
+from triplane.unified_ir.ops.values import HostValue, as_host_value, bind
 
 Observer = Callable[[Node, Sequence[Any], Sequence[Any]], None]
 """Sees each node with its operands and results, those of a region before the node around them."""
@@ -169,14 +169,14 @@ def _run_node(
     return tuple(_held(a, v.type) for a, v in zip(filled, node.outputs, strict=False))
 
 
-def _held(made: Contents, type_: TensorType) -> Contents:
+def _held(made: HostValue, type_: TensorType) -> HostValue:
     """What a kernel made, as values of the type are held."""
     if is_plain(type_):
         return np.asarray(made, type_.dtype.numpy)
-    return as_contents(made, type_)
+    return as_host_value(made, type_)
 
 
-def _empty(value: Value, sizes: Sizes) -> Contents:
+def _empty(value: Value, sizes: Sizes) -> HostValue:
     """The stacked output of a loop that made no trip, which no kernel knows the type of."""
     if not is_plain(value.type):
         return []

@@ -64,5 +64,5 @@ def _decode(encoded: Any, *, pixel_format: str) -> Any:
     return FORMATS[pixel_format](read(data, "ImageDecoder's operand").transpose(1, 2, 0))
 
 
-image_decoder = Op(name="ImageDecoder", opens=2, infer=_decoded, reference=_decode)
+image_decoder = Op(name="ImageDecoder", data_dependent_dims=2, infer=_decoded, reference=_decode)
 """encoded: uint8 (n,) -> uint8 (H, W, 3), or (H, W, 1) for "Grayscale"."""

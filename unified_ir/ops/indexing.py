@@ -80,7 +80,7 @@ def _scatter_vjp(
     if reduction == "none":
         return put(g, updates * 0.0, "none"), where(stays(), take(g), 0.0)
     if reduction == "mul":
-        ones = broadcast_to(x.build.admit(1, x.dtype), x.shape)
+        ones = broadcast_to(x.build.as_operand(1, x.dtype), x.shape)
         return g * put(ones, updates, "mul"), take(g * x) * _other_updates(ones, updates, take, put)
     hit = (x == y).cast(g.dtype)
     hits = (updates == take(y)).cast(g.dtype)
@@ -323,7 +323,7 @@ def _range_vjp(g: Tensor, y: Tensor, start: Tensor, limit: Tensor, delta: Tensor
 
 range_row = Op(
     name="Range",
-    opens=lambda call: int(_range_length(call) is None),
+    data_dependent_dims=lambda call: int(_range_length(call) is None),
     infer=lambda call: (call.type(0).with_shape((_length_or_open(call),)),),
     reference=_range,
     vjp=_range_vjp,

@@ -35,7 +35,7 @@ def infer(
     """Output types; a wrong call raises ShapeError or TypeMismatch naming the operator."""
     check_groups(row, types)
     if row.infer is not None:
-        names: Any = attrs.get(OPEN, ()) if row.opens else ()
+        names: Any = attrs.get(OPEN, ()) if row.data_dependent_dims else ()
         call = Call(row, tuple(types), tuple(known), row.full_attrs(attrs), regions, outputs, names)
         return row.infer(call)
     return _infer_by_onnx(row, types, known, attrs, outputs)

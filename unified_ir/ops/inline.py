@@ -59,7 +59,7 @@ class Replay:
 
     def _made(self, node: Node) -> tuple[Tensor, ...]:
         if node.op.name == "Constant":
-            return (self.build.admit(node.attrs["value"]),)
+            return (self.build.as_operand(node.attrs["value"]),)
         attrs = self.attrs(node)
         if node.op.name == "Dims":
             self.size_vectors.update(node.outputs)
@@ -82,14 +82,14 @@ class Replay:
 
         In the function, inference knew the sizes behind it; of a constant it would know nothing.
         """
-        if not row.keeps_contents or node.inputs[0] not in self.size_vectors:
+        if not row.preserves_elements or node.inputs[0] not in self.size_vectors:
             return None
         self.size_vectors.update(node.outputs)
         known = [None if x is None else self.build.known(x) for x in self.inputs(node)]
         if not all(isinstance(contents, np.ndarray) for contents in known):
             return None
         assert row.reference is not None
-        return self.build.admit(row.reference(*known, **row.full_attrs(node.attrs)))
+        return self.build.as_operand(row.reference(*known, **row.full_attrs(node.attrs)))
 
     def inputs(self, node: Node) -> list[Tensor | None]:
         """The tensors that stand for a node's operands."""
@@ -120,7 +120,7 @@ class Replay:
 
     def results(self) -> list[Tensor]:
         """The tensors that stand for the function's results."""
-        return [self.build.admit(self.values[r]) for r in self.function.results]
+        return [self.build.as_operand(self.values[r]) for r in self.function.results]
 
 
 def introduced(node: Node) -> tuple[str, ...]:

@@ -324,7 +324,7 @@ def adaptive_avg_pool(x: Tensor, size: int | Sequence[int | None]) -> Tensor:
         if out == 1:
             y = y.mean([axis], keepdims=True)
         elif isinstance(have, int) and out >= 1:
-            y = along(y, y.build.admit(_shares(have, out).astype(x.dtype.numpy)), axis)
+            y = along(y, y.build.as_operand(_shares(have, out).astype(x.dtype.numpy)), axis)
         else:
             raise ShapeError(f"adaptive_avg_pool of {x.type} to {out} along axis {axis}")
     return y

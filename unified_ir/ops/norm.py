@@ -130,8 +130,8 @@ def _affine(x: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
     if not isinstance(channels, int):
         y = x * _channels(scale, x.rank)
         return y if shift is None else y + _channels(shift, x.rank)
-    zeros = x.build.admit(np.zeros(channels), x.dtype)
-    ones = x.build.admit(np.ones(channels), x.dtype)
+    zeros = x.build.as_operand(np.zeros(channels), x.dtype)
+    ones = x.build.as_operand(np.ones(channels), x.dtype)
     shift = zeros if shift is None else shift
     return batch_norm_row(x, scale, shift, zeros, ones, epsilon=0.0)
 
@@ -174,7 +174,7 @@ def _layer_norm(
     return [y if bias is None else y + bias, mean, rstd]
 
 
-def _layer_norm_linearize(
+def _layer_norm_vjp_with_residuals(
     inputs: Sequence[Any], attrs: Mapping[str, Any], regions: Any, outputs: int, *, vjp_of: Any
 ) -> Any:
     """The node itself, with its statistics; the rule reads them instead of computing them again."""
@@ -213,7 +213,7 @@ def in_single(node: Node, opset: int) -> bool:
 layer_norm_row = Op(
     name="LayerNormalization",
     body=_layer_norm,
-    linearize=_layer_norm_linearize,
+    vjp_with_residuals=_layer_norm_vjp_with_residuals,
     native=in_single,
     samples=(
         sample(normal(2, 3, 4), between(0.5, 2, 4), normal(4)),

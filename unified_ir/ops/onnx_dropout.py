@@ -38,7 +38,7 @@ def _dropout_kernel(x: Any, ratio: Any = None, training: Any = None, *, seed: in
     return np.where(kept, x / x.dtype.type(1 - share), 0), kept
 
 
-def _dropout_linearize(
+def _dropout_vjp_with_residuals(
     inputs: Sequence[Any], attrs: Mapping[str, Any], regions: Any, outputs: int, *, vjp_of: Any
 ) -> Any:
     """The gradient is dropped where the value was: the rule needs the mask of this very draw."""
@@ -60,8 +60,8 @@ dropout_row = Op(
     name="Dropout",
     infer=_dropout_types,
     reference=_dropout_kernel,
-    linearize=_dropout_linearize,
-    draws=True,
+    vjp_with_residuals=_dropout_vjp_with_residuals,
+    nondeterministic=True,
     samples=(
         sample(normal(2, 3)),
         sample(normal(2, 3), literal(0.25, "float32"), outputs=2),

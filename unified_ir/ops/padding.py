@@ -120,7 +120,7 @@ def _known(x: Tensor, pads: Tensor, axes: Tensor | None) -> Amounts:
 
 
 def _filled(x: Tensor, axis: int, before: Dim, after: Dim, value: Tensor | None) -> Tensor:
-    fill = x.build.admit(0, x.dtype) if value is None else value.reshape(())
+    fill = x.build.as_operand(0, x.dtype) if value is None else value.reshape(())
     taken = [-p if isinstance(p, int) and p < 0 else 0 for p in (before, after)]
     if any(taken):
         end = x.shape[axis] - taken[1]
@@ -151,8 +151,8 @@ def _added(g: Tensor, places: Any, axis: int, size: Dim) -> Tensor:
     """The transpose of choosing `places` along `axis`."""
     order = [axis, *(i for i in range(g.rank) if i != axis)]
     moved = g.transpose(*order)
-    zero = g.build.admit(0, g.dtype)
+    zero = g.build.as_operand(0, g.dtype)
     base = emit("Expand", zero, dims_of([size, *moved.shape[1:]]))
-    index = emit("Unsqueeze", g.build.admit(places), np.array([1]))
+    index = emit("Unsqueeze", g.build.as_operand(places), np.array([1]))
     added = emit("ScatterND", base, index, moved, reduction="add")
     return added.transpose(*map(int, np.argsort(order)))

@@ -182,7 +182,7 @@ def _keys(tiles: Sequence[Dim], kernel: Sequence[int], x: Tensor) -> Tensor:
     window = order.reshape([k for size in kernel for k in (1, size)])
     whole = [d for pair in zip(tiles, kernel, strict=True) for d in pair]
     plane = [whole[2 * i] * whole[2 * i + 1] for i in range(n)]
-    return broadcast_to(x.build.admit(window), whole).reshape(plane)
+    return broadcast_to(x.build.as_operand(window), whole).reshape(plane)
 
 
 def _winner(x: Tensor, y: Tensor, kernel: Sequence[int]) -> Tensor:

@@ -37,7 +37,7 @@ class Recorder(Protocol):
         """Adds one node; its first `outputs` outputs."""
         ...
 
-    def admit(self, x: Any, dtype: DType | None = None) -> Tensor:
+    def as_operand(self, x: Any, dtype: DType | None = None) -> Tensor:
         """`x` as a tensor of this graph."""
         ...
 

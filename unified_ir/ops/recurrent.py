@@ -1,8 +1,8 @@
 """LSTM, GRU and RNN as ONNX defines them: both directions, lengths, any activations.
 
 All inputs are multiplied by their weight at once, before the walk over time. With the usual
-activations, and nothing clipped or coupled, a direction is a row of `sweeps`, whose gradient is
-taken by gates; anything else is a plain scan. On a runtime the operator runs as it is.
+activations, and nothing clipped or coupled, a direction is a row of `recurrences`, whose gradient
+is taken by gates; anything else is a plain scan. On a runtime the operator runs as it is.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ from triplane.unified_ir.ops.elementwise import (
 from triplane.unified_ir.ops.indexing import arange, gather
 from triplane.unified_ir.ops.likelihood import NO_LABEL
 from triplane.unified_ir.ops.matrix import gemm
+from triplane.unified_ir.ops.recurrences import (
+    gru_recurrence,
+    lstm_recurrence,
+    relu_recurrence,
+    tanh_recurrence,
+)
 from triplane.unified_ir.ops.row import Call, MakeArray, Op
 from triplane.unified_ir.ops.samples import given, normal, sample
 from triplane.unified_ir.ops.structure import concat, stack, unsqueeze, where, zeros
-from triplane.unified_ir.ops.sweeps import gru_sweep, lstm_sweep, relu_sweep, tanh_sweep
 from triplane.unified_ir.ops.tensor import Tensor
 
 Squash = Callable[[Tensor], Tensor]
@@ -185,7 +190,7 @@ class _Walk:
 
 def _simple(walk: _Walk) -> tuple[Tensor, ...]:
     """h' = f(W x + R h + b)."""
-    row = {"tanh": tanh_sweep, "relu": relu_sweep}.get(walk.way.names[0])
+    row = {"tanh": tanh_recurrence, "relu": relu_recurrence}.get(walk.way.names[0])
     if row is not None and not walk.attrs["clip"]:
         return walk.swept(row)
     (f,), limit = walk.way.squash, _clipped(walk.attrs["clip"])
@@ -200,7 +205,7 @@ def _gru(walk: _Walk) -> tuple[Tensor, ...]:
         bias = zeros((walk.hidden,), walk.r.dtype)
     if after and way.names == ("sigmoid", "tanh") and not attrs["clip"]:
         assert bias is not None
-        return walk.swept(gru_sweep, bias)
+        return walk.swept(gru_recurrence, bias)
     (f, g), limit = way.squash, _clipped(attrs["clip"])
     split = 2 * walk.hidden
 
@@ -223,7 +228,7 @@ def _lstm(walk: _Walk) -> tuple[Tensor, ...]:
     attrs, way = walk.attrs, walk.way
     usual = way.names == ("sigmoid", "tanh", "tanh") and not attrs["input_forget"]
     if usual and not attrs["clip"] and walk.peepholes is None:
-        return walk.swept(lstm_sweep)
+        return walk.swept(lstm_recurrence)
     (f, g, h_of), limit = way.squash, _clipped(attrs["clip"])
     peeps = walk.peepholes
 

@@ -65,7 +65,7 @@ def _samples(
     if count is None:
         own = width * 0.0 + float(max(ratio, 1))
         sample_number = np.arange(max(ratio, 1), dtype=rois.dtype.numpy)
-        number = rois.build.admit(sample_number).reshape((1, 1, -1))
+        number = rois.build.as_operand(sample_number).reshape((1, 1, -1))
     else:
         own = maximum(ceil(width), 1.0)
         number = range_row(0, count, 1).cast(rois.dtype)

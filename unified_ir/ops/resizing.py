@@ -247,7 +247,7 @@ def _tensors(a: _Axis, attrs: Mapping[str, Any], dtype: DType) -> tuple[Tensor, 
     made = _weights((_host if small else _graph)(dtype), a, attrs)
     build = recorder()
     matrix, inside = (
-        None if v is None else build.admit(v.astype(dtype.numpy) if small else v) for v in made
+        None if v is None else build.as_operand(v.astype(dtype.numpy) if small else v) for v in made
     )
     assert matrix is not None
     return matrix, inside

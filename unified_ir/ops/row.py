@@ -41,7 +41,7 @@ DOMAIN: Final = "triplane"
 """Domain of operators that ONNX lacks; each lowers to ONNX operators."""
 
 OPEN: Final = "open"
-"""Attribute in which a node of a row with `opens` names the sizes that depend on data."""
+"""Attribute in which a node names the sizes that depend on data (`Op.data_dependent_dims`)."""
 
 Known = Array | tuple[Dim, ...]
 """What inference knows of an operand's contents: a constant, or an int64 vector of dimensions."""
@@ -106,7 +106,8 @@ Infer = Callable[[Call], tuple[TensorType, ...]]
 Kernel = Callable[..., Any]
 Vjp = Callable[..., Sequence["Tensor | None"]]
 Body = Callable[..., "Tensor | Sequence[Tensor]"]
-Linearize = Callable[..., tuple[Sequence["Tensor"], Callable[..., Sequence["Tensor | None"]]]]
+Pullback = Callable[..., Sequence["Tensor | None"]]
+VjpWithResiduals = Callable[..., tuple[Sequence["Tensor"], Pullback]]
 Batch = Callable[[Any], Sequence["Tensor"]]
 """(a `batching.Batched` call) -> outputs, the new axis first."""
 Native = Callable[[Node, int], bool]
@@ -146,9 +147,9 @@ class Op:
     """A row of the operator table. Call it to add a node: `relu(x)`, `concat(a, b, axis=1)`.
 
     `vjp(g, y, *x, **attrs)` gives one cotangent per operand, None where there is none; with
-    several outputs `g` and `y` are tuples. `linearize` replaces it where the gradient needs more
-    than inputs and outputs. `body(*x, **attrs)` is the row in other rows. A row with none of the
-    three is not differentiable.
+    several outputs `g` and `y` are tuples. `vjp_with_residuals` replaces it where the gradient
+    needs more than inputs and outputs. `body(*x, **attrs)` is the row in other rows. A row with
+    none of the three is not differentiable.
     """
 
     name: str
@@ -160,14 +161,14 @@ class Op:
     reference: Kernel | None = None
     vjp: Vjp | None = None
     body: Body | None = None
-    linearize: Linearize | None = None
+    vjp_with_residuals: VjpWithResiduals | None = None
     batch: Batch | None = None
     """How vmap applies the row to a batch (`ops/batching.py`); else by its body, or a scan."""
-    opens: int | Callable[[Call], int] = 0
+    data_dependent_dims: int | Callable[[Call], int] = 0
     """How many sizes of its outputs its data decide; each node names them (`Call.opened`)."""
-    draws: bool = False
+    nondeterministic: bool = False
     """Each node is a draw of its own: never shared with one like it, nor folded to a constant."""
-    keeps_contents: bool = False
+    preserves_elements: bool = False
     """The output lists the same elements as operand 0, so known sizes stay known."""
     inline_region: bool = False
     """The node means its first region applied to its operands."""
@@ -194,7 +195,7 @@ class Op:
     @property
     def differentiable(self) -> bool:
         """Whether a gradient exists."""
-        return bool(self.vjp or self.linearize or self.body)
+        return bool(self.vjp or self.vjp_with_residuals or self.body)
 
     @cached_property
     def letters(self) -> tuple[str, ...]:
@@ -243,17 +244,18 @@ class Op:
         own = self.attrs
         if self.schema is not None:
             own = {name: _spec(a) for name, a in self.schema.attributes.items()}
-        return {**own, OPEN: AttrSpec("STRINGS", ())} if self.opens else own
+        return {**own, OPEN: AttrSpec("STRINGS", ())} if self.data_dependent_dims else own
 
     def open_count(self, call: Call) -> int:
         """How many sizes the data of this call decide."""
-        return self.opens(call) if callable(self.opens) else self.opens
+        count = self.data_dependent_dims
+        return count(call) if callable(count) else count
 
     def full_attrs(self, attrs: Mapping[str, AttrValue]) -> dict[str, Any]:
         """`attrs` with defaults, without names of sizes; one without default is absent or None."""
         full: dict[str, Any] = {k: s.default for k, s in self.attr_specs.items()}
         full.update(attrs)
-        if self.opens:
+        if self.data_dependent_dims:
             del full[OPEN]
         return full
 

@@ -433,7 +433,7 @@ def _col2im(x: Tensor, image: Tensor, block: Tensor, **attrs: Any) -> Tensor:
     sizes, channels, window, out = _col2im_operands(x.type, *_known_pair(image, block), attrs)
     taps = int(np.prod(window.kernel))
     planes = x.reshape((x.shape[0], channels * taps, *out))
-    weight = x.build.admit(_patches(channels, window.kernel, x.dtype.numpy))
+    weight = x.build.as_operand(_patches(channels, window.kernel, x.dtype.numpy))
     return conv_grad_input(planes, weight, sizes, window, channels)
 
 
@@ -536,7 +536,7 @@ def _regular(window: Window, i: int, out: Sequence[Dim], like: Tensor) -> Tensor
     start = arange(out[i]).cast(like.dtype) * float(window.strides[i])
     wide = start.reshape([out[k] if k == i else 1 for k in range(len(out))])
     places = broadcast_to(wide, out).reshape((1, product(list(out))))
-    return places + like.build.admit(tap.astype(like.dtype.numpy))
+    return places + like.build.as_operand(tap.astype(like.dtype.numpy))
 
 
 def _deform_native(node: Node, opset: int) -> bool:

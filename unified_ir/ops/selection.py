@@ -12,11 +12,11 @@ import numpy as np
 
 from triplane.unified_ir.ir.types import ShapeError, TensorType, TypeMismatch, bool_, int64
 from triplane.unified_ir.ops import batching
-from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.indexing import gather, scatter_elements
 from triplane.unified_ir.ops.products import cumsum_row
 from triplane.unified_ir.ops.row import Call, Op
 from triplane.unified_ir.ops.samples import apart, bools, given, ints, normal, sample
+from triplane.unified_ir.ops.shape_assertions import assume_shape
 from triplane.unified_ir.ops.structure import axes_of, pad_row, where, zeros
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
 
@@ -65,7 +65,7 @@ def _coarse(rng: np.random.Generator) -> Any:
 top_k_row: Op = Op(
     name="TopK",
     batch=batching.first_along_axis,
-    opens=lambda call: int(call.known[1] is None),
+    data_dependent_dims=lambda call: int(call.known[1] is None),
     infer=_top_k_types,
     reference=_top_k,
     vjp=_top_k_vjp,
@@ -86,7 +86,7 @@ def _non_zero_types(call: Call) -> Types:
 
 non_zero = Op(
     name="NonZero",
-    opens=1,
+    data_dependent_dims=1,
     infer=_non_zero_types,
     reference=lambda x: np.array(np.nonzero(x), np.int64).reshape(x.ndim, -1),
     samples=(
@@ -130,7 +130,7 @@ def _compress_vjp(g: Tensor, y: Tensor, x: Tensor, marks: Tensor, *, axis: int |
 
 compress_row = Op(
     name="Compress",
-    opens=1,
+    data_dependent_dims=1,
     infer=_compress_types,
     reference=lambda x, marks, *, axis: np.compress(marks, x, axis),
     vjp=_compress_vjp,
@@ -183,7 +183,7 @@ def _unique_vjp(g: Any, y: Any, x: Tensor, *, axis: int | None, sorted: int) -> 
 
 unique_row: Op = Op(
     name="Unique",
-    opens=1,
+    data_dependent_dims=1,
     infer=_unique_types,
     reference=_unique,
     vjp=_unique_vjp,

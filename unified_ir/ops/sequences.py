@@ -31,10 +31,10 @@ from triplane.unified_ir.ir.types import (
     joined_elements,
 )
 from triplane.unified_ir.ops.build import region
-from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, Call, Op, dtype_attr
+from triplane.unified_ir.ops.shape_assertions import assume_shape
 from triplane.unified_ir.ops.structure import axes_of, stop_gradient, where, zeros
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of
 from triplane.unified_ir.ops.trees import leaves
@@ -159,7 +159,7 @@ def _at_vjp(g: Tensor, y: Tensor, held: Tensor, position: Tensor) -> Any:
 sequence_at = Op(
     name="SequenceAt",
     vjp=_at_vjp,
-    opens=_own_sizes,
+    data_dependent_dims=_own_sizes,
     infer=_taken,
     reference=lambda held, position: held[_one(position)],
 )
@@ -275,7 +275,7 @@ def _concat_vjp(g: Tensor, y: Tensor, held: Tensor, *, axis: int, new_axis: int)
 
 concat_from_sequence_row = Op(
     name="ConcatFromSequence",
-    opens=_concat_opens,
+    data_dependent_dims=_concat_opens,
     infer=_concat_types,
     reference=_concat,
     vjp=_concat_vjp,
@@ -414,7 +414,7 @@ def sequence_map(f: Callable[..., Any], held: Tensor, *more: Tensor, alike: bool
     """
     build, made = region("map", element_types((held, *more), alike=alike), lambda xs: f(*xs))
     with build:
-        results = [build.admit(x) for x in leaves(made)]
+        results = [build.as_operand(x) for x in leaves(made)]
     body = build.finish({f"y{i}": y for i, y in enumerate(results)})
     operands = (held, *more, *build.captured)
     outputs = recorder().apply(

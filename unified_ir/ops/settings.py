@@ -17,12 +17,12 @@ OpenShape = Callable[[Call], Sequence[Dim | None]]
 
 
 def settled(rule: Infer, shape: OpenShape, *operands: int) -> dict[str, Any]:
-    """`infer` and `opens` of a row: `rule` where the operands' contents are known.
+    """`infer` and `data_dependent_dims` of a row: `rule` where the operands' contents are known.
 
     shape: otherwise the shape of every output, None for each size that the contents decide.
     """
 
-    def opens(call: Call) -> int:
+    def data_dependent_dims(call: Call) -> int:
         return 0 if _known(call, operands) else list(shape(call)).count(None)
 
     def infer(call: Call) -> tuple[TensorType, ...]:
@@ -35,7 +35,7 @@ def settled(rule: Infer, shape: OpenShape, *operands: int) -> dict[str, Any]:
             number += d is None
         return (call.type(0).with_shape(dims),) * call.outputs
 
-    return {"infer": infer, "opens": opens}
+    return {"infer": infer, "data_dependent_dims": data_dependent_dims}
 
 
 def _known(call: Call, operands: Sequence[int]) -> bool:

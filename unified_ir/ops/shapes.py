@@ -109,7 +109,7 @@ def _number(d: Any) -> Dim:
 
 tile_row = Op(
     name="Tile",
-    opens=lambda call: call.type(0).rank if call.known[1] is None else 0,
+    data_dependent_dims=lambda call: call.type(0).rank if call.known[1] is None else 0,
     infer=_tile_types,
     reference=np.tile,
     vjp=_tile_vjp,
@@ -167,7 +167,7 @@ def _split_vjp(g: Any, y: Any, x: Tensor, sizes: Tensor | None = None, **attrs: 
 split_row = Op(
     name="Split",
     batch=batching.first_along_axis,
-    opens=lambda call: call.outputs if call.has(1) and call.known[1] is None else 0,
+    data_dependent_dims=lambda call: call.outputs if call.has(1) and call.known[1] is None else 0,
     infer=_split_types,
     reference=_split,
     vjp=_split_vjp,
@@ -336,7 +336,7 @@ def _one_hot_vjp(
 
 one_hot_row: Op = Op(
     name="OneHot",
-    opens=lambda call: int(call.known[1] is None),
+    data_dependent_dims=lambda call: int(call.known[1] is None),
     infer=_one_hot_types,
     reference=_one_hot,
     vjp=_one_hot_vjp,
@@ -368,7 +368,7 @@ def _sizes_unknown(call: Call) -> int:
 
 constant_of_shape_row = Op(
     name="ConstantOfShape",
-    opens=_sizes_unknown,
+    data_dependent_dims=_sizes_unknown,
     infer=_constant_of_shape,
     reference=lambda sizes, value: (
         np.zeros(sizes, np.float32) if value is None else np.full(sizes, value.reshape(()))

@@ -54,7 +54,7 @@ def _window_row(name: str, weights: Sequence[float]) -> Op:
 
     return Op(
         name=name,
-        opens=lambda call: int(_known(call, 0) is None),
+        data_dependent_dims=lambda call: int(_known(call, 0) is None),
         infer=_window_types,
         reference=kernel,
         samples=(
@@ -159,7 +159,7 @@ def _waves(rows: Dim, columns: Dim, n: Dim, x: Tensor) -> tuple[Tensor, Tensor]:
     """
     if isinstance(rows, int) and isinstance(columns, int) and isinstance(n, int):
         theta = 2 * np.pi * (np.outer(np.arange(rows), np.arange(columns)) % n) / n
-        as_constant = recorder().admit
+        as_constant = recorder().as_operand
         return (
             as_constant(np.cos(theta).astype(x.dtype.numpy)),
             as_constant(np.sin(theta).astype(x.dtype.numpy)),
@@ -270,7 +270,7 @@ def _whole(g: Tensor, axis: int, n: Dim) -> Tensor:
 
 dft = Op(
     name="DFT",
-    opens=_dft_opens,
+    data_dependent_dims=_dft_opens,
     infer=_dft_types,
     reference=_dft_kernel,
     body=_dft,
@@ -363,7 +363,7 @@ def _stft(
 
 stft = Op(
     name="STFT",
-    opens=_stft_opens,
+    data_dependent_dims=_stft_opens,
     infer=_stft_types,
     reference=_stft_kernel,
     body=_stft,
@@ -411,7 +411,7 @@ def _mel(bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datat
 
 mel_weight_matrix = Op(
     name="MelWeightMatrix",
-    opens=_mel_opens,
+    data_dependent_dims=_mel_opens,
     infer=_mel_types,
     reference=_mel,
     samples=(

@@ -21,13 +21,13 @@ from triplane.unified_ir.ir.types import (
     type_of,
 )
 from triplane.unified_ir.ops import batching
-from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.infer import broadcast
 from triplane.unified_ir.ops.padding import has_pad, pad_body, pad_kernel, pad_vjp, padded_type
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op, dtype_attr
 from triplane.unified_ir.ops.samples import bools, computed, given, ints, normal, sample
 from triplane.unified_ir.ops.settings import all_open, length, settled
+from triplane.unified_ir.ops.shape_assertions import assume_shape
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of
 
 Types = tuple[TensorType, ...]
@@ -91,7 +91,7 @@ dims_row = Op(
 identity = Op(
     name="Identity",
     batch=batching.elementwise,
-    keeps_contents=True,
+    preserves_elements=True,
     infer=same,
     reference=lambda x: x,
     vjp=lambda g, y, x: (g,),
@@ -171,7 +171,7 @@ def _reshape_reference(x: Any, shape: Any, *, allowzero: int) -> Any:
 reshape_row = Op(
     name="Reshape",
     batch=batching.reshaped,
-    keeps_contents=True,
+    preserves_elements=True,
     **settled(_reshape, all_open(lambda call: length(call, 1)), 1),
     reference=_reshape_reference,
     vjp=lambda g, y, x, shape, **_: (g.reshape(x.shape), None),
@@ -250,7 +250,7 @@ def _unsqueeze(call: Call) -> Types:
 unsqueeze_row = Op(
     name="Unsqueeze",
     batch=batching.reshaped,
-    keeps_contents=True,
+    preserves_elements=True,
     **settled(_unsqueeze, all_open(lambda call: call.type(0).rank + length(call, 1)), 1),
     reference=lambda x, axes: np.expand_dims(x, tuple(int(a) for a in axes)),
     vjp=lambda g, y, x, axes: (g.reshape(x.shape), None),
@@ -278,7 +278,7 @@ def _squeeze(call: Call) -> Types:
 squeeze_row = Op(
     name="Squeeze",
     batch=batching.reshaped,
-    keeps_contents=True,
+    preserves_elements=True,
     **settled(_squeeze, all_open(lambda call: call.type(0).rank - length(call, 1)), 1),
     reference=lambda x, axes=None: np.squeeze(
         x, None if axes is None or not len(axes) else tuple(int(a) for a in axes)

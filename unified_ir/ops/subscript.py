@@ -192,7 +192,7 @@ def _together(x: Tensor, axes: Sequence[int], items: Sequence[Any]) -> Tensor:
     """Several index arrays, broadcast: elements at their common positions."""
     target = recorder()
     wanted = [
-        target.admit(_index(x, a, np.asarray(i) if _is_int(i) else i)).cast(int64)
+        target.as_operand(_index(x, a, np.asarray(i) if _is_int(i) else i)).cast(int64)
         for a, i in zip(axes, items, strict=True)
     ]
     common = wanted[0]

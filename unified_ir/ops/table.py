@@ -10,7 +10,6 @@ from triplane.unified_ir.ops import (
     attention,
     barrier,
     bits,
-    claims,
     control,
     convolution,
     custom_ops,
@@ -40,9 +39,10 @@ from triplane.unified_ir.ops import (
     shapes,
     signal,
     structure,
-    sweeps,
     text,
 )
+from triplane.unified_ir.ops import recurrences as sweeps
+from triplane.unified_ir.ops import shape_assertions as claims
 from triplane.unified_ir.ops.row import Op, Table
 
 _MODULES: Final = (

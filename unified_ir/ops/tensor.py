@@ -350,7 +350,7 @@ class Tensor:
         highest, most, least = _range_of_squares(x.dtype)
         size = emit("Max", emit("Abs", top), emit("Abs", low))
         # A power of two, so that distances are as exact as they are without it.
-        whole = emit("Where", size > highest / 4, x.build.admit(4.0, x.dtype), 1.0)
+        whole = emit("Where", size > highest / 4, x.build.as_operand(4.0, x.dtype), 1.0)
         spread = top / whole - low / whole
         large = emit("Where", spread > most, spread / most, 1.0)
         scale = emit("Where", (spread > 0.0) & (spread < least), spread / least, large)
@@ -521,7 +521,7 @@ def dims_of(sizes: Sequence[Dim | int]) -> Tensor:
 
 def as_tensor(x: TensorLike, dtype: DType | None = None) -> Tensor:
     """`x` as a tensor of the graph being recorded."""
-    return recorder().admit(x, dtype)
+    return recorder().as_operand(x, dtype)
 
 
 def admitted(x: Any) -> Any:

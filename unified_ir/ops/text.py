@@ -66,7 +66,7 @@ def _split(x: Any, *, delimiter: str | None, maxsplit: int | None) -> tuple[Any,
 
 string_split = Op(
     name="StringSplit",
-    opens=1,
+    data_dependent_dims=1,
     infer=_split_types,
     reference=_split,
     samples=(
@@ -135,7 +135,7 @@ def _normalize(
 _DAYS = words("monday", "Tuesday", "WEDNESDAY")
 string_normalizer = Op(
     name="StringNormalizer",
-    opens=lambda call: int(bool(call.attrs["stopwords"])),
+    data_dependent_dims=lambda call: int(bool(call.attrs["stopwords"])),
     infer=_normalizer_types,
     reference=_normalize,
     samples=(

@@ -64,7 +64,7 @@ def share(function: Function) -> Function:
 
 def _shared(node: Node) -> bool:
     row = TABLE.get((node.op.domain, node.op.name))
-    return not node.regions and not (row is not None and row.draws)
+    return not node.regions and not (row is not None and row.nondeterministic)
 
 
 def replaced(node: Node, inputs: tuple[Value | None, ...]) -> Node:

@@ -153,7 +153,7 @@ def _repeats(node: Node) -> bool:
     """Whether a second run gives the same values, under types that are known."""
     row = TABLE[node.op.domain, node.op.name]
     inside = all(_repeats(inner) for region in node.regions for inner in region.nodes)
-    return not row.draws and not row.opens and inside
+    return not row.nondeterministic and not row.data_dependent_dims and inside
 
 
 def _inserted(nodes: Sequence[Node], chain: Sequence[Node], use: int) -> list[Node]:

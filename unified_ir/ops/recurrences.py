@@ -32,14 +32,14 @@ Pullback = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
 
 
 @dataclass(frozen=True)
-class Sweep:
+class Recurrence:
     """One kind of recurrence.
 
     `advance(gates, state, weights)` gives the next state and what the way back needs of a step;
     `slopes(kept, before, after)` turns that and the states, of all steps, into factors;
     `back(cotangents of the state, factors)` gives those of the state before, None where they come
     through the product with r alone, then that of the product, then that of the gates;
-    `beside(cotangents of all products, weights)` gives those of the weights beside r.
+    `weight_cotangents(cotangents of all products, weights)` gives those of the weights beside r.
     """
 
     gates: int
@@ -48,7 +48,7 @@ class Sweep:
     advance: Callable[[Tensor, State, State], tuple[State, State]]
     slopes: Callable[[State, State, State], State]
     back: Callable[[State, State], tuple[Sequence[Tensor | None], Tensor, Tensor]]
-    beside: Callable[[Tensor, State], list[Tensor]]
+    weight_cotangents: Callable[[Tensor, State], list[Tensor]]
 
 
 def _columns(x: Tensor, *parts: int) -> tuple[Tensor, ...]:
@@ -116,16 +116,16 @@ def _gru_back(gs: State, slopes: State) -> tuple[Sequence[Tensor | None], Tensor
     return (g * z,), inner, concat([g_z, g_r, g_n], axis=1)
 
 
-def _gru_beside(inner: Tensor, weights: State) -> list[Tensor]:
+def _gru_weight_cotangents(inner: Tensor, weights: State) -> list[Tensor]:
     bias = weights[1]
     return [sum_to(inner[:, 2 * bias.shape[0] :], bias)]
 
 
-def _none(_: Tensor, __: State) -> list[Tensor]:
+def _no_weight_cotangents(_: Tensor, __: State) -> list[Tensor]:
     return []
 
 
-def _simple(squash: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Sweep:
+def _simple(squash: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> Recurrence:
     """h' = squash(x + R h), whose slope is a function of its result."""
 
     def advance(gates: Tensor, state: State, weights: State) -> tuple[State, State]:
@@ -136,20 +136,22 @@ def _simple(squash: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor
         g = gs[0] * slopes[0]
         return (None,), g, g
 
-    return Sweep(1, 1, 1, advance, lambda _, __, after: (slope(after[0]),), back, _none)
+    return Recurrence(
+        1, 1, 1, advance, lambda _, __, after: (slope(after[0]),), back, _no_weight_cotangents
+    )
 
 
-LSTM: Final = Sweep(4, 1, 2, _lstm_step, _lstm_slopes, _lstm_back, _none)
-GRU: Final = Sweep(3, 2, 1, _gru_step, _gru_slopes, _gru_back, _gru_beside)
+LSTM: Final = Recurrence(4, 1, 2, _lstm_step, _lstm_slopes, _lstm_back, _no_weight_cotangents)
+GRU: Final = Recurrence(3, 2, 1, _gru_step, _gru_slopes, _gru_back, _gru_weight_cotangents)
 TANH: Final = _simple(tanh, lambda y: 1.0 - y * y)
 RELU: Final = _simple(relu, step)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The operands of one sweep by role."""
+    """The operands of one recurrence, by role."""
 
-    sweep: Sweep
+    recurrence: Recurrence
     gates: Tensor
     weights: State
     states: State
@@ -161,7 +163,7 @@ class _Call:
 
         def one(before: State, xs: tuple[Tensor, Tensor | None]) -> tuple[State, State]:
             gates, mask = xs
-            after, kept = self.sweep.advance(gates, before, self.weights)
+            after, kept = self.recurrence.advance(gates, before, self.weights)
             y = after[0]
             if mask is not None:
                 y = where(mask, y, 0.0)
@@ -190,12 +192,15 @@ class _Call:
         first, (inner, *outer) = scan(
             self._step_back,
             starts,
-            (self.sweep.slopes(kept, before, after), gs[0], self.mask),
+            (self.recurrence.slopes(kept, before, after), gs[0], self.mask),
             reverse=not self.reverse,
         )
         flat = inner.reshape((-1, inner.shape[-1]))
         h = before[0].reshape((-1, before[0].shape[-1]))
-        g_weights = [gemm(flat, h, transA=1), *self.sweep.beside(flat, self.weights)]
+        g_weights = [
+            gemm(flat, h, transA=1),
+            *self.recurrence.weight_cotangents(flat, self.weights),
+        ]
         return [outer[0] if outer else inner, *g_weights, *first]
 
     def _step_back(
@@ -210,7 +215,7 @@ class _Call:
         if g_y is not None:
             g_y = g_y if mask is None else where(mask, g_y, 0.0)
             entering = (entering[0] + g_y, *entering[1:])
-        kept, inner, outer = self.sweep.back(entering, slopes)
+        kept, inner, outer = self.recurrence.back(entering, slopes)
         through = gemm(inner, self.weights[0], kept[0])
         found = (through, *kept[1:])
         if passing is not None:
@@ -218,33 +223,33 @@ class _Call:
         return found, (inner,) if inner is outer else (inner, outer)  # type: ignore[return-value]
 
 
-def _call(sweep: Sweep, inputs: Sequence[Tensor | None], reverse: int) -> _Call:
-    first, last = 1 + sweep.weights, 1 + sweep.weights + sweep.states
+def _call(recurrence: Recurrence, inputs: Sequence[Tensor | None], reverse: int) -> _Call:
+    first, last = 1 + recurrence.weights, 1 + recurrence.weights + recurrence.states
     gates, weights, states = inputs[0], tuple(inputs[1:first]), tuple(inputs[first:last])
     mask = inputs[last] if len(inputs) > last else None
-    return _Call(sweep, gates, weights, states, mask, bool(reverse))  # type: ignore[arg-type]
+    return _Call(recurrence, gates, weights, states, mask, bool(reverse))  # type: ignore[arg-type]
 
 
-def _types(sweep: Sweep) -> Callable[[Call], tuple[TensorType, ...]]:
+def _types(recurrence: Recurrence) -> Callable[[Call], tuple[TensorType, ...]]:
     def infer(call: Call) -> tuple[TensorType, ...]:
         gates, r = call.type(0), call.type(1)
         hidden = r.shape[-1]
         if (
             gates.rank != 3
             or r.rank != 2
-            or not r.shape[0] == gates.shape[2] == (sweep.gates * hidden)
+            or not r.shape[0] == gates.shape[2] == (recurrence.gates * hidden)
         ):
             raise ShapeError(
-                f"{call.row} takes gates (T, N, {sweep.gates} H) and r ({sweep.gates} H, H), got "
-                f"{gates} and {r}"
+                f"{call.row} takes gates (T, N, {recurrence.gates} H) and r ({recurrence.gates} H, "
+                f"H), got {gates} and {r}"
             )
-        first = 1 + sweep.weights
-        states = [call.type(first + k) for k in range(sweep.states)]
+        first = 1 + recurrence.weights
+        states = [call.type(first + k) for k in range(recurrence.states)]
         wrong = [s for s in states if s.shape != (gates.shape[1], hidden)]
-        mask = call.type(first + sweep.states) if call.has(first + sweep.states) else None
+        mask = call.type(first + recurrence.states) if call.has(first + recurrence.states) else None
         if mask and mask != TensorType(bool_, (*gates.shape[:2], 1)):
             wrong.append(mask)
-        if wrong or (sweep.weights > 1 and call.type(2).shape != (hidden,)):
+        if wrong or (recurrence.weights > 1 and call.type(2).shape != (hidden,)):
             raise ShapeError(
                 f"{call.row} takes states (N, H), a mask bool (T, N, 1) and a bias (H), got "
                 f"{[str(t) for t in call.types]}"
@@ -255,36 +260,36 @@ def _types(sweep: Sweep) -> Callable[[Call], tuple[TensorType, ...]]:
     return infer
 
 
-def _row(name: str, sweep: Sweep, operands: str, *makers: MakeArray) -> Op:
+def _row(name: str, recurrence: Recurrence, operands: str, *makers: MakeArray) -> Op:
     def body(*inputs: Tensor | None, reverse: int) -> list[Tensor]:
-        last, (ys,) = _call(sweep, inputs, reverse).forward(keep=False)
+        last, (ys,) = _call(recurrence, inputs, reverse).forward(keep=False)
         return [ys, *last]
 
-    def linearize(
+    def vjp_with_residuals(
         inputs: Sequence[Tensor | None], attrs: Mapping[str, Any], regions: Sequence[Function],
         outputs: int, vjp_of: Any,
     ) -> tuple[Sequence[Tensor], Pullback]:  # fmt: skip
-        call = _call(sweep, inputs, attrs.get("reverse", 0))
+        call = _call(recurrence, inputs, attrs.get("reverse", 0))
         last, (y, *rest) = call.forward(keep=True)
-        states = tuple([*([y] if call.mask is None else ()), *rest][: sweep.states])
-        kept = tuple(rest[sweep.states - (call.mask is None) :])
+        states = tuple([*([y] if call.mask is None else ()), *rest][: recurrence.states])
+        kept = tuple(rest[recurrence.states - (call.mask is None) :])
 
         def pull(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-            padded = [*gs, *[None] * (1 + sweep.states - len(gs))]
+            padded = [*gs, *[None] * (1 + recurrence.states - len(gs))]
             return [*call.pulled(padded, states, kept), None][: len(inputs)]
 
         return [y, *last][:outputs], pull
 
     masked = (*makers, bools(4, 2, 1))
-    outputs = 1 + sweep.states
+    outputs = 1 + recurrence.states
     return Op(
         name=name,
         domain=DOMAIN,
         operands=(*operands, "P?"),
         attrs={"reverse": AttrSpec("INT", 0)},
-        infer=_types(sweep),
+        infer=_types(recurrence),
         body=body,
-        linearize=linearize,
+        vjp_with_residuals=vjp_with_residuals,
         samples=(
             sample(*makers, outputs=outputs),
             sample(*masked, outputs=outputs, reverse=1),
@@ -293,13 +298,14 @@ def _row(name: str, sweep: Sweep, operands: str, *makers: MakeArray) -> Op:
 
 
 # fmt: off
-lstm_sweep = _row("LSTMSweep", LSTM, "TTTT", normal(4, 2, 12), normal(12, 3), normal(2, 3),
-                  normal(2, 3))
+lstm_recurrence = _row("LSTMSweep", LSTM, "TTTT", normal(4, 2, 12), normal(12, 3), normal(2, 3),
+                       normal(2, 3))
 """(gates i, o, f, c; r; h; c; mask?) -> (all h, last h, last c)."""
-gru_sweep = _row("GRUSweep", GRU, "TTTT", normal(4, 2, 9), normal(9, 3), normal(3), normal(2, 3))
+gru_recurrence = _row("GRUSweep", GRU, "TTTT", normal(4, 2, 9), normal(9, 3), normal(3),
+                      normal(2, 3))
 """(gates z, r, h; r; bias of h's product; h; mask?) -> (all h, last h); reset after the product."""
-tanh_sweep = _row("TanhSweep", TANH, "TTT", normal(4, 2, 3), normal(3, 3), normal(2, 3))
+tanh_recurrence = _row("TanhSweep", TANH, "TTT", normal(4, 2, 3), normal(3, 3), normal(2, 3))
 """(gates; r; h; mask?) -> (all h, last h)."""
-relu_sweep = _row("ReluSweep", RELU, "TTT", normal(4, 2, 3), normal(3, 3), normal(2, 3))
+relu_recurrence = _row("ReluSweep", RELU, "TTT", normal(4, 2, 3), normal(3, 3), normal(2, 3))
 """(gates; r; h; mask?) -> (all h, last h)."""
 # fmt: on

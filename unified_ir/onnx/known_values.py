@@ -12,9 +12,9 @@ from triplane.unified_ir.ir.types import DType, bool_, int64, is_plain
 from triplane.unified_ir.onnx.application import Application
 from triplane.unified_ir.onnx.fold import MAX_CONTENTS, MAX_FOLDED, fold, symbolic
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.claims import assume_shape
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.row import Op, dtype_attr
+from triplane.unified_ir.ops.shape_assertions import assume_shape
 from triplane.unified_ir.ops.tensor import Tensor
 
 ARRANGING: Final = frozenset(
@@ -23,7 +23,7 @@ ARRANGING: Final = frozenset(
 """Operators that only arrange the numbers of a vector."""
 
 
-class Contents:
+class KnownValues:
     """Sizes by the value that holds them, beside what the build knows of its constants."""
 
     def __init__(self) -> None:

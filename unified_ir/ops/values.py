@@ -23,14 +23,14 @@ from triplane.unified_ir.ir.types import (
 )
 from triplane.unified_ir.ops.sizes import bind_sizes
 
-Contents = Any
+HostValue = Any
 """An array; a list of arrays for a sequence; one of them or None for an optional."""
 
 
-def as_contents(x: Any, type_: TensorType) -> Contents:
+def as_host_value(x: Any, type_: TensorType) -> HostValue:
     """`x` in the form that values of the type have; what it holds is not looked at."""
     if isinstance(type_, OptionalType):
-        return None if x is None else as_contents(x, type_.element)
+        return None if x is None else as_host_value(x, type_.element)
     if isinstance(type_, SequenceType):
         if not isinstance(x, (list, tuple)):
             raise InvalidInput(f"a value of type {type_} is a list of arrays, got {x!r}"[:300])
@@ -43,7 +43,7 @@ def _array(x: Any, dtype: DType) -> Any:
     return array.astype(np.object_) if dtype == string and array.dtype.kind == "U" else array
 
 
-def bind(sizes: dict[str, int], type_: TensorType, held: Contents) -> None:
+def bind(sizes: dict[str, int], type_: TensorType, held: HostValue) -> None:
     """Records the size of each bare symbol of the type; refuses contents that are not of it."""
     if is_plain(type_):
         bind_sizes(sizes, type_, held.shape)
