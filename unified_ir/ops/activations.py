@@ -21,7 +21,7 @@ from triplane.unified_ir.ops.elementwise import (
     softplus,
     tanh,
 )
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import apart, between, ints, normal, sample
 from triplane.unified_ir.ops.structure import where
 from triplane.unified_ir.ops.tensor import Tensor
@@ -41,6 +41,7 @@ def _exponential_slope(x: Tensor, scale: float, width: float = 1.0) -> Tensor:
 
 elu = Op(
     name="Elu",
+    kind=Kind.ELEMENTWISE,
     body=lambda x, *, alpha: _exponential(x, alpha),
     vjp=lambda g, y, x, *, alpha: (g * _exponential_slope(x, alpha),),
     native=has_float_kernel,
@@ -51,6 +52,7 @@ elu = Op(
 
 celu = Op(
     name="Celu",
+    kind=Kind.ELEMENTWISE,
     body=lambda x, *, alpha: _exponential(x, alpha, alpha),
     vjp=lambda g, y, x, *, alpha: (g * _exponential_slope(x, 1.0, alpha),),
     batch=elementwise,
@@ -60,6 +62,7 @@ celu = Op(
 
 selu = Op(
     name="Selu",
+    kind=Kind.ELEMENTWISE,
     body=lambda x, *, alpha, gamma: gamma * _exponential(x, alpha),
     vjp=lambda g, y, x, *, alpha, gamma: (g * gamma * _exponential_slope(x, alpha),),
     native=has_float_kernel,
@@ -78,6 +81,7 @@ def _prelu(call: Call) -> tuple[TensorType, ...]:
 
 prelu = Op(
     name="PRelu",
+    kind=Kind.ELEMENTWISE,
     infer=_prelu,
     body=lambda x, slope: where(x > 0, x, slope * x),
     native=has_float_kernel,
@@ -87,17 +91,24 @@ prelu = Op(
 
 thresholded_relu = Op(
     name="ThresholdedRelu",
+    kind=Kind.ELEMENTWISE,
     body=lambda x, *, alpha: where(x > alpha, x, 0.0),
     native=has_float_kernel,
     samples=(sample(apart(3, 4)), sample(apart(2, 3), alpha=0.2)),
 )
 softsign = Op(
     name="Softsign",
+    kind=Kind.ELEMENTWISE,
     body=lambda x: x / (1.0 + abs_(x)),
     native=has_float_kernel,
     samples=(sample(apart(2, 3)),),
 )
-mish = Op(name="Mish", body=lambda x: x * tanh(softplus(x)), samples=(sample(normal(2, 3)),))
+mish = Op(
+    name="Mish",
+    kind=Kind.ELEMENTWISE,
+    body=lambda x: x * tanh(softplus(x)),
+    samples=(sample(normal(2, 3)),),
+)
 """Misra 2020."""
 
 
@@ -121,6 +132,7 @@ def _swish_vjp_with_residuals(
 
 swish = Op(
     name="Swish",
+    kind=Kind.ELEMENTWISE,
     reference=lambda x, *, alpha: x * np.exp(-np.logaddexp(0, -alpha * x)),
     body=lambda x, *, alpha: x * sigmoid(x if alpha == 1.0 else alpha * x),
     vjp_with_residuals=_swish_vjp_with_residuals,
@@ -138,6 +150,7 @@ def _shrink(x: Tensor, *, lambd: float, bias: float) -> Tensor:
 
 shrink = Op(
     name="Shrink",
+    kind=Kind.ELEMENTWISE,
     body=_shrink,
     samples=(
         sample(apart(3, 4), lambd=0.4, bias=0.25),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from triplane.unified_ir.ir.types import TensorType
-from triplane.unified_ir.ops.row import DOMAIN, Call, Op
+from triplane.unified_ir.ops.row import DOMAIN, Call, Kind, Op
 from triplane.unified_ir.ops.samples import normal, sample
 
 
@@ -23,6 +23,7 @@ def _first(x: Any, _: Any, **__: Any) -> Any:
 
 barrier = Op(
     name="Barrier",
+    kind=Kind.MOVEMENT,
     domain=DOMAIN,
     operands=("T", "U"),
     infer=_like_first,

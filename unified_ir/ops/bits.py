@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from triplane.unified_ir.ir.types import TensorType, TypeMismatch
 from triplane.unified_ir.ops.batching import elementwise
 from triplane.unified_ir.ops.elementwise import broadcast_same
-from triplane.unified_ir.ops.row import Call, Op, dtype_attr
+from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
 from triplane.unified_ir.ops.samples import given, ints, sample
 from triplane.unified_ir.ops.structure import same
 
 _words = ints(0, 2**32, 5, dtype="uint32")
 _pair = (sample(_words, _words),)
 
+
+def _bitwise(name: str, f: Any) -> Op:
+    return Op(name=name, kind=Kind.ELEMENTWISE, infer=broadcast_same, reference=f, samples=_pair)
+
+
 # fmt: off
-bitwise_and = Op(name="BitwiseAnd", infer=broadcast_same, reference=np.bitwise_and, samples=_pair)
-bitwise_or = Op(name="BitwiseOr", infer=broadcast_same, reference=np.bitwise_or, samples=_pair)
-bitwise_xor = Op(name="BitwiseXor", infer=broadcast_same, reference=np.bitwise_xor, samples=_pair)
-bitwise_not = Op(name="BitwiseNot", infer=same, reference=np.invert, batch=elementwise,
-                 samples=(sample(_words),))
+bitwise_and = _bitwise("BitwiseAnd", np.bitwise_and)
+bitwise_or = _bitwise("BitwiseOr", np.bitwise_or)
+bitwise_xor = _bitwise("BitwiseXor", np.bitwise_xor)
+bitwise_not = Op(name="BitwiseNot", kind=Kind.ELEMENTWISE, infer=same, reference=np.invert,
+                 batch=elementwise, samples=(sample(_words),))
 # fmt: on
 
 bit_shift = Op(
     name="BitShift",
+    kind=Kind.ELEMENTWISE,
     infer=broadcast_same,
     reference=lambda x, n, direction: (np.left_shift if direction == "LEFT" else np.right_shift)(
         x, n
@@ -44,6 +52,7 @@ def _bit_cast(call: Call) -> tuple[TensorType, ...]:
 
 bit_cast = Op(
     name="BitCast",
+    kind=Kind.ELEMENTWISE,
     batch=elementwise,
     infer=_bit_cast,
     reference=lambda x, to: np.ascontiguousarray(x).view(dtype_attr(to).numpy).reshape(x.shape),

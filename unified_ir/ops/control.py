@@ -36,7 +36,7 @@ from triplane.unified_ir.ops.batching import Batched, NeedsScan, with_axis
 from triplane.unified_ir.ops.build import Build, region
 from triplane.unified_ir.ops.inline import inline, introduced
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import DOMAIN, OPEN, AttrSpec, Call, Op
+from triplane.unified_ir.ops.row import DOMAIN, OPEN, AttrSpec, Call, Kind, Op
 from triplane.unified_ir.ops.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of, emit
 from triplane.unified_ir.ops.trees import leaves, rebuild, structure
@@ -209,6 +209,7 @@ def _swapped(x: Tensor) -> Tensor:
 
 cond_row = Op(
     name="Cond",
+    kind=Kind.CONTROL,
     domain=DOMAIN,
     operands=("P", "*"),
     data_dependent_dims=_cond_opens,
@@ -487,6 +488,7 @@ def _scan_batch(call: Batched) -> Sequence[Tensor]:
 
 scan_row = Op(
     name="Scan",
+    kind=Kind.CONTROL,
     domain=DOMAIN,
     operands=("*",),
     attrs={
@@ -685,6 +687,7 @@ def _loop_batch(call: Batched) -> Sequence[Tensor]:
 
 loop_row = Op(
     name="Loop",
+    kind=Kind.CONTROL,
     domain=DOMAIN,
     operands=("I?", "P", "*"),
     data_dependent_dims=lambda call: 0,
@@ -904,6 +907,7 @@ def _with_regions(
 
 custom_row = Op(
     name="CustomGradient",
+    kind=Kind.CONTROL,
     domain=DOMAIN,
     operands=("*",),
     infer=_custom_types,
@@ -1010,6 +1014,7 @@ def _zeros_like(function: Function) -> Function:
 
 checkpoint_row = Op(
     name="Checkpoint",
+    kind=Kind.CONTROL,
     domain=DOMAIN,
     operands=("*",),
     infer=_checkpoint_types,

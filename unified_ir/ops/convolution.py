@@ -17,7 +17,7 @@ from triplane.unified_ir.ir.dims import Dim, Expr, floor_div
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.batching import merged
 from triplane.unified_ir.ops.matrix import gemm
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.structure import (
     concat,
@@ -158,6 +158,7 @@ def _conv_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
 
 conv_row = Op(
     name="Conv",
+    kind=Kind.CONTRACTION,
     batch=merged,
     infer=_conv,
     reference=_conv_kernel,
@@ -271,6 +272,7 @@ def _crop(x: Tensor, wanted: Sequence[Dim]) -> Tensor:
 
 conv_transpose_row = Op(
     name="ConvTranspose",
+    kind=Kind.CONTRACTION,
     batch=merged,
     infer=_conv_transpose,
     reference=_conv_transpose_kernel,
@@ -533,7 +535,7 @@ def _conv_grad_weight_body(
 
 
 conv_grad_weight = Op(
-    name="ConvGradWeight",
+    name="ConvGradWeight", kind=Kind.CONTRACTION,
     domain=DOMAIN,
     operands=("T", "T"),
     attrs={

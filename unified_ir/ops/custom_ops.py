@@ -24,7 +24,7 @@ from triplane.unified_ir.ops.control import Pullback, VjpOf
 from triplane.unified_ir.ops.evaluate import run_function
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op, Table
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op, Table
 from triplane.unified_ir.ops.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 
@@ -180,6 +180,7 @@ def _vjp_with_residuals(
 
 custom_row = Op(
     name="Custom",
+    kind=Kind.CONTROL,
     domain=DOMAIN,
     operands=("*",),
     attrs={

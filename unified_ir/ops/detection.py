@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import given, sample
 
 _PLACES = [[[0, 0, 1, 1], [0, 0.1, 1, 1.1], [0, -0.1, 1, 0.9], [0, 10, 1, 11], [0, 10.1, 1, 11.1]]]
@@ -76,7 +76,7 @@ def _non_max(
 
 
 non_max_suppression = Op(
-    name="NonMaxSuppression",
+    name="NonMaxSuppression", kind=Kind.INDEXING,
     data_dependent_dims=1,
     infer=_non_max_types,
     reference=_non_max,

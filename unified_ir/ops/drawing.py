@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from triplane.unified_ir.ir.types import ShapeError, TensorType
-from triplane.unified_ir.ops.row import Call, Op, dtype_attr
+from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
 
 Types = tuple[TensorType, ...]
 Draw = Callable[..., Any]
@@ -53,8 +53,10 @@ def _rows(name: str, draw: Draw) -> tuple[Op, Op]:
         return made.astype(x.dtype if dtype is None else dtype_attr(dtype).numpy)
 
     return (
-        Op(name=name, infer=_of_shape, reference=kernel, nondeterministic=True),
-        Op(name=f"{name}Like", infer=_like, reference=like, nondeterministic=True),
+        Op(name=name, kind=Kind.RANDOM, infer=_of_shape, reference=kernel, nondeterministic=True),
+        Op(
+            name=f"{name}Like", kind=Kind.RANDOM, infer=_like, reference=like, nondeterministic=True
+        ),
     )
 
 
@@ -67,7 +69,9 @@ def _bernoulli(x: Any, *, dtype: int | None, seed: float | None) -> Any:
     return drawn.astype(x.dtype if dtype is None else dtype_attr(dtype).numpy)
 
 
-bernoulli_row = Op(name="Bernoulli", infer=_like, reference=_bernoulli, nondeterministic=True)
+bernoulli_row = Op(
+    name="Bernoulli", kind=Kind.RANDOM, infer=_like, reference=_bernoulli, nondeterministic=True
+)
 """x: probabilities -> 1 with that probability, else 0."""
 
 
@@ -88,6 +92,10 @@ def _multinomial(x: Any, *, dtype: int, sample_size: int, seed: float | None) ->
 
 
 multinomial_row = Op(
-    name="Multinomial", infer=_multinomial_types, reference=_multinomial, nondeterministic=True
+    name="Multinomial",
+    kind=Kind.RANDOM,
+    infer=_multinomial_types,
+    reference=_multinomial,
+    nondeterministic=True,
 )
 """x: (B, classes) unnormalized logarithms of probabilities -> (B, sample_size) classes."""

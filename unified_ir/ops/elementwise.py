@@ -11,7 +11,7 @@ from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_, float64
 from triplane.unified_ir.ops.batching import elementwise, first_elementwise
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op, Vjp
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op, Vjp
 from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.structure import same, sum_to, where
 from triplane.unified_ir.ops.tensor import Tensor
@@ -53,12 +53,20 @@ def _binary(name: str, f: Any, vjp: Any, *extra: Any) -> Op:
         sample(normal(3), between(0.5, 2, 2, 1)),
         *extra,
     )
-    return Op(name=name, infer=broadcast_same, reference=f, vjp=vjp, samples=samples)
+    return Op(
+        name=name,
+        kind=Kind.ELEMENTWISE,
+        infer=broadcast_same,
+        reference=f,
+        vjp=vjp,
+        samples=samples,
+    )
 
 
 def _unary(name: str, f: Any, vjp: Vjp | None, *samples: Any) -> Op:
     return Op(
         name=name,
+        kind=Kind.ELEMENTWISE,
         infer=same,
         reference=f,
         vjp=vjp,
@@ -69,7 +77,19 @@ def _unary(name: str, f: Any, vjp: Vjp | None, *samples: Any) -> Op:
 
 def _compare(name: str, f: Any) -> Op:
     samples = (sample(ints(0, 3, 2, 3), ints(0, 3, 3)), sample(apart(2, 3), apart(2, 3), smooth=()))
-    return Op(name=name, infer=broadcast_bool, reference=f, samples=samples)
+    return Op(name=name, kind=Kind.COMPARISON, infer=broadcast_bool, reference=f, samples=samples)
+
+
+def _logical(name: str, f: Any) -> Op:
+    samples = (sample(bools(2, 3), bools(3)),)
+    return Op(
+        name=name,
+        kind=Kind.ELEMENTWISE,
+        batch=elementwise,
+        infer=_needs_bool,
+        reference=f,
+        samples=samples,
+    )
 
 
 def _pow_vjp(g: Tensor, y: Tensor, x: Tensor, p: Tensor) -> Any:
@@ -172,9 +192,11 @@ ceil = _unary("Ceil", np.ceil, _flat, sample(apart(2, 3)))
 round_ = _unary("Round", np.round, _flat, sample(apart(2, 3)),
                 sample(given([0.5, 1.5, -2.5, 1.2]), smooth=()))
 not_ = _unary("Not", np.logical_not, None, sample(bools(2, 3)))
-is_nan = Op(name="IsNaN", batch=elementwise, infer=lambda call: (call.type(0).with_dtype(bool_),),
+is_nan = Op(name="IsNaN", kind=Kind.ELEMENTWISE, batch=elementwise,
+            infer=lambda call: (call.type(0).with_dtype(bool_),),
             reference=np.isnan, samples=(sample(given([1.0, float("nan")])),))
-is_inf = Op(name="IsInf", batch=elementwise, infer=lambda call: (call.type(0).with_dtype(bool_),),
+is_inf = Op(name="IsInf", kind=Kind.ELEMENTWISE, batch=elementwise,
+            infer=lambda call: (call.type(0).with_dtype(bool_),),
             reference=_is_inf_reference, samples=(
                 sample(given([1.0, np.inf, -np.inf, np.nan])),
                 sample(given([1.0, np.inf, -np.inf]), detect_negative=0),
@@ -184,16 +206,14 @@ less = _compare("Less", np.less)
 less_equal = _compare("LessOrEqual", np.less_equal)
 greater = _compare("Greater", np.greater)
 greater_equal = _compare("GreaterOrEqual", np.greater_equal)
-and_ = Op(name="And", batch=elementwise, infer=_needs_bool, reference=np.logical_and,
-          samples=(sample(bools(2, 3), bools(3)),))
-or_ = Op(name="Or", batch=elementwise, infer=_needs_bool, reference=np.logical_or,
-         samples=(sample(bools(2, 3), bools(3)),))
-xor = Op(name="Xor", batch=elementwise, infer=_needs_bool, reference=np.logical_xor,
-         samples=(sample(bools(2, 3), bools(3)),))
+and_ = _logical("And", np.logical_and)
+or_ = _logical("Or", np.logical_or)
+xor = _logical("Xor", np.logical_xor)
 # fmt: on
 
 mod = Op(
     name="Mod",
+    kind=Kind.ELEMENTWISE,
     infer=broadcast_same,
     reference=_mod_reference,
     vjp=_mod_vjp,
@@ -204,6 +224,7 @@ mod = Op(
 )
 pow_ = Op(
     name="Pow",
+    kind=Kind.ELEMENTWISE,
     infer=broadcast_same,
     reference=_pow_reference,
     vjp=_pow_vjp,
@@ -235,14 +256,16 @@ def _fold(f: Any) -> Any:
 
 _apart_pair = sample(apart(2, 3), apart(2, 3))
 maximum = Op(
-    name="Max", infer=broadcast_same, reference=_fold(np.maximum), vjp=_extreme_vjp,
+    name="Max", kind=Kind.ELEMENTWISE,
+    infer=broadcast_same, reference=_fold(np.maximum), vjp=_extreme_vjp,
     samples=(
         sample(apart(2, 3), between(0.02, 0.08, 3)),
         sample(ints(-5, 5, 2, 3, dtype="int16"), ints(-5, 5, 3, dtype="int16")),
     ),
 )  # fmt: skip
 minimum = Op(
-    name="Min", infer=broadcast_same, reference=_fold(np.minimum), vjp=_extreme_vjp,
+    name="Min", kind=Kind.ELEMENTWISE,
+    infer=broadcast_same, reference=_fold(np.minimum), vjp=_extreme_vjp,
     samples=(sample(apart(2, 3), between(0.02, 0.08, 3)),),
 )  # fmt: skip
 
@@ -252,11 +275,12 @@ def _total_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
 
 
 total = Op(
-    name="Sum", infer=broadcast_same, reference=_fold(np.add), vjp=_total_vjp,
+    name="Sum", kind=Kind.ELEMENTWISE,
+    infer=broadcast_same, reference=_fold(np.add), vjp=_total_vjp,
     samples=(sample(normal(2, 3), normal(3), normal(2, 1)), sample(normal(3))),
 )  # fmt: skip
 average = Op(
-    name="Mean", infer=broadcast_same,
+    name="Mean", kind=Kind.ELEMENTWISE, infer=broadcast_same,
     reference=lambda *xs: _fold(np.add)(*xs) / len(xs),
     vjp=lambda g, y, *xs: _total_vjp(g * (1 / len(xs)), y, *xs),
     samples=(sample(normal(2, 3), normal(3), normal(2, 1)), sample(normal(3))),
@@ -291,6 +315,7 @@ def _are_ordered(low: Tensor, high: Tensor) -> bool:
 
 clip = Op(
     name="Clip",
+    kind=Kind.ELEMENTWISE,
     batch=first_elementwise,
     infer=same,
     reference=lambda x, low=None, high=None: np.clip(x, low, high),
@@ -316,6 +341,7 @@ def _hard_tanh_vjp(g: Tensor, y: Tensor, x: Tensor, *, low: float, high: float) 
 
 hard_tanh = Op(
     name="HardTanh",
+    kind=Kind.ELEMENTWISE,
     domain=DOMAIN,
     operands=("T",),
     attrs={"low": AttrSpec("FLOAT", -1.0), "high": AttrSpec("FLOAT", 1.0)},
@@ -339,6 +365,7 @@ def as_like(value: float, x: Tensor) -> Tensor:
 
 leaky_relu = Op(
     name="LeakyRelu",
+    kind=Kind.ELEMENTWISE,
     batch=elementwise,
     infer=same,
     reference=lambda x, alpha: np.where(x > 0, x, alpha * x),
@@ -357,6 +384,7 @@ def _gelu(x: Tensor, *, approximate: str) -> Tensor:
 
 gelu = Op(
     name="Gelu",
+    kind=Kind.ELEMENTWISE,
     body=_gelu,
     samples=(sample(normal(2, 3)), sample(normal(2, 3), approximate="tanh")),
 )
@@ -377,6 +405,7 @@ def has_float_kernel(node: Node, opset: int) -> bool:
 
 hard_sigmoid = Op(
     name="HardSigmoid",
+    kind=Kind.ELEMENTWISE,
     batch=elementwise,
     body=lambda x, *, alpha, beta: clip(alpha * x + beta, 0.0, 1.0),
     native=has_float_kernel,
@@ -392,6 +421,7 @@ def _hard_swish_vjp(g: Tensor, y: Tensor, x: Tensor) -> Any:
 
 hard_swish = Op(
     name="HardSwish",
+    kind=Kind.ELEMENTWISE,
     batch=elementwise,
     body=lambda x: x * clip(x * (1 / 6) + 0.5, 0.0, 1.0),
     native=has_float_kernel,

@@ -21,7 +21,7 @@ from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.indexing import arange, gather
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.structure import broadcast_to, squeeze, where
 from triplane.unified_ir.ops.tensor import Tensor, emit
@@ -165,6 +165,7 @@ def _positions(size: Dim, axis: int, rank: int) -> Tensor:
 
 einsum_row: Op = Op(
     name="Einsum",
+    kind=Kind.CONTRACTION,
     infer=_einsum_types,
     reference=_einsum,
     vjp=_einsum_vjp,
@@ -218,6 +219,7 @@ def _cofactors(x: Tensor) -> Tensor:
 
 det = Op(
     name="Det",
+    kind=Kind.REDUCTION,
     batch=batching.first_elementwise,
     infer=_det_types,
     reference=lambda x: np.linalg.det(x) if math.prod(x.shape) else np.ones(x.shape[:-2]),

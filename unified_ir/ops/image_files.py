@@ -10,7 +10,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.files import png, pnm
 from triplane.unified_ir.ir.types import ShapeError, TensorType
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Kind, Op
 
 Read = Callable[[bytes, str], Any]
 
@@ -64,5 +64,7 @@ def _decode(encoded: Any, *, pixel_format: str) -> Any:
     return FORMATS[pixel_format](read(data, "ImageDecoder's operand").transpose(1, 2, 0))
 
 
-image_decoder = Op(name="ImageDecoder", data_dependent_dims=2, infer=_decoded, reference=_decode)
+image_decoder = Op(
+    name="ImageDecoder", kind=Kind.DATA, data_dependent_dims=2, infer=_decoded, reference=_decode
+)
 """encoded: uint8 (n,) -> uint8 (H, W, 3), or (H, W, 1) for "Grayscale"."""

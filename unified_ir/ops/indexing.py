@@ -13,7 +13,7 @@ from triplane.unified_ir.ir.dims import Dim, Expr, product
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, int64
 from triplane.unified_ir.ops import batching
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import apart, between, given, ints, literal, normal, sample
 from triplane.unified_ir.ops.structure import (
     axes_of,
@@ -49,6 +49,7 @@ def _gather_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis: int) ->
 
 gather = Op(
     name="Gather",
+    kind=Kind.INDEXING,
     batch=batching.gathered,
     infer=_gather,
     reference=lambda x, index, axis: np.take(x, index, axis),
@@ -166,6 +167,7 @@ def _scatter_nd_batch(call: batching.Batched) -> tuple[Tensor, ...]:
 
 scatter_nd = Op(
     name="ScatterND",
+    kind=Kind.INDEXING,
     batch=_scatter_nd_batch,
     infer=_scatter_nd,
     vjp=_scatter_nd_vjp,
@@ -211,6 +213,7 @@ def _with_batch(index: Tensor, batch_dims: int) -> Tensor:
 
 gather_nd = Op(
     name="GatherND",
+    kind=Kind.INDEXING,
     batch=lambda call: call.apply(call.all(), batch_dims=call.attrs.get("batch_dims", 0) + 1),
     infer=_gather_nd,
     vjp=_gather_nd_vjp,
@@ -255,6 +258,7 @@ def _gather_elements_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis
 
 gather_elements = Op(
     name="GatherElements",
+    kind=Kind.INDEXING,
     batch=batching.axis_shifted,
     infer=_gather_elements,
     reference=_gather_elements_kernel,
@@ -288,7 +292,7 @@ def _scatter_elements_vjp(
 _places = given([[0], [2], [-2]])
 
 scatter_elements = Op(
-    name="ScatterElements",
+    name="ScatterElements", kind=Kind.INDEXING,
     batch=batching.axis_shifted,
     infer=_scatter_elements,
     vjp=_scatter_elements_vjp,
@@ -323,6 +327,7 @@ def _range_vjp(g: Tensor, y: Tensor, start: Tensor, limit: Tensor, delta: Tensor
 
 range_row = Op(
     name="Range",
+    kind=Kind.SOURCE,
     data_dependent_dims=lambda call: int(_range_length(call) is None),
     infer=lambda call: (call.type(0).with_shape((_length_or_open(call),)),),
     reference=_range,

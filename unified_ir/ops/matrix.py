@@ -10,7 +10,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.elementwise import exp
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.structure import axes_of, same, sum_to
 from triplane.unified_ir.ops.tensor import Tensor
@@ -56,6 +56,7 @@ def _matmul_vjp(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Ten
 
 matmul = Op(
     name="MatMul",
+    kind=Kind.CONTRACTION,
     batch=batching.multiplied,
     infer=_matmul,
     reference=np.matmul,
@@ -141,6 +142,7 @@ def _gemm_batch(call: batching.Batched) -> list[Tensor]:
 
 gemm = Op(
     name="Gemm",
+    kind=Kind.CONTRACTION,
     batch=_gemm_batch,
     infer=_gemm,
     reference=_gemm_reference,
@@ -173,6 +175,7 @@ def _softmax_vjp(g: Tensor, y: Tensor, x: Tensor, *, axis: int) -> tuple[Tensor]
 
 softmax = Op(
     name="Softmax",
+    kind=Kind.NORMALIZATION,
     batch=batching.axis_shifted,
     infer=lambda call: (axes_of(call.type(0).rank, [call.attrs["axis"]]), same(call))[1],
     reference=_softmax_reference,
@@ -188,6 +191,7 @@ def _log_softmax_reference(x: Any, *, axis: int) -> Any:
 
 log_softmax = Op(
     name="LogSoftmax",
+    kind=Kind.NORMALIZATION,
     batch=batching.axis_shifted,
     infer=lambda call: (axes_of(call.type(0).rank, [call.attrs["axis"]]), same(call))[1],
     reference=_log_softmax_reference,

@@ -17,7 +17,7 @@ from triplane.unified_ir.ops.batching import merged
 from triplane.unified_ir.ops.convolution import conv_grad_input, conv_row
 from triplane.unified_ir.ops.elementwise import abs_, pow_, sign
 from triplane.unified_ir.ops.resizing import along
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import apart, between, normal, sample
 from triplane.unified_ir.ops.structure import ones, pad_row, slice_axis, where
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
@@ -169,7 +169,7 @@ def _average_native(node: Node, opset: int) -> bool:
 
 
 average_pool_row = Op(
-    name="AveragePool",
+    name="AveragePool", kind=Kind.WINDOW,
     batch=merged,
     infer=_average_types,
     reference=_average_kernel,
@@ -192,6 +192,7 @@ average_pool_row = Op(
 
 global_average_pool = Op(
     name="GlobalAveragePool",
+    kind=Kind.WINDOW,
     batch=merged,
     body=lambda x: x.mean([*range(2, x.rank)], keepdims=True),
     samples=(sample(normal(2, 3, 4, 5)),),
@@ -237,7 +238,7 @@ def _lp_native(node: Node, opset: int) -> bool:
 
 
 lp_pool_row = Op(
-    name="LpPool",
+    name="LpPool", kind=Kind.WINDOW,
     batch=batching.merged,
     infer=_lp_types,
     reference=_lp_kernel,
@@ -266,6 +267,7 @@ def _global_lp_body(x: Tensor, *, p: int) -> Tensor:
 
 global_lp_pool = Op(
     name="GlobalLpPool",
+    kind=Kind.WINDOW,
     batch=batching.merged,
     infer=_global_lp_types,
     reference=lambda x, p: _root(

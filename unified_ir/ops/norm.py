@@ -11,7 +11,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Array, Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType, float32, float64
 from triplane.unified_ir.ops.elementwise import as_like, reciprocal, sqrt
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import between, normal, sample
 from triplane.unified_ir.ops.structure import broadcast_to, size_of, sum_to
 from triplane.unified_ir.ops.tensor import Tensor
@@ -138,7 +138,7 @@ def _affine(x: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
 
 _vectors = (between(0.5, 2, 3), normal(3), normal(3), between(0.5, 2, 3))
 batch_norm_row = Op(
-    name="BatchNormalization",
+    name="BatchNormalization", kind=Kind.NORMALIZATION,
     infer=_batch_norm,
     reference=_batch_norm_kernel,
     vjp=_batch_norm_vjp,
@@ -212,6 +212,7 @@ def in_single(node: Node, opset: int) -> bool:
 
 layer_norm_row = Op(
     name="LayerNormalization",
+    kind=Kind.NORMALIZATION,
     body=_layer_norm,
     vjp_with_residuals=_layer_norm_vjp_with_residuals,
     native=in_single,

@@ -13,7 +13,7 @@ import numpy as np
 
 from triplane.unified_ir.ir.types import ShapeError, TensorType, bool_
 from triplane.unified_ir.ops.elementwise import as_like
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import literal, normal, sample
 from triplane.unified_ir.ops.structure import where
 from triplane.unified_ir.ops.tensor import Tensor
@@ -58,6 +58,7 @@ def _dropout_vjp_with_residuals(
 
 dropout_row = Op(
     name="Dropout",
+    kind=Kind.ELEMENTWISE,
     infer=_dropout_types,
     reference=_dropout_kernel,
     vjp_with_residuals=_dropout_vjp_with_residuals,

@@ -21,7 +21,7 @@ from triplane.unified_ir.ops.indexing import arange, gather, scatter_elements
 from triplane.unified_ir.ops.mean_pool import average_pool_row
 from triplane.unified_ir.ops.reductions import argmax_row
 from triplane.unified_ir.ops.resizing import resize_row
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op
 from triplane.unified_ir.ops.samples import apart, given, normal, sample
 from triplane.unified_ir.ops.settings import settled
 from triplane.unified_ir.ops.structure import broadcast_to, pad_row, slice_axis, slice_row, zeros
@@ -117,7 +117,7 @@ _WINDOW: Final[Mapping[str, AttrSpec]] = {
 }
 
 max_pool_row = Op(
-    name="MaxPool",
+    name="MaxPool", kind=Kind.WINDOW,
     batch=merged,
     infer=_pool,
     reference=_max_pool_kernel,
@@ -282,7 +282,7 @@ _tiled: Final[Mapping[str, Any]] = {"kernel_shape": (2, 2), "strides": (2, 2)}
 _x, _x_odd, _x_over = apart(2, 3, 4, 6), apart(2, 3, 5, 5), apart(1, 2, 6, 6)
 
 max_unpool = Op(
-    name="MaxUnpoolFirst",
+    name="MaxUnpoolFirst", kind=Kind.WINDOW,
     batch=merged_all,
     domain=DOMAIN,
     operands=("T", "T", "T"),
@@ -308,7 +308,7 @@ max_unpool = Op(
 """g: like y -> like x: each element of g at the first maximum of its window of x, the rest 0."""
 
 max_select: Op = Op(
-    name="MaxSelectFirst",
+    name="MaxSelectFirst", kind=Kind.WINDOW,
     batch=merged_all,
     domain=DOMAIN,
     operands=("T", "T", "T"),
@@ -384,7 +384,7 @@ def _index(*positions: Any) -> Any:
 _INDEX: Final = _index([[[0, 3], [10, 9]]], [[[16, 19], [24, 31]]])
 
 max_unpool_row = Op(
-    name="MaxUnpool",
+    name="MaxUnpool", kind=Kind.WINDOW,
     **settled(_unpooled, _unpooled_open, 2),
     reference=_max_unpool_kernel,
     vjp=_max_unpool_onnx_vjp,
@@ -407,6 +407,7 @@ def _global_max_vjp(g: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor]:
 
 global_max_pool = Op(
     name="GlobalMaxPool",
+    kind=Kind.WINDOW,
     batch=batching.merged,
     reference=lambda x: x.max(axis=tuple(range(2, x.ndim)), keepdims=True),
     vjp=_global_max_vjp,

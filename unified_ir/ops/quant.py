@@ -25,7 +25,7 @@ from triplane.unified_ir.ir.types import (
 )
 from triplane.unified_ir.ops.convolution import conv_row
 from triplane.unified_ir.ops.matrix import matmul
-from triplane.unified_ir.ops.row import Call, Op, dtype_attr
+from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
 from triplane.unified_ir.ops.samples import Given, given, ints, normal, sample
 from triplane.unified_ir.ops.structure import axes_of
 
@@ -128,6 +128,7 @@ _BLOCKS = given([[0.05, 0.1], [0.2, 0.4]], "float32")
 
 quantize_linear = Op(
     name="QuantizeLinear",
+    kind=Kind.QUANTIZATION,
     infer=_quantized,
     reference=_quantize,
     samples=(
@@ -138,6 +139,7 @@ quantize_linear = Op(
 )
 dequantize_linear = Op(
     name="DequantizeLinear",
+    kind=Kind.QUANTIZATION,
     infer=_dequantized,
     reference=_dequantize,
     samples=(
@@ -164,6 +166,7 @@ def _dynamic(x: Any) -> tuple[Any, Any, Any]:
 
 dynamic_quantize_linear = Op(
     name="DynamicQuantizeLinear",
+    kind=Kind.QUANTIZATION,
     infer=_dynamic_types,
     reference=_dynamic,
     samples=(
@@ -226,6 +229,7 @@ def _matmul_integer(a: Any, b: Any, a_zero: Any = None, b_zero: Any = None) -> A
 _A, _B = ints(0, 255, 2, 3, dtype="uint8"), ints(-127, 127, 3, 4, dtype="int8")
 matmul_integer = Op(
     name="MatMulInteger",
+    kind=Kind.QUANTIZATION,
     infer=_matmul_integer_types,
     reference=_matmul_integer,
     samples=(
@@ -250,7 +254,7 @@ def _conv_integer(x: Any, w: Any, x_zero: Any = None, w_zero: Any = None, **attr
 
 _X, _W = ints(0, 255, 2, 2, 5, 5, dtype="uint8"), ints(-127, 127, 4, 2, 3, 3, dtype="int8")
 conv_integer = Op(
-    name="ConvInteger",
+    name="ConvInteger", kind=Kind.QUANTIZATION,
     infer=_conv_integer_types,
     reference=_conv_integer,
     samples=(
@@ -291,7 +295,7 @@ def _qlinear_matmul(  # noqa: PLR0917 - the operands of the row
 
 _SA, _SB, _SY = given(0.02, "float32"), given(0.03, "float32"), given(0.7, "float32")
 qlinear_matmul = Op(
-    name="QLinearMatMul",
+    name="QLinearMatMul", kind=Kind.QUANTIZATION,
     infer=_qlinear_matmul_types,
     reference=_qlinear_matmul,
     samples=(
@@ -321,7 +325,7 @@ def _qlinear_conv(  # noqa: PLR0917 - the operands of the row
 
 
 qlinear_conv = Op(
-    name="QLinearConv",
+    name="QLinearConv", kind=Kind.QUANTIZATION,
     infer=_qlinear_conv_types,
     reference=_qlinear_conv,
     samples=(

@@ -17,7 +17,7 @@ from triplane.unified_ir.ir.dims import Dim, ceil_div, product
 from triplane.unified_ir.ir.types import TensorType, float32, uint32
 from triplane.unified_ir.ops.bits import bit_shift, bitwise_or, bitwise_xor
 from triplane.unified_ir.ops.indexing import arange
-from triplane.unified_ir.ops.row import DOMAIN, Call, Op
+from triplane.unified_ir.ops.row import DOMAIN, Call, Kind, Op
 from triplane.unified_ir.ops.samples import given, ints, sample
 from triplane.unified_ir.ops.structure import concat, slice_axis
 from triplane.unified_ir.ops.tensor import Tensor
@@ -70,6 +70,7 @@ def _threefry_kernel(key: Any, x0: Any, x1: Any) -> Any:
 _words = ints(0, 2**32, 5, dtype="uint32")
 threefry = Op(
     name="Threefry2x32",
+    kind=Kind.RANDOM,
     domain=DOMAIN,
     operands=("K", "T", "T"),
     infer=_threefry_types,

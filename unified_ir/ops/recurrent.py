@@ -34,7 +34,7 @@ from triplane.unified_ir.ops.recurrences import (
     relu_recurrence,
     tanh_recurrence,
 )
-from triplane.unified_ir.ops.row import Call, MakeArray, Op
+from triplane.unified_ir.ops.row import Call, Kind, MakeArray, Op
 from triplane.unified_ir.ops.samples import given, normal, sample
 from triplane.unified_ir.ops.structure import concat, stack, unsqueeze, where, zeros
 from triplane.unified_ir.ops.tensor import Tensor
@@ -386,7 +386,7 @@ def _operands(
 
 
 rnn = Op(
-    name="RNN",
+    name="RNN", kind=Kind.RECURRENT,
     infer=_types(_RNN),
     body=_body(_RNN),
     samples=(
@@ -405,7 +405,7 @@ rnn = Op(
 """Elman 1990; X, W, R, B?, sequence_lens?, initial_h? -> Y, Y_h."""
 
 gru = Op(
-    name="GRU",
+    name="GRU", kind=Kind.RECURRENT,
     infer=_types(_GRU),
     body=_body(_GRU),
     samples=(
@@ -425,7 +425,7 @@ gru = Op(
 """Cho et al. 2014; gates z, r, h; X, W, R, B?, sequence_lens?, initial_h? -> Y, Y_h."""
 
 lstm = Op(
-    name="LSTM",
+    name="LSTM", kind=Kind.RECURRENT,
     infer=_types(_LSTM),
     body=_body(_LSTM),
     samples=(

@@ -16,7 +16,7 @@ from triplane.unified_ir.ir.types import TensorType, int64
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.elementwise import abs_, exp, log, sign, sqrt
 from triplane.unified_ir.ops.products import product_of_others
-from triplane.unified_ir.ops.row import MEANING_OPSET, Call, Op
+from triplane.unified_ir.ops.row import MEANING_OPSET, Call, Kind, Op
 from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.structure import (
@@ -105,6 +105,7 @@ _uses = (
 
 reduce_sum_row = Op(
     name="ReduceSum",
+    kind=Kind.REDUCTION,
     **_settled,
     batch=batching.axes_shifted,
     reference=reduction_kernel(np.sum),
@@ -124,6 +125,7 @@ def _mean_vjp(
 
 reduce_mean_row = Op(
     name="ReduceMean",
+    kind=Kind.REDUCTION,
     **_settled,
     batch=batching.axes_shifted,
     reference=reduction_kernel(np.mean),
@@ -165,6 +167,7 @@ def _highest(dtype: np.dtype[Any]) -> Any:
 def _extreme_row(name: str, f: Any) -> Op:
     return Op(
         name=name,
+        kind=Kind.REDUCTION,
         **_settled,
         batch=batching.axes_shifted,
         reference=reduction_kernel(f),
@@ -188,6 +191,7 @@ def _prod_vjp(
 
 reduce_prod_row = Op(
     name="ReduceProd",
+    kind=Kind.REDUCTION,
     **_settled,
     batch=batching.axes_shifted,
     reference=reduction_kernel(np.prod),
@@ -207,6 +211,7 @@ def _composed(name: str, body: Any, vjp: Any, *, positive: bool = False) -> Op:
     make = (lambda *s: between(0.5, 2, *s)) if positive else apart
     return Op(
         name=name,
+        kind=Kind.REDUCTION,
         **_settled,
         batch=batching.axes_shifted,
         body=body,
@@ -283,6 +288,7 @@ def _position_kernel(f: Any) -> Any:
 def _position_row(name: str, f: Any) -> Op:
     return Op(
         name=name,
+        kind=Kind.REDUCTION,
         batch=batching.axis_shifted,
         infer=_position_types,
         reference=_position_kernel(f),
@@ -300,6 +306,7 @@ argmin_row = _position_row("ArgMin", np.argmin)
 
 hardmax = Op(
     name="Hardmax",
+    kind=Kind.REDUCTION,
     batch=batching.axis_shifted,
     infer=lambda call: (axes_of(call.type(0).rank, [call.attrs["axis"]]), same(call))[1],
     reference=lambda x, *, axis: (

@@ -11,7 +11,7 @@ from triplane.unified_ir.ir.dims import product
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
 from triplane.unified_ir.ops.elementwise import ceil, floor, maximum, minimum, round_
 from triplane.unified_ir.ops.indexing import arange, gather, range_row
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.sampling import rows_of
 from triplane.unified_ir.ops.structure import size_of, slice_axis, where
@@ -137,7 +137,7 @@ def _aligned(**attrs: Any) -> Any:
 
 
 roi_align = Op(
-    name="RoiAlign",
+    name="RoiAlign", kind=Kind.WINDOW,
     infer=_align_types,
     body=_roi_align,
     native=lambda node, opset: opset < 22,
@@ -194,7 +194,7 @@ def _max_roi_pool(x: Tensor, rois: Tensor, *, pooled_shape: Any, spatial_scale: 
 _WHOLE: Final = [[0.0, 0, 0, 3, 3], [1, 1, 0, 5, 4], [1, 2, 2, 2, 2], [0, 4, 4, 9, 9]]
 
 max_roi_pool = Op(
-    name="MaxRoiPool",
+    name="MaxRoiPool", kind=Kind.WINDOW,
     infer=_max_roi_types,
     body=_max_roi_pool,
     native=lambda node, opset: opset < 22,

@@ -24,7 +24,7 @@ from triplane.unified_ir.ops.elementwise import ceil, floor, maximum, minimum
 from triplane.unified_ir.ops.indexing import arange
 from triplane.unified_ir.ops.matrix import swap_last
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import OPEN, Call, Known, Op
+from triplane.unified_ir.ops.row import OPEN, Call, Kind, Known, Op
 from triplane.unified_ir.ops.samples import Literal, ints, literal, normal, sample
 from triplane.unified_ir.ops.settings import settled
 from triplane.unified_ir.ops.structure import axes_of, unsqueeze, where
@@ -401,7 +401,7 @@ def _mapped(how: str, *operands: Any, **attrs: Any) -> Any:
 
 
 resize_row = Op(
-    name="Resize",
+    name="Resize", kind=Kind.MOVEMENT,
     **settled(_resize_types, _resize_open, 1, 2, 3),
     reference=_resize_kernel,
     vjp=_resize_vjp,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -42,6 +43,41 @@ DOMAIN: Final = "triplane"
 
 OPEN: Final = "open"
 """Attribute in which a node names the sizes that depend on data (`Op.data_dependent_dims`)."""
+
+
+class Kind(Enum):
+    """What a row does with the elements of its operands; passes ask for this, not for names."""
+
+    ELEMENTWISE = auto()
+    """Each element on its own, operands broadcast."""
+    COMPARISON = auto()
+    """As `ELEMENTWISE`, with truths as result: no gradient flows."""
+    REDUCTION = auto()
+    """Many elements along axes to one, or to running ones."""
+    MOVEMENT = auto()
+    """The elements of the data operand, arranged, repeated, padded, resized or converted."""
+    INDEXING = auto()
+    """Elements picked or written at places that an operand states."""
+    CONTRACTION = auto()
+    """Sums of products over shared axes: matrix products and convolutions."""
+    WINDOW = auto()
+    """Windows over a plane, and samples between its points."""
+    NORMALIZATION = auto()
+    ATTENTION = auto()
+    RECURRENT = auto()
+    LOSS = auto()
+    RANDOM = auto()
+    SOURCE = auto()
+    """Constants, ranges, shapes: made of sizes and attributes."""
+    SIGNAL = auto()
+    QUANTIZATION = auto()
+    CONTROL = auto()
+    """Rows over regions."""
+    SEQUENCE = auto()
+    """Sequences and optionals."""
+    DATA = auto()
+    """Strings and image files."""
+
 
 Known = Array | tuple[Dim, ...]
 """What inference knows of an operand's contents: a constant, or an int64 vector of dimensions."""
@@ -153,6 +189,7 @@ class Op:
     """
 
     name: str
+    kind: Kind
     domain: str = ""
     operands: tuple[str, ...] = ()
     """Own rows: a type letter per operand, `?` optional, `*` variadic; one letter, one dtype."""

@@ -21,7 +21,7 @@ from triplane.unified_ir.ops.convolution import conv_grad_input, conv_row
 from triplane.unified_ir.ops.elementwise import abs_, div, floor, maximum, minimum, round_
 from triplane.unified_ir.ops.indexing import arange, gather
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import Call, Known, Op
+from triplane.unified_ir.ops.row import Call, Kind, Known, Op
 from triplane.unified_ir.ops.samples import between, given, normal, sample
 from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.structure import (
@@ -203,7 +203,7 @@ def _sampled(**attrs: Any) -> Any:
 
 
 grid_sample_row = Op(
-    name="GridSample",
+    name="GridSample", kind=Kind.WINDOW,
     infer=_grid_types,
     body=_grid_sample,
     native=lambda node, opset: opset >= 20 or node.outputs[0].type.rank == 4,
@@ -293,6 +293,7 @@ def _affine_open(call: Call) -> tuple[Dim | None, ...]:
 
 affine_grid_row = Op(
     name="AffineGrid",
+    kind=Kind.WINDOW,
     **settled(_affine_types, _affine_open, 1),
     reference=_affine_grid_kernel,
     body=_affine_grid,
@@ -377,6 +378,7 @@ def _center_open(call: Call) -> tuple[Dim | None, ...]:
 
 center_crop_pad = Op(
     name="CenterCropPad",
+    kind=Kind.MOVEMENT,
     **settled(_center_types, _center_open, 1),
     reference=_center_kernel,
     body=_center_crop_pad,
@@ -468,6 +470,7 @@ def _col2im_open(call: Call) -> tuple[Dim | None, ...]:
 
 col2im = Op(
     name="Col2Im",
+    kind=Kind.WINDOW,
     **settled(_col2im_types, _col2im_open, 1, 2),
     reference=_col2im_kernel,
     vjp=_col2im_vjp,
@@ -544,7 +547,7 @@ def _deform_native(node: Node, opset: int) -> bool:
 
 
 deform_conv = Op(
-    name="DeformConv",
+    name="DeformConv", kind=Kind.WINDOW,
     infer=_deform_types,
     body=_deform_conv,
     native=_deform_native,

@@ -14,7 +14,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType, TypeMismatch, b
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.indexing import gather, scatter_elements
 from triplane.unified_ir.ops.products import cumsum_row
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import apart, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.shape_assertions import assume_shape
 from triplane.unified_ir.ops.structure import axes_of, pad_row, where, zeros
@@ -64,6 +64,7 @@ def _coarse(rng: np.random.Generator) -> Any:
 
 top_k_row: Op = Op(
     name="TopK",
+    kind=Kind.INDEXING,
     batch=batching.first_along_axis,
     data_dependent_dims=lambda call: int(call.known[1] is None),
     infer=_top_k_types,
@@ -86,6 +87,7 @@ def _non_zero_types(call: Call) -> Types:
 
 non_zero = Op(
     name="NonZero",
+    kind=Kind.INDEXING,
     data_dependent_dims=1,
     infer=_non_zero_types,
     reference=lambda x: np.array(np.nonzero(x), np.int64).reshape(x.ndim, -1),
@@ -130,6 +132,7 @@ def _compress_vjp(g: Tensor, y: Tensor, x: Tensor, marks: Tensor, *, axis: int |
 
 compress_row = Op(
     name="Compress",
+    kind=Kind.INDEXING,
     data_dependent_dims=1,
     infer=_compress_types,
     reference=lambda x, marks, *, axis: np.compress(marks, x, axis),
@@ -183,6 +186,7 @@ def _unique_vjp(g: Any, y: Any, x: Tensor, *, axis: int | None, sorted: int) -> 
 
 unique_row: Op = Op(
     name="Unique",
+    kind=Kind.INDEXING,
     data_dependent_dims=1,
     infer=_unique_types,
     reference=_unique,

@@ -33,7 +33,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops.build import region
 from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import DOMAIN, Call, Op, dtype_attr
+from triplane.unified_ir.ops.row import DOMAIN, Call, Kind, Op, dtype_attr
 from triplane.unified_ir.ops.shape_assertions import assume_shape
 from triplane.unified_ir.ops.structure import axes_of, stop_gradient, where, zeros
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of
@@ -85,6 +85,7 @@ def _construct_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
 
 sequence_construct = Op(
     name="SequenceConstruct",
+    kind=Kind.SEQUENCE,
     infer=_constructed,
     reference=lambda *xs, **_: list(xs),
     vjp=_construct_vjp,
@@ -92,6 +93,7 @@ sequence_construct = Op(
 
 sequence_empty_row = Op(
     name="SequenceEmpty",
+    kind=Kind.SEQUENCE,
     infer=lambda call: (SequenceType(dtype_attr(call.attrs["dtype"] or 1), empty=True),),
     reference=lambda **_: [],
 )
@@ -134,7 +136,9 @@ def _insert_vjp(
     return sequence_erase(g, at), assume_shape(sequence_at(g, at), x.shape), None
 
 
-sequence_insert = Op(name="SequenceInsert", infer=_inserted, reference=_insert, vjp=_insert_vjp)
+sequence_insert = Op(
+    name="SequenceInsert", kind=Kind.SEQUENCE, infer=_inserted, reference=_insert, vjp=_insert_vjp
+)
 
 
 def _taken(call: Call) -> Types:
@@ -158,6 +162,7 @@ def _at_vjp(g: Tensor, y: Tensor, held: Tensor, position: Tensor) -> Any:
 
 sequence_at = Op(
     name="SequenceAt",
+    kind=Kind.SEQUENCE,
     vjp=_at_vjp,
     data_dependent_dims=_own_sizes,
     infer=_taken,
@@ -181,7 +186,9 @@ def _erase_vjp(g: Tensor, y: Tensor, held: Tensor, position: Tensor | None = Non
     return sequence_insert(g, zeros(gone.shape, gone.dtype), at), None
 
 
-sequence_erase = Op(name="SequenceErase", infer=_erased, reference=_erase, vjp=_erase_vjp)
+sequence_erase = Op(
+    name="SequenceErase", kind=Kind.SEQUENCE, infer=_erased, reference=_erase, vjp=_erase_vjp
+)
 
 
 def _length(call: Call) -> Types:
@@ -190,7 +197,10 @@ def _length(call: Call) -> Types:
 
 
 sequence_length = Op(
-    name="SequenceLength", infer=_length, reference=lambda held: np.array(len(held), np.int64)
+    name="SequenceLength",
+    kind=Kind.SEQUENCE,
+    infer=_length,
+    reference=lambda held: np.array(len(held), np.int64),
 )
 
 
@@ -242,7 +252,7 @@ def _split_vjp(
 
 
 split_to_sequence_row = Op(
-    name="SplitToSequence", infer=_split_types, reference=_split, vjp=_split_vjp
+    name="SplitToSequence", kind=Kind.SEQUENCE, infer=_split_types, reference=_split, vjp=_split_vjp
 )
 
 
@@ -275,6 +285,7 @@ def _concat_vjp(g: Tensor, y: Tensor, held: Tensor, *, axis: int, new_axis: int)
 
 concat_from_sequence_row = Op(
     name="ConcatFromSequence",
+    kind=Kind.SEQUENCE,
     data_dependent_dims=_concat_opens,
     infer=_concat_types,
     reference=_concat,
@@ -293,7 +304,12 @@ def _optional_types(call: Call) -> Types:
     return (OptionalType(wanted),)
 
 
-optional_row = Op(name="Optional", infer=_optional_types, reference=lambda held=None, **_: held)
+optional_row = Op(
+    name="Optional",
+    kind=Kind.SEQUENCE,
+    infer=_optional_types,
+    reference=lambda held=None, **_: held,
+)
 
 
 def _get(held: Any) -> Any:
@@ -308,11 +324,16 @@ def _got(call: Call) -> Types:
 
 
 optional_get_element = Op(
-    name="OptionalGetElement", infer=_got, reference=_get, lower_below={18: "held_value"}
+    name="OptionalGetElement",
+    kind=Kind.SEQUENCE,
+    infer=_got,
+    reference=_get,
+    lower_below={18: "held_value"},
 )
 
 optional_has_element = Op(
     name="OptionalHasElement",
+    kind=Kind.SEQUENCE,
     infer=lambda call: (TensorType(bool_, ()),),
     reference=lambda held=None: np.array(held is not None),
     lower_below={18: "holds_value"},
@@ -363,7 +384,12 @@ def _map(held: Any, *more: Any, regions: Any) -> Any:
 
 
 sequence_map_row = Op(
-    name="SequenceMap", domain=DOMAIN, operands=("S", "*"), infer=_map_types, reference=_map
+    name="SequenceMap",
+    kind=Kind.CONTROL,
+    domain=DOMAIN,
+    operands=("S", "*"),
+    infer=_map_types,
+    reference=_map,
 )
 """Operands: a sequence, then sequences of its length (walked along) and tensors (the same for all).
 

@@ -11,7 +11,7 @@ from typing import Any
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, as_dim
 from triplane.unified_ir.ir.types import ShapeError, TensorType
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op
 from triplane.unified_ir.ops.tensor import Tensor
 
 
@@ -33,6 +33,7 @@ def _checked(x: Any, *, dims: tuple[int, ...]) -> Any:
 
 sized = Op(
     name="Sized",
+    kind=Kind.MOVEMENT,
     domain=DOMAIN,
     operands=("T",),
     attrs={"dims": AttrSpec("DIMS", required=True)},

@@ -19,7 +19,7 @@ from triplane.unified_ir.ir.types import (
 )
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.indexing import arange
-from triplane.unified_ir.ops.row import Call, Op, dtype_attr
+from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
 from triplane.unified_ir.ops.samples import between, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.structure import (
     axes_of,
@@ -47,6 +47,7 @@ def _shape_types(call: Call) -> Types:
 
 shape_row = Op(
     name="Shape",
+    kind=Kind.SOURCE,
     infer=_shape_types,
     reference=lambda x, start, end: np.array(x.shape[_part(x.ndim, start, end)], np.int64),
     samples=(
@@ -60,6 +61,7 @@ shape_row = Op(
 
 size_row = Op(
     name="Size",
+    kind=Kind.SOURCE,
     infer=lambda call: (TensorType(int64, ()),),
     reference=lambda x: np.array(x.size, np.int64),
     samples=(sample(normal(2, 3)),),
@@ -75,6 +77,7 @@ def _flatten(x: Tensor, *, axis: int) -> Tensor:
 
 flatten_row = Op(
     name="Flatten",
+    kind=Kind.MOVEMENT,
     body=_flatten,
     samples=(
         sample(normal(2, 3, 4)),
@@ -109,6 +112,7 @@ def _number(d: Any) -> Dim:
 
 tile_row = Op(
     name="Tile",
+    kind=Kind.MOVEMENT,
     data_dependent_dims=lambda call: call.type(0).rank if call.known[1] is None else 0,
     infer=_tile_types,
     reference=np.tile,
@@ -166,6 +170,7 @@ def _split_vjp(g: Any, y: Any, x: Tensor, sizes: Tensor | None = None, **attrs: 
 
 split_row = Op(
     name="Split",
+    kind=Kind.MOVEMENT,
     batch=batching.first_along_axis,
     data_dependent_dims=lambda call: call.outputs if call.has(1) and call.known[1] is None else 0,
     infer=_split_types,
@@ -208,6 +213,7 @@ def _image(x: Tensor, name: str) -> tuple[Dim, ...]:
 
 depth_to_space_row = Op(
     name="DepthToSpace",
+    kind=Kind.MOVEMENT,
     body=_depth_to_space,
     samples=(
         sample(normal(1, 8, 2, 3), blocksize=2),
@@ -216,6 +222,7 @@ depth_to_space_row = Op(
 )
 space_to_depth_row = Op(
     name="SpaceToDepth",
+    kind=Kind.MOVEMENT,
     body=_space_to_depth,
     samples=(sample(normal(2, 2, 4, 6), blocksize=2),),
 )
@@ -240,6 +247,7 @@ def _reverse(x: Any, lengths: Any, *, time_axis: int, batch_axis: int) -> Any:
 
 reverse_sequence_row: Op = Op(
     name="ReverseSequence",
+    kind=Kind.MOVEMENT,
     infer=_reverse_types,
     reference=_reverse,
     vjp=lambda g, y, x, lengths, **axes: (reverse_sequence_row(g, lengths, **axes), None),
@@ -270,6 +278,7 @@ def _trilu_body(x: Tensor, k: Tensor | None = None, *, upper: int) -> Tensor:
 
 trilu_row: Op = Op(
     name="Trilu",
+    kind=Kind.ELEMENTWISE,
     batch=batching.first_elementwise,
     infer=_trilu_types,
     reference=lambda x, k=0, *, upper: (np.triu if upper else np.tril)(x, int(np.ravel(k)[0])),
@@ -296,6 +305,7 @@ def _eye_types(call: Call) -> Types:
 
 eye_like_row = Op(
     name="EyeLike",
+    kind=Kind.SOURCE,
     infer=_eye_types,
     reference=lambda x, dtype, k: np.eye(x.shape[0], x.shape[1], k),
     vjp=lambda g, y, x, **_: (None,),
@@ -336,6 +346,7 @@ def _one_hot_vjp(
 
 one_hot_row: Op = Op(
     name="OneHot",
+    kind=Kind.INDEXING,
     data_dependent_dims=lambda call: int(call.known[1] is None),
     infer=_one_hot_types,
     reference=_one_hot,
@@ -368,6 +379,7 @@ def _sizes_unknown(call: Call) -> int:
 
 constant_of_shape_row = Op(
     name="ConstantOfShape",
+    kind=Kind.SOURCE,
     data_dependent_dims=_sizes_unknown,
     infer=_constant_of_shape,
     reference=lambda sizes, value: (
@@ -384,6 +396,7 @@ _cast_kernel: Any = cast_row.reference
 
 cast_like_row = Op(
     name="CastLike",
+    kind=Kind.MOVEMENT,
     infer=lambda call: (call.type(0).with_dtype(call.type(1).dtype),),
     reference=lambda x, like, **how: _cast_kernel(x, to=as_dtype(like.dtype).onnx, **how),
     body=lambda x, like, **how: (

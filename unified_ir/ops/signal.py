@@ -18,7 +18,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.elementwise import cos, mod, sin
 from triplane.unified_ir.ops.indexing import arange
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import Call, Op, dtype_attr
+from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
 from triplane.unified_ir.ops.samples import given, normal, sample
 from triplane.unified_ir.ops.structure import axes_of, concat, known_ints, pad, slice_axis, where
 from triplane.unified_ir.ops.tensor import Tensor, dims_of, emit
@@ -54,6 +54,7 @@ def _window_row(name: str, weights: Sequence[float]) -> Op:
 
     return Op(
         name=name,
+        kind=Kind.SOURCE,
         data_dependent_dims=lambda call: int(_known(call, 0) is None),
         infer=_window_types,
         reference=kernel,
@@ -270,6 +271,7 @@ def _whole(g: Tensor, axis: int, n: Dim) -> Tensor:
 
 dft = Op(
     name="DFT",
+    kind=Kind.SIGNAL,
     data_dependent_dims=_dft_opens,
     infer=_dft_types,
     reference=_dft_kernel,
@@ -363,6 +365,7 @@ def _stft(
 
 stft = Op(
     name="STFT",
+    kind=Kind.SIGNAL,
     data_dependent_dims=_stft_opens,
     infer=_stft_types,
     reference=_stft_kernel,
@@ -410,7 +413,7 @@ def _mel(bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datat
 
 
 mel_weight_matrix = Op(
-    name="MelWeightMatrix",
+    name="MelWeightMatrix", kind=Kind.SOURCE,
     data_dependent_dims=_mel_opens,
     infer=_mel_types,
     reference=_mel,

@@ -24,7 +24,7 @@ from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.infer import broadcast
 from triplane.unified_ir.ops.padding import has_pad, pad_body, pad_kernel, pad_vjp, padded_type
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Op, dtype_attr
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op, dtype_attr
 from triplane.unified_ir.ops.samples import bools, computed, given, ints, normal, sample
 from triplane.unified_ir.ops.settings import all_open, length, settled
 from triplane.unified_ir.ops.shape_assertions import assume_shape
@@ -77,10 +77,13 @@ def _constant(call: Call) -> Types:
     return (type_of(call.attrs["value"]),)
 
 
-constant_row = Op(name="Constant", infer=_constant, reference=lambda value, **_: value)
+constant_row = Op(
+    name="Constant", kind=Kind.SOURCE, infer=_constant, reference=lambda value, **_: value
+)
 
 dims_row = Op(
     name="Dims",
+    kind=Kind.SOURCE,
     domain=DOMAIN,
     attrs={"dims": AttrSpec("DIMS", required=True)},
     infer=lambda call: (TensorType(int64, (len(call.attrs["dims"]),)),),
@@ -89,7 +92,7 @@ dims_row = Op(
 """Sizes of the scope's symbols as an int64 vector; lowers to Shape and integer arithmetic."""
 
 identity = Op(
-    name="Identity",
+    name="Identity", kind=Kind.MOVEMENT,
     batch=batching.elementwise,
     preserves_elements=True,
     infer=same,
@@ -100,6 +103,7 @@ identity = Op(
 
 stop_gradient = Op(
     name="StopGradient",
+    kind=Kind.ELEMENTWISE,
     batch=batching.elementwise,
     domain=DOMAIN,
     operands=("T",),
@@ -118,6 +122,7 @@ def _cast_reference(x: Any, *, to: int, **_: Any) -> Any:
 
 cast_row = Op(
     name="Cast",
+    kind=Kind.MOVEMENT,
     batch=batching.elementwise,
     infer=lambda call: (call.type(0).with_dtype(dtype_attr(call.attrs["to"])),),
     reference=_cast_reference,
@@ -170,6 +175,7 @@ def _reshape_reference(x: Any, shape: Any, *, allowzero: int) -> Any:
 
 reshape_row = Op(
     name="Reshape",
+    kind=Kind.MOVEMENT,
     batch=batching.reshaped,
     preserves_elements=True,
     **settled(_reshape, all_open(lambda call: length(call, 1)), 1),
@@ -197,6 +203,7 @@ def _transpose_vjp(g: Tensor, y: Tensor, x: Tensor, *, perm: Any) -> tuple[Tenso
 
 transpose = Op(
     name="Transpose",
+    kind=Kind.MOVEMENT,
     batch=batching.transposed,
     infer=_transpose,
     reference=lambda x, perm: x.transpose(perm),
@@ -211,7 +218,7 @@ def _expanded(call: Call) -> Types:
 
 
 expand_row = Op(
-    name="Expand",
+    name="Expand", kind=Kind.MOVEMENT,
     batch=batching.expanded,
     **settled(_expanded, all_open(lambda call: max(call.type(0).rank, length(call, 1))), 1),
     reference=lambda x, shape: x * np.ones(shape, x.dtype) if x.dtype.kind == "f"
@@ -249,6 +256,7 @@ def _unsqueeze(call: Call) -> Types:
 
 unsqueeze_row = Op(
     name="Unsqueeze",
+    kind=Kind.MOVEMENT,
     batch=batching.reshaped,
     preserves_elements=True,
     **settled(_unsqueeze, all_open(lambda call: call.type(0).rank + length(call, 1)), 1),
@@ -277,6 +285,7 @@ def _squeeze(call: Call) -> Types:
 
 squeeze_row = Op(
     name="Squeeze",
+    kind=Kind.MOVEMENT,
     batch=batching.reshaped,
     preserves_elements=True,
     **settled(_squeeze, all_open(lambda call: call.type(0).rank - length(call, 1)), 1),
@@ -317,6 +326,7 @@ def _concat_vjp(g: Tensor, y: Tensor, *xs: Tensor, axis: int) -> list[Tensor]:
 
 concat_row = Op(
     name="Concat",
+    kind=Kind.MOVEMENT,
     batch=batching.axis_shifted,
     infer=_concat,
     reference=lambda *xs, axis: np.concatenate(xs, axis),
@@ -450,6 +460,7 @@ def gather_axis(x: Tensor, positions: Any, axis: int) -> Tensor:
 
 slice_row = Op(
     name="Slice",
+    kind=Kind.MOVEMENT,
     batch=batching.sliced,
     **settled(_slice, _sliced_open, 1, 2, 3, 4),
     reference=_slice_reference,
@@ -473,6 +484,7 @@ def slice_axis(x: Tensor, axis: int, start: Dim, end: Dim, step: int = 1) -> Ten
 
 pad_row = Op(
     name="Pad",
+    kind=Kind.MOVEMENT,
     batch=batching.padded,
     **settled(padded_type, all_open(lambda call: call.type(0).rank), 1, 3),
     reference=pad_kernel,
@@ -509,6 +521,7 @@ def _where_vjp(g: Tensor, y: Tensor, condition: Tensor, a: Tensor, b: Tensor) ->
 
 where = Op(
     name="Where",
+    kind=Kind.ELEMENTWISE,
     batch=batching.elementwise,
     infer=_where,
     reference=np.where,

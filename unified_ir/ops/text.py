@@ -12,7 +12,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import ShapeError, TensorType, bool_, float32, int64, string
 from triplane.unified_ir.ops.elementwise import broadcast_same
 from triplane.unified_ir.ops.regex import automaton
-from triplane.unified_ir.ops.row import Call, Op
+from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import given, sample
 
 Types = tuple[TensorType, ...]
@@ -34,6 +34,7 @@ def _each(f: Any, *arrays: Any) -> Any:
 
 string_concat = Op(
     name="StringConcat",
+    kind=Kind.DATA,
     infer=broadcast_same,
     reference=lambda a, b: _each(lambda x, y: x + y, a, b),
     samples=(
@@ -66,6 +67,7 @@ def _split(x: Any, *, delimiter: str | None, maxsplit: int | None) -> tuple[Any,
 
 string_split = Op(
     name="StringSplit",
+    kind=Kind.DATA,
     data_dependent_dims=1,
     infer=_split_types,
     reference=_split,
@@ -94,7 +96,7 @@ def _full_match(x: Any, *, pattern: str | None) -> Any:
 
 
 regex_full_match = Op(
-    name="RegexFullMatch",
+    name="RegexFullMatch", kind=Kind.DATA,
     infer=_pattern,
     reference=_full_match,
     samples=(
@@ -135,6 +137,7 @@ def _normalize(
 _DAYS = words("monday", "Tuesday", "WEDNESDAY")
 string_normalizer = Op(
     name="StringNormalizer",
+    kind=Kind.DATA,
     data_dependent_dims=lambda call: int(bool(call.attrs["stopwords"])),
     infer=_normalizer_types,
     reference=_normalize,
@@ -221,7 +224,7 @@ _GRAMS: Final[Mapping[str, Any]] = {
 }
 _ROWS = given([[1, 1, 3, 3, 3, 7], [8, 6, 7, 5, 6, 8]], "int32")
 tfidf_vectorizer = Op(
-    name="TfIdfVectorizer",
+    name="TfIdfVectorizer", kind=Kind.DATA,
     infer=_grams_types,
     reference=_grams,
     samples=(
