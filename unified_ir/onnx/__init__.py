@@ -3,7 +3,8 @@
 from triplane.unified_ir.onnx.blocks import fold_repeats, node_count
 from triplane.unified_ir.onnx.emit import External, Initializer, emit, emit_typed, serialize
 from triplane.unified_ir.onnx.importer import import_onnx
-from triplane.unified_ir.onnx.target import DYNAMIC_LSTM, OnnxTarget
+from triplane.unified_ir.onnx.target import OnnxTarget
+from triplane.unified_ir.ops.emission import DYNAMIC_LSTM
 
 __all__ = [
     "DYNAMIC_LSTM",

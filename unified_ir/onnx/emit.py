@@ -33,10 +33,10 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, is_symbol
 from triplane.unified_ir.ir.graph import Array, Function, Node, Value
 from triplane.unified_ir.ir.types import TensorType, float64, is_plain
-from triplane.unified_ir.onnx.lower import LOWER, RULES, Context
 from triplane.unified_ir.onnx.sizes import emit_dims
 from triplane.unified_ir.onnx.target import DEFAULT, OnnxTarget
 from triplane.unified_ir.ops.build import expansion, note_contents
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs, type_proto
 from triplane.unified_ir.ops.inline import renewed
 from triplane.unified_ir.ops.row import Known
@@ -48,11 +48,6 @@ from triplane.unified_ir.runtime.signature import next_name
 PRODUCER: Final = "triplane"
 WEIGHTS_FILE: Final = "weights.safetensors"
 """Where external initializers say their bytes are, relative to the model."""
-BROADCASTING: Final = frozenset({
-    "Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Mod", "Where",
-    "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual",
-})  # fmt: skip
-"""Operators of numbers that take operands of different ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +137,7 @@ def serialize(model: ModelProto) -> bytes:
     return model.SerializeToString(deterministic=True)
 
 
-class _Emitter(Context):
+class _Emitter(EmissionContext):
     """Names, nodes and known sizes of one ONNX graph; a region's emitter also sees its parent's."""
 
     def __init__(
@@ -152,9 +147,9 @@ class _Emitter(Context):
         held: Mapping[str, Initializer],
         parent: _Emitter | None = None,
     ) -> None:
-        self.target = target
+        self._target = target
         self.function = function
-        self.held = held
+        self.initializers = held
         self.parent = parent
         self.nodes: list[NodeProto] = []
         self.tensors: list[TensorProto] = []
@@ -168,6 +163,11 @@ class _Emitter(Context):
         self.counter: list[int] = parent.counter if parent else [0]
         self.taken: frozenset[str] = parent.taken if parent else _users_names(function)
 
+    @property
+    def target(self) -> OnnxTarget:
+        """What the graph may use."""
+        return self._target
+
     def graph(self) -> GraphProto:
         """The whole top-level graph."""
         for param in self.function.params:
@@ -176,9 +176,11 @@ class _Emitter(Context):
         self.body(self.function)
         outputs = self.outputs()
         read = self._drop_unread([info.name for info in outputs])
-        inputs = [_info(p.name, p.type) for p in self.function.params if p.name not in self.held]
-        held = [p for p in self.function.params if p.name in self.held and p.name in read]
-        initializers = [_held_tensor(p, self.held[p.name]) for p in held] + self.tensors
+        inputs = [
+            _info(p.name, p.type) for p in self.function.params if p.name not in self.initializers
+        ]
+        held = [p for p in self.function.params if p.name in self.initializers and p.name in read]
+        initializers = [_held_tensor(p, self.initializers[p.name]) for p in held] + self.tensors
         return helper.make_graph(
             self.nodes, self.function.name, inputs, outputs, initializer=initializers
         )
@@ -235,15 +237,14 @@ class _Emitter(Context):
     def node(self, node: Node) -> None:
         """One IR node: structural rule, opset rule, expansion, or an ONNX node as it is."""
         row = TABLE[node.op.domain, node.op.name]
-        rule = RULES.get((node.op.domain, node.op.name))
         native = row.native is None or row.native(node, self.target.opset)
-        if rule is not None and native:
-            rule(self, node)
+        if row.emit is not None and native:
+            row.emit(self, node)
             return
         if row.domain == "" and native and self.available(node):
-            for below, name in row.lower_below.items():
+            for below, rule in row.lower_below.items():
                 if self.target.opset < below:
-                    LOWER[name](self, node)
+                    rule(self, node)
                     return
             self.plain(node)
             return
@@ -276,13 +277,16 @@ class _Emitter(Context):
 
     def plain(self, node: Node, **changes: Any) -> None:
         """The ONNX operator of the same name."""
-        changed = {**node.attrs, **changes}
+        self._copy(node, self.inputs(node), {**node.attrs, **changes})
+
+    def plain_broadcast(self, node: Node) -> None:
+        """As `plain`, with operands of one element at the rank that a runtime is fast with."""
+        self._copy(node, self.beside_ones(node, self.inputs(node)), node.attrs)
+
+    def _copy(self, node: Node, inputs: Sequence[str], changed: Mapping[str, Any]) -> None:
         attrs = onnx_attrs({k: v for k, v in changed.items() if v is not None})
         schema = TABLE[node.op.domain, node.op.name].schema
         fewest = schema.min_output if schema else 1
-        inputs = self.inputs(node)
-        if node.op.name in BROADCASTING:
-            inputs = self.beside_ones(node, inputs)
         unread = [self.fresh() for _ in range(fewest - len(node.outputs))]
         outputs = [*self.output_names(node), *unread]
         self.add(node.op.name, inputs, outputs, **attrs)
@@ -331,6 +335,33 @@ class _Emitter(Context):
             inner.note_sizes(param, name)
         inner.body(inner.function)
         return helper.make_graph(inner.nodes, label, [], inner.result_infos(), inner.tensors)
+
+    def subgraph(self, region: Function, own: int, captures: Sequence[str]) -> GraphProto:
+        """A region whose first `own` parameters are its inputs and whose rest are outer names."""
+        inner = self.child(region)
+        inputs = []
+        for i, param in enumerate(region.params):
+            name = self.fresh() if i < own else captures[i - own]
+            inner.names[param] = name
+            inner.note_sizes(param, name)
+            if i < own:
+                inputs.append(_info(name, param.type))
+        inner.body(inner.function)
+        infos = inner.result_infos()
+        return helper.make_graph(inner.nodes, region.name, inputs, infos, inner.tensors)
+
+    def held(self, name: str) -> Array | None:
+        """The array of that name, where it is one of the model's."""
+        tensor = next((t for t in self.tensors if t.name == name), None)
+        return None if tensor is None else numpy_helper.to_array(tensor)
+
+    def producer(self, name: str, op: str) -> tuple[list[str], dict[str, Any]] | None:
+        """Inputs and attributes of the node `op` that gives a value; None where another does."""
+        for node in self.nodes:
+            if node.op_type == op and name in node.output:
+                attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+                return list(node.input), attrs
+        return None
 
     def local_function(self, name: str, domain: str, body: Function) -> str:
         """The name of a local function with this body; a second body of a name gets `_2`."""

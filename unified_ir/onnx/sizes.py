@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from triplane.unified_ir.ir.dims import Dim, FloorDiv
-
-if TYPE_CHECKING:
-    from triplane.unified_ir.onnx.lower import Context
+from triplane.unified_ir.ops.emission import EmissionContext
 
 
-def emit_dims(context: Context, dims: Sequence[Dim]) -> str:
+def emit_dims(context: EmissionContext, dims: Sequence[Dim]) -> str:
     """An int64 vector with one element per dimension."""
     if all(isinstance(d, int) for d in dims):
         return context.constant(np.array(dims, np.int64).reshape(len(dims)))
@@ -21,7 +18,7 @@ def emit_dims(context: Context, dims: Sequence[Dim]) -> str:
     return parts[0] if len(parts) == 1 else context.emit("Concat", *parts, axis=0)
 
 
-def _one(context: Context, dim: Dim) -> str:
+def _one(context: EmissionContext, dim: Dim) -> str:
     """An int64[1] holding one dimension."""
     if isinstance(dim, int):
         return context.constant(np.array([dim], np.int64))
@@ -32,7 +29,9 @@ def _one(context: Context, dim: Dim) -> str:
     return total
 
 
-def _term(context: Context, monomial: tuple[tuple[str | FloorDiv, int], ...], c: int) -> str:
+def _term(
+    context: EmissionContext, monomial: tuple[tuple[str | FloorDiv, int], ...], c: int
+) -> str:
     factors = [_atom(context, atom) for atom, power in monomial for _ in range(power)]
     if c != 1 or not factors:
         factors.append(context.constant(np.array([c], np.int64)))
@@ -42,7 +41,7 @@ def _term(context: Context, monomial: tuple[tuple[str | FloorDiv, int], ...], c:
     return product
 
 
-def _atom(context: Context, atom: str | FloorDiv) -> str:
+def _atom(context: EmissionContext, atom: str | FloorDiv) -> str:
     """ONNX integer division truncates; floor(a / b) = (a - mod(a, b)) / b with mod >= 0."""
     if isinstance(atom, str):
         return context.size(atom)

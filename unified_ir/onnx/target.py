@@ -9,8 +9,6 @@ from triplane.proto.errors import InvalidInput
 
 OLDEST_OPSET: Final = 17
 NEWEST_OPSET: Final = 26
-DYNAMIC_LSTM: Final = "com.microsoft.DynamicQuantizeLSTM"
-"""onnxruntime's LSTM on int8 weights, which rounds its input and its state while it runs."""
 _IR_VERSIONS: Final = {17: 8, 18: 8, 19: 9, 20: 9, 21: 10, 22: 10, 23: 11, 24: 12, 25: 13, 26: 13}
 """The IR version that each opset was released with, capped at what onnxruntime 1.31 reads."""
 

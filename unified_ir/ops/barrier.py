@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from triplane.unified_ir.ir.types import TensorType
+import numpy as np
+
+from triplane.unified_ir.ir.graph import Node
+from triplane.unified_ir.ir.types import TensorType, int64
+from triplane.unified_ir.ops.emission import EmissionContext, first_number
 from triplane.unified_ir.ops.row import DOMAIN, Call, Kind, Op
 from triplane.unified_ir.ops.samples import normal, sample
 
@@ -21,9 +25,25 @@ def _first(x: Any, _: Any, **__: Any) -> Any:
     return x
 
 
+def _emit_barrier(context: EmissionContext, node: Node) -> None:
+    """Reshape to the shape it has, plus nothing, said by a number that needs `after`.
+
+    The memory stays where it is. No rewrite of a runtime sees through: that 0 times any number is
+    nothing does not hold for NaN, which a cast to an integer ends.
+    """
+    x, after = context.inputs(node)
+    number = first_number(context, after)
+    nothing = context.emit(
+        "Mul", context.emit("Cast", number, to=int64.onnx), context.constant(np.array(0))
+    )
+    shape = context.emit("Add", context.emit("Shape", x), nothing)
+    context.add("Reshape", [x, shape], context.output_names(node))
+
+
 barrier = Op(
     name="Barrier",
     kind=Kind.MOVEMENT,
+    emit=_emit_barrier,
     domain=DOMAIN,
     operands=("T", "U"),
     infer=_like_first,

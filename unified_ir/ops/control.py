@@ -34,6 +34,7 @@ from triplane.unified_ir.ir.types import (
 )
 from triplane.unified_ir.ops.batching import Batched, NeedsScan, with_axis
 from triplane.unified_ir.ops.build import Build, region
+from triplane.unified_ir.ops.emit_control import emit_cond, emit_loop, emit_scan
 from triplane.unified_ir.ops.inline import inline, introduced
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, OPEN, AttrSpec, Call, Kind, Op
@@ -210,6 +211,7 @@ def _swapped(x: Tensor) -> Tensor:
 cond_row = Op(
     name="Cond",
     kind=Kind.CONTROL,
+    emit=emit_cond,
     domain=DOMAIN,
     operands=("P", "*"),
     data_dependent_dims=_cond_opens,
@@ -489,6 +491,7 @@ def _scan_batch(call: Batched) -> Sequence[Tensor]:
 scan_row = Op(
     name="Scan",
     kind=Kind.CONTROL,
+    emit=emit_scan,
     domain=DOMAIN,
     operands=("*",),
     attrs={
@@ -688,6 +691,7 @@ def _loop_batch(call: Batched) -> Sequence[Tensor]:
 loop_row = Op(
     name="Loop",
     kind=Kind.CONTROL,
+    emit=emit_loop,
     domain=DOMAIN,
     operands=("I?", "P", "*"),
     data_dependent_dims=lambda call: 0,

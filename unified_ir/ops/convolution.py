@@ -14,8 +14,10 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, floor_div
+from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.batching import merged
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.matrix import gemm
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op
 from triplane.unified_ir.ops.samples import normal, sample
@@ -270,9 +272,23 @@ def _crop(x: Tensor, wanted: Sequence[Dim]) -> Tensor:
     return x
 
 
+def _emit_conv_transpose(context: EmissionContext, node: Node) -> None:
+    """With explicit pads: runtimes share out the padding of SAME and output_shape differently."""
+    x, w = node.inputs[0], node.inputs[1]
+    assert x is not None
+    assert w is not None
+    if node.attrs.get("auto_pad", "NOTSET") == "NOTSET" and not node.attrs.get("output_shape"):
+        context.plain(node)
+        return
+    kernel = static(w.type.shape[2:], "a kernel's size")
+    window, extra = transposed_window(node.attrs, kernel, x.type.shape[2:])
+    context.plain(node, auto_pad=None, output_shape=None, output_padding=extra, pads=window.pads)
+
+
 conv_transpose_row = Op(
     name="ConvTranspose",
     kind=Kind.CONTRACTION,
+    emit=_emit_conv_transpose,
     batch=merged,
     infer=_conv_transpose,
     reference=_conv_transpose_kernel,

@@ -21,6 +21,7 @@ from triplane.unified_ir.ir.graph import Array, Function, Node
 from triplane.unified_ir.ir.types import TensorType, TypeMismatch
 from triplane.unified_ir.ops.build import Build, region
 from triplane.unified_ir.ops.control import Pullback, VjpOf
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.evaluate import run_function
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.recorder import recorder
@@ -178,9 +179,17 @@ def _vjp_with_residuals(
     return made, pullback
 
 
+def _emit_custom(context: EmissionContext, node: Node) -> None:
+    """A call of a local function that holds the body."""
+    name, domain = str(node.attrs["name"]), str(node.attrs["domain"])
+    called = context.local_function(name, domain, node.regions[0])
+    context.add(called, context.inputs(node), context.output_names(node), domain=domain)
+
+
 custom_row = Op(
     name="Custom",
     kind=Kind.CONTROL,
+    emit=_emit_custom,
     domain=DOMAIN,
     operands=("*",),
     attrs={

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
 
 Types = tuple[TensorType, ...]
@@ -69,8 +71,22 @@ def _bernoulli(x: Any, *, dtype: int | None, seed: float | None) -> Any:
     return drawn.astype(x.dtype if dtype is None else dtype_attr(dtype).numpy)
 
 
+def _emit_bernoulli(context: EmissionContext, node: Node) -> None:
+    """A uniform number below the probability: onnxruntime 1.31 draws 1 with probability 1 - p."""
+    (x,) = context.inputs(node)
+    seed = {k: v for k, v in node.attrs.items() if k == "seed"}
+    below = context.emit("Less", context.emit("RandomUniformLike", x, **seed), x)
+    to = node.outputs[0].type.dtype.onnx
+    context.add("Cast", [below], context.output_names(node), to=to)
+
+
 bernoulli_row = Op(
-    name="Bernoulli", kind=Kind.RANDOM, infer=_like, reference=_bernoulli, nondeterministic=True
+    name="Bernoulli",
+    kind=Kind.RANDOM,
+    emit=_emit_bernoulli,
+    infer=_like,
+    reference=_bernoulli,
+    nondeterministic=True,
 )
 """x: probabilities -> 1 with that probability, else 0."""
 

@@ -8,8 +8,17 @@ from typing import Any, Final
 import numpy as np
 
 from triplane.unified_ir.ir.graph import Node
-from triplane.unified_ir.ir.types import TensorType, TypeMismatch, bool_, float64
+from triplane.unified_ir.ir.types import (
+    TensorType,
+    TypeMismatch,
+    bool_,
+    float32,
+    float64,
+    int32,
+    int64,
+)
 from triplane.unified_ir.ops.batching import elementwise, first_elementwise
+from triplane.unified_ir.ops.emission import EmissionContext, Emit, emit_broadcast
 from triplane.unified_ir.ops.infer import broadcast
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op, Vjp
 from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
@@ -47,7 +56,7 @@ def step(y: Tensor) -> Tensor:
     return y.cast("bool").cast(y.dtype)
 
 
-def _binary(name: str, f: Any, vjp: Any, *extra: Any) -> Op:
+def _binary(name: str, f: Any, vjp: Any, *extra: Any, emit: Emit = emit_broadcast) -> Op:
     samples = (
         sample(normal(2, 3), between(0.5, 2, 3)),
         sample(normal(3), between(0.5, 2, 2, 1)),
@@ -59,6 +68,7 @@ def _binary(name: str, f: Any, vjp: Any, *extra: Any) -> Op:
         infer=broadcast_same,
         reference=f,
         vjp=vjp,
+        emit=emit,
         samples=samples,
     )
 
@@ -77,7 +87,14 @@ def _unary(name: str, f: Any, vjp: Vjp | None, *samples: Any) -> Op:
 
 def _compare(name: str, f: Any) -> Op:
     samples = (sample(ints(0, 3, 2, 3), ints(0, 3, 3)), sample(apart(2, 3), apart(2, 3), smooth=()))
-    return Op(name=name, kind=Kind.COMPARISON, infer=broadcast_bool, reference=f, samples=samples)
+    return Op(
+        name=name,
+        kind=Kind.COMPARISON,
+        infer=broadcast_bool,
+        reference=f,
+        emit=emit_broadcast,
+        samples=samples,
+    )
 
 
 def _logical(name: str, f: Any) -> Op:
@@ -149,12 +166,106 @@ def _flat(g: Tensor, y: Tensor, x: Tensor) -> tuple[None]:
     return (None,)
 
 
+def _emit_clip(context: EmissionContext, node: Node) -> None:
+    """An absent bound is infinity: onnxruntime takes the largest finite number for it."""
+    dtype, names = node.outputs[0].type.dtype, [*context.inputs(node), "", ""][:3]
+    if not dtype.is_float or not any(names[1:]):
+        context.plain(node)
+        return
+    ends = [np.array(end, dtype.numpy) for end in (-np.inf, np.inf)]
+    bounds = [n or context.constant(end) for n, end in zip(names[1:], ends, strict=True)]
+    context.add("Clip", [names[0], *bounds], context.output_names(node))
+
+
+def _emit_div(context: EmissionContext, node: Node) -> None:
+    """Integers: a / -1 is written as -a.
+
+    The least integer has no opposite; where a processor traps at that (x86-64), onnxruntime 1.31
+    dies with the whole process, so one caller's numbers would end a server.
+    """
+    a, b = context.inputs(node)
+    if not _may_trap(context, node, b):
+        context.plain_broadcast(node)
+        return
+    opposite, safe = _minus_one_apart(context, node, b)
+    quotient = context.emit("Div", a, safe)
+    context.add("Where", [opposite, context.emit("Neg", a), quotient], context.output_names(node))
+
+
+def _emit_mod(context: EmissionContext, node: Node) -> None:
+    """Integers: a mod -1 is a mod 1, which is 0 too and does not trap (see `_emit_div`)."""
+    a, b = context.inputs(node)
+    if node.outputs[0].type.dtype.is_float and not node.attrs.get("fmod", 0):
+        _float_mod(context, node, a, b)
+        return
+    if node.attrs.get("fmod", 0) or not _may_trap(context, node, b):
+        context.plain_broadcast(node)
+        return
+    _, safe = _minus_one_apart(context, node, b)
+    context.add("Mod", [a, safe], context.output_names(node))
+
+
+def _float_mod(context: EmissionContext, node: Node, a: str, b: str) -> None:
+    """onnxruntime has the remainder with the dividend's sign; b is added where b has the other."""
+    zero = context.constant(np.array(0, node.outputs[0].type.dtype.numpy))
+    rest = context.emit("Mod", a, b, fmod=1)
+    crossed = context.emit("Less", context.emit("Mul", rest, b), zero)
+    moved = context.emit("Add", rest, b)
+    context.add("Where", [crossed, moved, rest], context.output_names(node))
+
+
+_POWERS: Final = frozenset({int32, int64, float32, float64})
+
+
+def _emit_pow(context: EmissionContext, node: Node) -> None:
+    """An exponent of a type that onnxruntime has no kernel for is counted as int64."""
+    exponent = node.inputs[1]
+    assert exponent is not None
+    if exponent.type.dtype in _POWERS or exponent.type.dtype.is_float:
+        context.plain_broadcast(node)
+        return
+    x, p = context.inputs(node)
+    cast = context.emit("Cast", p, to=int64.onnx)
+    context.add("Pow", [x, cast], context.output_names(node))
+
+
+def _may_trap(context: EmissionContext, node: Node, divisor: str) -> bool:
+    """Whether a signed 32- or 64-bit divisor can be -1; narrower ones are widened by the kernel."""
+    dtype = node.outputs[0].type.dtype.numpy
+    if dtype not in {np.dtype(np.int32), np.dtype(np.int64)}:
+        return False
+    known = context.held(divisor)
+    return known is None or bool((known == -1).any())
+
+
+def _minus_one_apart(context: EmissionContext, node: Node, divisor: str) -> tuple[str, str]:
+    """Names of (where the divisor is -1, the divisor with 1 there)."""
+    dtype = node.outputs[0].type.dtype.numpy
+    found = context.emit("Equal", divisor, context.constant(np.array(-1, dtype)))
+    one = context.constant(np.array(1, dtype))
+    return found, context.emit("Where", found, one, divisor)
+
+
+_SHORT: Final = frozenset({"int8", "int16", "uint8", "uint16"})
+
+
+def _emit_extreme(context: EmissionContext, node: Node) -> None:
+    """onnxruntime compares no integers below 32 bits: as int32, which holds them."""
+    dtype = node.outputs[0].type.dtype
+    if dtype.name not in _SHORT:
+        context.plain_broadcast(node)
+        return
+    wide = [context.emit("Cast", name, to=int32.onnx) for name in context.inputs(node)]
+    found = context.emit(node.op.name, *wide)
+    context.add("Cast", [found], context.output_names(node), to=dtype.onnx)
+
+
 # fmt: off
 add = _binary("Add", np.add, lambda g, y, a, b: (sum_to(g, a), sum_to(g, b)))
 sub = _binary("Sub", np.subtract, lambda g, y, a, b: (sum_to(g, a), sum_to(-g, b)))
 mul = _binary("Mul", np.multiply, lambda g, y, a, b: (sum_to(g * b, a), sum_to(g * a, b)))
 div = _binary("Div", _div_reference,
-              lambda g, y, a, b: (sum_to(g / b, a), sum_to(-(g * y) / b, b)))
+              lambda g, y, a, b: (sum_to(g / b, a), sum_to(-(g * y) / b, b)), emit=_emit_div)
 
 neg = _unary("Neg", np.negative, lambda g, y, x: (-g,))
 abs_ = _unary("Abs", np.abs, lambda g, y, x: (g * sign(x),), sample(apart(2, 3)))
@@ -211,9 +322,11 @@ or_ = _logical("Or", np.logical_or)
 xor = _logical("Xor", np.logical_xor)
 # fmt: on
 
+
 mod = Op(
     name="Mod",
     kind=Kind.ELEMENTWISE,
+    emit=_emit_mod,
     infer=broadcast_same,
     reference=_mod_reference,
     vjp=_mod_vjp,
@@ -225,6 +338,7 @@ mod = Op(
 pow_ = Op(
     name="Pow",
     kind=Kind.ELEMENTWISE,
+    emit=_emit_pow,
     infer=broadcast_same,
     reference=_pow_reference,
     vjp=_pow_vjp,
@@ -256,7 +370,7 @@ def _fold(f: Any) -> Any:
 
 _apart_pair = sample(apart(2, 3), apart(2, 3))
 maximum = Op(
-    name="Max", kind=Kind.ELEMENTWISE,
+    name="Max", kind=Kind.ELEMENTWISE, emit=_emit_extreme,
     infer=broadcast_same, reference=_fold(np.maximum), vjp=_extreme_vjp,
     samples=(
         sample(apart(2, 3), between(0.02, 0.08, 3)),
@@ -264,7 +378,7 @@ maximum = Op(
     ),
 )  # fmt: skip
 minimum = Op(
-    name="Min", kind=Kind.ELEMENTWISE,
+    name="Min", kind=Kind.ELEMENTWISE, emit=_emit_extreme,
     infer=broadcast_same, reference=_fold(np.minimum), vjp=_extreme_vjp,
     samples=(sample(apart(2, 3), between(0.02, 0.08, 3)),),
 )  # fmt: skip
@@ -316,6 +430,7 @@ def _are_ordered(low: Tensor, high: Tensor) -> bool:
 clip = Op(
     name="Clip",
     kind=Kind.ELEMENTWISE,
+    emit=_emit_clip,
     batch=first_elementwise,
     infer=same,
     reference=lambda x, low=None, high=None: np.clip(x, low, high),

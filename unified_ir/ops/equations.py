@@ -18,8 +18,10 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim
+from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.indexing import arange, gather
 from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import normal, sample
@@ -163,9 +165,27 @@ def _positions(size: Dim, axis: int, rank: int) -> Tensor:
     return arange(size).reshape([size if i == axis else 1 for i in range(rank)])
 
 
+def _emit_einsum(context: EmissionContext, node: Node) -> None:
+    """onnxruntime repeats no axis under an ellipsis: one of size 1 is left out, all get names."""
+    shapes = [v.type.shape for v in node.inputs if v is not None]
+    text = str(node.attrs["equation"])
+    equation, dropped = without_repeats(text, shapes)
+    terms = zip(text.replace(" ", "").split("->")[0].split(","), shapes, strict=True)
+    hidden = {len(shape) - len(term) for term, shape in terms if "." in term}
+    if not any(dropped) and len(hidden) < 2:
+        context.plain(node)
+        return
+    names = [
+        context.emit("Squeeze", name, context.constant(np.array(axes))) if axes else name
+        for name, axes in zip(context.inputs(node), dropped, strict=True)
+    ]
+    context.add("Einsum", names, context.output_names(node), equation=str(equation))
+
+
 einsum_row: Op = Op(
     name="Einsum",
     kind=Kind.CONTRACTION,
+    emit=_emit_einsum,
     infer=_einsum_types,
     reference=_einsum,
     vjp=_einsum_vjp,

@@ -13,6 +13,7 @@ from triplane.unified_ir.ir.dims import Dim, Expr, product
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, int64
 from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.emit_movement import emit_scatter
 from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import apart, between, given, ints, literal, normal, sample
 from triplane.unified_ir.ops.structure import (
@@ -168,6 +169,7 @@ def _scatter_nd_batch(call: batching.Batched) -> tuple[Tensor, ...]:
 scatter_nd = Op(
     name="ScatterND",
     kind=Kind.INDEXING,
+    emit=emit_scatter,
     batch=_scatter_nd_batch,
     infer=_scatter_nd,
     vjp=_scatter_nd_vjp,
@@ -292,7 +294,7 @@ def _scatter_elements_vjp(
 _places = given([[0], [2], [-2]])
 
 scatter_elements = Op(
-    name="ScatterElements", kind=Kind.INDEXING,
+    name="ScatterElements", kind=Kind.INDEXING, emit=emit_scatter,
     batch=batching.axis_shifted,
     infer=_scatter_elements,
     vjp=_scatter_elements_vjp,

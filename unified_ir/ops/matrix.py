@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.elementwise import exp
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import broadcast
 from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import normal, sample
@@ -54,9 +56,29 @@ def _matmul_vjp(g: Tensor, y: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Ten
     return d_left.reshape(a.shape), d_right.reshape(b.shape)
 
 
+def _emit_matmul(context: EmissionContext, node: Node) -> None:
+    """A vector operand becomes a matrix: onnxruntime 1.31 fuses Transpose(x) @ v wrongly."""
+    a, b = (v.type.rank if v is not None else 0 for v in node.inputs)
+    if min(a, b) > 1:
+        context.plain(node)
+        return
+    left, right = context.inputs(node)
+    axes = []
+    if a == 1:
+        left = context.emit("Unsqueeze", left, context.constant(np.array([0])))
+        axes.append(-2)
+    if b == 1:
+        right = context.emit("Unsqueeze", right, context.constant(np.array([1])))
+        axes.append(-1)
+    product = context.emit("MatMul", left, right)
+    squeezed = [product, context.constant(np.array(axes))]
+    context.add("Squeeze", squeezed, context.output_names(node))
+
+
 matmul = Op(
     name="MatMul",
     kind=Kind.CONTRACTION,
+    emit=_emit_matmul,
     batch=batching.multiplied,
     infer=_matmul,
     reference=np.matmul,

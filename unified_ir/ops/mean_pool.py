@@ -24,6 +24,7 @@ from triplane.unified_ir.ops.tensor import Tensor, dims_of
 from triplane.unified_ir.ops.window import (
     Padded,
     Window,
+    emit_pool,
     is_static,
     open_same_pads,
     pool_attrs,
@@ -169,7 +170,7 @@ def _average_native(node: Node, opset: int) -> bool:
 
 
 average_pool_row = Op(
-    name="AveragePool", kind=Kind.WINDOW,
+    name="AveragePool", kind=Kind.WINDOW, emit=emit_pool,
     batch=merged,
     infer=_average_types,
     reference=_average_kernel,

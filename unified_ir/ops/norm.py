@@ -11,6 +11,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Array, Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType, float32, float64
 from triplane.unified_ir.ops.elementwise import as_like, reciprocal, sqrt
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.row import Call, Kind, Op
 from triplane.unified_ir.ops.samples import between, normal, sample
 from triplane.unified_ir.ops.structure import broadcast_to, size_of, sum_to
@@ -137,8 +138,52 @@ def _affine(x: Tensor, scale: Tensor, shift: Tensor | None) -> Tensor:
 
 
 _vectors = (between(0.5, 2, 3), normal(3), normal(3), between(0.5, 2, 3))
+
+
+def _emit_batch_norm(context: EmissionContext, node: Node) -> None:
+    """Training mode gets a private mean and variance each: onnxruntime writes into both inputs.
+
+    Every scratch vector is scale times another constant, so that neither sharing of constants nor
+    elimination of common subexpressions makes two nodes write to one buffer. The blend with the
+    running statistics is written out.
+    """
+    if not node.attrs.get("training_mode"):
+        context.plain(node)
+        return
+    x, scale, bias, mean, var = context.inputs(node)
+    dtype = node.inputs[1].type.dtype.numpy  # type: ignore[union-attr]
+    scratch = [
+        context.emit("Mul", scale, context.constant(_distinct(context, dtype, k))) for k in (0, 1)
+    ]
+    y, batch_mean, batch_var = (context.fresh() for _ in range(3))
+    attrs = {"training_mode": 1, "momentum": 0.0}
+    attrs["epsilon"] = node.attrs.get("epsilon", 1e-5)  # type: ignore[assignment]
+    context.add(
+        "BatchNormalization", [x, scale, bias, *scratch], [y, batch_mean, batch_var], **attrs
+    )
+    momentum = node.attrs.get("momentum", 0.9)
+    names = [y, batch_mean, batch_var]
+    if momentum != 0.0:
+        names[1:] = [
+            _blend(context, old, new, momentum, dtype)
+            for old, new in ((mean, batch_mean), (var, batch_var))
+        ]
+    for value, name in zip(node.outputs, names, strict=False):
+        context.names[value] = name
+
+
+def _distinct(context: EmissionContext, dtype: Any, k: int) -> Array:
+    return np.array(2 * len(context.nodes) + k + 1, dtype)
+
+
+def _blend(context: EmissionContext, old: str, new: str, momentum: Any, dtype: Any) -> str:
+    kept = context.emit("Mul", old, context.constant(np.array(momentum, dtype)))
+    added = context.emit("Mul", new, context.constant(np.array(1 - momentum, dtype)))
+    return context.emit("Add", kept, added)
+
+
 batch_norm_row = Op(
-    name="BatchNormalization", kind=Kind.NORMALIZATION,
+    name="BatchNormalization", kind=Kind.NORMALIZATION, emit=_emit_batch_norm,
     infer=_batch_norm,
     reference=_batch_norm_kernel,
     vjp=_batch_norm_vjp,

@@ -15,12 +15,37 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.infer import onnx_attrs
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import Call
 from triplane.unified_ir.ops.tensor import Tensor, dims_of, emit
 
 Amounts = list[tuple[Dim, Dim]]
 """How many elements come before and after each axis; a negative number takes away."""
+
+
+def emit_pad(context: EmissionContext, node: Node) -> None:
+    """Amounts for all axes: onnxruntime moves transposes across a Pad as if it named none."""
+    names = context.inputs(node)
+    axes = context.held(names[3]) if len(names) > 3 and names[3] else None
+    if axes is None or node.inputs[0] is None:
+        context.plain(node)
+        return
+    rank, count = node.inputs[0].type.rank, len(axes)
+    places = np.full(2 * rank, 2 * count)  # of the 0 behind the amounts
+    for k, axis in enumerate(int(a) % rank for a in axes):
+        places[[axis, axis + rank]] = k, k + count
+    given = context.held(names[1])
+    if given is None:
+        zero = context.constant(np.zeros(1, np.int64))
+        with_zero = context.emit("Concat", names[1], zero, axis=0)
+        amounts = context.emit("Gather", with_zero, context.constant(places))
+    else:
+        amounts = context.constant(np.append(given, 0)[places].astype(np.int64))
+    inputs = [names[0], amounts, *names[2:3]]
+    attrs = onnx_attrs(node.attrs)
+    context.add("Pad", inputs if inputs[-1] else inputs[:2], context.output_names(node), **attrs)
 
 
 def amounts(rank: int, pads: Sequence[Any], axes: Sequence[Any] | None) -> Amounts:

@@ -14,9 +14,11 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, product
+from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType, float64, int64
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.batching import merged, merged_all
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.indexing import arange, gather, scatter_elements
 from triplane.unified_ir.ops.mean_pool import average_pool_row
 from triplane.unified_ir.ops.reductions import argmax_row
@@ -29,6 +31,7 @@ from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.ops.window import (
     Padded,
     Window,
+    emit_pool,
     is_static,
     pool_attrs,
     pooled_type,
@@ -117,7 +120,7 @@ _WINDOW: Final[Mapping[str, AttrSpec]] = {
 }
 
 max_pool_row = Op(
-    name="MaxPool", kind=Kind.WINDOW,
+    name="MaxPool", kind=Kind.WINDOW, emit=emit_pool,
     batch=merged,
     infer=_pool,
     reference=_max_pool_kernel,
@@ -383,8 +386,23 @@ def _index(*positions: Any) -> Any:
 
 _INDEX: Final = _index([[[0, 3], [10, 9]]], [[[16, 19], [24, 31]]])
 
+
+def _emit_max_unpool(context: EmissionContext, node: Node) -> None:
+    """A larger output is padded afterwards: onnxruntime counts indices in `output_shape`."""
+    names = context.inputs(node)
+    attrs = {k: v for k, v in node.attrs.items() if k != "open"}
+    if len(names) < 3:
+        context.plain(node)
+        return
+    y = context.emit("MaxUnpool", *names[:2], **attrs)
+    after = context.emit("Sub", names[2], context.emit("Shape", y))
+    before = context.constant(np.zeros(node.outputs[0].type.rank, np.int64))
+    amounts = context.emit("Concat", before, after, axis=0)
+    context.add("Pad", [y, amounts], context.output_names(node))
+
+
 max_unpool_row = Op(
-    name="MaxUnpool", kind=Kind.WINDOW,
+    name="MaxUnpool", kind=Kind.WINDOW, emit=_emit_max_unpool,
     **settled(_unpooled, _unpooled_open, 2),
     reference=_max_unpool_kernel,
     vjp=_max_unpool_onnx_vjp,

@@ -7,12 +7,14 @@ what does not fit saturates.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
 
+from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, ceil_div
+from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import (
     DType,
     ShapeError,
@@ -24,6 +26,7 @@ from triplane.unified_ir.ir.types import (
     uint8,
 )
 from triplane.unified_ir.ops.convolution import conv_row
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.matrix import matmul
 from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
 from triplane.unified_ir.ops.samples import Given, given, ints, normal, sample
@@ -126,9 +129,39 @@ def _codes(values: Any, dtype: str) -> Given:
 _SCALE = given(0.05, "float32")
 _BLOCKS = given([[0.05, 0.1], [0.2, 0.4]], "float32")
 
+_CODES_SINCE: Final = {
+    "int2": 25, "uint2": 25, "float4e2m1": 23, "float8e8m0": 23, "int4": 21, "uint4": 21,
+    "int16": 21, "uint16": 21, "float8e4m3fn": 19, "float8e4m3fnuz": 19, "float8e5m2": 19,
+    "float8e5m2fnuz": 19, "float16": 19, "bfloat16": 19,
+}  # fmt: skip
+"""From which opset on QuantizeLinear and DequantizeLinear take an element type."""
+
+
+_CODING_SINCE: Final = {
+    ("QuantizeLinear", "saturate"): 19, ("QuantizeLinear", "block_size"): 21,
+    ("QuantizeLinear", "output_dtype"): 21, ("QuantizeLinear", "precision"): 23,
+    ("DequantizeLinear", "block_size"): 21, ("DequantizeLinear", "output_dtype"): 23,
+}  # fmt: skip
+
+
+def _emit_coding(context: EmissionContext, node: Node) -> None:
+    """As it is, or refused where the opset is too old for a type or an attribute of the node."""
+    values = [v for v in (*node.inputs, *node.outputs) if v is not None]
+    needs = [(_CODES_SINCE.get(v.type.dtype.name, 0), str(v.type.dtype)) for v in values]
+    needs += [(_CODING_SINCE.get((node.op.name, k), 0), k) for k in node.attrs]
+    since, what = max(needs)
+    if since > context.target.opset:
+        raise InvalidInput(
+            f"{node.op} takes {what} from opset {since} on, the target is opset "
+            f"{context.target.opset} (at {node.meta.location}); choose a newer one"
+        )
+    context.plain(node)
+
+
 quantize_linear = Op(
     name="QuantizeLinear",
     kind=Kind.QUANTIZATION,
+    emit=_emit_coding,
     infer=_quantized,
     reference=_quantize,
     samples=(
@@ -140,6 +173,7 @@ quantize_linear = Op(
 dequantize_linear = Op(
     name="DequantizeLinear",
     kind=Kind.QUANTIZATION,
+    emit=_emit_coding,
     infer=_dequantized,
     reference=_dequantize,
     samples=(

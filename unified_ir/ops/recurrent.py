@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
 from triplane.unified_ir.ops.control import scan
 from triplane.unified_ir.ops.elementwise import (
@@ -25,6 +28,7 @@ from triplane.unified_ir.ops.elementwise import (
     softplus,
     tanh,
 )
+from triplane.unified_ir.ops.emission import DYNAMIC_LSTM, EmissionContext
 from triplane.unified_ir.ops.indexing import arange, gather
 from triplane.unified_ir.ops.likelihood import NO_LABEL
 from triplane.unified_ir.ops.matrix import gemm
@@ -385,8 +389,85 @@ def _operands(
     return (normal(*x), *(normal(*s) for s in shapes), lengths, *[normal(*state)] * states)
 
 
+def _emit_recurrent(context: EmissionContext, node: Node) -> None:
+    """Batch-first operands are turned around it: onnxruntime 1.31 refuses layout 1.
+
+    It gives zeros as the last state of a sequence of no steps, whose state stays as it began, and
+    has other usual numbers of activations than ONNX: all are written.
+    """
+    written = {**node.attrs, **numbers_of(node.op.name, node.attrs)}
+    plain: dict[str, Any] = {k: v for k, v in written.items() if v != ()}
+    turned = bool(plain.pop("layout", 0))
+    names = [*context.inputs(node), *[""] * 7]
+    if not turned and (not names[4] or not any(names[5:7])):
+        _recurrent_kernel(context, node, names, context.output_names(node), plain)
+        return
+    if turned:
+        for i in (0, 5, 6):
+            if names[i]:
+                names[i] = context.emit("Transpose", names[i], perm=[1, 0, 2])
+    made = [context.fresh() for _ in node.outputs]
+    _recurrent_kernel(context, node, names, made, plain)
+    finals = [made[0], *_kept_states(context, names, made[1:])]
+    perms = [[2, 0, 1, 3], [1, 0, 2], [1, 0, 2]]
+    for name, final, perm in zip(finals, context.output_names(node), perms, strict=False):
+        if turned:
+            context.add("Transpose", [name], [final], perm=perm)
+        else:
+            context.add("Identity", [name], [final])
+
+
+def _recurrent_kernel(
+    context: EmissionContext,
+    node: Node,
+    names: list[str],
+    made: list[str],
+    attrs: Mapping[str, Any],
+) -> None:
+    """The operator, or an LSTM on int8 weights where it has such and the target that operator."""
+    domain, _, integer = DYNAMIC_LSTM.rpartition(".")
+    if node.op.name == "LSTM" and DYNAMIC_LSTM in context.target.operators:
+        w, r = (_gates_in_int8(context, name) for name in names[1:3])
+        if w is not None and r is not None:
+            inputs = [names[0], w[0], r[0], *names[3:8], *w[1:], *r[1:]]
+            context.add(integer, inputs, made, domain=domain, **attrs)
+            return
+    context.add(node.op.name, names[: len(node.inputs)], made, **attrs)
+
+
+def _gates_in_int8(context: EmissionContext, name: str) -> tuple[str, str, str] | None:
+    """Integers, scales and zero points of weights that are made as `quantize.insert` does."""
+    turned = context.producer(name, "Transpose")
+    read = turned and context.producer(turned[0][0], "DequantizeLinear")
+    if not turned or not read or len(read[0]) != 3 or turned[1] != {"perm": [0, 2, 1]}:
+        return None
+    weights, *parts = read[0]
+    scale, zero = map(context.held, parts)
+    if scale is None or zero is None or zero.dtype != np.int8 or zero.any() or scale.ndim != 3:
+        return None
+    if read[1].get("axis", 1) != 1 or scale.shape[1] != 1:
+        return None
+    # one scale for each direction, where all of its rows have the same, takes a faster path
+    rows = slice(None) if np.ptp(scale, axis=2).any() else 0
+    return weights, context.constant(scale[:, 0, rows]), context.constant(zero[:, 0, rows])
+
+
+def _kept_states(
+    context: EmissionContext, names: Sequence[str], states: Sequence[str]
+) -> list[str]:
+    """The last states; of a sequence of no steps the first one."""
+    lens, starts = names[4], names[5:7]
+    if not lens:
+        return list(states)
+    zero = context.constant(np.array(0, np.int32))
+    walked = context.emit("Greater", lens, zero)
+    walked = context.emit("Unsqueeze", walked, context.constant(np.array([0, 2])))
+    pairs = zip(states, starts, strict=False)
+    return [context.emit("Where", walked, s, first) if first else s for s, first in pairs]
+
+
 rnn = Op(
-    name="RNN", kind=Kind.RECURRENT,
+    name="RNN", kind=Kind.RECURRENT, emit=_emit_recurrent,
     infer=_types(_RNN),
     body=_body(_RNN),
     samples=(
@@ -405,7 +486,7 @@ rnn = Op(
 """Elman 1990; X, W, R, B?, sequence_lens?, initial_h? -> Y, Y_h."""
 
 gru = Op(
-    name="GRU", kind=Kind.RECURRENT,
+    name="GRU", kind=Kind.RECURRENT, emit=_emit_recurrent,
     infer=_types(_GRU),
     body=_body(_GRU),
     samples=(
@@ -425,7 +506,7 @@ gru = Op(
 """Cho et al. 2014; gates z, r, h; X, W, R, B?, sequence_lens?, initial_h? -> Y, Y_h."""
 
 lstm = Op(
-    name="LSTM", kind=Kind.RECURRENT,
+    name="LSTM", kind=Kind.RECURRENT, emit=_emit_recurrent,
     infer=_types(_LSTM),
     body=_body(_LSTM),
     samples=(

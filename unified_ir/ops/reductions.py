@@ -6,15 +6,18 @@ is set, no axes means that each element is reduced by itself.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Node
-from triplane.unified_ir.ir.types import TensorType, int64
+from triplane.unified_ir.ir.types import TensorType, bool_, int64, uint8
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.elementwise import abs_, exp, log, sign, sqrt
+from triplane.unified_ir.ops.emission import EmissionContext
+from triplane.unified_ir.ops.infer import onnx_attrs
 from triplane.unified_ir.ops.products import product_of_others
 from triplane.unified_ir.ops.row import MEANING_OPSET, Call, Kind, Op
 from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
@@ -123,6 +126,35 @@ def _mean_vjp(
     return (broadcast_to(_kept(scaled, x, axes, noop_with_empty_axes), x.shape), None)
 
 
+def _emit_axes_as_attribute(context: EmissionContext, node: Node) -> None:
+    """Before opset 18 reductions other than the sum take their axes as an attribute."""
+    names = context.inputs(node)
+    held = context.held(names[1]) if len(names) > 1 else None
+    axes = [] if held is None else [int(a) for a in held]
+    if not axes and node.attrs.get("noop_with_empty_axes"):
+        context.add("Identity", names[:1], context.output_names(node))
+        return
+    attrs: dict[str, Any] = {"keepdims": node.attrs.get("keepdims", 1)}
+    _on_bytes(context, node, names[:1], attrs | ({"axes": axes} if axes else {}))
+
+
+def _emit_bools_as_bytes(context: EmissionContext, node: Node) -> None:
+    """No reduction takes bools before opset 20, and onnxruntime none of no elements."""
+    _on_bytes(context, node, context.inputs(node), onnx_attrs(node.attrs))
+
+
+def _on_bytes(
+    context: EmissionContext, node: Node, names: list[str], attrs: Mapping[str, Any]
+) -> None:
+    """The operator itself, or on uint8 in place of bool."""
+    if node.outputs[0].type.dtype != bool_:
+        context.add(node.op.name, names, context.output_names(node), **attrs)
+        return
+    counted = context.emit("Cast", names[0], to=uint8.onnx)
+    found = context.emit(node.op.name, counted, *names[1:], **attrs)
+    context.add("Cast", [found], context.output_names(node), to=bool_.onnx)
+
+
 reduce_mean_row = Op(
     name="ReduceMean",
     kind=Kind.REDUCTION,
@@ -130,7 +162,7 @@ reduce_mean_row = Op(
     batch=batching.axes_shifted,
     reference=reduction_kernel(np.mean),
     vjp=_mean_vjp,
-    lower_below={18: "axes_as_attribute"},
+    lower_below={18: _emit_axes_as_attribute},
     samples=_uses,
 )
 
@@ -172,7 +204,7 @@ def _extreme_row(name: str, f: Any) -> Op:
         batch=batching.axes_shifted,
         reference=reduction_kernel(f),
         vjp=_extreme_vjp,
-        lower_below={18: "axes_as_attribute", MEANING_OPSET + 1: "bools_as_bytes"},
+        lower_below={18: _emit_axes_as_attribute, MEANING_OPSET + 1: _emit_bools_as_bytes},
         samples=(*_apart_uses, sample(bools(2, 3), given([1]))),
     )
 
@@ -196,7 +228,7 @@ reduce_prod_row = Op(
     batch=batching.axes_shifted,
     reference=reduction_kernel(np.prod),
     vjp=_prod_vjp,
-    lower_below={18: "axes_as_attribute"},
+    lower_below={18: _emit_axes_as_attribute},
     samples=(*_uses, sample(given([[0.0, 2.0, 3.0], [0.0, 0.0, 5.0]]), given([1]))),
 )
 
@@ -217,7 +249,7 @@ def _composed(name: str, body: Any, vjp: Any, *, positive: bool = False) -> Op:
         body=body,
         vjp=vjp,
         native=_elementwise_apart,
-        lower_below={18: "axes_as_attribute"},
+        lower_below={18: _emit_axes_as_attribute},
         samples=(
             sample(make(2, 3, 4), given([0, 2])),
             sample(make(2, 3), given([-1]), keepdims=0),

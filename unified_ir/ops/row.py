@@ -30,6 +30,7 @@ from triplane.unified_ir.ir.types import (
     float64,
     is_plain,
 )
+from triplane.unified_ir.ops.emission import Emit
 from triplane.unified_ir.ops.recorder import recorder
 
 if TYPE_CHECKING:
@@ -212,8 +213,10 @@ class Op:
     native: Native | None = None
     """Whether the operator of an opset, and its kernel in onnxruntime, can do what a node asks;
     otherwise the body is emitted. Always, where there is no such rule."""
-    lower_below: Mapping[int, str] = field(default_factory=dict)
-    """Opset -> name of the emission rule (`onnx/lower.py`) for targets below it."""
+    emit: Emit | None = None
+    """Writes a node as ONNX where a copy would not do (`ops/emission.py`)."""
+    lower_below: Mapping[int, Emit] = field(default_factory=dict)
+    """Opset -> the rule that writes the node for targets below it."""
     samples: tuple[Sample, ...] = ()
 
     def __str__(self) -> str:

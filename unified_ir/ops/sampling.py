@@ -19,6 +19,7 @@ from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
 from triplane.unified_ir.ops.convolution import conv_grad_input, conv_row
 from triplane.unified_ir.ops.elementwise import abs_, div, floor, maximum, minimum, round_
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.indexing import arange, gather
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import Call, Kind, Known, Op
@@ -202,12 +203,19 @@ def _sampled(**attrs: Any) -> Any:
     return sample(normal(2, 3, 4, 5), _GRID, **attrs)
 
 
+def _emit_grid_sample_names(context: EmissionContext, node: Node) -> None:
+    """Before opset 20 the modes of GridSample are named for planes."""
+    names = {"linear": "bilinear", "cubic": "bicubic"}
+    mode = str(node.attrs.get("mode", "linear"))
+    context.plain(node, mode=names.get(mode, mode))
+
+
 grid_sample_row = Op(
     name="GridSample", kind=Kind.WINDOW,
     infer=_grid_types,
     body=_grid_sample,
     native=lambda node, opset: opset >= 20 or node.outputs[0].type.rank == 4,
-    lower_below={20: "grid_sample_names"},
+    lower_below={20: _emit_grid_sample_names},
     samples=(
         _sampled(),
         _sampled(align_corners=1, padding_mode="border"),

@@ -15,7 +15,7 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, is_symbol, symbol, symbols
-from triplane.unified_ir.ir.graph import Function
+from triplane.unified_ir.ir.graph import Function, Node
 from triplane.unified_ir.ir.types import (
     OWN,
     DType,
@@ -31,6 +31,7 @@ from triplane.unified_ir.ir.types import (
     joined_elements,
 )
 from triplane.unified_ir.ops.build import region
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, Call, Kind, Op, dtype_attr
@@ -323,12 +324,36 @@ def _got(call: Call) -> Types:
     return (held.element if isinstance(held, OptionalType) else held,)
 
 
+def _emit_sequence_map(context: EmissionContext, node: Node) -> None:
+    """The body declares every operand: a tensor, the same for all elements, is one too."""
+    names = context.inputs(node)
+    body = context.subgraph(node.regions[0], len(names), ())
+    context.add("SequenceMap", names, context.output_names(node), body=body)
+
+
+def _emit_held_value(context: EmissionContext, node: Node) -> None:
+    """Before opset 18 only an optional is opened; anything else is what it holds."""
+    if isinstance(node.inputs[0].type, OptionalType):  # type: ignore[union-attr]
+        context.plain(node)
+    else:
+        context.add("Identity", context.inputs(node), context.output_names(node))
+
+
+def _emit_holds_value(context: EmissionContext, node: Node) -> None:
+    """Before opset 18 only an optional is asked."""
+    x = node.inputs[0] if node.inputs else None
+    if x is not None and isinstance(x.type, OptionalType):
+        context.plain(node)
+    else:
+        context.names[node.outputs[0]] = context.constant(np.array(x is not None))
+
+
 optional_get_element = Op(
     name="OptionalGetElement",
     kind=Kind.SEQUENCE,
     infer=_got,
     reference=_get,
-    lower_below={18: "held_value"},
+    lower_below={18: _emit_held_value},
 )
 
 optional_has_element = Op(
@@ -336,7 +361,7 @@ optional_has_element = Op(
     kind=Kind.SEQUENCE,
     infer=lambda call: (TensorType(bool_, ()),),
     reference=lambda held=None: np.array(held is not None),
-    lower_below={18: "holds_value"},
+    lower_below={18: _emit_holds_value},
 )
 
 
@@ -386,6 +411,7 @@ def _map(held: Any, *more: Any, regions: Any) -> Any:
 sequence_map_row = Op(
     name="SequenceMap",
     kind=Kind.CONTROL,
+    emit=_emit_sequence_map,
     domain=DOMAIN,
     operands=("S", "*"),
     infer=_map_types,

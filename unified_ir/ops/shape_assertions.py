@@ -10,7 +10,9 @@ from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, as_dim
+from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op
 from triplane.unified_ir.ops.tensor import Tensor
 
@@ -31,9 +33,23 @@ def _checked(x: Any, *, dims: tuple[int, ...]) -> Any:
     return x
 
 
+def _emit_sized(context: EmissionContext, node: Node) -> None:
+    """A Reshape per claimed axis: it fails where the number of elements is not the claimed one."""
+    (name,) = context.inputs(node)
+    (x,), (y,) = node.inputs, node.outputs
+    assert x is not None
+    shape = list(x.type.shape)
+    for axis, size in enumerate(y.type.shape):
+        if shape[axis] != size:
+            shape[axis] = size
+            name = context.emit("Reshape", name, context.dims(shape), allowzero=1)
+    context.names[y] = name
+
+
 sized = Op(
     name="Sized",
     kind=Kind.MOVEMENT,
+    emit=_emit_sized,
     domain=DOMAIN,
     operands=("T",),
     attrs={"dims": AttrSpec("DIMS", required=True)},

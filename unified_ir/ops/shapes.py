@@ -18,6 +18,7 @@ from triplane.unified_ir.ir.types import (
     type_of,
 )
 from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.emit_movement import emit_one_hot, emit_split
 from triplane.unified_ir.ops.indexing import arange
 from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
 from triplane.unified_ir.ops.samples import between, bools, given, ints, normal, sample
@@ -171,6 +172,7 @@ def _split_vjp(g: Any, y: Any, x: Tensor, sizes: Tensor | None = None, **attrs: 
 split_row = Op(
     name="Split",
     kind=Kind.MOVEMENT,
+    emit=emit_split,
     batch=batching.first_along_axis,
     data_dependent_dims=lambda call: call.outputs if call.has(1) and call.known[1] is None else 0,
     infer=_split_types,
@@ -347,6 +349,7 @@ def _one_hot_vjp(
 one_hot_row: Op = Op(
     name="OneHot",
     kind=Kind.INDEXING,
+    emit=emit_one_hot,
     data_dependent_dims=lambda call: int(call.known[1] is None),
     infer=_one_hot_types,
     reference=_one_hot,

@@ -21,8 +21,23 @@ from triplane.unified_ir.ir.types import (
     type_of,
 )
 from triplane.unified_ir.ops import batching
+from triplane.unified_ir.ops.emission import emit_broadcast
+from triplane.unified_ir.ops.emit_movement import (
+    emit_constant,
+    emit_dims,
+    emit_expand,
+    emit_reshape,
+    emit_slice,
+)
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.padding import has_pad, pad_body, pad_kernel, pad_vjp, padded_type
+from triplane.unified_ir.ops.padding import (
+    emit_pad,
+    has_pad,
+    pad_body,
+    pad_kernel,
+    pad_vjp,
+    padded_type,
+)
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op, dtype_attr
 from triplane.unified_ir.ops.samples import bools, computed, given, ints, normal, sample
@@ -78,12 +93,17 @@ def _constant(call: Call) -> Types:
 
 
 constant_row = Op(
-    name="Constant", kind=Kind.SOURCE, infer=_constant, reference=lambda value, **_: value
+    name="Constant",
+    kind=Kind.SOURCE,
+    emit=emit_constant,
+    infer=_constant,
+    reference=lambda value, **_: value,
 )
 
 dims_row = Op(
     name="Dims",
     kind=Kind.SOURCE,
+    emit=emit_dims,
     domain=DOMAIN,
     attrs={"dims": AttrSpec("DIMS", required=True)},
     infer=lambda call: (TensorType(int64, (len(call.attrs["dims"]),)),),
@@ -176,6 +196,7 @@ def _reshape_reference(x: Any, shape: Any, *, allowzero: int) -> Any:
 reshape_row = Op(
     name="Reshape",
     kind=Kind.MOVEMENT,
+    emit=emit_reshape,
     batch=batching.reshaped,
     preserves_elements=True,
     **settled(_reshape, all_open(lambda call: length(call, 1)), 1),
@@ -218,7 +239,7 @@ def _expanded(call: Call) -> Types:
 
 
 expand_row = Op(
-    name="Expand", kind=Kind.MOVEMENT,
+    name="Expand", kind=Kind.MOVEMENT, emit=emit_expand,
     batch=batching.expanded,
     **settled(_expanded, all_open(lambda call: max(call.type(0).rank, length(call, 1))), 1),
     reference=lambda x, shape: x * np.ones(shape, x.dtype) if x.dtype.kind == "f"
@@ -461,6 +482,7 @@ def gather_axis(x: Tensor, positions: Any, axis: int) -> Tensor:
 slice_row = Op(
     name="Slice",
     kind=Kind.MOVEMENT,
+    emit=emit_slice,
     batch=batching.sliced,
     **settled(_slice, _sliced_open, 1, 2, 3, 4),
     reference=_slice_reference,
@@ -485,6 +507,7 @@ def slice_axis(x: Tensor, axis: int, start: Dim, end: Dim, step: int = 1) -> Ten
 pad_row = Op(
     name="Pad",
     kind=Kind.MOVEMENT,
+    emit=emit_pad,
     batch=batching.padded,
     **settled(padded_type, all_open(lambda call: call.type(0).rank), 1, 3),
     reference=pad_kernel,
@@ -522,6 +545,7 @@ def _where_vjp(g: Tensor, y: Tensor, condition: Tensor, a: Tensor, b: Tensor) ->
 where = Op(
     name="Where",
     kind=Kind.ELEMENTWISE,
+    emit=emit_broadcast,
     batch=batching.elementwise,
     infer=_where,
     reference=np.where,

@@ -9,10 +9,47 @@ import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, ceil_div, floor_div
+from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
+from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.tensor import Tensor, whole_numbers
 
 SAME: Final = ("SAME_UPPER", "SAME_LOWER")
+
+
+def emit_pool(context: EmissionContext, node: Node) -> None:
+    """Windows that `ceil_mode` adds over a static plane are written as padding at the end.
+
+    A window that would start beyond the data is no window, but below opset 22 onnxruntime counts
+    it while it infers shapes, though not while it runs. The pads of SAME are written out where a
+    stride goes beyond the window: it takes them for negative.
+    """
+    x, y = node.inputs[0], node.outputs[0]
+    assert x is not None
+    sizes = x.type.shape[2:]
+    counts_pads = bool(node.attrs.get("count_include_pad"))
+    if any(isinstance(size, Expr) for size in sizes):
+        context.plain(node)
+        return
+    kernel: Any = node.attrs["kernel_shape"]
+    window = Window(kernel, with_explicit_pads(node.attrs, kernel, sizes))
+    if not node.attrs.get("ceil_mode"):
+        jumps = any(s > window.span(i) for i, s in enumerate(window.strides))
+        same = {"auto_pad": None, "pads": window.pads if any(window.pads) else None}
+        context.plain(node, **(same if jumps else {}))
+        return
+    n = len(window.kernel)
+    missing = [
+        (int(out) - 1) * window.strides[i] + window.span(i) - window.pads[i] - int(size)  # type: ignore[arg-type]
+        for i, (out, size) in enumerate(zip(y.type.shape[2:], sizes, strict=True))
+    ]
+    ends = tuple(max(a, b) for a, b in zip(window.pads[n:], missing, strict=True))
+    if ends != window.pads[n:] and (
+        counts_pads or any(end >= k for end, k in zip(ends, window.kernel, strict=True))
+    ):  # pads that count, or that a kernel refuses: both only where a window was added
+        context.plain(node)
+        return
+    context.plain(node, ceil_mode=0, auto_pad="NOTSET", pads=window.pads[:n] + ends)
 
 
 class Window:
