@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +86,20 @@ def test_a_trial_that_finds_something_else_fails_the_attempt(node, changes, reas
     assert reason in told[-1].reason
     assert len(incidents) == 1
     still_serves_one(node)
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_bundle_is_fetched_only_where_the_disk_has_twice_its_size(node, monkeypatch, missing):
+    free = iter([2 * len(content(2)) - missing])  # afterwards the transfer asks for its reserve
+    monkeypatch.setattr(
+        "os.statvfs", lambda _: SimpleNamespace(f_bavail=next(free, 1 << 40), f_frsize=1)
+    )
+    made, told, _ = attempt(node)
+    made.run()
+    assert told[-1].state == ("FAILED" if missing else "COMMITTED")
+    if missing:
+        assert f"needs {2 * len(content(2))}; make room" in told[-1].reason
+        still_serves_one(node)
 
 
 def test_wrong_answers_fail_the_attempt_before_any_switch(node):

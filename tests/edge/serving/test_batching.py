@@ -71,6 +71,33 @@ def test_what_queues_during_a_run_is_one_run_afterwards(kit):
     assert {rows: batch.count for rows, batch in counted.batches.items()} == {1: 1, 4: 1}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "runs"),
+    [
+        ((3, 5), {8: 1}),
+        ((3, 6), {3: 1, 6: 1}),
+        ((4, 4, 1), {8: 1, 1: 1}),
+        ((7, 1, 1), {8: 1, 1: 1}),
+    ],
+)
+def test_a_shared_run_holds_at_most_the_merged_rows(kit, sizes, runs):
+    gated, counted = kit.Gated(kit.linear()), Statistics()
+    runner = Merged(gated, counted, MERGED_ROWS)
+    with ThreadPoolExecutor(8) as pool:
+        first = pool.submit(runner.run, {"x": np.ones((2, 4), np.float32)}, 2, kit.call())
+        gated.wait_for_runs(1)
+        others = []
+        for rows in sizes:  # one after the other, so that they queue in this order
+            x = np.ones((rows, 4), np.float32)
+            others.append(pool.submit(runner.run, {"x": x}, rows, kit.call()))
+            while len(runner._queue) < len(others):
+                time.sleep(0)
+        gated.gate.set()
+        for done in (first, *others):
+            done.result(30)
+    assert {rows: batch.count for rows, batch in counted.batches.items()} == {2: 1, **runs}
+
+
 def test_as_many_runs_go_at_once_as_are_free(kit):
     gated = kit.Gated(kit.linear())
     runner = Merged(gated, Statistics(), MERGED_ROWS, runs=2)
