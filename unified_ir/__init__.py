@@ -5,89 +5,38 @@ Names are imported when first used, so `triplane.unified_ir.runtime` stays light
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from triplane.proto.lazy import lazy_names
 
 if not __name__.startswith("triplane."):
     raise ImportError("import this package as triplane.unified_ir, not as a top-level package")
 
 if TYPE_CHECKING:
-    from triplane.unified_ir import convert, data, nn, ops, optim, runtime, train, zoo
-    from triplane.unified_ir.frontend import (
-        checkpoint,
-        grad,
-        graph,
-        hessian_vector_product,
-        jvp,
-        mode,
-        set_mode,
-        value_and_grad,
-        vjp,
-        vmap,
-    )
-    from triplane.unified_ir.frontend.compare import compare
-    from triplane.unified_ir.frontend.trace import trace
-    from triplane.unified_ir.ir import Module, TensorSpec
-    from triplane.unified_ir.onnx import import_onnx
-    from triplane.unified_ir.ops.check import load, save
+    from triplane.unified_ir import convert as convert
+    from triplane.unified_ir import data as data
+    from triplane.unified_ir import nn as nn
+    from triplane.unified_ir import ops as ops
+    from triplane.unified_ir import optim as optim
+    from triplane.unified_ir import runtime as runtime
+    from triplane.unified_ir import train as train
+    from triplane.unified_ir import zoo as zoo
+    from triplane.unified_ir.frontend import checkpoint as checkpoint
+    from triplane.unified_ir.frontend import grad as grad
+    from triplane.unified_ir.frontend import graph as graph
+    from triplane.unified_ir.frontend import hessian_vector_product as hessian_vector_product
+    from triplane.unified_ir.frontend import jvp as jvp
+    from triplane.unified_ir.frontend import mode as mode
+    from triplane.unified_ir.frontend import set_mode as set_mode
+    from triplane.unified_ir.frontend import value_and_grad as value_and_grad
+    from triplane.unified_ir.frontend import vjp as vjp
+    from triplane.unified_ir.frontend import vmap as vmap
+    from triplane.unified_ir.frontend.compare import compare as compare
+    from triplane.unified_ir.frontend.trace import trace as trace
+    from triplane.unified_ir.ir import Module as Module
+    from triplane.unified_ir.ir import TensorSpec as TensorSpec
+    from triplane.unified_ir.onnx import import_onnx as import_onnx
+    from triplane.unified_ir.ops.check import load as load
+    from triplane.unified_ir.ops.check import save as save
 
-_SUBPACKAGES = frozenset({"convert", "data", "nn", "ops", "optim", "runtime", "train", "zoo"})
-_NAMES = {
-    "Module": "ir",
-    "TensorSpec": "ir",
-    "checkpoint": "frontend",
-    "compare": "frontend.compare",
-    "grad": "frontend",
-    "graph": "frontend",
-    "import_onnx": "onnx.importer",
-    "hessian_vector_product": "frontend",
-    "jvp": "frontend",
-    "load": "ops.check",
-    "mode": "frontend",
-    "save": "ops.check",
-    "set_mode": "frontend",
-    "trace": "frontend",
-    "value_and_grad": "frontend",
-    "vjp": "frontend",
-    "vmap": "frontend",
-}
-
-__all__ = [
-    "Module",
-    "TensorSpec",
-    "checkpoint",
-    "compare",
-    "convert",
-    "data",
-    "grad",
-    "graph",
-    "hessian_vector_product",
-    "import_onnx",
-    "jvp",
-    "load",
-    "mode",
-    "nn",
-    "ops",
-    "optim",
-    "runtime",
-    "save",
-    "set_mode",
-    "trace",
-    "train",
-    "value_and_grad",
-    "vjp",
-    "vmap",
-    "zoo",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGES:
-        return import_module(f"{__name__}.{name}")
-    if name in _NAMES:
-        return getattr(import_module(f"{__name__}.{_NAMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -4,60 +4,23 @@ A version is a model file with the recipe of its bundles; it never changes. Alia
 blobs named by SHA-256, filled by transfer; what is said about them is in the database.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
+
+from triplane.proto.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from triplane.cloud.registry.conversions import Conversions, Limits
-    from triplane.cloud.registry.names import Reference
-    from triplane.cloud.registry.registry import Registry
-    from triplane.cloud.registry.servicer import RegistryServicer
-    from triplane.cloud.registry.values import (
-        BundleRecord,
-        ConversionRecipe,
-        Lineage,
-        Model,
-        Needs,
-        Push,
-        State,
-        Version,
-    )
+    from triplane.cloud.registry.conversions import Conversions as Conversions
+    from triplane.cloud.registry.conversions import Limits as Limits
+    from triplane.cloud.registry.names import Reference as Reference
+    from triplane.cloud.registry.registry import Registry as Registry
+    from triplane.cloud.registry.servicer import RegistryServicer as RegistryServicer
+    from triplane.cloud.registry.values import BundleRecord as BundleRecord
+    from triplane.cloud.registry.values import ConversionRecipe as ConversionRecipe
+    from triplane.cloud.registry.values import Lineage as Lineage
+    from triplane.cloud.registry.values import Model as Model
+    from triplane.cloud.registry.values import Needs as Needs
+    from triplane.cloud.registry.values import Push as Push
+    from triplane.cloud.registry.values import State as State
+    from triplane.cloud.registry.values import Version as Version
 
-_HOMES: Final = {
-    "BundleRecord": "values",
-    "Conversions": "conversions",
-    "Limits": "conversions",
-    "Lineage": "values",
-    "Model": "values",
-    "Needs": "values",
-    "Push": "values",
-    "ConversionRecipe": "values",
-    "Reference": "names",
-    "Registry": "registry",
-    "RegistryServicer": "servicer",
-    "State": "values",
-    "Version": "values",
-}
-
-__all__ = [
-    "BundleRecord",
-    "ConversionRecipe",
-    "Conversions",
-    "Limits",
-    "Lineage",
-    "Model",
-    "Needs",
-    "Push",
-    "Reference",
-    "Registry",
-    "RegistryServicer",
-    "State",
-    "Version",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import the module that owns a public name when it is first asked for (PEP 562)."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -4,96 +4,34 @@ Importing this package imports neither onnxruntime nor onnx, grpc, click, rich o
 use of `Session`, `Bundle` or `Plan` imports onnxruntime, and never the others.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
+
+from triplane.proto.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from triplane.unified_ir.runtime.adaptation import (
-        adapted_weights,
-        batch_names,
-        write_adapted,
-    )
-    from triplane.unified_ir.runtime.bundle import (
-        Bundle,
-        BundleSpec,
-        content_digest,
-        weight_offsets,
-        write_bundle,
-    )
-    from triplane.unified_ir.runtime.description import (
-        Constraints,
-        Description,
-        Preprocessing,
-        Tolerance,
-    )
-    from triplane.unified_ir.runtime.plan import Limits, Plan, PlanSpec, write_plan
-    from triplane.unified_ir.runtime.session import (
-        DEFAULT_OPTIONS,
-        Loop,
-        Session,
-        SessionOptions,
-        available_providers,
-        version,
-    )
-    from triplane.unified_ir.runtime.signature import TensorInfo, next_name
+    from triplane.unified_ir.runtime.adaptation import adapted_weights as adapted_weights
+    from triplane.unified_ir.runtime.adaptation import batch_names as batch_names
+    from triplane.unified_ir.runtime.adaptation import write_adapted as write_adapted
+    from triplane.unified_ir.runtime.bundle import Bundle as Bundle
+    from triplane.unified_ir.runtime.bundle import BundleSpec as BundleSpec
+    from triplane.unified_ir.runtime.bundle import content_digest as content_digest
+    from triplane.unified_ir.runtime.bundle import weight_offsets as weight_offsets
+    from triplane.unified_ir.runtime.bundle import write_bundle as write_bundle
+    from triplane.unified_ir.runtime.description import Constraints as Constraints
+    from triplane.unified_ir.runtime.description import Description as Description
+    from triplane.unified_ir.runtime.description import Preprocessing as Preprocessing
+    from triplane.unified_ir.runtime.description import Tolerance as Tolerance
+    from triplane.unified_ir.runtime.plan import Limits as Limits
+    from triplane.unified_ir.runtime.plan import Plan as Plan
+    from triplane.unified_ir.runtime.plan import PlanSpec as PlanSpec
+    from triplane.unified_ir.runtime.plan import write_plan as write_plan
+    from triplane.unified_ir.runtime.session import DEFAULT_OPTIONS as DEFAULT_OPTIONS
+    from triplane.unified_ir.runtime.session import Loop as Loop
+    from triplane.unified_ir.runtime.session import Session as Session
+    from triplane.unified_ir.runtime.session import SessionOptions as SessionOptions
+    from triplane.unified_ir.runtime.session import available_providers as available_providers
+    from triplane.unified_ir.runtime.session import version as version
+    from triplane.unified_ir.runtime.signature import TensorInfo as TensorInfo
+    from triplane.unified_ir.runtime.signature import next_name as next_name
 
-_HOMES: Final = {
-    "Bundle": "bundle",
-    "BundleSpec": "bundle",
-    "Constraints": "description",
-    "DEFAULT_OPTIONS": "session",
-    "Description": "description",
-    "Limits": "plan",
-    "Loop": "session",
-    "Plan": "plan",
-    "PlanSpec": "plan",
-    "Preprocessing": "description",
-    "Session": "session",
-    "SessionOptions": "session",
-    "TensorInfo": "signature",
-    "Tolerance": "description",
-    "adapted_weights": "adaptation",
-    "available_providers": "session",
-    "batch_names": "adaptation",
-    "content_digest": "bundle",
-    "next_name": "signature",
-    "version": "session",
-    "weight_offsets": "bundle",
-    "write_adapted": "adaptation",
-    "write_bundle": "bundle",
-    "write_plan": "plan",
-}
-
-__all__ = [
-    "DEFAULT_OPTIONS",
-    "Bundle",
-    "BundleSpec",
-    "Constraints",
-    "Description",
-    "Limits",
-    "Loop",
-    "Plan",
-    "PlanSpec",
-    "Preprocessing",
-    "Session",
-    "SessionOptions",
-    "TensorInfo",
-    "Tolerance",
-    "adapted_weights",
-    "available_providers",
-    "batch_names",
-    "content_digest",
-    "next_name",
-    "version",
-    "weight_offsets",
-    "write_adapted",
-    "write_bundle",
-    "write_plan",
-]
-
-
-def __getattr__(name: str) -> Any:
-    """Import the module that owns a public name when it is first asked for (PEP 562)."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __dir__, __all__ = lazy_names(__name__)
