@@ -19,8 +19,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from tests.attacks.trust_stage import stage
 from tests.cloud.cli.proxied import link
-from tests.cloud.cli.test_end_to_end import running
 from tests.cloud.cli.verbs import answer
+from tests.support.cloud_process import running
 
 from triplane.device.enrolling import enrol as device_enrols
 from triplane.device.home import DeviceHome, DeviceSettings

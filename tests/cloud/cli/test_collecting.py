@@ -4,9 +4,9 @@ import asyncio
 import os
 
 import pytest
-from tests.cloud.cli.test_end_to_end import running, said
 from tests.cloud.cli.verbs import answer
 from tests.cloud.released import copied, make_released
+from tests.support.cloud_process import running, said
 
 from triplane.cloud import server
 from triplane.cloud.cli.connection import calls

@@ -1,9 +1,9 @@
 """A cloud whose disk lost or damaged files, as an operator meets it: the verbs tell and mend it."""
 
 import pytest
-from tests.cloud.cli.test_end_to_end import running
 from tests.cloud.cli.verbs import answer
 from tests.cloud.registry.models import model_bytes
+from tests.support.cloud_process import running
 
 pytestmark = pytest.mark.slow
 

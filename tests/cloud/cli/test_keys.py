@@ -5,9 +5,9 @@ import shutil
 import time
 
 import pytest
-from tests.cloud.cli.test_end_to_end import running, said
 from tests.cloud.cli.verbs import answer
 from tests.cloud.registry.models import model_bytes
+from tests.support.cloud_process import running, said
 
 from triplane.cloud import trust
 from triplane.cloud.home import Home, initialize

@@ -2,9 +2,8 @@
 
 import click
 import pytest
-from tests.cloud.cli.test_end_to_end import running
-from tests.cloud.cli.test_verbs import MODULES, commands
-from tests.cloud.cli.verbs import answer
+from tests.cloud.cli.verbs import MODULES, answer, commands
+from tests.support.cloud_process import running
 
 from triplane.cloud.cli.options import WAVES
 from triplane.unified_ir.cli import shell

@@ -4,9 +4,9 @@ import shutil
 import time
 
 import pytest
-from tests.cloud.cli.test_end_to_end import running, said
 from tests.cloud.cli.verbs import answer
 from tests.faults.fleet import wait_until
+from tests.support.cloud_process import running, said
 
 from triplane.cloud.home import admit_operator, initialize
 from triplane.cloud.trust.roles import DAY_S

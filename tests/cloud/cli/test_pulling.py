@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 from tests.cloud.cli.proxied import link
-from tests.cloud.cli.test_end_to_end import COMMAND, run, running
 from tests.quantize import nets
+from tests.support.cloud_process import COMMAND, run, running
 
 from triplane.unified_ir import nn
 from triplane.unified_ir.ir import TensorSpec

@@ -7,9 +7,9 @@ import subprocess
 import numpy as np
 import pytest
 from tests.cloud.cli.proxied import link
-from tests.cloud.cli.test_end_to_end import COMMAND, running
 from tests.cloud.cli.verbs import answer
 from tests.quantize import nets
+from tests.support.cloud_process import COMMAND, running
 
 from triplane.cloud.cli.pushing import register_within_s
 from triplane.proto.channels import DEADLINE_S

@@ -3,9 +3,9 @@
 import os
 
 import pytest
-from tests.cloud.cli.test_end_to_end import running
 from tests.cloud.cli.verbs import answer
 from tests.cloud.registry.models import model_bytes
+from tests.support.cloud_process import running
 
 pytestmark = pytest.mark.slow
 BROKEN = os.fsdecode(b"caf\xe9")

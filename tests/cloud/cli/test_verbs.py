@@ -8,25 +8,15 @@ from pathlib import Path
 
 import click
 import pytest
+from tests.cloud.cli.verbs import MODULES, commands
 
-from triplane.cloud.cli import audit, cloud, deploy, federate, fleet, registry, rollout, sign
 from triplane.edge.cli import edge
 from triplane.unified_ir.cli import shell
 
-MODULES = (audit, cloud, deploy, federate, fleet, registry, rollout, sign)
 LIGHT = (
     "import sys, {module}; print(sorted({{m.partition('.')[0] for m in sys.modules}} & {heavy}))"
 )
 HEAVY = {"grpc", "rich", "numpy", "google", "sqlalchemy", "starlette", "cryptography", "tuf"}
-
-
-def commands(command, path=()):
-    """Every command that does something, with its words."""
-    if isinstance(command, click.Group):
-        for name, child in command.commands.items():
-            yield from commands(child, (*path, name))
-    else:
-        yield path, command
 
 
 ALL = [

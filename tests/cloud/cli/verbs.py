@@ -4,6 +4,9 @@ import contextlib
 import io
 import json
 
+import click
+
+from triplane.cloud.cli import audit, cloud, deploy, federate, fleet, registry, rollout, sign
 from triplane.unified_ir.cli import shell
 
 
@@ -14,3 +17,15 @@ def answer(*argv, code=0):
         ended = shell.run([*map(str, argv), "--json"])
     assert ended == code, out.getvalue()
     return json.loads(out.getvalue())
+
+
+MODULES = (audit, cloud, deploy, federate, fleet, registry, rollout, sign)
+
+
+def commands(command, path=()):
+    """Every command that does something, with its words."""
+    if isinstance(command, click.Group):
+        for name, child in command.commands.items():
+            yield from commands(child, (*path, name))
+    else:
+        yield path, command

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.cloud.federation.given import spec
+from tests.cloud.federation.journals import PREPARED, entry
 
 from triplane.cloud.federation import journal
 from triplane.cloud.federation.coding import from_json, to_json
-from triplane.cloud.federation.journal import KINDS, Prepared, RunRecord
+from triplane.cloud.federation.journal import KINDS, Prepared
 from triplane.cloud.federation.messages import settlements
 from triplane.cloud.federation.run_projection import RunProjection, follow, spread_of
 from triplane.cloud.federation.tables import EVENTS, SMALL_STATES
@@ -23,19 +24,7 @@ from triplane.proto.errors import Conflict, Corrupt
 from triplane.unified_ir.federated.core import run as core
 from triplane.unified_ir.federated.core.run import Event
 
-PREPARED = Prepared(
-    plan="aa" * 32, plan_digest="d", state="bb" * 32, roles={"w": "parameter"},
-    weighting="examples", server="sgd", since_s=1.0,
-)  # fmt: skip
 UPDATE = core.Update(blob="cc" * 32, size=10, examples=4, loss=0.25, seconds=1.5)
-
-
-def entry(**fields):
-    defaults = {
-        "number": 1, "id": "0" * 16, "key": b"k" * 16, "asked": bytes(32), "spec": spec(),
-        "started_s": 1.0, "started_by": "operator", "prepared": PREPARED,
-    }  # fmt: skip
-    return RunRecord(**defaults | fields)
 
 
 def story(book):

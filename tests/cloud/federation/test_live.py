@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.cloud.federation.given import spec
-from tests.cloud.federation.test_journal import PREPARED, entry
+from tests.cloud.federation.journals import PREPARED, entry
 
 from triplane.cloud.federation import journal, live
 from triplane.cloud.federation.live import LiveRun

@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 from tests.attacks.trust_stage import bundle_entry, stage
+from tests.cloud.registry.makers import maker
 from tests.cloud.registry.models import asked, registry_of
-from tests.cloud.registry.test_healing import maker
 
 from triplane.cloud.fleet.registry_bundles import RegistryBundles
 from triplane.cloud.fleet.state import FleetNode, NodeAssignment

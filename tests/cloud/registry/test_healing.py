@@ -5,35 +5,13 @@ import os
 from dataclasses import replace
 
 import pytest
+from tests.cloud.registry.makers import maker
 from tests.cloud.registry.models import WAIT_S, asked, child, model_bytes, registry_of
 
 from triplane.cloud.registry import BundleRecord, State
 from triplane.proto.errors import Conflict
 
-MAKES = """
-import hashlib, json, os, sys
-order = json.loads(sys.stdin.readline())
-data = open(order["model"], "rb").read()
-done = {"model_digest": hashlib.sha256(data).hexdigest()}
-if order["do"] == "convert":
-    kept = order["kept_report"]
-    measured = open(kept, "rb").read() if kept else b"%d" % os.getpid()
-    open(order["report"], "wb").write(measured)
-    made = EXTRA + data * 100 + measured
-    open(order["out"], "wb").write(made)
-    digest = hashlib.sha256(made).hexdigest()
-    needs = {"runtime": "r", "min_version": "", "opset": 1, "instructions": [],
-             "memory_bytes": 1, "latency_s": 0.0}
-    done = {"size": len(made), "root_digest": digest, "content_digest": digest, "needs": needs}
-print(json.dumps({"done": done}))
-"""
-"""A converter whose bundles differ in what their report measured, and in nothing else."""
 KEY = ("digits", 1, "ort-x64")
-
-
-def maker(extra=b""):
-    """Such a child; another `extra` is another converter."""
-    return child(MAKES.replace("EXTRA", repr(extra)))
 
 
 def remove(path):
