@@ -4,16 +4,14 @@ import io
 import os
 import random
 import struct
-import time
-import tracemalloc
 import zipfile
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.attacks import forge
+from tests.attacks.refusals import MEMORY_BYTES, refused
 
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.files import container
@@ -26,24 +24,6 @@ from triplane.unified_ir.files.manifest import (
     MAX_RANK,
     MAX_TENSORS,
 )
-
-MEMORY_BYTES = 4 << 20
-TIME_S = 10.0  # of the processor, with every allocation traced
-
-
-@contextmanager
-def refused(match: str, family: type[Exception] = Corrupt, memory_bytes: int = MEMORY_BYTES):
-    """Demand a clear error in bounded time and Python memory."""
-    tracemalloc.start()
-    started = time.process_time()
-    try:
-        with pytest.raises(family, match=match):
-            yield
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < memory_bytes
-    assert time.process_time() - started < TIME_S
 
 
 def load(path) -> None:

@@ -15,7 +15,7 @@ from onnx import (
     numpy_helper,
 )
 from tests.onnx.networks import resnet
-from tests.onnx.test_import import BRANCHES, LOOP, SCAN, text_model
+from tests.support.onnx_models import BRANCHES, LOOP, SCAN, text_model
 
 from triplane.proto.errors import Corrupt, InvalidInput, TriplaneError
 from triplane.unified_ir import import_onnx

@@ -5,7 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.attacks.test_containers import refused
+from tests.attacks.refusals import refused
 
 from triplane.proto.errors import Corrupt
 from triplane.unified_ir.files import tensors

@@ -96,7 +96,7 @@ def test_a_damaged_model_is_corrupt(folder, tmp_path, capsys):
 
 
 def test_a_plan_alone_is_written_without_a_report(tmp_path, capsys):
-    from tests.convert.test_plan import module
+    from tests.convert.modules import module
 
     module().save(tmp_path / "a.tpm")
     assert run(["convert", str(tmp_path / "a.tpm"), "--plan", str(tmp_path / "a.plan")]) == 0

@@ -3,16 +3,21 @@
 from dataclasses import replace
 
 import numpy as np
+from tests.conformance.rows import MISSING
 from tests.conformance.uses import naming, recorded, slope, weighted_sum
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff import value_and_grad
+from triplane.unified_ir.autodiff.vectorize import vectorize
 from triplane.unified_ir.engines.ascend import AscendEngine, round_cube_operands
 from triplane.unified_ir.engines.onnx import OnnxEngine
 from triplane.unified_ir.engines.reference import ReferenceEngine
 from triplane.unified_ir.ir.dims import evaluate, is_symbol
 from triplane.unified_ir.onnx import OnnxTarget
+from triplane.unified_ir.ops.batching import with_axis
+from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.evaluate import run_function
+from triplane.unified_ir.ops.table import TABLE
 
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 """float32 on different kernels; sums have at most some hundred terms of order one."""
@@ -233,3 +238,63 @@ def gradient_graph_agrees(use):
         wanted = ReferenceEngine().compile(round_cube_operands(gradients))(*args.values())
         found = AscendEngine().compile(gradients)(*args.values())
         agree(found, wanted, f"{use} on ascend", close={"rtol": 1e-3, "atol": 1e-3})
+
+
+SIZE = 2
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}
+
+
+def batched(function, flags, table=TABLE):
+    """The function with a batch of each marked parameter, all results batched."""
+    build = Build(table, function.name)
+    with build:
+        params = [
+            build.param(p.name, p.type.with_shape((SIZE, *p.type.shape)) if b else p.type)
+            for p, b in zip(function.params, flags, strict=True)
+        ]
+        results, found = vectorize(function, params, flags, SIZE)
+        made = [y if b else with_axis(y, SIZE) for y, b in zip(results, found, strict=True)]
+    return build.finish({f"y{i}": y for i, y in enumerate(made)})
+
+
+def slices(use, names):
+    """Operands by parameter for each slice: other seeds, other numbers of the same kind."""
+    made = []
+    for seed in range(SIZE):
+        arrays = use.sample.arrays(seed)
+        made.append({n: np.asarray(arrays[int(n[1:])]) for n in names})
+    return made
+
+
+def check(function, given, flags, engines, close, table=TABLE):
+    names = function.param_names
+    one = ReferenceEngine().compile(function)
+    at = [[g if b else given[0] for b in flags] for g in given]
+    wanted = [one(*(row[k][n] for k, n in enumerate(names))) for row in at]
+    feeds = [
+        np.stack([g[n] for g in given]) if b else given[0][n]
+        for n, b in zip(names, flags, strict=True)
+    ]
+    made = batched(function, flags, table)
+    for engine in engines:
+        found = engine.compile(made)(*feeds)
+        for k, y in enumerate(found):
+            stacked = np.stack([w[k] for w in wanted])
+            if stacked.dtype.kind in "OSUiub":
+                np.testing.assert_array_equal(y, stacked)
+            else:
+                np.testing.assert_allclose(y, stacked, **close)
+
+
+def batches_agree(use):
+    """A batch of all operands, and one of the first alone, give what single slices give."""
+    function, args = recorded(use, np.float32)
+    if not args:
+        return
+    given = [{n: a.astype(args[n].dtype) for n, a in g.items()} for g in slices(use, list(args))]
+    target = OnnxTarget(26 if str(use.row) in MISSING[21] else 21)
+    engines = [ReferenceEngine(), OnnxEngine(target=target)]
+    masks = {tuple([True] * len(args)), tuple(k == 0 for k in range(len(args)))}
+    for flags in sorted(masks):
+        with naming(f"{use} under vmap"):
+            check(function, given, flags, engines, CLOSE, use.table)

@@ -8,8 +8,8 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 from tests.conformance import checks
-from tests.conformance.test_rows import FLAT, MISSING, NO_SYMBOL, OPSETS
-from tests.conformance.test_vmap import batches_agree
+from tests.conformance.checks import batches_agree
+from tests.conformance.rows import FLAT, MISSING, NO_SYMBOL, OPSETS
 from tests.conformance.uses import Use
 
 from triplane.unified_ir.ops.table import TABLE

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tests.conformance.test_rows import FLAT, ids
+from tests.conformance.rows import FLAT, ids
 from tests.conformance.uses import differentiable, first_shallow, recorded
 
 from triplane.unified_ir.autodiff.forward import pushforward

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.conformance.checks import agree
 from tests.conformance.pytorch_cases import OURS
-from tests.conformance.test_rows import FLAT, INTEGERS, NO_GRADIENT, SLOPED
+from tests.conformance.rows import FLAT, INTEGERS, NO_GRADIENT, SLOPED
 from tests.conformance.uses import naming
 
 from triplane.unified_ir.autodiff import value_and_grad, vjp

@@ -4,30 +4,28 @@ import numpy as np
 import pytest
 from onnx import defs
 from tests.conformance import checks
+from tests.conformance.rows import (
+    DRAWN,
+    FLAT,
+    HELD,
+    INTEGERS,
+    MISSING,
+    NO_GRADIENT,
+    NO_SYMBOL,
+    OPSETS,
+    ids,
+)
 from tests.conformance.uses import differentiable, recorded, uses_of
 
 from triplane.unified_ir.ops.table import TABLE
 
-OPSETS = (17, 21, 26)
-
-# fmt: off
-HELD = {  # rows over sequences and optionals
-    "ConcatFromSequence", "Optional", "OptionalGetElement", "OptionalHasElement", "SequenceAt",
-    "SequenceConstruct", "SequenceEmpty", "SequenceErase", "SequenceInsert", "SequenceLength",
-    "SplitToSequence", "triplane.SequenceMap",
-}
-SLOPED = {
-    "ConcatFromSequence", "SequenceAt", "SequenceConstruct", "SequenceErase", "SequenceInsert",
-    "SplitToSequence",
-}
-DRAWN = {
-    "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
-    "RandomUniformLike",
-}
 NO_SAMPLES = {  # tested with regions or sizes of their own
-    "Constant": "test_rows, as constants of the other rows", "triplane.Dims": "tests/onnx",
-    "triplane.Cond": "test_control", "triplane.Scan": "test_control",
-    "triplane.Loop": "test_control", "triplane.CustomGradient": "test_control",
+    "Constant": "test_rows, as constants of the other rows",
+    "triplane.Dims": "tests/onnx",
+    "triplane.Cond": "test_control",
+    "triplane.Scan": "test_control",
+    "triplane.Loop": "test_control",
+    "triplane.CustomGradient": "test_control",
     "triplane.Custom": "tests/ops/test_custom",
     **dict.fromkeys(HELD, "tests/ops/test_sequences.py"),
     **dict.fromkeys(DRAWN, "tests/ops/test_drawing.py"),
@@ -35,52 +33,7 @@ NO_SAMPLES = {  # tested with regions or sizes of their own
     "triplane.Sized": "tests/ops/test_shape_assertions.py",
     "triplane.Checkpoint": "tests/frontend/test_transforms",
 }
-MISSING = {  # rows, or uses of them, that an opset lacks and that have no other form in it
-    17: {
-        "BitCast", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor", "RegexFullMatch",
-        "ScatterElements-3", "ScatterElements-4", "ScatterND-3", "ScatterND-4", "StringConcat",
-        "StringSplit", "triplane.Threefry2x32",
-    },
-    21: {"BitCast"},
-    26: set(),
-}
-NO_GRADIENT = {
-    "And", "ArgMax", "ArgMin",
-    "BitCast", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor",
-    "Constant", "ConstantOfShape",
-    "DequantizeLinear",
-    "Equal",
-    "Greater", "GreaterOrEqual",
-    "IsInf", "IsNaN",
-    "Less", "LessOrEqual",
-    "NonMaxSuppression", "NonZero", "Not",
-    "Or",
-    "QuantizeLinear",
-    "Shape", "Size",
-    "Xor",
-    "triplane.Dims",
-} | (HELD - SLOPED) | DRAWN | {
-    "BlackmanWindow", "HammingWindow", "HannWindow", "ImageDecoder", "MelWeightMatrix",
-    "RegexFullMatch", "StringConcat", "StringNormalizer", "StringSplit", "TfIdfVectorizer",
-    "ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QLinearConv", "QLinearMatMul",
-}
-FLAT = {  # slope 0 where there is one
-    "Ceil", "EyeLike", "Floor", "Hardmax", "Round", "Sign", "triplane.StopGradient",
-}
-INTEGERS = {"triplane.Threefry2x32"}  # a body of integer rows: nothing to differentiate
-NO_SYMBOL = {  # literal sizes, axes of size 1, literals only
-    "AffineGrid-0", "AffineGrid-1", "AffineGrid-2",
-    "ConstantOfShape-0", "ConstantOfShape-1", "ConstantOfShape-2", "Expand-0", "MaxUnpool-1",
-    "QuantizeLinear-1", "Range-0", "Range-1", "Range-2", "Range-3", "Split-0", "Squeeze-0",
-    "Squeeze-1", "triplane.Threefry2x32-1",
-} | {f"{w}Window-{k}" for w in ("Blackman", "Hamming", "Hann") for k in range(4)} | {
-    "MelWeightMatrix-0", "MelWeightMatrix-1",
-}
 # fmt: on
-
-
-def ids(uses):
-    return [str(use) for use in uses]
 
 
 EVERY = uses_of()

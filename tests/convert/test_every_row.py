@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tests.conformance.test_rows import MISSING
+from tests.conformance.rows import MISSING
 from tests.conformance.uses import Use, first_shallow, uses_of
 from tests.convert.every_row import calibration, float_operands, network
 

@@ -2,32 +2,15 @@
 
 import numpy as np
 import pytest
+from tests.convert.latencies import latency
 from tests.quantize import nets
 
 from triplane.unified_ir.convert.latency import (
-    Latency,
     Quartiles,
-    Timing,
     measure_latency,
     quartiles,
 )
 from triplane.unified_ir.quantize import artifact, freeze
-
-
-def timing(median):
-    q = Quartiles(0.9 * median, median, 1.1 * median)
-    return Timing(cpu=q, wall=q)
-
-
-def box(median):
-    return Quartiles(0.9 * median, median, 1.1 * median)
-
-
-def latency(float32, int8, control, *, on_target=True):
-    return Latency(
-        batch=1, rounds=9, float32=timing(float32), control=timing(control), int8=timing(int8),
-        ratio=box(int8 / float32), control_ratio=box(control / float32), on_target=on_target,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

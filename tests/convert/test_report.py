@@ -5,7 +5,7 @@ from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
-from tests.convert.test_latency import latency
+from tests.convert.latencies import latency
 
 from triplane.unified_ir.convert.budgets import Budgets
 from triplane.unified_ir.convert.latency import Quartiles

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tests.support.images import chunk, encoded, header, png_file
 
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
 from triplane.unified_ir import data
@@ -19,38 +20,6 @@ FOREIGN = base64.b64decode(
     "TabnAAAAAElFTkSuQmCC"
 )
 FOREIGN_PIXELS = np.add.outer(np.arange(6) * 21, np.arange(5) * 9) * np.arange(1, 4)[:, None, None]
-
-
-def chunk(kind, body):
-    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-
-def header(width, height, depth=8, colour=0, interlace=0):
-    return chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlace))
-
-
-def png_file(*chunks):
-    return png.SIGNATURE + b"".join(chunks)
-
-
-def encoded(image, kinds):
-    """A PNG of (H, W, C), row y filtered by kinds[y % len(kinds)]: the standard's forward form."""
-    h, w, c = image.shape
-    padded = np.zeros((h + 1, w + 1, c), int)
-    padded[1:, 1:] = image
-    left, up, corner = padded[1:, :-1], padded[:-1, 1:], padded[:-1, :-1]
-    distance = [abs(up - corner), abs(left - corner), abs(left + up - 2 * corner)]
-    nearest = np.argmin(distance, axis=0)
-    paeth = np.choose(nearest, [left, up, corner])
-    predictions = [np.zeros_like(left), left, up, (left + up) // 2, paeth]
-    rows = b"".join(
-        bytes([kind]) + ((image[y] - predictions[kind][y]) % 256).astype(np.uint8).tobytes()
-        for y, kind in enumerate((kinds * h)[:h])
-    )
-    packed = zlib.compress(rows)
-    half = len(packed) // 2
-    parts = [chunk(b"IDAT", packed[:half]), chunk(b"tEXt", b"a"), chunk(b"IDAT", packed[half:])]
-    return png_file(header(w, h, colour=0 if c == 1 else 2), *parts, chunk(b"IEND", b""))
 
 
 IMAGES = st.tuples(st.integers(1, 9), st.integers(1, 9), st.sampled_from([1, 3])).flatmap(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.golden.ir.make import every_field
 from tests.ir import graphs
-from tests.ir.test_text import SMALL, small
+from tests.ir.graphs import SMALL, small
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.autodiff import value_and_grad

@@ -1,48 +1,12 @@
 """The text form: one line per node with types, attributes and the user's line."""
 
-import numpy as np
 import pytest
 from tests.ir import graphs
+from tests.ir.graphs import SMALL, small
 
-from triplane.unified_ir.ir.graph import AttrValue, Function, Location, Meta, Node, OpId, Value
+from triplane.unified_ir.ir.graph import Function, Value
 from triplane.unified_ir.ir.text import function_text, module_text
-from triplane.unified_ir.ir.types import DTYPES, TensorSpec
-
-SMALL = """\
-ops MaxPool@22 triplane.Any@1
-function predict(
-  %x: float32[N,1,8,8],
-  %"odd name": int64[]
-) -> (y: float32[N,1,4,4], "the \\"rest\\"": bool[2]) {
-  %2: float32[N,1,4,4], %3: bool[2] = MaxPool(%x, none) \
-{kernel_shape=(2, 2), strides=(2,)}  # digits.py:12 conv
-  %4: bool[2] = triplane.Any(%3, %"odd name") \
-{a=1, b=-0.5, c="t\\n", d=("u",), e=(N, 3), f=bool[2] {true, false}, g=float16}
-  return %2, %4
-}"""
-
-
-def small():
-    x = Value(TensorSpec(("N", 1, 8, 8)), "x")
-    odd = Value(TensorSpec((), "int64"), "odd name")
-    y, m, r = (
-        Value(t)
-        for t in (TensorSpec(("N", 1, 4, 4)), TensorSpec((2,), "bool"), TensorSpec((2,), "bool"))
-    )
-    attrs = {"strides": (2,), "kernel_shape": (2, 2)}
-    place = Meta(Location("digits.py", 12), "conv")
-    pool = Node(OpId("", "MaxPool", 22), (x, None), (y, m), attrs, (), place)
-    kinds: dict[str, AttrValue] = {
-        "a": 1,
-        "b": -0.5,
-        "c": "t\n",
-        "d": ("u",),
-        "e": TensorSpec(("N", 3)).shape,
-        "f": np.array([True, False]),
-        "g": DTYPES["float16"],
-    }
-    rest = Node(OpId("triplane", "Any", 1), (m, odd), (r,), kinds)
-    return Function("predict", (x, odd), (y, r), ("y", 'the "rest"'), (pool, rest))
+from triplane.unified_ir.ir.types import TensorSpec
 
 
 def test_a_function_reads_as_written():

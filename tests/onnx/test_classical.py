@@ -6,7 +6,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper
-from tests.onnx.test_import import emitted
+from tests.support.onnx_models import emitted
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import import_onnx

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, numpy_helper
-from tests.conformance.test_rows import MISSING
+from tests.conformance.rows import MISSING
 from tests.conformance.uses import naming, recorded, uses_of
 
 from triplane.proto.errors import InvalidInput

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tests.onnx.test_import import agree, text_model
+from tests.support.onnx_models import agree, text_model
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import grad, import_onnx, nn

@@ -8,7 +8,7 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, numpy_helper
 from tests.onnx.networks import Writer
-from tests.onnx.test_import import agree, text_model
+from tests.support.onnx_models import agree, text_model
 
 from triplane.unified_ir import import_onnx
 from triplane.unified_ir.onnx import Initializer, emit, serialize

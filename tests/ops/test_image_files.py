@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tests.data.test_images import encoded
+from tests.support.images import encoded
 
 from triplane.proto.errors import Corrupt, InvalidInput
 from triplane.unified_ir.engines.reference import ReferenceEngine
