@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from tests.faults import test_device_power, test_spool_power
 from tests.faults.cuts import cuts, made
+from tests.faults.harm import check_harmed, check_restored
 from tests.faults.lab import Lab, Tally, rejoined_s
-from tests.faults.test_harm import check_harmed, check_restored
-from tests.faults.test_rounds import check_exact, check_replays
+from tests.faults.rounds import check_exact, check_replays
 
 SEED = 2026
 ROOT = Path(__file__).parents[2]
