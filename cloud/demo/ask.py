@@ -31,10 +31,10 @@ def ask(address: str, model: str, x: Array, y: Array) -> CallStatistics:
         name, result = metadata.inputs[0].name, metadata.outputs[0].name
         right, times_ms = 0, []
         for sample, label in zip(x, y, strict=True):
-            given = client_module.InferInput(name, [1, *sample.shape], "FP32")
-            given.set_data_from_numpy(sample[None])
+            tensor = client_module.InferInput(name, [1, *sample.shape], "FP32")
+            tensor.set_data_from_numpy(sample[None])
             start = time.perf_counter()
-            answer = client.infer(model, [given]).as_numpy(result)
+            answer = client.infer(model, [tensor]).as_numpy(result)
             times_ms.append((time.perf_counter() - start) * 1e3)
             right += int(answer.argmax() == label)
     finally:

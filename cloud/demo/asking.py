@@ -30,8 +30,8 @@ LEAST_SAMPLES: Final = 30 * DEVICES
 def shards_of(data: Dataset, seed: int = 0) -> dict[str, Shard]:
     """A part of the data for each device; y says whether it is one of the device's own classes."""
     samples: dict[str, Array] = {"x": np.asarray(data.x), "y": np.asarray(data.y)}
-    found = evenly(samples, DEVICES, held_out=0.4, seed=seed)
-    return {name: _asked(shard, name, len(data.labels), seed) for name, shard in found.items()}
+    shards = evenly(samples, DEVICES, held_out=0.4, seed=seed)
+    return {name: _asked(shard, name, len(data.labels), seed) for name, shard in shards.items()}
 
 
 def _asked(shard: Shard, device: str, classes: int, seed: int) -> Shard:
@@ -51,15 +51,15 @@ def save(path: Path, shard: Shard) -> Path:
 
 def save_episodes(path: Path, shards: Mapping[str, Shard]) -> Path:
     """Signed samples: for each question a support set to adapt to and a query set to answer."""
-    found: dict[str, list[Array]] = {}
+    arrays: dict[str, list[Array]] = {}
     for name, shard in shards.items():
         order = Draws(0, 0, name, "episode").permutation(shard.examples)
         size = shard.examples // 2
         for what, rows in (("support", order[:size]), ("query", order[size : 2 * size])):
             for key in ("x", "y"):
-                found.setdefault(f"{what}.{key}", []).append(shard.train[key][rows])
-    least = min(len(part) for part in found["query.y"])
-    stacked = {name: np.stack([part[:least] for part in parts]) for name, parts in found.items()}
+                arrays.setdefault(f"{what}.{key}", []).append(shard.train[key][rows])
+    least = min(len(part) for part in arrays["query.y"])
+    stacked = {name: np.stack([part[:least] for part in parts]) for name, parts in arrays.items()}
     np.savez(path, allow_pickle=False, **stacked)
     return path
 
@@ -73,8 +73,8 @@ class AdaptedScores:
 
     def of(self, *, seen: bool, adapted: bool) -> list[float]:
         """Accuracies of the devices that learned, or of the others."""
-        found = (s for s in self.scores if s.seen is seen)
-        return [s.after if adapted else s.before for s in found]
+        scores = (s for s in self.scores if s.seen is seen)
+        return [s.after if adapted else s.before for s in scores]
 
 
 def answered(
@@ -92,9 +92,9 @@ def answered(
     )  # fmt: skip
     scores = []
     for i, (name, shard) in enumerate(sorted(shards.items())):
-        found = evaluate(plan, replace(work, device=name), shard, steps=INNER_STEPS)
+        score = evaluate(plan, replace(work, device=name), shard, steps=INNER_STEPS)
         scores.append(
-            DeviceScore(name, i < LEARNING, round_, found.samples, found.before, found.after)
+            DeviceScore(name, i < LEARNING, round_, score.samples, score.before, score.after)
         )
     return AdaptedScores(rate, tuple(scores))
 

@@ -67,7 +67,7 @@ def learn(stage: DemoStage, fleet: DemoFleet) -> bool:
             killer.join()
             until("both nodes done with it", lambda: _both_done(fleet.cloud, runs["maml"]))
             kept = _kept(fleet.cloud)
-    stage.say(f"   {killer.told}")
+    stage.say(f"   {killer.message}")
     _compare(stage, fleet.cloud, runs, shards, killer)
     _gone_live(stage, clients, runs["maml"], kept)
     return True
@@ -144,7 +144,7 @@ def _devices(
     stage: DemoStage, cloud: DemoCloud, shards: dict[str, Shard]
 ) -> Iterator[list[DeviceProcess]]:
     """Enrolled and running, each with its own samples."""
-    found = []
+    devices = []
     with contextlib.ExitStack() as running:
         for name, shard in shards.items():
             home = stage.file(name)
@@ -159,8 +159,8 @@ def _devices(
             device = DeviceProcess(name, home, stage.file(f"{name}.log"))
             device.start()
             running.callback(device.stop)
-            found.append(device)
-        yield found
+            devices.append(device)
+        yield devices
 
 
 def _run(stage: DemoStage, cloud: DemoCloud, algorithm: str, *more: str) -> dict[str, Any]:
@@ -173,10 +173,10 @@ def _run(stage: DemoStage, cloud: DemoCloud, algorithm: str, *more: str) -> dict
         "--patience", "2s", "--steps", str(STEPS), "--batch-size", "40", "--support", "40",
         "--query", "40", "--lr", rate, "--meta-lr", rate, "--inner-steps", str(INNER_STEPS), *more,
     )  # fmt: skip
-    found: dict[str, Any] = cloud.ask("federate", "show", "last")
-    if code or found["phase"] != "done":
-        raise processes.ProcessFailed(f"the run ended {found['phase']}: {found.get('reason', '')}")
-    return found
+    run: dict[str, Any] = cloud.ask("federate", "show", "last")
+    if code or run["phase"] != "done":
+        raise processes.ProcessFailed(f"the run ended {run['phase']}: {run.get('reason', '')}")
+    return run
 
 
 class _DeviceKiller(threading.Thread):
@@ -186,7 +186,7 @@ class _DeviceKiller(threading.Thread):
         super().__init__(name="killer", daemon=True)
         self._cloud, self._victims = cloud, victims
         self.killed = self.back = 0
-        self.told = ""
+        self.message = ""
 
     def run(self) -> None:
         """See the class."""
@@ -197,7 +197,7 @@ class _DeviceKiller(threading.Thread):
             self.back = self._round(BACK_AT)
             self._victims[0].start()
             first, second = (device.name for device in self._victims)
-            self.told = (
+            self.message = (
                 f"{first} and {second} died by kill -9 in round {self.killed}; {first} came back "
                 f"in round {self.back}"
             )
@@ -205,9 +205,9 @@ class _DeviceKiller(threading.Thread):
     def _round(self, number: int) -> int:
         """Wait for a round of the run that is going on."""
         while True:
-            found = self._cloud.ask("federate", "show", "last")
-            at = int(found.get("round", 0))
-            if found["spec"]["algorithm"] == "maml" and at >= number:
+            record = self._cloud.ask("federate", "show", "last")
+            at = int(record.get("round", 0))
+            if record["spec"]["algorithm"] == "maml" and at >= number:
                 return at
             threading.Event().wait(STEP_S)
 
@@ -241,13 +241,13 @@ class _AskingClient:
     def _once(self) -> None:
         samples = self._shard.held_out
         try:
-            found = ask(self._address, MODEL, samples["x"], samples["y"])
+            answers = ask(self._address, MODEL, samples["x"], samples["y"])
         except Exception as error:  # noqa: BLE001 - whatever a client may raise is a failed call
             self.error = self.error or f"{type(error).__name__}: {error}"
             self._stop.set()
             return
-        self.calls += found.calls
-        self.accuracies.append(found.accuracy)
+        self.calls += answers.calls
+        self.accuracies.append(answers.accuracy)
 
 
 def _models(cloud: DemoCloud) -> dict[str, dict[str, Any]]:
@@ -261,8 +261,8 @@ def _models(cloud: DemoCloud) -> dict[str, dict[str, Any]]:
 def _both_done(cloud: DemoCloud, run: dict[str, Any]) -> bool:
     """Each node serves the result, or has found that what it serves answers better."""
     version = int(run["result"].rpartition("@")[2])
-    told = _models(cloud).values()
-    return all(m.get("version") == version and m.get("state") in DONE for m in told)
+    models = _models(cloud).values()
+    return all(m.get("version") == version and m.get("state") in DONE for m in models)
 
 
 def _kept(cloud: DemoCloud) -> dict[str, str]:
@@ -285,15 +285,15 @@ def _compare(
         ("", "six that learned", "", "six others", ""),
         ("", "mean", "worst", "mean", "worst"),
     ]
-    for name, found in tried.items():
-        for adapted, what in ((False, name), (True, f"{name}, adapted at rate {found.rate:g}")):
-            groups = [found.of(seen=seen, adapted=adapted) for seen in (True, False)]
+    for name, scores in tried.items():
+        for adapted, what in ((False, name), (True, f"{name}, adapted at rate {scores.rate:g}")):
+            groups = [scores.of(seen=seen, adapted=adapted) for seen in (True, False)]
             figures = [f(g) for g in groups for f in (np.mean, np.min)]
             rows.append((what, *(f"{100 * float(f):.1f}" for f in figures)))
     stage.say("\n   accuracy on samples that neither learning nor adaptation saw, in percent:")
     for first, *rest in rows:
         stage.say(f"   {first:32}" + "".join(f"{cell:>18}" for cell in rest))
-    trials = [_trial(name, found, runs[name], stage.rounds) for name, found in tried.items()]
+    trials = [_trial(name, scores, runs[name], stage.rounds) for name, scores in tried.items()]
     stage.file("learning.svg").write_text(
         picture(trials, "Twelve devices, a question each: before and after adaptation")
     )
@@ -318,12 +318,12 @@ def _answers(
     return asking.best([answered(module, name, rate, shards, stage.rounds) for rate in rates])
 
 
-def _trial(name: str, found: AdaptedScores, run: dict[str, Any], number: int) -> Trial:
+def _trial(name: str, scores: AdaptedScores, run: dict[str, Any], number: int) -> Trial:
     rounds = [r for r in run["rounds"] if not r.get("evaluates")]
     sent = sum(int(r.get("bytes_up", 0)) for r in rounds)
     taken = sum(int(r.get("bytes_down", 0)) for r in rounds)
     last = RoundRow(number, LEARNING, 0.0, sent, taken, 0.0)
-    return Trial(name, [last], found.scores, {}, {})
+    return Trial(name, [last], scores.scores, {}, {})
 
 
 def _gone_live(

@@ -154,14 +154,14 @@ def addresses(fleet: DemoFleet) -> dict[str, Any]:
 
 def linger(stage: DemoStage, fleet: DemoFleet) -> None:
     """On a terminal, leaves the fleet up until Ctrl-C; elsewhere says how to start it again."""
-    told = addresses(fleet)
-    stage.say(f"\nDashboard: {told['dashboard']} (to change things: {told['dashboard_token']})")
+    places = addresses(fleet)
+    stage.say(f"\nDashboard: {places['dashboard']} (to change things: {places['dashboard_token']})")
     stage.say(f"Operator:  export TRIPLANE_IDENTITY={fleet.cloud.home / 'operator'}")
     if sys.stdin.isatty() and sys.stderr.isatty():
         stage.say("The cloud and both nodes run on. Ctrl-C ends them.")
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
-    again = "\n".join(f"  {command}" for command in told["start_again"])
+    again = "\n".join(f"  {command}" for command in places["start_again"])
     stage.say(
         f"The cloud and the nodes are stopped. Start them again, each in a terminal:\n{again}"
     )

@@ -85,11 +85,11 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         keep.mkdir(parents=True, exist_ok=True)
         yield keep
         return
-    made = Path(tempfile.mkdtemp(prefix="triplane-demo-"))
+    folder = Path(tempfile.mkdtemp(prefix="triplane-demo-"))
     try:
-        yield made
+        yield folder
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _small(data: Dataset) -> Dataset:
@@ -226,20 +226,20 @@ def _fine_tune(stage: DemoStage) -> None:
         x=changed(own.x), y=own.y,
         x_test=changed(test.x), y_test=test.y,
     )  # fmt: skip
-    found = processes.checked_json(
+    tuned = processes.checked_json(
         processes.python(
             FINE_TUNE, stage.file("digits.plan"), samples, str(TUNING_STEPS), str(TUNING_BATCH)
         )
     )
-    if found["foreign"]:
-        raise InvalidInput(f"the fine-tuning process imported {found['foreign']}")
+    if tuned["foreign"]:
+        raise InvalidInput(f"the fine-tuning process imported {tuned['foreign']}")
     stage.say(
         f"   {TUNING_STEPS} steps of the plan's local_update graph in a process with onnxruntime, "
-        f"numpy, protobuf and triplane's runtime: accuracy {found['before']:.3f} -> "
-        f"{found['after']:.3f}, peak memory {found['peak_rss_mb']:.0f} MB"
+        f"numpy, protobuf and triplane's runtime: accuracy {tuned['before']:.3f} -> "
+        f"{tuned['after']:.3f}, peak memory {tuned['peak_rss_mb']:.0f} MB"
     )
     stage.summary.add(
-        "fine-tune", "changed camera", f"{found['before']:.3f} -> {found['after']:.3f}, "
-        f"{found['peak_rss_mb']:.0f} MB", camera_before=found["before"],
-        camera_after=found["after"], fine_tune_peak_rss_mb=found["peak_rss_mb"],
+        "fine-tune", "changed camera", f"{tuned['before']:.3f} -> {tuned['after']:.3f}, "
+        f"{tuned['peak_rss_mb']:.0f} MB", camera_before=tuned["before"],
+        camera_after=tuned["after"], fine_tune_peak_rss_mb=tuned["peak_rss_mb"],
     )  # fmt: skip

@@ -293,7 +293,7 @@ def test_a_trace_that_changes_what_it_reads_runs_at_every_call_as_python_does():
     net = Counting()
     for k in (1, 2, 3):
         np.testing.assert_array_equal(net(X), X * k)
-    assert not programs_of(net).find(next(iter(programs_of(net)._found), None))
+    assert not programs_of(net).find(next(iter(programs_of(net)._by_key), None))
 
 
 def test_equal_values_put_in_place_of_others_are_no_change():

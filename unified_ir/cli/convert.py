@@ -166,14 +166,14 @@ def _converted(
 
 
 def _record(report: Report) -> dict[str, Any]:
-    made = report.record()
+    record = report.record()
     if report.path is not None:
-        made["bundle"] = {
+        record["bundle"] = {
             "path": str(report.path),
             "digest": report.digest,
             "content_digest": report.content_digest,
         }
-    return made
+    return record
 
 
 def _save_reports(report: Report, record: dict[str, Any], options: dict[str, Any]) -> None:

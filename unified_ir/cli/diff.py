@@ -80,12 +80,12 @@ def _compared(a: Module, b: Module) -> dict[str, Any]:
 
 def _mapping(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """Keys added and removed, and values changed; empty where there is nothing to say."""
-    found = {
+    kinds = {
         "added": [k for k in b if k not in a],
         "removed": [k for k in a if k not in b],
         "changed": {k: [a[k], b[k]] for k in a if k in b and a[k] != b[k]},
     }
-    return {k: v for k, v in found.items() if v}
+    return {k: v for k, v in kinds.items() if v}
 
 
 def _nodes(a: Function, b: Function) -> dict[str, list[str]]:
@@ -129,7 +129,7 @@ def _plain(line: str) -> str:
 
 
 def _state(a: Module, b: Module) -> dict[str, Any]:
-    found = _mapping(
+    changes = _mapping(
         {k: f"{t.type} {t.role}" for k, t in a.state.items()},
         {k: f"{t.type} {t.role}" for k, t in b.state.items()},
     )
@@ -140,7 +140,7 @@ def _state(a: Module, b: Module) -> dict[str, Any]:
         and tensor.type == b.state[name].type
         and tensor.array.tobytes() != b.state[name].array.tobytes()
     }
-    return found | ({"moved": moved} if moved else {})
+    return changes | ({"moved": moved} if moved else {})
 
 
 def _change(a: Array, b: Array) -> dict[str, Any]:
@@ -182,11 +182,11 @@ def _lines(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"state {name.ljust(width)}  {_change_text(change)}"
 
 
-def _mapping_lines(what: str, found: Mapping[str, Any]) -> Iterator[str]:
+def _mapping_lines(what: str, changes: Mapping[str, Any]) -> Iterator[str]:
     for kind in ("removed", "added"):
-        for name in found.get(kind, ()):
+        for name in changes.get(kind, ()):
             yield f"{what} {name!r} {kind}"
-    for name, (a, b) in found.get("changed", {}).items():
+    for name, (a, b) in changes.get("changed", {}).items():
         yield f"{what} {name!r}: {a!r} -> {b!r}"
 
 

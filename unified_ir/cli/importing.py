@@ -158,12 +158,12 @@ def _some(names: list[str]) -> str:
 
 
 def _shapes(texts: tuple[str, ...]) -> dict[str, tuple[int | str, ...]]:
-    given: dict[str, tuple[int | str, ...]] = {}
+    shapes: dict[str, tuple[int | str, ...]] = {}
     for name, sizes in map(_shape, texts):
-        if name in given:
+        if name in shapes:
             raise InvalidInput(f"--shape says {name!r} twice; give each input once")
-        given[name] = sizes
-    return given
+        shapes[name] = sizes
+    return shapes
 
 
 def _shape(text: str) -> tuple[str, tuple[int | str, ...]]:

@@ -216,13 +216,13 @@ def _signature_record(file: Container) -> dict[str, Any]:
         return {}
     from triplane.unified_ir.runtime import description
 
-    found = description.decode(file.part("bundle.pb"), f"{file.path.name}: bundle.pb")
+    bundle = description.decode(file.part("bundle.pb"), f"{file.path.name}: bundle.pb")
     return {
-        "name": found.name,
-        "version": found.version,
-        "target": found.target,
-        "inputs": [f"{i.name}: {_type_text(i.dtype, i.shape)}" for i in found.inputs],
-        "outputs": [f"{i.name}: {_type_text(i.dtype, i.shape)}" for i in found.outputs],
+        "name": bundle.name,
+        "version": bundle.version,
+        "target": bundle.target,
+        "inputs": [f"{i.name}: {_type_text(i.dtype, i.shape)}" for i in bundle.inputs],
+        "outputs": [f"{i.name}: {_type_text(i.dtype, i.shape)}" for i in bundle.outputs],
     }
 
 

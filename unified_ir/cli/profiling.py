@@ -20,7 +20,7 @@ SHOWN: Final = 12
 
 def sizes_of(_: click.Context, param: click.Parameter, value: str | None) -> dict[str, int]:
     """`N=32,T=10` as a dict."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in value.split(",") if value else ():
         name, sign, size = part.partition("=")
         if not sign or not name.strip() or not size.strip().isdecimal() or int(size) < 1:
@@ -28,8 +28,8 @@ def sizes_of(_: click.Context, param: click.Parameter, value: str | None) -> dic
                 f"sizes are written N=32,T=10 with whole numbers from 1 on, got {part!r}",
                 param=param,
             )
-        found[name.strip()] = int(size)
-    return found
+        sizes[name.strip()] = int(size)
+    return sizes
 
 
 def entry_profile(module: Module, entry: str | None, sizes: Mapping[str, int]) -> dict[str, Any]:
@@ -47,16 +47,16 @@ def entry_profile(module: Module, entry: str | None, sizes: Mapping[str, int]) -
     held = [p.name for p in function.params if p.name in module.state]
     args |= {k: module.initial(k) for k in held}
     state = held if module.assigned(name) else []
-    found = profiled(function, args, state=state)
+    profile = profiled(function, args, state=state)
     used = {s: sizes.get(s, DEFAULT_SIZE) for s in sorted(known)}
-    return {"entry": name, "sizes": used, **_record(found)}
+    return {"entry": name, "sizes": used, **_record(profile)}
 
 
-def _record(found: Profile) -> dict[str, Any]:
+def _record(profile: Profile) -> dict[str, Any]:
     return {
-        "total_ms": found.total_ms,
-        "calls": found.calls,
-        **{k: [asdict(s) for s in getattr(found, k)] for k in ("nodes", "ops", "lines")},
+        "total_ms": profile.total_ms,
+        "calls": profile.calls,
+        **{k: [asdict(s) for s in getattr(profile, k)] for k in ("nodes", "ops", "lines")},
     }
 
 

@@ -345,8 +345,8 @@ def _failure(error: Exception) -> _Failure:
     if isinstance(error, ModuleNotFoundError) and error.name and (extra := _extra_of(error.name)):
         error = _missing(error.name, extra)
     if isinstance(error, MemoryError):
-        found = str(error) or "this machine has no more to give"
-        error = Unavailable(f"out of memory: {found}; take smaller sizes, or a larger machine")
+        reason = str(error) or "this machine has no more to give"
+        error = Unavailable(f"out of memory: {reason}; take smaller sizes, or a larger machine")
     for family, code in EXIT_CODES.items():
         if isinstance(error, family):
             return _Failure(family.__name__, str(error), code)

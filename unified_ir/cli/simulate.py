@@ -207,11 +207,11 @@ def simulate(**options: Any) -> None:
         click.get_current_context().exit(EXIT_CODES[InvalidInput])
 
 
-def _names(given: tuple[str, ...]) -> tuple[str, ...]:
+def _names(names: tuple[str, ...]) -> tuple[str, ...]:
     """Each algorithm once, in the order asked for."""
     from triplane.unified_ir.federated.algorithms import ALGORITHMS
 
-    every = [n for name in given for n in (ALGORITHMS if name == ALL else (name,))]
+    every = [n for name in names for n in (ALGORITHMS if name == ALL else (name,))]
     return tuple(dict.fromkeys(every))
 
 
@@ -270,12 +270,12 @@ def _study(name: str, options: dict[str, Any]) -> Study:
 
     row = algorithm(name)
     server_lr = row.server_lr if options["server_lr"] is None else options["server_lr"]
-    given = {k: options[k] for k in ("lr", "meta_lr", "inner_steps", "proximal")}
+    rates = {k: options[k] for k in ("lr", "meta_lr", "inner_steps", "proximal")}
     names = ("rounds", "devices", "steps", "batch_size", "support", "query", "evaluate_every")
     compression = options["compression"] or ""
     return Study(
         algorithm=name,
-        hyper=Hyper(server_lr=server_lr, **given),
+        hyper=Hyper(server_lr=server_lr, **rates),
         rates=() if row.learns_rates else options["rates"],
         compression=compression,
         keep=options["keep"] if compression == "top-k" else 1.0,
@@ -302,22 +302,22 @@ def _trial(study: Study, module: Module, groups: Groups, folder: Path | None, no
         heard.extend([number] if rate is None else [])
         note(f"{name} scored after round {number}{at}  {_accuracies(scores)}")
 
-    made = run(
+    trial = run(
         module, seen, study, unseen=unseen, folder=folder and folder / name,
         on_round=on_round, on_scores=on_scores,
     )  # fmt: skip
     if not heard:
         note(f"{name} was finished; read back from {folder}")
-    return made
+    return trial
 
 
 def _accuracies(scores: Sequence[DeviceScore]) -> str:
     """Mean accuracy in percent before and after adaptation, by group of devices."""
     from triplane.unified_ir.federated.study import summary
 
-    found = {group: summary(s for s in scores if s.seen is seen) for group, seen in GROUPS}
+    means = {group: summary(s for s in scores if s.seen is seen) for group, seen in GROUPS}
     return ", ".join(
-        f"{group} {100 * s.before:.1f} -> {100 * s.after:.1f}" for group, s in found.items() if s
+        f"{group} {100 * s.before:.1f} -> {100 * s.after:.1f}" for group, s in means.items() if s
     )
 
 
@@ -345,11 +345,11 @@ def _lines(trials: list[Trial]) -> list[str]:
     lines = ["algorithm  devices           before  adapted  worst tenth     MB up"]
     for trial in trials:
         for group, seen in GROUPS:
-            found = summary(trial.final(seen=seen))
-            if found is not None:
+            scores = summary(trial.final(seen=seen))
+            if scores is not None:
                 lines.append(
-                    f"{trial.algorithm:10} {found.devices:5} {group:9} {100 * found.before:8.1f} "
-                    f"{100 * found.after:8.1f} {100 * found.after_worst_tenth:12.1f} "
+                    f"{trial.algorithm:10} {scores.devices:5} {group:9} {100 * scores.before:8.1f} "
+                    f"{100 * scores.after:8.1f} {100 * scores.after_worst_tenth:12.1f} "
                     f"{trial.bytes_up / 1e6:9.1f}"
                 )
     return lines
@@ -379,13 +379,13 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
     }
     # fmt: on
     left_out = {"as_json", "folder", "out", "model", "algorithms"}
-    told = {
+    facts = {
         k.replace("_", " ").replace("way", "partition"): _shown(v)
         for k, v in options.items()
         if k not in left_out and matters.get(k, True)
     }
     sizes = {"devices taking part": str(len(groups[0])), "devices unseen": str(len(groups[1]))}
-    return sizes | {k: v for k, v in told.items() if v}
+    return sizes | {k: v for k, v in facts.items() if v}
 
 
 def _shown(value: object) -> str:

@@ -258,8 +258,8 @@ def command(**options: Any) -> None:
 
 def _step_tuning(trainer: Trainer) -> dict[str, str]:
     """What tuning and the memory budget did, where they were asked for."""
-    found = {"tuning": trainer.tuning, "memory": trainer.memory_plan}
-    return {name: str(value) for name, value in found.items() if value is not None}
+    outcomes = {"tuning": trainer.tuning, "memory": trainer.memory_plan}
+    return {name: str(value) for name, value in outcomes.items() if value is not None}
 
 
 def _blame_file(error: Exception, spec: str) -> None:
@@ -420,16 +420,16 @@ def load_cell(spec: str, *, batch_norm: BatchNormMode = "kept") -> Cell:
             f"the cell is given as FILE.py:Cell, MODEL.onnx, .tpm or zoo:NAME, got {spec!r}"
         )
     module = _load_module(Path(file))
-    found = getattr(module, name, None)
-    if found is None:
+    attribute = getattr(module, name, None)
+    if attribute is None:
         known = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Cell)]
         raise NotFound(f"{file} defines no {name!r}; cells there: {', '.join(known) or 'none'}")
-    made = found() if callable(found) else found
-    if not isinstance(made, Cell):
+    cell = attribute() if callable(attribute) else attribute
+    if not isinstance(cell, Cell):
         raise InvalidInput(
-            f"{spec} gives an object of type {type(made).__name__}; it must give an nn.Cell"
+            f"{spec} gives an object of type {type(cell).__name__}; it must give an nn.Cell"
         )
-    return made
+    return cell
 
 
 def _of_zoo(spec: str) -> Cell:
@@ -437,18 +437,18 @@ def _of_zoo(spec: str) -> Cell:
     from triplane.unified_ir.zoo import network
 
     name, *options = spec.split(",")
-    given: dict[str, int | float] = {}
+    settings: dict[str, int | float] = {}
     for option in options:
         key, _, value = option.partition("=")
         try:
-            given[key] = float(value) if "." in value else int(value)
+            settings[key] = float(value) if "." in value else int(value)
         except ValueError:
             raise InvalidInput(
                 f"options of a zoo network are NAME=NUMBER, such as zoo:resnet8,channels=1; got "
                 f"{option!r}"
             ) from None
     try:
-        return network(name, **given)
+        return network(name, **settings)
     except TypeError as error:
         raise InvalidInput(f"zoo:{name} does not take these options: {error}") from error
 

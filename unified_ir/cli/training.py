@@ -76,12 +76,12 @@ def optimizer(options: Mapping[str, Any], total: int) -> Optimizer:
     from triplane.unified_ir import optim
 
     kind, fixed = OPTIMIZERS[options["optimizer"]]
-    given: dict[str, Any] = dict(fixed)
+    arguments: dict[str, Any] = dict(fixed)
     if options["weight_decay"] is not None:
-        given["weight_decay"] = options["weight_decay"]
-    given["groups"] = tuple(optim.Group(p, frozen=True) for p in options["freeze"])
-    made: Optimizer = getattr(optim, kind)(_rate(options, total), **given)
-    return made
+        arguments["weight_decay"] = options["weight_decay"]
+    arguments["groups"] = tuple(optim.Group(p, frozen=True) for p in options["freeze"])
+    chosen: Optimizer = getattr(optim, kind)(_rate(options, total), **arguments)
+    return chosen
 
 
 def _rate(options: Mapping[str, Any], total: int) -> Any:
@@ -115,8 +115,8 @@ def schedule(text: str, lr: float, total: int) -> Schedule:
         raise InvalidInput(f"--schedule {name} needs {missing[0]}, such as {name}:{missing[0]}=10")
     whole = {k: _whole(f"--schedule {name}", v) if k in _COUNTS else v for k, v in fields.items()}
     ends = {} if row.total is None else {row.total: total}
-    made: Schedule = getattr(optim, row.kind)(**{row.lr: lr}, **ends, **whole)
-    return made
+    chosen: Schedule = getattr(optim, row.kind)(**{row.lr: lr}, **ends, **whole)
+    return chosen
 
 
 def _value(what: str, key: str, text: str) -> Any:
@@ -166,7 +166,7 @@ def metrics(names: tuple[str, ...]) -> dict[str, Any] | None:
         return None
     from triplane.unified_ir import nn, train
 
-    made = {
+    known = {
         "accuracy": nn.accuracy,
         "top5": train.TopK(5),
         "precision": train.Precision(),
@@ -174,17 +174,17 @@ def metrics(names: tuple[str, ...]) -> dict[str, Any] | None:
         "f1": train.F1(),
         "perplexity": train.Perplexity(),
     }
-    return {name: made[name] for name in dict.fromkeys(names)}
+    return {name: known[name] for name in dict.fromkeys(names)}
 
 
 def weights(text: str | None) -> list[float] | None:
     """--class-weights: numbers above or at 0 by commas."""
     if text is None:
         return None
-    found = [_number("--class-weights", part) for part in text.split(",")]
-    if not all(0 <= w < math.inf for w in found):
+    numbers = [_number("--class-weights", part) for part in text.split(",")]
+    if not all(0 <= w < math.inf for w in numbers):
         raise InvalidInput(f"--class-weights are finite and >= 0, got {text}")
-    return found
+    return numbers
 
 
 def _number(what: str, text: str) -> float:

@@ -32,13 +32,13 @@ def augmented(dataset: Dataset, *changes: Change, copies: int = 1, seed: int = 0
     for _ in range(copies):
         x = dataset.x
         for change in changes:
-            made = np.asarray(change(x, rng))
-            if made.shape != x.shape or made.dtype != np.float32:
+            changed = np.asarray(change(x, rng))
+            if changed.shape != x.shape or changed.dtype != np.float32:
                 raise InvalidInput(
                     f"{_name(change)} takes float32{list(x.shape)} and gives the same, got "
-                    f"{made.dtype}{list(made.shape)}"
+                    f"{changed.dtype}{list(changed.shape)}"
                 )
-            x = made
+            x = changed
         parts.append(x)
     return Dataset(np.concatenate(parts), np.tile(dataset.y, copies + 1), dataset.labels)
 
@@ -70,8 +70,8 @@ def _shifted(x: Images, rng: np.random.Generator, *, most: int, fill: float) -> 
     down, right = rng.integers(0, 2 * most + 1, (2, n))
     rows = down[:, None] + np.arange(height)
     columns = right[:, None] + np.arange(width)
-    made: Images = framed[np.arange(n)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
-    return np.ascontiguousarray(made.transpose(0, 3, 1, 2))
+    shifted: Images = framed[np.arange(n)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
+    return np.ascontiguousarray(shifted.transpose(0, 3, 1, 2))
 
 
 def _noisy(x: Images, rng: np.random.Generator, *, scale: float) -> Images:

@@ -50,12 +50,12 @@ def read(folder: Path) -> Dataset:
 
 def class_folders(folder: Path) -> list[Path]:
     """The sub-folders in order of name; NotFound where there are none."""
-    found = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    if not found:
+    folders = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    if not folders:
         raise NotFound(f"{folder} has no sub-folders; each class has one, named after it")
-    if len(found) > MAX_CLASSES:
-        raise InvalidInput(f"{folder} has {len(found)} classes; at most {MAX_CLASSES} are read")
-    return found
+    if len(folders) > MAX_CLASSES:
+        raise InvalidInput(f"{folder} has {len(folders)} classes; at most {MAX_CLASSES} are read")
+    return folders
 
 
 def _images(folder: Path) -> Iterator[tuple[Path, NDArray[np.uint8]]]:

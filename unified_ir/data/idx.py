@@ -49,14 +49,14 @@ def labels_beside(images: Path) -> Path:
 def array(path: Path, *, rank: int) -> NDArray[Any]:
     """The array of one file: (N, H, W) or (N,) uint8."""
     with bounded.inflated(path) as file:
-        zero, kind, found = struct.unpack(">HBB", bounded.exactly(file, 4, f"{path}: header"))
+        zero, kind, file_rank = struct.unpack(">HBB", bounded.exactly(file, 4, f"{path}: header"))
         if zero != 0:
             raise Corrupt(f"{path} is no IDX file: it starts with {zero:#06x}, not with two zeros")
         if kind != UNSIGNED_BYTE:
             name = OTHER_TYPES.get(kind, f"type {kind:#04x}")
             raise InvalidInput(f"{path} holds {name}; unsigned bytes (type 0x08) are read")
-        if found != rank:
-            raise InvalidInput(f"{path} has rank {found}; rank {rank} is expected")
+        if file_rank != rank:
+            raise InvalidInput(f"{path} has rank {file_rank}; rank {rank} is expected")
         sizes = bounded.exactly(file, 4 * rank, f"{path}: sizes")
         shape = struct.unpack(f">{rank}I", sizes)
         _check_shape(path, shape)

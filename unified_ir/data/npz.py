@@ -68,9 +68,9 @@ def read(path: Path, *, top: int = TOP) -> tuple[Dataset, ...]:
                         from_arrays(_array(path, archive, x), _array(path, archive, y), top=top)
                         for x, y in pairs
                     )
-    found = ", ".join(sorted(present)[:8]) or "nothing"
+    names = ", ".join(sorted(present)[:8]) or "nothing"
     raise NotFound(
-        f"{path} needs the arrays x and y (or x_train, y_train, x_test, y_test): {found}"
+        f"{path} needs the arrays x and y (or x_train, y_train, x_test, y_test): {names}"
     )
 
 

@@ -68,14 +68,14 @@ def _parts(source: str | Path) -> tuple[Dataset, ...]:
 
 
 def _folder_parts(path: Path) -> tuple[Dataset, ...]:
-    found = sorted(p for p in path.iterdir() if p.is_file() and idx.is_images(p))
-    by_role = {p.name.partition("-")[0]: p for p in found}
+    files = sorted(p for p in path.iterdir() if p.is_file() and idx.is_images(p))
+    by_role = {p.name.partition("-")[0]: p for p in files}
     if by_role.keys() == {"train", "t10k"}:
         return idx.read(by_role["train"]), idx.read(by_role["t10k"])
-    if len(found) > 1:
-        raise InvalidInput(f"{path} has {len(found)} files of IDX images; name one of them")
-    if found:
-        return (idx.read(found[0]),)
+    if len(files) > 1:
+        raise InvalidInput(f"{path} has {len(files)} files of IDX images; name one of them")
+    if files:
+        return (idx.read(files[0]),)
     if {p.name for p in path.iterdir() if p.is_dir()} == {"train", "test"}:
         return folder.read(path / "train"), folder.read(path / "test")
     return (folder.read(path),)

@@ -164,10 +164,10 @@ def write_into(
         _stream(file, offset, data) for offset, data in zip(layout.data[1:], parts, strict=True)
     ]
     shas, crcs = [sha for sha, _ in done], [crc for _, crc in done]
-    made = _manifest(kind, parts, shas, properties, parent, crcs)
-    stored = manifests.encode(made)
+    manifest = _manifest(kind, parts, shas, properties, parent, crcs)
+    stored = manifests.encode(manifest)
     assert len(stored) == room
-    for offset, frame in Layout(room, made.parts).frames(zlib.crc32(stored)):
+    for offset, frame in Layout(room, manifest.parts).frames(zlib.crc32(stored)):
         file.seek(offset)
         file.write(frame)
     file.seek(layout.data[0])
@@ -226,16 +226,16 @@ class Container:
 
     def tensors(self, name: str) -> dict[str, tensors.StoredTensor]:
         """Return read-only views of the tensors of a part, which must be as the manifest says."""
-        found = tensors.unpack(self.part(name), f"{self.path.name}: part {name!r}")
-        at = len(self.part(name)) - sum(t.data.nbytes for t in found.values())
+        stored = tensors.unpack(self.part(name), f"{self.path.name}: part {name!r}")
+        at = len(self.part(name)) - sum(t.data.nbytes for t in stored.values())
         actual = []
-        for key, t in found.items():
+        for key, t in stored.items():
             actual.append((key, t.dtype, t.shape, at))
             at += t.data.nbytes
         listed = self.manifest.tensors_of(name)
         if actual != [(t.name, t.dtype, t.shape, t.offset) for t in listed]:
             raise self._corrupt(f"part {name!r}: its tensors are not those of the manifest")
-        return found
+        return stored
 
     def verify(self) -> None:
         """Hash every part and check every header of tensors; Corrupt names what is damaged.

@@ -144,11 +144,11 @@ def unpack(data: Buffer, what: str) -> dict[str, StoredTensor]:
     header_size = _header_size(view, what)
     base = 8 + header_size
     rows = _parse_header(bytes(view[8:base]), what)
-    found = sorted(
+    entries = sorted(
         (_entry(name, row, what) for name, row in rows.items()), key=lambda e: (e.begin, e.end)
     )
     at = 0
-    for e in found:
+    for e in entries:
         if e.begin != at:
             raise Corrupt(
                 f"{what}: tensor {e.name!r} starts at {e.begin}, the one before ends {at}"
@@ -156,7 +156,7 @@ def unpack(data: Buffer, what: str) -> dict[str, StoredTensor]:
         at = e.end
     if base + at != len(view):
         raise Corrupt(f"{what}: tensors take {at} bytes, the data has {len(view) - base}")
-    return {e.name: _view(view, base, e) for e in found}
+    return {e.name: _view(view, base, e) for e in entries}
 
 
 def _header(rows: Mapping[str, object]) -> bytes:
@@ -196,10 +196,10 @@ def _parse_header(text: bytes, what: str) -> dict[str, Any]:
 
 
 def _unique(pairs: Any) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    by_key = dict(pairs)
+    if len(by_key) != len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return by_key
 
 
 @dataclass(frozen=True, slots=True)

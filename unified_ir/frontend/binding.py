@@ -21,15 +21,15 @@ from triplane.unified_ir.ops.recorder import Recorder, recorder
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 
 LEARNT: Final = frozenset([Role.PARAMETER, Role.PERSONAL])
-"""Roles of what training changes by gradients."""
+"""Roles of the state that training changes by gradients."""
 
 
 class Parameter:
     """A state tensor of a cell: its array, its role, and whether training changes it.
 
-    `role`: PARAMETER is trained, BUFFER and KEY are assigned by `construct`, PERSONAL is trained
-    but never leaves the device. Without `dtype` a float64 array, numpy's default, becomes float32;
-    say `dtype="float64"` to keep it.
+    role: PARAMETER is trained, BUFFER and KEY are assigned by `construct`, PERSONAL is trained but
+    never leaves the device. Without `dtype`, a float64 array (numpy's default) becomes float32;
+    pass `dtype="float64"` to keep it.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class Parameter:
         trainable: bool | None = None,
         dtype: DType | str | None = None,
     ) -> None:
-        made = np.array(array)
-        wanted = as_dtype("float32" if made.dtype == np.float64 else made.dtype)
-        self.array: Array = made.astype((wanted if dtype is None else as_dtype(dtype)).numpy)
+        value = np.array(array)
+        wanted = as_dtype("float32" if value.dtype == np.float64 else value.dtype)
+        self.array: Array = value.astype((wanted if dtype is None else as_dtype(dtype)).numpy)
         self.role = Role(role)
         trained = self.role in LEARNT
         self.trainable = trained if trainable is None else trainable
@@ -61,7 +61,7 @@ class Parameter:
 
 
 class Binding:
-    """Which tensors stand for which parameters during one trace, and what was assigned."""
+    """The tensors that stand for parameters during one trace, and the values assigned in it."""
 
     def __init__(self, home: Recorder) -> None:
         self.home = home
@@ -69,12 +69,12 @@ class Binding:
         self.tensors: dict[Parameter, Tensor] = {}
         self.assigned: dict[Parameter, Tensor] = {}
         self.paths: dict[Any, str] = {}
-        """Where each cell stands, as the scope of its nodes."""
+        """The path of each cell, which is the scope of its nodes."""
         self.frozen = ""
-        """Why nothing may be assigned now; empty when it may."""
+        """Why nothing may be assigned now; empty when assignment is allowed."""
 
     def read(self, parameter: Parameter) -> Tensor:
-        """The parameter's current value: what was assigned last, else what it was at the start."""
+        """Return the parameter's value: the last one assigned, else its value at the start."""
         if parameter in self.assigned:
             return self.assigned[parameter]
         if parameter not in self.tensors:
@@ -86,7 +86,7 @@ class Binding:
         return self.tensors[parameter]
 
     def assign(self, name: str, parameter: Parameter, value: Any) -> None:
-        """Records a buffer's new value."""
+        """Record a buffer's new value."""
         if parameter.trainable:
             raise InvalidInput(
                 f"construct assigned the trained parameter {name!r}; only buffers may be assigned "
@@ -110,7 +110,7 @@ class Binding:
 
     @contextmanager
     def collecting(self, home: Recorder) -> Iterator[None]:
-        """Assignments made in the graph `home` are kept meanwhile."""
+        """Within the block, keep assignments made in the graph `home`."""
         before, self.home = self.home, home
         try:
             yield
@@ -119,7 +119,7 @@ class Binding:
 
     @contextmanager
     def refusing(self, why: str) -> Iterator[None]:
-        """Assignments are refused meanwhile, for the reason given."""
+        """Within the block, refuse assignments for the reason `why`."""
         before, self.frozen = self.frozen, why
         try:
             yield
@@ -131,14 +131,14 @@ _current: ContextVar[Binding | None] = ContextVar("triplane_binding", default=No
 
 
 def current() -> Binding:
-    """The binding of the trace being recorded."""
-    found = _current.get()
-    if found is None:
+    """Return the binding of the trace being recorded."""
+    binding = _current.get()
+    if binding is None:
         raise InvalidInput(
             "a cell's parameter was used outside a trace of its cell; call the cell with arrays, "
             "or trace it"
         )
-    return found
+    return binding
 
 
 def current_or_none() -> Binding | None:
@@ -148,7 +148,7 @@ def current_or_none() -> Binding | None:
 
 @contextmanager
 def bound(binding: Binding) -> Iterator[Binding]:
-    """Parameters read as the binding's tensors meanwhile."""
+    """Within the block, parameters read as the binding's tensors."""
     token = _current.set(binding)
     try:
         yield binding

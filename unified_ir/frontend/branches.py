@@ -1,8 +1,8 @@
 """`if` on a tensor: both sides are recorded as regions of one `Cond` node.
 
-Its outputs are the value the sides give, every variable that may differ after them, and every
-buffer either side assigned. A variable that has no common form has no value afterwards; reading it
-says why.
+The outputs of the node are the value of the sides, every variable that may differ after them, and
+every buffer that either side assigned. A variable without a form common to both sides has no value
+afterwards, and reading it raises an error that says why.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Thunk = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One recorded branch: its graph, the value it gave, what was assigned after it."""
+    """One recorded branch: its graph, its value, and the assignments after it."""
 
     build: Build
     value: Any
@@ -52,7 +52,7 @@ class _Side:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The outputs of the node under construction: each side's tensor, and the dtype they share."""
+    """The outputs of the node under construction: each side's tensor and the dtype they share."""
 
     then: list[Any]
     otherwise: list[Any]
@@ -65,7 +65,7 @@ class _Rows:
 
 
 def branch(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Any:
-    """Records both sides; gives their value and leaves the variables as the test decides."""
+    """Record both sides; return their value and leave the variables as the test decides."""
     return _branch(test, then, otherwise, state, state.names)
 
 
@@ -108,13 +108,13 @@ def branch_exits(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAcc
 
 
 def _with_value(build: Build, mine: Exit, *, like: Exit) -> Exit:
-    """Zeros for the value of a side that does not return, so that both sides give one."""
+    """Return zeros for the value of a side that does not return, so that both sides have one."""
     if mine.returned is not False or like.returned is False:
         return mine
     form = varying(like.value)
     with build:
-        made = [zeros(s.type.shape, s.type.dtype) for s in slots(form)]
-    return replace(mine, value=filled(form, made))
+        padding = [zeros(s.type.shape, s.type.dtype) for s in slots(form)]
+    return replace(mine, value=filled(form, padding))
 
 
 def _sides(then: Thunk, otherwise: Thunk, state: VariableAccess) -> tuple[_Side, _Side]:
@@ -162,15 +162,15 @@ def _joined(
                 ),
             )
         )
-    made = filled(value, outputs)
+    merged = filled(value, outputs)
     after = state.snapshot().variables
     after |= {n: filled(form, outputs) for n, form in variables.items()}
     state.restore(VariableSnapshot(after, {p: filled(f, outputs) for p, f in buffers.items()}))
-    return made
+    return merged
 
 
 def _variable(name: str, a: Any, b: Any, rows: _Rows, state: VariableAccess) -> Any:
-    """The variable's form after the branches; UNBOUND, with a reason, where there is none."""
+    """Return the variable's form after the branches, or UNBOUND with a recorded reason."""
     if a is UNBOUND and b is UNBOUND:
         return UNBOUND
     if a is UNBOUND or b is UNBOUND:
@@ -195,18 +195,18 @@ def _variable(name: str, a: Any, b: Any, rows: _Rows, state: VariableAccess) -> 
 def _buffers(
     yes: dict[Parameter, Tensor], no: dict[Parameter, Tensor], rows: _Rows
 ) -> dict[Parameter, Any]:
-    """Forms of the buffers that either side assigned; the other side keeps the value before."""
-    made: dict[Parameter, Any] = {}
+    """Return the forms of buffers that either side assigned; the other side keeps its old value."""
+    forms: dict[Parameter, Any] = {}
     for parameter in {**yes, **no}:
         start = current().tensors[parameter]
         a, b = yes.get(parameter, start), no.get(parameter, start)
-        made[parameter] = merge(a, b)
-        rows.add(made[parameter], a, b)
-    return made
+        forms[parameter] = merge(a, b)
+        rows.add(forms[parameter], a, b)
+    return forms
 
 
 def with_scratch(f: Thunk) -> tuple[Build, Any]:
-    """`f` recorded in a graph that is thrown away, to see what it would give."""
+    """Record `f` in a graph that is thrown away, to see what it returns."""
 
     def record(_: Any) -> Any:
         with collecting():

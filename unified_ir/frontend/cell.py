@@ -1,8 +1,8 @@
 """`Cell`, the building block users write, and `Parameter`, the named state it owns.
 
-A cell's state lives in `Parameter`s. While a cell is traced, reading one gives its tensor and
-assigning a buffer in `construct` records the new value, which becomes an extra result; outside, the
-parameter itself is seen. Names are attribute paths: `head.weight`, `blocks.0.conv.bias`.
+While a cell is traced, reading a `Parameter` gives its tensor, and assigning a buffer in
+`construct` records the new value, which becomes an extra result. Outside a trace the attribute is
+the parameter itself. Names are attribute paths: `head.weight`, `blocks.0.conv.bias`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from triplane.unified_ir.ops.tensor import Tensor
 __all__ = ["Cell", "CellList", "Parameter"]
 
 SHOWN: Final = 8
-"""Paths that a message lists."""
+"""How many paths a message lists."""
 
 
 class Cell(StateTree):
@@ -46,9 +46,9 @@ class Cell(StateTree):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In a trace: records `construct`. With arrays: runs it and writes assigned buffers back.
+        """In a trace, record `construct`; with arrays, run it and write assigned buffers back.
 
-        A cell with a method `bprop(self, *inputs, y, g)` is differentiated by it, see
+        A cell with a method `bprop(self, *inputs, y, g)` is differentiated by it; see
         `frontend.custom`.
         """
         if not recording():
@@ -101,7 +101,10 @@ class Cell(StateTree):
         )
 
     def load(self, state: Mapping[str, Array], *, strict: bool = True) -> None:
-        """Copies arrays into the parameters of the same path; all, or those present."""
+        """Copy arrays into the parameters of the same path.
+
+        strict: require an array for every parameter; otherwise only those present are loaded.
+        """
         own = self.parameters()
         missing = sorted(own.keys() - state.keys()) if strict else []
         unexpected = sorted(state.keys() - own.keys())
@@ -117,19 +120,19 @@ class Cell(StateTree):
             own[name].array = array
 
     def state_dict(self) -> dict[str, Array]:
-        """A copy of all state by path, as `load` takes it."""
+        """Return a copy of all state by path, in the form that `load` takes."""
         return {name: np.array(p.array) for name, p in self.parameters().items()}
 
     def freeze(self, *patterns: str) -> Self:
-        """Keeps parameters as they are in training: those whose path fits a pattern, or all.
+        """Exclude from training the parameters whose path matches a pattern, or all of them.
 
-        A pattern is a path with `*` for any part: "conv*", "blocks.0.*". InvalidInput: one fits
-        no parameter.
+        A pattern is a path with `*` for any part: "conv*", "blocks.0.*". InvalidInput: a pattern
+        matches no parameter.
         """
         return self._set_trainable(patterns, trainable=False)
 
     def unfreeze(self, *patterns: str) -> Self:
-        """Lets parameters learn again; see `freeze`. What is no parameter stays as it is."""
+        """Train parameters again; see `freeze`. Other state is unchanged."""
         return self._set_trainable(patterns, trainable=True)
 
     def _set_trainable(self, patterns: tuple[str, ...], *, trainable: bool) -> Self:
@@ -146,11 +149,11 @@ class Cell(StateTree):
         return self
 
     def train(self) -> Self:
-        """Dropout drops and batch normalization uses the batch (the default)."""
+        """Select training mode, the default: dropout drops, batch normalization uses the batch."""
         return self._set_training(on=True)
 
     def eval(self) -> Self:
-        """Dropout passes and batch normalization uses its running statistics."""
+        """Select evaluation mode: no dropout, batch normalization uses its running statistics."""
         return self._set_training(on=False)
 
     def _set_training(self, *, on: bool) -> Self:
@@ -164,7 +167,7 @@ class Cell(StateTree):
 
 
 class CellList(Cell):
-    """Cells in order, indexed and iterated like a list; lists of cells become one by themselves."""
+    """Cells in order, indexed and iterated like a list. Assigning a list of cells creates one."""
 
     def __init__(self, cells: Any = ()) -> None:
         super().__init__()
@@ -184,7 +187,7 @@ class CellList(Cell):
 
 
 def _listed(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names and how many more there are."""
     rest = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 

@@ -1,9 +1,9 @@
-"""Where two ways of running a function part: the first node whose results differ.
+"""Compare two ways of running a function: find the first node whose results differ.
 
-Every output of every top-level node becomes an extra result, so both sides run the same graph; an
-engine that fuses nodes may compute differently then, as with any probe. "eager" records the
-function on the very arrays, and is also held to what the graph gives, so that a condition that was
-decided differently shows.
+Every output of every top-level node becomes an extra result, so both sides run the same graph; as
+with any probe, an engine that fuses nodes may then compute differently. "eager" records the
+function on the same arrays and is also compared with the graph's values, so that a condition that
+was decided differently is found.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EAGER = "eager"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FirstDifference:
-    """The first value in which two sides differ; `max_abs` is at index `at`."""
+    """The first value that differs between the two sides; `max_abs` is at index `at`."""
 
     op: str
     location: Location | None
@@ -39,13 +39,13 @@ class FirstDifference:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """True when nothing differs. `str` tells what was compared and where it parts."""
+    """True when nothing differs; `str` says what was compared and where the sides diverge."""
 
     name: str
     left: str
     right: str
     values: int
-    """How many values were compared."""
+    """Number of values compared."""
     difference: FirstDifference | None
 
     def __bool__(self) -> bool:
@@ -77,7 +77,7 @@ def compare(
     atol: float = 1e-5,
     **kwargs: Any,
 ) -> Comparison:
-    """Runs `f` on two engines (or "eager") and finds the first node where they differ.
+    """Run `f` on two engines (or "eager") and find the first node where they differ.
 
     Values agree where |a - b| <= atol + rtol |b|, NaN with NaN. No state is written back.
 
@@ -90,11 +90,11 @@ def compare(
     done, arrays = _recorded(f, args, kwargs, eager=EAGER in {left, right})
     probes = _probes(done.function)
     first, second = (_values(side, done, arrays, probes) for side in (left, right))
-    found = _first(probes, (first, second), (rtol, atol))
-    if found is None and EAGER in {left, right}:
+    difference = _first(probes, (first, second), (rtol, atol))
+    if difference is None and EAGER in {left, right}:
         graph = _recorded(f, args, kwargs, eager=False)
-        found = _graph_differs(graph, done, (left, right), (rtol, atol))
-    return Comparison(name_of(f), left, right, len(probes), found)
+        difference = _graph_differs(graph, done, (left, right), (rtol, atol))
+    return Comparison(name_of(f), left, right, len(probes), difference)
 
 
 Probe = tuple[Node | None, Value]
@@ -110,10 +110,10 @@ def _recorded(
 
 
 def _probes(function: Function) -> list[Probe]:
-    """Every node output in order, then results that no node makes."""
-    made: list[Probe] = [(node, v) for node in function.nodes for v in node.outputs]
-    seen = {v for _, v in made}
-    return made + [(None, r) for r in dict.fromkeys(function.results) if r not in seen]
+    """Return every node output in order, then results that no node computes."""
+    probes: list[Probe] = [(node, v) for node in function.nodes for v in node.outputs]
+    seen = {v for _, v in probes}
+    return probes + [(None, r) for r in dict.fromkeys(function.results) if r not in seen]
 
 
 def _values(
@@ -134,19 +134,19 @@ def _first(
     tolerance: tuple[float, float],
 ) -> FirstDifference | None:
     for (node, value), a, b in zip(probes, *sides, strict=True):
-        found = _difference(a, b, *tolerance)
-        if found is not None:
+        gap = _difference(a, b, *tolerance)
+        if gap is not None:
             label = f"result {value.name}" if node is None else str(node.op)
             location = None if node is None else node.meta.location
             scope = "" if node is None else node.meta.scope
-            return FirstDifference(label, location, scope, *found, a, b)
+            return FirstDifference(label, location, scope, *gap, a, b)
     return None
 
 
 def _difference(
     a: Array, b: Array, rtol: float, atol: float
 ) -> tuple[float, tuple[int, ...]] | None:
-    """Largest difference and where, if the arrays do not agree."""
+    """Return the largest difference and its index, or None where the arrays agree."""
     if a.shape != b.shape:
         return float("inf"), ()
     x, y = a.astype(np.float64), b.astype(np.float64)
@@ -166,16 +166,16 @@ def _graph_differs(
     names: tuple[str, str],
     tolerance: tuple[float, float],
 ) -> FirstDifference | None:
-    """The first result in which the traced graph differs from the eager record."""
+    """Return the first result in which the traced graph differs from the eager record."""
     done, arrays = graph
     eager_is_left = names[0] == EAGER
     side = names[1] if eager_is_left else names[0]
-    found = dict(
+    graph_values = dict(
         zip(done.function.result_names, engine(side).compile(done.function)(*arrays), strict=True)
     )
     assert eager.arrays is not None
     for name, value in zip(eager.function.result_names, eager.function.results, strict=True):
-        graph_value, eager_value = found[name], eager.arrays[value]
+        graph_value, eager_value = graph_values[name], eager.arrays[value]
         a, b = (eager_value, graph_value) if eager_is_left else (graph_value, eager_value)
         gap = _difference(a, b, *tolerance)
         if gap is not None:

@@ -1,8 +1,8 @@
 """Gradients written by hand, for functions (`custom_vjp`) and for cells (`Cell.bprop`).
 
-`bprop` gets the inputs, then the result `y` and the cotangent `g` of its floating-point leaves (one
-tensor where there is one), and gives one cotangent per input: a tree like the input, or None where
-no gradient passes. It is recorded as operators, so it can be differentiated again.
+`bprop` receives the inputs, then the result `y` and the cotangent `g` of its floating-point leaves
+(one tensor where there is one leaf). It returns one cotangent per input: a tree like the input, or
+None where no gradient passes. It is recorded as operators, so it can be differentiated again.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def custom_vjp(bprop: Bprop) -> Callable[[Callable[..., Any]], Callable[..., Any
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            found = inspect.signature(function).bind(*args, **kwargs)
-            return _recorded(rewritten(function), rewritten(bprop), found.args, _name(function))
+            bound = inspect.signature(function).bind(*args, **kwargs)
+            return _recorded(rewritten(function), rewritten(bprop), bound.args, _name(function))
 
         return graph(call)
 
@@ -52,15 +52,15 @@ def custom_vjp(bprop: Bprop) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def has_bprop(cell: StateTree) -> bool:
-    """Whether a cell brings its own gradient."""
+    """Return whether a cell defines its own gradient."""
     return hasattr(type(cell), "bprop")
 
 
 def construct_with_bprop(cell: StateTree, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Records `construct` of a cell, differentiated by its `bprop`.
+    """Record a cell's `construct`, differentiated by its `bprop`.
 
-    State: buffers may be read in both methods. A trained parameter is refused, since `bprop` could
-    not say its gradient: pass it to a `custom_vjp` function. Assigning a buffer is refused.
+    Buffers may be read in both methods. A trained parameter is refused, since `bprop` has no way to
+    return its gradient: pass it to a `custom_vjp` function. Assigning a buffer is refused.
     """
     name = type(cell).__name__
     state = cell.parameters()
@@ -70,7 +70,7 @@ def construct_with_bprop(cell: StateTree, args: Sequence[Any], kwargs: dict[str,
             f"{name} defines bprop and owns the trained parameters {trained}, whose gradient bprop "
             "does not give; write a custom_vjp function that takes them as arguments"
         )
-    found = inspect.signature(cell.construct).bind(*args, **kwargs)
+    bound = inspect.signature(cell.construct).bind(*args, **kwargs)
     construct = rewritten(type(cell).construct)
     bprop = rewritten(type(cell).bprop)  # type: ignore[attr-defined]
     used = list(state.values())
@@ -81,15 +81,15 @@ def construct_with_bprop(cell: StateTree, args: Sequence[Any], kwargs: dict[str,
 
     def back(tensors: Sequence[Tensor], *inputs: Any, y: Any, g: Any) -> Any:
         with _standing_for(used, tensors, name):
-            given = bprop(cell, *inputs, y=y, g=g)
-        return (None, *_per_input(given, len(inputs), name))
+            cotangents = bprop(cell, *inputs, y=y, g=g)
+        return (None, *_per_input(cotangents, len(inputs), name))
 
     values = [current().read(p) for p in used]
-    return _recorded(forward, back, (values, *found.args), name)
+    return _recorded(forward, back, (values, *bound.args), name)
 
 
 class _standing_for:  # noqa: N801 - reads as the context it is
-    """The given tensors stand for the parameters, which may not be assigned meanwhile."""
+    """Within the block, these tensors stand for the parameters, which may not be assigned."""
 
     def __init__(
         self, parameters: Sequence[Parameter], tensors: Sequence[Tensor], name: str
@@ -110,7 +110,7 @@ class _standing_for:  # noqa: N801 - reads as the context it is
 
 
 def _recorded(f: Callable[..., Any], bprop: Bprop, args: Sequence[Any], name: str) -> Any:
-    """`f(*args)` as one node; its tensors are operands, other leaves are constants."""
+    """Record `f(*args)` as one node; tensors are operands, other leaves are constants."""
     flat = leaves(tuple(args))
     at = [i for i, x in enumerate(flat) if isinstance(x, Tensor) or hasattr(x, "dtype")]
 
@@ -126,15 +126,17 @@ def _recorded(f: Callable[..., Any], bprop: Bprop, args: Sequence[Any], name: st
     def back(*rest: Any) -> Any:
         *tensors, y, g = rest
         inputs = tree(tensors)
-        given = _per_input(bprop(*inputs, y=y, g=g), len(inputs), name)
-        found = [c for x, g_x in zip(inputs, given, strict=True) for c in _cotangents(x, g_x, name)]
-        return tuple(found)
+        gs = _per_input(bprop(*inputs, y=y, g=g), len(inputs), name)
+        cotangents = [
+            c for x, g_x in zip(inputs, gs, strict=True) for c in _cotangents(x, g_x, name)
+        ]
+        return tuple(cotangents)
 
     return custom_gradient(forward, back, *(as_tensor(flat[i]) for i in at))
 
 
-def _per_input(given: Any, count: int, name: str) -> tuple[Any, ...]:
-    items = given if isinstance(given, tuple) else (given,)
+def _per_input(cotangents: Any, count: int, name: str) -> tuple[Any, ...]:
+    items = cotangents if isinstance(cotangents, tuple) else (cotangents,)
     if len(items) != count:
         raise InvalidInput(
             f"bprop of {name} gives one cotangent per input ({count}), got {len(items)}; give None "
@@ -144,16 +146,16 @@ def _per_input(given: Any, count: int, name: str) -> tuple[Any, ...]:
 
 
 def _cotangents(x: Any, g: Any, name: str) -> list[Tensor]:
-    """Cotangents of the floating-point leaves of one input, zeros for None."""
+    """Return cotangents of the floating-point leaves of one input, zeros for None."""
     wanted = [t for t in leaves(x) if isinstance(t, Tensor)]
     if g is None:
         return [zeros(t.shape, t.dtype) for t in wanted if t.dtype.is_float]
-    found = leaves(g)
-    if len(found) != len(wanted):
+    parts = leaves(g)
+    if len(parts) != len(wanted):
         raise InvalidInput(
-            f"bprop of {name} gives {len(found)} cotangents for an input of {len(wanted)} tensors"
+            f"bprop of {name} gives {len(parts)} cotangents for an input of {len(wanted)} tensors"
         )
-    pairs = zip(wanted, found, strict=True)
+    pairs = zip(wanted, parts, strict=True)
     return [as_tensor(c, t.dtype) for t, c in pairs if t.dtype.is_float]
 
 

@@ -1,8 +1,8 @@
-"""Where a trace is: the cell whose nodes are recorded, and how deep a function calls itself.
+"""The position of a trace: the cell whose nodes are recorded, and the depth of recursion.
 
-A function that calls itself under a condition that a tensor decides would be recorded for ever,
-since both sides of such a condition are recorded. Each such level adds a graph, so levels count by
-graphs; recursion over Python values is Python's own affair.
+A function that calls itself under a condition that a tensor decides would be recorded endlessly,
+since both sides of such a condition are recorded. Each level adds a graph, so levels are counted by
+graphs; recursion over Python values is left to Python's own limit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.recorder import recorder, stack
 
 MAX_LEVELS: Final = 16
-"""Levels of graphs within graphs that one function may open by calling itself."""
+"""How many nested graphs one function may open by calling itself."""
 _calls: ContextVar[tuple[tuple[Any, int], ...]] = ContextVar("triplane_calls", default=())
 
 
@@ -45,7 +45,7 @@ def entered(function: Any, owner: Any = None) -> Iterator[None]:
 
 @contextmanager
 def within(cell: Any) -> Iterator[None]:
-    """Nodes recorded meanwhile carry the cell's path as their scope."""
+    """Within the block, recorded nodes have the cell's path as their scope."""
     binding, build = current_or_none(), recorder()
     path = None if binding is None else binding.paths.get(cell)
     if path is None or not isinstance(build, Build):

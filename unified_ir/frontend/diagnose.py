@@ -1,4 +1,4 @@
-"""Questions about a call: which node makes a number that is not finite, which gradient is zero."""
+"""Diagnose a call: which node produces a non-finite number, which gradients are zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triplane.unified_ir.ir.graph import Array
 
 
 def first_nonfinite(f: Traceable, *args: Any, **kwargs: Any) -> str:
-    """The first argument or node that is NaN or infinite in a call of `f`; empty if none is.
+    """Describe the first argument or node of a call of `f` that is NaN or infinite; "" if none is.
 
     The text names operator, file and line, cell, and what went in and came out. Branches and
     loops are looked into. Runs on the reference; no state is written back.
@@ -30,10 +30,10 @@ def first_nonfinite(f: Traceable, *args: Any, **kwargs: Any) -> str:
 
 
 def zero_gradients(f: Traceable, *args: Any, **kwargs: Any) -> list[ZeroGradient]:
-    """Inputs and state of a call of `f` whose gradient is zero whatever the values are, and why.
+    """List the inputs and state of a call of `f` whose gradient is always zero, and why.
 
-    The gradient is that of the first result. Of the state, what is trained is asked about; of the
-    inputs, floating-point tensors. `str` of each tells the nodes and lines that pass no gradient.
+    The gradient is that of the first result, with respect to trained state and floating-point
+    inputs. `str` of each entry names the nodes and lines that pass no gradient.
     """
     done, _ = _recorded(f, args, kwargs)
     wanted = [
@@ -41,8 +41,8 @@ def zero_gradients(f: Traceable, *args: Any, **kwargs: Any) -> list[ZeroGradient
         for p in done.function.params
         if p.type.dtype.is_float and (p.name not in done.state or done.state[p.name].trainable)
     ]
-    found = (zero_gradient(done.function, name) for name in wanted)
-    return [z for z in found if z is not None]
+    gradients = (zero_gradient(done.function, name) for name in wanted)
+    return [z for z in gradients if z is not None]
 
 
 def _recorded(

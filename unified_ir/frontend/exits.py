@@ -1,4 +1,4 @@
-"""How one trip of a loop ended: on to the next, out of the loop, or out of the function."""
+"""How one trip of a loop ended: with the next trip, out of the loop, or out of the function."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from triplane.unified_ir.ops.tensor import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """`broken`: the loop ends here. `returned`: and the function with it, giving `value`.
+    """`broken`: the loop ends here. `returned`: the function ends too and returns `value`.
 
-    Either flag is a bool, or a bool tensor where a tensor decided.
+    Each flag is a bool, or a bool tensor where a tensor decided.
     """
 
     broken: bool | Tensor = False
@@ -20,7 +20,7 @@ class Exit:
     value: Any = None
 
     def parts(self) -> tuple[Any, Any, Any]:
-        """As a tree."""
+        """Return the three parts as a tree."""
         return self.broken, self.returned, self.value
 
 

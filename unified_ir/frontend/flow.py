@@ -1,7 +1,7 @@
-"""What rewritten code calls: each function decides, while tracing, between Python and the graph.
+"""Functions that rewritten code calls; each chooses, while tracing, between Python and the graph.
 
-On a tensor without a value (a graph is being recorded) control flow becomes nodes; on anything
-else it runs as Python runs it. Names here are written into rewritten functions by `syntax`.
+On a tensor without a value (a graph is being recorded) control flow becomes nodes; on anything else
+it runs as in Python. `syntax` writes the names of this module into rewritten functions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Thunk = Callable[[], Any]
 
 
 def if_(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> None:
-    """An `if` that stays in its block."""
+    """An `if` none of whose branches leaves its block."""
     if not is_symbolic(test):
         (then if truth(test) else otherwise)()
         return
@@ -62,7 +62,7 @@ def if_(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> None
 
 
 def return_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Any:
-    """An `if` with `return` in it, the rest of the function included: the function's result."""
+    """An `if` with `return` in it, and the rest of the function; returns the function's result."""
     if not is_symbolic(test):
         return (then if truth(test) else otherwise)()
     state.refuse_odd("a branch")
@@ -70,7 +70,7 @@ def return_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -
 
 
 def leave_loop_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Exit:
-    """An `if` that may leave a trip, the rest of the trip included: how the trip ended."""
+    """An `if` that may leave a trip, and the rest of the trip; returns how the trip ended."""
     if not is_symbolic(test):
         return (then if truth(test) else otherwise)() or NEXT
     state.refuse_odd("a branch")
@@ -78,7 +78,7 @@ def leave_loop_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAcces
 
 
 def return_from_loop(left: Exit, rest: Thunk, state: VariableAccess, always: bool) -> Any:  # noqa: FBT001 - generated calls
-    """After a loop that may return: its value, or what the rest of the function gives."""
+    """After a loop that may return: its value, or the result of the rest of the function."""
     if left.returned is False:
         return rest()
     if left.returned is True or always:
@@ -87,7 +87,7 @@ def return_from_loop(left: Exit, rest: Thunk, state: VariableAccess, always: boo
 
 
 def leave_outer_loop(left: Exit, rest: Thunk, state: VariableAccess, always: bool) -> Exit:  # noqa: FBT001 - generated calls
-    """After a loop within a loop that may return: how the outer trip ended."""
+    """After an inner loop that may return: how the outer trip ended."""
     if left.returned is False:
         return rest() or NEXT
     out = returned(left.value)
@@ -97,7 +97,7 @@ def leave_outer_loop(left: Exit, rest: Thunk, state: VariableAccess, always: boo
 
 
 def while_(test: Thunk, body: Callable[[], Exit | None], state: VariableAccess) -> Exit:
-    """`while test(): body()`; from the first tensor that decides it on, a loop of the graph."""
+    """`while test(): body()`; becomes a loop of the graph once a tensor decides the test."""
     left = NEXT
     while True:
         if is_symbolic(left.broken):
@@ -113,7 +113,7 @@ def while_(test: Thunk, body: Callable[[], Exit | None], state: VariableAccess) 
 
 
 def for_(iterable: Any, body: Callable[[Any], Exit | None], state: VariableAccess) -> Exit:
-    """`for item in iterable: body(item)`; over tensors a loop of the graph, else unrolled."""
+    """`for item in iterable: body(item)`; a loop of the graph over tensors, else unrolled."""
     if isinstance(iterable, Tensor):
         iterable = _LoopSlices([iterable], lambda _, x: x)
     if isinstance(iterable, (_Range, _LoopSlices)) and not iterable.is_eager():
@@ -141,7 +141,7 @@ def _unless_left(
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """`range` with a tensor or a symbolic size among its bounds; gives int64 scalars."""
+    """`range` with a tensor or a symbolic size among its bounds; yields int64 scalars."""
 
     start: Any
     stop: Any
@@ -164,12 +164,12 @@ class _Range:
 
 @dataclass(frozen=True, slots=True)
 class _LoopSlices:
-    """Tensors walked together along their first axis; `item(k, *slices)` is what `for` assigns."""
+    """Tensors iterated together along their first axis; `for` assigns `item(k, *slices)`."""
 
     xs: list[Tensor]
     item: Callable[..., Any]
     start: Any = None
-    """What `k` counts from; None where nothing counts."""
+    """The start of the counter `k`; None where nothing is counted."""
 
     def is_eager(self) -> bool:
         return not any(is_symbolic(x) for x in self.xs)
@@ -189,7 +189,7 @@ class _LoopSlices:
 
 
 def over(iterator: Any) -> Any:
-    """`range`, `enumerate` or `zip` of a `for`, which also take tensors there."""
+    """`range`, `enumerate` or `zip` of a `for`, where they also accept tensors."""
     return {range: _range, enumerate: _enumerate, zip: _zip}.get(iterator, iterator)
 
 
@@ -219,7 +219,7 @@ def _zip(*iterables: Any, strict: bool = False) -> Any:
 
 
 def plain(test: Any, what: str) -> Any:
-    """The condition of something that stays Python; a tensor may not decide it."""
+    """Check a condition that stays Python: a tensor may not decide it."""
     if is_symbolic(test):
         raise InvalidInput(
             f"a tensor decides {what} ({VariableAccess(depth=2).here}), which cannot become part "
@@ -230,12 +230,12 @@ def plain(test: Any, what: str) -> Any:
 
 
 def plain_iterable(iterable: Any, what: str) -> Iterable[Any]:
-    """The iterable of a loop that stays Python."""
+    """Check the iterable of a loop that stays Python."""
     symbolic = isinstance(iterable, (_Range, _LoopSlices)) and not iterable.is_eager()
     if symbolic or is_symbolic(iterable):
         raise InvalidInput(
             f"a tensor bounds {what} ({VariableAccess(depth=2).here}), which cannot become part of "
             "a graph; move the loop out of it, or run in mode('eager')"
         )
-    found: Iterable[Any] = iterable
-    return found
+    items: Iterable[Any] = iterable
+    return items

@@ -36,32 +36,32 @@ from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.types import DType, TensorType
 
 MAX_WATCHED: Final = 100_000
-"""Containers that one callable may reach; each is compared at every call."""
+"""How many containers one callable may reach; each is compared at every call."""
 
 PLAIN: Final = (
     bool, int, float, complex, str, bytes, Enum, DType, Expr, TensorType, type(None), np.generic,
     np.dtype,
 )  # fmt: skip
-"""Values that never change, equal when their types and texts are."""
+"""Immutable values, equal when their types and texts are."""
 
 _MISSING: Final = object()
 _IMPORT: Final = "import "
-"""Begins the first part of a path that an `import` inside a function makes."""
+"""First part of a path for an `import` inside a function."""
 
 
 class Guard(Protocol):
-    """One place that can change."""
+    """One value or container that can change."""
 
     def changed(self) -> str | None:
-        """What is different now; None while nothing is."""
+        """Return what has changed, by name; None while nothing has."""
         ...
 
 
 class TraceGuard:
-    """Everything that the given callables and objects reach, as it is now."""
+    """Guards of everything that the given callables and objects reach."""
 
     def __init__(self, targets: Iterable[Any], named: Iterable[tuple[Any, str]] = ()) -> None:
-        self._spots: list[Guard] = []
+        self._guards: list[Guard] = []
         self._seen: dict[int, Any] = {}
         todo: list[tuple[Any, str]] = [*((target, _name(target)) for target in targets), *named]
         while todo:
@@ -69,8 +69,8 @@ class TraceGuard:
             if _is_fixed(value) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            todo.extend(_follow(value, label, self._spots.append))
-            if len(self._spots) > MAX_WATCHED:
+            todo.extend(_follow(value, label, self._guards.append))
+            if len(self._guards) > MAX_WATCHED:
                 raise InvalidInput(
                     f"a trace holds what it reads, and {_name(value)} ({label}) leads to more than "
                     f"{MAX_WATCHED:,} lists, dicts and objects; pass what is needed as an argument"
@@ -78,41 +78,41 @@ class TraceGuard:
         self._seen.clear()
 
     def changed(self) -> str | None:
-        """The first thing that differs, by name; None while all is as it was."""
-        for spot in self._spots:
-            found = spot.changed()
-            if found is not None:
-                return found
+        """Return the first thing that has changed, by name; None while nothing has."""
+        for guard in self._guards:
+            change = guard.changed()
+            if change is not None:
+                return change
         return None
 
     def holds(self) -> bool:
-        """Whether nothing has changed."""
+        """Return whether nothing has changed."""
         return self.changed() is None
 
 
 def held_by(functions: Iterable[Any]) -> list[tuple[Any, str]]:
-    """What the variables and globals that functions name stand for, with those names."""
-    found: list[tuple[Any, str]] = []
+    """Return the values of the variables and globals that functions name, with those names."""
+    values: list[tuple[Any, str]] = []
     for f in functions:
         inner = f
         while isinstance(inner, MethodType):
             inner = inner.__func__
         if isinstance(inner, FunctionType) and not belongs_to_user(inner):
-            found += held_by(_contents(c) for c in inner.__closure__ or ())
+            values += held_by(_contents(c) for c in inner.__closure__ or ())
         elif isinstance(inner, FunctionType):
             free = inner.__code__.co_freevars
             cells = zip(free, inner.__closure__ or (), strict=True)
-            found += [(_contents(cell), name) for name, cell in cells]
-            found += [
+            values += [(_contents(cell), name) for name, cell in cells]
+            values += [
                 (_outer(inner, path), path[0])
                 for path in _named_paths(inner.__code__)
                 if path[0] not in free
             ]
-    return found
+    return values
 
 
 class _Attributes:
-    """Values by name, in no order: of an object or a class."""
+    """Values by name, in any order: attributes of an object or a class."""
 
     __slots__ = ("keys", "label", "space", "values")
 
@@ -137,7 +137,7 @@ class _Attributes:
 
 
 class _Dict(_Attributes):
-    """A dict; its order is part of it."""
+    """A dict; its order matters."""
 
     __slots__ = ()
 
@@ -147,7 +147,7 @@ class _Dict(_Attributes):
 
 
 class _Items:
-    """A list or set and what is in it."""
+    """A list or set and its items."""
 
     __slots__ = ("items", "label", "values")
 
@@ -192,7 +192,7 @@ class _State:
 
 
 class _Place:
-    """How far an iterator has come."""
+    """The position of an iterator."""
 
     __slots__ = ("iterator", "label", "place")
 
@@ -205,7 +205,7 @@ class _Place:
 
 
 def _place(iterator: Any) -> Any:
-    """A value that differs after `next`, for generators and Python's own iterators."""
+    """Return a value that changes on `next`, for generators and Python's own iterators."""
     if isinstance(iterator, GeneratorType):
         return None if iterator.gi_frame is None else iterator.gi_frame.f_lasti
     hint = getattr(iterator, "__length_hint__", None)
@@ -216,27 +216,27 @@ def _place(iterator: Any) -> Any:
 
 
 def _parts(iterator: Any) -> list[Any]:
-    """What one of Python's own (zip, enumerate, map, ...) is made of: iterators, positions."""
+    """Return the iterators and positions inside a built-in iterator (zip, enumerate, ...)."""
     if type(iterator).__module__ != "builtins":
         return []
     try:
-        found = iterator.__reduce__()
+        reduced = iterator.__reduce__()
     except TypeError:
         return []
-    return [x for part in found[1:] if isinstance(part, tuple) for x in part]
+    return [x for part in reduced[1:] if isinstance(part, tuple) for x in part]
 
 
-def _iterator(iterator: Any, label: str, watch: Watching) -> list[tuple[Any, str]]:
+def _iterator(iterator: Any, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
     kind: type = type(iterator)
     if _is_users(kind):
-        return _object(iterator, label, watch)
-    watch(_Place(iterator, label))
+        return _object(iterator, label, add_guard)
+    add_guard(_Place(iterator, label))
     inner = [] if isinstance(iterator, GeneratorType) else _parts(iterator)
     return [(x, label) for x in inner if isinstance(x, Iterator)]
 
 
 class _Read:
-    """Values found by calls: variables of a closure, globals, defaults, slots."""
+    """Values read by calls: variables of a closure, globals, defaults, slots."""
 
     __slots__ = ("label", "reads", "values")
 
@@ -253,7 +253,7 @@ class _Read:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """The same object, or equal plain values; tuples of such likewise."""
+    """Return whether two values are the same object or equal plain values, also within tuples."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -264,14 +264,14 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _is_fixed(value: Any) -> bool:
-    """Whether nothing about a value can change."""
+    """Return whether nothing about a value can change."""
     if isinstance(value, PLAIN) or value is _MISSING:
         return True
     return isinstance(value, np.ndarray) and not _writeable(value)
 
 
 def _writeable(array: Any) -> bool:
-    """Whether the array's memory can be written through it or through what it views."""
+    """Return whether the array's memory can be written through it or through a base of it."""
     while isinstance(array, np.ndarray):
         if array.flags.writeable:
             return True
@@ -285,21 +285,21 @@ def _checksum(array: Any) -> Any:
     return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
 
 
-def _follow(value: Any, label: str, watch: Callable[[Guard], None]) -> list[tuple[Any, str]]:
-    """Watches one value; what it leads to."""
+def _follow(value: Any, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
+    """Add guards for one value; return the values it leads to."""
     for kinds, rule in _RULES:
         if isinstance(value, kinds):
-            found: list[tuple[Any, str]] = rule(value, label, watch)
-            return found
+            reached: list[tuple[Any, str]] = rule(value, label, add_guard)
+            return reached
     kind: type = type(value)
-    return _object(value, label, watch) if _is_users(kind) else []
+    return _object(value, label, add_guard) if _is_users(kind) else []
 
 
-Watching = Callable[[Guard], None]
+AddGuard = Callable[[Guard], None]
 
 
-def _function(f: FunctionType, label: str, watch: Watching) -> list[tuple[Any, str]]:
-    """Code, defaults, closure and named globals; of this package's wrappers the closure alone."""
+def _function(f: FunctionType, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
+    """Code, defaults, closure and named globals; of this package's wrappers only the closure."""
     name = f.__qualname__.rsplit("<locals>.", 1)[-1]
     reads: list[tuple[str, Callable[[], Any]]] = []
     for variable, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
@@ -309,10 +309,10 @@ def _function(f: FunctionType, label: str, watch: Watching) -> list[tuple[Any, s
         reads.append(("__kwdefaults__", lambda: tuple((f.__kwdefaults__ or {}).items())))
         for path in _named_paths(f.__code__):
             reads.append((path[0], partial(_outer, f, path)))
-    spot = _Read(reads, name)
-    watch(spot)
-    found = [(v, k) for (k, _), v in zip(reads, spot.values, strict=True)]
-    return [*found, (getattr(f, "__wrapped__", None), label)]
+    guard = _Read(reads, name)
+    add_guard(guard)
+    reached = [(v, k) for (k, _), v in zip(reads, guard.values, strict=True)]
+    return [*reached, (getattr(f, "__wrapped__", None), label)]
 
 
 def _contents(cell: Any) -> Any:
@@ -323,7 +323,7 @@ def _contents(cell: Any) -> Any:
 
 
 def _outer(f: FunctionType, path: tuple[str, ...]) -> Any:
-    """What an outer name, or attributes of a user's module behind one, stand for now."""
+    """Return the current value of an outer name, or of attributes of a user's module behind one."""
     free = f.__code__.co_freevars
     if path[0].startswith(_IMPORT):
         value = _imported(f, path[0])
@@ -339,7 +339,7 @@ def _outer(f: FunctionType, path: tuple[str, ...]) -> Any:
 
 
 def _imported(f: FunctionType, statement: str) -> Any:
-    """The module that an `import` inside the function names, once it is loaded."""
+    """Return the module that an `import` inside the function names, once it is loaded."""
     name = statement.removeprefix(_IMPORT)
     if name.startswith("."):
         name = resolve_name(name, str(f.__globals__.get("__package__") or ""))
@@ -348,96 +348,96 @@ def _imported(f: FunctionType, statement: str) -> Any:
 
 @lru_cache(maxsize=4096)
 def _named_paths(code: CodeType) -> tuple[tuple[str, ...], ...]:
-    """Outer names that a function or one nested in it reads, with attributes that follow."""
-    found: dict[tuple[str, ...], None] = {}
+    """Return the outer names that a function or a nested one reads, with attributes that follow."""
+    paths: dict[tuple[str, ...], None] = {}
     path: tuple[str, ...] = ()
     levels: list[Any] = [0, 0]
     for step in dis.get_instructions(code):
         if step.opname == "IMPORT_NAME":
             module = f"{_IMPORT}{'.' * int(levels[0] or 0)}{step.argval}"
-            found |= {(module, name): None for name in code.co_names if name != step.argval}
+            paths |= {(module, name): None for name in code.co_names if name != step.argval}
         levels = [levels[1], step.argval]
         if step.opname in {"LOAD_GLOBAL", "LOAD_DEREF"}:
             path = (str(step.argval),)
         elif path and step.opname in {"LOAD_ATTR", "LOAD_METHOD"}:
             path = (*path, str(step.argval))
         elif step.opname != "CACHE":
-            found |= {path: None} if path else {}
+            paths |= {path: None} if path else {}
             path = ()
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            found |= dict.fromkeys(_named_paths(inner))
-    return tuple(found)
+            paths |= dict.fromkeys(_named_paths(inner))
+    return tuple(paths)
 
 
-def _method(f: MethodType, label: str, _: Watching) -> list[tuple[Any, str]]:
+def _method(f: MethodType, label: str, _: AddGuard) -> list[tuple[Any, str]]:
     return [(f.__func__, label), (f.__self__, label)]
 
 
-def _partial(f: Any, label: str, _: Watching) -> list[tuple[Any, str]]:
+def _partial(f: Any, label: str, _: AddGuard) -> list[tuple[Any, str]]:
     return [(f.func, label), (f.args, label), (f.keywords, label)]
 
 
-def _cell(cell: StateTree, label: str, watch: Watching) -> list[tuple[Any, str]]:
+def _cell(cell: StateTree, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
     own, parts = vars(cell), (cell._parameters, cell._cells)  # noqa: SLF001 - what it is made of
-    found: list[tuple[Any, str]] = []
+    reached: list[tuple[Any, str]] = []
     for space in (own, *parts):
-        watch((_Attributes if space is own else _Dict)(space, label))
-        found += [(v, f"{label}.{k}") for k, v in space.items() if not any(v is p for p in parts)]
-    return [*found, (type(cell), type(cell).__qualname__)]
+        add_guard((_Attributes if space is own else _Dict)(space, label))
+        reached += [(v, f"{label}.{k}") for k, v in space.items() if not any(v is p for p in parts)]
+    return [*reached, (type(cell), type(cell).__qualname__)]
 
 
-def _class(cls: type, _: str, watch: Watching) -> list[tuple[Any, str]]:
-    """Attributes and methods of a user's class and of those it comes from."""
-    found: list[tuple[Any, str]] = []
+def _class(cls: type, _: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
+    """Attributes and methods of a user's class and of its bases."""
+    reached: list[tuple[Any, str]] = []
     for part in cls.__mro__:
         if not _is_users(part):
             continue
-        watch(_Attributes(vars(part), part.__qualname__))
-        found += [(v, f"{part.__qualname__}.{k}") for k, v in vars(part).items()]
-    return [x for x in found if not x[1].endswith((".__init__", ".__dict__", ".__weakref__"))]
+        add_guard(_Attributes(vars(part), part.__qualname__))
+        reached += [(v, f"{part.__qualname__}.{k}") for k, v in vars(part).items()]
+    return [x for x in reached if not x[1].endswith((".__init__", ".__dict__", ".__weakref__"))]
 
 
-def _descriptor(d: Any, label: str, _: Watching) -> list[tuple[Any, str]]:
+def _descriptor(d: Any, label: str, _: AddGuard) -> list[tuple[Any, str]]:
     return [(getattr(d, k, None), label) for k in ("fget", "__func__", "func")]
 
 
-def _dict(d: dict[Any, Any], label: str, watch: Watching) -> list[tuple[Any, str]]:
-    watch(_Dict(d, label))
+def _dict(d: dict[Any, Any], label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
+    add_guard(_Dict(d, label))
     return [(v, f"{label}[{k!r}]") for k, v in d.items()]
 
 
-def _list(items: Any, label: str, watch: Watching) -> list[tuple[Any, str]]:
-    watch(_Items(items, label))
+def _list(items: Any, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
+    add_guard(_Items(items, label))
     return [(v, f"{label}[{i}]") for i, v in enumerate(items)]
 
 
-def _tuple(items: Any, label: str, _: Watching) -> list[tuple[Any, str]]:
+def _tuple(items: Any, label: str, _: AddGuard) -> list[tuple[Any, str]]:
     return [(v, f"{label}[{i}]") for i, v in enumerate(items)]
 
 
-def _array(array: Any, label: str, watch: Watching) -> list[tuple[Any, str]]:
-    watch(_Bytes(array, label))
+def _array(array: Any, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
+    add_guard(_Bytes(array, label))
     return []
 
 
-def _parameter(p: Parameter, label: str, watch: Watching) -> list[tuple[Any, str]]:
-    watch(_State(p, label))
+def _parameter(p: Parameter, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
+    add_guard(_State(p, label))
     return []
 
 
-def _object(x: Any, label: str, watch: Watching) -> list[tuple[Any, str]]:
-    """Any other object of the user's: its attributes, its class."""
-    found: list[tuple[Any, str]] = [] if isinstance(x, SimpleNamespace) else [(type(x), label)]
+def _object(x: Any, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
+    """Any other object of the user's: its attributes and its class."""
+    reached: list[tuple[Any, str]] = [] if isinstance(x, SimpleNamespace) else [(type(x), label)]
     if isinstance(getattr(x, "__dict__", None), dict):
-        watch(_Attributes(vars(x), label))
-        found += [(v, f"{label}.{k}") for k, v in vars(x).items()]
+        add_guard(_Attributes(vars(x), label))
+        reached += [(v, f"{label}.{k}") for k, v in vars(x).items()]
     slots = [(s, vars(c)[s]) for c in type(x).__mro__ for s in _slots(c)]
     if slots:
-        spot = _Read([(s, partial(_slot, d, x)) for s, d in slots], label)
-        watch(spot)
-        found += [(v, f"{label}.{s}") for (s, _), v in zip(slots, spot.values, strict=True)]
-    return found
+        guard = _Read([(s, partial(_slot, d, x)) for s, d in slots], label)
+        add_guard(guard)
+        reached += [(v, f"{label}.{s}") for (s, _), v in zip(slots, guard.values, strict=True)]
+    return reached
 
 
 def _slot(descriptor: Any, x: Any) -> Any:
@@ -448,12 +448,12 @@ def _slot(descriptor: Any, x: Any) -> Any:
 
 
 def _slots(cls: type) -> tuple[str, ...]:
-    found = vars(cls).get("__slots__", ())
-    names = (found,) if isinstance(found, str) else tuple(found)
+    declared = vars(cls).get("__slots__", ())
+    names = (declared,) if isinstance(declared, str) else tuple(declared)
     return tuple(n for n in names if n in vars(cls) and n not in {"__dict__", "__weakref__"})
 
 
-Rule = Callable[[Any, str, Watching], list[tuple[Any, str]]]
+Rule = Callable[[Any, str, AddGuard], list[tuple[Any, str]]]
 _RULES: Final[tuple[tuple[Any, Rule], ...]] = (
     (StateTree, _cell),
     (Parameter, _parameter),

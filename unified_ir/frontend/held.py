@@ -1,7 +1,7 @@
-"""Cells a callable reaches: their state is what its trace may read by name.
+"""The cells that a callable reaches: its trace may read their state by name.
 
 A function reaches the cells among its arguments, in its closure, in the globals it names, and those
-of the user's functions found on the way.
+of the user's functions among these.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from triplane.unified_ir.ops.trees import leaves
 
 
 def state_of(target: Any, arguments: Mapping[str, Any]) -> dict[str, Parameter]:
-    """State by path of the cells that a call of `target` may use."""
+    """Return the state, by path, of the cells that a call of `target` may use."""
     if isinstance(target, StateTree):
         return target.parameters()
-    found: dict[str, Parameter] = {}
+    state: dict[str, Parameter] = {}
     seen: set[Parameter] = set()
     for label, cell in owners_of(target, arguments):
         for path, parameter in cell.parameters().items():
@@ -29,25 +29,25 @@ def state_of(target: Any, arguments: Mapping[str, Any]) -> dict[str, Parameter]:
                 continue
             seen.add(parameter)
             name = f"{label}.{path}" if label else path
-            found[name if name not in found else f"{name}_{len(found)}"] = parameter
-    return found
+            state[name if name not in state else f"{name}_{len(state)}"] = parameter
+    return state
 
 
 def owners_of(target: Any, arguments: Mapping[str, Any]) -> list[tuple[str, StateTree]]:
-    """The cells that a callable reaches, with the names it knows them by."""
+    """Return the cells that a callable reaches, with the names it knows them by."""
     if isinstance(target, StateTree):
         return [("", target)]
-    found: list[tuple[str, StateTree]] = []
+    owners: list[tuple[str, StateTree]] = []
     for name, tree in arguments.items():
         cells = [x for x in leaves(tree) if isinstance(x, StateTree)]
         for i, cell in enumerate(cells):
             label = "" if name == "self" else name
-            found.append((f"{label}.{i}" if len(cells) > 1 else label, cell))
-    return found + [(k, v) for k, v in _held(target) if isinstance(v, StateTree)]
+            owners.append((f"{label}.{i}" if len(cells) > 1 else label, cell))
+    return owners + [(k, v) for k, v in _held(target) if isinstance(v, StateTree)]
 
 
 def _held(target: Any) -> Iterator[tuple[str, Any]]:
-    """Values in the closure and named globals of a callable, and of functions among them."""
+    """Yield values in the closure and named globals of a callable and of functions among them."""
     seen: set[int] = set()
     todo = [target]
     while todo:
@@ -71,7 +71,7 @@ def _held(target: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _named(f: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Of what this package wraps around a callable (transforms, decorators) only the closure."""
+    """Yield names and values; of this package's wrappers (transforms) only the closure."""
     code, own = f.__code__, belongs_to_user(f)
     for name, cell in zip(code.co_freevars, f.__closure__ or (), strict=True):
         try:

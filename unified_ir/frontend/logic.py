@@ -1,4 +1,4 @@
-"""`and`, `or`, `not`, chained comparisons and `a if c else b`, with tensors or without."""
+"""`and`, `or`, `not`, chained comparisons and `a if c else b`, with or without tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _COMPARE: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
 
 
 def and_(*parts: Thunk) -> Any:
-    """`a and b and ...`; with a tensor a bool scalar, computed as far as Python would."""
+    """`a and b and ...`; with a tensor, a bool scalar that is computed as far as in Python."""
     return _shortcut(parts, VariableAccess(depth=2), stops_at=False)
 
 
@@ -64,10 +64,10 @@ def _tensor_shortcut(
         row = elementwise.or_ if stops_at else elementwise.and_
         return row(flag, rest())
     if stops_at:
-        found: Tensor = branch(flag, lambda: True, rest, state)
+        joined: Tensor = branch(flag, lambda: True, rest, state)
     else:
-        found = branch(flag, rest, lambda: False, state)
-    return found
+        joined = branch(flag, rest, lambda: False, state)
+    return joined
 
 
 def not_(x: Any) -> Any:
@@ -76,7 +76,7 @@ def not_(x: Any) -> Any:
 
 
 def chain(left: Any, names: Sequence[str], *rights: Thunk) -> Any:
-    """`a < b <= c`: each operand computed once, in order, as far as Python would."""
+    """`a < b <= c`: each operand computed once, in order, as far as in Python."""
     value: list[Any] = [left]
 
     def link(name: str, right: Thunk) -> Thunk:
@@ -91,17 +91,17 @@ def chain(left: Any, names: Sequence[str], *rights: Thunk) -> Any:
 
 
 def _chained(links: Sequence[Thunk]) -> Any:
-    found = links[0]()
+    verdict = links[0]()
     for step in links[1:]:
-        if is_symbolic(found):
+        if is_symbolic(verdict):
             following = step()
             second = as_condition(following) if isinstance(following, Tensor) else truth(following)
-            found = elementwise.and_(as_condition(found), as_tensor(second))
-        elif not truth(found):
-            return found
+            verdict = elementwise.and_(as_condition(verdict), as_tensor(second))
+        elif not truth(verdict):
+            return verdict
         else:
-            found = step()
-    return found
+            verdict = step()
+    return verdict
 
 
 def if_expression(test: Any, then: Thunk, otherwise: Thunk) -> Any:

@@ -1,9 +1,10 @@
 """Loops over tensors: one trip is recorded as the region of a `Loop` or `Scan` node.
 
-Carried from trip to trip are the variables and buffers that a trip changes, and, where the loop may
-be left early, a flag and the value to return. What has no common form from trip to trip is not
-carried: it has no value at the start of a trip and after the loop, and reading it says why. The
-carry is found by recording trips into graphs that are thrown away until it stays the same.
+The variables and buffers that a trip changes are carried from trip to trip, and, where the loop may
+be left early, also a flag and the value to return. A variable without a common form from trip to
+trip is not carried: it has no value at the start of a trip and after the loop, and reading it
+raises an error that says why. To find the carry, trips are recorded into graphs that are thrown
+away until its form stays the same.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 
 Trip = Callable[..., Exit | None]
 MAX_ATTEMPTS: Final = 64
-"""Recordings of one loop before its carry must have settled."""
+"""How often one loop is recorded before the form of its carry must have settled."""
 _HARMLESS: Final = frozenset(
     {"Abs", "Add", "And", "Cast", "Constant", "Equal", "Greater", "GreaterOrEqual", "Identity"}
     | {"Less", "LessOrEqual", "Mul", "Neg", "Not", "Or", "ReduceMax", "ReduceSum", "Reshape", "Sub"}
@@ -55,11 +56,11 @@ _HARMLESS: Final = frozenset(
 
 
 class _Again(Exception):
-    """The carry changed its form; the trip must be recorded anew."""
+    """The carry changed its form; the trip must be recorded again."""
 
 
 class _Carry:
-    """What goes from trip to trip, in a form that grows until a trip keeps it."""
+    """The values carried from trip to trip, in a form that widens until a trip keeps it."""
 
     def __init__(self, state: VariableAccess, start: Exit) -> None:
         self.state = state
@@ -80,7 +81,7 @@ class _Carry:
         self.value: Any = varying(start.value)
 
     def learn(self, left: Exit) -> bool:
-        """Widens the form by what one trip left behind; whether that changed it."""
+        """Widen the form by the values after one trip; return whether that changed it."""
         seen = self.state.snapshot()
         changed = False
         for name, form in self.variables.items():
@@ -127,36 +128,36 @@ class _Carry:
             )
 
     def slots(self) -> list[Slot]:
-        """Types of the carried tensors, in order."""
-        found = [s for form in self.variables.values() for s in slots(form)]
-        found += [Slot(p.type) for p in self._ordered()]
+        """Return the types of the carried tensors, in order."""
+        carried = [s for form in self.variables.values() for s in slots(form)]
+        carried += [Slot(p.type) for p in self._ordered()]
         flags = [Slot(TensorType(bool_, ()))]
-        found += flags if self.breaks else []
-        return found + (flags + slots(self.value) if self.returns else [])
+        carried += flags if self.breaks else []
+        return carried + (flags + slots(self.value) if self.returns else [])
 
     def _ordered(self) -> list[Parameter]:
         return [p for p in current().tensors if p in self.buffers] if self.buffers else []
 
     def initial(self) -> list[Tensor]:
-        """The carry before the first trip."""
-        given: list[Any] = []
+        """Return the carry before the first trip."""
+        values: list[Any] = []
         for name, form in self.variables.items():
-            given += fillers(form, self.before.variables[name])
-        given += [self.before.buffers.get(p, current().tensors[p]) for p in self._ordered()]
-        given += [self.start.broken] if self.breaks else []
+            values += fillers(form, self.before.variables[name])
+        values += [self.before.buffers.get(p, current().tensors[p]) for p in self._ordered()]
+        values += [self.start.broken] if self.breaks else []
         if self.returns:
-            given.append(self.start.returned)
+            values.append(self.start.returned)
             if self.start.returned is False:
-                given += [zeros(s.type.shape, s.type.dtype) for s in slots(self.value)]
+                values += [zeros(s.type.shape, s.type.dtype) for s in slots(self.value)]
             else:
-                given += fillers(self.value, self.start.value)
-        return self._admitted(given)
+                values += fillers(self.value, self.start.value)
+        return self._admitted(values)
 
     def _admitted(self, values: Sequence[Any]) -> list[Tensor]:
         return [as_tensor(x, s.type.dtype) for x, s in zip(values, self.slots(), strict=True)]
 
     def load(self, tensors: Sequence[Tensor]) -> Exit:
-        """Lets the carried tensors be the variables and buffers."""
+        """Restore the variables and buffers from the carried tensors."""
         rest = list(tensors)
         after = {n: filled(form, rest) for n, form in self.variables.items()}
         buffers = dict(self.before.buffers)
@@ -169,34 +170,34 @@ class _Carry:
         return Exit(broken, rest.pop(0), filled(self.value, rest))
 
     def unload(self, entered: Exit, left: Exit) -> list[Tensor]:
-        """The carry after a trip; raises `_Again` if it does not fit the form."""
+        """Return the carry after a trip; raise `_Again` if it does not fit the form."""
         if self.learn(left):
             raise _Again
         seen = self.state.snapshot()
-        given: list[Any] = []
+        values: list[Any] = []
         for name, form in self.variables.items():
-            given += fillers(form, seen.variables[name])
-        given += [seen.buffers[p] for p in self._ordered()]
-        given += [left.broken] if self.breaks else []
+            values += fillers(form, seen.variables[name])
+        values += [seen.buffers[p] for p in self._ordered()]
+        values += [left.broken] if self.breaks else []
         if self.returns:
-            given.append(left.returned)
+            values.append(left.returned)
             kept = entered.value if left.returned is False else left.value
-            given += fillers(self.value, kept)
-        return self._admitted(given)
+            values += fillers(self.value, kept)
+        return self._admitted(values)
 
 
 def while_tensor(
     test: Callable[[], Any], body: Trip, state: VariableAccess, start: Exit = NEXT
 ) -> Exit:
-    """`while test(): body()`, from the variables as they are now."""
+    """Record `while test(): body()`, starting from the current variables."""
 
     def record(carry: _Carry) -> list[Tensor]:
-        made: list[Tensor] = while_loop(
+        carried: list[Tensor] = while_loop(
             lambda ts: _go(carry.load(ts), test, state),
             lambda ts: _tripped(carry, ts, body),
             carry.initial(),
         )
-        return made
+        return carried
 
     return _settled(state, start, (), lambda _: body(), record)
 
@@ -221,7 +222,7 @@ def count_tensor(
 def walk_tensor(
     xs: Sequence[Tensor], item: Callable[..., Any], body: Trip, state: VariableAccess
 ) -> Exit:
-    """`for x in xs: body(item(x))` along the first axis: a scan, counted if it may be left."""
+    """Record `for x in xs: body(item(x))` along the first axis; counted if it may be left."""
 
     def at(k: Tensor) -> Exit | None:
         return body(item(*(emit("Gather", x, k, axis=0) for x in xs)))
@@ -233,8 +234,8 @@ def walk_tensor(
         def trip(tensors: list[Tensor], slices: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
             return _tripped(carry, tensors, lambda: body(item(*slices))), []
 
-        made: list[Tensor] = scan(trip, carry.initial(), list(xs))[0]
-        return made
+        carried: list[Tensor] = scan(trip, carry.initial(), list(xs))[0]
+        return carried
 
     types = [x.type.with_shape(x.shape[1:]) for x in xs]
     return _settled(state, NEXT, types, lambda params: body(item(*params)), record)
@@ -243,7 +244,7 @@ def walk_tensor(
 def _tripped(
     carry: _Carry, tensors: Sequence[Tensor], body: Callable[[], Exit | None]
 ) -> list[Tensor]:
-    """The carry after one trip from `tensors`."""
+    """Return the carry after one trip from `tensors`."""
     entered = carry.load(tensors)
     with collecting():
         left = body() or NEXT
@@ -251,12 +252,12 @@ def _tripped(
 
 
 def _counted(carry: _Carry, count: Tensor, body: Callable[[Tensor], Exit | None]) -> list[Tensor]:
-    """A loop over 0, 1, ... below `count`, or until it is left."""
+    """Record a loop over 0, 1, ... below `count`, or until it is left."""
     if not carry.breaks:
-        made: list[Tensor] = fori_loop(
+        carried: list[Tensor] = fori_loop(
             count, lambda k, ts: _tripped(carry, ts, lambda: body(k)), carry.initial()
         )
-        return made
+        return carried
 
     def goes_on(ts: list[Tensor]) -> Tensor:
         left = carry.load(ts[1:]).broken
@@ -276,7 +277,7 @@ def _settled(
     probe: Callable[[list[Tensor]], Exit | None],
     record: Callable[[_Carry], list[Tensor]],
 ) -> Exit:
-    """Records trips until the carry keeps its form; the loop's outcome."""
+    """Record trips until the carry keeps its form; return the outcome of the loop."""
     state.refuse_odd("a loop")
     carry = _Carry(state, start)
     with state.refusing_changes("a loop", probe):
@@ -301,7 +302,7 @@ def _probed(probe: Callable[[list[Tensor]], Exit | None], params: list[Tensor]) 
 
 
 def _without_carry(carry: _Carry, types: Sequence[TensorType]) -> Exit:
-    """A `for` that changes nothing does nothing; a `while` would never end."""
+    """Handle a loop that changes nothing: a `for` is dropped, a `while` would never end."""
     if types:
         return NEXT
     for name, form in carry.variables.items():
@@ -314,7 +315,7 @@ def _without_carry(carry: _Carry, types: Sequence[TensorType]) -> Exit:
 
 
 def _go(left: Exit, test: Callable[[], Any], state: VariableAccess) -> Tensor:
-    """`not broken and test()`; the test is computed after a break only where it cannot fail."""
+    """`not broken and test()`; after a break the test is computed only where it cannot fail."""
     if left.broken is False:
         value = test()
         return as_condition(value) if isinstance(value, Tensor) else as_tensor(bool(value))
@@ -324,17 +325,17 @@ def _go(left: Exit, test: Callable[[], Any], state: VariableAccess) -> Tensor:
         return on if truth(value) else as_tensor(np.array(False))
     if is_harmless(scratch):
         return and_(on, as_condition(test()))
-    found: Tensor = branch(on, lambda: as_condition(test()), lambda: False, state)
-    return found
+    goes_on: Tensor = branch(on, lambda: as_condition(test()), lambda: False, state)
+    return goes_on
 
 
 def is_harmless(build: Build) -> bool:
-    """Whether a recorded graph may run where Python would not have computed it."""
+    """Return whether a recorded graph may run where Python would not have run it."""
     return all(n.op.name in _HARMLESS and not n.regions for n in build.nodes)
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Whether two forms carry the same tensors."""
+    """Return whether two forms carry the same tensors."""
     if isinstance(a, Slot) and isinstance(b, Slot):
         return a.type == b.type
     if isinstance(a, dict) and isinstance(b, dict):

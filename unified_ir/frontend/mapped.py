@@ -82,7 +82,7 @@ def _with_tensors(tree: Any) -> Any:
 
 
 def _axes_of_arguments(in_axes: Axes, trees: Sequence[Any], name: str) -> list[list[int | None]]:
-    """An axis per leaf of each argument."""
+    """Return one axis per leaf of each argument."""
     per_argument = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(trees)
     if len(per_argument) != len(trees):
         raise InvalidInput(
@@ -93,7 +93,7 @@ def _axes_of_arguments(in_axes: Axes, trees: Sequence[Any], name: str) -> list[l
 
 
 def leaves_of_axes(axes: Axes, tree: Any, name: str) -> list[int | None]:
-    """One entry per leaf of `tree`: `axes` itself, or the entries of a tree like it."""
+    """Return one entry per leaf of `tree`: `axes` itself, or the entries of a tree like it."""
     count = len(leaves(tree))
     if axes is None or isinstance(axes, int):
         return [axes] * count
@@ -114,7 +114,7 @@ def _tensors(tree: Any, axes: Sequence[int | None]) -> list[tuple[Tensor, int | 
 
 
 def _size(trees: Sequence[Any], axes: Sequence[Sequence[int | None]], name: str) -> Dim:
-    """The batch's size, which all mapped tensors have in common."""
+    """Return the size of the batch, which all mapped tensors share."""
     sizes: list[tuple[Dim, str]] = []
     for i, (tree, per_leaf) in enumerate(zip(trees, axes, strict=True)):
         for x, a in _tensors(tree, per_leaf):
@@ -140,9 +140,9 @@ def _size(trees: Sequence[Any], axes: Sequence[Sequence[int | None]], name: str)
 
 
 def _each(tree: Any, axes: Sequence[int | None], f: Any) -> Any:
-    made = [f(x, a) if isinstance(x, Tensor) and a is not None else x
+    mapped = [f(x, a) if isinstance(x, Tensor) and a is not None else x
             for x, a in zip(leaves(tree), axes, strict=True)]  # fmt: skip
-    return rebuild(tree, made)
+    return rebuild(tree, mapped)
 
 
 def _to_front(x: Tensor, axis: int) -> Tensor:
@@ -151,7 +151,7 @@ def _to_front(x: Tensor, axis: int) -> Tensor:
 
 
 def _placed(y: Tensor, batched: bool, axis: int | None, size: Dim, name: str) -> Tensor:  # noqa: FBT001 - one of two flags per result
-    """A result with the batch's axis where it is wanted."""
+    """Return a result with the batch's axis moved to the requested position."""
     if axis is None:
         if batched:
             raise InvalidInput(

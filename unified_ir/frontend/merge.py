@@ -1,7 +1,8 @@
-"""What two values become when a tensor decides between them.
+"""The common form of two values when a tensor decides between them.
 
 Tensors of one type become a result; Python numbers are promoted to the other side's dtype; equal
-values and identical objects stay what they are; anything else differs, and says how.
+values and identical objects stay as they are. Anything else has no common form, and the error says
+why.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from triplane.unified_ir.ops.tensor import Tensor
 
 
 class _Unbound:
-    """Stands for a variable without a value."""
+    """Marks a variable without a value."""
 
     def __repr__(self) -> str:
         return "UNBOUND"
@@ -30,7 +31,7 @@ UNBOUND: Final = _Unbound()
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place for a tensor; `soft` while only Python numbers stood here, so the dtype may grow."""
+    """A place for a tensor; `soft` while it held only Python numbers, so its dtype may widen."""
 
     type: TensorType
     soft: bool = False
@@ -45,7 +46,7 @@ class Differ(Exception):
 
 
 def merge(a: Any, b: Any) -> Any:
-    """The common form of two values: a tree whose varying leaves are `Slot`s."""
+    """Return the common form of two values: a tree whose varying leaves are `Slot`s."""
     if same(a, b):
         return a
     if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
@@ -72,14 +73,14 @@ def _merged_slots(first: Slot, second: Slot, a: Any, b: Any) -> Slot:
 
 
 def _promotes(number: DType, wanted: DType) -> bool:
-    """Whether a Python number of one kind may stand for a tensor of the other dtype."""
+    """Return whether a Python number of one kind may stand for a tensor of the other dtype."""
     if number.kind == "int":
         return wanted.kind in {"int", "uint", "float"}
     return number.kind == wanted.kind
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are one: the same object or tensor, or equal plain constants."""
+    """Return whether two values are the same object or tensor, or equal plain constants."""
     if a is b:
         return True
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -92,7 +93,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def slot(x: Any) -> Slot | None:
-    """The slot a value fills; None if it is no tensor, array or number."""
+    """Return the slot a value fills; None if it is no tensor, array or number."""
     if isinstance(x, Slot):
         return x
     if isinstance(x, Tensor):
@@ -108,13 +109,13 @@ def slot(x: Any) -> Slot | None:
 
 
 def varying(value: Any) -> Any:
-    """The form of a value in which every tensor, array and number is a slot."""
+    """Return the form of a value in which every tensor, array and number is a slot."""
     if isinstance(value, dict):
         return {k: varying(v) for k, v in value.items()}
     if isinstance(value, (tuple, list)):
         return _like(value, [varying(v) for v in value])
-    found = slot(value)
-    return value if found is None else found
+    own_slot = slot(value)
+    return value if own_slot is None else own_slot
 
 
 def slots(form: Any) -> list[Slot]:
@@ -129,7 +130,7 @@ def slots(form: Any) -> list[Slot]:
 
 
 def fillers(form: Any, value: Any) -> list[Any]:
-    """What `value` puts into the slots of a form that it was merged into."""
+    """Return the values that `value` contributes to the slots of a form it was merged into."""
     if isinstance(form, Slot):
         return [value]
     if isinstance(form, dict):
@@ -140,7 +141,7 @@ def fillers(form: Any, value: Any) -> list[Any]:
 
 
 def filled(form: Any, tensors: list[Tensor]) -> Any:
-    """The form with its slots replaced; takes the tensors off the front of the list."""
+    """Return the form with its slots replaced by tensors taken from the front of the list."""
     if isinstance(form, Slot):
         return tensors.pop(0)
     if isinstance(form, dict):
@@ -155,7 +156,7 @@ def _like(tree: Any, items: Sequence[Any]) -> Any:
 
 
 def describe(x: Any) -> str:
-    """A value as an error shows it."""
+    """Describe a value for an error message."""
     if isinstance(x, (Tensor, Slot)):
         return str(x.type)
     if isinstance(x, (np.ndarray, np.generic)):

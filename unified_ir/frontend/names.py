@@ -1,7 +1,7 @@
-"""What statements bind and where they leave to: the analysis behind `rewrite`.
+"""The names that statements bind, and how they leave their block: the analysis behind `rewrite`.
 
-Everything looks at one function's own scope: nested functions, classes and the variables of
-comprehensions belong to scopes of their own and are not entered.
+Everything here looks at one function's own scope: nested functions, classes and the variables of
+comprehensions have scopes of their own and are not entered.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 
 class Rest(ast.Return):
-    """`return rest()`: control goes on with the statements after an `if`, which bind names."""
+    """`return rest()`: control continues with the statements after an `if`, which bind names."""
 
     assigns: list[str]
 
@@ -25,7 +25,7 @@ YIELDS: Final = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWit
 
 
 def own(node: ast.AST, *, names: bool = True) -> Iterator[ast.AST]:
-    """`node` and what is below it in the same scope; inside comprehensions no plain names."""
+    """Yield `node` and the nodes below it in its scope; within comprehensions, no plain names."""
     if names or not isinstance(node, ast.Name):
         yield node
     if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
@@ -45,12 +45,12 @@ def own_of(statements: Sequence[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def assigned(statements: Sequence[ast.stmt]) -> list[str]:
-    """Names the statements may bind or delete, in order of appearance."""
-    found: dict[str, None] = {}
+    """Return the names that the statements may bind or delete, in order of appearance."""
+    names: dict[str, None] = {}
     for node in own_of(statements):
         for name in _bound_by(node):
-            found[name] = None
-    return list(found)
+            names[name] = None
+    return list(names)
 
 
 def _bound_by(node: ast.AST) -> list[str]:
@@ -75,11 +75,11 @@ def declared(statements: Sequence[ast.stmt], kind: type[ast.Global | ast.Nonloca
 
 
 def escapes(statements: Sequence[ast.stmt]) -> frozenset[str]:
-    """How the statements may leave: a subset of return, break, continue (of a loop around)."""
-    found: set[str] = set()
+    """Return how the statements may leave: a subset of return, break, continue."""
+    exits: set[str] = set()
     for statement in statements:
-        found |= _escapes_of(statement)
-    return frozenset(found)
+        exits |= _escapes_of(statement)
+    return frozenset(exits)
 
 
 def _escapes_of(node: ast.AST) -> frozenset[str]:
@@ -97,7 +97,7 @@ def _escapes_of(node: ast.AST) -> frozenset[str]:
 
 
 def ends(statements: Sequence[ast.stmt]) -> bool:
-    """Whether control certainly never reaches the statement after these."""
+    """Return whether control certainly never reaches the statement after these."""
     return any(_ends(s) for s in statements)
 
 
@@ -115,19 +115,19 @@ def _ends(node: ast.stmt) -> bool:
 
 
 def _may_swallow(node: ast.With | ast.AsyncWith) -> bool:
-    """A `with` may end an exception quietly, so only plain leaving counts as an end."""
+    """A `with` may suppress an exception, so only plain leaving counts as an end."""
     return any(isinstance(n, ast.Raise) for n in own_of(node.body))
 
 
 def has_yield(node: ast.AST) -> bool:
-    """Whether the scope of a function or statement suspends."""
+    """Return whether the scope of a function or statement suspends."""
     inner = node.body if isinstance(node, FUNCTIONS) else node
     parts = inner if isinstance(inner, list) else [inner]
     return any(isinstance(n, YIELDS) for part in parts for n in own(part))
 
 
 def has_control_flow(node: ast.AST) -> bool:
-    """Whether anything in a function, nested ones included, could depend on a tensor's truth."""
+    """Return whether anything in a function, nested ones included, could depend on a tensor."""
     kinds = (ast.If, ast.While, ast.For, ast.BoolOp, ast.IfExp, ast.Assert, ast.Match)
     for n in ast.walk(node):
         if isinstance(n, kinds) or (isinstance(n, ast.UnaryOp) and isinstance(n.op, ast.Not)):

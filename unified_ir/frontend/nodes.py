@@ -1,4 +1,4 @@
-"""Building blocks of generated syntax. `at` gives each its place in the user's source."""
+"""Building blocks of generated syntax; `at` gives each node its position in the user's source."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ FLOW: Final = "_triplane_flow"
 """The free variable of rewritten code that holds `frontend.flow`."""
 
 
-def at(made: Node, like: ast.AST) -> Node:
-    """`made` where `like` begins; parts without a place of their own follow.
+def at(node: Node, like: ast.AST) -> Node:
+    """Return `node` at the start of `like`; parts without a position of their own follow.
 
-    It ends there too: Python counts a call of an attribute over several lines as on its last one.
+    It ends there too: Python attributes a call of an attribute over several lines to its last line.
     """
-    ast.copy_location(made, like)
-    made.end_lineno, made.end_col_offset = made.lineno, made.col_offset  # type: ignore[attr-defined]
-    return ast.fix_missing_locations(made)
+    ast.copy_location(node, like)
+    node.end_lineno, node.end_col_offset = node.lineno, node.col_offset  # type: ignore[attr-defined]
+    return ast.fix_missing_locations(node)
 
 
 def flow(name: str) -> ast.expr:
@@ -47,7 +47,7 @@ def const(value: Any) -> ast.expr:
 
 
 def pair(what: str, line: int) -> ast.expr:
-    """What stands somewhere, and the line."""
+    """A pair of a description and its line."""
     return ast.Tuple([const(what), const(line)], ast.Load())
 
 
@@ -62,7 +62,7 @@ def thunk(node: ast.expr) -> ast.expr:
 
 
 def binding_only(names: Sequence[str]) -> ast.stmt:
-    """Makes names local without giving them a value."""
+    """Make names local without giving them a value."""
     targets: list[ast.expr] = [ast.Name(n, ast.Store()) for n in names]
     return ast.If(
         test=const(False), body=[ast.Assign(targets=targets, value=const(None))], orelse=[]

@@ -1,8 +1,9 @@
-"""Programs compiled of a callable, and when one may be used again.
+"""Programs compiled from a callable, and when one may be used again.
 
-They belong to the cell or function itself and go with it. A program is found by what the arguments
-are, and used while its watch holds. A trace that changes what is watched (it counts something, it
-fills a list) is not kept: such code runs at every call, as it would in Python.
+They belong to the cell or function itself and live as long as it does. A program is looked up by
+the signature of the arguments and used while its guard holds. A trace that changes what it reads
+(it counts something, it fills a list) is not kept: such code is traced at every call, and behaves
+as in Python.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.frontend.trace import Traceable, Traced, name_of
 
 CACHE_SIZE: Final = 64
-"""Programs kept per cell or function; the one not used for longest goes first."""
+"""Programs kept per cell or function; the least recently used one is dropped first."""
 
 _KEY: Final = "_triplane_programs"
 _lock: Final = Lock()
@@ -37,13 +38,13 @@ class Compiled:
 
     done: Traced
     program: Program
-    watch: TraceGuard
+    guard: TraceGuard
     state: tuple[Parameter, ...]
-    """Whose arrays follow the arguments."""
+    """State whose arrays follow the arguments."""
     assigned: tuple[tuple[int, Parameter], ...]
-    """Which results are new values of buffers."""
+    """Results that are new values of buffers, by index."""
     single: bool
-    """The first result is what the function gives."""
+    """The function returns the first result itself."""
 
 
 class ObjectIdentity:
@@ -74,16 +75,16 @@ class Programs:
         self._target = name_of(target)
         function = target.construct if isinstance(target, StateTree) else target
         self._signature = inspect.signature(function)
-        self._found: dict[Any, tuple[Compiled, ...]] = {}
+        self._by_key: dict[Any, tuple[Compiled, ...]] = {}
 
     def belongs_to(self, owner: Any) -> bool:
-        """Whether they were compiled of this very object; function attributes get copied."""
+        """Return whether they belong to this very object; function attributes get copied."""
         return self._of == ObjectIdentity(owner)
 
     def ordered(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """One form for all ways to pass the same arguments: by position where that is possible."""
+        """Return one form for all ways to pass the same arguments: by position where possible."""
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -91,35 +92,35 @@ class Programs:
         return bound.args, bound.kwargs
 
     def find(self, key: Any) -> Compiled | None:
-        """A program for such arguments whose watch holds."""
-        for found in self._found.get(key, ()):
-            if found.watch.holds():
-                return found
+        """Return a program for such arguments whose guard holds; None if there is none."""
+        for compiled in self._by_key.get(key, ()):
+            if compiled.guard.holds():
+                return compiled
         return None
 
-    def keep(self, key: Any, made: Compiled) -> None:
-        """Lets `find` find it, unless recording it changed what it watches."""
-        if not made.watch.holds():
+    def keep(self, key: Any, compiled: Compiled) -> None:
+        """Keep a program for `find`, unless recording it changed what it reads."""
+        if not compiled.guard.holds():
             return
         with _lock:
-            older = self._found.pop(key, ())
-            self._found[key] = (made, *older)[:CACHE_SIZE]
-            while sum(map(len, self._found.values())) > CACHE_SIZE:
-                first = next(iter(self._found))
-                self._found[first] = self._found[first][:-1]
-                if not self._found[first]:
-                    del self._found[first]
+            older = self._by_key.pop(key, ())
+            self._by_key[key] = (compiled, *older)[:CACHE_SIZE]
+            while sum(map(len, self._by_key.values())) > CACHE_SIZE:
+                first = next(iter(self._by_key))
+                self._by_key[first] = self._by_key[first][:-1]
+                if not self._by_key[first]:
+                    del self._by_key[first]
 
 
 def programs_of(target: Traceable) -> Programs:
     """The programs of a cell, a function, or a method of some object."""
     if isinstance(target, StateTree):
         try:
-            found: Programs = target._programs_
+            programs: Programs = target._programs_
         except AttributeError:
-            found = Programs(target)
-            object.__setattr__(target, "_programs_", found)
-        return found
+            programs = Programs(target)
+            object.__setattr__(target, "_programs_", programs)
+        return programs
     if isinstance(target, FunctionType):
         known = target.__dict__.get(_KEY)
         if known is None or not known.belongs_to(target):
@@ -129,11 +130,11 @@ def programs_of(target: Traceable) -> Programs:
 
 
 def _of_other(target: Any) -> Programs:
-    """A method is a new object each time it is read; its object and its function stay."""
+    """Programs of a bound method, a new object at each access: kept by its object and function."""
     owner, function = target, None
     if isinstance(target, MethodType):
         owner, function = target.__self__, target.__func__
-    found = _others.setdefault(owner, {})
-    if function not in found:
-        found[function] = Programs(target)
-    return found[function]
+    programs = _others.setdefault(owner, {})
+    if function not in programs:
+        programs[function] = Programs(target)
+    return programs[function]

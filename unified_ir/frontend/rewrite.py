@@ -29,13 +29,13 @@ _FUTURE: Final = functools.reduce(
     0,
 )
 _INNER: Final = "_triplane_function"
-"""What the function is called while it is compiled: its own name means what it meant before."""
+"""Name of the function while it is compiled, so that its own name keeps its outer meaning."""
 _codes: dict[tuple[CodeType, bool], CodeType | None] = {}
 _lock: Final = Lock()
 
 
 def rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its tensor-dependent control flow made explicit; see the module."""
+    """Return the function with its tensor-dependent control flow made explicit; see the module."""
     if isinstance(function, MethodType):
         inner = rewritten(function.__func__)
         return function if inner is function.__func__ else MethodType(inner, function.__self__)
@@ -52,28 +52,28 @@ def rewritten(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_code(function: FunctionType, code: CodeType) -> Callable[..., Any]:
-    """The same function, closure and defaults included, running other code."""
+    """Return the same function, closure and defaults included, with other code."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     cells[FLOW] = CellType(flow)
-    made = FunctionType(
+    compiled = FunctionType(
         code,
         function.__globals__,
         function.__name__,
         function.__defaults__,
         tuple(cells[name] for name in code.co_freevars),
     )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return functools.wraps(function)(made)
+    compiled.__kwdefaults__ = function.__kwdefaults__
+    return functools.wraps(function)(compiled)
 
 
-def _explaining(made: Callable[..., Any]) -> Callable[..., Any]:
-    """Says why a variable that a branch or loop left without a value has none."""
+def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Explain why a variable has no value, where a branch or loop left it without one."""
 
-    @functools.wraps(made)
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with flow.reasons():
             try:
-                return made(*args, **kwargs)
+                return function(*args, **kwargs)
             except NameError as error:
                 flow.explain(error)
                 raise
@@ -82,19 +82,19 @@ def _explaining(made: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _calls_itself(function: FunctionType) -> bool:
-    """Whether the function's name means the function, directly or under a decorator."""
+    """Return whether the function's name refers to the function, directly or under a decorator."""
     name, code = function.__name__, function.__code__
     if name in code.co_freevars:
         cell = (function.__closure__ or ())[code.co_freevars.index(name)]
         try:
-            found = cell.cell_contents
+            candidate = cell.cell_contents
         except ValueError:
             return False
     else:
-        found = function.__globals__.get(name) if name in code.co_names else None
-    while found is not None and found is not function:
-        found = getattr(found, "__wrapped__", None)
-    return found is function
+        candidate = function.__globals__.get(name) if name in code.co_names else None
+    while candidate is not None and candidate is not function:
+        candidate = getattr(candidate, "__wrapped__", None)
+    return candidate is function
 
 
 def _code(function: FunctionType, *, tail: bool) -> CodeType | None:
@@ -110,17 +110,17 @@ def _code(function: FunctionType, *, tail: bool) -> CodeType | None:
     flags = function.__code__.co_flags & _FUTURE
     module = compile(tree, source.filename, "exec", flags=flags, dont_inherit=True)
     own = function.__code__
-    made = _inner(_inner(module, "factory"), "<lambda>" if own.co_name == "<lambda>" else _INNER)
-    return made.replace(co_name=own.co_name, co_qualname=own.co_qualname)
+    code = _inner(_inner(module, "factory"), "<lambda>" if own.co_name == "<lambda>" else _INNER)
+    return code.replace(co_name=own.co_name, co_qualname=own.co_qualname)
 
 
 def _inner(code: CodeType, name: str) -> CodeType:
-    """The code of the function that `code` defines under that name."""
+    """Return the code of the function that `code` defines under that name."""
     return next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
 
 
 def _factory(node: ast.FunctionDef | ast.Lambda, free: list[str]) -> ast.Module:
-    """`def factory(FREE...): def f(...): ...`: gives the code the free variables it had."""
+    """`def factory(FREE...): def f(...): ...`, which gives the code its free variables."""
     _strip(node)
     inner: ast.stmt = ast.Return(node) if isinstance(node, ast.Lambda) else node
     outer = ast.FunctionDef(
@@ -141,7 +141,7 @@ def _factory(node: ast.FunctionDef | ast.Lambda, free: list[str]) -> ast.Module:
 
 
 def _strip(node: ast.FunctionDef | ast.Lambda) -> None:
-    """Without decorators, defaults and annotations: the function object brings its own."""
+    """Without decorators, defaults and annotations: the function object has its own."""
     args = node.args
     args.defaults = []
     args.kw_defaults = [None] * len(args.kwonlyargs)

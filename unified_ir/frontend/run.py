@@ -1,7 +1,7 @@
 """Calling cells and functions with arrays: traced once per signature, or recorded eagerly.
 
-Arrays and numpy scalars are data; everything else among the arguments (Python numbers, strings,
-None, cells) belongs to the signature, so a new value is a new trace: give an array for what varies.
+Arrays and numpy scalars are data. Every other argument (Python numbers, strings, None, cells)
+belongs to the signature, so a new value causes a new trace: pass an array for a value that varies.
 The settings of `mode` hold for the current thread or task.
 """
 
@@ -36,7 +36,7 @@ Floats = Literal["float32", "float64"]
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """How calls with arrays run."""
+    """Settings of calls with arrays."""
 
     mode: Mode = "graph"
     engine: str = "onnx"
@@ -69,7 +69,7 @@ def set_mode(
 
 
 def current_floats() -> Floats:
-    """What float64 arrays become at a call now."""
+    """The dtype that float64 arrays become at a call."""
     return _setting.get().floats
 
 
@@ -87,16 +87,16 @@ def mode(
 
 
 def run(target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The results of a cell or function on arrays; assigned buffers are written back."""
+    """Return the results of a cell or function on arrays, and write assigned buffers back."""
     setting = _setting.get()
     if setting.mode == "eager":
-        arguments, given = host_arguments(target, args, kwargs, setting.floats)
-        done = record(target, arguments, run=run_node, arrays=given)
+        arguments, inputs = host_arguments(target, args, kwargs, setting.floats)
+        done = record(target, arguments, run=run_node, arrays=inputs)
         assert done.arrays is not None
-        made = [done.arrays[v] for v in done.function.results]
+        results = [done.arrays[v] for v in done.function.results]
         if setting.finite:
-            _check_finite(done, [*given, *state_arrays(done)], made)
-        return _handed_out(done, made)
+            _check_finite(done, [*inputs, *state_arrays(done)], results)
+        return _handed_out(done, results)
     programs = programs_of(target)
     if kwargs:
         args, kwargs = programs.ordered(args, kwargs)
@@ -105,17 +105,17 @@ def run(target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     parts = [_key_of(x, setting.floats, arrays, objects) for x in args]
     parts += [(k, _key_of(v, setting.floats, arrays, objects)) for k, v in kwargs.items()]
     key = (setting.engine, len(args), *parts)
-    found = programs.find(key)
-    if found is None:
-        watch = TraceGuard([target, *objects])
-        found = _compiled(target, args, kwargs, setting, watch)
-        programs.keep(key, found)
-    values = found.program(*arrays, *[p.array for p in found.state])
+    compiled = programs.find(key)
+    if compiled is None:
+        guard = TraceGuard([target, *objects])
+        compiled = _compiled(target, args, kwargs, setting, guard)
+        programs.keep(key, compiled)
+    values = compiled.program(*arrays, *[p.array for p in compiled.state])
     if setting.finite:
-        _check_finite(found.done, [*arrays, *state_arrays(found.done)], values)
-    for i, parameter in found.assigned:
+        _check_finite(compiled.done, [*arrays, *state_arrays(compiled.done)], values)
+    for i, parameter in compiled.assigned:
         parameter.array = values[i]
-    return values[0] if found.single else _rebuilt(found.done, values)
+    return values[0] if compiled.single else _rebuilt(compiled.done, values)
 
 
 def _check_finite(done: Traced, arrays: Sequence[Array], values: Sequence[Array]) -> None:
@@ -131,7 +131,7 @@ def _check_finite(done: Traced, arrays: Sequence[Array], values: Sequence[Array]
 
 
 def _handed_out(done: Traced, values: Sequence[Array]) -> Any:
-    """The results as the function gave them; assigned buffers are written back."""
+    """Return the results in the function's own tree, and write assigned buffers back."""
     for path, value in zip(done.function.result_names, values, strict=True):
         if path in done.assigned:
             done.state[path].array = value
@@ -148,7 +148,7 @@ def _compiled(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     setting: _Setting,
-    watch: TraceGuard,
+    guard: TraceGuard,
 ) -> Compiled:
     arguments, _ = host_arguments(target, args, kwargs, setting.floats)
     done = record(target, arguments)
@@ -156,7 +156,7 @@ def _compiled(
     return Compiled(
         done,
         engine(setting.engine).compile(done.function),
-        watch,
+        guard,
         tuple(done.state[p.name] for p in done.function.params if p.name in done.state),
         tuple((names.index(path), done.state[path]) for path in done.assigned),
         single=bool(names) and done.results == names[0],
@@ -164,7 +164,7 @@ def _compiled(
 
 
 def _key_of(x: Any, floats: Floats, arrays: list[Array], objects: list[Any]) -> Any:
-    """What of one argument a trace depends on; its arrays and objects are put into the lists."""
+    """Return the part of an argument that a trace depends on; collect its arrays and objects."""
     if isinstance(x, (np.ndarray, np.generic)):
         host = _host(x, floats)
         arrays.append(host)
@@ -182,19 +182,19 @@ def _key_of(x: Any, floats: Floats, arrays: list[Array], objects: list[Any]) -> 
 def host_arguments(
     target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any], floats: Floats
 ) -> tuple[BoundArguments, list[Array]]:
-    """Arguments with arrays replaced by their types, and the arrays, in the signature's order."""
+    """Return the arguments with arrays replaced by their types, and the arrays in order."""
     seen = [rebuild(a, [_host(x, floats) for x in leaves(a)]) for a in args]
     named = {k: rebuild(v, [_host(x, floats) for x in leaves(v)]) for k, v in kwargs.items()}
     return bind(target, seen, named)
 
 
 def state_arrays(done: Traced) -> list[Array]:
-    """Arrays of the state that a traced function takes, in the order of its parameters."""
+    """Return the arrays of the state of a traced function, in the order of its parameters."""
     return [done.state[p.name].array for p in done.function.params if p.name in done.state]
 
 
 def _host(x: Any, floats: Floats) -> Any:
-    """An argument as it is recorded: arrays and numpy scalars as arrays of a supported type."""
+    """Return an argument as recorded: arrays and numpy scalars have a supported type."""
     if isinstance(x, np.generic):
         x = np.asarray(x)
     if isinstance(x, np.ndarray) and x.dtype == np.float64:

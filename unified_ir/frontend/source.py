@@ -1,4 +1,4 @@
-"""The syntax tree of a function, found in its file; None where there is no source."""
+"""The syntax tree of a function, read from its file; None where there is no source."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INSTALLED: Final = {"site-packages", "dist-packages"}
 
 @dataclass(frozen=True, slots=True)
 class FunctionSource:
-    """A function's syntax, the class around it (for private names), and where it stands."""
+    """A function's syntax, the class around it (for private names), and its file."""
 
     node: Function
     class_name: str | None
@@ -31,7 +31,7 @@ class FunctionSource:
 
 
 def source_of(function: FunctionType) -> FunctionSource | None:
-    """The syntax of a Python function or lambda; None when its file cannot be read."""
+    """Return the syntax of a Python function or lambda; None when its file cannot be read."""
     code = function.__code__
     linecache.checkcache(code.co_filename)
     text = "".join(linecache.getlines(code.co_filename, function.__globals__))
@@ -41,22 +41,22 @@ def source_of(function: FunctionType) -> FunctionSource | None:
         places = _functions(text)
     except (SyntaxError, ValueError):
         return None
-    found = [p for p in places if _is(p[0], code)]
-    if len(found) > 1:
-        found = _innermost([p for p in found if isinstance(p[0], ast.Lambda)], code)
-    if len(found) != 1:
+    matching = [p for p in places if _is(p[0], code)]
+    if len(matching) > 1:
+        matching = _innermost([p for p in matching if isinstance(p[0], ast.Lambda)], code)
+    if len(matching) != 1:
         return None
-    return FunctionSource(found[0][0], found[0][1], code.co_filename)
+    return FunctionSource(matching[0][0], matching[0][1], code.co_filename)
 
 
 def belongs_to_user(function: FunctionType) -> bool:
-    """False for the standard library, numpy and this package's own layers."""
+    """Return False for the standard library, numpy and this package's own layers."""
     return is_users_file(function.__code__.co_filename)
 
 
 @lru_cache(maxsize=4096)
 def is_users_file(filename: str) -> bool:
-    """False for files of the standard library, numpy and this package's own layers."""
+    """Return False for files of the standard library, numpy and this package's own layers."""
     if filename.startswith("<"):
         return True
     path = Path(filename).resolve()
@@ -66,25 +66,25 @@ def is_users_file(filename: str) -> bool:
 
 
 def is_installed(filename: str) -> bool:
-    """Whether a file belongs to an installed package."""
+    """Return whether a file belongs to an installed package."""
     return bool(_INSTALLED & set(Path(filename).parts))
 
 
 @lru_cache(maxsize=64)
 def _functions(text: str) -> list[tuple[Function, str | None]]:
-    """Every function of a file with the name of the innermost class around it."""
-    found: list[tuple[Function, str | None]] = []
+    """Return every function of a file with the name of the innermost class around it."""
+    functions: list[tuple[Function, str | None]] = []
 
     def walk(node: ast.AST, class_name: str | None) -> None:
         if isinstance(node, FUNCTIONS):
-            found.append((node, class_name))
+            functions.append((node, class_name))
         if isinstance(node, ast.ClassDef):
             class_name = node.name
         for child in ast.iter_child_nodes(node):
             walk(child, class_name)
 
     walk(ast.parse(text), None)
-    return found
+    return functions
 
 
 def _is(node: Function, code: CodeType) -> bool:
@@ -95,12 +95,12 @@ def _is(node: Function, code: CodeType) -> bool:
 
 
 def _innermost(
-    found: list[tuple[Function, str | None]], code: CodeType
+    candidates: list[tuple[Function, str | None]], code: CodeType
 ) -> list[tuple[Function, str | None]]:
-    """Of lambdas on one line, the smallest whose body all of the code's positions lie in."""
+    """Of lambdas on one line, return the smallest one that encloses all positions of the code."""
     places = [p for p in code.co_positions() if None not in p and p[2:] != (0, 0)]
     ends = [((a, c), (b, d)) for a, b, c, d in places]
-    around = [p for p in found if all(_holds(p[0], *e) for e in ends)]
+    around = [p for p in candidates if all(_holds(p[0], *e) for e in ends)]
     return sorted(around, key=lambda p: _extent(p[0]))[:1]
 
 

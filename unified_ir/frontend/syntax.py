@@ -51,20 +51,20 @@ _ITERATORS: Final = frozenset({"range", "enumerate", "zip"})
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Where a block stands: how `return`, `break` and `continue` are written there."""
+    """The block a statement is in: how `return`, `break` and `continue` are written there."""
 
     in_loop: bool = False
-    """In the body of a rewritten loop: leaving is a value of kind `Exit`."""
+    """In the body of a rewritten loop: leaving it is a value of type `Exit`."""
     kept: bool = False
     """Below `with`, `try`, `match` or in a generator: statements after it cannot move inside."""
     plain_loop: bool = False
-    """In a loop that stays Python: `break` and `continue` stay too."""
+    """In a loop that stays Python: `break` and `continue` stay as they are."""
 
 
 def rewrite_function(
     node: ast.FunctionDef | ast.Lambda, class_name: str | None, *, has_class: bool, tail: bool
 ) -> None:
-    """Rewrites `node` in place. `tail`: a call of its own name in tail position is a jump back."""
+    """Rewrite `node` in place. `tail`: a call of itself in tail position becomes a jump back."""
     first = next(iter([*node.args.posonlyargs, *node.args.args]), None)
     receiver = first.arg if has_class and first is not None else None
     rewriter = _Rewriter(class_name, receiver)
@@ -75,7 +75,7 @@ def rewrite_function(
 
 
 class _Scope:
-    """Names of one function: which belong to it, which it borrows."""
+    """Names of one function: its own and those of outer scopes."""
 
     def __init__(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self.globals = declared(node.body, ast.Global)
@@ -87,7 +87,7 @@ class _Scope:
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Expressions through `visit`, statements through `block`."""
+    """Rewrites expressions through `visit` and statements through `block`."""
 
     def __init__(self, class_name: str | None, receiver: str | None) -> None:
         self.class_name = class_name
@@ -101,8 +101,8 @@ class _Rewriter(ast.NodeTransformer):
         outer, self.scope = self.scope, _Scope(node)
         suspends = isinstance(node, ast.AsyncFunctionDef) or has_yield(node)
         body = tail_loop(node) if tail and not suspends else node.body
-        made = self.block(body, Level(kept=suspends))
-        made = [s for s in made if not isinstance(s, (ast.Global, ast.Nonlocal))]
+        statements = self.block(body, Level(kept=suspends))
+        statements = [s for s in statements if not isinstance(s, (ast.Global, ast.Nonlocal))]
         hoisted = [n for n in self.scope.hoisted if self.scope.is_local(n)]
         head: list[ast.stmt] = []
         if hoisted:
@@ -110,8 +110,8 @@ class _Rewriter(ast.NodeTransformer):
         for kind, names in ((ast.Global, self.scope.globals), (ast.Nonlocal, self.scope.nonlocals)):
             if names:
                 head.insert(0, at(kind(names=sorted(names)), node.body[0]))
-        docstring = made[:1] if ast.get_docstring(node, clean=False) is not None else []
-        node.body = [*docstring, *head, *made[len(docstring) :]]
+        docstring = statements[:1] if ast.get_docstring(node, clean=False) is not None else []
+        node.body = [*docstring, *head, *statements[len(docstring) :]]
         self.scope = outer
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -139,7 +139,7 @@ class _Rewriter(ast.NodeTransformer):
     # Statements
 
     def block(self, statements: Sequence[ast.stmt], level: Level) -> list[ast.stmt]:
-        made: list[ast.stmt] = []
+        rewritten: list[ast.stmt] = []
         todo = list(statements)
         while todo:
             s = todo.pop(0)
@@ -148,22 +148,22 @@ class _Rewriter(ast.NodeTransformer):
                 continue
             leaving = escapes([s])
             if has_yield(s) or isinstance(s, ast.AsyncFor):
-                made += self._kept(s, level)
+                rewritten += self._kept(s, level)
             elif isinstance(s, ast.If) and leaving and not level.kept:
-                return [*made, *self._leaving_if(s, todo, level)]
+                return [*rewritten, *self._leaving_if(s, todo, level)]
             elif isinstance(s, ast.If) and not leaving:
-                made += self._if(s)
+                rewritten += self._if(s)
             elif isinstance(s, (ast.While, ast.For)) and not leaving:
                 definitions, call = self._loop(s)
-                made += [*definitions, at(ast.Expr(call), s)]
+                rewritten += [*definitions, at(ast.Expr(call), s)]
             elif isinstance(s, (ast.While, ast.For)) and not level.kept:
-                return [*made, *self._returning_loop(s, todo, level)]
+                return [*rewritten, *self._returning_loop(s, todo, level)]
             else:
-                made += self._kept(s, level)
-        return made or [ast.Pass()]
+                rewritten += self._kept(s, level)
+        return rewritten or [ast.Pass()]
 
     def _kept(self, s: ast.stmt, level: Level) -> list[ast.stmt]:
-        """A statement that stays what it is; conditions in it must not be tensors."""
+        """A statement that stays as it is; conditions in it must not be tensors."""
         if isinstance(s, Rest):
             return [s]
         if isinstance(s, (ast.Return, ast.Break, ast.Continue)):
@@ -209,7 +209,7 @@ class _Rewriter(ast.NodeTransformer):
         return value
 
     def _annotated(self, s: ast.AnnAssign) -> list[ast.stmt]:
-        """Without the annotation: a name that is nonlocal in a branch may not carry one."""
+        """Drop the annotation: a name that is nonlocal in a branch may not have one."""
         if s.value is None:
             return [at(ast.Pass(), s)]
         target: Any = self.visit(s.target)
@@ -234,14 +234,14 @@ class _Rewriter(ast.NodeTransformer):
         return [then, other, *setter, at(ast.Expr(call), s)]
 
     def _leaving_if(self, s: ast.If, rest: Sequence[ast.stmt], level: Level) -> list[ast.stmt]:
-        """An `if` that may leave; it takes the rest of its block along."""
+        """An `if` that may leave its block; the rest of the block moves into it."""
         body, orelse = list(s.body), list(s.orelse)
         names = assigned([*body, *orelse, *rest])
         setter, state = self._state(names, [*body, *orelse], s)
-        made: list[ast.stmt] = []
+        generated: list[ast.stmt] = []
         if rest and not ends(body) and not ends(orelse):
             after = self._def("rest", self.block(rest, level), names, s)
-            made.append(after)
+            generated.append(after)
             for branch in (body, orelse):
                 go_on = at(Rest(value=ast.Call(name_of(after), [], [])), s)
                 go_on.assigns = assigned(rest)
@@ -253,10 +253,10 @@ class _Rewriter(ast.NodeTransformer):
         other = self._def("otherwise", self.block(orelse, level), names, s)
         entry = "leave_loop_if" if level.in_loop else "return_if"
         call = invoke(entry, test, name_of(then), name_of(other), state)
-        return [*made, then, other, *setter, at(ast.Return(call), s)]
+        return [*generated, then, other, *setter, at(ast.Return(call), s)]
 
     def _loop(self, s: ast.While | ast.For) -> tuple[list[ast.stmt], ast.expr]:
-        """Definitions, and the call that runs the loop; its value is the loop's `Exit`."""
+        """Return definitions, and the call that runs the loop; its value is the loop's `Exit`."""
         if isinstance(s, ast.While) and _binds(s.test):
             s = _tested_inside(s)
         inside: list[ast.stmt] = list(s.body)
@@ -277,7 +277,7 @@ class _Rewriter(ast.NodeTransformer):
     def _returning_loop(
         self, s: ast.While | ast.For, rest: Sequence[ast.stmt], level: Level
     ) -> list[ast.stmt]:
-        """A loop that may return; what follows it becomes a function."""
+        """A loop that may return; the statements after it become a function."""
         names = assigned([s, *rest])
         always = const(isinstance(s, ast.While) and ends([s]))
         setter, state = self._state(names, [], s)
@@ -309,26 +309,26 @@ class _Rewriter(ast.NodeTransformer):
     def _def(
         self, stem: str, body: list[ast.stmt], names: Sequence[str], like: ast.stmt
     ) -> ast.FunctionDef:
-        """A function for a piece of the user's code, which assigns in the user's scope."""
+        """Return a function for a piece of the user's code, which assigns in the user's scope."""
         head = self._declarations(names)
-        made = ast.FunctionDef(
+        definition = ast.FunctionDef(
             name=self._fresh(stem), args=no_args(), body=[*head, *body], decorator_list=[]
         )
-        setattr(made, "type_params", [])  # noqa: B010 - a field since Python 3.12, unknown before
-        return at(made, like)
+        setattr(definition, "type_params", [])  # noqa: B010 - a field since Python 3.12, unknown before
+        return at(definition, like)
 
     def _declarations(self, names: Sequence[str]) -> list[ast.stmt]:
         assert self.scope is not None
         outside = [n for n in names if n in self.scope.globals]
         mine = [n for n in names if n not in self.scope.globals]
         self.scope.hoisted.update(dict.fromkeys(mine))
-        made: list[ast.stmt] = [ast.Global(names=outside)] if outside else []
-        return [*made, ast.Nonlocal(names=mine)] if mine else made
+        declarations: list[ast.stmt] = [ast.Global(names=outside)] if outside else []
+        return [*declarations, ast.Nonlocal(names=mine)] if mine else declarations
 
     def _state(
         self, names: Sequence[str], inside: Sequence[ast.stmt], like: ast.stmt
     ) -> tuple[list[ast.stmt], ast.expr]:
-        """A setter for the names that the statements assign, and the `State` that uses it."""
+        """Return a setter for the names that the statements assign, and the access that uses it."""
         assert self.scope is not None
         mine = [n for n in names if self.scope.is_local(n)]
         setter: list[ast.stmt] = []
@@ -338,9 +338,9 @@ class _Rewriter(ast.NodeTransformer):
             targets = ast.Tuple([ast.Name(n, ast.Store()) for n in mine], ast.Store())
             body: list[ast.stmt] = [ast.Assign(targets=[targets], value=load(value))]
             body += [delete_unbound(n) for n in mine]
-            made = self._def("set", body, mine, like)
-            made.args.args.append(ast.arg(arg=value))
-            setter, write = [at(made, like)], name_of(made)
+            definition = self._def("set", body, mine, like)
+            definition.args.args.append(ast.arg(arg=value))
+            setter, write = [at(definition, like)], name_of(definition)
         reads = ast.Tuple([thunk(load(n)) for n in mine], ast.Load())
         names_node = ast.Tuple([const(n) for n in mine], ast.Load())
         return setter, at(
@@ -348,22 +348,22 @@ class _Rewriter(ast.NodeTransformer):
         )
 
     def _odd(self, inside: Sequence[ast.stmt]) -> ast.expr:
-        """What a tensor condition cannot govern: (what, line) or (what, line, owner, attribute)."""
+        """List what a tensor cannot decide: (what, line) or (what, line, owner, attribute)."""
         assert self.scope is not None
-        found: list[ast.expr] = []
+        pairs: list[ast.expr] = []
         for node in own_of(inside):
             line = getattr(node, "lineno", 0)
             if isinstance(node, (ast.Try, ast.TryStar, ast.With)):
                 kind = "with" if isinstance(node, ast.With) else "try"
-                found.append(pair(f"a `{kind}` statement", line))
+                pairs.append(pair(f"a `{kind}` statement", line))
             elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-                found.append(pair(f"an assignment to `{ast.unparse(node)}`", line))
+                pairs.append(pair(f"an assignment to `{ast.unparse(node)}`", line))
             elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
-                found.append(self._odd_attribute(node))
+                pairs.append(self._odd_attribute(node))
         outside = [n for n in assigned(inside) if not self.scope.is_local(n)]
         line = inside[0].lineno if inside else 0
-        found += [pair(f"an assignment to the global or nonlocal `{n}`", line) for n in outside]
-        return ast.Tuple(found, ast.Load())
+        pairs += [pair(f"an assignment to the global or nonlocal `{n}`", line) for n in outside]
+        return ast.Tuple(pairs, ast.Load())
 
     def _odd_attribute(self, node: ast.Attribute) -> ast.expr:
         what = f"an assignment to `{ast.unparse(node)}`"
@@ -375,20 +375,20 @@ class _Rewriter(ast.NodeTransformer):
         )
 
     def _reload(self, node: ast.expr) -> ast.expr:
-        made: ast.expr = ast.parse(ast.unparse(node), mode="eval").body
-        return self.expression(made)
+        reparsed: ast.expr = ast.parse(ast.unparse(node), mode="eval").body
+        return self.expression(reparsed)
 
     # Expressions
 
     def expression(self, node: ast.expr) -> ast.expr:
-        made: ast.expr = self.visit(node)
-        return made
+        rewritten: ast.expr = self.visit(node)
+        return rewritten
 
     def _plain(self, test: ast.expr, why: str) -> ast.expr:
         return at(invoke("plain", self.expression(test), const(why)), test)
 
     def _iterable(self, node: ast.expr) -> ast.expr:
-        """The iterable of a `for`; `range`, `enumerate` and `zip` there accept tensors."""
+        """The iterable of a `for`, where `range`, `enumerate` and `zip` accept tensors."""
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             return self.expression(node)
         name = node.func
@@ -446,7 +446,7 @@ class _Rewriter(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def _mangled(self, name: str) -> str:
-        """Private names of a class, which only mean themselves inside its body."""
+        """Private names of a class, which are mangled only inside its body."""
         private = name.startswith("__") and not name.endswith("__")
         if not private or self.class_name is None:
             return name
@@ -454,23 +454,23 @@ class _Rewriter(ast.NodeTransformer):
 
 
 def _flag_breaks(statements: Sequence[ast.stmt], flag: str) -> list[ast.stmt]:
-    made: list[ast.stmt] = []
+    flagged: list[ast.stmt] = []
     for s in statements:
         if isinstance(s, ast.Break):
             set_flag = ast.Assign(targets=[ast.Name(flag, ast.Store())], value=const(True))
-            made.append(at(set_flag, s))
+            flagged.append(at(set_flag, s))
         elif not isinstance(s, (*LOOPS, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             for name, value in ast.iter_fields(s):
                 if _is_block(value):
                     setattr(s, name, _flag_breaks(value, flag))
             for part in [*getattr(s, "handlers", []), *getattr(s, "cases", [])]:
                 part.body = _flag_breaks(part.body, flag)
-        made.append(s)
-    return made
+        flagged.append(s)
+    return flagged
 
 
 def _tested_inside(s: ast.While) -> ast.While:
-    """`while test: body` as `while True: if not test: break; body`: what the test binds is kept."""
+    """`while test: body` as `while True: if not test: break; body`; keeps names the test binds."""
     stop = ast.If(test=ast.UnaryOp(ast.Not(), s.test), body=[at(ast.Break(), s)], orelse=[])
     return at(ast.While(test=const(True), body=[at(stop, s.test), *s.body], orelse=[]), s)
 
@@ -483,7 +483,7 @@ def _why(s: ast.stmt) -> str:
 
 
 def _is_condition(s: ast.stmt, field: str) -> bool:
-    """Whether `_keep_condition` has dealt with a field."""
+    """Return whether `_keep_condition` has handled a field."""
     return (field == "test" and isinstance(s, (ast.If, ast.While, ast.Assert))) or (
         field == "iter" and isinstance(s, ast.For)
     )

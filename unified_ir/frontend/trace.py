@@ -1,8 +1,8 @@
 """Tracing: a cell or Python function becomes an IR function.
 
-Parameters of the function are the inputs, then the state it used, by path; results are what was
-returned, then assigned buffers under their own paths, then summaries. Python values among the
-arguments are constants of the trace.
+The function's parameters are the inputs, then the state it used, by path; its results are the
+returned values, then assigned buffers under their own paths, then summaries. Python values among
+the arguments are constants of the trace.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Traceable = StateTree | Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A traced function, the tree its results came in, and the parameters it uses and assigns."""
+    """A traced function, the tree of its results, and the parameters it uses and assigns."""
 
     function: Function
     results: Any
-    """The returned tree, its leaves replaced by result names."""
+    """The returned tree, with leaves replaced by result names."""
     state: Mapping[str, Parameter]
     assigned: frozenset[str]
     """Paths of the state whose new value is a result."""
@@ -60,19 +60,19 @@ def trace(target: Traceable, *specs: Any, name: str | None = None, **named: Any)
 def bind(
     target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[BoundArguments, list[Array]]:
-    """Arguments by parameter name, arrays replaced by their types; the arrays in that order."""
+    """Return arguments by name, arrays replaced by their types, and the arrays in order."""
     function = target.construct if isinstance(target, StateTree) else target
     try:
-        found = inspect.signature(function).bind(*args, **kwargs)
+        bound = inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
         raise InvalidInput(f"{name_of(target)}: {error}") from None
     arrays: list[Array] = []
-    for label, key, tree in _labelled(found):
+    for label, key, tree in _labelled(bound):
         flat = leaves(tree)
         arrays += [x for x in flat if isinstance(x, np.ndarray)]
         typed = rebuild(tree, [type_of(x) if isinstance(x, np.ndarray) else x for x in flat])
-        _put(found, label, key, typed)
-    return found, arrays
+        _put(bound, label, key, typed)
+    return bound, arrays
 
 
 def _put(arguments: BoundArguments, label: str, key: str | None, tree: Any) -> None:
@@ -94,7 +94,7 @@ def record(
     run: RunNode | None = None,
     arrays: Sequence[Array] = (),
 ) -> Traced:
-    """Records one call; with `run` in eager mode, on `arrays` in the order of `arguments`."""
+    """Record one call; with `run` in eager mode, on `arrays` in the order of `arguments`."""
     build = Build(TABLE, name or name_of(target), run=run)
     binding = Binding(build)
     state = state_of(target, arguments.arguments)
@@ -104,9 +104,9 @@ def record(
         for path, parameter in state.items():
             array = None if run is None else parameter.array
             binding.tensors[parameter] = build.param(path, parameter.type, array)
-        made = _call(target, arguments)
-        results = [_result(x, target) for x in leaves(made)]
-    return _finish(build, binding, state, made, results)
+        returned = _call(target, arguments)
+        results = [_result(x, target) for x in leaves(returned)]
+    return _finish(build, binding, state, returned, results)
 
 
 def _call(target: Traceable, arguments: BoundArguments) -> Any:
@@ -117,7 +117,7 @@ def _call(target: Traceable, arguments: BoundArguments) -> Any:
 
 
 def _paths(target: Traceable, arguments: Mapping[str, Any]) -> dict[Any, str]:
-    """The first path of every cell in reach, the scope of its nodes."""
+    """Return the first path of every cell in reach, which is the scope of its nodes."""
     paths: dict[Any, str] = {}
     for label, owner in owners_of(target, arguments):
         for path, cell in owner.cells(label):
@@ -128,7 +128,7 @@ def _paths(target: Traceable, arguments: Mapping[str, Any]) -> dict[Any, str]:
 def _add_inputs(
     build: Build, arguments: BoundArguments, arrays: Iterator[Array], state: Mapping[str, Parameter]
 ) -> None:
-    """Replaces each `TensorType` among the arguments by a parameter."""
+    """Replace each `TensorType` among the arguments by a parameter."""
     for label, key, tree in _labelled(arguments):
         _put(arguments, label, key, _as_params(build, label, tree, arrays))
     clash = sorted({p.name for p in build.params} & state.keys())
@@ -139,29 +139,29 @@ def _add_inputs(
 
 
 def _labelled(arguments: BoundArguments) -> list[tuple[str, str | None, Any]]:
-    """(label, name of the keyword collection it belongs to, tree) of each argument."""
-    found: list[tuple[str, str | None, Any]] = []
+    """Return (label, name of the keyword collection it belongs to, tree) of each argument."""
+    parts: list[tuple[str, str | None, Any]] = []
     for name, tree in list(arguments.arguments.items()):
         if arguments.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
             arguments.arguments[name] = dict(tree)
-            found += [(k, name, v) for k, v in tree.items()]
+            parts += [(k, name, v) for k, v in tree.items()]
         else:
-            found.append((name, None, tree))
-    return found
+            parts.append((name, None, tree))
+    return parts
 
 
 def _as_params(build: Build, label: str, tree: Any, arrays: Iterator[Array]) -> Any:
-    """Each `TensorType` leaf as a parameter; other leaves stay as they are."""
+    """Return a tree with each `TensorType` leaf as a parameter and other leaves unchanged."""
     specs = leaves(tree)
     many = sum(isinstance(s, TensorType) for s in specs) > 1
-    made = []
+    params = []
     for i, spec in enumerate(specs):
         if isinstance(spec, TensorType):
             array = None if build.arrays is None else next(arrays)
-            made.append(build.param(f"{label}.{i}" if many else label, spec, array))
+            params.append(build.param(f"{label}.{i}" if many else label, spec, array))
         else:
-            made.append(spec)
-    return rebuild(tree, made)
+            params.append(spec)
+    return rebuild(tree, params)
 
 
 def _result(x: Any, target: Traceable) -> Tensor:
@@ -179,10 +179,10 @@ def _finish(
     build: Build,
     binding: Binding,
     state: Mapping[str, Parameter],
-    made: Any,
+    returned: Any,
     results: Sequence[Tensor],
 ) -> Traced:
-    names = _result_names(made, len(results), {p.name for p in build.params})
+    names = _result_names(returned, len(results), {p.name for p in build.params})
     named: dict[str, Tensor] = dict(zip(names, results, strict=True))
     assigned = {path: binding.assigned[p] for path, p in state.items() if p in binding.assigned}
     for other, what in ((state, "a state tensor"), (build.effects, "a summary")):
@@ -191,7 +191,7 @@ def _finish(
             raise InvalidInput(f"{clash[0]!r} is both a result and {what}; rename the result")
     function = drop_dead(build.finish({**named, **assigned, **build.effects}))
     function, used = _drop_unused_state(function, state)
-    return Traced(function, rebuild(made, names), used, frozenset(assigned), build.arrays)
+    return Traced(function, rebuild(returned, names), used, frozenset(assigned), build.arrays)
 
 
 def _drop_unused_state(
@@ -204,12 +204,12 @@ def _drop_unused_state(
     return slim, {k: v for k, v in state.items() if k in kept}
 
 
-def _result_names(made: Any, count: int, taken: set[str]) -> list[str]:
+def _result_names(returned: Any, count: int, taken: set[str]) -> list[str]:
     """A dict names its results; a single tensor is `y`, a tuple `y0`, `y1`, ..."""
-    if isinstance(made, dict) and all(isinstance(k, str) for k in made):
+    if isinstance(returned, dict) and all(isinstance(k, str) for k in returned):
         names = []
-        for key in sorted(made):
-            inner = leaves(made[key])
+        for key in sorted(returned):
+            inner = leaves(returned[key])
             names += [key] if len(inner) == 1 else [f"{key}.{i}" for i in range(len(inner))]
         return names
     for stem in ("y", "result", "output"):
@@ -220,7 +220,7 @@ def _result_names(made: Any, count: int, taken: set[str]) -> list[str]:
 
 
 def name_of(target: Any) -> str:
-    """What a traced function is called."""
+    """Return the name of a traced function."""
     if isinstance(target, StateTree):
         return type(target).__name__
     return str(getattr(target, "__name__", type(target).__name__)).strip("<>")

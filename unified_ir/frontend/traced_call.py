@@ -1,7 +1,7 @@
-"""A call recorded apart: a function of its own, of which transforms make other functions.
+"""A call recorded as a function of its own, from which transforms make other functions.
 
 Tensors among the arguments become parameters, tensors that the call reaches otherwise are further
-operands, and buffers it assigns are extra results, assigned outside when the results are there.
+operands, and buffers that it assigns are extra results, assigned outside once the results exist.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from triplane.unified_ir.ops.trees import leaves, rebuild
 
 @dataclass(frozen=True, slots=True)
 class TracedCall:
-    """A recorded call; `function` takes `operands` and gives the value's leaves, then buffers."""
+    """A recorded call; `function` takes `operands` and returns the value's leaves, then buffers."""
 
     function: Function
     operands: list[Tensor]
     value: Any
-    """The tree that was returned; its leaves stand for the first results."""
+    """The returned tree; its leaves stand for the first results."""
     assigned: list[Parameter]
     trees: list[Any]
-    """The arguments, numbers and arrays that are operands replaced by tensors."""
+    """The arguments, with numbers and arrays that are operands replaced by tensors."""
 
     @property
     def types(self) -> list[TensorType]:
@@ -47,12 +47,12 @@ class TracedCall:
         return len(self.assigned)
 
     def positions(self, k: int) -> range:
-        """Where the tensors of argument `k` stand among the operands."""
+        """Return the positions of the tensors of argument `k` among the operands."""
         counts = [sum(isinstance(x, Tensor) for x in leaves(t)) for t in self.trees]
         return range(sum(counts[:k]), sum(counts[: k + 1]))
 
     def hand_on(self, results: Sequence[Tensor]) -> Any:
-        """The call's value made of results of the function; assigns the buffers."""
+        """Return the call's value built from results of the function, and assign the buffers."""
         count = len(results) - self._extra
         binding = current_or_none()
         if binding is not None:
@@ -68,11 +68,11 @@ def record_call(
     numbers: Sequence[int] = (),
     types: Mapping[int, Sequence[TensorType]] | None = None,
 ) -> TracedCall:
-    """`f(*args, **kwargs)` as a function of its own.
+    """Record `f(*args, **kwargs)` as a function of its own.
 
-    Python numbers in the arguments numbered in `numbers` are operands too. `types` gives other
-    types for the tensors of an argument, those of one slice of it for example; the graph has no
-    values then.
+    Python numbers in the arguments whose indices are in `numbers` are operands too. `types`
+    overrides the types of an argument's tensors, for example with those of one slice of it; the
+    graph then has no values.
     """
     outer = recorder()
     trees = [_with_tensors(a, numbers=i in numbers) for i, a in enumerate(args)]
@@ -96,39 +96,39 @@ def record_call(
 def _wanted_types(
     trees: Sequence[Any], types: Mapping[int, Sequence[TensorType]]
 ) -> list[TensorType]:
-    found: list[TensorType] = []
+    wanted: list[TensorType] = []
     for i, tree in enumerate(trees):
         own = [x.type for x in leaves(tree) if isinstance(x, Tensor)]
-        found += types.get(i, own)
-    return found
+        wanted += types.get(i, own)
+    return wanted
 
 
 class _isolated_buffers:  # noqa: N801 - reads as the context it is
-    """Gives the buffers assigned meanwhile, and takes them out of the binding again."""
+    """Collects the buffers assigned within the block, and removes them from the binding again."""
 
     def __enter__(self) -> dict[Parameter, Tensor]:
         self._binding = current_or_none()
         self._before = {} if self._binding is None else dict(self._binding.assigned)
-        self._found: dict[Parameter, Tensor] = {}
-        return self._found
+        self._buffers: dict[Parameter, Tensor] = {}
+        return self._buffers
 
     def __exit__(self, *_: object) -> None:
         if self._binding is None:
             return
         for parameter, tensor in self._binding.assigned.items():
             if self._before.get(parameter) is not tensor:
-                self._found[parameter] = tensor
+                self._buffers[parameter] = tensor
         self._binding.assigned = self._before
 
 
 def _with_tensors(tree: Any, *, numbers: bool) -> Any:
-    """The argument with arrays, and numbers if asked, as tensors of the graph being recorded."""
-    made = []
+    """Return the argument with arrays, and numbers if asked, as tensors of the current graph."""
+    converted = []
     for x in leaves(tree):
         is_number = isinstance(x, (int, float)) and not isinstance(x, bool)
         is_tensor = isinstance(x, (Tensor, np.ndarray, np.generic)) or hasattr(x, "__tensor__")
-        made.append(as_tensor(x) if is_tensor or (numbers and is_number) else x)
-    return rebuild(tree, made)
+        converted.append(as_tensor(x) if is_tensor or (numbers and is_number) else x)
+    return rebuild(tree, converted)
 
 
 def _replaced(trees: Sequence[Any], params: Sequence[Tensor]) -> list[Any]:
@@ -139,7 +139,7 @@ def _replaced(trees: Sequence[Any], params: Sequence[Tensor]) -> list[Any]:
 
 
 def check_numbers(f: Any, args: Sequence[Any], numbers: Sequence[int]) -> None:
-    """Refuses numbers of arguments that the call does not have."""
+    """Refuse numbers of arguments that the call does not have."""
     for k in numbers:
         if not 0 <= k < len(args):
             raise InvalidInput(
@@ -149,13 +149,13 @@ def check_numbers(f: Any, args: Sequence[Any], numbers: Sequence[int]) -> None:
 
 
 def at_users_line() -> str:
-    """Where the user's call stands, as the end of a message."""
+    """Return the position of the user's call as the end of a message."""
     place = user_location()
     return f" (at {place})" if place else ""
 
 
 def name_of_callable(f: Any) -> str:
-    """What messages call a function or cell."""
+    """Return the name of a function or cell for messages."""
     if not callable(f):
         raise InvalidInput(f"{f!r} is not callable; give a function or a cell")
     return str(getattr(f, "__name__", type(f).__name__))

@@ -39,7 +39,7 @@ Pull = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A recorded call: its value, the tensors differentiated, and the map of cotangents back."""
+    """A recorded call: its value, the differentiated tensors, and the pullback of cotangents."""
 
     value: Any
     wanted: list[Tensor]
@@ -72,20 +72,20 @@ def value_and_grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = 
 
 
 def _scalar(value: Any, name: str, *, has_aux: bool) -> Tensor:
-    """The one result that is differentiated."""
+    """Return the one result that is differentiated."""
     if has_aux and not (isinstance(value, tuple) and len(value) == 2):
         raise InvalidInput(
             f"with has_aux, {name} gives a pair (scalar, other results), got a "
             f"{type(value).__name__}{at_users_line()}"
         )
-    found = leaves(value[0] if has_aux else value)
-    if len(found) != 1 or found[0].shape != ():
-        more = "" if has_aux or len(found) < 2 else ", or say has_aux=True for (scalar, others)"
+    results = leaves(value[0] if has_aux else value)
+    if len(results) != 1 or results[0].shape != ():
+        more = "" if has_aux or len(results) < 2 else ", or say has_aux=True for (scalar, others)"
         raise ShapeError(
-            f"a gradient is of a scalar, but {name} gives {[y.type for y in found]}; reduce it"
+            f"a gradient is of a scalar, but {name} gives {[y.type for y in results]}; reduce it"
             f"{more}{at_users_line()}"
         )
-    scalar: Tensor = found[0]
+    scalar: Tensor = results[0]
     return scalar
 
 
@@ -97,8 +97,8 @@ def grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> 
 
     @functools.wraps(f, updated=())
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        value, found = both(*args, **kwargs)
-        return (found, value[1]) if has_aux else found
+        value, gradients = both(*args, **kwargs)
+        return (gradients, value[1]) if has_aux else gradients
 
     return graph(gradient)
 
@@ -134,8 +134,8 @@ def jvp(f: Any) -> Any:
     name = name_of_callable(f)
 
     def pushed(*args: Any, **kwargs: Any) -> Any:
-        *inputs, given = args
-        tangents = (given,) if len(inputs) == 1 else given
+        *inputs, last = args
+        tangents = (last,) if len(inputs) == 1 else last
         if not isinstance(tangents, tuple) or len(tangents) != len(inputs):
             raise InvalidInput(
                 f"the last argument holds a tangent for each of the {len(inputs)} others of {name},"
@@ -150,8 +150,8 @@ def jvp(f: Any) -> Any:
         out = push(ts)
         value = apart.hand_on(results)
         pairs = zip(leaves(value), out, strict=False)
-        made = [zeros(y.shape, y.dtype) if t is None else t for y, t in pairs]
-        return value, rebuild(value, made)
+        tangents_out = [zeros(y.shape, y.dtype) if t is None else t for y, t in pairs]
+        return value, rebuild(value, tangents_out)
 
     return _named_as(f, pushed)
 
@@ -173,17 +173,17 @@ def hessian_vector_product(f: Any, argnums: int | Sequence[int] = 0) -> Any:
         *inputs, vector = args
         linear = _linearized(slope, inputs, kwargs, numbers)
         gs = _cotangent(f, vector, [y.type for y in leaves(linear.value)])
-        found = _fill(inputs, numbers, linear, linear.pull(gs))
-        return found[0] if isinstance(argnums, int) else tuple(found)
+        products = _fill(inputs, numbers, linear, linear.pull(gs))
+        return products[0] if isinstance(argnums, int) else tuple(products)
 
     return _named_as(f, product)
 
 
 def checkpoint(f: Any) -> Any:
-    """`f`, of which the backward pass keeps the operands alone and computes the rest again.
+    """Recompute the inside of `f` in the backward pass instead of keeping it in memory.
 
-    The same numbers for less memory: what is between the operands of `f` and its results lives
-    twice, for a short time, instead of once from the forward to the backward pass.
+    The numbers are the same for less memory: only the operands of `f` are kept from the forward to
+    the backward pass; the tensors between them and its results are computed again there.
     """
     name_of_callable(f)
 
@@ -195,7 +195,7 @@ def checkpoint(f: Any) -> Any:
 
 
 def _named_as(f: Any, call: Callable[..., Any]) -> Any:
-    """`call` under the name of `f`."""
+    """Return `call` under the name of `f`."""
     call.__name__ = name_of_callable(f)
     return graph(call)
 
@@ -203,7 +203,7 @@ def _named_as(f: Any, call: Callable[..., Any]) -> Any:
 def _linearized(
     f: Any, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Sequence[int]
 ) -> _Linear:
-    """`f` recorded apart, then replayed here with its pullback."""
+    """Record `f` as a function of its own, and replay it here with its pullback."""
     check_numbers(f, args, numbers)
     apart = record_call(f, args, kwargs, numbers=numbers)
     at = [i for k in numbers for i in apart.positions(k)]
@@ -217,8 +217,8 @@ def _linearized(
     return _Linear(apart.hand_on(outputs), wanted, of_results)
 
 
-def _cotangent(f: Any, given: Any, types: Sequence[TensorType]) -> list[Tensor]:
-    gs = [as_tensor(g) for g in leaves(given)]
+def _cotangent(f: Any, cotangents: Any, types: Sequence[TensorType]) -> list[Tensor]:
+    gs = [as_tensor(g) for g in leaves(cotangents)]
     if [g.type for g in gs] != list(types):
         raise ShapeError(
             f"the cotangent is shaped like the result of {name_of_callable(f)}, {list(types)}; got "
@@ -228,20 +228,20 @@ def _cotangent(f: Any, given: Any, types: Sequence[TensorType]) -> list[Tensor]:
 
 
 def _alike(what: str, trees: Sequence[Any], apart: TracedCall, at: Sequence[int]) -> list[Tensor]:
-    """Tensors like the operands `at`."""
+    """Return tensors like the operands at these positions."""
     wanted = [apart.operands[i] for i in at]
     flat = [x for t in trees for x in leaves(t)]
-    made = [
+    tensors = [
         as_tensor(x, w.dtype if isinstance(x, (int, float)) else None)
         for x, w in zip(flat, wanted, strict=False)
     ]
     types = [w.type for w in wanted]
-    if len(flat) != len(wanted) or [m.type for m in made] != types:
+    if len(flat) != len(wanted) or [m.type for m in tensors] != types:
         raise ShapeError(
-            f"{what} is shaped like its argument, {types}; got {[m.type for m in made]}"
+            f"{what} is shaped like its argument, {types}; got {[m.type for m in tensors]}"
             f"{at_users_line()}"
         )
-    return made
+    return tensors
 
 
 def _check_float(tensors: Sequence[Tensor], name: str) -> None:
@@ -254,9 +254,9 @@ def _check_float(tensors: Sequence[Tensor], name: str) -> None:
 
 
 def _fill(
-    args: Sequence[Any], numbers: Sequence[int], linear: _Linear, found: Sequence[Tensor | None]
+    args: Sequence[Any], numbers: Sequence[int], linear: _Linear, gradients: Sequence[Tensor | None]
 ) -> list[Any]:
-    """Cotangents in the trees of their arguments; zeros where nothing depends on the argument."""
-    pairs = zip(linear.wanted, found, strict=True)
+    """Return cotangents in the trees of their arguments, zeros where nothing depends on one."""
+    pairs = zip(linear.wanted, gradients, strict=True)
     grads = iter([zeros(p.shape, p.dtype) if g is None else g for p, g in pairs])
     return [rebuild(args[k], [next(grads) for _ in leaves(args[k])]) for k in numbers]

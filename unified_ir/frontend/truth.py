@@ -11,19 +11,19 @@ from triplane.unified_ir.ops.tensor import Tensor
 
 
 def is_symbolic(x: Any) -> bool:
-    """Whether `x` is a tensor without a value: one of a graph that is being recorded."""
+    """Return whether `x` is a tensor without a value: one of a graph that is being recorded."""
     return isinstance(x, Tensor) and x.build.arrays is None
 
 
 def truth(x: Any) -> bool:
-    """The truth of anything that has a value now."""
+    """Return the truth of anything that has a value now."""
     if isinstance(x, Tensor):
         _one_value(x)
     return bool(x)
 
 
 def as_condition(x: Tensor) -> Tensor:
-    """A bool scalar: whether the one element of `x` is not zero."""
+    """Return a bool scalar: whether the one element of `x` is not zero."""
     _one_value(x)
     flag = x if x.dtype == bool_ else not_(x == 0)
     return flag.reshape(()) if flag.rank else flag

@@ -19,7 +19,7 @@ from triplane.unified_ir.ops.source import location_of
 from triplane.unified_ir.ops.tensor import Tensor
 
 Odd = tuple[Any, ...]
-"""What a tensor cannot decide: (what, line), or (what, line, owner of the attribute, its name)."""
+"""Something a tensor cannot decide: (what, line), or (what, line, owner, attribute name)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class VariableSnapshot:
 
 
 class VariableAccess:
-    """Access to the variables that one `if` or loop may assign, from outside their function."""
+    """Access, from outside their function, to the variables that one `if` or loop may assign."""
 
     def __init__(
         self,
@@ -49,13 +49,13 @@ class VariableAccess:
         self._odd = odd
 
     def snapshot(self) -> VariableSnapshot:
-        """What is assigned now."""
+        """Return the current values."""
         binding = current_or_none()
         variables = {n: _read(r) for n, r in zip(self.names, self._reads, strict=True)}
         return VariableSnapshot(variables, {} if binding is None else dict(binding.assigned))
 
     def restore(self, snapshot: VariableSnapshot) -> None:
-        """Puts everything back as it was."""
+        """Restore the values of a snapshot."""
         if self._write is not None:
             self._write(tuple(snapshot.variables[n] for n in self.names))
         binding = current_or_none()
@@ -63,7 +63,7 @@ class VariableAccess:
             binding.assigned = dict(snapshot.buffers)
 
     def refuse_odd(self, kind: str) -> None:
-        """Refuses by name what cannot depend on a tensor."""
+        """Refuse, by name, statements that cannot depend on a tensor."""
         for what, line, *owner in self._odd:
             if owner and _is_buffer(*owner):
                 continue
@@ -75,14 +75,14 @@ class VariableAccess:
 
     @contextmanager
     def refusing_changes(self, kind: str, *functions: Any) -> Iterator[None]:
-        """Refuses by name what the functions change besides variables and buffers meanwhile.
+        """Refuse, by name, changes within the block to anything but variables and buffers.
 
-        A list that grew, an attribute set by a called function: it happened once, while the graph
-        was recorded. Variables must be back as they were before the block ends.
+        Examples are a list that grew, or an attribute set by a called function: it happened once,
+        while the graph was recorded. Variables must be restored before the block ends.
         """
-        watch = TraceGuard((), held_by(functions))
+        guard = TraceGuard((), held_by(functions))
         yield
-        changed = watch.changed()
+        changed = guard.changed()
         if changed is not None:
             raise InvalidInput(
                 f"`{changed}` is changed in {kind} that a tensor decides ({self.here}), which "
@@ -104,7 +104,7 @@ def _read(thunk: Callable[[], Any]) -> Any:
 
 @contextmanager
 def collecting() -> Iterator[None]:
-    """Buffers assigned in the graph being recorded are kept in the binding meanwhile."""
+    """Within the block, keep buffers assigned in the graph being recorded in the binding."""
     binding = current_or_none()
     if binding is None:
         yield
@@ -118,7 +118,7 @@ _reasons: ContextVar[dict[str, str]] = ContextVar("triplane_unbound")
 
 @contextmanager
 def reasons() -> Iterator[None]:
-    """Remembers, for one call of rewritten code, why variables have no value."""
+    """Within the block, remember why variables of one call of rewritten code have no value."""
     token = _reasons.set({})
     try:
         yield
@@ -127,24 +127,24 @@ def reasons() -> Iterator[None]:
 
 
 def unbind(name: str, reason: str) -> Any:
-    """UNBOUND, with the reason that reading the variable will tell."""
+    """Return UNBOUND and remember the reason, which reading the variable will report."""
     _reasons.get({})[name] = reason
     return UNBOUND
 
 
 def reason_of(name: str) -> str | None:
-    """Why a variable has no value; None where nothing here took it."""
+    """Return why a variable has no value; None where no branch or loop removed it."""
     return _reasons.get({}).get(name)
 
 
 def explain(error: NameError) -> None:
-    """Raises InvalidInput with the reason, if a variable was read that has none by a reason."""
-    found = re.search(r"'(\w+)'", str(error))
-    reason = reason_of(found.group(1)) if found else None
-    if found is None or reason is None:
+    """Raise InvalidInput with the reason, if a variable without a value was read."""
+    quoted_name = re.search(r"'(\w+)'", str(error))
+    reason = reason_of(quoted_name.group(1)) if quoted_name else None
+    if quoted_name is None or reason is None:
         return
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     at = f" at {location_of(trace.tb_frame)}" if trace is not None else ""
-    raise InvalidInput(f"{found.group(1)!r} has no value{at}: {reason}") from None
+    raise InvalidInput(f"{quoted_name.group(1)!r} has no value{at}: {reason}") from None

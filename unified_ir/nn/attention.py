@@ -100,18 +100,18 @@ class MultiheadAttention(Cell):
         not count) or numbers to add. key_padding_mask: (N, S) bools, true where a key is padding.
         causal: a query sees keys up to its own place. -> (N, T, size).
         """
-        given = self._operands(query, key, value, attn_mask, key_padding_mask)
+        operands = self._operands(query, key, value, attn_mask, key_padding_mask)
         if self.dropout is None or not self.training:
-            y = attention(*given, is_causal=int(causal))
+            y = attention(*operands, is_causal=int(causal))
         else:
-            y = _shared(self.dropout(self._weights(given, causal=causal)), given[2])
-        found: ops.Tensor = self.out_proj(heads_together(y))
-        return found
+            y = _shared(self.dropout(self._weights(operands, causal=causal)), operands[2])
+        output: ops.Tensor = self.out_proj(heads_together(y))
+        return output
 
-    def _weights(self, given: tuple[ops.Tensor | None, ...], *, causal: bool) -> ops.Tensor:
+    def _weights(self, operands: tuple[ops.Tensor | None, ...], *, causal: bool) -> ops.Tensor:
         """(N, heads, T, S): what each query takes of each key."""
         mode = {"is_causal": int(causal), "qk_matmul_output_mode": WEIGHTS}
-        return attention.all_outputs(*given, outputs=4, **mode)[3]
+        return attention.all_outputs(*operands, outputs=4, **mode)[3]
 
     def _operands(
         self, query: ops.Tensor, key: ops.Tensor | None, value: ops.Tensor | None,
@@ -142,8 +142,8 @@ class MultiheadAttention(Cell):
         biases: tuple[ops.Tensor | None, ...] = (None, None, None)
         if self.in_proj_bias is not None:
             biases = split_row.all_outputs(self.in_proj_bias, sizes, outputs=3, axis=0)
-        given = zip((query, key, value), weights, biases, strict=True)
-        return [ops.linear(x, w, b) for x, w, b in given]
+        triples = zip((query, key, value), weights, biases, strict=True)
+        return [ops.linear(x, w, b) for x, w, b in triples]
 
 
 def _shared(weights: ops.Tensor, v: ops.Tensor) -> ops.Tensor:

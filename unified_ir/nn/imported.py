@@ -130,13 +130,13 @@ class Imported(Cell):
             raise InvalidInput(
                 f"the imported model takes {', '.join(self.inputs) or 'nothing'}; got {len(xs)}"
             )
-        given = dict(zip(self.inputs, xs, strict=True))
-        given |= {n: p.__tensor__() for n, p in self._parameters.items()}
+        values = dict(zip(self.inputs, xs, strict=True))
+        values |= {n: p.__tensor__() for n, p in self._parameters.items()}
         build = recorder()
-        args = [build.as_operand(given[n]) for n in self.function.param_names]
+        args = [build.as_operand(values[n]) for n in self.function.param_names]
         updates = self.training and self.batch_norm == "updated"
-        made = self._updated(args) if updates else inline(self.function, args)
-        return made[0] if len(made) == 1 else tuple(made)
+        results = self._updated(args) if updates else inline(self.function, args)
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _updated(self, args: Sequence[Tensor]) -> list[Tensor]:
         """The results on batch statistics, towards which the running ones move."""

@@ -75,8 +75,8 @@ class Uniform:
     def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
         """See `Initializer`."""
         reach = np.float32(self.reach)
-        made: Array = unit_uniform(shape, rng) * (np.float32(2) * reach) - reach
-        return made
+        array: Array = unit_uniform(shape, rng) * (np.float32(2) * reach) - reach
+        return array
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Normal:
 
     def __call__(self, shape: Sequence[int], rng: np.random.Generator) -> Array:
         """See `Initializer`."""
-        made: Array = unit_normal(shape, rng) * np.float32(self.std)
-        return made
+        array: Array = unit_normal(shape, rng) * np.float32(self.std)
+        return array
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ class TruncatedNormal:
         u = unit_uniform(shape, rng).astype(np.float64) + 2.0**-25  # in (0, 1)
         chances = low + (1.0 - 2.0 * low) * u
         drawn = np.array([normal.inv_cdf(p) for p in chances.reshape(-1).tolist()], np.float64)
-        made: Array = (drawn * self.std).astype(np.float32).reshape(shape)
-        return made
+        array: Array = (drawn * self.std).astype(np.float32).reshape(shape)
+        return array
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,8 @@ class Orthogonal:
         tall = unit_normal((max(rows, columns), min(rows, columns)), rng).astype(np.float64)
         q, r = np.linalg.qr(tall)
         q *= np.sign(np.diag(r))  # else the library's signs would show
-        made: Array = (self.gain * (q if rows >= columns else q.T)).astype(np.float32)
-        return made.reshape(shape)
+        array: Array = (self.gain * (q if rows >= columns else q.T)).astype(np.float32)
+        return array.reshape(shape)
 
 
 @dataclass(frozen=True)

@@ -182,8 +182,8 @@ class BinaryCrossEntropy(Loss):
 
     def __init__(self, *, positive_weight: ArrayLike | None = None) -> None:
         super().__init__()
-        given = positive_weight
-        self.positive_weight = None if given is None else np.asarray(given, np.float32)
+        weight = positive_weight
+        self.positive_weight = None if weight is None else np.asarray(weight, np.float32)
 
     def metrics(self) -> Mapping[str, Metric]:
         """`accuracy`."""

@@ -204,10 +204,10 @@ class _Layers(Cell):
         if len(self.order) == 1:
             return stacked
         back = tuple(int(k) for k in np.argsort(self.order))
-        made: ops.Tensor = ops.custom_gradient(
+        ordered: ops.Tensor = ops.custom_gradient(
             lambda x: _blocks(x, self.order), lambda _, __, g: _blocks(g, back), stacked
         )
-        return made
+        return ordered
 
     def _inwards(self, name: str, state: ops.Tensor | None) -> ops.Tensor | None:
         """(N, hidden) of one layer in one direction, else (layers directions, N, hidden)."""

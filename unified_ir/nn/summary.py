@@ -40,14 +40,14 @@ def _held(part: StateTree) -> tuple[int, int]:
 
 def _outputs(function: Function) -> dict[str, str]:
     """Type of the last value that each part, or a part of it, made for the results."""
-    given = dict(zip(function.result_names, function.results, strict=True))
-    own = {name: r for name, r in given.items() if name not in function.param_names}
-    found = {"": ", ".join(str(r.type) for r in own.values())}
+    results = dict(zip(function.result_names, function.results, strict=True))
+    own = {name: r for name, r in results.items() if name not in function.param_names}
+    texts = {"": ", ".join(str(r.type) for r in own.values())}
     for node in drop_dead(_giving(function, own)).nodes:
         parts = node.meta.scope.split(".") if node.meta.scope else []
         for i in range(len(parts)):
-            found[".".join(parts[: i + 1])] = str(node.outputs[0].type)
-    return found
+            texts[".".join(parts[: i + 1])] = str(node.outputs[0].type)
+    return texts
 
 
 def _giving(function: Function, results: Mapping[str, Value]) -> Function:

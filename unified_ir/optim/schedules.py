@@ -319,10 +319,10 @@ def _passed(step: Tensor, bounds: tuple[int, ...]) -> Tensor:
 
 
 def _rising(name: str, bounds: Sequence[int]) -> tuple[int, ...]:
-    found = tuple(bounds)
-    if any(b < 1 or b != int(b) for b in found) or any(a >= b for a, b in pairwise(found)):
-        raise InvalidInput(f"{name} needs whole bounds >= 1 that rise, got {list(found)}")
-    return tuple(map(int, found))
+    values = tuple(bounds)
+    if any(b < 1 or b != int(b) for b in values) or any(a >= b for a, b in pairwise(values)):
+        raise InvalidInput(f"{name} needs whole bounds >= 1 that rise, got {list(values)}")
+    return tuple(map(int, values))
 
 
 def _positive(name: str, steps: int) -> None:

@@ -36,14 +36,14 @@ def adapted_weights(
     loop = session.loop({name: weights[name] for name in weights.keys() & wanted})
     for _ in range(bundle.description.adapt_steps):
         loop.step(**batch)
-    found = {**weights, **{name: array.copy() for name, array in loop.state().items()}}
-    bad = sorted(name for name in moved if not np.isfinite(found[name]).all())
+    adapted = {**weights, **{name: array.copy() for name, array in loop.state().items()}}
+    bad = sorted(name for name in moved if not np.isfinite(adapted[name]).all())
     if bad:
         raise Corrupt(
             f"adaptation made {bad[0]!r} infinite or not a number; the samples may be of another "
             "scale than the model was trained on"
         )
-    return found
+    return adapted
 
 
 def batch_names(bundle: Bundle) -> tuple[str, ...]:

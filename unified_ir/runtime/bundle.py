@@ -214,10 +214,10 @@ class Bundle:
             raise Corrupt(f"{self._what(GOLDENS)}: there are no golden outputs")
         session = session or self._session
         try:
-            found = session.run(inputs, tuple(outputs))
+            computed = session.run(inputs, tuple(outputs))
         except InvalidInput as error:
             raise Corrupt(f"{self._what(GOLDENS)}: {error}") from error
-        return max(self._error(name, found[name], golden) for name, golden in outputs.items())
+        return max(self._error(name, computed[name], golden) for name, golden in outputs.items())
 
     @cached_property
     def _session(self) -> Session:

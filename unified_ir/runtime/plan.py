@@ -166,10 +166,10 @@ class Plan:
 
     def signature(self, entry: str) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
         """(what a batch for `entry` consists of, its results); keeps no session for the asking."""
-        made = entry in self._sessions
+        is_open = entry in self._sessions
         session = self._session(entry)
         batch, results = self.inputs(entry), tuple(session.outputs)
-        if not made:
+        if not is_open:
             del self._sessions[entry]
         return batch, results
 
@@ -354,9 +354,9 @@ def _check_parts(file: Container, message: pb.Plan, what: str) -> None:
     named = [entry.part for entry in message.entries]
     if named != [f"{entry.name}.onnx" for entry in message.entries]:
         raise Corrupt(f"{what}: an entry NAME is the part NAME.onnx, got {named}")
-    found = [part.name for part in file.manifest.parts]
-    if found != [DESCRIPTION, *named, STATE]:
-        raise Corrupt(f"{what}: implies parts {[DESCRIPTION, *named, STATE]}, there are {found}")
+    names = [part.name for part in file.manifest.parts]
+    if names != [DESCRIPTION, *named, STATE]:
+        raise Corrupt(f"{what}: implies parts {[DESCRIPTION, *named, STATE]}, there are {names}")
     if not all(tensor.role for tensor in file.manifest.tensors_of(STATE)):
         raise Corrupt(f"{what}: a state tensor has no role")
 

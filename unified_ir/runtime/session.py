@@ -309,30 +309,30 @@ def _check_update(state: TensorInfo, result: TensorInfo) -> None:
 def _ort_options(
     model: bytes | Path, weights: Mapping[str, Any], options: SessionOptions
 ) -> ort.SessionOptions:
-    made = ort.SessionOptions()
-    made.intra_op_num_threads = options.threads
-    made.inter_op_num_threads = 1
-    made.log_severity_level = LOG_FATAL
-    made.enable_cpu_mem_arena = options.arena
-    made.enable_mem_pattern = options.one_block
-    made.add_session_config_entry("session.load_model_format", "ONNX")
-    made.graph_optimization_level = _LEVELS[options.optimization]
-    made.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = options.threads
+    settings.inter_op_num_threads = 1
+    settings.log_severity_level = LOG_FATAL
+    settings.enable_cpu_mem_arena = options.arena
+    settings.enable_mem_pattern = options.one_block
+    settings.add_session_config_entry("session.load_model_format", "ONNX")
+    settings.graph_optimization_level = _LEVELS[options.optimization]
+    settings.add_session_config_entry("session.intra_op.allow_spinning", str(int(options.spin)))
     if isinstance(model, bytes):
         key = "session.model_external_initializers_file_folder_path"
-        made.add_session_config_entry(key, NO_FOLDER)
+        settings.add_session_config_entry(key, NO_FOLDER)
     if options.optimized_model_path is not None:
-        made.optimized_model_filepath = str(options.optimized_model_path)
+        settings.optimized_model_filepath = str(options.optimized_model_path)
     if options.profile_prefix is not None:
-        made.enable_profiling = True
-        made.profile_file_prefix = str(options.profile_prefix)
+        settings.enable_profiling = True
+        settings.profile_file_prefix = str(options.profile_prefix)
     if weights:
-        made.add_external_initializers(list(weights), list(weights.values()))
-    return made
+        settings.add_external_initializers(list(weights), list(weights.values()))
+    return settings
 
 
 def _load(
-    model: bytes | Path, made: ort.SessionOptions, options: SessionOptions
+    model: bytes | Path, settings: ort.SessionOptions, options: SessionOptions
 ) -> ort.InferenceSession:
     absent = sorted(set(options.providers) - set(available_providers()))
     if absent:
@@ -342,7 +342,7 @@ def _load(
     try:
         return ort.InferenceSession(
             model if isinstance(model, bytes) else str(model),
-            made,
+            settings,
             providers=list(options.providers),
             disabled_optimizers=list(options.disabled_optimizers) or None,
             enable_fallback=0,  # it prints to standard output and tries the same provider again

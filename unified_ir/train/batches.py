@@ -68,14 +68,14 @@ class BatchSource:
 
     def epoch(self, number: int, *, first: int = 0) -> Iterator[Batch]:
         """Batches of one epoch from batch `first` on."""
-        found = self._all(number)
+        batches = self._all(number)
         for _ in range(first):
-            if next(found, None) is None:
+            if next(batches, None) is None:
                 raise InvalidInput(
                     f"the run stopped after {first} batches of epoch {number}, and the data has "
                     "fewer; resume with the data it was trained on"
                 )
-        return found
+        return batches
 
     def _all(self, number: int) -> Iterator[Batch]:
         if isinstance(self.data, BatchedData):

@@ -47,8 +47,8 @@ class Checkpoint(Callback):
 
     def files(self) -> list[Path]:
         """Checkpoints in the folder, oldest first."""
-        found = self.folder.glob("step-*.tpc") if self.folder.is_dir() else ()
-        return sorted(path for path in found if NAME.fullmatch(path.name))
+        paths = self.folder.glob("step-*.tpc") if self.folder.is_dir() else ()
+        return sorted(path for path in paths if NAME.fullmatch(path.name))
 
     def newest(self) -> Snapshot | None:
         """The newest snapshot that is whole, None in an empty folder.

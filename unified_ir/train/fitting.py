@@ -196,9 +196,9 @@ class Fit:
     def _explain(self) -> None:
         """Raises NonFinite, after going through the epoch again to the first bad step."""
         place, loss = self.trainer.place, self.info.results[step.LOSS]
-        cause, told = self._cause()
+        cause, message = self._cause()
         raise NonFinite(
-            f"the loss of step {place.step + 1} (epoch {place.epoch + 1}) is {loss}; {told}; a "
+            f"the loss of step {place.step + 1} (epoch {place.epoch + 1}) is {loss}; {message}; a "
             "smaller learning rate, clip_norm, or data without extremes usually helps",
             step=place.step + 1,
             cause=cause,
@@ -206,15 +206,15 @@ class Fit:
 
     def _explain_scale(self, batch: Batch) -> None:
         """Raises NonFinite: halving the loss scale again would not help."""
-        given = {**self.loop.view(), **dict(zip(self.names, batch, strict=True))}
-        found = first_nonfinite(self.program.function, given)
+        values = {**self.loop.view(), **dict(zip(self.names, batch, strict=True))}
+        cause = first_nonfinite(self.program.function, values)
         number = self.trainer.place.step + 1
         raise NonFinite(
             f"the gradients of step {number} are not finite at any loss scale (it is down to "
-            f"{self.info.results[LOSS_SCALE]:g}), so no update was done for long; {found}; use "
+            f"{self.info.results[LOSS_SCALE]:g}), so no update was done for long; {cause}; use "
             "precision='float32', or keep that operator's values in range",
             step=number,
-            cause=found,
+            cause=cause,
         )
 
     def _cause(self) -> tuple[str, str]:
@@ -222,11 +222,11 @@ class Fit:
         if not self.source.repeats():
             return "", "the data cannot be gone through again to find where that began"
         first = self.start.step + 1
-        for number, given in enumerate(self._replayed(), first):
-            if given is not None:
-                found = first_nonfinite(self.program.function, given)
-                if found:
-                    return found, f"it began in step {number}: {found}"
+        for number, values in enumerate(self._replayed(), first):
+            if values is not None:
+                cause = first_nonfinite(self.program.function, values)
+                if cause:
+                    return cause, f"it began in step {number}: {cause}"
                 return "", f"in step {number} the reference engine finds every value finite"
         return "", "the same batches again give finite losses: the data changes between epochs"
 

@@ -80,8 +80,8 @@ class Place:
         """Means, and the number of each tally; InvalidInput where no sample counted for one."""
         if names := self.uncounted():
             raise InvalidInput(NOTHING_COUNTED.format(names=names, where="this data"))
-        made = {k: t.finish(self.counts[k]) for k, t in tallies.items() if k in self.counts}
-        return self.means() | made
+        metrics = {k: t.finish(self.counts[k]) for k, t in tallies.items() if k in self.counts}
+        return self.means() | metrics
 
     def next_epoch(self) -> None:
         """The epoch is over."""
@@ -125,10 +125,10 @@ class History:
 
     def __getitem__(self, name: str) -> list[float]:
         """The column `name`, one value per epoch that has it."""
-        found = [row[name] for row in self.rows if name in row]
-        if not found:
+        values = [row[name] for row in self.rows if name in row]
+        if not values:
             raise NotFound(f"no epoch has {name!r}; there are {', '.join(self.columns())}")
-        return found
+        return values
 
     @property
     def last(self) -> Row:

@@ -70,20 +70,20 @@ def of_model(model: TrainingModel, recipe: Recipe) -> dict[str, str]:
 
 def of_data(source: BatchSource) -> dict[str, str]:
     """The parts that say which batches come; none of data that can be read once only."""
-    found = {"batch size": str(source.size)}
+    facts = {"batch size": str(source.size)}
     if not source.repeats():
-        return found
+        return facts
     data = source.data
     arrays = data if isinstance(data, tuple) else (getattr(data, k, None) for k in ("x", "y"))
     arrays = tuple(arrays)
     if all(isinstance(a, np.ndarray) for a in arrays):
         kinds = ", ".join(str(batch_type(a)) for a in arrays)
         digest, how = _rows(arrays)
-        return found | {"data": f"{len(arrays[0])} samples of {kinds}, {how} {digest}"}
+        return facts | {"data": f"{len(arrays[0])} samples of {kinds}, {how} {digest}"}
     first = source.peek()
     kinds = ", ".join(str(batch_type(a)) for a in first)
     count = "batches" if source.count is None else f"{source.count} batches"
-    return found | {"data": f"{count} of {kinds}, the first {_digest(map(_bytes, first))}"}
+    return facts | {"data": f"{count} of {kinds}, the first {_digest(map(_bytes, first))}"}
 
 
 def check(theirs: Mapping[str, str], mine: Mapping[str, str], *, but: Collection[str] = ()) -> None:
@@ -167,8 +167,8 @@ def _updates(model: TrainingModel, recipe: Recipe) -> str:
         grads = {k: build.param(f"grad.{k}", types[k]) for k in params}
         state = {k: build.param(k, t) for k, t in recipe.state_types(types).items()}
         rows = build.param("rows", TensorType(float32, ()))
-        found, _ = recipe.advance(params, grads, state, rows)
-    return _digest([_graph(build.finish(found))])
+        results, _ = recipe.advance(params, grads, state, rows)
+    return _digest([_graph(build.finish(results))])
 
 
 def _graph(function: Function) -> bytes:
@@ -198,8 +198,8 @@ def _bytes(array: Array) -> bytes:
 
 
 def _digest(parts: Any) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return found.hexdigest()[:DIGITS]
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()[:DIGITS]

@@ -12,8 +12,8 @@ from types import FrameType
 class Interrupt:
     """Whether Ctrl-C was pressed."""
 
-    def __init__(self, told: Callable[[str], None]) -> None:
-        self._told = told
+    def __init__(self, on_event: Callable[[str], None]) -> None:
+        self._on_event = on_event
         self._pressed = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -21,7 +21,7 @@ class Interrupt:
         if self._pressed:
             signal.default_int_handler(number, frame)
         self._pressed = True
-        self._told("ending after this step; Ctrl-C again ends at once")
+        self._on_event("ending after this step; Ctrl-C again ends at once")
 
     def check(self) -> None:
         """Raises KeyboardInterrupt if it was pressed."""
@@ -30,18 +30,18 @@ class Interrupt:
 
 
 @contextmanager
-def held_back(told: Callable[[str], None]) -> Iterator[Interrupt]:
+def held_back(on_event: Callable[[str], None]) -> Iterator[Interrupt]:
     """Within the block the first Ctrl-C only sets the interrupt, and `told` is called with a line.
 
     In a thread other than the main one, or where the program has its own handler, nothing changes.
     """
-    found = Interrupt(told)
+    interrupt = Interrupt(on_event)
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield found
+        yield interrupt
         return
-    signal.signal(signal.SIGINT, found)
+    signal.signal(signal.SIGINT, interrupt)
     try:
-        yield found
+        yield interrupt
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)

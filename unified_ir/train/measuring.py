@@ -28,8 +28,8 @@ def measured(
         model, program = graph_of(batch)
         model.check_types(batch)
         model.check_labels(batch[-1], "sample {} of the data", first=place.rows)
-        given = {**state, **dict(zip(model.batch_names(), batch, strict=True))}
-        values = program(*(given[n] for n in program.function.param_names))
+        values_by_name = {**state, **dict(zip(model.batch_names(), batch, strict=True))}
+        values = program(*(values_by_name[n] for n in program.function.param_names))
         named = dict(zip(program.function.result_names, values, strict=True))
         counts = {k: named[k] for k in model.tallies}
         counted = taken_counts(named)
@@ -46,7 +46,7 @@ def predicted(program: Program, state: State, arrays: Batch, size: int) -> Any:
     parts = []
     for start in range(0, len(arrays[0]), size):
         rows = [a[start : start + size] for a in arrays]
-        given = {**state, **dict(zip(names, rows, strict=True))}
-        parts.append(program(*(given[n] for n in function.param_names)))
+        values = {**state, **dict(zip(names, rows, strict=True))}
+        parts.append(program(*(values[n] for n in function.param_names)))
     joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
     return joined[0] if len(joined) == 1 else dict(zip(function.result_names, joined, strict=True))

@@ -79,7 +79,7 @@ def half(function: Function) -> Function:
 
     A value is rounded once however many products read it.
     """
-    return _Half(function).made()
+    return _Half(function).converted()
 
 
 class _Half:
@@ -95,7 +95,7 @@ class _Half:
         self.rounded: dict[Value, Value] = {}
         self.contents: dict[Value, Known] = {}
 
-    def made(self) -> Function:
+    def converted(self) -> Function:
         """The function anew."""
         f = self.function
         for node in f.nodes:
@@ -142,6 +142,6 @@ class _Half:
         return self.rounded[value]
 
 
-def _cast(given: Value, made: Value, node: Node) -> Node:
-    to = {"to": made.type.dtype.onnx}
-    return Node(TABLE["", "Cast"].id, (given,), (made,), to, (), node.meta)
+def _cast(source: Value, target: Value, node: Node) -> Node:
+    to = {"to": target.type.dtype.onnx}
+    return Node(TABLE["", "Cast"].id, (source,), (target,), to, (), node.meta)

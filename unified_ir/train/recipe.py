@@ -121,8 +121,8 @@ class Recipe:
             grads = {k: g / state[SCALE] for k, g in grads.items()}
         fine = all_finite(grads) if self.loss_scale is not None else None
         if self.accumulate == 1:
-            found = self._when(fine, params, grads, state)
-            return found | self._rescaled(None, fine, state), fine
+            results = self._when(fine, params, grads, state)
+            return results | self._rescaled(None, fine, state), fine
         own = rows if counted is None else counted
         share = own if counted is None else ops.where(own == 0.0, 1.0, own)
         sums = {k: state[slot_name(SUM, k)] + g * share for k, g in grads.items()}
@@ -131,13 +131,13 @@ class Recipe:
         divisor = total if counted is None else ops.where(total == 0.0, 1.0, total)
         mean = {k: s / divisor for k, s in sums.items()}
         ok = all_finite(mean) if self.loss_scale is not None else None
-        found = self._when(due if ok is None else ops.logical_and(due, ok), params, mean, state)
-        found |= {slot_name(SUM, k): ops.where(due, 0.0, s) for k, s in sums.items()}
-        found |= {
+        results = self._when(due if ok is None else ops.logical_and(due, ok), params, mean, state)
+        results |= {slot_name(SUM, k): ops.where(due, 0.0, s) for k, s in sums.items()}
+        results |= {
             ROWS: ops.where(due, 0.0, total),
             LEFT: ops.where(due, self.accumulate, left),
         }
-        return found | self._rescaled(due, ok, state), fine
+        return results | self._rescaled(due, ok, state), fine
 
     def _when(
         self,
@@ -152,9 +152,9 @@ class Recipe:
         names: list[str] = []
 
         def update() -> list[Tensor]:
-            found = self._update(params, grads, state)
-            names.extend(found)
-            return list(found.values())
+            results = self._update(params, grads, state)
+            names.extend(results)
+            return list(results.values())
 
         def stay() -> list[Tensor]:
             return [params[n] if n in params else state[n] for n in names]
@@ -190,8 +190,8 @@ class Recipe:
             scale = ops.where(due, scale, state[SCALE])
             good = ops.where(due, good, state[GOOD])
             skipped = ops.logical_and(skipped, due)
-        told = {LOSS_SCALE: state[SCALE] * 1.0, SKIPPED: skipped.cast("float32")}
-        return {SCALE: scale, GOOD: good} | told
+        measured = {LOSS_SCALE: state[SCALE] * 1.0, SKIPPED: skipped.cast("float32")}
+        return {SCALE: scale, GOOD: good} | measured
 
     def _moved(self, paths: Mapping[str, TensorType]) -> list[str]:
         frozen = self.optimizer.frozen(paths)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 def resume(trainer: Trainer, keeper: Checkpoint, source: BatchSource) -> None:
     """Takes the newest snapshot of a folder, if there is one; Conflict if it is of another run."""
-    found = keeper.newest()
-    if found is None:
+    snapshot = keeper.newest()
+    if snapshot is None:
         return
     mine = identity.of_model(trainer.model, trainer.recipe) | identity.of_data(source)
-    identity.check(found.identity, mine)
-    _check_order(found, source)
-    restore(trainer, found)
+    identity.check(snapshot.identity, mine)
+    _check_order(snapshot, source)
+    restore(trainer, snapshot)
 
 
 def refuse_others(keeper: Checkpoint) -> None:
@@ -36,24 +36,24 @@ def refuse_others(keeper: Checkpoint) -> None:
         )
 
 
-def restore(trainer: Trainer, found: Snapshot, changed: Collection[str] = ()) -> None:
+def restore(trainer: Trainer, snapshot: Snapshot, changed: Collection[str] = ()) -> None:
     """Takes a snapshot of the same model and optimizer, or (Conflict) nothing."""
     mine = trainer.state()
     if "optimizer" in changed:
-        found = replace(found, state=_with_optimizer(found.state, mine))
-    own, theirs = _kinds(mine), _kinds(found.state)
+        snapshot = replace(snapshot, state=_with_optimizer(snapshot.state, mine))
+    own, theirs = _kinds(mine), _kinds(snapshot.state)
     odd = sorted(k for k in own.keys() | theirs.keys() if own.get(k) != theirs.get(k))
     if odd:
         raise Conflict(
             f"the checkpoint is of another model or optimizer: {odd[0]!r} is "
             f"{theirs.get(odd[0], 'absent')} there and {own.get(odd[0], 'absent')} here"
         )
-    if found.seed != trainer.seed:
+    if snapshot.seed != trainer.seed:
         raise Conflict(
-            f"the checkpoint is of a run with seed {found.seed}, this trainer has {trainer.seed}"
+            f"the checkpoint is of a run with seed {snapshot.seed}, this trainer has {trainer.seed}"
         )
-    trainer.write_back(found.state)
-    trainer.place, trainer.history = found.place, found.history
+    trainer.write_back(snapshot.state)
+    trainer.place, trainer.history = snapshot.place, snapshot.history
 
 
 def _with_optimizer(theirs: Mapping[str, Array], mine: Mapping[str, Array]) -> dict[str, Array]:
@@ -72,11 +72,11 @@ def _kinds(state: Mapping[str, Array]) -> dict[str, tuple[object, tuple[int, ...
     return {k: (a.dtype, a.shape) for k, a in state.items()}
 
 
-def _check_order(found: Snapshot, source: BatchSource) -> None:
+def _check_order(snapshot: Snapshot, source: BatchSource) -> None:
     """In the middle of an epoch, the batches that follow must be those that were to follow."""
     now = (source.size, source.samples or 0)
-    if found.place.position and (found.batch_size, found.samples) != now:
+    if snapshot.place.position and (snapshot.batch_size, snapshot.samples) != now:
         raise Conflict(
-            f"the checkpoint lies within an epoch of {found.samples} samples in batches of "
-            f"{found.batch_size}, this run has {now[1]} in batches of {now[0]}"
+            f"the checkpoint lies within an epoch of {snapshot.samples} samples in batches of "
+            f"{snapshot.batch_size}, this run has {now[1]} in batches of {now[0]}"
         )

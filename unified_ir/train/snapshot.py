@@ -100,41 +100,41 @@ def _progress(file: Container) -> dict[str, Any]:
     if len(data) > MAX_PROGRESS_BYTES:
         raise Corrupt(f"{where}: {len(data)} bytes, at most {MAX_PROGRESS_BYTES} are read")
     try:
-        found = json.loads(bytes(data))
+        record = json.loads(bytes(data))
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"{where} is not JSON: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise Corrupt(f"{where} is not of format {FORMAT}")
-    return found
+    return record
 
 
-def _place(found: Any) -> Place:
-    counts = {k: _count(found[k]) for k in ("epoch", "position", "step", "rows")}
-    tallies = found.get("counts", {})
+def _place(record: Any) -> Place:
+    counts = {k: _count(record[k]) for k in ("epoch", "position", "step", "rows")}
+    tallies = record.get("counts", {})
     if not isinstance(tallies, dict):
         raise TypeError("counts map names to arrays")
     arrays = {str(k): _numbers(v) for k, v in tallies.items()}
-    counted = _row(found.get("counted", {}))
-    return Place(**counts, sums=_row(found["sums"]), counts=arrays, counted=counted)
+    counted = _row(record.get("counted", {}))
+    return Place(**counts, sums=_row(record["sums"]), counts=arrays, counted=counted)
 
 
-def _numbers(found: Any) -> Array:
-    array = np.array(found)
+def _numbers(value: Any) -> Array:
+    array = np.array(value)
     if array.dtype.kind not in "if":
-        raise TypeError(f"{str(found)[:40]} is no array of numbers")
+        raise TypeError(f"{str(value)[:40]} is no array of numbers")
     return array.astype(np.float64)
 
 
-def _texts(found: Any) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+def _texts(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
         raise TypeError("an identity maps names to texts")
-    return found
+    return value
 
 
-def _row(found: Any) -> Row:
-    if not isinstance(found, dict):
+def _row(value: Any) -> Row:
+    if not isinstance(value, dict):
         raise TypeError("a row maps names to numbers")
-    return {str(k): _number(v) for k, v in found.items()}
+    return {str(k): _number(v) for k, v in value.items()}
 
 
 def _number(x: Any) -> float:

@@ -67,9 +67,9 @@ class TrainingModel:
         types = (*self.inputs.values(), self.target[1])
         if not admits(types, batch):
             expected = ", ".join(map("{}: {}".format, self.batch_names(), types))
-            given = ", ".join(f"{a.dtype}{list(a.shape)}" for a in batch)
+            kinds = ", ".join(f"{a.dtype}{list(a.shape)}" for a in batch)
             raise InvalidInput(
-                f"a batch is {expected} as the first one was, got {given}; convert it, or prepare("
+                f"a batch is {expected} as the first one was, got {kinds}; convert it, or prepare("
                 '...) with specs that leave more open, such as TensorSpec(("N", "T", 3))'
             )
 
@@ -112,8 +112,8 @@ def model_of(
     names = _input_names(cell, len(inputs))
     target_name = "y" if "y" not in names else "target"
     chosen = loss.metrics() if metrics is None else metrics
-    found = predict(cell, inputs, loss.output)
-    if not found.results:
+    function = predict(cell, inputs, loss.output)
+    if not function.results:
         raise InvalidInput(f"{type(cell).__name__}.construct gives nothing; return the output")
     model = TrainingModel(
         cell=cell,
@@ -121,7 +121,7 @@ def model_of(
         metrics=dict(chosen),
         inputs=dict(zip(names, inputs, strict=True)),
         target=(target_name, target),
-        classes=loss.classes(found.results[0].type) if len(found.results) == 1 else None,
+        classes=loss.classes(function.results[0].type) if len(function.results) == 1 else None,
     )
     _check_names(model)
     return model
@@ -199,15 +199,15 @@ def training(cell: Cell, *, on: bool) -> Iterator[None]:
 def predict(cell: Cell, inputs: Sequence[TensorType], output: str) -> Function:
     """Inputs and state -> what the cell gives in evaluation mode; a single tensor is `output`."""
     with training(cell, on=False):
-        found = traced(cell, tuple(inputs), {}, name="predict").function
+        graph = traced(cell, tuple(inputs), {}, name="predict").function
     state = cell.parameters()
     kept = [
         (n, r)
-        for n, r in zip(found.result_names, found.results, strict=True)
+        for n, r in zip(graph.result_names, graph.results, strict=True)
         if n not in state and not n.startswith(PREFIXES)
     ]
     names = tuple(output if n == "y" else n for n, _ in kept)
-    return clean(Function("predict", found.params, tuple(r for _, r in kept), names, found.nodes))
+    return clean(Function("predict", graph.params, tuple(r for _, r in kept), names, graph.nodes))
 
 
 def evaluate(model: TrainingModel) -> Function:
@@ -263,8 +263,8 @@ def _objective(model: TrainingModel, name: str) -> Function:
         return measured | _counts(model, output, arrays[-1])
 
     specs = {**model.inputs, model.target[0]: model.target[1]}
-    found = traced(MethodType(measure, model.cell), (), specs, name=name).function
-    return _reordered(found, [LOSS, *model.metrics])
+    function = traced(MethodType(measure, model.cell), (), specs, name=name).function
+    return _reordered(function, [LOSS, *model.metrics])
 
 
 def _measured(metric: Metric | Tally, output: Any, target: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ def _measured(metric: Metric | Tally, output: Any, target: Tensor) -> Tensor:
 
 def _counts(model: TrainingModel, output: Any, target: Tensor) -> dict[str, Tensor]:
     """What each mean divided by, float32 scalars, of those that say so."""
-    found = {}
+    counts = {}
     for label, mean in {LOSS: model.loss, **model.metrics}.items():
         says = getattr(mean, "counted", None)
         counted = None if says is None else says(output, target)
@@ -283,8 +283,8 @@ def _counts(model: TrainingModel, output: Any, target: Tensor) -> dict[str, Tens
             continue
         if counted.shape != ():
             raise InvalidInput(f"what {label!r} divides by is a scalar, got {counted.type}; sum it")
-        found[COUNTED + label] = counted.cast("float32")
-    return found
+        counts[COUNTED + label] = counted.cast("float32")
+    return counts
 
 
 def _reordered(function: Function, first: Sequence[str]) -> Function:
@@ -319,22 +319,22 @@ def _differentiated(
         raise InvalidInput(f"{type(model.cell).__name__} has no trainable parameter")
     unused = [k for k in wanted if k not in forward.param_names]
     if not unused:
-        found = _gradients(forward, wanted, recipe)
-        unused = [k for k in wanted if _is_zero(found, found.result(GRAD + k))]
+        function = _gradients(forward, wanted, recipe)
+        unused = [k for k in wanted if _is_zero(function, function.result(GRAD + k))]
     if unused:
         raise InvalidInput(
             f"the loss does not depend on {', '.join(map(repr, unused))}, whose gradient is zero "
             f"by construction{_why_zero(forward, unused)}; use it, remove it, or create it with "
             "trainable=False"
         )
-    return Function(name, found.params, found.results, found.result_names, found.nodes)
+    return Function(name, function.params, function.results, function.result_names, function.nodes)
 
 
 def _why_zero(forward: Function, unused: Sequence[str]) -> str:
     """What stops the gradients of the parameters that are read, in brackets."""
     read = [k for k in unused if k in forward.param_names]
-    found = [zero_gradient(forward, k, LOSS) for k in read]
-    reasons = [str(z) for z in found if z is not None and z.stops]
+    stops = [zero_gradient(forward, k, LOSS) for k in read]
+    reasons = [str(z) for z in stops if z is not None and z.stops]
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 
@@ -371,23 +371,23 @@ def _updated(model: TrainingModel, recipe: Recipe, name: str) -> Function:
     build = Build(TABLE, name)
     with build:
         params = {p.name: build.param(p.name, p.type) for p in source.params}
-        found = dict(zip(source.result_names, inline(source, list(params.values())), strict=True))
-        grads = {k: found.pop(GRAD + k) for k in paths}
+        results = dict(zip(source.result_names, inline(source, list(params.values())), strict=True))
+        grads = {k: results.pop(GRAD + k) for k in paths}
         types = recipe.state_types({k: params[k].type for k in model.trainable() if k in params})
         state = {k: params[k] if k in params else build.param(k, t) for k, t in types.items()}
         rows = build.dims([params[model.target[0]].shape[0]]).reshape(()).cast("float32")
         moved, fine = recipe.advance(
-            {k: params[k] for k in paths}, grads, state, rows, counted=found.get(COUNTED + LOSS)
+            {k: params[k] for k in paths}, grads, state, rows, counted=results.get(COUNTED + LOSS)
         )
         if fine is not None:
-            found |= _guarded(model, found, params, fine)
-    return clean(build.finish({**found, **moved}))
+            results |= _guarded(model, results, params, fine)
+    return clean(build.finish({**results, **moved}))
 
 
 def _guarded(
-    model: TrainingModel, found: Mapping[str, Tensor], params: Mapping[str, Tensor], fine: Tensor
+    model: TrainingModel, results: Mapping[str, Tensor], params: Mapping[str, Tensor], fine: Tensor
 ) -> dict[str, Tensor]:
     """Assigned buffers, kept as they were where the gradients are not finite."""
     buffers = [k for k, p in model.cell.parameters().items() if p.role is Role.BUFFER]
-    kept = [k for k in buffers if k in found and k in params]
-    return {k: ops.where(fine, found[k], params[k]) for k in kept}
+    kept = [k for k in buffers if k in results and k in params]
+    return {k: ops.where(fine, results[k], params[k]) for k in kept}

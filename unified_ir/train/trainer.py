@@ -112,8 +112,8 @@ class Trainer:
         self._models: dict[Any, step.TrainingModel] = {}
         self._optimizer_state: dict[str, Array] = {}
         self._programs: dict[Any, Program] = {}
-        self._watched: tuple[Any, ...] = ()
-        self._watch = TraceGuard(())
+        self._guarded: tuple[Any, ...] = ()
+        self._guard = TraceGuard(())
         _set_keys(cell, seed)
 
     def fit(
@@ -200,11 +200,11 @@ class Trainer:
         Conflict: it is of another network, loss, optimizer or seed. changed: parts that are to
         differ, such as ("optimizer",), whose state of other names then starts at zero.
         """
-        found = read(Path(path))
+        snapshot = read(Path(path))
         if self._types is not None:
             own = identity.of_model(self.model, self.recipe)
-            identity.check(found.identity, own, but=changed)
-        resuming.restore(self, found, changed)
+            identity.check(snapshot.identity, own, but=changed)
+        resuming.restore(self, snapshot, changed)
 
     @property
     def model(self) -> step.TrainingModel:
@@ -246,12 +246,12 @@ class Trainer:
     def _forget_stale(self) -> None:
         """Drops every graph if anything of cell, loss or metrics that it read has changed."""
         metrics = () if self.metrics is None else tuple(self.metrics.items())
-        watched = (self.cell, self.loss, *(x for pair in metrics for x in pair))
-        same = len(watched) == len(self._watched) and all(map(is_, watched, self._watched))
-        if not (same and self._watch.holds()):
+        guarded = (self.cell, self.loss, *(x for pair in metrics for x in pair))
+        same = len(guarded) == len(self._guarded) and all(map(is_, guarded, self._guarded))
+        if not (same and self._guard.holds()):
             self._models.clear()
             self._programs.clear()
-            self._watched, self._watch = watched, TraceGuard(watched)
+            self._guarded, self._guard = guarded, TraceGuard(guarded)
 
     def _model_of(self, types: tuple[TensorType, ...]) -> step.TrainingModel:
         self._forget_stale()
@@ -423,13 +423,13 @@ class _Function(Loss):
         return self.function(output, target)
 
 
-def _check_made(what: str, given: object, kind: type | None) -> None:
+def _check_made(what: str, value: object, kind: type | None) -> None:
     """A class where an object belongs, or any other thing, would only be met much later."""
-    if isinstance(given, type):
-        raise InvalidInput(f"{what} is the class {given.__name__}; make one: {given.__name__}(...)")
-    if not (callable(given) if kind is None else isinstance(given, kind)):
+    if isinstance(value, type):
+        raise InvalidInput(f"{what} is the class {value.__name__}; make one: {value.__name__}(...)")
+    if not (callable(value) if kind is None else isinstance(value, kind)):
         wanted = "a loss cell or a function" if kind is None else f"of kind {kind.__name__}"
-        raise InvalidInput(f"{what} is to be {wanted}, got {given!r:.80}")
+        raise InvalidInput(f"{what} is to be {wanted}, got {value!r:.80}")
 
 
 def _set_keys(cell: Cell, seed: int) -> None:

@@ -17,8 +17,8 @@ LEAST_KEPT: Final = 0.9
 
 def _channels(wanted: float) -> int:
     """The nearest multiple of 8, and never less than nine tenths of what is wanted."""
-    made = max(DIVISOR, int(wanted + DIVISOR / 2) // DIVISOR * DIVISOR)
-    return made if made >= LEAST_KEPT * wanted else made + DIVISOR
+    rounded = max(DIVISOR, int(wanted + DIVISOR / 2) // DIVISOR * DIVISOR)
+    return rounded if rounded >= LEAST_KEPT * wanted else rounded + DIVISOR
 
 
 class _Normed(nn.Cell):
@@ -70,10 +70,10 @@ class MobileNetV2(nn.Cell):
     ) -> None:
         super().__init__()
         inputs = _channels(32 * width)
-        made: list[nn.Cell] = [_Normed(channels, inputs, 3, stride=2)]
+        layers: list[nn.Cell] = [_Normed(channels, inputs, 3, stride=2)]
         for expansion, outputs, repeats, stride in STAGES:
             for i in range(repeats):
-                made.append(
+                layers.append(
                     InvertedResidual(
                         inputs, _channels(outputs * width),
                         stride=1 if i else stride, expansion=expansion,
@@ -81,7 +81,7 @@ class MobileNetV2(nn.Cell):
                 )  # fmt: skip
                 inputs = _channels(outputs * width)
         last = _channels(1280 * max(1.0, width))
-        self.features = nn.Sequential(*made, _Normed(inputs, last, 1))
+        self.features = nn.Sequential(*layers, _Normed(inputs, last, 1))
         self.drop, self.head = nn.Dropout(p_drop), nn.Dense(last, classes)
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:

@@ -92,13 +92,13 @@ class ResNet(nn.Cell):
         self.pools = stem == "large"
         self.conv = _conv(channels, width, *((7, 2) if self.pools else (3, 1)))
         self.norm = nn.BatchNorm2d(width)
-        made, inputs = [], width
+        cells, inputs = [], width
         for stage, count in enumerate(blocks):
             for i in range(count):
                 stride = 2 if stage and not i else 1
-                made.append(block(inputs, width << stage, stride=stride))
+                cells.append(block(inputs, width << stage, stride=stride))
                 inputs = block.expansion * (width << stage)
-        self.blocks = nn.CellList(made)
+        self.blocks = nn.CellList(cells)
         self.head = nn.Dense(inputs, classes)
 
     def construct(self, x: ops.Tensor) -> ops.Tensor:
