@@ -46,6 +46,32 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
     assert not missing
 
 
+def anchors(page: Path) -> set[str]:
+    """The places of a page that a link may lead to: headings as GitHub names them, and ids."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    named = (re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings)
+    return {*named, *re.findall(r'<a id="([^"]+)">', text)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_link_to_a_place_of_a_page_leads_there(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
+    assert [
+        link for link in links if link[1] not in anchors(page.parent / link[0] if link[0] else page)
+    ] == []
+
+
+def test_every_page_is_listed_in_the_index() -> None:
+    index = ROOT / "docs" / "README.md"
+    listed = {
+        (index.parent / link).resolve()
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", index.read_text())
+    }
+    records = {path for path in PAGES if path.parent.name == "decisions" and path.stem != "README"}
+    assert set(PAGES) - records - {index} <= listed
+
+
 def test_every_module_that_the_architecture_names_exists() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     named = re.findall(r"`((?:unified_ir|proto|edge)/[\w/]+(?:\.\w+)?/?)`", text)
