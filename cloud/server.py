@@ -34,9 +34,9 @@ from triplane.cloud.dashboard.page import Page
 from triplane.cloud.federation.federation import Federation
 from triplane.cloud.federation.servicer import FederationServicer
 from triplane.cloud.fleet.fleet import LiveFleet
+from triplane.cloud.fleet.node_peer import NodePeer
 from triplane.cloud.fleet.registry_bundles import RegistryBundles
 from triplane.cloud.fleet.servicer import FleetServicer
-from triplane.cloud.fleet.sessions import SessionPeer, Sessions, SessionServicer
 from triplane.cloud.home import LOCAL, Home, one_renews, open_database
 from triplane.cloud.identity import audit
 from triplane.cloud.identity.auth_interceptor import AuthInterceptor, caller
@@ -50,6 +50,7 @@ from triplane.cloud.registry import Conversions, Registry, RegistryServicer
 from triplane.cloud.registry.collecting import Stored, claim, collect
 from triplane.cloud.releasing import Releasing, check_release
 from triplane.cloud.roots import recorded, roots_of
+from triplane.cloud.sessions import SessionPeer, Sessions, SessionServicer
 from triplane.cloud.trust.expiring import due
 from triplane.proto import enrolment_pb2_grpc as enrolment_grpc
 from triplane.proto import federation_pb2_grpc as federation_grpc
@@ -196,7 +197,8 @@ class Cloud:
         await self.fleet.start()
         await self._reconcile()
         await self._note_signed()
-        self.sessions = Sessions(self.fleet, clock=self._clock)
+        self.sessions = Sessions(clock=self._clock)
+        self.node_peer = NodePeer(self.fleet, self.sessions)
         await self._start_federation()
         self._connect_parts()
         await self._serve_main(authority)
@@ -305,7 +307,7 @@ class Cloud:
         ours = health.HealthServicer()
         fleet_grpc.add_FleetServicer_to_server(wire, server)
         session_grpc.add_SessionServicer_to_server(
-            SessionServicer(self.sessions, self._side), server
+            SessionServicer(self.sessions, self._session_caller), server
         )
         federation_grpc.add_FederationServicer_to_server(
             FederationServicer(self.federation, _name), server
@@ -394,9 +396,9 @@ class Cloud:
             return await self.federation.folder_for(who.name, sha256, size)
         return self.blobs
 
-    def _side(self) -> tuple[str, SessionPeer | None]:
+    def _session_caller(self) -> tuple[str, SessionPeer]:
         who = caller()
-        return who.name, self.federation if who.role is PrincipalRole.DEVICE else None
+        return who.name, self.federation if who.role is PrincipalRole.DEVICE else self.node_peer
 
     async def _submitted(self, role: str, made: trust.Submitted) -> None:
         who, now_s = caller().name, self._clock()

@@ -9,8 +9,8 @@ from typing import Any, Final
 from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.messages import REASONS_BYTES, fitted, node_message, rollout_message
 from triplane.cloud.fleet.selector import Selector
-from triplane.cloud.fleet.sessions import Sessions
 from triplane.cloud.fleet.state import FleetNode, RolloutRecord
+from triplane.cloud.sessions import Sessions
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.fleet_pb2_grpc import FleetServicer as Wire
@@ -48,7 +48,7 @@ class FleetServicer(Wire):
             connected=self._sessions.is_connected(node.name),
             metadata_versions=self._metadata_versions(),
         )
-        message.last_seen_s = self._sessions.last_seen_s(node)
+        message.last_seen_s = max(node.last_seen_s, self._sessions.last_seen_s(node.name))
         return message
 
     def rollout(self, paper: RolloutRecord) -> pb.Rollout:

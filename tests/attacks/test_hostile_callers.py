@@ -26,7 +26,7 @@ from tests.faults.fleet import wait_until
 from tuf.api._payload import Targets
 from tuf.api.metadata import Metadata
 
-from triplane.cloud.fleet import sessions
+from triplane.cloud import sessions
 from triplane.cloud.home import Home
 from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.server import Cloud, running
@@ -495,14 +495,14 @@ CASES = [
     Case("forged report", "a text that no database holds", REPORTS,
          "incident.text has a NUL character, which no text in a report has",
          saying(pb.Report(incidents=[pb.Incident(text="a\0b")])), ""),
-    Case("forged report", "a document of the cloud's", "cloud/fleet/sessions.py",
+    Case("forged report", "a document of the cloud's", "cloud/fleet/node_peer.py",
          "a node sends reports; other messages are the cloud's", ordering, ""),
     Case("forged report", "an order to the fleet", RIGHTS,
          "'liar' is a node and may not call Deploy; that is for: operator", steering, ""),
     Case("endless data", "a report of 2 MB", REPORTS,
          "size of the report in bytes is at most 1048576 in a report, got ...",
          saying(pb.Report(serving_address="x" * 2_000_000)), ""),
-    Case("slow retrieval", "a stream that is opened and says nothing", "cloud/fleet/sessions.py",
+    Case("slow retrieval", "a stream that is opened and says nothing", "cloud/sessions.py",
          "UNAVAILABLE: no hello came within 0.3 s of the stream's opening", saying_nothing, ""),
     Case("endless data", "an upload that goes on after its end", BLOBS,
          "blob 0000000000000000... has 1000 bytes; 1000 more after 1000 were sent",

@@ -61,9 +61,7 @@ class Story:
         self.cloud, self.plans = cloud, dict[bytes, Plan]()
 
     def fleet_document(self, node):
-        return fleet_pb.Desired.FromString(
-            self.cloud.sessions._nodes.greeting(node).SerializeToString()
-        )
+        return fleet_pb.Desired.FromString(self.cloud.node_peer.greeting(node).SerializeToString())
 
     async def says(self, node, state, **fields):
         await self.cloud.fleet.report(node, report(self, node, state, **fields))

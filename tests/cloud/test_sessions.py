@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from triplane.cloud.fleet.sessions import Sessions, SessionServicer
+from triplane.cloud.sessions import Sessions, SessionServicer
 from triplane.proto import federation_pb2 as fed
 from triplane.proto import session_pb2 as pb
 from triplane.proto.session_pb2_grpc import SessionStub, add_SessionServicer_to_server
@@ -87,17 +87,16 @@ async def blocked(session, payload_bytes):
 
 
 @contextlib.asynccontextmanager
-async def served(opened):
-    async with opened() as fleet:
-        sessions, devices = Sessions(fleet), Devices()
-        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-        add_SessionServicer_to_server(SessionServicer(sessions, lambda: (NAME, devices)), server)
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-        await server.start()
-        try:
-            yield sessions, devices, address
-        finally:
-            await server.stop(0)
+async def served():
+    sessions, devices = Sessions(), Devices()
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    add_SessionServicer_to_server(SessionServicer(sessions, lambda: (NAME, devices)), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield sessions, devices, address
+    finally:
+        await server.stop(0)
 
 
 async def drained(call):
@@ -110,42 +109,41 @@ def play(story):
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_a_stream_cancelled_at_any_write_does_not_stay_connected(opened, at):
+def test_a_stream_cancelled_at_any_write_does_not_stay_connected(at):
     """Write 0 is the welcome, 1 the greeting's document, 2 a later one, 3 the goodbye."""
 
     async def story():
-        async with opened() as fleet:
-            sessions, devices = Sessions(fleet), Devices()
-            writing, writes = asyncio.Event(), []
+        sessions, devices = Sessions(), Devices()
+        writing, writes = asyncio.Event(), []
 
-            async def write(frame):
-                writes.append(frame.WhichOneof("body"))
-                if len(writes) == at + 1:
-                    writing.set()
-                    await asyncio.Event().wait()
-
-            async def frames():
-                yield pb.Frame(hello=pb.Hello(epoch=new_epoch()))
-                await until(lambda: len(writes) == 2)
-                sessions.send(NAME, fed.Work())
-                await until(lambda: len(writes) == 3)
-                sessions.revoke(NAME)
+        async def write(frame):
+            writes.append(frame.WhichOneof("body"))
+            if len(writes) == at + 1:
+                writing.set()
                 await asyncio.Event().wait()
 
-            serving = asyncio.create_task(sessions.serve(NAME, frames(), write, devices))
-            async with asyncio.timeout(NOTICED_S):
-                await writing.wait()
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-            assert writes == ["welcome", "work", "work", "goodbye"][: at + 1]
-            assert not sessions.is_connected(NAME)
-            assert devices.gone == 1
+        async def frames():
+            yield pb.Frame(hello=pb.Hello(epoch=new_epoch()))
+            await until(lambda: len(writes) == 2)
+            sessions.send(NAME, fed.Work())
+            await until(lambda: len(writes) == 3)
+            sessions.revoke(NAME)
+            await asyncio.Event().wait()
+
+        serving = asyncio.create_task(sessions.serve(NAME, frames(), write, devices))
+        async with asyncio.timeout(NOTICED_S):
+            await writing.wait()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        assert writes == ["welcome", "work", "work", "goodbye"][: at + 1]
+        assert not sessions.is_connected(NAME)
+        assert devices.gone == 1
 
     play(story())
 
 
 @pytest.mark.slow
-def test_streams_that_end_at_random_instants_are_all_noticed(opened):
+def test_streams_that_end_at_random_instants_are_all_noticed():
     rng = random.Random(7)
 
     async def call_and_leave(sessions, address):
@@ -170,7 +168,7 @@ def test_streams_that_end_at_random_instants_are_all_noticed(opened):
         await channel.close()
 
     async def story():
-        async with served(opened) as (sessions, devices, address):
+        async with served() as (sessions, devices, address):
             for _ in range(150):
                 await call_and_leave(sessions, address)
             await devices.until_gone(sessions)
@@ -185,9 +183,9 @@ def test_streams_that_end_at_random_instants_are_all_noticed(opened):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("payload_bytes", [0, UNREADABLE_BYTES])
-def test_a_killed_caller_is_noticed_while_a_frame_for_it_is_written(opened, payload_bytes):
+def test_a_killed_caller_is_noticed_while_a_frame_for_it_is_written(payload_bytes):
     async def story():
-        async with served(opened) as (sessions, devices, address):
+        async with served() as (sessions, devices, address):
             caller = await asyncio.create_subprocess_exec(
                 sys.executable, "-c", CALLER, address,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,

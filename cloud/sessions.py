@@ -1,9 +1,10 @@
-"""The live streams of nodes and devices: whole documents out, what they have to say in.
+"""The live streams of nodes and devices: documents out, messages in.
 
-Nothing that matters lives here. A stream belongs to the name in its certificate; a newer stream of
-the same name ends the older. A node gets its document when its stream opens and when its number
-changed; a report is acknowledged after its commit. What a device is told and what becomes of what
-it says is decided by another part, through `SessionPeer`.
+A stream belongs to the name in its certificate; a newer stream of the same name ends the older. A
+caller gets a whole document when its stream opens and whenever it changed; its messages are
+acknowledged after their commit. A `SessionPeer` decides what the documents say and handles the
+messages: one for nodes (`fleet/node_peer.py`), one for devices (`federation`). No state that must
+survive the process is kept here.
 """
 
 from __future__ import annotations
@@ -14,10 +15,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final, Protocol
 
-from triplane.cloud.fleet.fleet import LiveFleet
-from triplane.cloud.fleet.messages import desired_message
-from triplane.cloud.fleet.state import FleetNode
-from triplane.proto import fleet_pb2, session_pb2
+from triplane.proto import session_pb2
 from triplane.proto.errors import InvalidInput, Unavailable
 from triplane.proto.session_pb2_grpc import SessionServicer as Wire
 from triplane.proto.status import status_of_aio
@@ -26,77 +24,54 @@ from triplane.proto.stream import HELLO_S, Message, ServerSession, new_epoch
 logger = logging.getLogger(__name__)
 
 SHUTDOWN_WAIT_S: Final = 1.0
-"""Nodes of a cloud that stops wait at least this long before they try again."""
+"""Time that callers of a stopping cloud wait at least before they reconnect."""
 
 
 class SessionPeer(Protocol):
-    """Whoever a kind of caller speaks with."""
+    """The part of the cloud that one kind of caller talks to."""
 
     def greeting(self, name: str) -> Message:
-        """The document a stream begins with. NotFound: the name is nobody's."""
+        """Return the document that a new stream begins with. NotFound: unknown name."""
 
     async def take(self, name: str, message: Message) -> None:
         """Handle a message; it is acknowledged when this returns."""
 
     def left(self, name: str) -> None:
-        """No stream of the name is open any more."""
-
-
-class Nodes:
-    """The nodes of a fleet: desired documents out, reports in."""
-
-    def __init__(self, fleet: LiveFleet) -> None:
-        self._fleet = fleet
-
-    def greeting(self, name: str) -> Message:
-        """See `SessionPeer`."""
-        return desired_message(self._fleet.node(name))
-
-    async def take(self, name: str, message: Message) -> None:
-        """See `SessionPeer`."""
-        if not isinstance(message, fleet_pb2.Report):
-            raise InvalidInput("a node sends reports; other messages are the cloud's")
-        await self._fleet.report(name, message)
-
-    def left(self, name: str) -> None:
-        """See `SessionPeer`."""
+        """Handle that the last open stream of the name has ended."""
 
 
 class Sessions:
     """Every open stream, by name.
 
-    clock: seconds since 1970, for when a node was last seen.
+    clock: seconds since 1970, for `last_seen_s`.
     """
 
-    def __init__(self, fleet: LiveFleet, *, clock: Callable[[], float] = time.time) -> None:
-        self._nodes, self._clock = Nodes(fleet), clock
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
         self._sessions: dict[str, ServerSession] = {}
         self._seen_s: dict[str, float] = {}
         self._open = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._stopping = False
-        fleet.on_desired(self._send)
 
     def is_connected(self, name: str) -> bool:
         """Whether a stream of this name is open."""
-        found = self._sessions.get(name)
-        return found is not None and found.connected
+        session = self._sessions.get(name)
+        return session is not None and session.connected
 
-    def last_seen_s(self, node: FleetNode) -> float:
-        """When the node's stream was last known to be open, or it last reported."""
-        if self.is_connected(node.name):
-            return self._clock()
-        return max(node.last_seen_s, self._seen_s.get(node.name, 0.0))
+    def last_seen_s(self, name: str) -> float:
+        """Return when a stream of this name was last open; 0 if none was since the start."""
+        return self._clock() if self.is_connected(name) else self._seen_s.get(name, 0.0)
 
     def revoke(self, name: str) -> None:
-        """End the stream of a name that may not call any more."""
-        found = self._sessions.pop(name, None)
-        if found is not None:
-            found.close(session_pb2.Goodbye.REVOKED)
+        """End the stream of a revoked name."""
+        session = self._sessions.pop(name, None)
+        if session is not None:
+            session.close(session_pb2.Goodbye.REVOKED)
 
     async def stop(self, deadline_s: float) -> None:
-        """Tell every node that the cloud stops, and wait until the streams ended."""
+        """Send every caller a goodbye and wait until the streams have ended."""
         self._stopping = True
         for session in self._sessions.values():
             session.close(session_pb2.Goodbye.SHUTTING_DOWN, SHUTDOWN_WAIT_S)
@@ -111,9 +86,9 @@ class Sessions:
         name: str,
         frames: AsyncIterator[session_pb2.Frame],
         write: Callable[[session_pb2.Frame], Awaitable[None]],
-        side: SessionPeer | None = None,
+        peer: SessionPeer,
     ) -> None:
-        """Answer a stream until it ends; a node's, where no other side is given.
+        """Serve a stream until it ends.
 
         `SessionPeer.left` is called before this returns, however the stream ended.
         """
@@ -121,35 +96,31 @@ class Sessions:
             await write(_goodbye(session_pb2.Goodbye.SHUTTING_DOWN, SHUTDOWN_WAIT_S))
             return
         first = await _first_of(frames)
-        side = side or self._nodes
-        session = self._session(name, side)
-        session.send(side.greeting(name))
+        session = self._session(name, peer)
+        session.send(peer.greeting(name))
         self._enter(name)
         try:
             await session.serve(first, frames, write)
         finally:
             self._leave(name)
             if not session.connected:
-                side.left(name)
+                peer.left(name)
 
-    def _session(self, name: str, side: SessionPeer) -> ServerSession:
-        found = self._sessions.get(name)
-        if found is None:
+    def _session(self, name: str, peer: SessionPeer) -> ServerSession:
+        session = self._sessions.get(name)
+        if session is None:
 
             async def take(message: Message) -> None:
-                await side.take(name, message)
+                await peer.take(name, message)
 
-            found = self._sessions[name] = ServerSession(new_epoch(), take)
-        return found
+            session = self._sessions[name] = ServerSession(new_epoch(), take)
+        return session
 
     def send(self, name: str, message: Message) -> None:
-        """A newer document for a name; dropped where no stream is open, which begins with one."""
+        """Send a newer document; without an open stream it is dropped: a stream begins with one."""
         session = self._sessions.get(name)
         if session is not None and session.connected:
             session.send(message)
-
-    def _send(self, node: FleetNode) -> None:
-        self.send(node.name, desired_message(node))
 
     def _enter(self, name: str) -> None:
         self._open += 1
@@ -165,11 +136,9 @@ class Sessions:
 
 
 class SessionServicer(Wire):
-    """`triplane.session.v1.Session`. caller: name of the call at hand, and its side if no node."""
+    """`triplane.session.v1.Session`. caller: the name that makes the current call, and its peer."""
 
-    def __init__(
-        self, sessions: Sessions, caller: Callable[[], tuple[str, SessionPeer | None]]
-    ) -> None:
+    def __init__(self, sessions: Sessions, caller: Callable[[], tuple[str, SessionPeer]]) -> None:
         self._sessions, self._caller = sessions, caller
 
     async def Open(  # type: ignore[override]  # the stub knows generators only
@@ -177,8 +146,8 @@ class SessionServicer(Wire):
     ) -> None:
         """See session.proto."""
         async with status_of_aio(context):
-            name, side = self._caller()
-            await self._sessions.serve(name, request_iterator, context.write, side)
+            name, peer = self._caller()
+            await self._sessions.serve(name, request_iterator, context.write, peer)
 
 
 async def _first_of(frames: AsyncIterator[session_pb2.Frame]) -> session_pb2.Frame:
