@@ -23,15 +23,15 @@ from triplane.cloud.federation import journal, messages
 from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.flower.runs import FlowerRuns, Places
 from triplane.cloud.federation.journal import Prepared, RunRecord
-from triplane.cloud.federation.live import MAX_RETRY_S, RETRY_S, LiveRun, Make
+from triplane.cloud.federation.live import MAX_RETRY_S, RETRY_S, LiveRun, MakeEvent
 from triplane.cloud.federation.presence import Presence
 from triplane.cloud.federation.results import Results, means
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.spec import check_population
 from triplane.cloud.federation.update_store import LEASE_BYTES, UpdateStore, shown
-from triplane.cloud.federation.work_documents import Documents
+from triplane.cloud.federation.work_documents import WorkDocuments
 from triplane.cloud.identity import audit as audit_log
-from triplane.cloud.registry.registry import Audit, Registry
+from triplane.cloud.registry.registry import Registry
 from triplane.cloud.registry.values import KEY_BYTES
 from triplane.cloud.store import Database
 from triplane.proto import federation_pb2 as pb
@@ -107,7 +107,7 @@ class Federation:
         *,
         children: Children | None = None,
         strategies: Path | None = None,
-        audit: Audit = audit_log.record,
+        audit: audit_log.RecordAudit = audit_log.record,
         may_release: Callable[[str], None] = _nobody,
         clock: Callable[[], float] = time.time,
         epoch: str = "",
@@ -139,7 +139,7 @@ class Federation:
         self._late: dict[str, asyncio.Task[None]] = {}  # runs that a full disk keeps from going on
         self._no_room: dict[str, str] = {}  # why runs that are not live wait
         self._devices: dict[str, _Device] = {}
-        self._documents = Documents(self._runs.values, self._flower, blobs, clock)
+        self._documents = WorkDocuments(self._runs.values, self._flower, blobs, clock)
         self._presence = Presence(self._write_presence)
         self._looks: set[tuple[str, str]] = set()  # (run, device) that a run is about to look at
         self._told: list[Told] = []
@@ -149,27 +149,27 @@ class Federation:
     async def start(self) -> None:
         """Take up the runs that an earlier process left; one that finds no room, when there is."""
         found = await self._db.read(journal.live)
-        states = [book.state for _, book in found if book is not None]
+        states = [projection.state for _, projection in found if projection is not None]
         needed = {name for state in states for name in _updates(state)}
         since_s = min([s.round.opened_s for s in states if s.round], default=math.inf)
         await asyncio.to_thread(self.spool.sweep, needed, since_s)
-        for entry, book in found:
-            if book is not None:
+        for entry, projection in found:
+            if projection is not None:
                 try:
-                    await self._take_up(entry, book)
+                    await self._take_up(entry, projection)
                 except NoRoom as error:
-                    self._take_up_late(entry, book, error)
+                    self._take_up_late(entry, projection, error)
             else:
                 self._waiting[entry.id] = entry
                 if entry.before == "preparing":
                     self._prepare(entry)
 
-    async def _take_up(self, entry: RunRecord, book: RunProjection) -> None:
+    async def _take_up(self, entry: RunRecord, projection: RunProjection) -> None:
         """Have a run go on. NoRoom: it cannot yet, and is not live."""
         await self._results.restore(entry.id)
         if entry.spec.HasField("flower"):
             await self._flower.take_up(entry)
-        self._begin(entry, book)
+        self._begin(entry, projection)
         run = self._runs[entry.id]
         try:
             await run.put(self._restarted)  # before any other event: leases are of another process
@@ -178,19 +178,19 @@ class Federation:
             await run.stop()
             raise
 
-    def _take_up_late(self, entry: RunRecord, book: RunProjection, error: NoRoom) -> None:
+    def _take_up_late(self, entry: RunRecord, projection: RunProjection, error: NoRoom) -> None:
         self._wait_for_room(entry, error)
-        task = asyncio.create_task(self._took_up(entry, book), name=f"take up {entry.id}")
+        task = asyncio.create_task(self._took_up(entry, projection), name=f"take up {entry.id}")
         self._late[entry.id] = task
         task.add_done_callback(lambda _: self._late.pop(entry.id, None))
 
-    async def _took_up(self, entry: RunRecord, book: RunProjection) -> None:
+    async def _took_up(self, entry: RunRecord, projection: RunProjection) -> None:
         pause_s = RETRY_S
         while True:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RETRY_S)
             try:
-                await self._take_up(entry, book)
+                await self._take_up(entry, projection)
             except NoRoom as error:
                 self._wait_for_room(entry, error)
             except TriplaneError:
@@ -282,7 +282,7 @@ class Federation:
         if spec.release:
             await asyncio.to_thread(self._may_release, version.model)
         if spec.HasField("flower"):
-            going = [r.entry for r in self._live() if r.book.state.phase is not Phase.STOPPED]
+            going = [r.entry for r in self._live() if r.projection.state.phase is not Phase.STOPPED]
             entries = [*going, *self._waiting.values()]
             await self._flower.check(spec, sum(e.spec.HasField("flower") for e in entries))
         return spec
@@ -290,15 +290,15 @@ class Federation:
     async def runs(self) -> list[pb.Run]:
         """The newest, newest first, without their rounds."""
         found = await self._db.read(lambda c: journal.newest(c, MAX_LISTED))
-        return [self._message(entry, book, rounds=False) for entry, book in found]
+        return [self._message(entry, projection, rounds=False) for entry, projection in found]
 
     async def run(self, id: str) -> pb.Run:  # noqa: A002 - the field's name
         """By id, its unique beginning, or "last". NotFound; Conflict where several begin so."""
         live = self._runs.get(id)
         if live is not None:
-            return self._message(live.entry, live.book)
-        entry, book = await self._found(id)
-        return self._message(entry, book)
+            return self._message(live.entry, live.projection)
+        entry, projection = await self._found(id)
+        return self._message(entry, projection)
 
     async def halt(self, id: str, *, reason: str, by: str) -> pb.Run:  # noqa: A002
         """Stop a run; it can be resumed. Conflict: it is over."""
@@ -327,8 +327,8 @@ class Federation:
         return await self.run(entry.id)
 
     async def _steered(self, id: str, action: str, by: str, reason: str) -> RunRecord:  # noqa: A002
-        entry, book = await self._found(id)
-        if entry.before == "failed" or (book is not None and book.state.phase in ENDED):
+        entry, projection = await self._found(id)
+        if entry.before == "failed" or (projection is not None and projection.state.phase in ENDED):
             raise Conflict(f"run {entry.id} is over; start a new one")
         self._check_taken_up([entry.id])
         await self._db.write(
@@ -355,14 +355,14 @@ class Federation:
         return self._db.read_now(lambda c: journal.kept(c, run, sha256))
 
     def _message(
-        self, entry: RunRecord, book: RunProjection | None, *, rounds: bool = True
+        self, entry: RunRecord, projection: RunProjection | None, *, rounds: bool = True
     ) -> pb.Run:
         live = self._runs.get(entry.id)
         down = sum(self._documents.given(live).values()) if live else 0
         waits = live.waits if live else self._no_room.get(entry.id, "")
         waiting = self._waits_of_devices() if live and not live.is_over else {}
         return messages.run_message(
-            entry, book, rounds=rounds, down=down, waits=waits, waiting=waiting
+            entry, projection, rounds=rounds, down=down, waits=waits, waiting=waiting
         )
 
     def _waits_of_devices(self) -> dict[str, str]:
@@ -411,16 +411,16 @@ class Federation:
         await self._db.write(lambda c: journal.prepare(c, entry.id, made))
         self._waiting.pop(entry.id, None)
         ready = replace(entry, prepared=made, before="", reason="")
-        self._begin(ready, journal.first_book(ready))
+        self._begin(ready, journal.first_projection(ready))
         self._runs[entry.id].note(self._restarted)  # its leases are those of this process, too
         logger.info("run prepared", extra={"run_id": entry.id, "plan": made.plan_digest})
         for name in list(self._devices):
             self._note_presence(self._runs[entry.id], name, _spend_nothing)
         self._move()
 
-    def _begin(self, entry: RunRecord, book: RunProjection) -> None:
+    def _begin(self, entry: RunRecord, projection: RunProjection) -> None:
         worker = self._flower if entry.spec.HasField("flower") else self._results
-        run = LiveRun(self._db, entry, book, worker, self, self._clock)
+        run = LiveRun(self._db, entry, projection, worker, self, self._clock)
         ended = [id_ for id_, known in self._runs.items() if known.is_over]
         for forgotten in ended[:-KEPT_ENDED]:
             del self._runs[forgotten]
@@ -561,19 +561,19 @@ class Federation:
         await run.put(weighed(make, self._documents.given(run).get(name, 0)), data)
 
     async def _answer(self, name: str, told: pb.Contribution) -> None:
-        """Settle a contribution to a run that is over, from the run's last book."""
-        book = await self._last_book(told.run)
-        member = book.state.members.get(name) if book else None
+        """Settle a contribution to a run that is over, from the run's last projection."""
+        projection = await self._last_projection(told.run)
+        member = projection.state.members.get(name) if projection else None
         answer = pb.Settlement(run=told.run, lease=told.lease, reason="its run is over")
         known = messages.settlements(told.run, member) if member else []
         answers = {(told.run, told.lease): answer, **{(x.run, x.lease): x for x in known}}
         self._devices.setdefault(name, _Device()).answers = answers
         self.tell(name)
 
-    async def _last_book(self, run: str) -> RunProjection | None:
+    async def _last_projection(self, run: str) -> RunProjection | None:
         if run in self._runs:
-            return self._runs[run].book
-        return await self._db.read(lambda c: journal.last_book(c, run)) if run else None
+            return self._runs[run].projection
+        return await self._db.read(lambda c: journal.last_projection(c, run)) if run else None
 
     def tell(self, device: str) -> None:
         """See `live.Audience`."""
@@ -611,7 +611,7 @@ class Federation:
             if device.offer and device.is_asked is not (device.offer.population in asked):
                 self.tell(name)
 
-    async def _put(self, run: str, make: Make) -> RunProjection:
+    async def _put(self, run: str, make: MakeEvent) -> RunProjection:
         """Have an event happen in a run. NotFound: it is not live."""
         if run not in self._runs:
             raise NotFound(f"run {run} is not live")
@@ -662,7 +662,7 @@ def _spend_nothing() -> None:
     """That a run begins is no change of its devices."""
 
 
-def weighed(make: Make, bytes_down: int) -> Make:
+def weighed(make: MakeEvent, bytes_down: int) -> MakeEvent:
     """The event of a contribution, with what its device was given for it."""
 
     def made(state: RunState, at_s: float) -> Event | None:

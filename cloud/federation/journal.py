@@ -1,7 +1,7 @@
 """Runs in the database: their rows, their events, and how a run is read back.
 
 `record` is called inside the one writer, so what it writes is durable together or not at all.
-Reading folds the events after the newest snapshot; the same events give the same book.
+Reading folds the events after the newest snapshot; the same events give the same projection.
 """
 
 from __future__ import annotations
@@ -137,36 +137,36 @@ def entry(connection: sa.Connection, run: str) -> RunRecord:
 def live(connection: sa.Connection) -> list[tuple[RunRecord, RunProjection | None]]:
     """Runs that may go on, oldest first."""
     rows = connection.execute(sa.select(RUNS).where(RUNS.c.live).order_by(RUNS.c.number)).all()
-    found = [(_entry(row), _book(connection, row)) for row in rows]
+    found = [(_entry(row), _projection(connection, row)) for row in rows]
     return [(e, with_counted_leases(connection, e, b) if b else None) for e, b in found]
 
 
 def with_counted_leases(
-    connection: sa.Connection, entry: RunRecord, book: RunProjection
+    connection: sa.Connection, entry: RunRecord, projection: RunProjection
 ) -> RunProjection:
-    """The book, each member with the lease of its newest contribution that counted.
+    """The projection, each member with the lease of its newest contribution that counted.
 
     A snapshot of a release that did not keep it has members whose contributions counted and who
     name no lease. A device that did not hear of it would be told of a newer lease alone and give up
     what counted. The events since the run began say which lease it was.
     """
-    unknown = [m for m in book.state.members.values() if m.counted and not m.counted_lease]
+    unknown = [m for m in projection.state.members.values() if m.counted and not m.counted_lease]
     if not unknown:
-        return book
-    again = first_book(entry)
-    for event in events(connection, entry.id)[: book.revision]:
+        return projection
+    again = first_projection(entry)
+    for event in events(connection, entry.id)[: projection.revision]:
         again, _ = follow(again, event)
-    members = {**book.state.members}
+    members = {**projection.state.members}
     for member in unknown:
         lease = again.state.members[member.device].counted_lease
         members[member.device] = replace(member, counted_lease=lease)
-    return replace(book, state=replace(book.state, members=members))
+    return replace(projection, state=replace(projection.state, members=members))
 
 
 def newest(connection: sa.Connection, most: int) -> list[tuple[RunRecord, RunProjection | None]]:
     """The newest runs, newest first."""
     query = sa.select(RUNS).order_by(RUNS.c.number.desc()).limit(most)
-    return [(_entry(row), _book(connection, row)) for row in connection.execute(query).all()]
+    return [(_entry(row), _projection(connection, row)) for row in connection.execute(query).all()]
 
 
 def find(connection: sa.Connection, beginning: str) -> list[tuple[RunRecord, RunProjection | None]]:
@@ -176,14 +176,14 @@ def find(connection: sa.Connection, beginning: str) -> list[tuple[RunRecord, Run
         query = query.limit(1)
     else:
         query = query.where(RUNS.c.id.startswith(beginning, autoescape=True)).limit(2)
-    return [(_entry(row), _book(connection, row)) for row in connection.execute(query).all()]
+    return [(_entry(row), _projection(connection, row)) for row in connection.execute(query).all()]
 
 
-def last_book(connection: sa.Connection, run: str) -> RunProjection | None:
-    """The newest book of the run of this whole id."""
+def last_projection(connection: sa.Connection, run: str) -> RunProjection | None:
+    """The newest projection of the run of this whole id."""
     row = connection.execute(sa.select(RUNS).where(RUNS.c.id == run)).one_or_none()
-    book = _book(connection, row) if row is not None else None
-    return None if book is None else with_counted_leases(connection, _entry(row), book)
+    projection = _projection(connection, row) if row is not None else None
+    return None if projection is None else with_counted_leases(connection, _entry(row), projection)
 
 
 def change(connection: sa.Connection, run: str, **values: Any) -> None:
@@ -242,9 +242,9 @@ def kept_states(connection: sa.Connection, run: str | None = None) -> dict[bytes
     return {bytes(row.sha256): bytes(row.data) for row in connection.execute(query)}
 
 
-def snapshot(connection: sa.Connection, run: str, book: RunProjection) -> None:
+def snapshot(connection: sa.Connection, run: str, projection: RunProjection) -> None:
     """Keep the fold of all events so far."""
-    change(connection, run, snapshot=to_json(book), snapshot_number=book.revision)
+    change(connection, run, snapshot=to_json(projection), snapshot_number=projection.revision)
 
 
 def events(connection: sa.Connection, run: str, after: int = 0) -> list[Event]:
@@ -257,7 +257,7 @@ def events(connection: sa.Connection, run: str, after: int = 0) -> list[Event]:
     return [from_json(KINDS[row.kind], row.body) for row in rows]
 
 
-def first_book(entry: RunRecord) -> RunProjection:
+def first_projection(entry: RunRecord) -> RunProjection:
     """A prepared run before its first event."""
     assert entry.prepared is not None
     return RunProjection(
@@ -306,12 +306,12 @@ def referenced(connection: sa.Connection) -> set[bytes]:
     """Blobs that runs need or began from: for the collector of blobs. Updates are elsewhere."""
     found: set[bytes] = set()
     for row in connection.execute(sa.select(RUNS)).all():
-        entry, book = _entry(row), _book(connection, row)
+        entry, projection = _entry(row), _projection(connection, row)
         found.add(entry.slots)
         if entry.prepared is not None:
             found |= {bytes.fromhex(entry.prepared.plan), bytes.fromhex(entry.prepared.state)}
-        if book is not None:
-            found.add(bytes.fromhex(book.state.shared))
+        if projection is not None:
+            found.add(bytes.fromhex(projection.state.shared))
         if row.live and entry.spec.HasField("flower"):
             asked = last_asked(connection, entry.id)
             found |= {bytes.fromhex(name) for name in asked.messages.values()} if asked else set()
@@ -336,10 +336,12 @@ def _entry(row: Any) -> RunRecord:
     )
 
 
-def _book(connection: sa.Connection, row: Any) -> RunProjection | None:
+def _projection(connection: sa.Connection, row: Any) -> RunProjection | None:
     if not row.prepared:
         return None
-    book = from_json(RunProjection, row.snapshot) if row.snapshot else first_book(_entry(row))
-    for event in events(connection, row.id, book.revision):
-        book, _ = follow(book, event)
-    return book
+    projection = (
+        from_json(RunProjection, row.snapshot) if row.snapshot else first_projection(_entry(row))
+    )
+    for event in events(connection, row.id, projection.revision):
+        projection, _ = follow(projection, event)
+    return projection

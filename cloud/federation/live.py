@@ -65,27 +65,27 @@ COUNTED_S: Final = 0.25
 """After which a device is told that its update counted, where no new task told it."""
 STOPPING: Final = "the cloud is stopping; say it again when it is back"
 
-Make = Callable[[RunState, float], Event | None]
+MakeEvent = Callable[[RunState, float], Event | None]
 """Makes an event of the state it meets and the time; None where it means nothing any more."""
 Write = Callable[[sa.Connection, RunProjection], None]
-"""What is written in the transaction of an event, told the book after it."""
+"""What is written in the transaction of an event, told the projection after it."""
 
 
 class Worker(Protocol):
     """Does what takes time. Each method gives the event it came to, and what to write with it."""
 
     async def reduce(
-        self, entry: RunRecord, book: RunProjection, order: Reduce
-    ) -> tuple[Make, Write | None]:
+        self, entry: RunRecord, projection: RunProjection, order: Reduce
+    ) -> tuple[MakeEvent, Write | None]:
         """The next shared state; None where the run's row stays as it is.
 
-        book: after the updates of the order, which may not be committed yet.
+        projection: after the updates of the order, which may not be committed yet.
         """
 
-    async def judged(self, entry: RunRecord, book: RunProjection, order: Judged) -> None:
+    async def judged(self, entry: RunRecord, projection: RunProjection, order: Judged) -> None:
         """An evaluating round is over. Raises nothing: the run goes on meanwhile."""
 
-    async def finish(self, entry: RunRecord, book: RunProjection) -> tuple[Make, Write]:
+    async def finish(self, entry: RunRecord, projection: RunProjection) -> tuple[MakeEvent, Write]:
         """The model of the last shared state."""
 
     def settled(
@@ -108,7 +108,7 @@ class Audience(Protocol):
 class _Put:
     """An event on its way. done: None where nobody waits. data: of an update that came with it."""
 
-    make: Make
+    make: MakeEvent
     write: Write | None = None
     done: asyncio.Future[RunProjection] | None = None
     data: bytes = b""
@@ -116,14 +116,14 @@ class _Put:
 
 @dataclass(eq=False, slots=True)
 class _Ahead:
-    """What was folded since the newest commit, and whoever waits for its commit.
+    """Events that were folded since the newest commit, and the callers that wait for their commit.
 
-    book: after the events. last: the newest book in which the round of that commit is at hand.
-    arrived: inline updates, each with the event that names it. until_s: the loop's time when it is
-    committed at the latest, None while there is nothing. is_lost: it could not be committed.
+    projection: after the events. last: the newest projection that still has the round of the newest
+    commit. arrived: inline updates, each with the event that names it. until_s: the latest time of
+    the commit, on the loop's clock; None without events. is_lost: they could not be committed.
     """
 
-    book: RunProjection
+    projection: RunProjection
     last: RunProjection
     puts: list[_Put] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -135,22 +135,22 @@ class _Ahead:
 
 
 class LiveRun:
-    """A prepared run. `book` is as of the newest commit; `entry` is the run's row."""
+    """A prepared run. `projection` is as of the newest commit; `entry` is the run's row."""
 
     def __init__(
         self,
         db: Database,
         entry: RunRecord,
-        book: RunProjection,
+        projection: RunProjection,
         worker: Worker,
         audience: Audience,
         clock: Callable[[], float],
     ) -> None:
         self._db, self._worker, self._audience, self._clock = db, worker, audience, clock
-        self.entry, self.book = entry, book
-        self._ahead = _Ahead(book, book)
+        self.entry, self.projection = entry, projection
+        self._ahead = _Ahead(projection, projection)
         self._queue: asyncio.Queue[_Put] = asyncio.Queue()
-        self._last_s = book.at_s
+        self._last_s = projection.at_s
         self._ticked_s: float | None = None
         self._kept_at = 0  # so that a run that was read back is soon kept again
         self._work: set[asyncio.Task[None]] = set()
@@ -167,7 +167,7 @@ class LiveRun:
     @property
     def is_over(self) -> bool:
         """Whether no event changes it any more."""
-        return self.book.state.phase in ENDED
+        return self.projection.state.phase in ENDED
 
     def start(self) -> None:
         """Begin to take events."""
@@ -183,20 +183,20 @@ class LiveRun:
             _answer(put, Unavailable(STOPPING))
         self._answer_queued(Unavailable(STOPPING))
 
-    async def put(self, make: Make, data: bytes = b"") -> RunProjection:
-        """Have an event happen; the book after its commit. Unavailable: it may not have.
+    async def put(self, make: MakeEvent, data: bytes = b"") -> RunProjection:
+        """Have an event happen; the projection after its commit. Unavailable: it may not have.
 
         data: of the update that it names, where it is in no file; kept in the same commit.
         """
         if self._task is None or self._task.done():
             if self.is_over:
-                return self.book
+                return self.projection
             raise Unavailable(STOPPING)
         done: asyncio.Future[RunProjection] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait(_Put(make, done=done, data=data))
         return await done
 
-    def note(self, make: Make, write: Write | None = None) -> None:
+    def note(self, make: MakeEvent, write: Write | None = None) -> None:
         """Have an event happen that nobody waits for; it is tried until it is committed."""
         self._queue.put_nowait(_Put(make, write))
 
@@ -216,7 +216,7 @@ class LiveRun:
                 for put in puts:
                     _answer(put, Unavailable(STOPPING))
                 raise
-        self._answer_queued(self.book)
+        self._answer_queued(self.projection)
 
     def _answer_queued(self, outcome: RunProjection | Exception) -> None:
         while not self._queue.empty():
@@ -249,7 +249,7 @@ class LiveRun:
 
     async def _batch(self) -> list[_Put]:
         """Events that wait, or a tick when it is due; none where the held ones are due."""
-        due = due_s(self._ahead.book.state)
+        due = due_s(self._ahead.projection.state)
         if due == self._ticked_s:  # a tick changes nothing a second time
             due = None
         tick_s = math.inf if due is None else max(0.0, due - self._clock())
@@ -279,17 +279,17 @@ class LiveRun:
         if ahead.until_s is None and batch:
             ahead.until_s = asyncio.get_running_loop().time() + HOLD_S
         for put in batch:
-            event = put.make(ahead.book.state, max(self._last_s, self._clock()))
+            event = put.make(ahead.projection.state, max(self._last_s, self._clock()))
             if event is None:
                 continue
             self._last_s = event.at_s
-            after, effects = follow(ahead.book, event)
+            after, effects = follow(ahead.projection, event)
             ahead.effects += effects
-            before = ahead.book
-            if after.state is ahead.book.state and put.write is None:
+            before = ahead.projection
+            if after.state is ahead.projection.state and put.write is None:
                 continue  # it changed nothing: whoever said it is answered, and that is all
-            ahead.book = after
-            if _same_round(self.book.state, after.state):
+            ahead.projection = after
+            if _same_round(self.projection.state, after.state):
                 ahead.last = after
             ahead.events.append(event)
             if put.write is not None:
@@ -304,11 +304,11 @@ class LiveRun:
 
         A strategy outside hears of updates once, so they are committed before it does.
         """
-        ahead, state = self._ahead, self._ahead.book.state
+        ahead, state = self._ahead, self._ahead.projection.state
         return (
             bool(ahead.events)
             and all(isinstance(event, CONTRIBUTIONS) for event in ahead.events)
-            and _same_round(self.book.state, state)
+            and _same_round(self.projection.state, state)
             and (state.phase is Phase.COLLECTING or self._may_reduce_ahead(state))
             and len(ahead.puts) < MAX_BATCH
             and self._held_for_s() > 0
@@ -328,66 +328,68 @@ class LiveRun:
     def _fall_back(self) -> None:
         """Go on from the newest commit."""
         self._ahead.is_lost = True
-        self._ahead = _Ahead(self.book, self.book)
+        self._ahead = _Ahead(self.projection, self.projection)
 
     async def _commit(self) -> None:
-        ahead, old, before = self._ahead, self.entry, self.book
+        ahead, old, before = self._ahead, self.entry, self.projection
         if ahead.events:
-            small = {e.update.blob: x for e, x in ahead.arrived if _counts(ahead.book.state, e)}
+            small = {
+                e.update.blob: x for e, x in ahead.arrived if _counts(ahead.projection.state, e)
+            }
             self.entry = await self._db.write(
                 lambda connection: self._write(connection, ahead, small)
             )
-            if self._is_kept(ahead.book):
-                self._kept_at = ahead.book.revision
+            if self._is_kept(ahead.projection):
+                self._kept_at = ahead.projection.revision
             self._no_commit = ""
-            same = _same_round(before.state, ahead.book.state)
+            same = _same_round(before.state, ahead.projection.state)
             self._keeps = bool(small) or (self._keeps and same)
-        self._ahead = _Ahead(ahead.book, ahead.book)
+        self._ahead = _Ahead(ahead.projection, ahead.projection)
         if ahead.events or ahead.effects:
             self._after(old, before, ahead)
         for put in ahead.puts:
-            _answer(put, ahead.book)
+            _answer(put, ahead.projection)
 
     def _write(
         self, connection: sa.Connection, ahead: _Ahead, small: dict[str, bytes]
     ) -> RunRecord:
         """small: inline updates of a round that goes on."""
-        book = ahead.book
-        journal.record(connection, self.entry.id, ahead.events, book.revision)
-        if self._keeps and not _same_round(self.book.state, book.state):
+        projection = ahead.projection
+        journal.record(connection, self.entry.id, ahead.events, projection.revision)
+        if self._keeps and not _same_round(self.projection.state, projection.state):
             journal.forget(connection, self.entry.id)
         if small:
             journal.keep(connection, self.entry.id, small)
         for write, then in ahead.writes:
             write(connection, then)
-        over = book.state.phase in ENDED
-        if self._is_kept(book):
-            journal.snapshot(connection, self.entry.id, book)
+        over = projection.state.phase in ENDED
+        if self._is_kept(projection):
+            journal.snapshot(connection, self.entry.id, projection)
         if over:
-            ended_s = book.state.since_s
+            ended_s = projection.state.since_s
             journal.change(connection, self.entry.id, live=False, ended_s=ended_s)
             journal.keep_states(connection, self.entry.id, {})
         changed = over or ahead.writes
         return journal.entry(connection, self.entry.id) if changed else self.entry
 
-    def _is_kept(self, book: RunProjection) -> bool:
+    def _is_kept(self, projection: RunProjection) -> bool:
         """Whether the commit at hand keeps a snapshot. Each costs as much as it has parts."""
-        parts = len(book.state.members) + len(book.state.history)
-        since = book.revision - self._kept_at
-        return book.state.phase in ENDED or since >= max(SNAPSHOT_EVENTS, parts)
+        parts = len(projection.state.members) + len(projection.state.history)
+        since = projection.revision - self._kept_at
+        return projection.state.phase in ENDED or since >= max(SNAPSHOT_EVENTS, parts)
 
     def _after(self, old: RunRecord, before: RunProjection, done: _Ahead) -> None:
-        self.book = done.book
-        state, effects = done.book.state, done.effects
+        self.projection = done.projection
+        state, effects = done.projection.state, done.effects
         if (state.phase, state.turn) != (before.state.phase, before.state.turn):
             logger.info("run state", extra=self._facts(phase=state.phase.value, turn=state.turn[0]))
         for effect in effects:
             if isinstance(effect, Judged):
-                self._spawn(self._worker.judged(self.entry, self.book, effect), "judged")
+                self._spawn(self._worker.judged(self.entry, self.projection, effect), "judged")
             elif isinstance(effect, Reduce | Finish):
                 self._spawn(self._done(effect, done), str(effect))
         try:
-            self._worker.settled(old, self.entry, done.last, done.book)
+            self._worker.settled(old, self.entry, done.last, done.projection)
             told = {effect.device: None for effect in effects if isinstance(effect, Tell)}
             self._tell(told, goes_on=_same_round(before.state, state))
         except Exception:  # the event is committed whatever its audience makes of it
@@ -399,7 +401,7 @@ class LiveRun:
 
         While the round goes on nothing hangs on it, so it is told after `COUNTED_S` at the latest.
         """
-        state = self.book.state
+        state = self.projection.state
         later = {d for d in devices if goes_on and _has_counted(state, d)}
         for device in devices:
             if device not in later:
@@ -425,7 +427,7 @@ class LiveRun:
     async def _done(self, effect: Reduce | Finish, basis: _Ahead) -> None:
         """Do what an effect asks for. basis: what it follows from; nothing comes of a lost one."""
 
-        def note(make: Make, write: Write | None = None) -> None:
+        def note(make: MakeEvent, write: Write | None = None) -> None:
             self.note(lambda now, at_s: None if basis.is_lost else make(now, at_s), write)
 
         try:
@@ -445,17 +447,17 @@ class LiveRun:
         else:
             note(make, write)
 
-    async def _made(self, effect: Reduce | Finish, basis: _Ahead) -> tuple[Make, Write | None]:
+    async def _made(self, effect: Reduce | Finish, basis: _Ahead) -> tuple[MakeEvent, Write | None]:
         """What an effect comes to, however long there is no room for it."""
-        phase, pause_s = basis.book.state.phase, RETRY_S
+        phase, pause_s = basis.projection.state.phase, RETRY_S
         while True:
             try:
                 if isinstance(effect, Reduce):
-                    made = await self._worker.reduce(self.entry, basis.book, effect)
+                    made = await self._worker.reduce(self.entry, basis.projection, effect)
                 else:
-                    made = await self._worker.finish(self.entry, basis.book)
+                    made = await self._worker.finish(self.entry, basis.projection)
             except NoRoom as error:
-                if self._ahead.book.state.phase is not phase:  # a person stopped it meanwhile
+                if self._ahead.projection.state.phase is not phase:  # a person stopped it meanwhile
                     raise
                 self._no_result = self._waiting(error)
             else:
@@ -472,7 +474,7 @@ class LiveRun:
     def _halt(self, reason: str) -> None:
         self.note(self._halting(reason))
 
-    def _halting(self, reason: str) -> Make:
+    def _halting(self, reason: str) -> MakeEvent:
         """Stops the run until a person has mended what is wrong."""
         text = f"{reason}; resume it when that is mended"
         logger.warning("run stopped", extra=self._facts(reason=text))
@@ -488,10 +490,10 @@ class LiveRun:
         await asyncio.sleep(RETRY_S)
 
     def _facts(self, **more: object) -> dict[str, object]:
-        return {"run_id": self.entry.id, "revision": self.book.revision, **more}
+        return {"run_id": self.entry.id, "revision": self.projection.revision, **more}
 
 
-def in_phase(phase: Phase, make: Make) -> Make:
+def in_phase(phase: Phase, make: MakeEvent) -> MakeEvent:
     """`make`, where the run is in that phase when the event's turn comes."""
     return lambda state, at_s: make(state, at_s) if state.phase is phase else None
 

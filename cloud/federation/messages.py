@@ -59,7 +59,7 @@ class TaskFiles:
 
 def run_message(
     entry: RunRecord,
-    book: RunProjection | None,
+    projection: RunProjection | None,
     *,
     rounds: bool,
     down: int = 0,
@@ -81,26 +81,26 @@ def run_message(
         started_by=entry.started_by,
         result=entry.result,
     )
-    if book is not None:
-        _add_state(message, book, rounds=rounds, down=down)
+    if projection is not None:
+        _add_state(message, projection, rounds=rounds, down=down)
     message.reason = waits or message.reason
     for member in message.members:
         member.waits = waiting.get(member.device, "")
     return message
 
 
-def _add_state(message: pb.Run, book: RunProjection, *, rounds: bool, down: int) -> None:
-    state = book.state
+def _add_state(message: pb.Run, projection: RunProjection, *, rounds: bool, down: int) -> None:
+    state = projection.state
     message.phase = PHASES[state.phase]
     message.reason = state.reason
     message.round = state.round.number if state.round else state.turn[0]
-    message.revision = book.revision
+    message.revision = projection.revision
     message.members.extend(_member(m) for _, m in sorted(state.members.items()))
     for kind, count in sorted(state.refusals.items()):
-        newest = book.refused.get(kind, "")
+        newest = projection.refused.get(kind, "")
         message.refusals.reasons.add(kind=kind, count=count, newest=newest)
     if rounds:
-        found = [_ended(book, ended) for ended in state.history]
+        found = [_ended(projection, ended) for ended in state.history]
         found += _at_hand(state, down)
         message.rounds.extend(found[-MAX_ROUNDS:])
 
@@ -125,7 +125,7 @@ def _score(score: Score) -> pb.Score:
     )
 
 
-def _ended(book: RunProjection, ended: Ended) -> pb.Round:
+def _ended(projection: RunProjection, ended: Ended) -> pb.Round:
     message = pb.Round(
         number=ended.number,
         evaluates=ended.evaluates,
@@ -141,7 +141,7 @@ def _ended(book: RunProjection, ended: Ended) -> pb.Round:
         bytes_up=ended.bytes_up,
         given_up=ended.given_up,
     )
-    spreads = book.spreads.get(str(ended.number)) if ended.evaluates else None
+    spreads = projection.spreads.get(str(ended.number)) if ended.evaluates else None
     if spreads is not None:
         message.before.CopyFrom(_spread(spreads.before))
         message.after.CopyFrom(_spread(spreads.after))

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from triplane.cloud.federation import journal
 from triplane.cloud.federation.children import Children
 from triplane.cloud.federation.journal import Prepared, RunRecord
-from triplane.cloud.federation.live import Make, Write
+from triplane.cloud.federation.live import MakeEvent, Write
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.spec import hyper_of
 from triplane.cloud.federation.update_store import UpdateStore
@@ -138,10 +138,10 @@ class Results:
         )
 
     async def reduce(
-        self, entry: RunRecord, book: RunProjection, order: Reduce
-    ) -> tuple[Make, Write | None]:
+        self, entry: RunRecord, projection: RunProjection, order: Reduce
+    ) -> tuple[MakeEvent, Write | None]:
         """See `live.Worker`."""
-        shared = book.state.shared
+        shared = projection.state.shared
         known: set[bytes] = set()
         small: dict[str, bytes] = {}
         state, slots = await asyncio.to_thread(self._reduced, entry, shared, order, known, small)
@@ -251,17 +251,17 @@ class Results:
         finally:
             path.unlink(missing_ok=True)
 
-    async def judged(self, entry: RunRecord, book: RunProjection, order: Judged) -> None:
-        """See `live.Worker`: accuracies are in the book already."""
+    async def judged(self, entry: RunRecord, projection: RunProjection, order: Judged) -> None:
+        """See `live.Worker`: accuracies are in the projection already."""
 
-    async def finish(self, entry: RunRecord, book: RunProjection) -> tuple[Make, Write]:
+    async def finish(self, entry: RunRecord, projection: RunProjection) -> tuple[MakeEvent, Write]:
         """See `live.Worker`."""
         prepared, spec = entry.prepared, entry.spec
         assert prepared is not None
         version = await self._registry.version(spec.model)
         model = self._blobs.find(version.blob)
-        state = self._blobs.find(bytes.fromhex(book.state.shared))
-        last = {bytes.fromhex(book.state.shared), entry.slots} - {b""}
+        state = self._blobs.find(bytes.fromhex(projection.state.shared))
+        last = {bytes.fromhex(projection.state.shared), entry.slots} - {b""}
         await asyncio.to_thread(self._make_durable, last)
         async with self._children.finish(model, spec, state, prepared.plan_digest) as made:
             blob = await asyncio.to_thread(self._blobs.put_file, made.path)

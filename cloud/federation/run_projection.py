@@ -49,13 +49,13 @@ class RunProjection:
     refused: Mapping[str, str] = field(default_factory=dict)
 
 
-def follow(book: RunProjection, event: Event) -> tuple[RunProjection, Effects]:
-    """The book after `event`, and what has to be done because of it."""
-    state, effects = step(book.state, event)
-    after = replace(book, state=state, revision=book.revision + 1, at_s=event.at_s)
+def follow(projection: RunProjection, event: Event) -> tuple[RunProjection, Effects]:
+    """The projection after `event`, and what has to be done because of it."""
+    state, effects = step(projection.state, event)
+    after = replace(projection, state=state, revision=projection.revision + 1, at_s=event.at_s)
     if isinstance(event, Refused):
-        after = replace(after, refused={**book.refused, event.kind: event.reason})
-    for ended in state.history[len(book.state.history) :]:
+        after = replace(after, refused={**projection.refused, event.kind: event.reason})
+    for ended in state.history[len(projection.state.history) :]:
         scored = any(m.score and m.score.round == ended.number for m in state.members.values())
         if ended.evaluates and ended.counted and scored:
             spreads = {**after.spreads, str(ended.number): _spreads(state, ended)}

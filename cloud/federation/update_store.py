@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from triplane.cloud.federation.journal import RunRecord
-from triplane.cloud.federation.live import LiveRun, Make
+from triplane.cloud.federation.live import LiveRun, MakeEvent
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.disk import AppendFile
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
@@ -152,13 +152,13 @@ class UpdateStore:
 
     async def judged(
         self, run: LiveRun, device: str, told: pb.Contribution, check: Check | None = None
-    ) -> Make:
+    ) -> MakeEvent:
         """The event that a contribution is. Reads the update; does nothing else.
 
         check: reads the file in place of us, where it is the reply of a device's own app.
         """
         lease = told.lease.hex()
-        if not _is_open(run.book.state, device, lease):
+        if not _is_open(run.projection.state, device, lease):
             return _belated(device, lease)
         outcome = told.WhichOneof("outcome")
         if check is not None and outcome != "declined":
@@ -170,9 +170,9 @@ class UpdateStore:
         reason = shown(told.declined) or "it gave no reason"
         return lambda _, at_s: Declined(at_s=at_s, device=device, lease=lease, reason=reason)
 
-    async def _update(self, run: LiveRun, device: str, lease: str, told: pb.Update) -> Make:
+    async def _update(self, run: LiveRun, device: str, lease: str, told: pb.Update) -> MakeEvent:
         try:
-            _check_figures(run.book.state, device, told)
+            _check_figures(run.projection.state, device, told)
             update = Update(
                 blob=told.blob.sha256.hex(),
                 size=told.blob.size,
@@ -195,7 +195,7 @@ class UpdateStore:
 
     async def _answered(
         self, run: LiveRun, device: str, lease: str, told: pb.Contribution, check: Check
-    ) -> Make:
+    ) -> MakeEvent:
         try:
             if told.WhichOneof("outcome") != "update":
                 raise Refusal("kind", "the strategy asked for a reply, not a score")
@@ -253,7 +253,7 @@ class UpdateStore:
         """The change in an update that was just announced. BadUpdate, Refusal."""
         sha256 = bytes.fromhex(update.blob)
         path = self._found(sha256, update.size) if data is None else self.folder.path(sha256)
-        found = run.book.state.round
+        found = run.projection.state.round
         assert found is not None
         assert run.entry.prepared is not None
         return read_update(
@@ -332,7 +332,7 @@ class Refusal(InvalidInput):
         self.kind = kind
 
 
-def refused(device: str, lease: str, kind: str, reason: str) -> Make:
+def refused(device: str, lease: str, kind: str, reason: str) -> MakeEvent:
     """The event of a contribution that cannot count; one for each lease."""
     text, belated = shown(reason), _belated(device, lease)
 
@@ -351,7 +351,7 @@ def shown(text: str) -> str:
 
 def _sends(run: LiveRun, device: str) -> str | None:
     """The open lease that a device may upload a file for; an app replies to evaluation too."""
-    state = run.book.state
+    state = run.projection.state
     lease = open_lease(state, device)
     if lease is None or state.round is None:
         return None
@@ -368,7 +368,7 @@ def _is_open(state: RunState, device: str, lease: str) -> bool:
     return found is not None and found.id == lease
 
 
-def _belated(device: str, lease: str) -> Make:
+def _belated(device: str, lease: str) -> MakeEvent:
     """A contribution to no open lease: its file is not even looked at.
 
     Should the lease have been opened meanwhile, whoever guessed it is refused. Nothing is written
@@ -388,7 +388,7 @@ def _belated(device: str, lease: str) -> Make:
     return make
 
 
-def _score(device: str, lease: str, told: pb.Contribution) -> Make:
+def _score(device: str, lease: str, told: pb.Contribution) -> MakeEvent:
     found = told.score
     score = Score(samples=found.samples, before=found.before, after=found.after, round=told.round)
 

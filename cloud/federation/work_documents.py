@@ -29,7 +29,7 @@ Answers = Mapping[tuple[str, bytes], pb.Settlement]
 """By run and lease."""
 
 
-class Documents:
+class WorkDocuments:
     """Of the runs that `runs` gives, oldest first. clock: seconds since 1970."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Documents:
         work, now_s = pb.Work(), self._clock()
         answers: dict[tuple[str, bytes], pb.Settlement] = {}
         for run in self._runs():
-            state = run.book.state
+            state = run.projection.state
             member = state.members.get(name)
             if member is not None:
                 known = messages.settlements(run.entry.id, member)
@@ -71,7 +71,7 @@ class Documents:
 
     def _is_told(self, run: LiveRun, name: str) -> bool:
         """Whether the device has work in the run; a strategy's round begins when it has asked."""
-        state = run.book.state
+        state = run.projection.state
         if open_lease(state, name) is None:
             return False
         spec = run.entry.spec
@@ -81,7 +81,7 @@ class Documents:
 
     def _files(self, run: LiveRun, name: str, *, inline: bool) -> messages.TaskFiles:
         """inline: a device works on one task at a time, so one state in a document is enough."""
-        prepared, state, spec = run.entry.prepared, run.book.state, run.entry.spec
+        prepared, state, spec = run.entry.prepared, run.projection.state, run.entry.spec
         assert prepared is not None
         asked = self._flower.message(run.entry.id, state, name) if spec.flower.app else ""
         data = self._small_state(run) if inline and not spec.flower.app else b""
@@ -97,7 +97,7 @@ class Documents:
 
     def _small_state(self, run: LiveRun) -> bytes:
         """The bytes of the shared state, where they are few; read once a round."""
-        shared = run.book.state.shared
+        shared = run.projection.state.shared
         known = self._states.get(run.entry.id)
         if known is None or known[0] != shared:
             sha256 = bytes.fromhex(shared)
@@ -115,7 +115,7 @@ class Documents:
     def check_readable(self, device: str, blob: bytes) -> None:
         """Raise unless an open task of the device names the blob; InvalidInput."""
         for run in self._runs():
-            state, prepared = run.book.state, run.entry.prepared
+            state, prepared = run.projection.state, run.entry.prepared
             if open_lease(state, device) is None or prepared is None:
                 continue
             message = self._flower.message(run.entry.id, state, device)
@@ -127,7 +127,7 @@ class Documents:
 
     def given(self, run: LiveRun) -> dict[str, int]:
         """Bytes that devices were given for the round at hand."""
-        found = run.book.state.round
+        found = run.projection.state.round
         turn = (found.number, found.evaluates, found.attempt) if found else (0, False, 0)
         known = self._down.get(run.entry.id)
         if known is None or known[0] != turn:

@@ -36,6 +36,7 @@ from triplane.cloud.fleet.values import (
     Pause,
     Resume,
 )
+from triplane.cloud.identity.audit import RecordAudit
 from triplane.cloud.store import Database
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.documents import MAX_LABELS, check_label
@@ -70,23 +71,6 @@ class Bundles(Protocol):
         ...
 
 
-class Audit(Protocol):
-    """What `identity.audit.record` is."""
-
-    def __call__(
-        self,
-        connection: sa.Connection,
-        *,
-        time_s: float,
-        actor: str,
-        action: str,
-        subject: str,
-        details: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Add an entry in the caller's transaction."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class AuditedChange:
     """What the audit log says of a change."""
@@ -116,7 +100,7 @@ class LiveFleet:
         self,
         database: Database,
         bundles: Bundles,
-        audit: Audit,
+        audit: RecordAudit,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:

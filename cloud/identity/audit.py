@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import sqlalchemy as sa
 
@@ -34,6 +34,22 @@ class AuditRecord:
     details: str
     previous: bytes
     digest: bytes
+
+
+class RecordAudit(Protocol):
+    """Adds an entry to the log in the caller's transaction; `record` is the one that writes."""
+
+    def __call__(
+        self,
+        connection: sa.Connection,
+        *,
+        time_s: float,
+        actor: str,
+        action: str,
+        subject: str,
+        details: Mapping[str, Any] | None = None,
+    ) -> None:
+        """See `record`."""
 
 
 def digest_of(entry: AuditRecord) -> bytes:

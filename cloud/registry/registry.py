@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from sqlalchemy import Connection
 
@@ -47,22 +47,6 @@ Key = tuple[str, int, str]
 """(model, version, target)."""
 
 
-class Audit(Protocol):
-    """What `identity.audit.record` is."""
-
-    def __call__(
-        self,
-        connection: Connection,
-        *,
-        time_s: float,
-        actor: str,
-        action: str,
-        subject: str,
-        details: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Add an entry in the caller's transaction."""
-
-
 class Registry:
     """The registry of one cloud. Asynchronous methods belong to one event loop.
 
@@ -75,7 +59,7 @@ class Registry:
         blobs: BlobFolder,
         conversions: Conversions,
         *,
-        audit: Audit = audit_log.record,
+        audit: audit_log.RecordAudit = audit_log.record,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.blobs = blobs

@@ -158,12 +158,12 @@ class Lab:
         return (await self.call(RegistryStub, "GetVersion", request)).model_digest
 
     def journaled(self, run_id):
-        """(entry, book, events) of a run, read beside the cloud."""
+        """(entry, projection, events) of a run, read beside the cloud."""
         engine = sa.create_engine(f"sqlite:///file:{self.home.path / 'cloud.db'}?mode=ro&uri=true")
         try:
             with engine.connect() as connection:
-                ((entry, book),) = journal.find(connection, run_id)
-                return entry, book, journal.events(connection, run_id)
+                ((entry, projection),) = journal.find(connection, run_id)
+                return entry, projection, journal.events(connection, run_id)
         finally:
             engine.dispose()
 

@@ -120,10 +120,13 @@ def replayed(lab, run_id):
     plan = Plan.load(folder / prepared.plan)
     state = read_state(folder / prepared.state, plan=plan.digest)
     slots: dict[str, np.ndarray] = {}
-    book, reduced = journal.first_book(entry), 0
+    projection, reduced = journal.first_projection(entry), 0
     for event in events:
-        if isinstance(event, Reduced) and book.state.phase is Phase.REDUCING:
-            updates = [again(plan, state, book.state.round, x, entry.spec) for x in counted(book)]
+        if isinstance(event, Reduced) and projection.state.phase is Phase.REDUCING:
+            updates = [
+                again(plan, state, projection.state.round, x, entry.spec)
+                for x in counted(projection)
+            ]
             state, slots = reduce(
                 state, slots, updates, weighting=prepared.weighting,
                 server=prepared.server, hyper=hyper_of(entry.spec),
@@ -131,13 +134,13 @@ def replayed(lab, run_id):
             write_state(lab.folder / "again", state, prepared.roles, plan=plan.digest)
             assert digest_of(lab.folder / "again").hex() == event.shared
             reduced += 1
-        book, _ = follow(book, event)
-    assert book == last
+        projection, _ = follow(projection, event)
+    assert projection == last
     return reduced
 
 
-def counted(book):
-    return [x for x in book.state.round.leases if x.outcome is Outcome.COUNTED]
+def counted(projection):
+    return [x for x in projection.state.round.leases if x.outcome is Outcome.COUNTED]
 
 
 def again(plan, state, found, lease, spec):

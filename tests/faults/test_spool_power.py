@@ -187,13 +187,18 @@ class Story:
 
     def check(self, root):
         """What was acknowledged is journaled; what the journal names is there, whole."""
-        entry, book, events = self.journaled()
+        entry, projection, events = self.journaled()
         arrived = {e.lease: e.update.blob for e in events if isinstance(e, Arrived)}
         assert self.acknowledged.items() <= arrived.items()
-        named = [entry.prepared.plan, entry.prepared.state, book.state.shared, entry.slots.hex()]
+        named = [
+            entry.prepared.plan,
+            entry.prepared.state,
+            projection.state.shared,
+            entry.slots.hex(),
+        ]
         for name in filter(None, named):
             assert self._is_there(root / "blobs" / name)
-        for lease in book.state.round.leases if book.state.round else ():
+        for lease in projection.state.round.leases if projection.state.round else ():
             if lease.update:
                 assert self._is_there(root / "federation" / "updates" / lease.update.blob)
 
@@ -205,8 +210,8 @@ class Story:
     def journaled(self):
         if self.read is None:
             with contextlib.closing(Database.open(self.url)) as database:
-                ((entry, book),) = database.read_now(lambda c: journal.find(c, RUN))
-                self.read = entry, book, database.read_now(lambda c: journal.events(c, RUN))
+                ((entry, projection),) = database.read_now(lambda c: journal.find(c, RUN))
+                self.read = entry, projection, database.read_now(lambda c: journal.events(c, RUN))
                 self.rows = database.read_now(rows_of)
         return self.read
 
@@ -372,7 +377,7 @@ def test_the_search_finds_an_acknowledgement_before_the_commit(quick_folder, mon
     def answered(run, batch):
         folded(run, batch)
         for put in batch:
-            live._answer(put, run.book)
+            live._answer(put, run.projection)
 
     play = stories(quick_folder, inline=True)
     folded = live.LiveRun._fold

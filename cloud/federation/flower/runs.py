@@ -34,7 +34,7 @@ from triplane.cloud.federation.flower.spec import (
     strategy_file,
 )
 from triplane.cloud.federation.journal import RunRecord
-from triplane.cloud.federation.live import RETRY_S, LiveRun, Make, Write
+from triplane.cloud.federation.live import RETRY_S, LiveRun, MakeEvent, Write
 from triplane.cloud.federation.results import Results
 from triplane.cloud.federation.run_projection import RunProjection
 from triplane.cloud.federation.spec import filled
@@ -80,8 +80,8 @@ TRIES: Final = 3
 
 Turn = tuple[int, bool, int]
 """(number, whether it evaluates, attempt) of a round."""
-Put = Callable[[str, Make], Awaitable[RunProjection]]
-"""Have an event happen in a run; the book after its commit."""
+Put = Callable[[str, MakeEvent], Awaitable[RunProjection]]
+"""Have an event happen in a run; the projection after its commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ class FlowerRuns:
 
     async def check_reply(self, run: LiveRun, device: str, path: Path) -> tuple[int, float]:
         """See `spool.Check`: a ClientApp's reply, read by the strategy's process."""
-        ours, state = self._of(run.entry.id), run.book.state
+        ours, state = self._of(run.entry.id), run.projection.state
         assert state.round is not None
         turn = _turn_of(state.round)
         order = {
@@ -173,7 +173,7 @@ class FlowerRuns:
         }
         try:
             async with ours.lock:
-                at_hand = run.book.state.round
+                at_hand = run.projection.state.round
                 if at_hand is None or _turn_of(at_hand) != turn:
                     return OVER  # its event will find that the round is over
                 found = await self._persistently(
@@ -196,13 +196,15 @@ class FlowerRuns:
     # As a worker
 
     async def reduce(
-        self, entry: RunRecord, book: RunProjection, order: Reduce
-    ) -> tuple[Make, Write]:
+        self, entry: RunRecord, projection: RunProjection, order: Reduce
+    ) -> tuple[MakeEvent, Write]:
         """See `live.Worker`."""
         told = {lease.device: self._update(lease) for lease in order.leases}
         run = self._of(entry.id)
         async with run.lock:
-            answer = await self._persistently(run, lambda: self._reduced(run, entry, book, told))
+            answer = await self._persistently(
+                run, lambda: self._reduced(run, entry, projection, told)
+            )
             state, memory = await asyncio.to_thread(self._kept, entry, answer)
         await claim(self._db, self._blobs, {state, memory})
 
@@ -216,9 +218,9 @@ class FlowerRuns:
 
         return make, write
 
-    async def judged(self, entry: RunRecord, book: RunProjection, order: Judged) -> None:
+    async def judged(self, entry: RunRecord, projection: RunProjection, order: Judged) -> None:
         """See `live.Worker`: tells the strategy, unless it began anew since it asked."""
-        run, members = self._of(entry.id), book.state.members
+        run, members = self._of(entry.id), projection.state.members
         told: dict[str, Any] = {}
         for lease in order.leases:
             score = members[lease.device].score
@@ -240,9 +242,9 @@ class FlowerRuns:
         said = {"run_id": entry.id, "round": order.number, "metrics": answer["metrics"]}
         logger.info("strategy evaluated", extra=said)
 
-    async def finish(self, entry: RunRecord, book: RunProjection) -> tuple[Make, Write]:
+    async def finish(self, entry: RunRecord, projection: RunProjection) -> tuple[MakeEvent, Write]:
         """See `live.Worker`."""
-        return await self._results.finish(entry, book)
+        return await self._results.finish(entry, projection)
 
     def settled(
         self, old: RunRecord, new: RunRecord, before: RunProjection, after: RunProjection
@@ -251,9 +253,9 @@ class FlowerRuns:
         self._results.settled(old, new, before, after)
         self.look(new, after)
 
-    def look(self, entry: RunRecord, book: RunProjection) -> None:
+    def look(self, entry: RunRecord, projection: RunProjection) -> None:
         """Ask the strategy about the round at hand, unless that is under way; end an idle one."""
-        state, found = book.state, book.state.round
+        state, found = projection.state, projection.state.round
         if state.phase is Phase.STOPPED or state.phase in ENDED:
             idle = self._runs.pop(entry.id, None)
             if idle is not None:
@@ -263,12 +265,14 @@ class FlowerRuns:
         if state.phase is not Phase.COLLECTING or found is None or run.asking is not None:
             return
         if run.asked is None or _turn_of(run.asked) != _turn_of(found):
-            run.asking = self._spawn(self._ask(run, entry, book, found))
+            run.asking = self._spawn(self._ask(run, entry, projection, found))
 
     # Turns
 
-    async def _ask(self, run: _Run, entry: RunRecord, book: RunProjection, found: Round) -> None:
-        make = await self._turn(run, entry, book, found)
+    async def _ask(
+        self, run: _Run, entry: RunRecord, projection: RunProjection, found: Round
+    ) -> None:
+        make = await self._turn(run, entry, projection, found)
         while True:
             try:
                 after = await self._put(entry.id, lambda _, at_s: make(at_s))
@@ -284,7 +288,7 @@ class FlowerRuns:
                 return
 
     async def _turn(
-        self, run: _Run, entry: RunRecord, book: RunProjection, found: Round
+        self, run: _Run, entry: RunRecord, projection: RunProjection, found: Round
     ) -> Callable[[float], Asked | Failed | Stopped]:
         """The event that a turn of the strategy comes to."""
         turn = _turn_of(found)
@@ -292,7 +296,7 @@ class FlowerRuns:
         try:
             async with run.lock:
                 answer = await self._persistently(
-                    run, lambda: self._begun(run, entry, book.state, turn, devices)
+                    run, lambda: self._begun(run, entry, projection.state, turn, devices)
                 )
                 asked = await self._asked(entry, turn, answer, devices)
         except (InvalidInput, Corrupt, Conflict) as error:
@@ -348,13 +352,13 @@ class FlowerRuns:
         return answer
 
     async def _reduced(
-        self, run: _Run, entry: RunRecord, book: RunProjection, told: Mapping[str, Any]
+        self, run: _Run, entry: RunRecord, projection: RunProjection, told: Mapping[str, Any]
     ) -> dict[str, Any]:
-        found = book.state.round
+        found = projection.state.round
         assert found is not None
         turn = _turn_of(found)
         if run.process is None or run.turn != turn:
-            await self._begun_again(run, entry, book.state, turn)
+            await self._begun_again(run, entry, projection.state, turn)
         assert run.process is not None
         answer = await run.process.ask({"do": "replies", "replies": told})
         run.turn = None

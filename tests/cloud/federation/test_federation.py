@@ -64,8 +64,8 @@ def test_patience_counts_from_when_the_plan_is_there(tmp_path):
             return cloud.federation._runs[run_id]
 
     live = within(story())
-    assert live.book.state.since_s - live.entry.started_s > 0.1
-    assert live.book.state.rules == NEWEST_RULES
+    assert live.projection.state.since_s - live.entry.started_s > 0.1
+    assert live.projection.state.rules == NEWEST_RULES
 
 
 async def never(_device, _task):

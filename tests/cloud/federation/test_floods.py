@@ -51,7 +51,7 @@ async def journaled(cloud, run_id):
     live = cloud.federation._runs[run_id]
     await live.put(lambda _, __: None)
     found = await cloud.federation._db.read(lambda c: journal.events(c, run_id))
-    assert live.book.revision == len(found)
+    assert live.projection.revision == len(found)
     return Counter(type(event).__name__ for event in found)
 
 

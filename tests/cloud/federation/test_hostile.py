@@ -338,7 +338,7 @@ def test_leases_that_a_device_invents_fill_no_journal():
     plan = RunPlan(rounds=1, devices=1, asked=1, quorum=1, deadline_s=1.0, patience_s=1.0)
     state = RunState(plan=plan, run=OTHER_RUN, shared="", members={"mallory": member})
     told = pb.Contribution(run=OTHER_RUN, lease=bytes(16), declined="no")
-    run: Any = SimpleNamespace(book=SimpleNamespace(state=state))
+    run: Any = SimpleNamespace(projection=SimpleNamespace(state=state))
     spool: Any = None
     make = asyncio.run(UpdateStore.judged(spool, run, "mallory", told))
     assert make(state, 1.0) is not None

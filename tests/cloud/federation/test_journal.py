@@ -27,7 +27,7 @@ from triplane.unified_ir.federated.core.run import Event
 UPDATE = core.Update(blob="cc" * 32, size=10, examples=4, loss=0.25, seconds=1.5)
 
 
-def story(book):
+def story(projection):
     """Events of two rounds of two devices, with a refusal; each made of the state it meets."""
 
     def lease(state, device):
@@ -35,13 +35,13 @@ def story(book):
 
     yield core.Joined(at_s=2.0, device="ann", examples=4, held_out=2)
     yield core.Joined(at_s=3.0, device="bob", examples=6)
-    state = book().state
+    state = projection().state
     yield core.Arrived(at_s=4.0, device="ann", lease=lease(state, "ann"), update=UPDATE)
     yield core.Refused(
         at_s=5.0, device="bob", lease=lease(state, "bob"), kind="shape", reason="odd"
     )
     yield core.Joined(at_s=6.0, device="bob", examples=6)
-    state = book().state
+    state = projection().state
     for device in ("ann", "bob"):
         yield core.Arrived(at_s=7.0, device=device, lease=lease(state, device), update=UPDATE)
     yield core.Reduced(at_s=8.0, number=1, shared="dd" * 32)
@@ -50,23 +50,23 @@ def story(book):
 
 
 def told():
-    """(events, the book after each)."""
+    """(events, the projection after each)."""
     events: list[Event] = []
-    books = [journal.first_book(entry())]
-    for event in story(lambda: books[-1]):
-        book, _ = follow(books[-1], event)
+    projections = [journal.first_projection(entry())]
+    for event in story(lambda: projections[-1]):
+        projection, _ = follow(projections[-1], event)
         events.append(event)
-        books.append(book)
-    return events, books
+        projections.append(projection)
+    return events, projections
 
 
 def test_an_event_and_a_book_are_read_as_they_were_written():
-    events, books = told()
+    events, projections = told()
     assert {type(event) for event in events} <= set(KINDS.values())
     for event in events:
         assert from_json(type(event), to_json(event)) == event
-    for book in books:
-        assert from_json(RunProjection, to_json(book)) == book
+    for projection in projections:
+        assert from_json(RunProjection, to_json(projection)) == projection
 
 
 def test_every_event_of_the_machine_has_a_kind():
@@ -93,16 +93,18 @@ LATER = (
 
 
 def test_a_journal_of_an_earlier_release_is_read_and_folds_by_its_rules():
-    events, books = told()
+    events, projections = told()
     for event in events:
         old = json.dumps(without(json.loads(to_json(event)), *LATER))
         assert from_json(type(event), old) == event
     old_prepared = json.dumps(without(json.loads(to_json(PREPARED)), *LATER))
     assert from_json(Prepared, old_prepared).rules == core.RULES_OF_OLD
-    found = from_json(RunProjection, json.dumps(without(json.loads(to_json(books[-1])), *LATER)))
+    found = from_json(
+        RunProjection, json.dumps(without(json.loads(to_json(projections[-1])), *LATER))
+    )
     assert found.state.rules == core.RULES_OF_OLD
-    assert found.state.history == books[-1].state.history
-    assert set(found.state.members) == set(books[-1].state.members)
+    assert found.state.history == projections[-1].state.history
+    assert set(found.state.members) == set(projections[-1].state.members)
 
 
 def test_a_number_that_is_none_stays_none():
@@ -135,47 +137,49 @@ def begun(database):
 
 @pytest.mark.parametrize("snapshots", [(), (3,), (3, 9)])
 def test_a_run_read_back_is_the_fold_of_its_events(database, snapshots):
-    events, books = told()
+    events, projections = told()
     run = begun(database).id
 
     def write(connection):
         journal.prepare(connection, run, PREPARED)
-        for number, (event, book) in enumerate(zip(events, books[1:], strict=True), 1):
+        for number, (event, projection) in enumerate(zip(events, projections[1:], strict=True), 1):
             journal.record(connection, run, [event], number)
             if number in snapshots:
-                journal.snapshot(connection, run, book)
+                journal.snapshot(connection, run, projection)
 
     database.write_now(write)
     ((_, found),) = database.read_now(journal.live)
-    assert found == books[-1]
+    assert found == projections[-1]
     assert database.read_now(lambda c: journal.events(c, run)) == events
 
 
 @pytest.mark.parametrize("kept_at", [4, 10, 12])
 def test_a_snapshot_of_an_earlier_release_gets_the_leases_that_counted(database, kept_at):
     """It has no `counted_lease`; ann's newest contribution was refused since one counted."""
-    events, books = told()
+    events, projections = told()
     run = begun(database).id
     counted = events[2].lease
     joined = core.Joined(at_s=10.5, device="bob", examples=6)
-    books.append(follow(books[-1], joined)[0])
-    asked = next(x.id for x in books[-1].state.round.leases if x.device == "ann")
+    projections.append(follow(projections[-1], joined)[0])
+    asked = next(x.id for x in projections[-1].state.round.leases if x.device == "ann")
     events += [
         joined,
         core.Refused(at_s=11.0, device="ann", lease=asked, kind="shape", reason="odd"),
     ]
-    books.append(follow(books[-1], events[-1])[0])
+    projections.append(follow(projections[-1], events[-1])[0])
 
     def write(connection):
         journal.prepare(connection, run, PREPARED)
         journal.record(connection, run, events, len(events))
-        old = json.dumps(without(json.loads(to_json(books[kept_at])), "counted_lease", "epoch"))
+        old = json.dumps(
+            without(json.loads(to_json(projections[kept_at])), "counted_lease", "epoch")
+        )
         journal.change(connection, run, snapshot=old, snapshot_number=kept_at)
 
     database.write_now(write)
     ((_, found),) = database.read_now(journal.live)
-    assert found == books[-1]
-    assert database.read_now(lambda c: journal.last_book(c, run)) == found
+    assert found == projections[-1]
+    assert database.read_now(lambda c: journal.last_projection(c, run)) == found
     again = core.Arrived(at_s=12.0, device="ann", lease=counted, update=UPDATE)
     after, _ = follow(found, again)
     assert after.state.members["ann"].counted == found.state.members["ann"].counted == 2

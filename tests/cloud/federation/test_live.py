@@ -64,7 +64,7 @@ class Reducer:
     leases: list = field(default_factory=list)
     moved: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def reduce(self, entry, book, order):
+    async def reduce(self, entry, projection, order):
         self.orders.append(order)
         self.begun.set()
         await self.opened.wait()
@@ -77,10 +77,10 @@ class Reducer:
 
         return make, None
 
-    async def judged(self, entry, book, order):
+    async def judged(self, entry, projection, order):
         pass
 
-    async def finish(self, entry, book):
+    async def finish(self, entry, projection):
         raise AssertionError
 
     def settled(self, old, new, before, after):
@@ -103,7 +103,7 @@ class Played:
 
     def arriving(self, name, data):
         """A contribution of a device to its open lease, on its way."""
-        held = lease_of(self.run.book.state, name)
+        held = lease_of(self.run.projection.state, name)
         assert held is not None
         lease = held.id
         update = Update(blob=digest(data), size=len(data), examples=4, loss=0.5, seconds=1.0)
@@ -138,7 +138,9 @@ def played(tmp_path, tell, *, open_=True):
                 database.write_now(lambda c: journal.begin(c, made))
                 database.write_now(lambda c: journal.prepare(c, made.id, prepared))
                 worker = Reducer()
-                run = LiveRun(database, made, journal.first_book(made), worker, worker, lambda: 2.0)
+                run = LiveRun(
+                    database, made, journal.first_projection(made), worker, worker, lambda: 2.0
+                )
                 run.start()
                 try:
                     for name in NAMES:
@@ -159,7 +161,7 @@ def joined(name):
 
 
 async def until_round(played, number):
-    while (found := played.run.book.state.round) is None or found.number < number:
+    while (found := played.run.projection.state.round) is None or found.number < number:
         played.worker.moved.clear()
         await played.worker.moved.wait()
 
@@ -170,7 +172,7 @@ def test_a_round_whose_updates_come_together_is_one_commit_and_leaves_no_row(tmp
     async def tell(it):
         told = await asyncio.gather(it.arriving("ann", b"ann 1"), it.arriving("bob", b"bob 1"))
         await until_round(it, 2)
-        assert [book.state.turn for book in told] == [(2, False)] * 2
+        assert [projection.state.turn for projection in told] == [(2, False)] * 2
         assert [x.update is not None for x in it.worker.leases[0]] == [True, True]
         return it.database.commits, it.rows(), [type(e) for e in it.journaled()]
 
@@ -191,7 +193,7 @@ def test_an_update_is_acknowledged_only_once_its_commit_is_done(tmp_path, monkey
         for _ in range(100):
             await asyncio.sleep(0)
         before = [put.done() for put in (*coming, again)]
-        assert it.run.book.state.round.number == 1, "people see what is committed"
+        assert it.run.projection.state.round.number == 1, "people see what is committed"
         it.database.opened.set()
         await asyncio.gather(*coming, again)
         return before
@@ -201,8 +203,8 @@ def test_an_update_is_acknowledged_only_once_its_commit_is_done(tmp_path, monkey
 
 def test_an_update_does_not_wait_for_a_device_that_stays_away(tmp_path):
     async def tell(it):
-        book = await it.arriving("ann", b"ann 1")
-        assert book.state.phase is Phase.COLLECTING
+        projection = await it.arriving("ann", b"ann 1")
+        assert projection.state.phase is Phase.COLLECTING
         return it.database.commits, it.rows()
 
     assert played(tmp_path, tell) == (1, [b"ann 1", None])
@@ -211,7 +213,7 @@ def test_an_update_does_not_wait_for_a_device_that_stays_away(tmp_path):
 def test_a_long_reduction_does_not_hold_updates_back(tmp_path):
     async def tell(it):
         told = await asyncio.gather(it.arriving("ann", b"ann 1"), it.arriving("bob", b"bob 1"))
-        assert {book.state.phase for book in told} == {Phase.REDUCING}
+        assert {projection.state.phase for projection in told} == {Phase.REDUCING}
         rows = it.rows()
         it.worker.opened.set()
         await until_round(it, 2)
@@ -232,12 +234,12 @@ def test_a_result_of_updates_that_were_not_committed_is_dropped(tmp_path, monkey
         for put in first:
             with pytest.raises(Unavailable, match="no room"):
                 await put
-        assert it.run.book.state.phase is Phase.COLLECTING
+        assert it.run.projection.state.phase is Phase.COLLECTING
         assert it.run.waits
         await asyncio.gather(it.arriving("ann", b"ann 2"), it.arriving("bob", b"bob 2"))
         await until_round(it, 2)
         assert not it.run.waits
-        return it.run.book.state.shared, it.journaled()
+        return it.run.projection.state.shared, it.journaled()
 
     shared, events = played(tmp_path, tell)
     assert shared == digest((digest(b"ann 2") + digest(b"bob 2")).encode())
@@ -303,7 +305,7 @@ def test_a_run_that_is_over_does_not_say_that_it_waits_for_room(tmp_path, monkey
     async def tell(it):
         tried, tries = asyncio.Event(), 0
 
-        async def full(entry, book, order):
+        async def full(entry, projection, order):
             nonlocal tries
             tries += 1
             tried.set()
@@ -316,9 +318,9 @@ def test_a_run_that_is_over_does_not_say_that_it_waits_for_room(tmp_path, monkey
         await tried.wait()
         if end == "stopped":
             await it.run.put(lambda _, at_s: Stopped(at_s=at_s, reason="lunch"))
-        while it.run.waits or it.run.book.state.phase.value != end:
+        while it.run.waits or it.run.projection.state.phase.value != end:
             it.worker.moved.clear()
             await asyncio.wait([asyncio.ensure_future(it.worker.moved.wait())], timeout=0.02)
-        return it.run.book.state.reason
+        return it.run.projection.state.reason
 
     assert played(tmp_path, tell) in {"lunch", "the result cannot be used: the state is damaged"}

@@ -26,9 +26,9 @@ def test_snapshots_are_so_many_events_apart_and_the_last_is_of_the_end(tmp_path,
     kept = []
     snapshot = journal.snapshot
 
-    def noted(connection, run, book):
-        kept.append(book.revision)
-        snapshot(connection, run, book)
+    def noted(connection, run, projection):
+        kept.append(projection.revision)
+        snapshot(connection, run, projection)
 
     monkeypatch.setattr(live, "SNAPSHOT_EVENTS", APART)
     monkeypatch.setattr(journal, "snapshot", noted)

@@ -264,7 +264,7 @@ async def _learn(story):
 
 
 async def _counted(federation, run_id):
-    state = federation._runs[run_id].book.state
+    state = federation._runs[run_id].projection.state
     return state.round is not None and any(x.update for x in state.round.leases)
 
 
@@ -283,18 +283,18 @@ def _strategy_run(home, model):
         spec=spec, started_s=1.0, started_by="operator",
         prepared=prepared,
     )  # fmt: skip
-    book, events = journal.first_book(entry), []
+    projection, events = journal.first_projection(entry), []
 
     def happens(kind, at_s, **fields):
-        nonlocal book
+        nonlocal projection
         event = kind(at_s=at_s, **fields)
-        book, _ = follow(book, event)
+        projection, _ = follow(projection, event)
         events.append(event)
 
     happens(run.Restarted, 1.0, epoch="e" * 16)
     happens(run.Joined, 2.0, device="ann", examples=4, held_out=2)
     happens(run.Joined, 3.0, device="bob", examples=6)
-    turn = book.state.round
+    turn = projection.state.round
     assert turn is not None
     asked = {"number": turn.number, "evaluates": turn.evaluates, "attempt": turn.attempt}
     happens(run.Asked, 4.0, **asked, messages={"ann": "cc" * 32, "bob": ""})
@@ -308,7 +308,7 @@ def _strategy_run(home, model):
     def write(connection):
         journal.begin(connection, entry)
         journal.prepare(connection, entry.id, prepared)
-        journal.record(connection, entry.id, events, book.revision)
+        journal.record(connection, entry.id, events, projection.revision)
         journal.change(connection, entry.id, live=False, ended_s=8.0)
 
     asyncio.run(database.write(write))

@@ -302,7 +302,7 @@ DYING = """
 
     strategy = Dying()
 """
-PAGE = Path(__file__).parents[3] / "docs" / "federated.md"
+PAGE = Path(__file__).parents[4] / "docs" / "federated.md"
 
 
 def test_the_strategy_of_the_page_runs_and_those_that_cannot_go_on_stop_and_say_why(tmp_path):
