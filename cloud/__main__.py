@@ -20,24 +20,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from triplane.proto import signals
 from triplane.proto.errors import InvalidInput, TriplaneError
+from triplane.proto.logs import configure_logging
 
 if TYPE_CHECKING:
     from triplane.cloud.server import CloudOptions
 
 logger = logging.getLogger(__name__)
-
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
-
-
-class FieldFormatter(logging.Formatter):
-    """One line per event: time, level, module, constant text, then the fields as JSON."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
-        facts = {key: value for key, value in vars(record).items() if key not in _STANDARD}
-        line = f"{self.formatTime(record)} {record.levelname} {record.name} {record.getMessage()}"
-        line += f" {json.dumps(facts, default=str)}" if facts else ""
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 ARENA_MAX: Final = -8
@@ -81,9 +69,7 @@ def main(options: CloudOptions) -> None:
     signals.restore_defaults()
     one_arena()
     descriptors = all_descriptors()
-    log = logging.StreamHandler()
-    log.setFormatter(FieldFormatter())
-    logging.basicConfig(level=options.log_level.upper(), handlers=[log])
+    configure_logging(options.log_level)
     from triplane.cloud import server
 
     logger.info("descriptors", extra={"most": descriptors})

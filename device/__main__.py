@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import ctypes
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any, Final
 
 from triplane.proto import signals
 from triplane.proto.errors import NotFound, TriplaneError
+from triplane.proto.logs import configure_logging
 from triplane.proto.saying import say_ready
 
 ARENA_MAX: Final = -8
@@ -24,20 +24,6 @@ DONTNEED: Final = 4
 LARGE_BYTES: Final = 1 << 20
 STOP_S: Final = 30.0
 """From a signal to the end, whatever a graph still computes; a killed device has lost nothing."""
-
-
-_STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-
-
-class Facts(logging.Formatter):
-    """One line per event: time, level, module, constant text, then the fields as JSON."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
-        facts = {key: value for key, value in vars(record).items() if key not in _STANDARD}
-        line = f"{self.formatTime(record)} {record.levelname} {record.name} {record.getMessage()}"
-        line += f" {json.dumps(facts, default=str)}" if facts else ""
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def main(
@@ -58,9 +44,7 @@ def main(
     hold_little_memory()
     from triplane.device.client import FederatedClient, Graphs
 
-    log = logging.StreamHandler()
-    log.setFormatter(Facts())
-    logging.basicConfig(level=log_level.upper(), handlers=[log])
+    configure_logging(log_level)
     give_back_code()
     client = FederatedClient(
         home, samples, population=population, held_out=held_out, app=app, graphs=Graphs.CHILD

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.device.__main__ import Facts, give_back_code, hold_little_memory, load_app
+from triplane.device.__main__ import give_back_code, hold_little_memory, load_app
 from triplane.device.child_executor import (
     encoded,
     encoded_error,
@@ -35,6 +35,7 @@ from triplane.device.samples import shard_of
 from triplane.device.stopping import StopToken, Withdrawn
 from triplane.device.tasks import Blob, work_set_of
 from triplane.proto.errors import TriplaneError
+from triplane.proto.logs import configure_logging
 
 MAX_REQUEST_BYTES: Final = 64 << 20
 """Tasks and settlements of one document; a state in a task has at most 64 KiB."""
@@ -69,9 +70,7 @@ def main(argv: list[str]) -> None:
     os.dup2(2, 1)  # what an app prints must not look like a reply
     given = json.loads(argv[0])
     hold_little_memory()
-    log = logging.StreamHandler()
-    log.setFormatter(Facts())
-    logging.basicConfig(level=given["log_level"], handlers=[log])
+    configure_logging(given["log_level"])
     requests = Requests()
     threading.Thread(target=requests.read, daemon=True).start()
     settings = DeviceSettings(**given["settings"])

@@ -5,7 +5,6 @@ its default. People use `triplane edge serve`, which fills the same value and ca
 """
 
 import json
-import logging
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -14,27 +13,13 @@ from typing import Any
 from triplane.edge.serving.limits import Limits
 from triplane.edge.serving.options import Options
 from triplane.proto.errors import InvalidInput, TriplaneError
+from triplane.proto.logs import configure_logging
 from triplane.proto.quiet import quiet_grpc
-
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
-
-
-class Facts(logging.Formatter):
-    """One line per event: time, level, module, constant text, then the fields as JSON."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter`."""
-        fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
-        line = f"{self.formatTime(record)} {record.levelname} {record.name} {record.getMessage()}"
-        line += f" {json.dumps(fields, default=str)}" if fields else ""
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 def main(options: Options) -> None:
     """Configure logging to standard error and serve until a signal. Raises the families."""
-    log = logging.StreamHandler()
-    log.setFormatter(Facts())
-    logging.basicConfig(level=options.log_level.upper(), handlers=[log])
+    configure_logging(options.log_level)
     quiet_grpc()
     from triplane.edge.serving import process
     from triplane.edge.serving.descriptors import raise_descriptor_limit

@@ -1,16 +1,15 @@
 """`python -m triplane.edge.supervisor HOME`: the supervisor of a node."""
 
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from triplane.edge.home import NodeHome
-from triplane.edge.serving.__main__ import Facts
 from triplane.edge.supervisor.ready import Ready, text
 from triplane.edge.supervisor.supervisor import Supervisor
 from triplane.proto import signals
 from triplane.proto.errors import TriplaneError
+from triplane.proto.logs import configure_logging
 from triplane.proto.saying import say_ready
 
 Said = Callable[[NodeHome, Ready], str]
@@ -23,9 +22,7 @@ def main(home: Path, said: Said = text) -> None:
     """
     signals.restore_defaults()
     node = NodeHome(home)
-    log = logging.StreamHandler()
-    log.setFormatter(Facts())
-    logging.basicConfig(level="INFO", handlers=[log])
+    configure_logging()
 
     def announce(ready: Ready) -> None:
         say_ready(said(node, ready))
