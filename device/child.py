@@ -36,6 +36,7 @@ from triplane.device.stopping import StopToken, Withdrawn
 from triplane.device.tasks import Blob, work_set_of
 from triplane.proto.errors import TriplaneError
 from triplane.proto.logs import configure_logging
+from triplane.proto.sandbox import set_limit
 
 MAX_REQUEST_BYTES: Final = 64 << 20
 """Tasks and settlements of one document; a state in a task has at most 64 KiB."""
@@ -117,24 +118,15 @@ def _limit_memory(max_bytes: int) -> None:
     status = Path("/proc/self/status")
     found = re.search(r"VmData:\s+(\d+) kB", status.read_text()) if status.exists() else None
     if max_bytes and found:
-        limit = int(found[1]) * 1024 + max_bytes
-        limit = _at_most_hard(resource.RLIMIT_DATA, limit)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        set_limit(resource.RLIMIT_DATA, int(found[1]) * 1024 + max_bytes)
+    set_limit(resource.RLIMIT_CORE, 0)
 
 
 def _limit_processor(max_s: float) -> None:
     """Let this process go on for so many seconds of processor time; 0 for no limit."""
     if max_s:
-        soft = _at_most_hard(resource.RLIMIT_CPU, int(time.process_time() + max_s) + 1)
-        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
-
-
-def _at_most_hard(kind: int, limit: int) -> int:
-    """The limit, or a lower one that a service manager set: it cannot be raised."""
-    hard = resource.getrlimit(kind)[1]
-    return limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        soft = int(time.process_time() + max_s) + 1
+        set_limit(resource.RLIMIT_CPU, soft, resource.RLIM_INFINITY)
 
 
 if __name__ == "__main__":

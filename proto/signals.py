@@ -11,7 +11,6 @@ No other module installs handlers, except `unified_ir/train/interrupt.py`, whose
 """
 
 import contextlib
-import ctypes
 import logging
 import math
 import os
@@ -32,7 +31,6 @@ LOG_S: Final = 1.0
 """For the last line of the log; standard error may be a pipe that nobody reads."""
 ALARM_S: Final = 5
 """From the limit to the kernel's alarm, which needs no interpreter."""
-PR_SET_PDEATHSIG: Final = 1
 NUDGE_S: Final = 0.05
 MAX_NUDGES: Final = 200
 """A main thread that computes for longer sees its signals as soon as it is back."""
@@ -52,17 +50,6 @@ def restore_defaults() -> None:
         for number in SIGNALS:
             signal.signal(number, lambda number, _: os._exit(128 + number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, signal.SIGALRM))
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the process `parent`, which started it, ends.
-
-    To be exact, when the thread that started it ends; so that one waits for this process.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library has no such call
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before we asked
-        os._exit(1)
 
 
 class Termination:

@@ -5,6 +5,7 @@ They run as conversions do (`registry/conversions.py`), with a folder and limits
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from triplane.cloud.federation.spec import HYPER
-from triplane.cloud.registry.conversions import Conversions, Limits
+from triplane.cloud.registry.conversions import CHILD, Jobs, Limits
 from triplane.proto import federation_pb2 as pb
-from triplane.proto.errors import Unavailable
+from triplane.proto.sandbox import expected
 
 COMMAND: Final = (sys.executable, "-m", "triplane.cloud.federation.planning")
 LIMITS: Final = Limits()
@@ -41,23 +42,24 @@ class FinishedModel:
     digest: bytes
 
 
-class Children(Conversions):
-    """Runs them, one at a time. folder: for their files; what an earlier cloud left there goes."""
+class Children:
+    """Runs them, one at a time. folder: for their files; what an earlier cloud left is removed."""
 
     def __init__(
         self, folder: Path, limits: Limits = LIMITS, command: tuple[str, ...] = COMMAND
     ) -> None:
-        super().__init__(folder, limits, command)
+        self._jobs, self._seconds = Jobs(folder, limits, command), limits.convert_s
+        self._one = asyncio.Semaphore(limits.conversions)
 
     @contextlib.asynccontextmanager
     async def plan(self, model: Path, spec: pb.Spec) -> AsyncIterator[Planned]:
-        """Give the plan of a run; its files are there until the block ends."""
-        async with self._conversions, self._job() as job:
+        """Make the plan of a run; its files exist until the block ends."""
+        async with self._one, self._jobs.folder() as job:
             plan, state = job / "run.plan", job / "first.state"
             order = _order("plan", model, spec) | {"plan": str(plan), "state": str(state)}
-            done = await self._run(job, order, self._limits.convert_s)
-            try:
-                made = Planned(
+            done = await self._jobs.run(job, order, self._seconds)
+            with expected(CHILD):
+                planned = Planned(
                     plan=plan,
                     state=state,
                     digest=str(done["digest"]),
@@ -65,28 +67,24 @@ class Children(Conversions):
                     weighting=str(done["weighting"]),
                     server=str(done["server"]),
                 )
-            except (KeyError, AttributeError) as error:
-                raise Unavailable(f"what the child said is no plan: {error!r}") from error
-            yield made
+            yield planned
 
     @contextlib.asynccontextmanager
     async def finish(
         self, model: Path, spec: pb.Spec, state: Path, plan_digest: str
     ) -> AsyncIterator[FinishedModel]:
-        """Give the model of a run's shared state; its file is there until the block ends."""
-        async with self._conversions, self._job() as job:
+        """Make the model of a run's shared state; its file exists until the block ends."""
+        async with self._one, self._jobs.folder() as job:
             out = job / "result.tpm"
             order = _order("finish", model, spec) | {
                 "state": str(state),
                 "plan_digest": plan_digest,
                 "out": str(out),
             }
-            done = await self._run(job, order, self._limits.convert_s)
-            try:
-                made = FinishedModel(path=out, digest=bytes.fromhex(done["model_digest"]))
-            except (KeyError, TypeError, ValueError) as error:
-                raise Unavailable(f"what the child said is no model: {error!r}") from error
-            yield made
+            done = await self._jobs.run(job, order, self._seconds)
+            with expected(CHILD):
+                finished = FinishedModel(path=out, digest=bytes.fromhex(done["model_digest"]))
+            yield finished
 
 
 def _order(do: str, model: Path, spec: pb.Spec) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.cloud.registry.converting import main
+from triplane.proto.sandbox import serve_order
 
 
 def plan(order: dict[str, Any]) -> dict[str, Any]:
@@ -49,4 +49,4 @@ def finish(order: dict[str, Any]) -> dict[str, Any]:
 WORK: Final = {"plan": plan, "finish": finish}
 
 if __name__ == "__main__":
-    main(WORK)
+    serve_order(WORK)

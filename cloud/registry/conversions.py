@@ -1,38 +1,28 @@
 """Model files are opened in children: checked when pushed, converted when a bundle is wanted.
 
-A child has a session (and process group) of its own, limits of memory, time and file size, and an
-empty folder that goes with it. Whatever happens to it, the cloud gets an answer or a family:
-what the child refused, as it told it; `Unavailable` where it died or was too slow, since another
-try may end otherwise. Nothing a child writes counts until the cloud has taken it over.
+The children are those of `proto/sandbox.py`, each with an empty folder that is removed with it. The
+cloud gets an answer or an error: what the child refused with, or `Unavailable` where it died or was
+too slow, since another attempt may end otherwise. Nothing that a child writes counts until the
+cloud has copied it.
 """
 
 import asyncio
 import contextlib
-import json
-import logging
-import os
-import shutil
-import signal
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from triplane.cloud.registry.values import ConversionRecipe, Needs
-from triplane.proto import errors
-from triplane.proto.errors import TriplaneError, Unavailable
-
-logger = logging.getLogger(__name__)
+from triplane.proto.sandbox import ChildLimits, ask_once, expected, job_folder, remove_job_folders
 
 COMMAND: Final = (sys.executable, "-m", "triplane.cloud.registry.converting")
+CHILD: Final = "the child"
+"""How errors call the process."""
 MAX_ANSWER_BYTES: Final = 64 << 10
-MAX_LOGGED_CHARS: Final = 2000
-MAX_REASON_CHARS: Final = 2000
 MAX_REPORT_BYTES: Final = 4 << 20
 """Of a bundle's report, as it is read from a bundle."""
-ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _PREFIX: Final = "job-"
 
 
@@ -84,19 +74,16 @@ class Conversions:
     def __init__(
         self, folder: Path, limits: Limits = Limits(), command: tuple[str, ...] = COMMAND
     ) -> None:
-        self._folder, self._limits, self._command = folder, limits, command
+        self._limits, self._jobs = limits, Jobs(folder, limits, command)
         self._checks = asyncio.Semaphore(limits.checks)
         self._conversions = asyncio.Semaphore(limits.conversions)
-        folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{_PREFIX}*"):
-            shutil.rmtree(left, ignore_errors=True)
 
     async def check(self, files: Files) -> bytes:
         """Return the root digest of a sound model file; raises what is wrong with it."""
         seconds = self._limits.check_s + files.model.stat().st_size / self._limits.check_bytes_per_s
-        async with self._checks, self._job() as job:
-            done = await self._run(job, _order("check", files, job), seconds)
-        with _expected():
+        async with self._checks, self._jobs.folder() as job:
+            done = await self._jobs.run(job, _order("check", files, job), seconds)
+        with expected(CHILD):
             return bytes.fromhex(done["model_digest"])
 
     @contextlib.asynccontextmanager
@@ -107,7 +94,7 @@ class Conversions:
 
         report: of an earlier conversion. With it the bundle is the earlier one, byte for byte.
         """
-        async with self._conversions, self._job() as job:
+        async with self._conversions, self._jobs.folder() as job:
             out, new_report = job / "made.bundle", job / "report.json"
             kept_report = job / "kept-report.json"
             if report:
@@ -120,87 +107,38 @@ class Conversions:
                 "report": str(new_report),
                 "kept_report": str(kept_report) if report else None,
             }
-            done = await self._run(job, order, self._limits.convert_s)
-            with _expected():
+            done = await self._jobs.run(job, order, self._limits.convert_s)
+            with expected(CHILD):
                 made = _made(done, out, new_report)
             yield made
 
+
+class Jobs:
+    """Children of one command, each for one order and with an empty folder of its own.
+
+    folder: for those folders; what an earlier cloud left there is removed.
+    """
+
+    def __init__(self, folder: Path, limits: Limits, command: tuple[str, ...]) -> None:
+        self._folder, self._limits, self._command = folder, limits, command
+        remove_job_folders(folder, _PREFIX)
+
     @contextlib.asynccontextmanager
-    async def _job(self) -> AsyncIterator[Path]:
-        try:
-            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._folder))
-        except OSError as error:
-            raise Unavailable(f"no room for a conversion in {self._folder}: {error}") from error
-        try:
+    async def folder(self) -> AsyncIterator[Path]:
+        """Make the folder of a job; it is removed when the block ends."""
+        with job_folder(self._folder, _PREFIX) as path:
             yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
 
-    async def _run(self, job: Path, order: dict[str, Any], seconds: float) -> dict[str, Any]:
-        limits = {
-            "memory_bytes": self._limits.memory_bytes,
-            "file_bytes": self._limits.file_bytes,
-            "seconds": seconds,
-        }
-        line = json.dumps(order | {"limits": limits}).encode() + b"\n"
-        with (job / "stderr").open("wb") as stderr:
-            child = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=stderr,
-                start_new_session=True,
-                cwd=job,
-                env=_environment(),
-            )
-        try:
-            async with asyncio.timeout(seconds):
-                answer = await _talk(child, line)
-        except TimeoutError:
-            raise Unavailable(f"the child was ended: it took longer than {seconds:g} s") from None
-        finally:
-            await _end(child)
-        return self._answer(answer, child.returncode, job)
-
-    def _answer(self, answer: bytes, status: int | None, job: Path) -> dict[str, Any]:
-        if not answer.endswith(b"\n"):
-            tail = _tail(job / "stderr")
-            logger.error("conversion child died", extra={"status": status, "stderr": tail})
-            last = tail.strip().splitlines()[-1:] or ["it said nothing"]
-            raise Unavailable(f"the child {_ending(status)}: {last[0][:MAX_REASON_CHARS]}")
-        told = _document(answer)
-        if "refused" in told:
-            raise _refusal(told)
-        return _document(told.get("done"))
-
-
-async def _talk(child: asyncio.subprocess.Process, line: bytes) -> bytes:
-    """Order and answer; standard input stays open, its end would end the child."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    with contextlib.suppress(ConnectionError):  # it died before it read; its answer is empty
-        child.stdin.write(line)
-        await child.stdin.drain()
-    answer = bytearray()
-    while chunk := await child.stdout.read(MAX_ANSWER_BYTES):
-        answer += chunk
-        if len(answer) > MAX_ANSWER_BYTES:
-            raise Unavailable(f"the child said more than {MAX_ANSWER_BYTES} bytes")
-        if answer.endswith(b"\n"):
-            break
-    else:
-        await child.wait()
-    return bytes(answer)
-
-
-async def _end(child: asyncio.subprocess.Process) -> None:
-    """Kill what is left of the child's group and reap it, also when cancelled meanwhile."""
-    if child.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-    if child.stdin is not None:
-        child.stdin.close()
-    await asyncio.shield(child.wait())
+    async def run(self, job: Path, order: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Return the answer to an order. Raises what the child refused with; or Unavailable."""
+        limits = ChildLimits(
+            memory_bytes=self._limits.memory_bytes,
+            file_bytes=self._limits.file_bytes,
+            seconds=seconds,
+        )
+        return await ask_once(
+            self._command, order, limits, name=CHILD, folder=job, max_answer_bytes=MAX_ANSWER_BYTES
+        )
 
 
 def _order(do: str, files: Files, job: Path) -> dict[str, Any]:
@@ -223,47 +161,6 @@ def _named(link: Path, file: Path | None) -> str | None:
         return None
     link.symlink_to(file.absolute())
     return str(link)
-
-
-def _environment() -> dict[str, str]:
-    """Imports as here, whether installed or run from a clone."""
-    return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
-def _ending(status: int | None) -> str:
-    if status is None or status >= 0:
-        return f"ended with status {status}"
-    return f"was ended by signal {-status} ({signal.Signals(-status).name})"
-
-
-def _tail(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_bytes()[-MAX_LOGGED_CHARS:].decode(errors="replace")
-    return ""
-
-
-def _document(told: Any) -> dict[str, Any]:
-    """A JSON object, from its text or as it is; Unavailable for anything else."""
-    with _expected():
-        found = json.loads(told) if isinstance(told, bytes) else told
-        if not isinstance(found, dict):
-            raise TypeError(type(found).__name__)
-        return found
-
-
-@contextlib.contextmanager
-def _expected() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        raise Unavailable(f"what the child said is no answer: {error!r:.200}") from error
-
-
-def _refusal(told: Mapping[str, Any]) -> TriplaneError:
-    family = getattr(errors, str(told["refused"]), None)
-    if not (isinstance(family, type) and issubclass(family, TriplaneError)):
-        family = TriplaneError
-    return family(str(told["text"])[:MAX_REASON_CHARS])
 
 
 def _made(done: Mapping[str, Any], path: Path, report: Path) -> Made:

@@ -6,83 +6,15 @@ process group when standard input closes, that is when the cloud is gone. Bytes 
 never parsed in the cloud's own process.
 """
 
-import json
-import math
-import os
-import resource
-import signal
-import sys
-import threading
-from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal
+from typing import Any, Final, Literal
 
-from triplane.proto import signals
-from triplane.proto.errors import Corrupt, TriplaneError, Unavailable
+from triplane.proto.errors import Corrupt
+from triplane.proto.sandbox import serve_order
 
-MAX_ORDER_BYTES: Final = 64 << 10
-MAX_OPEN_FILES: Final = 256
-GRACE_S: Final = 10
-"""For the cloud to end a child that is late; then the alarm does."""
 DEFAULT_DROP_POINTS: Final = 1.0
 """What a recipe's 0 stands for; the converter's own default."""
-
-Work = Callable[[dict[str, Any]], dict[str, Any]]
-"""Does an order and gives the answer."""
-
-
-def main(work: Mapping[str, Work]) -> None:
-    """Do one order: `work` by the word of its field `do`."""
-    signals.restore_defaults()
-    answer = _answers()
-    order: dict[str, Any] = json.loads(sys.stdin.buffer.readline(MAX_ORDER_BYTES))
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    limit(**order["limits"])
-    with answer:
-        answer.write(json.dumps(_outcome(work, order)).encode() + b"\n")
-
-
-def limit(*, memory_bytes: int, seconds: float, file_bytes: int) -> None:
-    """Bound this process for good. Mapped files do not count as memory, allocations do.
-
-    Time is the kernel's alarm, which ends also what holds the interpreter, should the cloud be gone
-    by then. Not RLIMIT_CPU: with it Linux counts processor time in ticks, too coarse to measure by.
-    """
-    signal.alarm(math.ceil(seconds) + GRACE_S)
-    for what, most in (
-        (resource.RLIMIT_DATA, memory_bytes),
-        (resource.RLIMIT_FSIZE, file_bytes),
-        (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        hard = resource.getrlimit(what)[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (most, most))
-
-
-def _answers() -> BinaryIO:
-    """The caller's end of standard output; whatever else is printed goes to standard error."""
-    kept = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return kept
-
-
-def _end_with_parent() -> None:
-    while os.read(0, 1):  # not through `sys.stdin`, whose lock the interpreter wants at its end
-        pass
-    os.killpg(0, signal.SIGKILL)
-
-
-def _outcome(work: Mapping[str, Work], order: dict[str, Any]) -> dict[str, Any]:
-    memory_mib = order["limits"]["memory_bytes"] >> 20
-    try:
-        return {"done": work[order["do"]](order)}
-    except MemoryError:
-        error: TriplaneError = Unavailable(f"it needs more than the {memory_mib} MiB it may take")
-    except TriplaneError as refused:
-        error = refused
-    return {"refused": type(error).__name__, "text": str(error)}
 
 
 def check(order: dict[str, Any]) -> dict[str, Any]:
@@ -152,4 +84,4 @@ def _samples(order: dict[str, Any], module: Any) -> tuple[Any, Any]:
 WORK: Final = {"check": check, "convert": convert}
 
 if __name__ == "__main__":
-    main(WORK)
+    serve_order(WORK)

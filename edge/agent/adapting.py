@@ -1,14 +1,11 @@
-"""`python -m triplane.edge.agent.adapting JSON`: adapt a start point to this node's own samples.
+"""`python -m triplane.edge.agent.adapting`: adapt a start point to this node's own samples.
 
-A child with limits, as the trial is. Each of the node's samples is in one half once and for all, by
-its own bytes and the node's and the model's name: the start point learns from one half, and the
-start, what became of it and the version that serves now are scored on the other, which no
-adaptation ever sees, however many samples are added. Whoever is best there serves.
+A child with limits, as the trial is. Each of the node's samples belongs to one of two halves for
+good, by its own bytes and the names of node and model. The start point learns from one half. The
+other half, which no adaptation ever sees however many samples are added, scores the start point,
+its adapted version and the version that serves now; the best of them serves.
 """
 
-import json
-import resource
-import sys
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,9 +15,8 @@ from typing import Any, Final
 from triplane.edge.serving.pointers import pointer_path
 from triplane.proto.disk import OS_DISK, write_atomic
 from triplane.proto.errors import Corrupt, InvalidInput, NotFound, TriplaneError
-from triplane.proto.signals import end_with_parent
+from triplane.proto.sandbox import serve_order
 
-FILES: Final = 64
 LEAST_SAMPLES: Final = 4
 MAX_SAMPLES: Final = 10_000
 MAX_SAMPLES_BYTES: Final = 256 << 20
@@ -65,44 +61,35 @@ class Compared:
         )
 
 
-def main(argv: list[str]) -> int:
-    """Answer on standard output, one JSON object; the exit code is 0 whenever there is one."""
-    given = json.loads(argv[0])
-    end_with_parent(int(given["parent"]))
-    limit_bytes, cpu_s = int(given["memory_bytes"]), int(given["cpu_s"])
-    out_bytes = int(given["out_bytes"])
-    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (out_bytes, out_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def adaptation(order: dict[str, Any]) -> dict[str, Any]:
+    """Return the comparison, or what the adaptation is refused for: `error` and its `kind`."""
+    from triplane.edge.agent.trial import memory_refusal
+
     try:
-        answer = adapt(given)
+        return adapt(order)
     except TriplaneError as error:
-        answer = {"error": str(error), "kind": "adaptation"}
+        return {"error": str(error), "kind": "adaptation"}
     except MemoryError:
-        answer = {"error": f"needs more than the limit of {limit_bytes} bytes", "kind": "memory"}
-    sys.stdout.write(json.dumps(answer) + "\n")
-    return 0
+        return memory_refusal(order)
 
 
-def adapt(given: Mapping[str, Any]) -> dict[str, Any]:
+def adapt(order: Mapping[str, Any]) -> dict[str, Any]:
     """Adapt, write the result, score it beside what serves."""
     from triplane.unified_ir.files.pixels import as_input
     from triplane.unified_ir.runtime import Bundle, adapted_weights, write_adapted
 
-    bundle = Bundle.load(Path(given["path"]))
-    path = Path(given["samples"])
+    bundle = Bundle.load(Path(order["path"]))
+    path = Path(order["samples"])
     samples = read_samples(path)
     _check_labels(samples["y"], bundle, path.name)
     samples["x"] = as_input(samples["x"], bundle.inputs[0].dtype)
-    support, held_out = split(samples, given["seed"])
-    out = Path(given["out"])
+    support, held_out = split(samples, order["seed"])
+    out = Path(order["out"])
     digest = write_adapted(bundle, adapted_weights(bundle, support), out)
     start, adapted = accuracy(bundle, held_out), accuracy(Bundle.load(out), held_out)
     if start > adapted:
         digest = write_adapted(bundle, {n: t.data for n, t in bundle.weights.items()}, out)
-    current = given.get("current")
+    current = order["current"]
     return {
         "support": len(support["y"]),
         "held_out": len(held_out["y"]),
@@ -235,4 +222,4 @@ def accuracy(bundle: Any, samples: Mapping[str, Any]) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    serve_order({"adapt": adaptation})

@@ -1,26 +1,23 @@
-"""`python -m triplane.edge.agent.trial JSON`: load one bundle where it can do no harm.
+"""`python -m triplane.edge.agent.trial`: load one bundle where it can do no harm.
 
-A child with limits on memory, processor time and files, and no descriptor of its parent but the
-pipe it answers on: it verifies the bundle, loads the graph, runs the goldens, measures latency and,
-where a policy asks for it, accuracy on labelled samples. It prints one JSON object; a child that
-crashes, hangs or outgrows its limits has answered too. It ends with its parent.
+A child of `proto/sandbox.py` with limits on memory, processor time and files. It verifies the
+bundle, loads the graph, runs the goldens, measures latency and, where a policy asks for it,
+accuracy on labelled samples. A child that crashes, hangs or exceeds its limits has answered too.
 """
 
 import contextlib
-import json
 import resource
-import sys
 import time
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.proto.signals import end_with_parent
+from triplane.proto.sandbox import allow_memory, serve_order
 
 RUNS: Final = 20
 """Timed runs of the goldens."""
 MAX_SAMPLES: Final = 10_000
-FILES: Final = 64
 MAX_NPZ_BYTES: Final = 256 << 20
 CHUNK: Final = 64
 """Samples in one run."""
@@ -28,29 +25,25 @@ PLAIN: Final = ("x", "y")
 EPISODES: Final = ("support.x", "support.y", "query.x", "query.y")
 
 
-def main(argv: list[str]) -> int:
-    """Answer on standard output; the exit code is 0 whenever an answer was given."""
-    given = json.loads(argv[0])
-    end_with_parent(int(given["parent"]))
-    limit_bytes, cpu_s = int(given["memory_bytes"]), int(given["cpu_s"])
-    _limit_memory(limit_bytes)
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def trial(order: dict[str, Any]) -> dict[str, Any]:
+    """Return the measurements, or what the bundle is refused for: `error` and its `kind`."""
     from triplane.edge.agent.refusal import AttemptRefused
     from triplane.proto.errors import TriplaneError
 
     try:
-        answer = measure(Path(given["path"]), golden=given.get("golden"))
+        return measure(Path(order["path"]), golden=order["golden"])
     except AttemptRefused as refusal:
-        answer = {"error": refusal.text, "kind": refusal.kind}
+        return {"error": refusal.text, "kind": refusal.kind}
     except TriplaneError as error:
-        answer = {"error": str(error), "kind": "golden" if "golden" in str(error) else "load"}
+        return {"error": str(error), "kind": "golden" if "golden" in str(error) else "load"}
     except MemoryError:
-        answer = {"error": f"needs more than the limit of {limit_bytes} bytes", "kind": "memory"}
-    sys.stdout.write(json.dumps(answer) + "\n")
-    return 0
+        return memory_refusal(order)
+
+
+def memory_refusal(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer to an order whose limit of memory was too low."""
+    limit_bytes = order["limits"]["memory_bytes"]
+    return {"error": f"needs more than the limit of {limit_bytes} bytes", "kind": "memory"}
 
 
 def measure(path: Path, *, golden: str | None = None) -> dict[str, Any]:
@@ -61,7 +54,7 @@ def measure(path: Path, *, golden: str | None = None) -> dict[str, Any]:
     before = _peak_bytes()
     bundle = Bundle.load(path)
     _check_hardware(bundle, path.parent)
-    _allow(2 * bundle.description.constraints.memory_bytes)
+    allow_memory(2 * bundle.description.constraints.memory_bytes)
     session = bundle.session(SessionOptions(threads=1))
     error = bundle.check_goldens(session)
     answer: dict[str, Any] = {
@@ -81,20 +74,6 @@ def measure(path: Path, *, golden: str | None = None) -> dict[str, Any]:
         answer["accuracy"] = golden_accuracy(bundle, session, Path(golden))
     answer["grown_bytes"] = _peak_bytes() - before
     return answer
-
-
-def _limit_memory(limit_bytes: int) -> None:
-    """The soft limit: `_allow` raises it. A hard one of a service manager holds."""
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    soft = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _allow(more_bytes: int) -> None:
-    """Raise the limit of memory by what the bundle says, which the node's memory bounds."""
-    soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if soft != resource.RLIM_INFINITY:
-        _limit_memory(soft + more_bytes)
 
 
 def _check_hardware(bundle: Any, folder: Path) -> None:
@@ -206,4 +185,4 @@ def _share(session: Any, name: str, x: Any, y: Any) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    serve_order({"trial": trial})

@@ -1,9 +1,6 @@
-"""Running the trial child and judging its answer."""
+"""Run the trial of a bundle in a child process, and judge its answer."""
 
-import json
-import os
-import signal
-import subprocess
+import asyncio
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,10 +8,12 @@ from typing import Any, Final
 
 from triplane.edge.agent.adapting import GROWTH, Compared
 from triplane.edge.agent.refusal import AttemptRefused
+from triplane.proto.sandbox import ChildDied, ChildLimits, ask_once, ended_by
 from triplane.proto.targets import SignedTarget
 
 WALL_S: Final = 120.0
 CPU_S: Final = 60
+OPEN_FILES: Final = 64
 BASE_BYTES: Final = 512 << 20
 """For Python, onnxruntime and their threads' stacks."""
 PER_BUNDLE_BYTE: Final = 8
@@ -31,56 +30,57 @@ IDENTIFYING: Final = ("model", "version", "target", "content_digest", "model_dig
 
 
 def run_trial(path: Path, *, size: int, golden: Path | None = None) -> dict[str, Any]:
-    """The child's answer. Refused with kind "golden", "memory" or "load" where it gave none."""
-    given: dict[str, Any] = {"path": str(path)}
-    if golden is not None:
-        given["golden"] = str(golden)
-    return _run_child("trial", given, size)
+    """Return the child's answer. AttemptRefused of kind "golden", "memory" or "load" without one.
+
+    size: of the bundle, in bytes. golden: labelled samples to score it on.
+    """
+    order = {"do": "trial", "path": str(path), "golden": str(golden) if golden else None}
+    return _answer("trial", order, size, file_bytes=0)
 
 
 def run_adaptation(
     path: Path, *, size: int, samples: Path, seed: str, out: Path, current: Path | None
 ) -> Compared:
-    """Adapt the bundle at `path` into `out`: how it compares with the one that serves.
+    """Adapt the bundle at `path` into `out`, and compare it with the bundle that serves.
 
-    seed: of the split of the samples. current: the bundle that serves now. Refused as `run_trial`,
-    or with kind "adaptation" where the samples or the bundle do not allow it.
+    seed: of the split of the samples. current: the bundle that serves now. AttemptRefused as of
+    `run_trial`, or of kind "adaptation" where the samples or the bundle do not allow it.
     """
-    given = {"path": str(path), "samples": str(samples), "seed": seed, "out": str(out)}
-    given["out_bytes"] = str(GROWTH * size + SLACK_BYTES)
-    answer = _run_child("adapting", given | ({"current": str(current)} if current else {}), size)
-    return Compared(**answer)
+    order = {
+        "do": "adapt",
+        "path": str(path),
+        "samples": str(samples),
+        "seed": seed,
+        "out": str(out),
+        "current": str(current) if current else None,
+    }
+    return Compared(**_answer("adapting", order, size, file_bytes=GROWTH * size + SLACK_BYTES))
 
 
-def _run_child(module: str, given: Mapping[str, Any], size: int) -> dict[str, Any]:
-    limit = BASE_BYTES + PER_BUNDLE_BYTE * size
-    given = {**given, "memory_bytes": limit, "cpu_s": CPU_S, "parent": os.getpid()}
-    process = subprocess.Popen(
-        [sys.executable, "-m", f"triplane.edge.agent.{module}", json.dumps(given)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+def _answer(module: str, order: Mapping[str, Any], size: int, *, file_bytes: int) -> dict[str, Any]:
+    limits = ChildLimits(
+        memory_bytes=BASE_BYTES + PER_BUNDLE_BYTE * size,
+        file_bytes=file_bytes,
+        seconds=WALL_S,
+        cpu_s=CPU_S,
+        open_files=OPEN_FILES,
+        may_grow=module == "trial",
     )
+    command = (sys.executable, "-m", f"triplane.edge.agent.{module}")
     try:
-        out, _ = process.communicate(timeout=WALL_S)
-    except subprocess.TimeoutExpired as error:
-        raise AttemptRefused("load", f"the trial did not end within {WALL_S:.0f} s") from error
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    if process.returncode != 0:
+        answer = asyncio.run(
+            ask_once(command, order, limits, name="the trial", max_answer_bytes=MAX_ANSWER_BYTES)
+        )
+    except ChildDied as died:
+        if died.status is None:
+            raise AttemptRefused("load", f"the trial did not end within {WALL_S:.0f} s") from died
         raise AttemptRefused(
             "load",
-            f"the trial ended with {_ending(process.returncode)} under limits of {limit} bytes, "
-            f"twice what the bundle says besides, and {CPU_S} s of processor time",
-        )
-    answer = json.loads(out[:MAX_ANSWER_BYTES])
+            f"the trial {ended_by(died.status)} under limits of {limits.memory_bytes} bytes, twice "
+            f"what the bundle says besides, and {CPU_S} s of processor time",
+        ) from died
     if "error" in answer:
         raise AttemptRefused(answer["kind"], answer["error"])
-    assert isinstance(answer, dict)
     return answer
 
 
@@ -110,7 +110,3 @@ def judge_trial(answer: Mapping[str, Any], target: SignedTarget) -> None:
             f"{limit_bytes}, and {allowance} more are allowed for what the runtime holds beside "
             "it, and for its copies while it loads",
         )
-
-
-def _ending(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -16,100 +16,44 @@ input is closed, that is when the cloud is gone.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import select
-import signal
 import sys
-import threading
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Final
 
-from triplane.cloud.registry.converting import GRACE_S, limit
 from triplane.proto import signals
 from triplane.proto.errors import InvalidInput, TriplaneError, Unavailable
+from triplane.proto.sandbox import OrderPipe
 
 MAX_REASON_CHARS: Final = 1500
-
-
-class StdioPipe:
-    """Lines in, lines out. An order is answered once; time runs from order to answer."""
-
-    def __init__(self) -> None:
-        self._out: BinaryIO = os.fdopen(os.dup(1), "wb")
-        os.dup2(2, 1)  # whatever a strategy prints goes to standard error
-        self._seconds = 0
-
-    def begin(self) -> dict[str, Any]:
-        """The first order; from here on limits hold."""
-        order = self._read()
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-        limit(**order["limits"])
-        self._seconds = int(order["limits"]["seconds"])
-        return order
-
-    def next(self) -> dict[str, Any]:
-        """The next order; waiting for it takes no time."""
-        signal.alarm(0)
-        order = self._read()
-        signal.alarm(self._seconds + GRACE_S)
-        return order
-
-    def say(self, answer: Mapping[str, Any]) -> None:
-        """Answer the order at hand."""
-        self._out.write(json.dumps({"done": answer}).encode() + b"\n")
-        self._out.flush()
-
-    def refuse(self, error: BaseException) -> None:
-        """Answer that it cannot be, and why."""
-        told = error if isinstance(error, TriplaneError) else _raised(error)
-        record = {"refused": type(told).__name__, "text": str(told)}
-        self._out.write(json.dumps(record).encode() + b"\n")
-        self._out.flush()
-
-    def _read(self) -> dict[str, Any]:
-        line = sys.stdin.buffer.readline()
-        if not line:
-            os.killpg(0, signal.SIGKILL)
-        order: dict[str, Any] = json.loads(line)
-        return order
 
 
 def main() -> None:
     """Run the strategy of the first order until the cloud ends this process."""
     signals.restore_defaults()
     logging.getLogger("flwr").setLevel(logging.WARNING)  # it tells of every round, a run has many
-    pipe = StdioPipe()
+    pipe = OrderPipe()
     order = pipe.begin()
     try:
         from triplane.cloud.federation.flower.drive import Drive, made
 
         strategy = made(order)
         if "state" not in order:  # whether it can be made was all that was asked
-            pipe.say({"ready": type(strategy).__name__})
+            pipe.answer({"ready": type(strategy).__name__})
             return
         drive = Drive(strategy, order, pipe)
-        pipe.say({"ready": type(strategy).__name__})
+        pipe.answer({"ready": type(strategy).__name__})
         drive.run()
         pipe.next()
         raise InvalidInput("the strategy is through with its rounds")
     except Exception as error:  # noqa: BLE001 -- an operator's code may raise anything
         traceback.print_exc()
-        pipe.refuse(error)
+        pipe.refuse(error if isinstance(error, TriplaneError) else _raised(error))
     # Not through the interpreter's end, which would wait for threads that a strategy may have left.
     sys.stderr.flush()
     os._exit(0)
-
-
-def _end_with_parent() -> None:
-    """Wait until nobody holds the other end of standard input."""
-    poll = select.poll()
-    poll.register(0, 0)
-    poll.poll()
-    os.killpg(0, signal.SIGKILL)
 
 
 def _raised(error: BaseException) -> TriplaneError:

@@ -44,12 +44,12 @@ Array = np.ndarray[Any, Any]
 
 
 class Pipe(Protocol):
-    """See `child.StdioPipe`."""
+    """See `proto.sandbox.OrderPipe`."""
 
     def next(self) -> dict[str, Any]:
         """The next order."""
 
-    def say(self, answer: Mapping[str, Any]) -> None:
+    def answer(self, answer: Mapping[str, Any]) -> None:
         """Answer it."""
 
 
@@ -127,14 +127,14 @@ class Drive:
         state, memory = self._folder / "next.state", self._folder / "next.memory"
         write_state(state, self._state, self._order["roles"], plan=self._order["plan"])
         remember(self._without_hooks(), memory)
-        self._pipe.say({"state": str(state), "memory": str(memory), "metrics": numbers(metrics)})
+        self._pipe.answer({"state": str(state), "memory": str(memory), "metrics": numbers(metrics)})
         return arrays, metrics
 
     def _aggregate_evaluate(self, number: int, replies: Iterable[Any]) -> Any:
         if self._skips:
             return None
         metrics = self._theirs["aggregate_evaluate"](number + self._offset, list(replies))
-        self._pipe.say({"metrics": numbers(metrics)})
+        self._pipe.answer({"metrics": numbers(metrics)})
         return metrics
 
     def _without_hooks(self) -> Any:
@@ -194,7 +194,7 @@ class Drive:
         while order["do"] == "check":
             clipping = self._clipped.get(order["device"])
             answer, self._scores[order["device"]] = checked(order, self._like, clipping)
-            self._pipe.say(answer)
+            self._pipe.answer(answer)
             order = self._pipe.next()
         if order["do"] != do:
             raise InvalidInput(f"the strategy waits for {do!r}, the run says {order['do']!r}")
@@ -214,7 +214,7 @@ class Drive:
             for node, message in sent.items()
             if (found := adapter.clipping_of(message, self._strategy)) is not None
         }
-        self._pipe.say({"asked": {nodes[node]: self._file_of(m) for node, m in sent.items()}})
+        self._pipe.answer({"asked": {nodes[node]: self._file_of(m) for node, m in sent.items()}})
         told = self._next("replies")["replies"]
         kind = EVALUATE if self._at[1] else TRAIN
         if self._order["app"] and self._at[1]:

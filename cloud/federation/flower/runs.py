@@ -22,7 +22,6 @@ import sqlalchemy as sa
 
 from triplane.cloud.federation import journal
 from triplane.cloud.federation.flower.process import (
-    Died,
     StrategyLimits,
     StrategyProcess,
     forget_left,
@@ -50,6 +49,7 @@ from triplane.proto.errors import (
     TriplaneError,
     Unavailable,
 )
+from triplane.proto.sandbox import ChildDied
 from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core.files import read_state
 from triplane.unified_ir.federated.core.rules import lease_id
@@ -179,7 +179,7 @@ class FlowerRuns:
                 found = await self._persistently(
                     ours, lambda: self._checked(ours, run.entry, state, turn, order)
                 )
-        except Died as error:
+        except ChildDied as error:
             raise Refusal("damaged", f"reading the reply: {error}") from error
         if "refused" in found:
             raise Refusal(found["refused"], found["text"])
@@ -391,7 +391,7 @@ class FlowerRuns:
         for tries in range(TRIES, 0, -1):
             try:
                 return await work()
-            except Died as error:
+            except ChildDied as error:
                 await self._end(run)
                 if tries == 1 or run.over:
                     raise

@@ -3,7 +3,6 @@
 import asyncio
 import io
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -239,11 +238,11 @@ def gone(pid):
         ("import sys; sys.exit('out of luck')", "status 1: out of luck"),
         ("print('x' * (1 << 20))", "more than 65536 bytes"),
         ("", "status 0: it said nothing"),
-        ("print('no document')", "no answer"),
-        ('print("[1]")', "no answer"),
-        ("print('{}')", "no answer"),
-        ("""print('{"done": {}}')""", "no answer"),
-        ("""print('{"done": {"model_digest": "zz"}}')""", "no answer"),
+        ("print('no document')", "no valid answer"),
+        ('print("[1]")', "no valid answer"),
+        ("print('{}')", "no valid answer"),
+        ("""print('{"done": {}}')""", "no valid answer"),
+        ("""print('{"done": {"model_digest": "zz"}}')""", "no valid answer"),
     ],
 )
 def test_a_child_that_answers_nonsense_fails_the_push_only(sqlite, tmp_path, script, message):
@@ -360,39 +359,6 @@ def test_a_model_file_that_was_damaged_in_the_store_is_not_converted(sqlite, tmp
     failed = asyncio.run(main())
     assert failed.state is State.FAILED
     assert "the cloud's copy of the model file is lost or damaged" in failed.reason
-
-
-def running(script):
-    """A child that runs a script with the module under test as `c`."""
-    path = os.pathsep.join(filter(None, sys.path))
-    return subprocess.Popen(
-        [sys.executable, "-c", f"from triplane.cloud.registry import converting as c\n{script}"],
-        stdin=subprocess.PIPE, start_new_session=True, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
-
-
-def test_a_child_ends_with_its_cloud():
-    script = "import threading; threading.Thread(target=c._end_with_parent).start()"
-    with running(script) as process:
-        assert process.stdin is not None
-        process.stdin.close()
-        assert process.wait(WAIT_S) == -signal.SIGKILL
-
-
-@pytest.mark.slow
-def test_a_child_that_holds_the_interpreter_is_ended_by_the_kernel():
-    limits = "memory_bytes=1 << 30, seconds=0.5, file_bytes=1 << 20"
-    with running(f"c.GRACE_S = 0; c.limit({limits}); pow(3, 10**9)") as process:
-        assert process.wait(WAIT_S) == -signal.SIGALRM
-
-
-def test_a_child_cannot_write_beyond_its_limit(tmp_path):
-    limits = "memory_bytes=1 << 30, seconds=60, file_bytes=1000"
-    write = f"open({str(tmp_path / 'big')!r}, 'wb', 0).write(bytes(1001))"
-    script = f"import signal; signal.signal(signal.SIGXFSZ, signal.SIG_DFL); c.limit({limits})"
-    with running(f"{script}; n = {write}; exit(n != 1000)") as process:
-        assert process.wait(WAIT_S) == 0
-    assert (tmp_path / "big").stat().st_size == 1000
 
 
 def test_the_command_names_the_child():

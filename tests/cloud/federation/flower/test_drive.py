@@ -49,7 +49,7 @@ class Turns:
     def next(self):
         return next(self.orders)
 
-    def say(self, answer):
+    def answer(self, answer):
         json.dumps(answer)
         self.said.append(answer)
 
@@ -340,8 +340,8 @@ def test_a_message_to_an_app_is_small_and_names_its_lease(tmp_path):
         """Seen enough."""
 
     class Once(Turns):
-        def say(self, answer):
-            super().say(answer)
+        def answer(self, answer):
+            super().answer(answer)
             raise Asked
 
     pipe = Once(tmp_path)

@@ -22,8 +22,9 @@ from triplane.cloud.federation.flower import spec
 from triplane.cloud.federation.flower.adapter import named_arrays, record_of
 from triplane.cloud.federation.flower.drive import made, node_of
 from triplane.cloud.federation.flower.memory import recall, remember
-from triplane.cloud.federation.flower.process import COMMAND, Died, StrategyLimits, StrategyProcess
+from triplane.cloud.federation.flower.process import COMMAND, StrategyLimits, StrategyProcess
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
+from triplane.proto.sandbox import ChildDied
 from triplane.unified_ir.federated.core.files import write_state
 
 DIGEST = "ab" * 32
@@ -104,7 +105,7 @@ def test_it_has_nothing_of_the_clouds_but_its_pipe(tmp_path, monkeypatch):
     [
         ("strategy = 3", InvalidInput, "mine.py needs 'strategy'"),
         ("def strategy():\n    return {}['eta']", InvalidInput, r"KeyError \(mine.py:2\): 'eta'"),
-        ("import os\nos._exit(3)", Died, "ended with status 3"),
+        ("import os\nos._exit(3)", ChildDied, "ended with status 3"),
         ("x = bytearray(8 << 30)", Unavailable, "more memory than it may take"),
     ],
 )
@@ -116,7 +117,7 @@ def test_what_goes_wrong_in_it_is_told(tmp_path, text, family, why):
 @pytest.mark.slow
 def test_one_that_never_answers_is_ended(tmp_path):
     order = of_file(tmp_path, "import threading\nthreading.Event().wait()")
-    with pytest.raises(Died, match="took longer than 6 s"):
+    with pytest.raises(ChildDied, match="took longer than 6 s"):
         begin(tmp_path, order, answer_s=6.0)
 
 

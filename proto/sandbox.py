@@ -1,0 +1,372 @@
+"""Child processes within limits: a JSON order on standard input, a JSON answer on standard output.
+
+Each line is one order or one answer: {"done": {...}}, or {"refused": FAMILY, "text": ...} for an
+error of `proto.errors`. The parent's side is `SandboxedChild`, or `ask_once` for a child
+of a single order. The child's side is `OrderPipe`, or `serve_order` for a single order.
+
+A child has a session (and process group) of its own, and no descriptor of its parent besides the
+pipes. It puts the order's limits on itself before it opens anything. The parent kills the whole
+group when an answer is late; the child kills its own group when its standard input ends, which
+means that the parent is gone. So the parent always gets an answer or an error: the one that the
+child refused with, or `ChildDied`, after which another attempt may end otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+from triplane.proto import errors, signals
+from triplane.proto.errors import TriplaneError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+MAX_OPEN_FILES: Final = 256
+MAX_LINE_BYTES: Final = 16 << 20
+"""Of one order or answer."""
+MAX_LOGGED_CHARS: Final = 2000
+MAX_REASON_CHARS: Final = 2000
+GRACE_S: Final = 10
+"""How long after its time a child lives on if the parent does not end it; then the alarm does."""
+ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class ChildDied(Unavailable):
+    """The child ended, or was ended, before it answered. status: as of `subprocess`, or None."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildLimits:
+    """Limits that a child puts on itself.
+
+    seconds: from order to answer. cpu_s: processor time, None for no limit. may_grow: the child
+    may raise its limit of memory by `allow_memory` (a limit that the system set still holds).
+    """
+
+    memory_bytes: int
+    file_bytes: int
+    seconds: float
+    cpu_s: int | None = None
+    open_files: int = MAX_OPEN_FILES
+    may_grow: bool = False
+
+
+# The parent's side.
+
+
+class SandboxedChild:
+    """A running child. `start` makes it; `end` must be called. name: as errors call the process."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        name: str,
+        folder: Path | None,
+        max_answer_bytes: int,
+        log_fields: Mapping[str, object],
+    ) -> None:
+        self._process, self._name, self._folder = process, name, folder
+        self._max_bytes = max_answer_bytes
+        self._log_fields = {"child": name, **log_fields}
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        *,
+        name: str,
+        folder: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        max_answer_bytes: int = MAX_LINE_BYTES,
+        log_fields: Mapping[str, object] | None = None,
+    ) -> SandboxedChild:
+        """Start a process. folder: its working folder, which also gets its standard error.
+
+        environment: complete; by default this process's, with numeric libraries on one thread.
+        log_fields: of the event that is logged when it dies.
+        """
+        with _stderr(folder) as stderr:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,
+                cwd=folder,
+                env=inherited_environment() if environment is None else environment,
+                limit=max_answer_bytes,
+            )
+        return cls(process, name, folder, max_answer_bytes, log_fields or {})
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    async def ask(self, order: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """Return the child's answer. Raises what the child refused with, or ChildDied."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                line = await self._exchange(json.dumps(order).encode() + b"\n")
+        except TimeoutError:
+            await self.end()
+            raise ChildDied(
+                f"{self._name} was ended: it took longer than {timeout_s:g} s"
+            ) from None
+        if not line.endswith(b"\n"):
+            raise await self._death()
+        return _answer(line, self._name)
+
+    async def _exchange(self, order: bytes) -> bytes:
+        """Write the order and read a line. Standard input stays open: its end ends the child."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(ConnectionError):  # it died before it read; its answer is empty
+            self._process.stdin.write(order)
+            await self._process.stdin.drain()
+        try:
+            return await self._process.stdout.readline()
+        except ValueError:
+            raise Unavailable(
+                f"{self._name} answered with more than {self._max_bytes} bytes"
+            ) from None
+
+    async def _death(self) -> ChildDied:
+        status = await self._process.wait()
+        tail = _tail(self._folder / "stderr") if self._folder else ""
+        logger.error("child died", extra={**self._log_fields, "status": status, "stderr": tail})
+        last = tail.strip().splitlines()[-1:] or ["it said nothing"]
+        return ChildDied(f"{self._name} {ended_by(status)}: {last[0][:MAX_REASON_CHARS]}", status)
+
+    async def end(self) -> None:
+        """Kill what is left of the child's group and reap it, also when cancelled meanwhile."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        await asyncio.shield(self._process.wait())
+
+
+async def ask_once(
+    command: Sequence[str], order: Mapping[str, Any], limits: ChildLimits, **options: Any
+) -> dict[str, Any]:
+    """Start a child for a single order and return its answer.
+
+    options: of `SandboxedChild.start`.
+    """
+    child = await SandboxedChild.start(command, **options)
+    try:
+        return await child.ask({**order, "limits": asdict(limits)}, timeout_s=limits.seconds)
+    finally:
+        await child.end()
+
+
+@contextlib.contextmanager
+def job_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Make an empty folder for a child, and remove it when the block ends."""
+    try:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    except OSError as error:
+        raise Unavailable(f"no room for a child process in {parent}: {error}") from error
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_job_folders(parent: Path, prefix: str) -> None:
+    """Make `parent`, and remove the folders that an earlier process left in it."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for left in parent.glob(f"{prefix}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def expected(name: str) -> Iterator[None]:
+    """Raise Unavailable where an answer is not what it should be."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        raise Unavailable(f"{name} gave no valid answer: {error!r:.200}") from error
+
+
+def inherited_environment() -> dict[str, str]:
+    """Return this process's environment for a child, with its imports and one thread."""
+    return {**os.environ, **import_environment()}
+
+
+def import_environment() -> dict[str, str]:
+    """Return the variables with which a child imports what this process does, on one thread."""
+    return {**ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def ended_by(status: int | None) -> str:
+    """Describe an exit status: "ended with status 3", "was ended by signal 9 (SIGKILL)"."""
+    if status is None or status >= 0:
+        return f"ended with status {status}"
+    return f"was ended by signal {-status} ({signal.Signals(-status).name})"
+
+
+def _stderr(folder: Path | None) -> contextlib.AbstractContextManager[Any]:
+    if folder is None:
+        return contextlib.nullcontext(subprocess.DEVNULL)
+    return (folder / "stderr").open("wb")
+
+
+def _tail(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_bytes()[-MAX_LOGGED_CHARS:].decode(errors="replace")
+    return ""
+
+
+def _answer(line: bytes, name: str) -> dict[str, Any]:
+    with expected(name):
+        answer = json.loads(line)
+        if "refused" not in answer:
+            return dict(answer["done"])
+        family = getattr(errors, str(answer["refused"]), None)
+        text = str(answer["text"])[:MAX_REASON_CHARS]
+    if not (isinstance(family, type) and issubclass(family, TriplaneError)):
+        family = TriplaneError
+    raise family(text)
+
+
+# The child's side.
+
+Work = Callable[[dict[str, Any]], dict[str, Any]]
+"""Does an order and returns the answer."""
+
+
+def serve_order(work: Mapping[str, Work]) -> None:
+    """Do the one order of this process: `work` by the word of its field `do`."""
+    signals.restore_defaults()
+    pipe = OrderPipe()
+    order = pipe.begin()
+    try:
+        pipe.answer(work[order["do"]](order))
+    except MemoryError:
+        most = f"{order['limits']['memory_bytes'] >> 20} MiB"
+        pipe.refuse(Unavailable(f"it needs more than the {most} it may take"))
+    except TriplaneError as error:
+        pipe.refuse(error)
+
+
+class OrderPipe:
+    """Orders in, answers out. Each order is answered once; time runs from order to answer."""
+
+    def __init__(self) -> None:
+        self._answers: BinaryIO = os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)  # whatever a library or a user's code prints goes to standard error
+        self._seconds = 0.0
+
+    def begin(self) -> dict[str, Any]:
+        """Read the first order; from here on its limits hold."""
+        order = self._read()
+        threading.Thread(target=end_with_parent, daemon=True).start()
+        limits = order["limits"]
+        self._seconds = limits["seconds"]
+        limit_process(**limits)
+        return order
+
+    def next(self) -> dict[str, Any]:
+        """Read the next order; the time spent waiting for it is not limited."""
+        signal.alarm(0)
+        order = self._read()
+        _alarm(self._seconds)
+        return order
+
+    def answer(self, answer: Mapping[str, Any]) -> None:
+        """Answer the current order."""
+        self._write({"done": answer})
+
+    def refuse(self, error: TriplaneError) -> None:
+        """Answer the current order with an error, which the parent raises."""
+        self._write({"refused": type(error).__name__, "text": str(error)})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self._answers.write(json.dumps(record).encode() + b"\n")
+        self._answers.flush()
+
+    def _read(self) -> dict[str, Any]:
+        line = sys.stdin.buffer.readline(MAX_LINE_BYTES)
+        if not line:
+            os.killpg(0, signal.SIGKILL)
+        order: dict[str, Any] = json.loads(line)
+        return order
+
+
+def end_with_parent() -> None:
+    """Wait until nobody holds the other end of standard input, then kill this process group."""
+    poll = select.poll()
+    poll.register(0, 0)
+    poll.poll()
+    os.killpg(0, signal.SIGKILL)
+
+
+def limit_process(
+    *,
+    memory_bytes: int,
+    file_bytes: int,
+    seconds: float,
+    cpu_s: int | None = None,
+    open_files: int = MAX_OPEN_FILES,
+    may_grow: bool = False,
+) -> None:
+    """Put limits on this process; see `ChildLimits`.
+
+    Mapped files do not count as memory, allocations do. `seconds` is the kernel's alarm, which also
+    ends code that holds the interpreter when the parent is gone by then. It is not RLIMIT_CPU: with
+    that limit Linux counts processor time in ticks, which are too coarse to measure by.
+    """
+    _alarm(seconds)
+    set_limit(resource.RLIMIT_DATA, memory_bytes, resource.RLIM_INFINITY if may_grow else None)
+    set_limit(resource.RLIMIT_FSIZE, file_bytes)
+    set_limit(resource.RLIMIT_NOFILE, open_files)
+    set_limit(resource.RLIMIT_CORE, 0)
+    if cpu_s is not None:
+        set_limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU first, which the parent sees
+
+
+def set_limit(kind: int, soft: int, hard: int | None = None) -> None:
+    """Set a resource limit of this process; where the system set a lower one, that one stays."""
+    most = resource.getrlimit(kind)[1]
+    soft, hard = (_lower(limit, most) for limit in (soft, soft if hard is None else hard))
+    resource.setrlimit(kind, (soft, hard))
+
+
+def _lower(limit: int, other: int) -> int:
+    if resource.RLIM_INFINITY in {limit, other}:
+        return limit if other == resource.RLIM_INFINITY else other
+    return min(limit, other)
+
+
+def allow_memory(more_bytes: int) -> None:
+    """Raise the limit of memory of a process whose limits say that it may grow."""
+    soft = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    if soft != resource.RLIM_INFINITY:
+        set_limit(resource.RLIMIT_DATA, soft + more_bytes, resource.RLIM_INFINITY)
+
+
+def _alarm(seconds: float) -> None:
+    signal.alarm(math.ceil(seconds) + GRACE_S)
