@@ -82,6 +82,7 @@ def _prelu(call: Call) -> tuple[TensorType, ...]:
 prelu = Op(
     name="PRelu",
     kind=Kind.ELEMENTWISE,
+    weights=(1,),
     infer=_prelu,
     body=lambda x, slope: where(x > 0, x, slope * x),
     native=has_float_kernel,

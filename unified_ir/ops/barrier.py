@@ -43,6 +43,7 @@ def _emit_barrier(context: EmissionContext, node: Node) -> None:
 barrier = Op(
     name="Barrier",
     kind=Kind.MOVEMENT,
+    preserves_elements=True,
     emit=_emit_barrier,
     domain=DOMAIN,
     operands=("T", "U"),

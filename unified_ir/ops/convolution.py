@@ -19,7 +19,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.batching import merged
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.matrix import gemm
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, IntegerForm, Kind, Op
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.structure import (
     concat,
@@ -161,6 +161,8 @@ def _conv_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
 conv_row = Op(
     name="Conv",
     kind=Kind.CONTRACTION,
+    weights=(1, 2),
+    integer_form=IntegerForm.PRODUCT,
     batch=merged,
     infer=_conv,
     reference=_conv_kernel,
@@ -288,6 +290,7 @@ def _emit_conv_transpose(context: EmissionContext, node: Node) -> None:
 conv_transpose_row = Op(
     name="ConvTranspose",
     kind=Kind.CONTRACTION,
+    weights=(1, 2),
     emit=_emit_conv_transpose,
     batch=merged,
     infer=_conv_transpose,

@@ -76,7 +76,7 @@ def _non_max(
 
 
 non_max_suppression = Op(
-    name="NonMaxSuppression", kind=Kind.INDEXING,
+    name="NonMaxSuppression", kind=Kind.INDEXING, settings=(2, 3, 4),
     data_dependent_dims=1,
     infer=_non_max_types,
     reference=_non_max,

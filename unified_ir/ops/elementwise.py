@@ -20,7 +20,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops.batching import elementwise, first_elementwise
 from triplane.unified_ir.ops.emission import EmissionContext, Emit, emit_broadcast
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op, Vjp
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, IntegerForm, Kind, Op, Vjp
 from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.structure import same, sum_to, where
 from triplane.unified_ir.ops.tensor import Tensor
@@ -56,11 +56,10 @@ def step(y: Tensor) -> Tensor:
     return y.cast("bool").cast(y.dtype)
 
 
-def _binary(name: str, f: Any, vjp: Any, *extra: Any, emit: Emit = emit_broadcast) -> Op:
+def _arithmetic(name: str, f: Any, vjp: Any, *, emit: Emit = emit_broadcast, **columns: Any) -> Op:
     samples = (
         sample(normal(2, 3), between(0.5, 2, 3)),
         sample(normal(3), between(0.5, 2, 2, 1)),
-        *extra,
     )
     return Op(
         name=name,
@@ -68,12 +67,14 @@ def _binary(name: str, f: Any, vjp: Any, *extra: Any, emit: Emit = emit_broadcas
         infer=broadcast_same,
         reference=f,
         vjp=vjp,
+        weights=(0, 1),
         emit=emit,
         samples=samples,
+        **columns,
     )
 
 
-def _unary(name: str, f: Any, vjp: Vjp | None, *samples: Any) -> Op:
+def _unary(name: str, f: Any, vjp: Vjp | None, *samples: Any, **columns: Any) -> Op:
     return Op(
         name=name,
         kind=Kind.ELEMENTWISE,
@@ -82,6 +83,7 @@ def _unary(name: str, f: Any, vjp: Vjp | None, *samples: Any) -> Op:
         vjp=vjp,
         batch=elementwise,
         samples=samples or (sample(normal(2, 3)),),
+        **columns,
     )
 
 
@@ -92,6 +94,7 @@ def _compare(name: str, f: Any) -> Op:
         kind=Kind.COMPARISON,
         infer=broadcast_bool,
         reference=f,
+        total=True,
         emit=emit_broadcast,
         samples=samples,
     )
@@ -105,6 +108,7 @@ def _logical(name: str, f: Any) -> Op:
         batch=elementwise,
         infer=_needs_bool,
         reference=f,
+        total=True,
         samples=samples,
     )
 
@@ -261,14 +265,16 @@ def _emit_extreme(context: EmissionContext, node: Node) -> None:
 
 
 # fmt: off
-add = _binary("Add", np.add, lambda g, y, a, b: (sum_to(g, a), sum_to(g, b)))
-sub = _binary("Sub", np.subtract, lambda g, y, a, b: (sum_to(g, a), sum_to(-g, b)))
-mul = _binary("Mul", np.multiply, lambda g, y, a, b: (sum_to(g * b, a), sum_to(g * a, b)))
-div = _binary("Div", _div_reference,
-              lambda g, y, a, b: (sum_to(g / b, a), sum_to(-(g * y) / b, b)), emit=_emit_div)
+add = _arithmetic("Add", np.add, lambda g, y, a, b: (sum_to(g, a), sum_to(g, b)),
+                  total=True, integer_form=IntegerForm.MIX)
+sub = _arithmetic("Sub", np.subtract, lambda g, y, a, b: (sum_to(g, a), sum_to(-g, b)), total=True)
+mul = _arithmetic("Mul", np.multiply, lambda g, y, a, b: (sum_to(g * b, a), sum_to(g * a, b)),
+                  total=True, integer_form=IntegerForm.MIX)
+div = _arithmetic("Div", _div_reference,
+                  lambda g, y, a, b: (sum_to(g / b, a), sum_to(-(g * y) / b, b)), emit=_emit_div)
 
-neg = _unary("Neg", np.negative, lambda g, y, x: (-g,))
-abs_ = _unary("Abs", np.abs, lambda g, y, x: (g * sign(x),), sample(apart(2, 3)))
+neg = _unary("Neg", np.negative, lambda g, y, x: (-g,), total=True)
+abs_ = _unary("Abs", np.abs, lambda g, y, x: (g * sign(x),), sample(apart(2, 3)), total=True)
 exp = _unary("Exp", np.exp, lambda g, y, x: (g * y,))
 log = _unary("Log", np.log, lambda g, y, x: (g / x,), sample(between(0.5, 3, 2, 3)))
 sqrt = _unary("Sqrt", np.sqrt, lambda g, y, x: (g * 0.5 / y,), sample(between(0.5, 3, 2, 3)))
@@ -276,10 +282,10 @@ reciprocal = _unary("Reciprocal", np.reciprocal, lambda g, y, x: (-(g * y * y),)
                     sample(between(0.5, 3, 2, 3)))
 tanh = _unary("Tanh", np.tanh, lambda g, y, x: (g * (1.0 - y * y),))
 sigmoid = _unary("Sigmoid", lambda x: np.exp(-np.logaddexp(0, -x)),
-                 lambda g, y, x: (g * y * (1.0 - y),))
+                 lambda g, y, x: (g * y * (1.0 - y),), integer_form=IntegerForm.MIX)
 softplus = _unary("Softplus", lambda x: np.logaddexp(x, 0), lambda g, y, x: (g * sigmoid(x),))
 relu = _unary("Relu", lambda x: np.maximum(x, 0), lambda g, y, x: (g * step(y),),
-              sample(apart(2, 3)))
+              sample(apart(2, 3)), integer_form=IntegerForm.CLAMP)
 sin = _unary("Sin", np.sin, lambda g, y, x: (g * cos(x),))
 cos: Op = _unary("Cos", np.cos, lambda g, y, x: (-(g * sin(x)),))
 tan = _unary("Tan", np.tan, lambda g, y, x: (g * (1.0 + y * y),))
@@ -302,7 +308,7 @@ floor = _unary("Floor", np.floor, _flat, sample(apart(2, 3)))
 ceil = _unary("Ceil", np.ceil, _flat, sample(apart(2, 3)))
 round_ = _unary("Round", np.round, _flat, sample(apart(2, 3)),
                 sample(given([0.5, 1.5, -2.5, 1.2]), smooth=()))
-not_ = _unary("Not", np.logical_not, None, sample(bools(2, 3)))
+not_ = _unary("Not", np.logical_not, None, sample(bools(2, 3)), total=True)
 is_nan = Op(name="IsNaN", kind=Kind.ELEMENTWISE, batch=elementwise,
             infer=lambda call: (call.type(0).with_dtype(bool_),),
             reference=np.isnan, samples=(sample(given([1.0, float("nan")])),))
@@ -430,6 +436,8 @@ def _are_ordered(low: Tensor, high: Tensor) -> bool:
 clip = Op(
     name="Clip",
     kind=Kind.ELEMENTWISE,
+    settings=(1, 2),
+    integer_form=IntegerForm.CLAMP,
     emit=_emit_clip,
     batch=first_elementwise,
     infer=same,
@@ -481,6 +489,7 @@ def as_like(value: float, x: Tensor) -> Tensor:
 leaky_relu = Op(
     name="LeakyRelu",
     kind=Kind.ELEMENTWISE,
+    integer_form=IntegerForm.MIX,
     batch=elementwise,
     infer=same,
     reference=lambda x, alpha: np.where(x > 0, x, alpha * x),
@@ -521,6 +530,7 @@ def has_float_kernel(node: Node, opset: int) -> bool:
 hard_sigmoid = Op(
     name="HardSigmoid",
     kind=Kind.ELEMENTWISE,
+    integer_form=IntegerForm.IN_PARTS,
     batch=elementwise,
     body=lambda x, *, alpha, beta: clip(alpha * x + beta, 0.0, 1.0),
     native=has_float_kernel,
@@ -537,6 +547,7 @@ def _hard_swish_vjp(g: Tensor, y: Tensor, x: Tensor) -> Any:
 hard_swish = Op(
     name="HardSwish",
     kind=Kind.ELEMENTWISE,
+    integer_form=IntegerForm.IN_PARTS,
     batch=elementwise,
     body=lambda x: x * clip(x * (1 / 6) + 0.5, 0.0, 1.0),
     native=has_float_kernel,

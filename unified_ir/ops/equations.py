@@ -185,6 +185,7 @@ def _emit_einsum(context: EmissionContext, node: Node) -> None:
 einsum_row: Op = Op(
     name="Einsum",
     kind=Kind.CONTRACTION,
+    weights=(0, 1),
     emit=_emit_einsum,
     infer=_einsum_types,
     reference=_einsum,

@@ -330,6 +330,7 @@ def _range_vjp(g: Tensor, y: Tensor, start: Tensor, limit: Tensor, delta: Tensor
 range_row = Op(
     name="Range",
     kind=Kind.SOURCE,
+    settings=(0, 1, 2),
     data_dependent_dims=lambda call: int(_range_length(call) is None),
     infer=lambda call: (call.type(0).with_shape((_length_or_open(call),)),),
     reference=_range,

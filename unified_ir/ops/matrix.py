@@ -12,7 +12,7 @@ from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.elementwise import exp
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.row import Call, Kind, Op
+from triplane.unified_ir.ops.row import Call, IntegerForm, Kind, Op
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.structure import axes_of, same, sum_to
 from triplane.unified_ir.ops.tensor import Tensor
@@ -78,6 +78,8 @@ def _emit_matmul(context: EmissionContext, node: Node) -> None:
 matmul = Op(
     name="MatMul",
     kind=Kind.CONTRACTION,
+    weights=(0, 1),
+    integer_form=IntegerForm.PRODUCT,
     emit=_emit_matmul,
     batch=batching.multiplied,
     infer=_matmul,
@@ -165,6 +167,8 @@ def _gemm_batch(call: batching.Batched) -> list[Tensor]:
 gemm = Op(
     name="Gemm",
     kind=Kind.CONTRACTION,
+    weights=(0, 1, 2),
+    integer_form=IntegerForm.PRODUCT,
     batch=_gemm_batch,
     infer=_gemm,
     reference=_gemm_reference,

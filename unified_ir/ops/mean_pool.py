@@ -17,7 +17,7 @@ from triplane.unified_ir.ops.batching import merged
 from triplane.unified_ir.ops.convolution import conv_grad_input, conv_row
 from triplane.unified_ir.ops.elementwise import abs_, pow_, sign
 from triplane.unified_ir.ops.resizing import along
-from triplane.unified_ir.ops.row import Call, Kind, Op
+from triplane.unified_ir.ops.row import Call, IntegerForm, Kind, Op
 from triplane.unified_ir.ops.samples import apart, between, normal, sample
 from triplane.unified_ir.ops.structure import ones, pad_row, slice_axis, where
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
@@ -170,7 +170,7 @@ def _average_native(node: Node, opset: int) -> bool:
 
 
 average_pool_row = Op(
-    name="AveragePool", kind=Kind.WINDOW, emit=emit_pool,
+    name="AveragePool", kind=Kind.WINDOW, integer_form=IntegerForm.MIX, emit=emit_pool,
     batch=merged,
     infer=_average_types,
     reference=_average_kernel,
@@ -194,6 +194,7 @@ average_pool_row = Op(
 global_average_pool = Op(
     name="GlobalAveragePool",
     kind=Kind.WINDOW,
+    integer_form=IntegerForm.MIX,
     batch=merged,
     body=lambda x: x.mean([*range(2, x.rank)], keepdims=True),
     samples=(sample(normal(2, 3, 4, 5)),),

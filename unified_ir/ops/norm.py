@@ -183,7 +183,11 @@ def _blend(context: EmissionContext, old: str, new: str, momentum: Any, dtype: A
 
 
 batch_norm_row = Op(
-    name="BatchNormalization", kind=Kind.NORMALIZATION, emit=_emit_batch_norm,
+    name="BatchNormalization",
+    kind=Kind.NORMALIZATION,
+    weights=(1, 2),
+    buffers=(3, 4),
+    emit=_emit_batch_norm,
     infer=_batch_norm,
     reference=_batch_norm_kernel,
     vjp=_batch_norm_vjp,
@@ -258,6 +262,7 @@ def in_single(node: Node, opset: int) -> bool:
 layer_norm_row = Op(
     name="LayerNormalization",
     kind=Kind.NORMALIZATION,
+    weights=(1, 2),
     body=_layer_norm,
     vjp_with_residuals=_layer_norm_vjp_with_residuals,
     native=in_single,

@@ -59,6 +59,7 @@ def _dropout_vjp_with_residuals(
 dropout_row = Op(
     name="Dropout",
     kind=Kind.ELEMENTWISE,
+    settings=(1,),
     infer=_dropout_types,
     reference=_dropout_kernel,
     vjp_with_residuals=_dropout_vjp_with_residuals,

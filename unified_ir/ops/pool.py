@@ -23,7 +23,7 @@ from triplane.unified_ir.ops.indexing import arange, gather, scatter_elements
 from triplane.unified_ir.ops.mean_pool import average_pool_row
 from triplane.unified_ir.ops.reductions import argmax_row
 from triplane.unified_ir.ops.resizing import resize_row
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, IntegerForm, Kind, Op
 from triplane.unified_ir.ops.samples import apart, given, normal, sample
 from triplane.unified_ir.ops.settings import settled
 from triplane.unified_ir.ops.structure import broadcast_to, pad_row, slice_axis, slice_row, zeros
@@ -120,7 +120,7 @@ _WINDOW: Final[Mapping[str, AttrSpec]] = {
 }
 
 max_pool_row = Op(
-    name="MaxPool", kind=Kind.WINDOW, emit=emit_pool,
+    name="MaxPool", kind=Kind.WINDOW, integer_form=IntegerForm.COPY, emit=emit_pool,
     batch=merged,
     infer=_pool,
     reference=_max_pool_kernel,

@@ -161,6 +161,7 @@ def _emit_coding(context: EmissionContext, node: Node) -> None:
 quantize_linear = Op(
     name="QuantizeLinear",
     kind=Kind.QUANTIZATION,
+    settings=(1, 2),
     emit=_emit_coding,
     infer=_quantized,
     reference=_quantize,
@@ -173,6 +174,7 @@ quantize_linear = Op(
 dequantize_linear = Op(
     name="DequantizeLinear",
     kind=Kind.QUANTIZATION,
+    settings=(1, 2),
     emit=_emit_coding,
     infer=_dequantized,
     reference=_dequantize,
@@ -329,7 +331,7 @@ def _qlinear_matmul(  # noqa: PLR0917 - the operands of the row
 
 _SA, _SB, _SY = given(0.02, "float32"), given(0.03, "float32"), given(0.7, "float32")
 qlinear_matmul = Op(
-    name="QLinearMatMul", kind=Kind.QUANTIZATION,
+    name="QLinearMatMul", kind=Kind.QUANTIZATION, settings=(1, 2, 4, 5, 6, 7),
     infer=_qlinear_matmul_types,
     reference=_qlinear_matmul,
     samples=(
@@ -359,7 +361,7 @@ def _qlinear_conv(  # noqa: PLR0917 - the operands of the row
 
 
 qlinear_conv = Op(
-    name="QLinearConv", kind=Kind.QUANTIZATION,
+    name="QLinearConv", kind=Kind.QUANTIZATION, settings=(1, 2, 4, 5, 6, 7),
     infer=_qlinear_conv_types,
     reference=_qlinear_conv,
     samples=(

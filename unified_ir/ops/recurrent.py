@@ -38,7 +38,7 @@ from triplane.unified_ir.ops.recurrences import (
     relu_recurrence,
     tanh_recurrence,
 )
-from triplane.unified_ir.ops.row import Call, Kind, MakeArray, Op
+from triplane.unified_ir.ops.row import Call, IntegerForm, Kind, MakeArray, Op
 from triplane.unified_ir.ops.samples import given, normal, sample
 from triplane.unified_ir.ops.structure import concat, stack, unsqueeze, where, zeros
 from triplane.unified_ir.ops.tensor import Tensor
@@ -467,7 +467,7 @@ def _kept_states(
 
 
 rnn = Op(
-    name="RNN", kind=Kind.RECURRENT, emit=_emit_recurrent,
+    name="RNN", kind=Kind.RECURRENT, weights=(1, 2, 3), buffers=(5,), emit=_emit_recurrent,
     infer=_types(_RNN),
     body=_body(_RNN),
     samples=(
@@ -486,7 +486,7 @@ rnn = Op(
 """Elman 1990; X, W, R, B?, sequence_lens?, initial_h? -> Y, Y_h."""
 
 gru = Op(
-    name="GRU", kind=Kind.RECURRENT, emit=_emit_recurrent,
+    name="GRU", kind=Kind.RECURRENT, weights=(1, 2, 3), buffers=(5,), emit=_emit_recurrent,
     infer=_types(_GRU),
     body=_body(_GRU),
     samples=(
@@ -506,7 +506,12 @@ gru = Op(
 """Cho et al. 2014; gates z, r, h; X, W, R, B?, sequence_lens?, initial_h? -> Y, Y_h."""
 
 lstm = Op(
-    name="LSTM", kind=Kind.RECURRENT, emit=_emit_recurrent,
+    name="LSTM",
+    kind=Kind.RECURRENT,
+    weights=(1, 2, 3, 7),
+    buffers=(5, 6),
+    integer_form=IntegerForm.RECURRENT,
+    emit=_emit_recurrent,
     infer=_types(_LSTM),
     body=_body(_LSTM),
     samples=(

@@ -109,6 +109,7 @@ _uses = (
 reduce_sum_row = Op(
     name="ReduceSum",
     kind=Kind.REDUCTION,
+    total=True,
     **_settled,
     batch=batching.axes_shifted,
     reference=reduction_kernel(np.sum),
@@ -200,6 +201,7 @@ def _extreme_row(name: str, f: Any) -> Op:
     return Op(
         name=name,
         kind=Kind.REDUCTION,
+        total=True,
         **_settled,
         batch=batching.axes_shifted,
         reference=reduction_kernel(f),

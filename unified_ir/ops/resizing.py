@@ -401,7 +401,7 @@ def _mapped(how: str, *operands: Any, **attrs: Any) -> Any:
 
 
 resize_row = Op(
-    name="Resize", kind=Kind.MOVEMENT,
+    name="Resize", kind=Kind.MOVEMENT, settings=(1, 2),
     **settled(_resize_types, _resize_open, 1, 2, 3),
     reference=_resize_kernel,
     vjp=_resize_vjp,

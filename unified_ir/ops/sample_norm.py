@@ -57,6 +57,7 @@ def _group_kernel(
 group_norm_row = Op(
     name="GroupNormalization",
     kind=Kind.NORMALIZATION,
+    weights=(1, 2),
     reference=_group_kernel,
     body=_group_norm,
     native=lambda node, opset: False,
@@ -70,6 +71,7 @@ group_norm_row = Op(
 instance_norm_row = Op(
     name="InstanceNormalization",
     kind=Kind.NORMALIZATION,
+    weights=(1, 2),
     body=lambda x, scale, bias, *, epsilon: _per_channel(
         _standardized(x, x.shape[1], epsilon), scale, bias
     ),
@@ -90,6 +92,7 @@ def _rms_norm(x: Tensor, scale: Tensor, *, axis: int, epsilon: float, stash_type
 rms_norm_row = Op(
     name="RMSNormalization",
     kind=Kind.NORMALIZATION,
+    weights=(1,),
     body=_rms_norm,
     native=in_single,
     samples=(

@@ -555,7 +555,7 @@ def _deform_native(node: Node, opset: int) -> bool:
 
 
 deform_conv = Op(
-    name="DeformConv", kind=Kind.WINDOW,
+    name="DeformConv", kind=Kind.WINDOW, weights=(1, 3),
     infer=_deform_types,
     body=_deform_conv,
     native=_deform_native,

@@ -20,7 +20,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emit_movement import emit_one_hot, emit_split
 from triplane.unified_ir.ops.indexing import arange
-from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
+from triplane.unified_ir.ops.row import Call, IntegerForm, Kind, Op, dtype_attr
 from triplane.unified_ir.ops.samples import between, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.structure import (
     axes_of,
@@ -79,6 +79,8 @@ def _flatten(x: Tensor, *, axis: int) -> Tensor:
 flatten_row = Op(
     name="Flatten",
     kind=Kind.MOVEMENT,
+    integer_form=IntegerForm.COPY,
+    preserves_elements=True,
     body=_flatten,
     samples=(
         sample(normal(2, 3, 4)),
@@ -172,6 +174,7 @@ def _split_vjp(g: Any, y: Any, x: Tensor, sizes: Tensor | None = None, **attrs: 
 split_row = Op(
     name="Split",
     kind=Kind.MOVEMENT,
+    integer_form=IntegerForm.PART,
     emit=emit_split,
     batch=batching.first_along_axis,
     data_dependent_dims=lambda call: call.outputs if call.has(1) and call.known[1] is None else 0,
@@ -349,6 +352,7 @@ def _one_hot_vjp(
 one_hot_row: Op = Op(
     name="OneHot",
     kind=Kind.INDEXING,
+    settings=(2,),
     emit=emit_one_hot,
     data_dependent_dims=lambda call: int(call.known[1] is None),
     infer=_one_hot_types,

@@ -366,6 +366,7 @@ def _stft(
 stft = Op(
     name="STFT",
     kind=Kind.SIGNAL,
+    settings=(2,),
     data_dependent_dims=_stft_opens,
     infer=_stft_types,
     reference=_stft_kernel,
@@ -413,7 +414,7 @@ def _mel(bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datat
 
 
 mel_weight_matrix = Op(
-    name="MelWeightMatrix", kind=Kind.SOURCE,
+    name="MelWeightMatrix", kind=Kind.SOURCE, settings=(2, 3, 4),
     data_dependent_dims=_mel_opens,
     infer=_mel_types,
     reference=_mel,

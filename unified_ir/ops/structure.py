@@ -39,7 +39,7 @@ from triplane.unified_ir.ops.padding import (
     padded_type,
 )
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op, dtype_attr
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, IntegerForm, Kind, Op, dtype_attr
 from triplane.unified_ir.ops.samples import bools, computed, given, ints, normal, sample
 from triplane.unified_ir.ops.settings import all_open, length, settled
 from triplane.unified_ir.ops.shape_assertions import assume_shape
@@ -95,6 +95,7 @@ def _constant(call: Call) -> Types:
 constant_row = Op(
     name="Constant",
     kind=Kind.SOURCE,
+    total=True,
     emit=emit_constant,
     infer=_constant,
     reference=lambda value, **_: value,
@@ -112,7 +113,7 @@ dims_row = Op(
 """Sizes of the scope's symbols as an int64 vector; lowers to Shape and integer arithmetic."""
 
 identity = Op(
-    name="Identity", kind=Kind.MOVEMENT,
+    name="Identity", kind=Kind.MOVEMENT, total=True,
     batch=batching.elementwise,
     preserves_elements=True,
     infer=same,
@@ -143,6 +144,7 @@ def _cast_reference(x: Any, *, to: int, **_: Any) -> Any:
 cast_row = Op(
     name="Cast",
     kind=Kind.MOVEMENT,
+    total=True,
     batch=batching.elementwise,
     infer=lambda call: (call.type(0).with_dtype(dtype_attr(call.attrs["to"])),),
     reference=_cast_reference,
@@ -196,6 +198,8 @@ def _reshape_reference(x: Any, shape: Any, *, allowzero: int) -> Any:
 reshape_row = Op(
     name="Reshape",
     kind=Kind.MOVEMENT,
+    integer_form=IntegerForm.COPY,
+    total=True,
     emit=emit_reshape,
     batch=batching.reshaped,
     preserves_elements=True,
@@ -225,6 +229,7 @@ def _transpose_vjp(g: Tensor, y: Tensor, x: Tensor, *, perm: Any) -> tuple[Tenso
 transpose = Op(
     name="Transpose",
     kind=Kind.MOVEMENT,
+    integer_form=IntegerForm.COPY,
     batch=batching.transposed,
     infer=_transpose,
     reference=lambda x, perm: x.transpose(perm),
@@ -278,6 +283,7 @@ def _unsqueeze(call: Call) -> Types:
 unsqueeze_row = Op(
     name="Unsqueeze",
     kind=Kind.MOVEMENT,
+    integer_form=IntegerForm.COPY,
     batch=batching.reshaped,
     preserves_elements=True,
     **settled(_unsqueeze, all_open(lambda call: call.type(0).rank + length(call, 1)), 1),
@@ -307,6 +313,7 @@ def _squeeze(call: Call) -> Types:
 squeeze_row = Op(
     name="Squeeze",
     kind=Kind.MOVEMENT,
+    integer_form=IntegerForm.COPY,
     batch=batching.reshaped,
     preserves_elements=True,
     **settled(_squeeze, all_open(lambda call: call.type(0).rank - length(call, 1)), 1),
@@ -348,6 +355,7 @@ def _concat_vjp(g: Tensor, y: Tensor, *xs: Tensor, axis: int) -> list[Tensor]:
 concat_row = Op(
     name="Concat",
     kind=Kind.MOVEMENT,
+    integer_form=IntegerForm.MIX,
     batch=batching.axis_shifted,
     infer=_concat,
     reference=lambda *xs, axis: np.concatenate(xs, axis),
@@ -482,6 +490,7 @@ def gather_axis(x: Tensor, positions: Any, axis: int) -> Tensor:
 slice_row = Op(
     name="Slice",
     kind=Kind.MOVEMENT,
+    integer_form=IntegerForm.PART,
     emit=emit_slice,
     batch=batching.sliced,
     **settled(_slice, _sliced_open, 1, 2, 3, 4),
@@ -507,6 +516,7 @@ def slice_axis(x: Tensor, axis: int, start: Dim, end: Dim, step: int = 1) -> Ten
 pad_row = Op(
     name="Pad",
     kind=Kind.MOVEMENT,
+    settings=(2,),
     emit=emit_pad,
     batch=batching.padded,
     **settled(padded_type, all_open(lambda call: call.type(0).rank), 1, 3),
