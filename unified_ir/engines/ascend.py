@@ -9,24 +9,14 @@ cycles are not modelled at this level.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Final
 
 from triplane.unified_ir.engines.onnx import OnnxEngine, OnnxProgram
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import float16, float32
 from triplane.unified_ir.ops.build import expansion, note_contents
 from triplane.unified_ir.ops.inline import renewed
-from triplane.unified_ir.ops.row import DOMAIN, Known
+from triplane.unified_ir.ops.row import Known
 from triplane.unified_ir.ops.table import TABLE
-
-CUBE: Final[dict[tuple[str, str], int]] = {
-    ("", "MatMul"): 2,
-    ("", "Gemm"): 2,
-    ("", "Conv"): 2,
-    ("", "ConvTranspose"): 2,
-    (DOMAIN, "ConvGradWeight"): 2,
-}
-"""Operators of the cube, and how many leading operands it rounds (a bias is added in fp32)."""
 
 
 class AscendEngine:
@@ -64,16 +54,14 @@ class _Rounding:
     def add(self, node: Node) -> None:
         """A node with its cube operands rounded; where a rule is lacking, its body's nodes."""
         inputs = [None if v is None else self.env.get(v, v) for v in node.inputs]
-        key = (node.op.domain, node.op.name)
-        row = TABLE[key]
+        row = TABLE[node.op.domain, node.op.name]
         note_contents(row, node, self.contents)
-        hides_products = key not in CUBE and row.vjp is None and not node.regions
+        hides_products = not row.is_product and row.vjp is None and not node.regions
         meaning = expansion(TABLE, node, self.contents) if hides_products else None
         if meaning is not None:
             self._expand(node, renewed(meaning, f"inner_{len(self.nodes)}"), inputs)
             return
-        for i in range(CUBE.get(key, 0)):
-            operand = inputs[i]
+        for i, operand in enumerate(inputs[:2] if row.is_product else []):  # a bias is in fp32
             if operand is not None and operand.type.dtype == float32:
                 inputs[i] = self._through_half(operand, node)
         regions = tuple(round_cube_operands(r) for r in node.regions)

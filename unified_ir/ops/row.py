@@ -310,6 +310,11 @@ class Op:
         moved = sum(size(v) for v in (*node.inputs, *node.outputs) if v is not None)
         return Cost(moved * (DENSE_FLOPS if self.kind in _DENSE else 1), moved)
 
+    @property
+    def is_product(self) -> bool:
+        """Whether it is one product of its first two operands, a bias beside them at most."""
+        return self.kind is Kind.CONTRACTION and self.arity[1] <= 3
+
     def letter(self, i: int) -> str:
         """Type letter of operand `i`; a variadic last operand repeats."""
         return self.letters[min(i, len(self.letters) - 1)] if self.letters else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType, ModuleType
 from typing import Final
 
+from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ops import (
     activations,
     attention,
@@ -97,3 +98,8 @@ def _collect(modules: tuple[ModuleType, ...]) -> dict[tuple[str, str], Op]:
 
 
 TABLE: Final[Table] = MappingProxyType(_collect(_MODULES))
+
+
+def row_of(node: Node) -> Op:
+    """The row of a node's operator."""
+    return TABLE[node.op.domain, node.op.name]

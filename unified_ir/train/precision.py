@@ -22,7 +22,7 @@ from triplane.unified_ir.ir.types import float16, float32
 from triplane.unified_ir.ops.build import expansion, note_contents
 from triplane.unified_ir.ops.inline import renewed
 from triplane.unified_ir.ops.row import Known
-from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.ops.tensor import Tensor
 
 Precision = Literal["float32", "float16"]
@@ -86,9 +86,6 @@ class _Half:
     """One function or region under rewriting."""
 
     def __init__(self, function: Function) -> None:
-        from triplane.unified_ir.engines.ascend import CUBE  # onnxruntime comes with it
-
-        self.products = {TABLE[key].id for key in CUBE if key in TABLE}
         self.function = function
         self.nodes: list[Node] = []
         self.env: dict[Value, Value] = {}
@@ -105,12 +102,12 @@ class _Half:
 
     def _add(self, node: Node) -> None:
         inputs = tuple(None if v is None else self.env.get(v, v) for v in node.inputs)
-        if node.op in self.products and node.outputs[0].type.dtype == float32:
+        if row_of(node).is_product and node.outputs[0].type.dtype == float32:
             self._product(node, inputs)
             return
-        note_contents(TABLE[node.op.domain, node.op.name], node, self.contents)
+        note_contents(row_of(node), node, self.contents)
         meaning = None if node.regions else expansion(TABLE, node, self.contents)
-        if meaning is not None and any(n.op in self.products for n in meaning.walk()):
+        if meaning is not None and any(row_of(n).is_product for n in meaning.walk()):
             self._spread(node, renewed(meaning, f"inner_{len(self.nodes)}"), inputs)
             return
         regions = tuple(half(r) for r in node.regions)
