@@ -17,10 +17,16 @@ from typing import Any, Final
 import onnx
 
 from triplane.unified_ir.ir.graph import Function, Node
+from triplane.unified_ir.ops.row import IntegerForm
+from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import Artifact
 from triplane.unified_ir.runtime import SessionOptions
 
-PRODUCTS: Final = ("Conv", "Gemm", "MatMul", "LSTM")
+PRODUCTS: Final = frozenset(
+    row.name
+    for row in TABLE.values()
+    if row.integer_form in {IntegerForm.PRODUCT, IntegerForm.RECURRENT}
+)
 """Operators that multiply by weights and have an integer form."""
 _EMITTED: Final = frozenset({*PRODUCTS, "DynamicQuantizeLSTM"})
 INTEGER: Final = frozenset(
