@@ -16,7 +16,7 @@ from typing import Final
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ops.barrier import barrier
-from triplane.unified_ir.ops.table import TABLE
+from triplane.unified_ir.ops.table import row_of
 from triplane.unified_ir.passes.clean import clean, with_nodes
 from triplane.unified_ir.passes.fuse import fuse
 from triplane.unified_ir.passes.memory import (
@@ -32,9 +32,6 @@ LONGEST_CHAIN: Final = 16
 """Nodes that run again for one tensor, at most."""
 TRIED: Final = 24
 """Tensors looked at for one step of the plan, the largest gain for the work first."""
-HEAVY: Final = frozenset(["Conv", "ConvTranspose", "Gemm", "MatMul", "LSTM", "GRU", "RNN"])
-HEAVY_WORK: Final = 30
-"""Work of such a node by byte of its tensors, where others have 1: a rule of thumb."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +122,7 @@ def _candidates(
 
 
 def _work(node: Node, sizes: Mapping[str, int]) -> int:
-    moved = sum(type_bytes(v.type, sizes) for v in [*node.inputs, *node.outputs] if v is not None)
-    return 1 + moved * (HEAVY_WORK if node.op.name in HEAVY or node.regions else 1)
+    return 1 + row_of(node).cost_of(node, lambda value: type_bytes(value.type, sizes)).flops
 
 
 def _chain(nodes: Sequence[Node], now: Live[Value], value: Value, use: int) -> list[Node] | None:
@@ -151,7 +147,7 @@ def _chain(nodes: Sequence[Node], now: Live[Value], value: Value, use: int) -> l
 
 def _repeats(node: Node) -> bool:
     """Whether a second run gives the same values, under types that are known."""
-    row = TABLE[node.op.domain, node.op.name]
+    row = row_of(node)
     inside = all(_repeats(inner) for region in node.regions for inner in region.nodes)
     return not row.nondeterministic and not row.data_dependent_dims and inside
 
