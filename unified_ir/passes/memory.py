@@ -17,8 +17,9 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import evaluate
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import TensorType
+from triplane.unified_ir.ops.table import TABLE
 
-VIEWS: Final = frozenset(["Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Barrier"])
+VIEWS: Final = frozenset(row.name for row in TABLE.values() if row.preserves_elements)
 """Operators whose first output is their first operand's memory."""
 CONSTANT: Final = "Constant"
 
