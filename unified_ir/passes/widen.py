@@ -7,13 +7,9 @@ graph is for. Sums inside one operator are in float32, as on a matrix unit.
 
 from __future__ import annotations
 
-from typing import Final
-
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import float16, float32
 from triplane.unified_ir.ops.table import TABLE
-
-_EXACT: Final = frozenset({"Cast", "Constant"})
 
 
 def widen_half(function: Function) -> Function:
@@ -33,7 +29,7 @@ def _add(node: Node, nodes: list[Node], wide: dict[Value, Value]) -> None:
     regions = tuple(widen_half(r) for r in node.regions)
     halves = [v for v in node.outputs if v.type.dtype == float16]
     reads = any(v is not None and v.type.dtype == float16 for v in node.inputs)
-    if regions or node.op.name in _EXACT or not (halves and reads):
+    if regions or node.op.name == "Cast" or not (halves and reads):
         nodes.append(Node(node.op, node.inputs, node.outputs, node.attrs, regions, node.meta))
         return
     inputs = tuple(None if v is None else _widened(v, node, nodes, wide) for v in node.inputs)
