@@ -4,9 +4,16 @@ import pytest
 from tests.quantize import nets
 
 from triplane.unified_ir import nn, ops
+from triplane.unified_ir.ops.row import IntegerForm
 from triplane.unified_ir.ops.shapes import flatten_row
+from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.quantize import find_sites, freeze
-from triplane.unified_ir.quantize.sites import CLAMP, COPY, KINDS, MIX, PART
+
+FORMS = {
+    row.name: row.integer_form
+    for row in TABLE.values()
+    if row.integer_form not in {None, IntegerForm.IN_PARTS}
+}
 
 
 class Between(nn.Cell):
@@ -51,7 +58,9 @@ def sites_around(op, middle=None):
     return sites, node
 
 
-@pytest.mark.parametrize("op", [op for op, kind in KINDS.items() if kind in {COPY, PART}])
+@pytest.mark.parametrize(
+    "op", [op for op, kind in FORMS.items() if kind in {IntegerForm.COPY, IntegerForm.PART}]
+)
 def test_what_moves_elements_keeps_their_scale(op):
     sites, node = sites_around(op)
     for y in node.outputs:
@@ -91,14 +100,14 @@ def test_a_clamp_goes_into_the_rounding_of_a_product_with_a_number():
     assert sites.clamps[node.outputs[0]].low == 0.0
 
 
-@pytest.mark.parametrize("op", [op for op, kind in KINDS.items() if kind == MIX])
+@pytest.mark.parametrize("op", [op for op, kind in FORMS.items() if kind is IntegerForm.MIX])
 def test_what_makes_new_values_gets_a_scale_of_its_own(op):
     sites, node = sites_around(op)
     assert sites.root[node.outputs[0]] is node.outputs[0]
     assert all(v in sites.root for v in node.inputs)
 
 
-@pytest.mark.parametrize("op", [op for op, kind in KINDS.items() if kind == CLAMP])
+@pytest.mark.parametrize("op", [op for op, kind in FORMS.items() if kind is IntegerForm.CLAMP])
 def test_a_clamp_at_zero_vanishes_into_the_product(op):
     sites, node = sites_around(op)
     assert node in sites.dropped
@@ -118,6 +127,6 @@ def test_a_clip_not_at_zero_stays():
     assert node not in sites.dropped
 
 
-@pytest.mark.parametrize("op", KINDS)
+@pytest.mark.parametrize("op", FORMS)
 def test_every_row_of_the_table_has_a_case_here_or_multiplies_by_weights(op):
-    assert op in MIDDLES or KINDS[op] in {"product", "recurrent"}
+    assert op in MIDDLES or FORMS[op] in {IntegerForm.PRODUCT, IntegerForm.RECURRENT}

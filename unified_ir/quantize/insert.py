@@ -14,6 +14,8 @@ import numpy as np
 
 from triplane.unified_ir.ir.graph import Array, Node, Value
 from triplane.unified_ir.ops.quant import dequantize_linear, quantize_linear
+from triplane.unified_ir.ops.row import IntegerForm
+from triplane.unified_ir.ops.table import row_of
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.quantize.frozen import Frozen, Rewrite
 from triplane.unified_ir.quantize.scheme import (
@@ -24,7 +26,7 @@ from triplane.unified_ir.quantize.scheme import (
     quantize_gates,
     quantize_weight,
 )
-from triplane.unified_ir.quantize.sites import KINDS, MIX, Gates, Product, Sites
+from triplane.unified_ir.quantize.sites import Gates, Product, Sites
 
 
 def insert(
@@ -86,7 +88,7 @@ class _Inserter:
             self.product(node, product)
         elif node in self.sites.gates:
             self.recurrent(node, self.sites.gates[node])
-        elif KINDS.get(node.op.name) == MIX and node.outputs[0] in self.sites.root:
+        elif row_of(node).integer_form is IntegerForm.MIX and node.outputs[0] in self.sites.root:
             rank = node.outputs[0].type.rank
             self.made.replace(node, [self.operand(v, rank) for v in node.inputs])
         else:

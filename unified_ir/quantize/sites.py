@@ -15,43 +15,26 @@ from typing import Final
 from triplane.unified_ir.ir.graph import Array, Node, Value
 from triplane.unified_ir.ir.types import float32
 from triplane.unified_ir.onnx import DYNAMIC_LSTM
+from triplane.unified_ir.ops.row import IntegerForm
+from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.quantize.frozen import Frozen, uses
-
-PRODUCT, COPY, PART, MIX, CLAMP = "product", "copy", "part", "mix", "clamp"
-RECURRENT = "recurrent"
-
-# fmt: off
-KINDS: Final[Mapping[str, str]] = {
-    "Conv": PRODUCT, "Gemm": PRODUCT, "MatMul": PRODUCT,
-    # elements keep their values, so they keep the scale
-    "MaxPool": COPY, "Reshape": COPY, "Transpose": COPY, "Squeeze": COPY, "Unsqueeze": COPY,
-    "Flatten": COPY,
-    # so do some of them; worth it only before an integer tensor
-    "Slice": PART, "Split": PART,
-    # onnxruntime has an integer kernel; worth it only between integer tensors
-    "Add": MIX, "Mul": MIX, "AveragePool": MIX, "GlobalAveragePool": MIX, "Concat": MIX,
-    "Sigmoid": MIX, "LeakyRelu": MIX,
-    # Softmax has a kernel too, and is slower in it (decision 0035)
-    "Relu": CLAMP, "Clip": CLAMP,
-    # on integer weights, where the runtime has the operator; reads and gives floats
-    "LSTM": RECURRENT,
-}
-"""What a node in integers asks of its tensors; anything else runs in float."""
-# fmt: on
 
 FACTORS: Final = (1e-6, 1e6)
 """Numbers by which a scale is multiplied without leaving the range of float32."""
+
+FOLLOWING: Final = frozenset(
+    {IntegerForm.COPY, IntegerForm.PART, IntegerForm.MIX, IntegerForm.CLAMP}
+)
+"""Forms that stay on integers between integer tensors."""
 
 MIN_WEIGHTS: Final = 2**14
 """Fewest weights of a direction of an LSTM on integers: below, rounding the input and the state in
 each step costs more than the products save (decision 0043)."""
 
-IN_PARTS: Final = frozenset({"HardSigmoid", "HardSwish"})
-"""Operators without an integer kernel whose parts, sums and products by a constant, have them.
-
-A network of inverted residuals with HardSwish took 1.80 of float's time with the operator in float
-and 1.30 with its parts in integers.
-"""
+IN_PARTS: Final = frozenset(
+    row.name for row in TABLE.values() if row.integer_form is IntegerForm.IN_PARTS
+)
+"""Operators without an integer kernel whose parts, sums and products by a constant, have them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,9 +108,9 @@ class _Finder:
         self.uses: Counter[Value] = uses(frozen.function)
         self.producer = {v: node for node in frozen.function.nodes for v in node.outputs}
         for node in frozen.function.nodes:
-            if KINDS.get(node.op.name) == PRODUCT:
+            if row_of(node).integer_form is IntegerForm.PRODUCT:
                 self.judge(node)
-            elif KINDS.get(node.op.name) == RECURRENT:
+            elif row_of(node).integer_form is IntegerForm.RECURRENT:
                 self.judge_gates(node)
         self.wanted = self.find_wanted(frozen.function.nodes)
         for node in frozen.function.nodes:
@@ -160,7 +143,7 @@ class _Finder:
         """Values that some integer product reads, directly or through nodes with integer forms."""
         wanted: set[Value] = set()
         for node in reversed(nodes):
-            follows = KINDS.get(node.op.name) in {COPY, PART, MIX, CLAMP}
+            follows = row_of(node).integer_form in FOLLOWING
             if node in self.sites.products:
                 wanted.update(self.operands(node))
             elif follows and wanted.intersection(node.outputs):
@@ -170,22 +153,22 @@ class _Finder:
     def visit(self, node: Node) -> None:
         """Marks the sites around one node."""
         y = node.outputs[0]
-        kind = KINDS.get(node.op.name)
+        form = row_of(node).integer_form
         if node in self.sites.products:
             for x in self.operands(node):
                 self.sites.root.setdefault(x, x)
             if node.op.name == "Conv" or y in self.wanted:
                 self.sites.root[y] = y
         elif self.on_site(node) and (
-            (kind == COPY and _all_floats(node))
-            or (kind == PART and self.wanted.intersection(node.outputs))
+            (form is IntegerForm.COPY and _all_floats(node))
+            or (form is IntegerForm.PART and self.wanted.intersection(node.outputs))
         ):
             self.sites.root.update(dict.fromkeys(node.outputs, self.sites.root[self.first(node)]))
-        elif kind == MIX and y in self.wanted and self.mixes_sites(node):
+        elif form is IntegerForm.MIX and y in self.wanted and self.mixes_sites(node):
             self.sites.root[y] = y
             if (scaled := self.scaled(node)) is not None:
                 self.sites.scaled[node] = scaled
-        elif kind == CLAMP:
+        elif form is IntegerForm.CLAMP:
             self.clamp(node)
 
     def first(self, node: Node) -> Value:
