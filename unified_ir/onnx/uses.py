@@ -22,60 +22,58 @@ from triplane.unified_ir.ir.graph import Array, Role
 from triplane.unified_ir.ir.types import type_of
 from triplane.unified_ir.onnx.expanded import FunctionKey, key_of
 from triplane.unified_ir.onnx.fold import MAX_CONTENTS
+from triplane.unified_ir.onnx.lift import REPLACED
 from triplane.unified_ir.onnx.source import subgraphs_of
+from triplane.unified_ir.ops.row import Kind
+from triplane.unified_ir.ops.table import TABLE
 
 Read = tuple[NodeProto, int]
 """A node, and which of its operands."""
 T = TypeVar("T")
 
-# fmt: off
-PRODUCTS: Final[Mapping[str, tuple[int, ...]]] = {
-    "Gemm": (0, 1, 2), "MatMul": (0, 1), "Einsum": (0, 1),
+Operands = Mapping[str, tuple[int, ...]]
+"""Numbers of operands by the name of an operator of ai.onnx."""
+
+_ROWS: Final = {row.name: row for row in TABLE.values() if not row.domain} | {
+    old: TABLE["", new] for old, new in REPLACED.items()
+}
+PRODUCTS: Final[Operands] = {
+    name: row.weights
+    for name, row in _ROWS.items()
+    if row.kind is Kind.CONTRACTION and 0 in row.weights
 }
 """Products: a float operand is a weight, unless only sines and cosines read the result."""
 
-LAYERS: Final[Mapping[str, tuple[int, ...]]] = {
-    "Conv": (1, 2), "ConvTranspose": (1, 2), "DeformConv": (1, 3), "PRelu": (1,),
-    "LSTM": (1, 2, 3, 7), "GRU": (1, 2, 3), "RNN": (1, 2, 3),
-    "BatchNormalization": (1, 2), "InstanceNormalization": (1, 2), "LayerNormalization": (1, 2),
-    "GroupNormalization": (1, 2), "RMSNormalization": (1,),
+LAYERS: Final[Operands] = {
+    name: row.weights for name, row in _ROWS.items() if row.weights and 0 not in row.weights
 }
 """Operands that are weights wherever they stand."""
 
-ELEMENTWISE: Final = frozenset({"Add", "Sub", "Mul", "Div"})
+ELEMENTWISE: Final = frozenset(
+    name for name, row in _ROWS.items() if row.kind is Kind.ELEMENTWISE and 0 in row.weights
+)
 """Operators whose float operand is a weight behind a layer, see `Uses._joins`."""
 
-STATISTICS: Final[Mapping[str, tuple[int, ...]]] = {"BatchNormalization": (3, 4)}
+STATISTICS: Final[Operands] = {
+    name: row.buffers for name, row in _ROWS.items() if row.kind is Kind.NORMALIZATION
+}
 """Operands that are buffers: assigned in training, not reached by gradients."""
 
-STATES: Final[Mapping[str, tuple[int, ...]]] = {"LSTM": (5, 6), "GRU": (5,), "RNN": (5,)}
-"""Operands that a sequence begins with: buffers."""
+_FIXED: Final[Operands] = {name: (*row.buffers, *row.settings) for name, row in _ROWS.items()}
+"""Operands that training does not change: state that a sequence begins with, settings."""
 
-CONTENTS: Final[Mapping[str, tuple[int, ...]]] = {
-    "Clip": (1, 2), "Dropout": (1,), "OneHot": (2,), "Pad": (2,), "Resize": (1, 2),
-    "Upsample": (1,), "QuantizeLinear": (1, 2), "DequantizeLinear": (1, 2),
-    "NonMaxSuppression": (2, 3, 4),
-    "QLinearConv": (1, 2, 4, 5, 6, 7), "QLinearMatMul": (1, 2, 4, 5, 6, 7), "Range": (0, 1, 2),
-    "Constant": (), "TfIdfVectorizer": (), "STFT": (2,), "MelWeightMatrix": (2, 3, 4),
-}
-"""Operands that are settings of the operator: floats there are constants."""
+_SETTINGS: Final[Operands] = {name: row.settings for name, row in _ROWS.items()}
 
-THROUGH: Final = frozenset({
-    "Identity", "Unsqueeze", "Squeeze", "Reshape", "Transpose", "Expand", "Flatten", "Cast",
-    "Slice", "Split", "Tile", "Resize", "Pad",
-})
+_MOVEMENT: Final = frozenset(name for name, row in _ROWS.items() if row.kind is Kind.MOVEMENT)
+THROUGH: Final = _MOVEMENT - {"Concat"}
 """Operators that only arrange their first operand: what is read behind them is read of it."""
-_PLAIN: Final = THROUGH | ELEMENTWISE | {"Clip", "Pad", "Resize", "Concat", "Gather"}
+_PLAIN: Final = _MOVEMENT | ELEMENTWISE | {"Clip", "Gather"}
 """Operators that an input passes on its way to the first layer."""
 _SIZES: Final = frozenset({"Shape", "Size"})
-_COMPARED: Final = frozenset({"Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"})
+_COMPARED: Final = frozenset(name for name, row in _ROWS.items() if row.kind is Kind.COMPARISON)
 """Operators through which no gradient flows."""
-_RANDOM: Final = frozenset({
-    "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
-    "RandomUniformLike",
-})
+_RANDOM: Final = frozenset(name for name, row in _ROWS.items() if row.kind is Kind.RANDOM)
 _STANDARD: Final = frozenset({"", "ai.onnx"})
-# fmt: on
 
 MAX_READS: Final = 64
 """Uses that decide the role of an array; what is read more often is judged by so many."""
@@ -163,7 +161,7 @@ class Uses:
         if not type_of(array).dtype.is_float:
             return Role.BUFFER if array.size > MAX_CONTENTS else None
         read = self.of(name)
-        if array.ndim == 0 or (read and all(_at(CONTENTS, *r) for r in read)):
+        if array.ndim == 0 or (read and all(_at(_SETTINGS, *r) for r in read)):
             return None
         held = _Held(array)
         learnt = any(self._learns(node, i, held) for node, i in read)
@@ -202,7 +200,7 @@ class Uses:
             return False
         if node.domain not in _STANDARD or _at(LAYERS, node, i):
             return True  # a function's, or an operator's that is not ONNX's: nothing is known
-        if any(_at(table, node, i) for table in (STATES, CONTENTS)):
+        if _at(_FIXED, node, i):
             return False
         if _at(PRODUCTS, node, i):
             return not self._gives_angles(node)
@@ -355,7 +353,7 @@ def _joined_ends(own: frozenset[str], more: list[frozenset[str]]) -> frozenset[s
     return frozenset(sorted(own.union(*more))[:MAX_ENDS])
 
 
-def _at(table: Mapping[str, tuple[int, ...]], node: NodeProto, i: int) -> bool:
+def _at(table: Operands, node: NodeProto, i: int) -> bool:
     return i in table.get(node.op_type, ())
 
 
