@@ -183,7 +183,7 @@ def _gather(x: Array, indices: Array, *, axis: int = 0) -> Array:
     return made
 
 
-_RULES: Final[Mapping[str, Callable[..., Any]]] = {
+ARRANGING: Final[Mapping[str, Callable[..., Any]]] = {
     "Identity": lambda x: x,
     "Cast": _cast,
     "Gather": _gather,
@@ -191,6 +191,10 @@ _RULES: Final[Mapping[str, Callable[..., Any]]] = {
     "Concat": lambda *xs, axis: np.concatenate(xs, axis),
     "Unsqueeze": lambda x, axes: np.expand_dims(x, tuple(_ints(axes))),
     "Squeeze": lambda x, axes=None: np.squeeze(x, None if axes is None else tuple(_ints(axes))),
+}
+"""Rules that only arrange the numbers of a vector; they also take one that is known in part."""
+_RULES: Final[Mapping[str, Callable[..., Any]]] = {
+    **ARRANGING,
     "Reshape": _reshape,
     "Flatten": lambda x, axis=1: x.reshape((int(np.prod(x.shape[:axis])), -1)),
     "Add": _elementwise(lambda a, b: a + b),

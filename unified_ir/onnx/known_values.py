@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -10,17 +10,12 @@ from triplane.unified_ir.ir.dims import Dim, Expr, is_symbol
 from triplane.unified_ir.ir.graph import Array, Value
 from triplane.unified_ir.ir.types import DType, bool_, int64, is_plain
 from triplane.unified_ir.onnx.application import Application
-from triplane.unified_ir.onnx.fold import MAX_CONTENTS, MAX_FOLDED, fold, symbolic
+from triplane.unified_ir.onnx.fold import ARRANGING, MAX_CONTENTS, MAX_FOLDED, fold, symbolic
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.row import Op, dtype_attr
 from triplane.unified_ir.ops.shape_assertions import assume_shape
 from triplane.unified_ir.ops.tensor import Tensor
-
-ARRANGING: Final = frozenset(
-    {"Cast", "Concat", "Gather", "Identity", "Slice", "Squeeze", "Unsqueeze"}
-)
-"""Operators that only arrange the numbers of a vector."""
 
 
 class KnownValues:
