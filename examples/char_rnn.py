@@ -1,4 +1,4 @@
-"""A recurrent network that learns to write a text, letter by letter.
+"""Train a recurrent network to write a text, letter by letter.
 
 Run it: python examples/char_rnn.py
 """
@@ -36,14 +36,14 @@ class Writer(nn.Cell):
 
 
 def windows(text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Every stretch of LENGTH letters, and the same one letter later."""
+    """Return every window of LENGTH letters, and the same windows one letter later."""
     ids = np.array([LETTERS.index(c) for c in text])
-    found = np.lib.stride_tricks.sliding_window_view(ids, LENGTH + 1)
-    return found[:, :-1].copy(), found[:, 1:].copy()
+    views = np.lib.stride_tricks.sliding_window_view(ids, LENGTH + 1)
+    return views[:, :-1].copy(), views[:, 1:].copy()
 
 
 def continued(trainer: train.Trainer, start: str, count: int) -> str:
-    """`start` and the `count` letters that the network finds likeliest after it."""
+    """Return `start`, continued by the `count` most likely letters."""
     written = start
     for _ in range(count):
         ids = np.array([[LETTERS.index(c) for c in written[-LENGTH:]]])
@@ -52,7 +52,7 @@ def continued(trainer: train.Trainer, start: str, count: int) -> str:
 
 
 def main() -> None:
-    """Trains until the text is known, then writes some of it."""
+    """Train until the text is known, then write some of it."""
     trainer = train.Trainer(
         Writer(len(LETTERS)),
         loss=nn.SoftmaxCrossEntropy(),
@@ -60,7 +60,7 @@ def main() -> None:
         clip_norm=1.0,
     )
     history = trainer.fit(windows(TEXT), epochs=6)
-    sys.stdout.write(f"letters foretold: {history.last['accuracy']:.3f}\n")
+    sys.stdout.write(f"letters predicted: {history.last['accuracy']:.3f}\n")
     sys.stdout.write(continued(trainer, TEXT[:LENGTH], 60) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""A small convolutional network for handwritten digits, trained in seconds.
+"""Train a small convolutional network on handwritten digits in seconds.
 
 Run it: python examples/digits.py
 """
@@ -23,7 +23,7 @@ class Digits(nn.Cell):
 
 
 def main() -> None:
-    """Trains on 1437 digits and measures on 360 others."""
+    """Train on 1437 digits and measure the accuracy on 360 others."""
     training, held_out = data.digits().split()
     trainer = train.Trainer(
         Digits(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.Adam(1e-2), engine="onnx"

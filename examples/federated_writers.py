@@ -1,11 +1,12 @@
-"""MNIST by writer: every algorithm on 539 writers, scored on them and on 295 that never took part.
+"""Compare every algorithm on MNIST by writer: 539 writers learn, 295 others never take part.
 
-All have the same rounds, writers, steps and samples in a step. What an algorithm leaves open was
-chosen by `--tune` on training writers alone: 40 rounds with 100 of them, each setting of `TRIED`
-scored after adaptation on 50 others, and the best one taken that stays finite for all rounds
-(Meta-SGD above a meta-rate of 0.05 does not). FedAvg and its kin adapt at the best of six rates.
+All algorithms use the same rounds, writers, steps and samples in a step. Their hyperparameters were
+chosen by `--tune` on training writers alone: each setting of `TRIED` runs for 40 rounds with 100 of
+these writers and is scored after adaptation on 50 others; the best setting that stays finite for
+all rounds was taken (Meta-SGD above a meta-rate of 0.05 does not). FedAvg and the other algorithms
+that learn by batches adapt at the best of six rates.
 
-TRIPLANE_DATA names the folder of mnist_by_writer.npz (x, y, writer, split).
+TRIPLANE_DATA names the folder that contains mnist_by_writer.npz (x, y, writer, split).
 
 Run it: python examples/federated_writers.py [--tune] [ALGORITHM ...]   (some minutes each)
 """
@@ -31,7 +32,7 @@ from triplane.unified_ir.ir import Module
 
 FILE: Final = "mnist_by_writer.npz"
 RATES: Final = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""Of adaptation, for algorithms that learn by batches."""
+"""Rates of adaptation to try for algorithms that learn by batches."""
 BASE: Final = Study(
     algorithm="fedavg", rounds=300, devices=10, steps=3, batch_size=40, support=20, query=20,
     evaluate_every=100, hyper=Hyper(lr=0.1, inner_steps=3),
@@ -65,7 +66,7 @@ TRIED: Final[Mapping[str, tuple[Hyper, ...]]] = {
 # fmt: on
 TUNING_ROUNDS: Final = 40
 TUNING_WRITERS: Final = (100, 50)
-"""Of the training writers: some to learn with, others to be scored on."""
+"""How many of the training writers to learn with, and how many to score on."""
 
 
 class TwoConvolutions(nn.Cell):
@@ -87,7 +88,7 @@ class TwoConvolutions(nn.Cell):
 
 
 def model() -> Module:
-    """The untrained network."""
+    """Return the untrained network."""
     nn.seed(0)
     trainer = train.Trainer(
         TwoConvolutions(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1)
@@ -97,7 +98,7 @@ def model() -> Module:
 
 
 def source(path: Path) -> SampleSource:
-    """A device per writer; half of its digits score it."""
+    """Return the dataset with one device for each writer, scored on half of its digits."""
     return SampleSource(
         data=str(path), way="group", group="writer", split="split",
         held_out=0.5, least=10,
@@ -105,37 +106,37 @@ def source(path: Path) -> SampleSource:
 
 
 def trial(study: Study, path: Path, folder: Path | None = None) -> Trial:
-    """One algorithm; folder: where its place is kept, to go on from."""
+    """Run one algorithm; folder: where its progress is saved, so that it can be resumed."""
     module = model()
     seen, unseen = devices_of(source(path), module)
     return simulate(module, seen, study, unseen=unseen, folder=folder)
 
 
 def tune(name: str, path: Path) -> None:
-    """Prints what each setting of an algorithm gives writers that it did not learn from."""
+    """Print the accuracy of each setting of an algorithm on writers that it did not learn from."""
     module = model()
     few, others = _some(devices_of(source(path), module)[0])
     for hyper in TRIED[name]:
         study = replace(STUDIES[name], hyper=hyper, rounds=TUNING_ROUNDS, evaluate_every=0)
         try:
-            gave = _gave(simulate(module, few, study, unseen=others))
+            scores = _scores_text(simulate(module, few, study, unseen=others))
         except InvalidInput as error:
-            gave = str(error)
-        print(f"{name:9} {_told(hyper):24} {gave}", flush=True)
+            scores = str(error)
+        print(f"{name:9} {_setting_text(hyper):24} {scores}", flush=True)
 
 
-def _told(hyper: Hyper) -> str:
-    """What differs from the defaults."""
-    given, usual = asdict(hyper), asdict(Hyper())
-    return ", ".join(f"{k} {v:g}" for k, v in given.items() if v != usual[k])
+def _setting_text(hyper: Hyper) -> str:
+    """Return the hyperparameters that differ from the defaults."""
+    values, defaults = asdict(hyper), asdict(Hyper())
+    return ", ".join(f"{k} {v:g}" for k, v in values.items() if v != defaults[k])
 
 
-def _gave(made: Trial) -> str:
-    rate, found = made.best_rate(seen=False) or (None, made.summary(seen=False))
-    assert found is not None
+def _scores_text(run: Trial) -> str:
+    rate, scores = run.best_rate(seen=False) or (None, run.summary(seen=False))
+    assert scores is not None
     return (
-        f"{100 * found.before:5.1f} before, {100 * found.after:5.1f} adapted "
-        f"(rate {rate or 'own'}), loss {made.rounds[-1].loss:.3f}"
+        f"{100 * scores.before:5.1f} before, {100 * scores.after:5.1f} adapted "
+        f"(rate {rate or 'own'}), loss {run.rounds[-1].loss:.3f}"
     )
 
 
@@ -145,22 +146,22 @@ def _some(shards: Mapping[str, Shard]) -> tuple[dict[str, Shard], dict[str, Shar
     return dict(chosen[:learning]), dict(chosen[learning:])
 
 
-def show(made: Trial) -> None:
-    """Prints accuracy in percent over devices."""
+def show(run: Trial) -> None:
+    """Print accuracy in percent over devices."""
     for seen, group in ((True, "training"), (False, "unseen")):
-        rate, found = made.best_rate(seen=seen) or (None, made.summary(seen=seen))
-        assert found is not None
+        rate, scores = run.best_rate(seen=seen) or (None, run.summary(seen=seen))
+        assert scores is not None
         print(
-            f"{made.algorithm:9} {group:8} {found.devices:4} devices: {100 * found.before:5.1f} "
-            f"before, {100 * found.after:5.1f} adapted (rate {rate or 'own'}), worst tenth "
-            f"{100 * found.before_worst_tenth:5.1f} and {100 * found.after_worst_tenth:5.1f}, "
-            f"{made.bytes_up / 1e6:.0f} MB up, {made.seconds:.0f} s",
+            f"{run.algorithm:9} {group:8} {scores.devices:4} devices: {100 * scores.before:5.1f} "
+            f"before, {100 * scores.after:5.1f} adapted (rate {rate or 'own'}), worst tenth "
+            f"{100 * scores.before_worst_tenth:5.1f} and {100 * scores.after_worst_tenth:5.1f}, "
+            f"{run.bytes_up / 1e6:.0f} MB up, {run.seconds:.0f} s",
             flush=True,
         )
 
 
 def main(arguments: tuple[str, ...]) -> None:
-    """Tries settings, or prints what each algorithm gives and writes federated_writers.html."""
+    """Try settings, or compare the algorithms and write federated_writers.html."""
     path = Path(os.environ.get("TRIPLANE_DATA", ".")) / FILE
     names = tuple(name for name in arguments if name != "--tune") or tuple(STUDIES)
     if "--tune" in arguments:
