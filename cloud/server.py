@@ -214,11 +214,11 @@ class Cloud:
         folder = self._home.federation
         self.federation = Federation(
             self.database, self.blobs, self.registry, folder, strategies=self._home.strategies,
-            may_release=partial(check_release, self.repository), clock=self._clock,
+            send=self.sessions.send, may_release=partial(check_release, self.repository),
+            clock=self._clock,
         )  # fmt: skip
         self.releasing = Releasing(self.federation, self.fleet)
         self._stack.push_async_callback(self.federation.stop)
-        self.federation.on_work(self.sessions.send)
         await self.federation.start()
 
     def _connect_parts(self) -> None:
@@ -383,7 +383,7 @@ class Cloud:
         if who.role is PrincipalRole.NODE:
             await self.supply.check_readable(self.fleet.node(who.name), blob)
         elif who.role is PrincipalRole.DEVICE:
-            self.federation.check_readable(who.name, blob)
+            self.federation.transfers.check_readable(who.name, blob)
         elif await asyncio.to_thread(self.blobs.is_lost, blob):
             raise NotFound(
                 f"the cloud's copy of the file {blob.hex()[:16]}... is lost or damaged; push the "
@@ -393,12 +393,15 @@ class Cloud:
     async def _may_write(self, sha256: bytes, size: int) -> BlobFolder:
         who = caller()
         if who.role is PrincipalRole.DEVICE:
-            return await self.federation.folder_for(who.name, sha256, size)
+            return await self.federation.transfers.folder_for(who.name, sha256, size)
         return self.blobs
 
     def _session_caller(self) -> tuple[str, SessionPeer]:
         who = caller()
-        return who.name, self.federation if who.role is PrincipalRole.DEVICE else self.node_peer
+        return (
+            who.name,
+            self.federation.devices if who.role is PrincipalRole.DEVICE else self.node_peer,
+        )
 
     async def _submitted(self, role: str, made: trust.Submitted) -> None:
         who, now_s = caller().name, self._clock()

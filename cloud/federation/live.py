@@ -493,11 +493,6 @@ class LiveRun:
         return {"run_id": self.entry.id, "revision": self.projection.revision, **more}
 
 
-def in_phase(phase: Phase, make: MakeEvent) -> MakeEvent:
-    """`make`, where the run is in that phase when the event's turn comes."""
-    return lambda state, at_s: make(state, at_s) if state.phase is phase else None
-
-
 def _counts(state: RunState, event: Arrived) -> bool:
     """Whether the update is one that the round at hand counts."""
     held = lease_of(state, event.device)

@@ -86,7 +86,7 @@ class WorkDocuments:
         asked = self._flower.message(run.entry.id, state, name) if spec.flower.app else ""
         data = self._small_state(run) if inline and not spec.flower.app else b""
         if data:
-            self.given(run).setdefault(name, len(data))
+            self.bytes_down(run).setdefault(name, len(data))
         return messages.TaskFiles(
             self._blob(prepared.plan),
             self._blob(state.shared),
@@ -120,15 +120,15 @@ class WorkDocuments:
                 continue
             message = self._flower.message(run.entry.id, state, device)
             if blob.hex() in {prepared.plan, state.shared, message}:
-                given = self.given(run)
-                given[device] = given.get(device, 0) + self._blob(blob.hex()).size
+                down = self.bytes_down(run)
+                down[device] = down.get(device, 0) + self._blob(blob.hex()).size
                 return
         raise InvalidInput("a device reads the plans and states of its open tasks only")
 
-    def given(self, run: LiveRun) -> dict[str, int]:
-        """Bytes that devices were given for the round at hand."""
-        found = run.projection.state.round
-        turn = (found.number, found.evaluates, found.attempt) if found else (0, False, 0)
+    def bytes_down(self, run: LiveRun) -> dict[str, int]:
+        """Bytes that each device downloaded for the open round."""
+        at_hand = run.projection.state.round
+        turn = (at_hand.number, at_hand.evaluates, at_hand.attempt) if at_hand else (0, False, 0)
         known = self._down.get(run.entry.id)
         if known is None or known[0] != turn:
             known = self._down[run.entry.id] = turn, {}

@@ -129,7 +129,7 @@ async def talkative(cloud):
     async def talk():
         while True:
             for name in NAMES:
-                cloud.federation.tell(name)
+                cloud.federation.devices.tell(name)
             await asyncio.sleep(
                 1.5 * HELD_S
             )  # slower than a device whose each message is held back

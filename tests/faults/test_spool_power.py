@@ -142,9 +142,9 @@ class Story:
     async def _devices(self, federation):
         await federation.start()
         for name in NAMES:
-            federation.greeting(name)
+            federation.devices.greeting(name)
             offer = pb.Offer(population=POPULATION, examples=10, software="test")
-            await federation.take(name, offer)
+            await federation.devices.take(name, offer)
         while True:
             moved = federation.moved
             run = await federation.run(RUN)
@@ -160,7 +160,7 @@ class Story:
             await moved.wait()
 
     async def _work(self, federation, name):
-        for task in federation.work_of(name).tasks:
+        for task in federation.devices.work_of(name).tasks:
             await self._contribute(federation, name, task)
 
     async def _contribute(self, federation, name, task):
@@ -171,13 +171,13 @@ class Story:
             told.inline = content
         else:
             await self._upload(federation, name, content)
-        await federation.take(
+        await federation.devices.take(
             name, pb.Contribution(run=task.run, round=task.round, lease=task.lease, update=told)
         )
         self.acknowledged[task.lease.hex()] = sha256(content).hex()
 
     async def _upload(self, federation, name, content):
-        folder = await federation.folder_for(name, sha256(content), len(content))
+        folder = await federation.transfers.folder_for(name, sha256(content), len(content))
         if not folder.has(sha256(content)):
             with folder.receive(sha256(content), len(content)) as receiving:
                 for cut in (len(content) // 2, len(content)):

@@ -61,7 +61,7 @@ def test_patience_counts_from_when_the_plan_is_there(tmp_path):
             await registered(cloud, tmp_path)
             run_id = await begun(cloud)
             await until(cloud, run_id, lambda run: run.phase == pb.Run.GATHERING)
-            return cloud.federation._runs[run_id]
+            return cloud.federation.live.get(run_id)
 
     live = within(story())
     assert live.projection.state.since_s - live.entry.started_s > 0.1
@@ -299,11 +299,11 @@ def test_what_a_device_says_out_of_its_limits_ends_its_stream_and_nothing_else(t
                 pb.Work(),
             ):
                 with pytest.raises(InvalidInput) as error:
-                    await cloud.federation.take("mallory", message)
+                    await cloud.federation.devices.take("mallory", message)
                 refused.append(str(error.value))
             stray = pb.Contribution(run="f" * 16, lease=b"l" * 16, declined="no")
-            await cloud.federation.take("mallory", stray)
-            return refused, cloud.federation.work_of("mallory")
+            await cloud.federation.devices.take("mallory", stray)
+            return refused, cloud.federation.devices.work_of("mallory")
 
     refused, work = within(story())
     assert len(set(refused)) == len(refused) - 1
@@ -443,7 +443,7 @@ def test_devices_are_told_whether_a_run_asks_their_population(tmp_path):
         async with running(make_home(tmp_path)) as cloud:
             await registered(cloud, tmp_path)
             devices = await devices_of(cloud, tmp_path, ("ann", "bob"))
-            assert not cloud.federation.greeting("eve").HasField("population_asked")
+            assert not cloud.federation.devices.greeting("eve").HasField("population_asked")
             async with living(devices):
                 for device in devices:
                     await device.until(told(asked=False))
@@ -505,7 +505,9 @@ def test_a_cloud_that_starts_on_a_full_disk_serves_reads_and_its_run_goes_on_lat
             ):
                 await cloud.federation.halt(run_id, reason="", by="operator")
             with pytest.raises(Unavailable, match="has not taken up run"):
-                cloud.federation.greeting("ann")  # nor is a device told that its leases are over
+                cloud.federation.devices.greeting(
+                    "ann"
+                )  # nor is a device told that its leases are over
             async with living(devices):
                 fills.clear()
                 goes_on = await until(cloud, run_id, lambda run: run.round > waits.round + 2)
@@ -531,14 +533,14 @@ def test_a_device_that_cannot_work_is_shown_with_its_reason_until_it_can(tmp_pat
             federation, offer = cloud.federation, pb.Offer(population=POPULATION, examples=4)
             run_id = await begun(cloud)
             for name in ("ann", "bob"):
-                federation.greeting(name)
-                await federation.take(name, offer)
+                federation.devices.greeting(name)
+                await federation.devices.take(name, offer)
             await until(cloud, run_id, lambda run: len(run.members) == 2)
             full = pb.Offer(population=POPULATION, examples=4, waits="no room \x1b[31m")
-            await federation.take("ann", full)
+            await federation.devices.take("ann", full)
             told = await until(cloud, run_id, lambda run: any(waits(run).values()))
             revision = told.revision
-            await federation.take("ann", offer)
+            await federation.devices.take("ann", offer)
             after = await until(cloud, run_id, lambda run: not any(waits(run).values()))
             return waits(told), after.revision == revision
 

@@ -48,7 +48,7 @@ async def sent(device, messages):
 
 async def journaled(cloud, run_id):
     """Events by kind, once all that was said is committed."""
-    live = cloud.federation._runs[run_id]
+    live = cloud.federation.live.get(run_id)
     await live.put(lambda _, __: None)
     found = await cloud.federation._db.read(lambda c: journal.events(c, run_id))
     assert live.projection.revision == len(found)

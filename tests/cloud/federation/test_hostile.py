@@ -235,7 +235,7 @@ async def story(folder):
             made = await cloud.federation.begin(request, by="operator")
             run = await ended(cloud, made.id)
             strangers = await asyncio.to_thread(uninvited, mallory)
-        left = [p.name for p in cloud.federation.spool.folder.folder.iterdir() if p.is_file()]
+        left = [p.name for p in cloud.federation.updates.folder.folder.iterdir() if p.is_file()]
         return run, mallory, strangers, left
 
 

@@ -42,7 +42,7 @@ async def meeting(folder, n_runs, meet):
 
 
 def spent(cloud, name):
-    return cloud.federation._presence._paces[name].spent
+    return cloud.federation.devices._presence._paces[name].spent
 
 
 def test_change_that_is_tried_again_is_spent_once(tmp_path, monkeypatch):

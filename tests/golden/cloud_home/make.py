@@ -91,8 +91,8 @@ class Story:
     async def connect(self, device):
         """A device's stream opens and offers its samples."""
         shard = self.shard(device)
-        self.cloud.federation.greeting(device)
-        await self.cloud.federation.take(
+        self.cloud.federation.devices.greeting(device)
+        await self.cloud.federation.devices.take(
             device,
             run_pb.Offer(
                 population=given.POPULATION, examples=shard.examples,
@@ -107,7 +107,7 @@ class Story:
         """The device's next task of the run, another than of `lease`; None where the run ended."""
 
         async def holds():
-            tasks = self.cloud.federation.work_of(device).tasks
+            tasks = self.cloud.federation.devices.work_of(device).tasks
             ours = [t for t in tasks if t.run == run_id and t.lease != lease]
             over = (await self.cloud.federation.run(run_id)).phase in {
                 run_pb.Run.DONE, run_pb.Run.FAILED,
@@ -140,7 +140,7 @@ class Story:
             message.update.CopyFrom(
                 await self.update(device, data, examples=learnt.examples, loss=learnt.loss)
             )
-        await self.cloud.federation.take(device, message)
+        await self.cloud.federation.devices.take(device, message)
 
     async def update(self, device, data, *, examples, loss):
         """Ann sends the bytes within her message, bob uploads a file."""
@@ -148,7 +148,9 @@ class Story:
         if device == "ann":
             update.inline = data
         else:
-            folder = await self.cloud.federation.folder_for(device, given.sha256(data), len(data))
+            folder = await self.cloud.federation.transfers.folder_for(
+                device, given.sha256(data), len(data)
+            )
             folder.put(data)
         update.blob.CopyFrom(run_pb.Blob(sha256=given.sha256(data), size=len(data)))
         return update
@@ -249,13 +251,13 @@ async def _learn(story):
     bob = await story.task("bob", going.id, scored["bob"])
     declined = story.contribution(ann)
     declined.declined = "battery"
-    await federation.take("ann", declined)
+    await federation.devices.take("ann", declined)
     refused = story.contribution(bob)
     refused.update.CopyFrom(await story.update("bob", b"no update at all", examples=1, loss=0.5))
-    await federation.take("bob", refused)
+    await federation.devices.take("bob", refused)
     await federation.halt(going.id, reason="a look", by="operator")
     await federation.resume(going.id, reason="", by="operator")
-    federation.left("bob")
+    federation.devices.left("bob")
     await story.connect("bob")
     task = await story.task("ann", going.id, ann.lease)
     await story.works("ann", task)
@@ -264,7 +266,7 @@ async def _learn(story):
 
 
 async def _counted(federation, run_id):
-    state = federation._runs[run_id].projection.state
+    state = federation.live.get(run_id).projection.state
     return state.round is not None and any(x.update for x in state.round.leases)
 
 

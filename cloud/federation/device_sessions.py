@@ -1,0 +1,272 @@
+"""Devices with an open stream: what they offer, the work they are sent, their contributions.
+
+A device is a member of each live run of its population. It is sent one document: a task for each
+open lease, oldest run first, and the settlements of its newest contributions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from triplane.cloud.federation import messages
+from triplane.cloud.federation.flower.runs import FlowerRuns
+from triplane.cloud.federation.live import LiveRun, MakeEvent
+from triplane.cloud.federation.live_runs import LiveRuns
+from triplane.cloud.federation.preparation import Preparation
+from triplane.cloud.federation.presence import Presence
+from triplane.cloud.federation.recovery import Recovery
+from triplane.cloud.federation.spec import check_population
+from triplane.cloud.federation.update_store import LEASE_BYTES, UpdateStore, shown
+from triplane.cloud.federation.work_documents import WorkDocuments
+from triplane.proto import federation_pb2 as pb
+from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.federated.core.run import (
+    Answered,
+    Arrived,
+    Declined,
+    Event,
+    Joined,
+    Left,
+    Refused,
+    RunState,
+    Scored,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_RUN_CHARS: Final = 64
+MAX_SOFTWARE_CHARS: Final = 200
+MAX_EXAMPLES: Final = 1 << 32
+"""Most examples that one device may offer."""
+WAITS_S: Final = 0.5
+"""Least time between two log entries of why a device waits."""
+
+SendWork = Callable[[str, pb.Work], None]
+"""Sends a device its document, where it has a stream."""
+
+
+@dataclass(slots=True)
+class _Device:
+    """A device with an open stream.
+
+    answers: to contributions that no live run settles, by run and lease. log_waits: the timer that
+    logs why it waits. is_asked: what it was last sent of whether a run asks its population.
+    """
+
+    offer: pb.Offer | None = None
+    log_waits: asyncio.TimerHandle | None = None
+    is_asked: bool | None = None
+    answers: dict[tuple[str, bytes], pb.Settlement] = field(default_factory=dict)
+
+
+class DeviceSessions:
+    """The `SessionPeer` of devices, and the `Audience` of runs."""
+
+    def __init__(
+        self,
+        runs: LiveRuns,
+        preparation: Preparation,
+        recovery: Recovery,
+        documents: WorkDocuments,
+        updates: UpdateStore,
+        *,
+        flower: FlowerRuns,
+        send: SendWork,
+    ) -> None:
+        self._runs, self._preparation, self._recovery = runs, preparation, recovery
+        self._documents, self._updates, self._flower = documents, updates, flower
+        self._send = send
+        self._devices: dict[str, _Device] = {}
+        self._presence = Presence(self._write_presence)
+        self._looks: set[tuple[str, str]] = set()  # (run, device) that a run is about to look at
+
+    def stop(self) -> None:
+        """Record no change of presence any more."""
+        self._presence.stop()
+
+    def waiting(self) -> dict[str, str]:
+        """Why devices cannot work at the moment, by device, of those that say so."""
+        offers = {name: device.offer for name, device in self._devices.items()}
+        return {name: shown(o.waits) for name, o in offers.items() if o is not None and o.waits}
+
+    # A `SessionPeer`
+
+    def greeting(self, name: str) -> pb.Work:
+        """Return the document that a device's new stream begins with.
+
+        Unavailable: a run waits to be taken up. A document without its leases and settlements would
+        make devices give up updates that counted.
+        """
+        self._recovery.check_taken_up()
+        self._devices.setdefault(name, _Device())
+        return self.work_of(name)
+
+    async def take(self, name: str, message: Any) -> None:
+        """Handle a device's message; returns after the commit. InvalidInput: a limit is broken."""
+        if isinstance(message, pb.Offer):
+            self._take_offer(name, message)
+        elif isinstance(message, pb.Contribution):
+            await self._take_contribution(name, message)
+        else:
+            raise InvalidInput("a device sends offers and contributions")
+
+    def left(self, name: str) -> None:
+        """Handle the end of the device's stream."""
+        device = self._devices.pop(name, None)
+        if device and device.log_waits:
+            device.log_waits.cancel()
+        self._presence.changed(name)
+
+    def _take_offer(self, name: str, offer: pb.Offer) -> None:
+        check_population(offer.population)
+        if max(offer.examples, offer.held_out) > MAX_EXAMPLES:
+            raise InvalidInput(f"a device offers at most {MAX_EXAMPLES} examples")
+        if len(offer.software) > MAX_SOFTWARE_CHARS:
+            raise InvalidInput(f"software has at most {MAX_SOFTWARE_CHARS} characters")
+        offer.waits = shown(offer.waits)
+        device = self._devices.setdefault(name, _Device())
+        before, device.offer = device.offer, offer
+        self._presence.changed(name)
+        if before is None or before.population != offer.population:
+            self.tell(name)
+        if offer.waits != (before.waits if before else "") and device.log_waits is None:
+            loop = asyncio.get_running_loop()
+            device.log_waits = loop.call_later(WAITS_S, self._log_waits, name, device)
+
+    def _log_waits(self, name: str, device: _Device) -> None:
+        device.log_waits = None
+        if device.offer is not None:
+            logger.info("device waits", extra={"device": name, "reason": device.offer.waits})
+            self._runs.signal_change()
+
+    # Contributions
+
+    async def _take_contribution(self, name: str, contribution: pb.Contribution) -> None:
+        if len(contribution.lease) != LEASE_BYTES or len(contribution.run) > MAX_RUN_CHARS:
+            raise InvalidInput(f"a lease has {LEASE_BYTES} bytes and a run is named by its id")
+        outcome = contribution.WhichOneof("outcome")
+        if outcome is None:
+            raise InvalidInput("a contribution is an update, a score, or declined")
+        run = self._runs.get(contribution.run)
+        if run is None or run.is_over:
+            await self._settle_late(name, contribution)
+            return
+        check = self._flower.check_reply if run.entry.spec.flower.app else None
+        make = await self._updates.judged(run, name, contribution, check)
+        data = contribution.update.inline if outcome == "update" else b""
+        bytes_down = self._documents.bytes_down(run).get(name, 0)
+        await run.put(_with_bytes_down(make, bytes_down), data)
+
+    async def _settle_late(self, name: str, contribution: pb.Contribution) -> None:
+        """Settle a contribution to a run that is over, from the run's last projection."""
+        run_id, lease = contribution.run, contribution.lease
+        projection = await self._runs.last_projection(run_id)
+        member = projection.state.members.get(name) if projection else None
+        answer = pb.Settlement(run=run_id, lease=lease, reason="its run is over")
+        known = messages.settlements(run_id, member) if member else []
+        answers = {(run_id, lease): answer, **{(x.run, x.lease): x for x in known}}
+        self._devices.setdefault(name, _Device()).answers = answers
+        self.tell(name)
+
+    # Presence
+
+    def _write_presence(self, name: str, spend: Callable[[], None]) -> None:
+        """See `Presence`."""
+        for run in self._runs.going():
+            self._note_presence(run, name, spend)
+
+    def introduce(self, run: LiveRun) -> None:
+        """Let a new run know the devices that are there; no change of theirs is spent."""
+        for name in list(self._devices):
+            self._note_presence(run, name, lambda: None)
+
+    def _note_presence(self, run: LiveRun, name: str, spend: Callable[[], None]) -> None:
+        """Have a run look at the device, once for all that changes until its turn.
+
+        spend: called with each event, also with one that is tried again.
+        """
+        looks = run.entry.id, name
+        if looks in self._looks:
+            return
+        self._looks.add(looks)
+
+        def make(state: RunState, at_s: float) -> Joined | Left | None:
+            self._looks.discard(looks)
+            event = self._presence_event(run, state, name, at_s)
+            if event is not None:
+                spend()
+            return event
+
+        run.note(make)
+
+    def _presence_event(
+        self, run: LiveRun, state: RunState, name: str, at_s: float
+    ) -> Joined | Left | None:
+        """The event of the device's presence; None where the run's state says it already."""
+        member, offer = state.members.get(name), self._offer_to(run, name)
+        is_there = member is not None and member.connected
+        if offer is None:
+            return Left(at_s=at_s, device=name) if is_there else None
+        examples, held_out = offer.examples, offer.held_out
+        if is_there and member and (member.examples, member.held_out) == (examples, held_out):
+            return None
+        return Joined(at_s=at_s, device=name, examples=examples, held_out=held_out)
+
+    def _offer_to(self, run: LiveRun, name: str) -> pb.Offer | None:
+        """The device's offer, where its stream is open and the run is of its population."""
+        device, spec = self._devices.get(name), run.entry.spec
+        offer = device.offer if device is not None else None
+        if offer is None or spec.population != offer.population or spec.flower.app > offer.app:
+            return None
+        return offer
+
+    # Documents
+
+    def tell(self, device: str) -> None:
+        """Send the device its work, where it has a stream; see `live.Audience`."""
+        if device in self._devices:
+            self._send(device, self.work_of(device))
+
+    def moved_now(self, *, over: bool) -> None:
+        """See `live.Audience`."""
+        self._runs.signal_change()
+        if over:
+            self._runs.signal_end()
+            self.tell_whether_asked()
+
+    def work_of(self, name: str) -> pb.Work:
+        """All open tasks of the device, and the settlements of its contributions."""
+        device = self._devices.get(name)
+        work = self._documents.work_of(name, device.answers if device else {})
+        if device is not None and device.offer is not None:
+            device.is_asked = device.offer.population in self._asked_populations()
+            work.population_asked = device.is_asked
+        return work
+
+    def tell_whether_asked(self) -> None:
+        """Tell the devices for which it changed whether a run asks their population."""
+        asked = self._asked_populations()
+        for name, device in list(self._devices.items()):
+            if device.offer and device.is_asked is not (device.offer.population in asked):
+                self.tell(name)
+
+    def _asked_populations(self) -> set[str]:
+        """Populations of the runs that are not over."""
+        entries = [*(run.entry for run in self._runs.going()), *self._preparation.entries]
+        return {entry.spec.population for entry in entries}
+
+
+def _with_bytes_down(make: MakeEvent, bytes_down: int) -> MakeEvent:
+    """The event of a contribution, with the bytes that its device downloaded for it."""
+
+    def counted(state: RunState, at_s: float) -> Event | None:
+        event = make(state, at_s)
+        if isinstance(event, Arrived | Answered | Scored | Refused | Declined):
+            return replace(event, bytes_down=bytes_down)
+        return event
+
+    return counted

@@ -1,0 +1,141 @@
+"""The prepared runs of one cloud, by id, and the events that tell watchers of changes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from triplane.cloud.federation import journal
+from triplane.cloud.federation.journal import RunRecord
+from triplane.cloud.federation.live import Audience, LiveRun, MakeEvent, Worker
+from triplane.cloud.federation.run_projection import RunProjection
+from triplane.cloud.store import Database
+from triplane.proto.disk import NoRoom
+from triplane.proto.errors import NotFound
+from triplane.unified_ir.federated.core.run import Restarted, RunState
+
+logger = logging.getLogger(__name__)
+
+KEPT_ENDED: Final = 16
+"""Ended runs that stay here, so that devices still get their settlements unasked."""
+
+
+class LiveRuns:
+    """Runs that take events, oldest first, and the last few that ended.
+
+    clock: seconds since 1970. epoch: names this process in the leases it gives.
+    """
+
+    def __init__(self, db: Database, clock: Callable[[], float], epoch: str) -> None:
+        self._db, self._clock, self._epoch = db, clock, epoch
+        self._runs: dict[str, LiveRun] = {}
+        self._no_room: dict[str, str] = {}  # by run that is not live yet: why it waits
+        self._changed, self._ended = asyncio.Event(), asyncio.Event()
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next change that people see; take it before looking."""
+        return self._changed
+
+    @property
+    def ended(self) -> asyncio.Event:
+        """Set at the next end of a run; take it before looking."""
+        return self._ended
+
+    def signal_change(self) -> None:
+        """Wake everybody who waits for `changed`."""
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
+
+    def signal_end(self) -> None:
+        """Wake everybody who waits for `ended`."""
+        event, self._ended = self._ended, asyncio.Event()
+        event.set()
+
+    def get(self, run_id: str) -> LiveRun | None:
+        """Return the run of this whole id."""
+        return self._runs.get(run_id)
+
+    def all(self) -> list[LiveRun]:
+        """Return every run here, also those that have ended."""
+        return list(self._runs.values())
+
+    def going(self) -> list[LiveRun]:
+        """Return the runs that have not ended."""
+        return [run for run in self._runs.values() if not run.is_over]
+
+    def add(
+        self, entry: RunRecord, projection: RunProjection, worker: Worker, audience: Audience
+    ) -> LiveRun:
+        """Start to take events of a prepared run."""
+        run = LiveRun(self._db, entry, projection, worker, audience, self._clock)
+        self._runs[entry.id] = run
+        run.start()
+        return run
+
+    def forget_ended(self) -> list[str]:
+        """Drop all but the newest `KEPT_ENDED` ended runs and return their ids."""
+        ended = [run_id for run_id, run in self._runs.items() if run.is_over][:-KEPT_ENDED]
+        for run_id in ended:
+            del self._runs[run_id]
+        return ended
+
+    async def drop(self, run: LiveRun) -> None:
+        """Stop a run that could not begin and remove it."""
+        del self._runs[run.entry.id]
+        await run.stop()
+
+    async def stop(self) -> None:
+        """End with the process; every run goes on after the next start."""
+        await asyncio.gather(*(run.stop() for run in self._runs.values()))
+
+    async def put(self, run_id: str, make: MakeEvent) -> RunProjection:
+        """Apply an event to a run. NotFound: it is not live."""
+        if run_id not in self._runs:
+            raise NotFound(f"run {run_id} is not live")
+        return await self._runs[run_id].put(make)
+
+    def restarted(self, _: RunState, at_s: float) -> Restarted:
+        """Make the first event of a process: leases of another process do not count."""
+        return Restarted(at_s=at_s, epoch=self._epoch)
+
+    def wait_for_room(self, run_id: str, error: NoRoom) -> None:
+        """Record that a full disk keeps a run from becoming live."""
+        logger.warning("run waits", extra={"run_id": run_id, "reason": str(error)})
+        self._no_room[run_id] = f"waits, and goes on by itself: {error}"
+        self.signal_change()
+
+    def stop_waiting(self, run_id: str) -> None:
+        """Record that the disk has room for the run again."""
+        self._no_room.pop(run_id, None)
+
+    def waits(self, run_id: str) -> str:
+        """Why the run cannot write at the moment; empty where it can."""
+        run = self._runs.get(run_id)
+        return run.waits if run else self._no_room.get(run_id, "")
+
+    def small_update(self, run_id: str, sha256: bytes) -> bytes | None:
+        """Return an inline update, committed or not; for any thread."""
+        run = self._runs.get(run_id)
+        data = run.held_update(sha256) if run is not None else None
+        if data is not None:
+            return data
+        return self._db.read_now(lambda c: journal.kept(c, run_id, sha256))
+
+    async def last_projection(self, run_id: str) -> RunProjection | None:
+        """Return the newest projection of a run, live or not; None where there is no such run."""
+        if run_id in self._runs:
+            return self._runs[run_id].projection
+        return await self._db.read(lambda c: journal.last_projection(c, run_id)) if run_id else None
+
+    def shares_plan(self, entry: RunRecord) -> bool:
+        """Whether another run that has not ended has the same plan."""
+        assert entry.prepared is not None
+        return any(
+            run.entry.id != entry.id
+            and run.entry.prepared is not None
+            and run.entry.prepared.plan_digest == entry.prepared.plan_digest
+            for run in self.going()
+        )

@@ -1,0 +1,134 @@
+"""Runs that have no plan yet: each is prepared in a task of its own, and stops or fails by it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import sqlalchemy as sa
+
+from triplane.cloud.federation import journal
+from triplane.cloud.federation.journal import Prepared, RunRecord
+from triplane.cloud.federation.live import MAX_RETRY_S, RETRY_S
+from triplane.cloud.federation.live_runs import LiveRuns
+from triplane.cloud.federation.results import Results
+from triplane.cloud.store import Database
+from triplane.proto.disk import NoRoom
+from triplane.proto.errors import TriplaneError, Unavailable
+
+logger = logging.getLogger(__name__)
+
+
+class Preparation:
+    """The runs without a plan. opened: called with a run once its plan is in the database.
+
+    failed: called after a run failed, which its devices may want to know.
+    """
+
+    def __init__(
+        self,
+        db: Database,
+        runs: LiveRuns,
+        results: Results,
+        clock: Callable[[], float],
+        *,
+        opened: Callable[[RunRecord], None],
+        failed: Callable[[], None],
+    ) -> None:
+        self._db, self._runs, self._results, self._clock = db, runs, results, clock
+        self._opened, self._failed = opened, failed
+        self._entries: dict[str, RunRecord] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def entries(self) -> list[RunRecord]:
+        """The runs without a plan, oldest first."""
+        return list(self._entries.values())
+
+    def add(self, entry: RunRecord) -> None:
+        """Take a run without a plan; one that is not stopped is prepared."""
+        self._entries[entry.id] = entry
+        if entry.before == "preparing":
+            self._start(entry)
+
+    def _start(self, entry: RunRecord) -> None:
+        task = asyncio.create_task(self._prepare(entry), name=f"prepare {entry.id}")
+        self._tasks[entry.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(entry.id, None))
+
+    async def stop(self) -> None:
+        """End with the process; preparing begins again with the next."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def halt(self, run_id: str, reason: str) -> None:
+        """Stop a run if it has no plan yet; it may have got one in this very moment."""
+        task = self._tasks.get(run_id)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        if run_id in self._entries:
+            await self._change(run_id, before="stopped", reason=reason)
+
+    async def resume(self, entry: RunRecord) -> None:
+        """Prepare a run that was stopped before it had a plan."""
+        if entry.before == "stopped" and entry.id not in self._tasks:
+            self._start(await self._change(entry.id, before="preparing", reason=""))
+
+    async def _prepare(self, entry: RunRecord) -> None:
+        pause_s = RETRY_S
+        while True:
+            try:
+                await self._prepare_once(entry)
+            except NoRoom as error:
+                self._runs.wait_for_room(entry.id, error)
+            else:
+                self._runs.stop_waiting(entry.id)
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+
+    async def _prepare_once(self, entry: RunRecord) -> None:
+        """Make the plan and record the outcome. NoRoom: for the plan, or for the record."""
+        try:
+            prepared = await self._results.prepare(entry, self._clock)
+        except NoRoom:
+            raise
+        except Unavailable as error:
+            await self._change(entry.id, before="stopped", reason=f"{error}; resume it later")
+        except TriplaneError as error:
+            await self._fail(entry, str(error))
+        except Exception as error:
+            logger.exception("run not prepared", extra={"run_id": entry.id})
+            reason = f"internal error: {type(error).__name__}; see the cloud's log"
+            await self._fail(entry, reason)
+        else:
+            await self._open(entry, prepared)
+
+    async def _open(self, entry: RunRecord, prepared: Prepared) -> None:
+        await self._db.write(lambda c: journal.prepare(c, entry.id, prepared))
+        self._entries.pop(entry.id, None)
+        self._opened(replace(entry, prepared=prepared, before="", reason=""))
+        logger.info("run prepared", extra={"run_id": entry.id, "plan": prepared.plan_digest})
+        self._runs.signal_change()
+
+    async def _fail(self, entry: RunRecord, reason: str) -> None:
+        ended_s = self._clock()
+        await self._change(entry.id, before="failed", reason=reason, live=False, ended_s=ended_s)
+        self._entries.pop(entry.id, None)
+        self._failed()
+        logger.warning("run failed", extra={"run_id": entry.id, "reason": reason})
+
+    async def _change(self, run_id: str, **columns: Any) -> RunRecord:
+        def work(connection: sa.Connection) -> RunRecord:
+            journal.change(connection, run_id, **columns)
+            return journal.entry(connection, run_id)
+
+        entry = self._entries[run_id] = await self._db.write(work)
+        self._runs.signal_change()
+        return entry

@@ -1,0 +1,115 @@
+"""Taking up the runs that an earlier process left, those without room on the disk later."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterable
+
+from triplane.cloud.federation import journal
+from triplane.cloud.federation.flower.runs import FlowerRuns
+from triplane.cloud.federation.journal import RunRecord
+from triplane.cloud.federation.live import MAX_RETRY_S, RETRY_S, LiveRun
+from triplane.cloud.federation.live_runs import LiveRuns
+from triplane.cloud.federation.results import Results
+from triplane.cloud.federation.run_projection import RunProjection
+from triplane.cloud.federation.update_store import UpdateStore
+from triplane.cloud.store import Database
+from triplane.proto.disk import NoRoom
+from triplane.proto.errors import TriplaneError, Unavailable
+from triplane.unified_ir.federated.core.run import RunState
+
+logger = logging.getLogger(__name__)
+
+OpenRun = Callable[[RunRecord, RunProjection], LiveRun]
+"""Starts to take events of a prepared run."""
+
+
+class Recovery:
+    """Brings every run that has not ended back to life."""
+
+    def __init__(
+        self,
+        db: Database,
+        runs: LiveRuns,
+        results: Results,
+        flower: FlowerRuns,
+        updates: UpdateStore,
+        open_run: OpenRun,
+    ) -> None:
+        self._db, self._runs, self._results, self._flower = db, runs, results, flower
+        self._updates, self._open_run = updates, open_run
+        self._late: dict[str, asyncio.Task[None]] = {}  # by run that waits for room on the disk
+
+    async def start(self) -> list[RunRecord]:
+        """Take up prepared runs and return those that have no plan yet."""
+        stored = await self._db.read(journal.live)
+        states = [projection.state for _, projection in stored if projection is not None]
+        needed = {name for state in states for name in _updates(state)}
+        since_s = min([s.round.opened_s for s in states if s.round], default=math.inf)
+        await asyncio.to_thread(self._updates.sweep, needed, since_s)
+        for entry, projection in stored:
+            if projection is not None:
+                try:
+                    await self._take_up(entry, projection)
+                except NoRoom as error:
+                    self._take_up_late(entry, projection, error)
+        return [entry for entry, projection in stored if projection is None]
+
+    async def stop(self) -> None:
+        """End with the process."""
+        tasks = list(self._late.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def check_taken_up(self, run_ids: Iterable[str] | None = None) -> None:
+        """Unavailable: one of the runs, by default of all, has not gone on since the start."""
+        asked = self._late if run_ids is None else run_ids
+        late = [run_id for run_id in asked if run_id in self._late]
+        if late:
+            raise Unavailable(
+                f"the cloud has not taken up run {late[0]} since its start: it "
+                f"{self._runs.waits(late[0])}; make room on the cloud's disk"
+            )
+
+    async def _take_up(self, entry: RunRecord, projection: RunProjection) -> None:
+        """Let a run go on. NoRoom: it cannot yet, and is not live."""
+        await self._results.restore(entry.id)
+        if entry.spec.HasField("flower"):
+            await self._flower.take_up(entry)
+        run = self._open_run(entry, projection)
+        try:
+            await run.put(self._runs.restarted)  # first: open leases are of another process
+        except NoRoom:
+            await self._runs.drop(run)
+            raise
+
+    def _take_up_late(self, entry: RunRecord, projection: RunProjection, error: NoRoom) -> None:
+        self._runs.wait_for_room(entry.id, error)
+        task = asyncio.create_task(self._retry(entry, projection), name=f"take up {entry.id}")
+        self._late[entry.id] = task
+        task.add_done_callback(lambda _: self._late.pop(entry.id, None))
+
+    async def _retry(self, entry: RunRecord, projection: RunProjection) -> None:
+        pause_s = RETRY_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+            try:
+                await self._take_up(entry, projection)
+            except NoRoom as error:
+                self._runs.wait_for_room(entry.id, error)
+            except TriplaneError:
+                logger.exception("run not taken up", extra={"run_id": entry.id})
+            else:
+                break
+        self._runs.stop_waiting(entry.id)
+        self._runs.signal_change()
+
+
+def _updates(state: RunState) -> list[str]:
+    """Blobs of the updates that the open round holds."""
+    leases = state.round.leases if state.round else ()
+    return [lease.update.blob for lease in leases if lease.update]
