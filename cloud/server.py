@@ -11,10 +11,9 @@ import asyncio
 import contextlib
 import json
 import logging
-import math
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +36,7 @@ from triplane.cloud.fleet.fleet import LiveFleet
 from triplane.cloud.fleet.node_peer import NodePeer
 from triplane.cloud.fleet.registry_bundles import RegistryBundles
 from triplane.cloud.fleet.servicer import FleetServicer
-from triplane.cloud.home import LOCAL, Home, one_renews, open_database
+from triplane.cloud.home import LOCAL, Home, open_database
 from triplane.cloud.identity import audit
 from triplane.cloud.identity.auth_interceptor import AuthInterceptor, caller
 from triplane.cloud.identity.authority import Authority
@@ -47,33 +46,27 @@ from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.identity.servicers import EnrolmentServicer, IdentityServicer, RenewalServicer
 from triplane.cloud.identity.tables import TOKENS
 from triplane.cloud.registry import Conversions, Registry, RegistryServicer
-from triplane.cloud.registry.collecting import Stored, claim, collect
+from triplane.cloud.registry.collecting import claim
 from triplane.cloud.releasing import Releasing, check_release
-from triplane.cloud.roots import recorded, roots_of
 from triplane.cloud.sessions import SessionPeer, Sessions, SessionServicer
-from triplane.cloud.trust.expiring import due
+from triplane.cloud.upkeep import (
+    BackgroundTasks,
+    BlobCollection,
+    MetadataUpkeep,
+    OperatorIdentity,
+)
 from triplane.proto import enrolment_pb2_grpc as enrolment_grpc
 from triplane.proto import federation_pb2_grpc as federation_grpc
-from triplane.proto import fleet_pb2, signals
 from triplane.proto import fleet_pb2_grpc as fleet_grpc
 from triplane.proto import identity_pb2_grpc as identity_grpc
 from triplane.proto import metadata_pb2_grpc as metadata_grpc
 from triplane.proto import registry_pb2_grpc as registry_grpc
 from triplane.proto import session_pb2_grpc as session_grpc
+from triplane.proto import signals
 from triplane.proto import transfer_pb2_grpc as transfer_grpc
 from triplane.proto.calls import UNSEEN_CALLS
 from triplane.proto.channels import server_credentials, server_options
-from triplane.proto.disk import write_atomic
-from triplane.proto.errors import NotFound, TriplaneError, Unavailable
-from triplane.proto.identity import (
-    IdentityFolder,
-    certificate_of,
-    certificate_pem,
-    certificate_request,
-    key_pem,
-    needs_renewal,
-    new_key,
-)
+from triplane.proto.errors import NotFound, Unavailable
 from triplane.proto.saying import say_ready
 from triplane.proto.transfer import BlobFolder, TransferServicer
 
@@ -83,17 +76,6 @@ DRAIN_S: Final = 10.0
 STOP_S: Final = 30.0
 """To end children, sessions and database after the calls inside had their time to drain."""
 GOODBYE_S: Final = 2.0
-FRESH_AT_LEAST_S: Final = 60.0
-"""Metadata is looked at after each publication, else no more often than this, at least hourly."""
-FRESH_AT_MOST_S: Final = 3600.0
-WARN_EVERY_S: Final = 86_400.0
-OVERTAKE_EVERY_S: Final = 60.0
-"""Between two raises of the metadata's numbers for nodes that have seen higher ones."""
-OPERATOR_LOOK_S: Final = 6 * 3600.0
-COLLECT_FIRST_S: Final = 3600.0
-COLLECT_EVERY_S: Final = 86_400.0
-COLLECT_AGE_S: Final = 7 * 86_400.0
-"""Blobs that nothing names stay so long: an upload that broke off may be gone on with."""
 ENROL_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 64 << 10),
@@ -136,10 +118,7 @@ class Cloud:
         self._asked = {"main": port, "enrol": enrol_port, "dashboard": dashboard_port}
         self._drain_s = drain_s
         self._stack = AsyncExitStack()
-        self._duties: set[asyncio.Task[None]] = set()
-        self._noting = asyncio.Lock()
-        self._stale = asyncio.Event()
-        self._warned_s = self._overtook_s = -math.inf
+        self._tasks = BackgroundTasks()
         self.port = self.enrol_port = self.dashboard_port = 0
 
     @property
@@ -180,7 +159,7 @@ class Cloud:
         self.database = await asyncio.to_thread(open_database, home)
         push(asyncio.to_thread, self.database.close)
         self.principals = Principals(self.database, authority, self._clock)
-        self.gate = AuthInterceptor(self.principals)
+        self.auth = AuthInterceptor(self.principals)
         self.repository = await asyncio.to_thread(
             trust.MetadataRepository, home.metadata, home.keys, clock=self._clock
         )
@@ -190,13 +169,16 @@ class Cloud:
         )
         push(self.registry.stop)
         await self.registry.start()
-        self.supply = RegistryBundles(self.registry, self.repository)
-        self.fleet = LiveFleet(self.database, self.supply, audit.record, clock=self._clock)
+        self.bundles = RegistryBundles(self.registry, self.repository)
+        self.fleet = LiveFleet(self.database, self.bundles, audit.record, clock=self._clock)
         push(self.fleet.stop)
-        push(self._end_duties)
+        push(self._tasks.stop)
         await self.fleet.start()
         await self._reconcile()
-        await self._note_signed()
+        self.upkeep = MetadataUpkeep(
+            self.repository, self.registry, self.database, self._tasks, self._clock
+        )
+        await self.upkeep.note_signed()
         self.sessions = Sessions(clock=self._clock)
         self.node_peer = NodePeer(self.fleet, self.sessions)
         await self._start_federation()
@@ -204,11 +186,13 @@ class Cloud:
         await self._serve_main(authority)
         await self._serve_enrolment(authority, hosts)
         await self._serve_dashboard()
-        self._spawn(self.releasing.run(), "releases of results")
-        self._spawn(self._keep_fresh(), "metadata freshness")
-        self._spawn(self._collect_daily(), "blob collection")
-        await asyncio.to_thread(self._tell_operator)
-        self._spawn(self._keep_operator(), "first operator's certificate")
+        self._tasks.spawn(self.releasing.run(), "releases of results")
+        self.upkeep.start()
+        self.collection = BlobCollection(self.database, self.blobs, self.repository, self._clock)
+        self._tasks.spawn(self.collection.run(), "blob collection")
+        operator = OperatorIdentity(home, self.principals, self._clock)
+        await asyncio.to_thread(operator.record_address, self.address)
+        self._tasks.spawn(operator.run(), "first operator's certificate")
 
     async def _start_federation(self) -> None:
         folder = self._home.federation
@@ -225,55 +209,20 @@ class Cloud:
         loop = asyncio.get_running_loop()
         self.registry.on_bundle(lambda _: self.fleet.nudge())
 
-        def note() -> None:
+        def publish() -> None:
             self.fleet.nudge()
-            self._stale.set()
-            self._spawn(self._note_signed(), "signatures")
+            self.upkeep.published()
 
         def published(_: str) -> None:
-            loop.call_soon_threadsafe(note)
+            loop.call_soon_threadsafe(publish)
 
         self.repository.on_published(published)
-        self.fleet.on_report(self._reported)
-        self.gate.on_revoked(self._revoked)
-
-    async def _note_signed(self) -> None:
-        """Let the registry say what is signed now; one look at a time, the newest last."""
-        async with self._noting:
-            try:
-                signed = await asyncio.to_thread(self.repository.signed_bundles)
-                await self.registry.note_signed(signed)
-            except TriplaneError:
-                logger.exception("signatures were not noted; the next publication notes them")
-
-    def _reported(self, name: str, report: fleet_pb2.Report) -> None:
-        """Count on from what a node has seen: it takes nothing from a cloud that is behind."""
-        seen, now_s = dict(report.metadata_versions), self._clock()
-        if now_s - self._overtook_s < OVERTAKE_EVERY_S:
-            return
-        if self.repository.is_behind(seen, report.metadata_sha256):
-            self._overtook_s = now_s
-            facts = {"node": name, "seen": seen, "ours": self.repository.versions()}
-            logger.warning("a node has seen newer metadata; was a backup restored?", extra=facts)
-            self._spawn(self._overtake(name, seen), "numbers after a restore")
-
-    async def _overtake(self, name: str, seen: dict[str, int]) -> None:
-        try:
-            if not await asyncio.to_thread(self.repository.overtake, seen):
-                return
-            now_s, after = self._clock(), self.repository.versions()
-            await self.database.write(
-                lambda connection: audit.record(
-                    connection, time_s=now_s, actor="cloud", action="metadata.overtake",
-                    subject=name, details={"seen": seen, "published": after},
-                )
-            )  # fmt: skip
-        except (TriplaneError, OSError):
-            logger.exception("the numbers of signed metadata were not raised")
+        self.fleet.on_report(self.upkeep.reported)
+        self.auth.on_revoked(self._revoked)
 
     def _revoked(self, name: str) -> None:
         self.sessions.revoke(name)
-        self._spawn(self.fleet.remove_node(name, "revoked"), "revocation")
+        self._tasks.spawn(self.fleet.remove_node(name, "revoked"), "revocation")
 
     async def _reconcile(self) -> None:
         """Tell the fleet who was enrolled or revoked while nobody told it."""
@@ -300,7 +249,7 @@ class Cloud:
     # Ports
 
     async def _serve_main(self, authority: Authority) -> None:
-        server = grpc.aio.server(interceptors=[self.gate], options=server_options())
+        server = grpc.aio.server(interceptors=[self.auth], options=server_options())
         wire = FleetServicer(self.fleet, self.sessions, _name, self.repository.versions)
         self._wire = wire
         metadata = trust.MetadataServicer(self.repository, self._submitted, self._claimed)
@@ -320,7 +269,7 @@ class Cloud:
         identity = IdentityServicer(
             self.principals,
             self.database,
-            self.gate,
+            self.auth,
             lambda: _host_port(self._home.hosts()[0], self.enrol_port),
         )
         identity_grpc.add_IdentityServicer_to_server(identity, server)
@@ -381,7 +330,7 @@ class Cloud:
     async def _may_read(self, blob: bytes) -> None:
         who = caller()
         if who.role is PrincipalRole.NODE:
-            await self.supply.check_readable(self.fleet.node(who.name), blob)
+            await self.bundles.check_readable(self.fleet.node(who.name), blob)
         elif who.role is PrincipalRole.DEVICE:
             self.federation.transfers.check_readable(who.name, blob)
         elif await asyncio.to_thread(self.blobs.is_lost, blob):
@@ -418,100 +367,10 @@ class Cloud:
             )
         )  # fmt: skip
         if made.published:
-            await self._note_signed()
+            await self.upkeep.note_signed()
 
     async def _claimed(self, names: set[bytes]) -> None:
         await claim(self.database, self.blobs, names)
-
-    async def _collect_daily(self) -> None:
-        """Remove what nobody named for a week: broken uploads, samples of old policies."""
-        wait_s = COLLECT_FIRST_S
-        while True:
-            await asyncio.sleep(wait_s)
-            wait_s = COLLECT_EVERY_S
-            try:
-                gone = await self.collect(COLLECT_AGE_S)
-            except (TriplaneError, OSError):
-                logger.exception("blobs were not collected")
-            else:
-                size = sum(found.size for found in gone)
-                logger.info("blobs collected", extra={"blobs": len(gone), "bytes": size})
-
-    async def collect(self, older_than_s: float) -> tuple[Stored, ...]:
-        """Remove blobs that nothing names and nobody touched for so long."""
-        return await collect(
-            self.database,
-            self.blobs,
-            roots_of(self.repository),
-            older_than_s=older_than_s,
-            clock=self._clock,
-            told=recorded(self._clock()),
-        )
-
-    async def _keep_fresh(self) -> None:
-        while True:
-            wait_s = FRESH_AT_MOST_S
-            try:
-                due_s = await asyncio.to_thread(self.repository.keep_fresh)
-                wait_s = min(due_s - self._clock(), FRESH_AT_MOST_S)
-                self._warn()
-            except (TriplaneError, OSError):
-                logger.exception("metadata was not signed again")
-                wait_s = FRESH_AT_LEAST_S
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(wait_s, FRESH_AT_LEAST_S)):
-                    await self._stale.wait()
-            self._stale.clear()
-
-    def _warn(self) -> None:
-        """Log what people must sign again, once a day."""
-        now_s = self._clock()
-        if now_s - self._warned_s < WARN_EVERY_S:
-            return
-        self._warned_s = now_s
-        for what in due(self.repository.expiries(), now_s):
-            logger.warning("a signature ends", extra={"what": what})
-
-    async def _keep_operator(self) -> None:
-        """Renew the identity in the cloud's own home, so that nobody locks himself out of it."""
-        folder = IdentityFolder(self._home.operator)
-        while True:
-            try:
-                if needs_renewal(folder, self._clock()):
-                    with one_renews(folder):
-                        await self._renew(folder)
-                    logger.info("operator's certificate renewed", extra={"principal": folder.name})
-            except (TriplaneError, OSError) as error:  # moved away, or revoked
-                logger.info("no operator's identity is kept here", extra={"reason": str(error)})
-            await asyncio.sleep(OPERATOR_LOOK_S)
-
-    async def _renew(self, folder: IdentityFolder) -> None:
-        key = new_key()
-        der = await self.principals.renew(folder.name, certificate_request(key))
-        await asyncio.to_thread(
-            folder.save,
-            authority=folder.authority_pem,
-            certificate=certificate_pem(certificate_of(der, "our own certificate")),
-            key=key_pem(key),
-            cloud=folder.cloud,
-        )
-
-    def _spawn(self, duty: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(duty, name=name)
-        self._duties.add(task)
-        task.add_done_callback(self._duties.discard)
-
-    async def _end_duties(self) -> None:
-        for task in self._duties:
-            task.cancel()
-        await asyncio.gather(*self._duties, return_exceptions=True)
-
-    def _tell_operator(self) -> None:
-        """The first operator's identity names the port of today."""
-        path = self._home.operator / "cloud"
-        line = f"{self.address}\n".encode()
-        if path.is_file() and path.read_bytes() != line:
-            write_atomic(path, line)
 
 
 def _name() -> str:

@@ -8,7 +8,7 @@ from tests.cloud.cli.verbs import answer
 from tests.cloud.released import copied, make_released
 from tests.support.cloud_process import running, said
 
-from triplane.cloud import server
+from triplane.cloud import server, upkeep
 from triplane.cloud.cli.connection import calls
 from triplane.cloud.cli.policies import allow
 from triplane.cloud.registry.collecting import MIN_AGE_S
@@ -83,7 +83,7 @@ def test_a_running_cloud_keeps_the_samples_of_its_policy(home, tmp_path, release
         async with server.running(home) as cloud:
             await asyncio.to_thread(set_policy)
             names = garbage(home)
-            gone = await cloud.collect(MIN_AGE_S)
+            gone = await cloud.collection.collect(MIN_AGE_S)
             assert sorted(found.sha256.hex() for found in gone) == names
             (golden,) = cloud.repository.golden_sets()
             cloud.blobs.find(golden)
@@ -116,20 +116,20 @@ def test_a_policy_is_refused_whose_samples_are_not_in_the_cloud(
 
 
 def test_the_cloud_collects_without_being_told(home, monkeypatch):
-    monkeypatch.setattr(server, "COLLECT_FIRST_S", 0.0)
+    monkeypatch.setattr(upkeep, "COLLECT_FIRST_S", 0.0)
     names = garbage(home)
     paths = [home.blobs / names[0], home.blobs / names[1], home.blobs / "partial" / HALF]
 
     async def story():
         collected = asyncio.Event()
-        collect = server.Cloud.collect
+        collect = upkeep.BlobCollection.collect
 
-        async def told(cloud, older_than_s):
-            found = await collect(cloud, older_than_s)
+        async def told(collection, older_than_s):
+            found = await collect(collection, older_than_s)
             collected.set()
             return found
 
-        monkeypatch.setattr(server.Cloud, "collect", told)
+        monkeypatch.setattr(upkeep.BlobCollection, "collect", told)
         async with server.running(home):
             await collected.wait()
 

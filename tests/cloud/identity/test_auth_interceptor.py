@@ -283,7 +283,7 @@ def test_revocation_refuses_calls_and_ends_live_streams(play):
             await call.write(Frame(hello=Hello()))
             await call.read()
             heard: list[str] = []
-            cloud.gate.on_revoked(heard.append)
+            cloud.auth.on_revoked(heard.append)
             async with connect_aio(boss) as operators:
                 await IdentityStub(operators).Revoke(identity_pb2.RevokeRequest(name="node-1"))
             assert await asyncio.wait_for(call.code(), 60.0) is S.UNAUTHENTICATED
