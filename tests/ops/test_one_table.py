@@ -37,18 +37,21 @@ def name_in(key):
     return key.value if isinstance(key, ast.Constant) else None
 
 
+def literals(tree):
+    """Elements of sets, lists and tuples, keys of mappings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            yield node.lineno, node.keys
+        elif isinstance(node, (ast.Set, ast.List, ast.Tuple)):
+            yield node.lineno, node.elts
+
+
 def listed(path):
     """Names of operators in the literal collections of a module, by line."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Dict):
-            keys = node.keys
-        elif isinstance(node, (ast.Set, ast.List, ast.Tuple)):
-            keys = node.elts
-        else:
-            continue
+    for line, keys in literals(ast.parse(path.read_text(encoding="utf-8"))):
         names = {name_in(key) for key in keys if key is not None} & NAMES
         if len(names) > MOST:
-            yield node.lineno, sorted(names)
+            yield line, sorted(names)
 
 
 def modules():

@@ -4,6 +4,7 @@ A numpy array given as an operand becomes a constant of the graph.
 """
 
 from types import FunctionType
+from typing import Final
 
 from triplane.unified_ir.ops.activations import (
     celu,
@@ -219,6 +220,7 @@ from triplane.unified_ir.ops.structure import (
     zeros,
 )
 from triplane.unified_ir.ops.summaries import histogram_summary, image_summary, scalar_summary
+from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor, taking_arrays
 from triplane.unified_ir.ops.text import regex_full_match, string_concat, string_split
 
@@ -449,6 +451,11 @@ __all__ = [
     "zeros",
     "zeros_like",
 ]
+
+_EXPORTED: Final = {row.export: row for row in TABLE.values() if row.export}
+assert not _EXPORTED.keys() & {*__all__}, "a row is exported under a name that is taken"
+globals().update(_EXPORTED)
+__all__ += list(_EXPORTED)
 
 # Rows admit arrays themselves; here every function composed of them does, the next one too.
 for _name in __all__:

@@ -267,6 +267,8 @@ class Op:
     lower_below: Mapping[int, Emit] = field(default_factory=dict)
     """Opset -> the rule that writes the node for targets below it."""
     samples: tuple[Sample, ...] = ()
+    export: str = ""
+    """Name in `triplane.unified_ir.ops`, for a row that the list there does not name."""
 
     def __str__(self) -> str:
         return f"{self.domain}.{self.name}" if self.domain else self.name
