@@ -17,7 +17,7 @@ from triplane.unified_ir.ops.build import note_contents
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.row import Known
 from triplane.unified_ir.ops.table import TABLE
-from triplane.unified_ir.quantize.frozen import Frozen, Rewrite, uses
+from triplane.unified_ir.passes.frozen import Frozen, Rewrite, uses
 
 MAX_GROWTH_BYTES: Final = 64 << 10
 """A folded result may be this much larger than its operands; a broadcast stays in the graph."""

@@ -4,8 +4,8 @@ The steps, in order: `freeze`, `find_sites`, `observe`, `insert`, `noise`. Nothi
 or judges the result: that is `convert`.
 """
 
+from triplane.unified_ir.passes.frozen import Frozen, expanded, freeze
 from triplane.unified_ir.quantize.artifact import Artifact, artifact
-from triplane.unified_ir.quantize.frozen import Frozen, expanded, freeze
 from triplane.unified_ir.quantize.insert import insert, site_ranges
 from triplane.unified_ir.quantize.noise import noise
 from triplane.unified_ir.quantize.observe import Samples, batches, observe

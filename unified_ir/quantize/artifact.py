@@ -10,7 +10,7 @@ from onnx import ModelProto, load_from_string
 
 from triplane.unified_ir.ir.graph import Array
 from triplane.unified_ir.onnx import External, Initializer, OnnxTarget, emit, serialize
-from triplane.unified_ir.quantize.frozen import Frozen
+from triplane.unified_ir.passes.frozen import Frozen
 from triplane.unified_ir.runtime import DEFAULT_OPTIONS, Session, SessionOptions, weight_offsets
 
 WATCHING: Final = SessionOptions(disabled_optimizers=("FastGeluFusion",))

@@ -17,7 +17,7 @@ from triplane.unified_ir.ops.quant import dequantize_linear, quantize_linear
 from triplane.unified_ir.ops.row import IntegerForm
 from triplane.unified_ir.ops.table import row_of
 from triplane.unified_ir.ops.tensor import Tensor
-from triplane.unified_ir.quantize.frozen import Frozen, Rewrite
+from triplane.unified_ir.passes.frozen import Frozen, Rewrite
 from triplane.unified_ir.quantize.scheme import (
     Quantizer,
     Range,

@@ -19,8 +19,8 @@ from triplane.unified_ir.ops.elementwise import clip
 from triplane.unified_ir.ops.inline import Replay, inline
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.passes.frozen import Frozen, pruned
 from triplane.unified_ir.quantize.artifact import WATCHING, artifact
-from triplane.unified_ir.quantize.frozen import Frozen, pruned
 from triplane.unified_ir.quantize.insert import insert
 from triplane.unified_ir.quantize.observe import Samples, batches
 from triplane.unified_ir.quantize.scheme import Range, Scheme

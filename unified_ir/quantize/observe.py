@@ -20,8 +20,8 @@ from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.inline import Replay
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import reduce
+from triplane.unified_ir.passes.frozen import Frozen, pruned
 from triplane.unified_ir.quantize.artifact import WATCHING, artifact
-from triplane.unified_ir.quantize.frozen import Frozen, pruned
 from triplane.unified_ir.quantize.scheme import Range
 
 BATCH: Final = 32

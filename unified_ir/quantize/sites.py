@@ -17,7 +17,7 @@ from triplane.unified_ir.ir.types import float32
 from triplane.unified_ir.onnx import DYNAMIC_LSTM
 from triplane.unified_ir.ops.row import IntegerForm
 from triplane.unified_ir.ops.table import TABLE, row_of
-from triplane.unified_ir.quantize.frozen import Frozen, uses
+from triplane.unified_ir.passes.frozen import Frozen, uses
 
 FACTORS: Final = (1e-6, 1e6)
 """Numbers by which a scale is multiplied without leaving the range of float32."""
