@@ -1,4 +1,4 @@
-"""docs/operators.md is the table of operators; TRIPLANE_ACCEPT=1 writes it anew."""
+"""docs/operators.md is generated from the table of operators; TRIPLANE_ACCEPT=1 writes it."""
 
 import os
 from pathlib import Path
@@ -10,13 +10,20 @@ PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 
 HEAD = """# Operators
 
-Every operator of the IR is one row of one table (`unified_ir/ops/`). {onnx} are ONNX's, by its
-newest definition up to ai.onnx 26; {own} are the IR's own and lower to ONNX operators. {smooth} are
-differentiable, to any order.
+This page lists every operator of the IR, with the ONNX version that defines it and whether it has a
+gradient. It is generated from the table of operators in `unified_ir/ops/`, which has one
+[row](glossary.md#row) for each.
 
-*form*: a primitive has a kernel and, where mathematics allows, a gradient of its own; a body is
-written in other rows, from which the rest follows. *since*: the ai.onnx version of the definition.
-A test holds this page to the table.
+{onnx} operators are ONNX's, with the meaning of their newest definition up to ai.onnx 26. {own} are
+the IR's own and are written to ONNX files as ONNX operators. {smooth} are differentiable, to any
+order.
+
+* *since*: the ai.onnx version of the definition.
+* *form*: a [primitive](glossary.md#primitive) has a kernel and, where mathematics allows, a gradient
+  of its own. A [body](glossary.md#body) is written in terms of other operators, from which the rest
+  follows.
+
+[Add an operator](extending/operator.md) shows how to define one.
 """
 
 
