@@ -19,9 +19,9 @@ the IR's own and are written to ONNX files as ONNX operators. {smooth} are diffe
 order.
 
 * *since*: the ai.onnx version of the definition.
-* *form*: a [primitive](glossary.md#primitive) has a kernel and, where mathematics allows, a gradient
-  of its own. A [body](glossary.md#body) is written in terms of other operators, from which the rest
-  follows.
+* *form*: a [primitive](glossary.md#primitive) has a kernel and, where mathematics allows, a
+  gradient of its own. A [body](glossary.md#body) is written in terms of other operators, from which
+  the rest follows.
 
 [Add an operator](extending/operator.md) shows how to define one.
 """
