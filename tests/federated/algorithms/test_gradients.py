@@ -19,8 +19,11 @@ PEER = Path(os.environ.get("TRIPLANE_PEERS", ROOT / ".venv-peers" / "bin" / "pyt
 EXACT: dict[str, Any] = {"rtol": 1e-10, "atol": 1e-12}
 SINGLE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-6}
 EPSILON = 1e-6
-SAME_STEP = {"fedadam": "fedavg", "reptile": "fedavg"}
-"""Algorithms that differ in the cloud only."""
+SAME_STEP = {
+    name: next(other for other in ALGORITHMS if ALGORITHMS[other].gradient is row.gradient)
+    for name, row in ALGORITHMS.items()
+}
+"""The first algorithm with the same step; those that follow it differ in the cloud only."""
 
 MODELS = sorted(MAKE)
 NAMES = sorted(ALGORITHMS)
@@ -45,8 +48,8 @@ def batch(name, algorithm, dtype="float64"):
 
 
 def expected(name, algorithm):
-    prefix = f"{SAME_STEP.get(algorithm, algorithm)}/grad."
-    return part(name, prefix), golden(name)[f"{SAME_STEP.get(algorithm, algorithm)}/loss"]
+    prefix = f"{SAME_STEP[algorithm]}/grad."
+    return part(name, prefix), golden(name)[f"{SAME_STEP[algorithm]}/loss"]
 
 
 def gradient(name, algorithm, steps=3):
