@@ -1,5 +1,6 @@
 """The table of targets."""
 
+import os
 import platform
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from triplane.unified_ir.convert.targets import TARGETS, cpu_flags, instruction_note, int8_scheme
 from triplane.unified_ir.onnx import OnnxTarget
 
+PAGE = Path(__file__).parents[2] / "docs" / "converting.md"
 CPUINFO = {
     "x64": ("processor\t: 0\nflags\t\t: fpu avx2 avx512_vnni\n", {"fpu", "avx2", "avx512_vnni"}),
     "arm64": ("Features\t: fp asimd asimddp\n", {"fp", "asimd", "asimddp"}),
@@ -41,8 +43,28 @@ def test_at_most_one_target_is_this_machine():
     assert here == {"x86_64": ["ort-x64"], "aarch64": ["ort-arm64"]}.get(platform.machine(), [])
 
 
+def listed(target):
+    """The target's line in the table of docs/converting.md."""
+    row = int8_scheme(target)
+    integers = [f"{t.numpy.kind.replace('i', 's').upper()}8" for t in (row.activation, row.weight)]
+    cells = (
+        f"`{target.name}`",
+        f"{target.runtime} {target.min_version} or newer on {' or '.join(target.machines)}",
+        str(target.opset),
+        f"{integers[0]} activations, {integers[1]} weights",
+        "; ".join(target.traps),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
 def test_the_documentation_lists_every_target():
-    text = (Path(__file__).parents[2] / "docs" / "converting.md").read_text()
-    for target in TARGETS.values():
-        assert f"| `{target.name}` | {target.runtime} {target.min_version}" in text
-        assert f"| {target.opset} |" in text
+    """TRIPLANE_ACCEPT=1 writes the table."""
+    begin, end = "<!-- targets -->\n", "<!-- end of targets -->\n"
+    head, _, rest = PAGE.read_text().partition(begin)
+    _, _, tail = rest.partition(end)
+    table = ["| target | runs on | opset | int8 | traps |", "|---|---|---|---|---|"]
+    lines = [*table, *(listed(target) for target in TARGETS.values())]
+    page = head + begin + "\n".join(lines) + "\n" + end + tail
+    if os.environ.get("TRIPLANE_ACCEPT") == "1":
+        PAGE.write_text(page)
+    assert PAGE.read_text() == page, "run this test with TRIPLANE_ACCEPT=1"
