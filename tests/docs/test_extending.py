@@ -48,7 +48,7 @@ def line_of(text, where, name):
     if where == "above":
         return table.lineno - 1
     literals = (n for n in ast.walk(table.value) if isinstance(n, (ast.Tuple, ast.List)))
-    return max(n.elts[-1].end_lineno for n in literals if n.elts)
+    return max(n.elts[-1].end_lineno or 0 for n in literals if n.elts)
 
 
 def add(path, where, name, code):
@@ -63,7 +63,7 @@ def add_entry_point(folder, header, line):
     info = folder / "example-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Name: example\nVersion: 0\n")
-    group = re.search(r'"(.+)"', header)[1]
+    group = header.split('"')[1]
     (info / "entry_points.txt").write_text(f"[{group}]\n{line.replace(chr(34), '')}")
 
 
