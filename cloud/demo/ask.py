@@ -1,4 +1,4 @@
-"""Asks the served model with the unmodified tritonclient, one digit a call."""
+"""Call the served model with the unmodified tritonclient, one digit a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triplane.unified_ir.ir.graph import Array
 
 @dataclass(frozen=True, slots=True)
 class CallStatistics:
-    """What a client saw: share of right answers, median and 99th percentile of a call in ms."""
+    """What a client measured: accuracy, median and 99th percentile of a call in ms."""
 
     calls: int
     accuracy: float
@@ -23,7 +23,7 @@ class CallStatistics:
 
 
 def ask(address: str, model: str, x: Array, y: Array) -> CallStatistics:
-    """One call per sample; x: (N, C, H, W), y: (N,)."""
+    """Make one call per sample; x: (N, C, H, W), y: (N,)."""
     client_module: Any = require("tritonclient.grpc", extra="dev")
     client = client_module.InferenceServerClient(url=address)
     try:

@@ -1,4 +1,4 @@
-"""Twelve devices with a question each, and how well a model answers them, before and after."""
+"""Twelve devices with one question each, and how well a model answers it when adapted."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LEARNING: Final = 6
 INNER_STEPS: Final = 3
 SUPPORT: Final = 40
 RATES: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-"""Of adaptation after FedAvg, which was not learned for any."""
+"""Rates tried for adapting FedAvg's model, which was not trained for any."""
 LEAST_SAMPLES: Final = 30 * DEVICES
 
 
 def shards_of(data: Dataset, seed: int = 0) -> dict[str, Shard]:
-    """A part of the data for each device; y says whether it is one of the device's own classes."""
+    """Return each device's part of the data; y says whether a digit is one of its classes."""
     samples: dict[str, Array] = {"x": np.asarray(data.x), "y": np.asarray(data.y)}
     shards = evenly(samples, DEVICES, held_out=0.4, seed=seed)
     return {name: _asked(shard, name, len(data.labels), seed) for name, shard in shards.items()}
@@ -44,13 +44,13 @@ def _asked(shard: Shard, device: str, classes: int, seed: int) -> Shard:
 
 
 def save(path: Path, shard: Shard) -> Path:
-    """What a device or node is given: its samples to learn from, none of those to be asked."""
+    """Save the samples that a device or node learns from, without those that test it."""
     np.savez(path, x=shard.train["x"], y=shard.train["y"])
     return path
 
 
 def save_episodes(path: Path, shards: Mapping[str, Shard]) -> Path:
-    """Signed samples: for each question a support set to adapt to and a query set to answer."""
+    """Save signed samples: per question a support set to adapt to and a query set to answer."""
     arrays: dict[str, list[Array]] = {}
     for name, shard in shards.items():
         order = Draws(0, 0, name, "episode").permutation(shard.examples)
@@ -66,13 +66,13 @@ def save_episodes(path: Path, shards: Mapping[str, Shard]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedScores:
-    """Scores of every device at one rate of adaptation."""
+    """Scores of every device at one adaptation rate."""
 
     rate: float
     scores: tuple[DeviceScore, ...]
 
     def of(self, *, seen: bool, adapted: bool) -> list[float]:
-        """Accuracies of the devices that learned, or of the others."""
+        """Return accuracies of the devices that took part, or of the others."""
         scores = (s for s in self.scores if s.seen is seen)
         return [s.after if adapted else s.before for s in scores]
 
@@ -80,7 +80,7 @@ class AdaptedScores:
 def answered(
     module: Module, algorithm: str, rate: float, shards: Mapping[str, Shard], round_: int
 ) -> AdaptedScores:
-    """Every device adapts the model to its support in three steps and answers what it never saw."""
+    """Let every device adapt the model to its support set, then answer samples it has not seen."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "asked.plan"
         hyper = Hyper(lr=rate, meta_lr=rate, inner_steps=INNER_STEPS)
@@ -100,5 +100,5 @@ def answered(
 
 
 def best(tried: list[AdaptedScores]) -> AdaptedScores:
-    """Of several rates, the one that is best for the devices that learned."""
+    """Return the scores at the rate that is best for the devices that took part."""
     return max(tried, key=lambda a: float(np.mean(a.of(seen=True, adapted=True))))

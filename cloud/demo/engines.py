@@ -1,4 +1,4 @@
-"""One training step, two engines, from the same weights on the same batches."""
+"""One training step on two engines, from the same weights on the same batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCH = 32
 
 
 def losses_side_by_side(cell_file: Path, data: Dataset, steps: int) -> list[tuple[float, float]]:
-    """(loss on onnx, loss on ascend) for each of the first steps of a run."""
+    """Return (loss on onnx, loss on ascend) for each of the first steps of a run."""
     nn.seed(0)
     trainer = Trainer(
         load_cell(f"{cell_file}:Digits"),

@@ -19,7 +19,7 @@ FOREIGN = ("onnx", "grpc", "click", "rich", "jax", "torch")
 
 
 def main(plan_file: str, samples_file: str, steps: str, batch: str) -> None:
-    """Accuracy before, `steps` SGD steps, accuracy after."""
+    """Print the accuracy before and after `steps` SGD steps."""
     plan = Plan.load(Path(plan_file))
     with np.load(samples_file, allow_pickle=False) as samples:
         x, y, x_test, y_test = (samples[k] for k in ("x", "y", "x_test", "y_test"))
@@ -44,7 +44,7 @@ def main(plan_file: str, samples_file: str, steps: str, batch: str) -> None:
 
 
 def accuracy(plan: Plan, x: np.ndarray, y: np.ndarray) -> float:
-    """Share of samples whose largest logit is the label's."""
+    """Return the share of samples whose largest logit is the label's."""
     logits = next(iter(plan.predict(x=x).values()))
     return float((logits.argmax(1) == y).mean())
 

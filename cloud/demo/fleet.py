@@ -1,4 +1,4 @@
-"""A cloud and its nodes as real processes of the real command, and questions to them."""
+"""A cloud and its nodes as processes of the real command, and queries to them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from triplane.proto.errors import Unavailable
 NODES: Final = ("camera-a", "camera-b")
 WAIT_S: Final = 90.0
 STEP_S: Final = 0.5
-"""Between two questions to the cloud, each of which is a process of half a second."""
+"""Pause between two queries to the cloud, each of which is a process of half a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class DemoCloud:
-    """A running cloud: where it keeps things and where it listens."""
+    """A running cloud: its folders and its addresses."""
 
     home: Path
     offline_keys: Path
@@ -33,21 +33,21 @@ class DemoCloud:
     dashboard: str
 
     def ask(self, *args: str | Path) -> Any:
-        """The JSON answer of a verb, as the operator."""
+        """Return the JSON answer of a verb, called as the operator."""
         return processes.checked_json(self.tried(*args, "--json"))
 
     def tried(self, *args: str | Path) -> Any:
-        """The ended process of a verb, as the operator."""
+        """Return the ended process of a verb, called as the operator."""
         return processes.triplane(*args, "--identity", self.home / "operator")
 
     def followed(self, *args: str | Path) -> int:
-        """Exit code of a verb that shows its work on this terminal."""
+        """Return the exit code of a verb that shows its progress on this terminal."""
         return processes.shown(*args, "--identity", self.home / "operator")
 
 
 @contextlib.contextmanager
 def cloud_at(folder: Path) -> Iterator[DemoCloud]:
-    """A new cloud below `folder`, running; stopped at the end."""
+    """Run a new cloud below `folder`; stop it at the end."""
     home, keys = folder / "cloud", folder / "offline-keys"
     processes.checked(
         processes.triplane("cloud", "init", "--home", home, "--offline-keys", keys, "--json")
@@ -61,7 +61,7 @@ def cloud_at(folder: Path) -> Iterator[DemoCloud]:
 
 @contextlib.contextmanager
 def node_at(folder: Path, cloud: DemoCloud, name: str) -> Iterator[Path]:
-    """A node let in with a token of its own, running; gives its home."""
+    """Enroll a node with a token of its own and run it; yield its home."""
     home = folder / name
     token = cloud.ask("cloud", "token", "--role", "node", "--name", name, "--label", "site=demo")
     processes.checked(
@@ -76,18 +76,18 @@ def node_at(folder: Path, cloud: DemoCloud, name: str) -> Iterator[Path]:
 
 
 def free_port() -> int:
-    """A port that nobody listened on a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def reports(cloud: DemoCloud) -> dict[str, dict[str, Any]]:
-    """The cloud's view of every node, by name."""
+    """Return the cloud's view of every node, by name."""
     return {node["name"]: node for node in cloud.ask("fleet", "ls")["nodes"]}
 
 
 def until(what: str, holds: Callable[[], bool]) -> float:
-    """Seconds until `holds`; Unavailable says what did not happen."""
+    """Wait until `holds` and return the seconds; Unavailable says what did not happen."""
     start_s = time.monotonic()
     while not holds():
         if time.monotonic() - start_s > WAIT_S:
@@ -97,12 +97,12 @@ def until(what: str, holds: Callable[[], bool]) -> float:
 
 
 def agent_process(home: Path) -> int:
-    """Process id of a node's agent, from the supervisor's record."""
+    """Return the process id of a node's agent, from the supervisor's record."""
     return int(json.loads((home / "run" / "agent.json").read_text())["pid"])
 
 
 def kill_agent(home: Path) -> int:
-    """Kills a node's agent the hard way; gives the process id it had."""
+    """Kill a node's agent with SIGKILL; return the process id it had."""
     pid = agent_process(home)
     os.kill(pid, signal.SIGKILL)
     return pid

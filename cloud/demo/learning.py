@@ -1,4 +1,4 @@
-"""The demo's last part: six devices learn together; what they learned goes live, and adapts."""
+"""The last part of the demo: six devices train a model together; it is released and adapted."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ KILL_AT: Final = 25
 BACK_AT: Final = 40
 DONE: Final = ("committed", "kept")
 PAUSE_S: Final = 1.0
-"""Between two passes of a client over its questions: some 50 calls a second."""
+"""Pause between two passes of a client over its samples: about 50 calls a second."""
 
 
 def learn(stage: DemoStage, fleet: DemoFleet) -> bool:
-    """FedAvg and exact MAML on six device processes; False where there are too few samples."""
+    """Train by FedAvg and exact MAML on six devices; False if there are too few samples."""
     data = _all(stage)
     if len(data) < asking.LEAST_SAMPLES:
         stage.summary.add(
@@ -80,12 +80,12 @@ def _all(stage: DemoStage) -> Dataset:
 
 
 def _homes(names: list[str]) -> list[tuple[str, str]]:
-    """(node, whose question it asks): the first and the last of the devices that do not learn."""
+    """Return (node, device whose question it answers): the first and last that take no part."""
     return list(zip(NODES, (names[LEARNING], names[-1]), strict=True))
 
 
 def _first_version(stage: DemoStage, cloud: DemoCloud) -> None:
-    """The untrained network, registered."""
+    """Register the untrained network."""
     nn.seed(0)
     trainer = train.Trainer(Question(), loss=nn.SoftmaxCrossEntropy(), optimizer=optim.SGD(0.1))
     trainer.prepare(np.zeros((1, *stage.train.x.shape[1:]), np.float32), np.zeros(1, np.int64))
@@ -94,7 +94,7 @@ def _first_version(stage: DemoStage, cloud: DemoCloud) -> None:
 
 
 def _serve_first(stage: DemoStage, fleet: DemoFleet, shards: dict[str, Shard]) -> None:
-    """Both nodes serve it; both have some labelled samples; people signed what may follow."""
+    """Let both nodes serve it and hold labelled samples; sign the policy for later releases."""
     cloud, names = fleet.cloud, sorted(shards)
     for node, name in _homes(names):
         own = asking.save(stage.file(f"{node}.npz"), shards[name])
@@ -113,7 +113,7 @@ def _serve_first(stage: DemoStage, fleet: DemoFleet, shards: dict[str, Shard]) -
 
 @dataclass(slots=True)
 class DeviceProcess:
-    """A device process; `again` starts it anew after a kill."""
+    """A device process; `start` restarts it after a kill."""
 
     name: str
     home: Path
@@ -122,19 +122,19 @@ class DeviceProcess:
     stack: Any = None
 
     def start(self) -> None:
-        """Run it; returns when it is ready."""
+        """Start the process; return when it is ready."""
         self.stack = contextlib.ExitStack()
         self.child = self.stack.enter_context(
             processes.started("device", "run", "--home", self.home, log=self.log)
         )
 
     def kill(self) -> None:
-        """The hard way."""
+        """Kill the process with SIGKILL."""
         self.child.send_signal(signal.SIGKILL)
         self.stop()
 
     def stop(self) -> None:
-        """End it, if it runs."""
+        """Stop the process, if it runs."""
         if self.stack is not None:
             self.stack.close()
 
@@ -143,7 +143,7 @@ class DeviceProcess:
 def _devices(
     stage: DemoStage, cloud: DemoCloud, shards: dict[str, Shard]
 ) -> Iterator[list[DeviceProcess]]:
-    """Enrolled and running, each with its own samples."""
+    """Enroll and run devices, each with its own samples."""
     devices = []
     with contextlib.ExitStack() as running:
         for name, shard in shards.items():
@@ -164,7 +164,7 @@ def _devices(
 
 
 def _run(stage: DemoStage, cloud: DemoCloud, algorithm: str, *more: str) -> dict[str, Any]:
-    """One run of the demo's length, shown as it goes; its record."""
+    """Run one algorithm for the demo's rounds, showing its progress; return its record."""
     rate = str(RATE[algorithm])
     stage.say(f"\n   {algorithm}: {stage.rounds} rounds of {LEARNING} devices")
     code = cloud.followed(
@@ -180,7 +180,7 @@ def _run(stage: DemoStage, cloud: DemoCloud, algorithm: str, *more: str) -> dict
 
 
 class _DeviceKiller(threading.Thread):
-    """Kills two devices in the middle of the run that comes; one of them comes back."""
+    """Kills two devices in the middle of the next run; one of them comes back."""
 
     def __init__(self, cloud: DemoCloud, victims: list[DeviceProcess]) -> None:
         super().__init__(name="killer", daemon=True)
@@ -203,7 +203,7 @@ class _DeviceKiller(threading.Thread):
             )
 
     def _round(self, number: int) -> int:
-        """Wait for a round of the run that is going on."""
+        """Wait for a round of the current run."""
         while True:
             record = self._cloud.ask("federate", "show", "last")
             at = int(record.get("round", 0))
@@ -213,7 +213,7 @@ class _DeviceKiller(threading.Thread):
 
 
 class _AskingClient:
-    """Asks a node its own question, over and over, with calls that are never repeated."""
+    """Asks a node its own question repeatedly, with calls that are never retried."""
 
     def __init__(self, stage: DemoStage, cloud: DemoCloud, node: str, shard: Shard) -> None:
         self.node = node
@@ -251,7 +251,7 @@ class _AskingClient:
 
 
 def _models(cloud: DemoCloud) -> dict[str, dict[str, Any]]:
-    """What each node says of the model, by the node's name."""
+    """Return each node's report of the model, by the node's name."""
     return {
         name: next((m for m in node["report"]["models"] if m["model"] == MODEL), {})
         for name, node in reports(cloud).items()
@@ -259,14 +259,14 @@ def _models(cloud: DemoCloud) -> dict[str, dict[str, Any]]:
 
 
 def _both_done(cloud: DemoCloud, run: dict[str, Any]) -> bool:
-    """Each node serves the result, or has found that what it serves answers better."""
+    """Return whether each node serves the result, or keeps its version because it is better."""
     version = int(run["result"].rpartition("@")[2])
     models = _models(cloud).values()
     return all(m.get("version") == version and m.get("state") in DONE for m in models)
 
 
 def _kept(cloud: DemoCloud) -> dict[str, str]:
-    """Why, by the names of nodes that keep the older version."""
+    """Return the reasons of nodes that keep the older version, by name."""
     return {
         name: str(m["reason"]) for name, m in _models(cloud).items() if m.get("state") == "kept"
     }
@@ -279,7 +279,7 @@ def _compare(
     shards: dict[str, Shard],
     killer: _DeviceKiller,
 ) -> None:
-    """Both results on all twelve devices, six of which never learned."""
+    """Compare both results on all twelve devices, six of which took no part."""
     tried = {name: _answers(stage, cloud, name, run, shards) for name, run in runs.items()}
     rows: list[tuple[str, ...]] = [
         ("", "six that learned", "", "six others", ""),
@@ -329,7 +329,7 @@ def _trial(name: str, scores: AdaptedScores, run: dict[str, Any], number: int) -
 def _gone_live(
     stage: DemoStage, clients: list[_AskingClient], run: dict[str, Any], kept: dict[str, str]
 ) -> None:
-    """What the nodes' own clients saw."""
+    """Report what the clients of the nodes measured."""
     stage.say(f"\n10 Live: {run['result']} was released by itself, under what people had signed")
     failed = [f"{c.node}: {c.error}" for c in clients if c.error]
     if failed:

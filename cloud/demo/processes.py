@@ -18,14 +18,14 @@ from triplane.proto.errors import Unavailable
 
 START_DEADLINE_S: Final = 30.0
 STOP_GRACE_S: Final = 45.0
-"""A node's supervisor drains its server first; killed before that it would leave it running."""
+"""A node's supervisor first drains its server; killed before that, it would leave it running."""
 HURRIED_GRACE_S: Final = 20.0
 """After a second signal to the demo; the supervisor then kills what does not end."""
 INTERRUPTS: Final = signals.Interrupts(limit_s=900.0, hurry_s=240.0)
 """The limits are for the nine processes of the fleet one after another."""
 STEP_S: Final = 0.1
 COMMAND: Final = (sys.executable, "-c", "from triplane.unified_ir.cli import main; main()")
-"""The `triplane` command of this very environment."""
+"""The `triplane` command of this environment."""
 
 
 class ProcessFailed(Unavailable):
@@ -33,18 +33,18 @@ class ProcessFailed(Unavailable):
 
 
 def triplane(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end; progress goes to this terminal, stdout comes back."""
+    """Run the command to its end; progress goes to this terminal, stdout is returned."""
     return _run([*COMMAND, *map(str, args)])
 
 
 def shown(*args: str | Path) -> int:
-    """Runs the command where its reader can see it, on standard error; gives its exit code."""
+    """Run the command with its output on standard error; return its exit code."""
     with _child([*COMMAND, *map(str, args)], stdout=sys.stderr) as process:
         return process.wait()
 
 
 def python(script: Path, *args: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs a script in a fresh interpreter."""
+    """Run a script in a new interpreter."""
     return _run([sys.executable, str(script), *map(str, args)])
 
 
@@ -55,7 +55,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def checked(done: subprocess.CompletedProcess[str]) -> str:
-    """The output of a process that succeeded."""
+    """Return the output of a process that succeeded."""
     if done.returncode != 0:
         raise ProcessFailed(
             f"{_shown(done.args)} ended with exit code {done.returncode}; its output is above"
@@ -64,7 +64,7 @@ def checked(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def checked_json(done: subprocess.CompletedProcess[str]) -> Any:
-    """The JSON document that a process printed."""
+    """Return the JSON document that a process printed."""
     return json.loads(checked(done))
 
 
@@ -74,9 +74,9 @@ def _shown(command: Sequence[str]) -> str:
 
 @contextmanager
 def server(*args: str | Path) -> Iterator[dict[str, Any]]:
-    """Starts `triplane ARGS --json`, gives the line it announces itself with, stops it at the end.
+    """Start `triplane ARGS --json`, yield the line that announces it, stop it at the end.
 
-    Stopping is SIGTERM, then SIGKILL after a grace period; also on an exception or Ctrl-C here.
+    It is stopped by SIGTERM, then SIGKILL after a grace period, also on an error or Ctrl-C here.
     """
     with _child([*COMMAND, *map(str, args), "--json"]) as process:
         assert process.stdout is not None
@@ -92,14 +92,14 @@ def server(*args: str | Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def background(*args: str | Path, log: Path) -> Iterator[None]:
-    """Runs `triplane ARGS`, its words in a file; stopped at the end as a server is."""
+    """Run `triplane ARGS` with its output in a file; stop it at the end as a server."""
     with log.open("a") as words, _child([*COMMAND, *map(str, args)], stdout=words, stderr=words):
         yield
 
 
 @contextmanager
 def started(*args: str | Path, log: Path) -> Iterator[subprocess.Popen[str]]:
-    """Runs `triplane ARGS --json` until it says that it is ready; gives the process."""
+    """Run `triplane ARGS --json` until it reports that it is ready; yield the process."""
     with log.open("a") as words, _child([*COMMAND, *map(str, args), "--json"], stderr=words) as p:
         assert p.stdout is not None
         if not p.stdout.readline():
@@ -128,7 +128,7 @@ def _child(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends the whole process group, politely first."""
+    """End the whole process group: SIGTERM first, then SIGKILL."""
     if process.poll() is None:
         _signal_group(process, signal.SIGTERM)
         if not _has_ended(process, STOP_GRACE_S):
@@ -141,7 +141,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _has_ended(process: subprocess.Popen[str], seconds: float, *, patient: bool = True) -> bool:
-    """Whether it ends within the time; where we wait patiently, before a second signal to us."""
+    """Return whether it ends in time; `patient`: wait only until a second signal to the demo."""
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s and not (patient and INTERRUPTS.hurried):
         with suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""The demo's second half: signed rollouts to two nodes, one refused, one through a killed agent."""
+"""The second half of the demo: signed rollouts to two nodes; a refusal, a killed agent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODEL: Final = "digits"
 TARGET: Final = "ort-x64"
 PROBATION: Final = "1s"
 LONG_PROBATION: Final = "4s"
-"""Long enough to be looked at and killed in."""
+"""Long enough to be observed, and to kill an agent in."""
 NOT_DONE: Final = 4
 FLOOR: Final = 0.9
 ASKED: Final = 200
@@ -48,7 +48,7 @@ class DemoFleet:
 
 @contextlib.contextmanager
 def fleet_at(stage: DemoStage) -> Iterator[DemoFleet]:
-    """A cloud and two enrolled nodes as processes; stopped at the end."""
+    """Run a cloud and two enrolled nodes as processes; stop them at the end."""
     stage.say("\n6  Deploy: a cloud and two nodes as processes, let in by tokens, over mutual TLS")
     folder = stage.folder
     with contextlib.ExitStack() as running:
@@ -64,7 +64,7 @@ def _connected(cloud: DemoCloud) -> set[str]:
 
 
 def deploy(stage: DemoStage, fleet: DemoFleet) -> None:
-    """The trained model, signed by a key the cloud does not have, to both nodes in two waves."""
+    """Roll out the trained model, signed by a key that the cloud lacks, in two waves."""
     cloud = fleet.cloud
     _push(cloud, stage.file("digits.tpm"))
     stage.say("   signed away from the cloud: the conversion is repeated, then compared")
@@ -83,10 +83,10 @@ def deploy(stage: DemoStage, fleet: DemoFleet) -> None:
 
 
 def refuse(stage: DemoStage, fleet: DemoFleet) -> None:
-    """A version that loads and answers wrongly, released by the cloud itself.
+    """Release a version that loads and answers wrongly, signed by the cloud itself.
 
-    Its own golden samples agree with it, so they cannot refuse it. What does is the policy:
-    labelled samples and the least accuracy on them, signed offline and measured on the node.
+    Its own golden samples agree with it, so they cannot refuse it. The policy refuses it: labelled
+    samples and a least accuracy on them, signed offline and measured on the node.
     """
     cloud = fleet.cloud
     stage.say(
@@ -116,7 +116,7 @@ def refuse(stage: DemoStage, fleet: DemoFleet) -> None:
 
 
 def heal(stage: DemoStage, fleet: DemoFleet, epochs: int) -> None:
-    """A better version, while the agent of one node is killed in the middle of taking it."""
+    """Roll out a better version while the agent of one node is killed in the middle of it."""
     cloud, victim = fleet.cloud, NODES[-1]
     stage.say(f"\n8  A kill: {victim}'s agent dies by kill -9 in the middle of the next rollout")
     _push(cloud, _trained(stage, "train", epochs, "better.tpm"))
@@ -142,7 +142,7 @@ def heal(stage: DemoStage, fleet: DemoFleet, epochs: int) -> None:
 
 
 def addresses(fleet: DemoFleet) -> dict[str, Any]:
-    """Where the fleet is, and the commands that start it again from the kept files."""
+    """Return the fleet's addresses, and the commands that start it again from kept files."""
     cloud = fleet.cloud
     ports = f"--port {cloud.port} --enrol-port {cloud.enrol_port}"
     page = f"--dashboard-port {cloud.dashboard.rpartition(':')[2]}"
@@ -153,7 +153,7 @@ def addresses(fleet: DemoFleet) -> dict[str, Any]:
 
 
 def linger(stage: DemoStage, fleet: DemoFleet) -> None:
-    """On a terminal, leaves the fleet up until Ctrl-C; elsewhere says how to start it again."""
+    """On a terminal, leave the fleet up until Ctrl-C; elsewhere say how to start it again."""
     places = addresses(fleet)
     stage.say(f"\nDashboard: {places['dashboard']} (to change things: {places['dashboard_token']})")
     stage.say(f"Operator:  export TRIPLANE_IDENTITY={fleet.cloud.home / 'operator'}")
@@ -202,7 +202,7 @@ def _push(cloud: DemoCloud, file: Path) -> None:
 
 
 def roll_out(cloud: DemoCloud, reference: str, *more: str, probation: str = PROBATION) -> None:
-    """Deploy to both nodes and follow it here; Failed where it did not get done."""
+    """Deploy to both nodes and follow the rollout here; InvalidInput where it did not succeed."""
     code = cloud.followed("deploy", reference, "--to", "site=demo", *more, "--probation", probation)
     if code != 0:
         raise InvalidInput(f"the rollout of {reference} ended with exit code {code}")

@@ -1,4 +1,4 @@
-"""Where the demo works, what it works on, and what it has measured so far."""
+"""The folder and data of the demo, and what it has measured so far."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from triplane.unified_ir.data.dataset import Dataset
 
 @dataclass(slots=True)
 class DemoSummary:
-    """What each step measured, in the order of the story."""
+    """What each step measured, in the order of the demo."""
 
     rows: list[tuple[str, str, str]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
 
     def add(self, step: str, what: str, figure: str, **facts: Any) -> None:
-        """A line of the table, and the same facts for machines."""
+        """Add a line of the table, and the same facts for `--json`."""
         self.rows.append((step, what, figure))
         self.facts.update(facts)
 
     def record(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the facts for `--json`."""
         return dict(self.facts)
 
     def table(self) -> str:
-        """For people."""
+        """Return the table for people."""
         widths = [max(len(row[i]) for row in self.rows) for i in (0, 1)]
         lines = [f"  {s:<{widths[0]}}  {w:<{widths[1]}}  {f}" for s, w, f in self.rows]
         return "\n".join(["", "DemoSummary", *lines])
@@ -35,7 +35,7 @@ class DemoSummary:
 
 @dataclass(frozen=True, slots=True)
 class DemoStage:
-    """Where the demo works and what it works on; rounds: of each algorithm that learns together."""
+    """The folder, output and data of the demo; rounds: of each federated algorithm."""
 
     folder: Path
     output: CommandOutput
@@ -46,14 +46,14 @@ class DemoStage:
     rounds: int
 
     def file(self, name: str) -> Path:
-        """A file of the demo."""
+        """Return the path of a file of the demo."""
         return self.folder / name
 
     def say(self, text: str = "") -> None:
-        """Tells the reader something."""
+        """Print a line for the reader."""
         self.output.note(text)
 
 
 def first(data: Dataset, most: int) -> Dataset:
-    """At most so many samples."""
+    """Return at most `most` samples."""
     return data.take(min(most, len(data)))

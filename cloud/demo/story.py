@@ -1,4 +1,4 @@
-"""The demo's steps, in order. Each runs the real command or the public API and reports figures."""
+"""The steps of the demo. Each runs the real command or the public API and reports figures."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ CALIBRATION_SAMPLES: Final = 200
 TUNING_STEPS: Final = 400
 TUNING_BATCH: Final = 32
 MORE_EPOCHS: Final = 2
-"""For the version of step 8."""
+"""Additional epochs for the version of step 8."""
 MOST_ASKED: Final = 1000
-"""Calls of step 4, where there is more held-out data than that."""
+"""Limit for the calls of step 4, where there is more held-out data."""
 MOST_ON_DEVICE: Final = 5000
-"""Samples of either kind that step 5 gives the device."""
+"""Limit for the samples of each kind that step 5 gives the device."""
 
 
 def tell(
@@ -46,10 +46,10 @@ def tell(
     output: CommandOutput,
     done: Callable[[DemoSummary], None],
 ) -> None:
-    """Runs all steps and calls `done`; on a terminal, with `keep`, the fleet then stays up.
+    """Run all steps and call `done`; on a terminal, with `keep`, the fleet then stays up.
 
-    The folder is removed afterwards unless it is kept, also after Ctrl-C or SIGTERM; a second one
-    gives the processes less time to end.
+    The folder is removed afterwards unless it is kept, also after Ctrl-C or SIGTERM; a second
+    signal gives the processes less time to end.
     """
     start = time.perf_counter()
     processes.INTERRUPTS.install()
@@ -93,7 +93,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 def _small(data: Dataset) -> Dataset:
-    """Images averaged down to 8x8, the demo network's size."""
+    """Average images down to 8x8, the size of the demo's network."""
     _, c, h, w = data.x.shape
     if c != 1 or h < 8 or w < 8:
         raise InvalidInput(f"the demo takes grey images of at least 8x8, got {c} x {h} x {w}")

@@ -34,7 +34,7 @@ def row(begin: int, end: int, shape=None, dtype: str = "U8") -> dict:
         (bytes(8), "header of 0 bytes"),
         ((2**64 - 1).to_bytes(8, "little") + b"{}", "header of 18446744073709551615"),
         (part(b"{}")[:-1], "header of 2 bytes"),
-        (part(b" " * MAX_HEADER_BYTES + b"{}"), f"at most {MAX_HEADER_BYTES}"),
+        (part(b" " * MAX_HEADER_BYTES + b"{}"), f"limit {MAX_HEADER_BYTES}"),
         (part(b"[]"), "not a JSON object"),
         (part(b' {"a":1}'), "not a JSON object"),
         (part(b"{]"), "not JSON"),

@@ -206,7 +206,7 @@ def test_a_model_of_a_fixed_batch_is_told_how_to_open_it(model, tmp_path, capsys
     assert run(capsys, "import", model, "--out", fixed, *shape)[0] == 0
     code, _, error = run(capsys, "train", fixed, "--data", "digits", "--out", tmp_path / "a.tpm")
     assert code == 2
-    assert "takes batches of 1 alone: input 'image' is float32[1,3,16,16]" in error
+    assert "takes only batches of 1: input 'image' is float32[1,3,16,16]" in error
     assert "--shape image=N,3,16,16" in error
 
 

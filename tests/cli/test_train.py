@@ -181,7 +181,7 @@ def test_a_run_begun_at_another_default_rate_is_refused_with_the_rate_to_give(
         (("--schedule", "cosine:high=1"), "cosine has low, got 'high'; write cosine:low=.."),
         (("--schedule", "step:every=x"), "--schedule step every takes a number, got 'x'"),
         (("--schedule", "step:every=1.5"), "counts updates in whole numbers, got 1.5"),
-        (("--schedule", "multi-step:at=5/3"), "bounds >= 1 that rise, got [5, 3]"),
+        (("--schedule", "multi-step:at=5/3"), "increasing bounds >= 1, got [5, 3]"),
         (("--clip", "most:1"), "norm:LIMIT, each:LIMIT, value:LIMIT; got 'most:1'"),
         (("--clip", "0"), "clipped to a limit > 0, got 0.0"),
         (("--early-stop", "soon"), "--early-stop is a number of epochs"),

@@ -100,7 +100,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     written(tmp_path)
     (tmp_path / "train-labels-idx1-ubyte").unlink()
     os.mkfifo(tmp_path / "train-labels-idx1-ubyte")
-    with pytest.raises(InvalidInput, match="no regular file"):
+    with pytest.raises(InvalidInput, match="not a regular file"):
         data.load(tmp_path / "train-images-idx3-ubyte")
 
 

@@ -160,7 +160,7 @@ def test_images_of_another_size_are_named(pets):
 
 def test_other_formats_are_named_with_those_read(pets):
     (pets / "dog" / "photo.jpg").write_bytes(b"\xff\xd8")
-    with pytest.raises(InvalidInput, match=r"photo\.jpg is no \.png, \.pgm, \.ppm"):
+    with pytest.raises(InvalidInput, match=r"photo\.jpg is not \.png or \.pgm or \.ppm"):
         data.load(pets)
 
 

@@ -226,7 +226,7 @@ def test_entry_without_a_loss_cannot_adapt(tmp_path):
         ),
         (pb.Plan(entries=[pb.Entry(name="a", part="a.onnx")]), [], "implies parts"),
         (pb.Plan(), ["a.onnx"], "implies parts"),
-        (pb.Plan(limits=pb.Limits(time_s=-1)), [], "an amount >= 0"),
+        (pb.Plan(limits=pb.Limits(time_s=-1)), [], "a finite number >= 0"),
     ],
 )
 def test_forged_descriptions_in_a_sound_container_are_refused(

@@ -128,7 +128,7 @@ def _check_files(options: dict[str, Any]) -> None:
 
 
 def _loaded(model: Path) -> tuple[Module, str]:
-    """The module and its root digest, which an ONNX model has not got."""
+    """Return the module and its root digest, which an ONNX model does not have."""
     if model.suffix == SUFFIX:
         from triplane.unified_ir.onnx import import_onnx
 
@@ -188,7 +188,7 @@ def _save_reports(report: Report, record: dict[str, Any], options: dict[str, Any
 
 
 def _check_plan(module: Module) -> None:
-    """Before the bundle is written: a command does all it was asked, or nothing."""
+    """Check before the bundle is written: a command does all it was asked for, or nothing."""
     from triplane.unified_ir.convert.plan import plan_entries
 
     plan_entries(module)

@@ -29,10 +29,10 @@ largest absolute one divided by the largest value that it had before.
 """
 DIFFERENT: Final = 1
 MAX_LINES: Final = 20_000
-"""Functions with more lines are compared line by line in order, without looking for moves."""
+"""Functions with more lines than this are compared line by line in order, without finding moves."""
 MAX_SHOWN: Final = 40
 _Block = tuple[str, int, int, int, int]
-"""What to do with lines a1:a2 of one text to get lines b1:b2 of the other, as in difflib."""
+"""An operation that turns lines a1:a2 of one text into lines b1:b2 of the other, as in difflib."""
 _NUMBER: Final = re.compile(r"%\d+")
 _PLACE: Final = re.compile(r"(?<=[){}])  # [^\"]*$")
 
@@ -79,7 +79,7 @@ def _compared(a: Module, b: Module) -> dict[str, Any]:
 
 
 def _mapping(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys added and removed, and values changed; empty where there is nothing to say."""
+    """Return keys added and removed, and values changed; empty where nothing differs."""
     kinds = {
         "added": [k for k in b if k not in a],
         "removed": [k for k in a if k not in b],
@@ -89,7 +89,7 @@ def _mapping(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nodes(a: Function, b: Function) -> dict[str, list[str]]:
-    """Lines of the text form that only one of the functions has."""
+    """Return lines of the text form that only one of the functions has."""
     import difflib
 
     from triplane.unified_ir.ir.text import function_text
@@ -112,7 +112,7 @@ def _nodes(a: Function, b: Function) -> dict[str, list[str]]:
 
 
 def _by_position(ours: Sequence[str], theirs: Sequence[str]) -> Iterator[_Block]:
-    """Changed lines at the same place: for operands that alone differ, and for huge functions."""
+    """Return changed lines in the same place, for huge functions too."""
     n = min(len(ours), len(theirs))
     for i in range(n):
         if ours[i] != theirs[i]:
@@ -144,7 +144,7 @@ def _state(a: Module, b: Module) -> dict[str, Any]:
 
 
 def _change(a: Array, b: Array) -> dict[str, Any]:
-    """Largest absolute change; relative to the largest value before; how many elements moved."""
+    """Return the largest absolute and relative change, and how many elements changed."""
     import numpy as np
 
     x, y = a.astype(np.float64), b.astype(np.float64)
@@ -160,7 +160,7 @@ def _change(a: Array, b: Array) -> dict[str, Any]:
 
 
 def _finite(x: float) -> float | str:
-    """JSON has no infinity and no NaN."""
+    """Replace infinity and NaN, which JSON does not have."""
     return x if x - x == 0 else str(x)
 
 

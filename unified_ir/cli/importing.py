@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SUFFIX: Final = ".onnx"
 SHOWN: Final = 3
-"""Names in a line."""
+"""How many names a line shows."""
 
 EPILOG = """\b
 Examples:
@@ -131,14 +131,14 @@ def command(
 
 
 def _statistics(module: Module) -> list[str]:
-    """Names of the running statistics that batch normalization reads."""
+    """Return the names of the running statistics that batch normalization reads."""
     norms = (n for n in module.entry("predict").walk() if n.op.name == "BatchNormalization")
     names = [v.name for node in norms for v in node.inputs[3:5] if v is not None]
     return [name for name in module.state if name in {*names}]
 
 
 def _notes(record: dict[str, Any]) -> Iterator[str]:
-    """What was not asked for, or could not be done."""
+    """Return lines for what was changed without being asked, and for what could not be done."""
     if record["statistics"]:
         yield (
             "  --trainable fits running statistics, which gradients do not reach and which stay as "
@@ -152,7 +152,7 @@ def _notes(record: dict[str, Any]) -> Iterator[str]:
 
 
 def _some(names: list[str]) -> str:
-    """The first names, and that there are more."""
+    """Return the first names, and how many more there are."""
     shown = ", ".join(names[:SHOWN]) or "none"
     return f"{shown}, ... see --json" if len(names) > SHOWN else shown
 

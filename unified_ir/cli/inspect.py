@@ -1,4 +1,4 @@
-"""`triplane inspect`: what is in a file, down to the line of Python that made a node."""
+"""`triplane inspect`: the contents of a file, down to the line of Python that made a node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from triplane.unified_ir.ir import Function, Module
 
 SHOWN_OPERATORS: Final = 5
-"""Of a block, in a line for people."""
+"""How many lines of a block are shown to people."""
 
 EPILOG = """\b
 Examples:
@@ -120,14 +120,14 @@ def command(
 
 
 def size_text(n: int) -> str:
-    """Bytes for people: 1,234 B, 12.3 KiB, 4.5 MiB."""
+    """Format bytes for people: 1,234 B, 12.3 KiB, 4.5 MiB."""
     if n < 10_000:
         return f"{n:,} B"
     return f"{n / 2**10:,.1f} KiB" if n < 10 << 20 else f"{n / 2**20:,.1f} MiB"
 
 
 def _opened(path: Path) -> Container:
-    """The container, whatever kind of file it is."""
+    """Return the container, for any kind of file."""
     from triplane.unified_ir.files.container import Container
     from triplane.unified_ir.files.manifest import KINDS
 
@@ -155,7 +155,7 @@ def _imported(path: Path) -> Module:
 def _head(
     path: Path, opened: Container | None, *, verified: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """What holds of the file itself."""
+    """Return what describes the file itself."""
     if opened is None:
         n = path.stat().st_size
         line = f"{path}: an ONNX model, {size_text(n)}, as `triplane import` would write it"
@@ -206,12 +206,12 @@ def _file_lines(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _type_text(dtype: str, shape: Iterable[int | str]) -> str:
-    """As the text form of the IR writes a type: float32[N,4]."""
+    """Format a type as the text form of the IR does: float32[N,4]."""
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def _signature_record(file: Container) -> dict[str, Any]:
-    """What a bundle says it takes and gives; nothing for other kinds."""
+    """Return the inputs and outputs of a bundle; empty for other kinds of files."""
     if file.manifest.kind != "bundle":
         return {}
     from triplane.unified_ir.runtime import description
@@ -302,7 +302,7 @@ def _state_rows(record: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def _table(title: str, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Rows under a title, columns as wide as their widest cell."""
+    """Return rows under a title, with columns as wide as their widest cell."""
     yield title
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -317,7 +317,7 @@ def _module_text(module: Module, entry: str | None) -> str:
 
 
 def _onnx_text(file: Container, entry: str | None) -> str:
-    """The ONNX graphs of a bundle or plan, in ONNX's own text form."""
+    """Return the ONNX graphs of a bundle or plan, in ONNX's text form."""
     import onnx
 
     names = [p.name for p in file.manifest.parts if p.name.endswith(".onnx")]

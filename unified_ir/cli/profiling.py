@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from triplane.unified_ir.ir import Module
 
 DEFAULT_SIZE: Final = 32
-"""Of a symbolic size that nobody gives."""
+"""Used for a symbolic size that is not given."""
 SHOWN: Final = 12
-"""Rows of each table for people; --json has all."""
+"""Rows of each table for people; --json has all rows."""
 
 
 def sizes_of(_: click.Context, param: click.Parameter, value: str | None) -> dict[str, int]:
-    """`N=32,T=10` as a dict."""
+    """Parse `N=32,T=10` into a dict."""
     sizes: dict[str, int] = {}
     for part in value.split(",") if value else ():
         name, sign, size = part.partition("=")
@@ -33,7 +33,7 @@ def sizes_of(_: click.Context, param: click.Parameter, value: str | None) -> dic
 
 
 def entry_profile(module: Module, entry: str | None, sizes: Mapping[str, int]) -> dict[str, Any]:
-    """One entry timed on made-up inputs and the file's own state, as a record."""
+    """Profile one entry on random inputs and the file's own state; return a record."""
     from triplane.proto.errors import InvalidInput
     from triplane.unified_ir.engines.profile import profiled, sample_inputs
 
@@ -61,7 +61,7 @@ def _record(profile: Profile) -> dict[str, Any]:
 
 
 def profile_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """The record for people."""
+    """Format the record for people."""
     sizes = ", ".join(f"{k}={v}" for k, v in record["sizes"].items())
     at = f" at {sizes}" if sizes else ""
     yield f"{record['entry']}{at}: {record['total_ms']:.3f} ms a call, median of {record['calls']}"

@@ -71,8 +71,8 @@ log; 6 an extra is missing; 70 a fault of triplane; 130 interrupted.
 class Tier:
     """A package's part of the command: an entry point of the group `triplane.tiers`.
 
-    verbs: its verbs, each with its rank in the list of `--help`. guide: its paragraphs of `--help`,
-    likewise. extras: the extra that installs a module, by the module's name.
+    verbs: its verbs, each with its rank in the list of `--help`. guide: its paragraphs of `--help`
+    by rank. extras: the extra that installs a module, by the module's name.
     """
 
     verbs: Mapping[str, int]
@@ -95,14 +95,14 @@ class Verbs(click.Group):
         super().format_epilog(ctx, formatter)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The verb, imported now; a stand-in that says why where it does not import."""
+        """Import the verb; where that fails, return a stand-in that reports why."""
         entry = _entry_points().get(cmd_name)
         return None if entry is None else _load(entry)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click does, with the nearest verb named for an unknown one."""
+        """Resolve as click does, but suggest the nearest verb for an unknown one."""
         if args and not args[0].startswith("-") and args[0] not in _entry_points():
             import difflib
 
@@ -139,7 +139,7 @@ def triplane(ctx: click.Context, *, debug: bool, version: bool) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command line; returns its exit code and prints errors, the only place that does.
+    """Run one command line and return its exit code; only this function prints errors.
 
     A verb ends early with `ctx.exit(code)`; its return value is otherwise None.
     """
@@ -175,27 +175,27 @@ def require(module: str, *, extra: str) -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class CommandOutput:
-    """Where a verb's words go: the result on stdout, as text or as one JSON document."""
+    """Output of a verb: the result on stdout, as text or as one JSON document."""
 
     as_json: bool
 
     def note(self, text: str) -> None:
-        """Progress, for people: on stderr, so a pipe gets the result alone."""
+        """Print progress for people on stderr, so that a pipe receives only the result."""
         click.echo(text, err=True)
 
     def result(self, record: Mapping[str, Any], text: str) -> None:
-        """The verb's answer, once: `record` under `--json`, else `text`."""
+        """Print the verb's result, once: `record` under `--json`, else `text`."""
         click.echo(_json(record) if self.as_json else text)
 
 
 class OutputFile(click.Path):
-    """A file to write, refused before any work is done where its folder cannot take it."""
+    """A file to write, refused before any work is done if its folder does not allow it."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path; a usage error names the folder that is absent or read-only."""
+        """Return the path; a usage error names the folder that is missing or read-only."""
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             self.fail(f"there is no folder {str(path.parent)!r}; make it first", param, ctx)
@@ -211,13 +211,13 @@ MAX_SECRET_CHARS: Final = 4096
 class Secret(_Text):
     """A secret as itself, from a file as @FILE, or from standard input as "-".
 
-    What stands on a command line is shown to every user of the machine, and kept by shells.
+    Every user of the machine can see command lines, and shells store them.
     """
 
     name = "secret"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The text without the white space around it."""
+        """Return the text without surrounding white space."""
         text = str(value)
         try:
             if text == "-":
@@ -234,7 +234,7 @@ SECRET: Final = Secret()
 
 
 def keep_apart(reads: Iterable[str | Path | None], writes: Mapping[str, Path | None]) -> None:
-    """InvalidInput where a file to write, by its option, is one that is read, or another's."""
+    """Raise InvalidInput where an output file is also an input, or the target of two options."""
     read = {Path(p).resolve() for p in reads if p is not None and Path(p).is_file()}
     taken: dict[Path, str] = {}
     for option, path in writes.items():
@@ -249,7 +249,7 @@ def keep_apart(reads: Iterable[str | Path | None], writes: Mapping[str, Path | N
 
 
 SUFFIXES: Final[Mapping[str, str]] = {"model file": ".tpm", "bundle": ".bundle", "plan": ".plan"}
-"""The customary suffix of each kind of file that a verb writes."""
+"""The usual suffix of each kind of file that a verb writes."""
 _OTHERS: Final[Mapping[str, str]] = {
     ".onnx": ", not an ONNX model; the model.onnx inside a bundle (any unzip takes it out) is one",
     ".bundle": ", not a bundle; `triplane convert` makes one",
@@ -265,11 +265,11 @@ _OTHERS: Final[Mapping[str, str]] = {
     ".json": ", not JSON",
     ".py": ", not Python",
 }
-"""Suffixes of other kinds of files, with what to tell who asks for one."""
+"""Suffixes of other kinds of files, with the end of the error message for each."""
 
 
 def check_suffix(option: str, path: Path | None, kind: str) -> None:
-    """InvalidInput where a file of `kind` would have the suffix of another kind of file."""
+    """Raise InvalidInput where a file of `kind` would have the suffix of another kind of file."""
     suffix = "" if path is None else path.suffix.lower()
     if path is not None and suffix in _OTHERS and suffix != SUFFIXES[kind]:
         better = path.with_suffix(SUFFIXES[kind])
@@ -282,7 +282,7 @@ json_option = click.option(
 
 
 def open_output(as_json: bool) -> CommandOutput:  # noqa: FBT001 - handed on from `json_option`
-    """The Output for the flag that `json_option` parsed."""
+    """Return the output for the flag that `json_option` parsed."""
     return CommandOutput(as_json)
 
 
@@ -335,7 +335,7 @@ def _unavailable(name: str, error: Exception) -> click.Command:
 
 
 def _failure(error: Exception) -> _Failure:
-    """What to tell about `error`, in one line."""
+    """Describe `error` in one line, with its exit code."""
     if isinstance(error, click.UsageError):
         where = error.ctx.command_path if error.ctx else "triplane"
         message = f"{error.format_message()} (see {where} --help)"
@@ -375,7 +375,7 @@ def _report(failure: _Failure, error: Exception, *, as_json: bool) -> None:
 
 
 def _report_interrupt(error: BaseException, *, as_json: bool) -> None:
-    """Say that Ctrl-C ended the verb; under --json with what was saved, as an error record."""
+    """Report that Ctrl-C ended the verb; under --json with what was saved, as an error record."""
     if as_json:
         cause = error.__cause__ or error  # click raises Abort from the KeyboardInterrupt
         message = "; ".join(["interrupted", *getattr(cause, "__notes__", ())])
@@ -386,7 +386,7 @@ def _report_interrupt(error: BaseException, *, as_json: bool) -> None:
 
 
 def _is_text(word: str) -> bool:
-    """Whether an argument is UTF-8; names of files need not be, texts for others must."""
+    """Return whether an argument is UTF-8; names of files need not be, other texts must."""
     return not any("\ud800" <= char <= "\udfff" for char in word)
 
 

@@ -1,4 +1,4 @@
-"""`triplane federate simulate`: algorithms compared on simulated devices, in one process."""
+"""`triplane federate simulate`: compare algorithms on simulated devices, in one process."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def simulate(**options: Any) -> None:
 
 
 def _names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Each algorithm once, in the order asked for."""
+    """Return each algorithm once, in the order given."""
     from triplane.unified_ir.federated.algorithms import ALGORITHMS
 
     every = [n for name in names for n in (ALGORITHMS if name == ALL else (name,))]
@@ -226,7 +226,7 @@ def _population(groups: Groups) -> str:
 def _trials(
     studies: list[Study], module: Module, groups: Groups, folder: Path | None, note: Note
 ) -> tuple[list[Trial], dict[str, str]]:
-    """What ran to its end, and why others did not; what stops every algorithm is raised."""
+    """Return what ran to its end, and why others did not; raise what stops every algorithm."""
     trials, stopped = [], {}
     for study in studies:
         try:
@@ -285,7 +285,7 @@ def _study(name: str, options: dict[str, Any]) -> Study:
 
 
 def _trial(study: Study, module: Module, groups: Groups, folder: Path | None, note: Note) -> Trial:
-    """One algorithm, told of on the way."""
+    """Run one algorithm, reporting its progress."""
     from triplane.unified_ir.federated.study import simulate as run
 
     name, (seen, unseen) = study.algorithm, groups
@@ -312,7 +312,7 @@ def _trial(study: Study, module: Module, groups: Groups, folder: Path | None, no
 
 
 def _accuracies(scores: Sequence[DeviceScore]) -> str:
-    """Mean accuracy in percent before and after adaptation, by group of devices."""
+    """Format mean accuracy in percent before and after adaptation, by group of devices."""
     from triplane.unified_ir.federated.study import summary
 
     means = {group: summary(s for s in scores if s.seen is seen) for group, seen in GROUPS}
@@ -360,7 +360,7 @@ def _stopped(stopped: dict[str, str]) -> list[str]:
 
 
 def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
-    """What a reader of the page has to know: the options that had a say, by name."""
+    """Return the options that mattered, by name, for the reader of the page."""
     from triplane.unified_ir.federated.algorithms import ALGORITHMS
 
     rows = [ALGORITHMS[name] for name in _names(options["algorithms"])]
@@ -389,7 +389,7 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
 
 
 def _shown(value: object) -> str:
-    """An option as text; empty for nothing."""
+    """Format an option; empty for an unset one."""
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
     return "" if value is None else str(value)

@@ -60,10 +60,10 @@ ZOO = "zoo:"
 ENTRIES = ("predict", "evaluate", "loss", "train_step", "local_update", "adapt", "gradients")
 DEFAULT_ENTRIES: Any = ENTRIES[:-1]
 _MODELS: Final = frozenset({SUFFIX, ".tpm"})
-"""Files whose model is trained further."""
+"""Suffixes of files whose model is trained further."""
 RATE: Final = 0.002
 FINE_TUNING_RATE: Final = 0.0002
-"""The default of --lr for a model that is trained already; ten times that can undo its training."""
+"""Default of --lr for a model that is already trained; ten times that can undo its training."""
 
 
 @click.command("train", epilog=EPILOG)
@@ -257,13 +257,13 @@ def command(**options: Any) -> None:
 
 
 def _step_tuning(trainer: Trainer) -> dict[str, str]:
-    """What tuning and the memory budget did, where they were asked for."""
+    """Report the results of tuning and of the memory budget, where they were asked for."""
     outcomes = {"tuning": trainer.tuning, "memory": trainer.memory_plan}
     return {name: str(value) for name, value in outcomes.items() if value is not None}
 
 
 def _blame_file(error: Exception, spec: str) -> None:
-    """InvalidInput with the last line of the user's file that `error` came from, if it did."""
+    """Raise InvalidInput with the last line of the user's file in the trace of `error`."""
     from traceback import extract_tb
 
     file = spec.rpartition(":")[0]
@@ -277,7 +277,7 @@ def _blame_file(error: Exception, spec: str) -> None:
 
 
 def _explain_axis(error: TriplaneError, data: str) -> None:
-    """Raise with a hint where shapes do not fit and three axes were read as images."""
+    """Raise with a hint where shapes do not match and three axes were read as images."""
     from triplane.unified_ir.data import npz
     from triplane.unified_ir.ir.types import ShapeError
 
@@ -295,7 +295,7 @@ def _explain_axis(error: TriplaneError, data: str) -> None:
 
 
 def _explain_rate(error: TriplaneError, rate: float) -> None:
-    """Raise with the rate to give where a run began at another rate than today's default."""
+    """Raise with the rate to pass where a run started with another rate than today's default."""
     from triplane.unified_ir.train.identity import OtherRun
 
     begun = error.in_place_of(rate) if isinstance(error, OtherRun) else None
@@ -316,7 +316,7 @@ def _after_interrupt(checkpoint: Path | None, *, saved: bool) -> str:
 
 
 def _trained(options: dict[str, Any], *, quiet: bool) -> tuple[Trainer, dict[str, float], Module]:
-    """A trained trainer, its measures on held-out data, and what is exported of it."""
+    """Return a trained trainer, its measures on held-out data, and the module to export."""
     from triplane.unified_ir import data, nn
 
     nn.seed(options["seed"])
@@ -381,7 +381,7 @@ def _columns(row: dict[str, float], *, prefix: str) -> dict[str, float]:
 
 
 def _of_file(path: Path, batch_norm: BatchNormMode) -> Cell:
-    """What a model predicts with, as a cell; InvalidInput where it takes no batch of any size."""
+    """Return what a model predicts with, as a cell; InvalidInput where its batch size is fixed."""
     from triplane.unified_ir.convert.conversion import open_model
     from triplane.unified_ir.nn import Imported
     from triplane.unified_ir.onnx import import_onnx
@@ -393,16 +393,16 @@ def _of_file(path: Path, batch_norm: BatchNormMode) -> Cell:
         if shape and isinstance(shape[0], int):
             sizes = ",".join(map(str, ("N", *shape[1:])))
             raise InvalidInput(
-                f"{path} takes batches of {shape[0]} alone: input {param.name!r} is {param.type}; "
+                f"{path} takes only batches of {shape[0]}: input {param.name!r} is {param.type}; "
                 f"import the ONNX model with --shape {param.name}={sizes}, and train that file"
             )
     return cell
 
 
 def load_cell(spec: str, *, batch_norm: BatchNormMode = "kept") -> Cell:
-    """The cell that FILE.py:NAME names: a Cell subclass, or a function without arguments.
+    """Return the cell that FILE.py:NAME names: a Cell subclass, or a function without arguments.
 
-    An ONNX model or a model file is such a cell too: its weights go on from where they are.
+    An ONNX model or a model file is such a cell too: its weights are trained further.
     """
     from triplane.unified_ir.frontend import Cell
 
@@ -433,7 +433,7 @@ def load_cell(spec: str, *, batch_norm: BatchNormMode = "kept") -> Cell:
 
 
 def _of_zoo(spec: str) -> Cell:
-    """NAME or NAME,OPTION=NUMBER,... of the zoo."""
+    """Return the network of the zoo for NAME or NAME,OPTION=NUMBER,...."""
     from triplane.unified_ir.zoo import network
 
     name, *options = spec.split(",")

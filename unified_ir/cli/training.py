@@ -1,6 +1,6 @@
-"""What the flags of `triplane train` stand for: optimizers, schedules, clipping, metrics by name.
+"""The flags of `triplane train`: optimizers, schedules, clipping, metrics by name.
 
-A value with options is written NAME:KEY=VALUE,KEY=VALUE. Imports nothing heavy until it is asked.
+A value with options is written NAME:KEY=VALUE,KEY=VALUE. Imports nothing heavy until it is called.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ OPTIMIZERS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
     "lamb": ("LAMB", {}),
     "lion": ("Lion", {}),
 }
-"""Name -> class in `optim` and the options that the name stands for."""
+"""Name -> class in `optim` and the options that the name implies."""
 
 
 @dataclass(frozen=True)
 class ScheduleOption:
-    """A schedule: its class in `optim` and what fills its fields.
+    """A schedule: its class in `optim` and how its fields are filled.
 
-    lr, total: the fields of --lr and of the updates of the whole run. options: field and what is
-    usual, None where it must be given.
+    lr, total: the fields for --lr and for the number of updates of the whole run. options: fields
+    with their defaults, None where a value is required.
     """
 
     kind: str
@@ -69,7 +69,7 @@ METRICS: Final = ("accuracy", "top5", "precision", "recall", "f1", "perplexity")
 
 
 def optimizer(options: Mapping[str, Any], total: int) -> Optimizer:
-    """What --optimizer, --lr, --schedule, --warmup, --weight-decay and --freeze describe.
+    """Return the optimizer that --optimizer, --lr, --schedule and the others describe.
 
     total: updates that the whole run does.
     """
@@ -94,7 +94,7 @@ def _rate(options: Mapping[str, Any], total: int) -> Any:
 
 
 def schedule(text: str, lr: float, total: int) -> Schedule:
-    """--schedule: NAME:KEY=VALUE,..., an option without a value being at what is usual."""
+    """Parse --schedule: NAME:KEY=VALUE,...; unset options have their defaults."""
     from triplane.unified_ir import optim
 
     name, _, rest = text.partition(":")
@@ -120,7 +120,7 @@ def schedule(text: str, lr: float, total: int) -> Schedule:
 
 
 def _value(what: str, key: str, text: str) -> Any:
-    """A number; of `at`, whole numbers between slashes."""
+    """Parse a number; for `at`, integers separated by slashes."""
     if key == "at":
         return tuple(_whole(what, _number(what, part)) for part in text.split("/"))
     return _number(what, text)
@@ -133,7 +133,7 @@ def _whole(what: str, x: float) -> int:
 
 
 def clipping(text: str | None) -> dict[str, float]:
-    """--clip: a limit of the common norm, or norm:, each: or value: and a limit."""
+    """Parse --clip: a limit of the common norm, or norm:, each: or value: and a limit."""
     if text is None:
         return {}
     kind, _, number = text.rpartition(":")
@@ -146,7 +146,7 @@ def clipping(text: str | None) -> dict[str, float]:
 
 
 def early_stop(text: str | None) -> list[Any]:
-    """--early-stop: PATIENCE, or PATIENCE:MEASURE."""
+    """Parse --early-stop: PATIENCE, or PATIENCE:MEASURE."""
     if text is None:
         return []
     from triplane.unified_ir.train import EarlyStop
@@ -161,7 +161,7 @@ def early_stop(text: str | None) -> list[Any]:
 
 
 def metrics(names: tuple[str, ...]) -> dict[str, Any] | None:
-    """--metric: by name; None stands for those that go with the loss."""
+    """Return the metrics of --metric by name; None stands for those of the loss."""
     if not names:
         return None
     from triplane.unified_ir import nn, train
@@ -178,7 +178,7 @@ def metrics(names: tuple[str, ...]) -> dict[str, Any] | None:
 
 
 def weights(text: str | None) -> list[float] | None:
-    """--class-weights: numbers above or at 0 by commas."""
+    """Parse --class-weights: numbers >= 0, separated by commas."""
     if text is None:
         return None
     numbers = [_number("--class-weights", part) for part in text.split(",")]

@@ -1,7 +1,7 @@
-"""Changed copies of images, for a network that shall not mind small changes.
+"""Modified copies of images, so that a network becomes robust against small changes.
 
-A change takes images (N, C, H, W) and a generator, and gives images: `flipped`, `shifted`, `noisy`,
-or a function of yours. The same seed gives the same copies.
+A change takes images (N, C, H, W) and a generator, and returns images: `flipped`, `shifted`,
+`noisy`, or a function of yours. The same seed gives the same copies.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Change = Callable[[Images, np.random.Generator], Images]
 
 
 def augmented(dataset: Dataset, *changes: Change, copies: int = 1, seed: int = 0) -> Dataset:
-    """The images, and `copies` of each with every change applied in turn.
+    """Return the images, and `copies` of each with every change applied in turn.
 
-    InvalidInput: no copies, or a change that gives another number or type of images.
+    InvalidInput: no copies, or a change that returns another number or type of images.
     """
     if copies < 1:
         raise InvalidInput(f"augmented makes at least 1 copy, got {copies}")
@@ -44,20 +44,20 @@ def augmented(dataset: Dataset, *changes: Change, copies: int = 1, seed: int = 0
 
 
 def flipped(x: Images, rng: np.random.Generator) -> Images:
-    """Each image as in a mirror, with even chances."""
+    """Mirror each image with probability 1/2."""
     chosen = rng.random(len(x)) < 0.5
     return np.where(chosen[:, None, None, None], x[..., ::-1], x)
 
 
 def shifted(most: int, *, fill: float = 0.0) -> Change:
-    """Each image moved by up to `most` pixels in each direction; `fill` where nothing is."""
+    """Move each image by up to `most` pixels in each direction; `fill` the uncovered pixels."""
     if most < 0:
         raise InvalidInput(f"shifted moves by 0 pixels or more, got {most}")
     return partial(_shifted, most=most, fill=fill)
 
 
 def noisy(scale: float) -> Change:
-    """Normal noise of that standard deviation on each pixel, held to 0..1."""
+    """Add normal noise of that standard deviation to each pixel, clipped to 0..1."""
     if scale < 0:
         raise InvalidInput(f"noisy needs a standard deviation of 0 or more, got {scale}")
     return partial(_noisy, scale=scale)

@@ -16,13 +16,13 @@ MAX_FILE_BYTES: Final = 2**30
 
 @contextmanager
 def opened(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> Iterator[IO[bytes]]:
-    """The file for reading; refuses what is missing, no regular file, or longer than the limit."""
+    """Open a file; refuse one that is missing, not regular, or longer than the limit."""
     try:
         regular, size = path.is_file(), path.stat().st_size
     except OSError as error:
         raise NotFound(f"{path}: {error.strerror}") from error
     if not regular:
-        raise InvalidInput(f"{path} is no regular file")
+        raise InvalidInput(f"{path} is not a regular file")
     if size > limit_bytes:
         raise InvalidInput(f"{path} has {size} bytes; at most {limit_bytes} are read")
     try:
@@ -35,7 +35,7 @@ def opened(path: Path, *, limit_bytes: int = MAX_FILE_BYTES) -> Iterator[IO[byte
 
 @contextmanager
 def inflated(path: Path) -> Iterator[IO[bytes]]:
-    """The file's bytes, through gzip where the name ends in .gz; bound what you read from it."""
+    """Open a file, through gzip if its name ends in .gz; limit what you read from it."""
     with opened(path) as file:
         if path.suffix != ".gz":
             yield file
@@ -44,11 +44,11 @@ def inflated(path: Path) -> Iterator[IO[bytes]]:
             with gzip.GzipFile(fileobj=file) as stream:
                 yield stream  # type: ignore[misc]  # typeshed: GzipFile is no IO, though it reads
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise Corrupt(f"{path} is no whole gzip file: {error}") from error
+            raise Corrupt(f"{path} is not a complete gzip file: {error}") from error
 
 
 def exactly(file: IO[bytes], n_bytes: int, what: str) -> bytes:
-    """The next `n_bytes`; Corrupt where the file ends before."""
+    """Read the next `n_bytes`; Corrupt where the file ends before."""
     data = file.read(n_bytes)
     if len(data) != n_bytes:
         raise Corrupt(f"{what}: {n_bytes} bytes announced, {len(data)} there; is the file whole?")
@@ -56,6 +56,6 @@ def exactly(file: IO[bytes], n_bytes: int, what: str) -> bytes:
 
 
 def ended(file: IO[bytes], what: str) -> None:
-    """Corrupt where bytes follow what the header announced."""
+    """Raise Corrupt where bytes follow what the header announced."""
     if file.read(1):
         raise Corrupt(f"{what}: bytes follow the announced ones")

@@ -46,13 +46,13 @@ class Dataset:
         return len(self.y)
 
     def take(self, n: int) -> Dataset:
-        """The first `n` images."""
+        """Return the first `n` images."""
         if not 0 < n <= len(self):
             raise InvalidInput(f"take needs 1..{len(self)} images, got {n}")
         return Dataset(self.x[:n], self.y[:n], self.labels)
 
     def select(self, indices: NDArray[np.integer[Any]]) -> Dataset:
-        """The images at `indices`, in that order."""
+        """Return the images at `indices`, in that order."""
         return Dataset(self.x[indices], self.y[indices], self.labels)
 
     def split(self, fraction: float = 0.2, *, seed: int = 0) -> tuple[Dataset, Dataset]:
@@ -134,7 +134,7 @@ def _check_labels(y: NDArray[Any]) -> None:
 
 
 def _fraction(y: NDArray[Any]) -> str:
-    """Which floating-point label is not a whole number, or what to do where all are."""
+    """Say which floating-point label is not an integer, or what to do where all are."""
     if y.dtype.kind != "f" or y.ndim != 1 or not y.size:
         return ""
     wrong = ~np.isfinite(y) | (y != np.floor(y))
@@ -145,7 +145,7 @@ def _fraction(y: NDArray[Any]) -> str:
 
 
 def _shares(y: NDArray[np.int64], fraction: float) -> dict[int, int]:
-    """Images to hold out of each class: largest remainders, ties to the lower class."""
+    """Return how many images of each class to hold out, by largest remainders."""
     classes, counts = np.unique(y, return_counts=True)
     wanted = math.ceil(round(fraction * len(y), 9))
     exact = counts * (wanted / len(y))
@@ -156,7 +156,7 @@ def _shares(y: NDArray[np.int64], fraction: float) -> dict[int, int]:
 
 
 def _order(n: int, seed: int, stream: int) -> NDArray[np.intp]:
-    """A permutation of 0..n-1 that depends on (seed, stream) alone."""
+    """Return a permutation of 0..n-1 that depends on (seed, stream) alone."""
     if not (0 <= seed < _WORD and 0 <= stream < _WORD):
         raise InvalidInput(f"seed and epoch are in 0..2^64-1, got {seed} and {stream}")
     key = np.array([seed, stream], dtype=np.uint64)

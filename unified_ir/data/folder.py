@@ -1,7 +1,7 @@
 """A folder of images: one sub-folder per class, named after it.
 
-Classes are numbered in the order of their names, images taken in the order of theirs. All images
-have one size and one number of channels. Names that start with a dot are passed over.
+Classes and images are ordered by name. All images have one size and one number of channels. Names
+that start with a dot are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DECODERS: Final[dict[str, Callable[[bytes, str], NDArray[np.uint8]]]] = {
 
 
 def read(folder: Path) -> Dataset:
-    """Every image below the class folders; the folders' names become the labels."""
+    """Read every image below the class folders; the folders' names become the labels."""
     classes = class_folders(folder)
     images: list[NDArray[np.uint8]] = []
     y: list[int] = []
@@ -49,7 +49,7 @@ def read(folder: Path) -> Dataset:
 
 
 def class_folders(folder: Path) -> list[Path]:
-    """The sub-folders in order of name; NotFound where there are none."""
+    """Return the sub-folders in order of name; NotFound where there are none."""
     folders = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
     if not folders:
         raise NotFound(f"{folder} has no sub-folders; each class has one, named after it")
@@ -65,7 +65,8 @@ def _images(folder: Path) -> Iterator[tuple[Path, NDArray[np.uint8]]]:
         decode = DECODERS.get(path.suffix.lower())
         if decode is None:
             raise InvalidInput(
-                f"{path} is no {', '.join(DECODERS)} file; convert it or move it away"
+                f"unsupported image format: {path} is not {' or '.join(DECODERS)}; convert it or "
+                "move it away"
             )
         with bounded.opened(path, limit_bytes=MAX_IMAGE_FILE_BYTES) as file:
             yield path, decode(file.read(), str(path))

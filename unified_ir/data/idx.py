@@ -24,7 +24,7 @@ OTHER_TYPES: Final = {0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "float32
 
 
 def read(images: Path) -> Dataset:
-    """The images of one file with the labels beside it."""
+    """Read the images of one file, with the labels beside it."""
     x = array(images, rank=3)
     y = array(labels_beside(images), rank=1)
     if len(x) != len(y):
@@ -33,12 +33,12 @@ def read(images: Path) -> Dataset:
 
 
 def is_images(path: Path) -> bool:
-    """Whether the name is one of IDX images: `train-images-idx3-ubyte.gz` and the like."""
+    """Return whether the name is that of IDX images, such as `train-images-idx3-ubyte.gz`."""
     return "images" in path.name and "idx3" in path.name
 
 
 def labels_beside(images: Path) -> Path:
-    """The labels file of an images file, packed or plain, whichever is there."""
+    """Return the labels file of an images file, packed or plain, whichever exists."""
     name = images.name.replace("images", "labels").replace("idx3", "idx1").removesuffix(".gz")
     for candidate in (images.with_name(name), images.with_name(name + ".gz")):
         if candidate.exists():
@@ -47,11 +47,13 @@ def labels_beside(images: Path) -> Path:
 
 
 def array(path: Path, *, rank: int) -> NDArray[Any]:
-    """The array of one file: (N, H, W) or (N,) uint8."""
+    """Read the array of one file: (N, H, W) or (N,) uint8."""
     with bounded.inflated(path) as file:
         zero, kind, file_rank = struct.unpack(">HBB", bounded.exactly(file, 4, f"{path}: header"))
         if zero != 0:
-            raise Corrupt(f"{path} is no IDX file: it starts with {zero:#06x}, not with two zeros")
+            raise Corrupt(
+                f"{path} is not an IDX file: it starts with {zero:#06x}, not with two zeros"
+            )
         if kind != UNSIGNED_BYTE:
             name = OTHER_TYPES.get(kind, f"type {kind:#04x}")
             raise InvalidInput(f"{path} holds {name}; unsigned bytes (type 0x08) are read")

@@ -26,7 +26,7 @@ from triplane.unified_ir.files.images import MAX_IMAGES, check_sizes
 from triplane.unified_ir.files.pixels import TOP
 
 MAX_DIRECTORY_BYTES: Final = 64 * 2**10  # of the archive's list of members, about a thousand
-# What a damaged archive makes `zipfile` raise; NotImplementedError: an unusual compression method.
+# Errors of `zipfile` on a damaged archive; NotImplementedError: an unusual compression method.
 DAMAGE: Final = (
     zipfile.BadZipFile,
     zlib.error,
@@ -54,9 +54,9 @@ PART_KEYS: Final = (  # the first pair present is the training part; a second pa
 
 
 def read(path: Path, *, top: int = TOP) -> tuple[Dataset, ...]:
-    """One dataset from keys `x` and `y`, or two from `x_train` and so on.
+    """Read one dataset from keys `x` and `y`, or two from `x_train` and so on.
 
-    uint8 pixels are divided by `top`; other keys stay unread.
+    uint8 pixels are divided by `top`; other keys are not read.
     """
     with bounded.opened(path) as file:
         _check_end(path, file)
@@ -75,7 +75,7 @@ def read(path: Path, *, top: int = TOP) -> tuple[Dataset, ...]:
 
 
 def columns(path: Path, keys: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """The arrays of these keys as they are stored; NotFound names what is there instead."""
+    """Read the arrays of these keys as they are stored; NotFound names the keys that exist."""
     with bounded.opened(path) as file:
         _check_end(path, file)
         with _unzip(path, file) as archive:
@@ -87,13 +87,15 @@ def columns(path: Path, keys: Sequence[str]) -> dict[str, NDArray[Any]]:
 
 
 def _check_end(path: Path, file: IO[bytes]) -> None:
-    """Hold the list of members to its limit, before `zipfile` builds an object for each."""
+    """Check the list of members against its limit before `zipfile` builds an object for each."""
     tail_bytes = END.size + LOCATOR_BYTES
     size = file.seek(0, 2)
     file.seek(max(0, size - tail_bytes))
     tail = file.read(tail_bytes)
     if len(tail) < END.size or not tail[-END.size :].startswith(b"PK\5\6"):
-        raise Corrupt(f"{path} is no whole npz file: no end record in its last {END.size} bytes")
+        raise Corrupt(
+            f"{path} is not a complete npz file: no end record in its last {END.size} bytes"
+        )
     *_, directory_bytes, _, comment_bytes = END.unpack(tail[-END.size :])
     if comment_bytes or tail.startswith(b"PK\6\7"):
         raise InvalidInput(f"{path} has a comment or zip64 records; write it with numpy.savez")
@@ -108,7 +110,7 @@ def _unzip(path: Path, file: IO[bytes]) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(file)
     except DAMAGE as error:
-        raise Corrupt(f"{path} is no whole npz file: {error}") from error
+        raise Corrupt(f"{path} is not a complete npz file: {error}") from error
 
 
 def _array(path: Path, archive: zipfile.ZipFile, key: str) -> NDArray[Any]:
@@ -125,11 +127,11 @@ def _array(path: Path, archive: zipfile.ZipFile, key: str) -> NDArray[Any]:
 def _parse(what: str, member: IO[bytes]) -> NDArray[Any]:
     magic, major, _, header_bytes = PREAMBLE.unpack(bounded.exactly(member, PREAMBLE.size, what))
     if magic != b"\x93NUMPY" or major != 1:
-        raise Corrupt(f"{what} is no array in npy format 1")
+        raise Corrupt(f"{what} is not an array in npy format 1")
     header = bounded.exactly(member, header_bytes, f"{what}: header").decode("latin-1")
     match = HEADER.fullmatch(header)
     if match is None or match["descr"][1] not in "biuf":
-        raise InvalidInput(f"{what} is no plain array of numbers: {header.strip()[:120]!r}")
+        raise InvalidInput(f"{what} is not a plain array of numbers: {header.strip()[:120]!r}")
     try:
         dtype = np.dtype(match["descr"])
     except TypeError as error:

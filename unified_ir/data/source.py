@@ -1,4 +1,4 @@
-"""From what a user names to a Dataset: `digits`, an npz file, IDX files, or a folder of images."""
+"""Load a Dataset by name: `digits`, an npz file, IDX files, or a folder of images."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _parts(source: str | Path) -> tuple[Dataset, ...]:
         return npz.read(path)
     if idx.is_images(path):
         return (idx.read(path),)
-    raise InvalidInput(f"{path.name} is not read; data is {WAYS}")
+    raise InvalidInput(f"{path.name} is not a supported kind of data; data is {WAYS}")
 
 
 def _folder_parts(path: Path) -> tuple[Dataset, ...]:

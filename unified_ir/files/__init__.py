@@ -1,1 +1,1 @@
-"""What a file is, byte by byte: container, manifest, digests, tensors. Numpy and protobuf only."""
+"""The format of files: container, manifest, digests, tensors. Numpy and protobuf only."""

@@ -23,7 +23,7 @@ HEIGHT: Final = 380
 COLOURS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 INK, SOFT, GRID = "#1f2933", "#52606d", "#e4e7eb"
 DASHES: Final = ("", "9 4", "3 3", "12 3 3 3")
-"""Of lines in turn, so that a line never hides another one that runs along it."""
+"""Line styles in turn, so that a line never hides another one that runs along it."""
 HALO: Final = "stroke='#ffffff' stroke-width='4' paint-order='stroke'"
 MAX_DOTS: Final = 400
 """Pairs drawn in one column; of more, every n-th in order of their first value."""
@@ -35,7 +35,7 @@ _MAX_NAME: Final = 30
 
 
 def line_chart(series: Mapping[str, Points], title: str, x_label: str, y_label: str) -> str:
-    """Named lines through (x, y) points; at least one point in all, every number finite."""
+    """Draw named lines through (x, y) points; at least one point in all, every number finite."""
     points = [p for line in series.values() for p in line]
     _check_finite([c for p in points for c in p], title)
     right = WIDTH - _RIGHT - min(150, 8 + 7 * max(len(name) for name in series))
@@ -68,7 +68,7 @@ class Column:
 
 
 def dot_chart(columns: Sequence[Column], title: str, y_label: str, *, decimals: int = 0) -> str:
-    """A line for each pair, from its share before to that after, in percent; bars are means.
+    """Draw a line for each pair, from its share before to that after, in percent; bars are means.
 
     decimals: of the percentages of the means.
     """
@@ -92,7 +92,7 @@ def dot_chart(columns: Sequence[Column], title: str, y_label: str, *, decimals: 
 def bar_chart(
     bars: Mapping[str, float], title: str, unit: str, *, note: str = "", highlight: str = ""
 ) -> str:
-    """Horizontal bars of values >= 0, each with its value; `note` stands below.
+    """Draw horizontal bars of values >= 0, each with its value; `note` stands below.
 
     highlight: the name of a bar in another colour.
     """
@@ -121,7 +121,7 @@ def bar_chart(
 
 
 def stack(charts: Sequence[str], title: str, subtitle: Sequence[str] = ()) -> str:
-    """Charts below each other on one page, under a heading and lines of text."""
+    """Place charts below each other on one page, under a heading and lines of text."""
     body = [_text(24, 36, title, size=18, weight="700")]
     y = 60.0
     for line in subtitle:
@@ -201,7 +201,7 @@ def _text(
 
 
 def _label_heights(ends: Mapping[str, float], least: float = 16.0) -> dict[str, float]:
-    """Heights of labels by name: moved down until none touch, then up from the lower edge."""
+    """Return label heights by name: moved down until none touch, then up from the edge."""
     heights: dict[str, float] = {}
     last = -math.inf
     for name, y in sorted(ends.items(), key=lambda pair: pair[1]):
@@ -240,7 +240,7 @@ def _short(name: str) -> str:
 
 
 def _number(value: float) -> str:
-    """At most four significant digits, with thousands separators."""
+    """Format with at most four significant digits and thousands separators."""
     if value and abs(value) < 1e-3:
         return f"{value:.1e}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -38,14 +38,14 @@ from triplane.unified_ir.files.manifest import (
 
 _HASH_CHUNK: Final = 8 << 20
 _RELEASED_BYTES: Final = 64 << 20
-"""Of a part above this size the pages that were hashed are given back; use reads them again."""
+"""After hashing a part above this size its pages are released; use reads them again."""
 _HOW_MADE: Final = {
     ("model", "bundle"): "; `triplane convert MODEL.tpm --out NAME.bundle` makes one of it",
     ("model", "plan"): "; `triplane convert MODEL.tpm --plan NAME.plan` makes one of it",
     ("bundle", "model"): "; give the .tpm that it was made from",
     ("plan", "model"): "; give the .tpm that it was made from",
 }
-"""Whoever gives one kind of file for another, by kinds given and wanted."""
+"""The way out where one kind of file is given for another, by kind given and kind expected."""
 _READ_CHUNK: Final = 1 << 20
 
 
@@ -139,7 +139,7 @@ def encoded(
     properties: Mapping[str, str] | None = None,
     parent: str = "",
 ) -> bytes:
-    """The bytes that `write` would write: of a small file that goes elsewhere than to a disk."""
+    """Return the bytes that `write` would write: for a small file that does not go to a disk."""
     file = BytesIO()
     write_into(file, kind, parts, properties=properties, parent=parent)
     return file.getvalue()
@@ -153,7 +153,7 @@ def write_into(
     properties: Mapping[str, str] | None = None,
     parent: str = "",
 ) -> str:
-    """Write into an empty seekable file, and let its owner make it durable; its root digest."""
+    """Write into an empty seekable file and return its root digest; the caller makes it durable."""
     parts = tuple(parts)
     draft = _manifest(kind, parts, [bytes(digests.SIZE)] * len(parts), properties, parent)
     room = len(manifests.encode(draft))
@@ -248,11 +248,11 @@ class Container:
                 self.tensors(row.name)
 
     def trust(self) -> None:
-        """Take the parts as they are: all the file's bytes were compared with a digest before."""
+        """Accept the parts unchecked: all the file's bytes were compared with a digest before."""
         self._read |= {row.name: self._bytes(row) for row in self.manifest.parts}
 
     def release(self) -> None:
-        """Give back the memory of what was read; it is read from the file again when it is used."""
+        """Release the memory of what was read; it is read from the file again when it is used."""
         if isinstance(self._map, mmap.mmap):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -261,7 +261,7 @@ class Container:
         return memoryview(self._map)[offset : offset + row.size].toreadonly()
 
     def _chunks(self, row: Part) -> Iterator[memoryview]:
-        """The bytes of a part in order; of a large one none stays in memory for being read."""
+        """Yield the bytes of a part in order; a large part does not stay in memory."""
         begin, end = self._data[row.name], self._data[row.name] + row.size
         view = memoryview(self._map)
         for at in range(begin, end, _HASH_CHUNK):
@@ -363,8 +363,8 @@ def _stored_manifest(data: mmap.mmap | bytes) -> bytes:
                 f"that begins with {name!r}"
             )
         raise Corrupt(
-            f"manifest: {size} bytes announced, at most {MAX_MANIFEST_BYTES} and the file; "
-            "its header is damaged"
+            f"manifest: its header is damaged: it announces {size} bytes, more than "
+            f"{MAX_MANIFEST_BYTES} or than the file holds"
         )
     stored = data[start : start + size]
     if data[:start] != local_header(Part(MANIFEST_NAME, size, b"", 0), zlib.crc32(stored), start):
@@ -373,14 +373,14 @@ def _stored_manifest(data: mmap.mmap | bytes) -> bytes:
 
 
 def _first_member(data: mmap.mmap | bytes) -> str:
-    """The name that the first header of a zip archive gives, shortened."""
+    """Return the name in the first header of a zip archive, shortened."""
     start = LOCAL.size
     size = int.from_bytes(data[26:28], "little")
     return bytes(data[start : start + min(size, 80)]).decode(errors="replace")
 
 
 def is_container(path: Path) -> bool:
-    """Whether the file begins as `write` begins every file; nothing is verified."""
+    """Return whether the file begins as `write` begins every file; nothing is verified."""
     start = local_header(Part(MANIFEST_NAME, 0, b"", 0), 0, Layout(0, ()).data[0])
     with path.open("rb") as file:
         head = file.read(len(start))

@@ -1,4 +1,4 @@
-"""How large images may be, asked before anything of that size is made."""
+"""Limits of the size of images, checked before anything of that size is allocated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_CHANNELS: Final = 4
 
 
 def check_sizes(shape: tuple[int, ...], what: str = "the dataset") -> None:
-    """Refuse (N, C, H, W) beyond the limits, before anything of that size is made."""
+    """Refuse (N, C, H, W) beyond the limits, before anything of that size is allocated."""
     n, c, h, w = shape
     if min(shape) < 1:
         raise InvalidInput(f"{what} has at least one image of one pixel, got {shape}")
@@ -32,7 +32,7 @@ def check_sizes(shape: tuple[int, ...], what: str = "the dataset") -> None:
 
 
 def _transposed(shape: tuple[int, ...]) -> str:
-    """A hint for images whose channels come last, (N, H, W, C)."""
+    """Return a hint for images whose channels come last, (N, H, W, C)."""
     if shape[3] > MAX_CHANNELS:
         return ""
     return "; images are (N, C, H, W), and x.transpose(0, 3, 1, 2) moves channels that come last"

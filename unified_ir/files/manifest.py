@@ -1,7 +1,8 @@
 """The manifest of a file: every part and tensor with its size and digest.
 
 Decoding bounds work before doing it: the size of the manifest, then the number of entries, then
-each name, rank and range. What passes is consistent: names unique, tensors inside their parts.
+each name, rank and range. An accepted manifest is consistent: names unique,
+tensors inside their parts.
 """
 
 import re
@@ -63,7 +64,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a file says about itself; `parent` is a root digest in hexadecimal, or empty."""
+    """The contents of a manifest; `parent` is a root digest in hexadecimal, or empty."""
 
     kind: str
     parts: tuple[Part, ...]
@@ -236,7 +237,7 @@ def _check_tensors(manifest: Manifest) -> None:
 
 
 def is_tensor_part(name: str) -> bool:
-    """Whether a part holds tensors, each listed in the manifest."""
+    """Return whether a part holds tensors, each listed in the manifest."""
     return name.endswith(".safetensors")
 
 

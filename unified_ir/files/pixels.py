@@ -3,7 +3,7 @@
     x / 255 in float32, where an input takes floating point
 
 Training, conversion, devices and nodes all call this, so an image means the same numbers wherever
-it is fed. What is no uint8, or is for an input of whole numbers, stays as it is.
+it is fed. Arrays other than uint8, and those for integer inputs, stay as they are.
 """
 
 from typing import Any, Final
@@ -18,9 +18,9 @@ FLOATS: Final = ("float16", "float32", "float64")
 def as_input(
     x: npt.NDArray[Any], dtype: np.dtype[Any] | str, *, top: int = TOP
 ) -> npt.NDArray[Any]:
-    """`x` for an input of that element type; a copy where it is scaled.
+    """Return `x` for an input of that element type; a copy where it is scaled.
 
-    top: the byte that means 1.0, where a dataset has another than 255.
+    top: the byte that means 1.0, where a dataset uses another than 255.
     """
     if x.dtype != np.uint8 or str(dtype) not in FLOATS:
         return x

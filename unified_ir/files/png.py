@@ -27,9 +27,9 @@ CRITICAL: Final = {b"IHDR", b"PLTE", b"IDAT", b"IEND"}  # PLTE only suggests, wh
 
 
 def decode(data: bytes, what: str) -> NDArray[np.uint8]:
-    """The image as (C, H, W); `what` names it in errors.
+    """Return the image as (C, H, W); `what` names it in errors.
 
-    Corrupt where the bytes are damaged, InvalidInput for a kind of PNG that is not read.
+    Corrupt where the bytes are damaged, InvalidInput for a kind of PNG that is not supported.
     """
     chunks = _chunks(data, what)
     first, header = next(chunks, (b"", b""))
@@ -44,9 +44,9 @@ def decode(data: bytes, what: str) -> NDArray[np.uint8]:
 
 
 def _chunks(data: bytes, what: str) -> Iterator[tuple[bytes, bytes]]:
-    """(kind, body) up to IEND, each checked; bytes after IEND are not read."""
+    """Yield (kind, body) up to IEND, each checked; bytes after IEND are not read."""
     if not data.startswith(SIGNATURE):
-        raise Corrupt(f"{what} is no PNG: it starts with {data[:8]!r}")
+        raise Corrupt(f"{what} is not a PNG: it starts with {data[:8]!r}")
     at = len(SIGNATURE)
     while at + CHUNK.size <= len(data):
         size, kind = CHUNK.unpack_from(data, at)
@@ -117,7 +117,7 @@ def _average(left: int, up: int, _: int) -> int:
 
 
 def _paeth(left: int, up: int, corner: int) -> int:
-    """Whichever neighbour is nearest to left + up - corner; left before up before corner."""
+    """Return the neighbour nearest to left + up - corner; on ties left before up before corner."""
     to_left, to_up, to_corner = abs(up - corner), abs(left - corner), abs(left + up - 2 * corner)
     if to_left <= to_up and to_left <= to_corner:
         return left

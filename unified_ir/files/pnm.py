@@ -21,7 +21,7 @@ def decode(data: bytes, what: str) -> NDArray[np.uint8]:
     """The image as (C, H, W), scaled so that the file's own maximum becomes 255."""
     match = HEADER.match(data[:MAX_HEADER_BYTES])
     if match is None:
-        raise Corrupt(f"{what} is no PGM or PPM: it starts with {data[:16]!r}")
+        raise Corrupt(f"{what} is not a PGM or PPM: it starts with {data[:16]!r}")
     if match[1] not in CHANNELS:
         raise InvalidInput(f"{what}: binary PGM (P5) and PPM (P6) are read, this is {match[1]!r}")
     width, height, top = map(int, match.groups()[1:])

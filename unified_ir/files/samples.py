@@ -1,4 +1,4 @@
-"""What samples may hold, checked in one place for training and for a node's own samples."""
+"""Rules for samples, checked in one place for training and for a node's own samples."""
 
 from typing import Any, Final
 
@@ -8,11 +8,11 @@ import numpy.typing as npt
 from triplane.proto.errors import InvalidInput
 
 MAX_CLASSES: Final = 10_000
-"""Of any dataset; a model usually tells fewer apart."""
+"""Limit for classes of any dataset; a model usually distinguishes fewer."""
 
 
 def check_finite(x: npt.NDArray[Any], name: str, *, what: str) -> None:
-    """Refuse NaN and infinity with place and value. what: the elements, as a person calls them."""
+    """Refuse NaN and infinity with position and value. what: the elements, in the user's words."""
     if x.dtype.kind not in "fc":
         return
     finite = np.isfinite(x)
@@ -33,9 +33,9 @@ def check_classes(
     first: int = 0,
     ignored: int | None = None,
 ) -> None:
-    """Refuse labels that are not in 0..classes-1, except `ignored`, with place and value.
+    """Refuse labels that are not in 0..classes-1, except `ignored`, with position and value.
 
-    giver: who tells the classes apart, as in "Net gives 10 logits". where: names the sample by its
+    giver: what determines the classes, as in "Net gives 10 logits". where: names the sample by its
     number, as in "row {} of the batch"; first: the number of labels[0].
     """
     if not labels.size:

@@ -176,7 +176,7 @@ def _header_size(view: memoryview, what: str) -> int:
         raise Corrupt(f"{what}: {len(view)} bytes hold no header")
     size = int.from_bytes(view[:8], "little")
     if not 2 <= size <= min(MAX_HEADER_BYTES, len(view) - 8):
-        raise Corrupt(f"{what}: header of {size} bytes, at most {MAX_HEADER_BYTES} and the file")
+        raise Corrupt(f"{what}: header of {size} bytes (limit {MAX_HEADER_BYTES}, and the file)")
     return size
 
 

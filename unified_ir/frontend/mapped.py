@@ -156,7 +156,7 @@ def _placed(y: Tensor, batched: bool, axis: int | None, size: Dim, name: str) ->
         if batched:
             raise InvalidInput(
                 f"out_axes of vmap({name}) is None for {y.type}, which differs from sample to "
-                f"sample; give the axis where the batch shall stand{at_users_line()}"
+                f"sample; give the axis of the batch{at_users_line()}"
             )
         return y
     if not batched:

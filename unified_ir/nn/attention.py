@@ -1,7 +1,7 @@
 """Attention over sequences x: (N, T, size), and positions for it; PyTorch's names and masks.
 
-In a mask of bools, true says that a key does not count, as in PyTorch's layers (ops and ONNX have
-it the other way round). Where a query may see no key it gets 0, where PyTorch gives NaN.
+In a mask of bools, true excludes a key, as in PyTorch's layers (ops and ONNX have the opposite
+meaning). A query that may attend to no key gets 0, where PyTorch gives NaN.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from triplane.unified_ir.ops.tensor import as_tensor
 
 
 class Positions(Protocol):
-    """What turns queries and keys by their place, such as `Rotary`."""
+    """Transforms queries and keys by their position, such as `Rotary`."""
 
     def __call__(self, x: ops.Tensor) -> ops.Tensor:
         """x: (N, heads, T, D) -> the same shape."""
@@ -109,7 +109,7 @@ class MultiheadAttention(Cell):
         return output
 
     def _weights(self, operands: tuple[ops.Tensor | None, ...], *, causal: bool) -> ops.Tensor:
-        """(N, heads, T, S): what each query takes of each key."""
+        """Return (N, heads, T, S): the weight of each key for each query."""
         mode = {"is_causal": int(causal), "qk_matmul_output_mode": WEIGHTS}
         return attention.all_outputs(*operands, outputs=4, **mode)[3]
 
@@ -126,7 +126,7 @@ class MultiheadAttention(Cell):
     def _projected(
         self, query: ops.Tensor, key: ops.Tensor | None, value: ops.Tensor | None
     ) -> list[ops.Tensor]:
-        """Queries, keys and values; one product where they are made of the same."""
+        """Return queries, keys and values; one product where they have the same source."""
         name = f"MultiheadAttention({self.size}, {self.heads})"
         for x in (query, key, value):
             if x is not None:
@@ -147,7 +147,7 @@ class MultiheadAttention(Cell):
 
 
 def _shared(weights: ops.Tensor, v: ops.Tensor) -> ops.Tensor:
-    """weights @ v, where a head of v may serve several of the weights."""
+    """Return weights @ v, where a head of v may serve several heads of the weights."""
     n, heads, t, s = weights.shape
     grouped = weights.reshape((n, v.shape[1], heads // v.shape[1], t, s))
     return (grouped @ ops.unsqueeze(v, 2)).reshape((n, heads, t, v.shape[3]))
@@ -156,7 +156,7 @@ def _shared(weights: ops.Tensor, v: ops.Tensor) -> ops.Tensor:
 def _mask(
     attn_mask: ops.Tensor | None, key_padding_mask: ops.Tensor | None, q: ops.Tensor
 ) -> ops.Tensor | None:
-    """PyTorch's masks as ONNX's: true where a key counts, or numbers to add."""
+    """Return PyTorch's masks in ONNX's form: true where a key counts, or numbers to add."""
     counts = None
     if key_padding_mask is not None:
         key_padding_mask = as_tensor(key_padding_mask)
@@ -231,13 +231,13 @@ class Rotary(Cell):
 
 
 def _angles(size: int, length: int, base: float) -> Array:
-    """(length, half the size, rounded up): t / base^(2j / size), in float64."""
+    """Return (length, half the size, rounded up): t / base^(2j / size), in float64."""
     rates = np.exp(-math.log(base) * np.arange(0, size, 2) / size)
     return np.asarray(np.arange(length)[:, None] * rates)
 
 
 def _within(name: str, t: Dim, length: int) -> Dim:
-    """A sequence's length, refused where it is known to be beyond the table."""
+    """Return a sequence's length, refused where it is known to exceed the table."""
     if isinstance(t, int) and t > length:
         raise ShapeError(f"{name} has {length} places, got a sequence of {t}; make it longer")
     return t

@@ -16,7 +16,7 @@ from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.tensor import Tensor
 
 BatchNormMode = Literal["kept", "updated"]
-"""What batch normalization of an imported model does in training."""
+"""How batch normalization of an imported model behaves in training."""
 
 
 class Imported(Cell):
@@ -59,7 +59,7 @@ class Imported(Cell):
             self._check_statistics()
 
     def _check_statistics(self) -> None:
-        """InvalidInput: no running statistics, or some of which it is unknown whose they are."""
+        """Raise InvalidInput where running statistics are missing, or their owner is unknown."""
         layers: dict[str, list[tuple[Value | None, ...]]] = {}
         for node in self.function.nodes:
             names = self._statistics(node)
@@ -76,7 +76,7 @@ class Imported(Cell):
                 self._check_shared(name, sharing)
 
     def _check_shared(self, name: str, sharing: Sequence[tuple[Value | None, ...]]) -> None:
-        """InvalidInput unless one layer, told by its weights, is applied several times."""
+        """Raise InvalidInput unless one layer, known by its weights, is applied several times."""
         if len(set(sharing)) > 1:
             raise InvalidInput(
                 f"different batch normalizations share the running statistics {name!r}; this "
@@ -97,13 +97,13 @@ class Imported(Cell):
         return parameter is not None and is_untrained(parameter.array)
 
     def _operands(self, node: Node) -> tuple[Value | None, ...]:
-        """What a node reads, Identity passed."""
+        """Return what a node reads, skipping Identity."""
         return tuple(None if v is None else self._origins.get(v, v) for v in node.inputs)
 
     def _statistics(self, node: Node) -> tuple[str, str] | None:
-        """Names of the running mean and variance that a node normalizes by.
+        """Return the names of the running mean and variance that a node normalizes by.
 
-        InvalidInput where they are also weights, which training moves by gradients.
+        InvalidInput where they are also weights, which training changes by gradients.
         """
         if node.op.name != "BatchNormalization" or len(node.outputs) > 1:
             return None
@@ -121,7 +121,7 @@ class Imported(Cell):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of what the cell takes, in order."""
+        """Names of the cell's inputs, in order."""
         return tuple(n for n in self.function.param_names if n not in self._parameters)
 
     def construct(self, *xs: Tensor) -> Any:
@@ -139,7 +139,7 @@ class Imported(Cell):
         return results[0] if len(results) == 1 else tuple(results)
 
     def _updated(self, args: Sequence[Tensor]) -> list[Tensor]:
-        """The results on batch statistics, towards which the running ones move."""
+        """Return the results on batch statistics, and update the running ones."""
         replay = Replay(self.function, args)
         moved: dict[str, Tensor] = {}
         for node in self.function.nodes:
@@ -160,7 +160,7 @@ class Imported(Cell):
 
 
 def _origins(function: Function) -> dict[Value, Value]:
-    """For each value that Identity gives, the one that it began as."""
+    """Map each result of an Identity to the value it copies."""
     origins: dict[Value, Value] = {}
     for node in function.nodes:
         source = node.inputs[0] if node.op.name == "Identity" else None

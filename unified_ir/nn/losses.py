@@ -1,7 +1,7 @@
-"""Losses: a mean over the batch, however large it is, and what goes with each.
+"""Losses: a mean over the batch, however large it is, with the metrics that belong to them.
 
-A loss also says what the model's output is called when it is exported, which metrics make sense
-beside it, and what its mean divides by where that is not the number of samples.
+A loss also defines the name of the model's output in exports, its default metrics, and the divisor
+of its mean where that is not the number of samples.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from triplane.unified_ir.ops.tensor import admitted
 Metric = Callable[[ops.Tensor, ops.Tensor], ops.Tensor]
 """(output, target) -> a scalar, the mean over the batch.
 
-One that divides by something else than the number of samples has a method `counted`, as `Loss`.
+One that divides by another number than that of samples has a method `counted`, as `Loss`.
 """
 
 
 class Loss(Cell):
-    """`construct(output, target)` gives a scalar, the mean over the batch."""
+    """`construct(output, target)` returns a scalar, the mean over the batch."""
 
     output: ClassVar[str] = "y"
     """Name of the model's output in exported functions."""
     ignored: int | None = None
-    """A label that counts nowhere, whatever `classes` says."""
+    """A label that is never counted, whatever `classes` says."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As any cell; while a graph is recorded, numpy arrays become constants of it."""
@@ -44,24 +44,24 @@ class Loss(Cell):
         return super().__call__(*args, **kwargs)
 
     def metrics(self) -> Mapping[str, Metric]:
-        """Metrics measured beside this loss unless the trainer is told otherwise."""
+        """Metrics measured beside this loss unless the trainer is given others."""
         return {}
 
     def counted(self, output: ops.Tensor, target: ops.Tensor) -> ops.Tensor | None:
-        """What this batch's mean divides by, a scalar; None where all samples count alike.
+        """Return the divisor of this batch's mean, a scalar; None where all samples count alike.
 
-        Means of several batches are weighted by it. Where it is 0 `construct` gives the sum: 0,
+        Means of several batches are weighted by it. Where it is 0, `construct` returns the sum: 0,
         unless a loss has terms of labels that count 0, as smoothing has. The sum is then added to
-        that of the other batches, so that batches in parts mean what they mean whole.
+        that of the other batches, so that a batch in parts has the same mean as the whole batch.
         """
         del output, target
         return None
 
     def classes(self, output: TensorType) -> int | None:
-        """How many labels there are for such an output; None where targets are no labels.
+        """Return the number of labels for such an output; None where targets are no labels.
 
-        A graph refuses a label beyond them only when it runs, without a word of which sample; so
-        whoever feeds labels holds them to this.
+        A graph refuses a label out of range only when it runs, without naming the sample; so
+        callers that feed labels check them against this number.
         """
         return None
 
@@ -89,12 +89,12 @@ class _AccuracyWithout:
         return _mean(hits * counted, counted)
 
     def counted(self, logits: ops.Tensor, labels: ops.Tensor) -> ops.Tensor:
-        """How many those are."""
+        """Return the number of labels that count."""
         return (labels.cast("int64") != self.ignored).cast(logits.dtype).sum()
 
 
 class _OfLabels(Loss):
-    """A mean over labels, each with a factor and some ignored."""
+    """A mean over labels, each with a factor, some of them ignored."""
 
     def __init__(self, weight: ArrayLike | None, ignored: int | None) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _OfLabels(Loss):
         return last if isinstance(last, int) else None
 
     def counted(self, output: ops.Tensor, target: ops.Tensor) -> ops.Tensor | None:
-        """The sum of the factors of the labels that count."""
+        """Return the sum of the factors of the labels that count."""
         if self.weight is None and self.ignored is None:
             return None
         counted = self.each(output, target)[1]
@@ -125,7 +125,7 @@ class _OfLabels(Loss):
         return _mean(*self.each(output, labels))
 
     def each(self, output: ops.Tensor, labels: ops.Tensor) -> tuple[ops.Tensor, ops.Tensor | None]:
-        """The loss of each label, and what it counts; None where all count 1."""
+        """Return the loss of each label and its factor; None where all factors are 1."""
         raise NotImplementedError
 
 
@@ -296,7 +296,7 @@ class CTC(Loss):
 
 
 def _mean(each: ops.Tensor, counted: ops.Tensor | None) -> ops.Tensor:
-    """The mean by what each counts; the sum where nothing does, see `Loss.counted`."""
+    """Return the mean by factors; the sum where all are 0, see `Loss.counted`."""
     if counted is None:
         return each.mean()
     total = counted.sum()

@@ -1,7 +1,7 @@
-"""Where layers get their randomness: one seeded generator for starting values, keys for the graph.
+"""The randomness of layers: one seeded generator for starting values, keys for the graph.
 
 A program starts as if it had called `seed(0)`, so running it twice gives the same weights; building
-two models in one program gives two different ones. Layers also take a generator of their own.
+two models in one program gives two different ones. Layers also accept a generator.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _shared: Final[list[np.random.Generator]] = [_fresh(0)]
 
 
 def seed(number: int) -> None:
-    """Layers built from here on, in every thread, draw the starting values of this seed."""
+    """Seed the starting values of all layers built from now on, in every thread."""
     if not 0 <= number < _MAX_SEED:
         raise InvalidInput(f"a seed is in 0..2^64-1, got {number}")
     _shared[0] = _fresh(number)
 
 
 def generator(rng: np.random.Generator | None = None) -> np.random.Generator:
-    """`rng`, or the generator that `seed` set."""
+    """Return `rng`, or the generator that `seed` set."""
     return _shared[0] if rng is None else rng
 
 
 def new_key(rng: np.random.Generator | None = None) -> RandomKey:
-    """A random key from one raw word."""
+    """Return a random key from one raw word."""
     word = np.asarray(generator(rng).bit_generator.random_raw(1), np.uint64)
     return RandomKey(word.view(np.uint32).copy())
 

@@ -25,7 +25,7 @@ from triplane.unified_ir.ops.row import Op
 
 Carry = tuple[ops.Tensor, ...]
 REVERSE: Final = "_reverse"
-"""Ends the names of the weights that walk backwards, as PyTorch has it."""
+"""Suffix of the weights of the backward direction, as in PyTorch."""
 
 
 class _Step(Cell):
@@ -115,7 +115,7 @@ class _Layers(Cell):
     row: ClassVar[Op]
     gates: ClassVar[int] = 1
     order: ClassVar[tuple[int, ...]] = (0,)
-    """Where the gates of ONNX's order lie in PyTorch's."""
+    """Positions of the gates of ONNX's order in PyTorch's order."""
     options: ClassVar[dict[str, int]] = {}
 
     def __init__(
@@ -144,7 +144,7 @@ class _Layers(Cell):
         self.dropout = Dropout(p_drop, rng=rng) if p_drop else None
 
     def _draw(self, ending: str, inputs: int, source: np.random.Generator) -> None:
-        """One direction's weights, uniform within 1 / sqrt(hidden)."""
+        """Create one direction's weights, uniform within 1 / sqrt(hidden)."""
         draw, rows = Uniform(1.0 / math.sqrt(self.hidden)), self.gates * self.hidden
         setattr(self, f"weight_ih{ending}", Parameter(draw((rows, inputs), source)))
         setattr(self, f"weight_hh{ending}", Parameter(draw((rows, self.hidden), source)))
@@ -153,7 +153,7 @@ class _Layers(Cell):
     def _sequence(
         self, x: ops.Tensor, state: Sequence[ops.Tensor | None], lengths: ops.Tensor | None
     ) -> tuple[ops.Tensor, Carry]:
-        """All outputs (N, T, directions hidden) and the last state, in the form it has outside."""
+        """Return all outputs (N, T, directions hidden) and the last state, in its public form."""
         name = f"{type(self).__name__}({self.inputs}, {self.hidden})"
         check_rank(name, f"(N, T, {self.inputs})", x, 3)
         check_axis(name, f"(N, T, {self.inputs})", x, -1, self.inputs)
@@ -195,12 +195,12 @@ class _Layers(Cell):
         return self._ordered(getattr(self, f"weight_hh{ending}"))
 
     def _biases(self, ending: str) -> ops.Tensor:
-        """ONNX's two biases; the second, of the product with the state, is zero."""
+        """Return ONNX's two biases; the second, of the product with the state, is zero."""
         bias = self._ordered(getattr(self, f"bias{ending}"))
         return ops.concat([bias, ops.zeros(bias.shape, bias.dtype)])
 
     def _ordered(self, stacked: ops.Tensor) -> ops.Tensor:
-        """The rows of PyTorch's gates in ONNX's order."""
+        """Return the rows of PyTorch's gates in ONNX's order."""
         if len(self.order) == 1:
             return stacked
         back = tuple(int(k) for k in np.argsort(self.order))
@@ -225,7 +225,7 @@ class _Layers(Cell):
 
 
 def _blocks(x: ops.Tensor, order: Sequence[int]) -> ops.Tensor:
-    """Equal blocks of rows in another order; its gradient is the order back, one copy as well."""
+    """Return equal blocks of rows in another order; the gradient is the inverse order."""
     rows = x.shape[0] // len(order)
     stacked = x.reshape((len(order), rows, *x.shape[1:]))
     return ops.gather(stacked, np.array(order)).reshape(x.shape)

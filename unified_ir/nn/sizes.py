@@ -9,7 +9,7 @@ from triplane.unified_ir.ops.source import user_location
 
 
 def positive(layer: str, **sizes: int) -> tuple[int, ...]:
-    """The sizes in order, each a whole number of at least 1."""
+    """Return the sizes in order, each an integer of at least 1."""
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise InvalidInput(f"{layer} needs {name} to be a whole number >= 1, got {size!r}")
@@ -17,13 +17,13 @@ def positive(layer: str, **sizes: int) -> tuple[int, ...]:
 
 
 def check_axis(layer: str, takes: str, x: ops.Tensor, axis: int, size: int) -> None:
-    """x has `size` elements along `axis`; `takes` is the shape to name in the error."""
+    """Check that x has `size` elements along `axis`; `takes` is the shape named in the error."""
     if not -x.rank <= axis < x.rank or x.shape[axis] != size:
         raise ShapeError(f"{layer} takes x: {takes}, got {x.type}{_here()}")
 
 
 def check_rank(layer: str, takes: str, x: ops.Tensor, *ranks: int) -> None:
-    """x has one of these numbers of axes."""
+    """Check that x has one of these numbers of axes."""
     if x.rank not in ranks:
         raise ShapeError(f"{layer} takes x: {takes}, got {x.type}{_here()}")
 

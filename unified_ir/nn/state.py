@@ -15,9 +15,9 @@ State = Any
 
 
 class Personal(Parameter):
-    """A parameter that is trained and never leaves the device: no wire has a field for it.
+    """A parameter that is trained and never leaves the device: no message has a field for it.
 
-    start: what it was made with, which every device begins from, however long it is trained here.
+    start: its initial value, from which every device begins, however long it is trained here.
     """
 
     def __init__(self, array: Any) -> None:
@@ -33,7 +33,7 @@ class Buffer(Parameter):
 
 
 class RandomKey(Parameter):
-    """A random key, uint32[2]; whoever draws with it assigns `ops.next_key` of it."""
+    """A random key, uint32[2]; code that draws with it assigns `ops.next_key` of it."""
 
     def __init__(self, array: Any) -> None:
         super().__init__(np.asarray(array), role=Role.KEY)

@@ -1,4 +1,4 @@
-"""A cell as a table: what it is made of, what each part gives, how many parameters it holds."""
+"""A cell as a table: its parts, the output of each, and the number of parameters."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def summary(cell: Cell, *specs: Any) -> str:
 
 
 def _held(part: StateTree) -> tuple[int, int]:
-    """Elements of what is learnt, or would be where it is not frozen, and of the other state."""
+    """Return the number of trainable elements, frozen ones included, and of other state."""
     sizes = [(p.role in LEARNT, prod(p.array.shape)) for p in part.parameters().values()]
     return sum(n for learnt, n in sizes if learnt), sum(n for learnt, n in sizes if not learnt)
 
 
 def _outputs(function: Function) -> dict[str, str]:
-    """Type of the last value that each part, or a part of it, made for the results."""
+    """Return the type of the last value that each part computed for the results."""
     results = dict(zip(function.result_names, function.results, strict=True))
     own = {name: r for name, r in results.items() if name not in function.param_names}
     texts = {"": ", ".join(str(r.type) for r in own.values())}
@@ -51,7 +51,7 @@ def _outputs(function: Function) -> dict[str, str]:
 
 
 def _giving(function: Function, results: Mapping[str, Value]) -> Function:
-    """The function with these results alone: new values of its state are left out."""
+    """Return the function with these results alone, without new values of its state."""
     names, values = tuple(results), tuple(results.values())
     return Function(function.name, function.params, values, names, function.nodes)
 

@@ -1,6 +1,6 @@
 """Transformer layers (Vaswani et al. 2017) over x: (N, T, size), with PyTorch's names and order.
 
-Masks are as in `nn.attention`: in one of bools, true says that a key does not count.
+Masks are as in `nn.attention`: in a mask of bools, true excludes a key.
 """
 
 from __future__ import annotations

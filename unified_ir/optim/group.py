@@ -32,8 +32,7 @@ class Group:
             raise InvalidInput('a group needs a pattern of paths, such as "*.bias"')
         if frozen and options:
             raise InvalidInput(
-                f"group {pattern!r} is frozen, so {', '.join(options)} would mean nothing; "
-                "leave them out"
+                f"group {pattern!r} is frozen and ignores {', '.join(options)}; leave them out"
             )
         if "groups" in options:
             raise InvalidInput(f"group {pattern!r} cannot hold groups; list them in one tuple")

@@ -1,4 +1,4 @@
-"""What an optimizer is: state to start from, and one update written in operators.
+"""The interface of optimizers: an initial state, and one update written in operators.
 
 Its state is tensors with names of their own beside the parameters: `optimizer.SLOT.PATH` for each
 slot and parameter PATH, and, where updates depend on their number, `optimizer.step`, an int64

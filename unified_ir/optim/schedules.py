@@ -321,7 +321,7 @@ def _passed(step: Tensor, bounds: tuple[int, ...]) -> Tensor:
 def _rising(name: str, bounds: Sequence[int]) -> tuple[int, ...]:
     values = tuple(bounds)
     if any(b < 1 or b != int(b) for b in values) or any(a >= b for a, b in pairwise(values)):
-        raise InvalidInput(f"{name} needs whole bounds >= 1 that rise, got {list(values)}")
+        raise InvalidInput(f"{name} needs integer increasing bounds >= 1, got {list(values)}")
     return tuple(map(int, values))
 
 

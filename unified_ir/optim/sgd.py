@@ -59,7 +59,7 @@ class SGD(Optimizer):
         return move
 
     def _share(self, step: Tensor | None) -> Tensor | None:
-        """What of a gradient enters the momentum."""
+        """Return the part of a gradient that enters the momentum."""
         if not self.dampening:
             return None
         assert step is not None

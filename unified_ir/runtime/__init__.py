@@ -1,7 +1,7 @@
-"""What serving and devices load: graphs on onnxruntime, bundles and plans; nothing that trains.
+"""Loading for serving and devices: graphs on onnxruntime, bundles and plans; no training code.
 
-Importing this package imports neither onnxruntime nor onnx, grpc, click, rich or jax; the first
-use of `Session`, `Bundle` or `Plan` imports onnxruntime, and never the others.
+Importing this package imports neither onnxruntime nor onnx, grpc, click, rich or jax; the first use
+of `Session`, `Bundle` or `Plan` imports onnxruntime, and never the others.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""A bundle that is a start point: adapted to a node's own samples, then served like any other.
+"""Adapt a bundle that is a start point to a node's own samples, to be served like any other.
 
-The steps run on onnxruntime alone. What comes out is a bundle of the same model and version with
-other weights and with goldens of its own, so that whoever loads it can check it as any bundle.
+The steps run on onnxruntime alone. The result is a bundle of the same model and version with other
+weights and golden samples of its own, so that its readers can check it as any bundle.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ from triplane.unified_ir.runtime.signature import Array, next_name
 def adapted_weights(
     bundle: Bundle, batch: Mapping[str, Array], *, options: SessionOptions = DEFAULT_OPTIONS
 ) -> dict[str, Array]:
-    """The weights after the bundle's own number of steps on `batch`.
+    """Return the weights after the bundle's own number of steps on `batch`.
 
-    batch: what `adapt.onnx` takes beside the weights, such as x (N, ...) and y (N,).
+    batch: the inputs of `adapt.onnx` beside the weights, such as x (N, ...) and y (N,).
     InvalidInput: the bundle is no start point, or the batch does not fit. Corrupt: the steps give
     numbers that are not finite.
     """
@@ -47,7 +47,7 @@ def adapted_weights(
 
 
 def batch_names(bundle: Bundle) -> tuple[str, ...]:
-    """What `adapt.onnx` takes beside the weights."""
+    """Return the inputs of `adapt.onnx` beside the weights."""
     if bundle.adapt is None:
         return ()
     session = Session(bundle.adapt)
@@ -55,9 +55,9 @@ def batch_names(bundle: Bundle) -> tuple[str, ...]:
 
 
 def write_adapted(bundle: Bundle, weights: Mapping[str, Array], path: Path) -> str:
-    """The bundle with other weights, whole or not at all; its root digest.
+    """Write the bundle with other weights, atomically; return its root digest.
 
-    Golden outputs are computed here with the new weights: they guard what is loaded later.
+    Golden outputs are computed here with the new weights, to check what is loaded later.
     """
     session = Session(bundle.model, weights=weights)
     shown = bundle.golden_inputs

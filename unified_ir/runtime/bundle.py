@@ -39,11 +39,11 @@ MAX_REPORT_BYTES: Final = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleSpec:
-    """What goes into a bundle.
+    """The contents of a bundle.
 
-    model: ONNX whose weights are external data at `weight_offsets(weights)`.
-    goldens: inputs and the outputs they must give, by tensor name; at least one of each.
-    report: anything JSON; measured figures belong here, outside the content digest.
+    model: ONNX whose weights are external data at `weight_offsets(weights)`. goldens: inputs and
+    the outputs they must give, by tensor name; at least one of each. report: anything JSON;
+    measured figures belong here, outside the content digest.
     """
 
     description: Description
@@ -177,7 +177,7 @@ class Bundle:
 
     @property
     def golden_inputs(self) -> dict[str, Array]:
-        """The inputs that the goldens are of."""
+        """The inputs of the goldens."""
         return _prefixed(self._goldens, "input.")
 
     def session(self, options: SessionOptions = DEFAULT_OPTIONS) -> Session:
@@ -200,7 +200,7 @@ class Bundle:
         return session
 
     def predict(self, *x: Array, **inputs: Array) -> dict[str, Array]:
-        """Run the graph once on inputs by name, or on its only one, with a session that is kept."""
+        """Run the graph once on inputs by name, or on its only one, with a cached session."""
         if x and (len(x) > 1 or inputs or len(self.inputs) > 1):
             names = [info.name for info in self.inputs]
             raise InvalidInput(f"predict takes {names}; give them by name, not {len(x)} unnamed")

@@ -1,4 +1,4 @@
-"""What a bundle says about its graph, as values; their form in `bundle.pb` is `files.proto`.
+"""The description of a bundle's graph, as values; `files.proto` defines its form in `bundle.pb`.
 
 Decoding refuses more than `MAX_DESCRIPTION_BYTES`, unknown fields, and numbers that mean nothing.
 """
@@ -16,14 +16,14 @@ from triplane.unified_ir.runtime.signature import TensorInfo
 
 MAX_DESCRIPTION_BYTES: Final = 1 << 20
 MAX_ADAPT_STEPS: Final = 100
-"""Of a bundle: a node adapts before it serves, while somebody waits."""
+"""Limit for a bundle: a node adapts before it serves, while somebody waits."""
 
 Labels = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Preprocessing:
-    """One thing done to a raw sample before it became `input`; see `Step` in files.proto."""
+    """One preprocessing step of a raw sample that becomes `input`; see `Step` in files.proto."""
 
     input: str
     name: str
@@ -32,7 +32,7 @@ class Preprocessing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What the graph needs where it runs; 0 where unstated."""
+    """Requirements of the graph on its machine; 0 where unstated."""
 
     runtime: str = "onnxruntime"
     min_version: str = ""
@@ -135,7 +135,7 @@ def check_amounts(values: Iterable[float], what: str) -> None:
     """Refuse numbers that are negative, infinite or not numbers."""
     for value in values:
         if not (math.isfinite(value) and value >= 0):
-            raise Corrupt(f"{what}: {value} where an amount >= 0 belongs")
+            raise Corrupt(f"{what}: {value} must be a finite number >= 0")
 
 
 def _info_message(info: TensorInfo, labels: tuple[str, ...]) -> pb.TensorInfo:

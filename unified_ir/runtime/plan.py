@@ -36,18 +36,18 @@ from triplane.unified_ir.runtime.signature import INSIDE_ONLY, Array, TensorInfo
 DESCRIPTION: Final = "plan.pb"
 STATE: Final = "state.safetensors"
 MAX_STEPS: Final = 2**31
-"""Steps of one call of `adapt`: years of work, far below what a counter holds."""
+"""Limit for the steps of one call of `adapt`: years of work, far below what a counter holds."""
 
 LOSS: Final = "loss"
 """The result that `adapt` collects."""
 
 COMPRESSIONS: Final = ("int8", "top-k")
-"""Of updates, as `federated/core/compress.py` writes them; it stands above this package."""
+"""Compressions of updates, as `federated/core/compress.py`, above this package, names them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a device may spend on a plan, 0 for no limit.
+    """Limits for a device's work on a plan, 0 for no limit.
 
     max_steps: steps that change state, over the plan's life, saved with its state. time_s: seconds
     inside steps, likewise. memory_bytes: refused at load when two copies of the state exceed it.
@@ -60,10 +60,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSpec:
-    """What goes into a plan.
+    """The contents of a plan.
 
-    entries: ONNX by entry name. state, roles: by tensor name; every tensor has a role.
-    steps: how many steps an entry takes when the caller does not say. parent: the model's digest.
+    entries: ONNX by entry name. state, roles: by tensor name; every tensor has a role. steps:
+    default number of steps of an entry. parent: the model's digest.
     """
 
     entries: Mapping[str, bytes]
@@ -119,7 +119,7 @@ class Plan:
         options: SessionOptions = DEFAULT_OPTIONS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Verify every byte of `file`; InvalidInput where it demands what is not offered."""
+        """Verify every byte of `file`; InvalidInput where it demands an unknown feature."""
         file.verify()
         self._file, self._options, self._clock = file, options, clock
         self.digest = file.digest
@@ -165,7 +165,7 @@ class Plan:
         return tuple(t for t in self._session(entry).inputs if t.name not in self.roles)
 
     def signature(self, entry: str) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]:
-        """(what a batch for `entry` consists of, its results); keeps no session for the asking."""
+        """Return the inputs of a batch for `entry` and its results; keeps no session open."""
         is_open = entry in self._sessions
         session = self._session(entry)
         batch, results = self.inputs(entry), tuple(session.outputs)
@@ -201,7 +201,7 @@ class Plan:
         return results
 
     def stop_with(self, stop: CancellationToken | None) -> None:
-        """Let runs from now on end once `stop` is set, between two nodes; None: never."""
+        """Let runs from now on end between two nodes once `stop` is set; None removes it."""
         self._stop = stop
 
     def predict(self, *x: Array, **inputs: Array) -> dict[str, Array]:
@@ -230,11 +230,11 @@ class Plan:
         return [float(self._loss(entry, batch)) for batch in islice(cycle(batches), count)]
 
     def state(self, *roles: str) -> dict[str, Array]:
-        """Return a copy of the state, of the given roles only when some are given."""
+        """Return a copy of the state, or of the given roles only."""
         return {name: value.copy() for name, value in self.view(*roles).items()}
 
     def view(self, *roles: str) -> dict[str, Array]:
-        """Return the state itself: to be read before the next step and never written."""
+        """Return the state itself: read it before the next step and never write to it."""
         if unknown := sorted(set(roles) - set(ROLES)):
             raise InvalidInput(f"roles are {ROLES[1:]}, not {unknown}")
         newest = self._newest.view() if self._newest else {}
@@ -258,7 +258,7 @@ class Plan:
         self._state |= {n: value.copy() for n, value in values.items() if n not in looped}
 
     def save_state(self, path: Path) -> str:
-        """Write the state, steps and time spent whole or not at all; return the file's digest."""
+        """Write the state, steps and time spent, atomically; return the file's digest."""
         part = container.tensor_part(STATE, self.view(), self.roles)
         properties = {"steps": str(self.steps), "spent_s": repr(self.spent_s)}
         return container.write(
@@ -266,7 +266,7 @@ class Plan:
         )
 
     def load_state(self, path: Path) -> None:
-        """Go on from a saved state of this very plan (Conflict for another plan's)."""
+        """Continue from a saved state of this very plan (Conflict for another plan's)."""
         file = Container(Path(path), kind="checkpoint")
         file.verify()
         if file.manifest.parent != self.digest:
@@ -294,7 +294,7 @@ class Plan:
         return any(next_name(name) in results for name in self._state)
 
     def _loop(self, entry: str, session: Session) -> Loop:
-        """The loop of `entry`. There is one at a time: its buffers are twice the state."""
+        """Return the loop of `entry`. There is one at a time: its buffers are twice the state."""
         if self._newest is None or self._newest_entry != entry:
             self._settle()
             self._newest, self._newest_entry = session.loop(self._feeds(session)), entry
@@ -310,7 +310,7 @@ class Plan:
         }
 
     def _settle(self) -> None:
-        """Take the newest values out of the loop that has them, and let the loop go."""
+        """Take the newest values out of the current loop, and drop the loop."""
         if self._newest is not None:
             self._state |= self._newest.view()
             self._newest = None

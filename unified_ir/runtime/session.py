@@ -104,26 +104,26 @@ DEFAULT_OPTIONS: Final = SessionOptions()
 
 
 class RunFailed(InvalidInput):
-    """A node refused the values it met, which no signature could say before."""
+    """A node refused values that no signature could exclude before."""
 
 
 class OutOfMemory(RunFailed):
-    """A node asked for more memory than this process may take."""
+    """A node asked for more memory than this process may use."""
 
 
 class CancellationToken:
-    """Ends the runs it was given to, from any thread and for good: see `Session.run`."""
+    """Ends the runs that received it, from any thread and for good: see `Session.run`."""
 
     def __init__(self) -> None:
         self._options = _C.RunOptions()
 
     def set(self) -> None:
-        """Let every run that has this stop end before its next node."""
+        """Let every run that has this token end before its next node."""
         self._options.terminate = True
 
     @property
     def is_set(self) -> bool:
-        """Whether it was set."""
+        """Return whether it was set."""
         return bool(self._options.terminate)
 
 
@@ -264,7 +264,7 @@ class Loop:
         return {name: value.copy() for name, value in self._front.items()}
 
     def view(self) -> Mapping[str, Array]:
-        """Return the state itself: to be read before the next step and never written."""
+        """Return the state itself: read it before the next step and never write to it."""
         return self._front
 
     def load(self, state: Mapping[str, Array]) -> None:

@@ -23,7 +23,7 @@ name"), so the new value carries this suffix; no parameter path contains a colon
 """
 
 LISTED: Final = 12
-"""Names that a message lists before it counts."""
+"""Names that a message lists before it only counts."""
 UNNAMED: Final = "?"
 """The dimension of a shape whose size the graph does not say; two of them may differ."""
 
@@ -68,7 +68,7 @@ _NO_ARRAY: Final = np.dtype([("no array has this dtype", "V1")])
 
 
 HELD: Final = {"optional(seq(": "optional sequence", "optional(": "optional", "seq(": "sequence"}
-"""What onnxruntime writes before the type of what a sequence or an optional holds."""
+"""Prefixes of the element type in onnxruntime's names of sequence and optional types."""
 
 
 def next_name(state: str) -> str:
@@ -88,7 +88,7 @@ class TensorInfo:
 
     @property
     def is_static(self) -> bool:
-        """Whether it is a tensor, every dimension of which is a number."""
+        """Return whether it is a tensor all of whose dimensions are numbers."""
         return self.form == "tensor" and all(isinstance(dim, int) for dim in self.shape)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class TensorInfo:
 
 
 class Signature:
-    """What a call must be fed, compiled once so that checking a call is cheap."""
+    """The inputs of a call, compiled once so that checking a call is cheap."""
 
     def __init__(self, tensors: Iterable[TensorInfo]) -> None:
         self.tensors = tuple(tensors)
@@ -165,7 +165,7 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def check_held(info: TensorInfo, held: Any) -> None:
-    """InvalidInput unless `held` is what a sequence or an optional of this kind holds."""
+    """Raise InvalidInput unless `held` is what a sequence or an optional of this kind holds."""
     if held is None and info.form.startswith("optional"):
         return
     items = held if info.form.endswith("sequence") else [held]
@@ -188,6 +188,6 @@ def _names_differ(names: frozenset[str], feeds: Mapping[str, Array]) -> InvalidI
 
 
 def _listed(names: list[str]) -> str:
-    """All names, or as many as a person reads."""
+    """Return all names, or as many as a person reads."""
     more = len(names) - LISTED
     return f"{names[:LISTED]} and {more} more" if more > 0 else str(names)

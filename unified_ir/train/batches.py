@@ -1,9 +1,9 @@
-"""From what a user calls data to batches in a reproducible order.
+"""Turn what a user passes as data into batches in a reproducible order.
 
 Data is a `data.Dataset` (anything with `batches(size, seed=, epoch=)`), a tuple of arrays whose
-last is the target, or an iterable of batches that starts anew with each epoch (a batch without rows
-is passed over). The order of the first two depends on (seed, epoch) alone, so a run resumes in the
-middle of an epoch.
+last is the target, or an iterable of batches that is iterated again in each epoch (a batch without
+rows is skipped). The order of the first two depends on (seed, epoch) alone, so a run can resume in
+the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class BatchedData(Protocol):
 class BatchSource:
     """Batches of any accepted data, epoch by epoch.
 
-    count: batches in an epoch, None where only iterating tells. samples: rows in an epoch, or None.
+    count: batches in an epoch, None where that is unknown before iterating. samples: rows in an
+    epoch, or None.
     """
 
     def __init__(self, data: Any, size: int, seed: int) -> None:
@@ -58,7 +59,7 @@ class BatchSource:
             self.count = len(data)
 
     def peek(self) -> Batch:
-        """A batch, without using it up."""
+        """Return a batch without consuming it."""
         first = next(self._all(0), None)
         if first is None:
             raise InvalidInput(f"there is no data; give {FORMS}")
@@ -67,7 +68,7 @@ class BatchSource:
         return first
 
     def epoch(self, number: int, *, first: int = 0) -> Iterator[Batch]:
-        """Batches of one epoch from batch `first` on."""
+        """Return the batches of one epoch, starting at batch `first`."""
         batches = self._all(number)
         for _ in range(first):
             if next(batches, None) is None:
@@ -95,23 +96,23 @@ class BatchSource:
             yield as_batch(tuple(a[chosen] for a in self.data))
 
     def targets(self) -> Array | None:
-        """The targets of all samples in the data's own order; None where only batches tell."""
+        """Return all targets in the data's own order; None where only batches have them."""
         if isinstance(self.data, Dataset):  # another class may give other labels than it stores
             return self.data.y
         return np.asarray(self.data[-1]) if _is_arrays(self.data) else None
 
     def repeats(self) -> bool:
-        """Whether an epoch can be gone through again."""
+        """Return whether an epoch can be iterated again."""
         return not isinstance(self.data, Iterator)
 
 
 def is_count(x: Any, least: int) -> bool:
-    """Whether `x` is a whole number of at least `least`."""
+    """Return whether `x` is an integer of at least `least`."""
     return isinstance(x, Integral) and bool(x >= least)  # type: ignore[operator]
 
 
 def with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
-    """Each batch, and whether it is the last one."""
+    """Yield each batch, and whether it is the last one."""
     held = next(batches, None)
     while held is not None:
         following = next(batches, None)
@@ -120,7 +121,7 @@ def with_last(batches: Iterator[Batch]) -> Iterator[tuple[Batch, bool]]:
 
 
 def in_order(data: Any, size: int) -> Iterator[Batch]:
-    """Batches of at most `size` in the data's own order, for evaluation."""
+    """Return batches of at most `size` in the data's own order, for evaluation."""
     accepted = _accepted(data)
     if isinstance(accepted, BatchedData) and hasattr(data, "x") and hasattr(data, "y"):
         accepted = (np.asarray(data.x), np.asarray(data.y))
@@ -134,7 +135,7 @@ def in_order(data: Any, size: int) -> Iterator[Batch]:
 
 
 def _is_empty(batch: Any) -> bool:
-    """Whether a batch has no rows at all, as what is left over sometimes has."""
+    """Return whether a batch has no rows at all, as the remainder of an epoch may have."""
     return (
         isinstance(batch, (tuple, list))
         and bool(batch)
@@ -143,7 +144,7 @@ def _is_empty(batch: Any) -> bool:
 
 
 def as_batch(batch: Any) -> Batch:
-    """Arrays of one length; float64 becomes float32."""
+    """Return arrays of one length; float64 becomes float32."""
     if not isinstance(batch, (tuple, list)) or len(batch) < 2:
         raise InvalidInput(f"a batch is a tuple of arrays (x, y), got {type(batch).__name__}")
     arrays = tuple(_single(np.asarray(a)) for a in batch)
@@ -156,7 +157,7 @@ def as_batch(batch: Any) -> Batch:
     lengths = [a.shape[0] if a.ndim else 0 for a in arrays]
     if len(set(lengths)) != 1 or not lengths[0]:
         raise InvalidInput(
-            f"the arrays of a batch have one first axis of at least 1, got "
+            f"the arrays of a batch have the same number of rows, at least 1; got "
             f"{[list(a.shape) for a in arrays]}"
         )
     return arrays

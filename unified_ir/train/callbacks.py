@@ -1,4 +1,4 @@
-"""What may happen beside training: the moments of a run, and the common cases."""
+"""Callbacks: code that runs at given moments of a training run, and the common cases."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARES: Final = ("accuracy", "f1", "precision", "recall", "top5")
 
 
 class Callback:
-    """Called at the moments of a run; subclass it and write those that matter.
+    """Called at given moments of a run; subclass it and override the methods you need.
 
     A callback that raises ends the run; the state up to then is in the cell.
     """
@@ -46,11 +46,10 @@ class Record(Callback):
 
 
 class EarlyStop(Callback):
-    """Stops when `measure` has not become better for `patience` epochs.
+    """Stops when `measure` has not improved for `patience` epochs.
 
     better: "smaller" or "larger"; by default larger for accuracies and other shares, see `SHARES`.
-
-    It looks at the history alone, so a resumed run stops where an undisturbed one would.
+    It depends on the history alone, so a resumed run stops where an uninterrupted one would.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class EarlyStop(Callback):
 
 
 class HistoryFile(Callback):
-    """Keeps the history in a file, whole at any moment: CSV or JSON, by its suffix."""
+    """Writes the history to a file, atomically: CSV or JSON, by its suffix."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -1,7 +1,7 @@
-"""Checkpoints: the newest whole snapshots of a run in a folder of their own.
+"""Checkpoints: the newest complete snapshots of a run, in a folder of their own.
 
-A process killed at any instant leaves whole files only. A damaged one is passed over with a warning
-and the one before is taken; what was trained since is trained again, to the same bits.
+A process killed at any instant leaves only complete files. A damaged file is skipped with a warning
+and the one before it is used; the steps since then are trained again, to the same bits.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from triplane.unified_ir.train.snapshot import Snapshot, read
 
 NAME: Final = re.compile(r"step-(\d{12})\.tpc")
 LEFTOVER: Final = ".step-*.tmp"
-"""What a process killed while writing leaves behind."""
+"""Temporary files that a process leaves when it is killed while writing."""
 
 
 class Checkpoint(Callback):
-    """Saves a run in `folder` after every `every_epochs` epochs and, if given, `every_steps` steps.
+    """Saves a run in `folder` every `every_epochs` epochs and, if given, every `every_steps` steps.
 
-    Keeps the newest `keep` files. One run at a time uses a folder.
+    Keeps the newest `keep` files. Only one run at a time may use a folder.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Checkpoint(Callback):
         return sorted(path for path in paths if NAME.fullmatch(path.name))
 
     def newest(self) -> Snapshot | None:
-        """The newest snapshot that is whole, None in an empty folder.
+        """Return the newest undamaged snapshot; None in an empty folder.
 
-        Corrupt when there are files and all are damaged: starting anew would hide the loss.
+        Corrupt when there are files and all are damaged: starting again would hide the loss.
         """
         damaged = []
         for path in reversed(self.files()):
@@ -67,12 +67,12 @@ class Checkpoint(Callback):
         if damaged:
             raise Corrupt(
                 f"all {len(damaged)} checkpoints in {self.folder} are damaged; move them away "
-                "to start anew"
+                "to start again"
             )
         return None
 
     def save(self, snapshot: Snapshot) -> Path:
-        """Writes one more checkpoint, then drops the oldest beyond `keep`."""
+        """Write one more checkpoint, then delete the oldest beyond `keep`."""
         path = self.folder / f"step-{snapshot.place.step:012d}.tpc"
         snapshot.write(path)
         for old in self.files()[: -self.keep]:

@@ -1,4 +1,4 @@
-"""The error of a loss that is not finite; `engines/finite.py` finds where that comes from."""
+"""The error raised for a non-finite loss; `engines/finite.py` finds its cause."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ __all__ = ["NonFinite", "finite", "first_nonfinite"]
 
 
 class NonFinite(InvalidInput):
-    """The loss became NaN or infinite. step: from 1. cause: the first thing that is not finite."""
+    """The loss became NaN or infinite.
+
+    step: from 1. cause: the first value that is not finite.
+    """
 
     def __init__(self, message: str, *, step: int, cause: str) -> None:
         super().__init__(message)

@@ -51,7 +51,7 @@ def crc32c(data: bytes) -> int:
 
 
 def record(data: bytes) -> bytes:
-    """One framed record."""
+    """Return one framed record."""
     length = struct.pack("<Q", len(data))
     return b"".join((length, _checksum(length), data, _checksum(data)))
 
@@ -62,18 +62,18 @@ def _checksum(data: bytes) -> bytes:
 
 
 def first_event(wall_time: float) -> bytes:
-    """The event that every file begins with."""
+    """Return the event that every file begins with."""
     return _double(1, wall_time) + _bytes(3, VERSION.encode())
 
 
 def event(wall_time: float, step: int, values: Iterable[bytes]) -> bytes:
-    """An event with the summary of the given values."""
+    """Return an event with the summary of these values."""
     summary = b"".join(_bytes(1, value) for value in values)
     return _double(1, wall_time) + _number(2, step) + _bytes(5, summary)
 
 
 def scalar(tag: str, x: float) -> bytes:
-    """A value that is a number; beyond float32 it is infinite."""
+    """Encode a number; beyond the range of float32 it is infinite."""
     with np.errstate(over="ignore"):
         return _bytes(1, tag.encode()) + _key(2, 5) + np.float32(x).tobytes()
 
@@ -81,7 +81,7 @@ def scalar(tag: str, x: float) -> bytes:
 def histogram(
     tag: str, *, low: float, high: float, total: float, squares: float, counts: Sequence[float]
 ) -> bytes:
-    """A value that is a histogram of parts of equal width from `low` to `high`."""
+    """Encode a histogram with bins of equal width from `low` to `high`."""
     limits = np.linspace(low, high, len(counts) + 1, dtype=np.float64)[1:]
     held = b"".join(
         (
@@ -94,14 +94,14 @@ def histogram(
 
 
 def image(tag: str, pixels: Array) -> bytes:
-    """A value that is a picture; pixels: uint8 (C, H, W) with 1 or 3 channels."""
+    """Encode a picture; pixels: uint8 (C, H, W) with 1 or 3 channels."""
     channels, height, width = pixels.shape
     sizes = _number(1, height) + _number(2, width) + _number(3, channels)
     return _bytes(1, tag.encode()) + _bytes(4, sizes + _bytes(4, png(pixels)))
 
 
 def png(pixels: Array) -> bytes:
-    """pixels: uint8 (C, H, W) with 1 or 3 channels, as a PNG of unfiltered rows."""
+    """Encode pixels, uint8 (C, H, W) with 1 or 3 channels, as a PNG of unfiltered rows."""
     channels, height, width = pixels.shape
     rows = np.ascontiguousarray(pixels.transpose(1, 2, 0)).reshape(height, -1)
     raw = b"".join(b"\0" + row.tobytes() for row in rows)
@@ -115,7 +115,7 @@ def png(pixels: Array) -> bytes:
 
 
 class EventFile:
-    """An event file that grows; what was added is whole in the file when `add` returns."""
+    """An event file that grows; an event is complete in the file when `add` returns."""
 
     def __init__(self, path: Path, wall_time: float) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,11 +123,11 @@ class EventFile:
         self._write(first_event(wall_time))
 
     def add(self, wall_time: float, step: int, values: Iterable[bytes]) -> None:
-        """One more event."""
+        """Append one event."""
         self._write(event(wall_time, step, values))
 
     def close(self) -> None:
-        """Nothing can be added afterwards."""
+        """Close the file; no event can be added afterwards."""
         self._file.close()
 
     def _write(self, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""A trained model as an IR module: functions by entry, state with roles, and what it is."""
+"""Export a trained model as an IR module: functions by entry, state with roles, metadata."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _function(trainer: Trainer, name: str, local_lr: float | None) -> Function:
 
 
 def _without_unread(function: Function) -> Function:
-    """Without histograms, images and counts, which nobody reads where a model file goes."""
+    """Drop histograms, images and counts, which no reader of a model file uses."""
     unread = (HISTOGRAM, IMAGE, step.COUNTED)
     kept = [n for n in function.result_names if not n.startswith(unread)]
     results = tuple(map(function.result, kept))
@@ -69,7 +69,7 @@ def _without_unread(function: Function) -> Function:
 
 
 def local_rate(optimizer: Optimizer) -> float:
-    """The rate of plain gradient descent that stands for an optimizer on a device."""
+    """Return the rate of plain gradient descent that replaces the optimizer on a device."""
     if isinstance(optimizer, SGD) and not optimizer.counts():
         return optimizer.lr.value if isinstance(optimizer.lr, Constant) else float(optimizer.lr)  # type: ignore[arg-type]
     return DEFAULT_LOCAL_LR
@@ -89,7 +89,7 @@ def _state(trainer: Trainer, *, with_optimizer: bool) -> dict[str, StateTensor]:
 
 
 def _starts(trainer: Trainer) -> dict[str, StateTensor]:
-    """Where personal tensors begin on a device, those at zero left out."""
+    """Return the start values of personal tensors on a device, without those that are zero."""
     personal = {k: p for k, p in trainer.cell.parameters().items() if isinstance(p, Personal)}
     return {
         START + name: StateTensor(Role.BUFFER, p.start.copy())
@@ -99,7 +99,7 @@ def _starts(trainer: Trainer) -> dict[str, StateTensor]:
 
 
 def _labels(trainer: Trainer) -> list[str]:
-    """A name for every class: data need not hold the last ones, a server wants them all."""
+    """Name every class: data may lack the last ones, but a server needs all of them."""
     names, classes = list(trainer.labels), trainer.model.classes
     if not names or classes is None:
         return names

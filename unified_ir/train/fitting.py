@@ -56,7 +56,7 @@ class Fit:
         )
 
     def _compile(self, program: Program) -> None:
-        """Lets the trainer's state go on in a program's buffers."""
+        """Continue the trainer's state in a program's buffers."""
         trainer = self.trainer
         self.program, self.model = program, trainer.model
         self.names, self.tallies = self.model.batch_names(), self.model.tallies
@@ -69,7 +69,7 @@ class Fit:
         self._identity: dict[str, str] | None = None
 
     def _snapshot(self) -> Snapshot:
-        """Everything a checkpoint holds."""
+        """Return everything a checkpoint holds."""
         if self._identity is None:
             own = identity.of_model(self.model, self.trainer.recipe)
             self._identity = own | identity.of_data(self.source)
@@ -86,7 +86,7 @@ class Fit:
         return optimizer.rate_at(0 if updates is None else int(updates))
 
     def run(self) -> None:
-        """Trains to the goal; the state is written back unless the loss was not finite."""
+        """Train to the goal; write the state back unless the loss was not finite."""
         labels = self.source.targets()
         if labels is not None:  # in the data's own order, where the user can find the sample
             self.model.check_labels(labels, "sample {} of the training data")
@@ -109,7 +109,7 @@ class Fit:
         self._call("on_end")
 
     def _save(self, error: KeyboardInterrupt) -> None:
-        """What a run that is interrupted between two steps leaves, and how it goes on."""
+        """Save what an interrupted run leaves, and say how to continue it."""
         keepers = [c for c in self.callbacks if isinstance(c, Checkpoint)]
         if not (keepers and self._whole):
             return
@@ -121,7 +121,7 @@ class Fit:
             getattr(callback, moment)(self.info)
 
     def _epoch(self) -> bool:
-        """The rest of an epoch; False when it was stopped in between."""
+        """Train the rest of an epoch; return False when it was stopped in between."""
         place = self.trainer.place
         program = self.trainer.training_program()
         if program is not self.program:
@@ -155,7 +155,7 @@ class Fit:
         return True
 
     def _check(self, batch: Batch) -> None:
-        """`Model.check`, of types once for each that occurs."""
+        """Check batches as `TrainingModel.check` does; types once for each that occurs."""
         kinds = tuple([(a.dtype, a.shape) for a in batch])
         if kinds not in self._kinds:
             self.model.check_types(batch)
@@ -163,9 +163,10 @@ class Fit:
         self.model.check_labels(batch[-1])
 
     def _batches(self, epoch: int, first: int) -> Iterator[tuple[Batch, bool]]:
-        """Batches, and whether to update after this one whatever the count says.
+        """Yield batches, and whether to update after this one whatever the count says.
 
-        Only accumulation looks ahead: whoever stops a run finds an iterator's next batch unread.
+        Only accumulation looks one batch ahead, so that stopping a run does not consume an
+        iterator's next batch.
         """
         batches = self.source.epoch(epoch, first=first)
         return with_last(batches) if self.accumulates else ((b, False) for b in batches)
@@ -188,13 +189,13 @@ class Fit:
         self._call("on_epoch")
 
     def _go_back(self) -> None:
-        """To where the epoch began in this run, whose state is in the cell."""
+        """Return to the start of the epoch in this run, whose state is in the cell."""
         place = self.trainer.place
         for name, value in vars(self.start.copy()).items():
             setattr(place, name, value)
 
     def _explain(self) -> None:
-        """Raises NonFinite, after going through the epoch again to the first bad step."""
+        """Raise NonFinite, after repeating the epoch up to the first bad step."""
         place, loss = self.trainer.place, self.info.results[step.LOSS]
         cause, message = self._cause()
         raise NonFinite(
@@ -205,7 +206,7 @@ class Fit:
         )
 
     def _explain_scale(self, batch: Batch) -> None:
-        """Raises NonFinite: halving the loss scale again would not help."""
+        """Raise NonFinite: halving the loss scale again would not help."""
         values = {**self.loop.view(), **dict(zip(self.names, batch, strict=True))}
         cause = first_nonfinite(self.program.function, values)
         number = self.trainer.place.step + 1
@@ -218,7 +219,7 @@ class Fit:
         )
 
     def _cause(self) -> tuple[str, str]:
-        """What first was not finite, and the same as part of a sentence."""
+        """Return what was first not finite, and the same as part of a sentence."""
         if not self.source.repeats():
             return "", "the data cannot be gone through again to find where that began"
         first = self.start.step + 1
@@ -231,7 +232,7 @@ class Fit:
         return "", "the same batches again give finite losses: the data changes between epochs"
 
     def _replayed(self) -> Iterator[dict[str, Array] | None]:
-        """Steps of this epoch again: None while all is finite, then that step's arguments."""
+        """Repeat this epoch's steps: yield None while all is finite, then that step's arguments."""
         loop = self.program.loop(self.anchor)
         before = loop.state()
         for batch, is_last in self._batches(self.trainer.place.epoch, self.start.position):

@@ -1,4 +1,4 @@
-"""Where a run stands, and what its epochs gave."""
+"""The position of a run, and the results of its epochs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ NOTHING_COUNTED: Final = (
 
 @dataclass
 class Place:
-    """Where a run stands: what comes next is batch `position` of epoch `epoch`, both from 0.
+    """The position of a run: the next batch is `position` of epoch `epoch`, both from 0.
 
     step: batches trained on. rows: samples seen in this epoch; sums: each result summed over them;
-    counts: each tally's, summed, float64. counted: what the samples count in a result, where that
-    is not their number.
+    counts: each tally's counts, summed, float64. counted: the weight of the samples in a result,
+    where that is not their number.
     """
 
     epoch: int = 0
@@ -44,7 +44,7 @@ class Place:
     counted: Row = field(default_factory=dict)
 
     def copy(self) -> Place:
-        """A place of its own."""
+        """Return an independent copy."""
         return replace(
             self, sums=dict(self.sums), counts=dict(self.counts), counted=dict(self.counted)
         )
@@ -56,7 +56,7 @@ class Place:
         counts: Mapping[str, Array] = _NONE,
         counted: Mapping[str, float] = _ROWS,
     ) -> None:
-        """One batch of `rows` samples is done; `results` are means over it, or over `counted`."""
+        """Add one batch of `rows` samples; `results` are means over it, or over `counted`."""
         self.position += 1
         self.step += 1
         self.rows += rows
@@ -68,35 +68,35 @@ class Place:
             self.counts[name] = self.counts.get(name, 0.0) + x.astype(np.float64)
 
     def means(self) -> Row:
-        """Means over the samples of this epoch so far, of those for which any counted."""
+        """Return means over this epoch's samples so far, for results in which any counted."""
         divisors = {name: self.counted.get(name, self.rows) for name in self.sums}
         return {name: self.sums[name] / n for name, n in divisors.items() if n}
 
     def uncounted(self) -> str:
-        """The results for which no sample has counted, if any."""
+        """Return the results in which no sample has counted, if any."""
         return ", ".join(sorted(name for name, own in self.counted.items() if not own))
 
     def measures(self, tallies: Mapping[str, Tally]) -> Row:
-        """Means, and the number of each tally; InvalidInput where no sample counted for one."""
+        """Return means and tallies; InvalidInput where no sample counted in one."""
         if names := self.uncounted():
             raise InvalidInput(NOTHING_COUNTED.format(names=names, where="this data"))
         metrics = {k: t.finish(self.counts[k]) for k, t in tallies.items() if k in self.counts}
         return self.means() | metrics
 
     def next_epoch(self) -> None:
-        """The epoch is over."""
+        """Start the next epoch."""
         self.epoch += 1
         self.position = self.rows = 0
         self.sums, self.counts, self.counted = {}, {}, {}
 
 
 def scalars(results: Mapping[str, Array], but: Collection[str] = ()) -> Row:
-    """The results with one element and not in `but`, as numbers."""
+    """Return as numbers the results with one element that are not in `but`."""
     return {k: float(v.item()) for k, v in results.items() if v.size == 1 and k not in but}
 
 
 def split(results: Mapping[str, Array]) -> tuple[Row, dict[str, Array]]:
-    """`scalars`, and the results with more elements."""
+    """Return `scalars`, and the results with more elements."""
     numbers: Row = {}
     others: dict[str, Array] = {}
     for name, x in results.items():
@@ -124,7 +124,7 @@ class History:
         return iter(self.rows)
 
     def __getitem__(self, name: str) -> list[float]:
-        """The column `name`, one value per epoch that has it."""
+        """Return the column `name`, one value per epoch that has it."""
         values = [row[name] for row in self.rows if name in row]
         if not values:
             raise NotFound(f"no epoch has {name!r}; there are {', '.join(self.columns())}")
@@ -132,13 +132,13 @@ class History:
 
     @property
     def last(self) -> Row:
-        """The newest row."""
+        """Return the newest row."""
         if not self.rows:
             raise NotFound("no epoch is finished yet")
         return dict(self.rows[-1])
 
     def columns(self) -> list[str]:
-        """Names that occur, in order of appearance."""
+        """Return the column names in order of appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     def csv(self) -> str:

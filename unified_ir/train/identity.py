@@ -1,6 +1,6 @@
-"""What a run is of, so that a checkpoint never goes on with something else without a word.
+"""The identity of a run, so that a checkpoint is never silently continued with something else.
 
-Network, loss and optimizer count by their graphs, without the places they were written at; data by
+Network, loss and optimizer are identified by their graphs, without source locations; data by
 number, types and bytes. Each part is a line of text that ends in the digest it is compared by.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PARTS: Final = ("network", "loss", "optimizer", "batch size", "data")
 WHOLE_BYTES: Final = 64 << 20
-"""Data up to this size is digested whole, beyond it by `SAMPLED_ROWS` rows."""
+"""Data up to this size is digested whole, larger data by `SAMPLED_ROWS` rows."""
 SAMPLED_ROWS: Final = 4096
 DIGITS: Final = 16
 MAX_SHOWN: Final = 160
@@ -38,7 +38,7 @@ _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class OtherRun(Conflict):
-    """A checkpoint is of a run with another `part`; `there` and `here` are the parts in words."""
+    """The checkpoint's run has another `part`; `there` and `here` describe both."""
 
     def __init__(self, part: str, there: str, here: str) -> None:
         super().__init__(
@@ -48,7 +48,7 @@ class OtherRun(Conflict):
         self.part, self.there, self.here = part, there, here
 
     def in_place_of(self, number: float) -> float | None:
-        """The number there where all that differs is that `number` stands here."""
+        """The number there, where all that differs is that `number` stands here."""
         texts = (text.rpartition(" ")[0] for text in (self.there, self.here))
         left, right = (_NUMBER.split(text) for text in texts)
         pairs = {(a, b) for a, b in zip(left, right, strict=False) if a != b}
@@ -60,7 +60,7 @@ class OtherRun(Conflict):
 
 
 def of_model(model: TrainingModel, recipe: Recipe) -> dict[str, str]:
-    """The parts that hold whatever the data."""
+    """Return the parts that do not depend on the data."""
     return {
         "network": f"{type(model.cell).__qualname__} {_network(model)}",
         "loss": f"{type(model.loss).__qualname__} {_loss(model)}",
@@ -69,7 +69,7 @@ def of_model(model: TrainingModel, recipe: Recipe) -> dict[str, str]:
 
 
 def of_data(source: BatchSource) -> dict[str, str]:
-    """The parts that say which batches come; none of data that can be read once only."""
+    """Return the parts that determine the batches; none for data that can be read only once."""
     facts = {"batch size": str(source.size)}
     if not source.repeats():
         return facts
@@ -87,7 +87,7 @@ def of_data(source: BatchSource) -> dict[str, str]:
 
 
 def check(theirs: Mapping[str, str], mine: Mapping[str, str], *, but: Collection[str] = ()) -> None:
-    """OtherRun naming the first part that both know, that differs, and that is not in `but`."""
+    """Raise OtherRun for the first part that both have, that differs, and that is not in `but`."""
     for part in PARTS:
         there, here = theirs.get(part), mine.get(part)
         if None in (there, here) or there == here or part in but:
@@ -98,7 +98,7 @@ def check(theirs: Mapping[str, str], mine: Mapping[str, str], *, but: Collection
 
 
 def _shown(there: str, here: str) -> str:
-    """Both texts, or where only their digests differ, that what they stand for does."""
+    """Return both texts, or where only their digests differ, say that the contents differ."""
     left, right = there.rpartition(" "), here.rpartition(" ")
     if left[0] == right[0] and left[0]:
         return f"{_short(left[0])} has digest {left[2]} there and {right[2]} here"
@@ -108,7 +108,7 @@ def _shown(there: str, here: str) -> str:
 
 
 def _differing(there: str, here: str) -> tuple[str, str]:
-    """Two representations of dataclasses without the fields in which they agree."""
+    """Return two representations of dataclasses without the fields in which they agree."""
     left, right = _fields(there), _fields(here)
     if left is None or right is None or left[0] != right[0]:
         return there, here
@@ -119,7 +119,7 @@ def _differing(there: str, here: str) -> tuple[str, str]:
 
 
 def _fields(text: str) -> tuple[str, dict[str, str]] | None:
-    """`Name(a=1, b=F(c=2))` as its name and each field's text; None where it has another form."""
+    """Split `Name(a=1, b=F(c=2))` into its name and fields' texts; None for other forms."""
     name, bracket, inside = text.partition("(")
     if not name.isidentifier() or not bracket or not inside.endswith(")"):
         return None
@@ -139,7 +139,7 @@ def _short(text: str) -> str:
 
 
 def _network(model: TrainingModel) -> str:
-    """By the cell's graphs in both modes, and which state is trained."""
+    """Identify a cell by its graphs in both modes and by which state is trained."""
     inputs = list(model.inputs.values())
     with training(model.cell, on=True):
         learning = traced(model.cell, tuple(inputs), {}, name="network").function
@@ -158,7 +158,7 @@ def _loss(model: TrainingModel) -> str:
 
 
 def _updates(model: TrainingModel, recipe: Recipe) -> str:
-    """By the graph from gradients to the next weights."""
+    """Identify the updates by the graph from gradients to the next weights."""
     own = model.cell.parameters()
     types = {k: own[k].type for k in model.trainable()}
     frozen = recipe.optimizer.frozen(types)
@@ -176,7 +176,7 @@ def _graph(function: Function) -> bytes:
 
 
 def _bare(function: Function) -> Function:
-    """Without places and scopes, which a moved line changes."""
+    """Return the graph's text without locations and scopes, which a moved line changes."""
     nodes = tuple(
         Node(n.op, n.inputs, n.outputs, n.attrs, tuple(map(_bare, n.regions)))
         for n in function.nodes
@@ -185,7 +185,7 @@ def _bare(function: Function) -> Function:
 
 
 def _rows(arrays: Sequence[Array]) -> tuple[str, str]:
-    """A digest of rows, and of which."""
+    """Return a digest of rows, and say which rows."""
     if sum(a.nbytes for a in arrays) <= WHOLE_BYTES:
         return _digest(map(_bytes, arrays)), "all of them"
     n = len(arrays[0])

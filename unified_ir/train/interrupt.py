@@ -1,4 +1,4 @@
-"""Ctrl-C between steps: the first asks a run to end where it can go on, the second ends it now."""
+"""Ctrl-C between steps: the first ends a run after the current step, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class Interrupt:
-    """Whether Ctrl-C was pressed."""
+    """Records that Ctrl-C was pressed."""
 
     def __init__(self, on_event: Callable[[str], None]) -> None:
         self._on_event = on_event
@@ -24,14 +24,14 @@ class Interrupt:
         self._on_event("ending after this step; Ctrl-C again ends at once")
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if it was pressed."""
+        """Raise KeyboardInterrupt if Ctrl-C was pressed."""
         if self._pressed:
             raise KeyboardInterrupt
 
 
 @contextmanager
 def held_back(on_event: Callable[[str], None]) -> Iterator[Interrupt]:
-    """Within the block the first Ctrl-C only sets the interrupt, and `told` is called with a line.
+    """Within the block, the first Ctrl-C only sets the interrupt and calls `on_event` with a line.
 
     In a thread other than the main one, or where the program has its own handler, nothing changes.
     """

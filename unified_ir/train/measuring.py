@@ -22,7 +22,7 @@ def measured(
     state: State,
     graph_of: Callable[[Batch], tuple[TrainingModel, Program]],
 ) -> Place:
-    """Sums of what the graph of each batch measures; InvalidInput where there are no batches."""
+    """Sum the measures of all batches; InvalidInput where there are no batches."""
     place = Place()
     for batch in batches:
         model, program = graph_of(batch)
@@ -40,7 +40,7 @@ def measured(
 
 
 def predicted(program: Program, state: State, arrays: Batch, size: int) -> Any:
-    """Results for all rows, `size` at a time: one array, or a dict by name."""
+    """Return results for all rows, `size` at a time: one array, or a dict by name."""
     function = program.function
     names = [n for n in function.param_names if n not in state]
     parts = []

@@ -1,9 +1,8 @@
-"""What is measured beside the loss: means, and tallies for what is no mean of batches.
+"""Metrics beside the loss: means, and tallies for metrics that are not means of batches.
 
-A mean is a function (output, target) -> scalar; over an epoch it is weighted by rows, which is
-exact for a mean over samples, or by what its method `counted` gives of each batch. A `Tally` counts
-inside the graph, its counts are summed over every batch however uneven, and only then made into a
-number.
+A mean is a function (output, target) -> scalar. Over an epoch it is weighted by rows, which is
+exact for a mean over samples, or by its method `counted` for each batch. A `Tally` counts inside
+the graph; its counts are summed over all batches, and only the sum is made into a number.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ Average = Literal["macro", "micro", "positive"]
 
 
 class Tally:
-    """Counts of one batch, and the number that their sum over all batches stands for."""
+    """Counts of one batch, and the number that is computed from their sum over all batches."""
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
         """Counts of any shape, recorded in the graph under construction."""
         raise NotImplementedError
 
     def finish(self, total: Array) -> float:
-        """total: float64, the sum of all counts."""
+        """Return the number for `total`: float64, the sum of all counts."""
         raise NotImplementedError
 
 
@@ -89,10 +88,10 @@ class Perplexity(Tally):
 
 @dataclass(frozen=True)
 class Confusion(Tally):
-    """(C, C) counts, a row per class that is right and a column per class that was said.
+    """(C, C) counts: rows are true classes, columns are predicted classes.
 
-    output: logits (..., C) with labels (...), or yes-no logits of the target's own shape, then
-    C = 2. Labels beyond the classes count nowhere. Its number is the accuracy.
+    output: logits (..., C) with labels (...), or yes-no logits of the target's own shape, then C =
+    2. Labels beyond the classes are not counted. Its number is the accuracy.
     """
 
     def count(self, output: Tensor, target: Tensor) -> Tensor:
@@ -135,13 +134,13 @@ class _ByClass(Confusion):
         return float(np.mean([x for x, a, b in zip(each, said, right, strict=True) if a + b]))
 
     def ratio(self, hits: float, said: float, right: float) -> float:
-        """Of how many were said rightly, said at all, and right."""
+        """Return, by class, the numbers of hits, of predictions and of true samples."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Precision(_ByClass):
-    """Of what was said to be of a class, the share that is."""
+    """Share of the predictions of a class that are right."""
 
     def ratio(self, hits: float, said: float, right: float) -> float:
         """See the class."""
@@ -150,7 +149,7 @@ class Precision(_ByClass):
 
 @dataclass(frozen=True)
 class Recall(_ByClass):
-    """Of what is of a class, the share that was said to be."""
+    """Share of the samples of a class that are predicted as that class."""
 
     def ratio(self, hits: float, said: float, right: float) -> float:
         """See the class."""
@@ -159,7 +158,7 @@ class Recall(_ByClass):
 
 @dataclass(frozen=True)
 class F1(_ByClass):
-    """2 hits / (said + right): the harmonic mean of precision and recall."""
+    """2 hits / (predicted + true): the harmonic mean of precision and recall."""
 
     def ratio(self, hits: float, said: float, right: float) -> float:
         """See the class."""

@@ -1,9 +1,10 @@
-"""Half precision: products in float16 around float32 weights, and the scale that saves gradients.
+"""Half precision: products in float16 around float32 weights, and the loss scale.
 
 Matrix products and convolutions, the operators of a cube unit (`engines/ascend.py`), take and give
 float16; everything between them stays float32, so sums, norms and losses keep their range. The
 backward pass is derived from that graph, so its products are in float16 as well, where small
-gradients would vanish: the loss is multiplied by a scale first, and the gradients divided by it.
+gradients would underflow: the loss is multiplied by a scale first, and the gradients are divided by
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from triplane.unified_ir.ops.tensor import Tensor
 Precision = Literal["float32", "float16"]
 PRECISIONS: Final[tuple[Precision, ...]] = ("float32", "float16")
 LEAST_SCALE: Final = 2.0**-20
-"""A loss scale that fell below this will save no gradient."""
+"""A loss scale below this cannot save any gradient."""
 _LARGEST: Final = float(np.finfo(np.float32).max)
 
 
@@ -55,7 +56,7 @@ class LossScale:
             )
 
     def after(self, ok: Tensor, scale: Tensor, good: Tensor) -> tuple[Tensor, Tensor]:
-        """The next scale and number of good updates in a row."""
+        """Return the next scale and number of good updates in a row."""
         good = ops.where(ok, good + 1, 0)
         grows = good >= self.interval
         grown = ops.where(grows, scale * self.growth, scale)
@@ -64,18 +65,18 @@ class LossScale:
 
 
 def fixed_scale(scale: float) -> LossScale:
-    """A scale that never changes; updates that overflow are skipped all the same."""
+    """A constant scale; updates that overflow are skipped as well."""
     return LossScale(start=scale, growth=1.0, backoff=1.0)
 
 
 def all_finite(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Whether no element of any is NaN or infinite, bool scalar."""
+    """Return a bool scalar: whether all elements are finite."""
     bad = [ops.logical_not(ops.abs_(x) <= _LARGEST).cast("float32").sum() for x in tensors.values()]
     return sum(bad[1:], bad[0]) == 0.0
 
 
 def half(function: Function) -> Function:
-    """The function with its float32 products in float16; parameters and results keep their types.
+    """Return the function with products in float16; parameters and results keep their types.
 
     A value is rounded once however many products read it.
     """
@@ -93,7 +94,7 @@ class _Half:
         self.contents: dict[Value, Known] = {}
 
     def converted(self) -> Function:
-        """The function anew."""
+        """Return the rewritten function."""
         f = self.function
         for node in f.nodes:
             self._add(node)
@@ -122,7 +123,7 @@ class _Half:
         self.nodes.append(_cast(out, node.outputs[0], node))
 
     def _spread(self, node: Node, meaning: Function, inputs: tuple[Value | None, ...]) -> None:
-        """A body's nodes in place of the node, since products may hide in it."""
+        """Replace a node by the nodes of its body, which may contain products."""
         inner = dict(zip(meaning.params, [v for v in inputs if v is not None], strict=True))
         for part in meaning.nodes:
             outputs = tuple(Value(v.type) for v in part.outputs)

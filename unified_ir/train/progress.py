@@ -49,14 +49,14 @@ class Progress(Callback):
         self.close()
 
     def say(self, line: str) -> None:
-        """A line beside the run's own."""
+        """Print a line beside the run's own."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         elif self.style != "none":
             print(line, file=self.stream, flush=True)
 
     def close(self) -> None:
-        """Takes the bar away, also after an error."""
+        """Remove the bar, also after an error."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -1,4 +1,4 @@
-"""What happens between a batch's gradients and the next weights, as one value.
+"""Everything between a batch's gradients and the next weights, as one value.
 
 In order: division by the loss scale, accumulation over batches, clipping, the optimizer, the moving
 average of the weights. All of its state is tensors called `optimizer.*` beside the optimizer's own:
@@ -36,11 +36,11 @@ from triplane.unified_ir.train.precision import PRECISIONS, LossScale, Precision
 AVERAGE: Final = "average"
 """Slot: the moving average of a parameter."""
 SUM: Final = "sum"
-"""Slot: gradients times their batch's rows (or what these count), summed since the last update."""
+"""Slot: gradients times their batch's rows (or counts), summed since the last update."""
 ROWS: Final = "optimizer.rows"
-"""State: rows in the sums, or what they count in the loss, float32 scalar."""
+"""State: rows in the sums (or their counts in the loss), float32 scalar."""
 LEFT: Final = "optimizer.left"
-"""State: batches to come until an update, int64 scalar; 1 lets the next batch update."""
+"""State: batches until the next update, int64 scalar; 1 lets the next batch update."""
 SCALE: Final = "optimizer.scale"
 GOOD: Final = "optimizer.good"
 LOSS_SCALE: Final = SUMMARY + "loss_scale"
@@ -50,7 +50,7 @@ SKIPPED: Final = SUMMARY + "skipped"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """See the module; every default leaves its part out of the graph.
+    """See the module; a part left at its default is not in the graph.
 
     clip_value, clip_each, clip_norm: limits of each element, of each tensor's norm, of the norm of
     all together. accumulate: batches per update. average: the weight of the past in the moving
@@ -81,7 +81,7 @@ class Recipe:
             check_range("a moving average", "a decay", self.average, 0, 1)
 
     def state_types(self, params: Mapping[str, TensorType]) -> dict[str, TensorType]:
-        """Types of all `optimizer.*` state for parameters by path."""
+        """Return the types of all `optimizer.*` state, for parameters by path."""
         count, number = TensorType(int64, ()), TensorType(float32, ())
         moved = {k: params[k] for k in self._moved(params)}
         types = dict(self.optimizer.state_types(params))
@@ -95,7 +95,7 @@ class Recipe:
         return types
 
     def init(self, params: Mapping[str, Array]) -> dict[str, Array]:
-        """State to start from."""
+        """Return the initial state."""
         types = self.state_types({k: type_of(p) for k, p in params.items()})
         starts = {LEFT: self.accumulate, SCALE: self.loss_scale.start if self.loss_scale else 0}
         zeros = {
@@ -112,7 +112,7 @@ class Recipe:
         *,
         counted: Tensor | None = None,
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Every next parameter and state tensor by name, and whether the gradients are finite.
+        """Return every next parameter and state tensor, and whether the gradients are finite.
 
         grads: of the scaled loss, the mean over `rows` samples (float32 scalar). counted: what
         that mean divided by where it is not their number; nothing counted moves by a gradient of 0.
@@ -146,7 +146,7 @@ class Recipe:
         grads: Mapping[str, Tensor],
         state: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """The update, or where `go` is false everything as it was."""
+        """Return the update; where `go` is false, everything as it was."""
         if go is None:
             return self._update(params, grads, state)
         names: list[str] = []
@@ -181,7 +181,7 @@ class Recipe:
     def _rescaled(
         self, due: Tensor | None, ok: Tensor | None, state: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The next scale where one is due, and what to report of it."""
+        """Return the next scale where an update is due, and the results that report it."""
         if self.loss_scale is None or ok is None:
             return {}
         scale, good = self.loss_scale.after(ok, state[SCALE], state[GOOD])

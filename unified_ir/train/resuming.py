@@ -1,4 +1,4 @@
-"""Going on from a snapshot: only of the same run, and wholly or not at all."""
+"""Resuming from a snapshot: only of the same run, and all of it or nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def resume(trainer: Trainer, keeper: Checkpoint, source: BatchSource) -> None:
-    """Takes the newest snapshot of a folder, if there is one; Conflict if it is of another run."""
+    """Load the newest snapshot of a folder, if there is one; Conflict if it is of another run."""
     snapshot = keeper.newest()
     if snapshot is None:
         return
@@ -29,7 +29,7 @@ def resume(trainer: Trainer, keeper: Checkpoint, source: BatchSource) -> None:
 
 
 def refuse_others(keeper: Checkpoint) -> None:
-    """A new run does not write among the checkpoints of another."""
+    """Refuse to start a new run among the checkpoints of another."""
     if keeper.files():
         raise Conflict(
             f"{keeper.folder} holds checkpoints of a run; resume it, or name another folder"
@@ -37,7 +37,7 @@ def refuse_others(keeper: Checkpoint) -> None:
 
 
 def restore(trainer: Trainer, snapshot: Snapshot, changed: Collection[str] = ()) -> None:
-    """Takes a snapshot of the same model and optimizer, or (Conflict) nothing."""
+    """Load a snapshot of the same model and optimizer; else raise Conflict, nothing changed."""
     mine = trainer.state()
     if "optimizer" in changed:
         snapshot = replace(snapshot, state=_with_optimizer(snapshot.state, mine))
@@ -57,7 +57,7 @@ def restore(trainer: Trainer, snapshot: Snapshot, changed: Collection[str] = ())
 
 
 def _with_optimizer(theirs: Mapping[str, Array], mine: Mapping[str, Array]) -> dict[str, Array]:
-    """Their state, with our optimizer's in place of what it does not keep."""
+    """Return the snapshot's state, completed by our optimizer's where it has none."""
     own, other = _kinds(mine), _kinds(theirs)
     shared = {k for k in theirs if not _is_optimizers(k) or own.get(k) == other[k]}
     kept = {k: a for k, a in mine.items() if _is_optimizers(k)}
@@ -73,7 +73,7 @@ def _kinds(state: Mapping[str, Array]) -> dict[str, tuple[object, tuple[int, ...
 
 
 def _check_order(snapshot: Snapshot, source: BatchSource) -> None:
-    """In the middle of an epoch, the batches that follow must be those that were to follow."""
+    """Within an epoch, check that the next batches are those that the snapshot's run had next."""
     now = (source.size, source.samples or 0)
     if snapshot.place.position and (snapshot.batch_size, snapshot.samples) != now:
         raise Conflict(

@@ -1,4 +1,4 @@
-"""What callbacks see of a run under way."""
+"""The view that callbacks have of a running training."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """One call of `Trainer.fit` under way.
+    """One running call of `Trainer.fit`.
 
-    epochs: the epoch at which it ends. batches: batches per epoch, None where unknown.
-    results: of the newest step, scalars by name; tensors: the others, such as `histogram/NAME`.
+    epochs: the epoch at which it ends. batches: batches per epoch, None where unknown. results: of
+    the newest step, scalars by name; tensors: the others, such as `histogram/NAME`.
     """
 
     def __init__(
@@ -37,24 +37,24 @@ class Run:
         self.tensors: dict[str, Array] = {}
         self.stopped = False
         self.snapshot = snapshot
-        """Everything a checkpoint holds, copied now."""
+        """Copies everything that a checkpoint holds."""
         self.learning_rate = learning_rate
-        """The rate of the next update, of parameters in no group."""
+        """The rate of the next update, for parameters in no group."""
 
     @property
     def step(self) -> int:
-        """Updates done."""
+        """Number of updates done."""
         return self.place.step
 
     @property
     def epoch(self) -> int:
-        """Epochs finished."""
+        """Number of epochs finished."""
         return self.place.epoch
 
     def state(self) -> Mapping[str, Array]:
-        """A copy of the whole state: parameters, buffers, keys, optimizer."""
+        """Return a copy of the whole state: parameters, buffers, keys, optimizer."""
         return self.snapshot().state
 
     def stop(self) -> None:
-        """Ends the run after this step or epoch; it can be resumed."""
+        """End the run after this step or epoch; it can be resumed."""
         self.stopped = True

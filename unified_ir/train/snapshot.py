@@ -1,7 +1,7 @@
-"""Everything a run needs to go on as if it had never stopped, and its file.
+"""A snapshot: everything a run needs to continue as if it had never stopped, and its file.
 
 The file is a container of kind "checkpoint" with `state.safetensors` (every tensor with its role)
-and `progress.json`; it is written whole or not at all. Reading copies the arrays.
+and `progress.json`; it is written atomically. Reading copies the arrays.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FORMAT: Final = 1
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """A run's state and place.
+    """A run's state and position.
 
     samples: rows per epoch of its data, 0 where unknown; the order of batches depends on it, on
     `seed` and on `batch_size`.
@@ -43,10 +43,10 @@ class Snapshot:
     batch_size: int
     samples: int
     identity: Mapping[str, str] = field(default_factory=dict)
-    """What the run is of, see `identity`; empty in files of before."""
+    """The identity of the run, see `identity`; empty in files of older versions."""
 
     def write(self, path: Path) -> None:
-        """Writes the file whole or not at all."""
+        """Write the file atomically."""
         place = asdict(replace(self.place, counts={}))
         place["counts"] = {k: a.tolist() for k, a in self.place.counts.items()}
         if not self.place.counted:
@@ -68,14 +68,14 @@ class Snapshot:
 
 
 def _opened(path: Path) -> tuple[Container, dict[str, Any]]:
-    """The file, every byte compared with its digests, and its progress."""
+    """Return the file, with every byte verified, and its progress."""
     file = Container(path, kind="checkpoint")
     file.verify()
     return file, _progress(file)
 
 
 def read(path: Path) -> Snapshot:
-    """The snapshot in a file; Corrupt names what is damaged, NotFound where there is none."""
+    """Read a snapshot; Corrupt names the damaged part, NotFound means that there is no file."""
     file, progress = _opened(path)
     state = {name: tensor.data.copy() for name, tensor in file.tensors(STATE).items()}
     try:
@@ -121,7 +121,7 @@ def _place(record: Any) -> Place:
 def _numbers(value: Any) -> Array:
     array = np.array(value)
     if array.dtype.kind not in "if":
-        raise TypeError(f"{str(value)[:40]} is no array of numbers")
+        raise TypeError(f"{str(value)[:40]} is not an array of numbers")
     return array.astype(np.float64)
 
 
@@ -139,11 +139,11 @@ def _row(value: Any) -> Row:
 
 def _number(x: Any) -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
-        raise TypeError(f"{x!r} is no number")
+        raise TypeError(f"{x!r} is not a number")
     return x
 
 
 def _count(x: Any) -> int:
     if _number(x) < 0 or not math.isfinite(x) or x != int(x):
-        raise ValueError(f"{x!r} is no count")
+        raise ValueError(f"{x!r} is not a count")
     return int(x)

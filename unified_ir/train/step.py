@@ -1,8 +1,8 @@
 """The functions of a model in training, each one closed graph.
 
-`train_step` is forward, loss, backward, clipping, optimizer and schedule in one: it takes a batch
-and the state and gives the loss, metrics, summaries, and every state tensor's new value under its
-own name. The batch axis is the symbol N everywhere, so one graph takes any batch.
+`train_step` is forward pass, loss, backward pass, clipping, optimizer and schedule in one: it takes
+a batch and the state and returns the loss, metrics, summaries, and every state tensor's new value
+under its own name. The batch axis is the symbol N everywhere, so one graph accepts any batch size.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from triplane.unified_ir.train.recipe import SCALE, Recipe
 BATCH: Final = "N"
 """The symbol of the batch axis."""
 LOSS: Final = "loss"
-"""The result to be made small."""
+"""Name of the result that training minimizes."""
 COUNTED: Final = "counted/"
-"""Before the name of a loss or metric: the result that its mean divided by, if not the rows."""
+"""Prefix of a loss or metric: the result that holds the divisor of its mean, if not the rows."""
 _SCALED: Final = "loss.scaled"
 
 
@@ -63,7 +63,7 @@ class TrainingModel:
     """Labels are 0..classes-1; None where the target is no label."""
 
     def check_types(self, batch: Batch) -> None:
-        """Refuses a batch of other types."""
+        """Refuse a batch of other types."""
         types = (*self.inputs.values(), self.target[1])
         if not admits(types, batch):
             expected = ", ".join(map("{}: {}".format, self.batch_names(), types))
@@ -84,20 +84,20 @@ class TrainingModel:
 
     @property
     def tallies(self) -> dict[str, Tally]:
-        """The metrics that are no means."""
+        """The metrics that are not means."""
         return {k: m for k, m in self.metrics.items() if isinstance(m, Tally)}
 
     def of_means(self) -> TrainingModel:
-        """The same with no other metrics, as it is exported."""
+        """Return the model without additional metrics, as it is exported."""
         means = {k: m for k, m in self.metrics.items() if not isinstance(m, Tally)}
         return replace(self, metrics=means)
 
     def batch_names(self) -> tuple[str, ...]:
-        """Names of a batch's arrays, the target's last."""
+        """Return the names of a batch's arrays, the target's last."""
         return (*self.inputs, self.target[0])
 
     def trainable(self) -> tuple[str, ...]:
-        """Paths of the state that training changes by gradients."""
+        """Return the paths of the state that training changes by gradients."""
         return tuple(k for k, p in self.cell.parameters().items() if p.trainable)
 
 
@@ -107,7 +107,7 @@ def model_of(
     metrics: Mapping[str, Metric | Tally] | None,
     types: Sequence[TensorType],
 ) -> TrainingModel:
-    """The model for batches of these types, the target's last."""
+    """Return the model for batches of these types, the target's last."""
     *inputs, target = types
     names = _input_names(cell, len(inputs))
     target_name = "y" if "y" not in names else "target"
@@ -128,12 +128,12 @@ def model_of(
 
 
 def batch_type(array: Array) -> TensorType:
-    """The type of arrays like this one with any number of rows."""
+    """Return the type of arrays like this one with any number of rows."""
     return TensorSpec((BATCH, *array.shape[1:]), array.dtype)
 
 
 def admits(types: Sequence[TensorType], batch: Batch) -> bool:
-    """Whether a batch is of these types, whatever sizes their symbols take."""
+    """Return whether a batch is of these types, for any sizes of their symbols."""
     return len(types) == len(batch) and all(
         t.dtype.numpy == a.dtype
         and t.rank == a.ndim
@@ -143,7 +143,7 @@ def admits(types: Sequence[TensorType], batch: Batch) -> bool:
 
 
 def _input_names(cell: Cell, count: int) -> list[str]:
-    """Names of `count` positional arguments of the cell's `construct`."""
+    """Return the names of `count` positional arguments of the cell's `construct`."""
     try:
         bound = inspect.signature(cell.construct).bind(*range(count))
     except TypeError as error:
@@ -176,14 +176,14 @@ def _check_names(model: TrainingModel) -> None:
 
 
 def taken_counts(results: dict[str, Array]) -> dict[str, float]:
-    """Takes what means divided by out of a step's results: by the name of the mean."""
+    """Remove the divisors of means from a step's results; return them by the name of the mean."""
     names = [n for n in results if n.startswith(COUNTED)]
     return {n.removeprefix(COUNTED): float(results.pop(n).item()) for n in names}
 
 
 @contextmanager
 def training(cell: Cell, *, on: bool) -> Iterator[None]:
-    """The cell and those below it in training or evaluation mode; each mode returns afterwards."""
+    """Within the block, the cell and those below it are in training or evaluation mode."""
     before = [(c, c.__dict__["training"]) for _, c in cell.cells()]
     if on:
         cell.train()
@@ -197,7 +197,7 @@ def training(cell: Cell, *, on: bool) -> Iterator[None]:
 
 
 def predict(cell: Cell, inputs: Sequence[TensorType], output: str) -> Function:
-    """Inputs and state -> what the cell gives in evaluation mode; a single tensor is `output`."""
+    """Inputs and state -> the cell's results in evaluation mode; a single tensor is `output`."""
     with training(cell, on=False):
         graph = traced(cell, tuple(inputs), {}, name="predict").function
     state = cell.parameters()
@@ -217,7 +217,7 @@ def evaluate(model: TrainingModel) -> Function:
 
 
 def loss(model: TrainingModel) -> Function:
-    """A batch and state -> loss, metrics and assigned state, in training mode: what is derived."""
+    """A batch and state -> loss, metrics and assigned state in training mode, to differentiate."""
     with training(model.cell, on=True):
         return clean(_objective(model, "loss"))
 
@@ -225,13 +225,13 @@ def loss(model: TrainingModel) -> Function:
 def gradients(model: TrainingModel, optimizer: Optimizer | None = None) -> Function:
     """A batch and state -> loss, metrics, and `grad.PATH` of each trained parameter.
 
-    What `optimizer` freezes is not trained.
+    Parameters that `optimizer` freezes are not trained.
     """
     return _differentiated(model, _trained(model, optimizer), "gradients")
 
 
 def train_step(model: TrainingModel, recipe: Recipe) -> Function:
-    """One update; see the module."""
+    """Return the function of one update; see the module."""
     return _updated(model, recipe, "train_step")
 
 
@@ -248,7 +248,7 @@ def local_update(
 
 
 def _objective(model: TrainingModel, name: str) -> Function:
-    """Results: loss, metrics, assigned state, summaries, what means divided by."""
+    """Results: loss, metrics, assigned state, summaries, divisors of means."""
 
     def measure(self: Cell, **batch: Tensor) -> dict[str, Any]:
         arrays = [batch[n] for n in model.batch_names()]
@@ -274,7 +274,7 @@ def _measured(metric: Metric | Tally, output: Any, target: Tensor) -> Tensor:
 
 
 def _counts(model: TrainingModel, output: Any, target: Tensor) -> dict[str, Tensor]:
-    """What each mean divided by, float32 scalars, of those that say so."""
+    """Return the divisors of those means that declare one, as float32 scalars."""
     counts = {}
     for label, mean in {LOSS: model.loss, **model.metrics}.items():
         says = getattr(mean, "counted", None)
@@ -288,14 +288,14 @@ def _counts(model: TrainingModel, output: Any, target: Tensor) -> dict[str, Tens
 
 
 def _reordered(function: Function, first: Sequence[str]) -> Function:
-    """The results named in `first` before the others."""
+    """Return the results named in `first` before the others."""
     names = [*first, *(n for n in function.result_names if n not in first)]
     results = tuple(function.result(n) for n in names)
     return Function(function.name, function.params, results, tuple(names), function.nodes)
 
 
 def _only_measures(function: Function, model: TrainingModel) -> Function:
-    """Without state: evaluation changes nothing, whatever a cell assigns."""
+    """Drop state results: evaluation changes nothing, whatever a cell assigns."""
     state = model.cell.parameters().keys()
     names = [n for n in function.result_names if n not in state]
     results = tuple(function.result(n) for n in names)
@@ -303,7 +303,7 @@ def _only_measures(function: Function, model: TrainingModel) -> Function:
 
 
 def _trained(model: TrainingModel, optimizer: Optimizer | None) -> tuple[str, ...]:
-    """Paths of what an optimizer moves."""
+    """Return the paths that an optimizer updates."""
     paths = model.trainable()
     frozen = optimizer.frozen(paths) if optimizer is not None else ()
     return tuple(k for k in paths if k not in frozen)
@@ -312,7 +312,7 @@ def _trained(model: TrainingModel, optimizer: Optimizer | None) -> tuple[str, ..
 def _differentiated(
     model: TrainingModel, wanted: Sequence[str], name: str, recipe: Recipe | None = None
 ) -> Function:
-    """Loss, metrics and gradients: of the scaled loss where the recipe has a scale."""
+    """Return loss, metrics and gradients: of the scaled loss where the recipe has a scale."""
     with training(model.cell, on=True):
         forward = _objective(model, name)
     if not wanted:
@@ -331,7 +331,7 @@ def _differentiated(
 
 
 def _why_zero(forward: Function, unused: Sequence[str]) -> str:
-    """What stops the gradients of the parameters that are read, in brackets."""
+    """Say in brackets what stops the gradients of the parameters that are read."""
     read = [k for k in unused if k in forward.param_names]
     stops = [zero_gradient(forward, k, LOSS) for k in read]
     reasons = [str(z) for z in stops if z is not None and z.stops]
@@ -354,7 +354,7 @@ def _gradients(forward: Function, wanted: Sequence[str], recipe: Recipe | None) 
 
 
 def _is_zero(function: Function, value: Value) -> bool:
-    """Whether a gradient is the constant zero that stands for `no dependence`."""
+    """Return whether a gradient is the constant zero that stands for `no dependence`."""
     producer: dict[Value, Node] = {v: node for node in function.nodes for v in node.outputs}
     node = producer.get(value)
     while node is not None and node.op.name in ("Expand", "Identity", "Reshape", "Cast"):
@@ -365,7 +365,7 @@ def _is_zero(function: Function, value: Value) -> bool:
 
 
 def _updated(model: TrainingModel, recipe: Recipe, name: str) -> Function:
-    """Gradients, then what the recipe makes of them, recorded into one graph."""
+    """Record the gradients and the recipe's updates in one graph."""
     paths = _trained(model, recipe.optimizer)
     source = _differentiated(model, paths, name, recipe)
     build = Build(TABLE, name)
@@ -387,7 +387,7 @@ def _updated(model: TrainingModel, recipe: Recipe, name: str) -> Function:
 def _guarded(
     model: TrainingModel, results: Mapping[str, Tensor], params: Mapping[str, Tensor], fine: Tensor
 ) -> dict[str, Tensor]:
-    """Assigned buffers, kept as they were where the gradients are not finite."""
+    """Return assigned buffers, unchanged where the gradients are not finite."""
     buffers = [k for k, p in model.cell.parameters().items() if p.role is Role.BUFFER]
     kept = [k for k in buffers if k in results and k in params]
     return {k: ops.where(fine, results[k], params[k]) for k in kept}

@@ -51,7 +51,7 @@ class StepTuning:
 
         if not isinstance(engine, OnnxEngine):
             raise InvalidInput(
-                f"tune and memory_budget_bytes are about onnxruntime; the engine is {engine.name!r}"
+                f"tune and memory_budget_bytes need onnxruntime; the engine is {engine.name!r}"
             )
         if not sizes:
             raise InvalidInput(
@@ -68,7 +68,7 @@ class StepTuning:
 
 
 def sizes_of(types: Sequence[TensorType], batch: Sequence[Array]) -> dict[str, int]:
-    """The size of each symbol of some types in a batch of them."""
+    """Return the size that each symbol of these types has in a batch."""
     return {
         str(dim): size
         for t, array in zip(types, batch, strict=True)

@@ -1,4 +1,4 @@
-"""A run as TensorBoard shows it."""
+"""Write a run as event files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TensorBoard(Callback):
         self.close()
 
     def close(self) -> None:
-        """Ends the file; it is whole without this too."""
+        """Close the file; it is complete without this too."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -82,7 +82,7 @@ def _pictures(tensors: dict[str, Array]) -> Iterator[bytes]:
 
 
 def _unused(folder: Path, now: float) -> Path:
-    """The name TensorBoard looks for: seconds, then the machine; a number where one is taken."""
+    """Return the file name that TensorBoard expects: seconds, machine, and a number if taken."""
     stem = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}"
     path, number = folder / stem, 0
     while path.exists():

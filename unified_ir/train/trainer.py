@@ -47,14 +47,21 @@ if TYPE_CHECKING:
     from triplane.unified_ir.passes.recompute import Plan
 
 EVALUATION_BATCH: Final = 256
-"""Samples that evaluation and prediction take at once."""
+"""Samples per batch of evaluation and prediction."""
 _CONFUSION: Final = {"confusion": Confusion()}
 _LAST_KEY: Final = 2**64 - 1
 """Keys of random state count down from here; the order of epoch e uses stream e."""
 
 
 class Trainer:
-    """Trains `cell` to make `loss` small.
+    """Trains `cell` to minimize `loss`.
+
+    loss: an `nn.Loss`, or a function of (output, target) that returns a scalar. metrics: functions
+    of the same by name, or tallies (see `metrics`); by default those of the loss. seed: of the
+    order of batches and of random keys (for starting weights, see `nn.seed`). clip_value,
+    clip_each, clip_norm, accumulate, average: see `Recipe`. precision: "float16" computes products
+    in half precision around float32 weights; loss_scale: a constant number, or a `LossScale` that
+    adapts to the gradients (the default with float16).
 
     loss: an `nn.Loss`, or a function of (output, target) that gives a scalar. metrics: functions
     of the same by name, or tallies (see `metrics`); by default those that go with the loss. seed:
@@ -157,19 +164,19 @@ class Trainer:
         return self.history
 
     def evaluate(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Row:
-        """Loss and metrics over all samples of `data`, in evaluation mode."""
+        """Return loss and metrics over all samples of `data`, in evaluation mode."""
         place = measured(in_order(data, batch_size), self._own(), self._evaluation)
         return place.measures(self.model.tallies)
 
     def confusion_matrix(self, data: Any, *, batch_size: int = EVALUATION_BATCH) -> Array:
-        """int64 (C, C): a row per class that is right, a column per class that was said."""
+        """Return int64 (C, C) counts: rows are true classes, columns are predicted classes."""
         graph_of = partial(self._evaluation, metrics=_CONFUSION)
         place = measured(in_order(data, batch_size), self._own(), graph_of)
         total: Array = place.counts["confusion"]
         return total.astype(np.int64)
 
     def predict(self, *inputs: Any, batch_size: int = EVALUATION_BATCH) -> Any:
-        """The output in evaluation mode: one array, or a dict by name where there are several."""
+        """Return the output in evaluation mode: one array, or a dict by name of several."""
         arrays = as_batch((*inputs, np.zeros(len(inputs[0]))) if inputs else ())[:-1]
         return predicted(self._prediction(arrays), self._own(), arrays, batch_size)
 
@@ -190,15 +197,15 @@ class Trainer:
         return build_module(self, tuple(entries), local_lr)
 
     def save(self, path: str | Path) -> None:
-        """Writes everything a run needs to go on; see `load`."""
+        """Write everything a run needs to continue; see `load`."""
         own = identity.of_model(self.model, self.recipe) if self._types is not None else {}
         self.snapshot(self.state(), batch_size=0, samples=0, identity=own).write(Path(path))
 
     def load(self, path: str | Path, *, changed: Collection[str] = ()) -> None:
-        """Goes on from what `save` or a checkpoint wrote.
+        """Continue from a file that `save` or a checkpoint wrote.
 
-        Conflict: it is of another network, loss, optimizer or seed. changed: parts that are to
-        differ, such as ("optimizer",), whose state of other names then starts at zero.
+        Conflict: it is of another network, loss, optimizer or seed. changed: parts that may differ,
+        such as ("optimizer",); state that only the new part has starts at zero.
         """
         snapshot = read(Path(path))
         if self._types is not None:
@@ -208,7 +215,7 @@ class Trainer:
 
     @property
     def model(self) -> step.TrainingModel:
-        """Cell, loss and types of a batch, known from the first data seen."""
+        """Return cell, loss and types of a batch, known from the first data seen."""
         if self._types is None:
             raise InvalidInput(
                 "the trainer has not seen data yet, so sizes are unknown; call fit or evaluate "
@@ -217,10 +224,10 @@ class Trainer:
         return self._model_of(self._types)
 
     def prepare(self, *batch: Any) -> None:
-        """Fixes the types of batches, from an example (x, y) or from `TensorSpec`s.
+        """Fix the types of batches, from an example (x, y) or from `TensorSpec`s.
 
         Not needed before `fit`, which takes the types of its first batch with any number of rows.
-        Specs may leave more axes open: TensorSpec(("N", "T", 3)) takes sequences of any length.
+        Specs may leave more axes open: TensorSpec(("N", "T", 3)) accepts sequences of any length.
         """
         if any(isinstance(x, TensorType) for x in batch):
             self._types = tuple(
@@ -238,13 +245,13 @@ class Trainer:
         self._sizes = sizes_of(self._types, batch)
 
     def _types_for(self, batch: Batch) -> tuple[TensorType, ...]:
-        """The types in use where they admit the batch, else its own."""
+        """Return the types in use where they admit the batch, else the batch's own types."""
         if self._types is not None and step.admits(self._types, batch):
             return self._types
         return tuple(step.batch_type(a) for a in batch)
 
     def _forget_stale(self) -> None:
-        """Drops every graph if anything of cell, loss or metrics that it read has changed."""
+        """Drop every graph if the cell, loss or metrics have changed in anything that it read."""
         metrics = () if self.metrics is None else tuple(self.metrics.items())
         guarded = (self.cell, self.loss, *(x for pair in metrics for x in pair))
         same = len(guarded) == len(self._guarded) and all(map(is_, guarded, self._guarded))
@@ -261,12 +268,12 @@ class Trainer:
         return self._models[key]
 
     def train_function(self) -> Function:
-        """The training step as an IR function."""
+        """Return the training step as an IR function."""
         return step.train_step(self.model, self.recipe)
 
     @property
     def recipe(self) -> Recipe:
-        """What happens between gradients and the next weights."""
+        """Everything between gradients and the next weights."""
         scale = self.loss_scale
         return Recipe(
             optimizer=self.optimizer,
@@ -280,7 +287,7 @@ class Trainer:
         )
 
     def training_program(self) -> Program:
-        """The training step on the engine, its state donated."""
+        """Return the training step on the engine, its state donated."""
         self._forget_stale()
         key = ("train", self._types, self._signature(), self.recipe)
         if key not in self._programs:
@@ -320,14 +327,14 @@ class Trainer:
         return self._programs[key]
 
     def _signature(self) -> Any:
-        """What of the cell is fixed in its graphs."""
+        """Return the parts of the cell that its graphs fix."""
         return tuple((k, str(p.type), p.trainable) for k, p in self.cell.parameters().items())
 
     def _engine(self) -> Engine:
         return engine(self.engine) if isinstance(self.engine, str) else self.engine
 
     def state_names(self, function: Function) -> tuple[str, ...]:
-        """State that a function of batches reads."""
+        """Return the state that a function of batches reads."""
         batch = self.model.batch_names()
         return tuple(n for n in function.param_names if n not in batch)
 
@@ -335,9 +342,10 @@ class Trainer:
         return {k: p.array for k, p in self.cell.parameters().items() if p.trainable}
 
     def optimizer_state(self) -> dict[str, Array]:
-        """The optimizer's state by name, zeros before the first step.
+        """Return the optimizer's state by name, zeros before the first step.
 
-        What a parameter made trainable or another optimizer adds starts at zero; the rest stays.
+        State for parameters made trainable later, or of another optimizer, starts at zero; the rest
+        is kept.
         """
         fresh = self.recipe.init(self._trainable())
         kept = self._optimizer_state
@@ -348,19 +356,19 @@ class Trainer:
         return fresh
 
     def state(self) -> dict[str, Array]:
-        """All state: the cell's and the optimizer's."""
+        """Return all state: the cell's and the optimizer's."""
         return {**self._own(), **self.optimizer_state()}
 
     def _own(self) -> dict[str, Array]:
         return {k: p.array for k, p in self.cell.parameters().items()}
 
     def roles(self) -> dict[str, Role]:
-        """The role of every state tensor."""
+        """Return the role of every state tensor."""
         own = {k: p.role for k, p in self.cell.parameters().items()}
         return {**own, **dict.fromkeys(self.optimizer_state(), Role.OPTIMIZER)}
 
     def write_back(self, state: Mapping[str, Array]) -> None:
-        """Takes state from an engine's buffers into the cell and the trainer."""
+        """Copy state from an engine's buffers into the cell and the trainer."""
         own = self.cell.parameters()
         kept = self.optimizer_state()
         for name, array in state.items():
@@ -373,10 +381,13 @@ class Trainer:
     def averaged(self) -> Iterator[None]:
         """Within the block the cell holds the moving averages of its weights (`average=`).
 
-        For evaluating, predicting and exporting; before the first update they are the weights.
+        Use it for evaluating, predicting and exporting; before the first update they are the
+        weights.
         """
         if self.average is None:
-            raise InvalidInput("there is no moving average of the weights; give Trainer average=")
+            raise InvalidInput(
+                "there is no moving average of the weights; construct the Trainer with average="
+            )
         if not self.optimizer_state()[STEP]:
             yield
             return
@@ -398,7 +409,7 @@ class Trainer:
         samples: int,
         identity: Mapping[str, str],
     ) -> Snapshot:
-        """Everything a run needs to go on, with `state` in place of what is here."""
+        """Return everything a run needs to continue, with `state` instead of the current state."""
         return Snapshot(
             state={**self.state(), **state},
             roles=self.roles(),
@@ -424,16 +435,16 @@ class _Function(Loss):
 
 
 def _check_made(what: str, value: object, kind: type | None) -> None:
-    """A class where an object belongs, or any other thing, would only be met much later."""
+    """Refuse a class where an object belongs, or anything else that would fail only much later."""
     if isinstance(value, type):
         raise InvalidInput(f"{what} is the class {value.__name__}; make one: {value.__name__}(...)")
     if not (callable(value) if kind is None else isinstance(value, kind)):
         wanted = "a loss cell or a function" if kind is None else f"of kind {kind.__name__}"
-        raise InvalidInput(f"{what} is to be {wanted}, got {value!r:.80}")
+        raise InvalidInput(f"{what} must be {wanted}, got {value!r:.80}")
 
 
 def _set_keys(cell: Cell, seed: int) -> None:
-    """Gives each random key of the cell its start from (seed, its number)."""
+    """Give each random key of the cell its start value from (seed, its number)."""
     keys = [p for p in cell.parameters().values() if p.role is Role.KEY]
     for i, parameter in enumerate(keys):
         words = np.random.Philox(key=np.array([seed, _LAST_KEY - i], np.uint64)).random_raw(1)

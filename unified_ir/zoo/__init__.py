@@ -1,4 +1,4 @@
-"""Networks that papers made known, ready to train: each with its source and its size.
+"""Well-known networks from papers, ready to train: each with its source and its size.
 
 `network(name)` makes one by the name that the command line takes (`triplane train zoo:resnet18`).
 """
@@ -36,11 +36,11 @@ NETWORKS: Final[Mapping[str, Callable[..., Cell]]] = MappingProxyType(
         "text-decoder": TextDecoder,
     }
 )
-"""Names of the command line, and what makes the network."""
+"""Names on the command line, and the functions that make the networks."""
 
 
 def network(name: str, **options: Any) -> Cell:
-    """A new network of the zoo; options are those of its class or function."""
+    """Return a new network of the zoo; options are those of its class or function."""
     if name not in NETWORKS:
         raise NotFound(f"the zoo has no {name!r}; it has {', '.join(NETWORKS)}")
     return NETWORKS[name](**options)

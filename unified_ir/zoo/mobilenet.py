@@ -16,7 +16,7 @@ LEAST_KEPT: Final = 0.9
 
 
 def _channels(wanted: float) -> int:
-    """The nearest multiple of 8, and never less than nine tenths of what is wanted."""
+    """Return the nearest multiple of 8 that is at least nine tenths of `wanted`."""
     rounded = max(DIVISOR, int(wanted + DIVISOR / 2) // DIVISOR * DIVISOR)
     return rounded if rounded >= LEAST_KEPT * wanted else rounded + DIVISOR
 

@@ -32,7 +32,7 @@ class CharLstm(nn.Cell):
 
 
 class _Words(nn.Cell):
-    """Words and places as vectors, through encoder layers with normalization first."""
+    """Words and positions as vectors, through encoder layers with normalization first."""
 
     def __init__(
         self, vocabulary: int, length: int, *, width: int, heads: int, layers: int, p_drop: float
