@@ -31,13 +31,13 @@ Examples:
 )  # fmt: skip
 @click.option(
     "--rounds", type=click.IntRange(50), default=100, show_default=True, metavar="N",
-    help="Rounds in which the devices learn together, by each of two algorithms.",
+    help="Rounds of federated learning, for each of two algorithms.",
 )  # fmt: skip
 @click.option(
     "--keep",
     type=click.Path(file_okay=False, path_type=Path),
     help="Keep all files (model, bundles, plan, charts, cloud, nodes) in this folder, and on a "
-    "terminal the fleet running until Ctrl-C; otherwise they go.",
+    "terminal leave the fleet running until Ctrl-C; otherwise they are removed.",
 )
 @json_option
 def command(*, data: str, epochs: int, rounds: int, keep: Path | None, as_json: bool) -> None:
@@ -48,13 +48,14 @@ def command(*, data: str, epochs: int, rounds: int, keep: Path | None, as_json: 
     client, then fine-tunes the model for a changed camera in a process that holds nothing but
     onnxruntime, numpy, protobuf and our runtime.
 
-    Then it starts a cloud and two nodes, lets the nodes in over mutual TLS, signs the model away
-    from the cloud and rolls it out; has a bad version refused by the nodes themselves, which
-    pauses its rollout; and kills a node's agent in the middle of the next one.
+    Then it starts a cloud and two nodes, enrolls the nodes over mutual TLS, signs the model away
+    from the cloud and rolls it out; releases a bad version, which the nodes refuse, so that its
+    rollout pauses; and kills a node's agent in the middle of the next one.
 
     Last, six device processes learn a second model together, by federated averaging and by exact
-    meta-learning, while two of them are killed and one comes back. The result releases itself under
-    what people had signed, and each node adapts it to its own samples while a client asks.
+    meta-learning, while two of them are killed and one comes back. The result is released
+    automatically under the signed policy, and each node adapts it to its own samples while a client
+    calls it.
 
     Every step runs the real command; nothing is left running. With --keep on a terminal the fleet
     stays up, with its dashboard, until Ctrl-C.

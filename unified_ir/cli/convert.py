@@ -54,17 +54,19 @@ RATIO = click.FloatRange(min=0)
 @click.option(
     "--entry", default="predict", show_default=True, metavar="NAME", help="Function to convert."
 )
-@click.option("--quantize", type=click.Choice(["int8"]), help="Integers instead of float32.")
+@click.option("--quantize", type=click.Choice(["int8"]), help="Quantize float32 to integers.")
 @click.option("--calibrate", metavar="DATA", help="Typical inputs: an .npz, or a data set's name.")
-@click.option("--evaluate", metavar="DATA", help="Labelled data: accuracy before and after.")
-@click.option("--out", type=OUTPUT_FILE, help="The bundle to write; without it only the report.")
-@click.option("--plan", type=OUTPUT_FILE, help="Also write a plan, with which a device learns.")
+@click.option(
+    "--evaluate", metavar="DATA", help="Labelled data to measure accuracy before and after."
+)
+@click.option("--out", type=OUTPUT_FILE, help="The bundle to write; without it, only the report.")
+@click.option("--plan", type=OUTPUT_FILE, help="Also write a plan for training on devices.")
 @click.option(
     "--name", metavar="NAME", help="The bundle's name.  [default: that of the model file]"
 )
 @click.option(
     "--model-version", default="1", show_default=True, metavar="VERSION",
-    help="The bundle's version; a server gives the newest where none is asked for.",
+    help="The bundle's version; a server uses the newest unless a call names one.",
 )  # fmt: skip
 @click.option(
     "--max-accuracy-drop", type=RATIO, default=1.0, show_default=True, metavar="POINTS",
@@ -74,10 +76,10 @@ RATIO = click.FloatRange(min=0)
     "--max-latency-ratio",
     type=RATIO,
     metavar="RATIO",
-    help="int8 / float32 time; above is refused.",
+    help="Limit of int8 / float32 time.",
 )
 @click.option(
-    "--max-size-ratio", type=RATIO, metavar="RATIO", help="int8 / float32 bytes; above is refused."
+    "--max-size-ratio", type=RATIO, metavar="RATIO", help="Limit of int8 / float32 bytes."
 )
 @click.option(
     "--reduce-range", is_flag=True,
@@ -87,10 +89,10 @@ RATIO = click.FloatRange(min=0)
 @click.option("--report-json", type=OUTPUT_FILE, help="Write the report as JSON.")
 @json_option
 def command(**options: Any) -> None:
-    """Convert MODEL (.tpm, or .onnx) for one kind of machine and say what it cost.
+    """Convert MODEL (.tpm, or .onnx) for one kind of machine and report the cost.
 
-    The graph is checked against the model's own meaning before anything is written; the bundle
-    holds it with its weights, golden samples that a node checks before serving, and the report.
+    The converted graph is compared with the model before anything is written; the bundle holds it
+    with its weights, golden samples that a node checks before serving, and the report.
     """
     output = open_output(options["as_json"])
     _check_files(options)

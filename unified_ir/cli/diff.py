@@ -43,10 +43,10 @@ _PLACE: Final = re.compile(r"(?<=[){}])  # [^\"]*$")
 @json_option
 @click.pass_context
 def command(ctx: click.Context, *, a: Path, b: Path, as_json: bool) -> None:
-    """Say what changed from model file A to model file B.
+    """Show what changed from model file A to model file B.
 
-    Entries added and removed, the nodes of each function that differ, and every state tensor whose
-    type, role or contents changed, with how much. Both files are checked as they are read.
+    Lists entries added and removed, the nodes of each function that differ, and every state tensor
+    whose type, role or contents changed, and by how much. Both files are verified.
     """
     from triplane.unified_ir.ops.check import load
 

@@ -36,10 +36,10 @@ Examples:
   triplane import gpt2.onnx --tie "*" --out gpt2.tpm
 
 \b
-Opsets 7 to 26, any IR version; weights may lie in files beside the model. Weights become parameters
-under their own names, running statistics, masks and position tables buffers, by how the graph reads
-them; --trainable and --frozen say otherwise. `triplane train resnet.onnx` trains them further.
-A node that cannot be imported is named with its operator and opset, and nothing is written.
+Opsets 7 to 26, any IR version; weights may be in files beside the model. How the graph uses a
+tensor decides whether it becomes a parameter, or a buffer (running statistics, masks, position
+tables); --trainable and --frozen override this. `triplane train resnet.onnx` trains them further.
+If a node cannot be imported, the error names its operator and opset, and nothing is written.
 """
 
 
@@ -52,20 +52,20 @@ A node that cannot be imported is named with its operator and opset, and nothing
 )  # fmt: skip
 @click.option(
     "--output", "outputs", multiple=True, metavar="NAME",
-    help="A value to give instead of the model's outputs; may be repeated.",
+    help="A value to use as output instead of the model's outputs; may be repeated.",
 )  # fmt: skip
 @click.option(
     "--trainable", multiple=True, metavar="PATTERN",
     help="Weights to train whatever their use, by name with * for any part; may be repeated. "
-    "Running statistics stay as they are.",
+    "Running statistics are not trained.",
 )  # fmt: skip
 @click.option(
     "--frozen", multiple=True, metavar="PATTERN",
-    help="Weights not to train; --trainable wins where both fit; may be repeated.",
+    help="Weights not to train; --trainable takes precedence; may be repeated.",
 )  # fmt: skip
 @click.option(
     "--tie", multiple=True, metavar="PATTERN",
-    help="Weights that are one where they are equal, by name with * for any part; may be repeated.",
+    help="Weights to share where they are equal, by name with * for any part; may be repeated.",
 )  # fmt: skip
 @json_option
 def command(
@@ -80,9 +80,7 @@ def command(
     as_json: bool,
 ) -> None:
     """Import MODEL.onnx into one model file that trains, converts and deploys like any other."""
-    from triplane.unified_ir.ir import Role
     from triplane.unified_ir.onnx import import_onnx
-    from triplane.unified_ir.onnx.twins import equal_weights
     from triplane.unified_ir.ops.check import save
 
     output = open_output(as_json)
@@ -97,12 +95,18 @@ def command(
         tie=tie,
     )
     digest = save(module, out)
+    record = {"model": str(out), "digest": digest, "bytes": out.stat().st_size}
+    record |= _record(module, trainable)
+    output.result(record, "\n".join(_lines(record)))
+
+
+def _record(module: Module, trainable: tuple[str, ...]) -> dict[str, Any]:
+    from triplane.unified_ir.ir import Role
+    from triplane.unified_ir.onnx.twins import equal_weights
+
     function = module.entry("predict")
     results = zip(function.result_names, function.results, strict=True)
-    record: dict[str, Any] = {
-        "model": str(out),
-        "digest": digest,
-        "bytes": out.stat().st_size,
+    return {
         "nodes": sum(1 for _ in function.walk()),
         "inputs": {p.name: str(p.type) for p in module.inputs("predict")},
         "outputs": {name: str(value.type) for name, value in results},
@@ -118,16 +122,18 @@ def command(
         ],
         "equal": [list(group) for group in equal_weights(module.state)],
     }
+
+
+def _lines(record: dict[str, Any]) -> list[str]:
     trained, kept = (record["roles"][name] for name in ("parameter", "buffer"))
-    lines = [
-        f"{out}: {record['nodes']} nodes, {record['parameters']:,} parameters",
+    return [
+        f"{record['model']}: {record['nodes']} nodes, {record['parameters']:,} parameters",
         f"  trained: {len(trained)} tensors; not trained: {len(kept)} ({_some(kept)})",
         *_notes(record),
         *(f"  in   {name}: {type_}" for name, type_ in record["inputs"].items()),
         *(f"  out  {name}: {type_}" for name, type_ in record["outputs"].items()),
-        f"root digest  {digest}",
+        f"root digest  {record['digest']}",
     ]
-    output.result(record, "\n".join(lines))
 
 
 def _statistics(module: Module) -> list[str]:

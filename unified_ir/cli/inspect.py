@@ -25,14 +25,14 @@ Examples:
   triplane inspect digits.tpm                                    entries, state, digests
   triplane inspect digits.tpm --text --entry predict             the graph, with your lines
   triplane inspect digits.tpm --graph step.svg --entry train_step
-  triplane inspect digits.tpm --repeats --entry train_step       blocks that occur again and again
+  triplane inspect digits.tpm --repeats --entry train_step       blocks that repeat
   triplane inspect digits.tpm --profile --entry train_step --sizes N=64
   triplane inspect digits.bundle --verify
   triplane inspect resnet.onnx --text                            an ONNX model, as it is imported
 
 \b
 A model file's graphs are checked as they are read: every byte against its digest, every node's
-types against what inference says. Bundles and plans are read that far with --verify.
+types against type inference. The bytes of bundles and plans are checked with --verify.
 """
 
 
@@ -52,19 +52,19 @@ types against what inference says. Bundles and plans are read that far with --ve
 )  # fmt: skip
 @click.option(
     "--profile", "profiling", is_flag=True,
-    help="Time one entry (train_step, else the first) and say where its time goes: by node, by "
-    "operator, by line of yours. Inputs are made up.",
+    help="Time one entry (train_step, else the first) and show where its time goes: by node, "
+    "operator and source line. Inputs are random.",
 )  # fmt: skip
 @click.option(
     "--sizes", callback=sizes_of, metavar="N=32,T=10", expose_value=True,
-    help="Sizes of the inputs of --profile.  [default: 32 for each that is open]",
+    help="Sizes of the inputs of --profile.  [default: 32 for each symbol]",
 )  # fmt: skip
 @click.option(
     "--entry",
     metavar="NAME",
     help="Only this entry.  [default for --graph and --repeats: predict, else the first]",
 )
-@click.option("--verify", is_flag=True, help="Hash every byte of the file and say so.")
+@click.option("--verify", is_flag=True, help="Hash every byte of the file.")
 @json_option
 def command(
     *,
@@ -78,29 +78,18 @@ def command(
     verify: bool,
     as_json: bool,
 ) -> None:
-    """Say what is in FILE: a model file, a bundle, a plan or an ONNX model.
+    """Show the contents of FILE: a model file, a bundle, a plan or an ONNX model.
 
     The summary lists entries with their inputs and results, state by role, parts with sizes, and
-    the root digest, by which the file is known everywhere else.
+    the root digest, which identifies the file everywhere else.
     """
     output = open_output(as_json)
     keep_apart([file], {"--graph": graph})
     if sizes and not profiling:
         raise InvalidInput("--sizes are those of --profile; give both, or none")
     opened = None if file.suffix == SUFFIX else _opened(file)
-    model = opened is not None and opened.manifest.kind == "model"
-    module = _imported(file) if opened is None else None
-    if opened is not None and model:
-        module = _module(file, opened.digest)
-    if opened is not None and verify:
-        opened.verify()
-    record, lines = _head(file, opened, verified=verify or model)
-    if module is not None:
-        record |= _module_record(module, entry)
-        lines += _module_lines(module, record)
-    elif opened is not None:
-        record |= _signature_record(opened)
-        lines += _signature_lines(record)
+    module = _imported(file) if opened is None else _module(file, opened)
+    record, lines = _summary(file, opened, module, entry, verify=verify)
     if text:
         record["text"] = _text(module, opened, entry)
         lines = [record["text"]]
@@ -117,6 +106,23 @@ def command(
         record["graph"] = str(graph)
         lines = [*(lines if text or repeats or profiling else ()), f"{graph}: {drawn}"]
     output.result(record, "\n".join(lines))
+
+
+def _summary(
+    file: Path, opened: Container | None, module: Module | None, entry: str | None, *, verify: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the summary as a record and as lines; `verify` hashes every byte of the file."""
+    if opened is not None and verify:
+        opened.verify()
+    is_read = opened is not None and module is not None
+    record, lines = _head(file, opened, verified=verify or is_read)
+    if module is not None:
+        record |= _module_record(module, entry)
+        lines += _module_lines(module, record)
+    elif opened is not None:
+        record |= _signature_record(opened)
+        lines += _signature_lines(record)
+    return record, lines
 
 
 def size_text(n: int) -> str:
@@ -140,10 +146,13 @@ def _opened(path: Path) -> Container:
     return Container(path, kind=KINDS[-1])
 
 
-def _module(path: Path, digest: str) -> Module:
+def _module(path: Path, opened: Container) -> Module | None:
+    """Return the module of a model file; None for other kinds of files."""
+    if opened.manifest.kind != "model":
+        return None
     from triplane.unified_ir.ops.check import load
 
-    return load(path, digest)
+    return load(path, opened.digest)
 
 
 def _imported(path: Path) -> Module:

@@ -62,7 +62,7 @@ Each verb explains itself: triplane VERB --help
 
 \b
 Exit codes: 0 done; 1 the files differ (diff); 2 fix the call; 3 not in this state; 4 not now (port
-taken, disk or memory full, cloud away) or a rollout that did not get done; 5 damaged file or broken
+taken, disk or memory full, cloud unreachable) or an unfinished rollout; 5 damaged file or broken
 log; 6 an extra is missing; 70 a fault of triplane; 130 interrupted.
 """
 
@@ -125,8 +125,8 @@ class Verbs(click.Group):
 def triplane(ctx: click.Context, *, debug: bool, version: bool) -> None:
     """Carry one model through three planes: cloud, edge and device.
 
-    Train it in Python, keep it as one file (NAME.tpm), convert that file to a bundle for a machine,
-    serve the bundle, and let it go on learning where it is used.
+    Train it in Python, store it as one file (NAME.tpm), convert that file to a bundle for a
+    machine, serve the bundle, and continue training it where it is used.
     """
     if debug:
         os.environ[TRACEBACK_VARIABLE] = "1"  # child processes of a verb show theirs too

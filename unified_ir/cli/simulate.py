@@ -37,25 +37,25 @@ Examples:
       --rate 0.01 --rate 0.1 --folder study --out study.html
 
 \b
-MODEL.tpm has the entry `loss` (`triplane train` exports it); its weights are where all begin.
+MODEL.tpm has the entry `loss` (`triplane train` exports it); all start from its weights.
 DATA is the name digits, an .npz, MNIST IDX files or a folder of images by class. Each device gets
-samples in two disjoint parts: to learn and adapt with, and to be scored on (--held-out).
+samples in two disjoint parts: for training and adapting, and for scoring (--held-out).
 
 \b
-  fedavg     local steps, averaged                 fedprox   and held near the round's start
-  fedadam    and Adam on the cloud                 reptile   and each device counts the same
-  maml       a start from which --inner-steps steps on --support samples lead far (exact)
-  fomaml     the same to first order               meta-sgd  and a learned rate for each weight
+  fedavg     average of local steps                fedprox   with a proximal term
+  fedadam    with Adam on the server               reptile   with equal weights of devices
+  maml       meta-learning for --inner-steps steps on --support samples (exact gradients)
+  fomaml     maml to first order                   meta-sgd  maml with a learned rate per weight
 
 \b
-Read the table so: `before` is the shared model, `adapted` is it after --inner-steps steps on a
-device's own support, at --lr or the best --rate. A fair comparison gives all the same rounds,
-devices and steps, and algorithms without a rate of adaptation of their own several --rate.
+In the table, `before` is the accuracy of the shared model, and `adapted` that after --inner-steps
+steps on a device's own support, at --lr or the best --rate. For a fair comparison, use the same
+rounds, devices and steps, and several --rate for algorithms without a rate of adaptation.
 
 \b
-The same seed gives the same bits; a real run of the same names and seed gives them too. With
---folder a killed study goes on where it was. An algorithm that diverges is named, the others go on;
-the exit code is then 2.
+The same seed gives the same bits, as does a real run with the same device names and seed. With
+--folder, a killed study resumes where it was. If an algorithm diverges, the others continue, and
+the exit code is 2.
 """
 RATE = click.FloatRange(min=0)
 SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
@@ -71,15 +71,15 @@ GROUPS = (("training", True), ("unseen", False))
 @click.option("--y", default="y", show_default=True, metavar="KEY", help="Labels in an .npz.")
 @click.option(
     "--group", default="", metavar="KEY",
-    help="Whole numbers in an .npz, whose a sample is: a device per value.",
+    help="Integer array in an .npz that assigns each sample to a device.",
 )  # fmt: skip
 @click.option(
     "--split", default="", metavar="KEY",
-    help="Whole numbers in an .npz, with --group: not 0 where the sample's device is unseen.",
+    help="With --group: integer array in an .npz, not 0 for samples of unseen devices.",
 )  # fmt: skip
 @click.option(
     "--least", type=COUNT, default=10, show_default=True, metavar="N",
-    help="With --group: groups of fewer samples are left out.",
+    help="With --group: ignore devices with fewer samples.",
 )  # fmt: skip
 @click.option(
     "--partition", "way", type=click.Choice(["even", "dirichlet", "labels"]), default="even",
@@ -88,92 +88,92 @@ GROUPS = (("training", True), ("unseen", False))
 )  # fmt: skip
 @click.option(
     "--population", type=COUNT, default=20, show_default=True, metavar="N",
-    help="Without --group: devices in all.",
+    help="Without --group: total number of devices.",
 )  # fmt: skip
 @click.option(
     "--alpha", type=RATE, default=0.3, show_default=True, metavar="A",
-    help="Of --partition dirichlet: small gives each device few classes, large all alike.",
+    help="For --partition dirichlet: a small value gives each device few classes.",
 )  # fmt: skip
 @click.option(
     "--label-shards", type=COUNT, default=2, show_default=True, metavar="N",
-    help="Of --partition labels: pieces of one class that each device gets.",
+    help="For --partition labels: single-class pieces per device.",
 )  # fmt: skip
 @click.option(
     "--held-out", type=SHARE, default=defaults.HELD_OUT, show_default=True, metavar="SHARE",
-    help="Share of a device's samples that only score it.",
+    help="Share of a device's samples that are used only for scoring.",
 )  # fmt: skip
 @click.option(
     "--unseen", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True,
-    metavar="SHARE", help="Share of devices that never learn, where no --split says it.",
+    metavar="SHARE", help="Share of devices that never train, without --split.",
 )  # fmt: skip
 @click.option(
     "--algorithm", "algorithms", multiple=True, default=("fedavg", "maml"), show_default=True,
-    metavar="NAME", help="One of those below, or all of them by the name all; repeatable.",
+    metavar="NAME", help="Algorithm, listed below, or all; may be repeated.",
 )  # fmt: skip
 @click.option("--rounds", type=COUNT, default=defaults.ROUNDS, show_default=True, metavar="N")
 @click.option(
     "--devices", type=click.IntRange(min=0), default=0, metavar="N",
-    help="In a round, drawn anew for each.  [default: all]",
+    help="Devices per round, drawn at random for each round.  [default: all]",
 )  # fmt: skip
 @click.option(
     "--steps", type=COUNT, default=defaults.STEPS, show_default=True, metavar="N",
-    help="Of a device in a round.",
+    help="Steps of a device per round.",
 )  # fmt: skip
 @click.option(
     "--batch-size", type=COUNT, default=defaults.BATCH_SIZE, show_default=True, metavar="N",
-    help="Samples of a step of fedavg, fedprox, fedadam, reptile.",
+    help="Samples per step of fedavg, fedprox, fedadam, reptile.",
 )  # fmt: skip
 @click.option(
     "--support", type=click.IntRange(min=0), default=defaults.SUPPORT, show_default=True,
     metavar="N",
-    help="Samples of adaptation; 0 takes all a device may adapt with, in scoring only.",
+    help="Samples to adapt with; 0: all of a device, in scoring only.",
 )  # fmt: skip
 @click.option(
     "--query", type=COUNT, default=defaults.QUERY, show_default=True, metavar="N",
-    help="Samples that a step of maml, fomaml, meta-sgd takes beside its support.",
+    help="Samples per step of maml, fomaml, meta-sgd beside the support.",
 )  # fmt: skip
 @click.option(
     "--lr", type=RATE, default=defaults.LR, show_default=True, metavar="RATE",
-    help="Of a device's steps, and of adaptation.",
+    help="Rate of a device's steps, and of adaptation.",
 )  # fmt: skip
 @click.option(
     "--meta-lr", type=RATE, default=defaults.META_LR, show_default=True, metavar="RATE",
-    help="Of a device's steps in maml, fomaml, meta-sgd.",
+    help="Rate of a device's steps in maml, fomaml, meta-sgd.",
 )  # fmt: skip
 @click.option(
     "--inner-steps", type=COUNT, default=defaults.INNER_STEPS, show_default=True, metavar="N",
-    help="Of an adaptation, at most 10.",
+    help="Steps per adaptation, at most 10.",
 )  # fmt: skip
 @click.option(
     "--proximal", type=RATE, default=defaults.PROXIMAL, show_default=True, metavar="MU",
-    help="How firmly fedprox holds on to the round's start.",
+    help="Weight of fedprox's proximal term.",
 )  # fmt: skip
 @click.option(
     "--server-lr", type=RATE, metavar="RATE",
-    help=f"The cloud's.  [default: {defaults.SERVER_LR:g}; fedadam {defaults.ADAM_LR:g}]",
+    help=f"Server learning rate.  [default: {defaults.SERVER_LR:g}; fedadam {defaults.ADAM_LR:g}]",
 )  # fmt: skip
 @click.option(
     "--rate", "rates", type=RATE, multiple=True, metavar="RATE",
-    help="Of adaptation, tried at the end; the best one counts; repeatable.",
+    help="Rate of adaptation to try at the end; the best one is used; may be repeated.",
 )  # fmt: skip
 @click.option(
     "--evaluate-every", type=click.IntRange(min=0), default=0, metavar="N",
     help="Rounds between scorings.  [default: once, at the end]",
 )  # fmt: skip
-@click.option("--compression", type=click.Choice(["int8", "top-k"]), help="Of updates.")
+@click.option("--compression", type=click.Choice(["int8", "top-k"]), help="Compression of updates.")
 @click.option(
     "--keep", type=click.FloatRange(0, 1, min_open=True), default=defaults.KEEP, show_default=True,
-    metavar="SHARE", help="Of --compression top-k: the share that is sent.",
+    metavar="SHARE", help="For --compression top-k: the share that is sent.",
 )  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N")
 @click.option(
     "--folder", type=click.Path(path_type=Path, file_okay=False),
-    help="Keeps the place of each algorithm after each round, to go on from.",
+    help="Save the state of each algorithm after each round, to resume from.",
 )  # fmt: skip
 @click.option("--out", type=OUTPUT_FILE, help="Write the report as one HTML page.")
 @json_option
 def simulate(**options: Any) -> None:
-    """Let simulated devices learn together from MODEL.tpm and compare how well each ends up."""
+    """Compare federated algorithms on simulated devices, starting from MODEL.tpm."""
     output = open_output(options["as_json"])
     keep_apart([options["model"], options["data"]], {"--out": options["out"]})
     from triplane.unified_ir.convert.conversion import read_model

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +15,7 @@ from triplane.unified_ir.cli import training
 from triplane.unified_ir.cli.importing import SUFFIX
 from triplane.unified_ir.cli.shell import (
     OUTPUT_FILE,
+    CommandOutput,
     check_suffix,
     json_option,
     keep_apart,
@@ -39,22 +41,22 @@ Examples:
       --tensorboard logs --early-stop 3:validation.accuracy --metric f1 --out n.tpm
 
 \b
---schedule lowers --lr over the updates of the run; of every KEY what is usual stands here:
+--schedule lowers --lr over the updates of the run; the defaults of each KEY are shown:
   cosine:low=0            half a cosine, down over the whole run
   polynomial:power=1,low=0     a line or a curve, down over the whole run
-  one-cycle:rise=0.3      up in a share of the run, then down to almost nothing
-  step:every=N,factor=0.1      times factor after every N updates
-  multi-step:at=N/N/N,factor=0.1    times factor at each of these updates
-  exponential:factor=F,every=1      times F over every so many updates, smoothly
+  one-cycle:rise=0.3      up during this share of the run, then down to almost zero
+  step:every=N,factor=0.1      multiplied by factor after every N updates
+  multi-step:at=N/N/N,factor=0.1    multiplied by factor at each of these updates
+  exponential:factor=F,every=1      multiplied by F over every N updates, smoothly
   restarts:every=N,growth=1,low=0   cosines of N updates, each growth times as long
 With --warmup N the rate rises over the first N updates. An update is one batch, or --accumulate.
 
 \b
-Interrupted? The same command with the same --checkpoint folder goes on to the same bits. It refuses
-to go on with another network, loss, optimizer, batch size, data or seed, and names which.
-FILE.py is ordinary Python; Cell is a subclass of nn.Cell, or a function that makes one. In place of
-it MODEL.onnx or MODEL.tpm trains what that model predicts with further (it gives scores, before any
-softmax), and zoo:resnet8,channels=1 a network that papers made known; docs/zoo.md lists them.
+After an interruption, the same command with the same --checkpoint folder resumes the run, to the
+same bits. It refuses another network, loss, optimizer, batch size, data or seed, and names which.
+FILE.py is ordinary Python; Cell is a subclass of nn.Cell, or a function that returns one.
+MODEL.onnx or MODEL.tpm in its place trains that model's `predict` further (which returns scores,
+before any softmax), and zoo:resnet8,channels=1 a well-known network; docs/zoo.md lists them.
 """
 ZOO = "zoo:"
 ENTRIES = ("predict", "evaluate", "loss", "train_step", "local_update", "adapt", "gradients")
@@ -92,11 +94,11 @@ FINE_TUNING_RATE: Final = 0.0002
 @click.option(
     "--lr", type=click.FloatRange(min=0, min_open=True), metavar="RATE",
     help="Learning rate; the highest one with --schedule.  "
-    f"[default: {RATE:g}; {FINE_TUNING_RATE:g} of a model file]",
+    f"[default: {RATE:g}; {FINE_TUNING_RATE:g} for a model file]",
 )  # fmt: skip
 @click.option(
     "--schedule", metavar="NAME[:KEY=VALUE,..]",
-    help="How the rate falls, see below.  [default: constant]",
+    help="Schedule of the learning rate, see below.  [default: constant]",
 )  # fmt: skip
 @click.option(
     "--warmup", type=click.IntRange(1), metavar="N",
@@ -104,61 +106,61 @@ FINE_TUNING_RATE: Final = 0.0002
 )  # fmt: skip
 @click.option(
     "--weight-decay", type=click.FloatRange(min=0), metavar="W",
-    help="Pull of weights to 0.  [default: 0; 0.01 of adamw]",
+    help="Weight decay.  [default: 0; 0.01 for adamw]",
 )  # fmt: skip
 @click.option(
     "--freeze", metavar="PATTERN", multiple=True,
-    help='Parameters that stay as they are, such as "body.*"; may be repeated.',
+    help='Parameters to exclude from training, such as "body.*"; may be repeated.',
 )  # fmt: skip
 @click.option(
     "--batch-norm", type=click.Choice(["kept", "updated"]), default="kept", show_default=True,
-    help="Of a model file, in training: normalize by its running statistics, or by those of the "
-    "batch, and update the running ones.",
+    help="For a model file: normalize by its running statistics, or by those of the batch, "
+    "updating the running ones.",
 )  # fmt: skip
 @click.option(
     "--clip", metavar="[KIND:]LIMIT",
-    help="Limit gradients: norm of all together (norm, the default), of each tensor (each), of "
-    "each element (value).",
+    help="Limit gradients: their common norm (norm, the default), the norm of each tensor (each), "
+    "or each element (value).",
 )  # fmt: skip
 @click.option(
     "--accumulate", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-    help="Batches per update: N small ones act as one large one, in the memory of one.",
+    help="Batches per update: N batches act as one large batch, in the memory of one.",
 )  # fmt: skip
 @click.option(
     "--precision", type=click.Choice(["float32", "float16"]), default="float32",
     show_default=True,
-    help="Of products; weights stay float32, and a loss scale follows the gradients.",
+    help="Precision of products; weights stay float32, with a dynamic loss scale.",
 )  # fmt: skip
 @click.option(
     "--loss-scale", type=click.FloatRange(min=0, min_open=True), metavar="X",
-    help="With float16, a loss scale that stays.  [default: it follows the gradients]",
+    help="A constant loss scale for float16.  [default: dynamic]",
 )  # fmt: skip
 @click.option(
     "--ema", type=click.FloatRange(0, 1, max_open=True), metavar="D",
-    help="Write the moving average of the weights, D of the past at each update (0.999).",
+    help="Write the exponential moving average of the weights, with decay D (0.999).",
 )  # fmt: skip
 @click.option(
     "--tune", is_flag=True,
-    help="Measure the ways to compute each operator that has several; remembered for this machine.",
+    help="Measure alternative forms of operators and use the fastest; cached on this machine.",
 )  # fmt: skip
 @click.option(
     "--memory-budget", type=click.FloatRange(min=0, min_open=True), metavar="MB",
-    help="Compute some tensors again, so that those alive at once fit in MB million bytes.",
+    help="Recompute some tensors so that those alive at once fit in MB million bytes.",
 )  # fmt: skip
 @click.option(
-    "--class-weights", metavar="W,W,..", help="A weight in the loss for each class, in order.",
+    "--class-weights", metavar="W,W,..", help="Weight of each class in the loss, in order.",
 )  # fmt: skip
 @click.option(
     "--metric", "metrics", type=click.Choice(training.METRICS), multiple=True,
-    help="What to measure; may be repeated.  [default: accuracy]",
+    help="Metric to measure; may be repeated.  [default: accuracy]",
 )  # fmt: skip
 @click.option(
     "--early-stop", metavar="N[:MEASURE]",
-    help="End after N epochs without a better validation.loss, or MEASURE of the history.",
+    help="Stop after N epochs without improvement of validation.loss, or of MEASURE.",
 )  # fmt: skip
 @click.option(
     "--tensorboard", type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
-    help="Write event files that TensorBoard shows.",
+    help="Write event files for TensorBoard.",
 )  # fmt: skip
 @click.option(
     "--engine", default="onnx", show_default=True, metavar="NAME",
@@ -166,17 +168,17 @@ FINE_TUNING_RATE: Final = 0.0002
 )  # fmt: skip
 @click.option(
     "--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N",
-    help="Of starting weights, split and order; the same seed writes the same bytes.",
+    help="Seed of starting weights, split and order; the same seed gives the same bytes.",
 )  # fmt: skip
 @click.option("--out", type=OUTPUT_FILE, required=True, help="The model file to write (NAME.tpm).")
 @click.option("--history", type=OUTPUT_FILE, help="Write loss and accuracy per epoch as JSON.")
 @click.option(
     "--checkpoint", type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for checkpoints; a run that was killed goes on from the newest.",
+    help="Folder for checkpoints; a killed run resumes from the newest.",
 )  # fmt: skip
 @click.option(
     "--resume/--no-resume", default=True, show_default=True,
-    help="Go on from --checkpoint, or refuse a folder that holds checkpoints.",
+    help="Resume from --checkpoint, or refuse a folder that holds checkpoints.",
 )  # fmt: skip
 @click.option(
     "--entry", "entries", type=click.Choice(ENTRIES), multiple=True,
@@ -184,7 +186,7 @@ FINE_TUNING_RATE: Final = 0.0002
 )  # fmt: skip
 @click.option(
     "--local-lr", type=click.FloatRange(min=0, min_open=True), metavar="RATE",
-    help="Rate of local_update and adapt.  [default: --lr of sgd, else 0.01]",
+    help="Rate of local_update and adapt.  [default: --lr with sgd, else 0.01]",
 )  # fmt: skip
 @json_option
 def command(**options: Any) -> None:
@@ -199,10 +201,29 @@ def command(**options: Any) -> None:
 
     as_json = options.pop("as_json")
     output = open_output(as_json)
-    file = options["cell"]
     is_default_rate = options["lr"] is None
     if is_default_rate:
-        options["lr"] = FINE_TUNING_RATE if Path(file).suffix in _MODELS else RATE
+        options["lr"] = FINE_TUNING_RATE if Path(options["cell"]).suffix in _MODELS else RATE
+    _check(options)
+    start = time.perf_counter()
+    with _explained(options, output, is_default_rate=is_default_rate):
+        trainer, measures, module = _trained(options, quiet=as_json)
+    digest = save(module, options["out"])
+    if options["history"] is not None:
+        from triplane.proto.disk import write_atomic
+
+        write_atomic(options["history"], trainer.history.json().encode())
+    record = {
+        **_record(options["out"], digest, trainer, measures),
+        "seconds": time.perf_counter() - start,
+        **_tuning(trainer),
+    }
+    _report(output, options, record)
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Refuse before the training starts what could not be written after it."""
+    file = options["cell"]
     file = file if Path(file).suffix in _MODELS else file.rpartition(":")[0]
     keep_apart(
         [file, options["data"], options["validation"]],
@@ -212,9 +233,15 @@ def command(**options: Any) -> None:
     rate = options["local_lr"]
     if rate is not None and not math.isfinite(rate):
         raise InvalidInput(f"--local-lr is a finite number > 0, got {rate}")
-    start = time.perf_counter()
+
+
+@contextmanager
+def _explained(
+    options: dict[str, Any], output: CommandOutput, *, is_default_rate: bool
+) -> Iterator[None]:
+    """Say what an interrupted training left, and add to errors what the user can change."""
     try:
-        trainer, result, module = _trained(options, quiet=as_json)
+        yield
     except KeyboardInterrupt as error:
         saved = bool(getattr(error, "__notes__", ()))
         output.note(_after_interrupt(options["checkpoint"], saved=saved))
@@ -227,36 +254,38 @@ def command(**options: Any) -> None:
     except Exception as error:
         _blame_file(error, options["cell"])
         raise
-    out = options["out"]
-    digest = save(module, out)
-    if options["history"] is not None:
-        from triplane.proto.disk import write_atomic
 
-        write_atomic(options["history"], trainer.history.json().encode())
-    record = {
+
+def _record(
+    out: Path, digest: str, trainer: Trainer, measures: Mapping[str, float]
+) -> dict[str, Any]:
+    return {
         "model": str(out),
         "digest": digest,
         "bytes": out.stat().st_size,
         "epochs": trainer.place.epoch,
         "train": _columns(trainer.history.last, prefix=""),
-        "validation": result,
+        "validation": measures,
         "optimizer": repr(trainer.recipe),
         "updates": int(trainer.state().get("optimizer.step", trainer.place.step)),
-        "seconds": time.perf_counter() - start,
-        **_step_tuning(trainer),
     }
-    if trainer.place.epoch > options["epochs"]:
+
+
+def _report(output: CommandOutput, options: dict[str, Any], record: dict[str, Any]) -> None:
+    epochs = record["epochs"]
+    if epochs > options["epochs"]:
         output.note(
-            f"{options['checkpoint']} is of epoch {trainer.place.epoch} already, --epochs asks for "
-            f"{options['epochs']}: the model is that of epoch {trainer.place.epoch}"
+            f"{options['checkpoint']} is of epoch {epochs} already, --epochs asks for "
+            f"{options['epochs']}: the model is that of epoch {epochs}"
         )
-    for text in _step_tuning(trainer).values():
+    for text in filter(None, map(record.get, ("tuning", "memory"))):
         output.note(text)
-    shown = ", ".join(f"{k} {v:.4g}" for k, v in result.items())
-    output.result(record, f"{out}: {record['bytes']:,} bytes, held out: {shown}\ndigest {digest}")
+    shown = ", ".join(f"{k} {v:.4g}" for k, v in record["validation"].items())
+    head = f"{record['model']}: {record['bytes']:,} bytes, held out: {shown}"
+    output.result(record, f"{head}\ndigest {record['digest']}")
 
 
-def _step_tuning(trainer: Trainer) -> dict[str, str]:
+def _tuning(trainer: Trainer) -> dict[str, str]:
     """Report the results of tuning and of the memory budget, where they were asked for."""
     outcomes = {"tuning": trainer.tuning, "memory": trainer.memory_plan}
     return {name: str(value) for name, value in outcomes.items() if value is not None}

@@ -203,13 +203,3 @@ def _buffers(
         forms[parameter] = merge(a, b)
         rows.add(forms[parameter], a, b)
     return forms
-
-
-def with_scratch(f: Thunk) -> tuple[Build, Any]:
-    """Record `f` in a graph that is thrown away, to see what it returns."""
-
-    def record(_: Any) -> Any:
-        with collecting():
-            return f()
-
-    return region("probe", [], record)
