@@ -13,10 +13,10 @@ from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter, current
-from triplane.unified_ir.frontend.exits import NEXT, Exit
+from triplane.unified_ir.frontend.exits import NEXT, LoopExit
 from triplane.unified_ir.frontend.merge import (
     UNBOUND,
-    Differ,
+    NoCommonForm,
     describe,
     filled,
     fillers,
@@ -51,7 +51,7 @@ class _Side:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _CondOutputs:
     """The outputs of the node under construction: each side's tensor and the dtype they share."""
 
     then: list[Any]
@@ -81,7 +81,7 @@ def _branch(
     yes, no = _sides(then, otherwise, state)
     try:
         value = merge(yes.value, no.value)
-    except Differ as differ:
+    except NoCommonForm as differ:
         raise InvalidInput(
             f"the branches at {state.here} give {differ.a} and {differ.b}; give one type on both "
             "(`return` in one branch only counts as None in the other)"
@@ -89,7 +89,7 @@ def _branch(
     return _joined(flag, yes, no, value, state, live)
 
 
-def branch_exits(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Exit:
+def branch_exits(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAccess) -> LoopExit:
     """As `branch`, for sides that give what happened to a loop."""
     flag = as_condition(test)
     yes, no = _sides(then, otherwise, state)
@@ -99,15 +99,15 @@ def branch_exits(test: Tensor, then: Thunk, otherwise: Thunk, state: VariableAcc
     yes, no = replace(yes, value=first.parts()), replace(no, value=second.parts())
     try:
         form = merge(yes.value, no.value)
-    except Differ as differ:
+    except NoCommonForm as differ:
         raise InvalidInput(
             f"the branches at {state.here} return {differ.a} and {differ.b}; return one type "
             "everywhere"
         ) from None
-    return Exit(*_joined(flag, yes, no, form, state, state.names))
+    return LoopExit(*_joined(flag, yes, no, form, state, state.names))
 
 
-def _with_value(build: Build, mine: Exit, *, like: Exit) -> Exit:
+def _with_value(build: Build, mine: LoopExit, *, like: LoopExit) -> LoopExit:
     """Return zeros for the value of a side that does not return, so that both sides have one."""
     if mine.returned is not False or like.returned is False:
         return mine
@@ -137,7 +137,7 @@ def _sides(then: Thunk, otherwise: Thunk, state: VariableAccess) -> tuple[_Side,
 def _joined(
     flag: Tensor, yes: _Side, no: _Side, value: Any, state: VariableAccess, live: Sequence[str]
 ) -> Any:
-    rows = _Rows([], [], [])
+    rows = _CondOutputs([], [], [])
     rows.add(value, yes.value, no.value)
     variables = {
         n: _variable(n, yes.after.variables[n], no.after.variables[n], rows, state) for n in live
@@ -169,7 +169,7 @@ def _joined(
     return merged
 
 
-def _variable(name: str, a: Any, b: Any, rows: _Rows, state: VariableAccess) -> Any:
+def _variable(name: str, a: Any, b: Any, rows: _CondOutputs, state: VariableAccess) -> Any:
     """Return the variable's form after the branches, or UNBOUND with a recorded reason."""
     if a is UNBOUND and b is UNBOUND:
         return UNBOUND
@@ -182,7 +182,7 @@ def _variable(name: str, a: Any, b: Any, rows: _Rows, state: VariableAccess) -> 
         return unbind(name, reason)
     try:
         form = merge(a, b)
-    except Differ:
+    except NoCommonForm:
         return unbind(
             name,
             f"it is {describe(a)} when the condition at {state.here} holds and {describe(b)} when "
@@ -193,7 +193,7 @@ def _variable(name: str, a: Any, b: Any, rows: _Rows, state: VariableAccess) -> 
 
 
 def _buffers(
-    yes: dict[Parameter, Tensor], no: dict[Parameter, Tensor], rows: _Rows
+    yes: dict[Parameter, Tensor], no: dict[Parameter, Tensor], rows: _CondOutputs
 ) -> dict[Parameter, Any]:
     """Return the forms of buffers that either side assigned; the other side keeps its old value."""
     forms: dict[Parameter, Any] = {}

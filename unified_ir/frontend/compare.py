@@ -87,13 +87,13 @@ def compare(
     """
     if left == right:
         raise InvalidInput(f"compare takes two different sides, got {left!r} twice")
-    done, arrays = _recorded(f, args, kwargs, eager=EAGER in {left, right})
-    probes = _probes(done.function)
-    first, second = (_values(side, done, arrays, probes) for side in (left, right))
+    traced, arrays = _recorded(f, args, kwargs, eager=EAGER in {left, right})
+    probes = _probes(traced.function)
+    first, second = (_values(side, traced, arrays, probes) for side in (left, right))
     difference = _first(probes, (first, second), (rtol, atol))
     if difference is None and EAGER in {left, right}:
         graph = _recorded(f, args, kwargs, eager=False)
-        difference = _graph_differs(graph, done, (left, right), (rtol, atol))
+        difference = _graph_differs(graph, traced, (left, right), (rtol, atol))
     return Comparison(name_of(f), left, right, len(probes), difference)
 
 
@@ -105,8 +105,8 @@ def _recorded(
 ) -> tuple[Traced, list[Array]]:
     arguments, arrays = host_arguments(f, args, kwargs, current_floats())
     run = run_node if eager else None
-    done = record(f, arguments, run=run, arrays=arrays)
-    return done, [*arrays, *state_arrays(done)]
+    traced = record(f, arguments, run=run, arrays=arrays)
+    return traced, [*arrays, *state_arrays(traced)]
 
 
 def _probes(function: Function) -> list[Probe]:
@@ -117,12 +117,12 @@ def _probes(function: Function) -> list[Probe]:
 
 
 def _values(
-    side: str, done: Traced, arrays: Sequence[Array], probes: Sequence[Probe]
+    side: str, traced: Traced, arrays: Sequence[Array], probes: Sequence[Probe]
 ) -> list[Array]:
     if side == EAGER:
-        assert done.arrays is not None
-        return [done.arrays[v] for _, v in probes]
-    f = done.function
+        assert traced.arrays is not None
+        return [traced.arrays[v] for _, v in probes]
+    f = traced.function
     names = tuple(f"node/{i}" for i in range(len(probes)))
     shown = Function(f.name, f.params, tuple(v for _, v in probes), names, f.nodes)
     return list(engine(side).compile(shown)(*arrays))
@@ -167,11 +167,15 @@ def _graph_differs(
     tolerance: tuple[float, float],
 ) -> FirstDifference | None:
     """Return the first result in which the traced graph differs from the eager record."""
-    done, arrays = graph
+    traced, arrays = graph
     eager_is_left = names[0] == EAGER
     side = names[1] if eager_is_left else names[0]
     graph_values = dict(
-        zip(done.function.result_names, engine(side).compile(done.function)(*arrays), strict=True)
+        zip(
+            traced.function.result_names,
+            engine(side).compile(traced.function)(*arrays),
+            strict=True,
+        )
     )
     assert eager.arrays is not None
     for name, value in zip(eager.function.result_names, eager.function.results, strict=True):

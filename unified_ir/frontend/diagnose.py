@@ -23,9 +23,9 @@ def first_nonfinite(f: Traceable, *args: Any, **kwargs: Any) -> str:
     >>> first_nonfinite(lambda x: ops.log(x).sum(), np.array([1.0, 2.0], np.float32))
     ''
     """
-    done, arrays = _recorded(f, args, kwargs)
+    traced, arrays = _recorded(f, args, kwargs)
     return first_in_function(
-        done.function, dict(zip(done.function.param_names, arrays, strict=True))
+        traced.function, dict(zip(traced.function.param_names, arrays, strict=True))
     )
 
 
@@ -35,13 +35,13 @@ def zero_gradients(f: Traceable, *args: Any, **kwargs: Any) -> list[ZeroGradient
     The gradient is that of the first result, with respect to trained state and floating-point
     inputs. `str` of each entry names the nodes and lines that pass no gradient.
     """
-    done, _ = _recorded(f, args, kwargs)
+    traced, _ = _recorded(f, args, kwargs)
     wanted = [
         p.name
-        for p in done.function.params
-        if p.type.dtype.is_float and (p.name not in done.state or done.state[p.name].trainable)
+        for p in traced.function.params
+        if p.type.dtype.is_float and (p.name not in traced.state or traced.state[p.name].trainable)
     ]
-    gradients = (zero_gradient(done.function, name) for name in wanted)
+    gradients = (zero_gradient(traced.function, name) for name in wanted)
     return [z for z in gradients if z is not None]
 
 
@@ -49,5 +49,5 @@ def _recorded(
     f: Traceable, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Traced, list[Array]]:
     arguments, arrays = host_arguments(f, args, kwargs, current_floats())
-    done = record(f, arguments)
-    return done, [*arrays, *state_arrays(done)]
+    traced = record(f, arguments)
+    return traced, [*arrays, *state_arrays(traced)]

@@ -9,7 +9,7 @@ from triplane.unified_ir.ops.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class LoopExit:
     """`broken`: the loop ends here. `returned`: the function ends too and returns `value`.
 
     Each flag is a bool, or a bool tensor where a tensor decided.
@@ -24,10 +24,10 @@ class Exit:
         return self.broken, self.returned, self.value
 
 
-NEXT: Final = Exit()
-BREAK: Final = Exit(broken=True)
+NEXT: Final = LoopExit()
+BREAK: Final = LoopExit(broken=True)
 
 
-def returned(value: Any) -> Exit:
+def returned(value: Any) -> LoopExit:
     """`return value` inside a loop."""
-    return Exit(broken=True, returned=True, value=value)
+    return LoopExit(broken=True, returned=True, value=value)

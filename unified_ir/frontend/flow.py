@@ -12,7 +12,7 @@ from typing import Any
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.branches import branch, branch_exits, branch_value
-from triplane.unified_ir.frontend.exits import BREAK, NEXT, Exit, returned
+from triplane.unified_ir.frontend.exits import BREAK, NEXT, LoopExit, returned
 from triplane.unified_ir.frontend.logic import and_, chain, if_expression, not_, or_
 from triplane.unified_ir.frontend.loops import count_tensor, walk_tensor, while_tensor
 from triplane.unified_ir.frontend.merge import UNBOUND
@@ -69,7 +69,7 @@ def return_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -
     return branch_value(test, then, otherwise, state)
 
 
-def leave_loop_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> Exit:
+def leave_loop_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAccess) -> LoopExit:
     """An `if` that may leave a trip, and the rest of the trip; returns how the trip ended."""
     if not is_symbolic(test):
         return (then if truth(test) else otherwise)() or NEXT
@@ -77,7 +77,7 @@ def leave_loop_if(test: Any, then: Thunk, otherwise: Thunk, state: VariableAcces
     return branch_exits(test, then, otherwise, state)
 
 
-def return_from_loop(left: Exit, rest: Thunk, state: VariableAccess, always: bool) -> Any:  # noqa: FBT001 - generated calls
+def return_from_loop(left: LoopExit, rest: Thunk, state: VariableAccess, always: bool) -> Any:  # noqa: FBT001 - generated calls
     """After a loop that may return: its value, or the result of the rest of the function."""
     if left.returned is False:
         return rest()
@@ -86,7 +86,7 @@ def return_from_loop(left: Exit, rest: Thunk, state: VariableAccess, always: boo
     return branch_value(left.returned, lambda: left.value, rest, state)
 
 
-def leave_outer_loop(left: Exit, rest: Thunk, state: VariableAccess, always: bool) -> Exit:  # noqa: FBT001 - generated calls
+def leave_outer_loop(left: LoopExit, rest: Thunk, state: VariableAccess, always: bool) -> LoopExit:  # noqa: FBT001 - generated calls
     """After an inner loop that may return: how the outer trip ended."""
     if left.returned is False:
         return rest() or NEXT
@@ -96,7 +96,7 @@ def leave_outer_loop(left: Exit, rest: Thunk, state: VariableAccess, always: boo
     return branch_exits(left.returned, lambda: out, rest, state)
 
 
-def while_(test: Thunk, body: Callable[[], Exit | None], state: VariableAccess) -> Exit:
+def while_(test: Thunk, body: Callable[[], LoopExit | None], state: VariableAccess) -> LoopExit:
     """`while test(): body()`; becomes a loop of the graph once a tensor decides the test."""
     left = NEXT
     while True:
@@ -112,7 +112,7 @@ def while_(test: Thunk, body: Callable[[], Exit | None], state: VariableAccess) 
         left = body() or NEXT
 
 
-def for_(iterable: Any, body: Callable[[Any], Exit | None], state: VariableAccess) -> Exit:
+def for_(iterable: Any, body: Callable[[Any], LoopExit | None], state: VariableAccess) -> LoopExit:
     """`for item in iterable: body(item)`; a loop of the graph over tensors, else unrolled."""
     if isinstance(iterable, Tensor):
         iterable = _LoopSlices([iterable], lambda _, x: x)
@@ -130,11 +130,11 @@ def for_(iterable: Any, body: Callable[[Any], Exit | None], state: VariableAcces
 
 
 def _unless_left(
-    left: Exit, body: Callable[[Any], Exit | None], item: Any, state: VariableAccess
-) -> Exit:
+    left: LoopExit, body: Callable[[Any], LoopExit | None], item: Any, state: VariableAccess
+) -> LoopExit:
     """One more trip of an unrolled loop that a tensor may have ended already."""
     state.refuse_odd("a loop that a tensor may leave")
-    gone = Exit(broken=True, returned=left.returned, value=left.value)
+    gone = LoopExit(broken=True, returned=left.returned, value=left.value)
     assert isinstance(left.broken, Tensor)
     return branch_exits(left.broken, lambda: gone, lambda: body(item), state)
 
@@ -154,7 +154,7 @@ class _Range:
         start, stop = (int(as_tensor(x).numpy().reshape(())) for x in (self.start, self.stop))
         return (constant(i, int64) for i in range(start, stop, self.step))
 
-    def loop(self, body: Callable[[Any], Exit | None], state: VariableAccess) -> Exit:
+    def loop(self, body: Callable[[Any], LoopExit | None], state: VariableAccess) -> LoopExit:
         start, stop = (as_tensor(x).cast(int64).reshape(()) for x in (self.start, self.stop))
         width = abs(self.step)
         span = stop - start if self.step > 0 else start - stop
@@ -180,7 +180,7 @@ class _LoopSlices:
             number = None if self.start is None else constant(self.start + k, int64)
             yield self.item(number, *(x[k] for x in self.xs))
 
-    def loop(self, body: Callable[[Any], Exit | None], state: VariableAccess) -> Exit:
+    def loop(self, body: Callable[[Any], LoopExit | None], state: VariableAccess) -> LoopExit:
         xs = [*self.xs]
         if self.start is None:
             return walk_tensor(xs, lambda *s: self.item(None, *s), body, state)

@@ -17,10 +17,10 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Parameter, current
 from triplane.unified_ir.frontend.branches import branch
-from triplane.unified_ir.frontend.exits import NEXT, Exit
+from triplane.unified_ir.frontend.exits import NEXT, LoopExit
 from triplane.unified_ir.frontend.merge import (
     UNBOUND,
-    Differ,
+    NoCommonForm,
     Slot,
     describe,
     filled,
@@ -45,19 +45,19 @@ from triplane.unified_ir.ops.elementwise import and_, not_
 from triplane.unified_ir.ops.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor, dims_of, emit
 
-Trip = Callable[..., Exit | None]
+Trip = Callable[..., LoopExit | None]
 MAX_ATTEMPTS: Final = 64
 """How often one loop is recorded before the form of its carry must have settled."""
 
 
-class _Again(Exception):
+class _CarryChanged(Exception):
     """The carry changed its form; the trip must be recorded again."""
 
 
 class _Carry:
     """The values carried from trip to trip, in a form that widens until a trip keeps it."""
 
-    def __init__(self, state: VariableAccess, start: Exit) -> None:
+    def __init__(self, state: VariableAccess, start: LoopExit) -> None:
         self.state = state
         self.before = state.snapshot()
         self.start = start
@@ -75,7 +75,7 @@ class _Carry:
         self.returns = start.returned is not False
         self.value: Any = varying(start.value)
 
-    def learn(self, left: Exit) -> bool:
+    def learn(self, left: LoopExit) -> bool:
         """Widen the form by the values after one trip; return whether that changed it."""
         seen = self.state.snapshot()
         changed = False
@@ -88,7 +88,7 @@ class _Carry:
         self.buffers |= assigned
         return self._learn_exit(left) or changed
 
-    def _learn_exit(self, left: Exit) -> bool:
+    def _learn_exit(self, left: LoopExit) -> bool:
         changed = (left.broken is not False and not self.breaks) or (
             left.returned is not False and not self.returns
         )
@@ -98,7 +98,7 @@ class _Carry:
         mine = varying(left.value)
         try:
             wider = merge(self.value, mine) if self.returns else mine
-        except Differ as differ:
+        except NoCommonForm as differ:
             raise InvalidInput(
                 f"the loop at {self.state.here} returns {differ.a} and {differ.b}; return one "
                 "type everywhere"
@@ -115,7 +115,7 @@ class _Carry:
             return unbind(name, reason_of(name) or f"the loop at {here} deletes it")
         try:
             return merge(form, seen)
-        except Differ:
+        except NoCommonForm:
             return unbind(
                 name,
                 f"it is {describe(self.before.variables[name])} before the loop at {here} and "
@@ -151,7 +151,7 @@ class _Carry:
     def _admitted(self, values: Sequence[Any]) -> list[Tensor]:
         return [as_tensor(x, s.type.dtype) for x, s in zip(values, self.slots(), strict=True)]
 
-    def load(self, tensors: Sequence[Tensor]) -> Exit:
+    def load(self, tensors: Sequence[Tensor]) -> LoopExit:
         """Restore the variables and buffers from the carried tensors."""
         rest = list(tensors)
         after = {n: filled(form, rest) for n, form in self.variables.items()}
@@ -161,13 +161,13 @@ class _Carry:
         self.state.restore(VariableSnapshot(after, buffers))
         broken: Any = rest.pop(0) if self.breaks else False
         if not self.returns:
-            return Exit(broken)
-        return Exit(broken, rest.pop(0), filled(self.value, rest))
+            return LoopExit(broken)
+        return LoopExit(broken, rest.pop(0), filled(self.value, rest))
 
-    def unload(self, entered: Exit, left: Exit) -> list[Tensor]:
-        """Return the carry after a trip; raise `_Again` if it does not fit the form."""
+    def unload(self, entered: LoopExit, left: LoopExit) -> list[Tensor]:
+        """Return the carry after a trip; raise `_CarryChanged` if it does not fit the form."""
         if self.learn(left):
-            raise _Again
+            raise _CarryChanged
         seen = self.state.snapshot()
         values: list[Any] = []
         for name, form in self.variables.items():
@@ -182,8 +182,8 @@ class _Carry:
 
 
 def while_tensor(
-    test: Callable[[], Any], body: Trip, state: VariableAccess, start: Exit = NEXT
-) -> Exit:
+    test: Callable[[], Any], body: Trip, state: VariableAccess, start: LoopExit = NEXT
+) -> LoopExit:
     """Record `while test(): body()`, starting from the current variables."""
 
     def record(carry: _Carry) -> list[Tensor]:
@@ -199,10 +199,10 @@ def while_tensor(
 
 def count_tensor(
     count: Tensor, item: Callable[[Tensor], Any], body: Trip, state: VariableAccess
-) -> Exit:
+) -> LoopExit:
     """`for k in range(count): body(item(k))`."""
 
-    def trip(k: Tensor) -> Exit | None:
+    def trip(k: Tensor) -> LoopExit | None:
         return body(item(k))
 
     return _settled(
@@ -216,10 +216,10 @@ def count_tensor(
 
 def walk_tensor(
     xs: Sequence[Tensor], item: Callable[..., Any], body: Trip, state: VariableAccess
-) -> Exit:
+) -> LoopExit:
     """Record `for x in xs: body(item(x))` along the first axis; counted if it may be left."""
 
-    def at(k: Tensor) -> Exit | None:
+    def at(k: Tensor) -> LoopExit | None:
         return body(item(*(emit("Gather", x, k, axis=0) for x in xs)))
 
     def record(carry: _Carry) -> list[Tensor]:
@@ -237,7 +237,7 @@ def walk_tensor(
 
 
 def _tripped(
-    carry: _Carry, tensors: Sequence[Tensor], body: Callable[[], Exit | None]
+    carry: _Carry, tensors: Sequence[Tensor], body: Callable[[], LoopExit | None]
 ) -> list[Tensor]:
     """Return the carry after one trip from `tensors`."""
     entered = carry.load(tensors)
@@ -246,7 +246,9 @@ def _tripped(
     return carry.unload(entered, left)
 
 
-def _counted(carry: _Carry, count: Tensor, body: Callable[[Tensor], Exit | None]) -> list[Tensor]:
+def _counted(
+    carry: _Carry, count: Tensor, body: Callable[[Tensor], LoopExit | None]
+) -> list[Tensor]:
     """Record a loop over 0, 1, ... below `count`, or until it is left."""
     if not carry.breaks:
         carried: list[Tensor] = fori_loop(
@@ -267,11 +269,11 @@ def _counted(carry: _Carry, count: Tensor, body: Callable[[Tensor], Exit | None]
 
 def _settled(
     state: VariableAccess,
-    start: Exit,
+    start: LoopExit,
     types: Sequence[TensorType],
-    probe: Callable[[list[Tensor]], Exit | None],
+    probe: Callable[[list[Tensor]], LoopExit | None],
     record: Callable[[_Carry], list[Tensor]],
-) -> Exit:
+) -> LoopExit:
     """Record trips until the carry keeps its form; return the outcome of the loop."""
     state.refuse_odd("a loop")
     carry = _Carry(state, start)
@@ -285,18 +287,18 @@ def _settled(
             return _without_carry(carry, types)
         try:
             outputs = record(carry)
-        except _Again:
+        except _CarryChanged:
             continue
         return carry.load(outputs)
     raise InvalidInput(f"the variables of the loop at {state.here} change form with every trip")
 
 
-def _probed(probe: Callable[[list[Tensor]], Exit | None], params: list[Tensor]) -> Exit:
+def _probed(probe: Callable[[list[Tensor]], LoopExit | None], params: list[Tensor]) -> LoopExit:
     with collecting():
         return probe(params) or NEXT
 
 
-def _without_carry(carry: _Carry, types: Sequence[TensorType]) -> Exit:
+def _without_carry(carry: _Carry, types: Sequence[TensorType]) -> LoopExit:
     """Handle a loop that changes nothing: a `for` is dropped, a `while` would never end."""
     if types:
         return NEXT
@@ -309,7 +311,7 @@ def _without_carry(carry: _Carry, types: Sequence[TensorType]) -> Exit:
     )
 
 
-def _go(left: Exit, test: Callable[[], Any], state: VariableAccess) -> Tensor:
+def _go(left: LoopExit, test: Callable[[], Any], state: VariableAccess) -> Tensor:
     """`not broken and test()`; after a break the test is computed only where it cannot fail."""
     if left.broken is False:
         value = test()

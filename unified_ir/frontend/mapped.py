@@ -55,19 +55,19 @@ def vmap(f: Any, in_axes: Axes = 0, out_axes: Axes = 0) -> Any:
             ]
             for i, tree in enumerate(fronted)
         }
-        apart = record_call(f, fronted, kwargs, types=types)
+        recorded = record_call(f, fronted, kwargs, types=types)
         batched = [a is not None for t, ax in zip(fronted, axes, strict=True)
                    for _, a in _tensors(t, ax)]  # fmt: skip
-        batched += [False] * (len(apart.operands) - len(batched))
-        results, flags = vectorize(apart.function, apart.operands, batched, size)
-        _check_buffers(apart, flags, name)
-        count = len(results) - len(apart.assigned)
-        wanted = leaves_of_axes(out_axes, apart.value, name)
+        batched += [False] * (len(recorded.operands) - len(batched))
+        results, flags = vectorize(recorded.function, recorded.operands, batched, size)
+        _check_buffers(recorded, flags, name)
+        count = len(results) - len(recorded.assigned)
+        wanted = leaves_of_axes(out_axes, recorded.value, name)
         placed = [
             _placed(y, b, a, size, name)
             for y, b, a in zip(results[:count], flags, wanted, strict=False)
         ]
-        return apart.hand_on([*placed, *results[count:]])
+        return recorded.finish([*placed, *results[count:]])
 
     mapped.__name__ = name
     return graph(mapped)
@@ -169,9 +169,9 @@ def _placed(y: Tensor, batched: bool, axis: int | None, size: Dim, name: str) ->
     return y.transpose(*range(1, axis + 1), 0, *range(axis + 1, y.rank)) if axis else y
 
 
-def _check_buffers(apart: TracedCall, flags: Sequence[bool], name: str) -> None:
-    extra = flags[len(flags) - len(apart.assigned) :] if apart.assigned else []
-    for parameter, batched in zip(apart.assigned, extra, strict=True):
+def _check_buffers(recorded: TracedCall, flags: Sequence[bool], name: str) -> None:
+    extra = flags[len(flags) - len(recorded.assigned) :] if recorded.assigned else []
+    for parameter, batched in zip(recorded.assigned, extra, strict=True):
         if batched:
             raise InvalidInput(
                 f"{name} assigns the buffer {parameter!r} a value that depends on the sample; under"

@@ -37,7 +37,7 @@ class Slot:
     soft: bool = False
 
 
-class Differ(Exception):
+class NoCommonForm(Exception):
     """Two values have no common form; the text says what each is."""
 
     def __init__(self, a: Any, b: Any) -> None:
@@ -55,13 +55,13 @@ def merge(a: Any, b: Any) -> Any:
         return _like(a, [merge(x, y) for x, y in zip(a, b, strict=True)])
     first, second = slot(a), slot(b)
     if first is None or second is None:
-        raise Differ(a, b)
+        raise NoCommonForm(a, b)
     return _merged_slots(first, second, a, b)
 
 
 def _merged_slots(first: Slot, second: Slot, a: Any, b: Any) -> Slot:
     if first.type.shape != second.type.shape:
-        raise Differ(a, b)
+        raise NoCommonForm(a, b)
     x, y = first.type.dtype, second.type.dtype
     if x == y:
         return Slot(first.type, soft=first.soft and second.soft)
@@ -69,7 +69,7 @@ def _merged_slots(first: Slot, second: Slot, a: Any, b: Any) -> Slot:
         return second
     if second.soft and _promotes(y, x):
         return first
-    raise Differ(a, b)
+    raise NoCommonForm(a, b)
 
 
 def _promotes(number: DType, wanted: DType) -> bool:

@@ -36,7 +36,7 @@ _others: Final[weakref.WeakKeyDictionary[Any, dict[Any, Programs]]] = weakref.We
 class Compiled:
     """A traced function ready to run."""
 
-    done: Traced
+    traced: Traced
     program: Program
     guard: TraceGuard
     state: tuple[Parameter, ...]

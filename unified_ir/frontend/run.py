@@ -91,12 +91,12 @@ def run(target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
     setting = _setting.get()
     if setting.mode == "eager":
         arguments, inputs = host_arguments(target, args, kwargs, setting.floats)
-        done = record(target, arguments, run=run_node, arrays=inputs)
-        assert done.arrays is not None
-        results = [done.arrays[v] for v in done.function.results]
+        traced = record(target, arguments, run=run_node, arrays=inputs)
+        assert traced.arrays is not None
+        results = [traced.arrays[v] for v in traced.function.results]
         if setting.finite:
-            _check_finite(done, [*inputs, *state_arrays(done)], results)
-        return _handed_out(done, results)
+            _check_finite(traced, [*inputs, *state_arrays(traced)], results)
+        return _handed_out(traced, results)
     programs = programs_of(target)
     if kwargs:
         args, kwargs = programs.ordered(args, kwargs)
@@ -112,35 +112,35 @@ def run(target: Traceable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> An
         programs.keep(key, compiled)
     values = compiled.program(*arrays, *[p.array for p in compiled.state])
     if setting.finite:
-        _check_finite(compiled.done, [*arrays, *state_arrays(compiled.done)], values)
+        _check_finite(compiled.traced, [*arrays, *state_arrays(compiled.traced)], values)
     for i, parameter in compiled.assigned:
         parameter.array = values[i]
-    return values[0] if compiled.single else _rebuilt(compiled.done, values)
+    return values[0] if compiled.single else _rebuilt(compiled.traced, values)
 
 
-def _check_finite(done: Traced, arrays: Sequence[Array], values: Sequence[Array]) -> None:
+def _check_finite(traced: Traced, arrays: Sequence[Array], values: Sequence[Array]) -> None:
     if all(finite(v) for v in values):
         return
     cause = first_nonfinite(
-        done.function, dict(zip(done.function.param_names, arrays, strict=True))
+        traced.function, dict(zip(traced.function.param_names, arrays, strict=True))
     )
     raise InvalidInput(
-        f"{done.function.name} gives numbers that are not finite: "
+        f"{traced.function.name} gives numbers that are not finite: "
         f"{cause or 'on this engine only; compare(f, *args) finds the node'}"
     )
 
 
-def _handed_out(done: Traced, values: Sequence[Array]) -> Any:
+def _handed_out(traced: Traced, values: Sequence[Array]) -> Any:
     """Return the results in the function's own tree, and write assigned buffers back."""
-    for path, value in zip(done.function.result_names, values, strict=True):
-        if path in done.assigned:
-            done.state[path].array = value
-    return _rebuilt(done, values)
+    for path, value in zip(traced.function.result_names, values, strict=True):
+        if path in traced.assigned:
+            traced.state[path].array = value
+    return _rebuilt(traced, values)
 
 
-def _rebuilt(done: Traced, values: Sequence[Array]) -> Any:
-    by_name = dict(zip(done.function.result_names, values, strict=True))
-    return rebuild(done.results, [by_name[n] for n in leaves(done.results)])
+def _rebuilt(traced: Traced, values: Sequence[Array]) -> Any:
+    by_name = dict(zip(traced.function.result_names, values, strict=True))
+    return rebuild(traced.results, [by_name[n] for n in leaves(traced.results)])
 
 
 def _compiled(
@@ -151,15 +151,15 @@ def _compiled(
     guard: TraceGuard,
 ) -> Compiled:
     arguments, _ = host_arguments(target, args, kwargs, setting.floats)
-    done = record(target, arguments)
-    names = done.function.result_names
+    traced = record(target, arguments)
+    names = traced.function.result_names
     return Compiled(
-        done,
-        engine(setting.engine).compile(done.function),
+        traced,
+        engine(setting.engine).compile(traced.function),
         guard,
-        tuple(done.state[p.name] for p in done.function.params if p.name in done.state),
-        tuple((names.index(path), done.state[path]) for path in done.assigned),
-        single=bool(names) and done.results == names[0],
+        tuple(traced.state[p.name] for p in traced.function.params if p.name in traced.state),
+        tuple((names.index(path), traced.state[path]) for path in traced.assigned),
+        single=bool(names) and traced.results == names[0],
     )
 
 
@@ -188,9 +188,9 @@ def host_arguments(
     return bind(target, seen, named)
 
 
-def state_arrays(done: Traced) -> list[Array]:
+def state_arrays(traced: Traced) -> list[Array]:
     """Return the arrays of the state of a traced function, in the order of its parameters."""
-    return [done.state[p.name].array for p in done.function.params if p.name in done.state]
+    return [traced.state[p.name].array for p in traced.function.params if p.name in traced.state]
 
 
 def _host(x: Any, floats: Floats) -> Any:

@@ -50,7 +50,7 @@ _ITERATORS: Final = frozenset({"range", "enumerate", "zip"})
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class BlockKind:
     """The block a statement is in: how `return`, `break` and `continue` are written there."""
 
     in_loop: bool = False
@@ -101,7 +101,7 @@ class _Rewriter(ast.NodeTransformer):
         outer, self.scope = self.scope, _Scope(node)
         suspends = isinstance(node, ast.AsyncFunctionDef) or has_yield(node)
         body = tail_loop(node) if tail and not suspends else node.body
-        statements = self.block(body, Level(kept=suspends))
+        statements = self.block(body, BlockKind(kept=suspends))
         statements = [s for s in statements if not isinstance(s, (ast.Global, ast.Nonlocal))]
         hoisted = [n for n in self.scope.hoisted if self.scope.is_local(n)]
         head: list[ast.stmt] = []
@@ -138,7 +138,7 @@ class _Rewriter(ast.NodeTransformer):
 
     # Statements
 
-    def block(self, statements: Sequence[ast.stmt], level: Level) -> list[ast.stmt]:
+    def block(self, statements: Sequence[ast.stmt], level: BlockKind) -> list[ast.stmt]:
         rewritten: list[ast.stmt] = []
         todo = list(statements)
         while todo:
@@ -162,7 +162,7 @@ class _Rewriter(ast.NodeTransformer):
                 rewritten += self._kept(s, level)
         return rewritten or [ast.Pass()]
 
-    def _kept(self, s: ast.stmt, level: Level) -> list[ast.stmt]:
+    def _kept(self, s: ast.stmt, level: BlockKind) -> list[ast.stmt]:
         """A statement that stays as it is; conditions in it must not be tensors."""
         if isinstance(s, Rest):
             return [s]
@@ -193,7 +193,7 @@ class _Rewriter(ast.NodeTransformer):
         elif isinstance(s, ast.Assert):
             s.test = self._plain(s.test, "an assert")
 
-    def _part(self, part: Any, level: Level) -> None:
+    def _part(self, part: Any, level: BlockKind) -> None:
         """An exception handler or a case of a match."""
         if isinstance(part, ast.ExceptHandler) and part.type is not None:
             part.type = self.visit(part.type)
@@ -215,7 +215,7 @@ class _Rewriter(ast.NodeTransformer):
         target: Any = self.visit(s.target)
         return [at(ast.Assign(targets=[target], value=self.expression(s.value)), s)]
 
-    def _leave(self, s: ast.Return | ast.Break | ast.Continue, level: Level) -> ast.stmt:
+    def _leave(self, s: ast.Return | ast.Break | ast.Continue, level: BlockKind) -> ast.stmt:
         if isinstance(s, ast.Return):
             value = None if s.value is None else self.expression(s.value)
             if not level.in_loop:
@@ -228,12 +228,12 @@ class _Rewriter(ast.NodeTransformer):
     def _if(self, s: ast.If) -> list[ast.stmt]:
         names = assigned([*s.body, *s.orelse])
         setter, state = self._state(names, [*s.body, *s.orelse], s)
-        then = self._def("then", self.block(s.body, Level()), names, s)
-        other = self._def("otherwise", self.block(s.orelse, Level()), names, s)
+        then = self._def("then", self.block(s.body, BlockKind()), names, s)
+        other = self._def("otherwise", self.block(s.orelse, BlockKind()), names, s)
         call = invoke("if_", self.expression(s.test), name_of(then), name_of(other), state)
         return [then, other, *setter, at(ast.Expr(call), s)]
 
-    def _leaving_if(self, s: ast.If, rest: Sequence[ast.stmt], level: Level) -> list[ast.stmt]:
+    def _leaving_if(self, s: ast.If, rest: Sequence[ast.stmt], level: BlockKind) -> list[ast.stmt]:
         """An `if` that may leave its block; the rest of the block moves into it."""
         body, orelse = list(s.body), list(s.orelse)
         names = assigned([*body, *orelse, *rest])
@@ -266,7 +266,7 @@ class _Rewriter(ast.NodeTransformer):
         tested: list[ast.stmt] = [at(ast.Expr(s.test), s)] if isinstance(s, ast.While) else []
         names = assigned([*inside, *tested])
         setter, state = self._state(names, inside, s)
-        body = self._def("body", self.block(inside, Level(in_loop=True)), names, s)
+        body = self._def("body", self.block(inside, BlockKind(in_loop=True)), names, s)
         if isinstance(s, ast.For):
             body.args.args.append(at(ast.arg(arg=item), s))
             return [body, *setter], invoke("for_", self._iterable(s.iter), name_of(body), state)
@@ -275,7 +275,7 @@ class _Rewriter(ast.NodeTransformer):
         return [test, body, *setter], invoke("while_", name_of(test), name_of(body), state)
 
     def _returning_loop(
-        self, s: ast.While | ast.For, rest: Sequence[ast.stmt], level: Level
+        self, s: ast.While | ast.For, rest: Sequence[ast.stmt], level: BlockKind
     ) -> list[ast.stmt]:
         """A loop that may return; the statements after it become a function."""
         names = assigned([s, *rest])

@@ -18,7 +18,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.frontend.binding import Binding, Parameter, bound
 from triplane.unified_ir.frontend.depth import entered
-from triplane.unified_ir.frontend.held import owners_of, state_of
+from triplane.unified_ir.frontend.reachable import state_of, state_trees_of
 from triplane.unified_ir.frontend.rewrite import rewritten
 from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.ir.graph import Array, Function, Value
@@ -119,7 +119,7 @@ def _call(target: Traceable, arguments: BoundArguments) -> Any:
 def _paths(target: Traceable, arguments: Mapping[str, Any]) -> dict[Any, str]:
     """Return the first path of every cell in reach, which is the scope of its nodes."""
     paths: dict[Any, str] = {}
-    for label, owner in owners_of(target, arguments):
+    for label, owner in state_trees_of(target, arguments):
         for path, cell in owner.cells(label):
             paths.setdefault(cell, path)
     return paths

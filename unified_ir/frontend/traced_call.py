@@ -51,7 +51,7 @@ class TracedCall:
         counts = [sum(isinstance(x, Tensor) for x in leaves(t)) for t in self.trees]
         return range(sum(counts[:k]), sum(counts[: k + 1]))
 
-    def hand_on(self, results: Sequence[Tensor]) -> Any:
+    def finish(self, results: Sequence[Tensor]) -> Any:
         """Return the call's value built from results of the function, and assign the buffers."""
         count = len(results) - self._extra
         binding = current_or_none()

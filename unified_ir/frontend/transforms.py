@@ -38,7 +38,7 @@ Pull = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Linear:
+class _Pullback:
     """A recorded call: its value, the differentiated tensors, and the pullback of cotangents."""
 
     value: Any
@@ -142,13 +142,13 @@ def jvp(f: Any) -> Any:
                 f" in a tuple{at_users_line()}"
             )
         moved = [k for k, t in enumerate(tangents) if t is not None]
-        apart = record_call(f, inputs, kwargs, numbers=moved)
-        at = [i for k in moved for i in apart.positions(k)]
-        _check_float([apart.operands[i] for i in at], name)
-        ts = _alike(f"a tangent of {name}", [tangents[k] for k in moved], apart, at)
-        results, push = pushforward(apart.function, apart.operands, at)
+        recorded = record_call(f, inputs, kwargs, numbers=moved)
+        at = [i for k in moved for i in recorded.positions(k)]
+        _check_float([recorded.operands[i] for i in at], name)
+        ts = _alike(f"a tangent of {name}", [tangents[k] for k in moved], recorded, at)
+        results, push = pushforward(recorded.function, recorded.operands, at)
         out = push(ts)
-        value = apart.hand_on(results)
+        value = recorded.finish(results)
         pairs = zip(leaves(value), out, strict=False)
         tangents_out = [zeros(y.shape, y.dtype) if t is None else t for y, t in pairs]
         return value, rebuild(value, tangents_out)
@@ -188,8 +188,8 @@ def checkpoint(f: Any) -> Any:
     name_of_callable(f)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        apart = record_call(f, args, kwargs)
-        return apart.hand_on(checkpointed(apart.function, apart.operands))
+        recorded = record_call(f, args, kwargs)
+        return recorded.finish(checkpointed(recorded.function, recorded.operands))
 
     return _named_as(f, call)
 
@@ -202,19 +202,19 @@ def _named_as(f: Any, call: Callable[..., Any]) -> Any:
 
 def _linearized(
     f: Any, args: Sequence[Any], kwargs: Mapping[str, Any], numbers: Sequence[int]
-) -> _Linear:
+) -> _Pullback:
     """Record `f` as a function of its own, and replay it here with its pullback."""
     check_numbers(f, args, numbers)
-    apart = record_call(f, args, kwargs, numbers=numbers)
-    at = [i for k in numbers for i in apart.positions(k)]
-    wanted = [apart.operands[i] for i in at]
+    recorded = record_call(f, args, kwargs, numbers=numbers)
+    at = [i for k in numbers for i in recorded.positions(k)]
+    wanted = [recorded.operands[i] for i in at]
     _check_float(wanted, name_of_callable(f))
-    outputs, pull = record_vjp(apart.function, apart.operands, at)
+    outputs, pull = record_vjp(recorded.function, recorded.operands, at)
 
     def of_results(gs: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        return pull([*gs, *(None for _ in apart.assigned)])
+        return pull([*gs, *(None for _ in recorded.assigned)])
 
-    return _Linear(apart.hand_on(outputs), wanted, of_results)
+    return _Pullback(recorded.finish(outputs), wanted, of_results)
 
 
 def _cotangent(f: Any, cotangents: Any, types: Sequence[TensorType]) -> list[Tensor]:
@@ -227,9 +227,11 @@ def _cotangent(f: Any, cotangents: Any, types: Sequence[TensorType]) -> list[Ten
     return gs
 
 
-def _alike(what: str, trees: Sequence[Any], apart: TracedCall, at: Sequence[int]) -> list[Tensor]:
+def _alike(
+    what: str, trees: Sequence[Any], recorded: TracedCall, at: Sequence[int]
+) -> list[Tensor]:
     """Return tensors like the operands at these positions."""
-    wanted = [apart.operands[i] for i in at]
+    wanted = [recorded.operands[i] for i in at]
     flat = [x for t in trees for x in leaves(t)]
     tensors = [
         as_tensor(x, w.dtype if isinstance(x, (int, float)) else None)
@@ -254,7 +256,10 @@ def _check_float(tensors: Sequence[Tensor], name: str) -> None:
 
 
 def _fill(
-    args: Sequence[Any], numbers: Sequence[int], linear: _Linear, gradients: Sequence[Tensor | None]
+    args: Sequence[Any],
+    numbers: Sequence[int],
+    linear: _Pullback,
+    gradients: Sequence[Tensor | None],
 ) -> list[Any]:
     """Return cotangents in the trees of their arguments, zeros where nothing depends on one."""
     pairs = zip(linear.wanted, gradients, strict=True)

@@ -80,10 +80,10 @@ def half(function: Function) -> Function:
 
     A value is rounded once however many products read it.
     """
-    return _Half(function).converted()
+    return _HalfPrecision(function).converted()
 
 
-class _Half:
+class _HalfPrecision:
     """One function or region under rewriting."""
 
     def __init__(self, function: Function) -> None:

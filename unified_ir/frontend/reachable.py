@@ -23,7 +23,7 @@ def state_of(target: Any, arguments: Mapping[str, Any]) -> dict[str, Parameter]:
         return target.parameters()
     state: dict[str, Parameter] = {}
     seen: set[Parameter] = set()
-    for label, cell in owners_of(target, arguments):
+    for label, cell in state_trees_of(target, arguments):
         for path, parameter in cell.parameters().items():
             if parameter in seen:
                 continue
@@ -33,7 +33,7 @@ def state_of(target: Any, arguments: Mapping[str, Any]) -> dict[str, Parameter]:
     return state
 
 
-def owners_of(target: Any, arguments: Mapping[str, Any]) -> list[tuple[str, StateTree]]:
+def state_trees_of(target: Any, arguments: Mapping[str, Any]) -> list[tuple[str, StateTree]]:
     """Return the cells that a callable reaches, with the names it knows them by."""
     if isinstance(target, StateTree):
         return [("", target)]
@@ -43,10 +43,10 @@ def owners_of(target: Any, arguments: Mapping[str, Any]) -> list[tuple[str, Stat
         for i, cell in enumerate(cells):
             label = "" if name == "self" else name
             owners.append((f"{label}.{i}" if len(cells) > 1 else label, cell))
-    return owners + [(k, v) for k, v in _held(target) if isinstance(v, StateTree)]
+    return owners + [(k, v) for k, v in _reached_values(target) if isinstance(v, StateTree)]
 
 
-def _held(target: Any) -> Iterator[tuple[str, Any]]:
+def _reached_values(target: Any) -> Iterator[tuple[str, Any]]:
     """Yield values in the closure and named globals of a callable and of functions among them."""
     seen: set[int] = set()
     todo = [target]
