@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from tests.faults.crash_disk import CrashDisk
-from tests.faults.test_power import BAD, MODEL, Node, made_home, path_of
+from tests.support.node_power import BAD, MODEL, Node, made_home, path_of
 
 from triplane.cloud.fleet.reports import check_report
 from triplane.edge.agent import journal

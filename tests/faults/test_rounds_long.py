@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.faults import test_device_power, test_spool_power
+from tests.faults import device_power, spool_power
 from tests.faults.cuts import cuts, made
 from tests.faults.harm import check_harmed, check_restored
 from tests.faults.lab import Lab, Tally, rejoined_s
@@ -79,12 +79,12 @@ def harmed(folder):
 
 
 def cut(folder):
-    alone = {"roles": test_device_power.NOTHING_PERSONAL, "compression": ""}
+    alone = {"roles": device_power.NOTHING_PERSONAL, "compression": ""}
     for what, module, points, options in (
-        ("device", test_device_power, CUTS, {}),
-        ("device that keeps no update", test_device_power, CUTS, alone),
-        ("cloud", test_spool_power, CUTS // 2, {}),
-        ("cloud whose updates come in messages", test_spool_power, CUTS // 2, {"inline": True}),
+        ("device", device_power, CUTS, {}),
+        ("device that keeps no update", device_power, CUTS, alone),
+        ("cloud", spool_power, CUTS // 2, {}),
+        ("cloud whose updates come in messages", spool_power, CUTS // 2, {"inline": True}),
     ):
         place = made(folder / what)
         play = module.stories(place, **options)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.faults.crash_disk import CrashDisk
-from tests.faults.test_power import (
+from tests.support.node_power import (
     MODEL,
     Node,
     Server,

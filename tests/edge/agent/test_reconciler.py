@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from tests.faults.crash_disk import CrashDisk
-from tests.faults.test_power import BAD, MODEL, Node, Signed, content, fetch, made_home, trial
+from tests.support.node_power import BAD, MODEL, Node, Signed, content, fetch, made_home, trial
 
 from triplane.edge.agent.policy import Admission
 from triplane.edge.home import NodeHome

@@ -1,10 +1,4 @@
-"""Power cuts and kills at every disk operation of a device that takes part in a run.
-
-The real desk, plan, memory and settlement run on a disk that forgets; played are the cloud, which
-keeps what it was sent, and the wire. An update leaves once and in one form, what counted is
-remembered, and the personal state is that of a number of updates, never of a part of one. A device
-whose updates imply nothing keeps none of them on its disk, and learns the same bytes again.
-"""
+"""A device's work on a disk that forgets."""
 
 import copy
 import hashlib
@@ -12,8 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import pytest
-from tests.faults.cuts import cuts
 from tests.federated.core import plans
 
 from triplane.device import task_runner as working
@@ -22,7 +14,6 @@ from triplane.device.memory import Memory
 from triplane.device.stopping import StopToken
 from triplane.device.task_runner import TaskRunner
 from triplane.device.tasks import Blob, Settlement, Task, WorkSet
-from triplane.proto.errors import Corrupt
 from triplane.unified_ir.federated.core.files import write_state
 from triplane.unified_ir.federated.core.learn import Work, shared
 from triplane.unified_ir.runtime import write_plan
@@ -199,43 +190,3 @@ def stories(folder, **options):
         return made
 
     return begin
-
-
-@pytest.fixture
-def play(quick_folder):
-    return stories(quick_folder)
-
-
-@pytest.mark.slow
-def test_power_cuts_and_kills_leave_a_device_what_it_sent_and_what_counted(quick_folder, play):
-    operations, made, kills = cuts(quick_folder, play, points=POINTS, seed=1)
-    assert 50 < operations <= made
-    assert kills == POINTS // 2
-
-
-@pytest.mark.slow
-def test_a_device_that_keeps_no_update_sends_the_same_bytes_after_power_cuts_and_kills(
-    quick_folder,
-):
-    play = stories(quick_folder, roles=NOTHING_PERSONAL, compression="")
-    operations, made, kills = cuts(quick_folder, play, points=POINTS, seed=1)
-    assert 20 < operations <= made
-    assert kills == POINTS // 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "folder"),
-    [
-        ("sync", ""),
-        ("sync", "pending"),
-        ("sync", "personal"),
-        ("sync", "plans/partial"),
-        ("sync_folder", ""),
-        ("sync_folder", "pending"),
-        ("sync_folder", "personal"),
-    ],
-)
-def test_the_search_finds_a_sync_that_a_device_leaves_out(quick_folder, play, method, folder):
-    with pytest.raises((AssertionError, Corrupt)):
-        cuts(quick_folder, play, points=6 * POINTS, seed=1, forgets=(method, folder))
