@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -127,7 +127,7 @@ def tune(name: str, path: Path) -> None:
 
 def _told(hyper: Hyper) -> str:
     """What differs from the defaults."""
-    given, usual = asdict(hyper), asdict(Hyper())
+    given, usual = dict(hyper), dict(Hyper())
     return ", ".join(f"{k} {v:g}" for k, v in given.items() if v != usual[k])
 
 

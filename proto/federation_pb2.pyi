@@ -176,6 +176,26 @@ Global___Option: _TypeAlias = Option  # noqa: Y015
 class Hyperparameters(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class OtherEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     LR_FIELD_NUMBER: _builtins.int
     META_LR_FIELD_NUMBER: _builtins.int
     INNER_STEPS_FIELD_NUMBER: _builtins.int
@@ -184,6 +204,7 @@ class Hyperparameters(_message.Message):
     BETA1_FIELD_NUMBER: _builtins.int
     BETA2_FIELD_NUMBER: _builtins.int
     FLOOR_FIELD_NUMBER: _builtins.int
+    OTHER_FIELD_NUMBER: _builtins.int
     lr: _builtins.float
     """Rate of a device's own steps, and of adaptation."""
     meta_lr: _builtins.float
@@ -197,6 +218,10 @@ class Hyperparameters(_message.Message):
     beta1: _builtins.float
     beta2: _builtins.float
     floor: _builtins.float
+    @_builtins.property
+    def other(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Every other hyperparameter that an algorithm's row declares, by name."""
+
     def __init__(
         self,
         *,
@@ -208,10 +233,11 @@ class Hyperparameters(_message.Message):
         beta1: _builtins.float = ...,
         beta2: _builtins.float = ...,
         floor: _builtins.float = ...,
+        other: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "floor", b"floor", "inner_steps", b"inner_steps", "lr", b"lr", "meta_lr", b"meta_lr", "proximal", b"proximal", "server_lr", b"server_lr"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beta1", b"beta1", "beta2", b"beta2", "floor", b"floor", "inner_steps", b"inner_steps", "lr", b"lr", "meta_lr", b"meta_lr", "other", b"other", "proximal", b"proximal", "server_lr", b"server_lr"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

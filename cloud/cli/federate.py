@@ -10,6 +10,7 @@ import click
 
 from triplane.cloud.cli.connection import calls, client_options
 from triplane.cloud.cli.options import DURATION, MAX_COUNT, MAX_NUMBER
+from triplane.unified_ir.cli.algorithms import NAMES, AlgorithmCommand
 from triplane.unified_ir.cli.shell import open_output
 from triplane.unified_ir.cli.simulate import simulate
 from triplane.unified_ir.federated.core import defaults
@@ -38,7 +39,7 @@ then says what devices do. It runs in a process of the cloud, which needs tripla
 need nothing. One of your own is NAME.py in the folder `strategies` of the cloud's home.
 
 \b
-What is not said is the cloud's default, which the answer shows too (--json); studies have the same.
+Unset options use the cloud's defaults, which the answer shows too (--json); studies use the same.
 Ctrl-C leaves the table, not the run.
 Exit codes: 0 done (or begun, with --detach); 4 stopped or failed.
 """
@@ -47,7 +48,6 @@ RUN: Final = click.argument("run_id", metavar="RUN", default="last")
 REASON: Final = click.option(
     "--reason", default="", metavar="TEXT", help="Shown with the run and in the audit log."
 )
-_HYPER: Final = ("lr", "meta_lr", "inner_steps", "proximal", "server_lr")
 _COHORT: Final = ("devices", "over_selection", "quorum", "deadline_s", "patience_s")
 _SAMPLING: Final = ("steps", "batch_size", "support", "query")
 
@@ -93,7 +93,10 @@ def command() -> None:
 command.add_command(simulate)
 
 
-@command.command("run", short_help="Begin a run over the devices of a population.", epilog=EPILOG)
+@command.command(
+    "run", short_help="Begin a run over the devices of a population.", epilog=EPILOG,
+    cls=AlgorithmCommand, rate=RATE, count=COUNT,
+)  # fmt: skip
 @click.argument("model", metavar="MODEL[@VERSION|@ALIAS]")
 @click.option(
     "--population", default="", metavar="NAME",
@@ -101,7 +104,7 @@ command.add_command(simulate)
 )  # fmt: skip
 @click.option(
     "--algorithm", default="", metavar="NAME",
-    help=_or("fedavg, fedprox, fedadam, maml, fomaml, meta-sgd, reptile.", defaults.ALGORITHM),
+    help=_or(f"{NAMES}.", defaults.ALGORITHM),
 )  # fmt: skip
 @click.option(
     "--strategy", default="", metavar="NAME",
@@ -137,16 +140,6 @@ command.add_command(simulate)
 @click.option("--batch-size", type=COUNT, help=_or("Samples of a step.", defaults.BATCH_SIZE))
 @click.option("--support", type=COUNT, help=_or("Samples to adapt on.", defaults.SUPPORT))
 @click.option("--query", type=COUNT, help=_or("Samples to judge a start by.", defaults.QUERY))
-@click.option("--lr", type=RATE, help=_or("Of a device's steps and of adaptation.", defaults.LR))
-@click.option("--meta-lr", type=RATE, help=_or("Of a device's meta-steps.", defaults.META_LR))
-@click.option("--inner-steps", type=COUNT, help=_or("Of adaptation.", defaults.INNER_STEPS))
-@click.option(
-    "--proximal", type=RATE, help=_or("FedProx's weight of the distance.", defaults.PROXIMAL)
-)
-@click.option(
-    "--server-lr", type=RATE,
-    help=_or("Of the cloud's optimizer.", f"{defaults.SERVER_LR:g}; fedadam {defaults.ADAM_LR:g}"),
-)  # fmt: skip
 @click.option(
     "--evaluate-every", type=click.IntRange(0, MAX_COUNT), default=0,
     help="Rounds between evaluations on every device.  [default: after the last only]",
@@ -175,16 +168,15 @@ def run(
 
 
 def _spec(
-    *, strategy: str, strategy_options: list[tuple[str, str]], app: bool, **options: Any
+    *,
+    strategy: str,
+    strategy_options: list[tuple[str, str]],
+    app: bool,
+    hyper: dict[str, float],
+    **options: Any,
 ) -> Spec:
-    from triplane.proto.federation_pb2 import (
-        Cohort,
-        Flower,
-        Hyperparameters,
-        Option,
-        Sampling,
-        Spec,
-    )
+    from triplane.proto.federation_pb2 import Cohort, Flower, Option, Sampling, Spec
+    from triplane.proto.hyperparameters import set_values
 
     if (strategy_options or app) and not strategy:
         raise click.UsageError("--option and --app are of a strategy; name one with --strategy")
@@ -195,13 +187,14 @@ def _spec(
         given = {name: options.pop(name) for name in names}
         return {name: value for name, value in given.items() if value is not None}
 
-    return Spec(
-        hyperparameters=Hyperparameters(**taken(_HYPER)),
+    spec = Spec(
         cohort=Cohort(**taken(_COHORT)),
         sampling=Sampling(**taken(_SAMPLING)),
         flower=flower,
         **{name: value for name, value in options.items() if value is not None},
     )
+    set_values(spec.hyperparameters, hyper)
+    return spec
 
 
 def _begun(cloud: Calls, spec: Spec) -> Run:

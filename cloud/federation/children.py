@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from triplane.cloud.federation.spec import HYPER
 from triplane.cloud.registry.conversions import CHILD, Jobs, Limits
 from triplane.proto import federation_pb2 as pb
+from triplane.proto.hyperparameters import values_of
 from triplane.proto.sandbox import expected
 
 COMMAND: Final = (sys.executable, "-m", "triplane.cloud.federation.planning")
@@ -88,5 +88,5 @@ class Children:
 
 
 def _order(do: str, model: Path, spec: pb.Spec) -> dict[str, Any]:
-    hyper = {name: getattr(spec.hyperparameters, name) for name in HYPER}
+    hyper = values_of(spec.hyperparameters)
     return {"do": do, "model": str(model), "algorithm": spec.algorithm, "hyper": hyper}

@@ -27,7 +27,7 @@ def plan(order: dict[str, Any]) -> dict[str, Any]:
         "digest": made.digest,
         "roles": roles,
         "weighting": row.weighting,
-        "server": row.server,
+        "server": row.server.name,
     }
 
 

@@ -186,12 +186,14 @@ class Results:
             for lease in order.leases
             if lease.update is not None
         ]
+        from triplane.unified_ir.federated.algorithms import algorithm  # the graphs come with it
+
         after, kept = reduce(
             state,
             slots,
             updates,
             weighting=prepared.weighting,
-            server=prepared.server,
+            server=algorithm(entry.spec.algorithm).server,
             hyper=hyper_of(entry.spec),
             buffers=buffers(prepared.roles),
         )

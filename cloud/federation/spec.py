@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Final
 from triplane.cloud.registry.names import Reference, check_alias, check_name
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
+from triplane.proto.hyperparameters import FIELDS, set_values, values_of
 from triplane.proto.targets import NAME
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core.compress import row_of
 from triplane.unified_ir.federated.core.learn import MAX_STEPS
 
 if TYPE_CHECKING:
-    from triplane.unified_ir.federated.algorithms.hyper import Hyper
+    from triplane.unified_ir.federated.algorithms import Hyper
 
 MAX_ROUNDS: Final = 1_000_000
 MAX_DEVICES: Final = 10_000
@@ -32,16 +33,6 @@ RELEASES: Final = ("", "auto")
 FLOWER: Final = "flower"
 
 _POPULATION: Final = re.compile(NAME)
-HYPER: Final = (
-    "lr",
-    "meta_lr",
-    "inner_steps",
-    "proximal",
-    "server_lr",
-    "beta1",
-    "beta2",
-    "floor",
-)
 
 
 def filled(asked: pb.Spec) -> pb.Spec:
@@ -73,11 +64,10 @@ def check_population(name: str) -> None:
 
 
 def hyper_of(spec: pb.Spec) -> Hyper:
-    """The hyperparameters as the algorithms take them. InvalidInput: one is out of its range."""
-    from triplane.unified_ir.federated.algorithms.hyper import Hyper
+    """Return the hyperparameters of a run. InvalidInput: one is unknown, or out of its range."""
+    from triplane.unified_ir.federated.algorithms import defaults
 
-    given = spec.hyperparameters
-    return Hyper(**{name: value for name in HYPER if (value := getattr(given, name))})
+    return defaults(spec.algorithm).but(**values_of(spec.hyperparameters))
 
 
 def _refuse_unbuilt(spec: pb.Spec) -> None:
@@ -97,14 +87,11 @@ def _refuse_unbuilt(spec: pb.Spec) -> None:
 
 
 def _fill_learning(spec: pb.Spec) -> None:
-    from triplane.unified_ir.federated.algorithms.table import algorithm
+    from triplane.unified_ir.federated.algorithms import algorithm
 
-    row = algorithm(spec.algorithm)
-    given = spec.hyperparameters
-    given.server_lr = given.server_lr or row.server_lr
     hyper = hyper_of(spec)
-    for name in HYPER:
-        setattr(given, name, getattr(hyper, name))
+    named = FIELDS | {row.name for row in algorithm(spec.algorithm).hyper}
+    set_values(spec.hyperparameters, {name: hyper[name] for name in named & hyper.keys()})
     sampling = spec.sampling
     sampling.steps = _count("steps", sampling.steps or defaults.STEPS, MAX_STEPS)
     sampling.batch_size = _count(

@@ -246,7 +246,7 @@ class Given:
         row = algorithm("fedadam")
         prepared = Prepared(
             plan=sha256(self.plan).hex(), plan_digest=PLAN_DIGEST, state=sha256(self.state).hex(),
-            roles=ROLES, weighting=row.weighting, server=row.server, since_s=1.0,
+            roles=ROLES, weighting=row.weighting, server=row.server.name, since_s=1.0,
         )  # fmt: skip
         asked = filled(spec(model="tiny@1", algorithm=row.name, rounds=ROUNDS + 2))
         return RunRecord(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from triplane.proto.errors import InvalidInput
+from triplane.unified_ir.cli.algorithms import AlgorithmCommand
 from triplane.unified_ir.cli.shell import (
     EXIT_CODES,
     OUTPUT_FILE,
@@ -42,10 +43,7 @@ DATA is the name digits, an .npz, MNIST IDX files or a folder of images by class
 samples in two disjoint parts: for training and adapting, and for scoring (--held-out).
 
 \b
-  fedavg     average of local steps                fedprox   with a proximal term
-  fedadam    with Adam on the server               reptile   with equal weights of devices
-  maml       meta-learning for --inner-steps steps on --support samples (exact gradients)
-  fomaml     maml to first order                   meta-sgd  maml with a learned rate per weight
+ALGORITHM_SUMMARIES
 
 \b
 In the table, `before` is the accuracy of the shared model, and `adapted` that after --inner-steps
@@ -64,7 +62,10 @@ ALL = "all"
 GROUPS = (("training", True), ("unseen", False))
 
 
-@click.command("simulate", short_help="Compare algorithms on simulated devices.", epilog=EPILOG)
+@click.command(
+    "simulate", short_help="Compare algorithms on simulated devices.", epilog=EPILOG,
+    cls=AlgorithmCommand, rate=RATE, count=COUNT,
+)  # fmt: skip
 @click.argument("model", type=click.Path(path_type=Path), metavar="MODEL.tpm")
 @click.option("--data", required=True, metavar="DATA", help="Labelled samples; see below.")
 @click.option("--x", default="x", show_default=True, metavar="KEY", help="Samples in an .npz.")
@@ -121,7 +122,7 @@ GROUPS = (("training", True), ("unseen", False))
 )  # fmt: skip
 @click.option(
     "--batch-size", type=COUNT, default=defaults.BATCH_SIZE, show_default=True, metavar="N",
-    help="Samples per step of fedavg, fedprox, fedadam, reptile.",
+    help="Samples of a step, of algorithms that learn from batches.",
 )  # fmt: skip
 @click.option(
     "--support", type=click.IntRange(min=0), default=defaults.SUPPORT, show_default=True,
@@ -130,27 +131,7 @@ GROUPS = (("training", True), ("unseen", False))
 )  # fmt: skip
 @click.option(
     "--query", type=COUNT, default=defaults.QUERY, show_default=True, metavar="N",
-    help="Samples per step of maml, fomaml, meta-sgd beside the support.",
-)  # fmt: skip
-@click.option(
-    "--lr", type=RATE, default=defaults.LR, show_default=True, metavar="RATE",
-    help="Rate of a device's steps, and of adaptation.",
-)  # fmt: skip
-@click.option(
-    "--meta-lr", type=RATE, default=defaults.META_LR, show_default=True, metavar="RATE",
-    help="Rate of a device's steps in maml, fomaml, meta-sgd.",
-)  # fmt: skip
-@click.option(
-    "--inner-steps", type=COUNT, default=defaults.INNER_STEPS, show_default=True, metavar="N",
-    help="Steps per adaptation, at most 10.",
-)  # fmt: skip
-@click.option(
-    "--proximal", type=RATE, default=defaults.PROXIMAL, show_default=True, metavar="MU",
-    help="Weight of fedprox's proximal term.",
-)  # fmt: skip
-@click.option(
-    "--server-lr", type=RATE, metavar="RATE",
-    help=f"Server learning rate.  [default: {defaults.SERVER_LR:g}; fedadam {defaults.ADAM_LR:g}]",
+    help="Samples of a step beside its support, of algorithms that learn from episodes.",
 )  # fmt: skip
 @click.option(
     "--rate", "rates", type=RATE, multiple=True, metavar="RATE",
@@ -265,17 +246,16 @@ def _source(options: dict[str, Any]) -> SampleSource:
 
 
 def _study(name: str, options: dict[str, Any]) -> Study:
-    from triplane.unified_ir.federated.algorithms import Hyper, algorithm
+    from triplane.unified_ir.federated.algorithms import algorithm
+    from triplane.unified_ir.federated.algorithms import defaults as defaults_of
     from triplane.unified_ir.federated.study import Study
 
     row = algorithm(name)
-    server_lr = row.server_lr if options["server_lr"] is None else options["server_lr"]
-    rates = {k: options[k] for k in ("lr", "meta_lr", "inner_steps", "proximal")}
     names = ("rounds", "devices", "steps", "batch_size", "support", "query", "evaluate_every")
     compression = options["compression"] or ""
     return Study(
         algorithm=name,
-        hyper=Hyper(server_lr=server_lr, **rates),
+        hyper=defaults_of(name).but(**options["hyper"]),
         rates=() if row.learns_rates else options["rates"],
         compression=compression,
         keep=options["keep"] if compression == "top-k" else 1.0,
@@ -364,6 +344,14 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
     from triplane.unified_ir.federated.algorithms import ALGORITHMS
 
     rows = [ALGORITHMS[name] for name in _names(options["algorithms"])]
+    numbers: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for hyper in row.hyper:
+            number = f"{options['hyper'].get(hyper.name, hyper.default):g}"
+            numbers.setdefault(hyper.name, {})[number] = None
+    options = {k: v for k, v in options.items() if k != "hyper"} | {
+        name: tuple(values) for name, values in numbers.items()
+    }
     meta = any(row.episodes for row in rows)
     # fmt: off
     matters = {
@@ -372,8 +360,7 @@ def _facts(options: dict[str, Any], groups: Groups) -> dict[str, str]:
         "population": not options["group"], "unseen": not options["split"],
         "alpha": options["way"] == "dirichlet" and not options["group"],
         "label_shards": options["way"] == "labels" and not options["group"],
-        "batch_size": not all(row.episodes for row in rows), "query": meta, "meta_lr": meta,
-        "proximal": any(row.name == "fedprox" for row in rows),
+        "batch_size": not all(row.episodes for row in rows), "query": meta,
         "keep": options["compression"] == "top-k",
         "devices": options["devices"], "evaluate_every": options["evaluate_every"],
     }

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import click
 import pytest
 from click.testing import CliRunner
 from tests.cloud.federation.given import devices_of, living, make_home, registered
@@ -174,16 +175,17 @@ def test_a_run_and_a_study_have_one_set_of_defaults():
         for field in ("steps", "batch_size", "support", "query"):
             told = getattr(spec.sampling, field)
             assert told == getattr(study, field) == option_of(simulate, field).default, field
-        for field in ("lr", "meta_lr", "inner_steps", "proximal"):
-            told = getattr(spec.hyperparameters, field)
-            assert told == getattr(study.hyper, field) == option_of(simulate, field).default, field
-        assert spec.hyperparameters.server_lr == row.server_lr
+        for number in row.hyper:
+            assert getattr(spec.hyperparameters, number.name) == number.default
+            for verb in (simulate, command.commands["run"]):
+                assert f"{number.default:g}" in option_of(verb, number.name).help
     packed = filled(pb.Spec(model="tiny", compression="top-k"))
     assert packed.keep == option_of(simulate, "keep").default
 
 
 def option_of(verb, name):
-    return next(p for p in verb.params if p.name == name)
+    params = verb.get_params(click.Context(verb))
+    return next(p for p in params if p.name == name)
 
 
 def test_a_device_that_waits_is_told_of_at_once_and_shown_until_it_goes_on():

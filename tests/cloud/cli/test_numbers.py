@@ -22,8 +22,8 @@ LARGE = (str(2**31), str(2**32), str(2**63), str(2**64))
 
 def counts(command):
     """The options and arguments of a command that are whole numbers, or lists of them."""
-    return [p for p in command.params if isinstance(p.type, click.types.IntParamType)
-            or p.type is WAVES]  # fmt: skip
+    params = command.get_params(click.Context(command))
+    return [p for p in params if isinstance(p.type, click.types.IntParamType) or p.type is WAVES]
 
 
 CASES = [

@@ -17,7 +17,7 @@ from triplane.unified_ir.federated.algorithms import (
     plan_of,
 )
 from triplane.unified_ir.federated.algorithms.table import _ROWS, _table
-from triplane.unified_ir.federated.core.reduce import SERVERS, WEIGHTINGS
+from triplane.unified_ir.federated.core.reduce import WEIGHTINGS
 from triplane.unified_ir.ir import Module, Role, StateTensor
 from triplane.unified_ir.ir.module import read
 from triplane.unified_ir.runtime import Plan
@@ -301,10 +301,11 @@ def test_odd_numbers_are_refused(options, said):
 
 def test_rows_name_what_the_cloud_has():
     for row in ALGORITHMS.values():
-        assert row.server in SERVERS
         assert row.weighting in WEIGHTINGS
         assert "arXiv" in row.source
-        assert defaults(row.name).server_lr == row.server_lr
+        assert {h.name: defaults(row.name)[h.name] for h in row.hyper} == {
+            h.name: h.default for h in row.hyper
+        }
     with pytest.raises(AssertionError, match="one name"):
         _table((_ROWS[0], _ROWS[0]))
     with pytest.raises(InvalidInput, match=r"algorithms are fedavg, .* got 'sgd'"):

@@ -1,7 +1,5 @@
 """The mean against numpy in float64, its order, and the server's optimizers by hand."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,15 +7,12 @@ from hypothesis import strategies as st
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core import reduce as reducing
-from triplane.unified_ir.federated.core.reduce import MAX_EXAMPLES, SERVERS, reduce
+from triplane.unified_ir.federated.core.reduce import ADAM, MAX_EXAMPLES, SGD, reduce
 
 
-@dataclass
-class Hyper:
-    server_lr: float = 1.0
-    beta1: float = 0.9
-    beta2: float = 0.99
-    floor: float = 1e-3
+def Hyper(**values):
+    """Hyperparameters with defaults."""
+    return {"server_lr": 1.0, "beta1": 0.9, "beta2": 0.99, "floor": 1e-3, **values}
 
 
 def state(seed=0):
@@ -51,7 +46,7 @@ def in_order(arrived):
 
 def mean(arrived, weighting="examples", **options):
     return reduce(
-        state(), {}, in_order(arrived), weighting=weighting, server="sgd",
+        state(), {}, in_order(arrived), weighting=weighting, server=SGD,
         hyper=Hyper(**options),
     )[0]  # fmt: skip
 
@@ -110,7 +105,7 @@ def test_updates_are_opened_one_at_a_time():
         return open_it
 
     updates = [(1, opening(k)) for k in range(4)]
-    reduce(state(), {}, updates, weighting="equal", server="sgd", hyper=Hyper())
+    reduce(state(), {}, updates, weighting="equal", server=SGD, hyper=Hyper())
     assert opened == [0, 1, 2, 3]
 
 
@@ -128,7 +123,7 @@ def test_fedadam_follows_its_paper_over_rounds():
     for k in range(5):
         arrived = changes(3, seed=k)
         now, slots = reduce(
-            now, slots, in_order(arrived), weighting="equal", server="adam", hyper=hyper
+            now, slots, in_order(arrived), weighting="equal", server=ADAM, hyper=hyper
         )
         d = np.mean([c["w"] for _, c in arrived.values()], axis=0, dtype=np.float64)
         m, v = 0.9 * m + 0.1 * d, 0.99 * v + 0.01 * d * d
@@ -139,7 +134,7 @@ def test_fedadam_follows_its_paper_over_rounds():
 
 
 def test_every_server_is_a_row_and_keeps_the_state_s_types():
-    for server in SERVERS:
+    for server in (SGD, ADAM):
         found, _ = reduce(
             state(), {}, in_order(changes(2)), weighting="equal", server=server, hyper=Hyper()
         )
@@ -152,7 +147,7 @@ def test_what_cannot_be_reduced_is_refused_by_name():
     good = changes(1)["device-0"][1]
 
     def attempt(updates, **options):
-        given_ = {"weighting": "examples", "server": "sgd", **options}
+        given_ = {"weighting": "examples", "server": SGD, **options}
         reduce(state(), {}, updates, hyper=Hyper(), **given_)
 
     with pytest.raises(InvalidInput, match="at least one update"):
@@ -163,13 +158,11 @@ def test_what_cannot_be_reduced_is_refused_by_name():
         attempt([(1, lambda: {"w": good["w"]})])
     with pytest.raises(InvalidInput, match=r"'w' is \(3, 5\), the update has \(5, 3\)"):
         attempt([(1, lambda: {**good, "w": good["w"].T})])
-    with pytest.raises(InvalidInput, match="sgd, adam, got 'lion'"):
-        attempt([(1, lambda: good)], server="lion")
     with pytest.raises(InvalidInput, match="examples or equal, got 'loss'"):
         attempt([(1, lambda: good)], weighting="loss")
 
 
-@pytest.mark.parametrize("server", sorted(SERVERS))
+@pytest.mark.parametrize("server", [SGD, ADAM])
 def test_buffers_take_the_plain_mean_whatever_the_optimizer_and_its_rate(server):
     arrived = changes(5)
     found, slots = reduce(

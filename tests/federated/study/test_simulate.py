@@ -48,7 +48,7 @@ EQUAL = {"maml", "fomaml", "meta-sgd", "reptile"}
 
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_one_round_is_the_mean_of_what_devices_change(tmp_path, algorithm):
-    hyper = replace(HYPER, server_lr=0.5, floor=0.1)
+    hyper = HYPER.but(server_lr=0.5, floor=0.1)
     made = run(study(algorithm, rounds=1, hyper=hyper))
     given = plan_of(module(), algorithm, hyper, tmp_path / "a.plan")
     plan = Plan.load(tmp_path / "a.plan")
@@ -150,7 +150,7 @@ def test_a_study_without_held_out_samples_scores_nobody():
 
 def test_a_device_whose_numbers_break_is_named():
     with pytest.raises(InvalidInput, match=r"device-\d in round 1: .*smaller rate"):
-        run(replace(study(), hyper=replace(HYPER, lr=1e38)))
+        run(replace(study(), hyper=HYPER.but(lr=1e38)))
 
 
 def test_personal_state_stays_with_its_device():
@@ -227,7 +227,7 @@ def moved(shard):
 OTHER = {
     "an option": (study(seed=1), shards(), {}, "seed is 0 there, 1 here"),
     "a rate": (
-        study(hyper=replace(HYPER, lr=0.3)), shards(), {}, "hyper.lr is 0.2 there, 0.3 here; model",
+        study(hyper=HYPER.but(lr=0.3)), shards(), {}, "hyper.lr is 0.2 there, 0.3 here; model",
     ),
     "samples": (study(), {n: moved(s) for n, s in shards().items()}, {}, "samples of devices"),
     "who learns": (
@@ -324,7 +324,7 @@ def test_statistics_of_batches_stay_variances_through_optimizer_and_compression(
         name: Shard(*({**part, "x": part["x"] * scale} for part in (shard.train, shard.held_out)))
         for name, shard in shards().items()
     }
-    options = {"rounds": 40, "compression": compression, "hyper": replace(HYPER, server_lr=0.3)}
+    options = {"rounds": 40, "compression": compression, "hyper": HYPER.but(server_lr=0.3)}
     made = simulate(module(Normed), devices, study(algorithm, **options))
     (variance,) = (x for n, x in made.state.items() if n.endswith("running_var"))
     seen = np.concatenate([shard.train["x"] for shard in devices.values()])

@@ -1,6 +1,6 @@
 """The graphs of federated algorithms, derived from a module's `loss`; a plan for the devices."""
 
-from triplane.unified_ir.federated.algorithms.hyper import MAX_INNER_STEPS, Hyper
+from triplane.unified_ir.federated.algorithms.hyper import MAX_INNER_STEPS
 from triplane.unified_ir.federated.algorithms.plan import (
     PlanMade,
     functions_of,
@@ -10,6 +10,7 @@ from triplane.unified_ir.federated.algorithms.plan import (
 from triplane.unified_ir.federated.algorithms.table import (
     ALGORITHMS,
     Algorithm,
+    Hyper,
     algorithm,
     defaults,
 )

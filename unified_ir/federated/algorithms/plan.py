@@ -11,9 +11,9 @@ from typing import Final
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
-from triplane.unified_ir.federated.algorithms.hyper import ANCHOR, HYPER, RATE, Hyper
+from triplane.unified_ir.federated.algorithms.hyper import ANCHOR, HYPER, RATE
 from triplane.unified_ir.federated.algorithms.objective import Objective, objective_of
-from triplane.unified_ir.federated.algorithms.table import Algorithm, algorithm
+from triplane.unified_ir.federated.algorithms.table import Algorithm, Hyper, algorithm
 from triplane.unified_ir.federated.core.learn import shared
 from triplane.unified_ir.ir import Function, Module, Role, StateTensor, Value
 from triplane.unified_ir.ir.graph import Array
@@ -120,7 +120,7 @@ def _objective(module: Module) -> Objective:
 
 def _extra_state(row: Algorithm, of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
     """State beside the module's; rates that an earlier run learned go on from there."""
-    found = dict(row.extra_state(of, hyper))
+    found = row.state(of, hyper)
     if clash := sorted(n for n in found.keys() & of.state.keys() if not n.startswith(RESERVED)):
         raise InvalidInput(
             f"the model calls something {clash[0]!r}, which is state of the algorithm {row.name}: "

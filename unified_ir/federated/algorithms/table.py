@@ -1,46 +1,115 @@
-"""The algorithms, one row each. What differs is the graph of a step and what the cloud does."""
+"""The algorithms, one row each. They differ in the graph of a step and in what the cloud does.
+
+A row is the whole algorithm: the commands, the wire, the cloud and the report take its name, its
+hyperparameters and its server's optimizer from here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.algorithms import steps
-from triplane.unified_ir.federated.algorithms.hyper import ANCHOR, LR, META_LR, Hyper
+from triplane.unified_ir.federated.algorithms.hyper import (
+    ANCHOR,
+    DECAY,
+    HYPER,
+    INNER_STEPS,
+    LR,
+    META_LR,
+    NOT_NEGATIVE,
+    POSITIVE,
+    Hyperparameter,
+)
 from triplane.unified_ir.federated.algorithms.objective import Objective
 from triplane.unified_ir.federated.algorithms.steps import shared_trained
-from triplane.unified_ir.federated.core.defaults import ADAM_LR, SERVER_LR
+from triplane.unified_ir.federated.core.reduce import ADAM, SGD, ServerOptimizer
 from triplane.unified_ir.ir import Function, Role, StateTensor
 
 Gradient = Callable[[Objective, int], Function]
-ExtraState = Callable[[Objective, Hyper], Mapping[str, StateTensor]]
+ExtraState = Callable[[Objective, "Hyper"], Mapping[str, StateTensor]]
+
+
+class Hyper(Mapping[str, float]):
+    """Values of the hyperparameters of all algorithms, by name; `hyper.lr` is `hyper["lr"]`.
+
+    What is not given has its default. InvalidInput: a value is out of its range, or no algorithm
+    declares the name.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, **values: float) -> None:
+        declared = hyperparameters()
+        if unknown := sorted(values.keys() - declared.keys()):
+            raise InvalidInput(
+                f"no algorithm has a hyperparameter {unknown[0][:80]!r}; there are "
+                f"{', '.join(declared)}"
+            )
+        self._values = {name: values.get(name, row.default) for name, row in declared.items()}
+        for name, row in declared.items():
+            row.check(self._values[name])
+
+    @property
+    def inner_steps(self) -> int:
+        """Steps of adaptation."""
+        return int(self["inner_steps"])
+
+    def but(self, **changes: float) -> Hyper:
+        """Return these values with some changed."""
+        return Hyper(**{**self._values, **changes})
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[name]
+
+    def __getattr__(self, name: str) -> float:
+        if name.startswith("_") or name not in self._values:
+            raise AttributeError(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values.items()))
+
+    def __repr__(self) -> str:
+        return f"Hyper({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
+
+def _no_state(_of: Objective, _hyper: Hyper) -> Mapping[str, StateTensor]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     """One way to learn together.
 
-    episodes: a step takes support and query instead of one batch. weighting: of updates, by
-    "examples" or "equal". server: the cloud's optimizer, a row of `core.reduce.SERVERS`. gradient:
-    what a step goes against, after some inner steps. rate: state that a step multiplies it with.
-    adapt: one step of adaptation. extra_state: state beside the module's. server_lr: the cloud's
-    default rate.
+    summary: a few words for help. episodes: a step takes support and query instead of one batch.
+    weighting: of updates, by "examples" or "equal". server: the cloud's optimizer. gradient: what a
+    step goes against, after some inner steps. hyper: the algorithm's hyperparameters; each is also
+    state that its graphs may read. rate: the one that a step is multiplied with. adapt: one step of
+    adaptation. extra_state: further state beside the module's.
     """
 
     name: str
     source: str
+    summary: str
     episodes: bool
     weighting: str
-    server: str
     gradient: Gradient
-    rate: str
-    adapt: Callable[[Objective], Function]
-    extra_state: ExtraState
-    server_lr: float = SERVER_LR
+    hyper: tuple[Hyperparameter, ...]
+    server: ServerOptimizer = SGD
+    rate: str = LR
+    adapt: Callable[[Objective], Function] = steps.plain_adapt
+    extra_state: ExtraState = _no_state
 
     @property
     def learns_rates(self) -> bool:
@@ -48,78 +117,89 @@ class Algorithm:
         return self.adapt is steps.learned_rate_adapt
 
     def step(self, of: Objective, hyper: Hyper) -> Function:
-        """The entry `local_update`."""
+        """Return the entry `local_update`."""
         return steps.descent(self.gradient(of, hyper.inner_steps), self.rate, "local_update")
 
-
-def _rates(of: Objective, **values: float) -> dict[str, StateTensor]:
-    dtype = steps.scalar_of(of).dtype.numpy
-    named = {f"hyper.{k}": np.asarray(v, dtype) for k, v in values.items()}
-    return {k: StateTensor(Role.BUFFER, v) for k, v in named.items()}
-
-
-def _lr(of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
-    return _rates(of, lr=hyper.lr)
+    def state(self, of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
+        """Return the state beside the module's: hyperparameters as numbers, and `extra_state`."""
+        dtype = steps.scalar_of(of).dtype.numpy
+        numbers = {HYPER + row.name: np.asarray(hyper[row.name], dtype) for row in self.hyper}
+        scalars = {name: StateTensor(Role.BUFFER, number) for name, number in numbers.items()}
+        return {**scalars, **self.extra_state(of, hyper)}
 
 
-def _meta_lr(of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
-    return _rates(of, lr=hyper.lr, meta_lr=hyper.meta_lr)
-
-
-def _anchored(of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
-    anchors = {
+def _anchors(of: Objective, _hyper: Hyper) -> dict[str, StateTensor]:
+    return {
         ANCHOR + p: StateTensor(Role.BUFFER, of.state[p].array.copy()) for p in shared_trained(of)
     }
-    return _rates(of, lr=hyper.lr, proximal=hyper.proximal) | anchors
 
 
-def _learned(of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
+def _own_rates(of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
     rates = steps.learned_rates(of, hyper.lr)
-    own = {k: StateTensor(Role.PARAMETER, v) for k, v in rates.items()}
-    return _rates(of, meta_lr=hyper.meta_lr) | own
+    return {k: StateTensor(Role.PARAMETER, v) for k, v in rates.items()}
 
 
 # fmt: off
+_SHARED: Final = (
+    Hyperparameter("lr", 0.05, NOT_NEGATIVE, "Rate of a device's steps, and of adaptation."),
+    Hyperparameter("inner_steps", 3, INNER_STEPS, "Steps of an adaptation, at most 10."),
+)
+_SERVER_LR: Final = Hyperparameter("server_lr", 1.0, POSITIVE, "Rate of the cloud's optimizer.")
+_META_LR: Final = Hyperparameter("meta_lr", 0.05, NOT_NEGATIVE, "Rate of a device's meta-steps.")
+
 _ROWS: Final = (
     Algorithm(
         name="fedavg", source="McMahan et al. 2017, arXiv 1602.05629, algorithm 1",
-        episodes=False, weighting="examples", server="sgd",
-        gradient=steps.batch_gradient, rate=LR, adapt=steps.plain_adapt, extra_state=_lr,
+        summary="local steps, averaged",
+        episodes=False, weighting="examples", gradient=steps.batch_gradient,
+        hyper=(*_SHARED, _SERVER_LR),
     ),
     Algorithm(
         name="fedprox", source="Li et al. 2020, arXiv 1812.06127, algorithm 2",
-        episodes=False, weighting="examples", server="sgd",
-        gradient=steps.proximal_gradient, rate=LR, adapt=steps.plain_adapt, extra_state=_anchored,
+        summary="as fedavg, and held near the round's start",
+        episodes=False, weighting="examples", gradient=steps.proximal_gradient,
+        extra_state=_anchors,
+        hyper=(
+            *_SHARED, _SERVER_LR,
+            Hyperparameter("proximal", 0.01, NOT_NEGATIVE, "Weight of FedProx's distance."),
+        ),
     ),
     Algorithm(
         name="fedadam", source="Reddi et al. 2021, arXiv 2003.00295, algorithm 2",
-        episodes=False, weighting="examples", server="adam",
-        gradient=steps.batch_gradient, rate=LR, adapt=steps.plain_adapt, extra_state=_lr,
-        server_lr=ADAM_LR,
+        summary="as fedavg, with Adam on the cloud",
+        episodes=False, weighting="examples", gradient=steps.batch_gradient, server=ADAM,
+        hyper=(
+            *_SHARED, replace(_SERVER_LR, default=0.03),
+            Hyperparameter("beta1", 0.9, DECAY, "Decay of Adam's first moment on the cloud."),
+            Hyperparameter("beta2", 0.99, DECAY, "Decay of Adam's second moment on the cloud."),
+            Hyperparameter("floor", 1e-3, POSITIVE, "Added to the root of the second moment."),
+        ),
     ),
     Algorithm(
         name="maml",
         source="Chen et al. 2018, arXiv 1802.07876; Finn et al. 2017, arXiv 1703.03400",
-        episodes=True, weighting="equal", server="sgd",
-        gradient=steps.meta_gradient, rate=META_LR, adapt=steps.plain_adapt,
-        extra_state=_meta_lr,
+        summary="a start from which --inner-steps steps on --support samples lead far (exact)",
+        episodes=True, weighting="equal", gradient=steps.meta_gradient, rate=META_LR,
+        hyper=(*_SHARED, _SERVER_LR, _META_LR),
     ),
     Algorithm(
         name="fomaml", source="Finn et al. 2017, arXiv 1703.03400, section 5.2",
-        episodes=True, weighting="equal", server="sgd",
-        gradient=steps.first_order_gradient, rate=META_LR, adapt=steps.plain_adapt,
-        extra_state=_meta_lr,
+        summary="as maml, to first order",
+        episodes=True, weighting="equal", gradient=steps.first_order_gradient, rate=META_LR,
+        hyper=(*_SHARED, _SERVER_LR, _META_LR),
     ),
     Algorithm(
         name="meta-sgd", source="Li et al. 2017, arXiv 1707.09835, algorithm 1",
-        episodes=True, weighting="equal", server="sgd",
-        gradient=steps.learned_rate_gradient, rate=META_LR, adapt=steps.learned_rate_adapt,
-        extra_state=_learned,
+        summary="as maml, with a learned rate for each weight",
+        episodes=True, weighting="equal", gradient=steps.learned_rate_gradient, rate=META_LR,
+        adapt=steps.learned_rate_adapt, extra_state=_own_rates,
+        hyper=(*_SHARED, _SERVER_LR, _META_LR),
     ),
     Algorithm(
         name="reptile", source="Nichol et al. 2018, arXiv 1803.02999, algorithm 1",
-        episodes=False, weighting="equal", server="sgd",
-        gradient=steps.batch_gradient, rate=LR, adapt=steps.plain_adapt, extra_state=_lr,
+        summary="as fedavg, with each device counting the same",
+        episodes=False, weighting="equal", gradient=steps.batch_gradient,
+        hyper=(*_SHARED, _SERVER_LR),
     ),
 )
 # fmt: on
@@ -134,13 +214,22 @@ def _table(rows: tuple[Algorithm, ...]) -> Mapping[str, Algorithm]:
 ALGORITHMS: Final = _table(_ROWS)
 
 
+def hyperparameters() -> dict[str, Hyperparameter]:
+    """Return the hyperparameters of all algorithms by name, with their most usual default."""
+    rows: dict[str, Hyperparameter] = {}
+    for algorithm_row in ALGORITHMS.values():
+        for row in algorithm_row.hyper:
+            rows.setdefault(row.name, row)
+    return rows
+
+
 def algorithm(name: str) -> Algorithm:
-    """The row of that name; InvalidInput names those there are."""
+    """Return the row of that name. InvalidInput names those there are."""
     if name not in ALGORITHMS:
         raise InvalidInput(f"algorithms are {', '.join(ALGORITHMS)}; got {name[:80]!r}")
     return ALGORITHMS[name]
 
 
 def defaults(name: str) -> Hyper:
-    """What an algorithm runs with where nobody says otherwise."""
-    return Hyper(server_lr=algorithm(name).server_lr)
+    """Return the default hyperparameters of an algorithm."""
+    return Hyper(**{row.name: row.default for row in algorithm(name).hyper})

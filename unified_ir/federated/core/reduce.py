@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -29,24 +29,8 @@ Update = tuple[int, Callable[[], State]]
 """(examples, opens the change)."""
 
 
-class ServerHyper(Protocol):
-    """What the optimizers read; see `Hyperparameters` in federation.proto."""
-
-    @property
-    def server_lr(self) -> float:
-        """Rate."""
-
-    @property
-    def beta1(self) -> float:
-        """Decay of the first moment."""
-
-    @property
-    def beta2(self) -> float:
-        """Decay of the second moment."""
-
-    @property
-    def floor(self) -> float:
-        """Added to the root of the second moment."""
+ServerHyper = Mapping[str, float]
+"""Hyperparameters by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +48,7 @@ def reduce(
     updates: Sequence[Update],
     *,
     weighting: str,
-    server: str,
+    server: ServerOptimizer,
     hyper: ServerHyper,
     buffers: Collection[str] = (),
 ) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -73,14 +57,12 @@ def reduce(
     buffers: tensors that take the mean as it is, whatever optimizer and rate. What is no float
     stays as it is. InvalidInput without updates, or where one does not fit the state.
     """
-    if server not in SERVERS:
-        raise InvalidInput(f"the server's optimizer is one of {', '.join(SERVERS)}, got {server!r}")
     sums = _mean(state, updates, weighting)
     after = dict(state)
     kept: dict[str, Array] = {}
     for name, d in sums.items():
         x = state[name]
-        row = PLAIN if name in buffers else SERVERS[server]
+        row = PLAIN if name in buffers else server
         names = [f"{s}.{name}" for s in row.slots]
         old = [slots[s] if s in slots else np.zeros(x.shape, x.dtype) for s in names]
         after[name], moved = _stepped(row, x, d, old, hyper)
@@ -150,7 +132,7 @@ def _sgd(
     x: Array, d: Array, _slots: tuple[Array, ...], hyper: ServerHyper
 ) -> tuple[Array, tuple[Array, ...]]:
     """x' = x + lr d; with lr = 1 this is FedAvg (McMahan et al. 2017)."""
-    return x + hyper.server_lr * d, ()
+    return x + hyper["server_lr"] * d, ()
 
 
 def _adam(
@@ -158,9 +140,9 @@ def _adam(
 ) -> tuple[Array, tuple[Array, ...]]:
     """x' = x + lr m / (sqrt(v) + floor), no bias correction (Reddi et al. 2021, algorithm 2)."""
     m, v = slots
-    m = hyper.beta1 * m.astype(np.float64) + (1 - hyper.beta1) * d
-    v = hyper.beta2 * v.astype(np.float64) + (1 - hyper.beta2) * d * d
-    return x + hyper.server_lr * m / (np.sqrt(v) + hyper.floor), (m, v)
+    m = hyper["beta1"] * m.astype(np.float64) + (1 - hyper["beta1"]) * d
+    v = hyper["beta2"] * v.astype(np.float64) + (1 - hyper["beta2"]) * d * d
+    return x + hyper["server_lr"] * m / (np.sqrt(v) + hyper["floor"]), (m, v)
 
 
 def _mean_itself(
@@ -172,12 +154,5 @@ def _mean_itself(
 
 PLAIN: Final = ServerOptimizer("", (), _mean_itself)
 
-# fmt: off
-SERVERS: Final[Mapping[str, ServerOptimizer]] = {
-    row.name: row
-    for row in (
-        ServerOptimizer("sgd",  (),         _sgd),
-        ServerOptimizer("adam", ("m", "v"), _adam),
-    )
-}
-# fmt: on
+SGD: Final = ServerOptimizer("sgd", (), _sgd)
+ADAM: Final = ServerOptimizer("adam", ("m", "v"), _adam)

@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote
 import numpy as np
 
 from triplane.proto.errors import Conflict, Corrupt
+from triplane.unified_ir.federated.algorithms.table import algorithm
 from triplane.unified_ir.federated.core.draws import Array
 from triplane.unified_ir.federated.core.learn import Shard
 from triplane.unified_ir.federated.study.trial import DeviceScore, RoundRow
@@ -30,6 +31,10 @@ PROGRESS: Final = "progress.json"
 MAX_PROGRESS_BYTES: Final = 256 << 20
 STUDY: Final = "study"
 """Key of the progress: which study this is of."""
+ALWAYS_KEPT: Final = frozenset(
+    {"lr", "meta_lr", "inner_steps", "proximal", "server_lr", "beta1", "beta2", "floor"}
+)
+"""Hyperparameters that are kept whatever the algorithm, as earlier releases did."""
 OPEN: Final = ("rounds", "rates")
 """Options that a study may be gone on with at other values."""
 ROLES: Final = {
@@ -61,7 +66,8 @@ def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, s
     How many rounds there are and which rates are tried at the end changes nothing that is kept.
     """
     options = {k: v for k, v in asdict(study).items() if k not in OPEN}
-    hyper = {f"hyper.{k}": v for k, v in options.pop("hyper").items()}
+    declared = {row.name for row in algorithm(study.algorithm).hyper} | ALWAYS_KEPT
+    hyper = {f"hyper.{k}": v for k, v in options.pop("hyper").items() if k in declared}
     found = {k: json.dumps(v) for k, v in (options | hyper).items()}
     found |= {"model and algorithm": plan}
     for group, shards in (("devices that learn", seen), ("unseen devices", unseen)):

@@ -27,7 +27,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import data, nn, ops, optim, train
 from triplane.unified_ir.federated.algorithms import Hyper, algorithm, plan_of
 from triplane.unified_ir.federated.core.learn import Shard, Work, learn
-from triplane.unified_ir.federated.core.reduce import reduce
+from triplane.unified_ir.federated.core.reduce import SGD, reduce
 from triplane.unified_ir.runtime import Plan, SessionOptions
 
 NODES = (11, 12, 13, 14, 15)
@@ -154,7 +154,7 @@ def test_their_mean_is_ours():
         (SAMPLES[n], lambda n=n: {k: np.full_like(v, n / 100) for k, v in START.items()})
         for n in NODES
     ]
-    ours, _ = reduce(START, {}, updates, weighting="examples", server="sgd", hyper=Hyper())
+    ours, _ = reduce(START, {}, updates, weighting="examples", server=SGD, hyper=Hyper())
     for key in START:
         np.testing.assert_allclose(ours[key], theirs[key], rtol=1e-6)
 

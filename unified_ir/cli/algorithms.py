@@ -1,0 +1,98 @@
+"""Options that the table of federated algorithms decides: their names and hyperparameters.
+
+The table comes with the operators of their graphs, so it is imported when a command's options are
+asked for, and not when the command is defined.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+if TYPE_CHECKING:
+    from triplane.unified_ir.federated.algorithms.hyper import Hyperparameter
+
+NAMES: Final = "ALGORITHM_NAMES"
+"""Stands for the names of all algorithms in the help of an option."""
+SUMMARIES: Final = "ALGORITHM_SUMMARIES"
+"""Stands for a line for each algorithm in an epilog."""
+AFTER: Final = "query"
+"""The option that hyperparameters follow in the help."""
+
+
+class AlgorithmCommand(click.Command):
+    """A command with an option for each hyperparameter, which gets the given ones as `hyper`.
+
+    rate, count: types of options for real and for whole numbers.
+    """
+
+    def __init__(
+        self, *args: Any, rate: click.ParamType[float], count: click.ParamType[int], **attrs: Any
+    ) -> None:
+        super().__init__(*args, **attrs)
+        self._rate, self._count = rate, count
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return all parameters, made once for each context."""
+        key = f"{__name__}.params"
+        if key not in ctx.meta:
+            ctx.meta[key] = self._params(super().get_params(ctx))
+        params: list[click.Parameter] = ctx.meta[key]
+        return params
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Collect the hyperparameters that were given under the name `hyper`."""
+        from triplane.unified_ir.federated.algorithms.table import hyperparameters
+
+        rest = super().parse_args(ctx, args)
+        values = {name: ctx.params.pop(name, None) for name in hyperparameters()}
+        ctx.params["hyper"] = {name: v for name, v in values.items() if v is not None}
+        return rest
+
+    def _params(self, own: list[click.Parameter]) -> list[click.Parameter]:
+        from triplane.unified_ir.federated.algorithms.table import ALGORITHMS, hyperparameters
+
+        params = [_with_names(param, ", ".join(ALGORITHMS)) for param in own]
+        at = 1 + next(i for i, param in enumerate(params) if param.name == AFTER)
+        params[at:at] = [self._option(row) for row in hyperparameters().values()]
+        return params
+
+    def _option(self, row: Hyperparameter) -> click.Option:
+        is_whole = isinstance(row.default, int)
+        return click.Option(
+            [f"--{row.name.replace('_', '-')}", row.name],
+            type=self._count if is_whole else self._rate,
+            metavar="N" if is_whole else "NUMBER",
+            help=f"{row.help}  [default: {_defaults(row)}]",
+        )
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See `click.Command`."""
+        from triplane.unified_ir.federated.algorithms.table import ALGORITHMS
+
+        lines = "\n".join(f"  {row.name:10} {row.summary}" for row in ALGORITHMS.values())
+        epilog = (self.epilog or "").replace(SUMMARIES, lines)
+        click.Command(None, epilog=epilog).format_epilog(ctx, formatter)
+
+
+def _with_names(param: click.Parameter, names: str) -> click.Parameter:
+    if not isinstance(param, click.Option) or NAMES not in (param.help or ""):
+        return param
+    named = copy.copy(param)
+    named.help = (param.help or "").replace(NAMES, names)
+    return named
+
+
+def _defaults(row: Hyperparameter) -> str:
+    """The usual default, and the algorithms that have another."""
+    from triplane.unified_ir.federated.algorithms.table import ALGORITHMS
+
+    others = [
+        f"{algorithm.name} {own.default:g}"
+        for algorithm in ALGORITHMS.values()
+        for own in algorithm.hyper
+        if own.name == row.name and own.default != row.default
+    ]
+    return "; ".join([f"{row.default:g}", *others])
