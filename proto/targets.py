@@ -5,6 +5,7 @@ functions here, so that none can be talked into another reading. Nothing in this
 signature; it takes what signed metadata said and refuses what is not exactly as documented.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ METRICS: Final = ("accuracy",)
 MAX_TARGET_BYTES: Final = 1 << 40
 MAX_POLICY_BYTES: Final = 256 << 10
 MAX_POLICY_MODELS: Final = 1000
+SHARE_BITS: Final = 53
+"""As many as a float holds exactly, so that a share of 1 includes every node."""
 
 _BUNDLE: Final = re.compile(rf"(release|auto)/({NAME})@([1-9][0-9]{{0,8}})\+({NAME})\.bundle")
 _GOLDEN: Final = re.compile(rf"golden/{NAME}")
@@ -157,6 +160,17 @@ class Policy:
         if not isinstance(models, dict) or len(models) > MAX_POLICY_MODELS:
             raise InvalidInput(f"a policy has at most {MAX_POLICY_MODELS} models, by name")
         return cls({model: _rule(model, rule) for model, rule in models.items()})
+
+
+def in_share(node: str, model: str, share: float) -> bool:
+    """Whether SHA-256(node, model), read as a fraction of 1, falls below the share.
+
+    The same nodes belong to a model's share for every version, so no series of automatic releases
+    can reach the others.
+    """
+    digest = hashlib.sha256(f"{node}\0{model}".encode()).digest()
+    fraction = (int.from_bytes(digest[:8], "big") >> (64 - SHARE_BITS)) / (1 << SHARE_BITS)
+    return fraction < share
 
 
 def _rule(model: str, fields: Any) -> Rule:

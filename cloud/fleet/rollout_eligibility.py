@@ -1,26 +1,15 @@
 """Which nodes the release policy lets take what the automatic key signed (record 0012).
 
-The node decides by its own copy of the policy; here it is only foreseen, so that a rollout does
-not wait for nodes that will refuse. Both sides must agree bit for bit; a test holds them together.
+The node decides by its own copy of the policy. The cloud only foresees the decision, so that a
+rollout does not wait for nodes that will refuse.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
-from typing import Final
 
 from triplane.cloud.fleet.values import Limit
-
-SHARE_BITS: Final = 53
-"""As many as a float holds exactly, so that a share of 1 includes every node."""
-
-
-def in_share(node: str, model: str, share: float) -> bool:
-    """Whether SHA-256(node, model), read as a fraction of 1, falls below the share."""
-    digest = hashlib.sha256(f"{node}\0{model}".encode()).digest()
-    fraction = (int.from_bytes(digest[:8], "big") >> (64 - SHARE_BITS)) / (1 << SHARE_BITS)
-    return fraction < share
+from triplane.proto.targets import in_share
 
 
 def outside(node: str, model: str, targets: Iterable[str], limit: Limit | None) -> str:

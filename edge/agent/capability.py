@@ -1,17 +1,16 @@
 """What this machine offers, as the node reports it."""
 
 import os
-import platform
 import re
 from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 from triplane.proto import fleet_pb2 as pb
+from triplane.proto.machines import targets_here, this_machine
 
 # The newest ONNX opset that each onnxruntime release runs; a later release runs the last row's.
 MAX_OPSET: Final = (((1, 20), 21), ((1, 22), 22), ((1, 23), 23), ((1, 24), 24))
-TARGETS: Final = {"x86_64": ("ort-x64",), "aarch64": ("ort-arm64",)}
 INSTRUCTIONS: Final = frozenset(
     {"avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx_vnni", "asimddp", "i8mm", "fphp", "sve"}
 )
@@ -19,20 +18,17 @@ INSTRUCTIONS: Final = frozenset(
 
 def capability(folder: Path, targets: tuple[str, ...] = ()) -> pb.Capability:
     """Of the machine that holds `folder`; `targets` replaces those of its processor."""
-    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(
-        platform.machine().lower(), platform.machine().lower()
-    )
     version = metadata.version("onnxruntime")
     space = os.statvfs(folder)
     return pb.Capability(
         runtime="onnxruntime",
         runtime_version=version,
         max_opset=_max_opset(version),
-        machine=machine,
+        machine=this_machine(),
         instructions=sorted(_flags() & INSTRUCTIONS),
         memory_bytes=_memory_bytes(),
         free_disk_bytes=space.f_bavail * space.f_frsize,
-        targets=targets or TARGETS.get(machine, ()),
+        targets=targets or targets_here(),
         software=f"triplane {metadata.version('triplane')}",
     )
 

@@ -5,13 +5,10 @@ target's own fields. A model without a rule, a node outside the share, a version
 the committed one, and a metric below its floor are each refused by name.
 """
 
-import hashlib
 from dataclasses import dataclass
 
 from triplane.edge.agent.refusal import AttemptRefused
-from triplane.proto.targets import AUTO, Policy, Rule, SignedTarget, TargetName
-
-_SHARE_BITS = 53  # as many as a float holds exactly, so that a share of 1 includes every node
+from triplane.proto.targets import AUTO, Policy, Rule, SignedTarget, TargetName, in_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +18,6 @@ class Admission:
     target: SignedTarget
     rule: Rule | None = None
     golden: SignedTarget | None = None
-
-
-def in_share(node: str, model: str, share: float) -> bool:
-    """Whether SHA-256(node, model), read as a fraction of 1, falls below the share.
-
-    The same nodes belong to a model's share for every version, so no series of automatic releases
-    can reach the others.
-    """
-    digest = hashlib.sha256(f"{node}\0{model}".encode()).digest()
-    fraction = (int.from_bytes(digest[:8], "big") >> (64 - _SHARE_BITS)) / (1 << _SHARE_BITS)
-    return fraction < share
 
 
 def judge(policy: Policy, name: TargetName, *, node: str, committed_version: int) -> Rule | None:

@@ -23,10 +23,10 @@ from triplane.cloud.trust.initial import policy_file
 from triplane.cloud.trust.keys import KeyFolder
 from triplane.cloud.trust.roles import MAX_VERSION, expiry
 from triplane.cloud.trust.signing import replace_keys
-from triplane.edge.agent.policy import check_metric, in_share
+from triplane.edge.agent.policy import check_metric
 from triplane.edge.agent.refusal import AttemptRefused
 from triplane.proto.errors import Conflict, InvalidInput
-from triplane.proto.targets import Policy, Rule
+from triplane.proto.targets import Policy, Rule, in_share
 
 PATH = "release/digits@1+ort-x64.bundle"
 AUTO = "auto/digits@2+ort-x64.bundle"

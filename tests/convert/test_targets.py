@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from triplane.proto import machines
 from triplane.unified_ir.convert.targets import TARGETS, cpu_flags, instruction_note, int8_scheme
 from triplane.unified_ir.onnx import OnnxTarget
 
@@ -55,6 +56,10 @@ def listed(target):
         "; ".join(target.traps),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def test_every_row_is_a_target_of_some_machine():
+    assert sorted(name for names in machines.TARGETS.values() for name in names) == sorted(TARGETS)
 
 
 def test_the_documentation_lists_every_target():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from triplane.proto.errors import NotFound
+from triplane.proto.machines import targets_here
 from triplane.unified_ir.onnx import DYNAMIC_LSTM, OnnxTarget
 from triplane.unified_ir.quantize import Scheme, scheme
 
@@ -23,10 +24,10 @@ _CPUINFO: Final = Path("/proc/cpuinfo")
 class Target:
     """A row.
 
-    min_version: of the runtime. scheme: of int8. machines: what `platform.machine()` says there.
-    dot_products: processor flags, any of which sums int8 products in 32 bits. operators: those
-    beyond ai.onnx that the runtime's packages for these machines have from `min_version` on; graphs
-    in int8 may use them.
+    name: as in `proto.machines`. min_version: of the runtime. scheme: of int8. dot_products:
+    processor flags, any of which sums int8 products in 32 bits. operators: those beyond ai.onnx
+    that the runtime's packages for these machines have from `min_version` on; graphs in int8 may
+    use them.
     """
 
     name: str
@@ -34,7 +35,6 @@ class Target:
     min_version: str
     opset: int
     scheme: str
-    machines: tuple[str, ...]
     dot_products: tuple[str, ...]
     traps: tuple[str, ...]
     operators: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class Target:
     @property
     def is_here(self) -> bool:
         """Whether this machine is of the target's kind, so that measurements mean something."""
-        return platform.machine().lower() in self.machines
+        return self.name in targets_here()
 
 
 _ROWS: Final = (
@@ -62,7 +62,6 @@ _ROWS: Final = (
         min_version="1.23.2",
         opset=21,
         scheme="u8s8",
-        machines=("x86_64", "amd64"),
         dot_products=("avx512_vnni", "avx_vnni", "amx_int8"),
         traps=(
             "S8 activations have no fast convolution here: 11 of 20 in a ResNet-18 stay in float",
@@ -77,7 +76,6 @@ _ROWS: Final = (
         min_version="1.23.2",
         opset=21,
         scheme="s8s8",
-        machines=("aarch64", "arm64"),
         dot_products=("asimddp", "i8mm"),
         traps=(
             "U8 activations cost an extra correction per product; S8 x S8 is the native form",

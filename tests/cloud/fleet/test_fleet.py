@@ -5,11 +5,11 @@ from tests.cloud.fleet.given import obey, request, said, until, within
 
 from triplane.cloud.fleet import messages, storage
 from triplane.cloud.fleet.messages import desired_message, rollout_message
-from triplane.cloud.fleet.rollout_eligibility import in_share
 from triplane.cloud.fleet.values import Limit, NodeStage, RolloutState
 from triplane.cloud.identity import audit
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
+from triplane.proto.targets import in_share
 
 NAMES = ("a", "b", "c", "d")
 

@@ -2,9 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triplane.edge.agent.policy import Admission, check_metric, in_share, judge
+from triplane.edge.agent.policy import Admission, check_metric, judge
 from triplane.edge.agent.refusal import KINDS, AttemptRefused
-from triplane.proto.targets import Policy, Rule, SignedTarget, TargetName
+from triplane.proto.targets import Policy, Rule, SignedTarget, TargetName, in_share
 
 NAMES = st.from_regex(r"[a-z0-9][a-z0-9._-]{0,20}", fullmatch=True)
 AUTO = TargetName("auto", "digits", 5, "ort-x64")
