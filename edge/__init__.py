@@ -1,4 +1,4 @@
-"""The edge tier: the inference server; later the node agent and its supervisor."""
+"""The edge tier: the supervisor of a node, its agent and its inference server."""
 
 if not __name__.startswith("triplane."):
     raise ImportError("import this package as triplane.edge, not as a top-level package")

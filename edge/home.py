@@ -12,7 +12,6 @@ from triplane.proto.identity import IdentityFolder
 
 MAX_SETTINGS_BYTES: Final = 64 << 10
 MAX_PORT: Final = 65535
-MIN_PROBATION_S: Final = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

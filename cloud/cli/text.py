@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-MEBIBYTE: Final = 1 << 20
 NOTHING: Final = "-"
 # fmt: off
 _AGES: Final = (

@@ -7,14 +7,12 @@ refused by its name, so nobody believes to have got it.
 from __future__ import annotations
 
 import math
-import re
 from typing import TYPE_CHECKING, Final
 
 from triplane.cloud.registry.names import Reference, check_alias, check_name
 from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import InvalidInput
 from triplane.proto.hyperparameters import FIELDS, set_values, values_of
-from triplane.proto.targets import NAME
 from triplane.unified_ir.federated.core import defaults
 from triplane.unified_ir.federated.core.compress import row_of
 from triplane.unified_ir.federated.core.learn import MAX_STEPS
@@ -31,8 +29,6 @@ MAX_SECONDS: Final = 30 * 86_400.0
 MAX_SEED: Final = (1 << 63) - 1
 RELEASES: Final = ("", "auto")
 FLOWER: Final = "flower"
-
-_POPULATION: Final = re.compile(NAME)
 
 
 def filled(asked: pb.Spec) -> pb.Spec:

@@ -53,7 +53,6 @@ _WORD_ONLY: Final = re.compile(r"[a-z0-9]+")
 _INT: Final = re.compile(r"-?\d+", re.ASCII)
 _FLOAT: Final = re.compile(r"-?(?:\d+(?:\.\d*)?(?:e[+-]?\d+)?|inf)|nan", re.ASCII)
 _ELEMENT: Final = re.compile(rf"{_STRING}|[^,}}\"]+")
-_ITEM: Final = re.compile(rf"{_STRING}|[^,\"]+")
 _OP: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_.]*)")
 _PLACE: Final = re.compile(r"  # (.*)$")
 

@@ -374,7 +374,6 @@ def _fold(f: Any) -> Any:
     return kernel
 
 
-_apart_pair = sample(apart(2, 3), apart(2, 3))
 maximum = Op(
     name="Max", kind=Kind.ELEMENTWISE, emit=_emit_extreme,
     infer=broadcast_same, reference=_fold(np.maximum), vjp=_extreme_vjp,

@@ -29,7 +29,7 @@ from triplane.unified_ir.ops.convolution import conv_row
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.matrix import matmul
 from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
-from triplane.unified_ir.ops.samples import Given, given, ints, normal, sample
+from triplane.unified_ir.ops.samples import given, ints, normal, sample
 from triplane.unified_ir.ops.structure import axes_of
 
 Types = tuple[TensorType, ...]
@@ -122,12 +122,7 @@ def _dequantized(call: Call) -> Types:
     return (call.type(0).with_dtype(dtype_attr(wanted) if wanted else call.type(1).dtype),)
 
 
-def _codes(values: Any, dtype: str) -> Given:
-    return given(np.array(values).astype(as_dtype(dtype).numpy))
-
-
 _SCALE = given(0.05, "float32")
-_BLOCKS = given([[0.05, 0.1], [0.2, 0.4]], "float32")
 
 _CODES_SINCE: Final = {
     "int2": 25, "uint2": 25, "float4e2m1": 23, "float8e8m0": 23, "int4": 21, "uint4": 21,

@@ -222,7 +222,6 @@ _GRAMS: Final[Mapping[str, Any]] = {
     "min_gram_length": 1,
     "max_gram_length": 2,
 }
-_ROWS = given([[1, 1, 3, 3, 3, 7], [8, 6, 7, 5, 6, 8]], "int32")
 tfidf_vectorizer = Op(
     name="TfIdfVectorizer", kind=Kind.DATA,
     infer=_grams_types,
