@@ -76,29 +76,29 @@ def main(options: CloudOptions) -> None:
     server.run(options)
 
 
-def options_from(given: Mapping[str, Any]) -> CloudOptions:
+def options_from(values: Mapping[str, Any]) -> CloudOptions:
     """Options from plain values. InvalidInput names a key that is none."""
     from triplane.cloud.server import CloudOptions
 
     known = [field.name for field in fields(CloudOptions)]
-    for name in given:
+    for name in values:
         if name not in known:
             raise InvalidInput(f"no option {name!r}; there are {', '.join(known)}")
-    if not isinstance(given.get("home"), str | Path):
+    if not isinstance(values.get("home"), str | Path):
         raise InvalidInput('the options of a cloud need its home: {"home": "DIR"}')
-    return CloudOptions(**{**given, "home": Path(given["home"]).absolute()})
+    return CloudOptions(**{**values, "home": Path(values["home"]).absolute()})
 
 
 def parse(argv: Sequence[str]) -> CloudOptions:
     """Options of a command line of one JSON object. Raises InvalidInput."""
     try:
         (text,) = argv
-        given = json.loads(text)
+        values = json.loads(text)
     except ValueError:
-        given = None
-    if not isinstance(given, dict):
+        values = None
+    if not isinstance(values, dict):
         raise InvalidInput('give one JSON object such as {"home": "DIR"}')
-    return options_from(given)
+    return options_from(values)
 
 
 if __name__ == "__main__":

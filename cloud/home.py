@@ -55,14 +55,14 @@ class Home:
 
         Conflict: the variable names another database than the one that holds this cloud.
         """
-        given, recorded = os.environ.get(DATABASE_VARIABLE, ""), self._recorded_database()
-        if given and recorded and _place_of(given) != _place_of(recorded):
+        variable, recorded = os.environ.get(DATABASE_VARIABLE, ""), self._recorded_database()
+        if variable and recorded and _place_of(variable) != _place_of(recorded):
             raise Conflict(
                 f"{self.path} belongs to the database {_place_of(recorded)}, but "
-                f"{DATABASE_VARIABLE} names {_place_of(given)}; unset it, or, if you moved the "
+                f"{DATABASE_VARIABLE} names {_place_of(variable)}; unset it, or, if you moved the "
                 f'database, correct "database" in {self.path / RECORD}'
             )
-        return given or recorded or f"sqlite:///{self.path / 'cloud.db'}"
+        return variable or recorded or f"sqlite:///{self.path / 'cloud.db'}"
 
     def _recorded_database(self) -> str:
         return str(self._record().get("database", "")) if (self.path / RECORD).exists() else ""
@@ -126,8 +126,8 @@ class Home:
 
     def ports(self) -> dict[str, int]:
         """The ports it listened on last: port, enrol_port, dashboard_port; usual ones at first."""
-        found = self._record().get("ports", {})
-        return {name: int(found.get(name, usual)) for name, usual in PORTS.items()}
+        ports = self._record().get("ports", {})
+        return {name: int(ports.get(name, usual)) for name, usual in PORTS.items()}
 
     def record_ports(self, **ports: int) -> None:
         """Keep the ports for the next start, so that nodes find the cloud again."""
@@ -220,8 +220,8 @@ def _sign_first(
 ) -> tuple[Path, ...]:
     from triplane.cloud import trust
 
-    made = trust.initialize(home.metadata, home.keys, offline_keys, now_s=now_s, **signing)
-    return made.offline
+    signed = trust.initialize(home.metadata, home.keys, offline_keys, now_s=now_s, **signing)
+    return signed.offline
 
 
 def _make_identities(home: Home, hosts: Sequence[str], port: int, now_s: float) -> None:
@@ -353,13 +353,13 @@ def _folded(host: str) -> str:
     return host if host.startswith("/") else host.lower()
 
 
-def _several(given: str | tuple[str, ...] | None) -> list[str]:
-    texts = (given,) if isinstance(given, str) else given or ()
+def _several(value: str | tuple[str, ...] | None) -> list[str]:
+    texts = (value,) if isinstance(value, str) else value or ()
     return [part for text in texts for part in text.split(",")]
 
 
-def _last(given: str | tuple[str, ...] | None) -> str:
-    return given if isinstance(given, str) else given[-1] if given else ""
+def _last(value: str | tuple[str, ...] | None) -> str:
+    return value if isinstance(value, str) else value[-1] if value else ""
 
 
 def open_database(home: Home, *, is_new: bool = False) -> Database:

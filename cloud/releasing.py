@@ -48,10 +48,10 @@ class Releasing:
     async def _look(self) -> bool:
         """Whether a release has to wait for another rollout."""
         waiting = False
-        for found in await self._federation.runs():
-            asked = found.phase == Run.DONE and found.spec.release == AUTO and found.result
-            if asked and found.id not in self._ended:
-                waiting |= not await self._released(found)
+        for run in await self._federation.runs():
+            asked = run.phase == Run.DONE and run.spec.release == AUTO and run.result
+            if asked and run.id not in self._ended:
+                waiting |= not await self._released(run)
         return waiting
 
     async def _released(self, run: Run) -> bool:
@@ -60,8 +60,10 @@ class Releasing:
             reference=run.result, selector="all", role=AUTO, key=release_key(run.id)
         )
         try:
-            paper = await self._fleet.deploy(request, by=f"run {run.id}")
-            logger.info("result released", extra={"run_id": run.id, "rollout_id": paper.rollout.id})
+            record = await self._fleet.deploy(request, by=f"run {run.id}")
+            logger.info(
+                "result released", extra={"run_id": run.id, "rollout_id": record.rollout.id}
+            )
         except Conflict as error:
             logger.info("release waits", extra={"run_id": run.id, "reason": str(error)})
             return False

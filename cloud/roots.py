@@ -17,7 +17,7 @@ from sqlalchemy import Connection
 from triplane.cloud.federation import journal
 from triplane.cloud.identity import audit
 from triplane.cloud.registry import queries
-from triplane.cloud.registry.collecting import Roots, Stored, Told
+from triplane.cloud.registry.collecting import OnRemoved, Roots, Stored
 from triplane.cloud.trust.repository import MetadataRepository
 
 MOST_NAMED: Final = 100
@@ -34,18 +34,18 @@ def roots_of(repository: MetadataRepository) -> tuple[Roots, ...]:
     return queries.referenced, journal.referenced, golden
 
 
-def recorded(now_s: float, actor: str = SYSTEM) -> Told:
-    """Writes into the audit log what was removed."""
+def recorded(now_s: float, actor: str = SYSTEM) -> OnRemoved:
+    """Return a function that writes removed blobs into the audit log."""
 
-    def told(connection: Connection, removed: Sequence[Stored]) -> None:
+    def record(connection: Connection, removed: Sequence[Stored]) -> None:
         details: dict[str, Any] = {
             "blobs": len(removed),
-            "bytes": sum(found.size for found in removed),
-            "sha256": [found.sha256.hex() for found in removed[:MOST_NAMED]],
+            "bytes": sum(blob.size for blob in removed),
+            "sha256": [blob.sha256.hex() for blob in removed[:MOST_NAMED]],
         }
         audit.record(
             connection, time_s=now_s, actor=actor, action="registry.collect", subject="blobs",
             details=details,
         )  # fmt: skip
 
-    return told
+    return record

@@ -242,8 +242,8 @@ class Cloud:
         query = sa.select(TOKENS.c.labels).where(
             TOKENS.c.name == name, TOKENS.c.certificate.is_not(None)
         )
-        found = await self.database.read(lambda connection: connection.scalar(query))
-        labels: Labels = json.loads(found) if found else {}
+        stored = await self.database.read(lambda connection: connection.scalar(query))
+        labels: Labels = json.loads(stored) if stored else {}
         return labels
 
     # Ports
@@ -352,13 +352,13 @@ class Cloud:
             self.federation.devices if who.role is PrincipalRole.DEVICE else self.node_peer,
         )
 
-    async def _submitted(self, role: str, made: trust.Submitted) -> None:
+    async def _submitted(self, role: str, submitted: trust.Submitted) -> None:
         who, now_s = caller().name, self._clock()
         details = {
-            "version": made.version,
-            "published": made.published,
-            "signatures": made.signatures,
-            "threshold": made.threshold,
+            "version": submitted.version,
+            "published": submitted.published,
+            "signatures": submitted.signatures,
+            "threshold": submitted.threshold,
         }
         await self.database.write(
             lambda connection: audit.record(
@@ -366,7 +366,7 @@ class Cloud:
                 details=details,
             )
         )  # fmt: skip
-        if made.published:
+        if submitted.published:
             await self.upkeep.note_signed()
 
     async def _claimed(self, names: set[bytes]) -> None:

@@ -173,7 +173,7 @@ class BlobCollection:
             roots_of(self._repository),
             older_than_s=older_than_s,
             clock=self._clock,
-            told=recorded(self._clock()),
+            on_removed=recorded(self._clock()),
         )
 
     async def run(self) -> None:

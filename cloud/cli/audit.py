@@ -38,8 +38,8 @@ def ls(*, first: int, identity: Path | None, as_json: bool) -> None:
 
     with calls(identity) as cloud:
         entries = list(read(cloud, first))
-    told = {"entries": [entry_record(entry) for entry in entries]}
-    open_output(as_json).result(told, entry_table(entries))
+    record = {"entries": [entry_record(entry) for entry in entries]}
+    open_output(as_json).result(record, entry_table(entries))
 
 
 @command.command("verify", short_help="Recompute the chain; nobody rewrote the log.", epilog=EPILOG)

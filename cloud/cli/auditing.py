@@ -51,22 +51,22 @@ def _details(entry: AuditEntry) -> Any:
 
 def _details_text(entry: AuditEntry) -> str:
     """As "model=digits version=3"."""
-    found = _details(entry)
-    if not isinstance(found, dict):
-        return str(found)
+    details = _details(entry)
+    if not isinstance(details, dict):
+        return str(details)
     return " ".join(
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in found.items()
+        for key, value in details.items()
         if value not in ("", None)
     )
 
 
 def parse_head(text: str) -> tuple[int, bytes]:
     """From "118:5f0c...e2"."""
-    found = _HEAD.fullmatch(text.strip())
-    if found is None:
+    match = _HEAD.fullmatch(text.strip())
+    if match is None:
         raise InvalidInput(f"a head is NUMBER:DIGEST as `audit verify` printed it, got {text!r}")
-    return int(found[1]), bytes.fromhex(found[2])
+    return int(match[1]), bytes.fromhex(match[2])
 
 
 def verified(cloud: Calls, kept: tuple[int, bytes] | None) -> tuple[int, bytes]:

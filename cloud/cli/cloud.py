@@ -200,20 +200,21 @@ def token(
         role=Role.Value(role.upper()), name=name, valid_s=valid, labels=dict(labels)
     )
     with calls(identity) as cloud:
-        made = cloud.identity.CreateToken(request)
-    open_output(as_json).result(record(made), _token_text(made, role))
+        response = cloud.identity.CreateToken(request)
+    open_output(as_json).result(record(response), _token_text(response, role))
 
 
-def _token_text(made: CreateTokenResponse, role: str) -> str:
+def _token_text(response: CreateTokenResponse, role: str) -> str:
     from triplane.cloud.cli.text import until
 
-    where = f"--cloud {made.enrol_address or f'HOST:{DEFAULT_ENROL_PORT}'}"
+    where = f"--cloud {response.enrol_address or f'HOST:{DEFAULT_ENROL_PORT}'}"
     if role in {"node", "device"}:
-        use = f"triplane {'edge' if role == 'node' else role} enrol {made.token} {where}"
+        use = f"triplane {'edge' if role == 'node' else role} enrol {response.token} {where}"
     else:
-        use = f"triplane cloud enrol {made.token} {where} --identity DIR"
-    ends = until(made.expires_s)
-    return f"{made.token}\n\nFor {role} {made.name}, once; ends {ends}. On that machine:\n  {use}"
+        use = f"triplane cloud enrol {response.token} {where} --identity DIR"
+    ends = until(response.expires_s)
+    heading = f"For {role} {response.name}, once; ends {ends}. On that machine:"
+    return f"{response.token}\n\n{heading}\n  {use}"
 
 
 @command.command("enrol", short_help="Turn a token into an identity folder, for a person.")
@@ -236,16 +237,16 @@ def enrol(*, token_text: str, address: str, folder: Path, as_json: bool) -> None
     from triplane.cloud.cli.text import until
     from triplane.proto.identity import enrol as enrol_at
 
-    made = enrol_at(token_text, address, folder, kind="person")
+    identity = enrol_at(token_text, address, folder, kind="person")
     text = (
-        f"{made.name}: identity in {folder}, certificate ends {until(made.expires_s)}\n"
+        f"{identity.name}: identity in {folder}, certificate ends {until(identity.expires_s)}\n"
         f"Use it: export {IDENTITY_VARIABLE}={folder}"
     )
     record = {
-        "name": made.name,
+        "name": identity.name,
         "identity": str(folder),
-        "cloud": made.cloud,
-        "expires_s": made.expires_s,
+        "cloud": identity.cloud,
+        "expires_s": identity.expires_s,
     }
     open_output(as_json).result(record, text)
 
@@ -259,9 +260,9 @@ def renew(*, identity: Path | None, as_json: bool) -> None:
     from triplane.proto.identity import IdentityFolder
     from triplane.proto.identity import renew as renew_at
 
-    made = renew_at(IdentityFolder(identity_path(identity)).load())
-    text = f"{made.name}: certificate ends {until(made.expires_s)}"
-    open_output(as_json).result({"name": made.name, "expires_s": made.expires_s}, text)
+    renewed = renew_at(IdentityFolder(identity_path(identity)).load())
+    text = f"{renewed.name}: certificate ends {until(renewed.expires_s)}"
+    open_output(as_json).result({"name": renewed.name, "expires_s": renewed.expires_s}, text)
 
 
 @command.command("operator", short_help="Make an operator, on the cloud's own machine.")
@@ -280,9 +281,9 @@ def operator(*, name: str, home: Path, folder: Path, as_json: bool) -> None:
     """
     from triplane.cloud.home import Home, admit_operator
 
-    made = admit_operator(Home(home), name, folder)
-    text = f"{name}: operator, identity in {made}\nUse it: export {IDENTITY_VARIABLE}={made}"
-    open_output(as_json).result({"name": name, "identity": str(made)}, text)
+    created = admit_operator(Home(home), name, folder)
+    text = f"{name}: operator, identity in {created}\nUse it: export {IDENTITY_VARIABLE}={created}"
+    open_output(as_json).result({"name": name, "identity": str(created)}, text)
 
 
 @command.group("policy", short_help="What the cloud may release without a person.")
@@ -379,9 +380,9 @@ def who(*, identity: Path | None, as_json: bool) -> None:
     from triplane.proto.identity_pb2 import ListPrincipalsRequest
 
     with calls(identity) as cloud:
-        found = cloud.identity.ListPrincipals(ListPrincipalsRequest()).principals
-    text = table(("NAME", "ROLE", "ENROLLED", "CERTIFICATE"), [_who_row(p) for p in found])
-    open_output(as_json).result({"principals": [record(p) for p in found]}, text)
+        principals = cloud.identity.ListPrincipals(ListPrincipalsRequest()).principals
+    text = table(("NAME", "ROLE", "ENROLLED", "CERTIFICATE"), [_who_row(p) for p in principals])
+    open_output(as_json).result({"principals": [record(p) for p in principals]}, text)
 
 
 def _who_row(principal: Principal) -> tuple[str, str, str, str]:

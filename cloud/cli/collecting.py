@@ -32,28 +32,28 @@ class _Opened:
 def looked(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
     """What would be removed."""
     with _opened(path) as home:
-        found = asyncio.run(
+        blobs = asyncio.run(
             unwanted(home.database, home.blobs, home.roots, older_than_s=older_than_s)
         )
-    rows = [(f.sha256.hex(), size(f.size), age(f.last_s)) for f in found]
-    text = f"{_sum(found)} would go; remove them with --yes" if found else "nothing to remove"
-    shown = [table(("SHA256", "SIZE", "LAST TOUCHED"), rows)] if found else []
-    return _record(found, removed=False), "\n".join([*shown, text])
+    rows = [(f.sha256.hex(), size(f.size), age(f.last_s)) for f in blobs]
+    text = f"{_sum(blobs)} would go; remove them with --yes" if blobs else "nothing to remove"
+    shown = [table(("SHA256", "SIZE", "LAST TOUCHED"), rows)] if blobs else []
+    return _record(blobs, removed=False), "\n".join([*shown, text])
 
 
 def collected(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
     """Remove it; the audit log says so."""
     with _opened(path) as home:
-        found = asyncio.run(
+        removed = asyncio.run(
             collect(
                 home.database,
                 home.blobs,
                 home.roots,
                 older_than_s=older_than_s,
-                told=recorded(time.time(), ACTOR),
+                on_removed=recorded(time.time(), ACTOR),
             )
         )
-    return _record(found, removed=True), f"{_sum(found)} removed"
+    return _record(removed, removed=True), f"{_sum(removed)} removed"
 
 
 @contextmanager
@@ -73,14 +73,14 @@ def _opened(path: Path) -> Iterator[_Opened]:
         database.close()
 
 
-def _sum(found: Sequence[Stored]) -> str:
-    files = "1 file" if len(found) == 1 else f"{len(found)} files"
-    return f"{files}, {size(sum(f.size for f in found))},"
+def _sum(blobs: Sequence[Stored]) -> str:
+    files = "1 file" if len(blobs) == 1 else f"{len(blobs)} files"
+    return f"{files}, {size(sum(f.size for f in blobs))},"
 
 
-def _record(found: Sequence[Stored], *, removed: bool) -> dict[str, Any]:
+def _record(blobs: Sequence[Stored], *, removed: bool) -> dict[str, Any]:
     return {
         "removed": removed,
-        "bytes": sum(f.size for f in found),
-        "blobs": [{"sha256": f.sha256.hex(), "size": f.size, "last_s": f.last_s} for f in found],
+        "bytes": sum(f.size for f in blobs),
+        "blobs": [{"sha256": f.sha256.hex(), "size": f.size, "last_s": f.last_s} for f in blobs],
     }

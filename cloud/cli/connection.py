@@ -79,10 +79,10 @@ def client_options(function: F) -> F:
     return identity(json_option(function))
 
 
-def identity_path(given: Path | None) -> Path:
+def identity_path(option: Path | None) -> Path:
     """The folder to use; NotFound says how an identity is made."""
     home = Path(os.environ.get(HOME_VARIABLE) or DEFAULT_HOME).expanduser()
-    path = given.expanduser() if given else home / OPERATOR_FOLDER
+    path = option.expanduser() if option else home / OPERATOR_FOLDER
     if not (path / "cert.pem").is_file():
         raise NotFound(
             f"no identity in {path}; name one with --identity DIR or {IDENTITY_VARIABLE}. On the "

@@ -69,20 +69,20 @@ def _some_time(_ctx: click.Context, _param: click.Parameter, seconds: float | No
 
 
 def _named(
-    _ctx: click.Context, _param: click.Parameter, given: tuple[str, ...]
+    _ctx: click.Context, _param: click.Parameter, texts: tuple[str, ...]
 ) -> list[tuple[str, str]]:
     """(name, JSON) of each NAME=VALUE; what is no JSON is a string."""
-    found = []
-    for text in given:
-        name, told, value = text.partition("=")
-        if not told or not name.isidentifier():
+    pairs = []
+    for text in texts:
+        name, separator, value = text.partition("=")
+        if not separator or not name.isidentifier():
             raise click.BadParameter(f"{text!r} is not NAME=VALUE")
         try:
             json.loads(value)
         except ValueError:
             value = json.dumps(value)
-        found.append((name, value))
-    return found
+        pairs.append((name, value))
+    return pairs
 
 
 @click.group("federate")
@@ -184,8 +184,8 @@ def _spec(
     flower = Flower(strategy=strategy, options=said, app=app) if strategy else None
 
     def taken(names: tuple[str, ...]) -> dict[str, Any]:
-        given = {name: options.pop(name) for name in names}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {name: options.pop(name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
     spec = Spec(
         cohort=Cohort(**taken(_COHORT)),
@@ -214,10 +214,10 @@ def ls(*, identity: Path | None, as_json: bool) -> None:
     from triplane.proto.federation_pb2 import ListRunsRequest
 
     with calls(identity) as cloud:
-        found = _stub(cloud).ListRuns(ListRunsRequest()).runs
+        runs = _stub(cloud).ListRuns(ListRunsRequest()).runs
     none = "no run yet; begin one with: triplane federate run MODEL --population NAME"
-    text = run_table(found) if found else none
-    open_output(as_json).result({"runs": [record(r) for r in found]}, text)
+    text = run_table(runs) if runs else none
+    open_output(as_json).result({"runs": [record(r) for r in runs]}, text)
 
 
 @command.command("show")
@@ -230,8 +230,8 @@ def show(*, run_id: str, identity: Path | None, as_json: bool) -> None:
     from triplane.proto.federation_pb2 import GetRunRequest
 
     with calls(identity) as cloud:
-        found = _stub(cloud).GetRun(GetRunRequest(id=run_id))
-    open_output(as_json).result(record(found), run_text(found))
+        run = _stub(cloud).GetRun(GetRunRequest(id=run_id))
+    open_output(as_json).result(record(run), run_text(run))
 
 
 @command.command("watch", short_help="Follow a run, round by round, to its end.")
@@ -244,8 +244,8 @@ def watch(ctx: click.Context, *, run_id: str, identity: Path | None, as_json: bo
     from triplane.proto.federation_pb2 import GetRunRequest
 
     with calls(identity) as cloud:
-        found = _stub(cloud).GetRun(GetRunRequest(id=run_id))
-        code = follow_to_end(cloud, found, as_json=as_json)
+        run = _stub(cloud).GetRun(GetRunRequest(id=run_id))
+        code = follow_to_end(cloud, run, as_json=as_json)
     ctx.exit(code)
 
 
@@ -258,8 +258,8 @@ def stop(*, run_id: str, reason: str, identity: Path | None, as_json: bool) -> N
     from triplane.proto.federation_pb2 import ChangeRunRequest
 
     with calls(identity) as cloud:
-        found = _stub(cloud).Stop(ChangeRunRequest(id=run_id, reason=reason))
-    _tell(found, as_json=as_json)
+        run = _stub(cloud).Stop(ChangeRunRequest(id=run_id, reason=reason))
+    _tell(run, as_json=as_json)
 
 
 @command.command("resume")
@@ -271,8 +271,8 @@ def resume(*, run_id: str, reason: str, identity: Path | None, as_json: bool) ->
     from triplane.proto.federation_pb2 import ChangeRunRequest
 
     with calls(identity) as cloud:
-        found = _stub(cloud).Resume(ChangeRunRequest(id=run_id, reason=reason))
-    _tell(found, as_json=as_json)
+        run = _stub(cloud).Resume(ChangeRunRequest(id=run_id, reason=reason))
+    _tell(run, as_json=as_json)
 
 
 def _stub(cloud: Calls) -> FederationStub:
@@ -281,9 +281,9 @@ def _stub(cloud: Calls) -> FederationStub:
     return FederationStub(cloud.channel)
 
 
-def _tell(found: Run, *, as_json: bool, more: str = "") -> None:
+def _tell(run: Run, *, as_json: bool, more: str = "") -> None:
     from triplane.cloud.cli.runs import headline
     from triplane.cloud.cli.text import record
 
-    text = f"{headline(found)}\n{more}" if more else headline(found)
-    open_output(as_json).result(record(found), text)
+    text = f"{headline(run)}\n{more}" if more else headline(run)
+    open_output(as_json).result(record(run), text)

@@ -55,8 +55,8 @@ def show(*, node: str, identity: Path | None, as_json: bool) -> None:
     from triplane.proto.fleet_pb2 import GetNodeRequest
 
     with calls(identity) as cloud:
-        found = cloud.fleet.GetNode(GetNodeRequest(name=node))
-    open_output(as_json).result(record(found), node_text(found))
+        message = cloud.fleet.GetNode(GetNodeRequest(name=node))
+    open_output(as_json).result(record(message), node_text(message))
 
 
 @command.command("label", epilog=LABEL_EPILOG)
@@ -75,9 +75,9 @@ def label(*, node: str, changes: tuple[str, ...], identity: Path | None, as_json
             f"label changes are KEY=VALUE or KEY-, each key once; got {' '.join(changes)}"
         )
     with calls(identity) as cloud:
-        found = cloud.fleet.SetLabels(SetLabelsRequest(name=node, set=wanted, remove=removed))
-    text = f"{found.name}: {labels_text(dict(found.labels)) or 'no labels'}"
-    open_output(as_json).result(record(found), text)
+        message = cloud.fleet.SetLabels(SetLabelsRequest(name=node, set=wanted, remove=removed))
+    text = f"{message.name}: {labels_text(dict(message.labels)) or 'no labels'}"
+    open_output(as_json).result(record(message), text)
 
 
 @command.command("cordon")
@@ -101,6 +101,8 @@ def _set_cordoned(node: str, identity: Path | None, *, cordoned: bool, as_json: 
     from triplane.proto.fleet_pb2 import CordonRequest
 
     with calls(identity) as cloud:
-        found = cloud.fleet.Cordon(CordonRequest(name=node, cordoned=cordoned))
-    text = f"{found.name}: {'cordoned, keeps what it serves' if cordoned else 'takes new versions'}"
-    open_output(as_json).result(record(found), text)
+        message = cloud.fleet.Cordon(CordonRequest(name=node, cordoned=cordoned))
+    text = (
+        f"{message.name}: {'cordoned, keeps what it serves' if cordoned else 'takes new versions'}"
+    )
+    open_output(as_json).result(record(message), text)

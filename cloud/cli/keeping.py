@@ -49,17 +49,17 @@ def _metadata(chain: Chain, role: str) -> Any:
 
 
 def _role(chain: Chain, role: str, here: set[str]) -> dict[str, Any]:
-    found = _metadata(chain, role)
+    metadata = _metadata(chain, role)
     named = chain.delegator(role).get_delegated_role(role)
     return {
         "role": role,
         "kept": ROLES[role].keys,
         "keys": [{"id": keyid, "here": keyid in here} for keyid in named.keyids],
         "threshold": named.threshold,
-        "version": found.signed.version,
+        "version": metadata.signed.version,
         "signed": role not in chain.targets or chain.is_signed(role),
-        "content": len(found.signed.targets) if role in chain.targets else None,
-        "expires_s": found.signed.expires.timestamp(),
+        "content": len(metadata.signed.targets) if role in chain.targets else None,
+        "expires_s": metadata.signed.expires.timestamp(),
     }
 
 
@@ -89,14 +89,14 @@ def renewed(
     with remote_at(cloud) as remote:
         for role in roles or _due(remote):
             try:
-                made = done[role] = _renewer(role)(remote, folder)
-                if past - made.version > MAX_OVERTAKEN:
+                submitted = done[role] = _renewer(role)(remote, folder)
+                if past - submitted.version > MAX_OVERTAKEN:
                     raise InvalidInput(
-                        f"{role} is at version {made.version}; at most {MAX_OVERTAKEN} versions "
-                        f"are signed at once, {past} is further"
+                        f"{role} is at version {submitted.version}; at most {MAX_OVERTAKEN} "
+                        f"versions are signed at once, {past} is further"
                     )
-                while made.published and made.version <= past:
-                    made = done[role] = _renewer(role)(remote, folder)
+                while submitted.published and submitted.version <= past:
+                    submitted = done[role] = _renewer(role)(remote, folder)
             except NotFound as error:
                 if roles:
                     raise
@@ -104,8 +104,10 @@ def renewed(
         ends = ends_of(remote)
     if not done:
         raise NotFound(f"{folder} has no key of {', '.join(RENEWED)}; name the offline folder")
-    record = {"roles": {role: _submitted(made) for role, made in done.items()}}
-    return record, "\n".join(_renewed_text(role, made, ends) for role, made in done.items())
+    record = {"roles": {role: _submitted(submitted) for role, submitted in done.items()}}
+    return record, "\n".join(
+        _renewed_text(role, submitted, ends) for role, submitted in done.items()
+    )
 
 
 def _due(remote: Remote) -> list[str]:
@@ -119,14 +121,15 @@ def _renewer(role: str) -> Callable[[Remote, Path], Submitted]:
     return lambda remote, folder: renew(remote, role, folder).submitted
 
 
-def _renewed_text(role: str, made: Submitted, ends: dict[str, float]) -> str:
-    if made.published:
-        return f"{role} {made.version} published; it ends {until(ends[role])}"
-    return f"{role} {made.version}: {_waits(made)}"
+def _renewed_text(role: str, submitted: Submitted, ends: dict[str, float]) -> str:
+    if submitted.published:
+        return f"{role} {submitted.version} published; it ends {until(ends[role])}"
+    return f"{role} {submitted.version}: {_waits(submitted)}"
 
 
-def _waits(made: Submitted) -> str:
-    return f"{made.signatures} of {made.threshold} signatures; the other holders run the same"
+def _waits(submitted: Submitted) -> str:
+    count = f"{submitted.signatures} of {submitted.threshold} signatures"
+    return f"{count}; the other holders run the same"
 
 
 def rotated(
@@ -147,18 +150,20 @@ def rotated(
         files = list(publics) or [_new(folder, role)]
         keys = [read_public(file) for file in files]
         lists = Lists.DROPPED if stolen else Lists.CARRIED
-        made = rotate(remote, role, keys, folder, threshold=threshold, lists=lists)
+        rotation = rotate(remote, role, keys, folder, threshold=threshold, lists=lists)
     unused = KeyFolder(folder).files_of(before - {key.keyid for key in keys})
     record = {
         "role": role,
         "keys": [key.keyid for key in keys],
         "public": [str(file) for file in files],
-        "named": _submitted(made.named.submitted),
-        "signed_again": _submitted(made.again.submitted) if made.again else None,
-        "carried": list(made.carried),
-        "of_no_more_use": [str(file) for file in unused] if made.named.submitted.published else [],
+        "named": _submitted(rotation.named.submitted),
+        "signed_again": _submitted(rotation.again.submitted) if rotation.again else None,
+        "carried": list(rotation.carried),
+        "of_no_more_use": [str(file) for file in unused]
+        if rotation.named.submitted.published
+        else [],
     }
-    return record, _rotated_text(record, folder, made.named.submitted)
+    return record, _rotated_text(record, folder, rotation.named.submitted)
 
 
 def _new(folder: Path, role: str) -> Path:
@@ -179,12 +184,12 @@ def _keyids(remote: Remote, role: str) -> list[str]:
     return list(chain.delegator(role).get_delegated_role(role).keyids)
 
 
-def _submitted(made: Submitted) -> dict[str, Any]:
+def _submitted(submitted: Submitted) -> dict[str, Any]:
     return {
-        "published": made.published,
-        "signatures": made.signatures,
-        "threshold": made.threshold,
-        "version": made.version,
+        "published": submitted.published,
+        "signatures": submitted.signatures,
+        "threshold": submitted.threshold,
+        "version": submitted.version,
     }
 
 
@@ -215,7 +220,7 @@ def _list_text(role: str, record: dict[str, Any]) -> str:
     return f"signed again: {', '.join(carried) or 'nothing; sign what you know with triplane sign'}"
 
 
-def made(name: str, folder: Path) -> tuple[dict[str, Any], str]:
+def generate_key(name: str, folder: Path) -> tuple[dict[str, Any], str]:
     """A key of its own name. Conflict: there is one."""
     check_name(name)
     keys = KeyFolder(folder)

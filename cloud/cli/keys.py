@@ -151,7 +151,7 @@ def make(*, name: str, keys: Path, as_json: bool) -> None:
 
     It signs nothing until a role names it (triplane cloud keys rotate ROLE --public NAME.pub).
     """
-    from triplane.cloud.cli.keeping import made
+    from triplane.cloud.cli.keeping import generate_key
 
-    record, text = made(name, keys)
+    record, text = generate_key(name, keys)
     open_output(as_json).result(record, text)

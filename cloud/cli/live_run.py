@@ -62,16 +62,16 @@ def drawn(run: Run, *, room: int, now_s: float) -> RenderableType:
     for heading in ROUND_HEADINGS:
         grid.add_column(heading)
     closed = [r for r in run.rounds if r.closed_s]
-    for found in closed[-room:]:
-        style = "red" if found.given_up else ""
-        grid.add_row(*(Text(shown(cell), style) for cell in round_row(found)))
+    for round_ in closed[-room:]:
+        style = "red" if round_.given_up else ""
+        grid.add_row(*(Text(shown(cell), style) for cell in round_row(round_)))
     why = (Text(line, "red") for line in (*dropped(None, run), *refusals(run)))
     return Group(*lines, Text(), grid, *why)
 
 
-def _at_hand(found: Round, deadline_s: float, now_s: float) -> Text:
-    left_s = max(0.0, found.opened_s + deadline_s - now_s)
-    return _bar("devices", found.counted, found.asked).append(
+def _at_hand(round_: Round, deadline_s: float, now_s: float) -> Text:
+    left_s = max(0.0, round_.opened_s + deadline_s - now_s)
+    return _bar("devices", round_.counted, round_.asked).append(
         f", {left_s:.0f} s to the deadline", "dim"
     )
 

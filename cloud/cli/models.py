@@ -19,21 +19,21 @@ DIGEST_CHARS = 12
 
 def list_models(cloud: Calls) -> tuple[dict[str, Any], str]:
     """Every model, one line each."""
-    found = cloud.registry.ListModels(ListModelsRequest()).models
-    rows = [(m.name, str(m.versions), f"@{m.latest}", aliases_text(m)) for m in found]
+    models = cloud.registry.ListModels(ListModelsRequest()).models
+    rows = [(m.name, str(m.versions), f"@{m.latest}", aliases_text(m)) for m in models]
     text = table(("MODEL", "VERSIONS", "LATEST", "ALIASES"), rows)
     empty = "no model yet; push one with: triplane registry push MODEL.tpm"
-    return {"models": [record(model) for model in found]}, text if rows else empty
+    return {"models": [record(model) for model in models]}, text if rows else empty
 
 
 def list_versions(cloud: Calls, model: str) -> tuple[dict[str, Any], str]:
     """Every version of one model, newest first."""
-    found: list[Version] = []
+    versions: list[Version] = []
     while True:
-        before = found[-1].version if found else 0
+        before = versions[-1].version if versions else 0
         page = cloud.registry.ListVersions(ListVersionsRequest(model=model, before=before))
-        found += page.versions
-        if not page.versions or found[-1].version <= 1:
+        versions += page.versions
+        if not page.versions or versions[-1].version <= 1:
             break
     rows = [
         (
@@ -45,10 +45,10 @@ def list_versions(cloud: Calls, model: str) -> tuple[dict[str, Any], str]:
             v.created_by,
             v.lineage.note,
         )
-        for v in found
+        for v in versions
     ]
     headings = ("VERSION", "ALIASES", "SIZE", "DIGEST", "PUSHED", "BY", "NOTE")
-    return {"versions": [record(version) for version in found]}, table(headings, rows)
+    return {"versions": [record(version) for version in versions]}, table(headings, rows)
 
 
 def aliases_text(model: Model) -> str:

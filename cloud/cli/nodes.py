@@ -62,7 +62,7 @@ def node_text(node: Node) -> str:
     """Everything known of one node."""
     report = node.report
     capability = report.capability
-    told = [
+    rows = [
         ("node", node.name),
         ("labels", labels_text(dict(node.labels))),
         ("connected", f"{'yes' if node.connected else 'no'}, seen {age(node.last_seen_s)}"),
@@ -74,11 +74,11 @@ def node_text(node: Node) -> str:
         ("targets", ", ".join(capability.targets)),
         ("instructions", ", ".join(capability.instructions)),
     ]
-    told += [("model", _model_text(model)) for model in report.models]
-    told += [("wanted", _wanted_text(wanted)) for wanted in node.desired.assignments]
-    told += [("WARNING", text) for text in node.warnings]
-    told += [("incident", f"{age(i.time_s)}: {i.kind}: {i.text}") for i in report.incidents]
-    return facts(told)
+    rows += [("model", _model_text(model)) for model in report.models]
+    rows += [("wanted", _wanted_text(wanted)) for wanted in node.desired.assignments]
+    rows += [("WARNING", text) for text in node.warnings]
+    rows += [("incident", f"{age(i.time_s)}: {i.kind}: {i.text}") for i in report.incidents]
+    return facts(rows)
 
 
 def _machine_text(capability: Capability) -> str:

@@ -47,12 +47,12 @@ class Share(_Number):
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         """From "95%"."""
-        found = _PERCENT.fullmatch(str(value))
+        match = _PERCENT.fullmatch(str(value))
         if isinstance(value, float):
             return value
-        if found is None or float(found[1]) > 100:
+        if match is None or float(match[1]) > 100:
             self.fail(f"{value!r} is no percentage from 0% to 100%; write it as 95%", param, ctx)
-        return float(found[1]) / 100
+        return float(match[1]) / 100
 
 
 class DurationType(_Number):
@@ -66,10 +66,10 @@ class DurationType(_Number):
         """From "90", "90s", "10min", "2h" or "7d"."""
         if isinstance(value, float):
             return value
-        found = _DURATION.fullmatch(str(value))
-        if found is None:
+        match = _DURATION.fullmatch(str(value))
+        if match is None:
             self.fail(f"{value!r} is no duration; write it as 90s, 10min, 2h or 7d", param, ctx)
-        return float(found[1]) * UNIT_S[found[2] or ""]
+        return float(match[1]) * UNIT_S[match[2] or ""]
 
 
 class Waves(_Sizes):

@@ -27,7 +27,7 @@ DIGEST_CHARS = 16
 def shown(cloud: Calls) -> tuple[dict[str, Any], str]:
     """The policy as the cloud tells it. Only a node, or a signer, verifies its signature."""
     with remote_at(cloud) as remote:
-        policy = _told(remote)
+        policy = _stored_policy(remote)
     rows = [
         (model, f"{rule.share:.0%}", f"{rule.metric} >= {rule.floor:g}", rule.golden)
         for model, rule in sorted(policy.models.items())
@@ -54,7 +54,7 @@ def allow(
         upload(cloud.channel, golden, progress)
     with remote_at(cloud) as remote:
         rule = Rule(share=share, golden=path, metric=METRICS[0], floor=floor)
-        policy = Policy({**_told(remote).models, model: rule})
+        policy = Policy({**_stored_policy(remote).models, model: rule})
         signed = sign_policy(remote, policy, keys, goldens={path: golden})
     return _record(policy), _signed_text(model, signed)
 
@@ -62,7 +62,7 @@ def allow(
 def forbid(cloud: Calls, *, model: str, keys: Path) -> tuple[dict[str, Any], str]:
     """Sign a policy without `model`."""
     with remote_at(cloud) as remote:
-        models = dict(_told(remote).models)
+        models = dict(_stored_policy(remote).models)
         if models.pop(model, None) is None:
             raise NotFound(f"the policy has no rule for {model}; it has {sorted(models) or 'none'}")
         policy = Policy(models)
@@ -70,7 +70,7 @@ def forbid(cloud: Calls, *, model: str, keys: Path) -> tuple[dict[str, Any], str
     return _record(policy), _signed_text(model, signed)
 
 
-def _told(remote: Remote) -> Policy:
+def _stored_policy(remote: Remote) -> Policy:
     return read_policy(parse(Targets, remote.pending("targets").metadata, "targets").signed)
 
 

@@ -26,13 +26,13 @@ def reported(output: CommandOutput, what: str) -> Iterator[Progress]:
 
 def lines(note: Callable[[str], None], what: str) -> Progress:
     """A line whenever another tenth is done; a small file gives one line."""
-    told = 0
+    shown = 0
 
     def progress(done: int, total: int) -> None:
-        nonlocal told
+        nonlocal shown
         tenth = TENTHS if done >= total else done * TENTHS // total
-        if tenth > told:
-            told = tenth
+        if tenth > shown:
+            shown = tenth
             note(f"{what}: {tenth * 10}% of {size(total)}")
 
     return progress

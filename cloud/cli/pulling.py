@@ -22,17 +22,17 @@ def pull_file(
 
     Conflict where another file lies there already. What broke off goes on when it is called again.
     """
-    found = cloud.registry.GetVersion(GetVersionRequest(reference=reference))
-    path = out or Path(f"{found.model}-{found.version}.tpm")
+    version = cloud.registry.GetVersion(GetVersionRequest(reference=reference))
+    path = out or Path(f"{version.model}-{version.version}.tpm")
     if path.exists():
         raise Conflict(f"{path} is there already; name another file with --out")
     parts = BlobFolder(path.parent / f".{path.name}.parts")
     with reported(output, f"downloading {path.name}") as progress:
-        blob = download(cloud.channel, found.blob, found.size, parts, progress)
+        blob = download(cloud.channel, version.blob, version.size, parts, progress)
     OS_DISK.replace(blob, path)
     OS_DISK.sync_folder(path.parent)
     _remove(parts)
-    return record(found) | {"file": str(path)}, f"{path}: {found.model}@{found.version}"
+    return record(version) | {"file": str(path)}, f"{path}: {version.model}@{version.version}"
 
 
 def _remove(parts: BlobFolder) -> None:

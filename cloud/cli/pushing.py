@@ -98,7 +98,7 @@ def push_file(
         lineage=Lineage(parent=parent, source="push", note=note),
     )
     version = _registered(cloud, output, request, file.stat().st_size)
-    bundles = [_made(cloud, output, version, target) for target in targets]
+    bundles = [_converted_bundle(cloud, output, version, target) for target in targets]
     answer = record(version) | {"bundles": [record(bundle) for bundle in bundles]}
     return answer, _text(version, bundles)
 
@@ -164,7 +164,7 @@ def _sent(cloud: Calls, output: CommandOutput, file: Path | None) -> bytes:
             time.sleep(HELD_PAUSE_S)
 
 
-def _made(cloud: Calls, output: CommandOutput, version: Version, target: str) -> Bundle:
+def _converted_bundle(cloud: Calls, output: CommandOutput, version: Version, target: str) -> Bundle:
     reference = f"{version.model}@{version.version}"
     output.note(f"converting {reference} for {target}")
     return wait_for_bundle(cloud, reference, target)

@@ -100,8 +100,8 @@ def show(*, reference: str, identity: Path | None, as_json: bool) -> None:
     from triplane.proto.registry_pb2 import GetVersionRequest
 
     with calls(identity) as cloud:
-        found = cloud.registry.GetVersion(GetVersionRequest(reference=reference))
-    open_output(as_json).result(record(found), version_text(found))
+        version = cloud.registry.GetVersion(GetVersionRequest(reference=reference))
+    open_output(as_json).result(record(version), version_text(version))
 
 
 @command.command("pull", short_help="Download the model file of a version.")
@@ -148,8 +148,8 @@ def alias(
         raise click.UsageError("give either a VERSION or --remove")
     request = SetAliasRequest(model=model, alias=alias, version=version or 0)
     with calls(identity) as cloud:
-        found = cloud.registry.SetAlias(request)
-    open_output(as_json).result(record(found), f"{found.name}: {aliases_text(found)}")
+        response = cloud.registry.SetAlias(request)
+    open_output(as_json).result(record(response), f"{response.name}: {aliases_text(response)}")
 
 
 @command.command(

@@ -33,14 +33,18 @@ class Remote:
     def pending(self, role: str, /) -> Pending:
         """What the next signer starts from."""
         with remote_errors():
-            found = self._cloud.metadata.GetPending(GetPendingRequest(role=role))
-        return Pending(found.metadata, found.published, found.signatures, found.threshold)
+            response = self._cloud.metadata.GetPending(GetPendingRequest(role=role))
+        return Pending(
+            response.metadata, response.published, response.signatures, response.threshold
+        )
 
     def submit(self, role: str, data: bytes, /) -> Submitted:
         """Hand over a version with this signer's signatures."""
         with remote_errors():
-            made = self._cloud.metadata.Submit(SubmitRequest(role=role, metadata=data))
-        return Submitted(made.published, made.signatures, made.threshold, made.version)
+            response = self._cloud.metadata.Submit(SubmitRequest(role=role, metadata=data))
+        return Submitted(
+            response.published, response.signatures, response.threshold, response.version
+        )
 
     def version(self, reference: str, /) -> Version:
         """A registered version."""

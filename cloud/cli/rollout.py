@@ -34,10 +34,10 @@ def ls(*, limit: int, identity: Path | None, as_json: bool) -> None:
     from triplane.proto.fleet_pb2 import ListRolloutsRequest
 
     with calls(identity) as cloud:
-        found = cloud.fleet.ListRollouts(ListRolloutsRequest(page_size=limit)).rollouts
+        rollouts = cloud.fleet.ListRollouts(ListRolloutsRequest(page_size=limit)).rollouts
     none = "no rollout yet; begin one with: triplane deploy MODEL --to SELECTOR"
-    text = rollout_table(found) if found else none
-    open_output(as_json).result({"rollouts": [record(r) for r in found]}, text)
+    text = rollout_table(rollouts) if rollouts else none
+    open_output(as_json).result({"rollouts": [record(r) for r in rollouts]}, text)
 
 
 @command.command("show", short_help="Waves, nodes with their states, and the reasons.")
@@ -58,10 +58,10 @@ def show(
     from triplane.proto.fleet_pb2 import GetRolloutRequest
 
     with calls(identity) as cloud:
-        found = cloud.fleet.GetRollout(GetRolloutRequest(id=rollout_id))
-        code = watch_to_end(cloud, found, as_json=as_json) if watch else 0
+        rollout = cloud.fleet.GetRollout(GetRolloutRequest(id=rollout_id))
+        code = watch_to_end(cloud, rollout, as_json=as_json) if watch else 0
     if not watch:
-        open_output(as_json).result(record(found), rollout_text(found))
+        open_output(as_json).result(record(rollout), rollout_text(rollout))
     ctx.exit(code)
 
 
@@ -74,8 +74,8 @@ def pause(*, rollout_id: str, reason: str, identity: Path | None, as_json: bool)
     from triplane.proto.fleet_pb2 import ChangeRolloutRequest
 
     with calls(identity) as cloud:
-        found = cloud.fleet.Pause(ChangeRolloutRequest(id=rollout_id, reason=reason))
-    _tell(found, as_json=as_json)
+        rollout = cloud.fleet.Pause(ChangeRolloutRequest(id=rollout_id, reason=reason))
+    _tell(rollout, as_json=as_json)
 
 
 @command.command("resume", short_help="Go on; nodes that failed try once more.")
@@ -87,8 +87,8 @@ def resume(*, rollout_id: str, reason: str, identity: Path | None, as_json: bool
     from triplane.proto.fleet_pb2 import ChangeRolloutRequest
 
     with calls(identity) as cloud:
-        found = cloud.fleet.Resume(ChangeRolloutRequest(id=rollout_id, reason=reason))
-    _tell(found, as_json=as_json)
+        rollout = cloud.fleet.Resume(ChangeRolloutRequest(id=rollout_id, reason=reason))
+    _tell(rollout, as_json=as_json)
 
 
 @command.command("abort")
@@ -106,8 +106,8 @@ def abort(
     from triplane.proto.fleet_pb2 import AbortRequest
 
     with calls(identity) as cloud:
-        found = cloud.fleet.Abort(AbortRequest(id=rollout_id, reason=reason, revert=revert))
-    _tell(found, as_json=as_json)
+        rollout = cloud.fleet.Abort(AbortRequest(id=rollout_id, reason=reason, revert=revert))
+    _tell(rollout, as_json=as_json)
 
 
 def _tell(rollout: Rollout, *, as_json: bool) -> None:

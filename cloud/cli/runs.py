@@ -54,21 +54,21 @@ def headline(run: Run) -> str:
     return shown(f"[{run.id}] {', '.join(parts)}")
 
 
-def round_row(found: Round) -> tuple[str, ...]:
+def round_row(round_: Round) -> tuple[str, ...]:
     """Cells of one round."""
-    out = found.refused + found.late + found.lost
-    took = duration_text(found.closed_s - found.opened_s) if found.closed_s else ""
-    learnt = loss_text(found.loss) if found.counted and not found.evaluates else ""
+    out = round_.refused + round_.late + round_.lost
+    took = duration_text(round_.closed_s - round_.opened_s) if round_.closed_s else ""
+    learnt = loss_text(round_.loss) if round_.counted and not round_.evaluates else ""
     return (
-        f"{found.number}{' scored' if found.evaluates else ''}",
-        str(found.asked),
-        str(found.counted),
+        f"{round_.number}{' scored' if round_.evaluates else ''}",
+        str(round_.asked),
+        str(round_.counted),
         str(out) if out else "",
         learnt,
         took,
-        size(found.bytes_up) if found.bytes_up else "",
-        size(found.bytes_down) if found.bytes_down else "",
-        found.given_up or accuracy(found),
+        size(round_.bytes_up) if round_.bytes_up else "",
+        size(round_.bytes_down) if round_.bytes_down else "",
+        round_.given_up or accuracy(round_),
     )
 
 
@@ -84,11 +84,11 @@ def duration_text(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 120 else duration(seconds)
 
 
-def accuracy(found: Round) -> str:
+def accuracy(round_: Round) -> str:
     """Before and after adaptation, over the devices of an evaluating round."""
-    if not found.HasField("after"):
+    if not round_.HasField("after"):
         return ""
-    return f"{_spread(found.before)} -> {_spread(found.after)}"
+    return f"{_spread(round_.before)} -> {_spread(round_.after)}"
 
 
 def _spread(spread: Spread) -> str:
@@ -119,8 +119,8 @@ def dropped_text(member: Member) -> str:
 
 def why_text(member: Member) -> str:
     """Why contributions did not count, the most frequent reason first, with how often."""
-    found = sorted(member.why, key=lambda told: -told.count)
-    return "; ".join(f"{told.count} x {told.reason}" for told in found) or member.reason
+    reasons = sorted(member.why, key=lambda why: -why.count)
+    return "; ".join(f"{why.count} x {why.reason}" for why in reasons) or member.reason
 
 
 def cut(text: str) -> str:
@@ -140,11 +140,11 @@ def waiting(before: Run | None, after: Run) -> list[str]:
 
 def _new(before: Run | None, after: Run, text_of: Callable[[Member], str]) -> list[str]:
     known = {member.device: text_of(member) for member in before.members} if before else {}
-    found = [(m.device, text_of(m)) for m in after.members]
-    found = [(device, text) for device, text in found if text and text != known.get(device)]
-    lines = [shown(f"    {device}: {cut(text)}") for device, text in found[:MOST_REASONS]]
-    if len(found) > MOST_REASONS:
-        lines.append(f"    and {len(found) - MOST_REASONS} more devices; triplane federate show")
+    texts = [(m.device, text_of(m)) for m in after.members]
+    texts = [(device, text) for device, text in texts if text and text != known.get(device)]
+    lines = [shown(f"    {device}: {cut(text)}") for device, text in texts[:MOST_REASONS]]
+    if len(texts) > MOST_REASONS:
+        lines.append(f"    and {len(texts) - MOST_REASONS} more devices; triplane federate show")
     return lines
 
 
@@ -192,9 +192,9 @@ def changes(before: Run | None, after: Run) -> list[str]:
     """Lines that say what is new in `after`; for output that cannot be redrawn."""
     known = {(r.number, r.evaluates, r.opened_s) for r in _closed(before)} if before else set()
     lines = [
-        shown("  round " + "  ".join(filter(None, _told(found))))
-        for found in _closed(after)
-        if (found.number, found.evaluates, found.opened_s) not in known
+        shown("  round " + "  ".join(filter(None, _round_facts(round_))))
+        for round_ in _closed(after)
+        if (round_.number, round_.evaluates, round_.opened_s) not in known
     ]
     if lines:
         lines += dropped(before, after)
@@ -205,11 +205,11 @@ def changes(before: Run | None, after: Run) -> list[str]:
 
 
 def _closed(run: Run) -> list[Round]:
-    return [found for found in run.rounds if found.closed_s]
+    return [round_ for round_ in run.rounds if round_.closed_s]
 
 
-def _told(found: Round) -> list[str]:
-    number, asked, counted, out, loss, took, up, down, rest = round_row(found)
+def _round_facts(round_: Round) -> list[str]:
+    number, asked, counted, out, loss, took, up, down, rest = round_row(round_)
     return [
         number,
         f"{counted} of {asked}",

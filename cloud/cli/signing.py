@@ -33,12 +33,12 @@ def sign(
         "version": done.version,
         "targets": [
             {
-                "path": found.path,
-                "sha256": found.sha256.hex(),
-                "length": found.length,
-                "model_digest": found.custom["model_digest"],
+                "path": signed_target.path,
+                "sha256": signed_target.sha256.hex(),
+                "length": signed_target.length,
+                "model_digest": signed_target.custom["model_digest"],
             }
-            for found in signed.targets
+            for signed_target in signed.targets
         ],
     }
     return record, _text(signed)
@@ -47,8 +47,8 @@ def sign(
 def _text(signed: SigningResult) -> str:
     done = signed.submitted
     lines = [
-        f"{found.path}: sha256 {found.sha256.hex()}, of model {found.custom['model_digest']}"
-        for found in signed.targets
+        f"{target.path}: sha256 {target.sha256.hex()}, of model {target.custom['model_digest']}"
+        for target in signed.targets
     ]
     if done.published:
         lines.append("signed and published; nodes accept it")

@@ -15,7 +15,7 @@ def initialize(
 ) -> tuple[dict[str, Any], str]:
     """The record and the text of a new cloud. signers: so many of so many people release."""
     need, have = signers
-    made = make(
+    created = make(
         home,
         hosts,
         offline_keys=offline_keys,
@@ -23,28 +23,28 @@ def initialize(
         thresholds={"release": need},
     )
     record = {
-        "home": str(made.home.path),
-        "hosts": list(made.hosts),
-        "operator": str(made.home.operator),
-        "offline_keys": str(made.offline_keys),
-        "offline": [str(path) for path in made.offline],
+        "home": str(created.home.path),
+        "hosts": list(created.hosts),
+        "operator": str(created.home.operator),
+        "offline_keys": str(created.offline_keys),
+        "offline": [str(path) for path in created.offline],
     }
-    return record, _text(made)
+    return record, _text(created)
 
 
-def _text(made: InitializedHome) -> str:
-    keys = ", ".join(path.name for path in made.offline)
+def _text(created: InitializedHome) -> str:
+    keys = ", ".join(path.name for path in created.offline)
     return "\n".join(
         [
-            f"A cloud in {made.home.path}, for {', '.join(made.hosts)}.",
+            f"A cloud in {created.home.path}, for {', '.join(created.hosts)}.",
             "",
-            f"TAKE AWAY from this machine, before anything else: {made.offline_keys}",
+            f"TAKE AWAY from this machine, before anything else: {created.offline_keys}",
             f"  It holds {keys}: the keys that decide what runs on your nodes.",
             "  Keep two copies in two places. Who has them signs with `triplane sign`. If the root",
             "  key is lost, every node must be enrolled again.",
             "",
-            f"Start it:         triplane cloud up --home {made.home.path}",
-            f"Your identity:    export TRIPLANE_IDENTITY={made.home.operator}",
+            f"Start it:         triplane cloud up --home {created.home.path}",
+            f"Your identity:    export TRIPLANE_IDENTITY={created.home.operator}",
             "Let a node in:    triplane cloud token --role node --name NAME",
         ]
     )

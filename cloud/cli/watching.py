@@ -83,9 +83,9 @@ def kept_open(stream: Callable[[], Iterable[T]], what: str, again: str) -> Itera
     while True:
         why = "the stream ended"
         try:
-            for found in stream():
+            for message in stream():
                 heard_s = time.monotonic()
-                yield found
+                yield message
         except grpc.RpcError as error:
             if error.code() not in _PASSING:
                 raise

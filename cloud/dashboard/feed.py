@@ -58,9 +58,9 @@ class Feed:
         try:
             if self._looking is None:
                 self._looking = asyncio.create_task(self._look_on(), name="dashboard feed")
-            async with contextlib.aclosing(self._told()) as stream:
-                async for told in stream:
-                    yield told
+            async with contextlib.aclosing(self._states_changed()) as stream:
+                async for change in stream:
+                    yield change
         finally:
             self._pages -= 1
             if self._pages == 0:
@@ -77,7 +77,7 @@ class Feed:
             self._moved.notify_all()
         await self._rest()
 
-    async def _told(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def _states_changed(self) -> AsyncGenerator[dict[str, Any], None]:
         sent: State | None = None
         number = 0
         while await self._heard(number):

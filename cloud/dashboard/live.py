@@ -50,11 +50,11 @@ class CloudSource:
 
     async def rollouts(self) -> Sequence[Rollout]:
         """See `Source`."""
-        found = await self._fleet.rollouts(MOST_ROWS["rollouts"])
-        for i, paper in enumerate(found):
-            if i < WHOLE_ROLLOUTS or not paper.is_ended:
-                found[i] = await self._fleet.rollout(paper.rollout.id)
-        return [self._wire.rollout(paper) for paper in found]
+        records = await self._fleet.rollouts(MOST_ROWS["rollouts"])
+        for i, record in enumerate(records):
+            if i < WHOLE_ROLLOUTS or not record.is_ended:
+                records[i] = await self._fleet.rollout(record.rollout.id)
+        return [self._wire.rollout(record) for record in records]
 
     async def runs(self) -> Sequence[Run]:
         """See `Source`."""
@@ -63,27 +63,27 @@ class CloudSource:
 
     async def versions(self) -> Sequence[Version]:
         """See `Source`; the newest few of each model."""
-        found = [
+        versions = [
             version
             for model in (await self._registry.models())[:MOST_MODELS]
             for version in await self._registry.versions(model.name, size=VERSIONS_EACH)
         ]
-        newest = sorted(found, key=lambda version: -version.created_s)
+        newest = sorted(versions, key=lambda version: -version.created_s)
         return [encoding.version(version) for version in newest]
 
     async def incidents(self) -> Sequence[NodeIncident]:
         """See `Source`."""
-        return [NodeIncident(*told) for told in await self._fleet.incidents(MOST_ROWS["incidents"])]
+        return [NodeIncident(*row) for row in await self._fleet.incidents(MOST_ROWS["incidents"])]
 
     async def due(self) -> Sequence[str]:
         """See `Source`."""
         versions = self._repository.versions()
-        told = (
+        sentences = (
             f"node {node.name}: {text}"
             for node in self._fleet.nodes()
             for text in warnings(node, versions)
         )
-        return [*due(self._repository.expiries(), time.time()), *islice(told, MOST_WARNINGS)]
+        return [*due(self._repository.expiries(), time.time()), *islice(sentences, MOST_WARNINGS)]
 
     async def pause(self, rollout_id: str, reason: str) -> Rollout:
         """See `Source`."""
@@ -91,10 +91,10 @@ class CloudSource:
 
     async def resume(self, rollout_id: str, reason: str) -> Rollout:
         """See `Source`."""
-        paper = await self._fleet.resume(rollout_id, reason=reason, by=ACTOR)
-        return self._wire.rollout(paper)
+        record = await self._fleet.resume(rollout_id, reason=reason, by=ACTOR)
+        return self._wire.rollout(record)
 
     async def abort(self, rollout_id: str, reason: str, *, revert: bool) -> Rollout:
         """See `Source`."""
-        paper = await self._fleet.abort(rollout_id, reason=reason, revert=revert, by=ACTOR)
-        return self._wire.rollout(paper)
+        record = await self._fleet.abort(rollout_id, reason=reason, revert=revert, by=ACTOR)
+        return self._wire.rollout(record)

@@ -54,7 +54,7 @@ def state_from(
         "rollouts": _section("rollouts", ((r.id, rollout_row(r)) for r in rollouts)),
         "runs": _section("runs", ((run.id, run_row(run)) for run in runs)),
         "versions": _section("versions", (_keyed_version(version) for version in versions)),
-        "incidents": _section("incidents", (_keyed_incident(told) for told in incidents)),
+        "incidents": _section("incidents", (_keyed_incident(incident) for incident in incidents)),
         "totals": {"all": {"nodes": len(nodes), "connected": connected, "due": list(due)}},
     }
 
@@ -170,15 +170,15 @@ def _bundle_row(bundle: Bundle) -> Row:
     }
 
 
-def _keyed_incident(told: NodeIncident) -> tuple[str, Row]:
-    incident = told.incident
+def _keyed_incident(entry: NodeIncident) -> tuple[str, Row]:
+    incident = entry.incident
     row = {
-        "node": told.node,
+        "node": entry.node,
         "time_s": round(incident.time_s, 3),
         "kind": _cut(incident.kind),
         "text": _cut(incident.text),
     }
-    return f"{told.node} {row['time_s']} {row['kind']} {row['text']}", row
+    return f"{entry.node} {row['time_s']} {row['kind']} {row['text']}", row
 
 
 def _section(name: str, rows: Any) -> Section:

@@ -57,17 +57,17 @@ def _algorithm(spec: Spec) -> str:
     return f"{spec.flower.strategy} over {'ClientApp' if spec.flower.app else spec.algorithm}"
 
 
-def _round_row(found: Round) -> Row:
+def _round_row(round_: Round) -> Row:
     return {
-        "number": found.number,
-        "asked": found.asked,
-        "counted": found.counted,
-        "refused": found.refused,
-        "late": found.late,
-        "lost": found.lost,
-        "loss": round(found.loss, 4),
-        "seconds": round(found.closed_s - found.opened_s, 3) if found.closed_s else None,
-        "given_up": found.given_up[:MOST_TEXT_CHARS],
+        "number": round_.number,
+        "asked": round_.asked,
+        "counted": round_.counted,
+        "refused": round_.refused,
+        "late": round_.late,
+        "lost": round_.lost,
+        "loss": round(round_.loss, 4),
+        "seconds": round(round_.closed_s - round_.opened_s, 3) if round_.closed_s else None,
+        "given_up": round_.given_up[:MOST_TEXT_CHARS],
     }
 
 
@@ -86,15 +86,15 @@ def _device_row(member: Member) -> Row:
 
 
 def _stragglers(members: Iterable[Member]) -> list[Member]:
-    found = [member for member in members if member.dropped or member.waits]
-    return sorted(found, key=lambda m: (not m.waits, -m.dropped))[:MOST_REASONS]
+    stragglers = [member for member in members if member.dropped or member.waits]
+    return sorted(stragglers, key=lambda m: (not m.waits, -m.dropped))[:MOST_REASONS]
 
 
-def _spread_row(found: Round) -> Row:
+def _spread_row(round_: Round) -> Row:
     return {
-        "round": found.number,
-        "before": _values(found.before),
-        "after": _values(found.after),
+        "round": round_.number,
+        "before": _values(round_.before),
+        "after": _values(round_.after),
     }
 
 

@@ -166,8 +166,8 @@ class _Board:
         }
 
     def _may_change(self, request: Request) -> bool:
-        given = request.headers.get("authorization", "").encode()
-        return hmac.compare_digest(given, self._expected)
+        authorization = request.headers.get("authorization", "").encode()
+        return hmac.compare_digest(authorization, self._expected)
 
 
 async def _body(request: Request) -> Mapping[str, Any]:
@@ -212,10 +212,10 @@ class _Events(StreamingResponse):
         super().__init__(self._lines(first), media_type="text/event-stream")
         self._changes = changes
 
-    async def _lines(self, told: Mapping[str, Any] | None) -> AsyncIterator[str]:
-        while told is not None:
-            yield f"data: {json.dumps(told)}\n\n"
-            told = await anext(self._changes, None)
+    async def _lines(self, change: Mapping[str, Any] | None) -> AsyncIterator[str]:
+        while change is not None:
+            yield f"data: {json.dumps(change)}\n\n"
+            change = await anext(self._changes, None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._changes):

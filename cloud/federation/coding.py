@@ -36,11 +36,11 @@ def to_json(value: Any) -> str:
 def from_json(kind: type[T], text: str) -> T:
     """The value that `to_json` wrote. Corrupt where it is anything else."""
     try:
-        found = json.loads(text)
+        stored = json.loads(text)
     except ValueError as error:
         raise Corrupt(f"a stored {kind.__name__} is no JSON: {error}; restore a backup") from error
     wanted: Any = kind
-    value: T = _reader(wanted)(found)
+    value: T = _reader(wanted)(stored)
     return value
 
 
@@ -73,33 +73,33 @@ def _reader(kind: Any) -> Read:
     if dataclasses.is_dataclass(kind):
         return _fields(kind)
     if issubclass(kind, Enum):
-        return lambda found: _chosen(kind, found)
-    return lambda found: _scalar(kind, found)
+        return lambda stored: _chosen(kind, stored)
+    return lambda stored: _scalar(kind, stored)
 
 
 def _optional(first: Any, second: Any) -> Read:
     assert second is type(None), "a union is of a type and None"
     read = _reader(first)
-    return lambda found: None if found is None else read(found)
+    return lambda stored: None if stored is None else read(stored)
 
 
 def _sequence(items: tuple[Any, ...]) -> Read:
     if items[1:] == (...,):
         read = _reader(items[0])
-        return lambda found: tuple(read(item) for item in _checked(list, found))
+        return lambda stored: tuple(read(item) for item in _checked(list, stored))
     reads = [_reader(item) for item in items]
 
-    def fixed(found: Any) -> tuple[Any, ...]:
-        if len(_checked(list, found)) != len(reads):
-            raise _corrupt(f"{len(reads)} entries", found)
-        return tuple(read(item) for read, item in zip(reads, found, strict=True))
+    def fixed(stored: Any) -> tuple[Any, ...]:
+        if len(_checked(list, stored)) != len(reads):
+            raise _corrupt(f"{len(reads)} entries", stored)
+        return tuple(read(item) for read, item in zip(reads, stored, strict=True))
 
     return fixed
 
 
 def _mapping(item: Any) -> Read:
     read = _reader(item)
-    return lambda found: {key: read(value) for key, value in _checked(dict, found).items()}
+    return lambda stored: {key: read(value) for key, value in _checked(dict, stored).items()}
 
 
 def _fields(kind: Any) -> Read:
@@ -107,10 +107,10 @@ def _fields(kind: Any) -> Read:
     reads = {f.name: _reader(hints[f.name]) for f in dataclasses.fields(kind)}
     needed = {f.name for f in dataclasses.fields(kind) if _is_needed(f)}
 
-    def make(found: Any) -> Any:
-        if not needed <= _checked(dict, found).keys() <= reads.keys():
-            raise _corrupt(f"the fields {sorted(reads)} of {kind.__name__}", sorted(found))
-        return kind(**{name: reads[name](value) for name, value in found.items()})
+    def make(stored: Any) -> Any:
+        if not needed <= _checked(dict, stored).keys() <= reads.keys():
+            raise _corrupt(f"the fields {sorted(reads)} of {kind.__name__}", sorted(stored))
+        return kind(**{name: reads[name](value) for name, value in stored.items()})
 
     return make
 
@@ -120,31 +120,31 @@ def _is_needed(field: dataclasses.Field[Any]) -> bool:
     return field.default is missing and field.default_factory is missing
 
 
-def _chosen(kind: type[Enum], found: Any) -> Enum:
+def _chosen(kind: type[Enum], stored: Any) -> Enum:
     try:
-        return kind(found)
+        return kind(stored)
     except ValueError as error:
-        raise _corrupt(f"one of {[e.value for e in kind]}", found) from error
+        raise _corrupt(f"one of {[e.value for e in kind]}", stored) from error
 
 
-def _scalar(kind: type, found: Any) -> Any:
+def _scalar(kind: type, stored: Any) -> Any:
     if kind is float:
-        if found is None:
+        if stored is None:
             return math.nan
-        if type(found) not in (int, float) or math.isinf(found):
-            raise _corrupt("a finite number", found)
-        return float(found)
-    if type(found) is not kind:
-        raise _corrupt(kind.__name__, found)
-    return found
+        if type(stored) not in (int, float) or math.isinf(stored):
+            raise _corrupt("a finite number", stored)
+        return float(stored)
+    if type(stored) is not kind:
+        raise _corrupt(kind.__name__, stored)
+    return stored
 
 
-def _checked(kind: type, found: Any) -> Any:
-    if not isinstance(found, kind):
-        raise _corrupt(f"a {kind.__name__}", found)
-    return found
+def _checked(kind: type, stored: Any) -> Any:
+    if not isinstance(stored, kind):
+        raise _corrupt(f"a {kind.__name__}", stored)
+    return stored
 
 
-def _corrupt(wanted: str, found: Any) -> Corrupt:
-    shown = repr(found)[:MAX_SHOWN_CHARS]
+def _corrupt(wanted: str, stored: Any) -> Corrupt:
+    shown = repr(stored)[:MAX_SHOWN_CHARS]
     return Corrupt(f"the journal of runs needs {wanted}, found {shown}; restore a backup")

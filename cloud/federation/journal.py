@@ -88,26 +88,26 @@ def asked_digest(spec: pb.Spec) -> bytes:
     return hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
 
 
-def begin(connection: sa.Connection, made: RunRecord) -> RunRecord:
+def begin(connection: sa.Connection, new: RunRecord) -> RunRecord:
     """Write a new run, or find the one that the key began. Conflict: it asked otherwise."""
-    found = by_key(connection, made.key)
-    if found is not None:
-        if found.asked != made.asked:
+    known = by_key(connection, new.key)
+    if known is not None:
+        if known.asked != new.asked:
             raise Conflict(
-                f"key {made.key.hex()} began run {found.id} with another request; a new run needs "
+                f"key {new.key.hex()} began run {known.id} with another request; a new run needs "
                 "a new random key"
             )
-        return found
+        return known
     connection.execute(
         RUNS.insert().values(
-            id=made.id,
-            key=made.key,
-            asked=made.asked,
-            spec=made.spec.SerializeToString(deterministic=True),
-            started_s=made.started_s,
-            started_by=made.started_by,
+            id=new.id,
+            key=new.key,
+            asked=new.asked,
+            spec=new.spec.SerializeToString(deterministic=True),
+            started_s=new.started_s,
+            started_by=new.started_by,
             live=True,
-            before=made.before,
+            before=new.before,
             reason="",
             ended_s=0.0,
             prepared="",
@@ -117,7 +117,7 @@ def begin(connection: sa.Connection, made: RunRecord) -> RunRecord:
             result="",
         )
     )
-    again = by_key(connection, made.key)
+    again = by_key(connection, new.key)
     assert again is not None
     return again
 
@@ -137,8 +137,8 @@ def entry(connection: sa.Connection, run: str) -> RunRecord:
 def live(connection: sa.Connection) -> list[tuple[RunRecord, RunProjection | None]]:
     """Runs that may go on, oldest first."""
     rows = connection.execute(sa.select(RUNS).where(RUNS.c.live).order_by(RUNS.c.number)).all()
-    found = [(_entry(row), _projection(connection, row)) for row in rows]
-    return [(e, with_counted_leases(connection, e, b) if b else None) for e, b in found]
+    runs = [(_entry(row), _projection(connection, row)) for row in rows]
+    return [(e, with_counted_leases(connection, e, b) if b else None) for e, b in runs]
 
 
 def with_counted_leases(
@@ -215,8 +215,8 @@ def keep(connection: sa.Connection, run: str, updates: Mapping[str, bytes]) -> N
 def kept(connection: sa.Connection, run: str, sha256: bytes) -> bytes | None:
     """A small update."""
     query = sa.select(SMALL.c.data).where(SMALL.c.run == run, SMALL.c.sha256 == sha256)
-    found = connection.execute(query).scalar()
-    return None if found is None else bytes(found)
+    data = connection.execute(query).scalar()
+    return None if data is None else bytes(data)
 
 
 def forget(connection: sa.Connection, run: str) -> None:
@@ -304,18 +304,18 @@ def last_asked(connection: sa.Connection, run: str) -> core.Asked | None:
 
 def referenced(connection: sa.Connection) -> set[bytes]:
     """Blobs that runs need or began from: for the collector of blobs. Updates are elsewhere."""
-    found: set[bytes] = set()
+    blobs: set[bytes] = set()
     for row in connection.execute(sa.select(RUNS)).all():
         entry, projection = _entry(row), _projection(connection, row)
-        found.add(entry.slots)
+        blobs.add(entry.slots)
         if entry.prepared is not None:
-            found |= {bytes.fromhex(entry.prepared.plan), bytes.fromhex(entry.prepared.state)}
+            blobs |= {bytes.fromhex(entry.prepared.plan), bytes.fromhex(entry.prepared.state)}
         if projection is not None:
-            found.add(bytes.fromhex(projection.state.shared))
+            blobs.add(bytes.fromhex(projection.state.shared))
         if row.live and entry.spec.HasField("flower"):
             asked = last_asked(connection, entry.id)
-            found |= {bytes.fromhex(name) for name in asked.messages.values()} if asked else set()
-    return found - {b""}
+            blobs |= {bytes.fromhex(name) for name in asked.messages.values()} if asked else set()
+    return blobs - {b""}
 
 
 def _entry(row: Any) -> RunRecord:

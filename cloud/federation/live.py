@@ -203,8 +203,8 @@ class LiveRun:
     def held_update(self, sha256: bytes) -> bytes | None:
         """An inline update that is not committed yet; for any thread."""
         name = sha256.hex()
-        found = (data for event, data in list(self._ahead.arrived) if event.update.blob == name)
-        return next(found, None)
+        matches = (data for event, data in list(self._ahead.arrived) if event.update.blob == name)
+        return next(matches, None)
 
     async def _run(self) -> None:
         while not self.is_over:
@@ -390,8 +390,8 @@ class LiveRun:
                 self._spawn(self._done(effect, done), str(effect))
         try:
             self._worker.settled(old, self.entry, done.last, done.projection)
-            told = {effect.device: None for effect in effects if isinstance(effect, Tell)}
-            self._tell(told, goes_on=_same_round(before.state, state))
+            devices = {effect.device: None for effect in effects if isinstance(effect, Tell)}
+            self._tell(devices, goes_on=_same_round(before.state, state))
         except Exception:  # the event is committed whatever its audience makes of it
             logger.exception("not everybody was told", extra=self._facts())
         self._audience.moved_now(over=self.is_over)
@@ -432,7 +432,7 @@ class LiveRun:
 
         try:
             try:
-                make, write = await self._made(effect, basis)
+                make, write = await self._outcome_of(effect, basis)
             finally:
                 self._no_result = ""
         except (InvalidInput, Corrupt) as error:
@@ -447,21 +447,23 @@ class LiveRun:
         else:
             note(make, write)
 
-    async def _made(self, effect: Reduce | Finish, basis: _Ahead) -> tuple[MakeEvent, Write | None]:
+    async def _outcome_of(
+        self, effect: Reduce | Finish, basis: _Ahead
+    ) -> tuple[MakeEvent, Write | None]:
         """What an effect comes to, however long there is no room for it."""
         phase, pause_s = basis.projection.state.phase, RETRY_S
         while True:
             try:
                 if isinstance(effect, Reduce):
-                    made = await self._worker.reduce(self.entry, basis.projection, effect)
+                    outcome = await self._worker.reduce(self.entry, basis.projection, effect)
                 else:
-                    made = await self._worker.finish(self.entry, basis.projection)
+                    outcome = await self._worker.finish(self.entry, basis.projection)
             except NoRoom as error:
                 if self._ahead.projection.state.phase is not phase:  # a person stopped it meanwhile
                     raise
                 self._no_result = self._waiting(error)
             else:
-                return made
+                return outcome
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 

@@ -100,9 +100,9 @@ def _add_state(message: pb.Run, projection: RunProjection, *, rounds: bool, down
         newest = projection.refused.get(kind, "")
         message.refusals.reasons.add(kind=kind, count=count, newest=newest)
     if rounds:
-        found = [_ended(projection, ended) for ended in state.history]
-        found += _at_hand(state, down)
-        message.rounds.extend(found[-MAX_ROUNDS:])
+        messages = [_ended(projection, ended) for ended in state.history]
+        messages += _at_hand(state, down)
+        message.rounds.extend(messages[-MAX_ROUNDS:])
 
 
 def _member(member: RunMember) -> pb.Member:
@@ -149,23 +149,23 @@ def _ended(projection: RunProjection, ended: Ended) -> pb.Round:
 
 
 def _at_hand(state: RunState, down: int) -> list[pb.Round]:
-    found = state.round
-    if found is None or state.phase is not Phase.COLLECTING:
+    at_hand = state.round
+    if at_hand is None or state.phase is not Phase.COLLECTING:
         return []
     tally = dict.fromkeys(Outcome, 0)
-    for lease in found.leases:
+    for lease in at_hand.leases:
         tally[lease.outcome] += 1
     return [
         pb.Round(
-            number=found.number,
-            evaluates=found.evaluates,
-            opened_s=found.opened_s,
-            asked=len(found.leases),
+            number=at_hand.number,
+            evaluates=at_hand.evaluates,
+            opened_s=at_hand.opened_s,
+            asked=len(at_hand.leases),
             counted=tally[Outcome.COUNTED],
             refused=tally[Outcome.REFUSED] + tally[Outcome.DECLINED],
             lost=tally[Outcome.LOST],
             bytes_down=down,
-            bytes_up=sum(x.update.size for x in found.leases if x.update),
+            bytes_up=sum(x.update.size for x in at_hand.leases if x.update),
         )
     ]
 
@@ -178,25 +178,25 @@ def task_message(
     entry: RunRecord, state: RunState, device: str, files: TaskFiles, now_s: float
 ) -> pb.Task:
     """What the device shall do in this run now. The caller has seen that it has an open lease."""
-    lease, found = open_lease(state, device), state.round
+    lease, at_hand = open_lease(state, device), state.round
     assert lease is not None
-    assert found is not None
+    assert at_hand is not None
     spec = entry.spec
     task = pb.Task(
         run=entry.id,
-        round=found.number,
+        round=at_hand.number,
         lease=bytes.fromhex(lease.id),
         plan=files.plan,
         state=files.state,
         sampling=spec.sampling,
         seed=spec.seed,
-        deadline_s=max(0.0, found.opened_s + state.plan.deadline_s - now_s),
+        deadline_s=max(0.0, at_hand.opened_s + state.plan.deadline_s - now_s),
         inline_state=files.inline,
         inline_bytes=files.inline_bytes,
     )
     if files.message is not None:
         task.flower.CopyFrom(files.message)
-    elif found.evaluates:
+    elif at_hand.evaluates:
         task.evaluate.CopyFrom(pb.Evaluate(steps=spec.hyperparameters.inner_steps))
     else:
         task.learn.CopyFrom(pb.Learn(compression=spec.compression, keep=spec.keep))
@@ -211,10 +211,10 @@ def settlements(run: str, member: RunMember) -> list[pb.Settlement]:
     """
     newest = member.settled
     counted = member.counted_lease
-    found = [] if newest is None or newest.lease == counted else [_settlement(run, newest)]
+    known = [] if newest is None or newest.lease == counted else [_settlement(run, newest)]
     if counted:  # also where it was sent again since, and came too late to count twice
-        found.insert(0, _settlement(run, Settled(lease=counted, counted=True)))
-    return found
+        known.insert(0, _settlement(run, Settled(lease=counted, counted=True)))
+    return known
 
 
 def _settlement(run: str, settled: Settled) -> pb.Settlement:

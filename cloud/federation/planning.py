@@ -20,11 +20,11 @@ def plan(order: dict[str, Any]) -> dict[str, Any]:
 
     module, digest = read_model(Path(order["model"]))
     row, hyper = algorithm(order["algorithm"]), Hyper(**order["hyper"])
-    made = plan_of(module, row.name, hyper, Path(order["plan"]), digest=digest)
-    write_state(Path(order["state"]), made.state, made.roles, plan=made.digest)
-    roles = {name: made.roles[name] for name in made.state}
+    plan = plan_of(module, row.name, hyper, Path(order["plan"]), digest=digest)
+    write_state(Path(order["state"]), plan.state, plan.roles, plan=plan.digest)
+    roles = {name: plan.roles[name] for name in plan.state}
     return {
-        "digest": made.digest,
+        "digest": plan.digest,
         "roles": roles,
         "weighting": row.weighting,
         "server": row.server.name,
@@ -41,9 +41,9 @@ def finish(order: dict[str, Any]) -> dict[str, Any]:
     module, _ = read_model(Path(order["model"]))
     state = read_state(Path(order["state"]), plan=order["plan_digest"])
     hyper = Hyper(**order["hyper"])
-    made = module_of(module, order["algorithm"], hyper, state)
+    model = module_of(module, order["algorithm"], hyper, state)
     out = Path(order["out"])
-    return {"model_digest": save(made, out)}
+    return {"model_digest": save(model, out)}
 
 
 WORK: Final = {"plan": plan, "finish": finish}

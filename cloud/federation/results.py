@@ -121,18 +121,18 @@ class Results:
         """The plan of a run and its first state, as blobs. clock: read when they are there."""
         version = await self._registry.version(entry.spec.model)
         model = self._blobs.find(version.blob)
-        async with self._children.plan(model, entry.spec) as made:
-            plan = await asyncio.to_thread(self._blobs.put_file, made.plan)
-            state = await asyncio.to_thread(self._blobs.put_file, made.state)
+        async with self._children.plan(model, entry.spec) as planned:
+            plan = await asyncio.to_thread(self._blobs.put_file, planned.plan)
+            state = await asyncio.to_thread(self._blobs.put_file, planned.state)
             await asyncio.to_thread(self._make_durable, {state})  # it may be another run's
         await claim(self._db, self._blobs, {plan, state})
         return Prepared(
             plan=plan.hex(),
-            plan_digest=made.digest,
+            plan_digest=planned.digest,
             state=state.hex(),
-            roles=made.roles,
-            weighting=made.weighting,
-            server=made.server,
+            roles=planned.roles,
+            weighting=planned.weighting,
+            server=planned.server,
             since_s=clock(),
             rules=NEWEST_RULES,
         )
@@ -265,8 +265,8 @@ class Results:
         state = self._blobs.find(bytes.fromhex(projection.state.shared))
         last = {bytes.fromhex(projection.state.shared), entry.slots} - {b""}
         await asyncio.to_thread(self._make_durable, last)
-        async with self._children.finish(model, spec, state, prepared.plan_digest) as made:
-            blob = await asyncio.to_thread(self._blobs.put_file, made.path)
+        async with self._children.finish(model, spec, state, prepared.plan_digest) as finished:
+            blob = await asyncio.to_thread(self._blobs.put_file, finished.path)
         await claim(self._db, self._blobs, {blob})
         push = Push(
             model=version.model,
@@ -286,7 +286,7 @@ class Results:
 
         def write(connection: sa.Connection, _: RunProjection) -> None:
             journal.keep_states(connection, entry.id, {})
-            registered = self._registry.insert(connection, push, made.digest, entry.started_by)
+            registered = self._registry.insert(connection, push, finished.digest, entry.started_by)
             journal.change(connection, entry.id, result=str(registered))
 
         return make, write

@@ -41,13 +41,13 @@ class FederationServicer(Wire):
         """See federation.proto."""
         async with status_of_aio(context):
             run_id = (await self._federation.run(request.id)).id
-            told: pb.Run | None = None
+            sent: pb.Run | None = None
             while True:
                 moved = self._federation.moved
                 now = await self._federation.run(run_id)
-                if now != told:
+                if now != sent:
                     yield now
-                    told = now
+                    sent = now
                 if now.phase in OVER:
                     return
                 await asyncio.sleep(WATCH_PERIOD_S)

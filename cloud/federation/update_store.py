@@ -110,11 +110,11 @@ class UpdateStore:
 
     async def room(self, run: LiveRun) -> UpdateSpec:
         """Of a prepared run; its first state says it."""
-        found = self._rooms.get(run.entry.id)
-        if found is None:
-            found = await asyncio.to_thread(self._measure, run)
-            self._rooms[run.entry.id] = found
-        return found
+        spec = self._rooms.get(run.entry.id)
+        if spec is None:
+            spec = await asyncio.to_thread(self._measure, run)
+            self._rooms[run.entry.id] = spec
+        return spec
 
     def _measure(self, run: LiveRun) -> UpdateSpec:
         prepared = run.entry.prepared
@@ -151,42 +151,42 @@ class UpdateStore:
         return self.folder
 
     async def judged(
-        self, run: LiveRun, device: str, told: pb.Contribution, check: Check | None = None
+        self, run: LiveRun, device: str, contribution: pb.Contribution, check: Check | None = None
     ) -> MakeEvent:
         """The event that a contribution is. Reads the update; does nothing else.
 
         check: reads the file in place of us, where it is the reply of a device's own app.
         """
-        lease = told.lease.hex()
+        lease = contribution.lease.hex()
         if not _is_open(run.projection.state, device, lease):
             return _belated(device, lease)
-        outcome = told.WhichOneof("outcome")
+        outcome = contribution.WhichOneof("outcome")
         if check is not None and outcome != "declined":
-            return await self._answered(run, device, lease, told, check)
+            return await self._answered(run, device, lease, contribution, check)
         if outcome == "update":
-            return await self._update(run, device, lease, told.update)
+            return await self._update(run, device, lease, contribution.update)
         if outcome == "score":
-            return _score(device, lease, told)
-        reason = shown(told.declined) or "it gave no reason"
+            return _score(device, lease, contribution)
+        reason = shown(contribution.declined) or "it gave no reason"
         return lambda _, at_s: Declined(at_s=at_s, device=device, lease=lease, reason=reason)
 
-    async def _update(self, run: LiveRun, device: str, lease: str, told: pb.Update) -> MakeEvent:
+    async def _update(self, run: LiveRun, device: str, lease: str, message: pb.Update) -> MakeEvent:
         try:
-            _check_figures(run.projection.state, device, told)
+            _check_figures(run.projection.state, device, message)
             update = Update(
-                blob=told.blob.sha256.hex(),
-                size=told.blob.size,
-                examples=told.examples,
-                loss=told.loss,
-                seconds=told.seconds,
+                blob=message.blob.sha256.hex(),
+                size=message.blob.size,
+                examples=message.examples,
+                loss=message.loss,
+                seconds=message.seconds,
             )
             room = await self.room(run)
-            if told.inline:
-                _check_inline(run, told)
-                change = self._checked(run, lease, update, room, told.inline)
+            if message.inline:
+                _check_inline(run, message)
+                change = self._checked(run, lease, update, room, message.inline)
             else:
                 change = await asyncio.to_thread(self._checked, run, lease, update, room)
-            self._remember(update, change, len(told.inline))
+            self._remember(update, change, len(message.inline))
         except Refusal as refusal:
             return refused(device, lease, refusal.kind, str(refusal))
         except BadUpdate as refusal:
@@ -194,24 +194,27 @@ class UpdateStore:
         return lambda _, at_s: Arrived(at_s=at_s, device=device, lease=lease, update=update)
 
     async def _answered(
-        self, run: LiveRun, device: str, lease: str, told: pb.Contribution, check: Check
+        self, run: LiveRun, device: str, lease: str, contribution: pb.Contribution, check: Check
     ) -> MakeEvent:
         try:
-            if told.WhichOneof("outcome") != "update":
+            if contribution.WhichOneof("outcome") != "update":
                 raise Refusal("kind", "the strategy asked for a reply, not a score")
-            path = self._found(told.update.blob.sha256, told.update.blob.size)
+            path = self._announced_file(
+                contribution.update.blob.sha256, contribution.update.blob.size
+            )
             most = (await self.room(run)).most_bytes
-            if told.update.blob.size > most:
+            if contribution.update.blob.size > most:
                 raise Refusal(
-                    "oversized", f"a reply has at most {most} bytes, got {told.update.blob.size}"
+                    "oversized",
+                    f"a reply has at most {most} bytes, got {contribution.update.blob.size}",
                 )
             examples, loss = await check(run, device, path)
             update = Update(
-                blob=told.update.blob.sha256.hex(),
-                size=told.update.blob.size,
+                blob=contribution.update.blob.sha256.hex(),
+                size=contribution.update.blob.size,
                 examples=examples,
                 loss=loss,
-                seconds=min(max(0.0, told.update.seconds), MAX_WORK_S),
+                seconds=min(max(0.0, contribution.update.seconds), MAX_WORK_S),
             )
         except Refusal as refusal:
             return refused(device, lease, refusal.kind, str(refusal))
@@ -230,9 +233,9 @@ class UpdateStore:
 
     def opened(self, run: RunRecord, lease: str, update: Update, like: Like) -> dict[str, Array]:
         """The change of a counted update: remembered, or read from its file again."""
-        found = self._kept.get(update.blob)
-        if found is not None:
-            return found[1]
+        remembered = self._kept.get(update.blob)
+        if remembered is not None:
+            return remembered[1]
         sha256 = bytes.fromhex(update.blob)
         data = None if self.folder.has(sha256) else self._row(run.id, sha256)
         assert run.prepared is not None
@@ -252,9 +255,11 @@ class UpdateStore:
     ) -> dict[str, Array]:
         """The change in an update that was just announced. BadUpdate, Refusal."""
         sha256 = bytes.fromhex(update.blob)
-        path = self._found(sha256, update.size) if data is None else self.folder.path(sha256)
-        found = run.projection.state.round
-        assert found is not None
+        path = (
+            self._announced_file(sha256, update.size) if data is None else self.folder.path(sha256)
+        )
+        at_hand = run.projection.state.round
+        assert at_hand is not None
         assert run.entry.prepared is not None
         return read_update(
             path,
@@ -262,14 +267,14 @@ class UpdateStore:
             run=run.entry.id,
             lease=lease,
             max_bytes=room.most_bytes,
-            round=found.number,
+            round=at_hand.number,
             compression=run.entry.spec.compression,
             buffers=buffers(run.entry.prepared.roles),
             data=data,
             verified=True,  # the folder's names are digests of whole files, and so is `data`'s
         )
 
-    def _found(self, sha256: bytes, size: int) -> Path:
+    def _announced_file(self, sha256: bytes, size: int) -> Path:
         """The file of a contribution that was just announced. Refusal."""
         try:
             path = self.folder.find(sha256)
@@ -283,14 +288,14 @@ class UpdateStore:
 
     def forget(self, leases: Iterable[Lease]) -> set[bytes]:
         """Leases are over; returns the files that came for them, for `remove`."""
-        found: set[bytes] = set()
+        files: set[bytes] = set()
         for lease in leases:
-            found |= self._begun.pop(lease.id, set())
+            files |= self._begun.pop(lease.id, set())
             if lease.update is not None:
-                found.add(bytes.fromhex(lease.update.blob))
+                files.add(bytes.fromhex(lease.update.blob))
                 owned, _ = self._kept.pop(lease.update.blob, (0, {}))
                 self._kept_bytes -= owned
-        return found
+        return files
 
     def remove(self, files: Iterable[bytes]) -> None:
         """Remove files from the disk; for a thread."""
@@ -364,8 +369,8 @@ def most_examples(member: RunMember, *, evaluates: bool) -> int:
 
 
 def _is_open(state: RunState, device: str, lease: str) -> bool:
-    found = open_lease(state, device)
-    return found is not None and found.id == lease
+    open_one = open_lease(state, device)
+    return open_one is not None and open_one.id == lease
 
 
 def _belated(device: str, lease: str) -> MakeEvent:
@@ -388,9 +393,14 @@ def _belated(device: str, lease: str) -> MakeEvent:
     return make
 
 
-def _score(device: str, lease: str, told: pb.Contribution) -> MakeEvent:
-    found = told.score
-    score = Score(samples=found.samples, before=found.before, after=found.after, round=told.round)
+def _score(device: str, lease: str, contribution: pb.Contribution) -> MakeEvent:
+    message = contribution.score
+    score = Score(
+        samples=message.samples,
+        before=message.before,
+        after=message.after,
+        round=contribution.round,
+    )
 
     def make(state: RunState, at_s: float) -> Scored | Refused:
         member = state.members.get(device)
@@ -413,30 +423,30 @@ def _are_shares(score: Score) -> bool:
     return all(0.0 <= share <= 1.0 for share in (score.before, score.after))
 
 
-def _check_inline(run: LiveRun, told: pb.Update) -> None:
+def _check_inline(run: LiveRun, message: pb.Update) -> None:
     if run.entry.spec.HasField("flower"):
         raise Refusal("missing", "a strategy reads files; upload the update")
-    if len(told.inline) > INLINE_BYTES:
-        text = f"{INLINE_BYTES} bytes at most come in a contribution, got {len(told.inline)}"
+    if len(message.inline) > INLINE_BYTES:
+        text = f"{INLINE_BYTES} bytes at most come in a contribution, got {len(message.inline)}"
         raise Refusal("oversized", text)
     if (
-        len(told.inline) != told.blob.size
-        or hashlib.sha256(told.inline).digest() != told.blob.sha256
+        len(message.inline) != message.blob.size
+        or hashlib.sha256(message.inline).digest() != message.blob.sha256
     ):
         raise Refusal("damaged", "the bytes in the contribution are not those that it names")
 
 
-def _check_figures(state: RunState, device: str, told: pb.Update) -> None:
+def _check_figures(state: RunState, device: str, message: pb.Update) -> None:
     if state.round is None or state.round.evaluates:
         raise Refusal("kind", "the round evaluates; it asked for a score, not an update")
     most = state.members[device].examples
-    if not 1 <= told.examples <= most:
+    if not 1 <= message.examples <= most:
         raise Refusal(
-            "figures", f"the device offered {most} examples, its update is of {told.examples}"
+            "figures", f"the device offered {most} examples, its update is of {message.examples}"
         )
-    if not math.isfinite(told.loss) or not 0 <= told.seconds <= MAX_WORK_S:
+    if not math.isfinite(message.loss) or not 0 <= message.seconds <= MAX_WORK_S:
         raise Refusal(
             "figures",
-            f"a loss is finite and work takes 0 to {MAX_WORK_S:.0f} s, got {told.loss} and "
-            f"{told.seconds}",
+            f"a loss is finite and work takes 0 to {MAX_WORK_S:.0f} s, got {message.loss} and "
+            f"{message.seconds}",
         )

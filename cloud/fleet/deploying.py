@@ -61,15 +61,15 @@ def begun(fleet: FleetState, asked: ResolvedDeploy) -> FleetState:
     ]
     note = _note(meant, counted, asked)
     rollout, effects = begin(asked.id, plan, members, asked.now_s, left_out=note)
-    paper = RolloutRecord(
+    record = RolloutRecord(
         rollout=rollout, request=asked.request, created_s=asked.now_s, created_by=asked.by
     )
-    return state.with_paper(fleet, paper, effects)
+    return state.with_rollout(fleet, record, effects)
 
 
 def _check_free(fleet: FleetState, model: str) -> None:
-    for paper in fleet.papers.values():
-        other = paper.rollout
+    for record in fleet.rollouts.values():
+        other = record.rollout
         if other.plan.model == model:
             text = (
                 f"rollout {other.id} of {model}@{other.plan.version} is "

@@ -112,8 +112,8 @@ class LiveFleet:
         self._reported = asyncio.Event()
         self._nudged = asyncio.Event()
         self._moved = asyncio.Event()
-        self._told: list[Callable[[FleetNode], None]] = []
-        self._heard: list[Callable[[str, pb.Report], None]] = []
+        self._on_desired: list[Callable[[FleetNode], None]] = []
+        self._on_report: list[Callable[[str, pb.Report], None]] = []
         self._changes: set[asyncio.Task[None]] = set()
         self._loops: list[asyncio.Task[None]] = []
 
@@ -140,11 +140,11 @@ class LiveFleet:
 
     def on_desired(self, callback: Callable[[FleetNode], None]) -> None:
         """Call with each node whose desired document changed, after the commit."""
-        self._told.append(callback)
+        self._on_desired.append(callback)
 
     def on_report(self, callback: Callable[[str, pb.Report], None]) -> None:
         """Call with each node's report, after the commit."""
-        self._heard.append(callback)
+        self._on_report.append(callback)
 
     def nudge(self) -> None:
         """Look at bundles and signatures now: one of them may have changed."""
@@ -163,10 +163,10 @@ class LiveFleet:
 
     def node(self, name: str) -> FleetNode:
         """One node; NotFound."""
-        found = self._fleet.nodes.get(name)
-        if found is None or found.gone:
+        node = self._fleet.nodes.get(name)
+        if node is None or node.gone:
             raise NotFound(f"no node {name[:100]!r}; triplane fleet ls names them")
-        return found
+        return node
 
     async def rollouts(self, most: int) -> list[RolloutRecord]:
         """The newest rollouts without their nodes, newest first."""
@@ -174,13 +174,13 @@ class LiveFleet:
 
     async def rollout(self, id: str) -> RolloutRecord:  # noqa: A002 - the field's name
         """By id, its unique beginning, or "last". NotFound; Conflict where several begin so."""
-        found = await self._database.read(lambda connection: storage.find_ids(connection, id))
-        if not found or not id:
+        ids = await self._database.read(lambda connection: storage.find_ids(connection, id))
+        if not ids or not id:
             raise NotFound(f"no rollout {id[:100]!r}; triplane rollout ls names them")
-        if len(found) > 1 and id not in found:
-            raise Conflict(f"several rollouts begin with {id!r}: {', '.join(found)}, ...")
-        rollout_id = id if id in found else found[0]
-        return self._fleet.papers.get(rollout_id) or await self._ended(rollout_id)
+        if len(ids) > 1 and id not in ids:
+            raise Conflict(f"several rollouts begin with {id!r}: {', '.join(ids)}, ...")
+        rollout_id = id if id in ids else ids[0]
+        return self._fleet.rollouts.get(rollout_id) or await self._ended(rollout_id)
 
     async def incidents(self, most: int) -> list[tuple[str, pb.Incident]]:
         """The newest incidents with their nodes, newest first."""
@@ -261,22 +261,22 @@ class LiveFleet:
         model, version = await self._bundles.resolve(request.reference)
         limit = await self._bundles.limit(model, version, request.role)
         rollout_id = f"r-{secrets.token_hex(ID_BYTES)}"
-        made = pb.DeployRequest()
-        made.CopyFrom(request)
-        made.selector = made.selector or "all"
+        asked_for = pb.DeployRequest()
+        asked_for.CopyFrom(request)
+        asked_for.selector = asked_for.selector or "all"
 
         def make(fleet: FleetState) -> FleetState:
-            if any(p.request.key == request.key for p in fleet.papers.values()):
+            if any(p.request.key == request.key for p in fleet.rollouts.values()):
                 return fleet
-            asked = ResolvedDeploy(rollout_id, made, model, version, limit, by, self._clock())
+            asked = ResolvedDeploy(rollout_id, asked_for, model, version, limit, by, self._clock())
             return begun(fleet, asked)
 
-        details = {"model": model, "version": version, "selector": made.selector}
+        details = {"model": model, "version": version, "selector": asked_for.selector}
         await self._change(make, AuditedChange(by, "rollout.deploy", rollout_id, details))
         self.nudge()
-        found = await self._by_key(request.key)
-        assert found is not None
-        return found
+        begun_rollout = await self._by_key(request.key)
+        assert begun_rollout is not None
+        return begun_rollout
 
     async def pause(self, id: str, *, reason: str, by: str) -> RolloutRecord:  # noqa: A002
         """Open no wave until it is resumed. Conflict: it ended."""
@@ -305,31 +305,33 @@ class LiveFleet:
         rollout_id = (await self.rollout(id)).rollout.id
 
         def make(fleet: FleetState) -> FleetState:
-            if rollout_id in fleet.papers:
+            if rollout_id in fleet.rollouts:
                 return state.after_event(fleet, rollout_id, event, self._clock())
             return fleet
 
-        if rollout_id not in self._fleet.papers:  # ended: the machine says what that forbids
-            paper = await self._ended(rollout_id)
-            state.after_event(FleetState({}, {rollout_id: paper}), rollout_id, event, self._clock())
+        if rollout_id not in self._fleet.rollouts:  # ended: the machine says what that forbids
+            record = await self._ended(rollout_id)
+            state.after_event(
+                FleetState({}, {rollout_id: record}), rollout_id, event, self._clock()
+            )
         await self._change(make, replace(deed, subject=rollout_id))
         self.nudge()
         return await self.rollout(rollout_id)
 
     async def _by_key(self, key: bytes) -> RolloutRecord | None:
-        for paper in self._fleet.papers.values():
-            if paper.request.key == key:
-                return paper
-        found = await self._database.read(
-            lambda connection: storage.load_papers(connection, ROLLOUTS.c.key == key)
+        for record in self._fleet.rollouts.values():
+            if record.request.key == key:
+                return record
+        records = await self._database.read(
+            lambda connection: storage.load_rollouts(connection, ROLLOUTS.c.key == key)
         )
-        return found[0] if found else None
+        return records[0] if records else None
 
     async def _ended(self, rollout_id: str) -> RolloutRecord:
-        found = await self._database.read(
-            lambda connection: storage.load_papers(connection, ROLLOUTS.c.id == rollout_id)
+        records = await self._database.read(
+            lambda connection: storage.load_rollouts(connection, ROLLOUTS.c.id == rollout_id)
         )
-        return found[0]
+        return records[0]
 
     # Changing
 
@@ -390,13 +392,13 @@ class LiveFleet:
         for name, node in after.nodes.items():
             known = before.nodes.get(name)
             if known is not node and (known is None or known.desired_number != node.desired_number):
-                for callback in self._told:
+                for callback in self._on_desired:
                     callback(node)
-        for rollout_id, paper in after.papers.items():
-            old = before.papers.get(rollout_id)
-            if old is None or old.rollout.state is not paper.rollout.state:
-                facts = {"rollout_id": rollout_id, "state": paper.rollout.state.name}
-                logger.info("rollout state", extra=facts | {"reason": paper.rollout.reason})
+        for rollout_id, record in after.rollouts.items():
+            old = before.rollouts.get(rollout_id)
+            if old is None or old.rollout.state is not record.rollout.state:
+                facts = {"rollout_id": rollout_id, "state": record.rollout.state.name}
+                logger.info("rollout state", extra=facts | {"reason": record.rollout.reason})
 
     # Going on
 
@@ -409,10 +411,10 @@ class LiveFleet:
                 await self._write_batch(batch)
 
     async def _write_batch(self, batch: Sequence[_QueuedReport]) -> None:
-        told = [(waiting.name, _without_incidents(waiting.report)) for waiting in batch]
+        reports = [(waiting.name, _without_incidents(waiting.report)) for waiting in batch]
 
         def make(fleet: FleetState) -> FleetState:
-            return state.after_reports(fleet, told, self._clock())
+            return state.after_reports(fleet, reports, self._clock())
 
         said = [
             (w.name, incident)
@@ -430,7 +432,7 @@ class LiveFleet:
         else:
             _answer(batch, None)
             for waiting in batch:
-                for callback in self._heard:
+                for callback in self._on_report:
                     callback(waiting.name, waiting.report)
 
     async def _go_on(self) -> None:
@@ -449,28 +451,28 @@ class LiveFleet:
 
     async def _look(self) -> None:
         """Ask how it stands with every bundle and signature that a rollout waits for."""
-        for paper in list(self._fleet.papers.values()):
-            rollout = paper.rollout
+        for record in list(self._fleet.rollouts.values()):
+            rollout = record.rollout
             for target, supply in rollout.supplies.items():
                 if not supply.path and not supply.refusal:
-                    await self._look_at(paper, target)
+                    await self._look_at(record, target)
 
-    async def _look_at(self, paper: RolloutRecord, target: str) -> None:
-        plan, rollout_id = paper.rollout.plan, paper.rollout.id
+    async def _look_at(self, record: RolloutRecord, target: str) -> None:
+        plan, rollout_id = record.rollout.plan, record.rollout.id
         try:
-            found: Event | None = await self._bundles.look(
-                plan.model, plan.version, target, paper.request.role
+            looked: Event | None = await self._bundles.look(
+                plan.model, plan.version, target, record.request.role
             )
         except (NotFound, InvalidInput) as error:
-            found = BundleFailed(target, str(error))
-        if found is None:
+            looked = BundleFailed(target, str(error))
+        if looked is None:
             return
-        told = found
+        event = looked
 
         def make(fleet: FleetState) -> FleetState:
-            if rollout_id not in fleet.papers:
+            if rollout_id not in fleet.rollouts:
                 return fleet
-            return state.after_event(fleet, rollout_id, told, self._clock())
+            return state.after_event(fleet, rollout_id, event, self._clock())
 
         await self._change(make)
 

@@ -26,8 +26,8 @@ def _keep(connection: sa.Connection, node: str, incidents: list[Incident]) -> No
     c = INCIDENTS.c
     rows = connection.execute(sa.select(INCIDENTS).where(c.node == node).order_by(c.number)).all()
     known = {(row.time_s, row.kind, row.text) for row in rows}
-    told = {(i.time_s, i.kind, i.text): None for i in incidents}
-    new = [key for key in told if key not in known]
+    unique = {(i.time_s, i.kind, i.text): None for i in incidents}
+    new = [key for key in unique if key not in known]
     if new:
         connection.execute(
             INCIDENTS.insert(),

@@ -64,15 +64,15 @@ def node_message(
     )
 
 
-def rollout_message(paper: RolloutRecord, connected: Connected) -> pb.Rollout:
+def rollout_message(record: RolloutRecord, connected: Connected) -> pb.Rollout:
     """The rollout with its nodes in name order; reasons are cut where a message ends otherwise."""
-    r = paper.rollout
+    r = record.rollout
     most_bytes = REASONS_BYTES // max(1, len(r.members))
     return pb.Rollout(
         id=r.id,
         model=r.plan.model,
         version=r.plan.version,
-        selector=paper.request.selector,
+        selector=record.request.selector,
         state=pb.Rollout.State.ValueType(r.state),
         reason="; ".join(filter(None, (r.reason, r.left_out, r.resumed))),
         wave=max(0, r.wave),
@@ -80,10 +80,10 @@ def rollout_message(paper: RolloutRecord, connected: Connected) -> pb.Rollout:
             _member_message(r.members[name], most_bytes, connected=connected(name))
             for name in sorted(r.members)
         ],
-        request=paper.request,
-        created_s=paper.created_s,
+        request=record.request,
+        created_s=record.created_s,
         ended_s=r.ended_s,
-        created_by=paper.created_by,
+        created_by=record.created_by,
     )
 
 

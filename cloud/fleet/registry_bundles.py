@@ -26,8 +26,8 @@ class RegistryBundles:
     async def resolve(self, reference: str) -> tuple[str, int]:
         """See `fleet.Bundles`."""
         parsed = Reference.parse(reference)
-        found = await self._registry.version(reference)
-        return parsed.model, found.version
+        version = await self._registry.version(reference)
+        return parsed.model, version.version
 
     async def look(
         self, model: str, version: int, target: str, role: str
@@ -62,15 +62,15 @@ class RegistryBundles:
         signed = await asyncio.to_thread(self._repository.signed_bundles)
         released = {
             target
-            for (of, number, target), found in signed.items()
-            if (of, number) == (model, version) and found.name.role == RELEASE
+            for (of, number, target), target_file in signed.items()
+            if (of, number) == (model, version) and target_file.name.role == RELEASE
         }
         return Limit(rule.share, frozenset(released))
 
     async def _signed(self, bundle: BundleRecord, role: str) -> SignedTarget | None:
-        found = self._repository.find_signed(bundle.model, bundle.version, bundle.target)
-        if found is not None and found.name.role in {role, RELEASE}:
-            return found
+        signed = self._repository.find_signed(bundle.model, bundle.version, bundle.target)
+        if signed is not None and signed.name.role in {role, RELEASE}:
+            return signed
         if role != AUTO:
             return None
         version = await self._registry.version(f"{bundle.model}@{bundle.version}")

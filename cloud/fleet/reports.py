@@ -59,40 +59,40 @@ def check_report(report: Report) -> None:
         _check_incident(incident)
 
 
-def _check_capability(told: Capability) -> None:
-    _words("capability.targets", told.targets, MAX_TARGETS)
-    _words("capability.instructions", told.instructions, MAX_INSTRUCTIONS)
-    one = (told.runtime, told.runtime_version, told.machine, told.software)
+def _check_capability(capability: Capability) -> None:
+    _words("capability.targets", capability.targets, MAX_TARGETS)
+    _words("capability.instructions", capability.instructions, MAX_INSTRUCTIONS)
+    one = (capability.runtime, capability.runtime_version, capability.machine, capability.software)
     _words("capability's names", one, len(one))
-    _bound("capability.max_opset", told.max_opset, MAX_OPSET)
-    _bound("capability.memory_bytes", told.memory_bytes, MAX_BYTES)
-    _bound("capability.free_disk_bytes", told.free_disk_bytes, MAX_BYTES)
-    for target in told.targets:
+    _bound("capability.max_opset", capability.max_opset, MAX_OPSET)
+    _bound("capability.memory_bytes", capability.memory_bytes, MAX_BYTES)
+    _bound("capability.free_disk_bytes", capability.free_disk_bytes, MAX_BYTES)
+    for target in capability.targets:
         if not _NAME.fullmatch(target):
             raise InvalidInput(f"a target's name matches {NAME}, got {target[:100]!r}")
 
 
-def _check_model(told: ModelReport) -> None:
-    if not _NAME.fullmatch(told.model):
-        raise InvalidInput(f"a model's name matches {NAME}, got {told.model[:100]!r}")
-    if told.state not in NodeState.values():
-        raise InvalidInput(f"no node state {told.state} is known here; update the cloud first")
-    if len(told.committed_digest) not in {0, 32}:
-        raise InvalidInput(f"a digest has 32 bytes, got {len(told.committed_digest)}")
-    if len(told.committed_sha256) not in {0, 32}:
-        raise InvalidInput(f"a digest has 32 bytes, got {len(told.committed_sha256)}")
-    _bound("committed_version", told.committed_version, MAX_VERSION)
-    _bound("version", told.version, MAX_VERSION)
-    _bound("attempt", told.attempt, MAX_NUMBER)
-    _bound("downloaded_bytes", told.downloaded_bytes, MAX_BYTES)
-    _bound("total_bytes", told.total_bytes, MAX_BYTES)
-    _text("reason", told.reason, MAX_TEXT_CHARS)
+def _check_model(model: ModelReport) -> None:
+    if not _NAME.fullmatch(model.model):
+        raise InvalidInput(f"a model's name matches {NAME}, got {model.model[:100]!r}")
+    if model.state not in NodeState.values():
+        raise InvalidInput(f"no node state {model.state} is known here; update the cloud first")
+    if len(model.committed_digest) not in {0, 32}:
+        raise InvalidInput(f"a digest has 32 bytes, got {len(model.committed_digest)}")
+    if len(model.committed_sha256) not in {0, 32}:
+        raise InvalidInput(f"a digest has 32 bytes, got {len(model.committed_sha256)}")
+    _bound("committed_version", model.committed_version, MAX_VERSION)
+    _bound("version", model.version, MAX_VERSION)
+    _bound("attempt", model.attempt, MAX_NUMBER)
+    _bound("downloaded_bytes", model.downloaded_bytes, MAX_BYTES)
+    _bound("total_bytes", model.total_bytes, MAX_BYTES)
+    _text("reason", model.reason, MAX_TEXT_CHARS)
 
 
-def _check_incident(told: Incident) -> None:
-    _seconds("incident.time_s", told.time_s, least=0.0)
-    _text("incident.kind", told.kind, MAX_WORD_CHARS)
-    _text("incident.text", told.text, MAX_TEXT_CHARS)
+def _check_incident(incident: Incident) -> None:
+    _seconds("incident.time_s", incident.time_s, least=0.0)
+    _text("incident.kind", incident.kind, MAX_WORD_CHARS)
+    _text("incident.text", incident.text, MAX_TEXT_CHARS)
 
 
 def _bound(what: str, value: int, most: int) -> None:

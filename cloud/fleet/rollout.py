@@ -94,14 +94,14 @@ def step_all(rollout: Rollout, events: Iterable[Event], now_s: float) -> Result:
 
 def _bundle_ready(r: Rollout, e: BundleReady, now_s: float) -> Result:
     before = r.supplies.get(e.target)
-    made = BundleSupply(
+    supply = BundleSupply(
         e.needs,
         e.path or (before.path if before else ""),
         sha256=e.sha256 or (before.sha256 if before else ""),
     )
-    if before is None or before == made:
+    if before is None or before == supply:
         return r, ()
-    return choose_all(replace(r, supplies={**r.supplies, e.target: made}))
+    return choose_all(replace(r, supplies={**r.supplies, e.target: supply}))
 
 
 def _bundle_failed(r: Rollout, e: BundleFailed, now_s: float) -> Result:
@@ -115,14 +115,14 @@ def _reported(r: Rollout, e: Reported, now_s: float) -> Result:
     before = r.members.get(e.name)
     if before is None:
         return r, ()
-    told = replace(before, capability=e.capability)
-    if told.assigned:
-        told = replace(told, committed_version=e.committed_version)
+    member = replace(before, capability=e.capability)
+    if member.assigned:
+        member = replace(member, committed_version=e.committed_version)
         sha256 = r.supplies[before.target].sha256 if before.target in r.supplies else ""
-        return put(r, _progress(told, e, r.plan.version, sha256)), ()
+        return put(r, _progress(member, e, r.plan.version, sha256)), ()
     if before.capability == e.capability:  # what it says of a version nobody gave it counts not
         return r, ()
-    return choose(put(r, replace(told, stage=NodeStage.WAITING, reason="")), e.name)
+    return choose(put(r, replace(member, stage=NodeStage.WAITING, reason="")), e.name)
 
 
 def _progress(m: RolloutMember, e: Reported, version: int, sha256: str) -> RolloutMember:

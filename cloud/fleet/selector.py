@@ -55,12 +55,12 @@ class Selector:
 
 
 def _term(text: str) -> Term:
-    found = _TERM.fullmatch(text)
-    if found is None:
+    match = _TERM.fullmatch(text)
+    if match is None:
         raise InvalidInput(
             f"a selector's term is key=value or key!=value, got {text!r}; "
             "join terms by commas, as site=factory,camera!=old"
         )
-    key, sign, value = (part.strip() for part in found.groups())
+    key, sign, value = (part.strip() for part in match.groups())
     check_label(key, value)
     return Term(key, value, sign == "=")

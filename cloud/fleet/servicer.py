@@ -51,26 +51,26 @@ class FleetServicer(Wire):
         message.last_seen_s = max(node.last_seen_s, self._sessions.last_seen_s(node.name))
         return message
 
-    def rollout(self, paper: RolloutRecord) -> pb.Rollout:
+    def rollout(self, record: RolloutRecord) -> pb.Rollout:
         """The message of a rollout, with what the streams tell."""
-        return rollout_message(paper, self._sessions.is_connected)
+        return rollout_message(record, self._sessions.is_connected)
 
     async def ListNodes(self, request: pb.ListNodesRequest, context: Any) -> pb.ListNodesResponse:
         """See fleet.proto."""
         async with status_of_aio(context):
             size = _page(request.page_size, DEFAULT_NODES, MAX_NODES)
             selector = Selector.parse(request.selector or "all")
-            found = (
+            matching = (
                 node
                 for node in self._fleet.nodes()
                 if node.name > request.after and selector.matches(node.labels)
             )
-            return self._page(found, size)
+            return self._page(matching, size)
 
-    def _page(self, found: Iterator[FleetNode], size: int) -> pb.ListNodesResponse:
+    def _page(self, nodes: Iterator[FleetNode], size: int) -> pb.ListNodesResponse:
         """As many as were asked for and as fit; at least one, which its own limits make fit."""
         page, page_bytes = pb.ListNodesResponse(), 0
-        for node in found:
+        for node in nodes:
             message = self.node(node)
             page_bytes += message.ByteSize()
             if page.nodes and (len(page.nodes) == size or page_bytes > PAGE_BYTES):
@@ -110,11 +110,11 @@ class FleetServicer(Wire):
         """See fleet.proto."""
         async with status_of_aio(context):
             size = _page(request.page_size, DEFAULT_ROLLOUTS, MAX_ROLLOUTS)
-            found = await self._fleet.rollouts(size)
-            told = [self.rollout(paper) for paper in found]
-            for rollout in told:
-                rollout.reason = fitted(rollout.reason, REASONS_BYTES // len(told))
-            return pb.ListRolloutsResponse(rollouts=told)
+            records = await self._fleet.rollouts(size)
+            rollouts = [self.rollout(record) for record in records]
+            for rollout in rollouts:
+                rollout.reason = fitted(rollout.reason, REASONS_BYTES // len(rollouts))
+            return pb.ListRolloutsResponse(rollouts=rollouts)
 
     async def GetRollout(self, request: pb.GetRolloutRequest, context: Any) -> pb.Rollout:
         """See fleet.proto."""
@@ -127,15 +127,15 @@ class FleetServicer(Wire):
         """See fleet.proto."""
         async with status_of_aio(context):
             rollout_id = (await self._fleet.rollout(request.id)).rollout.id
-            told: pb.Rollout | None = None
+            sent: pb.Rollout | None = None
             while True:
                 moved = self._fleet.moved
-                paper = await self._fleet.rollout(rollout_id)
-                now = self.rollout(paper)
-                if now != told:
+                record = await self._fleet.rollout(rollout_id)
+                now = self.rollout(record)
+                if now != sent:
                     yield now
-                    told = now
-                if paper.is_ended:
+                    sent = now
+                if record.is_ended:
                     return
                 await asyncio.sleep(WATCH_PERIOD_S)
                 await _heard(moved)
@@ -155,10 +155,10 @@ class FleetServicer(Wire):
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.Rollout:
         """See fleet.proto."""
         async with status_of_aio(context):
-            paper = await self._fleet.abort(
+            record = await self._fleet.abort(
                 request.id, reason=request.reason, revert=request.revert, by=self._caller()
             )
-            return self.rollout(paper)
+            return self.rollout(record)
 
 
 async def _heard(moved: asyncio.Event) -> None:

@@ -85,7 +85,7 @@ class FleetState:
     """Every node, and the rollouts that go on."""
 
     nodes: Mapping[str, FleetNode] = field(default_factory=dict)
-    papers: Mapping[str, RolloutRecord] = field(default_factory=dict)
+    rollouts: Mapping[str, RolloutRecord] = field(default_factory=dict)
 
 
 def with_node(fleet: FleetState, node: FleetNode) -> FleetState:
@@ -95,24 +95,24 @@ def with_node(fleet: FleetState, node: FleetNode) -> FleetState:
 
 def without_ended(fleet: FleetState) -> FleetState:
     """The fleet with the rollouts that go on."""
-    going = {name: paper for name, paper in fleet.papers.items() if not paper.is_ended}
-    return fleet if len(going) == len(fleet.papers) else replace(fleet, papers=going)
+    going = {name: record for name, record in fleet.rollouts.items() if not record.is_ended}
+    return fleet if len(going) == len(fleet.rollouts) else replace(fleet, rollouts=going)
 
 
-def with_paper(fleet: FleetState, paper: RolloutRecord, effects: Iterable[Effect]) -> FleetState:
+def with_rollout(fleet: FleetState, record: RolloutRecord, effects: Iterable[Effect]) -> FleetState:
     """The fleet with this rollout, its effects in the nodes' desired documents."""
     nodes = dict(fleet.nodes)
     for effect in effects:
         if isinstance(effect, (Assign, Restore)) and effect.name in nodes:
-            nodes[effect.name] = _ordered(nodes[effect.name], paper, effect)
-    papers = {**fleet.papers, paper.rollout.id: paper}
-    return FleetState(nodes, papers)
+            nodes[effect.name] = _ordered(nodes[effect.name], record, effect)
+    rollouts = {**fleet.rollouts, record.rollout.id: record}
+    return FleetState(nodes, rollouts)
 
 
-def _ordered(node: FleetNode, paper: RolloutRecord, effect: Assign | Restore) -> FleetNode:
-    plan = paper.rollout.plan
+def _ordered(node: FleetNode, record: RolloutRecord, effect: Assign | Restore) -> FleetNode:
+    plan = record.rollout.plan
     held = node.held.get(plan.model, NodeAssignment())
-    if held.rollout != paper.rollout.id:
+    if held.rollout != record.rollout.id:
         held = replace(
             held,
             back_version=held.good_version,
@@ -120,17 +120,17 @@ def _ordered(node: FleetNode, paper: RolloutRecord, effect: Assign | Restore) ->
             back_sha256=held.good_sha256,
         )
     is_new = isinstance(effect, Assign)
-    made = replace(
+    assignment = replace(
         held,
         version=plan.version if is_new else held.back_version,
         path=effect.path if isinstance(effect, Assign) else held.back_path,
         sha256=effect.sha256 if isinstance(effect, Assign) else held.back_sha256,
-        rollout=paper.rollout.id,
+        rollout=record.rollout.id,
         attempt=effect.attempt,
-        probation_s=paper.request.probation_s,
+        probation_s=record.request.probation_s,
     )
     return replace(
-        node, desired_number=node.desired_number + 1, held={**node.held, plan.model: made}
+        node, desired_number=node.desired_number + 1, held={**node.held, plan.model: assignment}
     )
 
 
@@ -142,27 +142,27 @@ def after_event(fleet: FleetState, rollout_id: str, event: Event, now_s: float) 
 def _after_events(
     fleet: FleetState, rollout_id: str, events: Iterable[Event], now_s: float
 ) -> FleetState:
-    paper = fleet.papers[rollout_id]
-    rollout, effects = step_all(paper.rollout, events, now_s)
-    if rollout is paper.rollout and not effects:
+    record = fleet.rollouts[rollout_id]
+    rollout, effects = step_all(record.rollout, events, now_s)
+    if rollout is record.rollout and not effects:
         return fleet
-    return with_paper(fleet, replace(paper, rollout=rollout), effects)
+    return with_rollout(fleet, replace(record, rollout=rollout), effects)
 
 
 def after_tick(fleet: FleetState, now_s: float) -> FleetState:
     """Time passed for every rollout."""
-    for rollout_id in list(fleet.papers):
+    for rollout_id in list(fleet.rollouts):
         fleet = after_event(fleet, rollout_id, TimePassed(), now_s)
     return fleet
 
 
 def after_nodes_changed(fleet: FleetState, now_s: float) -> FleetState:
     """Tell every rollout who is out, after labels, cordons or nodes changed."""
-    for rollout_id, paper in list(fleet.papers.items()):
-        selector = Selector.parse(paper.request.selector or ALL)
+    for rollout_id, record in list(fleet.rollouts.items()):
+        selector = Selector.parse(record.request.selector or ALL)
         reasons = {
             name: reason
-            for name in paper.rollout.members
+            for name in record.rollout.members
             if (reason := excuse(fleet.nodes.get(name), selector))
         }
         fleet = after_event(fleet, rollout_id, Excused(reasons), now_s)
@@ -192,20 +192,20 @@ def after_reports(
         held = {model: _good(row, models.get(model)) for model, row in node.held.items()}
         nodes[name] = replace(node, report=report, last_seen_s=now_s, held=held)
         capability = capability_of(report)
-        for rollout_id, paper in fleet.papers.items():
-            if name in paper.rollout.members:
-                told = models.get(paper.rollout.plan.model, ModelReport())
-                events.setdefault(rollout_id, []).append(_reported(name, capability, told))
+        for rollout_id, record in fleet.rollouts.items():
+            if name in record.rollout.members:
+                reported = models.get(record.rollout.plan.model, ModelReport())
+                events.setdefault(rollout_id, []).append(_reported(name, capability, reported))
     fleet = replace(fleet, nodes=nodes)
     for rollout_id, said in events.items():
         fleet = _after_events(fleet, rollout_id, said, now_s)
     return fleet
 
 
-def _good(held: NodeAssignment, told: ModelReport | None) -> NodeAssignment:
-    if told is None or not held.version or told.committed_version != held.version:
+def _good(held: NodeAssignment, model: ModelReport | None) -> NodeAssignment:
+    if model is None or not held.version or model.committed_version != held.version:
         return held
-    if not _same(held.sha256, told.committed_sha256.hex()):
+    if not _same(held.sha256, model.committed_sha256.hex()):
         return held
     return replace(held, good_version=held.version, good_path=held.path, good_sha256=held.sha256)
 
@@ -225,42 +225,44 @@ def warnings(node: FleetNode, metadata_versions: Mapping[str, int]) -> list[str]
     report = node.report
     if report is None:
         return []
-    found = [text for model in report.models if (text := _contradiction(node, model))]
+    texts = [text for model in report.models if (text := _contradiction(node, model))]
     ahead = {
         role: version
         for role, version in sorted(report.metadata_versions.items())
         if version > metadata_versions.get(role, version)
     }
     if ahead:
-        told = ", ".join(f"{r} {v} (this cloud: {metadata_versions[r]})" for r, v in ahead.items())
+        versions = ", ".join(
+            f"{r} {v} (this cloud: {metadata_versions[r]})" for r, v in ahead.items()
+        )
         signed = [f"triplane cloud keys renew --role {r} --past {ahead[r]} --keys DIR"
                   for r in ("targets", "release") if r in ahead]  # fmt: skip
-        found.append(
-            f"it has verified newer signed metadata than this cloud has: {told}; it takes nothing "
-            f"new until the numbers here are higher{': ' if signed else ''}{'; '.join(signed)}; "
-            f"{AFTER_RESTORE}"
+        texts.append(
+            f"it has verified newer signed metadata than this cloud has: {versions}; it takes "
+            f"nothing new until the numbers here are higher{': ' if signed else ''}"
+            f"{'; '.join(signed)}; {AFTER_RESTORE}"
         )
-    return found
+    return texts
 
 
-def _contradiction(node: FleetNode, told: ModelReport) -> str:
-    if not told.committed_version:
+def _contradiction(node: FleetNode, model: ModelReport) -> str:
+    if not model.committed_version:
         return ""
-    held = node.held.get(told.model, NodeAssignment())
-    theirs = told.committed_sha256.hex()
+    held = node.held.get(model.model, NodeAssignment())
+    theirs = model.committed_sha256.hex()
     ours = {
         held.version: held.sha256,
         held.back_version: held.back_sha256,
         held.good_version: held.good_sha256,
     }
-    what = f"it serves {told.model}@{told.committed_version}"
-    if told.committed_version not in ours:
+    what = f"it serves {model.model}@{model.committed_version}"
+    if model.committed_version not in ours:
         return f"{what}, which this cloud did not assign to it; {AFTER_RESTORE}"
-    known = ours[told.committed_version]
+    known = ours[model.committed_version]
     versions = (held.version, held.good_version, held.back_version)
     digests = (held.sha256, held.good_sha256, held.back_sha256)
     if any(
-        version == told.committed_version and _same(sha256, theirs)
+        version == model.committed_version and _same(sha256, theirs)
         for version, sha256 in zip(versions, digests, strict=True)
     ):
         return ""
@@ -272,27 +274,27 @@ def _contradiction(node: FleetNode, told: ModelReport) -> str:
 
 def capability_of(report: Report) -> Capability:
     """What the report says the node can run."""
-    told = report.capability
+    capability = report.capability
     return Capability(
-        runtime=told.runtime,
-        runtime_version=told.runtime_version,
-        max_opset=told.max_opset,
-        instructions=tuple(told.instructions),
-        memory_bytes=told.memory_bytes,
-        targets=tuple(told.targets),
+        runtime=capability.runtime,
+        runtime_version=capability.runtime_version,
+        max_opset=capability.max_opset,
+        instructions=tuple(capability.instructions),
+        memory_bytes=capability.memory_bytes,
+        targets=tuple(capability.targets),
     )
 
 
-def _reported(name: str, capability: Capability, told: ModelReport) -> Reported:
+def _reported(name: str, capability: Capability, model: ModelReport) -> Reported:
     return Reported(
         name=name,
         capability=capability,
-        committed_version=told.committed_version,
-        committed_sha256=told.committed_sha256.hex(),
-        version=told.version,
-        attempt=told.attempt,
-        stage=NodeStage(told.state),
-        reason=told.reason,
-        downloaded_bytes=told.downloaded_bytes,
-        total_bytes=told.total_bytes,
+        committed_version=model.committed_version,
+        committed_sha256=model.committed_sha256.hex(),
+        version=model.version,
+        attempt=model.attempt,
+        stage=NodeStage(model.state),
+        reason=model.reason,
+        downloaded_bytes=model.downloaded_bytes,
+        total_bytes=model.total_bytes,
     )

@@ -41,10 +41,10 @@ _KEYS: Final = {
 def save(connection: sa.Connection, before: FleetState, after: FleetState) -> None:
     """Write what differs."""
     _save_nodes(connection, before.nodes, after.nodes)
-    for rollout_id, paper in after.papers.items():
-        known = before.papers.get(rollout_id)
-        if known is not paper:
-            _save_paper(connection, known, paper)
+    for rollout_id, record in after.rollouts.items():
+        known = before.rollouts.get(rollout_id)
+        if known is not record:
+            _save_rollout(connection, known, record)
 
 
 def _save_nodes(
@@ -81,10 +81,10 @@ def _save_nodes(
     )
 
 
-def _save_paper(
+def _save_rollout(
     connection: sa.Connection, before: RolloutRecord | None, after: RolloutRecord
 ) -> None:
-    row = _paper_row(after)
+    row = _rollout_row(after)
     _put(connection, ROLLOUTS, new=[] if before else [row], other=[row] if before else [])
     known = before.rollout.members if before else {}
     rollout = after.rollout
@@ -99,9 +99,9 @@ def _put(connection: sa.Connection, table: sa.Table, *, new: list[Row], other: l
     if other:
         keys = _KEYS[table.name]
         values: Row = {name: sa.bindparam(name) for name in other[0] if name not in keys}
-        found = sa.and_(*(table.c[key] == sa.bindparam(f"of_{key}") for key in keys))
+        matches = sa.and_(*(table.c[key] == sa.bindparam(f"of_{key}") for key in keys))
         rows = [{f"of_{k}" if k in keys else k: v for k, v in row.items()} for row in other]
-        connection.execute(table.update().where(found).values(values), rows)
+        connection.execute(table.update().where(matches).values(values), rows)
 
 
 def load(connection: sa.Connection) -> FleetState:
@@ -124,28 +124,28 @@ def load(connection: sa.Connection) -> FleetState:
         )
         for row in connection.execute(sa.select(NODES).order_by(NODES.c.name))
     }  # fmt: skip
-    going = load_papers(connection, ROLLOUTS.c.ended.is_(False))
-    return FleetState(nodes, {paper.rollout.id: paper for paper in going})
+    going = load_rollouts(connection, ROLLOUTS.c.ended.is_(False))
+    return FleetState(nodes, {record.rollout.id: record for record in going})
 
 
-def load_papers(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[RolloutRecord]:
+def load_rollouts(connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[RolloutRecord]:
     """Rollouts with their members, oldest first."""
     rows = connection.execute(sa.select(ROLLOUTS).where(which).order_by(ROLLOUTS.c.number))
-    return [_paper(row, _members(connection, row.id)) for row in rows]
+    return [_rollout_record(row, _members(connection, row.id)) for row in rows]
 
 
 def load_heads(connection: sa.Connection, most: int) -> list[RolloutRecord]:
     """The newest rollouts without their members, newest first."""
     rows = connection.execute(sa.select(ROLLOUTS).order_by(ROLLOUTS.c.number.desc()).limit(most))
-    return [_paper(row, ()) for row in rows]
+    return [_rollout_record(row, ()) for row in rows]
 
 
 def find_ids(connection: sa.Connection, beginning: str) -> list[str]:
     """Up to two ids that begin so; the newest id for "last"."""
-    found = sa.select(ROLLOUTS.c.id).order_by(ROLLOUTS.c.number.desc())
+    query = sa.select(ROLLOUTS.c.id).order_by(ROLLOUTS.c.number.desc())
     if beginning == "last":
-        return list(connection.scalars(found.limit(1)))
-    return list(connection.scalars(found.where(ROLLOUTS.c.id.startswith(beginning)).limit(2)))
+        return list(connection.scalars(query.limit(1)))
+    return list(connection.scalars(query.where(ROLLOUTS.c.id.startswith(beginning)).limit(2)))
 
 
 def _node_row(node: FleetNode) -> Row:
@@ -186,8 +186,8 @@ def _save_digests(
     connection.execute(table.insert(), rows)
 
 
-def _paper_row(paper: RolloutRecord) -> Row:
-    r = paper.rollout
+def _rollout_row(record: RolloutRecord) -> Row:
+    r = record.rollout
     body = {
         "plan": asdict(r.plan),
         "supplies": {target: asdict(supply) for target, supply in r.supplies.items()},
@@ -201,12 +201,12 @@ def _paper_row(paper: RolloutRecord) -> Row:
     }
     return {
         "id": r.id,
-        "key": paper.request.key,
+        "key": record.request.key,
         "model": r.plan.model,
         "ended": r.state in ENDED,
-        "created_s": paper.created_s,
-        "created_by": paper.created_by,
-        "request": paper.request.SerializeToString(),
+        "created_s": record.created_s,
+        "created_by": record.created_by,
+        "request": record.request.SerializeToString(),
         "body": json.dumps(body, sort_keys=True),
     }
 
@@ -216,7 +216,7 @@ def _member_row(rollout_id: str, member: RolloutMember) -> Row:
     return {"rollout": rollout_id, "name": member.name, "body": json.dumps(body, sort_keys=True)}
 
 
-def _paper(row: Any, members: Iterable[RolloutMember]) -> RolloutRecord:
+def _rollout_record(row: Any, members: Iterable[RolloutMember]) -> RolloutRecord:
     try:
         body = json.loads(row.body)
         rollout = Rollout(
@@ -253,14 +253,15 @@ def _members(connection: sa.Connection, rollout_id: str) -> list[RolloutMember]:
 
 
 def _member(body: Row) -> RolloutMember:
-    told = body["capability"]
-    capability = told and Capability(
-        **told | {"instructions": tuple(told["instructions"]), "targets": tuple(told["targets"])}
+    stored = body["capability"]
+    capability = stored and Capability(
+        **stored
+        | {"instructions": tuple(stored["instructions"]), "targets": tuple(stored["targets"])}
     )
     return RolloutMember(**body | {"stage": NodeStage[body["stage"]], "capability": capability})
 
 
 def _supply(body: Row) -> BundleSupply:
     needs = body["needs"]
-    made = needs and BundleNeeds(**needs | {"instructions": tuple(needs["instructions"])})
-    return BundleSupply(made, body["path"], body["refusal"], body.get("sha256", ""))
+    needed = needs and BundleNeeds(**needs | {"instructions": tuple(needs["instructions"])})
+    return BundleSupply(needed, body["path"], body["refusal"], body.get("sha256", ""))

@@ -107,13 +107,13 @@ def _assign(r: Rollout, now_s: float) -> Result:
     members = dict(r.members)
     for m in ready:
         supply = r.supplies[m.target]
-        made = replace(
+        assigned = replace(
             m, assigned=True, attempt=m.attempt + 1,
             stage=NodeStage.ASSIGNED, reason="",
             deadline_s=now_s + r.plan.node_deadline_s, downloaded_bytes=0, total_bytes=0,
         )  # fmt: skip
-        members[m.name] = made
-        effects.append(Assign(m.name, supply.path, made.attempt, supply.sha256))
+        members[m.name] = assigned
+        effects.append(Assign(m.name, supply.path, assigned.attempt, supply.sha256))
     return replace(r, members=members), tuple(effects)
 
 

@@ -25,7 +25,7 @@ class AdmissionCache:
 
     def __init__(self) -> None:
         self._changes = 0
-        self._found: dict[Key, tuple[Principal, float]] = {}
+        self._answers: dict[Key, tuple[Principal, float]] = {}
 
     @property
     def changes(self) -> int:
@@ -34,19 +34,19 @@ class AdmissionCache:
 
     def get(self, key: Key, now_s: float) -> Principal | None:
         """An answer that still holds."""
-        found = self._found.get(key)
-        if found is None or not found[1] - KEEP_S <= now_s < found[1]:
+        answer = self._answers.get(key)
+        if answer is None or not answer[1] - KEEP_S <= now_s < answer[1]:
             return None
-        return found[0]
+        return answer[0]
 
     def keep(self, key: Key, who: Principal, *, expires_s: float, now_s: float, at: int) -> None:
         """Remember an answer asked for at change `at`; expires_s: of the certificate."""
         if at == self._changes:
-            if len(self._found) >= MOST:
-                self._found.clear()
-            self._found[key] = who, min(expires_s, now_s + KEEP_S)
+            if len(self._answers) >= MOST:
+                self._answers.clear()
+            self._answers[key] = who, min(expires_s, now_s + KEEP_S)
 
     def forget(self) -> None:
         """Something changed, and is committed."""
         self._changes += 1
-        self._found.clear()
+        self._answers.clear()

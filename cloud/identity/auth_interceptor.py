@@ -206,22 +206,22 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             raise CallRefused(
                 _S.UNAUTHENTICATED, "a certificate of this cloud is needed"
             ) from error
-        found = await self._holder(serial, name, key)
-        if found is None:
+        principal = await self._holder(serial, name, key)
+        if principal is None:
             raise CallRefused(
                 _S.UNAUTHENTICATED,
                 f"the certificate of {name[:80]!r} is revoked, replaced or not of this cloud; "
                 "enrol with a new token",
             )
-        return found
+        return principal
 
     async def _holder(self, serial: str, name: str, key: bytes) -> Principal | None:
         """Asked again where somebody was revoked meanwhile: the answer may be of before."""
         while True:
             revocations = self._revocations
-            found = await self._principals.holder(serial, name, key)
+            principal = await self._principals.holder(serial, name, key)
             if revocations == self._revocations:
-                return found
+                return principal
 
 
 def _written(

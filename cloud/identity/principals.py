@@ -240,10 +240,10 @@ class Principals:
 
     async def named(self, name: str) -> Principal:
         """One principal. NotFound."""
-        found = await self._database.read(lambda connection: _principal(connection, name))
-        if found is None:
+        principal = await self._database.read(lambda connection: _principal(connection, name))
+        if principal is None:
             raise NotFound(f"no principal {name[:80]!r}")
-        return found
+        return principal
 
     async def listed(self) -> list[Principal]:
         """Everybody, by name."""
@@ -272,10 +272,10 @@ class Principals:
             known = _principal(connection, name)
             return None if known is None or known.revoked else (known, row.expires_s)
 
-        found = await self._database.read(work)
-        if found is None:
+        answer = await self._database.read(work)
+        if answer is None:
             return None
-        who, expires_s = found
+        who, expires_s = answer
         self._known.keep((serial, name, key), who, expires_s=expires_s, now_s=now, at=at)
         return who
 
@@ -389,8 +389,8 @@ def _principal(connection: sa.Connection, name: str) -> Principal | None:
 
 
 def _everybody(connection: sa.Connection) -> list[Principal]:
-    found = {row.name: _read(row) for row in connection.execute(_query())}
-    return list(found.values())
+    principals = {row.name: _read(row) for row in connection.execute(_query())}
+    return list(principals.values())
 
 
 def _read(row: sa.Row[tuple[str, str, float, bool, str, float]]) -> Principal:

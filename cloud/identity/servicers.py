@@ -48,11 +48,11 @@ class EnrolmentServicer(enrolment_grpc.EnrolmentServicer):
             self._spend_a_try()
             if len(request.request) > MAX_REQUEST_BYTES:
                 raise InvalidInput(f"a certificate request has at most {MAX_REQUEST_BYTES} bytes")
-            made = await self._principals.enrol(
+            enrolled = await self._principals.enrol(
                 request.token_id, request.request, request.mac, request.kind
             )
-            await self._joined(made.name, made.role, made.labels)
-            return enrolment.Certificate(certificate=made.certificate, address=self._address)
+            await self._joined(enrolled.name, enrolled.role, enrolled.labels)
+            return enrolment.Certificate(certificate=enrolled.certificate, address=self._address)
 
     def _spend_a_try(self) -> None:
         now = time.monotonic()
@@ -96,7 +96,7 @@ class IdentityServicer(identity_grpc.IdentityServicer):
     ) -> pb.CreateTokenResponse:
         """See identity.proto."""
         async with status_of_aio(context):
-            made = await self._principals.invite(
+            invitation = await self._principals.invite(
                 caller().name,
                 role_of(request.role),
                 name=request.name,
@@ -104,9 +104,9 @@ class IdentityServicer(identity_grpc.IdentityServicer):
                 labels=dict(request.labels),
             )
             return pb.CreateTokenResponse(
-                token=made.token,
-                name=made.name,
-                expires_s=made.expires_s,
+                token=invitation.token,
+                name=invitation.name,
+                expires_s=invitation.expires_s,
                 enrol_address=self._enrol_address(),
             )
 
@@ -115,8 +115,8 @@ class IdentityServicer(identity_grpc.IdentityServicer):
     ) -> pb.ListPrincipalsResponse:
         """See identity.proto."""
         async with status_of_aio(context):
-            found = await self._principals.listed()
-            return pb.ListPrincipalsResponse(principals=map(encode, found))
+            principals = await self._principals.listed()
+            return pb.ListPrincipalsResponse(principals=map(encode, principals))
 
     async def Revoke(self, request: pb.RevokeRequest, context: Any) -> pb.Principal:
         """See identity.proto."""

@@ -2,7 +2,7 @@
 
 A blob is removed only inside the one writer, where it is seen that no table names it and that
 nobody wrote it or claimed it lately. A push asks for its blobs again in the same place, and so does
-everything else that begins to name one (`claim`): it keeps them, or is told to upload them anew.
+everything else that begins to name one (`claim`): it keeps them, or has to upload them again.
 Uploads that are younger than `older_than_s`, finished or not, are left to whoever sent them.
 """
 
@@ -39,8 +39,8 @@ class Stored:
     last_s: float
 
 
-Told = Callable[[Connection, Sequence[Stored]], None]
-"""Told what was removed, in the transaction that saw that nothing names it."""
+OnRemoved = Callable[[Connection, Sequence[Stored]], None]
+"""Called with the removed blobs in the transaction that saw that nothing names them."""
 
 
 def _nobody(_connection: Connection, _removed: Sequence[Stored]) -> None:
@@ -71,7 +71,7 @@ async def collect(
     *,
     older_than_s: float,
     clock: Callable[[], float] = time.time,
-    told: Told = _nobody,
+    on_removed: OnRemoved = _nobody,
 ) -> tuple[Stored, ...]:
     """Remove blobs that are old and not in any of `roots`; returns what was removed.
 
@@ -82,14 +82,14 @@ async def collect(
 
     def work(connection: Connection) -> tuple[Stored, ...]:
         removed = tuple(
-            found
-            for found in _unnamed(connection, roots, old)
-            if all(again.last_s < until_s for again in _files(blobs, found.sha256))
+            blob
+            for blob in _unnamed(connection, roots, old)
+            if all(again.last_s < until_s for again in _files(blobs, blob.sha256))
         )
-        for found in removed:
-            blobs.remove(found.sha256)
+        for blob in removed:
+            blobs.remove(blob.sha256)
         if removed:
-            told(connection, removed)
+            on_removed(connection, removed)
         return removed
 
     return await db.write(work)
@@ -120,10 +120,10 @@ def _old_files(
         )
     paths = [*blobs.folder.iterdir(), *blobs.partial.iterdir()]
     names = sorted({path.name for path in paths if _NAME.fullmatch(path.name)})
-    found = (list(_files(blobs, bytes.fromhex(name))) for name in names)
+    each = (list(_files(blobs, bytes.fromhex(name))) for name in names)
     return [
         Stored(files[0].sha256, sum(f.size for f in files), max(f.last_s for f in files))
-        for files in found
+        for files in each
         if files and all(file.last_s < now_s - older_than_s for file in files)
     ]
 
@@ -140,4 +140,4 @@ def _unnamed(
     connection: Connection, roots: Sequence[Roots], old: Sequence[Stored]
 ) -> tuple[Stored, ...]:
     kept = set[bytes]().union(*(root(connection) for root in roots))
-    return tuple(found for found in old if found.sha256 not in kept)
+    return tuple(blob for blob in old if blob.sha256 not in kept)

@@ -59,13 +59,13 @@ def convert(order: dict[str, Any]) -> dict[str, Any]:
     if order["kept_report"]:
         measured = out.rename(out.with_suffix(".measured"))
         write_with_report(measured, out, Path(order["kept_report"]).read_bytes())
-    made = Bundle.load(out)
-    Path(order["report"]).write_bytes(encoded_report(made.report))
+    bundle = Bundle.load(out)
+    Path(order["report"]).write_bytes(encoded_report(bundle.report))
     return {
         "size": out.stat().st_size,
-        "root_digest": made.digest,
-        "content_digest": made.content_digest,
-        "needs": asdict(made.description.constraints),
+        "root_digest": bundle.digest,
+        "content_digest": bundle.content_digest,
+        "needs": asdict(bundle.description.constraints),
     }
 
 

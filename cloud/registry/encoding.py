@@ -62,7 +62,7 @@ def version(value: Version) -> pb.Version:
         aliases=value.aliases,
         recipe=pb.Recipe(**asdict(value.recipe)),
         lineage=pb.Lineage(**asdict(value.lineage)),
-        bundles=[bundle(made) for made in value.bundles],
+        bundles=[bundle(row) for row in value.bundles],
     )
 
 

@@ -27,15 +27,15 @@ MADE: Final = ("blob", "size", "root_digest", "content_digest")
 
 def pushed(connection: Connection, push: Push) -> Version | None:
     """The version that an earlier push of the same key made; Conflict where it asked otherwise."""
-    found = connection.execute(select(VERSIONS).where(VERSIONS.c.push_key == push.key)).first()
-    if found is None:
+    row = connection.execute(select(VERSIONS).where(VERSIONS.c.push_key == push.key)).first()
+    if row is None:
         return None
-    if bytes(found.push_digest) != push.digest:
+    if bytes(row.push_digest) != push.digest:
         raise Conflict(
-            f"key {push.key.hex()} registered {found.model}@{found.version} with other content; "
+            f"key {push.key.hex()} registered {row.model}@{row.version} with other content; "
             "a new push needs a new random key"
         )
-    return _versions(connection, [found])[0]
+    return _versions(connection, [row])[0]
 
 
 def insert(
@@ -83,17 +83,17 @@ def number(connection: Connection, reference: Reference) -> int:
         return reference.version
     if reference.alias == LATEST:
         return int(latest)
-    found = connection.scalar(
+    version = connection.scalar(
         select(ALIASES.c.version)
         .where(ALIASES.c.model == reference.model)
         .where(ALIASES.c.name == reference.alias)
     )
-    if found is None:
+    if version is None:
         names = [LATEST, *(name for name, _ in aliases(connection, reference.model))]
         raise NotFound(
             f"{reference.model} has no alias {reference.alias!r}, only {', '.join(names)}"
         )
-    return int(found)
+    return int(version)
 
 
 def get(connection: Connection, reference: Reference) -> Version:
@@ -153,8 +153,8 @@ def point(connection: Connection, model: str, alias: str, version: int) -> None:
 
 def bundle(connection: Connection, model: str, version: int, target: str) -> BundleRecord | None:
     """The bundle of a version for a target, where it was ever asked for."""
-    found = connection.execute(select(BUNDLES).where(_here(model, version, target))).first()
-    return None if found is None else _bundle(found)
+    row = connection.execute(select(BUNDLES).where(_here(model, version, target))).first()
+    return None if row is None else _bundle(row)
 
 
 def start(
@@ -193,7 +193,7 @@ def start(
 
 def finish(
     connection: Connection,
-    made: BundleRecord,
+    bundle_: BundleRecord,
     *,
     may_retry: bool = False,
     is_input_lost: bool = False,
@@ -205,15 +205,15 @@ def finish(
     uncounted = {"attempts": 0} if is_input_lost else {}
     connection.execute(
         BUNDLES.update()
-        .where(_here(made.model, made.version, made.target))
+        .where(_here(bundle_.model, bundle_.version, bundle_.target))
         .where(BUNDLES.c.state == State.CONVERTING.name)
         .values(
-            state=made.state.name,
-            reason=made.reason,
+            state=bundle_.state.name,
+            reason=bundle_.reason,
             may_retry=may_retry or is_input_lost,
-            needs=asdict(made.needs),
+            needs=asdict(bundle_.needs),
             **uncounted,
-            **{name: getattr(made, name) for name in MADE},
+            **{name: getattr(bundle_, name) for name in MADE},
         )
     )
 
@@ -231,8 +231,8 @@ def report(connection: Connection, of: BundleRecord) -> bytes:
     """The stored report of a bundle; empty where an earlier release made it."""
     r = REPORTS.c
     here = (r.model == of.model) & (r.version == of.version) & (r.target == of.target)
-    found = connection.scalar(select(r.report).where(here))
-    return b"" if found is None else zlib.decompress(found)
+    data = connection.scalar(select(r.report).where(here))
+    return b"" if data is None else zlib.decompress(data)
 
 
 def allow_again(connection: Connection, blobs: Iterable[bytes]) -> None:
@@ -279,11 +279,11 @@ def ready(connection: Connection) -> list[BundleRecord]:
 
 def sign(connection: Connection, model: str, version: int, target: str, path: str) -> BundleRecord:
     """Note where the signed target is. NotFound: no such bundle. Conflict: it is not READY."""
-    found = bundle(connection, model, version, target)
-    if found is None:
+    unsigned = bundle(connection, model, version, target)
+    if unsigned is None:
         raise NotFound(f"no bundle of {model}@{version} for {target}")
-    if found.state is not State.READY:
-        raise Conflict(f"{found} is {found.state.name}; only a finished bundle is signed")
+    if unsigned.state is not State.READY:
+        raise Conflict(f"{unsigned} is {unsigned.state.name}; only a finished bundle is signed")
     here = _here(model, version, target)
     connection.execute(BUNDLES.update().where(here).values(signed_path=path))
     return _bundle(connection.execute(select(BUNDLES).where(here)).one())
@@ -294,8 +294,8 @@ def referenced(connection: Connection) -> set[bytes]:
     columns = (
         VERSIONS.c.blob, VERSIONS.c.calibration, VERSIONS.c.evaluation, BUNDLES.c.blob,
     )  # fmt: skip
-    found = {bytes(name) for column in columns for name in connection.scalars(select(column))}
-    return found - {b""}
+    blobs = {bytes(name) for column in columns for name in connection.scalars(select(column))}
+    return blobs - {b""}
 
 
 def _here(model: str, version: int, target: str) -> Any:
@@ -305,22 +305,24 @@ def _here(model: str, version: int, target: str) -> Any:
 
 def _versions(connection: Connection, rows: Iterable[Row[Any]]) -> list[Version]:
     """Versions of one model, with aliases and bundles as they are now."""
-    found = list(rows)
-    if not found:
+    listed = list(rows)
+    if not listed:
         return []
-    model, numbers = found[0].model, [row.version for row in found]
+    model, numbers = listed[0].model, [row.version for row in listed]
     b = BUNDLES.c
-    made: dict[int, list[BundleRecord]] = {}
+    bundles: dict[int, list[BundleRecord]] = {}
     here = (b.model == model) & b.version.between(min(numbers), max(numbers))
     for row in connection.execute(select(BUNDLES).where(here).order_by(b.target)):
-        made.setdefault(row.version, []).append(_bundle(row))
+        bundles.setdefault(row.version, []).append(_bundle(row))
     names: dict[int, list[str]] = {}
     for name, version in aliases(connection, model):
         names.setdefault(version, []).append(name)
-    return [_version(row, names.get(row.version, ()), made.get(row.version, ())) for row in found]
+    return [
+        _version(row, names.get(row.version, ()), bundles.get(row.version, ())) for row in listed
+    ]
 
 
-def _version(row: Row[Any], names: Sequence[str], made: Sequence[BundleRecord]) -> Version:
+def _version(row: Row[Any], names: Sequence[str], bundles: Sequence[BundleRecord]) -> Version:
     return Version(
         model=row.model,
         version=row.version,
@@ -338,7 +340,7 @@ def _version(row: Row[Any], names: Sequence[str], made: Sequence[BundleRecord]) 
         ),
         lineage=Lineage(parent=row.parent, source=row.source, note=row.note),
         aliases=tuple(names),
-        bundles=tuple(made),
+        bundles=tuple(bundles),
     )
 
 

@@ -96,9 +96,13 @@ class Registry:
         await claim(self._db, self.blobs, {push.blob, *push.recipe.blobs})
         files = self._files(push.model, push.blob, push.recipe)
         digest = await self._conversions.check(files)
-        made = await self._db.write(lambda connection: self._insert(connection, push, digest, by))
-        logger.info("version registered", extra={"model": made.model, "version": made.version})
-        return made
+        version = await self._db.write(
+            lambda connection: self._insert(connection, push, digest, by)
+        )
+        logger.info(
+            "version registered", extra={"model": version.model, "version": version.version}
+        )
+        return version
 
     def insert(self, connection: Connection, push: Push, digest: bytes, by: str) -> Version:
         """Register a model that the cloud made itself, in the caller's transaction.
@@ -156,11 +160,11 @@ class Registry:
         bytes. NotFound: no such version or target.
         """
         key = (model, version, target)
-        found = await self._db.read(lambda connection: queries.bundle(connection, *key))
-        if found is None:
+        stored = await self._db.read(lambda connection: queries.bundle(connection, *key))
+        if stored is None:
             await asyncio.to_thread(_check_target, target)
-        if found is not None and (key in self._running or not await self._may_begin(found)):
-            return found
+        if stored is not None and (key in self._running or not await self._may_begin(stored)):
+            return stored
         return await self._begin(key)
 
     async def wait_bundle(self, model: str, version: int, target: str) -> BundleRecord:
@@ -173,11 +177,11 @@ class Registry:
             await asyncio.wait([task])
         if self._stopping:
             raise Unavailable(STOPPING)
-        found = await self._db.read(
+        stored = await self._db.read(
             lambda connection: queries.bundle(connection, model, version, target)
         )
-        assert found is not None
-        return found
+        assert stored is not None
+        return stored
 
     def on_bundle(self, callback: Callable[[BundleRecord], None]) -> None:
         """Have `callback` called in the event loop after a bundle became READY, FAILED, signed."""
@@ -227,46 +231,46 @@ class Registry:
         # Asked again inside the one writer: blobs are collected there too.
         size = self._files(push.model, push.blob, push.recipe).model.stat().st_size
         now_s = self._clock()
-        made = queries.insert(connection, push, digest=digest, size=size, now_s=now_s, by=by)
+        version = queries.insert(connection, push, digest=digest, size=size, now_s=now_s, by=by)
         # The upload replaced damaged copies of these files, so what failed on them may succeed now.
         queries.allow_again(connection, {push.blob, *push.recipe.blobs})
         details = {"model_digest": digest.hex(), "aliases": sorted(set(push.aliases))}
-        self._note(connection, by, "registry.push", str(made), details)
-        return made
+        self._note(connection, by, "registry.push", str(version), details)
+        return version
 
     def _files(self, name: str, blob: bytes, recipe: ConversionRecipe) -> Files:
         return Files(
             name=name,
             model=self.blobs.find(blob),
             recipe=recipe,
-            calibration=self._found(recipe.calibration),
-            evaluation=self._found(recipe.evaluation),
+            calibration=self._blob_path(recipe.calibration),
+            evaluation=self._blob_path(recipe.evaluation),
         )
 
-    def _found(self, blob: bytes) -> Path | None:
+    def _blob_path(self, blob: bytes) -> Path | None:
         return self.blobs.find(blob) if blob else None
 
-    async def _may_begin(self, found: BundleRecord) -> bool:
+    async def _may_begin(self, bundle: BundleRecord) -> bool:
         """Whether the conversion of a bundle that was asked for before can begin again now."""
-        if found.state is State.READY:
-            return await self._is_outdated(found)
-        if found.state is State.CONVERTING:
+        if bundle.state is State.READY:
+            return await self._is_outdated(bundle)
+        if bundle.state is State.CONVERTING:
             return True
-        begun, may_retry = await self._db.read(lambda c: queries.attempts(c, found))
+        begun, may_retry = await self._db.read(lambda c: queries.attempts(c, bundle))
         if begun == 0:
-            return await self._is_outdated(found)
+            return await self._is_outdated(bundle)
         return may_retry and begun < MAX_ATTEMPTS
 
-    async def _is_outdated(self, found: BundleRecord) -> bool:
+    async def _is_outdated(self, bundle: BundleRecord) -> bool:
         """Whether the files tell otherwise: a finished bundle is lost, or lost inputs are back."""
-        if (found.model, found.version, found.target) in self._running:
+        if (bundle.model, bundle.version, bundle.target) in self._running:
             return False
-        if found.state is State.READY:
-            return await asyncio.to_thread(self.blobs.is_lost, found.blob)
-        if found.state is State.CONVERTING:
+        if bundle.state is State.READY:
+            return await asyncio.to_thread(self.blobs.is_lost, bundle.blob)
+        if bundle.state is State.CONVERTING:
             return False
-        begun, _ = await self._db.read(lambda c: queries.attempts(c, found))
-        return begun == 0 and not await self._lost_input(found)
+        begun, _ = await self._db.read(lambda c: queries.attempts(c, bundle))
+        return begun == 0 and not await self._lost_input(bundle)
 
     async def _lost_input(self, bundle: BundleRecord, *, reread: bool = False) -> str:
         """What a conversion of this bundle would read and is lost or damaged; empty if nothing."""
@@ -300,16 +304,16 @@ class Registry:
         """The bundle, CONVERTING where that has to begin; decided in the one writer."""
         model, version, target = key
         queries.number(connection, Reference(model, version))
-        found = queries.bundle(connection, *key)
+        stored = queries.bundle(connection, *key)
         is_remade = False
-        if found is not None:
-            begun, may_retry = queries.attempts(connection, found)
-            is_remade = found.state is State.READY and not self.blobs.has(found.blob)
-            is_retried = found.state is State.FAILED and may_retry and begun < MAX_ATTEMPTS
+        if stored is not None:
+            begun, may_retry = queries.attempts(connection, stored)
+            is_remade = stored.state is State.READY and not self.blobs.has(stored.blob)
+            is_retried = stored.state is State.FAILED and may_retry and begun < MAX_ATTEMPTS
             if not is_remade and not is_retried:
-                return found
+                return stored
         if is_remade:
-            logger.error("lost bundle is made again", extra={"bundle": str(found)})
+            logger.error("lost bundle is made again", extra={"bundle": str(stored)})
         queries.start(connection, model, version, target, is_remade=is_remade)
         begun_now = queries.bundle(connection, *key)
         assert begun_now is not None
@@ -343,19 +347,19 @@ class Registry:
         may_retry = is_input_lost = False
         report = b""
         try:
-            made, report = await self._make(asked)
+            outcome, report = await self._make(asked)
         except _InputLost as error:
-            made, is_input_lost = _failed(asked, str(error)), True
+            outcome, is_input_lost = _failed(asked, str(error)), True
         except TriplaneError as error:
-            made, may_retry = _failed(asked, str(error)), isinstance(error, Unavailable)
+            outcome, may_retry = _failed(asked, str(error)), isinstance(error, Unavailable)
         except Exception as error:
             logger.exception("conversion failed", extra={"bundle": str(asked)})
-            made = _failed(asked, f"internal error: {type(error).__name__}; see the cloud's log")
+            outcome = _failed(asked, f"internal error: {type(error).__name__}; see the cloud's log")
 
         def work(connection: Connection) -> BundleRecord:
             # Asked inside the one writer: blobs are collected there too.
-            is_lost = made.state is State.READY and not self.blobs.has(made.blob)
-            ended = _failed(asked, "its file was collected meanwhile") if is_lost else made
+            is_lost = outcome.state is State.READY and not self.blobs.has(outcome.blob)
+            ended = _failed(asked, "its file was collected meanwhile") if is_lost else outcome
             queries.finish(
                 connection, ended, may_retry=may_retry or is_lost, is_input_lost=is_input_lost
             )
@@ -365,11 +369,11 @@ class Registry:
             self._note(connection, SYSTEM, "registry.bundle", str(ended), details)
             return ended
 
-        made = await self._db.write(work)
+        outcome = await self._db.write(work)
         seconds = time.monotonic() - started_s
-        facts = {"bundle": str(made), "state": made.state.name, "seconds": seconds}
+        facts = {"bundle": str(outcome), "state": outcome.state.name, "seconds": seconds}
         logger.info("bundle finished", extra=facts)
-        self._tell(made)
+        self._tell(outcome)
 
     async def _make(self, asked: BundleRecord) -> tuple[BundleRecord, bytes]:
         """The finished bundle and its report."""
@@ -386,21 +390,21 @@ class Registry:
             target=asked.target,
             model_digest=version.model_digest,
             report=kept,
-        ) as made:
-            if asked.blob and await asyncio.to_thread(digest_of, made.path) != asked.blob:
+        ) as converted:
+            if asked.blob and await asyncio.to_thread(digest_of, converted.path) != asked.blob:
                 raise Conflict(_differs_text(asked))
-            blob = await asyncio.to_thread(self.blobs.put_file, made.path)
+            blob = await asyncio.to_thread(self.blobs.put_file, converted.path)
         ready = replace(
             asked,
             state=State.READY,
             reason="",
             blob=blob,
-            size=made.size,
-            root_digest=made.root_digest,
-            content_digest=made.content_digest,
-            needs=made.needs,
+            size=converted.size,
+            root_digest=converted.root_digest,
+            content_digest=converted.content_digest,
+            needs=converted.needs,
         )
-        return ready, made.report
+        return ready, converted.report
 
     def _note(
         self, connection: Connection, by: str, action: str, subject: str, details: dict[str, Any]
@@ -443,9 +447,12 @@ def _differs_text(asked: BundleRecord) -> str:
 
 
 def _path_for(bundle: BundleRecord, signed: Mapping[Key, SignedTarget]) -> str:
-    found = signed.get((bundle.model, bundle.version, bundle.target))
-    is_same = found is not None and (found.sha256, found.length) == (bundle.blob, bundle.size)
-    return found.path if found is not None and is_same else ""
+    signed_target = signed.get((bundle.model, bundle.version, bundle.target))
+    is_same = signed_target is not None and (signed_target.sha256, signed_target.length) == (
+        bundle.blob,
+        bundle.size,
+    )
+    return signed_target.path if signed_target is not None and is_same else ""
 
 
 def _check_target(name: str) -> None:

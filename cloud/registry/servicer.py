@@ -24,8 +24,8 @@ class RegistryServicer(Wire):
     async def Push(self, request: pb.PushRequest, context: Any) -> pb.Version:
         """See `registry.proto`."""
         async with status_of_aio(context):
-            made = await self._registry.push(encoding.push(request), by=self._caller())
-            return encoding.version(made)
+            version = await self._registry.push(encoding.push(request), by=self._caller())
+            return encoding.version(version)
 
     async def GetVersion(self, request: pb.GetVersionRequest, context: Any) -> pb.Version:
         """See `registry.proto`."""
@@ -46,10 +46,10 @@ class RegistryServicer(Wire):
     ) -> pb.ListVersionsResponse:
         """See `registry.proto`."""
         async with status_of_aio(context):
-            found = await self._registry.versions(
+            versions = await self._registry.versions(
                 request.model, size=request.page_size, before=request.before
             )
-            return pb.ListVersionsResponse(versions=[encoding.version(each) for each in found])
+            return pb.ListVersionsResponse(versions=[encoding.version(each) for each in versions])
 
     async def SetAlias(self, request: pb.SetAliasRequest, context: Any) -> pb.Model:
         """See `registry.proto`."""

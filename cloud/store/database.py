@@ -37,9 +37,9 @@ class Database:
     Corrupt: the file is damaged.
     """
 
-    def __init__(self, made: Engines) -> None:
-        self._engines = made
-        self._writer = Writer(made.writer)
+    def __init__(self, engines: Engines) -> None:
+        self._engines = engines
+        self._writer = Writer(engines.writer)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="store-reader")
 
     @classmethod
@@ -48,8 +48,8 @@ class Database:
 
         Conflict: another process owns it, or a newer release wrote it.
         """
-        made = engines(url)
-        database = cls(made)
+        opened = engines(url)
+        database = cls(opened)
         try:
             database.write_now(_prepare)
         except BaseException:
@@ -104,10 +104,10 @@ class Database:
 def _prepare(connection: Connection) -> None:
     """Create what is missing; refuse what is newer."""
     if inspect(connection).has_table(SCHEMA.name):
-        found = connection.scalar(select(SCHEMA.c.version)) or 0
-        if found > SCHEMA_VERSION:
+        version = connection.scalar(select(SCHEMA.c.version)) or 0
+        if version > SCHEMA_VERSION:
             raise Conflict(
-                f"the database has schema {found}, this release reads up to {SCHEMA_VERSION}; "
+                f"the database has schema {version}, this release reads up to {SCHEMA_VERSION}; "
                 "use the newer release, or a backup made by this one"
             )
     METADATA.create_all(connection)

@@ -50,9 +50,9 @@ class Chain:
     def _signed_roles(self) -> frozenset[str]:
         return frozenset(
             role
-            for role, found in self.targets.items()
+            for role, metadata in self.targets.items()
             if self.delegator(role).get_verification_result(
-                role, found.signed_bytes, found.signatures
+                role, metadata.signed_bytes, metadata.signatures
             )
         )
 
@@ -115,7 +115,7 @@ def _pinned(get: Get, kind: type[T], role: str, meta: MetaFile) -> Metadata[T]:
         meta.verify_length_and_hashes(data)
     except LengthOrHashMismatchError as error:
         raise Corrupt(f"{name} is not the file that is pinned: {error}") from error
-    found = parse(kind, data, name)
-    if found.signed.version != meta.version:
-        raise Corrupt(f"{name} says version {found.signed.version}, pinned is {meta.version}")
-    return found
+    metadata = parse(kind, data, name)
+    if metadata.signed.version != meta.version:
+        raise Corrupt(f"{name} says version {metadata.signed.version}, pinned is {meta.version}")
+    return metadata

@@ -63,11 +63,13 @@ def valid_signatures(
     A root counts twice, under the published root and under itself; the numbers are those of the
     one that lacks more.
     """
-    payload, given = metadata.signed_bytes, metadata.signatures
+    payload, signatures = metadata.signed_bytes, metadata.signatures
     if row.name != "root":
-        found = chain.delegator(row.name).get_verification_result(row.name, payload, given)
-        return set(found.signed), len(found.signed), found.threshold
-    both = metadata.signed.get_root_verification_result(chain.root.signed, payload, given)
+        verification = chain.delegator(row.name).get_verification_result(
+            row.name, payload, signatures
+        )
+        return set(verification.signed), len(verification.signed), verification.threshold
+    both = metadata.signed.get_root_verification_result(chain.root.signed, payload, signatures)
     short = both.first if both.first.missing >= both.second.missing else both.second
     return set(both.signed), len(short.signed), short.threshold
 
@@ -102,8 +104,8 @@ def _check_root(row: MetadataRole, root: Root) -> None:
     if root.consistent_snapshot is not True:
         raise InvalidInput(f"{row.name}: consistent_snapshot is true, or nodes could read a mix")
     for role in TOP:
-        found = root.roles[role]
-        _check_keys(role, root.keys, found.keyids, found.threshold)
+        described = root.roles[role]
+        _check_keys(role, root.keys, described.keyids, described.threshold)
 
 
 def _check_top(row: MetadataRole, targets: Targets) -> None:

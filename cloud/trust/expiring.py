@@ -11,17 +11,17 @@ WARN_S: Final = 30 * DAY_S
 
 def due(ends: Mapping[str, float], now_s: float) -> list[str]:
     """One sentence for each role that needs somebody. ends: by role, in seconds since 1970."""
-    found = []
+    sentences = []
     for role, end_s in ends.items():
         if ROLES[role].keys == "offline" and end_s - now_s < WARN_S:
             date = f"{moment(end_s):%Y-%m-%d}"
             when = (
                 f"ends on {date}" if end_s > now_s else f"ended on {date}: nodes take nothing new"
             )
-            found.append(
+            sentences.append(
                 f"what people signed for {role} {when}; with the offline folder: "
                 f"triplane cloud keys renew --role {role} --keys DIR"
             )
         elif ROLES[role].keys == "online" and end_s < now_s:
-            found.append(f"{role} has ended and the cloud does not sign it again; see its log")
-    return found
+            sentences.append(f"{role} has ended and the cloud does not sign it again; see its log")
+    return sentences

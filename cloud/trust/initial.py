@@ -75,8 +75,8 @@ def initialize(
         write_atomic(metadata_folder / name, data, disk)
     root = files["1.root.json"]
     write_atomic(offline_keys_folder / TRUSTED_ROOT, root, disk)
-    made = {p: sorted(set(f.path.glob("*.pem")) - before[p]) for p, f in folders.items()}
-    return Initialized(root, tuple(made["online"]), tuple(made["offline"]))
+    new_files = {p: sorted(set(f.path.glob("*.pem")) - before[p]) for p, f in folders.items()}
+    return Initialized(root, tuple(new_files["online"]), tuple(new_files["offline"]))
 
 
 def _check_counts(counts: Mapping[str, int], needed: Mapping[str, int]) -> None:
@@ -151,7 +151,7 @@ def _delegations(signers: Signers, needed: Mapping[str, int]) -> tuf.Delegations
 
 
 def _signed(what: T, signers: list[CryptoSigner]) -> bytes:
-    made = Metadata(what)
+    metadata = Metadata(what)
     for signer in signers:
-        made.sign(signer, append=True)
-    return made.to_bytes()
+        metadata.sign(signer, append=True)
+    return metadata.to_bytes()

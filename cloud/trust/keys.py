@@ -71,14 +71,14 @@ class KeyFolder:
     def of(self, keyids: list[str], role: str) -> list[CryptoSigner]:
         """The keys here that may sign for a role of these key ids; NotFound where there is none."""
         here = self.signers()
-        found = [here[keyid] for keyid in keyids if keyid in here]
-        if not found:
+        keys = [here[keyid] for keyid in keyids if keyid in here]
+        if not keys:
             wanted = ", ".join(keyid[:12] for keyid in keyids)
             raise NotFound(
                 f"{self.path} has no key of the role {role} (key ids {wanted}); it has "
                 f"{len(here)} others: name the folder that `triplane cloud init` wrote for {role}"
             )
-        return found
+        return keys
 
     @classmethod
     def _signer(cls, file: Path) -> CryptoSigner:

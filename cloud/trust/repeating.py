@@ -38,18 +38,18 @@ def checked_target(
     differ. Corrupt: model or bundle are damaged, or are others than their names say. Conversion
     errors are raised as the child tells them.
     """
-    given = _read(bundle, name)
+    theirs = _read(bundle, name)
     model = Container(files.model, kind="model")
-    if given.description.model_digest != model.digest:
+    if theirs.description.model_digest != model.digest:
         raise Corrupt(
             f"the bundle of {name} says it was made of the model file "
-            f"{given.description.model_digest[:12]}, the version's is {model.digest[:12]}"
+            f"{theirs.description.model_digest[:12]}, the version's is {model.digest[:12]}"
         )
     progress(f"repeating the conversion of {name}")
     here = asyncio.run(_repeated(name, files, bytes.fromhex(model.digest), work, limits))
-    found = differences(Container(bundle, kind="bundle").manifest, here)
-    if found:
-        raise Conflict(f"{name} is not signed: {_verdict(found)}")
+    different = differences(Container(bundle, kind="bundle").manifest, here)
+    if different:
+        raise Conflict(f"{name} is not signed: {_verdict(different)}")
     with bundle.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").digest()
         length = file.tell()
@@ -58,7 +58,7 @@ def checked_target(
         length=length,
         sha256=digest,
         model_digest=bytes.fromhex(model.digest),
-        content_digest=bytes.fromhex(given.content_digest),
+        content_digest=bytes.fromhex(theirs.content_digest),
     )
 
 
@@ -68,19 +68,21 @@ def differences(cloud: Manifest, here: Manifest) -> dict[str, str]:
         {part.name: part for part in manifest.parts if part.name != NOT_COMPARED}
         for manifest in (cloud, here)
     ]
-    found: dict[str, str] = {}
+    different: dict[str, str] = {}
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         theirs, ours = (side.get(name) for side in sides)
         if theirs is None or ours is None:
-            found[name] = "only in the cloud's bundle" if theirs else "only in the one made here"
+            different[name] = (
+                "only in the cloud's bundle" if theirs else "only in the one made here"
+            )
         elif (theirs.size, theirs.sha256) != (ours.size, ours.sha256):
-            found[name] = (
+            different[name] = (
                 f"{theirs.size} bytes {theirs.sha256.hex()[:12]} there, "
                 f"{ours.size} bytes {ours.sha256.hex()[:12]} here"
             )
     if cloud.parent != here.parent:
-        found["parent digest"] = f"{cloud.parent[:12]} there, {here.parent[:12]} here"
-    return found
+        different["parent digest"] = f"{cloud.parent[:12]} there, {here.parent[:12]} here"
+    return different
 
 
 async def _repeated(
@@ -89,13 +91,13 @@ async def _repeated(
     conversions = Conversions(work, limits)
     async with conversions.convert(
         files, version=name.version, target=name.target, model_digest=model_digest
-    ) as made:
-        return Container(made.path, kind="bundle").manifest
+    ) as converted:
+        return Container(converted.path, kind="bundle").manifest
 
 
-def _verdict(found: dict[str, str]) -> str:
-    parts = "; ".join(f"{name}: {what}" for name, what in found.items())
-    if set(found) == {GOLDENS}:
+def _verdict(different: dict[str, str]) -> str:
+    parts = "; ".join(f"{name}: {what}" for name, what in different.items())
+    if set(different) == {GOLDENS}:
         return (
             f"only the golden outputs differ ({parts}), as they do between kinds of processors; "
             "sign it on a machine of the kind that converted it"

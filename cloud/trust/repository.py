@@ -109,7 +109,7 @@ class MetadataRepository:
         self._pending_folder = metadata_folder / "pending"
         disk.make_folder(self._pending_folder)
         self._lock = threading.Lock()
-        self._told: list[Callable[[str], None]] = []
+        self._on_published: list[Callable[[str], None]] = []
         root, self._chain = self._open()
         self._timestamp = self._file("timestamp.json")
         if root.signed.version != self._chain.root.signed.version:
@@ -141,21 +141,21 @@ class MetadataRepository:
         """The signed bundle, by people if there is one, else by the auto key."""
         for row in DELEGATED:
             path = str(TargetName(row.name, model, version, target))
-            found = self._find(row, path)
-            if found is not None:
-                return found
+            signed = self._find(row, path)
+            if signed is not None:
+                return signed
         return None
 
     def signed_bundles(self) -> dict[tuple[str, int, str], SignedTarget]:
         """All that `find_signed` finds now, by (model, version, target)."""
-        chain, found = self._chain, dict[tuple[str, int, str], SignedTarget]()
+        chain, bundles = self._chain, dict[tuple[str, int, str], SignedTarget]()
         for row in reversed(DELEGATED):
             if not chain.is_signed(row.name):
                 continue
             for path, entry in chain.targets[row.name].signed.targets.items():
                 signed = read_target(path, entry.length, entry.hashes, entry.custom)
-                found[signed.name.model, signed.name.version, signed.name.target] = signed
-        return found
+                bundles[signed.name.model, signed.name.version, signed.name.target] = signed
+        return bundles
 
     def golden_sets(self) -> set[bytes]:
         """Digests of the samples that published, superseded or waiting targets list."""
@@ -197,18 +197,18 @@ class MetadataRepository:
                 _, have, need = valid_signatures(row, waiting, self._chain)
                 return Pending(waiting.to_bytes(), published=False, signatures=have, threshold=need)
             chain = self._chain
-            found = chain.root if role == "root" else chain.targets[role]
+            published = chain.root if role == "root" else chain.targets[role]
             result = chain.delegator(role).get_verification_result(
-                role, found.signed_bytes, found.signatures
+                role, published.signed_bytes, published.signatures
             )
-            data = self._file(f"{found.signed.version}.{role}.json")
+            data = self._file(f"{published.signed.version}.{role}.json")
             return Pending(data, True, len(result.signed), result.threshold)
 
     # Changing
 
     def on_published(self, callback: Callable[[str], None]) -> None:
         """Call with the role after each submitted or automatic version is published."""
-        self._told.append(callback)
+        self._on_published.append(callback)
 
     def submit(self, role: str, data: bytes) -> Submitted:
         """Take a new version of a role with at least one valid signature.
@@ -223,10 +223,10 @@ class MetadataRepository:
         except Corrupt as error:
             raise InvalidInput(str(error)) from error
         with self._lock:
-            made = self._repeated(row, metadata) or self._submit(row, metadata)
-        if made.published:
+            submitted = self._repeated(row, metadata) or self._submit(row, metadata)
+        if submitted.published:
             self._tell(role)
-        return made
+        return submitted
 
     def sign_auto(
         self,
@@ -244,7 +244,7 @@ class MetadataRepository:
         Conflict: the policy has no rule for the model, so nodes would refuse; or the same version
         was signed with other content.
         """
-        made = bundle_target(
+        target_file = bundle_target(
             TargetName(AUTO, model, version, target),
             length=length,
             sha256=sha256,
@@ -252,10 +252,10 @@ class MetadataRepository:
             content_digest=content_digest,
         )
         with self._lock:
-            is_new = self._sign_auto(made)
+            is_new = self._sign_auto(target_file)
         if is_new:
             self._tell(AUTO)
-        return made
+        return target_file
 
     def is_behind(self, seen: Mapping[str, int], sha256: bytes) -> bool:
         """Whether a node has seen higher numbers than are published, or ours with other content.
@@ -319,23 +319,23 @@ class MetadataRepository:
 
     def _repeated(self, row: MetadataRole, metadata: Metadata[Any]) -> Submitted | None:
         chain = self._chain
-        found: Metadata[Any] = chain.root if row.name == "root" else chain.targets[row.name]
-        if metadata.signed_bytes != found.signed_bytes:
+        published: Metadata[Any] = chain.root if row.name == "root" else chain.targets[row.name]
+        if metadata.signed_bytes != published.signed_bytes:
             return None
         result = chain.delegator(row.name).get_verification_result(
-            row.name, found.signed_bytes, found.signatures
+            row.name, published.signed_bytes, published.signatures
         )
-        return Submitted(True, len(result.signed), result.threshold, found.signed.version)
+        return Submitted(True, len(result.signed), result.threshold, published.signed.version)
 
     def _submit(self, row: MetadataRole, metadata: Metadata[Any]) -> Submitted:
         now_s = self._clock()
         check(row, metadata, self._chain, now_s)
         keyids, have, _ = valid_signatures(row, metadata, self._chain)
         if not keyids:
-            given = ", ".join(keyid[:12] for keyid in metadata.signatures) or "none"
+            signers = ", ".join(keyid[:12] for keyid in metadata.signatures) or "none"
             raise InvalidInput(
                 f"no signature of {row.name} {metadata.signed.version} is valid for a key of the "
-                f"role; signed by key ids: {given}"
+                f"role; signed by key ids: {signers}"
             )
         merged = self._merged(row, metadata, have)
         keyids, have, need = valid_signatures(row, merged, self._chain)
@@ -369,9 +369,9 @@ class MetadataRepository:
             data = self._pending_file(row).read_bytes()
         except FileNotFoundError:
             return None
-        found = parse(row.kind, data, str(self._pending_file(row)))
-        is_next = found.signed.version == published_version(row.name, self._chain) + 1
-        return found if is_next else None
+        pending = parse(row.kind, data, str(self._pending_file(row)))
+        is_next = pending.signed.version == published_version(row.name, self._chain) + 1
+        return pending if is_next else None
 
     def _sign_auto(self, target: SignedTarget) -> bool:
         name = target.name
@@ -489,10 +489,10 @@ class MetadataRepository:
                 f"{role} needs {keys.threshold} signatures, the cloud has {len(signers)} of its "
                 "keys"
             )
-        made = Metadata(signed)
+        metadata = Metadata(signed)
         for signer in signers:
-            made.sign(signer, append=True)
-        return made
+            metadata.sign(signer, append=True)
+        return metadata
 
     def _find(self, row: MetadataRole, path: str) -> SignedTarget | None:
         chain = self._chain
@@ -518,7 +518,7 @@ class MetadataRepository:
         return self._pending_folder / f"{row.name}.json"
 
     def _tell(self, role: str) -> None:
-        for callback in self._told:
+        for callback in self._on_published:
             callback(role)
 
 

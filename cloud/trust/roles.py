@@ -84,14 +84,14 @@ def parse(kind: type[T], data: bytes, what: str) -> Metadata[T]:
     if len(data) > MAX_METADATA_BYTES:
         raise Corrupt(f"{what}: metadata is at most {MAX_METADATA_BYTES} bytes, got {len(data)}")
     try:
-        found = Metadata[T].from_bytes(data)
-        _ = found.signed_bytes
+        metadata = Metadata[T].from_bytes(data)
+        _ = metadata.signed_bytes
     except (DeserializationError, SerializationError) as error:
         cause = error.__cause__ or error
         raise Corrupt(f"{what} is no TUF metadata: {type(cause).__name__}: {cause}") from error
-    if type(found.signed) is not kind:
-        raise Corrupt(f"{what} is of type {found.signed.type!r}, not {kind.type!r}")
-    version = found.signed.version
+    if type(metadata.signed) is not kind:
+        raise Corrupt(f"{what} is of type {metadata.signed.type!r}, not {kind.type!r}")
+    version = metadata.signed.version
     if type(version) is not int or not 0 < version <= MAX_VERSION:
         raise Corrupt(f"{what}: a version is 1 to {MAX_VERSION}, got {str(version)[:40]}")
-    return found
+    return metadata

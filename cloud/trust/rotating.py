@@ -127,16 +127,16 @@ def _listed(cloud: Metadatas, chain: Chain, role: str) -> dict[str, TargetFile]:
     """What the keys named now, or just before an interruption, have signed for a role."""
     if role not in {TARGETS, RELEASE}:
         return {}
-    found = chain.targets[role]
+    listing = chain.targets[role]
     if not chain.is_signed(role):
         try:
-            verify(_delegator_before(cloud, chain, role), role, found, f"the published {role}")
+            verify(_delegator_before(cloud, chain, role), role, listing, f"the published {role}")
         except (Corrupt, NotFound) as error:
             raise Conflict(
                 f"neither the keys of {role} nor those just before signed what it lists, so none "
                 f"of it is carried on ({error}); drop it, then sign anew what you know"
             ) from error
-    return dict(found.signed.targets)
+    return dict(listing.signed.targets)
 
 
 def _delegator_before(cloud: Metadatas, chain: Chain, role: str) -> Root | Targets:

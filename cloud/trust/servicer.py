@@ -52,13 +52,15 @@ class MetadataServicer(Servicer):
         async with status_of_aio(context):
             if request.role == TARGETS:
                 await self._claimed(await asyncio.to_thread(self._new_samples, request.metadata))
-            made = await asyncio.to_thread(self._repository.submit, request.role, request.metadata)
-            await self._recorded(request.role, made)
+            submitted = await asyncio.to_thread(
+                self._repository.submit, request.role, request.metadata
+            )
+            await self._recorded(request.role, submitted)
             return pb.SubmitResponse(
-                published=made.published,
-                signatures=made.signatures,
-                threshold=made.threshold,
-                version=made.version,
+                published=submitted.published,
+                signatures=submitted.signatures,
+                threshold=submitted.threshold,
+                version=submitted.version,
             )
 
     def _new_samples(self, metadata: bytes) -> set[bytes]:
@@ -72,10 +74,10 @@ class MetadataServicer(Servicer):
     ) -> pb.GetPendingResponse:
         """See metadata.proto."""
         async with status_of_aio(context):
-            found = await asyncio.to_thread(self._repository.pending, request.role)
+            pending = await asyncio.to_thread(self._repository.pending, request.role)
             return pb.GetPendingResponse(
-                metadata=found.metadata,
-                published=found.published,
-                signatures=found.signatures,
-                threshold=found.threshold,
+                metadata=pending.metadata,
+                published=pending.published,
+                signatures=pending.signatures,
+                threshold=pending.threshold,
             )

@@ -127,17 +127,17 @@ def sign_release(
             checked |= {str(name): repeat_one(cloud, name, progress) for name in missing}
             signer = Signer(cloud, keys_folder, RELEASE)
             base, waiting = signer.published(), signer.waiting(signer.published())
-        found = [checked[path] for path in repeat]
+        targets = [checked[path] for path in repeat]
         try:
-            made = _sign_with(signer, base, waiting, found, progress, now_s)
+            metadata = _sign_with(signer, base, waiting, targets, progress, now_s)
         except Conflict:
             if not tries_left:
                 raise
             progress("somebody else signed at the same time; signing on top of that")
             time.sleep(random.uniform(0, RETRY_S))
             continue
-        if made is not None:
-            return SigningResult(made, tuple(found))
+        if metadata is not None:
+            return SigningResult(metadata, tuple(targets))
     raise Conflict(
         f"{wanted} is not signed: others signed {MAX_TRIES} times meanwhile; run the command again"
     )
@@ -240,10 +240,10 @@ def replace_keys(
         again.roles[role].threshold = threshold
     again.version, again.expires = root.version + 1, expiry("root", now)
     keyids = dict.fromkeys([*root.roles["root"].keyids, *again.roles["root"].keyids])
-    made = _waiting_root(cloud, again) or Metadata(again)
+    metadata = _waiting_root(cloud, again) or Metadata(again)
     for signer in KeyFolder(keys_folder).of(list(keyids), "root"):
-        made.sign(signer, append=True)
-    return SigningResult(cloud.submit("root", made.to_bytes()))
+        metadata.sign(signer, append=True)
+    return SigningResult(cloud.submit("root", metadata.to_bytes()))
 
 
 def _waiting_root(cloud: Metadatas, wanted: Root) -> Metadata[Root] | None:
@@ -251,10 +251,10 @@ def _waiting_root(cloud: Metadatas, wanted: Root) -> Metadata[Root] | None:
     pending = cloud.pending("root")
     if pending.published:
         return None
-    found = parse(Root, pending.metadata, "the pending root")
+    root = parse(Root, pending.metadata, "the pending root")
     ends = {"expires": None}
-    is_same = found.signed.to_dict() | ends == wanted.to_dict() | ends
-    return found if is_same and found.signed.expires <= wanted.expires else None
+    is_same = root.signed.to_dict() | ends == wanted.to_dict() | ends
+    return root if is_same and root.signed.expires <= wanted.expires else None
 
 
 def trusted_root(keys_folder: Path) -> bytes:
@@ -285,13 +285,13 @@ def repeat_one(cloud: ReleaseSource, name: TargetName, progress: Progress) -> Si
 
 
 def _files(cloud: ReleaseSource, version: Version) -> Files:
-    told = version.recipe
+    conversion = version.recipe
     recipe = ConversionRecipe(
-        quantize=told.quantize,
-        calibration=told.calibration,
-        entry=told.entry or "predict",
-        max_accuracy_drop=told.max_accuracy_drop,
-        evaluation=told.evaluation,
+        quantize=conversion.quantize,
+        calibration=conversion.calibration,
+        entry=conversion.entry or "predict",
+        max_accuracy_drop=conversion.max_accuracy_drop,
+        evaluation=conversion.evaluation,
     )
     return Files(
         name=version.model,
@@ -330,14 +330,14 @@ class Signer:
         pending = self._cloud.pending(self._role)
         if pending.published:
             return None
-        found = parse(Targets, pending.metadata, f"the pending {self._role}")
+        waiting = parse(Targets, pending.metadata, f"the pending {self._role}")
         result = self.chain.delegator(self._role).get_verification_result(
-            self._role, found.signed_bytes, found.signatures
+            self._role, waiting.signed_bytes, waiting.signatures
         )
-        keeps = all(found.signed.targets.get(path) == entry for path, entry in base.items())
-        is_next = found.signed.version == self.version + 1
-        is_plain = self._role == "targets" or found.signed.delegations is None
-        return found if result.signed and keeps and is_next and is_plain else None
+        keeps = all(waiting.signed.targets.get(path) == entry for path, entry in base.items())
+        is_next = waiting.signed.version == self.version + 1
+        is_plain = self._role == "targets" or waiting.signed.delegations is None
+        return waiting if result.signed and keeps and is_next and is_plain else None
 
     def has_signed(self, metadata: Metadata[Targets]) -> bool:
         """Whether a key of this folder signed it before, so its content was checked then."""
@@ -362,7 +362,7 @@ class Signer:
         before = self.chain.targets[self._role].signed
         if self._role == "targets" and delegations is None:
             delegations = before.delegations
-        made = Metadata(
+        metadata = Metadata(
             Targets(
                 version=before.version + 1,
                 expires=expiry(self._role, now_s),
@@ -370,11 +370,11 @@ class Signer:
                 delegations=delegations,
             )
         )
-        if waiting is not None and self._is_just(waiting, made.signed, now_s):
-            made = waiting
+        if waiting is not None and self._is_just(waiting, metadata.signed, now_s):
+            metadata = waiting
         for signer in self._keys:
-            made.sign(signer, append=True)
-        return self._cloud.submit(self._role, made.to_bytes())
+            metadata.sign(signer, append=True)
+        return self._cloud.submit(self._role, metadata.to_bytes())
 
     def _is_just(self, waiting: Metadata[Targets], wanted: Targets, now_s: float) -> bool:
         signed = waiting.signed

@@ -114,8 +114,8 @@ class StreamGrid(Grid):
             if node in wanted:
                 raise InvalidInput(f"a round sends one message to a node, node {node} has two")
             wanted[node] = message_to_proto(message).SerializeToString()
-        found = self._exchange(wanted, timeout) if wanted else {}
-        return [message_of(found[node]) for node in sorted(found.keys() & wanted.keys())]
+        replies = self._exchange(wanted, timeout) if wanted else {}
+        return [message_of(replies[node]) for node in sorted(replies.keys() & wanted.keys())]
 
 
 Turn = Callable[[Sequence[Message]], Sequence[Message]]
@@ -134,14 +134,14 @@ class TurnGrid(StreamGrid):
     ) -> Iterable[Message]:
         """See `Grid`; replies come in order of node ids."""
         del timeout  # the round's deadline is the run's
-        found = self._turn(list(messages))
-        return sorted(found, key=lambda reply: int(reply.metadata.src_node_id))
+        replies = self._turn(list(messages))
+        return sorted(replies, key=lambda reply: int(reply.metadata.src_node_id))
 
 
 def shipped(name: str) -> Callable[..., Strategy]:
     """What makes the strategy that Flower ships under that name."""
-    made: Callable[..., Strategy] = getattr(strategy, name)
-    return made
+    make: Callable[..., Strategy] = getattr(strategy, name)
+    return make
 
 
 def is_strategy(value: Any) -> bool:
@@ -177,12 +177,12 @@ def sendable(message: Message, lease: str, shared: Named) -> bytes:
         if same_arrays(named_arrays(record), shared):
             records[key] = ArrayRecord()
     about = message.metadata
-    made = Message(
+    copy = Message(
         RecordDict(records), about.dst_node_id, about.message_type, ttl=about.ttl,
         group_id=about.group_id,
     )  # fmt: skip
-    made.metadata.__dict__["_message_id"] = lease
-    return bytes(message_to_proto(made).SerializeToString(deterministic=True))
+    copy.metadata.__dict__["_message_id"] = lease
+    return bytes(message_to_proto(copy).SerializeToString(deterministic=True))
 
 
 def same_arrays(some: Named, others: Named) -> bool:
@@ -207,11 +207,11 @@ def replied(data: bytes) -> tuple[dict[str, np.ndarray[Any, Any]] | None, dict[s
             f"and {len(arrays)}"
         )
     try:
-        found = [named_arrays(record) for record in arrays.values()]
+        arrays_of_records = [named_arrays(record) for record in arrays.values()]
     except Exception as error:  # whatever numpy stumbles over
         raise InvalidInput(f"the reply's arrays cannot be read: {error}") from error
-    (told,) = metrics.values()
-    return (found[0] if found else None), dict(told)
+    (metrics_record,) = metrics.values()
+    return (arrays_of_records[0] if arrays_of_records else None), dict(metrics_record)
 
 
 def no_settings() -> ConfigRecord:
@@ -341,7 +341,7 @@ class Triplane(FedAvg):
 
     def _asked(self, messages: Iterable[Message]) -> list[Message]:
         """The messages with our work in them, and the plan for those that have not got it."""
-        made = []
+        asked = []
         for message in messages:
             content = message.content
             config = ConfigRecord({**content[self.configrecord_key], **self._work})
@@ -354,8 +354,8 @@ class Triplane(FedAvg):
             }
             if node not in self._know:
                 records[PLAN] = self._plan
-            made.append(Message(RecordDict(records), node, message.metadata.message_type))
-        return made
+            asked.append(Message(RecordDict(records), node, message.metadata.message_type))
+        return asked
 
     def _remember(self, valid: Sequence[Message], failed: Sequence[Message]) -> None:
         self._know |= {message.metadata.src_node_id for message in valid}

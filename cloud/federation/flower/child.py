@@ -37,9 +37,9 @@ def main() -> None:
     pipe = OrderPipe()
     order = pipe.begin()
     try:
-        from triplane.cloud.federation.flower.drive import Drive, made
+        from triplane.cloud.federation.flower.drive import Drive, make_strategy
 
-        strategy = made(order)
+        strategy = make_strategy(order)
         if "state" not in order:  # whether it can be made was all that was asked
             pipe.answer({"ready": type(strategy).__name__})
             return

@@ -149,16 +149,16 @@ class Drive:
         """Aggregated arrays as shared tensors. InvalidInput: they are none."""
         if odd := sorted(arrays.keys() ^ self._like.keys()):
             raise InvalidInput(f"a strategy gives the arrays it was given, it differs in {odd[:4]}")
-        found = {}
+        replies = {}
         for name, (dtype, shape) in self._like.items():
             if arrays[name].shape != shape:
                 raise InvalidInput(
                     f"{name!r} is {shape}, the strategy made it {arrays[name].shape}"
                 )
-            found[name] = arrays[name].astype(dtype)
-            if not np.isfinite(found[name]).all():
+            replies[name] = arrays[name].astype(dtype)
+            if not np.isfinite(replies[name]).all():
                 raise InvalidInput(f"the strategy made {name!r} hold numbers that are not finite")
-        return found
+        return replies
 
     def _shared(self) -> dict[str, Array]:
         return {name: self._state[name] for name in self._like}
@@ -210,18 +210,18 @@ class Drive:
             return []
         sent = self._checked(messages, nodes)
         self._clipped = {
-            nodes[node]: found
+            nodes[node]: clipping
             for node, message in sent.items()
-            if (found := adapter.clipping_of(message, self._strategy)) is not None
+            if (clipping := adapter.clipping_of(message, self._strategy)) is not None
         }
         self._pipe.answer({"asked": {nodes[node]: self._file_of(m) for node, m in sent.items()}})
-        told = self._next("replies")["replies"]
+        answers = self._next("replies")["replies"]
         kind = EVALUATE if self._at[1] else TRAIN
         if self._order["app"] and self._at[1]:
-            told = {d: {"metrics": self._scores[d]} for d in told if d in self._scores}
+            answers = {d: {"metrics": self._scores[d]} for d in answers if d in self._scores}
         parts = {
             device: contributed(facts, self._order, self._like, self._state)
-            for device, facts in sorted(told.items())
+            for device, facts in sorted(answers.items())
         }
         known = common([metrics for _, metrics in parts.values()])
         replies = []
@@ -284,7 +284,7 @@ def node_of(device: str) -> int:
     return (int.from_bytes(hashlib.sha256(device.encode()).digest()[:8]) >> 1) | 2
 
 
-def made(order: Mapping[str, Any]) -> Any:
+def make_strategy(order: Mapping[str, Any]) -> Any:
     """The strategy that an order names. InvalidInput, Conflict; or what an operator's raises."""
     if order["file"]:
         return _of_file(Path(order["file"]), order["attribute"], order)
@@ -309,8 +309,11 @@ def made(order: Mapping[str, Any]) -> Any:
 
 def _of_devices(order: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments that must say what devices do, where the run does not give them."""
-    found = {"FedProx": {"proximal_mu": "proximal"}, "QFedAvg": {"client_learning_rate": "lr"}}
-    return {name: order[of] for name, of in found.get(order["strategy"], {}).items()}
+    options_by_class = {
+        "FedProx": {"proximal_mu": "proximal"},
+        "QFedAvg": {"client_learning_rate": "lr"},
+    }
+    return {name: order[of] for name, of in options_by_class.get(order["strategy"], {}).items()}
 
 
 def _of_file(path: Path, attribute: str, order: Mapping[str, Any]) -> Any:
@@ -321,9 +324,9 @@ def _of_file(path: Path, attribute: str, order: Mapping[str, Any]) -> Any:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = getattr(module, attribute, None)
-    if callable(found) and not adapter.is_strategy(found):
-        found = found(**order["options"])
-    if not adapter.is_strategy(found):
+    strategy = getattr(module, attribute, None)
+    if callable(strategy) and not adapter.is_strategy(strategy):
+        strategy = strategy(**order["options"])
+    if not adapter.is_strategy(strategy):
         raise InvalidInput(f"{path.name} needs {attribute!r}: a Strategy, or what makes one")
-    return found
+    return strategy

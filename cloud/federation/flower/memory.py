@@ -32,9 +32,9 @@ Arrays = dict[str, np.ndarray[Any, Any]]
 def remember(strategy: Any, path: Path) -> None:
     """Write down what a strategy holds."""
     arrays: Arrays = {}
-    found = _facts(strategy, arrays, 0)
+    facts = _facts(strategy, arrays, 0)
     parts = [
-        container.part(STRUCTURE, json.dumps(found).encode()),
+        container.part(STRUCTURE, json.dumps(facts).encode()),
         container.tensor_part(TENSORS, arrays),
     ]
     container.write(path, KIND, parts)
@@ -54,13 +54,13 @@ def recall(strategy: Any, path: Path) -> None:
 
 
 def _facts(strategy: Any, arrays: Arrays, depth: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for name, value in vars(strategy).items():
         if name == WRAPPED and hasattr(value, "aggregate_train") and depth < MAX_DEPTH:
-            found[name] = {"wrapped": _facts(value, arrays, depth + 1)}
+            facts[name] = {"wrapped": _facts(value, arrays, depth + 1)}
         elif (plain := _plain(value, arrays, depth)) is not _SKIP:
-            found[name] = plain
-    return found
+            facts[name] = plain
+    return facts
 
 
 def _plain(value: Any, arrays: Arrays, depth: int) -> Any:
@@ -87,20 +87,20 @@ def _plain(value: Any, arrays: Arrays, depth: int) -> Any:
 def _items(kind: str, items: list[tuple[Any, Any]], arrays: Arrays, depth: int) -> Any:
     if not all(isinstance(key, str | int) for key, _ in items):
         return _SKIP
-    found = [[key, _plain(value, arrays, depth + 1)] for key, value in items]
-    return _SKIP if any(value is _SKIP for _, value in found) else {kind: found}
+    pairs = [[key, _plain(value, arrays, depth + 1)] for key, value in items]
+    return _SKIP if any(value is _SKIP for _, value in pairs) else {kind: pairs}
 
 
 def _give(strategy: Any, facts: dict[str, Any], arrays: Arrays, record: Callable[..., Any]) -> None:
-    for name, told in facts.items():
-        if "wrapped" in told:
-            _give(getattr(strategy, name), told["wrapped"], arrays, record)
+    for name, fact in facts.items():
+        if "wrapped" in fact:
+            _give(getattr(strategy, name), fact["wrapped"], arrays, record)
         else:
-            setattr(strategy, name, _value(told, arrays, record))
+            setattr(strategy, name, _value(fact, arrays, record))
 
 
-def _value(told: dict[str, Any], arrays: Arrays, record: Callable[..., Any]) -> Any:
-    (kind, held), *_ = told.items()
+def _value(fact: dict[str, Any], arrays: Arrays, record: Callable[..., Any]) -> Any:
+    (kind, held), *_ = fact.items()
     if kind == "value":
         return held
     if kind in ("array", "scalar"):

@@ -135,8 +135,8 @@ def _unfit(arrays: Mapping[str, Array] | None, like: Like) -> dict[str, Any] | N
     for name, (_, shape) in like.items():
         array = arrays[name]
         if (array.shape, array.dtype.kind) != (shape, "f"):
-            found = f"{array.dtype}{array.shape}"
-            return _refused("shape", f"{name!r} is float{shape} here, replied is {found}")
+            actual = f"{array.dtype}{array.shape}"
+            return _refused("shape", f"{name!r} is float{shape} here, replied is {actual}")
         if not np.isfinite(array).all():
             return _refused("nonfinite", f"{name!r} holds numbers that are not finite")
     return None

@@ -176,14 +176,16 @@ class FlowerRuns:
                 at_hand = run.projection.state.round
                 if at_hand is None or _turn_of(at_hand) != turn:
                     return OVER  # its event will find that the round is over
-                found = await self._persistently(
+                answer = await self._persistently(
                     ours, lambda: self._checked(ours, run.entry, state, turn, order)
                 )
         except ChildDied as error:
             raise Refusal("damaged", f"reading the reply: {error}") from error
-        if "refused" in found:
-            raise Refusal(found["refused"], found["text"])
-        return int(found["examples"]), math.nan if found["loss"] is None else float(found["loss"])
+        if "refused" in answer:
+            raise Refusal(answer["refused"], answer["text"])
+        return int(answer["examples"]), math.nan if answer["loss"] is None else float(
+            answer["loss"]
+        )
 
     async def _checked(
         self, run: _Run, entry: RunRecord, state: RunState, turn: Turn, order: Mapping[str, Any]
@@ -199,11 +201,11 @@ class FlowerRuns:
         self, entry: RunRecord, projection: RunProjection, order: Reduce
     ) -> tuple[MakeEvent, Write]:
         """See `live.Worker`."""
-        told = {lease.device: self._update(lease) for lease in order.leases}
+        replies = {lease.device: self._update(lease) for lease in order.leases}
         run = self._of(entry.id)
         async with run.lock:
             answer = await self._persistently(
-                run, lambda: self._reduced(run, entry, projection, told)
+                run, lambda: self._reduced(run, entry, projection, replies)
             )
             state, memory = await asyncio.to_thread(self._kept, entry, answer)
         await claim(self._db, self._blobs, {state, memory})
@@ -221,19 +223,19 @@ class FlowerRuns:
     async def judged(self, entry: RunRecord, projection: RunProjection, order: Judged) -> None:
         """See `live.Worker`: tells the strategy, unless it began anew since it asked."""
         run, members = self._of(entry.id), projection.state.members
-        told: dict[str, Any] = {}
+        replies: dict[str, Any] = {}
         for lease in order.leases:
             score = members[lease.device].score
             if lease.update is not None:
-                told[lease.device] = {}  # it has read the reply when it came; the file is gone
+                replies[lease.device] = {}  # it has read the reply when it came; the file is gone
             elif score is not None and score.round == order.number:
                 facts = {"samples": score.samples, "before": score.before, "after": score.after}
-                told[lease.device] = facts
+                replies[lease.device] = facts
         async with run.lock:
             if run.process is None or run.turn is None or run.turn[:2] != (order.number, True):
                 return
             try:
-                answer = await run.process.ask({"do": "replies", "replies": told})
+                answer = await run.process.ask({"do": "replies", "replies": replies})
             except Exception as error:  # noqa: BLE001 - the run goes on without it
                 logger.warning("evaluation lost", extra={"run_id": entry.id, "reason": str(error)})
                 await self._end(run)
@@ -255,24 +257,24 @@ class FlowerRuns:
 
     def look(self, entry: RunRecord, projection: RunProjection) -> None:
         """Ask the strategy about the round at hand, unless that is under way; end an idle one."""
-        state, found = projection.state, projection.state.round
+        state, at_hand = projection.state, projection.state.round
         if state.phase is Phase.STOPPED or state.phase in ENDED:
             idle = self._runs.pop(entry.id, None)
             if idle is not None:
                 self._spawn(self._ended(idle, LAST_S if state.phase is Phase.DONE else 0.0))
             return
         run = self._of(entry.id)
-        if state.phase is not Phase.COLLECTING or found is None or run.asking is not None:
+        if state.phase is not Phase.COLLECTING or at_hand is None or run.asking is not None:
             return
-        if run.asked is None or _turn_of(run.asked) != _turn_of(found):
-            run.asking = self._spawn(self._ask(run, entry, projection, found))
+        if run.asked is None or _turn_of(run.asked) != _turn_of(at_hand):
+            run.asking = self._spawn(self._ask(run, entry, projection, at_hand))
 
     # Turns
 
     async def _ask(
-        self, run: _Run, entry: RunRecord, projection: RunProjection, found: Round
+        self, run: _Run, entry: RunRecord, projection: RunProjection, at_hand: Round
     ) -> None:
-        make = await self._turn(run, entry, projection, found)
+        make = await self._turn(run, entry, projection, at_hand)
         while True:
             try:
                 after = await self._put(entry.id, lambda _, at_s: make(at_s))
@@ -288,11 +290,11 @@ class FlowerRuns:
                 return
 
     async def _turn(
-        self, run: _Run, entry: RunRecord, projection: RunProjection, found: Round
+        self, run: _Run, entry: RunRecord, projection: RunProjection, at_hand: Round
     ) -> Callable[[float], Asked | Failed | Stopped]:
         """The event that a turn of the strategy comes to."""
-        turn = _turn_of(found)
-        devices = {x.device: x.id for x in found.leases if x.outcome is Outcome.OPEN}
+        turn = _turn_of(at_hand)
+        devices = {x.device: x.id for x in at_hand.leases if x.outcome is Outcome.OPEN}
         try:
             async with run.lock:
                 answer = await self._persistently(
@@ -352,15 +354,15 @@ class FlowerRuns:
         return answer
 
     async def _reduced(
-        self, run: _Run, entry: RunRecord, projection: RunProjection, told: Mapping[str, Any]
+        self, run: _Run, entry: RunRecord, projection: RunProjection, replies: Mapping[str, Any]
     ) -> dict[str, Any]:
-        found = projection.state.round
-        assert found is not None
-        turn = _turn_of(found)
+        at_hand = projection.state.round
+        assert at_hand is not None
+        turn = _turn_of(at_hand)
         if run.process is None or run.turn != turn:
             await self._begun_again(run, entry, projection.state, turn)
         assert run.process is not None
-        answer = await run.process.ask({"do": "replies", "replies": told})
+        answer = await run.process.ask({"do": "replies", "replies": replies})
         run.turn = None
         return answer
 
@@ -369,9 +371,9 @@ class FlowerRuns:
 
         Whom it asked is settled, so all members are offered and what it asks now is not sent.
         """
-        given = {x.device: x.id for x in state.round.leases} if state.round else {}
+        leases = {x.device: x.id for x in state.round.leases} if state.round else {}
         members = {
-            name: given.get(name)
+            name: leases.get(name)
             or lease_id(
                 state.run,
                 turn[0],
@@ -462,8 +464,8 @@ class FlowerRuns:
         """What a strategy wrote, as blobs: the next state, checked, and what it remembers."""
         assert entry.prepared is not None
         state = Path(answer["state"])
-        found = read_state(state, plan=entry.prepared.plan_digest)
-        if found.keys() != entry.prepared.roles.keys():
+        tensors = read_state(state, plan=entry.prepared.plan_digest)
+        if tensors.keys() != entry.prepared.roles.keys():
             raise InvalidInput("the strategy's process gave another state than the run's")
         return self._blobs.put_file(state), self._blobs.put_file(Path(answer["memory"]))
 
@@ -494,5 +496,5 @@ class FlowerRuns:
             await process.end()
 
 
-def _turn_of(found: Round | Asked) -> Turn:
-    return found.number, found.evaluates, found.attempt
+def _turn_of(turn: Round | Asked) -> Turn:
+    return turn.number, turn.evaluates, turn.attempt

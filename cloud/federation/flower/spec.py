@@ -104,22 +104,22 @@ def fill_flower(spec: pb.Spec, folder: Path) -> None:
         _check_shipped(row, flower)
         flower.strategy, flower.sha256 = row.name, b""
         spec.algorithm = spec.algorithm or row.algorithm
-    found = options_of(flower)
-    if "proximal_mu" in found and spec.algorithm == "fedprox":
-        spec.hyperparameters.proximal = spec.hyperparameters.proximal or found["proximal_mu"]
+    options = options_of(flower)
+    if "proximal_mu" in options and spec.algorithm == "fedprox":
+        spec.hyperparameters.proximal = spec.hyperparameters.proximal or options["proximal_mu"]
 
 
 def installed_version() -> str:
     """Of flwr in this environment. NotFound: it is not there; Conflict: another one."""
     try:
-        found = importlib.metadata.version("flwr")
+        version = importlib.metadata.version("flwr")
     except importlib.metadata.PackageNotFoundError:
         raise NotFound(
             f"Flower is not installed where the cloud runs; there: {INSTALL}, then start it again"
         ) from None
-    if not found.startswith(VERSION):
-        raise Conflict(f"strategies need flwr {VERSION}*, the cloud has {found}; {INSTALL}")
-    return found
+    if not version.startswith(VERSION):
+        raise Conflict(f"strategies need flwr {VERSION}*, the cloud has {version}; {INSTALL}")
+    return version
 
 
 def shipped_row(name: str) -> Shipped | None:
@@ -129,22 +129,22 @@ def shipped_row(name: str) -> Shipped | None:
 
 def strategy_file(name: str, folder: Path) -> tuple[Path, str]:
     """(the file, its attribute) of an operator's strategy. InvalidInput, NotFound, Conflict."""
-    found = _FILE.fullmatch(name[:MAX_NAME_CHARS])
-    if found is None:
+    match = _FILE.fullmatch(name[:MAX_NAME_CHARS])
+    if match is None:
         raise InvalidInput(
             "a strategy is one of Flower's by name, or NAME or NAME:ATTRIBUTE of NAME.py in "
             f"{folder}; got {name[:MAX_NAME_CHARS]!r}"
         )
-    path = folder / f"{found[1]}.py"
+    path = folder / f"{match[1]}.py"
     try:
         facts = path.stat()
     except FileNotFoundError:
         ours = ", ".join(sorted(p.stem for p in folder.glob("*.py"))[:20]) or "nothing"
         raise NotFound(
-            f"no strategy {found[1]!r}: Flower ships {', '.join(names())}; {folder} has {ours}"
+            f"no strategy {match[1]!r}: Flower ships {', '.join(names())}; {folder} has {ours}"
         ) from None
     _check_owner(path, facts)
-    return path, found[2] or ATTRIBUTE
+    return path, match[2] or ATTRIBUTE
 
 
 def digest_of(path: Path) -> bytes:
@@ -161,12 +161,12 @@ def options_of(flower: pb.Flower) -> dict[str, Any]:
     """The strategy's arguments. InvalidInput: one that is given twice, or is no plain value."""
     if len(flower.options) > MAX_OPTIONS:
         raise InvalidInput(f"a strategy takes at most {MAX_OPTIONS} options")
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for option in flower.options:
-        if not option.name.isidentifier() or option.name in found:
+        if not option.name.isidentifier() or option.name in options:
             raise InvalidInput(f"an option has a name of its own, got {option.name[:80]!r}")
-        found[option.name] = _plain(option)
-    return found
+        options[option.name] = _plain(option)
+    return options
 
 
 def _plain(option: pb.Option) -> Any:

@@ -21,9 +21,9 @@ async def enrolled(fleet, *names, **labels):
 
 
 async def running(fleet, **options):
-    paper = await fleet.deploy(request(**options), by="olga")
-    found = paper.rollout.id
-    await until(fleet, lambda: fleet._fleet.papers[found].rollout.state is RolloutState.RUNNING)
+    record = await fleet.deploy(request(**options), by="olga")
+    found = record.rollout.id
+    await until(fleet, lambda: fleet._fleet.rollouts[found].rollout.state is RolloutState.RUNNING)
     return found
 
 
@@ -44,10 +44,10 @@ def test_a_deploy_reaches_done_over_the_desired_documents(opened):
             await obey(fleet, "a")
             assert told[1:] == [("b", 1), ("c", 1), ("d", 1)]
             await obey(fleet, "b", "c", "d")
-            paper = await fleet.rollout(found)
-            assert paper.rollout.state is RolloutState.DONE
-            assert found not in fleet._fleet.papers
-            return paper.rollout
+            record = await fleet.rollout(found)
+            assert record.rollout.state is RolloutState.DONE
+            assert found not in fleet._fleet.rollouts
+            return record.rollout
 
     rollout = within(story())
     assert {m.stage for m in rollout.members.values()} == {NodeStage.COMMITTED}
@@ -77,11 +77,11 @@ def test_a_waiting_rollout_goes_on_by_itself_when_the_signature_appears(opened, 
         shelf.put("digits", 3, signed=False)
         async with opened() as fleet:
             await enrolled(fleet, "a")
-            paper = await fleet.deploy(request(), by="olga")
-            found = paper.rollout.id
+            record = await fleet.deploy(request(), by="olga")
+            found = record.rollout.id
 
             def waits():
-                return "triplane sign digits@3" in fleet._fleet.papers[found].rollout.reason
+                return "triplane sign digits@3" in fleet._fleet.rollouts[found].rollout.reason
 
             await until(fleet, waits)
         shelf.put("digits", 3)
@@ -170,8 +170,8 @@ def test_labels_decide_who_is_meant(opened):
             await enrolled(fleet, "a", "b", site="lab")
             await enrolled(fleet, "c", site="factory")
             await fleet.set_labels("b", put={"camera": "old"}, remove=[], by="olga")
-            paper = await fleet.deploy(request(selector="site=lab,camera!=old"), by="olga")
-            assert list(paper.rollout.members) == ["a"]
+            record = await fleet.deploy(request(selector="site=lab,camera!=old"), by="olga")
+            assert list(record.rollout.members) == ["a"]
             with pytest.raises(NotFound, match="no node is meant by 'site=moon'"):
                 await fleet.deploy(
                     request(selector="site=moon", key=b"2", reference="digits@2"), by="olga"
@@ -317,9 +317,9 @@ def test_the_reason_of_a_resume_is_kept_and_shown(opened):
             await fleet.resume(found, reason="disk replaced", by="olga")
         async with opened() as again:
             await obey(again, "a")
-            paper = await again.rollout(found)
+            record = await again.rollout(found)
             entries = await again._database.read(lambda c: audit.page(c, 0))
-            return rollout_message(paper, lambda _: True).reason, entries[-1].details
+            return rollout_message(record, lambda _: True).reason, entries[-1].details
 
     reason, details = within(story())
     assert reason.startswith("wave 1: 1 of 2 nodes committed")
@@ -350,12 +350,12 @@ def test_nodes_outside_the_policys_share_are_left_out_of_the_waves_and_named(ope
             heads = await fleet.rollouts(1)
             return said_before, await fleet.rollout(found), heads[0]
 
-    before, paper, head = within(story())
-    assert paper.rollout.state is RolloutState.DONE
+    before, record, head = within(story())
+    assert record.rollout.state is RolloutState.DONE
     note = f"{len(OUTSIDE)} of 40 nodes are left out: outside the 50.00% of nodes"
     assert note in before.reason
     assert note in rollout_message(head, lambda _: True).reason
-    rows = {n.name: n for n in rollout_message(paper, lambda _: True).nodes}
+    rows = {n.name: n for n in rollout_message(record, lambda _: True).nodes}
     assert {rows[n].state for n in OUTSIDE} == {pb.NODE_STATE_UNSPECIFIED}
     assert all(rows[n].reason.startswith("not counted: outside the 50.00%") for n in OUTSIDE)
     assert {rows[n].state for n in INSIDE} == {pb.COMMITTED}

@@ -39,7 +39,7 @@ def test_reports_that_come_together_are_the_same_as_one_by_one():
     for report in reports:
         fleet = state.after_reports(fleet, [report], 5.0)
     assert together == fleet
-    rollout = together.papers["r-1"].rollout
+    rollout = together.rollouts["r-1"].rollout
     assert rollout.state is RolloutState.DONE
     assert {m.stage for m in rollout.members.values()} == {NodeStage.COMMITTED}
 
@@ -62,11 +62,11 @@ def test_a_fleet_that_reports_at_once_is_looked_at_once():
 @pytest.mark.parametrize("count", [3, 1000, 4000])
 def test_a_rollout_of_any_size_and_any_words_fits_into_a_message(count):
     fleet = deployed(count)
-    paper = fleet.papers["r-1"]
+    record = fleet.rollouts["r-1"]
     words = "\N{SNAIL}" * 2000
-    members = {name: replace(m, reason=words) for name, m in paper.rollout.members.items()}
-    paper = replace(paper, rollout=replace(paper.rollout, members=members, reason=words))
-    message = rollout_message(paper, lambda _: True)
+    members = {name: replace(m, reason=words) for name, m in record.rollout.members.items()}
+    record = replace(record, rollout=replace(record.rollout, members=members, reason=words))
+    message = rollout_message(record, lambda _: True)
     assert message.ByteSize() < MESSAGE_BYTES
     assert len(message.nodes) == count
     assert all(node.reason.startswith("\N{SNAIL}" * 8) for node in message.nodes)

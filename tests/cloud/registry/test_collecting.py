@@ -116,7 +116,7 @@ def test_what_would_go_is_told_and_stays(sqlite, tmp_path):
             for _ in range(2):
                 await collect(
                     sqlite, registry.blobs, [referenced], older_than_s=MIN_AGE_S, clock=tomorrow,
-                    told=lambda _, removed: told.extend(removed),
+                    on_removed=lambda _, removed: told.extend(removed),
                 )  # fmt: skip
             assert told == [found]
 

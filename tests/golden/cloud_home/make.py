@@ -76,8 +76,8 @@ class Story:
 
     async def rollout_is(self, state, rollout="last"):
         async def holds():
-            paper = await self.cloud.fleet.rollout(rollout)
-            return paper if paper.rollout.state.name == state else None
+            record = await self.cloud.fleet.rollout(rollout)
+            return record if record.rollout.state.name == state else None
 
         return await self.until(self.cloud.fleet, holds)
 

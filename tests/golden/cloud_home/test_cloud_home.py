@@ -102,7 +102,7 @@ def test_the_run_counts_what_had_arrived_closes_its_rounds_and_ends(home):
 def test_ended_runs_rollouts_versions_and_the_audit_log_are_read(home):
     async def story(cloud, _):
         runs = {run.id: await cloud.federation.run(run.id) for run in await cloud.federation.runs()}
-        rollouts = [paper.rollout for paper in await cloud.fleet.rollouts(10)]
+        rollouts = [record.rollout for record in await cloud.fleet.rollouts(10)]
         stable = await cloud.registry.version("digits@stable")
         again = Push(model="digits", blob=stable.blob, key=bytes([2]) * 16, aliases=("stable",))
         assert await cloud.registry.push(again, by="operator") == stable
@@ -133,8 +133,8 @@ def test_everything_stored_is_written_again_with_the_same_bytes(home):
             assert coding.to_json(coding.from_json(RunProjection, row.snapshot)) == row.snapshot
     members = {(row.rollout, row.name): row.body for row in rows(home, MEMBERS)}
     for row in rows(home, ROLLOUTS):
-        paper = storage._paper(row, ())
-        assert storage._paper_row(paper)["body"] == row.body
+        record = storage._rollout_record(row, ())
+        assert storage._rollout_row(record)["body"] == row.body
     for (rollout, _), body in members.items():
         assert storage._member_row(rollout, storage._member(json.loads(body)))["body"] == body
 

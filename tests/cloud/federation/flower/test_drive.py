@@ -19,7 +19,7 @@ from flwr.clientapp.mod import adaptiveclipping_mod, fixedclipping_mod
 from flwr.serverapp import strategy as flower
 
 from triplane.cloud.federation.flower.adapter import message_of, record_of
-from triplane.cloud.federation.flower.drive import Drive, made
+from triplane.cloud.federation.flower.drive import Drive, make_strategy
 from triplane.cloud.federation.flower.spec import SHIPPED
 from triplane.device.flower import answered
 from triplane.proto.errors import InvalidInput, Unavailable
@@ -96,7 +96,7 @@ def order_of(folder, strategy="FedAvg", **changes):
 
 
 def drive(order, pipe, strategy=None):
-    Drive(strategy or made(order), order, pipe).run()
+    Drive(strategy or make_strategy(order), order, pipe).run()
     return pipe
 
 

@@ -20,7 +20,7 @@ from flwr.serverapp import strategy as flower
 
 from triplane.cloud.federation.flower import spec
 from triplane.cloud.federation.flower.adapter import named_arrays, record_of
-from triplane.cloud.federation.flower.drive import made, node_of
+from triplane.cloud.federation.flower.drive import make_strategy, node_of
 from triplane.cloud.federation.flower.memory import recall, remember
 from triplane.cloud.federation.flower.process import COMMAND, StrategyLimits, StrategyProcess
 from triplane.proto.errors import Conflict, InvalidInput, Unavailable
@@ -198,7 +198,7 @@ def test_every_strategy_of_the_table_is_made(tmp_path):
         if row.name.endswith("FixedClipping"):
             options["clipping_norm"] = 1.0
         if not row.why_not:
-            found = made(order_of(row.name, wraps=row.wraps, options=options))
+            found = make_strategy(order_of(row.name, wraps=row.wraps, options=options))
             assert type(found).__name__ == row.name
 
 
