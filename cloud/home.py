@@ -74,7 +74,7 @@ class Home:
 
     @property
     def conversions(self) -> Path:
-        """What conversions under way write; of no worth after a crash."""
+        """Files of running conversions; worthless after a crash."""
         return self.path / "conversions"
 
     @property
@@ -114,7 +114,7 @@ class Home:
 
     @property
     def dashboard_token(self) -> Path:
-        """What a change through the dashboard needs."""
+        """The token that changes through the dashboard need."""
         return self.path / "dashboard.token"
 
     def hosts(self) -> tuple[str, ...]:
@@ -263,8 +263,8 @@ def _make_identities(home: Home, hosts: Sequence[str], port: int, now_s: float) 
 def admit_operator(home: Home, name: str, folder: Path, now_s: float | None = None) -> Path:
     """Make an operator's identity in a new folder, with nobody's leave but this machine's.
 
-    For a cloud that no operator can reach any more. Whoever had the name before is thrown out.
-    Conflict: the cloud runs, or the folder is not empty. InvalidInput: the name.
+    For a cloud that no operator can reach any more. A former holder of the name is revoked.
+        Conflict: the cloud runs, or the folder is not empty. InvalidInput: the name.
     """
     from triplane.cloud.identity.authority import Authority
     from triplane.cloud.identity.principals import Principals

@@ -88,5 +88,5 @@ def check_release(repository: MetadataRepository, model: str) -> None:
 
 
 def release_key(run: str) -> bytes:
-    """Of the one rollout that a run begins."""
+    """Return the key of the one rollout that a run begins."""
     return hashlib.sha256(f"release {run}".encode()).digest()[:KEY_BYTES]

@@ -1,4 +1,4 @@
-"""What every part of the cloud names: the blobs that stay when the others are collected.
+"""Blobs that some part of the cloud references, and that therefore stay when others are collected.
 
 * versions, their samples, and bundles: the registry's tables. A rollout, a node and signed metadata
   name bundles by model, version and target, so they stay with those rows;
@@ -26,7 +26,7 @@ SYSTEM: Final = "cloud"
 
 
 def roots_of(repository: MetadataRepository) -> tuple[Roots, ...]:
-    """Of every part, each asked inside the transaction that collects."""
+    """Return the roots of every part; each is read inside the transaction that collects."""
 
     def golden(_: Connection) -> set[bytes]:
         return repository.golden_sets()

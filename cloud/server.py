@@ -88,7 +88,7 @@ _EVERYWHERE: Final = frozenset({"0.0.0.0", "::", "", "localhost", LOCAL})  # noq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudOptions:
-    """Of the process. Ports of 0 take free ones, which the ready line names."""
+    """Options of the process. A port of 0 takes a free one, which the ready line names."""
 
     home: Path
     host: str = "0.0.0.0"  # noqa: S104 - nodes come from outside

@@ -1,4 +1,4 @@
-"""Reads the audit log and recomputes its chain, on the machine of whoever asks."""
+"""Reads the audit log and recomputes its chain on the caller's machine."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _checked(
         if kept and e.number == kept[0] and e.digest != kept[1]:
             raise Corrupt(
                 f"audit entry {e.number} is another than the one whose head you kept: the log was "
-                "written anew"
+                "rewritten"
             )
         yield AuditRecord(
             e.number, e.time_s, e.actor, e.action, e.subject, e.details, e.previous, e.digest

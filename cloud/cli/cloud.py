@@ -288,7 +288,7 @@ def operator(*, name: str, home: Path, folder: Path, as_json: bool) -> None:
 
 @command.group("policy", short_help="What the cloud may release without a person.")
 def policy() -> None:
-    """What the cloud may release without a person; signed offline, applied by every node."""
+    """Set what the cloud may release without a person; signed offline, applied by every node."""
 
 
 @policy.command("show", short_help="Show which models, and within which bounds.")

@@ -1,4 +1,4 @@
-"""What `triplane registry collect` does: it opens the home of a cloud that does not run."""
+"""`triplane registry collect`: opens the home of a cloud that is not running."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Opened:
 
 
 def looked(path: Path, older_than_s: float) -> tuple[dict[str, Any], str]:
-    """What would be removed."""
+    """List the blobs that would be removed."""
     with _opened(path) as home:
         blobs = asyncio.run(
             unwanted(home.database, home.blobs, home.roots, older_than_s=older_than_s)

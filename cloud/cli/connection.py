@@ -105,7 +105,7 @@ class Calls:
 
 @contextlib.contextmanager
 def calls(identity: Path | None) -> Iterator[Calls]:
-    """The services, as whoever `identity` names; closes the channel at the end."""
+    """The services, called as the principal of `identity`; closes the channel at the end."""
     path = identity_path(identity)
     quiet_grpc()
     from triplane.proto.channels import connect

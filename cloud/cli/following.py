@@ -45,7 +45,7 @@ def follow_to_end(cloud: Calls, run: Run, *, as_json: bool) -> int:
 
 
 def leaving(run_id: str) -> str:
-    """What holds when nobody watches."""
+    """Return the state at one moment, for a reader that does not watch."""
     return (
         f"The run goes on without you: triplane federate watch {run_id}; "
         f"stop it: triplane federate stop {run_id}"

@@ -1,4 +1,4 @@
-"""What `triplane cloud keys` does and says; the rules are `triplane.cloud.trust`."""
+"""`triplane cloud keys`: work and output; the rules are in `triplane.cloud.trust`."""
 
 from __future__ import annotations
 

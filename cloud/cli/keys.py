@@ -35,7 +35,7 @@ Examples, with the offline folder plugged in:
 Who decides: the root key about root, targets, snapshot and timestamp; the targets key about release
 and auto. From the answer on the old keys count no more; nodes follow by themselves.
 With a new key in DIR the list of targets or release is signed again with it at once. Keys of others
-come as --public files (triplane cloud keys make): they sign their versions anew.
+come as --public files (triplane cloud keys make): they sign their versions again.
 snapshot, timestamp and auto sign by themselves, so make their keys on the cloud's machine, in the
 folder `keys` of the cloud's home, before: triplane cloud keys make timestamp-2 --keys HOME/keys
 After a theft: rotate what the thief has, with --stolen, and sign the versions you know again.

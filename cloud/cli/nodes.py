@@ -37,7 +37,7 @@ def serves(node: Node) -> str:
 
 
 def state(node: Node) -> str:
-    """What the node is at, beside serving."""
+    """Describe what the node is doing beside serving."""
     at = [
         f"{m.model}@{m.version} {enum_text(m, 'state')}"
         for m in node.report.models

@@ -1,4 +1,4 @@
-"""What `triplane cloud policy` asks and says."""
+"""`triplane cloud policy`: requests and output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `triplane registry pull` does: a version's model file, verified, whole or not at all."""
+"""`triplane registry pull`: downloads a version's model file, verified, whole or not at all."""
 
 from __future__ import annotations
 

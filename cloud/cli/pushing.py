@@ -1,4 +1,4 @@
-"""What `triplane registry push` does: files up, the version registered, bundles waited for."""
+"""`triplane registry push`: uploads files, registers the version, waits for its bundles."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REGISTER_S: Final = 300.0
 REGISTER_BYTES_PER_S: Final = 8 << 20
 """More time for a larger one, which is read and hashed whole."""
 LARGE_BYTES: Final = 256 << 20
-"""From here on reading a file for its digest takes long enough to be told."""
+"""Size from which reading a file for its digest takes long enough to show progress."""
 HELD_S: Final = 60.0
 """A cloud notices within 40 s that the sender of an unfinished upload vanished."""
 HELD_PAUSE_S: Final = 2.0

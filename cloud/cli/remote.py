@@ -31,7 +31,7 @@ class Remote:
             return self._cloud.metadata.Get(GetRequest(name=name)).metadata
 
     def pending(self, role: str, /) -> Pending:
-        """What the next signer starts from."""
+        """Return the version that the next signer starts from."""
         with remote_errors():
             response = self._cloud.metadata.GetPending(GetPendingRequest(role=role))
         return Pending(

@@ -46,7 +46,7 @@ def counts(nodes: Iterable[RolloutNode]) -> Counter[str]:
 
 
 def headline(rollout: Rollout) -> str:
-    """What, where, how far, and why it stands where it stands; one line."""
+    """Summarize a rollout's version, selector, progress and reason in one line."""
     state = state_of(rollout)
     by_state = counts(rollout.nodes)
     failed = by_state["failed"] + by_state["returned"]
@@ -132,7 +132,7 @@ def changes(before: Rollout | None, after: Rollout) -> list[str]:
 
 
 def aftermath(rollout: Rollout) -> list[str]:
-    """Of a rollout that stopped short: the reasons of failed nodes, and what can be done."""
+    """Describe a rollout that stopped short: the reasons of failed nodes, and the next command."""
     failed = [n for n in sorted_nodes(rollout) if enum_text(n, "state") in {"failed", "returned"}]
     lines = [shown(f"  {node.name}: {node.reason or 'failed'}") for node in failed[:MOST_REASONS]]
     if len(failed) > MOST_REASONS:

@@ -39,7 +39,7 @@ def means(run: Run) -> str:
 
 
 def headline(run: Run) -> str:
-    """What, how far, and why it stands where it stands; one line."""
+    """Summarize a run's spec, progress and reason in one line."""
     spec, phase = run.spec, phase_of(run)
     parts = [f"{means(run)} on {spec.model} with {spec.population}: {phase}"]
     if phase not in {"preparing", *OVER}:
@@ -223,14 +223,14 @@ def _round_facts(round_: Round) -> list[str]:
 
 
 def _standing(run: Run) -> tuple[str, str, str]:
-    """What makes a new line; the phases of every round do not."""
+    """Return the state whose change prints a new line; phases within a round do not."""
     phase = phase_of(run)
     busy = phase in {"gathering", "collecting", "reducing"}
     return ("learning" if busy else phase, run.result, "" if phase == "collecting" else run.reason)
 
 
 def aftermath(run: Run) -> list[str]:
-    """Of a run that stands: what came of it, and what can be done."""
+    """Describe the outcome of a run that does not go on, and the next command."""
     if phase_of(run) == "done":
         return _served(run)
     if phase_of(run) == "stopped":

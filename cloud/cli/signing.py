@@ -1,4 +1,4 @@
-"""What `triplane sign` does and says; the checks are `triplane.cloud.trust.signing`."""
+"""`triplane sign`: work and output; the checks are in `triplane.cloud.trust.signing`."""
 
 from __future__ import annotations
 

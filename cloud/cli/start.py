@@ -1,4 +1,4 @@
-"""What `triplane cloud init` and `triplane cloud up` do."""
+"""`triplane cloud init` and `triplane cloud up`."""
 
 from __future__ import annotations
 

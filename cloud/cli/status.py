@@ -1,4 +1,4 @@
-"""What `triplane cloud status` asks and says."""
+"""`triplane cloud status`: requests and output."""
 
 from __future__ import annotations
 

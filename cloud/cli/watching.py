@@ -58,7 +58,7 @@ def watch_to_end(cloud: Calls, rollout: Rollout, *, as_json: bool) -> int:
 
 
 def leaving(rollout_id: str) -> str:
-    """What holds when nobody watches."""
+    """Return the state at one moment, for a reader that does not watch."""
     return (
         f"The rollout goes on without you: triplane rollout show {rollout_id} --watch; "
         f"stop it: triplane rollout pause {rollout_id}"
@@ -75,7 +75,7 @@ def updates(cloud: Calls, rollout_id: str) -> Iterator[Rollout]:
 
 
 def kept_open(stream: Callable[[], Iterable[T]], what: str, again: str) -> Iterator[T]:
-    """What a stream of the cloud's gives, opened again when it is lost, without end.
+    """Yield the messages of a stream of the cloud; reconnects when it is lost, without end.
 
     what, again: named where the cloud stays away for `AWAY_S`, with the command to go on.
     """

@@ -51,7 +51,7 @@ class Feed:
         self._closed = False
 
     async def changes(self) -> AsyncGenerator[dict[str, Any], None]:
-        """What a page needs, first everything; ends when the feed is closed."""
+        """Yield changes for one page, first the whole state; ends when the feed is closed."""
         if self._pages >= MOST_PAGES:
             raise Unavailable(f"{MOST_PAGES} pages are open, the most there may be; close one")
         self._pages += 1

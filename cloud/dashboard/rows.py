@@ -34,7 +34,7 @@ MOST_ROWS: Final[Mapping[str, int]] = {
 # fmt: on
 MOST_TEXT_CHARS: Final = 500
 MOST_DRAWN_NODES: Final = 60
-"""Of a wave; a larger one is drawn by counts."""
+"""Most nodes of a wave that are drawn one by one; a larger wave is drawn by counts."""
 MOST_REASONS: Final = 10
 """Of a wave."""
 

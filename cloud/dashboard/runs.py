@@ -11,7 +11,7 @@ from triplane.proto.federation_pb2 import Member, Round, Run, Spec, Spread
 Row = dict[str, Any]
 
 MOST_ROUNDS: Final = 60
-"""Of one run, the newest."""
+"""Newest rounds of one run that the page shows."""
 MOST_DEVICES: Final = 200
 MOST_REASONS: Final = 10
 MOST_TEXT_CHARS: Final = 500
@@ -51,7 +51,7 @@ def run_row(run: Run) -> Row:
 
 
 def _algorithm(spec: Spec) -> str:
-    """What devices do, and the strategy of Flower that asks them where there is one."""
+    """Describe the algorithm of devices, and the strategy of Flower if there is one."""
     if not spec.HasField("flower"):
         return spec.algorithm
     return f"{spec.flower.strategy} over {'ClientApp' if spec.flower.app else spec.algorithm}"

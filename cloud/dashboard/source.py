@@ -1,4 +1,4 @@
-"""What the page shows and what it may ask: the seam between the dashboard and the cloud."""
+"""The interface between the dashboard and the cloud: what the page shows and may change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triplane.proto.registry_pb2 import Version
 
 @dataclass(frozen=True, slots=True)
 class NodeIncident:
-    """What a node refused or suffered."""
+    """An incident with its node."""
 
     node: str
     incident: Incident
@@ -43,7 +43,7 @@ class Source(Protocol):
         ...
 
     async def due(self) -> Sequence[str]:
-        """What must be done about signatures and contradicting nodes, a sentence each."""
+        """Return a sentence for each signature to renew and each contradicting node."""
         ...
 
     async def pause(self, rollout_id: str, reason: str) -> Rollout:

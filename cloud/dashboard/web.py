@@ -200,7 +200,7 @@ async def _refusal(_: Request, error: Exception) -> Response:
 
 
 class _Events(StreamingResponse):
-    """What a page hears, as server-sent events; closes the page's stream however it ends.
+    """Server-sent events of one page; closes the page's stream however it ends.
 
     Starlette does not close the iterator of a response whose caller left, and a generator that was
     never begun runs no `finally`: the feed would count the page until the garbage collector ran.

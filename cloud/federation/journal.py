@@ -47,7 +47,7 @@ _KIND_OF: Final = {event: kind for kind, event in KINDS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What the planning child made. Blobs are SHA-256 in hexadecimal.
+    """The output of the planning child. Blobs are SHA-256 in hexadecimal.
 
     plan_digest: the plan's root digest, which its states name. roles: of the shared tensors.
     weighting, server: of the algorithm's row. since_s: when the plan was ready. rules: version of
@@ -273,7 +273,7 @@ def first_projection(entry: RunRecord) -> RunProjection:
 
 
 def plan_of(spec: pb.Spec) -> core.RunPlan:
-    """What the machine needs of a spec whose defaults are filled in."""
+    """Return the machine's plan of a spec whose defaults are filled in."""
     cohort = spec.cohort
     return core.RunPlan(
         rounds=spec.rounds,
@@ -294,7 +294,7 @@ def _ceil(value: float) -> int:
 
 
 def last_asked(connection: sa.Connection, run: str) -> core.Asked | None:
-    """Whom a strategy asked in the newest round it was heard about."""
+    """Return the newest event that records whom a strategy asked."""
     query = sa.select(EVENTS.c.body).where(
         EVENTS.c.run == run, EVENTS.c.kind == _KIND_OF[core.Asked]
     )

@@ -59,16 +59,16 @@ RETRY_S: Final = 1.0
 MAX_RETRY_S: Final = 30.0
 """Between tries of work that finds no room; they begin at `RETRY_S` and double."""
 HOLD_S: Final = 0.05
-"""So long a contribution waits at most for others that share its commit."""
+"""Longest time that a contribution waits for others that share its commit."""
 CONTRIBUTIONS: Final = (Arrived, Answered, Scored, Refused, Declined)
 COUNTED_S: Final = 0.25
-"""After which a device is told that its update counted, where no new task told it."""
+"""Delay after which a device learns that its update counted, unless a new task says so."""
 STOPPING: Final = "the cloud is stopping; say it again when it is back"
 
 MakeEvent = Callable[[RunState, float], Event | None]
 """Makes an event of the state it meets and the time; None where it means nothing any more."""
 Write = Callable[[sa.Connection, RunProjection], None]
-"""What is written in the transaction of an event, told the projection after it."""
+"""Writes in the transaction of an event; called with the projection after it."""
 
 
 class Worker(Protocol):
@@ -95,7 +95,7 @@ class Worker(Protocol):
 
 
 class Audience(Protocol):
-    """Who is told after a commit."""
+    """Observers of commits."""
 
     def tell(self, device: str) -> None:
         """A device's work changed."""
@@ -174,7 +174,7 @@ class LiveRun:
         self._task = asyncio.create_task(self._run(), name=f"run {self.entry.id}")
 
     async def stop(self) -> None:
-        """End with the process; whoever waits is told to come again."""
+        """End with the process; waiting callers get Unavailable."""
         tasks = [task for task in (self._task, *self._work) if task is not None]
         for task in tasks:
             task.cancel()
@@ -287,7 +287,7 @@ class LiveRun:
             ahead.effects += effects
             before = ahead.projection
             if after.state is ahead.projection.state and put.write is None:
-                continue  # it changed nothing: whoever said it is answered, and that is all
+                continue  # it changed nothing: its sender is answered, nothing is written
             ahead.projection = after
             if _same_round(self.projection.state, after.state):
                 ahead.last = after
@@ -397,9 +397,9 @@ class LiveRun:
         self._audience.moved_now(over=self.is_over)
 
     def _tell(self, devices: Mapping[str, None], *, goes_on: bool) -> None:
-        """Tell devices what changed for them; that an update counted, with the next task.
+        """Send devices what changed for them; that an update counted comes with the next task.
 
-        While the round goes on nothing hangs on it, so it is told after `COUNTED_S` at the latest.
+        While the round goes on nothing depends on it, so it may come up to `COUNTED_S` later.
         """
         state = self.projection.state
         later = {d for d in devices if goes_on and _has_counted(state, d)}
@@ -450,7 +450,7 @@ class LiveRun:
     async def _outcome_of(
         self, effect: Reduce | Finish, basis: _Ahead
     ) -> tuple[MakeEvent, Write | None]:
-        """What an effect comes to, however long there is no room for it."""
+        """Return the outcome of an effect; retries while the disk has no room."""
         phase, pause_s = basis.projection.state.phase, RETRY_S
         while True:
             try:
@@ -468,7 +468,7 @@ class LiveRun:
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     def _waiting(self, error: Unavailable) -> str:
-        """Why the run waits, said to whoever looks."""
+        """Log why the run waits and return it for people."""
         logger.warning("run waits", extra=self._facts(reason=str(error)))
         asyncio.get_running_loop().call_soon(lambda: self._audience.moved_now(over=False))
         return f"waits, and goes on by itself: {error}"

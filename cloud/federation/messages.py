@@ -1,4 +1,4 @@
-"""Runs as messages: what people are shown, and what a device is told."""
+"""Runs as messages: for people, and tasks and settlements for devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from triplane.unified_ir.federated.core.run import (
 )
 
 MAX_ROUNDS: Final = 1000
-"""Of one run, in an answer."""
+"""Most rounds of one run in an answer; older ones are left out."""
 # fmt: off
 PHASES: Final = {
     Phase.GATHERING:  pb.Run.GATHERING,
@@ -177,7 +177,7 @@ def _spread(spread: Spread) -> pb.Spread:
 def task_message(
     entry: RunRecord, state: RunState, device: str, files: TaskFiles, now_s: float
 ) -> pb.Task:
-    """What the device shall do in this run now. The caller has seen that it has an open lease."""
+    """Return the device's task in this run. The caller has checked that it has an open lease."""
     lease, at_hand = open_lease(state, device), state.round
     assert lease is not None
     assert at_hand is not None
@@ -204,10 +204,10 @@ def task_message(
 
 
 def settlements(run: str, member: RunMember) -> list[pb.Settlement]:
-    """What became of the device's newest contribution to a run, and the newest that counted.
+    """Return the settlements of the device's newest contribution and of the newest that counted.
 
-    The device may have heard of neither: it may have left before it was told of the one that
-    counted, and have lost a lease since.
+    The device may know neither: its stream may have ended before the settlement of the one that
+        counted was sent, and it may have lost a lease since.
     """
     newest = member.settled
     counted = member.counted_lease

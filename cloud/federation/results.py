@@ -1,9 +1,9 @@
-"""What a run's effects make: the next shared state of a round's updates, the model of the last.
+"""Results of a run's effects: the next shared state from a round's updates, and the final model.
 
-Both are made again to the same bytes from the same inputs, so whatever a crash interrupted is
-simply done again. A file is on the disk before the event that names it is committed, and removed
-only after an event that needs it no more. A state of at most 64 KiB is on the disk with the commit
-of that event, in a row of the database; its file is not synced, and `restore` writes it again.
+The same inputs give the same bytes, so work that a crash interrupted is simply done again. A file
+is on the disk before the event that names it is committed, and removed only after an event that no
+longer needs it. A state of at most 64 KiB becomes durable with the commit of that event, in a row
+of the database; its file is not synced, and `restore` writes it again.
 """
 
 from __future__ import annotations

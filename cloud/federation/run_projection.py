@@ -1,4 +1,4 @@
-"""What is known of a run: the machine's state, and what people are shown beside it. Pure.
+"""The projection of a run's events: the machine's state, and what people see beside it. Pure.
 
 `follow` is the only way from one `RunProjection` to the next, in the live run and when it is read
 back.
@@ -28,7 +28,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spreads:
-    """Of one evaluating round."""
+    """Accuracies of one evaluating round, before and after adaptation."""
 
     before: Spread
     after: Spread
@@ -72,7 +72,7 @@ def _spreads(state: RunState, ended: Ended) -> Spreads:
 
 
 def spread_of(values: list[float]) -> Spread:
-    """Of at least one value, whatever their order."""
+    """Return the spread of at least one value; their order does not matter."""
     ordered = sorted(values)
     lowest = ordered[: max(1, len(ordered) // TENTH)]
     return Spread(

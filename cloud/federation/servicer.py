@@ -17,7 +17,7 @@ OVER: Final = frozenset({pb.Run.DONE, pb.Run.FAILED})
 
 
 class FederationServicer(Wire):
-    """caller: name of whoever makes the call at hand."""
+    """caller: returns the name that makes the current call."""
 
     def __init__(self, federation: Federation, caller: Callable[[], str]) -> None:
         self._federation, self._caller = federation, caller

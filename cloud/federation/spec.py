@@ -1,7 +1,7 @@
-"""What a run may ask for: a `Spec` checked against the tables, and its zeros filled in.
+"""Validation of a run's `Spec` against the tables, and its defaults.
 
-The tables of algorithms and compressions decide which names there are. What is not built is
-refused by its name, so nobody believes to have got it.
+The tables of algorithms and compressions decide which names are valid. A feature that is not built
+is refused by name, so nobody relies on it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 MAX_ROUNDS: Final = 1_000_000
 MAX_DEVICES: Final = 10_000
-"""Asked in one round."""
+"""Most devices that one round asks."""
 MAX_SAMPLES: Final = 1_000_000
-"""Of one step."""
+"""Most samples of one step."""
 MAX_SECONDS: Final = 30 * 86_400.0
 MAX_SEED: Final = (1 << 63) - 1
 RELEASES: Final = ("", "auto")

@@ -53,9 +53,9 @@ LEASE_BYTES: Final = 16
 MAX_REASON_CHARS: Final = 500
 MAX_WORK_S: Final = 30 * 86_400.0
 CLOCK_S: Final = 60.0
-"""What a clock may have been set back by since a round began."""
+"""Largest backwards step of the clock, in seconds, since a round began."""
 MAX_KEPT_BYTES: Final = 64 << 20
-"""Of unpacked changes that are remembered between their arrival and their round's end."""
+"""Most bytes of unpacked changes that are cached between their arrival and their round's end."""
 BELATED: Final = 64
 """Contributions of a device to no open lease that are journaled, beside `PER_ROUND` a round."""
 PER_ROUND: Final = 4
@@ -75,7 +75,7 @@ KINDS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class UpdateSpec:
-    """What updates of one run look like, and the most bytes that one takes."""
+    """Tensors that an update of one run has, and the most bytes that it takes."""
 
     like: Like
     most_bytes: int
@@ -109,7 +109,7 @@ class UpdateStore:
         self._kept_bytes = 0
 
     async def room(self, run: LiveRun) -> UpdateSpec:
-        """Of a prepared run; its first state says it."""
+        """Return the spec of a prepared run's updates, from its first state."""
         spec = self._rooms.get(run.entry.id)
         if spec is None:
             spec = await asyncio.to_thread(self._measure, run)
@@ -350,7 +350,7 @@ def refused(device: str, lease: str, kind: str, reason: str) -> MakeEvent:
 
 
 def shown(text: str) -> str:
-    """What a device says, within limits and without characters that a terminal acts on."""
+    """Cut a device's text to its limit and replace characters that a terminal acts on."""
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_REASON_CHARS])
 
 
@@ -364,7 +364,7 @@ def _sends(run: LiveRun, device: str) -> str | None:
 
 
 def most_examples(member: RunMember, *, evaluates: bool) -> int:
-    """What a contribution of a device may stand for."""
+    """Return the most examples that a device's contribution may claim."""
     return member.held_out if evaluates else member.examples
 
 
@@ -376,8 +376,8 @@ def _is_open(state: RunState, device: str, lease: str) -> bool:
 def _belated(device: str, lease: str) -> MakeEvent:
     """A contribution to no open lease: its file is not even looked at.
 
-    Should the lease have been opened meanwhile, whoever guessed it is refused. Nothing is written
-    down of a device that is no member, nor of one that was late more often than it was asked.
+    If the lease was opened meanwhile, its id was guessed, and the contribution is refused. Nothing
+    is recorded of a device that is not a member, nor of one that was late more often than asked.
     """
     update = Update(blob="", size=0, examples=0, loss=math.nan, seconds=0.0)
 

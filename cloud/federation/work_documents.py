@@ -1,6 +1,6 @@
-"""What devices are told to do, and which blobs they may read for it.
+"""Documents with the work of each device, and the blobs that it may read for it.
 
-A device is told one document: a task for each open lease, oldest run first, and what became of its
+A device gets one document: a task for each open lease, oldest run first, and the settlements of its
 contributions. It reads the plan and the state of its open tasks, and nothing else.
 """
 
@@ -30,7 +30,7 @@ Answers = Mapping[tuple[str, bytes], pb.Settlement]
 
 
 class WorkDocuments:
-    """Of the runs that `runs` gives, oldest first. clock: seconds since 1970."""
+    """Documents over the runs that `runs` returns, oldest first. clock: seconds since 1970."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class WorkDocuments:
         self._states.pop(run, None)
 
     def work_of(self, name: str, more: Answers) -> pb.Work:
-        """All the device shall do now, and what became of what it did.
+        """Return all open tasks of a device and the settlements of its contributions.
 
         more: answers to contributions that no run at hand settles.
         """

@@ -1,4 +1,4 @@
-"""What a bundle needs and a node offers, as values; `proto.fitting` says whether they fit."""
+"""Requirements of bundles and capabilities of nodes; `proto.fitting` compares them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleNeeds:
-    """Of one bundle; empty or 0 where it does not care."""
+    """Requirements of one bundle; empty or 0 where it has none."""
 
     runtime: str = ""
     min_version: str = ""
@@ -18,7 +18,7 @@ class BundleNeeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """Of one node, as it reports it. targets: converter targets it takes, best first."""
+    """Capabilities of one node, as it reports them. targets: of the converter, best first."""
 
     runtime: str = ""
     runtime_version: str = ""

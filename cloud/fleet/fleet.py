@@ -73,7 +73,7 @@ class Bundles(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AuditedChange:
-    """What the audit log says of a change."""
+    """The audit entry of a change."""
 
     actor: str
     action: str

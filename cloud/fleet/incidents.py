@@ -1,4 +1,4 @@
-"""What nodes refused or suffered: the newest of each, once each."""
+"""Incidents of nodes: the newest of each node, without duplicates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEPT_PER_NODE: Final = 64
 
 
 def keep(connection: sa.Connection, said: Iterable[tuple[str, Incident]]) -> None:
-    """Add incidents that are new; an incident that is told again is the same one."""
+    """Add incidents that are new; an incident that is reported again is the same one."""
     by_node: dict[str, list[Incident]] = {}
     for node, incident in said:
         by_node.setdefault(node, []).append(incident)

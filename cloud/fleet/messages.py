@@ -24,11 +24,11 @@ MAX_SECONDS: Final = 30 * 86400.0
 MAX_KEY_BYTES: Final = 64
 MAX_REASON_CHARS: Final = 1000
 REASONS_BYTES: Final = 2 << 20
-"""Of all the reasons in one message: half of what a message may hold. Many nodes share it."""
+"""Most bytes of all reasons in one message, half of its limit; many nodes share them."""
 
 
 def desired_message(node: FleetNode) -> pb.Desired:
-    """What the node shall serve, models in name order."""
+    """Return the document of what the node is to serve, models in name order."""
     assignments = [
         pb.Assignment(
             model=model,
@@ -48,7 +48,7 @@ def desired_message(node: FleetNode) -> pb.Desired:
 def node_message(
     node: FleetNode, *, connected: bool, metadata_versions: Mapping[str, int] = _NONE
 ) -> pb.Node:
-    """The node with what it shall serve and what it said last.
+    """Return the node with its desired document and its newest report.
 
     metadata_versions: the cloud's own, by role; a node that has seen newer ones is warned of.
     """

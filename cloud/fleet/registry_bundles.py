@@ -86,7 +86,7 @@ class RegistryBundles:
         )
 
     async def check_readable(self, node: FleetNode, blob: bytes) -> None:
-        """NotFound unless it is a bundle that the node holds or shall hold, or samples for one."""
+        """NotFound unless the node holds or is assigned the bundle, or the blob has its samples."""
         held = node.held.values()
         paths = {p for h in held for p in (h.path, h.good_path, h.back_path) if p}
         names = [TargetName.parse(path) for path in sorted(paths)]

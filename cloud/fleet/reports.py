@@ -1,4 +1,4 @@
-"""What a report may say: limits on everything a node sends, checked before it is kept.
+"""Limits on everything that a node's report contains, checked before it is stored.
 
 A node speaks for itself only: its name comes from its certificate, and no field of a report names
 another. What is out of range is refused with the field; nothing of such a report is kept.

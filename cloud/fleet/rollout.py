@@ -72,12 +72,12 @@ def begin(
 
 
 def step(rollout: Rollout, event: Event, now_s: float) -> Result:
-    """What an event makes of a rollout. Conflict: a person's event in a state that forbids it."""
+    """Apply an event to a rollout. Conflict: a person's event in a state that forbids it."""
     return step_all(rollout, (event,), now_s)
 
 
 def step_all(rollout: Rollout, events: Iterable[Event], now_s: float) -> Result:
-    """What several events make of it that became known together: taken in, then settled once.
+    """Apply several events that became known together, then settle once.
 
     Settling looks at every node, so a thousand reports one by one would cost a million looks.
     """
@@ -120,7 +120,7 @@ def _reported(r: Rollout, e: Reported, now_s: float) -> Result:
         member = replace(member, committed_version=e.committed_version)
         sha256 = r.supplies[before.target].sha256 if before.target in r.supplies else ""
         return put(r, _progress(member, e, r.plan.version, sha256)), ()
-    if before.capability == e.capability:  # what it says of a version nobody gave it counts not
+    if before.capability == e.capability:  # its word about an unassigned version does not count
         return r, ()
     return choose(put(r, replace(member, stage=NodeStage.WAITING, reason="")), e.name)
 

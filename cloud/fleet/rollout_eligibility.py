@@ -23,7 +23,7 @@ def outside(node: str, model: str, targets: Iterable[str], limit: Limit | None) 
 
 
 def said(model: str, limit: Limit) -> str:
-    """What a node is that the limit leaves out."""
+    """Describe a node that the limit leaves out."""
     return (
         f"outside the {limit.share:.2%} of nodes that the release policy lets take versions of "
         f"{model} that people have not signed"

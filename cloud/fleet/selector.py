@@ -40,7 +40,7 @@ class Selector:
 
     @classmethod
     def parse(cls, text: str) -> Selector:
-        """Of the text that people write; InvalidInput names the term that is none."""
+        """Parse a selector; InvalidInput names the invalid term."""
         if len(text) > MAX_SELECTOR_CHARS:
             raise InvalidInput(f"a selector has at most {MAX_SELECTOR_CHARS} characters")
         if text.strip() == ALL:

@@ -19,7 +19,7 @@ from triplane.proto.status import status_of_aio
 MAX_NODES: Final = 1000
 DEFAULT_NODES: Final = 100
 PAGE_BYTES: Final = 2 << 20
-"""Of the nodes in one answer, which is half of what a message may hold; `next` tells of more."""
+"""Most bytes of the nodes in one answer, half of a message's limit; `next` continues."""
 MAX_ROLLOUTS: Final = 500
 DEFAULT_ROLLOUTS: Final = 50
 WATCH_PERIOD_S: Final = 0.2

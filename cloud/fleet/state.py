@@ -1,7 +1,7 @@
 """The fleet as one value, and what reports, people and rollouts make of it.
 
 Pure, like the rollouts it holds: each function takes a state and gives the next one. A node's
-desired number grows with every change of what it shall serve, and with nothing else.
+desired number grows with every change of its desired document, and with nothing else.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def excuse(node: FleetNode | None, selector: Selector) -> str:
 def after_reports(
     fleet: FleetState, reports: Iterable[tuple[str, Report]], now_s: float
 ) -> FleetState:
-    """What nodes said, in this order. A name that is no node changes nothing."""
+    """Apply reports of nodes in this order. An unknown name changes nothing."""
     nodes = dict(fleet.nodes)
     events: dict[str, list[Event]] = {}
     for name, report in reports:
@@ -273,7 +273,7 @@ def _contradiction(node: FleetNode, model: ModelReport) -> str:
 
 
 def capability_of(report: Report) -> Capability:
-    """What the report says the node can run."""
+    """Return what the node can run, according to its report."""
     capability = report.capability
     return Capability(
         runtime=capability.runtime,

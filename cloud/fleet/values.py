@@ -15,7 +15,7 @@ from triplane.cloud.fleet.capability import BundleNeeds, Capability
 
 
 class RolloutState(IntEnum):
-    """Of a rollout; numbers as in fleet.proto."""
+    """The state of a rollout; numbers as in fleet.proto."""
 
     PREPARING = 1
     RUNNING = 2
@@ -26,7 +26,7 @@ class RolloutState(IntEnum):
 
 
 class NodeStage(IntEnum):
-    """Of one node in a rollout; numbers as `NodeState` in fleet.proto."""
+    """The stage of one node in a rollout; numbers as `NodeState` in fleet.proto."""
 
     WAITING = 0
     ASSIGNED = 1
@@ -50,7 +50,7 @@ SETTLED: Final = LOST | DONE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan:
-    """What was asked for. waves: cumulative node counts, one per wave."""
+    """The plan of a rollout. waves: cumulative node counts, one per wave."""
 
     model: str
     version: int
@@ -66,7 +66,7 @@ class RolloutMember:
     """One node.
 
     attempt: the last number given, also by earlier rollouts of the model. committed_version: of
-    what it was given; its word about another version counts nothing. left_out: why it was never
+    what it was given; its word about another version does not count. left_out: why it was never
     counted, whatever happens; excused: why it is not counted now.
     """
 
@@ -88,7 +88,7 @@ class RolloutMember:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What the release policy lets the automatic role do with a version.
+    """The limits that the release policy sets for the automatic role and one version.
 
     share: of the nodes. released: targets whose bundle people signed, where no share counts.
     """

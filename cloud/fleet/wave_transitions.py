@@ -1,4 +1,4 @@
-"""What follows from what is known of a rollout: waves that open, pauses, the end."""
+"""Transitions that follow from a rollout's facts: waves that open, pauses, the end."""
 
 from __future__ import annotations
 

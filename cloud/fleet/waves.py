@@ -26,7 +26,7 @@ class Percent:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """That many nodes, at least one."""
+    """A wave of that many nodes, at least one."""
 
     value: int
 

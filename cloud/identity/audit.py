@@ -2,8 +2,8 @@
 
 The canonical text of an entry is the JSON array [number, time_s, actor, action, subject, details,
 previous in hexadecimal], separators "," and ":", ASCII; its digest is the SHA-256 of that text, and
-the next entry's `previous` is that digest. Entry 1 follows 32 zero bytes. Whoever keeps one digest
-can tell later that everything up to it is as it was.
+the next entry's `previous` is that digest. Entry 1 follows 32 zero bytes. A copy of one digest
+proves later that nothing up to it has changed.
 """
 
 import hashlib
@@ -125,6 +125,6 @@ def verify(entries: Iterable[AuditRecord], *, head: bytes | None = None) -> tupl
     if not met:
         raise Corrupt(
             f"the kept head {(head or b'').hex()} is not among the {number} entries: the log was "
-            "cut off or written anew"
+            "cut off or rewritten"
         )
     return number, digest

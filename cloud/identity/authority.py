@@ -38,12 +38,12 @@ class Authority:
 
     @property
     def der(self) -> bytes:
-        """What tokens pin."""
+        """The fingerprint that tokens pin."""
         return self.certificate.public_bytes(serialization.Encoding.DER)
 
     @property
     def pem(self) -> bytes:
-        """What both sides of TLS trust."""
+        """The certificate that both sides of TLS trust."""
         return certificate_pem(self.certificate)
 
     @classmethod

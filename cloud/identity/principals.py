@@ -30,7 +30,7 @@ TOKEN_S: Final = 3600.0
 MAX_TOKEN_S: Final = 30 * 86_400.0
 MAX_OPEN_TOKENS: Final = 10_000
 MAX_RENEWALS: Final = 8
-"""Of one name within `OLD_CERTIFICATE_S`: each adds rows for good, and none of them is needed."""
+"""Renewals of one name within `OLD_CERTIFICATE_S`: each adds rows that stay, and few are needed."""
 OLD_CERTIFICATE_S: Final = 3600.0
 """How long a renewed certificate is still good: its owner may crash before it uses the new one."""
 USED: Final = "this token was used already; request a new one with `triplane cloud token`"
@@ -63,7 +63,7 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class EnrolmentResult:
-    """What an enrolment gave. labels: of the token, empty where it was only repeated."""
+    """The result of an enrolment. labels: of the token; empty for a repeated request."""
 
     certificate: bytes
     name: str
@@ -307,7 +307,7 @@ KINDS: Final = {
         "triplane cloud enrol",
     ),
 }
-"""What a machine may say that it is going to be: roles of the token, and the command for it."""
+"""The kinds of callers: roles of their tokens, and the command that enrols them."""
 
 
 def _check_kind(kind: str, role: PrincipalRole) -> None:

@@ -1,4 +1,4 @@
-"""What the main port serves, for tools such as grpcurl: every service that has a row of rights.
+"""gRPC reflection of the main port, for tools such as grpcurl: every service with a row of rights.
 
 Both names of the protocol are answered, since newer tools ask under v1 first. Who may ask is a row
 like any other; the schemas are public, a list of ports and methods need not be told to machines.

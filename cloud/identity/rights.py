@@ -9,7 +9,7 @@ from typing import Final
 
 
 class PrincipalRole(StrEnum):
-    """What a principal is. The order is that of `identity.proto`."""
+    """The kind of a principal. The order is that of `identity.proto`."""
 
     VIEWER = "viewer"
     OPERATOR = "operator"

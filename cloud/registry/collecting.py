@@ -3,7 +3,7 @@
 A blob is removed only inside the one writer, where it is seen that no table names it and that
 nobody wrote it or claimed it lately. A push asks for its blobs again in the same place, and so does
 everything else that begins to name one (`claim`): it keeps them, or has to upload them again.
-Uploads that are younger than `older_than_s`, finished or not, are left to whoever sent them.
+Uploads that are younger than `older_than_s`, finished or not, are left to their senders.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ async def unwanted(
     older_than_s: float,
     clock: Callable[[], float] = time.time,
 ) -> tuple[Stored, ...]:
-    """What `collect` would remove now, in the order of their names."""
+    """Return the blobs that `collect` would remove now, in the order of their names."""
     old = _old_files(blobs, roots, older_than_s, clock())
 
     def work(connection: Connection) -> tuple[Stored, ...]:

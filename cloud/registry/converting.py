@@ -14,7 +14,7 @@ from triplane.proto.errors import Corrupt
 from triplane.proto.sandbox import serve_order
 
 DEFAULT_DROP_POINTS: Final = 1.0
-"""What a recipe's 0 stands for; the converter's own default."""
+"""Meaning of 0 in a recipe: the converter's own default."""
 
 
 def check(order: dict[str, Any]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def convert(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _samples(order: dict[str, Any], module: Any) -> tuple[Any, Any]:
-    """What the recipe shows to the entry, checked against its inputs."""
+    """Load the recipe's samples for the entry, validated against its inputs."""
     from triplane.unified_ir.convert.samples import read_labelled, read_samples
 
     inputs = module.inputs(order["entry"])

@@ -84,5 +84,5 @@ def bundle(value: BundleRecord) -> pb.Bundle:
 
 
 def needs(value: Needs) -> pb.Needs:
-    """What a node must offer."""
+    """Requirements on a node, as a message."""
     return pb.Needs(**asdict(value))

@@ -25,7 +25,7 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> "Reference":
-        """Of `digits`, `digits@latest`, `digits@stable` or `digits@3`; InvalidInput otherwise."""
+        """Parse `digits`, `digits@latest`, `digits@stable` or `digits@3`. InvalidInput."""
         model, separator, rest = text.partition("@")
         check_name("model", model)
         if not separator:

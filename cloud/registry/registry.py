@@ -273,7 +273,7 @@ class Registry:
         return begun == 0 and not await self._lost_input(bundle)
 
     async def _lost_input(self, bundle: BundleRecord, *, reread: bool = False) -> str:
-        """What a conversion of this bundle would read and is lost or damaged; empty if nothing."""
+        """Return the lost or damaged inputs of this bundle's conversion; empty if none."""
         version = await self._stored(bundle)
         named = {
             "model file": version.blob,

@@ -12,11 +12,11 @@ from triplane.proto.registry_pb2_grpc import RegistryServicer as Wire
 from triplane.proto.status import status_of_aio
 
 ANSWER_S: Final = 0.5
-"""Of a caller's deadline, kept to bring the answer back; a tenth of a short one."""
+"""Part of a caller's deadline that is kept for the answer's way back; a tenth of a short one."""
 
 
 class RegistryServicer(Wire):
-    """caller: name of whoever makes the call at hand, for versions and the audit log."""
+    """caller: returns the name that makes the current call, for versions and the audit log."""
 
     def __init__(self, registry: Registry, caller: Callable[[], str]) -> None:
         self._registry, self._caller = registry, caller

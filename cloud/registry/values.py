@@ -1,4 +1,4 @@
-"""What the registry holds, as values, and what it lets in: checked once, on construction."""
+"""The registry's values and requests, validated once, on construction."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ SCHEMES: Final = ("", "int8")
 
 
 class State(Enum):
-    """Of a bundle; the values are those of `registry.proto`."""
+    """The state of a bundle; the values are those of `registry.proto`."""
 
     CONVERTING = 1
     READY = 2
@@ -113,7 +113,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a node must offer; from the bundle's own constraints, 0 or empty where unstated."""
+    """Requirements on a node, from the bundle's own constraints; 0 or empty where unset."""
 
     runtime: str = ""
     min_version: str = ""

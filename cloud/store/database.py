@@ -126,7 +126,7 @@ def _families() -> Iterator[None]:
 
 
 def _family(error: DBAPIError) -> Exception:
-    """What the world did, as a family; an integrity or SQL error is ours and stays."""
+    """Map an operational error to a family; integrity and SQL errors are bugs and stay."""
     cause = error.orig
     if error.connection_invalidated:
         return Unavailable(

@@ -1,6 +1,6 @@
 """The two databases: how connections are made, and how one process at a time owns the state.
 
-A row per dialect gives two engines. The writing one has a single connection, and whoever has it
+A row per dialect gives two engines. The writing one has a single connection, and its holder
 owns the state: on SQLite through a lock on `FILE.lock`, on PostgreSQL through a session advisory
 lock taken by that very connection, so that a lost connection never leaves an owner behind.
 """

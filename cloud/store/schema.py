@@ -9,7 +9,7 @@ from typing import Final
 from sqlalchemy import BigInteger, CheckConstraint, Column, Integer, MetaData, Table
 
 SCHEMA_VERSION: Final = 1
-"""Of all tables together; a database with a higher one was written by a newer release."""
+"""Version of all tables together; a higher one in a database is of a newer release."""
 
 METADATA: Final = MetaData(
     naming_convention={

@@ -80,7 +80,7 @@ class Writer:
                 return
 
     def _next(self) -> tuple[list[_Asked], bool]:
-        """What waits, at least one; whether it is the end."""
+        """Return the waiting work, at least one item, and whether the writer ends."""
         shared: list[_Asked] = []
         asked = self._asked.get()
         while asked is not None:

@@ -1,4 +1,4 @@
-"""What submitted metadata must satisfy before anything changes: one check per rule.
+"""Rules for submitted metadata, checked before anything changes: one function per rule.
 
 The repository calls `check` on parsed metadata; it raises InvalidInput with the rule and the value
 that breaks it. Signatures are weighed apart (`valid_signatures`), because too few of them are no
@@ -154,7 +154,7 @@ CONTENT: Final[dict[str, Callable[[MetadataRole, Any], None]]] = {
     "release": _check_delegated,
     "auto": _check_delegated,
 }
-"""What each submitted role must hold."""
+"""The rules of each role that is submitted."""
 
 
 def _target(row: MetadataRole, path: str, entry: TargetFile) -> SignedTarget:

@@ -1,4 +1,4 @@
-"""What must be done about signatures, and by when: said by `cloud status`, the page and the log."""
+"""Signatures that people must renew, and by when; for `cloud status`, the page and the log."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 from triplane.cloud.trust.roles import DAY_S, ROLES, moment
 
 WARN_S: Final = 30 * DAY_S
-"""So long before the end of what people signed they are told."""
+"""Time before the expiry of people's signatures at which warnings begin."""
 
 
 def due(ends: Mapping[str, float], now_s: float) -> list[str]:

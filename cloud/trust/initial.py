@@ -31,7 +31,7 @@ Signers = Mapping[str, list[CryptoSigner]]
 
 @dataclass(frozen=True, slots=True)
 class Initialized:
-    """What was made. offline: the private keys to take away from the cloud."""
+    """New signed metadata. offline: the private keys to take away from the cloud."""
 
     root: bytes
     online: tuple[Path, ...]

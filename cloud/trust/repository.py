@@ -72,7 +72,7 @@ _NAME: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """What became of a submitted version. signatures: valid ones, of `threshold` needed."""
+    """The outcome of a submission. signatures: valid ones, of `threshold` needed."""
 
     published: bool
     signatures: int
@@ -82,7 +82,7 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What the next signer of a role starts from."""
+    """The version that the next signer of a role starts from."""
 
     metadata: bytes
     published: bool
@@ -134,7 +134,7 @@ class MetadataRepository:
         return self._file(name)
 
     def policy(self) -> Policy:
-        """What people allowed the auto role to do."""
+        """Return what people allowed the auto role to do."""
         return read_policy(self._chain.top)
 
     def find_signed(self, model: str, version: int, target: str) -> SignedTarget | None:

@@ -35,7 +35,7 @@ TARGETS: Final = "targets"
 
 
 class Lists(Enum):
-    """What becomes of what the old keys had signed."""
+    """What to do with the targets that the old keys had signed."""
 
     CARRIED = "carried on"
     DROPPED = "dropped"
@@ -124,7 +124,7 @@ def _with_keys(top: Targets, role: str, keys: Sequence[Key], need: int) -> Deleg
 
 
 def _listed(cloud: Metadatas, chain: Chain, role: str) -> dict[str, TargetFile]:
-    """What the keys named now, or just before an interruption, have signed for a role."""
+    """Return the targets that a role's keys of now, or before an interruption, have signed."""
     if role not in {TARGETS, RELEASE}:
         return {}
     listing = chain.targets[role]
@@ -134,7 +134,7 @@ def _listed(cloud: Metadatas, chain: Chain, role: str) -> dict[str, TargetFile]:
         except (Corrupt, NotFound) as error:
             raise Conflict(
                 f"neither the keys of {role} nor those just before signed what it lists, so none "
-                f"of it is carried on ({error}); drop it, then sign anew what you know"
+                f"of it is carried on ({error}); drop it, then sign again what you know"
             ) from error
     return dict(listing.signed.targets)
 

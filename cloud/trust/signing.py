@@ -1,4 +1,4 @@
-"""What people run where their keys are: check, then sign, then hand the signature to the cloud.
+"""Signing where people keep their keys: check, sign, then send the signature to the cloud.
 
 The cloud may be stolen, so it is not believed. What is published is verified from the root that
 lies beside the keys; what waits for signatures is signed only after everything in it was either
@@ -40,7 +40,7 @@ from triplane.proto.targets import (
 )
 
 MAX_TRIES: Final = 20
-"""Of one signature, when others sign at the same time; what was repeated is kept between them."""
+"""Tries of one signature while others sign at the same time; checks are not repeated."""
 RETRY_S: Final = 1.0
 MAX_REPEATED: Final = 32
 """Conversions repeated for one signature, when others wait too."""
@@ -55,7 +55,7 @@ class Metadatas(Protocol):
         """One published file."""
 
     def pending(self, role: str, /) -> Pending:
-        """What the next signer starts from."""
+        """Return the version that the next signer starts from."""
 
     def submit(self, role: str, data: bytes, /) -> Submitted:
         """Hand over a version with this signer's signatures."""
@@ -76,7 +76,7 @@ class ReleaseSource(Metadatas, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SigningResult:
-    """What was signed, and how far that got. targets: those repeated and compared here."""
+    """The outcome of signing. targets: those whose conversion was repeated and compared here."""
 
     submitted: Submitted
     targets: tuple[SignedTarget, ...] = ()
@@ -204,7 +204,7 @@ def renew(
     signer = Signer(cloud, keys_folder, role)
     base = signer.published()
     if not base and signer.version > 1:
-        raise Conflict(f"nothing that {role} lists is signed by its present keys; sign it anew")
+        raise Conflict(f"nothing that {role} lists is signed by its present keys; sign it again")
     waiting = signer.waiting(base)
     same = waiting is not None and waiting.signed.targets == base
     now = time.time() if now_s is None else now_s
@@ -247,7 +247,7 @@ def replace_keys(
 
 
 def _waiting_root(cloud: Metadatas, wanted: Root) -> Metadata[Root] | None:
-    """What other holders of root keys have signed, if it is `wanted` and ends no later."""
+    """Return the pending root of other key holders, if it is `wanted` and expires no later."""
     pending = cloud.pending("root")
     if pending.published:
         return None
@@ -320,13 +320,13 @@ class Signer:
         return self.chain.targets[self._role].signed.version
 
     def published(self) -> dict[str, TargetFile]:
-        """What the role's threshold has signed; nothing after a rotation of its keys."""
+        """Return the targets that the role's threshold signed; none after a key rotation."""
         if not self.chain.is_signed(self._role):
             return {}
         return dict(self.chain.targets[self._role].signed.targets)
 
     def waiting(self, base: Mapping[str, TargetFile]) -> Metadata[Targets] | None:
-        """What waits for signatures, where signing it keeps all of `base`."""
+        """Return the version that waits for signatures, if signing it keeps all of `base`."""
         pending = self._cloud.pending(self._role)
         if pending.published:
             return None

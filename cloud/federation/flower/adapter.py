@@ -139,7 +139,7 @@ class TurnGrid(StreamGrid):
 
 
 def shipped(name: str) -> Callable[..., Strategy]:
-    """What makes the strategy that Flower ships under that name."""
+    """Return the constructor of the strategy that Flower ships under that name."""
     make: Callable[..., Strategy] = getattr(strategy, name)
     return make
 
@@ -155,7 +155,7 @@ def instruction(node: int, kind: str) -> Message:
 
 
 def reply_to(message: Message, arrays: Named | None, metrics: Mapping[str, Any]) -> Message:
-    """What a device without a `ClientApp` would have replied. arrays: absent after evaluation."""
+    """Return the reply of a device without a `ClientApp`. arrays: absent after evaluation."""
     records: dict[str, Any] = {METRICS: MetricRecord(dict(metrics))}
     if arrays is not None:
         records[ARRAYS] = record_of(arrays)
@@ -215,7 +215,7 @@ def replied(data: bytes) -> tuple[dict[str, np.ndarray[Any, Any]] | None, dict[s
 
 
 def no_settings() -> ConfigRecord:
-    """What `Strategy.start` begins a turn with."""
+    """The arguments with which `Strategy.start` begins a turn."""
     return ConfigRecord()
 
 
@@ -226,7 +226,7 @@ def settings_in(message: Message) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """What a strategy asks devices to clip: their change of `arrays` to the L2 norm `norm`.
+    """Clipping that a strategy asks of devices: their change of `arrays` to the L2 norm `norm`.
 
     adaptive: by the mod that also tells whether there was anything to clip.
     """

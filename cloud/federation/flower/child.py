@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _raised(error: BaseException) -> TriplaneError:
-    """What the strategy raised, and where in its own file."""
+    """Describe what the strategy raised, and where in its own file."""
     if isinstance(error, MemoryError):
         return Unavailable("the strategy needs more memory than it may take")
     frames = traceback.extract_tb(error.__traceback__)

@@ -38,7 +38,7 @@ EVALUATE: Final = "evaluate"
 LOOKS: Final = 2
 """Times a strategy looks for nodes in a turn; one that looks again waits for more to come."""
 KNOWN: Final = frozenset({"server-round"})
-"""What a message may say to a device that follows its plan."""
+"""Configuration keys that a message may carry for a device that follows its plan."""
 
 Array = np.ndarray[Any, Any]
 

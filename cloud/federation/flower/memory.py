@@ -1,4 +1,4 @@
-"""What a strategy remembers between rounds, as one file: the plain data among its attributes.
+"""A strategy's memory between rounds as one file: the plain data among its attributes.
 
 Numbers, text, arrays, Flower's array records, and lists, tuples and dictionaries of them, of the
 strategy and of one that it wraps (`strategy.strategy`). That is all that the strategies of Flower

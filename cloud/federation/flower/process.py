@@ -33,7 +33,7 @@ INHERITED: Final = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "TZ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyLimits:
-    """Of one strategy's process, and how many runs have one. answer_s: from order to answer."""
+    """Limits of a strategy's process, and of their number. answer_s: from order to answer."""
 
     memory_bytes: int = 4 << 30
     file_bytes: int = 4 << 30
@@ -83,7 +83,7 @@ class StrategyProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process id."""
         return self._child.pid
 
     async def end(self) -> None:

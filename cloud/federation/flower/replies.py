@@ -1,4 +1,4 @@
-"""What devices contributed to a strategy's turn, as Flower's replies; in the strategy's process.
+"""Contributions of devices as Flower's replies to a strategy; runs in the strategy's process.
 
 A device without a `ClientApp` contributed an update or a score as in any run. The bytes of a
 `ClientApp`'s reply come from a stranger: they are checked when they arrive, so that what does not
@@ -33,7 +33,7 @@ Contributed = tuple[dict[str, Array] | None, dict[str, Any]]
 def contributed(
     facts: Mapping[str, Any], order: Mapping[str, Any], like: Like, state: Mapping[str, Array]
 ) -> Contributed:
-    """Of one device: a score, a reply of its app, or the shared state and its change."""
+    """Return one device's reply: a score, its app's reply, or the shared state with its change."""
     if "metrics" in facts:
         return None, dict(facts["metrics"])
     if "samples" in facts:

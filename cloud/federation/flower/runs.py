@@ -3,7 +3,7 @@
 The machine of runs stays as it is (`core.rules`): it opens a round with the devices that are there,
 the strategy narrows it to those that it asks (`Asked`), devices work as in any run, and in place of
 our own mean and optimizer the strategy aggregates what counted. The new state and what the strategy
-remembers are blobs that one commit names, so a process that is killed is begun anew from the last
+remembers are blobs that one commit names, so a killed process is started again from the last
 of them, and so is one of a cloud that was killed.
 """
 
@@ -74,7 +74,7 @@ LIMITS: Final = StrategyLimits()
 LAST_S: Final = 10.0
 """For a strategy to take in the last evaluation when its run is done."""
 OVER: Final = (1, math.nan)
-"""What is said of a reply that nobody reads any more."""
+"""Result of checking a reply whose round is over."""
 TRIES: Final = 3
 """Processes in a row that may die at one turn."""
 
@@ -221,7 +221,7 @@ class FlowerRuns:
         return make, write
 
     async def judged(self, entry: RunRecord, projection: RunProjection, order: Judged) -> None:
-        """See `live.Worker`: tells the strategy, unless it began anew since it asked."""
+        """See `live.Worker`: tells the strategy, unless its process restarted since it asked."""
         run, members = self._of(entry.id), projection.state.members
         replies: dict[str, Any] = {}
         for lease in order.leases:
@@ -424,7 +424,7 @@ class FlowerRuns:
         return process
 
     def _facts(self, spec: pb.Spec) -> dict[str, Any]:
-        """What a strategy is made of, without a run."""
+        """Return the order that constructs a strategy, without a run."""
         flower, plan = spec.flower, journal.plan_of(spec)
         row = None if flower.sha256 else shipped_row(flower.strategy)
         file, attribute = "", ""
@@ -461,7 +461,7 @@ class FlowerRuns:
         }
 
     def _kept(self, entry: RunRecord, answer: Mapping[str, Any]) -> tuple[bytes, bytes]:
-        """What a strategy wrote, as blobs: the next state, checked, and what it remembers."""
+        """Store a strategy's output as blobs: the next state, validated, and its memory."""
         assert entry.prepared is not None
         state = Path(answer["state"])
         tensors = read_state(state, plan=entry.prepared.plan_digest)

@@ -1,4 +1,4 @@
-"""What a run of a Flower strategy may ask for, checked without flwr: the cloud never imports it.
+"""Validation of a run with a Flower strategy, without flwr: the cloud's process never imports it.
 
 A strategy is one that Flower ships, by Flower's name, or one that the operator put into the cloud's
 folder of strategies: code never travels. Its file is pinned by SHA-256 when the run begins.
@@ -22,14 +22,14 @@ from triplane.proto import federation_pb2 as pb
 from triplane.proto.errors import Conflict, InvalidInput, NotFound
 
 VERSION: Final = "1.41."
-"""Of flwr: the adapter follows this release."""
+"""The release of flwr that the adapter follows."""
 INSTALL: Final = "pip install 'triplane[flower]'"
 MAX_STRATEGY_BYTES: Final = 1 << 20
 MAX_OPTIONS: Final = 64
 MAX_OPTION_CHARS: Final = 1000
 MAX_NAME_CHARS: Final = 200
 ATTRIBUTE: Final = "strategy"
-"""What a file of the operator's gives where the run names nothing else."""
+"""The attribute of an operator's file that is used unless the run names another."""
 
 _FILE: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?::([A-Za-z_][A-Za-z0-9_]*))?")
 _BY_RUN: Final = (
@@ -110,7 +110,7 @@ def fill_flower(spec: pb.Spec, folder: Path) -> None:
 
 
 def installed_version() -> str:
-    """Of flwr in this environment. NotFound: it is not there; Conflict: another one."""
+    """Return the version of flwr here. NotFound: it is not installed; Conflict: unsupported."""
     try:
         version = importlib.metadata.version("flwr")
     except importlib.metadata.PackageNotFoundError:
@@ -123,7 +123,7 @@ def installed_version() -> str:
 
 
 def shipped_row(name: str) -> Shipped | None:
-    """Of the strategy that flwr ships under a name; upper case, "-" and "_" do not matter."""
+    """Return the row of a strategy of flwr by name; upper case, "-" and "_" do not matter."""
     return SHIPPED.get(name.lower().replace("-", "").replace("_", ""))
 
 
@@ -197,7 +197,7 @@ def _check_shipped(row: Shipped, flower: pb.Flower) -> None:
 
 
 def _check_owner(path: Path, facts: os.stat_result) -> None:
-    """Only whoever owns the cloud may decide what runs in it."""
+    """Refuse a file that others than the cloud's owner can change."""
     if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_STRATEGY_BYTES:
         raise InvalidInput(f"{path} is a plain file of at most {MAX_STRATEGY_BYTES} bytes")
     if facts.st_uid not in {os.geteuid(), 0} or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

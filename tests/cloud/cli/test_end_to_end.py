@@ -154,7 +154,7 @@ def test_the_audit_log_holds_what_was_done(operator, pushed, capsys):
     assert head
     assert head[1] in said(capsys, "audit", "verify", "--head", head[1])
     forged = head[1].partition(":")[0] + ":" + "0" * 64
-    assert "written anew" in said(capsys, "audit", "verify", "--head", forged, code=5)
+    assert "rewritten" in said(capsys, "audit", "verify", "--head", forged, code=5)
     assert "registry.push" in said(capsys, "audit", "ls")
 
 

@@ -101,7 +101,7 @@ def test_a_list_that_neither_the_new_nor_the_former_keys_signed_is_not_carried_o
     assert rotated(cloud, "release", elsewhere).again is None, "its holder signs anew"
     cloud.allow(digits=RULE)
     here = other_key(cloud, "release")
-    with pytest.raises(Conflict, match="drop it, then sign anew what you know"):
+    with pytest.raises(Conflict, match="drop it, then sign again what you know"):
         rotated(cloud, "release", here)
     made = rotated(cloud, "release", here, lists=Lists.DROPPED)
     assert made.again is not None
