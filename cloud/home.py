@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FORMAT: Final = 1
 OPERATOR: Final = "operator"
 MACHINE: Final = "the cloud's machine"
-"""The actor of what needs nobody's leave but its own."""
+"""Actor, in the audit log, of changes on the cloud's own machine."""
 LOCAL: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 8443
 PORTS: Final = {"port": DEFAULT_PORT, "enrol_port": 8444, "dashboard_port": 8445}
@@ -261,7 +261,7 @@ def _make_identities(home: Home, hosts: Sequence[str], port: int, now_s: float) 
 
 
 def admit_operator(home: Home, name: str, folder: Path, now_s: float | None = None) -> Path:
-    """Make an operator's identity in a new folder, with nobody's leave but this machine's.
+    """Make an operator's identity in a new folder; access to the cloud's machine is all it needs.
 
     For a cloud that no operator can reach any more. A former holder of the name is revoked.
         Conflict: the cloud runs, or the folder is not empty. InvalidInput: the name.
@@ -336,7 +336,7 @@ def _place_of(url: str) -> str:
 
 
 def _hosts_of(parts: sa.URL) -> str:
-    """The hosts that may have it, each with its port; what the query says counts for more."""
+    """The database's hosts, each with its port; the URL's query overrides its authority."""
     hosts = _several(parts.query.get("host")) or [parts.host or ""]
     ports = _several(parts.query.get("port")) or [str(parts.port or "")]
     if len(ports) != len(hosts):
@@ -389,7 +389,7 @@ def open_database(home: Home, *, is_new: bool = False) -> Database:
 
 
 def _holds_a_cloud(connection: sa.Connection) -> bool:
-    """Whether anybody was ever let in: the first operator is, when a cloud is made."""
+    """Whether any principal exists: the first operator does from the making of a cloud on."""
     from triplane.cloud.identity.tables import PRINCIPALS
 
     return connection.execute(PRINCIPALS.select().limit(1)).first() is not None

@@ -23,7 +23,7 @@ from triplane.proto.targets import AUTO
 logger = logging.getLogger(__name__)
 
 RETRY_S: Final = 5.0
-"""Between two tries while another rollout of the model goes on."""
+"""Pause between two tries while another rollout of the model is running."""
 KEY_BYTES: Final = 16
 
 
@@ -77,7 +77,7 @@ class Releasing:
 
 
 def check_release(repository: MetadataRepository, model: str) -> None:
-    """InvalidInput where the signed policy lets nobody release the model by itself."""
+    """InvalidInput where the signed policy does not allow automatic releases of the model."""
     rules = repository.policy().models
     if model not in rules:
         listed = ", ".join(sorted(rules)) or "none"

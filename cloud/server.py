@@ -225,7 +225,7 @@ class Cloud:
         self._tasks.spawn(self.fleet.remove_node(name, "revoked"), "revocation")
 
     async def _reconcile(self) -> None:
-        """Tell the fleet who was enrolled or revoked while nobody told it."""
+        """Add and remove nodes that were enrolled or revoked without the fleet's knowledge."""
         known = {node.name for node in self.fleet.nodes()}
         for who in await self.principals.listed():
             if who.revoked and who.name in known:

@@ -1,4 +1,4 @@
-"""`triplane audit`: read the log of what was done, and check that nobody rewrote it."""
+"""`triplane audit`: read the audit log, and verify that it was not rewritten."""
 
 from __future__ import annotations
 

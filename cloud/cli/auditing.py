@@ -42,7 +42,7 @@ def _moment(time_s: float) -> str:
 
 
 def _details(entry: AuditEntry) -> Any:
-    """As they were logged; the text itself where it was cut off and is no JSON any more."""
+    """Parse the details of an entry; a text that was cut off is returned as it is."""
     try:
         return json.loads(entry.details)
     except ValueError:

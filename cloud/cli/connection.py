@@ -80,7 +80,7 @@ def client_options(function: F) -> F:
 
 
 def identity_path(option: Path | None) -> Path:
-    """The folder to use; NotFound says how an identity is made."""
+    """Return the identity folder to use; NotFound explains how to get one."""
     home = Path(os.environ.get(HOME_VARIABLE) or DEFAULT_HOME).expanduser()
     path = option.expanduser() if option else home / OPERATOR_FOLDER
     if not (path / "cert.pem").is_file():

@@ -58,7 +58,7 @@ SHARE: Final = click.FloatRange(0, 1, min_open=True)
 
 
 def _or(text: str, default: object) -> str:
-    """Help that ends with the cloud's default: what is not said is filled in there."""
+    """Add the default to a help text; the cloud fills unset options in."""
     return f"{text}  [default: {default}]"
 
 

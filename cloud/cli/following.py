@@ -1,4 +1,4 @@
-"""Follows a federated run until it stands: a live table on a terminal, lines elsewhere.
+"""Follows a federated run until it ends or stops: a live table on a terminal, lines elsewhere.
 
 The run lives in the cloud: a cloud that restarts meanwhile, or a watcher that leaves, changes
 nothing about it.
@@ -26,7 +26,7 @@ Show = Callable[[Run], None]
 
 
 def follow_to_end(cloud: Calls, run: Run, *, as_json: bool) -> int:
-    """Shows every change until the run stands; the exit code is 0 where it is done."""
+    """Show every change until the run ends or stops; the exit code is 0 if it is done."""
     last = run
     try:
         with _display(as_json=as_json) as show:

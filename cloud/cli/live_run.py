@@ -52,7 +52,7 @@ def live_run(console: Console | None = None) -> Iterator[Callable[[Run], None]]:
 
 
 def drawn(run: Run, *, room: int, now_s: float) -> RenderableType:
-    """The headline, a bar of rounds, a bar of the round at hand, and at most `room` rounds."""
+    """The headline, a bar of rounds, a bar of the current round, and at most `room` rounds."""
     title = Text(headline(run), STYLES.get(phase_of(run), "bold"))
     done = sum(1 for r in run.rounds if r.closed_s and not r.evaluates and not r.given_up)
     lines: list[RenderableType] = [title, _bar("rounds ", done, run.spec.rounds)]

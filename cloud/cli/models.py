@@ -77,7 +77,7 @@ def version_text(version: Version) -> str:
 
 
 def bundle_text(bundle: Bundle) -> str:
-    """Target, state, and what stands between it and a node."""
+    """Target, state, and what keeps a bundle from being deployed."""
     state = enum_text(bundle, "state")
     if state != "ready":
         return f"{bundle.target}: {state}{f': {bundle.reason}' if bundle.reason else ''}"

@@ -1,4 +1,4 @@
-"""Kinds of option values: shares, durations, waves, labels, digests. A refusal says what is taken.
+"""Types of option values: shares, durations, waves, labels, digests. Errors name the valid forms.
 
 A value is parsed once here; what the numbers mean together is judged by the cloud.
 """

@@ -63,7 +63,7 @@ class Remote:
 
 
 def _length(cloud: Calls, sha256: bytes) -> int:
-    """As the first chunk says; the digest of the whole is verified later, whatever it says."""
+    """The size that the first chunk announces; the digest of the whole is verified later."""
     call = TransferStub(cloud.channel).Download(DownloadRequest(sha256=sha256))
     first = next(iter(call), None)
     call.cancel()

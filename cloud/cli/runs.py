@@ -19,10 +19,10 @@ STANDING: Final = (*OVER, "stopped")
 LAST_ROUNDS: Final = 20
 MOST_MEMBERS: Final = 50
 MOST_REASONS: Final = 3
-"""Devices whose reasons are told after a round; `show` has all."""
+"""Most devices whose reasons are printed after a round; `show` has all."""
 MOST_REASON_CHARS: Final = 300
 MOST_LOSS: Final = 1e6
-"""Larger ones are told by their power of ten."""
+"""Larger numbers are printed by their power of ten."""
 
 
 def phase_of(run: Run) -> str:

@@ -79,7 +79,7 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def age(time_s: float, now_s: float | None = None) -> str:
-    """How long ago, in the unit that says it shortest; "-" where it never was."""
+    """Format an age in its shortest unit; "-" for never."""
     if time_s <= 0:
         return NOTHING
     return f"{duration((time.time() if now_s is None else now_s) - time_s)} ago"

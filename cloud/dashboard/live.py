@@ -24,7 +24,7 @@ from triplane.proto.registry_pb2 import Version
 ACTOR: Final = "dashboard"
 """In the audit log: who holds the token is not known by name."""
 WHOLE_ROLLOUTS: Final = 3
-"""The newest ones are shown with their nodes, and every one that goes on."""
+"""Newest rollouts that are shown with their nodes, beside every one that has not ended."""
 MOST_MODELS: Final = 25
 VERSIONS_EACH: Final = 5
 MOST_WARNINGS: Final = 5

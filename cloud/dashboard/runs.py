@@ -1,4 +1,4 @@
-"""The rows of federated runs: rounds as they go, what devices contribute, how accuracy lies."""
+"""The rows of federated runs: rounds, contributions of devices, and accuracies."""
 
 from __future__ import annotations
 

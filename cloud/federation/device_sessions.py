@@ -85,7 +85,7 @@ class DeviceSessions:
         self._looks: set[tuple[str, str]] = set()  # (run, device) that a run is about to look at
 
     def stop(self) -> None:
-        """Record no change of presence any more."""
+        """Stop recording changes of presence."""
         self._presence.stop()
 
     def waiting(self) -> dict[str, str]:
@@ -206,7 +206,7 @@ class DeviceSessions:
     def _presence_event(
         self, run: LiveRun, state: RunState, name: str, at_s: float
     ) -> Joined | Left | None:
-        """The event of the device's presence; None where the run's state says it already."""
+        """Return the event of the device's presence; None if the run's state has it already."""
         member, offer = state.members.get(name), self._offer_to(run, name)
         is_there = member is not None and member.connected
         if offer is None:

@@ -49,7 +49,7 @@ def _nobody(model: str) -> None:
 
 
 def _send_nothing(device: str, work: pb.Work) -> None:
-    """Without streams there is nobody to send work to."""
+    """Drop the work: there are no streams."""
 
 
 class Federation:

@@ -66,7 +66,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """A run's row. before: the phase it had without events; ended_s: 0 while it may go on."""
+    """A run's row. before: its phase before it has events; ended_s: 0 until it has ended."""
 
     number: int
     id: str
@@ -135,7 +135,7 @@ def entry(connection: sa.Connection, run: str) -> RunRecord:
 
 
 def live(connection: sa.Connection) -> list[tuple[RunRecord, RunProjection | None]]:
-    """Runs that may go on, oldest first."""
+    """Return the runs that have not ended, oldest first."""
     rows = connection.execute(sa.select(RUNS).where(RUNS.c.live).order_by(RUNS.c.number)).all()
     runs = [(_entry(row), _projection(connection, row)) for row in rows]
     return [(e, with_counted_leases(connection, e, b) if b else None) for e, b in runs]
@@ -192,7 +192,7 @@ def change(connection: sa.Connection, run: str, **values: Any) -> None:
 
 
 def prepare(connection: sa.Connection, run: str, prepared: Prepared) -> None:
-    """The plan is there: events may come."""
+    """Record the plan of a run; from here on it takes events."""
     change(connection, run, prepared=to_json(prepared), before="", reason="")
 
 

@@ -1,12 +1,12 @@
-"""One run as it goes on: events come in, are committed, and only then have effects.
+"""A live run: events come in, are committed, and only then have effects.
 
-A run is one task with one queue, so events have an order, and a batch of them is one commit. Who
-puts an event waits for that commit. Effects that take time (reducing, finishing) run beside the
-queue and come back as events; what is lost with the process is asked for again by `Restarted`.
+A run is one task with one queue, so events have an order, and a batch of them is one commit. The
+caller of `put` waits for that commit. Effects that take time (reducing, finishing) run beside the
+queue and come back as events; those that are lost with the process are repeated by `Restarted`.
 
-Contributions wait for company: they are folded at once and committed with the event that closes
-their round, or after `HOLD_S`. A round is reduced meanwhile, so the usual round is one commit
-(decision 0039). The result of a reduction whose updates could not be committed is dropped.
+Contributions are folded at once and committed together with the event that closes their round, or
+after `HOLD_S`. A round is reduced meanwhile, so the usual round is one commit (decision 0039). A
+result is dropped if the updates that it was reduced from could not be committed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MAX_BATCH: Final = 256
 SNAPSHOT_EVENTS: Final = 256
 """Least number of events between two snapshots; a restart folds those after the newest."""
 RETRY_S: Final = 1.0
-"""Between tries to commit what nobody waits for."""
+"""Pause between tries to commit events without a waiting caller."""
 MAX_RETRY_S: Final = 30.0
 """Between tries of work that finds no room; they begin at `RETRY_S` and double."""
 HOLD_S: Final = 0.05
@@ -66,7 +66,7 @@ COUNTED_S: Final = 0.25
 STOPPING: Final = "the cloud is stopping; say it again when it is back"
 
 MakeEvent = Callable[[RunState, float], Event | None]
-"""Makes an event of the state it meets and the time; None where it means nothing any more."""
+"""Makes an event from the current state and the time; None if it no longer applies."""
 Write = Callable[[sa.Connection, RunProjection], None]
 """Writes in the transaction of an event; called with the projection after it."""
 
@@ -83,7 +83,7 @@ class Worker(Protocol):
         """
 
     async def judged(self, entry: RunRecord, projection: RunProjection, order: Judged) -> None:
-        """An evaluating round is over. Raises nothing: the run goes on meanwhile."""
+        """Handle the end of an evaluating round. Raises nothing: the run does not wait for it."""
 
     async def finish(self, entry: RunRecord, projection: RunProjection) -> tuple[MakeEvent, Write]:
         """The model of the last shared state."""
@@ -91,7 +91,7 @@ class Worker(Protocol):
     def settled(
         self, old: RunRecord, new: RunRecord, before: RunProjection, after: RunProjection
     ) -> None:
-        """Told after each commit, for files that nobody needs any more."""
+        """Called after each commit, to remove files that are no longer needed."""
 
 
 class Audience(Protocol):
@@ -106,7 +106,7 @@ class Audience(Protocol):
 
 @dataclass(eq=False, slots=True)
 class _Put:
-    """An event on its way. done: None where nobody waits. data: of an update that came with it."""
+    """A queued event. done: None if no caller waits. data: of an update that came inline."""
 
     make: MakeEvent
     write: Write | None = None
@@ -166,7 +166,7 @@ class LiveRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether no event changes it any more."""
+        """Whether the run has ended, so that no event changes it."""
         return self.projection.state.phase in ENDED
 
     def start(self) -> None:
@@ -184,7 +184,7 @@ class LiveRun:
         self._answer_queued(Unavailable(STOPPING))
 
     async def put(self, make: MakeEvent, data: bytes = b"") -> RunProjection:
-        """Have an event happen; the projection after its commit. Unavailable: it may not have.
+        """Apply an event and return the projection after its commit. Unavailable: it may be lost.
 
         data: of the update that it names, where it is in no file; kept in the same commit.
         """
@@ -197,7 +197,7 @@ class LiveRun:
         return await done
 
     def note(self, make: MakeEvent, write: Write | None = None) -> None:
-        """Have an event happen that nobody waits for; it is tried until it is committed."""
+        """Queue an event without a waiting caller; it is retried until it is committed."""
         self._queue.put_nowait(_Put(make, write))
 
     def held_update(self, sha256: bytes) -> bytes | None:
@@ -353,7 +353,7 @@ class LiveRun:
     def _write(
         self, connection: sa.Connection, ahead: _Ahead, small: dict[str, bytes]
     ) -> RunRecord:
-        """small: inline updates of a round that goes on."""
+        """small: inline updates of a round that is still open."""
         projection = ahead.projection
         journal.record(connection, self.entry.id, ahead.events, projection.revision)
         if self._keeps and not _same_round(self.projection.state, projection.state):
@@ -373,7 +373,7 @@ class LiveRun:
         return journal.entry(connection, self.entry.id) if changed else self.entry
 
     def _is_kept(self, projection: RunProjection) -> bool:
-        """Whether the commit at hand keeps a snapshot. Each costs as much as it has parts."""
+        """Whether this commit writes a snapshot, whose cost grows with members and rounds."""
         parts = len(projection.state.members) + len(projection.state.history)
         since = projection.revision - self._kept_at
         return projection.state.phase in ENDED or since >= max(SNAPSHOT_EVENTS, parts)
@@ -496,13 +496,13 @@ class LiveRun:
 
 
 def _counts(state: RunState, event: Arrived) -> bool:
-    """Whether the update is one that the round at hand counts."""
+    """Whether the update is one that the current round counts."""
     held = lease_of(state, event.device)
     return held is not None and held.id == event.lease and held.update == event.update
 
 
 def _has_counted(state: RunState, device: str) -> bool:
-    """Whether the device has done its work in the round at hand."""
+    """Whether the device has done its work in the current round."""
     held = lease_of(state, device)
     return held is not None and held.outcome is Outcome.COUNTED
 

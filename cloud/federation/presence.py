@@ -52,7 +52,7 @@ class Presence:
             self._try(name, pace)
 
     def stop(self) -> None:
-        """Write nothing any more."""
+        """Stop writing changes."""
         for pace in self._paces.values():
             if pace.later is not None:
                 pace.later.cancel()

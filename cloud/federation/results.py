@@ -64,7 +64,7 @@ BUFFER: Final = "buffer"
 """The role of the optimizer's tensors in their file."""
 
 SharesPlan = Callable[[RunRecord], bool]
-"""Whether another run that may go on has the same plan."""
+"""Whether another run that has not ended has the same plan."""
 
 
 class Results:
@@ -87,7 +87,7 @@ class Results:
         blobs.disk.sync_folder(blobs.folder)  # a state it named is believed to be there
 
     async def restore(self, run: str) -> None:
-        """Before a run goes on: write its small states again that a power cut tore or took. NoRoom.
+        """Write a run's small states again that a power cut damaged or removed. NoRoom.
 
         A run whose states are not there is not live, so nobody reads them.
         """
@@ -101,14 +101,14 @@ class Results:
                 logger.info("state written again", extra={"blob": sha256.hex()})
 
     def _has(self, sha256: bytes, data: bytes) -> bool:
-        """Whether the blob is there with these bytes: a power cut may have left its name alone."""
+        """Whether the blob has these bytes: after a power cut only its name may exist."""
         try:
             return self._blobs.path(sha256).read_bytes() == data
         except FileNotFoundError:
             return False
 
     def _make_durable(self, names: Iterable[bytes]) -> None:
-        """Sync files that may be there without a sync, before no row has their bytes any more."""
+        """Sync files that were written without a sync, before the rows with their bytes go."""
         try:
             for name in names:
                 with self._blobs.find(name).open("rb") as file:

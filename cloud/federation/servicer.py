@@ -12,7 +12,7 @@ from triplane.proto.federation_pb2_grpc import FederationServicer as Wire
 from triplane.proto.status import status_of_aio
 
 WATCH_PERIOD_S: Final = 0.1
-"""A watcher hears at most this often; what lies between is skipped."""
+"""Least time between two messages to a watcher; states in between are skipped."""
 OVER: Final = frozenset({pb.Run.DONE, pb.Run.FAILED})
 
 

@@ -303,7 +303,7 @@ class UpdateStore:
             self.folder.remove(sha256)
 
     def sweep(self, needed: set[str], since_s: float) -> None:
-        """At the start: remove what no open round names and nobody can still mean.
+        """Remove, at the start, files that no open round names and no device can still announce.
 
         since_s: when the oldest open round began, infinite without one. What came later stays: its
         device may have been cut off before it could say so.

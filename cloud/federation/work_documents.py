@@ -45,7 +45,7 @@ class WorkDocuments:
         self._states: dict[str, tuple[str, bytes]] = {}  # by run: its shared state, and its bytes
 
     def forget(self, run: str) -> None:
-        """A run is over and not asked about any more."""
+        """Drop what is cached of a run that has ended."""
         self._down.pop(run, None)
         self._states.pop(run, None)
 

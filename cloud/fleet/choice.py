@@ -1,4 +1,4 @@
-"""Which target each node of a rollout takes: its first that can be had and fits."""
+"""The target of each node of a rollout: its first that is available and fits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def choose_all(r: Rollout) -> Result:
 
 
 def choose(r: Rollout, name: str) -> Result:
-    """The node's first target that can be had and fits; asks for it where nobody did."""
+    """Choose the node's first target that is available and fits; asks for its bundle if needed."""
     m = r.members[name]
     if m.capability is None or m.stage is not NodeStage.WAITING or m.left_out:
         return r, ()

@@ -1,4 +1,4 @@
-"""From a request to a rollout: who is meant, who is left out, who is in which wave. Pure."""
+"""From a request to a rollout: selected nodes, excluded nodes, and waves. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_ASSIGNMENTS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class ResolvedDeploy:
-    """A deploy with what was found out about it. limit: of the automatic role, None for none."""
+    """A deploy request, resolved. limit: of the automatic role, None for none."""
 
     id: str
     request: DeployRequest
@@ -34,9 +34,10 @@ class ResolvedDeploy:
 
 
 def begun(fleet: FleetState, asked: ResolvedDeploy) -> FleetState:
-    """The fleet with the new rollout.
+    """Return the fleet with the new rollout.
 
-    Conflict: another of the model goes on, or the policy leaves nobody. NotFound: nobody is meant.
+    Conflict: another rollout of the model is running, or the policy excludes every node. NotFound:
+    no node is selected.
     """
     _check_free(fleet, asked.model)
     meant = _meant(fleet, asked.request.selector)

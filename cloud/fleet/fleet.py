@@ -1,12 +1,12 @@
-"""The fleet that the cloud keeps: every change is computed, committed, then told.
+"""The live fleet: every change is computed, committed, and then announced.
 
-One change at a time: the next state is computed from the one before (`state.py`, pure), what
-differs is committed in one transaction together with its audit entries, and only then is the new
-state the state, are sessions and watchers told, and is the caller answered. A failed commit
-leaves everything as it was. A change that has begun is finished even if its caller leaves.
+One change at a time: the next state is computed from the one before (`state.py`, pure), the
+difference is committed in one transaction together with its audit entries, and only then does the
+new state become current, are sessions and watchers notified, and is the caller answered. A failed
+commit changes nothing. A change that has begun is finished even if its caller leaves.
 
-Nothing is done by effect that could be lost: bundles and signatures are looked for again and again
-while a rollout waits for them, so a crash at any instant costs time only.
+No effect can be lost: bundles and signatures are polled while a rollout waits for them, so a crash
+at any instant costs only time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Bundles(Protocol):
     async def look(
         self, model: str, version: int, target: str, role: str
     ) -> BundleReady | BundleFailed | None:
-        """How it stands with a bundle and its signature; begins what is needed, waits for none."""
+        """Return the state of a bundle and its signature; starts what is needed without waiting."""
         ...
 
     async def limit(self, model: str, version: int, role: str) -> Limit | None:
@@ -83,7 +83,7 @@ class AuditedChange:
 
 @dataclass(frozen=True, slots=True)
 class _QueuedReport:
-    """A report and who waits for its commit."""
+    """A report and the caller that waits for its commit."""
 
     name: str
     report: pb.Report
@@ -120,7 +120,7 @@ class LiveFleet:
     # Life
 
     async def start(self) -> None:
-        """Read what is kept and go on with it."""
+        """Load the stored fleet and continue its rollouts."""
         self._fleet = await self._database.read(storage.load)
         self._loops = [
             asyncio.create_task(self._write_reports(), name="fleet reports"),
@@ -209,7 +209,7 @@ class LiveFleet:
         await self._change(make)
 
     async def remove_node(self, name: str, reason: str) -> None:
-        """A node's name was revoked: it counts nowhere any more."""
+        """Remove a revoked node: it no longer counts in any rollout."""
         await self._change_node(name, lambda node: replace(node, gone=reason or "revoked"))
 
     async def set_labels(
@@ -231,14 +231,14 @@ class LiveFleet:
         return self.node(name)
 
     async def cordon(self, name: str, *, cordoned: bool, by: str) -> FleetNode:
-        """Keep a node from getting anything new, or let it again."""
+        """Cordon a node, so that it gets no new versions, or uncordon it."""
         self.node(name)
         deed = AuditedChange(by, "node.cordon" if cordoned else "node.uncordon", name, {})
         await self._change_node(name, lambda node: replace(node, cordoned=cordoned), deed)
         return self.node(name)
 
     async def report(self, name: str, report: pb.Report) -> None:
-        """Take what a node said; returns after the commit. InvalidInput: out of its limits."""
+        """Take a node's report; returns after the commit. InvalidInput: a limit is broken."""
         check_report(report)
         if len(self._waiting) >= MAX_WAITING:
             raise Unavailable(f"{MAX_WAITING} reports wait to be written; report again later")
@@ -252,7 +252,7 @@ class LiveFleet:
     async def deploy(self, request: pb.DeployRequest, *, by: str) -> RolloutRecord:
         """Begin a rollout; the same key gives the same one.
 
-        Conflict: another of the model goes on. NotFound: no such version, or no node is meant.
+        Conflict: another rollout of the model is running. NotFound: no such version, or no node.
         """
         messages.check_request(request)
         known = await self._by_key(request.key)
@@ -279,7 +279,7 @@ class LiveFleet:
         return begun_rollout
 
     async def pause(self, id: str, *, reason: str, by: str) -> RolloutRecord:  # noqa: A002
-        """Open no wave until it is resumed. Conflict: it ended."""
+        """Open no wave until it is resumed. Conflict: the rollout has ended."""
         reason = messages.cut(reason)
         event = Pause(reason or f"paused by {by}")
         return await self._steer(
@@ -287,7 +287,7 @@ class LiveFleet:
         )
 
     async def resume(self, id: str, *, reason: str = "", by: str) -> RolloutRecord:  # noqa: A002
-        """Go on; failed nodes are tried again. Conflict: it ended."""
+        """Resume a rollout; failed nodes are retried. Conflict: it has ended."""
         reason = messages.cut(reason)
         note = f"resumed by {by}" + (f": {reason}" if reason else "")
         return await self._steer(
@@ -295,7 +295,7 @@ class LiveFleet:
         )
 
     async def abort(self, id: str, *, reason: str, revert: bool, by: str) -> RolloutRecord:  # noqa: A002
-        """End it; nodes that did not commit keep what they had. Conflict: it ended otherwise."""
+        """End a rollout; nodes that did not commit keep what they had. Conflict: it has ended."""
         reason = messages.cut(reason)
         event = Abort(reason or f"aborted by {by}", revert)
         details = {"reason": reason, "revert": revert}
@@ -450,7 +450,7 @@ class LiveFleet:
                 continue
 
     async def _look(self) -> None:
-        """Ask how it stands with every bundle and signature that a rollout waits for."""
+        """Look at every bundle and signature that a rollout waits for."""
         for record in list(self._fleet.rollouts.values()):
             rollout = record.rollout
             for target, supply in rollout.supplies.items():

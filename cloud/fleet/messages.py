@@ -123,7 +123,7 @@ def plan_from(request: pb.DeployRequest, model: str, version: int, nodes: int) -
 
 
 def check_request(request: pb.DeployRequest) -> None:
-    """InvalidInput where a field says nothing usable by itself."""
+    """InvalidInput where a field is invalid by itself."""
     if not 1 <= len(request.key) <= MAX_KEY_BYTES:
         raise InvalidInput(f"a key has 1 to {MAX_KEY_BYTES} bytes, got {len(request.key)}")
     if request.role not in ROLES:

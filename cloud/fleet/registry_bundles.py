@@ -55,7 +55,7 @@ class RegistryBundles:
         return BundleReady(target, _needs(bundle), signed.path, bundle.blob.hex())
 
     async def limit(self, model: str, version: int, role: str) -> Limit | None:
-        """See `fleet.Bundles`. Without a rule there is none: `look` says what that means."""
+        """See `fleet.Bundles`. None without a rule of the policy, which `look` then reports."""
         rule = self._repository.policy().models.get(model)
         if role != AUTO or rule is None:
             return None

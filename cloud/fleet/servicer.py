@@ -23,13 +23,13 @@ PAGE_BYTES: Final = 2 << 20
 MAX_ROLLOUTS: Final = 500
 DEFAULT_ROLLOUTS: Final = 50
 WATCH_PERIOD_S: Final = 0.2
-"""A watcher hears at most this often; what lies between is skipped."""
+"""Least time between two messages to a watcher; states in between are skipped."""
 WATCH_IDLE_S: Final = 5.0
-"""A watched rollout is looked at this often even if nothing was told, for who is connected."""
+"""Most time between two looks at a watched rollout: connections change without an event."""
 
 
 class FleetServicer(Wire):
-    """caller: the name of who makes the call at hand. metadata_versions: the cloud's, by role."""
+    """caller: returns the name that makes the call. metadata_versions: the cloud's, by role."""
 
     def __init__(
         self,

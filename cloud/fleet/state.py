@@ -1,4 +1,4 @@
-"""The fleet as one value, and what reports, people and rollouts make of it.
+"""The fleet as one value, and how reports, people and rollouts change it.
 
 Pure, like the rollouts it holds: each function takes a state and gives the next one. A node's
 desired number grows with every change of its desired document, and with nothing else.
@@ -53,7 +53,7 @@ class NodeAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetNode:
-    """One node. gone: why it is none any more, or empty."""
+    """A node of the fleet. gone: why it left the fleet, or empty."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -76,13 +76,13 @@ class RolloutRecord:
 
     @property
     def is_ended(self) -> bool:
-        """Whether nothing changes it any more."""
+        """Whether the rollout has ended, so that nothing changes it."""
         return self.rollout.state in ENDED
 
 
 @dataclass(frozen=True, slots=True)
 class FleetState:
-    """Every node, and the rollouts that go on."""
+    """Every node, and the rollouts that have not ended."""
 
     nodes: Mapping[str, FleetNode] = field(default_factory=dict)
     rollouts: Mapping[str, RolloutRecord] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def with_node(fleet: FleetState, node: FleetNode) -> FleetState:
 
 
 def without_ended(fleet: FleetState) -> FleetState:
-    """The fleet with the rollouts that go on."""
+    """Return the fleet without the rollouts that have ended."""
     going = {name: record for name, record in fleet.rollouts.items() if not record.is_ended}
     return fleet if len(going) == len(fleet.rollouts) else replace(fleet, rollouts=going)
 
@@ -150,14 +150,14 @@ def _after_events(
 
 
 def after_tick(fleet: FleetState, now_s: float) -> FleetState:
-    """Time passed for every rollout."""
+    """Apply the current time to every rollout."""
     for rollout_id in list(fleet.rollouts):
         fleet = after_event(fleet, rollout_id, TimePassed(), now_s)
     return fleet
 
 
 def after_nodes_changed(fleet: FleetState, now_s: float) -> FleetState:
-    """Tell every rollout who is out, after labels, cordons or nodes changed."""
+    """Update the excused nodes of every rollout, after labels, cordons or nodes changed."""
     for rollout_id, record in list(fleet.rollouts.items()):
         selector = Selector.parse(record.request.selector or ALL)
         reasons = {
@@ -170,7 +170,7 @@ def after_nodes_changed(fleet: FleetState, now_s: float) -> FleetState:
 
 
 def excuse(node: FleetNode | None, selector: Selector) -> str:
-    """Why a rollout does not count this node; empty where it does."""
+    """Return why a rollout does not count this node; empty where it does."""
     if node is None or node.gone:
         return node.gone if node else "it is no node"
     if node.cordoned:
@@ -221,7 +221,7 @@ AFTER_RESTORE: Final = (
 
 
 def warnings(node: FleetNode, metadata_versions: Mapping[str, int]) -> list[str]:
-    """Where what the node reports contradicts what this cloud knows, and what to do about it."""
+    """Return where a node's report contradicts this cloud's records, and the way out."""
     report = node.report
     if report is None:
         return []

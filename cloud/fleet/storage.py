@@ -1,4 +1,4 @@
-"""The fleet in the database: what changed is written, what goes on is read.
+"""The fleet in the database: writes what changed, reads nodes and running rollouts.
 
 `save` writes the rows whose values are other objects than before, so its cost is that of the
 change. Ended rollouts stay in the tables and leave the value.
@@ -105,7 +105,7 @@ def _put(connection: sa.Connection, table: sa.Table, *, new: list[Row], other: l
 
 
 def load(connection: sa.Connection) -> FleetState:
-    """Every node and the rollouts that go on."""
+    """Read every node and the rollouts that have not ended."""
     held: dict[str, dict[str, NodeAssignment]] = {}
     digests = {
         (row["node"], row["model"]): {key: row[key] for key in _DIGESTS}

@@ -1,4 +1,4 @@
-"""The values of a rollout: what was asked, who is in it, what is known, what happens.
+"""The values of a rollout: its plan, members, facts, events and effects.
 
 The names of fields, states and stages are stored by `storage.py`, so they never change
 (`tests/golden/cloud_home` holds them).
@@ -142,7 +142,7 @@ class BundleReady:
 
 @dataclass(frozen=True, slots=True)
 class BundleFailed:
-    """A target cannot be had."""
+    """The bundle of a target cannot be made."""
 
     target: str
     reason: str
@@ -150,7 +150,7 @@ class BundleFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
-    """The newest that a node said of the model; committed_version 0 for none.
+    """The newest report of a node about the model; committed_version 0 for none.
 
     committed_sha256: of the signed bundle it comes from, in hexadecimal; empty from older nodes.
     """
@@ -169,7 +169,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Excused:
-    """Everyone who is out now, by name with the reason; who is not named is in."""
+    """All nodes that do not count now, with the reason; the others count."""
 
     reasons: Mapping[str, str]
 
@@ -181,21 +181,21 @@ class TimePassed:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A person stops the waves; nodes on their way go on."""
+    """A person stops opening waves; nodes under way continue."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A person goes on: failed nodes and failed bundles are tried again. note: who, and why."""
+    """A person resumes it: failed nodes and bundles are retried. note: by whom, and why."""
 
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A person ends it. revert: also nodes that committed go back to what they had."""
+    """A person ends it. revert: nodes that committed go back as well."""
 
     reason: str
     revert: bool
@@ -206,7 +206,7 @@ Event = BundleReady | BundleFailed | Reported | Excused | TimePassed | Pause | R
 
 @dataclass(frozen=True, slots=True)
 class AskBundle:
-    """Have the bundle for `target` made, and tell."""
+    """Start the conversion for `target`, and report its outcome."""
 
     target: str
 

@@ -36,7 +36,7 @@ class WaveTally:
 
 
 def settle(r: Rollout, now_s: float) -> Result:
-    """Draw what follows until nothing does."""
+    """Apply transitions until none follows."""
     effects: tuple[Effect, ...] = ()
     while r.state in {RolloutState.PREPARING, RolloutState.RUNNING}:
         before = r

@@ -75,7 +75,7 @@ def record(
     subject: str,
     details: Mapping[str, Any] | None = None,
 ) -> None:
-    """Add an entry in the caller's transaction, so it stands exactly when the deed does."""
+    """Add an entry in the caller's transaction, so that both are committed or neither."""
     last = connection.execute(
         sa.select(AUDIT.c.number, AUDIT.c.digest).order_by(AUDIT.c.number.desc()).limit(1)
     ).first()

@@ -216,7 +216,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return principal
 
     async def _holder(self, serial: str, name: str, key: bytes) -> Principal | None:
-        """Asked again where somebody was revoked meanwhile: the answer may be of before."""
+        """Ask again if a name was revoked meanwhile: the answer may be from before."""
         while True:
             revocations = self._revocations
             principal = await self._principals.holder(serial, name, key)

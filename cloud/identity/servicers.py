@@ -27,7 +27,7 @@ Joined = Callable[[str, PrincipalRole, Labels], Awaitable[None]]
 
 
 class EnrolmentServicer(enrolment_grpc.EnrolmentServicer):
-    """On the enrolment port. joined: told each name that enrolled, with the token's labels."""
+    """On the enrolment port. joined: called with each enrolled name and the token's labels."""
 
     def __init__(
         self, principals: Principals, authority: Authority, address: str, joined: Joined

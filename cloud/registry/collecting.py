@@ -1,4 +1,4 @@
-"""Garbage collection of blobs that nothing names any more.
+"""Garbage collection of blobs that nothing references.
 
 A blob is removed only inside the one writer, where it is seen that no table names it and that
 nobody wrote it or claimed it lately. A push asks for its blobs again in the same place, and so does
@@ -44,7 +44,7 @@ OnRemoved = Callable[[Connection, Sequence[Stored]], None]
 
 
 def _nobody(_connection: Connection, _removed: Sequence[Stored]) -> None:
-    """Tell nobody."""
+    """Record nothing."""
 
 
 async def unwanted(

@@ -23,7 +23,7 @@ _STATES: Final = {
 
 
 def push(message: pb.PushRequest) -> Push:
-    """InvalidInput where the request is not as `registry.proto` says."""
+    """Decode a push; InvalidInput where it breaks a rule of `registry.proto`."""
     recipe, lineage = message.recipe, message.lineage
     return Push(
         model=message.model,
@@ -67,7 +67,7 @@ def version(value: Version) -> pb.Version:
 
 
 def bundle(value: BundleRecord) -> pb.Bundle:
-    """A bundle as it stands."""
+    """Encode a bundle in its current state."""
     return pb.Bundle(
         model=value.model,
         version=value.version,

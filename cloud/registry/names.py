@@ -8,7 +8,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.proto.targets import NAME
 
 LATEST: Final = "latest"
-"""Always the newest version; an alias that nobody can set."""
+"""Reserved alias of the newest version; it cannot be set."""
 MAX_VERSION: Final = 999_999_999
 
 _NAME: Final = re.compile(NAME)

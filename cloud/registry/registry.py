@@ -1,4 +1,4 @@
-"""Models, versions, aliases, and bundles that are made when somebody asks.
+"""Models, versions, aliases, and bundles that are converted on demand.
 
 Invariants: a version never changes and its number is never given twice; what a call returned is on
 the disk; a bundle that was asked for becomes READY or FAILED, whatever dies on the way, because the
@@ -41,7 +41,7 @@ DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
 STOPPING: Final = "the cloud is stopping; the conversion goes on when it is back"
 SYSTEM: Final = "cloud"
-"""The actor of what nobody asked for by hand."""
+"""Actor, in the audit log, of changes that the cloud makes by itself."""
 
 Key = tuple[str, int, str]
 """(model, version, target)."""
@@ -154,7 +154,7 @@ class Registry:
         return await self._db.write(work)
 
     async def bundle(self, model: str, version: int, target: str) -> BundleRecord:
-        """The bundle as it stands; the first call has it made, and one after a child died too.
+        """Return the bundle in its current state; starts its conversion, also after a child died.
 
         A bundle whose file was lost or damaged is made again, from the same bytes to the same
         bytes. NotFound: no such version or target.
@@ -427,7 +427,7 @@ class Registry:
 
 
 class _InputLost(Corrupt):
-    """A file that the conversion reads is not in the cloud any more, or is damaged."""
+    """An input of the conversion is missing in the cloud, or damaged."""
 
 
 def _lost_text(what: str, version: Version) -> str:

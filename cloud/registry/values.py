@@ -125,7 +125,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleRecord:
-    """A version for one target. What is made is there when READY, the reason when FAILED.
+    """A version for one target. Its file exists when READY, `reason` is set when FAILED.
 
     signed_path: of the signed target, empty while unsigned.
     """

@@ -145,7 +145,7 @@ def _family(error: DBAPIError) -> Exception:
 
 
 def _is_full(cause: BaseException | None) -> bool:
-    """Whether the driver says that the disk, or the room that the database may take, is used up."""
+    """Whether the driver reports that the disk or the database's quota is full."""
     if isinstance(cause, sqlite3.Error):
         return getattr(cause, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
     return getattr(cause, "sqlstate", None) == DISK_FULL

@@ -100,7 +100,7 @@ class Writer:
             self._alone(asked)
 
     def _together(self, shared: list[_Asked]) -> bool:
-        """Whether one transaction took them all, or none can be told; then each is answered."""
+        """Whether one transaction took them all, or none could; then each is answered."""
         answers: list[Callable[[], None]] = []
         try:
             with self._engine.begin() as connection:

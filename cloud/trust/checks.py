@@ -165,7 +165,7 @@ def _target(row: MetadataRole, path: str, entry: TargetFile) -> SignedTarget:
 
 
 def _check_keys(role: str, keys: Any, keyids: list[str], threshold: int) -> None:
-    """The threshold can be met, by keys that really differ."""
+    """Check that a role has enough different keys to meet its threshold."""
     values = {str(keys[keyid].keyval) for keyid in keyids if keyid in keys}
     if len(values) != len(keyids) or not 1 <= threshold <= len(values) <= MAX_KEYS:
         raise InvalidInput(

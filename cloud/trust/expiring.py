@@ -10,7 +10,7 @@ WARN_S: Final = 30 * DAY_S
 
 
 def due(ends: Mapping[str, float], now_s: float) -> list[str]:
-    """One sentence for each role that needs somebody. ends: by role, in seconds since 1970."""
+    """Return a sentence for each role to renew. ends: by role, in seconds since 1970."""
     sentences = []
     for role, end_s in ends.items():
         if ROLES[role].keys == "offline" and end_s - now_s < WARN_S:

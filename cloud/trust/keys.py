@@ -31,7 +31,7 @@ class KeyFolder:
         self.path, self._disk = path, disk
 
     def make(self, name: str) -> CryptoSigner:
-        """Make a key and keep it as NAME.pem; Conflict where that file is there already."""
+        """Make a key and store it as NAME.pem; Conflict: that file exists."""
         file = self.path / f"{name}.pem"
         if file.exists():
             raise Conflict(f"{file} is there already; a key is never replaced, give a new name")

@@ -258,7 +258,7 @@ def _waiting_root(cloud: Metadatas, wanted: Root) -> Metadata[Root] | None:
 
 
 def trusted_root(keys_folder: Path) -> bytes:
-    """The root that lies beside the keys, from which the cloud's metadata is known."""
+    """The trusted root beside the keys, against which the cloud's metadata is verified."""
     trusted = keys_folder / TRUSTED_ROOT
     try:
         return trusted.read_bytes()

@@ -91,7 +91,7 @@ class Drive:
             strategy.start(self._grid, arrays, num_rounds=rounds - self._offset)
 
     def _evaluate_first(self, arrays: Any) -> None:
-        """The turn at hand evaluates what an earlier process aggregated."""
+        """The current turn evaluates what an earlier process aggregated."""
         messages = self._configure_evaluate(0, arrays, adapter.no_settings(), self._grid)
         self._aggregate_evaluate(0, self._grid.send_and_receive(messages))
 
@@ -166,7 +166,7 @@ class Drive:
     # The grid
 
     def _look(self) -> list[int]:
-        """Ids of the devices of the round at hand, once it is open."""
+        """Ids of the devices of the current round, once it is open."""
         self._looks += 1
         nodes = self._opened()
         if self._looks > LOOKS:

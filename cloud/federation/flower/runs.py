@@ -145,14 +145,14 @@ class FlowerRuns:
         self._of(entry.id).asked = await self._db.read(lambda c: journal.last_asked(c, entry.id))
 
     async def stop(self) -> None:
-        """End every process; `take_up` goes on."""
+        """End every process; `take_up` continues its run."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(self._end(run) for run in self._runs.values()))
 
     def message(self, run: str, state: RunState, device: str) -> str | None:
-        """Blob of what a device of the round at hand is asked, "" for its plan; None: not yet."""
+        """Return the blob of a device's message in this round, "" for its plan; None: not asked."""
         known = self._runs.get(run)
         asked = known.asked if known else None
         if asked is None or state.round is None or _turn_of(asked) != _turn_of(state.round):
@@ -256,7 +256,7 @@ class FlowerRuns:
         self.look(new, after)
 
     def look(self, entry: RunRecord, projection: RunProjection) -> None:
-        """Ask the strategy about the round at hand, unless that is under way; end an idle one."""
+        """Ask the strategy about the current round, unless that is under way; end an idle one."""
         state, at_hand = projection.state, projection.state.round
         if state.phase is Phase.STOPPED or state.phase in ENDED:
             idle = self._runs.pop(entry.id, None)
@@ -479,7 +479,7 @@ class FlowerRuns:
         return task
 
     async def _ended(self, run: _Run, wait_s: float) -> None:
-        """End what is not wanted any more, in `wait_s` at most."""
+        """End a process that is no longer needed, after at most `wait_s`."""
         run.over = True
         try:
             with contextlib.suppress(TimeoutError):
