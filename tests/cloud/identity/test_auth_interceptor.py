@@ -69,7 +69,7 @@ class Echo(SessionServicer):
 class Cloud:
     authority: Authority
     principals: Principals
-    gate: AuthInterceptor
+    auth: AuthInterceptor
     address: str
     enrolment: str
     folder: object
@@ -109,13 +109,13 @@ async def running(database, folder, clock):
     ca.mkdir()
     authority = Authority.make(ca, "test cloud", clock())
     principals = Principals(database, authority, clock)
-    gate = AuthInterceptor(principals)
+    auth = AuthInterceptor(principals)
     server_key = new_key()
     certificate = authority.issue_server(
         server_key.public_key(), ["localhost", "127.0.0.1"], clock()
     )
-    server = grpc.aio.server(interceptors=[gate], options=server_options())
-    add_IdentityServicer_to_server(IdentityServicer(principals, database, gate), server)
+    server = grpc.aio.server(interceptors=[auth], options=server_options())
+    add_IdentityServicer_to_server(IdentityServicer(principals, database, auth), server)
     add_RenewalServicer_to_server(RenewalServicer(principals), server)
     add_SessionServicer_to_server(Echo(), server)
     credentials = server_credentials(
@@ -136,7 +136,7 @@ async def running(database, folder, clock):
     await server.start()
     await open_server.start()
     try:
-        yield Cloud(authority, principals, gate, address, f"127.0.0.1:{open_port}", folder, joined)
+        yield Cloud(authority, principals, auth, address, f"127.0.0.1:{open_port}", folder, joined)
     finally:
         await server.stop(0)
         await open_server.stop(0)
