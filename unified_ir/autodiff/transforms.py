@@ -61,12 +61,9 @@ def grad(
     both = value_and_grad(function, wrt, of=of)
     keep = [i for i, n in enumerate(both.result_names) if i >= len(function.results)]
     return clean(
-        Function(
-            both.name,
-            both.params,
-            tuple(both.results[i] for i in keep),
-            tuple(both.result_names[i] for i in keep),
-            both.nodes,
+        both.with_(
+            results=(both.results[i] for i in keep),
+            result_names=(both.result_names[i] for i in keep),
         )
     )
 

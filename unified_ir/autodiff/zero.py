@@ -8,7 +8,7 @@ the parameter. Where it passes none, the node stops it: a comparison, a cast to 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from triplane.unified_ir.autodiff.reverse import record_vjp
 from triplane.unified_ir.ir.graph import Function, Node, Value
@@ -92,7 +92,7 @@ def _passes(node: Node, alive: Sequence[int], known: Mapping[Value, Node]) -> bo
     given = list(dict.fromkeys(v for v in node.inputs if v is not None))
     params = {v: Value(v.type, f"p{i}") for i, v in enumerate(given) if v not in known}
     inputs = tuple(None if v is None else params.get(v, v) for v in node.inputs)
-    again = Node(node.op, inputs, node.outputs, node.attrs, node.regions, node.meta)
+    again = replace(node, inputs=inputs)
     single = Function(
         "one",
         tuple(params.values()),

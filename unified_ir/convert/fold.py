@@ -17,7 +17,7 @@ from triplane.unified_ir.ops.build import note_contents
 from triplane.unified_ir.ops.evaluate import run_node
 from triplane.unified_ir.ops.row import Known
 from triplane.unified_ir.ops.table import TABLE
-from triplane.unified_ir.passes.frozen import Frozen, Rewrite, uses
+from triplane.unified_ir.passes.frozen import Frozen, Rewrite
 
 MAX_GROWTH_BYTES: Final = 64 << 10
 """A folded result may be this much larger than its operands; a broadcast stays in the graph."""
@@ -112,8 +112,8 @@ def _put_product(made: Rewrite, node: Node, f: _Folded) -> None:
 
 
 def _foldable(frozen: Frozen) -> dict[Node, _Folded]:
-    known, counted = frozen.known(), uses(frozen.function)
-    producer = {v: node for node in frozen.function.nodes for v in node.outputs}
+    known, counted = frozen.known(), frozen.function.reads()
+    producer = frozen.function.producers()
     found: dict[Node, _Folded] = {}
     for norm in frozen.function.nodes:
         if norm.op.name != "BatchNormalization" or norm.attrs.get("training_mode"):

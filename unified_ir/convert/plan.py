@@ -80,4 +80,4 @@ def with_state(module: Module, entry: str) -> Function:
     function = module.entry(entry)
     missing = [n for n in module.assigned(entry) if n not in function.param_names]
     params = (*function.params, *(Value(module.state[n].type, n) for n in missing))
-    return Function(function.name, params, function.results, function.result_names, function.nodes)
+    return function.with_(params=params)

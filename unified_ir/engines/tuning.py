@@ -28,7 +28,7 @@ from triplane.unified_ir.onnx import emit, serialize
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.convolution import conv_grad_weight, weight_forms
 from triplane.unified_ir.ops.table import TABLE
-from triplane.unified_ir.passes.clean import clean, with_nodes
+from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.runtime.session import Session, SessionOptions, version
 
 ROUNDS: Final = 7
@@ -99,7 +99,7 @@ def tuned(
             )  # fmt: skip
         nodes.append(node)
     memory.save()
-    made = with_nodes(function, nodes, function.results)
+    made = function.with_(nodes=nodes)
     return made, Tuning(len(measured), len(asked) - len(measured), changed)
 
 

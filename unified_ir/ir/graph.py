@@ -7,7 +7,8 @@ in scope that has the bare symbol as a dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final
@@ -126,6 +127,33 @@ class Function:
                 f"it has {', '.join(self.result_names)}"
             )
         return self.results[self._result_places[name]]
+
+    def with_(
+        self,
+        *,
+        params: Iterable[Value] | None = None,
+        results: Iterable[Value] | None = None,
+        result_names: Iterable[str] | None = None,
+        nodes: Iterable[Node] | None = None,
+    ) -> Function:
+        """The function with these parts in place of its own."""
+        return Function(
+            self.name,
+            self.params if params is None else tuple(params),
+            self.results if results is None else tuple(results),
+            self.result_names if result_names is None else tuple(result_names),
+            self.nodes if nodes is None else tuple(nodes),
+        )
+
+    def producers(self) -> dict[Value, Node]:
+        """The node that gives each value."""
+        return {v: node for node in self.nodes for v in node.outputs}
+
+    def reads(self) -> Counter[Value]:
+        """How often each value is read, by nodes and as a result."""
+        counted = Counter(v for node in self.nodes for v in node.inputs if v is not None)
+        counted.update(self.results)
+        return counted
 
     def walk(self) -> Iterator[Node]:
         """Every node, those of regions after the node that holds them."""

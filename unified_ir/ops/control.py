@@ -326,7 +326,7 @@ class _ProductsApart:
     @classmethod
     def of(cls, step: Function, first: int, last: int, scanned: Sequence[Tensor]) -> _ProductsApart:
         """states first..last-1 are sums; the parameters behind them are slices of `scanned`."""
-        producer = {v: node for node in step.nodes for v in node.outputs}
+        producer = step.producers()
         reads = Counter(v for node in step.nodes for v in node.inputs)
         products = {}
         for k in range(first, last):
@@ -343,7 +343,7 @@ class _ProductsApart:
         params = tuple(p for k, p in enumerate(step.params) if k not in products)
         names = tuple(f"y{i}" for i in range(len(results)))
         nodes = _needed(step.nodes, results)
-        left = Function(step.name, params, tuple(results), names, nodes)
+        left = step.with_(params=params, results=results, result_names=names, nodes=nodes)
         return cls(left, products, walked, more)
 
     def joined(self, results: Sequence[Tensor], width: int) -> list[Tensor]:

@@ -329,7 +329,7 @@ def with_kernels(table: Table, function: Function, engine: str) -> Function:
     if not any(e == engine for _, _, e in KERNELS):
         return function
     nodes = tuple(_replaced(table, node, engine) for node in function.nodes)
-    return Function(function.name, function.params, function.results, function.result_names, nodes)
+    return function.with_(nodes=nodes)
 
 
 def _replaced(table: Table, node: Node, engine: str) -> Node:

@@ -175,7 +175,7 @@ def with_sizes(function: Function, sizes: Mapping[str, Dim]) -> Function:
         outputs = tuple(renew(v) for v in node.outputs)
         nodes.append(Node(node.op, inputs, outputs, attrs, regions, node.meta))
     results = tuple(env[r] for r in function.results)
-    return Function(function.name, params, results, function.result_names, tuple(nodes))
+    return function.with_(params=params, results=results, nodes=nodes)
 
 
 def _named_anew(node: Node, sizes: Mapping[str, Dim]) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ def drop_dead(function: Function) -> Function:
             needed.update(v for v in node.inputs if v is not None)
             if opens:
                 sizes |= _sizes_of(node)
-    return with_nodes(function, kept[::-1], function.results)
+    return function.with_(nodes=kept[::-1])
 
 
 def _sizes_of(node: Node) -> set[str]:
@@ -55,28 +55,16 @@ def share(function: Function) -> Function:
         if first is not None:
             env.update(zip(node.outputs, first.outputs, strict=True))
             continue
-        made = node if inputs == node.inputs else replaced(node, inputs)
+        made = node if inputs == node.inputs else replace(node, inputs=inputs)
         nodes.append(made)
         if key is not None:
             seen[key] = made
-    return with_nodes(function, nodes, [env.get(r, r) for r in function.results])
+    return function.with_(nodes=nodes, results=(env.get(r, r) for r in function.results))
 
 
 def _shared(node: Node) -> bool:
     row = TABLE.get((node.op.domain, node.op.name))
     return not node.regions and not (row is not None and row.nondeterministic)
-
-
-def replaced(node: Node, inputs: tuple[Value | None, ...]) -> Node:
-    """The same node on other operands; its outputs stay the same values."""
-    return Node(node.op, inputs, node.outputs, node.attrs, node.regions, node.meta)
-
-
-def with_nodes(function: Function, nodes: Sequence[Node], results: Sequence[Value]) -> Function:
-    """The same signature with other nodes."""
-    return Function(
-        function.name, function.params, tuple(results), function.result_names, tuple(nodes)
-    )
 
 
 def attrs_key(node: Node) -> Any:

@@ -7,10 +7,10 @@ graph. Invariant: every name in `weights` is a parameter of the array's type.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import compress
 from types import TracebackType
 from typing import Final, Self
 
@@ -64,12 +64,8 @@ def freeze(module: Module, entry: str) -> Frozen:
     """
     function = module.entry(entry)
     kept = [name not in module.state for name in function.result_names]
-    function = Function(
-        function.name,
-        function.params,
-        tuple(v for v, keep in zip(function.results, kept, strict=True) if keep),
-        tuple(n for n, keep in zip(function.result_names, kept, strict=True) if keep),
-        function.nodes,
+    function = function.with_(
+        results=compress(function.results, kept), result_names=compress(function.result_names, kept)
     )
     if not function.results:
         raise InvalidInput(f"entry {entry!r} returns nothing but state; there is nothing to serve")
@@ -95,17 +91,7 @@ def pruned(frozen: Frozen) -> Frozen:
     params = tuple(p for p in function.params if p in used or p.name not in frozen.weights)
     names = {p.name for p in params}
     weights = {name: array for name, array in frozen.weights.items() if name in names}
-    return Frozen(
-        Function(function.name, params, function.results, function.result_names, function.nodes),
-        weights,
-    )
-
-
-def uses(function: Function) -> Counter[Value]:
-    """How often each value is read, by nodes and as a result."""
-    counted = Counter(v for node in function.nodes for v in node.inputs if v is not None)
-    counted.update(function.results)
-    return counted
+    return Frozen(function.with_(params=params), weights)
 
 
 class Rewrite:

@@ -6,19 +6,16 @@ its C, a momentum `m v + a^T b` likewise. Results differ from the unfused ones b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
 from triplane.unified_ir.ir.dims import Dim
-from triplane.unified_ir.ir.graph import AttrValue, Function, Node, Value
+from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import TensorSpec, float32, int64
-from triplane.unified_ir.ops.table import TABLE
-from triplane.unified_ir.passes.clean import drop_dead, with_nodes
 from triplane.unified_ir.passes.planes import merge_planes
-from triplane.unified_ir.passes.simplify import uses
+from triplane.unified_ir.passes.rewrite import View, node_of, rewritten
 
 LARGE_SIDE: Final = 512
 """From this many rows and columns on, a weight matrix goes to the left of its product."""
@@ -29,58 +26,21 @@ def fuse(function: Function) -> Function:
     return merge_planes(large_weights_left(fuse_updates(function)))
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A function's nodes by what they produce, with use counts."""
-
-    producer: Mapping[Value, Node]
-    count: Mapping[Value, int]
-
-    def node(self, value: Value | None, op: str) -> Node | None:
-        """The node `op` that makes `value`, if nothing else reads it."""
-        made = self.producer.get(value) if value is not None else None
-        alone = made is not None and value is not None and self.count[value] == 1
-        return made if alone and made is not None and made.op.name == op else None
-
-    def scalar(self, value: Value | None) -> float | None:
-        """The value of a constant scalar."""
-        made = self.producer.get(value) if value is not None else None
-        if made is None or made.op.name != "Constant" or made.outputs[0].type.shape != ():
-            return None
-        return float(np.asarray(made.attrs["value"]))
-
-
-def _view(function: Function) -> _View:
-    producer = {v: node for node in function.nodes for v in node.outputs}
-    return _View(producer, uses(function))
-
-
 def fuse_updates(function: Function) -> Function:
     """Sub(w, Mul(Gemm(a, b), lr)) and Add(Mul(v, m), Gemm(a, b)) with constant lr and m."""
-    return _rewrite(function, lambda view, node: _as_update(view, node) or _as_momentum(view, node))
+    return rewritten(
+        function, lambda view, node: _as_update(view, node) or _as_momentum(view, node)
+    )
 
 
-def _rewrite(function: Function, rule: Callable[[_View, Node], list[Node] | None]) -> Function:
-    view = _view(function)
-    nodes: list[Node] = []
-    changed = False
-    for node in function.nodes:
-        made = rule(view, node)
-        changed = changed or made is not None
-        nodes.extend([node] if made is None else made)
-    if not changed:
-        return function
-    return drop_dead(with_nodes(function, nodes, function.results))
-
-
-def _plain_gemm(view: _View, value: Value | None) -> Node | None:
+def _plain_gemm(view: View, value: Value | None) -> Node | None:
     """A Gemm without C whose result is read once; float32, which is what its attributes hold."""
     found = view.node(value, "Gemm")
     plain = found is not None and len(found.inputs) == 2
     return found if plain and value is not None and value.type.dtype == float32 else None
 
 
-def _as_update(view: _View, node: Node) -> list[Node] | None:
+def _as_update(view: View, node: Node) -> list[Node] | None:
     if node.op.name != "Sub":
         return None
     weight, step = node.inputs
@@ -94,7 +54,7 @@ def _as_update(view: _View, node: Node) -> list[Node] | None:
     return None
 
 
-def _as_momentum(view: _View, node: Node) -> list[Node] | None:
+def _as_momentum(view: View, node: Node) -> list[Node] | None:
     if node.op.name != "Add":
         return None
     for kept, gradient in (node.inputs, node.inputs[::-1]):
@@ -123,10 +83,9 @@ def _as_momentum_of_matrix(
     matrix = product.outputs[0].type
     sizes = Value(TensorSpec((2,), int64))
     flat, moved = Value(matrix), Value(matrix)
-    at = Node(product.op, product.inputs, (moved,), product.attrs, (), node.meta)
-    shape: dict[str, AttrValue] = {"value": np.array(matrix.concrete({}))}
+    at = replace(product, outputs=(moved,), meta=node.meta)
     return [
-        Node(TABLE["", "Constant"].id, (), (sizes,), shape, (), node.meta),
+        node_of("Constant", (), sizes, node, value=np.array(matrix.concrete({}))),
         Node(reshaped.op, (velocity, sizes), (flat,), reshaped.attrs, (), node.meta),
         _onto(product, flat, at, alpha=1.0, beta=m),
         Node(reshaped.op, (moved, reshaped.inputs[1]), node.outputs, reshaped.attrs, (), node.meta),
@@ -152,10 +111,10 @@ def large_weights_left(function: Function) -> Function:
     A matrix product packs its right operand; with a small batch, packing the weights costs as much
     as the product, and as the left operand they are read in place.
     """
-    return _rewrite(function, _weight_left)
+    return rewritten(function, _weight_left)
 
 
-def _weight_left(view: _View, node: Node) -> list[Node] | None:
+def _weight_left(view: View, node: Node) -> list[Node] | None:
     if node.op.name != "Gemm" or node.attrs.keys() - {"transB"}:
         return None
     x, w = node.inputs[0], node.inputs[1]
@@ -167,24 +126,19 @@ def _weight_left(view: _View, node: Node) -> list[Node] | None:
         w = _transposed(made, w, node)
     (y,) = node.outputs
     product = Value(y.type.with_shape(y.type.shape[::-1]))
-    made.append(_node("MatMul", (w, _transposed(made, x, node)), product, node))
+    made.append(node_of("MatMul", (w, _transposed(made, x, node)), product, node))
     if bias is None:
-        made.append(_node("Transpose", (product,), y, node))
+        made.append(node_of("Transpose", (product,), y, node, perm=(1, 0)))
     else:
-        made.append(_node("Add", (_transposed(made, product, node), bias), y, node))
+        made.append(node_of("Add", (_transposed(made, product, node), bias), y, node))
     return made
 
 
 def _transposed(made: list[Node], x: Value, origin: Node) -> Value:
     flipped = Value(x.type.with_shape(x.type.shape[::-1]))
-    made.append(_node("Transpose", (x,), flipped, origin))
+    made.append(node_of("Transpose", (x,), flipped, origin, perm=(1, 0)))
     return flipped
 
 
 def _large(shape: tuple[Dim, ...]) -> bool:
     return all(isinstance(d, int) and d >= LARGE_SIDE for d in shape)
-
-
-def _node(op: str, inputs: tuple[Value, ...], output: Value, origin: Node) -> Node:
-    attrs: dict[str, AttrValue] = {"perm": (1, 0)} if op == "Transpose" else {}
-    return Node(TABLE["", op].id, inputs, (output,), attrs, (), origin.meta)

@@ -33,7 +33,7 @@ from triplane.unified_ir.ops.structure import pad_row, slice_axis
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.ops.window import Window, is_static, static, tap_slices
-from triplane.unified_ir.passes.clean import clean, with_nodes
+from triplane.unified_ir.passes.clean import clean
 
 CONV_POSITIONS: Final = 8
 TRANSPOSE_POSITIONS: Final = 16
@@ -56,7 +56,7 @@ def merge_planes(function: Function) -> Function:
         made = rule(node) if fits and rule is not None else None
         nodes.extend([node] if made is None else made)
     changed = len(nodes) != len(function.nodes)
-    return with_nodes(function, nodes, function.results) if changed else function
+    return function.with_(nodes=nodes) if changed else function
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ops.barrier import barrier
 from triplane.unified_ir.ops.table import row_of
-from triplane.unified_ir.passes.clean import clean, with_nodes
+from triplane.unified_ir.passes.clean import clean
 from triplane.unified_ir.passes.fuse import fuse
 from triplane.unified_ir.passes.memory import (
     CONSTANT,
@@ -88,7 +88,7 @@ def recompute(
                 break
         else:
             break
-    made = with_nodes(function, nodes, function.results)
+    made = function.with_(nodes=nodes)
     return made, Plan(budget_bytes, before.peak_bytes, now.peak_bytes, least, tuple(again))
 
 
@@ -174,15 +174,11 @@ def _inserted(nodes: Sequence[Node], chain: Sequence[Node], use: int) -> list[No
                 operands.append(v)
         outputs = tuple(Value(v.type) for v in node.outputs)
         renamed.update(zip(node.outputs, outputs, strict=True))
-        made.append(Node(node.op, tuple(operands), outputs, node.attrs, node.regions, node.meta))
+        made.append(replace(node, inputs=tuple(operands), outputs=outputs))
     later = [
-        Node(
-            n.op,
-            tuple(renamed.get(v, v) if v is not None else None for v in n.inputs),
-            n.outputs, n.attrs, n.regions, n.meta,
-        )
+        replace(n, inputs=tuple(renamed.get(v, v) if v is not None else None for v in n.inputs))
         for n in nodes[use:]
-    ]  # fmt: skip
+    ]
     return [*nodes[:use], *made, *later]
 
 

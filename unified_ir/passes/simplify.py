@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import replace
 
 from triplane.unified_ir.ir.graph import Function, Node, Value
-from triplane.unified_ir.ops.table import TABLE
-from triplane.unified_ir.passes.clean import with_nodes
-
-
-def uses(function: Function) -> Counter[Value]:
-    """How often each value is read, results included."""
-    count: Counter[Value] = Counter(v for node in function.nodes for v in node.inputs if v)
-    count.update(function.results)
-    return count
+from triplane.unified_ir.passes.rewrite import View, node_of, rewritten
 
 
 def cheaper_gradients(function: Function) -> Function:
@@ -23,20 +15,15 @@ def cheaper_gradients(function: Function) -> Function:
 
 def swish_of_product(function: Function) -> Function:
     """Mul(x, Sigmoid(x)) -> Swish(x), as exporters write SiLU: its own rule takes fewer passes."""
-    count = uses(function)
-    producer = {v: node for node in function.nodes for v in node.outputs}
-    nodes: list[Node] = []
-    dropped: set[Node] = set()
-    for node in function.nodes:
-        for x, s in (node.inputs, node.inputs[::-1]) if node.op.name == "Mul" else ():
-            gate = producer.get(s) if s is not None and count[s] == 1 else None
-            if gate is not None and gate.op.name == "Sigmoid" and gate.inputs[0] is x:
-                node = Node(TABLE["", "Swish"].id, (x,), node.outputs, {}, (), node.meta)
-                dropped.add(gate)
-                break
-        nodes.append(node)
-    kept = [n for n in nodes if n not in dropped]
-    return with_nodes(function, kept, function.results) if dropped else function
+    return rewritten(function, _as_swish)
+
+
+def _as_swish(view: View, node: Node) -> list[Node] | None:
+    for x, s in (node.inputs, node.inputs[::-1]) if node.op.name == "Mul" else ():
+        gate = view.node(s, "Sigmoid")
+        if gate is not None and x is not None and gate.inputs[0] is x:
+            return [node_of("Swish", (x,), node.outputs[0], node)]
+    return None
 
 
 def pool_before_relu(function: Function) -> Function:
@@ -45,24 +32,13 @@ def pool_before_relu(function: Function) -> Function:
     Equal in the gradient too: where a window's maximum is positive both pick its first position,
     elsewhere both give zero.
     """
-    count = uses(function)
-    producer = {v: node for node in function.nodes for v in node.outputs}
-    nodes: list[Node] = []
-    moved: set[Value] = set()
-    for node in function.nodes:
-        relu = (
-            producer.get(node.inputs[0]) if node.op.name == "MaxPool" and node.inputs[0] else None
-        )
-        if relu is None or relu.op.name != "Relu" or len(node.outputs) != 1:
-            nodes.append(node)
-            continue
-        if count[relu.outputs[0]] != 1:
-            nodes.append(node)
-            continue
-        (pooled,) = node.outputs
-        raw = Value(pooled.type)
-        nodes.append(Node(node.op, relu.inputs, (raw,), node.attrs, (), node.meta))
-        nodes.append(Node(relu.op, (raw,), (pooled,), relu.attrs, (), relu.meta))
-        moved.add(relu.outputs[0])
-    kept = [n for n in nodes if not (n.op.name == "Relu" and n.outputs[0] in moved)]
-    return with_nodes(function, kept, function.results) if moved else function
+    return rewritten(function, _as_relu_of_pool)
+
+
+def _as_relu_of_pool(view: View, node: Node) -> list[Node] | None:
+    relu = view.node(node.inputs[0], "Relu") if node.op.name == "MaxPool" else None
+    if relu is None or len(node.outputs) != 1:
+        return None
+    raw = Value(node.outputs[0].type)
+    pool = replace(node, inputs=relu.inputs, outputs=(raw,))
+    return [pool, replace(relu, inputs=(raw,), outputs=node.outputs)]

@@ -7,7 +7,6 @@ with z = q_min the integers cannot go below 0, and maximum and layout commute wi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -17,7 +16,7 @@ from triplane.unified_ir.ir.types import float32
 from triplane.unified_ir.onnx import DYNAMIC_LSTM
 from triplane.unified_ir.ops.row import IntegerForm
 from triplane.unified_ir.ops.table import TABLE, row_of
-from triplane.unified_ir.passes.frozen import Frozen, uses
+from triplane.unified_ir.passes.frozen import Frozen
 
 FACTORS: Final = (1e-6, 1e6)
 """Numbers by which a scale is multiplied without leaving the range of float32."""
@@ -105,8 +104,8 @@ class _Finder:
         self.sites = Sites()
         self.operators = operators
         self.known = frozen.known()
-        self.uses: Counter[Value] = uses(frozen.function)
-        self.producer = {v: node for node in frozen.function.nodes for v in node.outputs}
+        self.uses = frozen.function.reads()
+        self.producer = frozen.function.producers()
         for node in frozen.function.nodes:
             if row_of(node).integer_form is IntegerForm.PRODUCT:
                 self.judge(node)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -20,11 +20,8 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import ops
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import float16, float32
-from triplane.unified_ir.ops.build import expansion, note_contents
-from triplane.unified_ir.ops.inline import renewed
-from triplane.unified_ir.ops.row import Known
-from triplane.unified_ir.ops.table import TABLE, row_of
 from triplane.unified_ir.ops.tensor import Tensor
+from triplane.unified_ir.passes.rewrite import Rewriter
 
 Precision = Literal["float32", "float16"]
 PRECISIONS: Final[tuple[Precision, ...]] = ("float32", "float16")
@@ -80,66 +77,27 @@ def half(function: Function) -> Function:
 
     A value is rounded once however many products read it.
     """
-    return _HalfPrecision(function).converted()
+    return _HalfPrecision().rewrite(function)
 
 
-class _HalfPrecision:
-    """One function or region under rewriting."""
-
-    def __init__(self, function: Function) -> None:
-        self.function = function
-        self.nodes: list[Node] = []
-        self.env: dict[Value, Value] = {}
-        self.rounded: dict[Value, Value] = {}
-        self.contents: dict[Value, Known] = {}
-
-    def converted(self) -> Function:
-        """Return the rewritten function."""
-        f = self.function
-        for node in f.nodes:
-            self._add(node)
-        results = tuple(self.env.get(r, r) for r in f.results)
-        return Function(f.name, f.params, results, f.result_names, tuple(self.nodes))
-
-    def _add(self, node: Node) -> None:
-        inputs = tuple(None if v is None else self.env.get(v, v) for v in node.inputs)
-        if row_of(node).is_product and node.outputs[0].type.dtype == float32:
-            self._product(node, inputs)
+class _HalfPrecision(Rewriter):
+    def visit(self, node: Node) -> None:
+        """A product between casts; a body that hides products as its nodes."""
+        if self.row(node).is_product and node.outputs[0].type.dtype == float32:
+            self._product(node)
             return
-        note_contents(row_of(node), node, self.contents)
-        meaning = None if node.regions else expansion(TABLE, node, self.contents)
-        if meaning is not None and any(row_of(n).is_product for n in meaning.walk()):
-            self._spread(node, renewed(meaning, f"inner_{len(self.nodes)}"), inputs)
-            return
-        regions = tuple(half(r) for r in node.regions)
-        self.nodes.append(Node(node.op, inputs, node.outputs, node.attrs, regions, node.meta))
+        self.note(node)
+        body = None if node.regions else self.body(node)
+        if body is not None and any(self.row(n).is_product for n in body.walk()):
+            self.spread(node, body)
+        else:
+            self.keep(node)
 
-    def _product(self, node: Node, inputs: tuple[Value | None, ...]) -> None:
+    def _product(self, node: Node) -> None:
         operands = tuple(
-            self._half(v, node) if v is not None and v.type.dtype == float32 else v for v in inputs
+            self.cast(v, float16, node) if v is not None and v.type.dtype == float32 else v
+            for v in self.inputs(node)
         )
         out = Value(node.outputs[0].type.with_dtype(float16))
-        self.nodes.append(Node(node.op, operands, (out,), node.attrs, (), node.meta))
-        self.nodes.append(_cast(out, node.outputs[0], node))
-
-    def _spread(self, node: Node, meaning: Function, inputs: tuple[Value | None, ...]) -> None:
-        """Replace a node by the nodes of its body, which may contain products."""
-        inner = dict(zip(meaning.params, [v for v in inputs if v is not None], strict=True))
-        for part in meaning.nodes:
-            outputs = tuple(Value(v.type) for v in part.outputs)
-            operands = tuple(None if v is None else inner[v] for v in part.inputs)
-            inner.update(zip(part.outputs, outputs, strict=True))
-            self._add(Node(part.op, operands, outputs, part.attrs, part.regions, node.meta))
-        for out, result in zip(node.outputs, meaning.results, strict=False):
-            self.env[out] = self.env.get(inner[result], inner[result])
-
-    def _half(self, value: Value, node: Node) -> Value:
-        if value not in self.rounded:
-            self.rounded[value] = Value(value.type.with_dtype(float16))
-            self.nodes.append(_cast(value, self.rounded[value], node))
-        return self.rounded[value]
-
-
-def _cast(source: Value, target: Value, node: Node) -> Node:
-    to = {"to": target.type.dtype.onnx}
-    return Node(TABLE["", "Cast"].id, (source,), (target,), to, (), node.meta)
+        self.nodes.append(replace(node, inputs=operands, outputs=(out,)))
+        self.convert(out, node.outputs[0], node)
