@@ -42,7 +42,7 @@ from triplane.unified_ir.convert.samples import (
     digest,
     generated,
 )
-from triplane.unified_ir.convert.shares import time_shares
+from triplane.unified_ir.convert.shares import Shares, time_shares
 from triplane.unified_ir.convert.targets import (
     Target,
     cpu_flags,
@@ -75,6 +75,7 @@ from triplane.unified_ir.quantize import (
 from triplane.unified_ir.runtime import (
     Bundle,
     BundleSpec,
+    Description,
     Session,
     write_bundle,
 )
@@ -147,90 +148,163 @@ def convert(
     check_names(name, version)
     if not isinstance(module, Module):
         module, model_digest = read_model(module)
-    if not module.inputs(entry):
-        raise InvalidInput(f"{entry!r} takes no input; a bundle answers what it is given")
     budgets = Budgets(max_accuracy_drop, max_latency_ratio, max_size_ratio)
-    _check_arguments(quantize, calibration, budgets)
-    steps = adapt_steps(module)
-    _check_adapts(steps, quantize)
+    steps = _checked_steps(module, entry, quantize, calibration, budgets)
     frozen = freeze(module, entry) if steps else fold(freeze(module, entry))
     samples = _samples(calibration, frozen)
     labelled = None if evaluation is None else as_labelled(evaluation, frozen.inputs)
-    plain = _form(frozen, row.onnx)
-    few = first(frozen, samples, REFERENCE_SAMPLES)
-    progress("checking the graph against the model's meaning")
-    check_against_reference(module, entry, plain.session, few)
-    int8 = None
-    if quantize == "int8":
-        progress(f"int8: observing ranges on {len(next(iter(samples.values())))} samples")
-        int8 = _quantized(frozen, row, int8_scheme(row, reduce_range=reduce_range), samples)
-    shipped = int8 or plain
-    shown = first(frozen, samples, 1 if shipped.artifact.operators else GOLDENS)
-    goldens = shipped.session.run(shown)
-    check_finite(goldens)
-    description = describe(
-        module,
-        row,
-        shipped.session,
-        goldens,
-        name=name,
-        version=version,
-        labels=labels,
-        is_int8=int8 is not None,
-        size_bytes=shipped.artifact.size_bytes,
-        running_bytes=running_bytes(frozen.function, shown),
-        model_digest=model_digest,
-        adapt_steps=steps,
-    )
-    found, failed = attempt("the list of kernels", lambda: residency(shipped.artifact))
-    resident = found or Resident({}, {}, {}, ())
-    progress("timing float32" + (" and int8 in turn" if int8 else ""))
-    latency = _latency(frozen, row, plain, int8, samples)
-    if labelled is not None:
-        progress(f"measuring accuracy on {len(labelled[1])} samples")
-    shares = None
-    if int8 is not None:
-        one, made = first(frozen, samples, 1), int8.artifact
-        shares, more = attempt("the share of time on integers", lambda: time_shares(made, one))
-        failed += more
-    scheme = int8.scheme if int8 else None
-    about = Converted(
-        module=module,
-        entry=entry,
-        target=row,
-        frozen=frozen,
-        scheme=scheme,
-        ranges=int8.ranges if int8 else (),
-        operators=int8.artifact.operators if int8 else (),
-    )
-    report = Report(
-        name=name,
-        version=version,
-        target=row.name,
-        precision="int8" if int8 else "float32",
-        size=_size(plain, int8),
-        latency=latency,
-        accuracy=_accuracy(frozen, plain, shipped, labelled),
-        layers=_layers(frozen, int8, resident, row),
-        residency=resident,
-        machine=_machine(),
-        calibration=_calibration_record(calibration, samples),
-        shares=shares,
-        notes=(*notes(about), *failed),
-    )
+    scheme = None if quantize is None else int8_scheme(row, reduce_range=reduce_range)
+    conversion = _Conversion(
+        module, entry, row, name, version, labels, model_digest, steps, frozen, samples, labelled,
+        scheme, _calibration_record(calibration, samples), progress,
+    )  # fmt: skip
+    forms = _forms(conversion)
+    answers = _golden_answers(conversion, forms)
+    report = _reported(conversion, forms)
     report = replace(report, notes=(*report.notes, *budgets.check(report)))
     if out is None:
         return report
-    spec = BundleSpec(
-        description=description,
-        model=shipped.artifact.model,
-        weights=shipped.artifact.weights,
-        golden_inputs=shown,
-        golden_outputs=goldens,
-        report=report.record(),
-        adapt=adapt_graph(module, shipped.artifact.weights, row.onnx) if steps else None,
+    return _written(Path(out), _bundle(conversion, forms, answers, report), report)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Conversion:
+    """What is converted for which target, every argument checked; scheme: of int8, else None."""
+
+    module: Module
+    entry: str
+    row: Target
+    name: str
+    version: str
+    labels: Labels | None
+    model_digest: str
+    steps: int
+    frozen: Frozen
+    samples: Samples
+    labelled: tuple[Samples, Array] | None
+    scheme: Scheme | None
+    calibration: dict[str, Any]
+    progress: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Forms:
+    """The graph in float32, and in int8 where that is wanted."""
+
+    plain: _Form
+    int8: _Int8 | None
+
+    @property
+    def shipped(self) -> _Form:
+        """The one that goes into the bundle."""
+        return self.int8 or self.plain
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Answers:
+    """Golden inputs of a bundle, what the shipped graph answers, and the description of both."""
+
+    inputs: Samples
+    outputs: dict[str, Array]
+    description: Description
+
+
+def _forms(job: _Conversion) -> _Forms:
+    """The graphs, the float one held to the module's meaning."""
+    plain = _form(job.frozen, job.row.onnx)
+    few = first(job.frozen, job.samples, REFERENCE_SAMPLES)
+    job.progress("checking the graph against the model's meaning")
+    check_against_reference(job.module, job.entry, plain.session, few)
+    if job.scheme is None:
+        return _Forms(plain, None)
+    job.progress(f"int8: observing ranges on {len(next(iter(job.samples.values())))} samples")
+    return _Forms(plain, _quantized(job.frozen, job.row, job.scheme, job.samples))
+
+
+def _golden_answers(job: _Conversion, forms: _Forms) -> _Answers:
+    form = forms.shipped
+    inputs = first(job.frozen, job.samples, 1 if form.artifact.operators else GOLDENS)
+    outputs = form.session.run(inputs)
+    check_finite(outputs)
+    return _Answers(inputs, outputs, _described(job, forms, inputs, outputs))
+
+
+def _described(
+    job: _Conversion, forms: _Forms, inputs: Samples, outputs: dict[str, Array]
+) -> Description:
+    return describe(
+        job.module,
+        job.row,
+        forms.shipped.session,
+        outputs,
+        name=job.name,
+        version=job.version,
+        labels=job.labels,
+        is_int8=forms.int8 is not None,
+        size_bytes=forms.shipped.artifact.size_bytes,
+        running_bytes=running_bytes(job.frozen.function, inputs),
+        model_digest=job.model_digest,
+        adapt_steps=job.steps,
     )
-    return _written(Path(out), spec, report)
+
+
+def _reported(job: _Conversion, forms: _Forms) -> Report:
+    """What the conversion measured; parts that inform and fail become notes."""
+    plain, int8 = forms.plain, forms.int8
+    resident, failed = attempt("the list of kernels", lambda: residency(forms.shipped.artifact))
+    resident = resident or Resident({}, {}, {}, ())
+    job.progress("timing float32" + (" and int8 in turn" if int8 else ""))
+    latency = _latency(job.frozen, job.row, plain, int8, job.samples)
+    if job.labelled is not None:
+        job.progress(f"measuring accuracy on {len(job.labelled[1])} samples")
+    shares, without_shares = _integer_shares(job, int8)
+    return Report(
+        name=job.name,
+        version=job.version,
+        target=job.row.name,
+        precision="int8" if int8 else "float32",
+        size=_size(plain, int8),
+        latency=latency,
+        accuracy=_accuracy(job.frozen, plain, forms.shipped, job.labelled),
+        layers=_layers(job.frozen, int8, resident, job.row),
+        residency=resident,
+        machine=_machine(),
+        calibration=job.calibration,
+        shares=shares,
+        notes=(*notes(_converted(job, int8)), *failed, *without_shares),
+    )
+
+
+def _integer_shares(job: _Conversion, int8: _Int8 | None) -> tuple[Shares | None, tuple[str, ...]]:
+    if int8 is None:
+        return None, ()
+    one = first(job.frozen, job.samples, 1)
+    return attempt("the share of time on integers", lambda: time_shares(int8.artifact, one))
+
+
+def _converted(job: _Conversion, int8: _Int8 | None) -> Converted:
+    return Converted(
+        module=job.module,
+        entry=job.entry,
+        target=job.row,
+        frozen=job.frozen,
+        scheme=job.scheme,
+        ranges=int8.ranges if int8 else (),
+        operators=int8.artifact.operators if int8 else (),
+    )
+
+
+def _bundle(job: _Conversion, forms: _Forms, answers: _Answers, report: Report) -> BundleSpec:
+    made = forms.shipped.artifact
+    return BundleSpec(
+        description=answers.description,
+        model=made.model,
+        weights=made.weights,
+        golden_inputs=answers.inputs,
+        golden_outputs=answers.outputs,
+        report=report.record(),
+        adapt=adapt_graph(job.module, made.weights, job.row.onnx) if job.steps else None,
+    )
 
 
 def read_model(path: str | Path) -> tuple[Module, str]:
@@ -251,6 +325,18 @@ def open_model(path: Path) -> tuple[Module, str]:
 def _name(module: Module | str | Path, out: str | Path | None) -> str:
     named = out if isinstance(module, Module) else module
     return "model" if named is None else Path(named).stem
+
+
+def _checked_steps(
+    module: Module, entry: str, quantize: str | None, calibration: Any, budgets: Budgets
+) -> int:
+    """How many steps of adaptation the model begins; InvalidInput where arguments do not fit."""
+    if not module.inputs(entry):
+        raise InvalidInput(f"{entry!r} takes no input; a bundle answers what it is given")
+    _check_arguments(quantize, calibration, budgets)
+    steps = adapt_steps(module)
+    _check_adapts(steps, quantize)
+    return steps
 
 
 def _check_arguments(quantize: str | None, calibration: Any, budgets: Budgets) -> None:
