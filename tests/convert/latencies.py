@@ -1,15 +1,15 @@
 """A measured latency, made up."""
 
 from triplane.unified_ir.convert.latency import (
+    CallTiming,
     Latency,
     Quartiles,
-    Timing,
 )
 
 
 def timing(median):
     q = Quartiles(0.9 * median, median, 1.1 * median)
-    return Timing(cpu=q, wall=q)
+    return CallTiming(cpu=q, wall=q)
 
 
 def box(median):

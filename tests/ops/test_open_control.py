@@ -23,7 +23,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.check import check_function
-from triplane.unified_ir.ops.control import Entry, loop_row
+from triplane.unified_ir.ops.control import LoopCarry, loop_row
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.table import TABLE
 
@@ -42,7 +42,7 @@ def recorded(body, *types):
 
 def doubling(x, n):
     """`x` doubled in length n times, the body recorded until its types stay."""
-    entry, numbers = Entry((x.type,)), count()
+    entry, numbers = LoopCarry((x.type,)), count()
     while True:
         build = Build(TABLE, "loop")
         with build:

@@ -15,7 +15,7 @@ from typing import Any, Final
 from triplane.unified_ir.ir.dims import Dim, substitute
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ir.types import TensorType, is_plain
-from triplane.unified_ir.ops.batching import Batched, NeedsScan, Ragged, elementwise, with_axis
+from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan, Ragged, elementwise, with_axis
 from triplane.unified_ir.ops.build import Build, body_function, region
 from triplane.unified_ir.ops.control import scan
 from triplane.unified_ir.ops.elementwise import broadcast_bool, broadcast_same
@@ -50,14 +50,14 @@ def vectorize(
 def _by_node(
     function: Function, args: Sequence[Tensor], batched: Flags, size: Dim
 ) -> tuple[list[Tensor], list[bool]]:
-    replay = _Slices(function, args, batched, size)
+    replay = _BatchedReplay(function, args, batched, size)
     for node in function.nodes:
         replay.run(node)
     results = replay.results()
     return results, [replay.batched.get(r, False) for r in function.results]
 
 
-class _Slices(Replay):
+class _BatchedReplay(Replay):
     """Nodes of a function again, on batches of what they were recorded for."""
 
     def __init__(
@@ -85,7 +85,9 @@ class _Slices(Replay):
         flags = [v is not None and self.batched.get(v, False) for v in node.inputs]
         types = tuple(self._type(v) for v in node.outputs)
         regions = self.regions(node)
-        call = Batched(row, tuple(inputs), tuple(flags), attrs, regions, types, self.size, _region)
+        call = BatchedCall(
+            row, tuple(inputs), tuple(flags), attrs, regions, types, self.size, _region
+        )
         if node.attrs.get(OPEN):
             raise _ragged(node)
         try:
@@ -103,7 +105,7 @@ class _Slices(Replay):
             return value.type
         return value.type.with_shape(substitute(d, self.sizes) for d in value.type.shape)
 
-    def _through_body(self, call: Batched) -> list[Tensor]:
+    def _through_body(self, call: BatchedCall) -> list[Tensor]:
         types = tuple(
             None if x is None else x.type.with_shape(x.shape[1:]) if b else x.type
             for x, b in zip(call.inputs, call.batched, strict=True)
@@ -114,7 +116,7 @@ class _Slices(Replay):
         made, flags = _by_node(body, [x for x, _ in present], [b for _, b in present], self.size)
         return [y if b else with_axis(y, self.size) for y, b in zip(made, flags, strict=True)]
 
-    def _scanned(self, call: Batched, node: Node) -> list[Tensor]:
+    def _scanned(self, call: BatchedCall, node: Node) -> list[Tensor]:
         if introduced(node) or not all(map(is_plain, call.types)):
             raise _ragged(node)
 

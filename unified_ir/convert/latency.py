@@ -44,7 +44,7 @@ class Quartiles:
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
+class CallTiming:
     """Seconds per call: of the processor, and by the wall clock."""
 
     cpu: Quartiles
@@ -61,9 +61,9 @@ class Latency:
 
     batch: int
     rounds: int
-    float32: Timing
-    control: Timing
-    int8: Timing | None = None
+    float32: CallTiming
+    control: CallTiming
+    int8: CallTiming | None = None
     ratio: Quartiles | None = None
     control_ratio: Quartiles = Quartiles(1.0, 1.0, 1.0)
     on_target: bool = True
@@ -117,7 +117,7 @@ def measure_latency(
         ]
     )
     timings = [
-        Timing(cpu=quartiles(timed[:, i, 1]), wall=quartiles(timed[:, i, 0]))
+        CallTiming(cpu=quartiles(timed[:, i, 1]), wall=quartiles(timed[:, i, 0]))
         for i in range(len(sessions))
     ]
     return Latency(

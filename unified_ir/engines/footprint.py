@@ -25,8 +25,8 @@ from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.ir.types import BY_ONNX
 from triplane.unified_ir.onnx import OnnxTarget, emit, emit_typed, serialize
 from triplane.unified_ir.onnx.target import DEFAULT
-from triplane.unified_ir.passes.memory import VIEWS, Live, Row, alive, type_bytes
-from triplane.unified_ir.passes.recompute import Plan, recompute
+from triplane.unified_ir.passes.memory import VIEWS, Live, MemoryRow, alive, type_bytes
+from triplane.unified_ir.passes.recompute import RecomputationPlan, recompute
 from triplane.unified_ir.runtime.session import Session, SessionOptions
 
 TRIALS: Final = 8
@@ -86,7 +86,7 @@ def within(
     *,
     target: OnnxTarget = DEFAULT,
     options: SessionOptions | None = None,
-) -> tuple[Function, Plan]:
+) -> tuple[Function, RecomputationPlan]:
     """The function with recomputation, so that onnxruntime keeps within a budget; and the plan.
 
     The plan's figures are those foretold for onnxruntime. Of several plans the first that fits is
@@ -124,7 +124,7 @@ def _ready(model: ModelProto, folder: Path, options: SessionOptions) -> tuple[Se
 
 def _alive(model: ModelProto, nodes: Sequence[NodeProto], known: Mapping[str, int]) -> Live[str]:
     rows = [
-        Row(
+        MemoryRow(
             tuple(name for name in node.input if name),
             tuple(name for name in node.output if name),
             node.op_type in VIEWS,

@@ -15,7 +15,7 @@ from triplane.unified_ir.ir.types import OptionalType, TensorType, bool_, int64,
 from triplane.unified_ir.onnx.scope import Scope
 from triplane.unified_ir.onnx.structure import Site, Structure
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.control import Entry, cond_node, loop_row, scan_row
+from triplane.unified_ir.ops.control import LoopCarry, cond_node, loop_row, scan_row
 from triplane.unified_ir.ops.indexing import arange
 from triplane.unified_ir.ops.row import OPEN
 from triplane.unified_ir.ops.sequences import element_types, sequence_map_row
@@ -90,7 +90,7 @@ def _loop(site: Site) -> Sequence[Tensor]:
     carry = [site.present(i) for i in range(2, len(site.inputs))]
     n = len(carry)
     _check_body(body, n + 2, n, 1)
-    build, results, entry = _trip(site, body, Entry(tuple(x.type for x in carry)))
+    build, results, entry = _trip(site, body, LoopCarry(tuple(x.type for x in carry)))
     attrs: dict[str, Any] = {"num_carry": n, OPEN: entry.free or None}
     if len(results) > n + 1:
         attrs["trips"] = str(site.importer.symbols.fresh(f"trips_{site.node.name}"))
@@ -105,7 +105,7 @@ def _loop(site: Site) -> Sequence[Tensor]:
     ]
 
 
-def _trip(site: Site, body: GraphProto, entry: Entry) -> tuple[Build, list[Tensor], Entry]:
+def _trip(site: Site, body: GraphProto, entry: LoopCarry) -> tuple[Build, list[Tensor], LoopCarry]:
     """A loop's body, recorded until what it takes is also what it gives."""
     importer = site.importer
     for _ in range(MAX_WIDENINGS):

@@ -39,7 +39,7 @@ from triplane.unified_ir.onnx.known_values import KnownValues
 from triplane.unified_ir.onnx.lift import lift
 from triplane.unified_ir.onnx.merged import separated
 from triplane.unified_ir.onnx.order import needed_in_order
-from triplane.unified_ir.onnx.scope import Choice, Scope, Weights
+from triplane.unified_ir.onnx.scope import Scope, TrainableChoice, Weights
 from triplane.unified_ir.onnx.source import Source, array_of, read_model
 from triplane.unified_ir.onnx.structure import STRUCTURES, Site
 from triplane.unified_ir.onnx.symbols import Shapes, Symbols, declared_type, tensor_type
@@ -93,7 +93,7 @@ def import_onnx(
         have = ", ".join(i.name for i in model.graph.input)
         raise InvalidInput(f"shapes= names the input {unknown[0]!r}; the model has {have}")
     build = Build(TABLE, ENTRY)
-    choice = Choice(trainable, frozen)
+    choice = TrainableChoice(trainable, frozen)
     weights = Weights(build, folder, _names(model.graph), choice, tie)
     importer = Importer(model, build, weights)
     with build:

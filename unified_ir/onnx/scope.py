@@ -30,7 +30,7 @@ MAX_SHOWN: Final = 8
 """Names in a message."""
 
 
-class Choice:
+class TrainableChoice:
     """Which tensors the caller wants trained, and which not, whatever their use; by name.
 
     A pattern is a name with `*` for any part. What fits one of `trainable` is trained even where it
@@ -101,10 +101,10 @@ class Weights:
         build: Build,
         folder: Path | None,
         taken: Iterable[str],
-        choice: Choice | None = None,
+        choice: TrainableChoice | None = None,
         tie: Sequence[str] = (),
     ) -> None:
-        self.choice = Choice() if choice is None else choice
+        self.choice = TrainableChoice() if choice is None else choice
         self.build = build
         self.folder = folder
         self.state: dict[str, StateTensor] = {}

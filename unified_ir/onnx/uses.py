@@ -24,7 +24,7 @@ from triplane.unified_ir.onnx.expanded import FunctionKey, key_of
 from triplane.unified_ir.onnx.fold import MAX_CONTENTS
 from triplane.unified_ir.onnx.lift import REPLACED
 from triplane.unified_ir.onnx.source import subgraphs_of
-from triplane.unified_ir.ops.row import Kind
+from triplane.unified_ir.ops.row import OpKind
 from triplane.unified_ir.ops.table import TABLE
 
 Read = tuple[NodeProto, int]
@@ -40,7 +40,7 @@ _ROWS: Final = {row.name: row for row in TABLE.values() if not row.domain} | {
 PRODUCTS: Final[Operands] = {
     name: row.weights
     for name, row in _ROWS.items()
-    if row.kind is Kind.CONTRACTION and 0 in row.weights
+    if row.kind is OpKind.CONTRACTION and 0 in row.weights
 }
 """Products: a float operand is a weight, unless only sines and cosines read the result."""
 
@@ -50,12 +50,12 @@ LAYERS: Final[Operands] = {
 """Operands that are weights wherever they stand."""
 
 ELEMENTWISE: Final = frozenset(
-    name for name, row in _ROWS.items() if row.kind is Kind.ELEMENTWISE and 0 in row.weights
+    name for name, row in _ROWS.items() if row.kind is OpKind.ELEMENTWISE and 0 in row.weights
 )
 """Operators whose float operand is a weight behind a layer, see `Uses._joins`."""
 
 STATISTICS: Final[Operands] = {
-    name: row.buffers for name, row in _ROWS.items() if row.kind is Kind.NORMALIZATION
+    name: row.buffers for name, row in _ROWS.items() if row.kind is OpKind.NORMALIZATION
 }
 """Operands that are buffers: assigned in training, not reached by gradients."""
 
@@ -64,15 +64,15 @@ _FIXED: Final[Operands] = {name: (*row.buffers, *row.settings) for name, row in 
 
 _SETTINGS: Final[Operands] = {name: row.settings for name, row in _ROWS.items()}
 
-_MOVEMENT: Final = frozenset(name for name, row in _ROWS.items() if row.kind is Kind.MOVEMENT)
+_MOVEMENT: Final = frozenset(name for name, row in _ROWS.items() if row.kind is OpKind.MOVEMENT)
 THROUGH: Final = _MOVEMENT - {"Concat"}
 """Operators that only arrange their first operand: what is read behind them is read of it."""
 _PLAIN: Final = _MOVEMENT | ELEMENTWISE | {"Clip", "Gather"}
 """Operators that an input passes on its way to the first layer."""
 _SIZES: Final = frozenset({"Shape", "Size"})
-_COMPARED: Final = frozenset(name for name, row in _ROWS.items() if row.kind is Kind.COMPARISON)
+_COMPARED: Final = frozenset(name for name, row in _ROWS.items() if row.kind is OpKind.COMPARISON)
 """Operators through which no gradient flows."""
-_RANDOM: Final = frozenset(name for name, row in _ROWS.items() if row.kind is Kind.RANDOM)
+_RANDOM: Final = frozenset(name for name, row in _ROWS.items() if row.kind is OpKind.RANDOM)
 _STANDARD: Final = frozenset({"", "ai.onnx"})
 
 MAX_READS: Final = 64

@@ -21,7 +21,7 @@ from triplane.unified_ir.ops.elementwise import (
     softplus,
     tanh,
 )
-from triplane.unified_ir.ops.row import Call, Kind, Op
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import apart, between, ints, normal, sample
 from triplane.unified_ir.ops.structure import where
 from triplane.unified_ir.ops.tensor import Tensor
@@ -41,7 +41,7 @@ def _exponential_slope(x: Tensor, scale: float, width: float = 1.0) -> Tensor:
 
 elu = Op(
     name="Elu",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     body=lambda x, *, alpha: _exponential(x, alpha),
     vjp=lambda g, y, x, *, alpha: (g * _exponential_slope(x, alpha),),
     native=has_float_kernel,
@@ -52,7 +52,7 @@ elu = Op(
 
 celu = Op(
     name="Celu",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     body=lambda x, *, alpha: _exponential(x, alpha, alpha),
     vjp=lambda g, y, x, *, alpha: (g * _exponential_slope(x, 1.0, alpha),),
     batch=elementwise,
@@ -62,7 +62,7 @@ celu = Op(
 
 selu = Op(
     name="Selu",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     body=lambda x, *, alpha, gamma: gamma * _exponential(x, alpha),
     vjp=lambda g, y, x, *, alpha, gamma: (g * gamma * _exponential_slope(x, alpha),),
     native=has_float_kernel,
@@ -72,7 +72,7 @@ selu = Op(
 """Klambauer et al. 2017; alpha and gamma keep mean 0 and variance 1."""
 
 
-def _prelu(call: Call) -> tuple[TensorType, ...]:
+def _prelu(call: OpCall) -> tuple[TensorType, ...]:
     x, slope = call.type(0), call.type(1)
     if broadcast_same(call) != (x,):
         raise ShapeError(f"PRelu needs a slope that broadcasts to {x}, got {slope}")
@@ -81,7 +81,7 @@ def _prelu(call: Call) -> tuple[TensorType, ...]:
 
 prelu = Op(
     name="PRelu",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     weights=(1,),
     infer=_prelu,
     body=lambda x, slope: where(x > 0, x, slope * x),
@@ -92,21 +92,21 @@ prelu = Op(
 
 thresholded_relu = Op(
     name="ThresholdedRelu",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     body=lambda x, *, alpha: where(x > alpha, x, 0.0),
     native=has_float_kernel,
     samples=(sample(apart(3, 4)), sample(apart(2, 3), alpha=0.2)),
 )
 softsign = Op(
     name="Softsign",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     body=lambda x: x / (1.0 + abs_(x)),
     native=has_float_kernel,
     samples=(sample(apart(2, 3)),),
 )
 mish = Op(
     name="Mish",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     body=lambda x: x * tanh(softplus(x)),
     samples=(sample(normal(2, 3)),),
 )
@@ -133,7 +133,7 @@ def _swish_vjp_with_residuals(
 
 swish = Op(
     name="Swish",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     reference=lambda x, *, alpha: x * np.exp(-np.logaddexp(0, -alpha * x)),
     body=lambda x, *, alpha: x * sigmoid(x if alpha == 1.0 else alpha * x),
     vjp_with_residuals=_swish_vjp_with_residuals,
@@ -151,7 +151,7 @@ def _shrink(x: Tensor, *, lambd: float, bias: float) -> Tensor:
 
 shrink = Op(
     name="Shrink",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     body=_shrink,
     samples=(
         sample(apart(3, 4), lambd=0.4, bias=0.25),

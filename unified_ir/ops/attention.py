@@ -18,7 +18,7 @@ from triplane.unified_ir.ir.types import ShapeError, bool_, int64
 from triplane.unified_ir.ops.elementwise import mod, tanh
 from triplane.unified_ir.ops.indexing import arange, gather, scatter_nd
 from triplane.unified_ir.ops.matrix import matmul, softmax, swap_last
-from triplane.unified_ir.ops.row import Kind, Op, dtype_attr
+from triplane.unified_ir.ops.row import Op, OpKind, dtype_attr
 from triplane.unified_ir.ops.samples import bools, ints, normal, sample
 from triplane.unified_ir.ops.structure import (
     concat,
@@ -223,7 +223,7 @@ def _runs_as_it_is(node: Node, opset: int) -> bool:
 
 _qkv = (normal(2, 4, 3, 2), normal(2, 2, 5, 2), normal(2, 2, 5, 3))
 attention = Op(
-    name="Attention", kind=Kind.ATTENTION,
+    name="Attention", kind=OpKind.ATTENTION,
     body=_attention,
     native=_runs_as_it_is,
     samples=(
@@ -283,7 +283,7 @@ def _rotary(
 
 
 rotary_embedding = Op(
-    name="RotaryEmbedding", kind=Kind.ATTENTION,
+    name="RotaryEmbedding", kind=OpKind.ATTENTION,
     body=_rotary,
     samples=(
         sample(normal(2, 3, 4, 6), normal(5, 3), normal(5, 3), ints(0, 5, 2, 4)),
@@ -325,7 +325,7 @@ def _tensor_scatter(
 
 tensor_scatter = Op(
     name="TensorScatter",
-    kind=Kind.INDEXING,
+    kind=OpKind.INDEXING,
     body=_tensor_scatter,
     samples=(
         sample(normal(2, 3, 5, 2), normal(2, 3, 2, 2), ints(0, 3, 2)),

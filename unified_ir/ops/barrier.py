@@ -13,11 +13,11 @@ import numpy as np
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import TensorType, int64
 from triplane.unified_ir.ops.emission import EmissionContext, first_number
-from triplane.unified_ir.ops.row import DOMAIN, Call, Kind, Op
+from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import normal, sample
 
 
-def _like_first(call: Call) -> tuple[TensorType, ...]:
+def _like_first(call: OpCall) -> tuple[TensorType, ...]:
     return (call.type(0),)
 
 
@@ -42,7 +42,7 @@ def _emit_barrier(context: EmissionContext, node: Node) -> None:
 
 barrier = Op(
     name="Barrier",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     preserves_elements=True,
     emit=_emit_barrier,
     domain=DOMAIN,

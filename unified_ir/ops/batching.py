@@ -39,7 +39,7 @@ unfinished, its results, and which of them are batched."""
 
 
 @dataclass(frozen=True, slots=True)
-class Batched:
+class BatchedCall:
     """One node to be applied to batched operands."""
 
     row: Op
@@ -87,7 +87,7 @@ def new_axes(x: Tensor, at: int, count: int) -> Tensor:
     return emit("Unsqueeze", x, np.arange(at, at + count)) if count else x
 
 
-def elementwise(call: Batched) -> Sequence[Tensor]:
+def elementwise(call: BatchedCall) -> Sequence[Tensor]:
     """Each element on its own, with broadcasting: slices are brought to one number of axes."""
     rank = max(call.rank(i) for i, x in enumerate(call.inputs) if x is not None)
 
@@ -99,13 +99,13 @@ def elementwise(call: Batched) -> Sequence[Tensor]:
     return call.apply([aligned(i, x) for i, x in enumerate(call.inputs)])
 
 
-def first_elementwise(call: Batched) -> Sequence[Tensor]:
+def first_elementwise(call: BatchedCall) -> Sequence[Tensor]:
     """As `elementwise` of operand 0, whatever the others say of all elements alike."""
     call.only_first()
     return call.apply(call.inputs)
 
 
-def reshaped(call: Batched) -> Sequence[Tensor]:
+def reshaped(call: BatchedCall) -> Sequence[Tensor]:
     """The same elements in another shape."""
     call.only_first()
     x = call.inputs[0]
@@ -113,7 +113,7 @@ def reshaped(call: Batched) -> Sequence[Tensor]:
     return [emit("Reshape", x, dims_of([x.shape[0], *call.types[0].shape]), allowzero=1)]
 
 
-def expanded(call: Batched) -> Sequence[Tensor]:
+def expanded(call: BatchedCall) -> Sequence[Tensor]:
     """Broadcasting to a shape."""
     call.only_first()
     x, shape = call.inputs[0], call.types[0].shape
@@ -122,33 +122,33 @@ def expanded(call: Batched) -> Sequence[Tensor]:
     return [emit("Expand", lifted, dims_of([x.shape[0], *shape]))]
 
 
-def transposed(call: Batched) -> Sequence[Tensor]:
+def transposed(call: BatchedCall) -> Sequence[Tensor]:
     """Axes in another order."""
     perm = call.attrs.get("perm") or tuple(reversed(range(call.rank(0))))
     return call.apply(call.inputs, perm=(0, *(p + 1 for p in perm)))
 
 
-def axis_shifted(call: Batched) -> Sequence[Tensor]:
+def axis_shifted(call: BatchedCall) -> Sequence[Tensor]:
     """Rows that work along the attribute `axis` of operands that have it alike."""
     axis = call.row.full_attrs(call.attrs)["axis"]
     return call.apply(call.all(), axis=axis % max(call.rank(0), 1) + 1)
 
 
-def first_along_axis(call: Batched) -> Sequence[Tensor]:
+def first_along_axis(call: BatchedCall) -> Sequence[Tensor]:
     """As `axis_shifted` for rows whose other operands count or measure."""
     call.only_first()
     axis = call.row.full_attrs(call.attrs)["axis"]
     return call.apply(call.inputs, axis=axis % call.rank(0) + 1)
 
 
-def first_along_operand(call: Batched) -> Sequence[Tensor]:
+def first_along_operand(call: BatchedCall) -> Sequence[Tensor]:
     """Rows that work along the axis that is operand 1."""
     call.only_first()
     (axis,) = known_ints(call.inputs[1])
     return call.apply([call.inputs[0], np.array(axis % call.rank(0) + 1)])
 
 
-def axes_shifted(call: Batched) -> Sequence[Tensor]:
+def axes_shifted(call: BatchedCall) -> Sequence[Tensor]:
     """Reductions, whose axes are operand 1; without it, all axes of a slice."""
     call.only_first()
     full = call.row.full_attrs(call.attrs)
@@ -163,7 +163,7 @@ def axes_shifted(call: Batched) -> Sequence[Tensor]:
     return call.apply([call.inputs[0], np.array(wanted, np.int64)])
 
 
-def sliced(call: Batched) -> Sequence[Tensor]:
+def sliced(call: BatchedCall) -> Sequence[Tensor]:
     """Slice(x, starts, ends, axes, steps)."""
     call.only_first()
     x, starts, ends, *rest = call.inputs
@@ -173,7 +173,7 @@ def sliced(call: Batched) -> Sequence[Tensor]:
     return call.apply([x, starts, ends, wanted, *rest[1:]])
 
 
-def padded(call: Batched) -> Sequence[Tensor]:
+def padded(call: BatchedCall) -> Sequence[Tensor]:
     """Pad(x, pads, value, axes)."""
     call.only_first()
     x, pads, *rest = call.inputs
@@ -186,7 +186,7 @@ def padded(call: Batched) -> Sequence[Tensor]:
     return call.apply([x, pads, value, wanted])
 
 
-def gathered(call: Batched) -> Sequence[Tensor]:
+def gathered(call: BatchedCall) -> Sequence[Tensor]:
     """Gather(x, index): one of the two batched."""
     x, index = call.inputs
     assert x is not None
@@ -201,7 +201,7 @@ def gathered(call: Batched) -> Sequence[Tensor]:
     return [found if axis == 0 else found.transpose(axis, *rest)]
 
 
-def merged(call: Batched) -> Sequence[Tensor]:
+def merged(call: BatchedCall) -> Sequence[Tensor]:
     """Rows whose first operand lists independent samples: two axes of samples become one."""
     call.only_first()
     x = call.inputs[0]
@@ -212,14 +212,14 @@ def merged(call: Batched) -> Sequence[Tensor]:
     return [y.reshape((x.shape[0], *call.types[0].shape))]
 
 
-def merged_all(call: Batched) -> Sequence[Tensor]:
+def merged_all(call: BatchedCall) -> Sequence[Tensor]:
     """As `merged` where all operands list the same samples."""
     flat = [x.reshape((x.shape[0] * x.shape[1], *x.shape[2:])) for x in call.all()]
     (y,) = call.apply(flat)
     return [y.reshape((call.size, *call.types[0].shape))]
 
 
-def multiplied(call: Batched) -> Sequence[Tensor]:
+def multiplied(call: BatchedCall) -> Sequence[Tensor]:
     """MatMul: vectors become matrices of one row or column, batch axes are brought to one rank."""
     a, b = (_matrix(call, i) for i in range(2))
     rank = max(x.rank - call.batched[i] for i, x in enumerate((a, b)))
@@ -233,7 +233,7 @@ def multiplied(call: Batched) -> Sequence[Tensor]:
     return [y.reshape((call.size, *call.types[0].shape))]
 
 
-def _matrix(call: Batched, i: int) -> Tensor:
+def _matrix(call: BatchedCall, i: int) -> Tensor:
     """Operand `i` with two axes at least."""
     x = call.inputs[i]
     assert x is not None

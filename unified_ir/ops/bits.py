@@ -9,7 +9,7 @@ import numpy as np
 from triplane.unified_ir.ir.types import TensorType, TypeMismatch
 from triplane.unified_ir.ops.batching import elementwise
 from triplane.unified_ir.ops.elementwise import broadcast_same
-from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
 from triplane.unified_ir.ops.samples import given, ints, sample
 from triplane.unified_ir.ops.structure import same
 
@@ -18,20 +18,20 @@ _pair = (sample(_words, _words),)
 
 
 def _bitwise(name: str, f: Any) -> Op:
-    return Op(name=name, kind=Kind.ELEMENTWISE, infer=broadcast_same, reference=f, samples=_pair)
+    return Op(name=name, kind=OpKind.ELEMENTWISE, infer=broadcast_same, reference=f, samples=_pair)
 
 
 # fmt: off
 bitwise_and = _bitwise("BitwiseAnd", np.bitwise_and)
 bitwise_or = _bitwise("BitwiseOr", np.bitwise_or)
 bitwise_xor = _bitwise("BitwiseXor", np.bitwise_xor)
-bitwise_not = Op(name="BitwiseNot", kind=Kind.ELEMENTWISE, infer=same, reference=np.invert,
+bitwise_not = Op(name="BitwiseNot", kind=OpKind.ELEMENTWISE, infer=same, reference=np.invert,
                  batch=elementwise, samples=(sample(_words),))
 # fmt: on
 
 bit_shift = Op(
     name="BitShift",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     infer=broadcast_same,
     reference=lambda x, n, direction: (np.left_shift if direction == "LEFT" else np.right_shift)(
         x, n
@@ -43,7 +43,7 @@ bit_shift = Op(
 )
 
 
-def _bit_cast(call: Call) -> tuple[TensorType, ...]:
+def _bit_cast(call: OpCall) -> tuple[TensorType, ...]:
     x, wanted = call.type(0), dtype_attr(call.attrs["to"])
     if x.dtype.bits != wanted.bits:
         raise TypeMismatch(f"BitCast keeps the width of an element, got {x} to {wanted}")
@@ -52,7 +52,7 @@ def _bit_cast(call: Call) -> tuple[TensorType, ...]:
 
 bit_cast = Op(
     name="BitCast",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     batch=elementwise,
     infer=_bit_cast,
     reference=lambda x, to: np.ascontiguousarray(x).view(dtype_attr(to).numpy).reshape(x.shape),

@@ -21,7 +21,7 @@ from triplane.unified_ir.ir.graph import Array, AttrValue, Function, Location, M
 from triplane.unified_ir.ir.types import DType, TensorType, TypeMismatch, as_dtype, float32
 from triplane.unified_ir.ops.infer import check_groups, in_type_group, infer
 from triplane.unified_ir.ops.recorder import stack
-from triplane.unified_ir.ops.row import DOMAIN, OPEN, Call, Known, Op, Table
+from triplane.unified_ir.ops.row import DOMAIN, OPEN, Known, Op, OpCall, Table
 from triplane.unified_ir.ops.source import user_location
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.ops.values import bind
@@ -213,7 +213,7 @@ class Build:
         types = tuple(None if x is None else x.type for x in operands)
         known = tuple(None if x is None else self.known(x) for x in operands)
         check_groups(row, types)
-        call = Call(row, types, known, row.full_attrs(attrs), regions, outputs)
+        call = OpCall(row, types, known, row.full_attrs(attrs), regions, outputs)
         place = "_".join(map(str, self.position()))
         names = tuple(f"{OPEN_PREFIX}{place}_{k}" for k in range(row.open_count(call)))
         return dict(sorted({**attrs, OPEN: names}.items())) if names else attrs

@@ -32,12 +32,12 @@ from triplane.unified_ir.ir.types import (
     is_plain,
     joined,
 )
-from triplane.unified_ir.ops.batching import Batched, NeedsScan, with_axis
+from triplane.unified_ir.ops.batching import BatchedCall, NeedsScan, with_axis
 from triplane.unified_ir.ops.build import Build, region
 from triplane.unified_ir.ops.emit_control import emit_cond, emit_loop, emit_scan
 from triplane.unified_ir.ops.inline import inline, introduced
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import DOMAIN, OPEN, AttrSpec, Call, Kind, Op
+from triplane.unified_ir.ops.row import DOMAIN, OPEN, AttrSpec, Op, OpCall, OpKind
 from triplane.unified_ir.ops.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of, emit
 from triplane.unified_ir.ops.trees import leaves, rebuild, structure
@@ -48,7 +48,7 @@ VjpOf = Callable[[Function, Sequence[int], Sequence[int]], Function]
 Pullback = Callable[[Sequence[Tensor | None]], list[Tensor | None]]
 
 
-def _region_types(call: Call, i: int, params: Sequence[TensorType]) -> Types:
+def _region_types(call: OpCall, i: int, params: Sequence[TensorType]) -> Types:
     """Result types of region `i` after checking that it takes `params`."""
     found = [p.type for p in call.regions[i].params]
     if found != list(params):
@@ -63,7 +63,7 @@ def _inner_sizes(region: Function) -> set[str]:
     return {name for node in region.nodes for name in introduced(node)}
 
 
-def _known_outside(call: Call, results: Sequence[TensorType], inner: set[str]) -> None:
+def _known_outside(call: OpCall, results: Sequence[TensorType], inner: set[str]) -> None:
     if any(inner & r.symbols for r in results):
         raise TypeMismatch(
             f"a region of {call.row} gives {list(results)}, a size of which depends on data in it; "
@@ -76,16 +76,16 @@ def _seen_outside(made: TensorType, inner: set[str]) -> TensorType:
     return made.with_sizes(dict.fromkeys(inner, OWN))
 
 
-def _all_types(call: Call) -> list[TensorType]:
+def _all_types(call: OpCall) -> list[TensorType]:
     return [call.type(i) for i in range(len(call.types))]
 
 
-def _check_regions(call: Call, n: int) -> None:
+def _check_regions(call: OpCall, n: int) -> None:
     if len(call.regions) != n:
         raise InvalidInput(f"{call.row} has {n} regions, got {len(call.regions)}")
 
 
-def _cond_types(call: Call) -> Types:
+def _cond_types(call: OpCall) -> Types:
     _check_regions(call, 2)
     if call.type(0) != TensorType(bool_, ()):
         raise TypeMismatch(f"a condition is a bool scalar, got {call.type(0)}; reduce it with all?")
@@ -97,7 +97,7 @@ def _cond_types(call: Call) -> Types:
     return tuple(_either(call, pair, numbers) for pair in _branch_types(call))
 
 
-def _branch_types(call: Call) -> list[tuple[TensorType, TensorType]]:
+def _branch_types(call: OpCall) -> list[tuple[TensorType, TensorType]]:
     """What both branches give, by result."""
     yes, no = (tuple(r.type for r in region.results) for region in call.regions)
     if len(yes) != len(no):
@@ -105,7 +105,9 @@ def _branch_types(call: Call) -> list[tuple[TensorType, TensorType]]:
     return list(zip(yes, no, strict=True))
 
 
-def _either(call: Call, pair: tuple[TensorType, TensorType], numbers: Iterator[int]) -> TensorType:
+def _either(
+    call: OpCall, pair: tuple[TensorType, TensorType], numbers: Iterator[int]
+) -> TensorType:
     """The type of a result; a size in which the branches differ is one of its own."""
     inner = [_inner_sizes(region) for region in call.regions]
     if not all(map(is_plain, pair)):
@@ -130,7 +132,7 @@ def _differs(yes: Dim, no: Dim, inner: Sequence[set[str]]) -> bool:
     return yes != no or bool(symbols(yes) & inner[0] or symbols(no) & inner[1])
 
 
-def _cond_opens(call: Call) -> int:
+def _cond_opens(call: OpCall) -> int:
     _check_regions(call, 2)
     inner = [_inner_sizes(region) for region in call.regions]
     pairs = [p for p in _branch_types(call) if all(map(is_plain, p)) and p[0].rank == p[1].rank]
@@ -165,7 +167,7 @@ def _scattered(n: int, found: Mapping[int, Tensor]) -> list[Tensor | None]:
     return [found.get(i) for i in range(n)]
 
 
-def _cond_batch(call: Batched) -> Sequence[Tensor]:
+def _cond_batch(call: BatchedCall) -> Sequence[Tensor]:
     """Where the slices share one condition, both branches are batched; else a scan decides."""
     if call.batched[0]:
         raise NeedsScan
@@ -184,7 +186,7 @@ def _all_batched(made: Sequence[Tensor], batched: Sequence[bool], size: Dim) -> 
 
 
 def _settled(
-    call: Batched, flags: Sequence[bool], lead: int, carry: int
+    call: BatchedCall, flags: Sequence[bool], lead: int, carry: int
 ) -> tuple[Build, list[Tensor], list[bool], list[bool]]:
     """The body of a loop on batches: a carry that any trip makes batched is so from the start.
 
@@ -210,7 +212,7 @@ def _swapped(x: Tensor) -> Tensor:
 
 cond_row = Op(
     name="Cond",
-    kind=Kind.CONTROL,
+    kind=OpKind.CONTROL,
     emit=emit_cond,
     domain=DOMAIN,
     operands=("P", "*"),
@@ -231,7 +233,7 @@ def _split(items: Sequence[Any], *counts: int) -> list[list[Any]]:
     return [*groups, list(items[start:])]
 
 
-def _scan_types(call: Call) -> Types:
+def _scan_types(call: OpCall) -> Types:
     _check_regions(call, 1)
     carry, xs, captures = _split(
         _all_types(call), call.attrs["num_carry"], call.attrs["num_scanned"]
@@ -288,7 +290,7 @@ def _scan_vjp_with_residuals(
     carry, xs, captures = _split(inputs, n, m)
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        walk = _Walk(body, [*carry, *(None for _ in xs), *captures], gs, n, vjp_of)
+        walk = _BackwardWalk(body, [*carry, *(None for _ in xs), *captures], gs, n, vjp_of)
         x_wanted = [n + i for i, x in enumerate(xs) if x.dtype.is_float]
         g_ys = [gs[n + i] for i in walk.y_given]
         scanned = [*saved, *xs, *g_ys]
@@ -388,7 +390,7 @@ def _needed(nodes: Sequence[Node], results: Sequence[Value]) -> tuple[Node, ...]
     return tuple(kept[::-1])
 
 
-class _Walk:
+class _BackwardWalk:
     """The state of a backward walk: cotangents of the carry, sums of cotangents of captures."""
 
     def __init__(
@@ -468,7 +470,7 @@ class _Walk:
         return _scattered(n, {i + shift: g for i, g in zip(at, found, strict=True)})
 
 
-def _scan_batch(call: Batched) -> Sequence[Tensor]:
+def _scan_batch(call: BatchedCall) -> Sequence[Tensor]:
     n, m = call.attrs["num_carry"], call.attrs["num_scanned"]
     build, results, found, carried = _settled(call, call.batched, 0, n)
     carry, xs, captures = _split(call.inputs, n, m)
@@ -490,7 +492,7 @@ def _scan_batch(call: Batched) -> Sequence[Tensor]:
 
 scan_row = Op(
     name="Scan",
-    kind=Kind.CONTROL,
+    kind=OpKind.CONTROL,
     emit=emit_scan,
     domain=DOMAIN,
     operands=("*",),
@@ -506,7 +508,7 @@ scan_row = Op(
 )
 
 
-def _loop_types(call: Call) -> Types:
+def _loop_types(call: OpCall) -> Types:
     _check_regions(call, 1)
     n = call.attrs["num_carry"]
     if call.has(0) and call.type(0) != TensorType(int64, ()):
@@ -557,7 +559,7 @@ def _carried(given: TensorType, param: TensorType, free: Sequence[str]) -> bool:
 
 
 @dataclass(frozen=True)
-class Entry:
+class LoopCarry:
     """What a loop's body takes of the carry; `free` names the sizes that may change by trip."""
 
     types: tuple[TensorType, ...]
@@ -565,7 +567,7 @@ class Entry:
 
     def joined(
         self, after: Sequence[TensorType], body: Function, fresh: Callable[[], str]
-    ) -> Entry:
+    ) -> LoopCarry:
         """What also takes that which `body` gave, recorded on this entry.
 
         A size that changed gets a name from `fresh`, a sequence the type that joins both; nothing
@@ -588,7 +590,7 @@ class Entry:
             if found is None:
                 raise TypeMismatch(f"a loop carries {param} into a trip and {made} out of it")
             types.append(found)
-        return Entry(tuple(types), tuple(free))
+        return LoopCarry(tuple(types), tuple(free))
 
     def _size(
         self, p: Dim, d: Dim, inner: set[str], free: list[str], fresh: Callable[[], str]
@@ -642,7 +644,7 @@ def _loop_vjp_with_residuals(
     carry, captures = _split(inputs[2:], n)
 
     def pullback(gs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        walk = _Walk(body, [*carry, *captures], gs, n, vjp_of, lead=2)
+        walk = _BackwardWalk(body, [*carry, *captures], gs, n, vjp_of, lead=2)
         if not saved:
             return [None] * len(inputs)
         count = dims_of([symbol(trips)]).reshape(())
@@ -662,7 +664,7 @@ def _loop_vjp_with_residuals(
     return made[:outputs], pullback
 
 
-def _loop_batch(call: Batched) -> Sequence[Tensor]:
+def _loop_batch(call: BatchedCall) -> Sequence[Tensor]:
     """Where all slices make the same trips; a scan of loops where they do not."""
     n = call.attrs["num_carry"]
     if any(call.batched[:2]):
@@ -690,7 +692,7 @@ def _loop_batch(call: Batched) -> Sequence[Tensor]:
 
 loop_row = Op(
     name="Loop",
-    kind=Kind.CONTROL,
+    kind=OpKind.CONTROL,
     emit=emit_loop,
     domain=DOMAIN,
     operands=("I?", "P", "*"),
@@ -856,7 +858,7 @@ def _position() -> str:
     return "_".join(str(n) for n in recorder().position())
 
 
-def _custom_types(call: Call) -> Types:
+def _custom_types(call: OpCall) -> Types:
     _check_regions(call, 2)
     operands = _all_types(call)
     outputs = _region_types(call, 0, operands)
@@ -889,13 +891,13 @@ def _custom_vjp_with_residuals(
     return made, pullback
 
 
-def _custom_batch(call: Batched) -> Sequence[Tensor]:
+def _custom_batch(call: BatchedCall) -> Sequence[Tensor]:
     """All operands get the axis, so that each slice has a cotangent of its own."""
     return _with_regions(call, call.all(), lambda _: True)
 
 
 def _with_regions(
-    call: Batched, operands: Sequence[Any], batched: Callable[[int], bool]
+    call: BatchedCall, operands: Sequence[Any], batched: Callable[[int], bool]
 ) -> Sequence[Tensor]:
     """The row with its regions on batches; all their results are batched."""
     regions = []
@@ -911,7 +913,7 @@ def _with_regions(
 
 custom_row = Op(
     name="CustomGradient",
-    kind=Kind.CONTROL,
+    kind=OpKind.CONTROL,
     domain=DOMAIN,
     operands=("*",),
     infer=_custom_types,
@@ -954,7 +956,7 @@ def custom_gradient(f: Any, bprop: Any, *operands: Any) -> Any:
     return rebuild(tree, outputs)
 
 
-def _checkpoint_types(call: Call) -> Types:
+def _checkpoint_types(call: OpCall) -> Types:
     _check_regions(call, 1)
     return _region_types(call, 0, _all_types(call))
 
@@ -1018,7 +1020,7 @@ def _zeros_like(function: Function) -> Function:
 
 checkpoint_row = Op(
     name="Checkpoint",
-    kind=Kind.CONTROL,
+    kind=OpKind.CONTROL,
     domain=DOMAIN,
     operands=("*",),
     infer=_checkpoint_types,

@@ -19,7 +19,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.batching import merged
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.matrix import gemm
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, IntegerForm, Kind, Op
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, IntegerForm, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.structure import (
     concat,
@@ -54,7 +54,7 @@ def _kernel_of(attrs: Mapping[str, Any], w: TensorType) -> tuple[int, ...]:
     return kernel
 
 
-def _conv(call: Call) -> Types:
+def _conv(call: OpCall) -> Types:
     x, w, group = call.type(0), call.type(1), call.attrs["group"]
     if x.rank != w.rank or x.rank < 3:
         raise ShapeError(f"Conv takes x: (N, C, ...) and w: (O, C/groups, ...), got {x} and {w}")
@@ -160,7 +160,7 @@ def _conv_kernel(x: Any, w: Any, b: Any = None, **attrs: Any) -> Any:
 
 conv_row = Op(
     name="Conv",
-    kind=Kind.CONTRACTION,
+    kind=OpKind.CONTRACTION,
     weights=(1, 2),
     integer_form=IntegerForm.PRODUCT,
     batch=merged,
@@ -214,7 +214,7 @@ def transposed_window(
     return Window(kernel, {**attrs, "pads": pads}), tuple(extra)
 
 
-def _conv_transpose(call: Call) -> Types:
+def _conv_transpose(call: OpCall) -> Types:
     x, w, attrs = call.type(0), call.type(1), call.attrs
     group = attrs["group"]
     if x.rank != w.rank or x.rank < 3 or x.shape[1] != w.shape[0]:
@@ -289,7 +289,7 @@ def _emit_conv_transpose(context: EmissionContext, node: Node) -> None:
 
 conv_transpose_row = Op(
     name="ConvTranspose",
-    kind=Kind.CONTRACTION,
+    kind=OpKind.CONTRACTION,
     weights=(1, 2),
     emit=_emit_conv_transpose,
     batch=merged,
@@ -310,7 +310,7 @@ conv_transpose_row = Op(
 )
 
 
-def _conv_grad_weight(call: Call) -> Types:
+def _conv_grad_weight(call: OpCall) -> Types:
     x, g, attrs = call.type(0), call.type(1), call.attrs
     channels = static(x.shape[1:2], "channels")[0]
     if attrs["group"] < 1 or channels % attrs["group"]:
@@ -554,7 +554,7 @@ def _conv_grad_weight_body(
 
 
 conv_grad_weight = Op(
-    name="ConvGradWeight", kind=Kind.CONTRACTION,
+    name="ConvGradWeight", kind=OpKind.CONTRACTION,
     domain=DOMAIN,
     operands=("T", "T"),
     attrs={

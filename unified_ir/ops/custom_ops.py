@@ -25,7 +25,7 @@ from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.evaluate import run_function
 from triplane.unified_ir.ops.inline import inline
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op, Table
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Op, OpCall, OpKind, Table
 from triplane.unified_ir.ops.structure import zeros
 from triplane.unified_ir.ops.tensor import Tensor, as_tensor
 
@@ -72,7 +72,7 @@ def _options(text: str) -> dict[str, Any]:
     return found
 
 
-def _types(call: Call) -> tuple[TensorType, ...]:
+def _types(call: OpCall) -> tuple[TensorType, ...]:
     _check_name(call.attrs["name"], call.attrs["domain"])
     _options(call.attrs["options"])
     operands = [call.type(i) for i in range(len(call.types))]
@@ -188,7 +188,7 @@ def _emit_custom(context: EmissionContext, node: Node) -> None:
 
 custom_row = Op(
     name="Custom",
-    kind=Kind.CONTROL,
+    kind=OpKind.CONTROL,
     emit=_emit_custom,
     domain=DOMAIN,
     operands=("*",),

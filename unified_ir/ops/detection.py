@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
-from triplane.unified_ir.ops.row import Call, Kind, Op
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import given, sample
 
 _PLACES = [[[0, 0, 1, 1], [0, 0.1, 1, 1.1], [0, -0.1, 1, 0.9], [0, 10, 1, 11], [0, 10.1, 1, 11.1]]]
@@ -15,7 +15,7 @@ _BOXES = _PLACES * 2
 _SCORES = [[[0.9, 0.75, 0.6, 0.95, 0.5]], [[0.1, 0.2, 0.3, 0.45, 0.5]]]
 
 
-def _non_max_types(call: Call) -> tuple[TensorType, ...]:
+def _non_max_types(call: OpCall) -> tuple[TensorType, ...]:
     boxes, scores = call.type(0).shape, call.type(1).shape
     if len(boxes) != 3 or len(scores) != 3 or boxes[2] != 4:
         raise ShapeError(
@@ -76,7 +76,7 @@ def _non_max(
 
 
 non_max_suppression = Op(
-    name="NonMaxSuppression", kind=Kind.INDEXING, settings=(2, 3, 4),
+    name="NonMaxSuppression", kind=OpKind.INDEXING, settings=(2, 3, 4),
     data_dependent_dims=1,
     infer=_non_max_types,
     reference=_non_max,

@@ -14,7 +14,7 @@ import numpy as np
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.emission import EmissionContext
-from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
 
 Types = tuple[TensorType, ...]
 Draw = Callable[..., Any]
@@ -33,14 +33,14 @@ def _uniform(rng: np.random.Generator, shape: Any, *, low: float, high: float) -
     return rng.uniform(low, high, shape)
 
 
-def _of_shape(call: Call) -> Types:
+def _of_shape(call: OpCall) -> Types:
     shape = tuple(int(d) for d in call.attrs["shape"])
     if min(shape, default=0) < 0:
         raise ShapeError(f"{call.row} has sizes of 0 and above, got {shape}")
     return (TensorType(dtype_attr(call.attrs["dtype"]), shape),)
 
 
-def _like(call: Call) -> Types:
+def _like(call: OpCall) -> Types:
     wanted = call.attrs["dtype"]
     x = call.type(0)
     return (x if wanted is None else x.with_dtype(dtype_attr(wanted)),)
@@ -55,9 +55,13 @@ def _rows(name: str, draw: Draw) -> tuple[Op, Op]:
         return made.astype(x.dtype if dtype is None else dtype_attr(dtype).numpy)
 
     return (
-        Op(name=name, kind=Kind.RANDOM, infer=_of_shape, reference=kernel, nondeterministic=True),
+        Op(name=name, kind=OpKind.RANDOM, infer=_of_shape, reference=kernel, nondeterministic=True),
         Op(
-            name=f"{name}Like", kind=Kind.RANDOM, infer=_like, reference=like, nondeterministic=True
+            name=f"{name}Like",
+            kind=OpKind.RANDOM,
+            infer=_like,
+            reference=like,
+            nondeterministic=True,
         ),
     )
 
@@ -82,7 +86,7 @@ def _emit_bernoulli(context: EmissionContext, node: Node) -> None:
 
 bernoulli_row = Op(
     name="Bernoulli",
-    kind=Kind.RANDOM,
+    kind=OpKind.RANDOM,
     emit=_emit_bernoulli,
     infer=_like,
     reference=_bernoulli,
@@ -91,7 +95,7 @@ bernoulli_row = Op(
 """x: probabilities -> 1 with that probability, else 0."""
 
 
-def _multinomial_types(call: Call) -> Types:
+def _multinomial_types(call: OpCall) -> Types:
     x = call.type(0)
     if x.rank != 2 or call.attrs["sample_size"] < 1:
         raise ShapeError(f"{call.row} draws 1 or more samples of (B, classes), got {x}")
@@ -109,7 +113,7 @@ def _multinomial(x: Any, *, dtype: int, sample_size: int, seed: float | None) ->
 
 multinomial_row = Op(
     name="Multinomial",
-    kind=Kind.RANDOM,
+    kind=OpKind.RANDOM,
     infer=_multinomial_types,
     reference=_multinomial,
     nondeterministic=True,

@@ -20,7 +20,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops.batching import elementwise, first_elementwise
 from triplane.unified_ir.ops.emission import EmissionContext, Emit, emit_broadcast
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, IntegerForm, Kind, Op, Vjp
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, IntegerForm, Op, OpCall, OpKind, Vjp
 from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.structure import same, sum_to, where
 from triplane.unified_ir.ops.tensor import Tensor
@@ -29,18 +29,18 @@ Types = tuple[TensorType, ...]
 _TWO_OVER_ROOT_PI = 2 / math.sqrt(math.pi)
 
 
-def broadcast_same(call: Call) -> Types:
+def broadcast_same(call: OpCall) -> Types:
     """Broadcast shape, element type of the first operand."""
     shapes = [call.type(i).shape for i in range(len(call.types))]
     return (call.type(0).with_shape(broadcast(call.row, *shapes)),)
 
 
-def broadcast_bool(call: Call) -> Types:
+def broadcast_bool(call: OpCall) -> Types:
     """Broadcast shape, bool."""
     return (broadcast_same(call)[0].with_dtype(bool_),)
 
 
-def _needs_bool(call: Call) -> Types:
+def _needs_bool(call: OpCall) -> Types:
     for i in range(len(call.types)):
         if call.type(i).dtype != bool_:
             raise TypeMismatch(f"{call.row} takes bool operands, got {call.type(i)}")
@@ -63,7 +63,7 @@ def _arithmetic(name: str, f: Any, vjp: Any, *, emit: Emit = emit_broadcast, **c
     )
     return Op(
         name=name,
-        kind=Kind.ELEMENTWISE,
+        kind=OpKind.ELEMENTWISE,
         infer=broadcast_same,
         reference=f,
         vjp=vjp,
@@ -77,7 +77,7 @@ def _arithmetic(name: str, f: Any, vjp: Any, *, emit: Emit = emit_broadcast, **c
 def _unary(name: str, f: Any, vjp: Vjp | None, *samples: Any, **columns: Any) -> Op:
     return Op(
         name=name,
-        kind=Kind.ELEMENTWISE,
+        kind=OpKind.ELEMENTWISE,
         infer=same,
         reference=f,
         vjp=vjp,
@@ -91,7 +91,7 @@ def _compare(name: str, f: Any) -> Op:
     samples = (sample(ints(0, 3, 2, 3), ints(0, 3, 3)), sample(apart(2, 3), apart(2, 3), smooth=()))
     return Op(
         name=name,
-        kind=Kind.COMPARISON,
+        kind=OpKind.COMPARISON,
         infer=broadcast_bool,
         reference=f,
         total=True,
@@ -104,7 +104,7 @@ def _logical(name: str, f: Any) -> Op:
     samples = (sample(bools(2, 3), bools(3)),)
     return Op(
         name=name,
-        kind=Kind.ELEMENTWISE,
+        kind=OpKind.ELEMENTWISE,
         batch=elementwise,
         infer=_needs_bool,
         reference=f,
@@ -309,10 +309,10 @@ ceil = _unary("Ceil", np.ceil, _flat, sample(apart(2, 3)))
 round_ = _unary("Round", np.round, _flat, sample(apart(2, 3)),
                 sample(given([0.5, 1.5, -2.5, 1.2]), smooth=()))
 not_ = _unary("Not", np.logical_not, None, sample(bools(2, 3)), total=True)
-is_nan = Op(name="IsNaN", kind=Kind.ELEMENTWISE, batch=elementwise,
+is_nan = Op(name="IsNaN", kind=OpKind.ELEMENTWISE, batch=elementwise,
             infer=lambda call: (call.type(0).with_dtype(bool_),),
             reference=np.isnan, samples=(sample(given([1.0, float("nan")])),))
-is_inf = Op(name="IsInf", kind=Kind.ELEMENTWISE, batch=elementwise,
+is_inf = Op(name="IsInf", kind=OpKind.ELEMENTWISE, batch=elementwise,
             infer=lambda call: (call.type(0).with_dtype(bool_),),
             reference=_is_inf_reference, samples=(
                 sample(given([1.0, np.inf, -np.inf, np.nan])),
@@ -331,7 +331,7 @@ xor = _logical("Xor", np.logical_xor)
 
 mod = Op(
     name="Mod",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     emit=_emit_mod,
     infer=broadcast_same,
     reference=_mod_reference,
@@ -343,7 +343,7 @@ mod = Op(
 )
 pow_ = Op(
     name="Pow",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     emit=_emit_pow,
     infer=broadcast_same,
     reference=_pow_reference,
@@ -375,7 +375,7 @@ def _fold(f: Any) -> Any:
 
 
 maximum = Op(
-    name="Max", kind=Kind.ELEMENTWISE, emit=_emit_extreme,
+    name="Max", kind=OpKind.ELEMENTWISE, emit=_emit_extreme,
     infer=broadcast_same, reference=_fold(np.maximum), vjp=_extreme_vjp,
     samples=(
         sample(apart(2, 3), between(0.02, 0.08, 3)),
@@ -383,7 +383,7 @@ maximum = Op(
     ),
 )  # fmt: skip
 minimum = Op(
-    name="Min", kind=Kind.ELEMENTWISE, emit=_emit_extreme,
+    name="Min", kind=OpKind.ELEMENTWISE, emit=_emit_extreme,
     infer=broadcast_same, reference=_fold(np.minimum), vjp=_extreme_vjp,
     samples=(sample(apart(2, 3), between(0.02, 0.08, 3)),),
 )  # fmt: skip
@@ -394,12 +394,12 @@ def _total_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
 
 
 total = Op(
-    name="Sum", kind=Kind.ELEMENTWISE,
+    name="Sum", kind=OpKind.ELEMENTWISE,
     infer=broadcast_same, reference=_fold(np.add), vjp=_total_vjp,
     samples=(sample(normal(2, 3), normal(3), normal(2, 1)), sample(normal(3))),
 )  # fmt: skip
 average = Op(
-    name="Mean", kind=Kind.ELEMENTWISE, infer=broadcast_same,
+    name="Mean", kind=OpKind.ELEMENTWISE, infer=broadcast_same,
     reference=lambda *xs: _fold(np.add)(*xs) / len(xs),
     vjp=lambda g, y, *xs: _total_vjp(g * (1 / len(xs)), y, *xs),
     samples=(sample(normal(2, 3), normal(3), normal(2, 1)), sample(normal(3))),
@@ -434,7 +434,7 @@ def _are_ordered(low: Tensor, high: Tensor) -> bool:
 
 clip = Op(
     name="Clip",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     settings=(1, 2),
     integer_form=IntegerForm.CLAMP,
     emit=_emit_clip,
@@ -450,7 +450,7 @@ clip = Op(
 )
 
 
-def _same_float(call: Call) -> Any:
+def _same_float(call: OpCall) -> Any:
     if not call.type(0).dtype.is_float:
         raise TypeMismatch(f"{call.row} takes floats, got {call.type(0)}; cast it first")
     return same(call)
@@ -463,7 +463,7 @@ def _hard_tanh_vjp(g: Tensor, y: Tensor, x: Tensor, *, low: float, high: float) 
 
 hard_tanh = Op(
     name="HardTanh",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     domain=DOMAIN,
     operands=("T",),
     attrs={"low": AttrSpec("FLOAT", -1.0), "high": AttrSpec("FLOAT", 1.0)},
@@ -487,7 +487,7 @@ def as_like(value: float, x: Tensor) -> Tensor:
 
 leaky_relu = Op(
     name="LeakyRelu",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     integer_form=IntegerForm.MIX,
     batch=elementwise,
     infer=same,
@@ -507,7 +507,7 @@ def _gelu(x: Tensor, *, approximate: str) -> Tensor:
 
 gelu = Op(
     name="Gelu",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     body=_gelu,
     samples=(sample(normal(2, 3)), sample(normal(2, 3), approximate="tanh")),
 )
@@ -528,7 +528,7 @@ def has_float_kernel(node: Node, opset: int) -> bool:
 
 hard_sigmoid = Op(
     name="HardSigmoid",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     integer_form=IntegerForm.IN_PARTS,
     batch=elementwise,
     body=lambda x, *, alpha, beta: clip(alpha * x + beta, 0.0, 1.0),
@@ -545,7 +545,7 @@ def _hard_swish_vjp(g: Tensor, y: Tensor, x: Tensor) -> Any:
 
 hard_swish = Op(
     name="HardSwish",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     integer_form=IntegerForm.IN_PARTS,
     batch=elementwise,
     body=lambda x: x * clip(x * (1 / 6) + 0.5, 0.0, 1.0),

@@ -23,7 +23,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.indexing import arange, gather
-from triplane.unified_ir.ops.row import Call, Kind, Op
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.structure import broadcast_to, squeeze, where
 from triplane.unified_ir.ops.tensor import Tensor, emit
@@ -98,7 +98,7 @@ def _sizes(equation: Equation, shapes: Sequence[tuple[Dim, ...]]) -> dict[str, D
     return sizes
 
 
-def _einsum_types(call: Call) -> tuple[TensorType, ...]:
+def _einsum_types(call: OpCall) -> tuple[TensorType, ...]:
     shapes = [call.type(i).shape for i in range(len(call.types))]
     equation = read(call.attrs["equation"], tuple(map(len, shapes)))
     sizes = _sizes(equation, shapes)
@@ -184,7 +184,7 @@ def _emit_einsum(context: EmissionContext, node: Node) -> None:
 
 einsum_row: Op = Op(
     name="Einsum",
-    kind=Kind.CONTRACTION,
+    kind=OpKind.CONTRACTION,
     weights=(0, 1),
     emit=_emit_einsum,
     infer=_einsum_types,
@@ -210,7 +210,7 @@ def einsum(equation: str, *xs: Tensor) -> Tensor:
     return einsum_row(*xs, equation=equation)
 
 
-def _det_types(call: Call) -> tuple[TensorType, ...]:
+def _det_types(call: OpCall) -> tuple[TensorType, ...]:
     x = call.type(0)
     if x.rank < 2 or x.shape[-1] != x.shape[-2]:
         raise ShapeError(f"Det takes square matrices (..., M, M), got {x}")
@@ -240,7 +240,7 @@ def _cofactors(x: Tensor) -> Tensor:
 
 det = Op(
     name="Det",
-    kind=Kind.REDUCTION,
+    kind=OpKind.REDUCTION,
     batch=batching.first_elementwise,
     infer=_det_types,
     reference=lambda x: np.linalg.det(x) if math.prod(x.shape) else np.ones(x.shape[:-2]),

@@ -10,7 +10,7 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.files import png, pnm
 from triplane.unified_ir.ir.types import ShapeError, TensorType
-from triplane.unified_ir.ops.row import Call, Kind, Op
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 
 Read = Callable[[bytes, str], Any]
 
@@ -42,7 +42,7 @@ FORMATS: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 
 
-def _decoded(call: Call) -> tuple[TensorType, ...]:
+def _decoded(call: OpCall) -> tuple[TensorType, ...]:
     x, wanted = call.type(0), call.attrs["pixel_format"]
     if x.rank != 1:
         raise ShapeError(f"{call.row} takes the bytes of one file, got {x}")
@@ -65,6 +65,6 @@ def _decode(encoded: Any, *, pixel_format: str) -> Any:
 
 
 image_decoder = Op(
-    name="ImageDecoder", kind=Kind.DATA, data_dependent_dims=2, infer=_decoded, reference=_decode
+    name="ImageDecoder", kind=OpKind.DATA, data_dependent_dims=2, infer=_decoded, reference=_decode
 )
 """encoded: uint8 (n,) -> uint8 (H, W, 3), or (H, W, 1) for "Grayscale"."""

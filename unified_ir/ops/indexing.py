@@ -14,7 +14,7 @@ from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import DType, ShapeError, TensorType, as_dtype, int64
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emit_movement import emit_scatter
-from triplane.unified_ir.ops.row import Call, Kind, Op
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import apart, between, given, ints, literal, normal, sample
 from triplane.unified_ir.ops.structure import (
     axes_of,
@@ -30,7 +30,7 @@ from triplane.unified_ir.ops.tensor import Tensor, TensorLike, dims_of
 Types = tuple[TensorType, ...]
 
 
-def _gather(call: Call) -> Types:
+def _gather(call: OpCall) -> Types:
     x, index = call.type(0), call.type(1)
     axis = axes_of(x.rank, [call.attrs["axis"]])[0]
     return (x.with_shape((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :])),)
@@ -50,7 +50,7 @@ def _gather_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis: int) ->
 
 gather = Op(
     name="Gather",
-    kind=Kind.INDEXING,
+    kind=OpKind.INDEXING,
     batch=batching.gathered,
     infer=_gather,
     reference=lambda x, index, axis: np.take(x, index, axis),
@@ -127,7 +127,7 @@ def _numbers(shape: tuple[Dim, ...]) -> Tensor:
     return arange(product(shape)).reshape(shape)
 
 
-def _written(call: Call, wanted: tuple[Dim, ...]) -> Types:
+def _written(call: OpCall, wanted: tuple[Dim, ...]) -> Types:
     """The type of x, after holding the updates to the positions' shape where both are fixed."""
     updates = call.type(2)
     pairs = zip(updates.shape, wanted, strict=False)
@@ -139,7 +139,7 @@ def _written(call: Call, wanted: tuple[Dim, ...]) -> Types:
     return same(call)
 
 
-def _scatter_nd(call: Call) -> Types:
+def _scatter_nd(call: OpCall) -> Types:
     x, index = call.type(0), call.type(1)
     depth = index.shape[-1] if index.rank else None
     if not isinstance(depth, int) or depth > x.rank:
@@ -147,7 +147,7 @@ def _scatter_nd(call: Call) -> Types:
     return _written(call, (*index.shape[:-1], *x.shape[depth:]))
 
 
-def _scatter_elements(call: Call) -> Types:
+def _scatter_elements(call: OpCall) -> Types:
     x, index = call.type(0), call.type(1)
     axes_of(x.rank, [call.attrs["axis"]])
     if x.rank != index.rank:
@@ -160,7 +160,7 @@ def _reduces(node: Node, opset: int) -> bool:
     return opset >= 18 or node.attrs.get("reduction") not in {"max", "min"}
 
 
-def _scatter_nd_batch(call: batching.Batched) -> tuple[Tensor, ...]:
+def _scatter_nd_batch(call: batching.BatchedCall) -> tuple[Tensor, ...]:
     """The number of the slice becomes the first part of each position."""
     x, index, updates = call.all()
     return call.apply([x, _with_batch(index, 1), updates])
@@ -168,7 +168,7 @@ def _scatter_nd_batch(call: batching.Batched) -> tuple[Tensor, ...]:
 
 scatter_nd = Op(
     name="ScatterND",
-    kind=Kind.INDEXING,
+    kind=OpKind.INDEXING,
     emit=emit_scatter,
     batch=_scatter_nd_batch,
     infer=_scatter_nd,
@@ -185,7 +185,7 @@ scatter_nd = Op(
 )
 
 
-def _gather_nd(call: Call) -> Types:
+def _gather_nd(call: OpCall) -> Types:
     x, index = call.type(0), call.type(1)
     depth, b = index.shape[-1], call.attrs["batch_dims"]
     if not isinstance(depth, int) or b + depth > x.rank:
@@ -215,7 +215,7 @@ def _with_batch(index: Tensor, batch_dims: int) -> Tensor:
 
 gather_nd = Op(
     name="GatherND",
-    kind=Kind.INDEXING,
+    kind=OpKind.INDEXING,
     batch=lambda call: call.apply(call.all(), batch_dims=call.attrs.get("batch_dims", 0) + 1),
     infer=_gather_nd,
     vjp=_gather_nd_vjp,
@@ -228,7 +228,7 @@ gather_nd = Op(
 )
 
 
-def _gather_elements(call: Call) -> Types:
+def _gather_elements(call: OpCall) -> Types:
     x, index = call.type(0), call.type(1)
     axis = axes_of(x.rank, [call.attrs["axis"]])[0]
     sizes = [p for i, p in enumerate(zip(x.shape, index.shape, strict=False)) if i != axis]
@@ -260,7 +260,7 @@ def _gather_elements_vjp(g: Tensor, y: Tensor, x: Tensor, index: Tensor, *, axis
 
 gather_elements = Op(
     name="GatherElements",
-    kind=Kind.INDEXING,
+    kind=OpKind.INDEXING,
     batch=batching.axis_shifted,
     infer=_gather_elements,
     reference=_gather_elements_kernel,
@@ -294,7 +294,7 @@ def _scatter_elements_vjp(
 _places = given([[0], [2], [-2]])
 
 scatter_elements = Op(
-    name="ScatterElements", kind=Kind.INDEXING, emit=emit_scatter,
+    name="ScatterElements", kind=OpKind.INDEXING, emit=emit_scatter,
     batch=batching.axis_shifted,
     infer=_scatter_elements,
     vjp=_scatter_elements_vjp,
@@ -329,7 +329,7 @@ def _range_vjp(g: Tensor, y: Tensor, start: Tensor, limit: Tensor, delta: Tensor
 
 range_row = Op(
     name="Range",
-    kind=Kind.SOURCE,
+    kind=OpKind.SOURCE,
     settings=(0, 1, 2),
     data_dependent_dims=lambda call: int(_range_length(call) is None),
     infer=lambda call: (call.type(0).with_shape((_length_or_open(call),)),),
@@ -344,12 +344,12 @@ range_row = Op(
 )
 
 
-def _length_or_open(call: Call) -> Dim:
+def _length_or_open(call: OpCall) -> Dim:
     length = _range_length(call)
     return call.opened() if length is None else length
 
 
-def _range_length(call: Call) -> Dim | None:
+def _range_length(call: OpCall) -> Dim | None:
     """How many steps there are; None where only the data say."""
     if any(k is None for k in call.known):
         return None

@@ -21,7 +21,7 @@ from triplane.unified_ir.ir.types import (
     TypeMismatch,
     is_plain,
 )
-from triplane.unified_ir.ops.row import MEANING_OPSET, OPEN, Call, Known, Op
+from triplane.unified_ir.ops.row import MEANING_OPSET, OPEN, Known, Op, OpCall
 
 
 def infer(
@@ -36,7 +36,9 @@ def infer(
     check_groups(row, types)
     if row.infer is not None:
         names: Any = attrs.get(OPEN, ()) if row.data_dependent_dims else ()
-        call = Call(row, tuple(types), tuple(known), row.full_attrs(attrs), regions, outputs, names)
+        call = OpCall(
+            row, tuple(types), tuple(known), row.full_attrs(attrs), regions, outputs, names
+        )
         return row.infer(call)
     return _infer_by_onnx(row, types, known, attrs, outputs)
 

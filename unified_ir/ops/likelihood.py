@@ -16,7 +16,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import ShapeError, int64
 from triplane.unified_ir.ops.indexing import gather, gather_elements
 from triplane.unified_ir.ops.matrix import log_softmax
-from triplane.unified_ir.ops.row import Kind, Op
+from triplane.unified_ir.ops.row import Op, OpKind
 from triplane.unified_ir.ops.samples import between, ints, normal, sample
 from triplane.unified_ir.ops.structure import squeeze, unsqueeze, where
 from triplane.unified_ir.ops.tensor import Tensor
@@ -114,7 +114,7 @@ def _by_body(*_: Any) -> bool:
 
 
 negative_log_likelihood_loss = Op(
-    name="NegativeLogLikelihoodLoss", kind=Kind.LOSS,
+    name="NegativeLogLikelihoodLoss", kind=OpKind.LOSS,
     reference=_kernel,
     body=_likelihood_loss,
     native=_by_body,
@@ -131,7 +131,7 @@ negative_log_likelihood_loss = Op(
 
 softmax_cross_entropy_loss = Op(
     name="SoftmaxCrossEntropyLoss",
-    kind=Kind.LOSS,
+    kind=OpKind.LOSS,
     reference=_softmax_kernel,
     body=_cross_entropy_loss,
     native=_by_body,

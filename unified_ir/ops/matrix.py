@@ -12,7 +12,7 @@ from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.elementwise import exp
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import broadcast
-from triplane.unified_ir.ops.row import Call, IntegerForm, Kind, Op
+from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.structure import axes_of, same, sum_to
 from triplane.unified_ir.ops.tensor import Tensor
@@ -20,7 +20,7 @@ from triplane.unified_ir.ops.tensor import Tensor
 Types = tuple[TensorType, ...]
 
 
-def _matmul(call: Call) -> Types:
+def _matmul(call: OpCall) -> Types:
     a, b = call.type(0), call.type(1)
     if not a.rank or not b.rank:
         raise ShapeError(f"MatMul needs at least one axis on each side, got {a} @ {b}")
@@ -77,7 +77,7 @@ def _emit_matmul(context: EmissionContext, node: Node) -> None:
 
 matmul = Op(
     name="MatMul",
-    kind=Kind.CONTRACTION,
+    kind=OpKind.CONTRACTION,
     weights=(0, 1),
     integer_form=IntegerForm.PRODUCT,
     emit=_emit_matmul,
@@ -94,7 +94,7 @@ matmul = Op(
 )
 
 
-def _gemm(call: Call) -> Types:
+def _gemm(call: OpCall) -> Types:
     a, b, attrs = call.type(0), call.type(1), call.attrs
     if a.rank != 2 or b.rank != 2:
         raise ShapeError(f"Gemm takes matrices, got {a} and {b}; flatten first?")
@@ -146,7 +146,7 @@ def _gemm_vjp(
     return d_a, d_b, d_c if beta == 1.0 else d_c * beta
 
 
-def _gemm_batch(call: batching.Batched) -> list[Tensor]:
+def _gemm_batch(call: batching.BatchedCall) -> list[Tensor]:
     """alpha op(A) op(B) + beta C with products of matrices that share their batch axis."""
     attrs = call.row.full_attrs(call.attrs)
     a, b, *c = call.inputs
@@ -166,7 +166,7 @@ def _gemm_batch(call: batching.Batched) -> list[Tensor]:
 
 gemm = Op(
     name="Gemm",
-    kind=Kind.CONTRACTION,
+    kind=OpKind.CONTRACTION,
     weights=(0, 1, 2),
     integer_form=IntegerForm.PRODUCT,
     batch=_gemm_batch,
@@ -201,7 +201,7 @@ def _softmax_vjp(g: Tensor, y: Tensor, x: Tensor, *, axis: int) -> tuple[Tensor]
 
 softmax = Op(
     name="Softmax",
-    kind=Kind.NORMALIZATION,
+    kind=OpKind.NORMALIZATION,
     batch=batching.axis_shifted,
     infer=lambda call: (axes_of(call.type(0).rank, [call.attrs["axis"]]), same(call))[1],
     reference=_softmax_reference,
@@ -217,7 +217,7 @@ def _log_softmax_reference(x: Any, *, axis: int) -> Any:
 
 log_softmax = Op(
     name="LogSoftmax",
-    kind=Kind.NORMALIZATION,
+    kind=OpKind.NORMALIZATION,
     batch=batching.axis_shifted,
     infer=lambda call: (axes_of(call.type(0).rank, [call.attrs["axis"]]), same(call))[1],
     reference=_log_softmax_reference,

@@ -17,7 +17,7 @@ from triplane.unified_ir.ops.batching import merged
 from triplane.unified_ir.ops.convolution import conv_grad_input, conv_row
 from triplane.unified_ir.ops.elementwise import abs_, pow_, sign
 from triplane.unified_ir.ops.resizing import along
-from triplane.unified_ir.ops.row import Call, IntegerForm, Kind, Op
+from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import apart, between, normal, sample
 from triplane.unified_ir.ops.structure import ones, pad_row, slice_axis, where
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
@@ -34,27 +34,27 @@ from triplane.unified_ir.ops.window import (
 )
 
 
-def _pool(call: Call) -> tuple[TensorType]:
+def _pool(call: OpCall) -> tuple[TensorType]:
     return (pooled_type(call.type(0), call.attrs),)
 
 
-def _average_types(call: Call) -> tuple[TensorType]:
+def _average_types(call: OpCall) -> tuple[TensorType]:
     if not call.attrs["count_include_pad"]:
         refuse_padding_alone(call.type(0), call.attrs)
     return _pool(call)
 
 
-def _check_power(call: Call) -> None:
+def _check_power(call: OpCall) -> None:
     if call.attrs["p"] < 1:
         raise InvalidInput(f"{call.row} takes a power p of at least 1, got {call.attrs['p']}")
 
 
-def _lp_types(call: Call) -> tuple[TensorType]:
+def _lp_types(call: OpCall) -> tuple[TensorType]:
     _check_power(call)
     return _pool(call)
 
 
-def _global_lp_types(call: Call) -> tuple[TensorType]:
+def _global_lp_types(call: OpCall) -> tuple[TensorType]:
     _check_power(call)
     x = call.type(0)
     if x.rank < 3:
@@ -170,7 +170,7 @@ def _average_native(node: Node, opset: int) -> bool:
 
 
 average_pool_row = Op(
-    name="AveragePool", kind=Kind.WINDOW, integer_form=IntegerForm.MIX, emit=emit_pool,
+    name="AveragePool", kind=OpKind.WINDOW, integer_form=IntegerForm.MIX, emit=emit_pool,
     batch=merged,
     infer=_average_types,
     reference=_average_kernel,
@@ -193,7 +193,7 @@ average_pool_row = Op(
 
 global_average_pool = Op(
     name="GlobalAveragePool",
-    kind=Kind.WINDOW,
+    kind=OpKind.WINDOW,
     integer_form=IntegerForm.MIX,
     batch=merged,
     body=lambda x: x.mean([*range(2, x.rank)], keepdims=True),
@@ -240,7 +240,7 @@ def _lp_native(node: Node, opset: int) -> bool:
 
 
 lp_pool_row = Op(
-    name="LpPool", kind=Kind.WINDOW,
+    name="LpPool", kind=OpKind.WINDOW,
     batch=batching.merged,
     infer=_lp_types,
     reference=_lp_kernel,
@@ -269,7 +269,7 @@ def _global_lp_body(x: Tensor, *, p: int) -> Tensor:
 
 global_lp_pool = Op(
     name="GlobalLpPool",
-    kind=Kind.WINDOW,
+    kind=OpKind.WINDOW,
     batch=batching.merged,
     infer=_global_lp_types,
     reference=lambda x, p: _root(

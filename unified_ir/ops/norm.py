@@ -12,7 +12,7 @@ from triplane.unified_ir.ir.graph import Array, Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType, float32, float64
 from triplane.unified_ir.ops.elementwise import as_like, reciprocal, sqrt
 from triplane.unified_ir.ops.emission import EmissionContext
-from triplane.unified_ir.ops.row import Call, Kind, Op
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import between, normal, sample
 from triplane.unified_ir.ops.structure import broadcast_to, size_of, sum_to
 from triplane.unified_ir.ops.tensor import Tensor
@@ -25,7 +25,7 @@ def is_untrained(array: Array) -> bool:
     return bool(array.size) and any(bool((array == start).all()) for start in (0, 1))
 
 
-def _batch_norm(call: Call) -> Types:
+def _batch_norm(call: OpCall) -> Types:
     x = call.type(0)
     if x.rank < 2:
         raise ShapeError(f"BatchNormalization takes x: (N, C, ...), got {x}")
@@ -184,7 +184,7 @@ def _blend(context: EmissionContext, old: str, new: str, momentum: Any, dtype: A
 
 batch_norm_row = Op(
     name="BatchNormalization",
-    kind=Kind.NORMALIZATION,
+    kind=OpKind.NORMALIZATION,
     weights=(1, 2),
     buffers=(3, 4),
     emit=_emit_batch_norm,
@@ -261,7 +261,7 @@ def in_single(node: Node, opset: int) -> bool:
 
 layer_norm_row = Op(
     name="LayerNormalization",
-    kind=Kind.NORMALIZATION,
+    kind=OpKind.NORMALIZATION,
     weights=(1, 2),
     body=_layer_norm,
     vjp_with_residuals=_layer_norm_vjp_with_residuals,

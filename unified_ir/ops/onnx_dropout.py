@@ -13,7 +13,7 @@ import numpy as np
 
 from triplane.unified_ir.ir.types import ShapeError, TensorType, bool_
 from triplane.unified_ir.ops.elementwise import as_like
-from triplane.unified_ir.ops.row import Call, Kind, Op
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import literal, normal, sample
 from triplane.unified_ir.ops.structure import where
 from triplane.unified_ir.ops.tensor import Tensor
@@ -22,7 +22,7 @@ RATIO = 0.5
 """The share dropped where no ratio is given."""
 
 
-def _dropout_types(call: Call) -> tuple[TensorType, ...]:
+def _dropout_types(call: OpCall) -> tuple[TensorType, ...]:
     x = call.type(0)
     for i in (1, 2):
         if call.has(i) and call.type(i).shape != ():
@@ -58,7 +58,7 @@ def _dropout_vjp_with_residuals(
 
 dropout_row = Op(
     name="Dropout",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     settings=(1,),
     infer=_dropout_types,
     reference=_dropout_kernel,

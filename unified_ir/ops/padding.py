@@ -18,7 +18,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import Call
+from triplane.unified_ir.ops.row import OpCall
 from triplane.unified_ir.ops.tensor import Tensor, dims_of, emit
 
 Amounts = list[tuple[Dim, Dim]]
@@ -64,7 +64,7 @@ def amounts(rank: int, pads: Sequence[Any], axes: Sequence[Any] | None) -> Amoun
     return found
 
 
-def padded_type(call: Call) -> tuple[TensorType, ...]:
+def padded_type(call: OpCall) -> tuple[TensorType, ...]:
     """The type where amounts and axes are known."""
     x, mode = call.type(0), call.attrs["mode"]
     by_axis = amounts(x.rank, call.dims(1), call.ints(3) if call.has(3) else None)

@@ -23,7 +23,7 @@ from triplane.unified_ir.ops.indexing import arange, gather, scatter_elements
 from triplane.unified_ir.ops.mean_pool import average_pool_row
 from triplane.unified_ir.ops.reductions import argmax_row
 from triplane.unified_ir.ops.resizing import resize_row
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, IntegerForm, Kind, Op
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, IntegerForm, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import apart, given, normal, sample
 from triplane.unified_ir.ops.settings import settled
 from triplane.unified_ir.ops.structure import broadcast_to, pad_row, slice_axis, slice_row, zeros
@@ -44,13 +44,13 @@ from triplane.unified_ir.ops.window import (
 Types = tuple[TensorType, ...]
 
 
-def _pool(call: Call) -> Types:
+def _pool(call: OpCall) -> Types:
     y = pooled_type(call.type(0), call.attrs)
     refuse_padding_alone(call.type(0), call.attrs)
     return (y, y.with_dtype(int64))[: call.outputs]
 
 
-def _check_winners(call: Call, *, like_x: TensorType, like_y: TensorType) -> TensorType:
+def _check_winners(call: OpCall, *, like_x: TensorType, like_y: TensorType) -> TensorType:
     """The type of operand x, after holding the operands to x and to its pooled shape."""
     x, form = call.type(1), call.attrs["form"]
     pooled = pooled_type(x, call.attrs)
@@ -62,11 +62,11 @@ def _check_winners(call: Call, *, like_x: TensorType, like_y: TensorType) -> Ten
     return x
 
 
-def _max_unpool(call: Call) -> Types:
+def _max_unpool(call: OpCall) -> Types:
     return (_check_winners(call, like_x=call.type(1), like_y=call.type(0)),)
 
 
-def _max_select(call: Call) -> Types:
+def _max_select(call: OpCall) -> Types:
     _check_winners(call, like_x=call.type(0), like_y=call.type(2))
     return (call.type(2),)
 
@@ -120,7 +120,7 @@ _WINDOW: Final[Mapping[str, AttrSpec]] = {
 }
 
 max_pool_row = Op(
-    name="MaxPool", kind=Kind.WINDOW, integer_form=IntegerForm.COPY, emit=emit_pool,
+    name="MaxPool", kind=OpKind.WINDOW, integer_form=IntegerForm.COPY, emit=emit_pool,
     batch=merged,
     infer=_pool,
     reference=_max_pool_kernel,
@@ -285,7 +285,7 @@ _tiled: Final[Mapping[str, Any]] = {"kernel_shape": (2, 2), "strides": (2, 2)}
 _x, _x_odd, _x_over = apart(2, 3, 4, 6), apart(2, 3, 5, 5), apart(1, 2, 6, 6)
 
 max_unpool = Op(
-    name="MaxUnpoolFirst", kind=Kind.WINDOW,
+    name="MaxUnpoolFirst", kind=OpKind.WINDOW,
     batch=merged_all,
     domain=DOMAIN,
     operands=("T", "T", "T"),
@@ -311,7 +311,7 @@ max_unpool = Op(
 """g: like y -> like x: each element of g at the first maximum of its window of x, the rest 0."""
 
 max_select: Op = Op(
-    name="MaxSelectFirst", kind=Kind.WINDOW,
+    name="MaxSelectFirst", kind=OpKind.WINDOW,
     batch=merged_all,
     domain=DOMAIN,
     operands=("T", "T", "T"),
@@ -346,7 +346,7 @@ def _counted_sizes(shape: Sequence[Dim], attrs: Mapping[str, Any]) -> list[Dim]:
     return [*shape[:2], *spatial]
 
 
-def _unpooled(call: Call) -> Types:
+def _unpooled(call: OpCall) -> Types:
     x = call.type(0)
     inner = _counted_sizes(x.shape, call.attrs)
     if call.type(1).shape != x.shape:
@@ -375,7 +375,7 @@ def _max_unpool_onnx_vjp(
     return (gather(g.reshape((-1,)), index, axis=0), None, *(None for _ in rest))
 
 
-def _unpooled_open(call: Call) -> tuple[Dim | None, ...]:
+def _unpooled_open(call: OpCall) -> tuple[Dim | None, ...]:
     n, c, *spatial = call.type(0).shape
     return (n, c, *(None for _ in spatial))
 
@@ -402,7 +402,7 @@ def _emit_max_unpool(context: EmissionContext, node: Node) -> None:
 
 
 max_unpool_row = Op(
-    name="MaxUnpool", kind=Kind.WINDOW, emit=_emit_max_unpool,
+    name="MaxUnpool", kind=OpKind.WINDOW, emit=_emit_max_unpool,
     **settled(_unpooled, _unpooled_open, 2),
     reference=_max_unpool_kernel,
     vjp=_max_unpool_onnx_vjp,
@@ -425,7 +425,7 @@ def _global_max_vjp(g: Tensor, y: Tensor, x: Tensor) -> tuple[Tensor]:
 
 global_max_pool = Op(
     name="GlobalMaxPool",
-    kind=Kind.WINDOW,
+    kind=OpKind.WINDOW,
     batch=batching.merged,
     reference=lambda x: x.max(axis=tuple(range(2, x.ndim)), keepdims=True),
     vjp=_global_max_vjp,

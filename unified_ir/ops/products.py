@@ -15,7 +15,7 @@ import numpy as np
 from triplane.unified_ir.ir.types import TensorType
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.elementwise import mul
-from triplane.unified_ir.ops.row import Call, Kind, Op
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import given, ints, normal, sample
 from triplane.unified_ir.ops.structure import (
     axes_of,
@@ -29,7 +29,7 @@ from triplane.unified_ir.ops.structure import (
 from triplane.unified_ir.ops.tensor import Tensor, dims_of, emit
 
 
-def _running_type(call: Call) -> tuple[TensorType, ...]:
+def _running_type(call: OpCall) -> tuple[TensorType, ...]:
     if call.known[1] is not None:
         axes_of(call.type(0).rank, call.ints(1))
     return same(call)
@@ -66,7 +66,7 @@ def _running_uses(**more: Any) -> Any:
 
 cumsum_row: Op = Op(
     name="CumSum",
-    kind=Kind.REDUCTION,
+    kind=OpKind.REDUCTION,
     batch=batching.first_along_operand,
     infer=_running_type,
     reference=_running_kernel(np.cumsum, 0),
@@ -85,7 +85,7 @@ def _cumprod(x: Tensor, axis: Tensor, *, exclusive: int, reverse: int) -> Tensor
 
 cumprod_row = Op(
     name="CumProd",
-    kind=Kind.REDUCTION,
+    kind=OpKind.REDUCTION,
     batch=batching.first_along_operand,
     infer=_running_type,
     reference=_running_kernel(np.cumprod, 1),

@@ -28,7 +28,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops.convolution import conv_row
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.matrix import matmul
-from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
 from triplane.unified_ir.ops.samples import given, ints, normal, sample
 from triplane.unified_ir.ops.structure import axes_of
 
@@ -89,7 +89,7 @@ def _dequantize(
     return ((q.astype(wide) - shift.astype(wide)).astype(step.dtype) * step).astype(to)
 
 
-def _check_scale(call: Call) -> None:
+def _check_scale(call: OpCall) -> None:
     """One scale in all, one per slice of `axis`, or one per block; the zero point likewise."""
     x, scale, block = call.type(0), call.type(1), call.attrs["block_size"]
     zero_fits = not call.has(2) or call.type(2).shape == scale.shape
@@ -108,7 +108,7 @@ def _check_scale(call: Call) -> None:
         )
 
 
-def _quantized(call: Call) -> Types:
+def _quantized(call: OpCall) -> Types:
     _check_scale(call)
     wanted, zero = call.attrs["output_dtype"], call.type(2).dtype if call.has(2) else None
     if wanted and zero is not None and dtype_attr(wanted) != zero:
@@ -116,7 +116,7 @@ def _quantized(call: Call) -> Types:
     return (call.type(0).with_dtype(_type_of_codes(wanted, zero)),)
 
 
-def _dequantized(call: Call) -> Types:
+def _dequantized(call: OpCall) -> Types:
     _check_scale(call)
     wanted = call.attrs["output_dtype"]
     return (call.type(0).with_dtype(dtype_attr(wanted) if wanted else call.type(1).dtype),)
@@ -155,7 +155,7 @@ def _emit_coding(context: EmissionContext, node: Node) -> None:
 
 quantize_linear = Op(
     name="QuantizeLinear",
-    kind=Kind.QUANTIZATION,
+    kind=OpKind.QUANTIZATION,
     settings=(1, 2),
     emit=_emit_coding,
     infer=_quantized,
@@ -168,7 +168,7 @@ quantize_linear = Op(
 )
 dequantize_linear = Op(
     name="DequantizeLinear",
-    kind=Kind.QUANTIZATION,
+    kind=OpKind.QUANTIZATION,
     settings=(1, 2),
     emit=_emit_coding,
     infer=_dequantized,
@@ -181,7 +181,7 @@ dequantize_linear = Op(
 )
 
 
-def _dynamic_types(call: Call) -> Types:
+def _dynamic_types(call: OpCall) -> Types:
     scalar = TensorType(float32, ())
     return (call.type(0).with_dtype(uint8), scalar, scalar.with_dtype(uint8))[: call.outputs]
 
@@ -197,7 +197,7 @@ def _dynamic(x: Any) -> tuple[Any, Any, Any]:
 
 dynamic_quantize_linear = Op(
     name="DynamicQuantizeLinear",
-    kind=Kind.QUANTIZATION,
+    kind=OpKind.QUANTIZATION,
     infer=_dynamic_types,
     reference=_dynamic,
     samples=(
@@ -208,14 +208,14 @@ dynamic_quantize_linear = Op(
 )
 
 
-def _as_matmul(call: Call, a: int, b: int) -> TensorType:
+def _as_matmul(call: OpCall, a: int, b: int) -> TensorType:
     """The type of a matrix product of two operands, their element types aside."""
     types = (call.type(a).with_dtype(float32), call.type(b).with_dtype(float32))
     assert matmul.infer is not None
     return matmul.infer(replace(call, row=matmul, types=types, known=(None, None)))[0]
 
 
-def _as_conv(call: Call, x: int, w: int) -> TensorType:
+def _as_conv(call: OpCall, x: int, w: int) -> TensorType:
     types = (call.type(x).with_dtype(float32), call.type(w).with_dtype(float32))
     assert conv_row.infer is not None
     return conv_row.infer(replace(call, row=conv_row, types=types, known=(None, None)))[0]
@@ -232,7 +232,7 @@ def _shifted(q: Any, zero: Any, axis: int) -> Any:
     return q.astype(np.float64) - zero.astype(np.float64)
 
 
-def _zeros_fit(call: Call, i: int, of: int, axis: int) -> None:
+def _zeros_fit(call: OpCall, i: int, of: int, axis: int) -> None:
     """One zero point, one per row or column, or shaped to broadcast."""
     if not call.has(i):
         return
@@ -244,7 +244,7 @@ def _zeros_fit(call: Call, i: int, of: int, axis: int) -> None:
         raise ShapeError(f"{call.row} of {q} takes zero points that fit it, got {zero}")
 
 
-def _matmul_integer_types(call: Call) -> Types:
+def _matmul_integer_types(call: OpCall) -> Types:
     made = _as_matmul(call, 0, 1)
     _zeros_fit(call, 2, 0, -2 if call.type(0).rank > 1 else -1)
     _zeros_fit(call, 3, 1, -1)
@@ -260,7 +260,7 @@ def _matmul_integer(a: Any, b: Any, a_zero: Any = None, b_zero: Any = None) -> A
 _A, _B = ints(0, 255, 2, 3, dtype="uint8"), ints(-127, 127, 3, 4, dtype="int8")
 matmul_integer = Op(
     name="MatMulInteger",
-    kind=Kind.QUANTIZATION,
+    kind=OpKind.QUANTIZATION,
     infer=_matmul_integer_types,
     reference=_matmul_integer,
     samples=(
@@ -271,7 +271,7 @@ matmul_integer = Op(
 )
 
 
-def _conv_integer_types(call: Call) -> Types:
+def _conv_integer_types(call: OpCall) -> Types:
     _zeros_fit(call, 2, 0, 0)
     _zeros_fit(call, 3, 1, 0)
     return (_as_conv(call, 0, 1).with_dtype(int32),)
@@ -285,7 +285,7 @@ def _conv_integer(x: Any, w: Any, x_zero: Any = None, w_zero: Any = None, **attr
 
 _X, _W = ints(0, 255, 2, 2, 5, 5, dtype="uint8"), ints(-127, 127, 4, 2, 3, 3, dtype="int8")
 conv_integer = Op(
-    name="ConvInteger", kind=Kind.QUANTIZATION,
+    name="ConvInteger", kind=OpKind.QUANTIZATION,
     infer=_conv_integer_types,
     reference=_conv_integer,
     samples=(
@@ -301,7 +301,7 @@ def _requantized(made: Any, scale: Any, zero: Any) -> Any:
     return saturated(ratio, as_dtype(zero.dtype))
 
 
-def _qlinear_matmul_types(call: Call) -> Types:
+def _qlinear_matmul_types(call: OpCall) -> Types:
     made = _as_matmul(call, 0, 3)
     _zeros_fit(call, 2, 0, -2 if call.type(0).rank > 1 else -1)
     _zeros_fit(call, 5, 3, -1)
@@ -326,7 +326,7 @@ def _qlinear_matmul(  # noqa: PLR0917 - the operands of the row
 
 _SA, _SB, _SY = given(0.02, "float32"), given(0.03, "float32"), given(0.7, "float32")
 qlinear_matmul = Op(
-    name="QLinearMatMul", kind=Kind.QUANTIZATION, settings=(1, 2, 4, 5, 6, 7),
+    name="QLinearMatMul", kind=OpKind.QUANTIZATION, settings=(1, 2, 4, 5, 6, 7),
     infer=_qlinear_matmul_types,
     reference=_qlinear_matmul,
     samples=(
@@ -337,7 +337,7 @@ qlinear_matmul = Op(
 )  # fmt: skip
 
 
-def _qlinear_conv_types(call: Call) -> Types:
+def _qlinear_conv_types(call: OpCall) -> Types:
     made = _as_conv(call, 0, 3)
     _zeros_fit(call, 2, 0, 0)
     _zeros_fit(call, 5, 3, 0)
@@ -356,7 +356,7 @@ def _qlinear_conv(  # noqa: PLR0917 - the operands of the row
 
 
 qlinear_conv = Op(
-    name="QLinearConv", kind=Kind.QUANTIZATION, settings=(1, 2, 4, 5, 6, 7),
+    name="QLinearConv", kind=OpKind.QUANTIZATION, settings=(1, 2, 4, 5, 6, 7),
     infer=_qlinear_conv_types,
     reference=_qlinear_conv,
     samples=(

@@ -17,7 +17,7 @@ from triplane.unified_ir.ir.dims import Dim, ceil_div, product
 from triplane.unified_ir.ir.types import TensorType, float32, uint32
 from triplane.unified_ir.ops.bits import bit_shift, bitwise_or, bitwise_xor
 from triplane.unified_ir.ops.indexing import arange
-from triplane.unified_ir.ops.row import DOMAIN, Call, Kind, Op
+from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import given, ints, sample
 from triplane.unified_ir.ops.structure import concat, slice_axis
 from triplane.unified_ir.ops.tensor import Tensor
@@ -27,7 +27,7 @@ PARITY: Final = 0x1BD11BDA
 ROUNDS: Final = 20
 
 
-def _threefry_types(call: Call) -> tuple[TensorType, ...]:
+def _threefry_types(call: OpCall) -> tuple[TensorType, ...]:
     if call.type(0) != TensorType(uint32, (2,)):
         raise InvalidInput(f"a random key is uint32[2], got {call.type(0)}")
     if call.type(1).shape != call.type(2).shape:
@@ -70,7 +70,7 @@ def _threefry_kernel(key: Any, x0: Any, x1: Any) -> Any:
 _words = ints(0, 2**32, 5, dtype="uint32")
 threefry = Op(
     name="Threefry2x32",
-    kind=Kind.RANDOM,
+    kind=OpKind.RANDOM,
     domain=DOMAIN,
     operands=("K", "T", "T"),
     infer=_threefry_types,

@@ -21,7 +21,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType, bool_
 from triplane.unified_ir.ops.control import scan
 from triplane.unified_ir.ops.elementwise import relu, sigmoid, step, tanh
 from triplane.unified_ir.ops.matrix import gemm
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, MakeArray, Op
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, MakeArray, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import bools, normal, sample
 from triplane.unified_ir.ops.shapes import split_row
 from triplane.unified_ir.ops.structure import concat, sum_to, unsqueeze, where, zeros
@@ -230,8 +230,8 @@ def _call(recurrence: Recurrence, inputs: Sequence[Tensor | None], reverse: int)
     return _Call(recurrence, gates, weights, states, mask, bool(reverse))  # type: ignore[arg-type]
 
 
-def _types(recurrence: Recurrence) -> Callable[[Call], tuple[TensorType, ...]]:
-    def infer(call: Call) -> tuple[TensorType, ...]:
+def _types(recurrence: Recurrence) -> Callable[[OpCall], tuple[TensorType, ...]]:
+    def infer(call: OpCall) -> tuple[TensorType, ...]:
         gates, r = call.type(0), call.type(1)
         hidden = r.shape[-1]
         if (
@@ -284,7 +284,7 @@ def _row(name: str, recurrence: Recurrence, operands: str, *makers: MakeArray) -
     outputs = 1 + recurrence.states
     return Op(
         name=name,
-        kind=Kind.RECURRENT,
+        kind=OpKind.RECURRENT,
         domain=DOMAIN,
         operands=(*operands, "P?"),
         attrs={"reverse": AttrSpec("INT", 0)},

@@ -38,7 +38,7 @@ from triplane.unified_ir.ops.recurrences import (
     relu_recurrence,
     tanh_recurrence,
 )
-from triplane.unified_ir.ops.row import Call, IntegerForm, Kind, MakeArray, Op
+from triplane.unified_ir.ops.row import IntegerForm, MakeArray, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import given, normal, sample
 from triplane.unified_ir.ops.structure import concat, stack, unsqueeze, where, zeros
 from triplane.unified_ir.ops.tensor import Tensor
@@ -150,7 +150,7 @@ def _clipped(limit: float | None) -> Squash:
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
+class _Direction:
     """One direction's operands: mixed inputs (T, N, k H), r: (k H, H), bias of its product."""
 
     way: _Way
@@ -192,7 +192,7 @@ class _Walk:
         )
 
 
-def _simple(walk: _Walk) -> tuple[Tensor, ...]:
+def _simple(walk: _Direction) -> tuple[Tensor, ...]:
     """h' = f(W x + R h + b)."""
     row = {"tanh": tanh_recurrence, "relu": relu_recurrence}.get(walk.way.names[0])
     if row is not None and not walk.attrs["clip"]:
@@ -201,7 +201,7 @@ def _simple(walk: _Walk) -> tuple[Tensor, ...]:
     return walk.scanned(lambda x, s: (f(limit(gemm(s[0], walk.r, x, transB=1))),))
 
 
-def _gru(walk: _Walk) -> tuple[Tensor, ...]:
+def _gru(walk: _Direction) -> tuple[Tensor, ...]:
     """h' = (1 - z) n + z h, with the reset gate on the product or on the state (Cho 2014)."""
     attrs, way, bias = walk.attrs, walk.way, walk.bias
     after = bool(attrs["linear_before_reset"])
@@ -227,7 +227,7 @@ def _gru(walk: _Walk) -> tuple[Tensor, ...]:
     return walk.scanned(one)
 
 
-def _lstm(walk: _Walk) -> tuple[Tensor, ...]:
+def _lstm(walk: _Direction) -> tuple[Tensor, ...]:
     """c' = f c + i g, h' = o h(c'); peepholes let gates see c (Gers and Schmidhuber 2000)."""
     attrs, way = walk.attrs, walk.way
     usual = way.names == ("sigmoid", "tanh", "tanh") and not attrs["input_forget"]
@@ -259,7 +259,7 @@ class _Kind:
     gates: int
     states: int
     usual: tuple[str, ...]
-    walk: Callable[[_Walk], tuple[Tensor, ...]]
+    walk: Callable[[_Direction], tuple[Tensor, ...]]
 
 
 _RNN: Final = _Kind("RNN", 1, 1, ("tanh",), _simple)
@@ -293,7 +293,7 @@ def _layer(
         mixed, bias = _mixed(kind, x, _at(w, d), None if b is None else _at(b, d), attrs)
         states = tuple(_start(s, d, x, r_d, batch_first=batch_first) for s in starts)
         peeps = None if peepholes is None else _at(peepholes, d)
-        found.append(kind.walk(_Walk(way, mixed, r_d, bias, peeps, states, mask, attrs)))
+        found.append(kind.walk(_Direction(way, mixed, r_d, bias, peeps, states, mask, attrs)))
     ys, *lasts = zip(*found, strict=True)
     if batch_first:
         y = stack([y.transpose(1, 0, 2) for y in ys], axis=2)
@@ -341,8 +341,8 @@ def _mixed(
     return flat.reshape((*x.shape[:2], w.shape[0])), inner
 
 
-def _types(kind: _Kind) -> Callable[[Call], tuple[TensorType, ...]]:
-    def infer(call: Call) -> tuple[TensorType, ...]:
+def _types(kind: _Kind) -> Callable[[OpCall], tuple[TensorType, ...]]:
+    def infer(call: OpCall) -> tuple[TensorType, ...]:
         x, w, r = (call.type(i) for i in range(3))
         d = len(_ways(kind.name, kind.usual, call.attrs))
         if x.rank != 3 or w.rank != 3 or r.rank != 3:
@@ -467,7 +467,7 @@ def _kept_states(
 
 
 rnn = Op(
-    name="RNN", kind=Kind.RECURRENT, weights=(1, 2, 3), buffers=(5,), emit=_emit_recurrent,
+    name="RNN", kind=OpKind.RECURRENT, weights=(1, 2, 3), buffers=(5,), emit=_emit_recurrent,
     infer=_types(_RNN),
     body=_body(_RNN),
     samples=(
@@ -486,7 +486,7 @@ rnn = Op(
 """Elman 1990; X, W, R, B?, sequence_lens?, initial_h? -> Y, Y_h."""
 
 gru = Op(
-    name="GRU", kind=Kind.RECURRENT, weights=(1, 2, 3), buffers=(5,), emit=_emit_recurrent,
+    name="GRU", kind=OpKind.RECURRENT, weights=(1, 2, 3), buffers=(5,), emit=_emit_recurrent,
     infer=_types(_GRU),
     body=_body(_GRU),
     samples=(
@@ -507,7 +507,7 @@ gru = Op(
 
 lstm = Op(
     name="LSTM",
-    kind=Kind.RECURRENT,
+    kind=OpKind.RECURRENT,
     weights=(1, 2, 3, 7),
     buffers=(5, 6),
     integer_form=IntegerForm.RECURRENT,

@@ -19,7 +19,7 @@ from triplane.unified_ir.ops.elementwise import abs_, exp, log, sign, sqrt
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.infer import onnx_attrs
 from triplane.unified_ir.ops.products import product_of_others
-from triplane.unified_ir.ops.row import MEANING_OPSET, Call, Kind, Op
+from triplane.unified_ir.ops.row import MEANING_OPSET, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import apart, between, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.structure import (
@@ -43,7 +43,7 @@ def reduced_axes(rank: int, axes: Any, noop: int) -> tuple[int, ...]:
     return axes_of(rank, axes)
 
 
-def _reduced(call: Call) -> Types:
+def _reduced(call: OpCall) -> Types:
     x, noop = call.type(0), call.attrs["noop_with_empty_axes"]
     axes = reduced_axes(x.rank, call.ints(1) if call.has(1) else None, noop)
     if call.attrs["keepdims"]:
@@ -51,7 +51,7 @@ def _reduced(call: Call) -> Types:
     return (x.with_shape(d for i, d in enumerate(x.shape) if i not in axes),)
 
 
-def _reduced_open(call: Call) -> list[None]:
+def _reduced_open(call: OpCall) -> list[None]:
     """Computed axes: which sizes stay is not known."""
     kept = 0 if call.attrs["keepdims"] else length(call, 1)
     return [None] * (call.type(0).rank - kept)
@@ -108,7 +108,7 @@ _uses = (
 
 reduce_sum_row = Op(
     name="ReduceSum",
-    kind=Kind.REDUCTION,
+    kind=OpKind.REDUCTION,
     total=True,
     **_settled,
     batch=batching.axes_shifted,
@@ -158,7 +158,7 @@ def _on_bytes(
 
 reduce_mean_row = Op(
     name="ReduceMean",
-    kind=Kind.REDUCTION,
+    kind=OpKind.REDUCTION,
     **_settled,
     batch=batching.axes_shifted,
     reference=reduction_kernel(np.mean),
@@ -200,7 +200,7 @@ def _highest(dtype: np.dtype[Any]) -> Any:
 def _extreme_row(name: str, f: Any) -> Op:
     return Op(
         name=name,
-        kind=Kind.REDUCTION,
+        kind=OpKind.REDUCTION,
         total=True,
         **_settled,
         batch=batching.axes_shifted,
@@ -225,7 +225,7 @@ def _prod_vjp(
 
 reduce_prod_row = Op(
     name="ReduceProd",
-    kind=Kind.REDUCTION,
+    kind=OpKind.REDUCTION,
     **_settled,
     batch=batching.axes_shifted,
     reference=reduction_kernel(np.prod),
@@ -245,7 +245,7 @@ def _composed(name: str, body: Any, vjp: Any, *, positive: bool = False) -> Op:
     make = (lambda *s: between(0.5, 2, *s)) if positive else apart
     return Op(
         name=name,
-        kind=Kind.REDUCTION,
+        kind=OpKind.REDUCTION,
         **_settled,
         batch=batching.axes_shifted,
         body=body,
@@ -302,7 +302,7 @@ reduce_log_sum_exp_row = _composed(
 )
 
 
-def _position_types(call: Call) -> Types:
+def _position_types(call: OpCall) -> Types:
     x = call.type(0)
     axis = axes_of(x.rank, [call.attrs["axis"]])[0]
     middle = (1,) if call.attrs["keepdims"] else ()
@@ -322,7 +322,7 @@ def _position_kernel(f: Any) -> Any:
 def _position_row(name: str, f: Any) -> Op:
     return Op(
         name=name,
-        kind=Kind.REDUCTION,
+        kind=OpKind.REDUCTION,
         batch=batching.axis_shifted,
         infer=_position_types,
         reference=_position_kernel(f),
@@ -340,7 +340,7 @@ argmin_row = _position_row("ArgMin", np.argmin)
 
 hardmax = Op(
     name="Hardmax",
-    kind=Kind.REDUCTION,
+    kind=OpKind.REDUCTION,
     batch=batching.axis_shifted,
     infer=lambda call: (axes_of(call.type(0).rank, [call.attrs["axis"]]), same(call))[1],
     reference=lambda x, *, axis: (

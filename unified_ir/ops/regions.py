@@ -11,7 +11,7 @@ from triplane.unified_ir.ir.dims import product
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
 from triplane.unified_ir.ops.elementwise import ceil, floor, maximum, minimum, round_
 from triplane.unified_ir.ops.indexing import arange, gather, range_row
-from triplane.unified_ir.ops.row import Call, Kind, Op
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import normal, sample
 from triplane.unified_ir.ops.sampling import rows_of
 from triplane.unified_ir.ops.structure import size_of, slice_axis, where
@@ -21,7 +21,7 @@ _AXES: Final = (("output_height", 1, 3), ("output_width", 0, 2))
 """Attribute of the output size, columns of start and end in a box, for y and for x."""
 
 
-def _align_types(call: Call) -> tuple[TensorType]:
+def _align_types(call: OpCall) -> tuple[TensorType]:
     x, rois, batch, attrs = call.type(0), call.type(1), call.type(2), call.attrs
     if x.rank != 4 or rois.shape[1:] != (4,) or batch.shape != rois.shape[:1]:
         raise ShapeError(
@@ -137,7 +137,7 @@ def _aligned(**attrs: Any) -> Any:
 
 
 roi_align = Op(
-    name="RoiAlign", kind=Kind.WINDOW,
+    name="RoiAlign", kind=OpKind.WINDOW,
     infer=_align_types,
     body=_roi_align,
     native=lambda node, opset: opset < 22,
@@ -153,7 +153,7 @@ roi_align = Op(
 """onnxruntime has a kernel up to opset 21 only."""
 
 
-def _max_roi_types(call: Call) -> tuple[TensorType]:
+def _max_roi_types(call: OpCall) -> tuple[TensorType]:
     x, rois, shape = call.type(0), call.type(1), call.attrs["pooled_shape"]
     if x.rank != 4 or rois.shape[1:] != (5,) or len(shape) != 2 or min(shape) < 1:
         raise ShapeError(
@@ -194,7 +194,7 @@ def _max_roi_pool(x: Tensor, rois: Tensor, *, pooled_shape: Any, spatial_scale: 
 _WHOLE: Final = [[0.0, 0, 0, 3, 3], [1, 1, 0, 5, 4], [1, 2, 2, 2, 2], [0, 4, 4, 9, 9]]
 
 max_roi_pool = Op(
-    name="MaxRoiPool", kind=Kind.WINDOW,
+    name="MaxRoiPool", kind=OpKind.WINDOW,
     infer=_max_roi_types,
     body=_max_roi_pool,
     native=lambda node, opset: opset < 22,

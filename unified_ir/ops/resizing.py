@@ -24,7 +24,7 @@ from triplane.unified_ir.ops.elementwise import ceil, floor, maximum, minimum
 from triplane.unified_ir.ops.indexing import arange
 from triplane.unified_ir.ops.matrix import swap_last
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import OPEN, Call, Kind, Known, Op
+from triplane.unified_ir.ops.row import OPEN, Known, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import Literal, ints, literal, normal, sample
 from triplane.unified_ir.ops.settings import settled
 from triplane.unified_ir.ops.structure import axes_of, unsqueeze, where
@@ -309,7 +309,7 @@ def _resize_vjp(g: Tensor, y: Tensor, x: Tensor, *operands: Tensor | None, **att
 _POLICIES: Final = ("stretch", "not_larger", "not_smaller")
 
 
-def _check_names(call: Call) -> None:
+def _check_names(call: OpCall) -> None:
     for attr, names in (
         ("mode", ("nearest", *_REACH)),
         ("coordinate_transformation_mode", tuple(_COORDINATES)),
@@ -322,7 +322,7 @@ def _check_names(call: Call) -> None:
             )
 
 
-def _resize_types(call: Call) -> tuple[TensorType]:
+def _resize_types(call: OpCall) -> tuple[TensorType]:
     x = call.type(0)
     _check_names(call)
     known = [call.known[i] if call.has(i) and i < len(call.known) else None for i in (1, 2, 3)]
@@ -333,7 +333,7 @@ def _resize_types(call: Call) -> tuple[TensorType]:
     return (x.with_shape(shape),)
 
 
-def _resize_open(call: Call) -> tuple[Dim | None, ...]:
+def _resize_open(call: OpCall) -> tuple[Dim | None, ...]:
     """Every size that scales or sizes computed in the run may change."""
     _check_names(call)
     x = call.type(0)
@@ -401,7 +401,7 @@ def _mapped(how: str, *operands: Any, **attrs: Any) -> Any:
 
 
 resize_row = Op(
-    name="Resize", kind=Kind.MOVEMENT, settings=(1, 2),
+    name="Resize", kind=OpKind.MOVEMENT, settings=(1, 2),
     **settled(_resize_types, _resize_open, 1, 2, 3),
     reference=_resize_kernel,
     vjp=_resize_vjp,

@@ -46,7 +46,7 @@ OPEN: Final = "open"
 """Attribute in which a node names the sizes that depend on data (`Op.data_dependent_dims`)."""
 
 
-class Kind(Enum):
+class OpKind(Enum):
     """What a row does with the elements of its operands; passes ask for this, not for names."""
 
     ELEMENTWISE = auto()
@@ -114,7 +114,7 @@ Size = Callable[[Value], int]
 DENSE_FLOPS: Final = 30
 """Arithmetic per byte of products over shared axes, and of regions, where others have 1: a rule of
 thumb."""
-_DENSE: Final = frozenset({Kind.CONTRACTION, Kind.RECURRENT, Kind.CONTROL})
+_DENSE: Final = frozenset({OpKind.CONTRACTION, OpKind.RECURRENT, OpKind.CONTROL})
 
 
 Known = Array | tuple[Dim, ...]
@@ -122,7 +122,7 @@ Known = Array | tuple[Dim, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpCall:
     """What shape inference sees: operand types (None where absent), known contents, attributes."""
 
     row: Op
@@ -176,14 +176,14 @@ class Call:
         return tuple(d for d in dims if isinstance(d, int))
 
 
-Infer = Callable[[Call], tuple[TensorType, ...]]
+Infer = Callable[[OpCall], tuple[TensorType, ...]]
 Kernel = Callable[..., Any]
 Vjp = Callable[..., Sequence["Tensor | None"]]
 Body = Callable[..., "Tensor | Sequence[Tensor]"]
 Pullback = Callable[..., Sequence["Tensor | None"]]
 VjpWithResiduals = Callable[..., tuple[Sequence["Tensor"], Pullback]]
 Batch = Callable[[Any], Sequence["Tensor"]]
-"""(a `batching.Batched` call) -> outputs, the new axis first."""
+"""(a `batching.BatchedCall`) -> outputs, the new axis first."""
 Native = Callable[[Node, int], bool]
 MakeArray = Callable[[np.random.Generator], Array]
 
@@ -227,7 +227,7 @@ class Op:
     """
 
     name: str
-    kind: Kind
+    kind: OpKind
     domain: str = ""
     operands: tuple[str, ...] = ()
     """Own rows: a type letter per operand, `?` optional, `*` variadic; one letter, one dtype."""
@@ -239,8 +239,8 @@ class Op:
     vjp_with_residuals: VjpWithResiduals | None = None
     batch: Batch | None = None
     """How vmap applies the row to a batch (`ops/batching.py`); else by its body, or a scan."""
-    data_dependent_dims: int | Callable[[Call], int] = 0
-    """How many sizes of its outputs its data decide; each node names them (`Call.opened`)."""
+    data_dependent_dims: int | Callable[[OpCall], int] = 0
+    """How many sizes of its outputs its data decide; each node names them (`OpCall.opened`)."""
     nondeterministic: bool = False
     """Each node is a draw of its own: never shared with one like it, nor folded to a constant."""
     preserves_elements: bool = False
@@ -315,7 +315,7 @@ class Op:
     @property
     def is_product(self) -> bool:
         """Whether it is one product of its first two operands, a bias beside them at most."""
-        return self.kind is Kind.CONTRACTION and self.arity[1] <= 3
+        return self.kind is OpKind.CONTRACTION and self.arity[1] <= 3
 
     def letter(self, i: int) -> str:
         """Type letter of operand `i`; a variadic last operand repeats."""
@@ -349,7 +349,7 @@ class Op:
             own = {name: _spec(a) for name, a in self.schema.attributes.items()}
         return {**own, OPEN: AttrSpec("STRINGS", ())} if self.data_dependent_dims else own
 
-    def open_count(self, call: Call) -> int:
+    def open_count(self, call: OpCall) -> int:
         """How many sizes the data of this call decide."""
         count = self.data_dependent_dims
         return count(call) if callable(count) else count

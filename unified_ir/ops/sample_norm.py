@@ -14,7 +14,7 @@ from triplane.unified_ir.ir.types import ShapeError
 from triplane.unified_ir.ops.elementwise import abs_, as_like, pow_, reciprocal, sqrt
 from triplane.unified_ir.ops.mean_pool import average_pool_row
 from triplane.unified_ir.ops.norm import in_single, layer_norm_row, widened
-from triplane.unified_ir.ops.row import Kind, Op
+from triplane.unified_ir.ops.row import Op, OpKind
 from triplane.unified_ir.ops.samples import apart, between, normal, sample
 from triplane.unified_ir.ops.structure import ones, where
 from triplane.unified_ir.ops.tensor import Tensor, root
@@ -56,7 +56,7 @@ def _group_kernel(
 
 group_norm_row = Op(
     name="GroupNormalization",
-    kind=Kind.NORMALIZATION,
+    kind=OpKind.NORMALIZATION,
     weights=(1, 2),
     reference=_group_kernel,
     body=_group_norm,
@@ -70,7 +70,7 @@ group_norm_row = Op(
 
 instance_norm_row = Op(
     name="InstanceNormalization",
-    kind=Kind.NORMALIZATION,
+    kind=OpKind.NORMALIZATION,
     weights=(1, 2),
     body=lambda x, scale, bias, *, epsilon: _per_channel(
         _standardized(x, x.shape[1], epsilon), scale, bias
@@ -91,7 +91,7 @@ def _rms_norm(x: Tensor, scale: Tensor, *, axis: int, epsilon: float, stash_type
 
 rms_norm_row = Op(
     name="RMSNormalization",
-    kind=Kind.NORMALIZATION,
+    kind=OpKind.NORMALIZATION,
     weights=(1,),
     body=_rms_norm,
     native=in_single,
@@ -113,7 +113,7 @@ def _lp_normalization(x: Tensor, *, axis: int, p: int) -> Tensor:
 
 lp_normalization = Op(
     name="LpNormalization",
-    kind=Kind.NORMALIZATION,
+    kind=OpKind.NORMALIZATION,
     body=_lp_normalization,
     samples=(
         sample(normal(2, 3, 4)),
@@ -132,7 +132,7 @@ def _mean_variance(x: Tensor, *, axes: Sequence[int]) -> Tensor:
 
 mean_variance_normalization = Op(
     name="MeanVarianceNormalization",
-    kind=Kind.NORMALIZATION,
+    kind=OpKind.NORMALIZATION,
     body=_mean_variance,
     samples=(sample(normal(2, 3, 2, 2)), sample(normal(2, 3, 4), axes=(1, 2))),
 )
@@ -159,7 +159,7 @@ def _lrn_native(node: Node, opset: int) -> bool:
 
 lrn = Op(
     name="LRN",
-    kind=Kind.NORMALIZATION,
+    kind=OpKind.NORMALIZATION,
     body=_lrn,
     native=_lrn_native,
     samples=(

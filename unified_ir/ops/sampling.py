@@ -22,7 +22,7 @@ from triplane.unified_ir.ops.elementwise import abs_, div, floor, maximum, minim
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.indexing import arange, gather
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import Call, Kind, Known, Op
+from triplane.unified_ir.ops.row import Known, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import between, given, normal, sample
 from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.structure import (
@@ -151,7 +151,7 @@ def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a * b
 
 
-def _grid_types(call: Call) -> tuple[TensorType]:
+def _grid_types(call: OpCall) -> tuple[TensorType]:
     x, grid = call.type(0), call.type(1)
     n = x.rank - 2
     if n not in (2, 3) or grid.rank != x.rank or grid.shape[-1] != n:
@@ -211,7 +211,7 @@ def _emit_grid_sample_names(context: EmissionContext, node: Node) -> None:
 
 
 grid_sample_row = Op(
-    name="GridSample", kind=Kind.WINDOW,
+    name="GridSample", kind=OpKind.WINDOW,
     infer=_grid_types,
     body=_grid_sample,
     native=lambda node, opset: opset >= 20 or node.outputs[0].type.rank == 4,
@@ -246,7 +246,7 @@ def _contents(row: str, x: Tensor) -> Known:
     return found
 
 
-def _affine_types(call: Call) -> tuple[TensorType]:
+def _affine_types(call: OpCall) -> tuple[TensorType]:
     theta, size = call.type(0), call.dims(1)
     n = len(size) - 2
     if n not in (2, 3) or theta.shape[1:] != (n, n + 1) or size[0] != theta.shape[0]:
@@ -294,14 +294,14 @@ def _affine_grid_kernel(theta: Any, size: Any, *, align_corners: int) -> Any:
     return np.einsum("...k,nik->n...i", homogeneous, theta)
 
 
-def _affine_open(call: Call) -> tuple[Dim | None, ...]:
+def _affine_open(call: OpCall) -> tuple[Dim | None, ...]:
     theta, n = call.type(0), length(call, 1) - 2
     return (theta.shape[0], *[None] * n, n)
 
 
 affine_grid_row = Op(
     name="AffineGrid",
-    kind=Kind.WINDOW,
+    kind=OpKind.WINDOW,
     **settled(_affine_types, _affine_open, 1),
     reference=_affine_grid_kernel,
     body=_affine_grid,
@@ -353,7 +353,7 @@ def clip_ints(position: Tensor, last: Tensor) -> Tensor:
     return minimum(maximum(position, 0), last)
 
 
-def _center_types(call: Call) -> tuple[TensorType]:
+def _center_types(call: OpCall) -> tuple[TensorType]:
     x, wanted, axes = call.type(0), call.dims(1), call.attrs["axes"]
     changed = axes_of(x.rank, range(x.rank) if axes is None else axes)
     if len(changed) != len(wanted):
@@ -377,7 +377,7 @@ def _center_kernel(x: Any, shape: Any, *, axes: Sequence[int] | None) -> Any:
     return x
 
 
-def _center_open(call: Call) -> tuple[Dim | None, ...]:
+def _center_open(call: OpCall) -> tuple[Dim | None, ...]:
     x = call.type(0)
     axes = call.attrs["axes"]
     changed = {range(x.rank)[a] for a in (range(x.rank) if axes is None else axes)}
@@ -386,7 +386,7 @@ def _center_open(call: Call) -> tuple[Dim | None, ...]:
 
 center_crop_pad = Op(
     name="CenterCropPad",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     **settled(_center_types, _center_open, 1),
     reference=_center_kernel,
     body=_center_crop_pad,
@@ -429,7 +429,7 @@ def _col2im_operands(
     return sizes, columns // taps, window, out
 
 
-def _col2im_types(call: Call) -> tuple[TensorType]:
+def _col2im_types(call: OpCall) -> tuple[TensorType]:
     x = call.type(0)
     sizes, channels, _, _ = _col2im_operands(x, call.dims(1), call.ints(2), call.attrs)
     return (x.with_shape((x.shape[0], channels, *sizes)),)
@@ -472,13 +472,13 @@ def _col2im_kernel(x: Any, image: Any, block: Any, **attrs: Any) -> Any:
     return y[(Ellipsis, *kept)]
 
 
-def _col2im_open(call: Call) -> tuple[Dim | None, ...]:
+def _col2im_open(call: OpCall) -> tuple[Dim | None, ...]:
     return (call.type(0).shape[0], *[None] * (1 + length(call, 1)))
 
 
 col2im = Op(
     name="Col2Im",
-    kind=Kind.WINDOW,
+    kind=OpKind.WINDOW,
     **settled(_col2im_types, _col2im_open, 1, 2),
     reference=_col2im_kernel,
     vjp=_col2im_vjp,
@@ -492,7 +492,7 @@ col2im = Op(
 )
 
 
-def _deform_types(call: Call) -> tuple[TensorType]:
+def _deform_types(call: OpCall) -> tuple[TensorType]:
     x, w, offset = call.type(0), call.type(1), call.type(2)
     attrs = call.attrs
     if x.rank != 4 or w.rank != 4:
@@ -555,7 +555,7 @@ def _deform_native(node: Node, opset: int) -> bool:
 
 
 deform_conv = Op(
-    name="DeformConv", kind=Kind.WINDOW, weights=(1, 3),
+    name="DeformConv", kind=OpKind.WINDOW, weights=(1, 3),
     infer=_deform_types,
     body=_deform_conv,
     native=_deform_native,

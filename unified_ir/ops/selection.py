@@ -14,7 +14,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType, TypeMismatch, b
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.indexing import gather, scatter_elements
 from triplane.unified_ir.ops.products import cumsum_row
-from triplane.unified_ir.ops.row import Call, Kind, Op
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import apart, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.shape_assertions import assume_shape
 from triplane.unified_ir.ops.structure import axes_of, pad_row, where, zeros
@@ -23,7 +23,7 @@ from triplane.unified_ir.ops.tensor import Tensor, dims_of
 Types = tuple[TensorType, ...]
 
 
-def _top_k_types(call: Call) -> Types:
+def _top_k_types(call: OpCall) -> Types:
     x = call.type(0)
     axis = axes_of(x.rank, [call.attrs["axis"]])[0]
     if call.type(1).size != 1:
@@ -64,7 +64,7 @@ def _coarse(rng: np.random.Generator) -> Any:
 
 top_k_row: Op = Op(
     name="TopK",
-    kind=Kind.INDEXING,
+    kind=OpKind.INDEXING,
     batch=batching.first_along_axis,
     data_dependent_dims=lambda call: int(call.known[1] is None),
     infer=_top_k_types,
@@ -81,13 +81,13 @@ top_k_row: Op = Op(
 """Values and positions of the k largest (or least) along an axis, in order."""
 
 
-def _non_zero_types(call: Call) -> Types:
+def _non_zero_types(call: OpCall) -> Types:
     return (TensorType(int64, (call.type(0).rank, call.opened())),)
 
 
 non_zero = Op(
     name="NonZero",
-    kind=Kind.INDEXING,
+    kind=OpKind.INDEXING,
     data_dependent_dims=1,
     infer=_non_zero_types,
     reference=lambda x: np.array(np.nonzero(x), np.int64).reshape(x.ndim, -1),
@@ -99,7 +99,7 @@ non_zero = Op(
 """Positions of the elements that are not zero: (rank, how many), in row-major order."""
 
 
-def _compress_types(call: Call) -> Types:
+def _compress_types(call: OpCall) -> Types:
     x, marks = call.type(0), call.type(1)
     if marks.dtype != bool_ or marks.rank != 1:
         raise TypeMismatch(f"Compress takes a bool vector of marks, got {marks}")
@@ -132,7 +132,7 @@ def _compress_vjp(g: Tensor, y: Tensor, x: Tensor, marks: Tensor, *, axis: int |
 
 compress_row = Op(
     name="Compress",
-    kind=Kind.INDEXING,
+    kind=OpKind.INDEXING,
     data_dependent_dims=1,
     infer=_compress_types,
     reference=lambda x, marks, *, axis: np.compress(marks, x, axis),
@@ -146,7 +146,7 @@ compress_row = Op(
 """The elements along an axis (of all, in row-major order) that a mark says to keep."""
 
 
-def _unique_types(call: Call) -> Types:
+def _unique_types(call: OpCall) -> Types:
     x, axis = call.type(0), call.attrs["axis"]
     if axis is None:
         y, size = x.with_shape((call.opened(),)), x.size
@@ -186,7 +186,7 @@ def _unique_vjp(g: Any, y: Any, x: Tensor, *, axis: int | None, sorted: int) -> 
 
 unique_row: Op = Op(
     name="Unique",
-    kind=Kind.INDEXING,
+    kind=OpKind.INDEXING,
     data_dependent_dims=1,
     infer=_unique_types,
     reference=_unique,

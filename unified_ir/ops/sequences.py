@@ -34,7 +34,7 @@ from triplane.unified_ir.ops.build import region
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.inline import introduced
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import DOMAIN, Call, Kind, Op, dtype_attr
+from triplane.unified_ir.ops.row import DOMAIN, Op, OpCall, OpKind, dtype_attr
 from triplane.unified_ir.ops.shape_assertions import assume_shape
 from triplane.unified_ir.ops.structure import axes_of, stop_gradient, where, zeros
 from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_of
@@ -43,14 +43,14 @@ from triplane.unified_ir.ops.trees import leaves
 Types = tuple[TensorType, ...]
 
 
-def _sequence(call: Call, i: int = 0) -> SequenceType:
+def _sequence(call: OpCall, i: int = 0) -> SequenceType:
     found = call.type(i)
     if not isinstance(found, SequenceType):
         raise TypeMismatch(f"{call.row} takes a sequence as operand {i}, got {found}")
     return found
 
 
-def _shaped(call: Call, held: SequenceType) -> TensorType:
+def _shaped(call: OpCall, held: SequenceType) -> TensorType:
     """The elements' type; refused where their number of axes is not known."""
     if isinstance(held.element, DType):
         raise ShapeError(
@@ -64,18 +64,18 @@ def _own(shape: Sequence[Dim]) -> int:
     return sum(d == OWN for d in shape)
 
 
-def _opened(call: Call, shape: Sequence[Dim], first: int = 0) -> list[Dim]:
+def _opened(call: OpCall, shape: Sequence[Dim], first: int = 0) -> list[Dim]:
     """The shape with a size of this node for each that an element has for itself."""
     numbers = iter(range(first, first + len(shape)))
     return [call.opened(next(numbers)) if d == OWN else d for d in shape]
 
 
-def _position(call: Call, i: int) -> None:
+def _position(call: OpCall, i: int) -> None:
     if call.has(i) and call.type(i).size != 1:
         raise ShapeError(f"{call.row} takes one position, got {call.type(i)}")
 
 
-def _constructed(call: Call) -> Types:
+def _constructed(call: OpCall) -> Types:
     types: list[TensorType | DType] = [call.type(i) for i in range(len(call.types))]
     return (SequenceType(reduce(joined_elements, types)),)
 
@@ -86,7 +86,7 @@ def _construct_vjp(g: Tensor, y: Tensor, *xs: Tensor) -> list[Tensor]:
 
 sequence_construct = Op(
     name="SequenceConstruct",
-    kind=Kind.SEQUENCE,
+    kind=OpKind.SEQUENCE,
     infer=_constructed,
     reference=lambda *xs, **_: list(xs),
     vjp=_construct_vjp,
@@ -94,13 +94,13 @@ sequence_construct = Op(
 
 sequence_empty_row = Op(
     name="SequenceEmpty",
-    kind=Kind.SEQUENCE,
+    kind=OpKind.SEQUENCE,
     infer=lambda call: (SequenceType(dtype_attr(call.attrs["dtype"] or 1), empty=True),),
     reference=lambda **_: [],
 )
 
 
-def _inserted(call: Call) -> Types:
+def _inserted(call: OpCall) -> Types:
     held, x = _sequence(call), call.type(1)
     _position(call, 2)
     if held.element_dtype != x.dtype:
@@ -138,17 +138,17 @@ def _insert_vjp(
 
 
 sequence_insert = Op(
-    name="SequenceInsert", kind=Kind.SEQUENCE, infer=_inserted, reference=_insert, vjp=_insert_vjp
+    name="SequenceInsert", kind=OpKind.SEQUENCE, infer=_inserted, reference=_insert, vjp=_insert_vjp
 )
 
 
-def _taken(call: Call) -> Types:
+def _taken(call: OpCall) -> Types:
     element = _shaped(call, _sequence(call))
     _position(call, 1)
     return (element.with_shape(_opened(call, element.shape)),)
 
 
-def _own_sizes(call: Call) -> int:
+def _own_sizes(call: OpCall) -> int:
     held = call.type(0)
     known = isinstance(held, SequenceType) and not isinstance(held.element, DType)
     return _own(held.element.shape) if known else 0  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def _at_vjp(g: Tensor, y: Tensor, held: Tensor, position: Tensor) -> Any:
 
 sequence_at = Op(
     name="SequenceAt",
-    kind=Kind.SEQUENCE,
+    kind=OpKind.SEQUENCE,
     vjp=_at_vjp,
     data_dependent_dims=_own_sizes,
     infer=_taken,
@@ -171,7 +171,7 @@ sequence_at = Op(
 )
 
 
-def _erased(call: Call) -> Types:
+def _erased(call: OpCall) -> Types:
     _position(call, 1)
     return (_sequence(call),)
 
@@ -188,24 +188,24 @@ def _erase_vjp(g: Tensor, y: Tensor, held: Tensor, position: Tensor | None = Non
 
 
 sequence_erase = Op(
-    name="SequenceErase", kind=Kind.SEQUENCE, infer=_erased, reference=_erase, vjp=_erase_vjp
+    name="SequenceErase", kind=OpKind.SEQUENCE, infer=_erased, reference=_erase, vjp=_erase_vjp
 )
 
 
-def _length(call: Call) -> Types:
+def _length(call: OpCall) -> Types:
     _sequence(call)
     return (TensorType(int64, ()),)
 
 
 sequence_length = Op(
     name="SequenceLength",
-    kind=Kind.SEQUENCE,
+    kind=OpKind.SEQUENCE,
     infer=_length,
     reference=lambda held: np.array(len(held), np.int64),
 )
 
 
-def _split_types(call: Call) -> Types:
+def _split_types(call: OpCall) -> Types:
     x = call.type(0)
     (axis,) = axes_of(x.rank, [call.attrs["axis"]])
     if not call.has(1):
@@ -217,7 +217,7 @@ def _split_types(call: Call) -> Types:
     return (SequenceType(x.with_shape((*x.shape[:axis], size, *x.shape[axis + 1 :]))),)
 
 
-def _part(call: Call, whole: Dim) -> Dim:
+def _part(call: OpCall, whole: Dim) -> Dim:
     """The size that every part has, where they have one."""
     known = call.known[1]
     if not isinstance(known, np.ndarray) or not known.size:
@@ -253,11 +253,15 @@ def _split_vjp(
 
 
 split_to_sequence_row = Op(
-    name="SplitToSequence", kind=Kind.SEQUENCE, infer=_split_types, reference=_split, vjp=_split_vjp
+    name="SplitToSequence",
+    kind=OpKind.SEQUENCE,
+    infer=_split_types,
+    reference=_split,
+    vjp=_split_vjp,
 )
 
 
-def _concat_types(call: Call) -> Types:
+def _concat_types(call: OpCall) -> Types:
     element = _shaped(call, _sequence(call))
     new = call.attrs["new_axis"]
     (axis,) = axes_of(element.rank + bool(new), [call.attrs["axis"]])
@@ -266,7 +270,7 @@ def _concat_types(call: Call) -> Types:
     return (element.with_shape((*made[:axis], call.opened(0), *made[axis:])),)
 
 
-def _concat_opens(call: Call) -> int:
+def _concat_opens(call: OpCall) -> int:
     """The sum of what lies along the axis, and what each element has for itself elsewhere."""
     return 1 + _own_sizes(call)
 
@@ -286,7 +290,7 @@ def _concat_vjp(g: Tensor, y: Tensor, held: Tensor, *, axis: int, new_axis: int)
 
 concat_from_sequence_row = Op(
     name="ConcatFromSequence",
-    kind=Kind.SEQUENCE,
+    kind=OpKind.SEQUENCE,
     data_dependent_dims=_concat_opens,
     infer=_concat_types,
     reference=_concat,
@@ -294,7 +298,7 @@ concat_from_sequence_row = Op(
 )
 
 
-def _optional_types(call: Call) -> Types:
+def _optional_types(call: OpCall) -> Types:
     wanted = call.attrs["type"]
     if call.has(0):
         if wanted is not None and wanted != call.type(0):
@@ -307,7 +311,7 @@ def _optional_types(call: Call) -> Types:
 
 optional_row = Op(
     name="Optional",
-    kind=Kind.SEQUENCE,
+    kind=OpKind.SEQUENCE,
     infer=_optional_types,
     reference=lambda held=None, **_: held,
 )
@@ -319,7 +323,7 @@ def _get(held: Any) -> Any:
     return held
 
 
-def _got(call: Call) -> Types:
+def _got(call: OpCall) -> Types:
     held = call.type(0)
     return (held.element if isinstance(held, OptionalType) else held,)
 
@@ -350,7 +354,7 @@ def _emit_holds_value(context: EmissionContext, node: Node) -> None:
 
 optional_get_element = Op(
     name="OptionalGetElement",
-    kind=Kind.SEQUENCE,
+    kind=OpKind.SEQUENCE,
     infer=_got,
     reference=_get,
     lower_below={18: _emit_held_value},
@@ -358,14 +362,14 @@ optional_get_element = Op(
 
 optional_has_element = Op(
     name="OptionalHasElement",
-    kind=Kind.SEQUENCE,
+    kind=OpKind.SEQUENCE,
     infer=lambda call: (TensorType(bool_, ()),),
     reference=lambda held=None: np.array(held is not None),
     lower_below={18: _emit_holds_value},
 )
 
 
-def _map_types(call: Call) -> Types:
+def _map_types(call: OpCall) -> Types:
     if len(call.regions) != 1:
         raise InvalidInput(f"{call.row} has 1 region, got {len(call.regions)}")
     (body,) = call.regions
@@ -410,7 +414,7 @@ def _map(held: Any, *more: Any, regions: Any) -> Any:
 
 sequence_map_row = Op(
     name="SequenceMap",
-    kind=Kind.CONTROL,
+    kind=OpKind.CONTROL,
     emit=_emit_sequence_map,
     domain=DOMAIN,
     operands=("S", "*"),

@@ -11,9 +11,9 @@ from typing import Any
 
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import ShapeError, TensorType
-from triplane.unified_ir.ops.row import Call, Infer
+from triplane.unified_ir.ops.row import Infer, OpCall
 
-OpenShape = Callable[[Call], Sequence[Dim | None]]
+OpenShape = Callable[[OpCall], Sequence[Dim | None]]
 
 
 def settled(rule: Infer, shape: OpenShape, *operands: int) -> dict[str, Any]:
@@ -22,10 +22,10 @@ def settled(rule: Infer, shape: OpenShape, *operands: int) -> dict[str, Any]:
     shape: otherwise the shape of every output, None for each size that the contents decide.
     """
 
-    def data_dependent_dims(call: Call) -> int:
+    def data_dependent_dims(call: OpCall) -> int:
         return 0 if _known(call, operands) else list(shape(call)).count(None)
 
-    def infer(call: Call) -> tuple[TensorType, ...]:
+    def infer(call: OpCall) -> tuple[TensorType, ...]:
         if _known(call, operands):
             return rule(call)
         number = 0
@@ -38,13 +38,13 @@ def settled(rule: Infer, shape: OpenShape, *operands: int) -> dict[str, Any]:
     return {"infer": infer, "data_dependent_dims": data_dependent_dims}
 
 
-def _known(call: Call, operands: Sequence[int]) -> bool:
+def _known(call: OpCall, operands: Sequence[int]) -> bool:
     return all(
         not call.has(i) or call.known[i] is not None or call.type(i).shape == (0,) for i in operands
     )
 
 
-def length(call: Call, i: int) -> int:
+def length(call: OpCall, i: int) -> int:
     """How many numbers the vector in operand `i` has."""
     t = call.type(i)
     if t.rank != 1 or not isinstance(t.shape[0], int):
@@ -52,6 +52,6 @@ def length(call: Call, i: int) -> int:
     return t.shape[0]
 
 
-def all_open(rank: Callable[[Call], int]) -> OpenShape:
+def all_open(rank: Callable[[OpCall], int]) -> OpenShape:
     """As many open sizes as `rank` says."""
     return lambda call: (None,) * rank(call)

@@ -13,11 +13,11 @@ from triplane.unified_ir.ir.dims import Dim, as_dim
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.emission import EmissionContext
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, Kind, Op
+from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Op, OpCall, OpKind
 from triplane.unified_ir.ops.tensor import Tensor
 
 
-def _claimed(call: Call) -> tuple[TensorType, ...]:
+def _claimed(call: OpCall) -> tuple[TensorType, ...]:
     x, dims = call.type(0), call.attrs["dims"]
     if len(dims) != x.rank or any(
         isinstance(a, int) and isinstance(b, int) and a != b
@@ -48,7 +48,7 @@ def _emit_sized(context: EmissionContext, node: Node) -> None:
 
 sized = Op(
     name="Sized",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     emit=_emit_sized,
     domain=DOMAIN,
     operands=("T",),

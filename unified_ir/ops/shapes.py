@@ -20,7 +20,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.emit_movement import emit_one_hot, emit_split
 from triplane.unified_ir.ops.indexing import arange
-from triplane.unified_ir.ops.row import Call, IntegerForm, Kind, Op, dtype_attr
+from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind, dtype_attr
 from triplane.unified_ir.ops.samples import between, bools, given, ints, normal, sample
 from triplane.unified_ir.ops.structure import (
     axes_of,
@@ -41,14 +41,14 @@ def _part(rank: int, start: int, end: int | None) -> slice:
     return slice(*slice(start, end).indices(rank))
 
 
-def _shape_types(call: Call) -> Types:
+def _shape_types(call: OpCall) -> Types:
     wanted = _part(call.type(0).rank, call.attrs["start"], call.attrs["end"])
     return (TensorType(int64, (len(range(wanted.start, wanted.stop)),)),)
 
 
 shape_row = Op(
     name="Shape",
-    kind=Kind.SOURCE,
+    kind=OpKind.SOURCE,
     infer=_shape_types,
     reference=lambda x, start, end: np.array(x.shape[_part(x.ndim, start, end)], np.int64),
     samples=(
@@ -62,7 +62,7 @@ shape_row = Op(
 
 size_row = Op(
     name="Size",
-    kind=Kind.SOURCE,
+    kind=OpKind.SOURCE,
     infer=lambda call: (TensorType(int64, ()),),
     reference=lambda x: np.array(x.size, np.int64),
     samples=(sample(normal(2, 3)),),
@@ -78,7 +78,7 @@ def _flatten(x: Tensor, *, axis: int) -> Tensor:
 
 flatten_row = Op(
     name="Flatten",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     integer_form=IntegerForm.COPY,
     preserves_elements=True,
     body=_flatten,
@@ -91,7 +91,7 @@ flatten_row = Op(
 )
 
 
-def _tile_types(call: Call) -> Types:
+def _tile_types(call: OpCall) -> Types:
     x = call.type(0)
     if call.known[1] is None:
         return (x.with_shape(call.opened(i) for i in range(x.rank)),)
@@ -115,7 +115,7 @@ def _number(d: Any) -> Dim:
 
 tile_row = Op(
     name="Tile",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     data_dependent_dims=lambda call: call.type(0).rank if call.known[1] is None else 0,
     infer=_tile_types,
     reference=np.tile,
@@ -140,7 +140,7 @@ def split_sizes(size: Dim, parts: int) -> list[Dim]:
     return [*[each] * (parts - 1), size - each * (parts - 1)]
 
 
-def _split_types(call: Call) -> Types:
+def _split_types(call: OpCall) -> Types:
     x, n = call.type(0), call.outputs
     axis = axes_of(x.rank, [call.attrs["axis"]])[0]
     if call.has(1) and call.known[1] is None:
@@ -173,7 +173,7 @@ def _split_vjp(g: Any, y: Any, x: Tensor, sizes: Tensor | None = None, **attrs: 
 
 split_row = Op(
     name="Split",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     integer_form=IntegerForm.PART,
     emit=emit_split,
     batch=batching.first_along_axis,
@@ -218,7 +218,7 @@ def _image(x: Tensor, name: str) -> tuple[Dim, ...]:
 
 depth_to_space_row = Op(
     name="DepthToSpace",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     body=_depth_to_space,
     samples=(
         sample(normal(1, 8, 2, 3), blocksize=2),
@@ -227,13 +227,13 @@ depth_to_space_row = Op(
 )
 space_to_depth_row = Op(
     name="SpaceToDepth",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     body=_space_to_depth,
     samples=(sample(normal(2, 2, 4, 6), blocksize=2),),
 )
 
 
-def _reverse_types(call: Call) -> Types:
+def _reverse_types(call: OpCall) -> Types:
     x, lengths = call.type(0), call.type(1)
     time, batch = call.attrs["time_axis"], call.attrs["batch_axis"]
     if x.rank < 2 or {time, batch} != {0, 1}:
@@ -252,7 +252,7 @@ def _reverse(x: Any, lengths: Any, *, time_axis: int, batch_axis: int) -> Any:
 
 reverse_sequence_row: Op = Op(
     name="ReverseSequence",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     infer=_reverse_types,
     reference=_reverse,
     vjp=lambda g, y, x, lengths, **axes: (reverse_sequence_row(g, lengths, **axes), None),
@@ -266,7 +266,7 @@ reverse_sequence_row: Op = Op(
 _TRIANGLES: Final = frozenset({"float32", "float64", "int32", "int64", "bool"})
 
 
-def _trilu_types(call: Call) -> Types:
+def _trilu_types(call: OpCall) -> Types:
     if call.type(0).rank < 2:
         raise ShapeError(f"Trilu takes matrices (..., M, N), got {call.type(0)}")
     return same(call)
@@ -283,7 +283,7 @@ def _trilu_body(x: Tensor, k: Tensor | None = None, *, upper: int) -> Tensor:
 
 trilu_row: Op = Op(
     name="Trilu",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     batch=batching.first_elementwise,
     infer=_trilu_types,
     reference=lambda x, k=0, *, upper: (np.triu if upper else np.tril)(x, int(np.ravel(k)[0])),
@@ -301,7 +301,7 @@ trilu_row: Op = Op(
 )
 
 
-def _eye_types(call: Call) -> Types:
+def _eye_types(call: OpCall) -> Types:
     x, dtype = call.type(0), call.attrs["dtype"]
     if x.rank != 2:
         raise ShapeError(f"EyeLike takes a matrix, got {x}")
@@ -310,7 +310,7 @@ def _eye_types(call: Call) -> Types:
 
 eye_like_row = Op(
     name="EyeLike",
-    kind=Kind.SOURCE,
+    kind=OpKind.SOURCE,
     infer=_eye_types,
     reference=lambda x, dtype, k: np.eye(x.shape[0], x.shape[1], k),
     vjp=lambda g, y, x, **_: (None,),
@@ -319,7 +319,7 @@ eye_like_row = Op(
 """1 on the k-th diagonal, else 0, in the shape of the operand."""
 
 
-def _one_hot_types(call: Call) -> Types:
+def _one_hot_types(call: OpCall) -> Types:
     index, values = call.type(0), call.type(2)
     axis = axes_of(index.rank + 1, [call.attrs["axis"]])[0]
     if call.type(1).size != 1 or values.shape != (2,):
@@ -351,7 +351,7 @@ def _one_hot_vjp(
 
 one_hot_row: Op = Op(
     name="OneHot",
-    kind=Kind.INDEXING,
+    kind=OpKind.INDEXING,
     settings=(2,),
     emit=emit_one_hot,
     data_dependent_dims=lambda call: int(call.known[1] is None),
@@ -368,7 +368,7 @@ one_hot_row: Op = Op(
 """`values[1]` where the index says, `values[0]` elsewhere; an index out of range marks nothing."""
 
 
-def _constant_of_shape(call: Call) -> Types:
+def _constant_of_shape(call: OpCall) -> Types:
     value = call.attrs["value"]
     dtype = DTYPES["float32"] if value is None else type_of(value).dtype
     if call.known[0] is None:
@@ -379,14 +379,14 @@ def _constant_of_shape(call: Call) -> Types:
     return (TensorType(dtype, call.dims(0)),)
 
 
-def _sizes_unknown(call: Call) -> int:
+def _sizes_unknown(call: OpCall) -> int:
     rank = call.type(0).shape[0]
     return rank if call.known[0] is None and isinstance(rank, int) else 0
 
 
 constant_of_shape_row = Op(
     name="ConstantOfShape",
-    kind=Kind.SOURCE,
+    kind=OpKind.SOURCE,
     data_dependent_dims=_sizes_unknown,
     infer=_constant_of_shape,
     reference=lambda sizes, value: (
@@ -403,7 +403,7 @@ _cast_kernel: Any = cast_row.reference
 
 cast_like_row = Op(
     name="CastLike",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     infer=lambda call: (call.type(0).with_dtype(call.type(1).dtype),),
     reference=lambda x, like, **how: _cast_kernel(x, to=as_dtype(like.dtype).onnx, **how),
     body=lambda x, like, **how: (

@@ -18,7 +18,7 @@ from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops.elementwise import cos, mod, sin
 from triplane.unified_ir.ops.indexing import arange
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import Call, Kind, Op, dtype_attr
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind, dtype_attr
 from triplane.unified_ir.ops.samples import given, normal, sample
 from triplane.unified_ir.ops.structure import axes_of, concat, known_ints, pad, slice_axis, where
 from triplane.unified_ir.ops.tensor import Tensor, dims_of, emit
@@ -28,12 +28,12 @@ _AXIS: Final = -2
 """The last axis of the signal, before that of the complex parts."""
 
 
-def _known(call: Call, i: int) -> tuple[Dim, ...] | None:
+def _known(call: OpCall, i: int) -> tuple[Dim, ...] | None:
     """Operand `i` where its contents are known, as one number or several."""
     return call.dims(i) if i < len(call.known) and call.known[i] is not None else None
 
 
-def _window_types(call: Call) -> Types:
+def _window_types(call: OpCall) -> Types:
     if call.type(0).shape != ():
         raise ShapeError(f"{call.row} takes one length, got {call.type(0)}")
     known = _known(call, 0)
@@ -54,7 +54,7 @@ def _window_row(name: str, weights: Sequence[float]) -> Op:
 
     return Op(
         name=name,
-        kind=Kind.SOURCE,
+        kind=OpKind.SOURCE,
         data_dependent_dims=lambda call: int(_known(call, 0) is None),
         infer=_window_types,
         reference=kernel,
@@ -72,7 +72,7 @@ hamming_window = _window_row("HammingWindow", (25 / 46, -21 / 46))
 blackman_window = _window_row("BlackmanWindow", (0.42, -0.5, 0.08))
 
 
-def _axis(call: Call) -> int | None:
+def _axis(call: OpCall) -> int | None:
     """The axis that is transformed, counted from the front; None where only the data say."""
     x = call.type(0)
     known = _known(call, 2) if call.has(2) else (_AXIS,)
@@ -87,7 +87,7 @@ def _axis(call: Call) -> int | None:
     return axis
 
 
-def _length(call: Call, axis: int) -> Dim:
+def _length(call: OpCall, axis: int) -> Dim:
     """How many samples a transform is of; the inverse from one side makes the even number."""
     x = call.type(0)
     if call.has(1):
@@ -99,16 +99,16 @@ def _length(call: Call, axis: int) -> Dim:
     return 2 * (x.shape[axis] - 1) if one_sided_inverse else x.shape[axis]
 
 
-def _dft_opens(call: Call) -> int:
+def _dft_opens(call: OpCall) -> int:
     """Of a transform that changes a size, along an axis that only the data say: every size."""
     return call.type(0).rank - 1 if _axis(call) is None and _changes_size(call) else 0
 
 
-def _changes_size(call: Call) -> bool:
+def _changes_size(call: OpCall) -> bool:
     return bool(call.has(1) or call.attrs["onesided"])
 
 
-def _dft_types(call: Call) -> Types:
+def _dft_types(call: OpCall) -> Types:
     x, axis = call.type(0), _axis(call)
     inverse, onesided = call.attrs["inverse"], call.attrs["onesided"]
     if axis is None:
@@ -271,7 +271,7 @@ def _whole(g: Tensor, axis: int, n: Dim) -> Tensor:
 
 dft = Op(
     name="DFT",
-    kind=Kind.SIGNAL,
+    kind=OpKind.SIGNAL,
     data_dependent_dims=_dft_opens,
     infer=_dft_types,
     reference=_dft_kernel,
@@ -291,7 +291,7 @@ dft = Op(
 """x: (..., n, ..., 1 or 2) -> (..., n or n//2+1, ..., 2) along `axis`, -2 by default."""
 
 
-def _frame_sizes(call: Call) -> tuple[Dim | None, Dim | None]:
+def _frame_sizes(call: OpCall) -> tuple[Dim | None, Dim | None]:
     """(step, samples of a frame), None where only the data say."""
     steps = _known(call, 1)
     if call.has(2):
@@ -310,12 +310,12 @@ def _frame_sizes(call: Call) -> tuple[Dim | None, Dim | None]:
     return step, length
 
 
-def _stft_opens(call: Call) -> int:
+def _stft_opens(call: OpCall) -> int:
     step, length = _frame_sizes(call)
     return int(step is None or length is None) + int(length is None)
 
 
-def _stft_types(call: Call) -> Types:
+def _stft_types(call: OpCall) -> Types:
     x = call.type(0)
     if x.rank != 3 or x.shape[2] not in (1, 2):
         raise ShapeError(f"{call.row} takes a signal (B, L, 1) or (B, L, 2), got {x}")
@@ -365,7 +365,7 @@ def _stft(
 
 stft = Op(
     name="STFT",
-    kind=Kind.SIGNAL,
+    kind=OpKind.SIGNAL,
     settings=(2,),
     data_dependent_dims=_stft_opens,
     infer=_stft_types,
@@ -380,11 +380,11 @@ stft = Op(
 """signal: (B, L, 1 or 2) -> (B, frames, bins, 2), frames = (L - length) // step + 1."""
 
 
-def _mel_opens(call: Call) -> int:
+def _mel_opens(call: OpCall) -> int:
     return sum(_known(call, i) is None for i in (0, 1))
 
 
-def _mel_types(call: Call) -> Types:
+def _mel_types(call: OpCall) -> Types:
     bins, length = _known(call, 0), _known(call, 1)
     if any(isinstance(n, int) and n < 1 for n in (*(bins or ()), *(length or ()))):
         raise ShapeError(f"{call.row} has 1 band or more of a transform, got {bins} of {length}")
@@ -414,7 +414,7 @@ def _mel(bins: Any, length: Any, rate: Any, low: Any, high: Any, *, output_datat
 
 
 mel_weight_matrix = Op(
-    name="MelWeightMatrix", kind=Kind.SOURCE, settings=(2, 3, 4),
+    name="MelWeightMatrix", kind=OpKind.SOURCE, settings=(2, 3, 4),
     data_dependent_dims=_mel_opens,
     infer=_mel_types,
     reference=_mel,

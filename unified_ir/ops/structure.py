@@ -39,7 +39,15 @@ from triplane.unified_ir.ops.padding import (
     padded_type,
 )
 from triplane.unified_ir.ops.recorder import recorder
-from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, Call, IntegerForm, Kind, Op, dtype_attr
+from triplane.unified_ir.ops.row import (
+    DOMAIN,
+    AttrSpec,
+    IntegerForm,
+    Op,
+    OpCall,
+    OpKind,
+    dtype_attr,
+)
 from triplane.unified_ir.ops.samples import bools, computed, given, ints, normal, sample
 from triplane.unified_ir.ops.settings import all_open, length, settled
 from triplane.unified_ir.ops.shape_assertions import assume_shape
@@ -48,7 +56,7 @@ from triplane.unified_ir.ops.tensor import Tensor, TensorLike, as_tensor, dims_o
 Types = tuple[TensorType, ...]
 
 
-def same(call: Call) -> Types:
+def same(call: OpCall) -> Types:
     """One output, typed like the first operand."""
     return (call.type(0),)
 
@@ -88,13 +96,13 @@ def axes_of(rank: int, axes: Sequence[int] | None) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _constant(call: Call) -> Types:
+def _constant(call: OpCall) -> Types:
     return (type_of(call.attrs["value"]),)
 
 
 constant_row = Op(
     name="Constant",
-    kind=Kind.SOURCE,
+    kind=OpKind.SOURCE,
     total=True,
     emit=emit_constant,
     infer=_constant,
@@ -103,7 +111,7 @@ constant_row = Op(
 
 dims_row = Op(
     name="Dims",
-    kind=Kind.SOURCE,
+    kind=OpKind.SOURCE,
     emit=emit_dims,
     domain=DOMAIN,
     attrs={"dims": AttrSpec("DIMS", required=True)},
@@ -113,7 +121,7 @@ dims_row = Op(
 """Sizes of the scope's symbols as an int64 vector; lowers to Shape and integer arithmetic."""
 
 identity = Op(
-    name="Identity", kind=Kind.MOVEMENT, total=True,
+    name="Identity", kind=OpKind.MOVEMENT, total=True,
     batch=batching.elementwise,
     preserves_elements=True,
     infer=same,
@@ -124,7 +132,7 @@ identity = Op(
 
 stop_gradient = Op(
     name="StopGradient",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     batch=batching.elementwise,
     domain=DOMAIN,
     operands=("T",),
@@ -143,7 +151,7 @@ def _cast_reference(x: Any, *, to: int, **_: Any) -> Any:
 
 cast_row = Op(
     name="Cast",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     total=True,
     batch=batching.elementwise,
     infer=lambda call: (call.type(0).with_dtype(dtype_attr(call.attrs["to"])),),
@@ -157,7 +165,7 @@ cast_row = Op(
 )
 
 
-def _reshape(call: Call) -> Types:
+def _reshape(call: OpCall) -> Types:
     """Sizes are held to when the graph runs where numbers or the data's own meet symbols."""
     x, wanted = call.type(0), list(call.dims(1))
     if not call.attrs["allowzero"]:
@@ -197,7 +205,7 @@ def _reshape_reference(x: Any, shape: Any, *, allowzero: int) -> Any:
 
 reshape_row = Op(
     name="Reshape",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     integer_form=IntegerForm.COPY,
     total=True,
     emit=emit_reshape,
@@ -214,7 +222,7 @@ reshape_row = Op(
 )
 
 
-def _transpose(call: Call) -> Types:
+def _transpose(call: OpCall) -> Types:
     x = call.type(0)
     perm = call.attrs["perm"] or tuple(reversed(range(x.rank)))
     if sorted(perm) != list(range(x.rank)):
@@ -228,7 +236,7 @@ def _transpose_vjp(g: Tensor, y: Tensor, x: Tensor, *, perm: Any) -> tuple[Tenso
 
 transpose = Op(
     name="Transpose",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     integer_form=IntegerForm.COPY,
     batch=batching.transposed,
     infer=_transpose,
@@ -238,13 +246,13 @@ transpose = Op(
 )
 
 
-def _expanded(call: Call) -> Types:
+def _expanded(call: OpCall) -> Types:
     x = call.type(0)
     return (x.with_shape(broadcast(call.row, x.shape, call.dims(1))),)
 
 
 expand_row = Op(
-    name="Expand", kind=Kind.MOVEMENT, emit=emit_expand,
+    name="Expand", kind=OpKind.MOVEMENT, emit=emit_expand,
     batch=batching.expanded,
     **settled(_expanded, all_open(lambda call: max(call.type(0).rank, length(call, 1))), 1),
     reference=lambda x, shape: x * np.ones(shape, x.dtype) if x.dtype.kind == "f"
@@ -273,7 +281,7 @@ def size_of(dims: Sequence[Dim], dtype: DType) -> Tensor | float:
     return float(n) if isinstance(n, int) else dims_of([n]).reshape(()).cast(dtype)
 
 
-def _unsqueeze(call: Call) -> Types:
+def _unsqueeze(call: OpCall) -> Types:
     x = call.type(0)
     new = axes_of(x.rank + len(call.dims(1)), call.ints(1))
     dims = iter(x.shape)
@@ -282,7 +290,7 @@ def _unsqueeze(call: Call) -> Types:
 
 unsqueeze_row = Op(
     name="Unsqueeze",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     integer_form=IntegerForm.COPY,
     batch=batching.reshaped,
     preserves_elements=True,
@@ -296,7 +304,7 @@ unsqueeze_row = Op(
 )
 
 
-def _squeeze(call: Call) -> Types:
+def _squeeze(call: OpCall) -> Types:
     x = call.type(0)
     if call.has(1) and call.dims(1):
         axes = axes_of(x.rank, call.ints(1))
@@ -312,7 +320,7 @@ def _squeeze(call: Call) -> Types:
 
 squeeze_row = Op(
     name="Squeeze",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     integer_form=IntegerForm.COPY,
     batch=batching.reshaped,
     preserves_elements=True,
@@ -329,7 +337,7 @@ squeeze_row = Op(
 )
 
 
-def _concat(call: Call) -> Types:
+def _concat(call: OpCall) -> Types:
     first = call.type(0)
     axis = axes_of(first.rank, [call.attrs["axis"]])[0]
     total: Dim = 0
@@ -354,7 +362,7 @@ def _concat_vjp(g: Tensor, y: Tensor, *xs: Tensor, axis: int) -> list[Tensor]:
 
 concat_row = Op(
     name="Concat",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     integer_form=IntegerForm.MIX,
     batch=batching.axis_shifted,
     infer=_concat,
@@ -364,7 +372,7 @@ concat_row = Op(
 )
 
 
-def slice_bounds(call: Call) -> list[tuple[int, Dim, Dim, int]]:
+def slice_bounds(call: OpCall) -> list[tuple[int, Dim, Dim, int]]:
     """(axis, start, end, step) of a Slice, clipped where sizes are static."""
     x = call.type(0)
     starts, ends = call.dims(1), call.dims(2)
@@ -398,7 +406,7 @@ def _symbolic_bound(size: Dim, bound: Dim, step: int) -> Dim:
     return (0 if step > 0 else -1) if bound <= -_FAR else size + bound
 
 
-def _slice(call: Call) -> Types:
+def _slice(call: OpCall) -> Types:
     x = call.type(0)
     shape = list(x.shape)
     for axis, start, end, step in slice_bounds(call):
@@ -412,7 +420,7 @@ def _slice(call: Call) -> Types:
     return (x.with_shape(shape),)
 
 
-def _sliced_open(call: Call) -> list[Dim | None]:
+def _sliced_open(call: OpCall) -> list[Dim | None]:
     """Computed bounds leave their axes open, computed axes all of them."""
     x = call.type(0)
     if not call.has(3):
@@ -439,7 +447,7 @@ def _slice_vjp(g: Tensor, y: Tensor, x: Tensor, *bounds: Tensor) -> Any:
     none = tuple(None for _ in bounds)
     if any(k is None for k in known):
         return (_scattered(g, x, bounds), *none)
-    call = Call(slice_row, (x.type, *(b.type for b in bounds)), (None, *known), {}, (), 1)
+    call = OpCall(slice_row, (x.type, *(b.type for b in bounds)), (None, *known), {}, (), 1)
     resolved = slice_bounds(call)
     if all(step == 1 for *_, step in resolved):
         before: list[Dim] = [0] * x.rank
@@ -489,7 +497,7 @@ def gather_axis(x: Tensor, positions: Any, axis: int) -> Tensor:
 
 slice_row = Op(
     name="Slice",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     integer_form=IntegerForm.PART,
     emit=emit_slice,
     batch=batching.sliced,
@@ -515,7 +523,7 @@ def slice_axis(x: Tensor, axis: int, start: Dim, end: Dim, step: int = 1) -> Ten
 
 pad_row = Op(
     name="Pad",
-    kind=Kind.MOVEMENT,
+    kind=OpKind.MOVEMENT,
     settings=(2,),
     emit=emit_pad,
     batch=batching.padded,
@@ -537,7 +545,7 @@ pad_row = Op(
 )
 
 
-def _where(call: Call) -> Types:
+def _where(call: OpCall) -> Types:
     if call.type(0).dtype != bool_:
         raise ShapeError(f"Where needs a bool condition, got {call.type(0)}")
     shapes = [call.type(i).shape for i in range(3)]
@@ -554,7 +562,7 @@ def _where_vjp(g: Tensor, y: Tensor, condition: Tensor, a: Tensor, b: Tensor) ->
 
 where = Op(
     name="Where",
-    kind=Kind.ELEMENTWISE,
+    kind=OpKind.ELEMENTWISE,
     emit=emit_broadcast,
     batch=batching.elementwise,
     infer=_where,

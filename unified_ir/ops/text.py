@@ -12,7 +12,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.types import ShapeError, TensorType, bool_, float32, int64, string
 from triplane.unified_ir.ops.elementwise import broadcast_same
 from triplane.unified_ir.ops.regex import automaton
-from triplane.unified_ir.ops.row import Call, Kind, Op
+from triplane.unified_ir.ops.row import Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import given, sample
 
 Types = tuple[TensorType, ...]
@@ -34,7 +34,7 @@ def _each(f: Any, *arrays: Any) -> Any:
 
 string_concat = Op(
     name="StringConcat",
-    kind=Kind.DATA,
+    kind=OpKind.DATA,
     infer=broadcast_same,
     reference=lambda a, b: _each(lambda x, y: x + y, a, b),
     samples=(
@@ -44,7 +44,7 @@ string_concat = Op(
 )
 
 
-def _split_types(call: Call) -> Types:
+def _split_types(call: OpCall) -> Types:
     x = call.type(0)
     return (x.with_shape((*x.shape, call.opened())), x.with_dtype(int64))[: call.outputs]
 
@@ -67,7 +67,7 @@ def _split(x: Any, *, delimiter: str | None, maxsplit: int | None) -> tuple[Any,
 
 string_split = Op(
     name="StringSplit",
-    kind=Kind.DATA,
+    kind=OpKind.DATA,
     data_dependent_dims=1,
     infer=_split_types,
     reference=_split,
@@ -79,7 +79,7 @@ string_split = Op(
 """Parts of each string, padded with empty ones to the most, and how many there are."""
 
 
-def _pattern(call: Call) -> Types:
+def _pattern(call: OpCall) -> Types:
     automaton(_given_pattern(call.attrs["pattern"]))
     return (call.type(0).with_dtype(bool_),)
 
@@ -96,7 +96,7 @@ def _full_match(x: Any, *, pattern: str | None) -> Any:
 
 
 regex_full_match = Op(
-    name="RegexFullMatch", kind=Kind.DATA,
+    name="RegexFullMatch", kind=OpKind.DATA,
     infer=_pattern,
     reference=_full_match,
     samples=(
@@ -107,7 +107,7 @@ regex_full_match = Op(
 )  # fmt: skip
 
 
-def _normalizer_types(call: Call) -> Types:
+def _normalizer_types(call: OpCall) -> Types:
     x, attrs = call.type(0), call.attrs
     if x.rank > 2 or not x.rank or (x.rank == 2 and x.shape[0] != 1):
         raise ShapeError(f"{call.row} takes strings (C,) or (1, C), got {x}")
@@ -137,7 +137,7 @@ def _normalize(
 _DAYS = words("monday", "Tuesday", "WEDNESDAY")
 string_normalizer = Op(
     name="StringNormalizer",
-    kind=Kind.DATA,
+    kind=OpKind.DATA,
     data_dependent_dims=lambda call: int(bool(call.attrs["stopwords"])),
     infer=_normalizer_types,
     reference=_normalize,
@@ -149,7 +149,7 @@ string_normalizer = Op(
 )
 
 
-def _grams_types(call: Call) -> Types:
+def _grams_types(call: OpCall) -> Types:
     x, attrs = call.type(0), call.attrs
     indexes, counts = attrs["ngram_indexes"], attrs["ngram_counts"]
     if x.rank not in (1, 2) or not indexes or not counts or min(indexes) < 0:
@@ -223,7 +223,7 @@ _GRAMS: Final[Mapping[str, Any]] = {
     "max_gram_length": 2,
 }
 tfidf_vectorizer = Op(
-    name="TfIdfVectorizer", kind=Kind.DATA,
+    name="TfIdfVectorizer", kind=OpKind.DATA,
     infer=_grams_types,
     reference=_grams,
     samples=(

@@ -27,7 +27,7 @@ V = TypeVar("V", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Row(Generic[V]):
+class MemoryRow(Generic[V]):
     """One node: what it takes, what it makes, whether its first output is its first operand."""
 
     inputs: Sequence[V]
@@ -60,7 +60,7 @@ class Live(Generic[V]):
         return self.bytes_at.index(self.peak_bytes) if self.bytes_at else 0
 
 
-def alive(rows: Sequence[Row[V]], results: Sequence[V], size: Callable[[V], int]) -> Live[V]:
+def alive(rows: Sequence[MemoryRow[V]], results: Sequence[V], size: Callable[[V], int]) -> Live[V]:
     """The live bytes of any graph.  size: bytes of a value."""
     roots: dict[V, V] = {}
     uses: dict[V, list[int]] = defaultdict(list)
@@ -104,7 +104,7 @@ def type_bytes(t: TensorType, sizes: Mapping[str, int]) -> int:
 def live(nodes: Sequence[Node], results: Sequence[Value], sizes: Mapping[str, int]) -> Live[Value]:
     """The live bytes of a list of nodes.  sizes: by symbol, such as {"N": 32}."""
     rows = [
-        Row(
+        MemoryRow(
             tuple(v for v in node.inputs if v is not None),
             () if node.op.name == CONSTANT else node.outputs,
             node.op.name in VIEWS,

@@ -35,7 +35,7 @@ TRIED: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RecomputationPlan:
     """What recomputation found, in bytes of tensors alive at once."""
 
     budget_bytes: int
@@ -63,7 +63,7 @@ class Plan:
 
 def recompute(
     function: Function, budget_bytes: int, sizes: Mapping[str, int]
-) -> tuple[Function, Plan]:
+) -> tuple[Function, RecomputationPlan]:
     """The function with as much recomputation as the budget asks for, and the plan.
 
     sizes: of each symbol, such as {"N": 32}.  The plan says where the budget is not reached.
@@ -89,7 +89,9 @@ def recompute(
         else:
             break
     made = function.with_(nodes=nodes)
-    return made, Plan(budget_bytes, before.peak_bytes, now.peak_bytes, least, tuple(again))
+    return made, RecomputationPlan(
+        budget_bytes, before.peak_bytes, now.peak_bytes, least, tuple(again)
+    )
 
 
 def _better(after: Live[Value], before: Live[Value]) -> bool:

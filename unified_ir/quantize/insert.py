@@ -26,7 +26,7 @@ from triplane.unified_ir.quantize.scheme import (
     quantize_gates,
     quantize_weight,
 )
-from triplane.unified_ir.quantize.sites import Gates, Product, Sites
+from triplane.unified_ir.quantize.sites import Gates, Sites, WeightProduct
 
 
 def insert(
@@ -137,7 +137,7 @@ class _Inserter:
             held = self.made.hold(value.name or "constant", array.reshape((1,) * rank))
         return _rounded(held, activation_quantizer(seen, self.row))
 
-    def product(self, node: Node, product: Product) -> None:
+    def product(self, node: Node, product: WeightProduct) -> None:
         """A product with its weight and bias in integers."""
         x, w, *rest = node.inputs
         assert x is not None

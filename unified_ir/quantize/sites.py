@@ -37,7 +37,7 @@ IN_PARTS: Final = frozenset(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Product:
+class WeightProduct:
     """A node whose weight is known: `axis` counts output channels; bias: (C,) or None."""
 
     weight: Array
@@ -74,7 +74,7 @@ class Sites:
 
     root: dict[Value, Value] = field(default_factory=dict)
     clamps: dict[Value, Clamp] = field(default_factory=dict)
-    products: dict[Node, Product | None] = field(default_factory=dict)
+    products: dict[Node, WeightProduct | None] = field(default_factory=dict)
     gates: dict[Node, Gates] = field(default_factory=dict)
     refused: dict[Node, str] = field(default_factory=dict)
     dropped: set[Node] = field(default_factory=set)
@@ -249,7 +249,7 @@ def _bounds(node: Node, known: Mapping[Value, Array]) -> Clamp | None:
     return Clamp(0.0, float(known[top])) if top in known else None
 
 
-def _product(node: Node, known: Mapping[Value, Array]) -> Product | str | None:
+def _product(node: Node, known: Mapping[Value, Array]) -> WeightProduct | str | None:
     """How a product is quantized, or why it is not."""
     x, w, *rest = node.inputs
     assert x is not None
@@ -263,13 +263,13 @@ def _product(node: Node, known: Mapping[Value, Array]) -> Product | str | None:
     if node.op.name == "MatMul":
         if w.type.rank != 2:
             return f"its weight has {w.type.rank} axes; 2 have an integer kernel"
-        return Product(known[w], 1, None)
+        return WeightProduct(known[w], 1, None)
     bias = rest[0] if rest else None
     if bias is not None and bias not in known:
         return "its bias is computed while it runs"
     if node.op.name == "Gemm":
         return _gemm(node, known[w], None if bias is None else known[bias])
-    return Product(known[w], 0, None if bias is None else known[bias])
+    return WeightProduct(known[w], 0, None if bias is None else known[bias])
 
 
 def _gates(node: Node, known: Mapping[Value, Array]) -> Gates | str:
@@ -291,11 +291,11 @@ def _gates(node: Node, known: Mapping[Value, Array]) -> Gates | str:
     return held
 
 
-def _gemm(node: Node, w: Array, bias: Array | None) -> Product | str:
+def _gemm(node: Node, w: Array, bias: Array | None) -> WeightProduct | str:
     attrs = node.attrs
     if attrs.get("alpha", 1.0) != 1.0 or attrs.get("beta", 1.0) != 1.0 or attrs.get("transA"):
         return "it scales or transposes its operands"
     axis = 0 if attrs.get("transB") else 1
     if bias is not None and bias.size != w.shape[axis]:
         return f"its bias has shape {bias.shape}, not one number per output"
-    return Product(w, axis, None if bias is None else bias.reshape(-1))
+    return WeightProduct(w, axis, None if bias is None else bias.reshape(-1))

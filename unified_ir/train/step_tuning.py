@@ -15,7 +15,7 @@ from triplane.unified_ir.engines import Engine
 from triplane.unified_ir.ir.dims import is_symbol
 from triplane.unified_ir.ir.graph import Array, Function
 from triplane.unified_ir.ir.types import TensorType
-from triplane.unified_ir.passes.recompute import Plan
+from triplane.unified_ir.passes.recompute import RecomputationPlan
 
 if TYPE_CHECKING:
     from triplane.unified_ir.engines.tuning import Tuning
@@ -41,7 +41,7 @@ class StepTuning:
 
     def tuned_step(
         self, function: Function, sizes: Mapping[str, int], engine: Engine
-    ) -> tuple[Function, Tuning | None, Plan | None]:
+    ) -> tuple[Function, Tuning | None, RecomputationPlan | None]:
         """Return the function tuned for these sizes of its symbols, and what tuning did."""
         if not self.tune and self.memory_budget_bytes is None:
             return function, None, None

@@ -44,7 +44,7 @@ from triplane.unified_ir.train.step_tuning import StepTuning, sizes_of
 
 if TYPE_CHECKING:
     from triplane.unified_ir.engines.tuning import Tuning
-    from triplane.unified_ir.passes.recompute import Plan
+    from triplane.unified_ir.passes.recompute import RecomputationPlan
 
 EVALUATION_BATCH: Final = 256
 """Samples per batch of evaluation and prediction."""
@@ -110,7 +110,7 @@ class Trainer:
         _ = self.recipe
         self.step_tuning = StepTuning(tune=tune, memory_budget_bytes=memory_budget_bytes)
         self.tuning: Tuning | None = None
-        self.memory_plan: Plan | None = None
+        self.memory_plan: RecomputationPlan | None = None
         self._sizes: dict[str, int] = {}
         self.labels = tuple(labels)
         self.place = Place()
