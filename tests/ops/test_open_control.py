@@ -23,7 +23,7 @@ from triplane.unified_ir.ir.types import (
 from triplane.unified_ir.onnx import OnnxTarget
 from triplane.unified_ir.ops.build import Build
 from triplane.unified_ir.ops.check import check_function
-from triplane.unified_ir.ops.control import LoopCarry, loop_row
+from triplane.unified_ir.ops.looping import LoopCarry, loop_row
 from triplane.unified_ir.ops.recorder import recorder
 from triplane.unified_ir.ops.table import TABLE
 

@@ -74,9 +74,10 @@ from triplane.unified_ir.ops.bits import (
     bitwise_or,
     bitwise_xor,
 )
-from triplane.unified_ir.ops.control import cond, custom_gradient, fori_loop, scan, while_loop
+from triplane.unified_ir.ops.conditional import cond
 from triplane.unified_ir.ops.convolution import conv, conv_transpose
 from triplane.unified_ir.ops.ctc import ctc
+from triplane.unified_ir.ops.custom_gradients import custom_gradient
 from triplane.unified_ir.ops.custom_ops import CustomOp, custom
 from triplane.unified_ir.ops.detection import non_max_suppression
 from triplane.unified_ir.ops.elementwise import (
@@ -142,6 +143,7 @@ from triplane.unified_ir.ops.indexing import (
     scatter_elements,
     scatter_nd,
 )
+from triplane.unified_ir.ops.looping import fori_loop, while_loop
 from triplane.unified_ir.ops.losses import (
     binary_cross_entropy,
     cosine_embedding,
@@ -172,6 +174,7 @@ from triplane.unified_ir.ops.sample_norm import (
     rms_norm,
 )
 from triplane.unified_ir.ops.sampling import affine_grid, fold, grid_sample, unfold
+from triplane.unified_ir.ops.scanning import scan
 from triplane.unified_ir.ops.selection import compress, masked_select, nonzero, top_k, unique
 from triplane.unified_ir.ops.sequences import (
     concat_from_sequence,

@@ -13,10 +13,10 @@ import numpy as np
 
 from triplane.unified_ir.ir.dims import Dim
 from triplane.unified_ir.ir.types import ShapeError, int64
-from triplane.unified_ir.ops.control import scan
 from triplane.unified_ir.ops.elementwise import and_, exp, log, maximum, not_
 from triplane.unified_ir.ops.indexing import arange, gather_elements
 from triplane.unified_ir.ops.likelihood import NO_LABEL
+from triplane.unified_ir.ops.scanning import scan
 from triplane.unified_ir.ops.structure import concat, expand, full, stack, unsqueeze, where
 from triplane.unified_ir.ops.tensor import Tensor
 

@@ -18,11 +18,11 @@ from typing import Any, Final
 
 from triplane.unified_ir.ir.graph import Function
 from triplane.unified_ir.ir.types import ShapeError, TensorType, bool_
-from triplane.unified_ir.ops.control import scan
 from triplane.unified_ir.ops.elementwise import relu, sigmoid, step, tanh
 from triplane.unified_ir.ops.matrix import gemm
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, MakeArray, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import bools, normal, sample
+from triplane.unified_ir.ops.scanning import scan
 from triplane.unified_ir.ops.shapes import split_row
 from triplane.unified_ir.ops.structure import concat, sum_to, unsqueeze, where, zeros
 from triplane.unified_ir.ops.tensor import Tensor, dims_of

@@ -16,7 +16,6 @@ import numpy as np
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
-from triplane.unified_ir.ops.control import scan
 from triplane.unified_ir.ops.elementwise import (
     abs_,
     clip,
@@ -40,6 +39,7 @@ from triplane.unified_ir.ops.recurrences import (
 )
 from triplane.unified_ir.ops.row import IntegerForm, MakeArray, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import given, normal, sample
+from triplane.unified_ir.ops.scanning import scan
 from triplane.unified_ir.ops.structure import concat, stack, unsqueeze, where, zeros
 from triplane.unified_ir.ops.tensor import Tensor
 
