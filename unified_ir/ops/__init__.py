@@ -162,6 +162,7 @@ from triplane.unified_ir.ops.mean_pool import (
     lp_pool,
 )
 from triplane.unified_ir.ops.norm import batch_norm, batch_norm_training, layer_norm
+from triplane.unified_ir.ops.patches import fold, unfold
 from triplane.unified_ir.ops.pool import global_max_pool, max_pool
 from triplane.unified_ir.ops.quant import dequantize_linear, quantize_linear
 from triplane.unified_ir.ops.random import dropout, next_key, random_bits, random_uniform
@@ -173,7 +174,7 @@ from triplane.unified_ir.ops.sample_norm import (
     local_response_norm,
     rms_norm,
 )
-from triplane.unified_ir.ops.sampling import affine_grid, fold, grid_sample, unfold
+from triplane.unified_ir.ops.sampling import affine_grid, grid_sample
 from triplane.unified_ir.ops.scanning import scan
 from triplane.unified_ir.ops.selection import compress, masked_select, nonzero, top_k, unique
 from triplane.unified_ir.ops.sequences import (

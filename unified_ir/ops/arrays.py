@@ -31,12 +31,12 @@ from triplane.unified_ir.ops.reductions import (
 )
 from triplane.unified_ir.ops.selection import top_k_row
 from triplane.unified_ir.ops.shapes import split_row, split_sizes, tile_row, trilu_row
+from triplane.unified_ir.ops.slicing import slice_row
 from triplane.unified_ir.ops.structure import (
     axes_of,
     broadcast_to,
     full,
     slice_axis,
-    slice_row,
     squeeze,
     unsqueeze,
     where,

@@ -14,7 +14,8 @@ from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType
 from triplane.unified_ir.ops import batching
 from triplane.unified_ir.ops.batching import merged
-from triplane.unified_ir.ops.convolution import conv_grad_input, conv_row
+from triplane.unified_ir.ops.conv_gradients import conv_grad_input
+from triplane.unified_ir.ops.convolution import conv_row
 from triplane.unified_ir.ops.elementwise import abs_, pow_, sign
 from triplane.unified_ir.ops.resizing import along
 from triplane.unified_ir.ops.row import IntegerForm, Op, OpCall, OpKind

@@ -26,7 +26,8 @@ from triplane.unified_ir.ops.resizing import resize_row
 from triplane.unified_ir.ops.row import DOMAIN, AttrSpec, IntegerForm, Op, OpCall, OpKind
 from triplane.unified_ir.ops.samples import apart, given, normal, sample
 from triplane.unified_ir.ops.settings import settled
-from triplane.unified_ir.ops.structure import broadcast_to, pad_row, slice_axis, slice_row, zeros
+from triplane.unified_ir.ops.slicing import slice_row
+from triplane.unified_ir.ops.structure import broadcast_to, pad_row, slice_axis, zeros
 from triplane.unified_ir.ops.tensor import Tensor
 from triplane.unified_ir.ops.window import (
     Padded,

@@ -17,7 +17,6 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.ir.dims import Dim, Expr, product
 from triplane.unified_ir.ir.graph import Node
 from triplane.unified_ir.ir.types import ShapeError, TensorType, int64
-from triplane.unified_ir.ops.convolution import conv_grad_input, conv_row
 from triplane.unified_ir.ops.elementwise import abs_, div, floor, maximum, minimum, round_
 from triplane.unified_ir.ops.emission import EmissionContext
 from triplane.unified_ir.ops.indexing import arange, gather
@@ -27,14 +26,12 @@ from triplane.unified_ir.ops.samples import between, given, normal, sample
 from triplane.unified_ir.ops.settings import length, settled
 from triplane.unified_ir.ops.structure import (
     axes_of,
-    broadcast_to,
     pad_row,
     size_of,
     slice_axis,
     where,
 )
 from triplane.unified_ir.ops.tensor import Tensor, dims_of
-from triplane.unified_ir.ops.window import Window, at_tap, sizes_of, static
 
 Tap = tuple[Tensor, Tensor | None]
 """A position along one axis, and its weight (None: 1)."""
@@ -46,7 +43,8 @@ def rows_of(x: Tensor) -> Tensor:
     return flat.transpose(0, 2, 1).reshape((-1, x.shape[1]))
 
 
-def _inside(position: Tensor, size: Any) -> Tensor:
+def inside(position: Tensor, size: Any) -> Tensor:
+    """1 where a position is on the axis, else 0."""
     held: Tensor = (position >= 0.0) & (position <= size - 1.0)
     return held.cast(position.dtype)
 
@@ -63,7 +61,7 @@ def weighted_rows(
         index = first
         for i, (position, _) in enumerate(taps):
             step = product(list(sizes[i + 1 :]))
-            index = index + position.cast(int64) * _whole(step)
+            index = index + position.cast(int64) * whole(step)
         weights = [w for _, w in taps if w is not None]
         term = gather(rows, index, axis=0)
         if weights:
@@ -74,7 +72,8 @@ def weighted_rows(
     return total
 
 
-def _whole(n: Dim) -> Any:
+def whole(n: Dim) -> Any:
+    """A size as a number or as a scalar of the graph."""
     return n if isinstance(n, int) else dims_of([n]).reshape(())
 
 
@@ -91,7 +90,8 @@ def _at_least_1(x: Any) -> Any:
     return maximum(x, 1.0) if isinstance(x, Tensor) else max(x, 1.0)
 
 
-def _bounded(x: Tensor, size: Any) -> Tensor:
+def bounded(x: Tensor, size: Any) -> Tensor:
+    """Positions, those beyond the axis moved to its ends."""
     return minimum(maximum(x, 0.0), size - 1.0)
 
 
@@ -100,7 +100,7 @@ def _place(x: Tensor, size: Any, padding: str, *, aligned: bool) -> Tensor:
     low, high = (0.0, size - 1.0) if aligned else (-0.5, size - 0.5)
     outside = (x < low) | (x > high)
     if padding == "border":
-        return where(outside, _bounded(x, size), x)
+        return where(outside, bounded(x, size), x)
     if padding == "reflection":
         return where(outside, _reflected(x, size, aligned=aligned), x)
     return x
@@ -109,17 +109,18 @@ def _place(x: Tensor, size: Any, padding: str, *, aligned: bool) -> Tensor:
 def _pixel(position: Tensor, size: Any, padding: str, *, aligned: bool) -> Tap:
     """A whole position held inside, and the weight that padding leaves it."""
     if padding == "zeros":
-        return _bounded(position, size), _inside(position, size)
+        return bounded(position, size), inside(position, size)
     if padding == "reflection":
         position = round_(_reflected(position, size, aligned=aligned))
-    return _bounded(position, size), None
+    return bounded(position, size), None
 
 
 def _nearest(x: Tensor) -> list[Tap]:
     return [(x, None)]
 
 
-def _linear(x: Tensor) -> list[Tap]:
+def linear(x: Tensor) -> list[Tap]:
+    """The two points around a position, with their weights."""
     low = floor(x)
     part = x - low
     return [(low, 1.0 - part), (low + 1.0, part)]
@@ -141,9 +142,11 @@ def _cubic(x: Tensor) -> list[Tap]:
 
 _MODES: Final[Mapping[str, Callable[[Tensor], list[Tap]]]] = {
     "nearest": _nearest,
-    "linear": _linear,
+    "linear": linear,
     "cubic": _cubic,
 }
+
+
 _PADDING: Final = ("zeros", "border", "reflection")
 
 
@@ -191,7 +194,7 @@ def _grid_sample(
             held, left = _pixel(position, extent, padding_mode, aligned=bool(align_corners))
             taps.append((held, _both(weight, left)))
         axes.append([(p, None if w is None else w.cast(x.dtype)) for p, w in taps])
-    first = arange(x.shape[0]).reshape((x.shape[0], 1)) * _whole(product(list(spatial)))
+    first = arange(x.shape[0]).reshape((x.shape[0], 1)) * whole(product(list(spatial)))
     y = weighted_rows(rows_of(x), first, spatial, axes)
     return y.transpose(0, 2, 1).reshape((*x.shape[:2], *out))
 
@@ -235,7 +238,7 @@ grid_sample_row = Op(
 )  # fmt: skip
 
 
-def _contents(row: str, x: Tensor) -> Known:
+def contents(row: str, x: Tensor) -> Known:
     """What a body that depends on sizes must know."""
     found = recorder().known(x)
     if found is None:
@@ -259,7 +262,7 @@ def _affine_types(call: OpCall) -> tuple[TensorType]:
 
 def _affine_grid(theta: Tensor, size: Tensor, *, align_corners: int) -> Tensor:
     """theta: (N, n, n + 1) applied to coordinates in [-1, 1] -> (N, *S, n), x before y before z."""
-    known = _contents("AffineGrid", size)
+    known = contents("AffineGrid", size)
     spatial: list[Any] = [d if isinstance(d, Expr) else int(d) for d in known[2:]]
     axes = len(spatial)
     total = slice_axis(theta, 2, axes, axes + 1).reshape((theta.shape[0], *[1] * axes, axes))
@@ -315,7 +318,7 @@ affine_grid_row = Op(
 
 def _center_crop_pad(x: Tensor, shape: Tensor, *, axes: Sequence[int] | None) -> Tensor:
     """Keeps the middle where the wanted size is smaller, pads with zeros around where larger."""
-    known = _contents("CenterCropPad", shape)
+    known = contents("CenterCropPad", shape)
     wanted_axes = range(x.rank) if axes is None else [range(x.rank)[a] for a in axes]
     for axis, want in zip(wanted_axes, known, strict=True):
         wanted: Dim = want if isinstance(want, Expr) else int(want)
@@ -398,177 +401,6 @@ center_crop_pad = Op(
 )
 
 
-def _patches(channels: int, kernel: Sequence[int], dtype: Any) -> Any:
-    """The weight of a grouped convolution that lists each channel's window as channels."""
-    taps = int(np.prod(kernel))
-    one = np.eye(taps, dtype=dtype).reshape(taps, 1, *kernel)
-    return np.tile(one, (channels, 1, *[1] * len(kernel)))
-
-
-def _columns(
-    image_shape: Sequence[Dim], kernel: Sequence[int], attrs: Mapping[str, Any]
-) -> tuple[Window, list[Dim]]:
-    window = Window(kernel, attrs)
-    return window, [window.out_size(i, d) for i, d in enumerate(image_shape)]
-
-
-def _col2im_operands(
-    x: TensorType, image: Any, block: Any, attrs: Mapping[str, Any]
-) -> tuple[list[Dim], int, Window, list[Dim]]:
-    """Image sizes, channels, window and its positions; refuses columns that do not fit them."""
-    kernel = [int(k) for k in block]
-    sizes = [d if isinstance(d, Expr) else int(d) for d in image]
-    window, out = _columns(sizes, kernel, attrs)
-    taps = int(np.prod(kernel))
-    columns = static(x.shape[1:2], "the columns of Col2Im")[0] if x.rank == 3 else 0
-    if len(sizes) != len(kernel) or not columns or columns % taps or x.shape[2] != product(out):
-        raise ShapeError(
-            f"Col2Im takes (N, C * {taps}, {product(out)}) for blocks {kernel} of an image "
-            f"{sizes}, got {x}"
-        )
-    return sizes, columns // taps, window, out
-
-
-def _col2im_types(call: OpCall) -> tuple[TensorType]:
-    x = call.type(0)
-    sizes, channels, _, _ = _col2im_operands(x, call.dims(1), call.ints(2), call.attrs)
-    return (x.with_shape((x.shape[0], channels, *sizes)),)
-
-
-def _known_pair(image: Tensor, block: Tensor) -> tuple[Any, Any]:
-    return _contents("Col2Im", image), _contents("Col2Im", block)
-
-
-def _col2im(x: Tensor, image: Tensor, block: Tensor, **attrs: Any) -> Tensor:
-    sizes, channels, window, out = _col2im_operands(x.type, *_known_pair(image, block), attrs)
-    taps = int(np.prod(window.kernel))
-    planes = x.reshape((x.shape[0], channels * taps, *out))
-    weight = x.build.as_operand(_patches(channels, window.kernel, x.dtype.numpy))
-    return conv_grad_input(planes, weight, sizes, window, channels)
-
-
-def _col2im_vjp(g: Tensor, y: Tensor, x: Tensor, image: Tensor, block: Tensor, **attrs: Any) -> Any:
-    _, _, window, _ = _col2im_operands(x.type, *_known_pair(image, block), attrs)
-    return (_unfolded(g, window).reshape(x.shape), None, None)
-
-
-def _unfolded(x: Tensor, window: Window) -> Tensor:
-    channels = static(x.shape[1:2], "channels")[0]
-    weight = _patches(channels, window.kernel, x.dtype.numpy)
-    return conv_row(x, weight, group=channels, **window.attrs())
-
-
-def _col2im_kernel(x: Any, image: Any, block: Any, **attrs: Any) -> Any:
-    """Adds each tap's columns where its window position lies; then crops the pads."""
-    window, out = _columns([int(d) for d in image], [int(k) for k in block], attrs)
-    n, taps = len(window.kernel), int(np.prod(window.kernel))
-    columns = x.reshape(x.shape[0], -1, taps, *out)
-    full = [int(d) + window.pads[i] + window.pads[n + i] for i, d in enumerate(image)]
-    y: Any = np.zeros((*columns.shape[:2], *full), x.dtype)
-    for k, tap in enumerate(np.ndindex(*window.kernel)):
-        view = at_tap(y, window, tap, static(out, "a plane"))
-        view += columns[:, :, k]
-    kept: Any = [slice(window.pads[i], window.pads[i] + int(d)) for i, d in enumerate(image)]
-    return y[(Ellipsis, *kept)]
-
-
-def _col2im_open(call: OpCall) -> tuple[Dim | None, ...]:
-    return (call.type(0).shape[0], *[None] * (1 + length(call, 1)))
-
-
-col2im = Op(
-    name="Col2Im",
-    kind=OpKind.WINDOW,
-    **settled(_col2im_types, _col2im_open, 1, 2),
-    reference=_col2im_kernel,
-    vjp=_col2im_vjp,
-    body=_col2im,
-    samples=(
-        sample(normal(2, 12, 6), given([3, 4]), given([2, 2])),
-        sample(normal(1, 6, 6), given([5, 5]), given([2, 3]), strides=(2, 2), pads=(0, 1, 1, 0)),
-        sample(normal(2, 4, 4), given([5]), given([2]), dilations=(1,)),
-        sample(normal(1, 4, 9), given([5, 5]), given([2, 2]), dilations=(2, 2)),
-    ),
-)
-
-
-def _deform_types(call: OpCall) -> tuple[TensorType]:
-    x, w, offset = call.type(0), call.type(1), call.type(2)
-    attrs = call.attrs
-    if x.rank != 4 or w.rank != 4:
-        raise ShapeError(f"DeformConv takes x: (N, C, H, W), w: (O, C/groups, h, w), got {x}, {w}")
-    window = Window(static(w.shape[2:], "a kernel's size"), attrs)
-    out = [window.out_size(i, d) for i, d in enumerate(x.shape[2:])]
-    groups, taps = attrs["offset_group"], int(np.prod(window.kernel))
-    wanted = (x.shape[0], groups * taps * 2, *out)
-    if x.shape[1] != w.shape[1] * attrs["group"] or offset.shape != wanted:
-        raise ShapeError(f"DeformConv of {x} by {w} takes offsets {wanted}, got {offset}")
-    if call.has(4) and call.type(4).shape != (x.shape[0], groups * taps, *out):
-        raise ShapeError(f"DeformConv takes one mask value per offset, got {call.type(4)}")
-    return (x.with_shape((x.shape[0], w.shape[0], *out)),)
-
-
-def _deform_conv(
-    x: Tensor, w: Tensor, offset: Tensor, b: Tensor | None = None, mask: Tensor | None = None,
-    *, group: int, offset_group: int, **attrs: Any,
-) -> Tensor:  # fmt: skip
-    """Convolution whose taps are moved by `offset` (Dai 2017) and scaled by `mask` (Zhu 2019)."""
-    window = Window(static(w.shape[2:], "a kernel's size"), attrs)
-    n, c, *spatial = x.shape
-    out, taps = offset.shape[2:], int(np.prod(window.kernel))
-    channels = static([c], "channels")[0]
-    grouped = x.reshape((-1, channels // offset_group, *spatial))
-    places = product(list(out))
-    moved = offset.reshape((-1, taps, 2, places))
-    axes: list[list[Tap]] = []
-    for i, size in enumerate(spatial):
-        extent = size_of([size], x.dtype)
-        shift = slice_axis(moved, 2, i, i + 1).reshape((-1, taps, places))
-        at = shift + _regular(window, i, out, x)
-        pairs = []
-        for position, weight in _linear(at):
-            assert weight is not None
-            pairs.append((_bounded(position, extent), weight * _inside(position, extent)))
-        axes.append(list(pairs))
-    planes = grouped.shape[0]
-    first = arange(planes).reshape((planes, 1, 1)) * _whole(product(list(spatial)))
-    read = weighted_rows(rows_of(grouped), first, spatial, axes)  # (N og, K, T, C/og)
-    if mask is not None:
-        read = read * mask.reshape((-1, taps, places, 1))
-    columns = read.transpose(0, 3, 1, 2).reshape((n, group, channels // group * taps, places))
-    weights = w.reshape((group, -1, channels // group * taps))
-    y = (weights @ columns).reshape((n, w.shape[0], *out))
-    return y if b is None else y + b.reshape((w.shape[0], 1, 1))
-
-
-def _regular(window: Window, i: int, out: Sequence[Dim], like: Tensor) -> Tensor:
-    """Where each tap lies along axis `i` without its offset: (K, T)."""
-    tap = np.indices(window.kernel)[i].reshape(-1, 1) * window.dilations[i] - window.pads[i]
-    start = arange(out[i]).cast(like.dtype) * float(window.strides[i])
-    wide = start.reshape([out[k] if k == i else 1 for k in range(len(out))])
-    places = broadcast_to(wide, out).reshape((1, product(list(out))))
-    return places + like.build.as_operand(tap.astype(like.dtype.numpy))
-
-
-def _deform_native(node: Node, opset: int) -> bool:
-    return opset >= 19
-
-
-deform_conv = Op(
-    name="DeformConv", kind=OpKind.WINDOW, weights=(1, 3),
-    infer=_deform_types,
-    body=_deform_conv,
-    native=_deform_native,
-    samples=(
-        sample(normal(2, 2, 4, 4), normal(3, 2, 2, 2), normal(2, 8, 3, 3)),
-        sample(normal(1, 4, 5, 4), normal(2, 2, 3, 2), normal(1, 24, 3, 2), normal(2),
-               between(0, 1, 1, 12, 3, 2), group=2, offset_group=2, strides=(2, 2),
-               pads=(1, 0, 1, 0)),
-        sample(normal(1, 2, 5, 5), normal(2, 2, 2, 2), normal(1, 8, 3, 3), dilations=(2, 2)),
-    ),
-)  # fmt: skip
-
-
 def grid_sample(
     x: Tensor,
     grid: Tensor,
@@ -594,43 +426,3 @@ def grid_sample(
 def affine_grid(theta: Tensor, size: Sequence[Dim], *, align_corners: bool = False) -> Tensor:
     """theta: (N, n, n + 1), size: (N, C, *S) -> grid (N, *S, n) for `grid_sample`."""
     return affine_grid_row(theta, dims_of(list(size)), align_corners=int(align_corners))
-
-
-def _window(
-    n: int,
-    kernel: int | Sequence[int],
-    stride: int | Sequence[int],
-    padding: int | Sequence[int],
-    dilation: int | Sequence[int],
-) -> Window:
-    given = {"a window": kernel, "a stride": stride, "a padding": padding, "a dilation": dilation}
-    sizes = [sizes_of(value, n + 2, what) for what, value in given.items()]
-    attrs = {"strides": sizes[1], "pads": sizes[2] * 2, "dilations": sizes[3]}
-    return Window(sizes[0], attrs)
-
-
-def unfold(
-    x: Tensor,
-    kernel: int | Sequence[int],
-    *,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-) -> Tensor:
-    """x: (N, C, *S) -> (N, C K, L): the K elements of each of L windows, channel by channel."""
-    y = _unfolded(x, _window(x.rank - 2, kernel, stride, padding, dilation))
-    return y.reshape((*y.shape[:2], product(list(y.shape[2:]))))
-
-
-def fold(
-    x: Tensor,
-    size: Sequence[Dim],
-    kernel: int | Sequence[int],
-    *,
-    stride: int | Sequence[int] = 1,
-    padding: int | Sequence[int] = 0,
-    dilation: int | Sequence[int] = 1,
-) -> Tensor:
-    """x: (N, C K, L) -> (N, C, *size): windows added where they overlap; the adjoint of unfold."""
-    window = _window(len(size), kernel, stride, padding, dilation)
-    return col2im(x, dims_of(list(size)), np.array(window.kernel), **window.attrs())

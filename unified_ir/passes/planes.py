@@ -23,12 +23,8 @@ import numpy as np
 from triplane.unified_ir.ir.dims import ceil_div
 from triplane.unified_ir.ir.graph import Function, Node, Value
 from triplane.unified_ir.ops.build import Build
-from triplane.unified_ir.ops.convolution import (
-    conv_row,
-    conv_transpose_row,
-    inner_planes,
-    leading,
-)
+from triplane.unified_ir.ops.conv_gradients import inner_planes, leading
+from triplane.unified_ir.ops.convolution import conv_row, conv_transpose_row
 from triplane.unified_ir.ops.structure import pad_row, slice_axis
 from triplane.unified_ir.ops.table import TABLE
 from triplane.unified_ir.ops.tensor import Tensor
