@@ -261,6 +261,19 @@ def test_tiers_rank_every_verb_and_each_rank_once():
     assert len(dict(ranks)) == len({rank for _, rank in ranks}) == len(ranks)
 
 
+def test_a_tier_that_does_not_import_takes_no_other_down(monkeypatch, capsys):
+    own = entry_points
+
+    def with_a_broken_one(*, group):
+        broken = EntryPoint("broken", "triplane_no_such_module:TIER", group)
+        return [*([broken] if group == shell.TIER_GROUP else []), *own(group=group)]
+
+    monkeypatch.setattr("importlib.metadata.entry_points", with_a_broken_one)
+    assert shell.run(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("\n  train ") < out.index("\n  cloud ") < out.index("\n  edge ")
+
+
 def test_a_missing_module_of_a_tier_names_its_extra(verb, capsys):
     verb("fail", raising(ModuleNotFoundError("No module named 'tuf'", name="tuf")))
     assert shell.run(["fail"]) == 6

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -303,7 +304,11 @@ def _entry_points() -> dict[str, EntryPoint]:
 def _tiers() -> list[Tier]:
     from importlib.metadata import entry_points
 
-    return [entry.load() for entry in entry_points(group=TIER_GROUP)]
+    tiers = []
+    for entry in entry_points(group=TIER_GROUP):
+        with suppress(Exception):  # its verbs are listed all the same, and say why they fail
+            tiers.append(entry.load())
+    return tiers
 
 
 def _extra_of(module: str) -> str | None:
