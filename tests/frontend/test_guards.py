@@ -17,7 +17,7 @@ import pytest
 
 from triplane.proto.errors import InvalidInput
 from triplane.unified_ir import grad, graph, nn, ops
-from triplane.unified_ir.frontend import guards as watching
+from triplane.unified_ir.frontend import guards
 from triplane.unified_ir.frontend.guards import TraceGuard
 from triplane.unified_ir.frontend.programs import programs_of
 
@@ -312,12 +312,12 @@ def test_a_read_only_array_is_not_read_again(monkeypatch):
     net = Net()
     net.table = table
     watch = TraceGuard([net])
-    monkeypatch.setattr(watching, "_checksum", lambda _: pytest.fail("its bytes were read"))
+    monkeypatch.setattr(guards, "_contents_of", lambda _: pytest.fail("its bytes were read"))
     assert watch.holds()
 
 
 def test_more_than_can_be_watched_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(watching, "MAX_WATCHED", 50)
+    monkeypatch.setattr(guards, "MAX_GUARDS", 50)
     net = Net()
     net.factors = [[k] for k in range(100)]
     with pytest.raises(InvalidInput, match=r"more than 50 lists, dicts and objects; pass what"):

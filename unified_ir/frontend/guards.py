@@ -35,7 +35,7 @@ from triplane.unified_ir.frontend.state_tree import StateTree
 from triplane.unified_ir.ir.dims import Expr
 from triplane.unified_ir.ir.types import DType, TensorType
 
-MAX_WATCHED: Final = 100_000
+MAX_GUARDS: Final = 100_000
 """How many containers one callable may reach; each is compared at every call."""
 
 PLAIN: Final = (
@@ -70,10 +70,10 @@ class TraceGuard:
                 continue
             self._seen[id(value)] = value
             todo.extend(_follow(value, label, self._guards.append))
-            if len(self._guards) > MAX_WATCHED:
+            if len(self._guards) > MAX_GUARDS:
                 raise InvalidInput(
                     f"a trace holds what it reads, and {_name(value)} ({label}) leads to more than "
-                    f"{MAX_WATCHED:,} lists, dicts and objects; pass what is needed as an argument"
+                    f"{MAX_GUARDS:,} lists, dicts and objects; pass what is needed as an argument"
                 )
         self._seen.clear()
 
@@ -162,19 +162,17 @@ class _Items:
         return None if same else self.label
 
 
-class _Bytes:
-    """A writeable array, by its contents."""
+class _Value:
+    """A value that is read again and compared: an array's contents, an iterator's position."""
 
-    __slots__ = ("array", "label", "sum", "type")
+    __slots__ = ("label", "read", "value")
 
-    def __init__(self, array: Any, label: str) -> None:
-        self.array, self.label = array, label
-        self.type, self.sum = (array.dtype, array.shape), _checksum(array)
+    def __init__(self, read: Callable[[], Any], label: str) -> None:
+        self.read, self.label = read, label
+        self.value = read()
 
     def changed(self) -> str | None:
-        now = self.array
-        same = (now.dtype, now.shape) == self.type and _checksum(now) == self.sum
-        return None if same else f"the array {self.label}"
+        return None if self.read() == self.value else self.label
 
 
 class _State:
@@ -191,20 +189,7 @@ class _State:
         return None if now.dtype == self.dtype and now.shape == self.shape else self.label
 
 
-class _Place:
-    """The position of an iterator."""
-
-    __slots__ = ("iterator", "label", "place")
-
-    def __init__(self, iterator: Any, label: str) -> None:
-        self.iterator, self.label = iterator, label
-        self.place = _place(iterator)
-
-    def changed(self) -> str | None:
-        return None if _place(self.iterator) == self.place else f"the iterator {self.label}"
-
-
-def _place(iterator: Any) -> Any:
+def _position(iterator: Any) -> Any:
     """Return a value that changes on `next`, for generators and Python's own iterators."""
     if isinstance(iterator, GeneratorType):
         return None if iterator.gi_frame is None else iterator.gi_frame.f_lasti
@@ -230,7 +215,7 @@ def _iterator(iterator: Any, label: str, add_guard: AddGuard) -> list[tuple[Any,
     kind: type = type(iterator)
     if _is_users(kind):
         return _object(iterator, label, add_guard)
-    add_guard(_Place(iterator, label))
+    add_guard(_Value(partial(_position, iterator), f"the iterator {label}"))
     inner = [] if isinstance(iterator, GeneratorType) else _parts(iterator)
     return [(x, label) for x in inner if isinstance(x, Iterator)]
 
@@ -279,10 +264,12 @@ def _writeable(array: Any) -> bool:
     return False
 
 
-def _checksum(array: Any) -> Any:
+def _contents_of(array: Any) -> Any:
+    """Return the array's type, shape and checksum."""
     if array.dtype.hasobject:
-        return repr(array.tolist())
-    return zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
+        return array.dtype, array.shape, repr(array.tolist())
+    data = np.ascontiguousarray(array).view(np.uint8).data if array.size else b""
+    return array.dtype, array.shape, zlib.crc32(data)
 
 
 def _follow(value: Any, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
@@ -417,7 +404,7 @@ def _tuple(items: Any, label: str, _: AddGuard) -> list[tuple[Any, str]]:
 
 
 def _array(array: Any, label: str, add_guard: AddGuard) -> list[tuple[Any, str]]:
-    add_guard(_Bytes(array, label))
+    add_guard(_Value(partial(_contents_of, array), f"the array {label}"))
     return []
 
 
