@@ -49,7 +49,7 @@ def learn(stage: DemoStage, fleet: DemoFleet) -> bool:
     names = sorted(shards)
     stage.say(
         f"\n9  Learn together: {LEARNING} device processes, each with a question of its own "
-        '("is this one of my five?"); their digits stay with them'
+        '("is this one of my five?"); their samples never leave them'
     )
     _first_version(stage, fleet.cloud)
     _serve_first(stage, fleet, shards)
@@ -290,7 +290,7 @@ def _compare(
             groups = [scores.of(seen=seen, adapted=adapted) for seen in (True, False)]
             figures = [f(g) for g in groups for f in (np.mean, np.min)]
             rows.append((what, *(f"{100 * float(f):.1f}" for f in figures)))
-    stage.say("\n   accuracy on samples that neither learning nor adaptation saw, in percent:")
+    stage.say("\n   accuracy in percent, on samples not used for training or adapting:")
     for first, *rest in rows:
         stage.say(f"   {first:32}" + "".join(f"{cell:>18}" for cell in rest))
     trials = [_trial(name, scores, runs[name], stage.rounds) for name, scores in tried.items()]
@@ -330,7 +330,7 @@ def _gone_live(
     stage: DemoStage, clients: list[_AskingClient], run: dict[str, Any], kept: dict[str, str]
 ) -> None:
     """Report what the clients of the nodes measured."""
-    stage.say(f"\n10 Live: {run['result']} was released by itself, under what people had signed")
+    stage.say(f"\n10 Live: {run['result']} was released automatically, under the signed policy")
     failed = [f"{c.node}: {c.error}" for c in clients if c.error]
     if failed:
         raise processes.ProcessFailed(f"a call failed while versions changed: {'; '.join(failed)}")

@@ -49,7 +49,9 @@ class DemoFleet:
 @contextlib.contextmanager
 def fleet_at(stage: DemoStage) -> Iterator[DemoFleet]:
     """Run a cloud and two enrolled nodes as processes; stop them at the end."""
-    stage.say("\n6  Deploy: a cloud and two nodes as processes, let in by tokens, over mutual TLS")
+    stage.say(
+        "\n6  Deploy: a cloud and two nodes as processes, enrolled by tokens, over mutual TLS"
+    )
     folder = stage.folder
     with contextlib.ExitStack() as running:
         cloud = running.enter_context(cloud_at(folder))
@@ -67,7 +69,7 @@ def deploy(stage: DemoStage, fleet: DemoFleet) -> None:
     """Roll out the trained model, signed by a key that the cloud lacks, in two waves."""
     cloud = fleet.cloud
     _push(cloud, stage.file("digits.tpm"))
-    stage.say("   signed away from the cloud: the conversion is repeated, then compared")
+    stage.say("   signed offline: the conversion is repeated, and the bundles are compared")
     cloud.ask("sign", f"{MODEL}@1", "--target", TARGET, "--keys", cloud.offline_keys)
     roll_out(cloud, f"{MODEL}@1", "--waves", "1,100%")
     rollout = cloud.ask("rollout", "show")
@@ -90,8 +92,8 @@ def refuse(stage: DemoStage, fleet: DemoFleet) -> None:
     """
     cloud = fleet.cloud
     stage.say(
-        f"\n7  A bad version: trained on shuffled labels, released by the cloud itself; "
-        f"the policy, signed offline, wants accuracy {FLOOR} on samples it names"
+        f"\n7  A bad version: trained on shuffled labels, released automatically; "
+        f"the policy, signed offline, requires accuracy {FLOOR} on its own samples"
     )
     cloud.ask(
         "cloud", "policy", "set", MODEL, "--golden", _golden(stage), "--floor", f"{FLOOR:.0%}",
@@ -118,7 +120,7 @@ def refuse(stage: DemoStage, fleet: DemoFleet) -> None:
 def heal(stage: DemoStage, fleet: DemoFleet, epochs: int) -> None:
     """Roll out a better version while the agent of one node is killed in the middle of it."""
     cloud, victim = fleet.cloud, NODES[-1]
-    stage.say(f"\n8  A kill: {victim}'s agent dies by kill -9 in the middle of the next rollout")
+    stage.say(f"\n8  A kill: {victim}'s agent is killed (kill -9) during the next rollout")
     _push(cloud, _trained(stage, "train", epochs, "better.tpm"))
     cloud.ask("sign", f"{MODEL}@3", "--target", TARGET, "--keys", cloud.offline_keys)
     before = agent_process(fleet.homes[victim])
@@ -131,7 +133,7 @@ def heal(stage: DemoStage, fleet: DemoFleet, epochs: int) -> None:
     after = agent_process(fleet.homes[victim])
     answer = _asked(stage, cloud, victim)
     stage.say(
-        f"   killed at {killer.killed_at}; a new agent (process {after}, before {before}) went on; "
+        f"   killed at {killer.killed_at}; a new agent (process {after}, was {before}) continued; "
         f"{victim} serves {serving(reports(cloud)[victim])}"
     )
     stage.summary.add(
@@ -158,7 +160,7 @@ def linger(stage: DemoStage, fleet: DemoFleet) -> None:
     stage.say(f"\nDashboard: {places['dashboard']} (to change things: {places['dashboard_token']})")
     stage.say(f"Operator:  export TRIPLANE_IDENTITY={fleet.cloud.home / 'operator'}")
     if sys.stdin.isatty() and sys.stderr.isatty():
-        stage.say("The cloud and both nodes run on. Ctrl-C ends them.")
+        stage.say("The cloud and both nodes keep running. Ctrl-C stops them.")
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
     again = "\n".join(f"  {command}" for command in places["start_again"])

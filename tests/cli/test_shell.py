@@ -274,12 +274,6 @@ def test_a_tier_that_does_not_import_takes_no_other_down(monkeypatch, capsys):
     assert out.index("\n  train ") < out.index("\n  cloud ") < out.index("\n  edge ")
 
 
-def test_a_missing_module_of_a_tier_names_its_extra(verb, capsys):
-    verb("fail", raising(ModuleNotFoundError("No module named 'tuf'", name="tuf")))
-    assert shell.run(["fail"]) == 6
-    assert "pip install 'triplane[edge]'" in capsys.readouterr().err
-
-
 def test_result_is_text_or_one_json_document(capsys):
     shell.open_output(as_json=False).result({"accuracy": 0.98}, "accuracy 0.98")
     assert capsys.readouterr().out == "accuracy 0.98\n"
