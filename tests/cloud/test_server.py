@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import (  # type: ignore[import
 )
 from tests.cloud.nodes import CAPABILITY, enrolled, living
 from tests.cloud.released import copied, make_released
+from tests.support.deadlines import within
 
 from triplane.cloud.identity.rights import RIGHTS
 from triplane.cloud.server import Cloud, running
@@ -50,13 +51,6 @@ def released(tmp_path_factory):
 @pytest.fixture
 def home(released, tmp_path):
     return copied(released, tmp_path)
-
-
-def within(coroutine):
-    async def bounded():
-        return await asyncio.wait_for(coroutine, DEADLINE_S)
-
-    return asyncio.run(bounded())
 
 
 def test_a_ready_line_that_nobody_can_read_does_not_end_the_cloud(home):

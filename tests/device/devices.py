@@ -19,16 +19,6 @@ from triplane.cloud.identity.rights import PrincipalRole
 from triplane.cloud.server import running
 from triplane.device import FederatedClient
 
-DEADLINE_S = 60.0
-
-
-def within(coroutine, seconds=DEADLINE_S):
-    async def bounded():
-        async with asyncio.timeout(seconds):
-            return await coroutine
-
-    return asyncio.run(bounded())
-
 
 @asynccontextmanager
 async def cloud_of(folder, **options):

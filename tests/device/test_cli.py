@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from tests.cloud.federation import given
-from tests.device.devices import cloud_of, save_shard, token_for, within
+from tests.device.devices import cloud_of, save_shard, token_for
+from tests.support.deadlines import within
 
 from triplane.device.cli import device
 from triplane.device.home import DeviceHome, SessionNote

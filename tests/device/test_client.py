@@ -7,7 +7,8 @@ import logging
 import numpy as np
 import pytest
 from tests.cloud.federation.given import ended, shard, start_request
-from tests.device.devices import client_of, cloud_of, taking_part, token_for, within
+from tests.device.devices import client_of, cloud_of, taking_part, token_for
+from tests.support.deadlines import within
 
 from triplane.device import FederatedClient
 from triplane.device import client as client_module

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from tests.cloud.federation import given
 from tests.device.delays import Delays
-from tests.device.devices import client_of, cloud_of, taking_part, within
+from tests.device.devices import client_of, cloud_of, taking_part
+from tests.support.deadlines import within
 
 from triplane.cloud.registry import Push
 from triplane.device.home import DeviceHome

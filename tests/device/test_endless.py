@@ -8,10 +8,11 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.device.devices import Process, save_shard, started, within
+from tests.device.devices import Process, save_shard, started
 from tests.device.endless import entries, greedy
 from tests.device.stage import client_at, lease, serving, staged
 from tests.federated.core import plans
+from tests.support.deadlines import within
 
 from triplane.proto import federation_pb2 as pb
 

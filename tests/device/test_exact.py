@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 import pytest
 from tests.cloud.federation import given
-from tests.device.devices import client_of, cloud_of, taking_part, within
+from tests.device.devices import client_of, cloud_of, taking_part
+from tests.support.deadlines import within
 
 from triplane.cloud.federation.spec import filled, hyper_of
 from triplane.proto import federation_pb2 as pb

@@ -4,9 +4,9 @@ The limit of steps is tested in `test_settling`.
 """
 
 import pytest
-from tests.device.devices import within
 from tests.device.stage import client_at, lease, serving, staged
 from tests.federated.core import plans
+from tests.support.deadlines import within
 
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.runtime import Limits

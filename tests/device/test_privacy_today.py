@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from onnx import TensorProto, helper
 from tests.cloud.federation import given
-from tests.device.devices import within
 from tests.device.stage import RUN, client_at, lease, serving, staged
 from tests.federated.core import plans
 from tests.runtime.graphs import model
+from tests.support.deadlines import within
 
 from triplane.proto import federation_pb2 as pb
 from triplane.unified_ir.convert.conversion import read_model

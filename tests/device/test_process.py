@@ -10,7 +10,8 @@ import sys
 import numpy as np
 import pytest
 from tests.cloud.federation import given
-from tests.device.devices import Process, cloud_of, process_of, save_shard, started, within
+from tests.device.devices import Process, cloud_of, process_of, save_shard, started
+from tests.support.deadlines import within
 
 from triplane.cloud.registry import Push
 from triplane.proto import federation_pb2 as pb

@@ -8,9 +8,9 @@ import threading
 
 import numpy as np
 import pytest
-from tests.device.devices import within
 from tests.device.stage import RUN, client_at, lease, serving, staged
 from tests.federated.core import plans
+from tests.support.deadlines import within
 
 from triplane.device import FederatedClient
 from triplane.device.home import DeviceHome

@@ -1,9 +1,9 @@
 """What a device fetched is fetched again where a power cut tore it."""
 
 import pytest
-from tests.device.devices import within
 from tests.device.stage import client_at, lease, serving, staged
 from tests.federated.core import plans
+from tests.support.deadlines import within
 
 pytestmark = pytest.mark.slow
 

@@ -4,6 +4,7 @@ from contextlib import aclosing
 
 import pytest
 from starlette.requests import Request
+from tests.support.deadlines import within
 
 from triplane.cloud.dashboard import feed as feed_module
 from triplane.cloud.dashboard.feed import Feed
@@ -13,14 +14,6 @@ from triplane.proto.errors import Unavailable
 from triplane.proto.fleet_pb2 import Node
 
 QUICK_S = 0.01
-
-
-def within(coroutine, deadline_s=10):
-    async def bounded():
-        async with asyncio.timeout(deadline_s):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 def test_a_page_hears_everything_first_and_then_only_what_changed(fleet):

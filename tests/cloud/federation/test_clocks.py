@@ -1,6 +1,5 @@
 """Clocks that are wrong or jump, on the cloud and on a device: rounds go on and count the same."""
 
-import asyncio
 import time
 from types import SimpleNamespace
 
@@ -14,27 +13,19 @@ from tests.cloud.federation.given import (
     start_request,
 )
 from tests.device.devices import client_of, cloud_of, taking_part
+from tests.support.deadlines import within
 
 from triplane.cloud.federation import journal
 from triplane.cloud.server import running
 from triplane.device import client as working
 from triplane.proto import federation_pb2 as pb
 
-DEADLINE_S = 60.0
 HOUR_S = 3600.0
 YEARS_S = 10 * 365 * 86_400.0
 JUMPS = {2: -HOUR_S, 4: 2 * HOUR_S, 6: -3 * HOUR_S}  # by round, before its first update
 ROUNDS = 7
 
 pytestmark = pytest.mark.slow
-
-
-def within(coroutine):
-    async def bounded():
-        async with asyncio.timeout(DEADLINE_S):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 class Jumping:

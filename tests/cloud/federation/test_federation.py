@@ -17,6 +17,7 @@ from tests.cloud.federation.given import (
     spec,
     start_request,
 )
+from tests.support.deadlines import within
 
 from triplane.cloud.federation import journal, results
 from triplane.cloud.federation.spec import filled
@@ -27,16 +28,6 @@ from triplane.proto.errors import Conflict, InvalidInput, NotFound, Unavailable
 from triplane.proto.transfer import BlobFolder
 from triplane.unified_ir.federated.core import files
 from triplane.unified_ir.federated.core.run import NEWEST_RULES, Restarted
-
-DEADLINE_S = 60.0
-
-
-def within(coroutine):
-    async def bounded():
-        async with asyncio.timeout(DEADLINE_S):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 async def until(cloud, run_id, holds):

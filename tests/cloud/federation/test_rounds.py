@@ -1,7 +1,5 @@
 """Whole runs over mutual TLS, streams and files, with devices that really learn."""
 
-import asyncio
-
 import pytest
 from tests.cloud.federation.given import (
     devices_of,
@@ -11,19 +9,10 @@ from tests.cloud.federation.given import (
     registered,
     start_request,
 )
+from tests.support.deadlines import within
 
 from triplane.cloud.server import running
 from triplane.proto import federation_pb2 as pb
-
-DEADLINE_S = 60.0
-
-
-def within(coroutine):
-    async def bounded():
-        async with asyncio.timeout(DEADLINE_S):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from triplane.cloud.fleet.values import BundleReady, Limit
 from triplane.proto import fleet_pb2 as pb
 from triplane.proto.errors import NotFound
 
-DEADLINE_S = 120.0
 CAPABILITY = pb.Capability(
     runtime="onnxruntime", runtime_version="1.23.2", max_opset=21, machine="x86_64",
     memory_bytes=1 << 30, targets=["ort-x64"],
@@ -40,13 +39,6 @@ class Shelf:
 
     async def limit(self, model, version, role):
         return self.share if role == "auto" else None
-
-
-def within(coroutine, deadline_s=DEADLINE_S):
-    async def bounded():
-        return await asyncio.wait_for(coroutine, deadline_s)
-
-    return asyncio.run(bounded())
 
 
 def said(fleet, name, model="digits", **options):

@@ -1,7 +1,8 @@
 import asyncio
 
 import pytest
-from tests.cloud.fleet.given import obey, request, said, until, within
+from tests.cloud.fleet.given import obey, request, said, until
+from tests.support.deadlines import within
 
 from triplane.cloud.fleet import messages, storage
 from triplane.cloud.fleet.messages import desired_message, rollout_message

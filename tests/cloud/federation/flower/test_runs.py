@@ -15,15 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.cloud.federation import given
-from tests.device.devices import (
-    Process,
-    client_of,
-    cloud_of,
-    process_of,
-    started,
-    taking_part,
-    within,
-)
+from tests.device.devices import Process, client_of, cloud_of, process_of, started, taking_part
+from tests.support.deadlines import within
 
 pytest.importorskip("flwr", reason="needs the extra [flower]")
 
