@@ -1,6 +1,6 @@
 """Labelled images for training: one type, the digits that ship with the package, bounded readers.
 
-Every reader takes its file for hostile: sizes are held to stated limits before anything is made.
+Every reader treats its file as hostile: sizes are checked against limits before any allocation.
 """
 
 from triplane.unified_ir.data.dataset import Dataset, from_arrays

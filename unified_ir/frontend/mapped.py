@@ -29,11 +29,11 @@ def vmap(f: Any, in_axes: Axes = 0, out_axes: Axes = 0) -> Any:
 
     `in_axes`: the axis of the batch in every argument, or a tuple with one entry per argument: an
     int, None for an argument that all samples share, or a tree of these like the argument.
-    `out_axes`: where the batch's axis stands in each result, likewise; None for a result that does
+    `out_axes`: the axis of the batch in each result, in the same form; None for a result that does
     not depend on the sample. Keyword arguments are shared.
 
-    It nests, and goes with `grad`, `jvp` and the others in any order. Branches and loops that take
-    the same course for every sample stay batched; others run sample by sample.
+    It nests, and combines with `grad`, `jvp` and the others in any order. Branches and loops that
+    take the same course for every sample stay batched; others run sample by sample.
 
     >>> import numpy as np
     >>> vmap(lambda row, v: (row * v).sum(), in_axes=(0, None))(

@@ -2,8 +2,8 @@
 
 `rewritten(f)` is `f` with its conditions decided while it is traced: on a tensor of a graph being
 recorded they become `Cond`, `Loop` and `Scan` nodes, on anything else (and in eager mode, where a
-tensor has a value) plain Python. Files and line numbers stay the user's. Without control flow,
-without source, and for the standard library, numpy and this package `f` itself comes back.
+tensor has a value) plain Python. Files and line numbers stay the user's. A function without control
+flow or source, or of the standard library, numpy or this package, is returned unchanged.
 """
 
 from __future__ import annotations

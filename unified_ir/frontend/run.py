@@ -51,13 +51,13 @@ _setting: ContextVar[_Setting] = ContextVar("triplane_mode", default=_DEFAULT)
 def set_mode(
     mode: Mode, engine: str = "onnx", *, floats: Floats = "float32", finite: bool = False
 ) -> None:
-    """How calls with arrays run from here on: "graph" on an engine, or "eager" on numpy.
+    """Choose how calls with arrays run from now on: "graph" on an engine, or "eager" on numpy.
 
     In eager mode every value carries its array while it is recorded, so a debugger shows numbers
-    and Python control flow simply runs. `floats`: what float64 arrays, numpy's default, become at
-    the call: float32, or "float64" to compute as precisely as they are (gradient checks).
-    `finite`: a call that gives NaN or infinity raises, naming the first node that makes it, and
-    writes no buffer back.
+    and Python control flow simply runs. `floats`: the dtype that float64 arrays, numpy's default,
+    become at the call: float32, or "float64" to compute in double precision (gradient checks).
+    `finite`: a call that returns NaN or infinity raises, naming the first node that computes it,
+    and writes no buffer back.
     """
     if mode not in {"graph", "eager"} or floats not in {"float32", "float64"}:
         raise InvalidInput(

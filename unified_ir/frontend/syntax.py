@@ -1,17 +1,18 @@
-"""Rewrites a function's syntax: control flow becomes calls that decide while tracing.
+"""Rewrite a function's syntax: control flow becomes calls that decide while tracing.
 
 Statements turn into nested functions, so that a branch or a trip can be recorded on its own:
 
-    if c:                       def then(): nonlocal y; y = a
-        y = a           ->      def else_(): nonlocal y; y = b
-    else:                       flow.if_(c, then, else_, State(("y",), (lambda: y,), set_y))
+    if c:              def then(): nonlocal y; y = a
+        y = a     ->   def else_(): nonlocal y; y = b
+    else:              flow.if_(c, then, else_, VariableAccess(("y",), (lambda: y,), set_y))
         y = b
 
-Where a branch returns, breaks or continues, the statements after it move into the branches that go
-on (into a function `rest` where both do), and the branches give what happened as their value: the
-result itself in a function's own body, an `Exit` in the body of a loop. Every node keeps the line
-of the user's source. What cannot become a function (around `yield`, or leaving through `with`,
-`try` or `match`) stays Python, with its condition wrapped in `flow.plain`, which refuses tensors.
+Where a branch returns, breaks or continues, the statements after it move into the branches that
+continue (into a function `rest` where both do), and the value of each branch says what happened:
+the result itself in a function's own body, a `LoopExit` in the body of a loop. Every node keeps the
+line of the user's source. Statements that cannot become a function (around `yield`, or leaving
+through `with`, `try` or `match`) stay Python, with the condition wrapped in `flow.plain`, which
+refuses tensors.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Traced:
 
 
 def trace(target: Traceable, *specs: Any, name: str | None = None, **named: Any) -> Function:
-    """The IR function of a cell or of a Python function.
+    """Return the IR function of a cell or of a Python function.
 
     `specs` are trees of `TensorSpec`, one per positional argument (an array stands for its own
     type); other values are Python constants. A single result is called `y`, the items of a tuple

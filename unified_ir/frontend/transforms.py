@@ -47,12 +47,12 @@ class _Pullback:
 
 
 def value_and_grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> Any:
-    """`f` gives a scalar; the result gives (f(*args), gradient with respect to `argnums`).
+    """Return a function that returns (f(*args), gradient with respect to `argnums`).
 
-    `f`: Python function, cell, or IR function (then see `autodiff.value_and_grad`). The gradient
-    has the tree of the argument; with several `argnums` it is a tuple. Keyword arguments are passed
-    on and not differentiated. With `has_aux`, `f` gives (scalar, anything else), which comes back
-    as the value and is not differentiated.
+    `f`: a Python function or cell that returns a scalar, or an IR function (then see
+    `autodiff.value_and_grad`). The gradient has the tree of the argument; with several `argnums` it
+    is a tuple. Keyword arguments are passed on and not differentiated. With `has_aux`, `f` returns
+    (scalar, other results): that pair is the value, and the other results are not differentiated.
     """
     if isinstance(f, Function):
         return autodiff.value_and_grad(f)
@@ -104,7 +104,7 @@ def grad(f: Any, argnums: int | Sequence[int] = 0, *, has_aux: bool = False) -> 
 
 
 def vjp(f: Any) -> Any:
-    """`f` with a last argument, the cotangent of its result: gives (f(*args), cotangents)."""
+    """Return `f` with one more argument, the cotangent of its result: (f(*args), cotangents)."""
     if isinstance(f, Function):
         return autodiff.vjp(f)
 
@@ -119,11 +119,11 @@ def vjp(f: Any) -> Any:
 
 
 def jvp(f: Any) -> Any:
-    """`f` with a last argument, the tangents of its inputs: gives (f(*args), tangent of it).
+    """Return `f` with one more argument, the tangents of its inputs: (f(*args), its tangent).
 
     The tangents are a tuple with a tree like each argument (for one argument, that tree alone);
-    None for an argument that does not move. The result's tangent is a tree like the result, zeros
-    where it does not depend on what moves or is no floating-point tensor.
+    None for a constant argument. The result's tangent is a tree like the result, zeros where it
+    does not depend on the moving arguments or is no floating-point tensor.
 
     >>> import numpy as np
     >>> jvp(lambda x: x * x)(np.float32(3.0), np.float32(0.5))
@@ -157,7 +157,7 @@ def jvp(f: Any) -> Any:
 
 
 def hessian_vector_product(f: Any, argnums: int | Sequence[int] = 0) -> Any:
-    """A scalar `f` with a last argument v, like what `argnums` name: gives H v, of that tree.
+    """Return a function of the arguments of `f` and a tree v like `argnums`, which returns H v.
 
     The Hessian is symmetric, so H v is the gradient's pullback of v: one more backward pass, and
     the Hessian is never formed.

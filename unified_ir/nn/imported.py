@@ -22,12 +22,12 @@ BatchNormMode = Literal["kept", "updated"]
 class Imported(Cell):
     """One entry of a module as a cell; its state keeps its names, roles and numbers.
 
-    Weights are trained unless `freeze` says otherwise. batch_norm: "kept" normalizes by the running
-    statistics that came with the model, in training too, which is what few or unlike samples want;
+    Weights are trained unless `freeze` excludes them. batch_norm: "kept" normalizes by the running
+    statistics that came with the model, in training too, which suits few or unusual samples;
     "updated" trains as a network of `nn.BatchNorm2d` does: by the statistics of the batch, towards
     which the running ones move by the momentum of the model's nodes. Exporters often fold batch
-    normalization into convolutions; then there is none to update, and "updated" is refused. Shapes
-    follow the inputs: what the model leaves symbolic takes any size.
+    normalization into convolutions; then there is none to update, and "updated" is refused. Sizes
+    that the model leaves symbolic follow the inputs.
 
     >>> from triplane.unified_ir import import_onnx, nn
     >>> backbone = nn.Imported(import_onnx("resnet.onnx", outputs=["pooled"]))  # doctest: +SKIP

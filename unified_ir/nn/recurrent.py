@@ -232,7 +232,7 @@ def _blocks(x: ops.Tensor, order: Sequence[int]) -> ops.Tensor:
 
 
 class RNN(_Layers):
-    """A simple recurrent net over sequences (Elman 1990); gives (all outputs, last state)."""
+    """A simple recurrent net over sequences (Elman 1990); returns (all outputs, last state)."""
 
     row = recurrent.rnn
 
@@ -247,7 +247,7 @@ class RNN(_Layers):
 class LSTM(_Layers):
     """A long short-term memory over sequences (Hochreiter and Schmidhuber 1997).
 
-    Gives (all outputs, (last h, last c)): (N, T, directions hidden), and states that are
+    Returns (all outputs, (last h, last c)): (N, T, directions hidden), and states that are
     (N, hidden) of one layer in one direction, else (layers directions, N, hidden) as PyTorch's.
     With `lengths` a sequence ends there: outputs beyond are 0 and its last state is that at its
     end, where a backward direction begins. In training `p_drop` of the elements between layers
@@ -266,7 +266,7 @@ class LSTM(_Layers):
 
 
 class GRU(_Layers):
-    """A gated recurrent unit over sequences (Cho et al. 2014); gives (all outputs, last state).
+    """A gated recurrent unit over sequences (Cho et al. 2014); returns (all outputs, last state).
 
     Gates r, z, n as cuDNN has them: the reset gate multiplies the product with the state, which
     has the bias `bias_n`.

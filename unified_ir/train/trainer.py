@@ -134,12 +134,12 @@ class Trainer:
         resume: bool = True,
         progress: Style | Progress = "auto",
     ) -> History:
-        """Trains for `epochs` more epochs and gives the history of all.
+        """Train for `epochs` more epochs; return the history of all epochs.
 
         data, validation: a `data.Dataset`, a tuple of arrays (x, y), or an iterable of batches.
-        checkpoint: a folder; with `resume` the run goes on from its newest checkpoint to the same
-        bits as if it had never stopped, without it the folder must hold none (else Conflict).
-        Conflict, too, where network, loss, optimizer, batch size, data or seed are others.
+        checkpoint: a folder; with `resume` the run continues from its newest checkpoint, to the
+        same bits as if it had never stopped; without it the folder must hold none (else Conflict).
+        Conflict also where network, loss, optimizer, batch size, data or seed differ.
         Ctrl-C ends the run between two steps, after a checkpoint.
         NonFinite: the loss became NaN or infinite; the error names the first operator that did.
         """
@@ -186,13 +186,13 @@ class Trainer:
         *,
         local_lr: float | None = None,
     ) -> Module:
-        """The functions and state as an IR module.
+        """Return the functions and state as an IR module.
 
-        entries: of "predict", "evaluate", "loss" (what federated algorithms derive), "train_step",
-        "local_update", "adapt" and "gradients"; the optimizer's state comes along with
-        `train_step`. `local_update` and `adapt` are plain
-        gradient descent at the constant rate `local_lr` (by default the optimizer's where that is
-        constant, else 0.01): a device keeps no optimizer state.
+        entries: any of "predict", "evaluate", "loss" (which federated algorithms differentiate),
+        "train_step", "local_update", "adapt" and "gradients"; the optimizer's state is included
+        with `train_step`. `local_update` and `adapt` are plain gradient descent at the constant
+        rate `local_lr` (by default the optimizer's rate where that is constant, else 0.01), since a
+        device keeps no optimizer state.
         """
         return build_module(self, tuple(entries), local_lr)
 
