@@ -120,15 +120,15 @@ def _command() -> None:
     parser.add_argument("--held-out", type=float)
     parser.add_argument("--app")
     parser.add_argument("--log-level", default="INFO")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
         main(
-            given.home,
-            given.data,
-            population=given.population,
-            held_out=given.held_out,
-            app=given.app,
-            log_level=given.log_level,
+            arguments.home,
+            arguments.data,
+            population=arguments.population,
+            held_out=arguments.held_out,
+            app=arguments.app,
+            log_level=arguments.log_level,
         )
     except (TriplaneError, OSError) as error:
         sys.exit(f"device: {error}")

@@ -69,18 +69,18 @@ def main(argv: list[str]) -> None:
         signal.signal(number, signal.SIG_IGN)  # the parent decides; a service manager tells both
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what an app prints must not look like a reply
-    given = json.loads(argv[0])
+    arguments = json.loads(argv[0])
     hold_little_memory()
-    configure_logging(given["log_level"])
+    configure_logging(arguments["log_level"])
     requests = Requests()
     threading.Thread(target=requests.read, daemon=True).start()
-    settings = DeviceSettings(**given["settings"])
+    settings = DeviceSettings(**arguments["settings"])
     try:
-        home = DeviceHome(given["home"])
+        home = DeviceHome(arguments["home"])
         lock = home.lock_for_tasks()
         home.recover()
-        shard = shard_of(given["data"], held_out=settings.held_out)
-        app = load_app(given["app"]) if given["app"] else None
+        shard = shard_of(arguments["data"], held_out=settings.held_out)
+        app = load_app(arguments["app"]) if arguments["app"] else None
         runner = InProcessExecutor(home, shard, settings, app)
         give_back_code()
         _limit_memory(settings.max_memory_bytes)
@@ -116,9 +116,9 @@ def _answer(
 def _limit_memory(max_bytes: int) -> None:
     """Let this process grow by so many bytes of its own; 0 for no limit."""
     status = Path("/proc/self/status")
-    found = re.search(r"VmData:\s+(\d+) kB", status.read_text()) if status.exists() else None
-    if max_bytes and found:
-        set_limit(resource.RLIMIT_DATA, int(found[1]) * 1024 + max_bytes)
+    match = re.search(r"VmData:\s+(\d+) kB", status.read_text()) if status.exists() else None
+    if max_bytes and match:
+        set_limit(resource.RLIMIT_DATA, int(match[1]) * 1024 + max_bytes)
     set_limit(resource.RLIMIT_CORE, 0)
 
 

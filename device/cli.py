@@ -162,8 +162,8 @@ def status(*, home: Path, as_json: bool) -> None:
     """
     from triplane.device.status import look
 
-    found = look(home)
-    open_output(as_json).result(found.record(), found.text())
+    report = look(home)
+    open_output(as_json).result(report.record(), report.text())
 
 
 if __name__ == "__main__":

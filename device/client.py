@@ -366,10 +366,10 @@ class _Working:
 
     async def _tell_offer(self) -> None:
         """Send the offer until the newest one is acknowledged."""
-        told = None
-        while told is not self._offered:
-            told = self._offered
-            await self._session.send(told)
+        sent = None
+        while sent is not self._offered:
+            sent = self._offered
+            await self._session.send(sent)
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

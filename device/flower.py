@@ -70,16 +70,18 @@ def client_app(shard: Callable[[Context], Shard]) -> ClientApp:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         plan, work = _begin(message, context)
-        found = learn(plan, work, shard(context))
-        metrics = {"num-examples": found.examples, "loss": found.loss}
-        return _reply(message, metrics, ArrayRecord({k: Array(v) for k, v in found.change.items()}))
+        learned = learn(plan, work, shard(context))
+        metrics = {"num-examples": learned.examples, "loss": learned.loss}
+        return _reply(
+            message, metrics, ArrayRecord({k: Array(v) for k, v in learned.change.items()})
+        )
 
     @app.evaluate()
     def test(message: Message, context: Context) -> Message:
         plan, work = _begin(message, context)
         steps = int(message.content[CONFIG]["adapt-steps"])
-        found = evaluate(plan, work, shard(context), steps=steps)
-        metrics = {"num-examples": found.samples, "before": found.before, "after": found.after}
+        score = evaluate(plan, work, shard(context), steps=steps)
+        metrics = {"num-examples": score.samples, "before": score.before, "after": score.after}
         return _reply(message, metrics)
 
     return app
@@ -138,8 +140,8 @@ def answered(
         raise InvalidInput(f"these bytes are no Flower message: {error}") from error
     for key, record in asked.content.array_records.items():
         if not record:
-            made = {name: Array(np.array(x)) for name, x in arrays.items()}
-            asked.content[key] = ArrayRecord(made)
+            filled = {name: Array(np.array(x)) for name, x in arrays.items()}
+            asked.content[key] = ArrayRecord(filled)
     try:
         reply = app(asked, context)
     except Exception as error:
@@ -161,13 +163,13 @@ def load_app(name: str) -> ClientApp:
 
     Modules are also looked for in the current folder, as `python -m` does.
     """
-    where, told, attribute = name.rpartition(":")
-    if not told or not where or not attribute.isidentifier():
+    where, colon, attribute = name.rpartition(":")
+    if not colon or not where or not attribute.isidentifier():
         raise InvalidInput(f"an app is named MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE, got {name!r}")
-    found = getattr(_module(where), attribute, None)
-    if not isinstance(found, ClientApp):
-        raise InvalidInput(f"{attribute!r} of {where} is no ClientApp but {type(found).__name__}")
-    return found
+    app = getattr(_module(where), attribute, None)
+    if not isinstance(app, ClientApp):
+        raise InvalidInput(f"{attribute!r} of {where} is no ClientApp but {type(app).__name__}")
+    return app
 
 
 def _module(where: str) -> Any:

@@ -76,13 +76,13 @@ class DeviceSettings:
         self, *, data: Path | None, population: str | None, held_out: float | None
     ) -> "DeviceSettings":
         """With those of the given values that are not None."""
-        given = {
+        changes = {
             "data": None if data is None else str(Path(data).absolute()),
             "population": population,
             "held_out": held_out,
         }
         return DeviceSettings(
-            **{**asdict(self), **{k: v for k, v in given.items() if v is not None}}
+            **{**asdict(self), **{k: v for k, v in changes.items() if v is not None}}
         )
 
 
@@ -152,11 +152,11 @@ class DeviceHome:
         except FileNotFoundError:
             return DeviceSettings()
         try:
-            given = json.loads(data)
+            parsed = json.loads(data)
             known = {field.name for field in fields(DeviceSettings)}
-            if not isinstance(given, dict) or not given.keys() <= known:
+            if not isinstance(parsed, dict) or not parsed.keys() <= known:
                 raise InvalidInput(f"keys are {', '.join(sorted(known))}")
-            return DeviceSettings(**given)
+            return DeviceSettings(**parsed)
         except (ValueError, TypeError) as error:
             raise Corrupt(f"{self.settings_file} cannot be read: {error}") from error
 
@@ -169,8 +169,8 @@ class DeviceHome:
     def enrolled(self) -> "DeviceIdentity":
         """Written beside the certificate, so that a device need not parse it in its own process."""
         try:
-            given = json.loads(self.enrolled_file.read_bytes()[:MAX_SETTINGS_BYTES])
-            return DeviceIdentity(str(given["name"]), float(given["renew_at_s"]))
+            parsed = json.loads(self.enrolled_file.read_bytes()[:MAX_SETTINGS_BYTES])
+            return DeviceIdentity(str(parsed["name"]), float(parsed["renew_at_s"]))
         except (OSError, ValueError, TypeError, KeyError):
             return self.note_certificate()
 
@@ -178,20 +178,20 @@ class DeviceHome:
         """Read the certificate and write down what a device needs of it."""
         from triplane.proto.identity import renewal_due_s
 
-        found = DeviceIdentity(self.identity.name, renewal_due_s(self.identity))
-        write_atomic(self.enrolled_file, json.dumps(asdict(found)).encode())
-        return found
+        device = DeviceIdentity(self.identity.name, renewal_due_s(self.identity))
+        write_atomic(self.enrolled_file, json.dumps(asdict(device)).encode())
+        return device
 
     @property
     def session(self) -> SessionNote | None:
         """What `note_session` wrote last; None where nothing can be read."""
         try:
-            given = json.loads(self.session_file.read_bytes()[:MAX_SETTINGS_BYTES])
-            asked = given.get("population_asked")
+            parsed = json.loads(self.session_file.read_bytes()[:MAX_SETTINGS_BYTES])
+            asked = parsed.get("population_asked")
             return SessionNote(
-                str(given["state"]),
-                str(given["population"]),
-                float(given["since_s"]),
+                str(parsed["state"]),
+                str(parsed["population"]),
+                float(parsed["since_s"]),
                 None if asked is None else bool(asked),
             )
         except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -116,8 +116,8 @@ class Memory:
         if path.exists():
             return self._read(path) or NOTHING
         newest = max(self._personal.glob("*.state"), key=_written_s, default=None)
-        found = self._read(newest) if newest else None
-        return PersonalState(found.tensors, {}) if found else NOTHING
+        state = self._read(newest) if newest else None
+        return PersonalState(state.tensors, {}) if state else NOTHING
 
     def keep(
         self, facts: UpdateFacts, update: Path | bytes, implied: PersonalState
@@ -169,8 +169,8 @@ class Memory:
     def pending(self) -> tuple[PendingUpdate, ...]:
         """Every update that was not settled. A damaged one is dropped: it cannot be sent again."""
         paths = sorted({*self._pending.glob("*.update"), *self._held})
-        found = (self._at(path) for path in paths)
-        return tuple(pending for pending in found if pending is not None)
+        updates = (self._at(path) for path in paths)
+        return tuple(pending for pending in updates if pending is not None)
 
     def inline_of(self, pending: PendingUpdate, most: int) -> bytes | None:
         """The update alone, where it has at most so many bytes."""
@@ -226,19 +226,19 @@ class Memory:
             return self._held[path]
         if not path.exists():
             return None
-        return self._verified.get(path) or self._found(path)
+        return self._verified.get(path) or self._verify(path)
 
-    def _found(self, path: Path) -> PendingUpdate | None:
+    def _verify(self, path: Path) -> PendingUpdate | None:
         try:
             file = Container(path, kind=KIND)
             file.verify()
-            found = PendingUpdate(path, UpdateFacts.parse(dict(file.manifest.properties)))
+            update = PendingUpdate(path, UpdateFacts.parse(dict(file.manifest.properties)))
         except (Corrupt, InvalidInput) as error:
             logger.warning("update dropped", extra={"file": path.name, "reason": str(error)})
             _drop(path)
             return None
-        self._verified[path] = found
-        return found
+        self._verified[path] = update
+        return update
 
     def _read(self, path: Path) -> PersonalState | None:
         """None, and the file goes, where it is damaged: learning goes on from the shared state."""

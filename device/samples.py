@@ -75,15 +75,15 @@ def _named(batch: Any) -> dict[str, Array]:
             'samples are arrays by name, as in {"x": images, "y": labels}, an npz file of them, or '
             f"batches of that form; got {type(batch).__name__}"
         )
-    found = {}
+    arrays = {}
     for name, x in batch.items():
         if not isinstance(name, str):
             raise InvalidInput(f"arrays are named by strings, as 'x' and 'y', got {name!r}")
         try:
-            found[name] = np.asarray(x)
+            arrays[name] = np.asarray(x)
         except ValueError as error:
             raise InvalidInput(f"{name!r} is no array of samples of one shape: {error}") from error
-    return found
+    return arrays
 
 
 def _gathered(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:

@@ -145,15 +145,18 @@ class TaskRunner:
 
     def settle(self, work_set: WorkSet) -> None:
         """Let updates take effect that counted, and forget those whose lease is over."""
-        told = {(s.run, s.lease): s for s in work_set.settled}
+        settlements = {(s.run, s.lease): s for s in work_set.settled}
         for pending in self.memory.pending():
             run, lease = pending.facts.run, pending.facts.lease
-            found = told.get((run, lease))
-            if found is None and lease in work_set.leases:
+            settlement = settlements.get((run, lease))
+            if settlement is None and lease in work_set.leases:
                 continue
-            counted = found is not None and found.counted
+            counted = settlement is not None and settlement.counted
             self.memory.settle(pending, counted=counted)
-            said = {"counted": counted, "reason": found.reason if found else "its lease is over"}
+            said = {
+                "counted": counted,
+                "reason": settlement.reason if settlement else "its lease is over",
+            }
             logger.info("update settled", extra={"run": run, "round": pending.facts.round, **said})
 
     def _do(self, task: Task, stop: StopToken, wanted: frozenset[bytes]) -> pb.Contribution:
@@ -202,7 +205,7 @@ class TaskRunner:
 
     def score(self, plan: Plan, task: Task, stop: StopToken) -> pb.Contribution:
         """Score the shared state before and after adaptation; keep the better for `predict`."""
-        found = self.model.judge(
+        judged = self.model.judge(
             plan,
             StoppablePlan(plan, stop),
             task.work,
@@ -212,11 +215,11 @@ class TaskRunner:
             restart=lambda: self._assign(plan, task),
             other=lambda blob: _stopping(Plan.load(self._home.plans / blob, options=OPTIONS), stop),
         )
-        told = pb.Score(
-            samples=found.samples, before=found.before, after=found.after, round=task.work.round
+        score = pb.Score(
+            samples=judged.samples, before=judged.before, after=judged.after, round=task.work.round
         )
         lease = bytes.fromhex(task.lease)
-        return pb.Contribution(run=task.work.run, round=task.work.round, lease=lease, score=told)
+        return pb.Contribution(run=task.work.run, round=task.work.round, lease=lease, score=score)
 
     def _answered(
         self, task: Task, plan: Path, message: Blob, wanted: frozenset[bytes], stop: StopToken
@@ -232,7 +235,7 @@ class TaskRunner:
         kept = self.memory.personal(run).tensors.get(name)
         said = self._fetch(message, self._blobs, wanted, stop).read_bytes()
         began_s = time.monotonic()
-        found = answered(
+        reply = answered(
             self._app, said, arrays, b"" if kept is None else kept.tobytes(), run=run,
             device=task.work.device,
         )  # fmt: skip
@@ -241,13 +244,13 @@ class TaskRunner:
             run=run,
             round=task.work.round,
             lease=task.lease,
-            examples=found.examples,
-            loss=found.loss,
+            examples=reply.examples,
+            loss=reply.loss,
             seconds=time.monotonic() - began_s,
         )
         path = self._home.pending / f"{run}.new"
-        write_atomic(path, found.reply)
-        implied = PersonalState({name: np.frombuffer(found.kept, np.uint8)}, {})
+        write_atomic(path, reply.reply)
+        implied = PersonalState({name: np.frombuffer(reply.kept, np.uint8)}, {})
         return self._offered(self.memory.keep(facts, path, implied), task, stop)
 
     def _written(
@@ -287,7 +290,7 @@ class TaskRunner:
             sha256, size = upload(self._channel(), path), path.stat().st_size
         else:
             sha256, size = hashlib.sha256(data).digest(), len(data)
-        told = pb.Update(
+        update = pb.Update(
             blob=pb.Blob(sha256=sha256, size=size),
             examples=facts.examples,
             loss=facts.loss,
@@ -295,7 +298,7 @@ class TaskRunner:
             inline=data or b"",
         )
         lease = bytes.fromhex(facts.lease)
-        return pb.Contribution(run=facts.run, round=facts.round, lease=lease, update=told)
+        return pb.Contribution(run=facts.run, round=facts.round, lease=lease, update=update)
 
     def _fetch(
         self, blob: Blob, into: BlobFolder, wanted: frozenset[bytes], stop: StopToken

@@ -99,12 +99,12 @@ def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: fl
             f"{len(message.tasks)} and {len(message.settled)}"
         )
     tasks, refused = [], []
-    for told in message.tasks:
-        _check_lease(told.run, told.lease)
+    for task in message.tasks:
+        _check_lease(task.run, task.lease)
         try:
-            tasks.append(_task(told, device, max_blob_bytes, now_s))
+            tasks.append(_task(task, device, max_blob_bytes, now_s))
         except InvalidInput as error:
-            refused.append(declined(told.run, told.round, told.lease, str(error)))
+            refused.append(declined(task.run, task.round, task.lease, str(error)))
     asked = message.population_asked if message.HasField("population_asked") else None
     settled = tuple(map(_settled, message.settled))
     return WorkSet(tuple(tasks), settled, tuple(refused), message, asked)
@@ -116,28 +116,28 @@ def declined(run: str, round_: int, lease: bytes, reason: str) -> pb.Contributio
     return pb.Contribution(run=run, round=round_, lease=lease, declined=cut)
 
 
-def _task(told: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> Task:
-    kind = told.WhichOneof("work") or "nothing"
+def _task(message: pb.Task, device: str, max_blob_bytes: int, now_s: float) -> Task:
+    kind = message.WhichOneof("work") or "nothing"
     if kind not in KINDS:
         raise InvalidInput(f"this device can {' and '.join(KINDS)}, the task is {kind!r}")
-    _in_range("deadline_s", told.deadline_s, MAX_SECONDS)
-    _in_range("round", told.round, MAX_ROUND)
+    _in_range("deadline_s", message.deadline_s, MAX_SECONDS)
+    _in_range("round", message.round, MAX_ROUND)
     task = Task(
         kind=kind,
-        lease=told.lease.hex(),
-        plan=_blob("plan", told.plan, max_blob_bytes),
-        state=_blob("state", told.state, max_blob_bytes),
-        work=_work(told, device),
-        until_s=now_s + told.deadline_s,
-        inline_state=_inline_state(told),
-        inline_bytes=min(told.inline_bytes, INLINE_BYTES),
-        document=told,
+        lease=message.lease.hex(),
+        plan=_blob("plan", message.plan, max_blob_bytes),
+        state=_blob("state", message.state, max_blob_bytes),
+        work=_work(message, device),
+        until_s=now_s + message.deadline_s,
+        inline_state=_inline_state(message),
+        inline_bytes=min(message.inline_bytes, INLINE_BYTES),
+        document=message,
     )
-    return KINDS[kind](task, told, max_blob_bytes)
+    return KINDS[kind](task, message, max_blob_bytes)
 
 
-def _learns(task: Task, told: pb.Task, _max_blob_bytes: int) -> Task:
-    learn = told.learn
+def _learns(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
+    learn = message.learn
     if not 1 <= task.work.steps <= MAX_STEPS:
         raise InvalidInput(f"learning takes 1 to {MAX_STEPS} steps, the task {task.work.steps}")
     keep = learn.keep or 1.0
@@ -145,13 +145,13 @@ def _learns(task: Task, told: pb.Task, _max_blob_bytes: int) -> Task:
     return replace(task, compression=learn.compression, keep=keep)
 
 
-def _evaluates(task: Task, told: pb.Task, _max_blob_bytes: int) -> Task:
-    _in_range("steps of adaptation", told.evaluate.steps, MAX_STEPS)
-    return replace(task, steps=told.evaluate.steps)
+def _evaluates(task: Task, message: pb.Task, _max_blob_bytes: int) -> Task:
+    _in_range("steps of adaptation", message.evaluate.steps, MAX_STEPS)
+    return replace(task, steps=message.evaluate.steps)
 
 
-def _answers(task: Task, told: pb.Task, max_blob_bytes: int) -> Task:
-    return replace(task, message=_blob("message", told.flower, max_blob_bytes))
+def _answers(task: Task, message: pb.Task, max_blob_bytes: int) -> Task:
+    return replace(task, message=_blob("message", message.flower, max_blob_bytes))
 
 
 KINDS: Final[dict[str, Callable[[Task, pb.Task, int], Task]]] = {
@@ -162,15 +162,15 @@ KINDS: Final[dict[str, Callable[[Task, pb.Task, int], Task]]] = {
 """What a device does, by the field of `Task.work`."""
 
 
-def _work(told: pb.Task, device: str) -> Work:
-    sampling = told.sampling
+def _work(message: pb.Task, device: str) -> Work:
+    sampling = message.sampling
     for name in ("batch_size", "support", "query"):
         _in_range(name, getattr(sampling, name), MAX_SAMPLES)
     return Work(
-        run=told.run,
-        round=told.round,
+        run=message.run,
+        round=message.round,
         device=device,
-        seed=told.seed,
+        seed=message.seed,
         steps=sampling.steps,
         batch_size=sampling.batch_size,
         support=sampling.support,
@@ -178,30 +178,32 @@ def _work(told: pb.Task, device: str) -> Work:
     )
 
 
-def _blob(what: str, told: pb.Blob, max_bytes: int) -> Blob:
-    if len(told.sha256) != 32:
-        raise InvalidInput(f"a {what} is named by 32 bytes of SHA-256, got {len(told.sha256)}")
-    if not 1 <= told.size <= max_bytes:
+def _blob(what: str, blob: pb.Blob, max_bytes: int) -> Blob:
+    if len(blob.sha256) != 32:
+        raise InvalidInput(f"a {what} is named by 32 bytes of SHA-256, got {len(blob.sha256)}")
+    if not 1 <= blob.size <= max_bytes:
         raise InvalidInput(
-            f"a {what} has 1 to {max_bytes} bytes on this device, the task's {told.size}"
+            f"a {what} has 1 to {max_bytes} bytes on this device, the task's {blob.size}"
         )
-    return Blob(told.sha256, told.size)
+    return Blob(blob.sha256, blob.size)
 
 
-def _inline_state(told: pb.Task) -> bytes:
-    data = told.inline_state
+def _inline_state(message: pb.Task) -> bytes:
+    data = message.inline_state
     if not data:
         return b""
     if len(data) > INLINE_BYTES:
         raise InvalidInput(f"a state in a task has at most {INLINE_BYTES} bytes, got {len(data)}")
-    if len(data) != told.state.size or hashlib.sha256(data).digest() != told.state.sha256:
+    if len(data) != message.state.size or hashlib.sha256(data).digest() != message.state.sha256:
         raise InvalidInput("the state in the task is not the one that it names")
     return data
 
 
-def _settled(told: pb.Settlement) -> Settlement:
-    _check_lease(told.run, told.lease)
-    return Settlement(told.run, told.lease.hex(), told.counted, told.reason[:MAX_REASON_CHARS])
+def _settled(message: pb.Settlement) -> Settlement:
+    _check_lease(message.run, message.lease)
+    return Settlement(
+        message.run, message.lease.hex(), message.counted, message.reason[:MAX_REASON_CHARS]
+    )
 
 
 def _check_lease(run: str, lease: bytes) -> None:

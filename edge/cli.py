@@ -155,8 +155,8 @@ def enrol(
 
     node = NodeHome(home)
     identity = enrol_node(node, token_text, address, root)
-    given = {name: value for name, value in options.items() if _was_given(name)}
-    settings = replace(node.settings, **given) if node.settings_file.exists() else None
+    changes = {name: value for name, value in options.items() if _was_given(name)}
+    settings = replace(node.settings, **changes) if node.settings_file.exists() else None
     if settings is not None and targets:
         settings = replace(settings, targets=targets)
     node.save_settings(settings or NodeSettings(targets=targets, **options))
@@ -187,10 +187,10 @@ def up(*, home: Path, as_json: bool) -> None:
     main(home, _ready_json if as_json else ready.text)
 
 
-def _ready_json(node: "NodeHome", told: "Ready") -> str:
+def _ready_json(node: "NodeHome", ready: "Ready") -> str:
     from triplane.edge.supervisor.ready import record
 
-    return json.dumps(record(node, told))
+    return json.dumps(record(node, ready))
 
 
 @edge.command(epilog=SAMPLES_EXAMPLE, short_help="Give this node labelled samples of its own.")
@@ -237,11 +237,11 @@ def status(*, home: Path, as_json: bool) -> None:
     from triplane.edge.status import look
 
     quiet_grpc()
-    found = look(NodeHome(home))
+    report = look(NodeHome(home))
     output: CommandOutput = open_output(as_json)
-    output.result(found.record(), found.text())
-    if found.trouble is not None:
-        click.get_current_context().exit(EXIT_CODES[found.trouble])
+    output.result(report.record(), report.text())
+    if report.trouble is not None:
+        click.get_current_context().exit(EXIT_CODES[report.trouble])
 
 
 @edge.command(epilog=EXAMPLE, short_help="Answer inference calls on bundles, without a cloud.")

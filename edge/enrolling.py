@@ -93,12 +93,12 @@ def _believe(node: NodeHome, fetch: Fetch, root: Path | None) -> None:
             bootstrap(trial, lambda _: data)
         except AttemptRefused as refusal:
             raise Corrupt(f"{root} is no root: {refusal.text}") from refusal
-        found = Trust(trial, fetch).refresh()
-    if found.error is not None:
-        raise found.error
-    if found.refusals:
+        freshness = Trust(trial, fetch).refresh()
+    if freshness.error is not None:
+        raise freshness.error
+    if freshness.refusals:
         raise Corrupt(
-            f"the cloud's metadata does not follow from {root}: {found.refusals[-1].text}; it is "
-            "another cloud's root, or this cloud is not in the hands of those who made it"
+            f"the cloud's metadata does not follow from {root}: {freshness.refusals[-1].text}; it "
+            "is another cloud's root, or this cloud is not in the hands of those who made it"
         )
     bootstrap(node.trust, lambda _: data)

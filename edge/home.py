@@ -37,10 +37,10 @@ class NodeSettings:
     tls_client_ca: str | None = None
 
 
-def _check_kinds(given: Mapping[str, Any]) -> None:
+def _check_kinds(values: Mapping[str, Any]) -> None:
     """InvalidInput names a setting whose value is not of its kind."""
     kinds = get_type_hints(NodeSettings)
-    for name, value in given.items():
+    for name, value in values.items():
         if name == "targets":
             fits, kind = isinstance(value, list) and all(isinstance(t, str) for t in value), "names"
         elif name.endswith("port"):
@@ -100,12 +100,12 @@ class NodeHome:
         except IsADirectoryError as error:
             raise Corrupt(f"{self.settings_file} cannot be read: it is a folder") from error
         try:
-            given = json.loads(data)
+            parsed = json.loads(data)
             known = {field.name for field in fields(NodeSettings)}
-            if not isinstance(given, dict) or not given.keys() <= known:
+            if not isinstance(parsed, dict) or not parsed.keys() <= known:
                 raise InvalidInput(f"keys are {', '.join(sorted(known))}")
-            _check_kinds(given)
-            return NodeSettings(**{**given, "targets": tuple(given.get("targets", ()))})
+            _check_kinds(parsed)
+            return NodeSettings(**{**parsed, "targets": tuple(parsed.get("targets", ()))})
         except (ValueError, TypeError, RecursionError) as error:
             raise Corrupt(f"{self.settings_file} cannot be read: {error}") from error
 

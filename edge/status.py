@@ -71,10 +71,10 @@ class NodeStatus:
     def _of(self, model: str) -> str:
         pointer, last = self.committed.get(model), self.last.get(model)
         serves = "not known" if self.serving is None else self.serving.get(model, "nothing")
-        told = self.desired.get(model)
+        desired = self.desired.get(model)
         said = [f"serves {serves}", f"committed {pointer.version if pointer else 'nothing'}"]
-        if told and (pointer is None or told != pointer.version):
-            said.append(f"told to serve {told}")
+        if desired and (pointer is None or desired != pointer.version):
+            said.append(f"told to serve {desired}")
         if last and (pointer is None or last.version != pointer.version or not last.ended):
             said.append(f"version {last.version} {last.state.lower()} {last.reason}".strip())
         return ", ".join(said)

@@ -77,8 +77,8 @@ class BlobFolder:
                     mark = _mark(os.fstat(file.fileno()))
                     if not reread and self._whole.get(sha256) == mark:
                         return False
-                    found = hashlib.file_digest(file, "sha256").digest()
-                if found == sha256:
+                    digest = hashlib.file_digest(file, "sha256").digest()
+                if digest == sha256:
                     self._whole[sha256] = mark
                     return False
                 if _mark(path.stat()) == mark:
@@ -224,12 +224,12 @@ class IncomingBlob:
         self.close()
         return self._name()
 
-    def _check(self, found: bytes) -> None:
-        if found != self.sha256:
+    def _check(self, digest: bytes) -> None:
+        if digest != self.sha256:
             self.restart()
             raise Corrupt(
                 f"blob {self.sha256.hex()[:16]}...: the bytes received have the digest "
-                f"{found.hex()[:16]}...; they were dropped, send it again from the start"
+                f"{digest.hex()[:16]}...; they were dropped, send it again from the start"
             )
 
     def _name(self) -> Path:

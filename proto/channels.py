@@ -102,7 +102,7 @@ class Guarded(grpc.Channel):
         self._lock = threading.Lock()
         self._closed = False
 
-    def _made(self, kind: str, *args: Any, **options: Any) -> Any:
+    def _call(self, kind: str, *args: Any, **options: Any) -> Any:
         with self._lock:
             if self._closed:
                 raise Unavailable("the link to the cloud was closed meanwhile")
@@ -110,27 +110,27 @@ class Guarded(grpc.Channel):
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:
         """See `grpc.Channel`."""
-        return self._made("unary_unary", *args, **options)
+        return self._call("unary_unary", *args, **options)
 
     def unary_stream(self, *args: Any, **options: Any) -> Any:
         """See `grpc.Channel`."""
-        return self._made("unary_stream", *args, **options)
+        return self._call("unary_stream", *args, **options)
 
     def stream_unary(self, *args: Any, **options: Any) -> Any:
         """See `grpc.Channel`."""
-        return self._made("stream_unary", *args, **options)
+        return self._call("stream_unary", *args, **options)
 
     def stream_stream(self, *args: Any, **options: Any) -> Any:
         """See `grpc.Channel`."""
-        return self._made("stream_stream", *args, **options)
+        return self._call("stream_stream", *args, **options)
 
     def subscribe(self, *args: Any, **options: Any) -> None:
         """See `grpc.Channel`."""
-        self._made("subscribe", *args, **options)
+        self._call("subscribe", *args, **options)
 
     def unsubscribe(self, *args: Any, **options: Any) -> None:
         """See `grpc.Channel`."""
-        self._made("unsubscribe", *args, **options)
+        self._call("unsubscribe", *args, **options)
 
     def close(self) -> None:
         """May be said again; calls that are under way end."""
@@ -148,13 +148,13 @@ class Guarded(grpc.Channel):
 class _Details(grpc.ClientCallDetails):
     """Details of a call with another timeout."""
 
-    def __init__(self, given: Any) -> None:
-        self.method = given.method
+    def __init__(self, details: Any) -> None:
+        self.method = details.method
         self.timeout = DEADLINE_S
-        self.metadata = given.metadata
-        self.credentials = given.credentials
-        self.wait_for_ready = given.wait_for_ready
-        self.compression = getattr(given, "compression", None)
+        self.metadata = details.metadata
+        self.credentials = details.credentials
+        self.wait_for_ready = details.wait_for_ready
+        self.compression = getattr(details, "compression", None)
 
 
 class _Deadline(grpc.UnaryUnaryClientInterceptor):
@@ -162,8 +162,8 @@ class _Deadline(grpc.UnaryUnaryClientInterceptor):
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
         """Set the default deadline."""
-        given = client_call_details
-        return continuation(given if given.timeout is not None else _Details(given), request)
+        details = client_call_details
+        return continuation(details if details.timeout is not None else _Details(details), request)
 
 
 class _AioDeadline(grpc.aio.UnaryUnaryClientInterceptor):
@@ -171,7 +171,7 @@ class _AioDeadline(grpc.aio.UnaryUnaryClientInterceptor):
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
         """Set the default deadline."""
-        given = client_call_details
-        if given.timeout is None:
-            given = given._replace(timeout=DEADLINE_S)
-        return await continuation(given, request)
+        details = client_call_details
+        if details.timeout is None:
+            details = details._replace(timeout=DEADLINE_S)
+        return await continuation(details, request)

@@ -83,18 +83,18 @@ def check_desired(desired: Desired) -> None:
         raise InvalidInput("a document assigns each model once")
 
 
-def _check_assignment(told: Assignment) -> None:
-    if not _NAME.fullmatch(told.model):
-        raise InvalidInput(f"a model's name matches {NAME}, assigned is {told.model[:100]!r}")
-    _bound("version", told.version, MAX_VERSION)
-    _bound("attempt", told.attempt, MAX_NUMBER)
-    _bound("length of target_path", len(told.target_path), MAX_PATH_CHARS)
-    _bound("length of rollout", len(told.rollout), MAX_ID_CHARS)
-    if len(told.sha256) not in {0, 32}:
-        raise InvalidInput(f"sha256 has 32 bytes in an assignment, got {len(told.sha256)}")
-    if not (math.isfinite(told.probation_s) and 0 <= told.probation_s <= MAX_SECONDS):
+def _check_assignment(assignment: Assignment) -> None:
+    if not _NAME.fullmatch(assignment.model):
+        raise InvalidInput(f"a model's name matches {NAME}, assigned is {assignment.model[:100]!r}")
+    _bound("version", assignment.version, MAX_VERSION)
+    _bound("attempt", assignment.attempt, MAX_NUMBER)
+    _bound("length of target_path", len(assignment.target_path), MAX_PATH_CHARS)
+    _bound("length of rollout", len(assignment.rollout), MAX_ID_CHARS)
+    if len(assignment.sha256) not in {0, 32}:
+        raise InvalidInput(f"sha256 has 32 bytes in an assignment, got {len(assignment.sha256)}")
+    if not (math.isfinite(assignment.probation_s) and 0 <= assignment.probation_s <= MAX_SECONDS):
         raise InvalidInput(
-            f"probation_s is 0 to {MAX_SECONDS:.0f} in an assignment, got {told.probation_s}"
+            f"probation_s is 0 to {MAX_SECONDS:.0f} in an assignment, got {assignment.probation_s}"
         )
 
 

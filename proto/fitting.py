@@ -75,5 +75,5 @@ def fits(needs: HardwareNeeds, node: Offers) -> str | None:
 
 def version_key(text: str) -> tuple[int, ...]:
     """The leading numbers of a version, for comparing: "1.23.2+cpu" is (1, 23, 2)."""
-    found = re.match(r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,7}", text)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()
+    match = re.match(r"[0-9]{1,9}(?:\.[0-9]{1,9}){0,7}", text)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()

@@ -149,9 +149,9 @@ def enrol(
     from triplane.proto.enrolment_pb2_grpc import EnrolmentStub
     from triplane.proto.status import remote_errors
 
-    given = Token.parse(token)
-    key = _pending_key(Path(folder), given)
-    request = _pending_request(Path(folder), given, key)
+    parsed = Token.parse(token)
+    key = _pending_key(Path(folder), parsed)
+    request = _pending_request(Path(folder), parsed, key)
     with (
         grpc.insecure_channel(address) as channel,
         _answers_for(address),
@@ -159,10 +159,10 @@ def enrol(
     ):
         stub = EnrolmentStub(channel)
         authority_der = stub.GetAuthority(pb.GetAuthorityRequest(), timeout=timeout_s).authority
-        authority = _pinned(authority_der, given.pin, address)
+        authority = _pinned(authority_der, parsed.pin, address)
         answer = stub.Enrol(
             pb.EnrolRequest(
-                token_id=given.id, request=request, mac=mac(given.key, request), kind=kind
+                token_id=parsed.id, request=request, mac=mac(parsed.key, request), kind=kind
             ),
             timeout=timeout_s,
         )
@@ -242,18 +242,19 @@ def _accept(
 
 
 def _pinned(der: bytes, pin: bytes, address: str) -> x509.Certificate:
-    found = hashlib.sha256(der).digest()
-    if not hmac.compare_digest(found, pin):
+    fingerprint = hashlib.sha256(der).digest()
+    if not hmac.compare_digest(fingerprint, pin):
         raise Corrupt(
-            f"invalid token: it pins the authority {told(pin, found)}, but {address} has "
-            f"{told(found, pin)}. The token was changed on its way or is of another cloud, or "
-            "somebody answers in the cloud's place; request a new one with `triplane cloud token`"
+            f"invalid token: it pins the authority {distinct_digest(pin, fingerprint)}, but "
+            f"{address} has {distinct_digest(fingerprint, pin)}. The token was changed on its way "
+            "or belongs to another cloud, or somebody answers in the cloud's place; request a new "
+            "one with `triplane cloud token`"
         )
     return certificate_of(der, "the authority")
 
 
-def told(digest: bytes, other: bytes, least: int = 16) -> str:
-    """A digest in hexadecimal, as far as it takes to tell it from the other."""
+def distinct_digest(digest: bytes, other: bytes, least: int = 16) -> str:
+    """Return a digest in hexadecimal, long enough to distinguish it from the other."""
     mine, theirs = digest.hex(), other.hex()
     differs = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), 0)
     end = max(least, differs + 4)

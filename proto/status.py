@@ -135,8 +135,8 @@ def facts_of(error: BaseException) -> Mapping[str, str]:
 
     An internal error has its `incident`.
     """
-    found: Mapping[str, str] = vars(error).get("facts", {})
-    return found
+    details: Mapping[str, str] = vars(error).get("facts", {})
+    return details
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,17 +224,17 @@ def remote_errors() -> Iterator[None]:
 
 def _reason(metadata: Any) -> pb.Reason:
     """Ours among the trailer's details; empty where there is none or it is not readable."""
-    found = next((value for key, value in metadata or () if key == TRAILER), b"")
-    if not isinstance(found, bytes) or len(found) > MAX_TRAILER_BYTES:
+    data = next((value for key, value in metadata or () if key == TRAILER), b"")
+    if not isinstance(data, bytes) or len(data) > MAX_TRAILER_BYTES:
         return pb.Reason()
     try:
-        for packed in pb.Status.FromString(found).details:
+        for packed in pb.Status.FromString(data).details:
             if packed.type_url == ERROR_INFO:
                 reason = pb.Reason.FromString(packed.value)
                 if reason.domain == DOMAIN:
                     return reason
     except DecodeError:
-        logger.info("a trailer is damaged", extra={"bytes": len(found)})
+        logger.info("a trailer is damaged", extra={"bytes": len(data)})
     return pb.Reason()
 
 

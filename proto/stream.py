@@ -134,12 +134,12 @@ class StreamState:
 class Link:
     """One stream of either side, once both have greeted: pumps frames until it ends."""
 
-    def __init__(self, half: StreamState, on_message: Handler, heartbeat_s: float) -> None:
-        self.half = half
+    def __init__(self, state: StreamState, on_message: Handler, heartbeat_s: float) -> None:
+        self.state = state
         self._on_message = on_message
         self._heartbeat_s = heartbeat_s
         self._sent = 0  # highest number written to this stream
-        self._told = half.received  # highest acknowledgement written to it
+        self._acknowledged = state.received  # highest acknowledgement written to it
         self._wake = asyncio.Event()
         self._is_over = False
         self.freed = asyncio.Event()  # set at each acknowledgement
@@ -161,23 +161,23 @@ class Link:
         """Write what is queued, heartbeats included, until `end`."""
         while not self._has_ended():
             self._wake.clear()
-            due = [f for f in self.half.unacknowledged if f.number > self._sent]
+            due = [f for f in self.state.unacknowledged if f.number > self._sent]
             for frame in due:
                 if self._has_ended():
                     return
-                self._sent, self._told = frame.number, self.half.received
-                await write(self.half.stamped(frame))
+                self._sent, self._acknowledged = frame.number, self.state.received
+                await write(self.state.stamped(frame))
             if due:
                 continue
-            owes = self._told != self.half.received
+            owes = self._acknowledged != self.state.received
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S if owes else self._heartbeat_s):
                     await self._wake.wait()
             if self._has_ended():
                 return
-            if not any(f.number > self._sent for f in self.half.unacknowledged):
-                self._told = self.half.received
-                await write(self.half.beat())
+            if not any(f.number > self._sent for f in self.state.unacknowledged):
+                self._acknowledged = self.state.received
+                await write(self.state.beat())
 
     async def incoming(self, read: Callable[[], Awaitable[pb.Frame | None]]) -> pb.Goodbye | None:
         """Handle frames until a goodbye or the end of the stream. Unavailable after silence."""
@@ -191,14 +191,14 @@ class Link:
                 ) from error
             if frame is None:
                 return None
-            if self.half.acknowledge(frame.acknowledged):
+            if self.state.acknowledge(frame.acknowledged):
                 self.freed.set()
             body = frame.WhichOneof("body")
             if body == "goodbye":
                 return frame.goodbye
-            if body in BODIES and frame.number and self.half.is_new(frame):
+            if body in BODIES and frame.number and self.state.is_new(frame):
                 await self._on_message(getattr(frame, body))
-                self.half.handled(frame)
+                self.state.handled(frame)
                 self.wake()
 
 
@@ -427,7 +427,7 @@ class ServerSession:
             await asyncio.gather(reading, writing, return_exceptions=True)
 
     def _restart(self, hello: pb.Hello) -> None:
-        """A caller that has met neither this process nor this half: nothing old counts."""
+        """A caller that has met neither this process nor this state: nothing old counts."""
         fresh = StreamState(self._epoch)
         latest = {frame.WhichOneof("body"): frame for frame in self._half.unacknowledged}
         for name, frame in latest.items():
@@ -446,12 +446,12 @@ def check_hello(frame: pb.Frame) -> pb.Hello:
 
 
 def _heartbeat_s(welcome: pb.Welcome) -> float:
-    found = welcome.heartbeat_s or HEARTBEAT_S
-    if not MIN_HEARTBEAT_S <= found <= MAX_HEARTBEAT_S:
+    seconds = welcome.heartbeat_s or HEARTBEAT_S
+    if not MIN_HEARTBEAT_S <= seconds <= MAX_HEARTBEAT_S:
         raise InvalidInput(
-            f"heartbeat_s is {MIN_HEARTBEAT_S} to {MAX_HEARTBEAT_S} in a welcome, got {found}"
+            f"heartbeat_s is {MIN_HEARTBEAT_S} to {MAX_HEARTBEAT_S} in a welcome, got {seconds}"
         )
-    return found
+    return seconds
 
 
 def _retry_after_s(goodbye: pb.Goodbye) -> float:

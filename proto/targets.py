@@ -48,13 +48,13 @@ class TargetName:
     @classmethod
     def parse(cls, path: str) -> "TargetName":
         """Of a target path; InvalidInput where it is none, or not in its only spelling."""
-        found = _BUNDLE.fullmatch(path)
-        if found is None:
+        match = _BUNDLE.fullmatch(path)
+        if match is None:
             raise InvalidInput(
                 f"a bundle's target path is ROLE/MODEL@VERSION+TARGET.bundle with role "
                 f"{' or '.join(ROLES)}, got {path[:200]!r}"
             )
-        role, model, version, target = found.groups()
+        role, model, version, target = match.groups()
         return cls(role, model, int(version), target)
 
 
@@ -191,10 +191,10 @@ def _rule(model: str, fields: Any) -> Rule:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
         raise ValueError(f"a key stands twice in {sorted(key for key, _ in pairs)}")
-    return found
+    return fields
 
 
 def _is_share(x: Any) -> bool:

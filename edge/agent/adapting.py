@@ -174,7 +174,7 @@ def _check_fit(samples: Mapping[str, Any], bundle: Path, model: str, name: str) 
     x, wanted = samples["x"], served.inputs[0]
     sizes = [size if isinstance(size, int) and size > 0 else None for size in wanted.shape[1:]]
     fits = len(sizes) == x.ndim - 1 and all(
-        size in (None, found) for size, found in zip(sizes, x.shape[1:], strict=False)
+        expected in (None, size) for expected, size in zip(sizes, x.shape[1:], strict=False)
     )
     if not fits:
         shape = ", ".join("any" if size is None else str(size) for size in sizes)

@@ -53,9 +53,9 @@ class ObservedTrust:
 
     def refresh(self) -> Freshness:
         """See `Trust.refresh`."""
-        found = self._trust.refresh()
-        self.verified_s = max(self.verified_s, found.verified_s)
-        return found
+        freshness = self._trust.refresh()
+        self.verified_s = max(self.verified_s, freshness.verified_s)
+        return freshness
 
 
 class Agent:
@@ -139,7 +139,7 @@ class Agent:
             self._changed.clear()
             message = await asyncio.to_thread(self._made_report)
             await session.send(message)
-            self._reconciler.drop_told(message.incidents)
+            self._reconciler.drop_reported(message.incidents)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_S):
                     await self._changed.wait()
@@ -189,10 +189,10 @@ class Agent:
             if old is not None and certificate == self._certificate:
                 return old
             self._certificate = certificate
-            self._channel = made = connect(self._home.identity)
+            self._channel = channel = connect(self._home.identity)
         if old is not None:
             old.close()
-        return made
+        return channel
 
 
 def _pace(settings: NodeSettings) -> Pace:

@@ -133,11 +133,11 @@ class Attempt:
         context: AttemptContext,
         assignment: Assignment,
         committed: Pointer | None,
-        told: Callable[[AttemptProgress], None],
+        on_progress: Callable[[AttemptProgress], None],
         superseded: Callable[[], bool],
     ) -> None:
         self._context, self._assignment, self._committed = context, assignment, committed
-        self._told, self._superseded = told, superseded
+        self._on_progress, self._superseded = on_progress, superseded
         self._progress = AttemptProgress(
             assignment.model, assignment.version, assignment.attempt, "ASSIGNED"
         )
@@ -212,15 +212,15 @@ class Attempt:
         now = context.home.bundles / self._committed.sha256 if self._committed else None
         if now is not None and not now.is_file():  # it was damaged, and is being fetched again
             now = None
-        made = context.home.run / f"{model}.adapted"
+        adapted = context.home.run / f"{model}.adapted"
         try:
             compared = context.adaptation(
                 start, size=target.length, samples=samples, seed=f"{context.node}\0{model}",
-                out=made, current=now,
+                out=adapted, current=now,
             )  # fmt: skip
-            sha256 = context.blobs.put_file(made)
+            sha256 = context.blobs.put_file(adapted)
         finally:
-            made.unlink(missing_ok=True)
+            adapted.unlink(missing_ok=True)
         return compared, context.blobs.path(sha256), sha256
 
     def _admit(self) -> Admission:
@@ -363,14 +363,14 @@ class Attempt:
 
     def _enter(self, state: str, reason: str = "") -> None:
         """Journal the transition, then tell it."""
-        given, reason = self._assignment, clipped(reason, MAX_REASON_CHARS)
+        assignment, reason = self._assignment, clipped(reason, MAX_REASON_CHARS)
         self._context.journal.add(
             Line(
                 time_s=self._context.clock(),
-                model=given.model,
-                version=given.version,
-                attempt=given.attempt,
-                rollout=given.rollout,
+                model=assignment.model,
+                version=assignment.version,
+                attempt=assignment.attempt,
+                rollout=assignment.rollout,
                 state=state,
                 reason=reason,
             )
@@ -379,7 +379,7 @@ class Attempt:
 
     def _tell(self, **changed: Any) -> None:
         self._progress = replace(self._progress, **changed)
-        self._told(self._progress)
+        self._on_progress(self._progress)
 
 
 def is_whole(home: NodeHome, sha256: str) -> bool:

@@ -39,13 +39,13 @@ def _max_opset(version: str) -> int:
 
 
 def _flags() -> set[str]:
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return set(found.group(1).split()) if found else set()
+    match = re.search(r"^(?:flags|Features)\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return set(match.group(1).split()) if match else set()
 
 
 def _memory_bytes() -> int:
-    found = re.search(r"^MemTotal:\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
-    return int(found.group(1)) * 1024 if found else 0
+    match = re.search(r"^MemTotal:\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
+    return int(match.group(1)) * 1024 if match else 0
 
 
 def _read(path: str) -> str:

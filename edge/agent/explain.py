@@ -58,13 +58,13 @@ def _unavailable(f: Failure) -> TriplaneError:
 
 
 def _unsigned(f: Failure) -> TriplaneError:
-    found = parsed(f.role, f.data)
-    result = f.client.judged(f.role, found)
-    given = ", ".join(keyid[:12] for keyid in found.signatures) or "none"
+    metadata = parsed(f.role, f.data)
+    result = f.client.judged(f.role, metadata)
+    signers = ", ".join(keyid[:12] for keyid in metadata.signatures) or "none"
     return AttemptRefused(
         "threshold" if result.signed else "signature",
-        f"{f.name} (version {found.signed.version}) has {len(result.signed)} valid signatures of "
-        f"{result.threshold} that the role {f.role} needs; it is signed by key ids {given}",
+        f"{f.name} (version {metadata.signed.version}) has {len(result.signed)} valid signatures "
+        f"of {result.threshold} that the role {f.role} needs; it is signed by key ids {signers}",
     )
 
 
@@ -92,8 +92,8 @@ def _version(f: Failure) -> TriplaneError:
 
 def _pinned(f: Failure) -> TriplaneError:
     try:
-        found = parsed(f.role, f.data)
-        is_genuine = bool(f.client.judged(f.role, found))
+        metadata = parsed(f.role, f.data)
+        is_genuine = bool(f.client.judged(f.role, metadata))
     except AttemptRefused:
         is_genuine = False
     if not is_genuine:
@@ -101,7 +101,7 @@ def _pinned(f: Failure) -> TriplaneError:
         return AttemptRefused("signature", text)
     return AttemptRefused(
         "mix-and-match",
-        f"{f.name} is genuine (version {found.signed.version}), but not the file that verified "
+        f"{f.name} is genuine (version {metadata.signed.version}), but not the file that verified "
         f"metadata names (version {f.client.pinned_version(f.role)}): {f.error}",
     )
 

@@ -56,11 +56,11 @@ def fetch_over(channel: grpc.Channel) -> Callable[[str], bytes]:
         try:
             return stub.Get(GetRequest(name=name), timeout=FETCH_DEADLINE_S).metadata
         except grpc.RpcError as error:
-            found = error_from(error)
-            if _TOO_LARGE in str(found):
-                text = f"{name} is larger than any message may be: {found}"
+            failure = error_from(error)
+            if _TOO_LARGE in str(failure):
+                text = f"{name} is larger than any message may be: {failure}"
                 raise AttemptRefused("endless-data", text) from error
-            raise found from error
+            raise failure from error
 
     return fetch
 
@@ -113,13 +113,13 @@ class Client(Updater):
 
     def lists(self, role: str, path: str) -> bool:
         """Whether the verified metadata of a role has the target."""
-        found = self._trusted_set.get(role)
-        return isinstance(found, Targets) and path in found.targets
+        metadata = self._trusted_set.get(role)
+        return isinstance(metadata, Targets) and path in metadata.targets
 
     def seen(self, role: str) -> str:
         """A role and its verified version, for messages."""
-        found = self._trusted_set.get(role)
-        return f"the role {role}" + (f" (version {found.version})" if found else "")
+        metadata = self._trusted_set.get(role)
+        return f"the role {role}" + (f" (version {metadata.version})" if metadata else "")
 
     def expired(self) -> list[str]:
         """The roles loaded so far that have expired, with their times."""
@@ -130,14 +130,14 @@ class Client(Updater):
             if (signed := self._trusted_set.get(role)) is not None and signed.is_expired(now)
         ]
 
-    def judged(self, role: str, found: Metadata[Any]) -> VerificationResult:
+    def judged(self, role: str, metadata: Metadata[Any]) -> VerificationResult:
         """How far a role's metadata is signed, under its delegator and, for a root, itself."""
-        payload, given = found.signed_bytes, found.signatures
+        payload, signatures = metadata.signed_bytes, metadata.signatures
         trusted = self._trusted_set
         delegator = trusted.root if role in trusted.root.roles else trusted.targets
-        result = delegator.get_verification_result(role, payload, given)
+        result = delegator.get_verification_result(role, payload, signatures)
         if result and role == "root":
-            return found.signed.get_verification_result(role, payload, given)  # type: ignore[no-any-return]
+            return metadata.signed.get_verification_result(role, payload, signatures)  # type: ignore[no-any-return]
         return result
 
     def pinned_version(self, role: str) -> int:
@@ -173,15 +173,15 @@ def parsed(role: str, data: bytes) -> Metadata[Any]:
     """Metadata of a role, unverified; Refused where it is none."""
     kind = _TYPES.get(role, Targets)
     try:
-        found = Metadata[Any].from_bytes(data)
-        _ = found.signed_bytes
+        metadata = Metadata[Any].from_bytes(data)
+        _ = metadata.signed_bytes
     except (DeserializationError, SerializationError) as error:
         cause = error.__cause__ or error
         text = f"{role}: {len(data)} bytes that are no metadata ({type(cause).__name__}: {cause})"
         raise AttemptRefused("malformed", text[:400]) from error
-    if type(found.signed) is not kind:
-        raise AttemptRefused("malformed", f"{role}: metadata of type {found.signed.type!r}")
-    return found
+    if type(metadata.signed) is not kind:
+        raise AttemptRefused("malformed", f"{role}: metadata of type {metadata.signed.type!r}")
+    return metadata
 
 
 def versions_in(signed: Any) -> dict[str, int]:
@@ -192,8 +192,8 @@ def versions_in(signed: Any) -> dict[str, int]:
     return {"snapshot": signed.version} | pins
 
 
-def _check_jumps(role: str, known: dict[str, int], found: dict[str, int]) -> None:
-    for name, version in found.items():
+def _check_jumps(role: str, known: dict[str, int], versions: dict[str, int]) -> None:
+    for name, version in versions.items():
         before = known.get(name, version)
         if version - before > MAX_VERSION_JUMP:
             raise AttemptRefused(

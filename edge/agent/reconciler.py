@@ -133,15 +133,15 @@ class Reconciler:
             self.incidents.append(refusal.incident(self._context.clock()))
         self._changed()
 
-    def untold(self) -> list[pb.Incident]:
+    def unreported(self) -> list[pb.Incident]:
         """Incidents that wait to be told, oldest first, as many as a report takes."""
         with self._lock:
             return list(islice(self.incidents, MAX_INCIDENTS))
 
-    def drop_told(self, told: Iterable[pb.Incident]) -> None:
+    def drop_reported(self, reported: Iterable[pb.Incident]) -> None:
         """The cloud has these."""
         with self._lock:
-            for incident in told:
+            for incident in reported:
                 if incident in self.incidents:
                     self.incidents.remove(incident)
 
@@ -214,7 +214,7 @@ class Reconciler:
         self.lost = {**self.lost, model: reason}
         self._changed()
 
-    def _found(self, model: str) -> None:
+    def _recovered(self, model: str) -> None:
         """The committed version of a model serves, and its bundle is whole."""
         if model in self.lost:
             self.lost = {name: why for name, why in self.lost.items() if name != model}
@@ -249,7 +249,7 @@ class Reconciler:
             self._lose(pointer.model, f"version {pointer.version} does not load: {error}")
             raise
         self.serving = {**self.serving, pointer.model: str(pointer.version)}
-        self._found(pointer.model)
+        self._recovered(pointer.model)
 
     def _refresh_trust(self) -> None:
         """Notice a freeze or an attack also while nothing is to be done."""
@@ -301,7 +301,7 @@ class Reconciler:
             assignment.model, pointer.version, assignment.attempt, state, reason
         )
         if self.progress.get(assignment.model) != wanted:
-            self._told(wanted)
+            self._note_progress(wanted)
 
     def _attempt(self, assignment: pb.Assignment) -> None:
         document = self.desired
@@ -315,7 +315,7 @@ class Reconciler:
             replace(self._context, fetch=self._noting(assignment)),
             assignment,
             self.pointers.get(assignment.model),
-            self._told,
+            self._note_progress,
             superseded,
         )
         try:
@@ -328,7 +328,7 @@ class Reconciler:
             self.serving = {**self.serving, pointer.model: str(pointer.version)}
             self._verified[pointer.model] = assignment.attempt
             self._unreadable.discard(pointer.model)
-            self._found(pointer.model)
+            self._recovered(pointer.model)
             self._changed()
 
     def _noting(self, assignment: pb.Assignment) -> Fetch:
@@ -346,7 +346,7 @@ class Reconciler:
 
         return fetch
 
-    def _told(self, progress: AttemptProgress) -> None:
+    def _note_progress(self, progress: AttemptProgress) -> None:
         self.progress = {**self.progress, progress.model: progress}
         self._changed()
 
@@ -401,7 +401,7 @@ class Reconciler:
             return
         if pointer is not None:
             self.serving = {**self.serving, model: str(pointer.version)}
-            self._found(model)
+            self._recovered(model)
 
     def _note_serving(self, *, up: bool) -> None:
         if up != self._serving_up:
@@ -413,7 +413,7 @@ class Reconciler:
 
         What a model that waits has downloaded stays, whole or not.
         """
-        self._fetched = {m: found for m, found in self._fetched.items() if m in self._pauses}
+        self._fetched = {m: path for m, path in self._fetched.items() if m in self._pauses}
         kept = {pointer.sha256 for pointer in self.pointers.values()}
         for assignment in self.desired.assignments:
             if assignment.model in self._pauses:
@@ -488,7 +488,7 @@ def report(
         capability=capability,
         models=[_model_report(reconciler, m) for m in sorted(islice(models, MAX_MODELS))],
         metadata_age_s=metadata_age_s,
-        incidents=reconciler.untold(),
+        incidents=reconciler.unreported(),
         serving_up=serving_up,
         serving_address=serving_address,
         metadata_versions=metadata_versions,
@@ -498,18 +498,18 @@ def report(
 
 def _model_report(reconciler: Reconciler, model: str) -> pb.ModelReport:
     pointer, progress = reconciler.pointers.get(model), reconciler.progress.get(model)
-    found = pb.ModelReport(model=model)
+    report = pb.ModelReport(model=model)
     lost = reconciler.lost.get(model, "")
     if pointer and (not lost or reconciler.serving.get(model) == str(pointer.version)):
-        found.committed_version = pointer.version
-        found.committed_digest = bytes.fromhex(pointer.digest)
-        found.committed_sha256 = bytes.fromhex(pointer.source)
+        report.committed_version = pointer.version
+        report.committed_digest = bytes.fromhex(pointer.digest)
+        report.committed_sha256 = bytes.fromhex(pointer.source)
     if progress:
-        found.version, found.attempt = progress.version, progress.attempt
-        found.state = pb.NodeState.Value(progress.state)
-        found.reason = progress.reason
-        found.downloaded_bytes = progress.downloaded_bytes
-        found.total_bytes = progress.total_bytes
+        report.version, report.attempt = progress.version, progress.attempt
+        report.state = pb.NodeState.Value(progress.state)
+        report.reason = progress.reason
+        report.downloaded_bytes = progress.downloaded_bytes
+        report.total_bytes = progress.total_bytes
     if lost and pointer and (not progress or progress.state == "COMMITTED"):
-        found.version, found.state, found.reason = pointer.version, pb.FAILED, lost
-    return found
+        report.version, report.state, report.reason = pointer.version, pb.FAILED, lost
+    return report

@@ -53,10 +53,10 @@ class Seam:
     def calls(self, model: str) -> tuple[int, int]:
         """How many calls of a model's ready version succeeded and failed."""
         request = pb.ModelStatisticsRequest(name=model)
-        found = self._call("ModelStatistics", request, pb.ModelStatisticsResponse, ASK_S)
+        statistics = self._call("ModelStatistics", request, pb.ModelStatisticsResponse, ASK_S)
         counts = [
             (one.inference_stats.success.count, one.inference_stats.fail.count)
-            for one in found.model_stats
+            for one in statistics.model_stats
         ]
         return sum(c[0] for c in counts), sum(c[1] for c in counts)
 
@@ -71,8 +71,8 @@ class Seam:
             response_deserializer=answer.FromString,
         )
         try:
-            found = stub(request, timeout=timeout_s)
+            response = stub(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise error_from(error) from error
-        assert isinstance(found, answer)
-        return found
+        assert isinstance(response, answer)
+        return response

@@ -141,12 +141,12 @@ class Trust:
 
     def versions(self) -> dict[str, int]:
         """The newest verified version of each role but the root, as they are kept on the disk."""
-        found: dict[str, int] = {}
+        versions: dict[str, int] = {}
         for role in ("snapshot", "timestamp"):
             with contextlib.suppress(OSError, AttemptRefused):
                 data = (self._metadata / f"{role}.json").read_bytes()
-                found |= versions_in(parsed(role, data).signed)
-        return found
+                versions |= versions_in(parsed(role, data).signed)
+        return versions
 
     def digest(self) -> bytes:
         """SHA-256 of the verified timestamp; empty before the first."""
@@ -333,18 +333,18 @@ class Trust:
     def _read_latest(self) -> float:
         path = self._folder / LATEST_TIME
         try:
-            found = float(path.read_bytes()[:64])
+            latest_s = float(path.read_bytes()[:64])
         except FileNotFoundError:
             return 0.0
         except (ValueError, OSError):
-            found = -1.0
-        if not 0 <= found <= MAX_TIME_S:
+            latest_s = -1.0
+        if not 0 <= latest_s <= MAX_TIME_S:
             raise AttemptRefused(
                 "clock",
                 f"{path} holds no time, so what has expired cannot be judged; set the clock right, "
                 "then remove the file",
             )
-        return found
+        return latest_s
 
 
 def _date(time_s: float) -> str:

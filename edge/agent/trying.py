@@ -87,10 +87,10 @@ def _answer(module: str, order: Mapping[str, Any], size: int, *, file_bytes: int
 def judge_trial(answer: Mapping[str, Any], target: SignedTarget) -> None:
     """Refused where the bundle is not what was signed, or is too slow or too large for itself."""
     signed = {name: str(target.custom[name]) for name in IDENTIFYING}
-    found = {name: str(answer[name]) for name in IDENTIFYING}
-    if signed != found:
+    answered = {name: str(answer[name]) for name in IDENTIFYING}
+    if signed != answered:
         wrong = ", ".join(
-            f"{n} {found[n]} for {signed[n]}" for n in signed if signed[n] != found[n]
+            f"{n} {answered[n]} for {signed[n]}" for n in signed if signed[n] != answered[n]
         )
         raise AttemptRefused(
             "wrong-target", f"the bundle is not the one signed as {target.path}: {wrong}"

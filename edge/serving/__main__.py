@@ -28,19 +28,19 @@ def main(options: Options) -> None:
     process.run(options)
 
 
-def options_from(given: Mapping[str, Any]) -> Options:
+def options_from(values: Mapping[str, Any]) -> Options:
     """Options from plain values; limits may be strings. Raises InvalidInput naming a bad key."""
-    limits = given.get("limits", {})
-    if not isinstance(limits, dict) or isinstance(given.get("bundles"), str):
-        raise InvalidInput(f"limits is an object and bundles a list, got {given!r}")
-    for what, cls, keys in (("option", Options, given), ("limit", Limits, limits)):
+    limits = values.get("limits", {})
+    if not isinstance(limits, dict) or isinstance(values.get("bundles"), str):
+        raise InvalidInput(f"limits is an object and bundles a list, got {values!r}")
+    for what, cls, keys in (("option", Options, values), ("limit", Limits, limits)):
         known = [field.name for field in fields(cls)]
         for name in keys:
             if name not in known:
                 raise InvalidInput(f"no {what} {name!r}; there are {', '.join(known)}")
     try:
         bounds = Limits(**{name: _whole(name, value) for name, value in limits.items()})
-        return Options(**{**given, "bundles": tuple(given["bundles"]), "limits": bounds})
+        return Options(**{**values, "bundles": tuple(values["bundles"]), "limits": bounds})
     except InvalidInput:
         raise
     except (KeyError, TypeError, ValueError) as error:
@@ -63,12 +63,12 @@ def parse(argv: Sequence[str]) -> Options:
     """Options of a command line of one JSON object. Raises InvalidInput."""
     try:
         (text,) = argv
-        given = json.loads(text)
+        values = json.loads(text)
     except ValueError:
-        given = None
-    if not isinstance(given, dict):
+        values = None
+    if not isinstance(values, dict):
         raise InvalidInput('give one JSON object such as {"bundles": ["digits.bundle"]}')
-    return options_from(given)
+    return options_from(values)
 
 
 if __name__ == "__main__":

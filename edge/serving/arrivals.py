@@ -126,13 +126,13 @@ def _plain(host: str, port: int) -> Address:
 
 def _descriptors() -> dict[Address, int]:
     """Open TCP connections of this process by the address of the peer."""
-    found = {}
+    descriptors = {}
     with contextlib.suppress(OSError):  # no such folder, or not for us
         for link in DESCRIPTORS.iterdir():
             with _looking_at(int(link.name)) as one:
                 if one is not None and (address := _peer(one)) is not None:
-                    found[address] = int(link.name)
-    return found
+                    descriptors[address] = int(link.name)
+    return descriptors
 
 
 @contextlib.contextmanager

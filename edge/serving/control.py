@@ -96,10 +96,10 @@ class Control:
 
 
 def _text(parameters: Any, name: str) -> str:
-    given = parameters[name].string_param if name in parameters else ""
-    if not given:
+    text = parameters[name].string_param if name in parameters else ""
+    if not text:
         raise InvalidInput(f"a load needs the parameter {name!r} as string_param")
-    return str(given)
+    return str(text)
 
 
 def _handler(message_class: type[Message], method: Method) -> "grpc.RpcMethodHandler[Any, Any]":

@@ -49,16 +49,16 @@ class Health:
     ) -> Iterator[health_pb2.HealthCheckResponse]:
         """State now and after every change, until the caller or the server goes."""
         context.add_callback(self._wake)
-        told: health_pb2.HealthCheckResponse | None = None
+        sent: health_pb2.HealthCheckResponse | None = None
         while context.is_active():
             with self._changed:
                 answer = self._answer(request.service)
-                if answer == told:
+                if answer == sent:
                     if self._closed:
                         return
                     self._changed.wait()
                     continue
-            told = answer
+            sent = answer
             yield answer
 
     def _wake(self) -> None:

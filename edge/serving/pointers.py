@@ -63,9 +63,9 @@ def write_pointer(folder: Path, pointer: Pointer, disk: Disk = OS_DISK) -> None:
     write_atomic(pointer_path(folder, pointer.model), data, disk)
 
 
-def _check(given: Mapping[str, object]) -> str:
+def _check(fields: Mapping[str, object]) -> str:
     """Short digest of the fields, so that a flipped bit does not name another version."""
-    text = json.dumps({k: v for k, v in given.items() if k != _CHECK}, sort_keys=True)
+    text = json.dumps({k: v for k, v in fields.items() if k != _CHECK}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -73,8 +73,8 @@ def read_pointer(path: Path) -> Pointer:
     """The pointer in a file. Corrupt where it holds none."""
     try:
         data = path.read_bytes()[: MAX_POINTER_BYTES + 1]
-        given = _OPTIONAL | json.loads(data)
-        pointer = Pointer(**{field.name: given[field.name] for field in fields(Pointer)})
+        parsed = _OPTIONAL | json.loads(data)
+        pointer = Pointer(**{field.name: parsed[field.name] for field in fields(Pointer)})
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise Corrupt(f"{path} is no pointer ({error}); deploy the model to this node again") from (
             error
@@ -83,7 +83,7 @@ def read_pointer(path: Path) -> Pointer:
     is_whole = (
         len(data) <= MAX_POINTER_BYTES
         and path.name == f"{pointer.model}.json"
-        and given.get(_CHECK, _check(given)) == _check(given)
+        and parsed.get(_CHECK, _check(parsed)) == _check(parsed)
         and all(
             isinstance(getattr(pointer, field.name), types.get(field.name, str))
             for field in fields(Pointer)
@@ -96,14 +96,14 @@ def read_pointer(path: Path) -> Pointer:
 
 def read_pointers(folder: Path) -> tuple[dict[str, Pointer], list[Corrupt]]:
     """Every pointer by model, and what could not be read."""
-    found: dict[str, Pointer] = {}
+    pointers: dict[str, Pointer] = {}
     broken: list[Corrupt] = []
     for path in sorted(folder.glob("*.json")):
         if path.name.startswith("."):
             continue
         try:
             pointer = read_pointer(path)
-            found[pointer.model] = pointer
+            pointers[pointer.model] = pointer
         except Corrupt as error:
             broken.append(error)
-    return found, broken
+    return pointers, broken

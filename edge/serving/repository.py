@@ -159,10 +159,10 @@ class Repository:
     def find(self, name: str, version: str = "") -> LoadedVersion:
         """The version, the newest for an empty string. Raises NotFound."""
         held = self._ready.get(name, {})
-        found = held.get(version) if version else next(reversed([*held.values()]), None)
-        if found is None:
+        loaded = held.get(version) if version else next(reversed([*held.values()]), None)
+        if loaded is None:
             raise NotFound(self._unknown(name, version))
-        return found
+        return loaded
 
     def versions(self, name: str = "") -> list[LoadedVersion]:
         """Ready versions of one model, or of all, oldest first."""

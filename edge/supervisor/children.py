@@ -138,8 +138,8 @@ def adopt(name: str, run: Path) -> Child | None:
 def recorded(name: str, run: Path) -> ProcessRecord | None:
     """What is recorded of a child; None where that is nothing readable."""
     try:
-        given = json.loads((run / f"{name}.json").read_bytes()[:MAX_RECORD_BYTES])
-        return ProcessRecord(int(given["pid"]), int(given["started"]))
+        parsed = json.loads((run / f"{name}.json").read_bytes()[:MAX_RECORD_BYTES])
+        return ProcessRecord(int(parsed["pid"]), int(parsed["started"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

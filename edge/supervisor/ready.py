@@ -31,13 +31,16 @@ def said_in(path: Path) -> Ready | None:
     try:
         with path.open("rb") as file:
             line = file.readline(MAX_LINE_BYTES)
-        given = json.loads(line) if line.endswith(b"\n") else {}
-        found = Ready(
-            str(given["host"]), int(given["port"]), int(given["metrics_port"]), bool(given["tls"])
+        parsed = json.loads(line) if line.endswith(b"\n") else {}
+        ready = Ready(
+            str(parsed["host"]),
+            int(parsed["port"]),
+            int(parsed["metrics_port"]),
+            bool(parsed["tls"]),
         )
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return found if 0 < found.port <= MAX_PORT else None
+    return ready if 0 < ready.port <= MAX_PORT else None
 
 
 def record(home: NodeHome, ready: Ready) -> dict[str, object]:

@@ -119,7 +119,7 @@ def test_a_flood_of_incidents_does_not_silence_a_node(node):
         assert len(incidents) <= MAX_INCIDENTS
         check_report(said(node))
         told += [incident.text.partition(":")[0] for incident in incidents]
-        node.reconciler.drop_told(incidents)
+        node.reconciler.drop_reported(incidents)
     assert told == [str(i) for i in range(80)]
 
 
@@ -128,7 +128,7 @@ def test_incidents_that_come_while_a_report_is_on_its_way_are_not_lost(node):
     on_its_way = said(node)
     for i in range(200):
         node.reconciler.incident(AttemptRefused("signature", f"meanwhile {i}"))
-    node.reconciler.drop_told(on_its_way.incidents)
+    node.reconciler.drop_reported(on_its_way.incidents)
     assert said(node).incidents[0].text == "meanwhile 100"
 
 

@@ -70,8 +70,8 @@ class Objective:
         self, batch: Tensors, state: Tensors
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(results, gradients by path) of `loss` in the graph being recorded."""
-        found = _call(self.gradient, {**state, **batch})
-        return found, {path: found.pop(GRAD + path) for path in self.trained}
+        results = _call(self.gradient, {**state, **batch})
+        return results, {path: results.pop(GRAD + path) for path in self.trained}
 
 
 def objective_of(module: Module) -> Objective:
@@ -111,16 +111,16 @@ def _with_prefix(type_: TensorType, part: str) -> TensorType:
     return TensorType(type_.dtype, tuple(own(d) for d in type_.shape))
 
 
-def _call(function: Function, given: Tensors) -> dict[str, Tensor]:
-    results = inline(function, [given[n] for n in function.param_names])
+def _call(function: Function, inputs: Tensors) -> dict[str, Tensor]:
+    results = inline(function, [inputs[n] for n in function.param_names])
     return dict(zip(function.result_names, results, strict=True))
 
 
 def _frozen(module: Module) -> frozenset[str]:
     try:
-        found = json.loads(module.meta.get(FROZEN, "[]"))
+        names = json.loads(module.meta.get(FROZEN, "[]"))
     except ValueError as error:
         raise InvalidInput(f"the module's list of frozen parameters is not JSON: {error}") from None
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise InvalidInput(f"the module's frozen parameters are a list of names, got {found!r:.80}")
-    return frozenset(found)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise InvalidInput(f"the module's frozen parameters are a list of names, got {names!r:.80}")
+    return frozenset(names)

@@ -74,8 +74,8 @@ def plan_of(
         labels=tuple(map(str, json.loads(module.meta.get("labels", "[]")))),
         parent=digest,
     )
-    made = write_plan(Path(path), spec)
-    return PlanMade(made, {n: arrays[n] for n in shared(roles)}, roles)
+    plan_digest = write_plan(Path(path), spec)
+    return PlanMade(plan_digest, {n: arrays[n] for n in shared(roles)}, roles)
 
 
 def module_of(module: Module, name: str, hyper: Hyper, state: Mapping[str, Array]) -> Module:
@@ -120,17 +120,17 @@ def _objective(module: Module) -> Objective:
 
 def _extra_state(row: Algorithm, of: Objective, hyper: Hyper) -> dict[str, StateTensor]:
     """State beside the module's; rates that an earlier run learned go on from there."""
-    found = row.state(of, hyper)
-    if clash := sorted(n for n in found.keys() & of.state.keys() if not n.startswith(RESERVED)):
+    extra = row.state(of, hyper)
+    if clash := sorted(n for n in extra.keys() & of.state.keys() if not n.startswith(RESERVED)):
         raise InvalidInput(
             f"the model calls something {clash[0]!r}, which is state of the algorithm {row.name}: "
             "rename the attribute, or choose another algorithm"
         )
-    for name, fresh in found.items():
+    for name, fresh in extra.items():
         earlier = of.state.get(name)
         if name.startswith(RATE) and earlier is not None and earlier.type == fresh.type:
-            found[name] = earlier
-    return found
+            extra[name] = earlier
+    return extra
 
 
 def _closed(function: Function, state: Mapping[str, StateTensor]) -> Function:

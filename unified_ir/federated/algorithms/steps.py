@@ -51,12 +51,12 @@ def proximal_gradient(of: Objective, _: int) -> Function:
     """
     with Build(TABLE, "proximal_gradient") as build:
         state, batch = _params(build, of.reads), _params(build, of.batch)
-        found, grads = of.differentiate(batch, state)
+        results, grads = of.differentiate(batch, state)
         weight = build.param(PROXIMAL, scalar_of(of))
         for path in shared_trained(of):
             anchor = build.param(ANCHOR + path, state[path].type)
             grads[path] += (state[path] - anchor) * weight
-    return _finished(build, found, grads)
+    return _finished(build, results, grads)
 
 
 def meta_gradient(of: Objective, steps: int) -> Function:
@@ -82,11 +82,11 @@ def descent(gradient: Function, rate: str, name: str) -> Function:
     with Build(TABLE, name) as build:
         params = _params(build, gradient.params)
         results = inline(gradient, list(params.values()))
-        found = dict(zip(gradient.result_names, results, strict=True))
-        moving = [path for path in params if GRAD + path in found]
+        by_name = dict(zip(gradient.result_names, results, strict=True))
+        moving = [path for path in params if GRAD + path in by_name]
         lr = build.param(rate, TensorType(params[moving[0]].dtype, ()))
-        moved = {path: params[path] - found.pop(GRAD + path) * lr for path in moving}
-    return clean(build.finish({**found, **moved}))
+        moved = {path: params[path] - by_name.pop(GRAD + path) * lr for path in moving}
+    return clean(build.finish({**by_name, **moved}))
 
 
 def plain_adapt(of: Objective) -> Function:
@@ -99,9 +99,9 @@ def learned_rate_adapt(of: Objective) -> Function:
     with Build(TABLE, "adapt") as build:
         state, batch = _params(build, of.reads), _params(build, of.batch)
         rates = _own_rates(build, of)
-        found, grads = of.differentiate(batch, state)
+        results, grads = of.differentiate(batch, state)
         moved = {path: state[path] - grads[path] * rates(path) for path in of.trained}
-    return clean(build.finish({**found, **moved}))
+    return clean(build.finish({**results, **moved}))
 
 
 def learned_rates(of: Objective, lr: float) -> Mapping[str, np.ndarray]:
@@ -130,10 +130,10 @@ def _episode(
         query = _part(build, of, QUERY)
         rates = _own_rates(build, of) if own_rates else _one_rate(build, of)
         for _ in range(steps):
-            found, grads = of.differentiate(support, state)
+            results, grads = of.differentiate(support, state)
             if not exact:
                 grads = {path: stop_gradient(g) for path, g in grads.items()}
-            drawn = {name: found[name] for name in of.assigned}
+            drawn = {name: results[name] for name in of.assigned}
             moved = {path: state[path] - grads[path] * rates(path) for path in of.trained}
             state = {**state, **drawn, **moved}
         measured = of.measure(query, state)
@@ -169,6 +169,6 @@ def _own_rates(build: Build, of: Objective) -> Rates:
     return own.__getitem__
 
 
-def _finished(build: Build, found: Tensors, grads: Tensors) -> Function:
+def _finished(build: Build, results: Tensors, grads: Tensors) -> Function:
     named = {GRAD + path: g for path, g in grads.items()}
-    return clean(build.finish({**found, **named}))
+    return clean(build.finish({**results, **named}))

@@ -120,10 +120,10 @@ def read_state(
         raise Corrupt(f"a shared state holds parameters and buffers, this one {odd[:4]}")
     if verified:
         file.trust()
-    found = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
-    if odd := [name for name, x in found.items() if not _is_finite(x)]:
+    tensors = {name: tensor.data for name, tensor in file.tensors(STATE).items()}
+    if odd := [name for name, x in tensors.items() if not _is_finite(x)]:
         raise InvalidInput(f"{odd[0]!r} of the state holds numbers that are not finite")
-    return found
+    return tensors
 
 
 def write_update(
@@ -238,8 +238,8 @@ def _checked_names(file: Container, compressor: Compressor, like: Like) -> dict[
         )
     parts = {name: compressor.names(name) for name in like}
     wanted = {part for names in parts.values() for part in names}
-    found = {t.name for t in listed}
-    if odd := sorted(found ^ wanted):
+    names = {t.name for t in listed}
+    if odd := sorted(names ^ wanted):
         raise BadUpdate(
             "names", f"the update and the shared state differ in tensor {odd[0][:80]!r}"
         )
@@ -264,9 +264,9 @@ def _opened(
 ) -> Array:
     row = compressor.row_for(name)
     try:
-        found = (row.dtype(*parts), row.shape(*parts))
-        if found != (dtype, shape):
-            raise BadUpdate("shape", f"{name!r} is {dtype}{shape} here, sent is {found}")
+        types = (row.dtype(*parts), row.shape(*parts))
+        if types != (dtype, shape):
+            raise BadUpdate("shape", f"{name!r} is {dtype}{shape} here, sent is {types}")
         x = row.unpack(*parts)
     except BadUpdate:
         raise

@@ -189,12 +189,12 @@ def check_labels(plan: EntrySignatures, shard: Shard) -> None:
     """
     if not {EVALUATE, PREDICT} <= set(plan.entries):
         return
-    asked, told = plan.signature(PREDICT)
+    asked, logits = plan.signature(PREDICT)
     known = {tensor.name for tensor in asked}
     for tensor in plan.signature(EVALUATE)[0]:
         if tensor.name in known or tensor.dtype not in WHOLE:
             continue
-        shape = told[0].shape if told else ()
+        shape = logits[0].shape if logits else ()
         if len(shape) == len(tensor.shape) + 1 and isinstance(shape[-1], int):
             _check_classes(tensor.name, shape[-1], shard)
 
@@ -366,19 +366,19 @@ def _column(
         raise InvalidInput(
             f"`{entry}` of this plan takes {tensor.name!r}; the samples are {sorted(samples)}"
         )
-    found = as_input(samples[name][rows[prefix]], tensor.dtype)
-    if not np.can_cast(found.dtype, tensor.dtype, "same_kind"):
-        raise InvalidInput(f"{name!r} is {found.dtype} here, `{entry}` takes {tensor.dtype}")
-    return found.astype(tensor.dtype, copy=False)
+    column = as_input(samples[name][rows[prefix]], tensor.dtype)
+    if not np.can_cast(column.dtype, tensor.dtype, "same_kind"):
+        raise InvalidInput(f"{name!r} is {column.dtype} here, `{entry}` takes {tensor.dtype}")
+    return column.astype(tensor.dtype, copy=False)
 
 
 def _loss(results: Mapping[str, Array], step: int) -> float:
     if LOSS not in results or results[LOSS].size != 1:
         raise InvalidInput(f"`{LEARN}` gives one number {LOSS!r}, this plan's {sorted(results)}")
-    found = float(results[LOSS].reshape(()))
-    if not math.isfinite(found):
-        raise InvalidInput(f"the loss is {found} at step {step + 1}; a smaller rate is needed")
-    return found
+    loss = float(results[LOSS].reshape(()))
+    if not math.isfinite(loss):
+        raise InvalidInput(f"the loss is {loss} at step {step + 1}; a smaller rate is needed")
+    return loss
 
 
 def _check_steps(steps: int, *, least: int) -> None:

@@ -20,8 +20,8 @@ def places(x: Array, seed: str) -> Array:
     key = hashlib.sha256(f"triplane parts 1\n{seed}\n".encode()).digest()
     rows = np.ascontiguousarray(x)
     words = [hashlib.sha256(key + row.tobytes()).digest()[:8] for row in rows]
-    found = np.frombuffer(b"".join(words), "<u8")
-    return (found >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    numbers = np.frombuffer(b"".join(words), "<u8")
+    return (numbers >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def held_out(x: Array, share: float, seed: str) -> Array | None:

@@ -80,10 +80,10 @@ def _stepped(
     to = [a.reshape(-1) for a in moved]
     for at in range(0, x.size, CHUNK):
         part = slice(at, at + CHUNK)
-        made, went = row.step(
+        stepped, went = row.step(
             flat[0][part].astype(np.float64), flat[1][part], tuple(s[part] for s in slots), hyper
         )
-        flat[2][part] = made
+        flat[2][part] = stepped
         for slot, value in zip(to, went, strict=True):
             slot[part] = value
     return new, moved

@@ -111,8 +111,8 @@ def due_s(state: RunState) -> float | None:
 
 def open_lease(state: RunState, device: str) -> Lease | None:
     """What the device shall work on now."""
-    found = lease_of(state, device) if state.phase is Phase.COLLECTING else None
-    return found if found is not None and found.outcome is Outcome.OPEN else None
+    lease = lease_of(state, device) if state.phase is Phase.COLLECTING else None
+    return lease if lease is not None and lease.outcome is Outcome.OPEN else None
 
 
 def lease_of(state: RunState, device: str) -> Lease | None:
@@ -178,14 +178,14 @@ def _due(state: RunState) -> Effects:
 
 
 def _ask(state: RunState, event: Asked) -> tuple[RunState, Effects]:
-    found = state.round
-    assert found is not None
+    round_ = state.round
+    assert round_ is not None
     if (event.number, event.evaluates, event.attempt) != (
-        found.number, found.evaluates, found.attempt,
+        round_.number, round_.evaluates, round_.attempt,
     ):  # fmt: skip
         return state, ()
-    leases = tuple(x for x in found.leases if x.device in event.messages)
-    asked = replace(state, round=replace(found, leases=leases))
+    leases = tuple(x for x in round_.leases if x.device in event.messages)
+    asked = replace(state, round=replace(round_, leases=leases))
     return asked, tuple(Tell(x.device) for x in leases if x.outcome is Outcome.OPEN)
 
 
@@ -235,15 +235,15 @@ def _tick(state: RunState, event: Tick) -> tuple[RunState, Effects]:
     assert state.round is not None
     over = event.at_s >= state.round.opened_s + state.plan.deadline_s
     gone = event.at_s - state.plan.patience_s
-    told: list[Tell] = []
+    tells: list[Tell] = []
     for lease in _open_leases(state) if over else _away_since(state.round, gone):
         away = lease.away_s is not None and lease.away_s <= gone
         why = "its stream was away too long" if away else "the round's deadline passed"
         state, more = _settle(state, replace(lease, outcome=Outcome.LOST, reason=why))
         if not away and state.rules >= NEWEST_RULES:
             state = _with(state, _resting(state.members[lease.device], state.turn[0]))
-        told += more
-    return state, tuple(told)
+        tells += more
+    return state, tuple(tells)
 
 
 def _resting(member: RunMember, number: int) -> RunMember:
@@ -253,9 +253,9 @@ def _resting(member: RunMember, number: int) -> RunMember:
     return replace(member, missed=missed, rests_until=number + 1 + rest)
 
 
-def _away_since(found: Round, latest_s: float) -> list[Lease]:
+def _away_since(round_: Round, latest_s: float) -> list[Lease]:
     """Open leases of devices that left by then, in the order of their names."""
-    leases = _leases(found)
+    leases = _leases(round_)
     devices = itertools.takewhile(lambda key: key[0] <= latest_s, leases.indexed("away"))
     return [x for _, device in sorted(devices, key=lambda key: key[1]) if (x := leases.of(device))]
 
@@ -274,13 +274,13 @@ def _finish(state: RunState, event: Finished) -> tuple[RunState, Effects]:
 
 
 def _stop(state: RunState, event: Stopped) -> tuple[RunState, Effects]:
-    told = tuple(Tell(lease.device) for lease in _open_leases(state))
+    tells = tuple(Tell(lease.device) for lease in _open_leases(state))
     kept = state.round if state.phase is Phase.REDUCING else None
     after = replace(
         state, phase=Phase.STOPPED, reason=event.reason, since_s=event.at_s, round=kept,
         attempt=state.attempt + 1,
     )  # fmt: skip
-    return after, told
+    return after, tells
 
 
 def _resume(state: RunState, event: Resumed) -> tuple[RunState, Effects]:
@@ -292,9 +292,9 @@ def _resume(state: RunState, event: Resumed) -> tuple[RunState, Effects]:
 
 
 def _fail(state: RunState, event: Failed) -> tuple[RunState, Effects]:
-    told = tuple(Tell(lease.device) for lease in _open_leases(state))
+    tells = tuple(Tell(lease.device) for lease in _open_leases(state))
     after = replace(state, phase=Phase.FAILED, reason=event.reason, since_s=event.at_s, round=None)
-    return after, told
+    return after, tells
 
 
 def _late(state: RunState, event: Arrived | Answered | Scored) -> tuple[RunState, Effects]:
@@ -392,9 +392,9 @@ def _given_up(state: RunState, now_s: float) -> int:
     return _members(state).indexed("away").count_until(lambda key: key[0] + patience_s > now_s)
 
 
-def _close(state: RunState, found: Round, now_s: float) -> tuple[RunState, Effects]:
-    leases = _leases(found)
-    enough = not found.evaluates and len(leases.indexed("counted")) >= state.plan.devices
+def _close(state: RunState, round_: Round, now_s: float) -> tuple[RunState, Effects]:
+    leases = _leases(round_)
+    enough = not round_.evaluates and len(leases.indexed("counted")) >= state.plan.devices
     if len(leases.indexed("open")) and not enough:
         return state, ()
     late: list[Tell] = []
@@ -403,24 +403,24 @@ def _close(state: RunState, found: Round, now_s: float) -> tuple[RunState, Effec
         state, more = _settle(state, slower)
         late += more
     assert state.round is not None
-    told, counted = tuple(late), _counted(found)
-    short = not found.evaluates and len(counted) < state.plan.quorum
+    tells, counted = tuple(late), _counted(round_)
+    short = not round_.evaluates and len(counted) < state.plan.quorum
     why = f"{len(counted)} updates of {state.plan.quorum} needed" if short else ""
-    found = state.round
-    ended = _ended(found, now_s, why)
+    round_ = state.round
+    ended = _ended(round_, now_s, why)
     state = replace(state, history=(*state.history, ended))
     if short:
-        return _give_up(state, why, now_s), told
+        return _give_up(state, why, now_s), tells
     wanted = state.plan.needs_scores and state.rules >= RULES_WITH_PAUSES
-    if found.evaluates and not counted and wanted:
-        refusing = [x for x in found.leases if x.outcome in UNWILLING]
+    if round_.evaluates and not counted and wanted:
+        refusing = [x for x in round_.leases if x.outcome in UNWILLING]
         if refusing:
-            return _unscored(state, refusing, now_s), (*told, Judged(found.number, ()))
-    if found.evaluates:
-        after = _gather(state, (found.number + 1, False), now_s)
-        return after, (*told, Judged(found.number, counted))
+            return _unscored(state, refusing, now_s), (*tells, Judged(round_.number, ()))
+    if round_.evaluates:
+        after = _gather(state, (round_.number + 1, False), now_s)
+        return after, (*tells, Judged(round_.number, counted))
     state = replace(state, phase=Phase.REDUCING, since_s=now_s)
-    return state, (*told, Reduce(found.number, counted))
+    return state, (*tells, Reduce(round_.number, counted))
 
 
 def _give_up(state: RunState, why: str, now_s: float) -> RunState:
@@ -484,9 +484,9 @@ def _members(state: RunState) -> Members:
     return state.members
 
 
-def _leases(found: Round) -> Leases:
-    assert isinstance(found.leases, Leases)
-    return found.leases
+def _leases(round_: Round) -> Leases:
+    assert isinstance(round_.leases, Leases)
+    return round_.leases
 
 
 def _with(state: RunState, member: RunMember) -> RunState:
@@ -497,14 +497,14 @@ def _with(state: RunState, member: RunMember) -> RunState:
 
 def _away(state: RunState, device: str, since_s: float | None) -> RunState:
     """Whose stream is closed keeps its lease for a while."""
-    found = open_lease(state, device)
-    return state if found is None else _put(state, replace(found, away_s=since_s))
+    lease = open_lease(state, device)
+    return state if lease is None else _put(state, replace(lease, away_s=since_s))
 
 
 def _held(state: RunState, event: Any) -> Lease | None:
     """The open lease of that id, if it is this device's."""
-    found = open_lease(state, event.device)
-    return found if found is not None and found.id == event.lease else None
+    lease = open_lease(state, event.device)
+    return lease if lease is not None and lease.id == event.lease else None
 
 
 def _put(state: RunState, lease: Lease) -> RunState:
@@ -538,9 +538,9 @@ def _unwanted(state: RunState, device: str, lease: str) -> tuple[RunState, Effec
     member = state.members.get(device)
     if member is None or (member.settled is not None and member.settled.lease == lease):
         return state, (Tell(device),) if member else ()
-    told = Settled(lease=lease, counted=False, reason="its round is over, or it was never asked")
-    why = _tallied(member.why, told.reason)
-    after = replace(member, settled=told, dropped=member.dropped + 1, why=why)
+    settled = Settled(lease=lease, counted=False, reason="its round is over, or it was never asked")
+    why = _tallied(member.why, settled.reason)
+    after = replace(member, settled=settled, dropped=member.dropped + 1, why=why)
     return _with(state, after), (Tell(device),)
 
 
@@ -554,29 +554,29 @@ def _open_leases(state: RunState) -> tuple[Lease, ...]:
     return _leases(state.round).listed("open") if state.round else ()
 
 
-def _counted(found: Round) -> tuple[Lease, ...]:
-    return _leases(found).listed("counted")
+def _counted(round_: Round) -> tuple[Lease, ...]:
+    return _leases(round_).listed("counted")
 
 
-def _ended(found: Round, now_s: float, given_up: str) -> Ended:
+def _ended(round_: Round, now_s: float, given_up: str) -> Ended:
     tally = dict.fromkeys(Outcome, 0)
-    for lease in found.leases:
+    for lease in round_.leases:
         tally[lease.outcome] += 1
-    updates = [x.update for x in found.leases if x.update is not None]
+    updates = [x.update for x in round_.leases if x.update is not None]
     weight = sum(u.examples for u in updates)
     loss = sum(u.examples * u.loss for u in updates) / weight if weight else math.nan
     return Ended(
-        number=found.number,
-        evaluates=found.evaluates,
-        opened_s=found.opened_s,
+        number=round_.number,
+        evaluates=round_.evaluates,
+        opened_s=round_.opened_s,
         closed_s=now_s,
-        asked=len(found.leases),
+        asked=len(round_.leases),
         counted=tally[Outcome.COUNTED],
         refused=tally[Outcome.REFUSED] + tally[Outcome.DECLINED],
         late=tally[Outcome.LATE],
         lost=tally[Outcome.LOST],
         loss=loss,
         bytes_up=sum(u.size for u in updates),
-        bytes_down=sum(x.bytes_down for x in found.leases),
+        bytes_down=sum(x.bytes_down for x in round_.leases),
         given_up=given_up,
     )

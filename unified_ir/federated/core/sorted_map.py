@@ -145,8 +145,8 @@ class SortedMap(Generic[K, V]):
 
     def get(self, key: K) -> V | None:
         """The value of a key, or None."""
-        found: V | None = self._root.get(key)
-        return found
+        value: V | None = self._root.get(key)
+        return value
 
     def set(self, key: K, value: V) -> SortedMap[K, V]:
         """The map with this value."""
@@ -227,10 +227,10 @@ class Records(Mapping[str, V]):
         return cls(by_name, indexed)
 
     def __getitem__(self, name: str) -> V:
-        found = self._by_name.get(name)
-        if found is None:
+        slot = self._by_name.get(name)
+        if slot is None:
             raise KeyError(name)
-        return found[1]
+        return slot[1]
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -257,8 +257,8 @@ class Records(Mapping[str, V]):
 
     def with_(self, name: str, record: V) -> Self:
         """The records with this one, in the place of the one of that name or at the end."""
-        found = self._by_name.get(name)
-        at, old = (len(self._by_name), None) if found is None else found
+        slot = self._by_name.get(name)
+        at, old = (len(self._by_name), None) if slot is None else slot
         if old == record:
             return self
         indexed = self._indexed

@@ -68,12 +68,12 @@ def identity(plan: str, study: Any, seen: Shards, unseen: Shards) -> dict[str, s
     options = {k: v for k, v in asdict(study).items() if k not in OPEN}
     declared = {row.name for row in algorithm(study.algorithm).hyper} | ALWAYS_KEPT
     hyper = {f"hyper.{k}": v for k, v in options.pop("hyper").items() if k in declared}
-    found = {k: json.dumps(v) for k, v in (options | hyper).items()}
-    found |= {"model and algorithm": plan}
+    facts = {k: json.dumps(v) for k, v in (options | hyper).items()}
+    facts |= {"model and algorithm": plan}
     for group, shards in (("devices that learn", seen), ("unseen devices", unseen)):
-        found[group] = json.dumps(sorted(shards))
-        found[f"samples of {group}"] = _digest(shards)
-    return found
+        facts[group] = json.dumps(sorted(shards))
+        facts[f"samples of {group}"] = _digest(shards)
+    return facts
 
 
 def _digest(shards: Shards) -> str:
@@ -160,27 +160,27 @@ def _place(file: Container, progress: Mapping[str, Any]) -> StudyProgress:
 
 
 def _named(place: StudyProgress) -> dict[str, Array]:
-    found = {f"shared/{k}": x for k, x in place.shared.items()}
-    found |= {f"slot/{k}": x for k, x in place.slots.items()}
+    tensors = {f"shared/{k}": x for k, x in place.shared.items()}
+    tensors |= {f"slot/{k}": x for k, x in place.slots.items()}
     for kind, owned in (("personal", place.personal), ("remainder", place.remainders)):
         for who, own in owned.items():
-            found |= {f"{kind}/{quote(who, safe='')}/{k}": x for k, x in own.items()}
-    return found
+            tensors |= {f"{kind}/{quote(who, safe='')}/{k}": x for k, x in own.items()}
+    return tensors
 
 
 def _by_device(arrays: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
-    found: dict[str, dict[str, Array]] = {}
+    by_device: dict[str, dict[str, Array]] = {}
     for name, x in arrays.items():
         who, _, rest = name.partition("/")
-        found.setdefault(unquote(who), {})[rest] = x
-    return found
+        by_device.setdefault(unquote(who), {})[rest] = x
+    return by_device
 
 
 def _progress(file: Container) -> dict[str, Any]:
     data = file.part(PROGRESS)
     if len(data) > MAX_PROGRESS_BYTES:
         raise Corrupt(f"{file.path.name}: {PROGRESS} has {len(data)} bytes, too many to read")
-    found = json.loads(bytes(data))
-    if not isinstance(found, dict):
+    progress = json.loads(bytes(data))
+    if not isinstance(progress, dict):
         raise TypeError(f"{PROGRESS} holds no object")
-    return found
+    return progress

@@ -164,17 +164,17 @@ def _gamma(draws: Draws, alpha: float, n: int) -> Array:
     """
     shape = alpha + 1 if alpha < 1 else alpha
     d = shape - 1 / 3
-    made: list[float] = []
-    while len(made) < n:
+    drawn: list[float] = []
+    while len(drawn) < n:
         u, v, w = draws.uniform(3)
         z = math.sqrt(-2 * math.log(1 - u)) * math.cos(2 * math.pi * v)
         t = (1 + z / math.sqrt(9 * d)) ** 3
         if t > 0 and math.log(1 - w) < z * z / 2 + d - d * t + d * math.log(t):
-            made.append(d * t)
-    found = np.asarray(made)
+            drawn.append(d * t)
+    values = np.asarray(drawn)
     if alpha < 1:
-        found *= (1 - draws.uniform(n)) ** (1 / alpha)
-    return np.asarray(np.maximum(found, np.finfo(np.float64).tiny))
+        values *= (1 - draws.uniform(n)) ** (1 / alpha)
+    return np.asarray(np.maximum(values, np.finfo(np.float64).tiny))
 
 
 def _count(samples: Samples) -> int:

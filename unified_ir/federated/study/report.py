@@ -84,7 +84,7 @@ def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = 
         _costs(trials),
         f"<p>{_e(COST_NOTE)}</p>",
         *charts(trials),
-        _told(facts or {}),
+        _facts_table(facts or {}),
     ]
     head = (
         "<meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
@@ -97,8 +97,8 @@ def page(trials: Sequence[Trial], title: str, facts: Mapping[str, str] | None = 
 
 def results(trials: Sequence[Trial], *, seen: bool, heading: str) -> str:
     """The table of accuracies of one group of devices, the best set in bold; empty for none."""
-    found = {t.algorithm: summary(t.final(seen=seen)) for t in trials}
-    known = {name: s for name, s in found.items() if s is not None}
+    summaries = {t.algorithm: summary(t.final(seen=seen)) for t in trials}
+    known = {name: s for name, s in summaries.items() if s is not None}
     if not known:
         return ""
     tops = [max(column) for column in zip(*map(_numbers, known.values()), strict=True)]
@@ -132,7 +132,7 @@ def verdicts(trials: Sequence[Trial]) -> list[str]:
         scored = {t.algorithm: t.final(seen=seen) for t in trials if t.final(seen=seen)}
         if len(scored) < LEAST_COMPARED:
             continue
-        means = {name: _after(found) for name, found in scored.items()}
+        means = {name: _after(scores) for name, scores in scored.items()}
         best = max(means, key=lambda name: means[name])
         near: list[str] = []
         behind: list[str] = []
@@ -148,16 +148,16 @@ def verdicts(trials: Sequence[Trial]) -> list[str]:
 
 
 def _after(scores: Iterable[DeviceScore]) -> float:
-    found = summary(scores)
-    assert found is not None
-    return found.after
+    result = summary(scores)
+    assert result is not None
+    return result.after
 
 
 def _against(trial: Trial, other: Trial, *, seen: bool) -> str:
-    found = difference(trial.final(seen=seen), other.final(seen=seen))
-    if found is None or trial is other:
+    gap = difference(trial.final(seen=seen), other.final(seen=seen))
+    if gap is None or trial is other:
         return ""
-    return f"{100 * found.mean:+.2f} ± {100 * found.twice_error:.2f}"
+    return f"{100 * gap.mean:+.2f} ± {100 * gap.twice_error:.2f}"
 
 
 def _costs(trials: Sequence[Trial]) -> str:
@@ -172,7 +172,7 @@ def _costs(trials: Sequence[Trial]) -> str:
     return _table(COSTS, rows)
 
 
-def _told(facts: Mapping[str, str]) -> str:
+def _facts_table(facts: Mapping[str, str]) -> str:
     rows = "".join(f"<tr><td>{_e(k)}</td><td>{_e(v)}</td></tr>" for k, v in facts.items())
     return f"<h2>How it was run</h2><table class='facts'>{rows}</table>" if facts else ""
 
@@ -186,20 +186,20 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def charts(trials: Sequence[Trial]) -> list[str]:
     """Dots of devices; accuracy over rounds where there is more than one; the loss."""
-    found = _dots(trials)
+    drawings = _dots(trials)
     for seen, group, _ in GROUPS:
         over = {t.algorithm: _over_rounds(t, seen=seen) for t in trials}
         drawn = {name: line for name, line in over.items() if len(line) > 1}
         if drawn:
             title = f"Adapted accuracy of {group} devices"
-            found.append(line_chart(drawn, title, "round", OVER_ROUNDS))
+            drawings.append(line_chart(drawn, title, "round", OVER_ROUNDS))
     every = math.ceil(max(len(t.rounds) for t in trials) / MAX_POINTS)
     losses = {t.algorithm: _losses(t, every) for t in trials}
     drawn = {name: line for name, line in losses.items() if len(line) > 1}
     if drawn:
         note = LOSS_NOTE if every == 1 else f"mean of {every} rounds, {LOSS_NOTE}"
-        found.append(line_chart(drawn, "Loss of local steps", "round", note))
-    return found
+        drawings.append(line_chart(drawn, "Loss of local steps", "round", note))
+    return drawings
 
 
 def _losses(trial: Trial, every: int) -> list[tuple[float, float]]:
@@ -232,7 +232,7 @@ def picture(
 
     decimals: of the means written beside their bars. groups: seen devices, unseen ones, or both.
     """
-    ordered = sorted(_scored(trials), key=lambda found: not found[1])
+    ordered = sorted(_scored(trials), key=lambda pair: not pair[1])
     columns = [
         Column(t.algorithm, group, [(s.before, s.after) for s in t.final(seen=seen)])
         for t, seen, group in ordered
@@ -246,8 +246,8 @@ def _scored(trials: Sequence[Trial]) -> list[tuple[Trial, bool, str]]:
 
 
 def _over_rounds(trial: Trial, *, seen: bool) -> list[tuple[float, float]]:
-    found = {n: trial.summary(seen=seen, round_=n) for n in trial.scored_rounds()}
-    return [(float(n), 100 * s.after) for n, s in found.items() if s is not None]
+    summaries = {n: trial.summary(seen=seen, round_=n) for n in trial.scored_rounds()}
+    return [(float(n), 100 * s.after) for n, s in summaries.items() if s is not None]
 
 
 def _percent(share: float) -> str:

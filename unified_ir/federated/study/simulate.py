@@ -142,13 +142,13 @@ class _Simulation:
         self.compressor = Compressor(study.compression, keep=study.keep, plain=self.buffers)
         shared = {n: x for n, x in plan.state().items() if n in device.shared(plan.roles)}
         fresh = plan.state(PERSONAL)
-        found = None if keeper is None else keeper.newest()
-        if found is not None and len(found.rounds) > study.rounds:
+        place = None if keeper is None else keeper.newest()
+        if place is not None and len(place.rounds) > study.rounds:
             raise Conflict(
-                f"{len(found.rounds)} rounds of this study are done; ask for as many or more, got "
+                f"{len(place.rounds)} rounds of this study are done; ask for as many or more, got "
                 f"{study.rounds}"
             )
-        self.place = found or StudyProgress(shared=shared)
+        self.place = place or StudyProgress(shared=shared)
         self.fresh = fresh
 
     def go(self) -> Trial:
@@ -192,9 +192,9 @@ class _Simulation:
         number, leases = state.round.number, state.round.leases
         updates = {lease.device: self._learn(number, lease) for lease in leases}
         for lease in leases:
-            made = updates[lease.device]
+            update = updates[lease.device]
             arrived = machine.Update(
-                blob="", size=made.size, examples=made.examples, loss=made.loss, seconds=0.0
+                blob="", size=update.size, examples=update.examples, loss=update.loss, seconds=0.0
             )
             state, effects = step(
                 state,
@@ -228,7 +228,7 @@ class _Simulation:
         return _Made(change, sum(x.nbytes for x in sent.values()), done.examples, done.loss)
 
     def _reduce(self, updates: Mapping[str, _Made]) -> None:
-        opened = [(made.examples, lambda c=made.change: c) for made in updates.values()]
+        opened = [(update.examples, lambda c=update.change: c) for update in updates.values()]
         shared, slots = reduce(
             self.place.shared, self.place.slots, opened,
             weighting=self.row.weighting, server=self.row.server, hyper=self.study.hyper,
@@ -240,15 +240,15 @@ class _Simulation:
         """Every device with held-out samples adapts and is scored; the rules hear of one."""
         assert state.round is not None
         number = state.round.number
-        found = tuple(self._scored(number, name) for name in self._scorers())
-        self.place = replace(self.place, scores=(*self.place.scores, *found))
-        self._tell(number, None, found)
-        (lease,), (first, *_) = state.round.leases, found
+        scores = tuple(self._scored(number, name) for name in self._scorers())
+        self.place = replace(self.place, scores=(*self.place.scores, *scores))
+        self._tell(number, None, scores)
+        (lease,), (first, *_) = state.round.leases, scores
         score = machine.Score(
             samples=first.samples, before=first.before, after=first.after, round=number
         )
-        told = machine.Scored(at_s=NOW_S, device=lease.device, lease=lease.id, score=score)
-        return step(state, told)[0]
+        event = machine.Scored(at_s=NOW_S, device=lease.device, lease=lease.id, score=score)
+        return step(state, event)[0]
 
     def _scorers(self) -> list[str]:
         return sorted(name for name, shard in self.shards.items() if shard.held_out_samples)
@@ -260,9 +260,9 @@ class _Simulation:
     def _scored(self, number: int, name: str) -> DeviceScore:
         self._take(name)
         work, shard = self._work(number, name), self.shards[name]
-        found = device.evaluate(self.plan, work, shard, steps=self.study.hyper.inner_steps)
+        score = device.evaluate(self.plan, work, shard, steps=self.study.hyper.inner_steps)
         return DeviceScore(
-            name, name in self.seen, number, found.samples, found.before, found.after
+            name, name in self.seen, number, score.samples, score.before, score.after
         )
 
     def _sweep(self) -> dict[float, tuple[DeviceScore, ...]]:
@@ -270,15 +270,15 @@ class _Simulation:
         rates = dict.fromkeys((*self.study.rates, self.study.hyper.lr)) if self.study.rates else {}
         own = {name: x for name, x in self.plan.state().items() if name == LR}
         last = tuple(s for s in self.place.scores if s.round == self.study.rounds)
-        found = {}
+        sweep = {}
         for rate in rates:
             self.plan.assign({name: np.full_like(x, rate) for name, x in own.items()})
             known = rate == self.study.hyper.lr
-            found[rate] = last if known else tuple(map(self._adapted, last))
+            sweep[rate] = last if known else tuple(map(self._adapted, last))
             if not known:
-                self._tell(self.study.rounds, rate, found[rate])
+                self._tell(self.study.rounds, rate, sweep[rate])
         self.plan.assign(own)
-        return found
+        return sweep
 
     def _adapted(self, score: DeviceScore) -> DeviceScore:
         """The same device at the plan's rate; what it had before adaptation stays."""

@@ -76,17 +76,17 @@ def _read(source: SampleSource) -> tuple[Dataset, dict[str, Array]]:
             raise InvalidInput(f"columns {keys} are those of an npz file, not of {source.data}")
         return load(source.data), {}
     try:
-        found = npz.columns(Path(source.data), [source.x, source.y, *keys])
+        columns = npz.columns(Path(source.data), [source.x, source.y, *keys])
     except NotFound as error:
         raise NotFound(f"{error}; x, y, group and split say which array is which") from error
-    dataset = from_arrays(found[source.x], found[source.y])
+    dataset = from_arrays(columns[source.x], columns[source.y])
     for key in keys:
-        if found[key].shape != (len(dataset),) or found[key].dtype.kind not in "iu":
+        if columns[key].shape != (len(dataset),) or columns[key].dtype.kind not in "iu":
             raise InvalidInput(
                 f"column {key!r} has a whole number for each of {len(dataset)} samples, got "
-                f"{found[key].dtype}{list(found[key].shape)}"
+                f"{columns[key].dtype}{list(columns[key].shape)}"
             )
-    return dataset, {key: found[key] for key in keys}
+    return dataset, {key: columns[key] for key in keys}
 
 
 def _check_samples(source: SampleSource, x: Array, module: Module) -> None:

@@ -53,11 +53,11 @@ class Summary:
 
 def summary(scores: Iterable[DeviceScore]) -> Summary | None:
     """None without scores."""
-    found = list(scores)
-    if not found:
+    known = list(scores)
+    if not known:
         return None
-    before, after = [s.before for s in found], [s.after for s in found]
-    return Summary(len(found), _mean(before), _mean(after), _worst(before), _worst(after))
+    before, after = [s.before for s in known], [s.after for s in known]
+    return Summary(len(known), _mean(before), _mean(after), _worst(before), _worst(after))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ class Difference:
 def difference(ours: Iterable[DeviceScore], theirs: Iterable[DeviceScore]) -> Difference | None:
     """Paired by device; None for fewer than two devices in common."""
     known = {s.device: s.after for s in theirs}
-    found = [s.after - known[s.device] for s in ours if s.device in known]
-    if len(found) < LEAST_PAIRS:
+    gains = [s.after - known[s.device] for s in ours if s.device in known]
+    if len(gains) < LEAST_PAIRS:
         return None
-    mean = _mean(found)
-    variance = math.fsum((d - mean) ** 2 for d in found) / (len(found) - 1)
-    return Difference(mean, 2 * math.sqrt(variance / len(found)))
+    mean = _mean(gains)
+    variance = math.fsum((d - mean) ** 2 for d in gains) / (len(gains) - 1)
+    return Difference(mean, 2 * math.sqrt(variance / len(gains)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,8 +112,8 @@ class Trial:
 
     def best_rate(self, *, seen: bool) -> tuple[float, Summary] | None:
         """The swept rate at which adapted accuracy is highest in the mean, the lowest of equals."""
-        found = {r: summary(s for s in at if s.seen is seen) for r, at in self.sweep.items()}
-        known = [(rate, s) for rate, s in sorted(found.items()) if s is not None]
+        summaries = {r: summary(s for s in at if s.seen is seen) for r, at in self.sweep.items()}
+        known = [(rate, s) for rate, s in sorted(summaries.items()) if s is not None]
         return max(known, key=lambda pair: pair[1].after, default=None)
 
     def final(self, *, seen: bool) -> tuple[DeviceScore, ...]:
