@@ -43,14 +43,14 @@ MAX_REQUEST_BYTES: Final = 64 << 20
 
 
 class Requests:
-    """Reads what the parent asks; a thread of its own, so that a stop is heard during a task."""
+    """Reads the parent's requests in a thread, so that a stop is noticed during a task."""
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[tuple[dict[str, Any], StopToken]] = queue.SimpleQueue()
         self._stop = StopToken(math.inf)
 
     def read(self) -> None:
-        """Until the parent is gone, which ends this process."""
+        """Read until the parent is gone, which ends this process."""
         while (data := read_frame(sys.stdin.buffer, MAX_REQUEST_BYTES)) is not None:
             request = json.loads(data)
             if request["kind"] == "stop":
@@ -114,7 +114,7 @@ def _answer(
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Let this process grow by so many bytes of its own; 0 for no limit."""
+    """Limit the memory that this process takes from now on; 0 for no limit."""
     status = Path("/proc/self/status")
     match = re.search(r"VmData:\s+(\d+) kB", status.read_text()) if status.exists() else None
     if max_bytes and match:
@@ -123,7 +123,7 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 def _limit_processor(max_s: float) -> None:
-    """Let this process go on for so many seconds of processor time; 0 for no limit."""
+    """Limit the further processor time of this process; 0 for no limit."""
     if max_s:
         soft = int(time.process_time() + max_s) + 1
         set_limit(resource.RLIMIT_CPU, soft, resource.RLIM_INFINITY)

@@ -1,7 +1,7 @@
-"""Runs a device's tasks in a child process, which can be limited and killed whatever it does.
+"""Run a device's tasks in a child process, which can be limited and killed whatever it does.
 
 A plan's graph may never end, take all memory, or crash. The child has limits of memory and
-processor time, and it is killed where it does not end a task that nobody wants any more. A kill
+processor time, and it is killed if it does not end a task that was withdrawn. A kill
 costs nothing: whatever matters is in the home, written whole. The child lives on between tasks, so
 a round costs it one message each way. It ends with this process, whose pipe it reads.
 
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 LENGTH: Final = struct.Struct("<I")
 MAX_REPLY_BYTES: Final = 8 << 20
 GRACE_S: Final = 1.0
-"""So long a child may take to end a task by itself before it is killed."""
+"""How long a child may take to end a task by itself before it is killed."""
 GRACE_SHARE: Final = 0.5
-"""Of the time that is left until a deadline, at most: the cloud still hears why before it."""
+"""Largest share of the time left until a deadline, so that the cloud gets the reason in time."""
 
 
 class ChildExecutor:
@@ -141,7 +141,7 @@ class ChildExecutor:
             self._end()
 
     def interrupt(self) -> None:
-        """Kill the child: it may be anywhere, and loses nothing."""
+        """Kill the child, whatever it is doing: nothing is lost."""
         with self._lock:
             self._interrupted = True
             if self._child is not None:
@@ -154,7 +154,10 @@ class ChildExecutor:
             self._end()
 
     def _stop(self, stop: StopToken, deadline_s: float, ended: threading.Event) -> None:
-        """Ask the child to end its task; see to it. Must not block: a thread of its own waits."""
+        """Ask the child to end its task, and kill it if it does not.
+
+        A thread waits: this must not block.
+        """
         grace_s = GRACE_S
         try:
             stop.check()
@@ -175,7 +178,7 @@ class ChildExecutor:
         threading.Thread(target=kill_late, daemon=True).start()
 
     def _send(self, request: dict[str, Any]) -> None:
-        """A child that has ended is found out by the reply that does not come."""
+        """Send a request. A child that has ended is noticed because its reply does not come."""
         child = self._child
         if child is None:
             return
@@ -186,7 +189,7 @@ class ChildExecutor:
             logger.debug("the child reads no more")
 
     def _reply(self) -> dict[str, Any] | None:
-        """None where the child has ended, or says what is no reply: it is ended then."""
+        """Return the child's reply; None where it has ended, or sent something else."""
         child = self._child
         assert child is not None
         try:
@@ -197,7 +200,7 @@ class ChildExecutor:
             return None
 
     def _end(self) -> str:
-        """Why there is no child any more."""
+        """End the child; return why it ended."""
         with self._lock:
             child, self._child = self._child, None
         if child is None:
@@ -244,7 +247,7 @@ class _Child:
         return bool(ended.poll(None if seconds == math.inf else seconds * 1000))
 
     def read(self, size: int) -> bytes:
-        """So many bytes of replies; fewer where the process has ended."""
+        """Read `size` bytes of replies, or fewer where the process has ended."""
         replies = self._replies.fileno()
         poll = select.poll()
         poll.register(replies, select.POLLIN)
@@ -264,14 +267,14 @@ class _Child:
         return bytes(data)
 
     def kill(self) -> None:
-        """End it with all of its session; from any thread, also where it has ended."""
+        """Kill it with its session; from any thread, also after it has ended."""
         with self._reaping:
             if self._process.returncode is None:  # else its number may be another's
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> int:
-        """Let it end by itself, or kill it; its exit code."""
+        """Let it end by itself, or kill it; return its exit code."""
         _close(self.requests)
         _close(self._replies)
         self.ends_within(GRACE_S)
@@ -287,7 +290,7 @@ def _close(pipe: Any) -> None:
     try:
         pipe.close()
     except OSError:
-        logger.debug("a pipe had bytes that nobody reads")
+        logger.debug("a pipe was closed with unread bytes")
 
 
 def write_frame(file: Any, data: bytes) -> None:

@@ -45,7 +45,7 @@ def home_option(function: Any) -> Any:
 
 
 def sample_options(function: Any) -> Any:
-    """What a device learns from, and with whom."""
+    """Options for the samples and the population of a device."""
     for option in (
         click.option(
             "--held-out",

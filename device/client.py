@@ -46,24 +46,24 @@ REMEMBERED: Final = 256
 """Leases whose contribution was acknowledged: an older document may still name them."""
 
 TELLING_S: Final = 0.5
-"""So long before its deadline a task ends, at most, so that the cloud still hears why."""
+"""A task ends at most so long before its deadline, so that the cloud gets the reason in time."""
 TELLING_SHARE: Final = 0.1
-"""Of the time that is left when a task begins."""
+"""Share of the time left when a task begins."""
 TOO_LONG: Final = "the task was not done by its deadline; fewer steps, or a longer deadline?"
 
 _UNKNOWN_WORK: Final = WorkSet()
-"""Until the first document: what is pending waits, for nothing is known of it."""
+"""Until the first document, pending updates wait: their leases are not known."""
 
 NO_WORK: Final[Mapping[bool | None, str]] = {
     None: "no work: no run of the cloud asks this device now",
     False: "no work: no run of the cloud asks the population of this device",
     True: "no work now: a run asks the population of this device, and other devices of it",
 }
-"""What is logged of a device without a task, by whether a run asks its population."""
+"""Log texts of a device without a task, by whether a run asks its population."""
 
 
 class Graphs(Enum):
-    """Where a client runs the graphs of its tasks.
+    """The process in which a client runs the graphs of its tasks.
 
     IN_PROCESS: in a thread; a graph ends at its deadline and at `stop` between two of its nodes.
     CHILD: in a process of its own with limits of memory and processor time, killed where needed.
@@ -126,13 +126,13 @@ class FederatedClient:
 
     @property
     def name(self) -> str:
-        """In our certificate. NotFound before enrolment."""
+        """The name in the device's certificate. NotFound before enrolment."""
         self._home.require_enrolled()
         return self._home.enrolled.name
 
     @property
     def settings(self) -> DeviceSettings:
-        """As they hold for this client."""
+        """The settings of this client."""
         return self._settings
 
     def enrol(self, token: str, cloud: str) -> str:
@@ -143,7 +143,10 @@ class FederatedClient:
         return enrol(self._home, self._settings, token, cloud).name
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
-        """Take part in runs until `stop`; call from any one thread. `ready`: told when begun."""
+        """Take part in runs until `stop`.
+
+        Call it from one thread. ready: called once it has begun.
+        """
         asyncio.run(self.serve(ready))
 
     async def serve(self, ready: Callable[[], None] = lambda: None) -> None:
@@ -197,7 +200,10 @@ class FederatedClient:
             working.stop()
 
     def choice(self) -> "ModelChoice | None":
-        """What the model of this device is and how it was measured; None before the first task."""
+        """Return which model this device has and how it was measured.
+
+        None before the first task.
+        """
         from triplane.device.model import DeviceModel
 
         return DeviceModel(self._home.model).choice()
@@ -218,7 +224,7 @@ class FederatedClient:
             raise AssertionError("the tries end with an error")
 
     def _loaded(self, choice: "ModelChoice") -> "Plan":
-        """Conflict or NotFound: a newer model took the place of this one meanwhile."""
+        """Load a model. Conflict or NotFound: a newer one has replaced it."""
         from triplane.device.model import DeviceModel
         from triplane.unified_ir.runtime.plan import Plan
 
@@ -267,7 +273,7 @@ class _Working:
         self._done: dict[str, None] = {}
 
     async def run(self) -> None:
-        """Until `stop` or cancellation."""
+        """Run until `stop` or cancellation."""
         logger.info("device started", extra={"device": self._name, **_sizes(self._offered)})
         self._note("connecting")
         tasks = [
@@ -479,5 +485,5 @@ def _file_of(source: Source) -> Path:
 
 
 def _idle(work_set: WorkSet) -> tuple[bool, bool | None]:
-    """What a device without work says of itself: it is said again where this changes."""
+    """Return the facts about an idle device that are logged again when they change."""
     return not work_set.leases, work_set.population_asked

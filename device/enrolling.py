@@ -1,4 +1,4 @@
-"""Making a machine a device: a key made here, a certificate for a token, its owner's settings."""
+"""Enrol a machine as a device: make a key, get a certificate for a token, store the settings."""
 
 from triplane.device.home import DeviceHome, DeviceIdentity, DeviceSettings
 from triplane.proto.errors import Conflict, Unavailable
@@ -9,8 +9,8 @@ def enrol(home: DeviceHome, settings: DeviceSettings, token: str, address: str) 
 
     May be repeated with the same token after an interruption; a home that is enrolled takes a new
     token, as where its certificate has ended. Conflict: a process works here, or the token was
-    used up. InvalidInput: the token is for another kind of machine. Unavailable: nobody answers
-    as an enrolment port.
+    used up. InvalidInput: the token is for another kind of machine. Unavailable: no enrolment
+    port answers.
     """
     from triplane.proto.identity import enrol as enrol_at
 

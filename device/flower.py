@@ -53,7 +53,7 @@ PLAN_DIGEST: Final = "plan-digest"
 ARRAYS: Final = "arrays"
 CONFIG: Final = "config"
 KEPT: Final = "triplane.plan"
-"""Where a node's own state keeps the plan between rounds."""
+"""Key of a node's state that keeps the plan between rounds."""
 FAILED: Final = 100
 """Code of a reply that says why there is no result; Flower reserves those below."""
 
@@ -168,7 +168,7 @@ def load_app(name: str) -> ClientApp:
         raise InvalidInput(f"an app is named MODULE:ATTRIBUTE or FILE.py:ATTRIBUTE, got {name!r}")
     app = getattr(_module(where), attribute, None)
     if not isinstance(app, ClientApp):
-        raise InvalidInput(f"{attribute!r} of {where} is no ClientApp but {type(app).__name__}")
+        raise InvalidInput(f"{attribute!r} of {where} is not a ClientApp but {type(app).__name__}")
     return app
 
 

@@ -1,4 +1,4 @@
-"""Where a device keeps everything, and what its owner decided about it.
+"""The home of a device: its files, and its settings (`device.json`).
 
 identity/      key and certificate          plans/     plans and states by SHA-256
 personal/      what never leaves            pending/   updates that were not settled yet
@@ -27,10 +27,10 @@ from triplane.unified_ir.federated.core.defaults import HELD_OUT
 DEFAULT_HOME: Final = "~/.triplane/device"
 MAX_SETTINGS_BYTES: Final = 64 << 10
 POPULATION: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
-"""What the cloud takes as the name of a population."""
+"""Pattern of a population's name."""
 RENEWAL_S: Final = 60.0
 CHILD_ENDS_S: Final = 10.0
-"""How long a child of a device that was killed may take to end."""
+"""Limit for the child of a killed device to end."""
 TEMPORARY: Final = ".*.tmp"
 """Names of files that were to take another's name."""
 
@@ -88,7 +88,7 @@ class DeviceSettings:
 
 @dataclass(frozen=True, slots=True)
 class DeviceIdentity:
-    """What our certificate says. renew_at_s: seconds since 1970."""
+    """Facts of the device's certificate. renew_at_s: seconds since 1970."""
 
     name: str
     renew_at_s: float
@@ -96,7 +96,7 @@ class DeviceIdentity:
 
 @dataclass(frozen=True, slots=True)
 class SessionNote:
-    """What the process of a device was last told by its cloud.
+    """The newest state of a device's session with its cloud.
 
     state: "connecting" until the first document, then "idle" (no run asks this device), "working".
     population: the one that was offered. since_s: seconds since 1970. population_asked: whether a
@@ -145,7 +145,10 @@ class DeviceHome:
 
     @property
     def settings(self) -> DeviceSettings:
-        """What `device.json` says; the defaults where it is absent. Corrupt names what is wrong."""
+        """Return the settings of `device.json`, or the defaults without it.
+
+        Corrupt names the error.
+        """
         try:
             with self.settings_file.open("rb") as file:
                 data = file.read(MAX_SETTINGS_BYTES)
@@ -184,7 +187,7 @@ class DeviceHome:
 
     @property
     def session(self) -> SessionNote | None:
-        """What `note_session` wrote last; None where nothing can be read."""
+        """Return what `note_session` wrote last; None where nothing can be read."""
         try:
             parsed = json.loads(self.session_file.read_bytes()[:MAX_SETTINGS_BYTES])
             asked = parsed.get("population_asked")

@@ -1,4 +1,4 @@
-"""What a device remembers of its runs, each as one durable file.
+"""The memory of a device about its runs, each in one durable file.
 
 `personal/RUN.state`: personal tensors, and the remainder of compression, as of the newest update
 that counted. `personal/PLAN.spent`: steps and seconds that a plan with limits has used, so that a
@@ -65,7 +65,7 @@ NOTHING: Final = PersonalState({}, {})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateFacts:
-    """What is told of an update. seconds: that learning took."""
+    """The facts of an update. seconds: duration of learning."""
 
     run: str
     round: int
@@ -76,7 +76,7 @@ class UpdateFacts:
 
     @classmethod
     def parse(cls, said: Mapping[str, str]) -> "UpdateFacts":
-        """Of the properties of a file; Corrupt where they are not such facts."""
+        """Parse the properties of a file. Corrupt where they are not such facts."""
         try:
             return cls(
                 run=said["run"],
@@ -111,7 +111,7 @@ class Memory:
         self._held: dict[Path, PendingUpdate] = {}
 
     def personal(self, run: str) -> PersonalState:
-        """Of this run; in a new run, the personal tensors that the newest run left."""
+        """Return the personal state of this run; a new run starts with the newest run's tensors."""
         path = self._personal / f"{run}.state"
         if path.exists():
             return self._read(path) or NOTHING
@@ -156,7 +156,7 @@ class Memory:
         return self._held[path]
 
     def _free(self, facts: UpdateFacts) -> Path:
-        """Where an update is to be kept, once what an earlier one left in memory is gone."""
+        """Return the path for an update, after forgetting what an earlier one left in memory."""
         path = self._pending / f"{facts.run}.update"
         waiting = self._at(path)
         if waiting is not None and waiting.facts.lease != facts.lease:

@@ -34,15 +34,16 @@ KIND: Final = "checkpoint"
 SHARED: Final = "shared"
 PERSONAL: Final = "personal"
 SYNC_S: Final = 60.0
-"""Between two durable writes of states that nobody measured."""
+"""Seconds between two durable writes of states that were not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelChoice:
-    """What the model is. chosen: shared or personal. plan: SHA-256 of its plan's file, hexadecimal.
+    """The chosen model of a device.
 
-    samples: held-out ones it was measured on, 0 where it was not. before: accuracy of the newest
-    shared state, after: of that state adapted; accuracy: of the model.
+    chosen: shared or personal. plan: SHA-256 of its plan's file, hexadecimal. samples: held-out
+    ones it was measured on, 0 where it was not. before: accuracy of the newest shared state, after:
+    of that state adapted; accuracy: of the model.
     """
 
     run: str
@@ -62,7 +63,7 @@ class DeviceModel:
         self._path, self._newest = path, path.with_name(f"{path.name}.newest")
 
     def choice(self) -> ModelChoice | None:
-        """What is there; a damaged file is dropped, the next state replaces it."""
+        """Return the stored choice. A damaged file is removed; the next state replaces it."""
         return self._current()[1]
 
     def _current(self) -> tuple[Path, ModelChoice | None]:
@@ -100,7 +101,7 @@ class DeviceModel:
             self.adopt(plan, choice)
 
     def _age_s(self) -> float:
-        """Of the durable file, by a clock that may have been set back."""
+        """Return the age of the durable file, by a clock that may have been set back."""
         return abs(time.time() - self._path.stat().st_mtime)
 
     def adopt(self, plan: Plan, choice: ModelChoice) -> None:

@@ -1,6 +1,6 @@
 """`python -m triplane.device.renewing HOME`: renew the certificate of a device's home, and end.
 
-A process of its own: cryptography takes 11 MB that a device would not get back.
+It is a separate process, because cryptography takes 11 MB that a device would not get back.
 """
 
 import sys

@@ -19,13 +19,13 @@ from triplane.unified_ir.federated.core.draws import Array, Draws
 from triplane.unified_ir.federated.core.learn import Shard
 
 MAX_SHARD_BYTES: Final = 2 << 30
-"""Of all samples together: they are held in memory."""
+"""Total size of all samples, which are held in memory."""
 MAX_BATCHES: Final = 1 << 20
-"""Of one iterator: one that never ends is found out, however small its batches are."""
+"""Batches of one iterator, so that an endless one is noticed however small its batches are."""
 MAX_BLOCK: Final = 1 << 32
 """Samples of which one is held out."""
 HELD_OUT_PREFIX: Final = "held_out."
-"""Of arrays in an npz file that say themselves what is held out."""
+"""Prefix of the held-out arrays in an npz file."""
 NUMBERS: Final = "biuf"
 """Kinds of elements that a graph takes, as numpy names them."""
 AT_ONCE: Final = 1 << 20
@@ -82,7 +82,9 @@ def _named(batch: Any) -> dict[str, Array]:
         try:
             arrays[name] = np.asarray(x)
         except ValueError as error:
-            raise InvalidInput(f"{name!r} is no array of samples of one shape: {error}") from error
+            raise InvalidInput(
+                f"{name!r} is not an array of samples of one shape: {error}"
+            ) from error
     return arrays
 
 
@@ -105,7 +107,7 @@ def _gathered(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
 
 
 def _batches(source: Any) -> Iterable[Any]:
-    """What can be asked for batches; anything else is handed on as one, to be named."""
+    """Return an iterable of batches; anything else counts as one batch, to be refused by name."""
     return source if isinstance(source, Iterable) and not hasattr(source, "dtype") else (source,)
 
 
@@ -146,7 +148,7 @@ def _from_npz(path: Path, held_out: float) -> Shard:
     except InvalidInput:
         raise
     except _UNREADABLE as error:
-        raise InvalidInput(f"{path} is no npz file of plain arrays: {error}") from error
+        raise InvalidInput(f"{path} is not an npz file of plain arrays: {error}") from error
     train = {name: x for name, x in arrays.items() if not name.startswith(HELD_OUT_PREFIX)}
     if len(train) == len(arrays):
         return split(train, held_out)
@@ -165,7 +167,7 @@ _UNREADABLE: Final = (
     BadZipFile,
     zlib.error,
 )
-"""Of a file that is damaged, encrypted, compressed otherwise, or claims more than it holds."""
+"""Errors of a file that is damaged, encrypted, unusually compressed, or shorter than it claims."""
 
 
 def _checked(shard: Shard) -> Shard:
@@ -203,6 +205,6 @@ def _odd(row: Array) -> str:
 def _check_size(size: int) -> None:
     if size > MAX_SHARD_BYTES:
         raise InvalidInput(
-            f"samples take at most {MAX_SHARD_BYTES} bytes, got {size}; give a part of them (an "
-            "iterator of batches has to end)"
+            f"samples may take {MAX_SHARD_BYTES} bytes, got {size}; use fewer samples (an iterator "
+            "of batches has to end)"
         )

@@ -1,4 +1,4 @@
-"""What `triplane device status` shows: who the device is, its model, and what waits to be sent."""
+"""The status of a device for `triplane device status`: its name, model and pending updates."""
 
 import time
 from collections.abc import Mapping

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 
 class Withdrawn(Exception):
-    """The work is not wanted any more; nothing comes of it."""
+    """The work was withdrawn; it has no result."""
 
 
 class TaskExpired(Withdrawn):
-    """The work was not done by its deadline."""
+    """The work was not done before its deadline."""
 
 
 class StopToken:
@@ -28,7 +28,7 @@ class StopToken:
         self._expired = False
 
     def now(self) -> None:
-        """End the work because nobody wants it any more."""
+        """End the work because it was withdrawn."""
         self._end(expired=False)
 
     def expire(self) -> None:

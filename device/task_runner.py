@@ -1,8 +1,9 @@
-"""One task from its documents to its contribution: fetch, learn or score, write down, upload.
+"""One task from its document to its contribution: fetch, learn or score, store, upload.
 
-Runs in a thread of its own, so the session lives on. What the cloud sends is checked again here:
-digests, plan and state that belong together, demands this version does not meet. A refusal becomes
-a contribution that declines with the reason; only what may pass later is raised (`Unavailable`).
+It runs in a separate thread, so that the session goes on. The cloud's data is checked again here:
+digests, whether plan and state belong together, demands that this version does not support. A
+refusal becomes a contribution that declines with the reason; only an error that may pass later is
+raised (`Unavailable`).
 """
 
 import hashlib
@@ -74,7 +75,7 @@ class StoppablePlan:
         return self._plan.inputs(entry)
 
     def run(self, entry: str, batch: Mapping[str, Array], /) -> Mapping[str, Array]:
-        """See `Plan`; raises Withdrawn instead of taking a step that nobody wants."""
+        """See `Plan`; raises Withdrawn instead of taking a step of withdrawn work."""
         self._stop.check()
         try:
             return self._plan.run(entry, batch)
@@ -96,7 +97,7 @@ class StoppablePlan:
 
 
 class TaskRunner:
-    """Where a device works. One thread at a time; `settle` counts as one.
+    """Runs the tasks of a device. One thread at a time uses it, for `do` or `settle`.
 
     channel: to the cloud, made when it is first needed. app: the owner's `ClientApp` of Flower.
     """
@@ -121,9 +122,9 @@ class TaskRunner:
         self._fresh: dict[str, Array] = {}
 
     def do(self, task: Task, stop: StopToken, wanted: Iterable[Blob] = ()) -> pb.Contribution:
-        """The task's contribution. wanted: blobs of other tasks at hand, which stay on disk.
+        """Return the task's contribution. wanted: blobs of other current tasks, which stay on disk.
 
-        Withdrawn: nobody wants it any more. Unavailable: the link or the disk; try again.
+        Withdrawn: the task was withdrawn. Unavailable: the link or the disk failed; try again.
         """
         try:
             return self._do(task, stop, frozenset(blob.sha256 for blob in wanted))
@@ -144,7 +145,7 @@ class TaskRunner:
         )
 
     def settle(self, work_set: WorkSet) -> None:
-        """Let updates take effect that counted, and forget those whose lease is over."""
+        """Let updates that counted take effect, and forget those whose lease is over."""
         settlements = {(s.run, s.lease): s for s in work_set.settled}
         for pending in self.memory.pending():
             run, lease = pending.facts.run, pending.facts.lease

@@ -21,7 +21,7 @@ MAX_TASKS: Final = 64
 """In one document, and as many settlements."""
 MAX_ROUND: Final = 1_000_000_000
 MAX_SAMPLES: Final = 1 << 24
-"""Of one batch, support or query."""
+"""Samples of one batch, support or query."""
 MAX_SECONDS: Final = 30 * 86_400.0
 MAX_REASON_CHARS: Final = 1000
 RUN: Final = re.compile(r"[0-9a-f]{16}")
@@ -63,7 +63,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What became of a contribution."""
+    """The outcome of a contribution."""
 
     run: str
     lease: str
@@ -73,7 +73,7 @@ class Settlement:
 
 @dataclass(frozen=True, slots=True)
 class WorkSet:
-    """All that a device has to do now.
+    """All work that a device has now.
 
     refused: contributions that decline what is wrong. document: the message it was parsed from.
     population_asked: whether a run asks the population offered; None where that is not said.
@@ -87,12 +87,12 @@ class WorkSet:
 
     @property
     def leases(self) -> frozenset[str]:
-        """Of all tasks, those refused too."""
+        """Leases of all tasks, including refused ones."""
         return frozenset(t.lease for t in self.tasks) | {c.lease.hex() for c in self.refused}
 
 
 def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: float) -> WorkSet:
-    """The document, parsed. InvalidInput where it is wrong as a whole."""
+    """Parse the document. InvalidInput where it is invalid as a whole."""
     if len(message.tasks) > MAX_TASKS or len(message.settled) > MAX_TASKS:
         raise InvalidInput(
             f"a work document has at most {MAX_TASKS} tasks and settlements, got "
@@ -111,7 +111,7 @@ def work_set_of(message: pb.Work, device: str, *, max_blob_bytes: int, now_s: fl
 
 
 def declined(run: str, round_: int, lease: bytes, reason: str) -> pb.Contribution:
-    """Why there is nothing."""
+    """Return a contribution that says why there is no result."""
     cut = reason[:MAX_REASON_CHARS]
     return pb.Contribution(run=run, round=round_, lease=lease, declined=cut)
 
@@ -159,7 +159,7 @@ KINDS: Final[dict[str, Callable[[Task, pb.Task, int], Task]]] = {
     "evaluate": _evaluates,
     "flower": _answers,
 }
-"""What a device does, by the field of `Task.work`."""
+"""Parsers of tasks, by the field of `Task.work`."""
 
 
 def _work(message: pb.Task, device: str) -> Work:

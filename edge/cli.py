@@ -177,9 +177,9 @@ def _was_given(name: str) -> bool:
 def up(*, home: Path, as_json: bool) -> None:
     """Keep the node running until SIGTERM or Ctrl-C: supervisor, agent and inference server.
 
-    One line on standard output says that calls are answered, and where. Logs are in HOME/logs; what
-    starts and ends is told on standard error. Killing this process leaves agent and server running;
-    the next `up` takes them over.
+    One line on standard output says that calls are answered, and where. Logs are in HOME/logs;
+    starts and ends of processes are logged on standard error. Killing this process leaves agent and
+    server running; the next `up` takes them over.
     """
     from triplane.edge.supervisor import ready
     from triplane.edge.supervisor.__main__ import main
@@ -227,7 +227,7 @@ def _served_bundle(node: "NodeHome", model: str) -> Path | None:
 @home_option
 @json_option
 def status(*, home: Path, as_json: bool) -> None:
-    """Show what this node serves, what it was told to, and how the newest attempts ended.
+    """Show what this node serves, what it was assigned, and how the newest attempts ended.
 
     Reads the home, asks the server, and asks the cloud whether it takes this node; works without
     the cloud. Exit code 4: the cloud refuses this node. 5: a damaged file keeps `edge up` from

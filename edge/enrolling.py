@@ -92,13 +92,13 @@ def _believe(node: NodeHome, fetch: Fetch, root: Path | None) -> None:
         try:
             bootstrap(trial, lambda _: data)
         except AttemptRefused as refusal:
-            raise Corrupt(f"{root} is no root: {refusal.text}") from refusal
+            raise Corrupt(f"{root} is not a root file: {refusal.text}") from refusal
         freshness = Trust(trial, fetch).refresh()
     if freshness.error is not None:
         raise freshness.error
     if freshness.refusals:
         raise Corrupt(
             f"the cloud's metadata does not follow from {root}: {freshness.refusals[-1].text}; it "
-            "is another cloud's root, or this cloud is not in the hands of those who made it"
+            "belongs to another cloud, or this cloud is controlled by somebody else"
         )
     bootstrap(node.trust, lambda _: data)

@@ -1,4 +1,4 @@
-"""Where a node keeps everything, and what it was told about itself."""
+"""The home of a node: its paths, and its settings (`node.json`)."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ MAX_PORT: Final = 65535
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """`node.json`: what an operator of the machine may decide.
+    """The settings in `node.json`, for the operator of the machine.
 
     targets: converter's targets this node takes, best first; empty for those of its processor.
     max_disk_bytes: of bundles. probation_s: where an assignment does not say. min_bytes_per_s,
@@ -92,7 +92,10 @@ class NodeHome:
 
     @property
     def settings(self) -> NodeSettings:
-        """What `node.json` says; the defaults where it is absent. Corrupt names what is wrong."""
+        """Return the settings of `node.json`, or the defaults without it.
+
+        Corrupt names the error.
+        """
         try:
             data = self.settings_file.read_bytes()[: MAX_SETTINGS_BYTES + 1]
         except FileNotFoundError:

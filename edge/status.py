@@ -1,4 +1,4 @@
-"""What a node says of itself on its own machine, with or without the cloud."""
+"""The status of a node, as seen on its own machine with or without the cloud."""
 
 import time
 from dataclasses import asdict, dataclass
@@ -74,7 +74,7 @@ class NodeStatus:
         desired = self.desired.get(model)
         said = [f"serves {serves}", f"committed {pointer.version if pointer else 'nothing'}"]
         if desired and (pointer is None or desired != pointer.version):
-            said.append(f"told to serve {desired}")
+            said.append(f"assigned {desired}")
         if last and (pointer is None or last.version != pointer.version or not last.ended):
             said.append(f"version {last.version} {last.state.lower()} {last.reason}".strip())
         return ", ".join(said)
@@ -108,7 +108,7 @@ def look(home: NodeHome) -> NodeStatus:
 
 
 def _damage(home: NodeHome) -> str:
-    """What `edge up` would refuse this home for; `look` has read its certificate already."""
+    """Return why `edge up` would refuse this home; `look` has read its certificate already."""
     try:
         _ = home.settings
     except Corrupt as error:
@@ -117,7 +117,7 @@ def _damage(home: NodeHome) -> str:
 
 
 def _refusal(home: NodeHome) -> str:
-    """What the cloud says to this node's certificate, if it says no."""
+    """Return why the cloud refuses this node's certificate; empty where it does not."""
     if home.identity.expires_s < time.time():
         return "the certificate of this node has ended; enrol it again with a new token"
     with connect(home.identity) as channel:

@@ -21,7 +21,7 @@ from triplane.proto.errors import Conflict, Corrupt, InvalidInput, NotFound, Una
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES: Final = 1 << 20
-"""Of one message, and of one read, at most."""
+"""Largest size of one message, and of one read."""
 SYNC_BYTES: Final = 16 << 20
 """Received bytes between two syncs: what a crash can cost."""
 MAX_BLOB_BYTES: Final = 16 << 30
@@ -48,7 +48,7 @@ class BlobFolder:
         disk.sync_folder(self.folder)  # names that a process gave before it was killed
 
     def path(self, sha256: bytes) -> Path:
-        """Where the blob is, or would be."""
+        """Return the path that the blob has, or would have."""
         if len(sha256) != 32:
             raise InvalidInput(f"a blob is named by 32 bytes of SHA-256, got {len(sha256)}")
         return self.folder / sha256.hex()
@@ -65,10 +65,10 @@ class BlobFolder:
         return self.path(sha256).is_file()
 
     def drop_damaged(self, sha256: bytes, *, reread: bool = False) -> bool:
-        """Remove a complete blob whose bytes are not the ones of its name; whether it was so.
+        """Remove a complete blob whose bytes do not match its name; return whether it was removed.
 
-        A blob is read once in the life of a process, and again when its file changed. reread: read
-        it in any case, which also finds damage that left the file's size and time as they were.
+        A blob is read once in the lifetime of a process, and again when its file changed. reread:
+        always read it, which also finds damage that left the file's size and time unchanged.
         """
         path = self.path(sha256)
         while True:
@@ -95,7 +95,7 @@ class BlobFolder:
         return not self.has(sha256)
 
     def stored(self, sha256: bytes, size: int) -> pb.Progress:
-        """How much of a blob is here."""
+        """Return how many bytes of a blob are stored."""
         path = self.path(sha256)
         if path.is_file():
             return pb.Progress(stored=path.stat().st_size, complete=True)
@@ -126,7 +126,7 @@ class BlobFolder:
                 self._busy.discard(sha256)
 
     def put(self, data: bytes) -> bytes:
-        """Store a blob of ours; returns its name."""
+        """Store a blob; return its name."""
         sha256 = hashlib.sha256(data).digest()
         if self.is_lost(sha256):
             with self.receive(sha256, len(data)) as receiving:

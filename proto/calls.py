@@ -1,7 +1,7 @@
-"""How many calls a gRPC server of ours may have of which Python has not heard yet.
+"""Limit of calls that a gRPC server has received and Python has not accepted yet.
 
-By default gRPC drops calls at random beyond 1,000 of them, whoever made them: a flood of calls that
-are reset at once would end those of others.
+By default gRPC drops calls at random beyond 1,000 of them, whichever caller made them: a flood of
+calls that are reset at once would end the calls of others.
 """
 
 from typing import Final

@@ -22,8 +22,8 @@ KEEPALIVE_MS: Final = 30_000
 KEEPALIVE_TIMEOUT_MS: Final = 10_000
 STREAMS_PER_CONNECTION: Final = 128
 HANDSHAKE_MS: Final = 60_000
-"""How long a TLS handshake may take on either side: as long as a busy cloud needs for a whole fleet
-that calls at once. Who only connects holds a descriptor for that time, as after the handshake."""
+"""Limit of a TLS handshake on either side: as long as an overloaded cloud needs for a whole fleet
+that connects at once. A peer that only connects holds a descriptor for that time."""
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -41,7 +41,7 @@ CHANNEL_OPTIONS: Final[Options] = (
 
 
 def server_options() -> Options:
-    """Options of a grpc.aio server of ours."""
+    """Options of a grpc.aio server."""
     return (
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -73,7 +73,7 @@ def connect(identity: IdentityFolder, *, address: str | None = None) -> grpc.Cha
 
 
 def connect_aio(identity: IdentityFolder, *, address: str | None = None) -> grpc.aio.Channel:
-    """As `connect`, for an event loop."""
+    """Connect for use in an event loop; see `connect`."""
     return grpc.aio.secure_channel(
         address or identity.cloud,
         _credentials(identity),
@@ -105,7 +105,7 @@ class Guarded(grpc.Channel):
     def _call(self, kind: str, *args: Any, **options: Any) -> Any:
         with self._lock:
             if self._closed:
-                raise Unavailable("the link to the cloud was closed meanwhile")
+                raise Unavailable("the connection to the cloud was closed")
             return getattr(self._channel, kind)(*args, **options)
 
     def unary_unary(self, *args: Any, **options: Any) -> Any:

@@ -57,7 +57,7 @@ class IdentityFolder:
         try:
             return x509.load_pem_x509_certificate(self.certificate_pem)
         except ValueError as error:
-            raise Corrupt(f"{self.path / 'cert.pem'} is no certificate: {error}") from error
+            raise Corrupt(f"{self.path / 'cert.pem'} is not a certificate: {error}") from error
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""How bytes become durable: the one module that knows.
+"""Durable files. Every file that must survive a crash is written through this module.
 
 `write_atomic` gives files that appear whole or not at all: bytes go to a temporary file beside the
 target, are flushed to the disk, and take the target's name in one rename that is itself flushed. A
@@ -25,16 +25,16 @@ FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class NoRoom(Unavailable):
-    """A disk or a database is full: it passes once somebody has made room."""
+    """A disk or a database is full; retry after room was made."""
 
 
 def refusal(error: OSError, message: str) -> Unavailable:
-    """What a refusing disk means to whoever asked; chain it from `error`."""
+    """Return the error for a disk that refused an operation; chain it from `error`."""
     return (NoRoom if error.errno in FULL else Unavailable)(message)
 
 
 class Disk(Protocol):
-    """What a program does to a file system. Every method may raise OSError."""
+    """The operations on a file system. Every method may raise OSError."""
 
     def create(self, path: Path) -> BinaryIO:
         """A new seekable file open for writing; FileExistsError where the name is taken."""

@@ -1,9 +1,8 @@
-"""Limits of the documents between cloud and node, labels among them.
+"""Limits of the documents between cloud and node, labels included.
 
-What one side writes, the other takes. Both sides check what they are sent, since either may have
-been taken over: a node's report by `cloud/fleet/reports.py`, the cloud's document here. A node that
-writes more than the cloud takes would not be heard any more, so what it writes is cut to the same
-limits.
+Both sides check what they receive, because either may be compromised: `cloud/fleet/reports.py`
+checks a node's report, this module the cloud's document. The cloud ends the stream of a node that
+exceeds a limit, so a node cuts its texts to the same limits.
 """
 
 import math
@@ -16,20 +15,20 @@ from triplane.proto.fleet_pb2 import Assignment, Desired
 from triplane.proto.targets import NAME
 
 MAX_MODELS: Final = 64
-"""On one node: of a document's assignments and of a report's models."""
+"""Models of one node: in a document's assignments and in a report."""
 MAX_INCIDENTS: Final = 32
-"""In one report; more wait for the next."""
+"""Incidents in one report; more wait for the next."""
 MAX_REASON_CHARS: Final = 1000
-"""Of why an attempt is where it is."""
+"""Length of the reason of an attempt's phase."""
 MAX_TEXT_CHARS: Final = 2000
-"""Of an incident."""
+"""Length of an incident's text."""
 MAX_PATH_CHARS: Final = 256
 MAX_ID_CHARS: Final = 64
 MAX_LABELS: Final = 32
-"""Of one node."""
+"""Labels of one node."""
 MAX_VERSION: Final = 1_000_000_000
 MAX_NUMBER: Final = 1 << 53
-"""Of a document, a report or an attempt: what JSON and every database hold exactly."""
+"""Largest number of a document, report or attempt: JSON and every database hold it exactly."""
 MAX_SECONDS: Final = 30 * 86_400.0
 MAX_TIME_S: Final = 253_402_300_799.0
 """Seconds since 1970: the last one of the year 9999."""

@@ -1,7 +1,7 @@
-"""What a bundle needs and a node offers, and why the two do not fit: one rule for both sides.
+"""Whether a bundle's needs fit a node: one rule for both sides.
 
-The cloud asks before it assigns, the node before it loads: a cloud that was taken over would not
-ask.
+The cloud checks before it assigns. The node checks again before it loads, because a compromised
+cloud would not.
 """
 
 import re
@@ -10,55 +10,55 @@ from typing import Protocol
 
 
 class HardwareNeeds(Protocol):
-    """Of a bundle; empty or 0 where it does not care."""
+    """The needs of a bundle; empty or 0 where it has none."""
 
     @property
     def runtime(self) -> str:
-        """Its name."""
+        """Name of the runtime."""
 
     @property
     def min_version(self) -> str:
-        """Of the runtime."""
+        """Oldest version of the runtime."""
 
     @property
     def opset(self) -> int:
-        """Of the graph."""
+        """Opset of the graph."""
 
     @property
     def instructions(self) -> Collection[str]:
-        """Sets such as "avx512_vnni", all of them needed."""
+        """Instruction sets such as "avx512_vnni"; all of them are needed."""
 
     @property
     def memory_bytes(self) -> int:
-        """To load and run."""
+        """Memory to load and run it."""
 
 
 class Offers(Protocol):
-    """Of a node."""
+    """The capability of a node."""
 
     @property
     def runtime(self) -> str:
-        """Its name."""
+        """Name of the runtime."""
 
     @property
     def runtime_version(self) -> str:
-        """Of the runtime."""
+        """Version of the runtime."""
 
     @property
     def max_opset(self) -> int:
-        """The newest that the runtime knows."""
+        """Newest opset that the runtime supports."""
 
     @property
     def instructions(self) -> Collection[str]:
-        """That the processor has."""
+        """Instruction sets of the processor."""
 
     @property
     def memory_bytes(self) -> int:
-        """Of the machine."""
+        """Memory of the machine."""
 
 
 def fits(needs: HardwareNeeds, node: Offers) -> str | None:
-    """None where the node can run the bundle, else the first reason why it cannot."""
+    """Return None if the node can run the bundle, else the first reason why it cannot."""
     missing = [name for name in needs.instructions if name not in node.instructions]
     if needs.runtime and needs.runtime != node.runtime:
         return f"needs the runtime {needs.runtime}, the node has {node.runtime or 'none'}"

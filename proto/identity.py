@@ -1,4 +1,4 @@
-"""Who a machine is: its key and certificate in a folder, and how it gets them.
+"""The identity of a machine: its key and certificate in a folder, and how it gets them.
 
 The folder is `credentials.IdentityFolder`. Keys are ECDSA P-256, made where they are used and never
 sent. A token is SECRET.PIN, both in base32: PIN is the SHA-256 of the authority's certificate, and
@@ -124,7 +124,7 @@ def certificate_of(der: bytes, what: str) -> x509.Certificate:
     try:
         return x509.load_der_x509_certificate(der)
     except ValueError as error:
-        raise Corrupt(f"{what} is no certificate: {error}") from error
+        raise Corrupt(f"{what} is not a certificate: {error}") from error
 
 
 def certificate_pem(certificate: x509.Certificate) -> bytes:
@@ -171,7 +171,7 @@ def enrol(
 
 @contextlib.contextmanager
 def _answers_for(address: str) -> Iterator[None]:
-    """What a refused connection means here, instead of how the library words it."""
+    """Return the error for a refused connection, in our words instead of the library's."""
     try:
         yield
     except Unavailable as error:
@@ -186,7 +186,7 @@ def _answers_for(address: str) -> Iterator[None]:
 _CONNECTION: Final = re.compile(
     r"connect|[Ss]ocket closed|DNS|resolution|Deadline Exceeded|GOAWAY|[Hh]andshak|Stream removed"
 )
-"""In what grpc says where nobody answers, or somebody who speaks TLS or another protocol."""
+"""Words of gRPC's errors where nothing listens, or a peer speaks TLS or another protocol."""
 
 
 def renew(folder: IdentityFolder, *, timeout_s: float = ENROL_S) -> IdentityFolder:
@@ -229,7 +229,7 @@ def _accept(
     except (ValueError, TypeError, InvalidSignature) as error:
         raise Corrupt("the certificate is not signed by the pinned authority") from error
     if certificate.public_key() != key.public_key():
-        raise Corrupt("the certificate is for another key than ours")
+        raise Corrupt("the certificate is for a key other than ours")
     folder.save(
         authority=certificate_pem(authority),
         certificate=certificate_pem(certificate),

@@ -4,9 +4,9 @@ import os
 
 
 def quiet_grpc() -> None:
-    """Keep grpc's own lines off standard error: what they say is in our errors.
+    """Keep grpc's own lines off standard error: our errors contain their facts.
 
-    To be called before grpc is imported, by every process that listens or calls. Whoever sets
-    GRPC_VERBOSITY sees them.
+    Every process that listens or calls must call it before it imports grpc. Set GRPC_VERBOSITY to
+    see the lines.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

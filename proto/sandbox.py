@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 MAX_OPEN_FILES: Final = 256
 MAX_LINE_BYTES: Final = 16 << 20
-"""Of one order or answer."""
+"""Largest size of one order or answer."""
 MAX_LOGGED_CHARS: Final = 2000
 MAX_REASON_CHARS: Final = 2000
 GRACE_S: Final = 10
-"""How long after its time a child lives on if the parent does not end it; then the alarm does."""
+"""From the end of a child's time to the kernel's alarm, if the parent has not killed it."""
 ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 

@@ -1,4 +1,4 @@
-"""The ready line of a process that serves: one line on standard output, for whoever started it."""
+"""The ready line of a serving process: one line on standard output, for its parent or a person."""
 
 import logging
 import os

@@ -28,7 +28,7 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 HURRY_S: Final = 3.0
 """From the second signal to the end of the process, whatever still runs there."""
 LOG_S: Final = 1.0
-"""For the last line of the log; standard error may be a pipe that nobody reads."""
+"""Limit for the last line of the log: standard error may be a pipe that is never read."""
 ALARM_S: Final = 5
 """From the limit to the kernel's alarm, which needs no interpreter."""
 NUDGE_S: Final = 0.05
@@ -119,7 +119,7 @@ class Interrupts:
     """From `install` on, SIGTERM and SIGINT raise KeyboardInterrupt in the main thread, once.
 
     The first signal interrupts whatever the main thread waits for. It is held back within
-    `deferred`, where an exception would leave a child process that nobody ends. Later ones only
+    `deferred`, where an exception would leave a child process behind. Later ones only
     set `hurried`, so they cannot break off what the first one began. The process ends with status
     1 where it still runs `limit_s` after the first or `hurry_s` after the second. One per process.
     """
@@ -215,12 +215,12 @@ class _Wakeup:
         self.write()
 
     def close(self) -> None:
-        """Close the pipe; nobody may read any more."""
+        """Close the pipe; no thread may read it any more."""
         os.close(self._read)
         os.close(self._write)
 
     def write(self) -> None:
-        """As if SIGTERM had arrived."""
+        """Do what SIGTERM does."""
         with contextlib.suppress(BlockingIOError):  # full: there is more than one to read
             os.write(self._write, bytes([signal.SIGTERM]))
 

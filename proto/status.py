@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 MAX_DETAIL_CHARS: Final = 800
 MAX_DETAIL_BYTES: Final = 1500
-"""Of the text in UTF-8. It travels twice, percent-encoded (up to 3 bytes for one) and in base 64
-(4 for 3), and peers commonly refuse headers beyond 8 KiB in all."""
+"""Length of the text in UTF-8. It is sent twice, percent-encoded (up to 3 bytes for one) and in
+base 64 (4 for 3), and peers commonly refuse headers beyond 8 KiB in all."""
 MAX_FACTS: Final = 8
 MAX_FACT_CHARS: Final = 64
 MAX_TRAILER_BYTES: Final = 8 << 10
@@ -59,10 +59,10 @@ class Unimplemented(InvalidInput):
 
 
 class Aborting(Protocol):
-    """What `status_of` needs of a servicer context."""
+    """The part of a servicer context that `status_of` uses."""
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """What to send at the end."""
+        """Set what is sent at the end."""
 
     def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
         """End the call with `code`; raises."""
@@ -72,7 +72,7 @@ class AbortingLater(Protocol):
     """The same of a grpc.aio context."""
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """What to send at the end."""
+        """Set what is sent at the end."""
 
     async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
         """End the call with `code`; raises."""
@@ -141,7 +141,7 @@ def facts_of(error: BaseException) -> Mapping[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a caller gets for an error."""
+    """The answer to a caller for an error."""
 
     code: grpc.StatusCode
     text: str
@@ -158,7 +158,7 @@ class Answer:
 
 
 def answer_to(error: Exception) -> Answer:
-    """What the caller gets for `error`; logs it with an incident id when it is internal."""
+    """Return the caller's answer for `error`; log it with an incident id when it is internal."""
     row = next((row for row in TABLE if isinstance(error, row.family)), TABLE[-1])
     if row.code is not grpc.StatusCode.INTERNAL:
         return Answer(row.code, _cut(str(error)), row.family, facts_of(error))
@@ -206,7 +206,7 @@ async def status_of_aio(context: AbortingLater) -> AsyncIterator[None]:
 
 
 def error_from(error: grpc.RpcError) -> TriplaneError:
-    """What the server raised, as far as its trailer and its status tell."""
+    """Return the error that the server raised, from its trailer and its status."""
     code: grpc.StatusCode = getattr(error, "code", lambda: grpc.StatusCode.UNKNOWN)()
     text: str | None = getattr(error, "details", lambda: None)()
     reason = _reason(getattr(error, "trailing_metadata", lambda: None)())

@@ -36,11 +36,11 @@ MAX_HEARTBEAT_S: Final = 60.0
 MAX_RETRY_AFTER_S: Final = 600.0
 """The other side may ask for so much patience and no more: it may be lying."""
 HELLO_S: Final = 10.0
-"""How long a caller may take to greet, and at first waits to be welcomed."""
+"""Limit for a caller's greeting, and first limit of its wait for the welcome."""
 MAX_PATIENCE_S: Final = 120.0
-"""How long a caller waits for a welcome at most. It waits twice as long after each try in vain: a
-cloud that is slow because a whole fleet calls at once has done most of the work for a stream when
-its caller gives up, and would do it again."""
+"""Longest wait of a caller for a welcome. It doubles after each failed attempt: a cloud that is
+overloaded by a whole fleet has done most of the work for a stream when its caller gives up, and
+would have to do it again."""
 SILENT_BEATS: Final = 3
 LINGER_S: Final = 0.005
 """So long an acknowledgement waits for a message that carries it."""
@@ -54,7 +54,10 @@ REFUSALS: Final = (
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
 )
-"""How the cloud ends a stream for what was said on it: said again, it ends again."""
+"""Errors with which the cloud ends a stream because of a message.
+
+A retry would end the same way.
+"""
 BODIES: Final = ("desired", "report", "offer", "work", "contribution")
 """Fields of `Frame.body` that are messages; the others keep the stream itself."""
 
@@ -84,7 +87,7 @@ class StreamState:
     def add(self, field_name: str, message: Message) -> pb.Frame:
         """Number a message. Conflict when too many wait for an acknowledgement."""
         if field_name not in BODIES:
-            raise InvalidInput(f"{field_name!r} is no message; there are {', '.join(BODIES)}")
+            raise InvalidInput(f"{field_name!r} is not a message; there are {', '.join(BODIES)}")
         if len(self.unacknowledged) >= MAX_UNACKNOWLEDGED:
             raise Conflict(f"{MAX_UNACKNOWLEDGED} messages wait to be acknowledged already")
         frame = pb.Frame(number=self.next_number)
@@ -154,7 +157,7 @@ class Link:
         self._wake.set()
 
     def _has_ended(self) -> bool:
-        """Asked anew after each frame: another task ends the stream meanwhile."""
+        """Check again after each frame: another task may end the stream."""
         return self._is_over
 
     async def write_all(self, write: Callable[[pb.Frame], Awaitable[None]]) -> None:
@@ -205,8 +208,8 @@ class Link:
 class SessionClient:
     """The caller's side: keeps a stream open until cancelled.
 
-    connect: a new channel for each try. on_message: told each message of the cloud, in order.
-    greeting: what to say anew on every stream, for a cloud that forgets who left or was restarted.
+    connect: a new channel for each try. on_message: called with each message of the cloud, in
+    order. greeting: sent on every stream, for a cloud that was restarted or forgets who left.
     """
 
     def __init__(
@@ -228,7 +231,7 @@ class SessionClient:
 
     @property
     def peer_epoch(self) -> bytes:
-        """Of the cloud process that this side speaks with; empty before the first welcome."""
+        """Epoch of the connected cloud process; empty before the first welcome."""
         return self._half.peer_epoch
 
     async def send(self, message: Message) -> None:
@@ -261,10 +264,11 @@ class SessionClient:
             wait_s = min(2 * wait_s, MAX_WAIT_S)
 
     async def _one_stream(self) -> tuple[float, bool]:
-        """One stream from greeting to end: the least wait, and whether waits begin anew.
+        """Run one stream from greeting to end.
 
-        They do where we were greeted, unless another process has our identity: two would take the
-        stream from each other as fast as they can.
+        Returns the least wait, and whether the backoff is reset. It is reset after a welcome,
+        unless another process has our identity: the two would take the stream from each other as
+        fast as they can.
         """
         channel = self._connect()
         try:
@@ -486,4 +490,6 @@ def _field_of(message: Message) -> str:
     try:
         return names[message.DESCRIPTOR]
     except KeyError as error:
-        raise InvalidInput(f"{message.DESCRIPTOR.full_name} is no message of a session") from error
+        raise InvalidInput(
+            f"{message.DESCRIPTOR.full_name} is not a message of a session"
+        ) from error

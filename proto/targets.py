@@ -1,8 +1,8 @@
 """Signed targets and the release policy, as both ends of the metadata read them.
 
-A signer writes them, the cloud hands them on, a node judges by them: all three read with the
-functions here, so that none can be talked into another reading. Nothing in this module checks a
-signature; it takes what signed metadata said and refuses what is not exactly as documented.
+A signer writes them, the cloud forwards them, a node decides by them. All three parse them with the
+functions here, so that no input is read in two ways. This module checks no signature; it takes the
+content of signed metadata and refuses everything that is not exactly as documented.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ MAX_TARGET_BYTES: Final = 1 << 40
 MAX_POLICY_BYTES: Final = 256 << 10
 MAX_POLICY_MODELS: Final = 1000
 SHARE_BITS: Final = 53
-"""As many as a float holds exactly, so that a share of 1 includes every node."""
+"""Bits that a float holds exactly, so that a share of 1 includes every node."""
 
 _BUNDLE: Final = re.compile(rf"(release|auto)/({NAME})@([1-9][0-9]{{0,8}})\+({NAME})\.bundle")
 _GOLDEN: Final = re.compile(rf"golden/{NAME}")
@@ -47,7 +47,7 @@ class TargetName:
 
     @classmethod
     def parse(cls, path: str) -> "TargetName":
-        """Of a target path; InvalidInput where it is none, or not in its only spelling."""
+        """Parse a target path. InvalidInput where it is none, or not in its only spelling."""
         match = _BUNDLE.fullmatch(path)
         if match is None:
             raise InvalidInput(
@@ -60,7 +60,7 @@ class TargetName:
 
 @dataclass(frozen=True, slots=True)
 class SignedTarget:
-    """What signed metadata says about one file.
+    """The signed metadata of one file.
 
     custom: of a bundle, the strings model, target, model_digest and content_digest (hexadecimal)
     and the integer version; of other targets, empty.
@@ -116,7 +116,7 @@ def read_target(path: str, length: Any, hashes: Mapping[str, Any], custom: Any) 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the auto role may do with one model.
+    """The rights of the role `auto` on one model.
 
     share: of the nodes, 0 to 1, which ever take a version that people have not released.
     golden: path of the target with the labelled samples; metric: computed on them; floor: the

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 UPLOAD_BYTES: Final = 128 << 10
-"""Of one message that we send up: only whole ones are stored, also over a link below the pace."""
+"""Size of an uploaded message: only complete ones are stored, also over a link below the pace."""
 TRIES: Final = 8
 WAIT_S: Final = 0.25
 """Before the first retry; doubles up to `MAX_WAIT_S`."""
@@ -68,12 +68,12 @@ Report = Callable[[int, int], None]
 
 
 def _quiet(_done: int, _size: int) -> None:
-    """Tell nobody."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What a receiver puts up with: fewer bytes than that within any `patience_s` end a transfer.
+    """The least pace of a receiver: fewer bytes than that within any `patience_s` end a transfer.
 
     A blob of n bytes therefore takes n / min_bytes_per_s + patience_s seconds at most.
     """
@@ -105,7 +105,7 @@ class WrongLength(Corrupt):
 
 
 class _Watch:
-    """Ends a call whose other side crawls, falls silent or lasts too long; a thread of its own.
+    """A thread that ends a call whose peer is too slow, falls silent or takes too long.
 
     The receiver cannot do it: it waits for the next chunk, which may never come.
     """
@@ -277,7 +277,7 @@ class _Tries:
         self.renew()
 
     def renew(self) -> None:
-        """Count anew from the try at hand."""
+        """Restart the count at the current attempt."""
         self._left, self._wait_s = TRIES, WAIT_S
 
     def __iter__(self) -> Iterator[Callable[[Exception], None]]:

@@ -109,8 +109,8 @@ class Conversions:
             }
             done = await self._jobs.run(job, order, self._limits.convert_s)
             with expected(CHILD):
-                made = _made(done, out, new_report)
-            yield made
+                bundle = _made(done, out, new_report)
+            yield bundle
 
 
 class Jobs:

@@ -1,1 +1,4 @@
-"""The agent of a node: what shall be served is fetched, verified, tried, switched to, reported."""
+"""The agent of a node.
+
+It fetches, verifies, tries, switches to and reports the desired versions.
+"""

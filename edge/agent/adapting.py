@@ -206,7 +206,7 @@ def split(samples: Mapping[str, Any], seed: str) -> tuple[dict[str, Any], dict[s
 
 
 def accuracy(bundle: Any, samples: Mapping[str, Any]) -> float:
-    """Share of samples whose largest output is their label."""
+    """Return the share of samples whose largest output is their label."""
     import numpy as np
 
     from triplane.unified_ir.runtime import SessionOptions

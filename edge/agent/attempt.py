@@ -42,29 +42,29 @@ logger = logging.getLogger(__name__)
 POLL_S: Final = 0.2
 """Between two looks at a version on probation."""
 ABSENT_S: Final = 5.0
-"""How long the serving process may be away during a probation."""
+"""How long the serving process may be unreachable during a probation."""
 MIN_CALLS: Final = 10
 MAX_FAILED_SHARE: Final = 0.5
-"""Of at least `MIN_CALLS` calls on probation: more failures send the version back."""
+"""Share of failed calls, of at least `MIN_CALLS`, beyond which a version on probation goes back."""
 SPACE_FACTOR: Final = 2
 
 
 class Superseded(Exception):
-    """Something else is to be served meanwhile; the attempt stops without a verdict."""
+    """Another version is desired by now; the attempt stops without a verdict."""
 
 
 class Trusting(Protocol):
-    """What an attempt needs of `Trust`."""
+    """The part of `Trust` that an attempt uses."""
 
     def refresh(self) -> Freshness:
-        """Fetch and verify what is new."""
+        """Fetch and verify new metadata."""
 
     def admit(self, path: str, *, node: str, committed_version: int) -> Admission:
-        """The signed target, if it may be tried here."""
+        """Return the signed target, if it may be tried here."""
 
 
 class Switching(Protocol):
-    """What an attempt needs of `Seam`."""
+    """The part of `Seam` that an attempt uses."""
 
     def load(self, model: str, path: Path, digest: str) -> None:
         """Serve a bundle in place of the model's others."""
@@ -87,9 +87,10 @@ Adaptation = Callable[..., Compared]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptContext:
-    """What attempts work with.
+    """Everything around an attempt.
 
-    node: our name. targets: of the converter, that this machine takes. incident: told each refusal.
+    node: our name. targets: the converter's targets that this machine runs. incident: called with
+    each refusal.
     """
 
     node: str
@@ -111,7 +112,7 @@ class AttemptContext:
 
 @dataclass(frozen=True, slots=True)
 class AttemptProgress:
-    """How far an attempt is. state: a name of NodeState."""
+    """The current phase of an attempt. state: a name of NodeState."""
 
     model: str
     version: int
@@ -123,9 +124,9 @@ class AttemptProgress:
 
 
 class Attempt:
-    """One assignment, tried. committed: what serves now. told: each progress, often.
+    """One attempt at one assignment. committed: what serves now. on_progress: called often.
 
-    superseded: asked between steps; True stops the attempt.
+    superseded: called between steps; True stops the attempt.
     """
 
     def __init__(
@@ -143,7 +144,10 @@ class Attempt:
         )
 
     def run(self) -> Pointer | None:
-        """The new pointer; None where another version stays. Unavailable: try again later."""
+        """Return the new pointer, or None where another version stays.
+
+        Unavailable: try again later.
+        """
         try:
             return self._run()
         except AttemptRefused as refusal:
@@ -199,14 +203,17 @@ class Attempt:
         return self._switch(pointer, path)
 
     def _adapt(self, start: Path, target: SignedTarget) -> tuple[Compared, Path, bytes]:
-        """The start point adapted to this node's samples: how it does, and where it lies."""
+        """Adapt the start point to this node's samples.
+
+        Return the comparison, the path, its SHA-256.
+        """
         context, model = self._context, self._assignment.model
         samples = context.home.samples / f"{model}.npz"
         if not samples.is_file():
             raise AttemptRefused(
                 "adaptation",
-                f"{target.path} is a start point: it serves after it was adapted to labelled "
-                f"samples of the node, and there are none; give it some: triplane edge samples "
+                f"{target.path} is a start point: it needs labelled samples of this node to "
+                f"adapt to before it serves, and there are none; add them: triplane edge samples "
                 f"{model} FILE.npz --home {context.home.path}",
             )
         now = context.home.bundles / self._committed.sha256 if self._committed else None
@@ -257,13 +264,13 @@ class Attempt:
         return admission
 
     def _golden(self, admission: Admission) -> Path | None:
-        """The policy's labelled samples, here."""
+        """Fetch the policy's labelled samples."""
         if admission.golden is None:
             return None
         return self._fetch(admission.golden, lambda *_: self._check_superseded())
 
     def _fetch(self, target: SignedTarget, progress: Callable[[int, int], None]) -> Path:
-        """The signed file, here. A side that holds it back is told as an incident."""
+        """Fetch the signed file. A peer that sends it too slowly is reported as an incident."""
         if quarantine(self._context, target.sha256.hex()):
             self._context.incident(
                 AttemptRefused("damaged", f"{target.path} was damaged on the disk")
@@ -297,7 +304,7 @@ class Attempt:
         return pointer
 
     def _watch(self, pointer: Pointer) -> None:
-        """Refused where the version does not do well for as long as it is on probation."""
+        """AttemptRefused where the version fails during its probation."""
         probation_s = self._assignment.probation_s or self._context.probation_s
         until_s = time.monotonic() + probation_s
         while True:
@@ -315,7 +322,7 @@ class Attempt:
                 if serving != str(pointer.version):
                     raise AttemptRefused(
                         "probation",
-                        f"version {pointer.version} does not serve any more, but {serving}: the "
+                        f"version {pointer.version} is no longer served, but {serving}: the "
                         "serving process ended during the probation",
                     )
                 succeeded, failed = self._context.seam.calls(pointer.model)
@@ -338,7 +345,7 @@ class Attempt:
         self._enter("RETURNED", reason)
 
     def _restore(self) -> None:
-        """Serve what is committed again, if serving can be reached; else its start does."""
+        """Serve the committed version again. If serving is unreachable, its next start does it."""
         try:
             restore(self._context.seam, self._context.home, self._assignment.model, self._committed)
         except TriplaneError as error:
@@ -362,7 +369,7 @@ class Attempt:
             raise Superseded
 
     def _enter(self, state: str, reason: str = "") -> None:
-        """Journal the transition, then tell it."""
+        """Journal the transition, then report it."""
         assignment, reason = self._assignment, clipped(reason, MAX_REASON_CHARS)
         self._context.journal.add(
             Line(

@@ -1,4 +1,4 @@
-"""What this machine offers, as the node reports it."""
+"""The capability of this machine, as the node reports it."""
 
 import os
 import re
@@ -17,7 +17,10 @@ INSTRUCTIONS: Final = frozenset(
 
 
 def capability(folder: Path, targets: tuple[str, ...] = ()) -> pb.Capability:
-    """Of the machine that holds `folder`; `targets` replaces those of its processor."""
+    """Return the capability.
+
+    folder: on the disk that counts. targets: in place of the machine's.
+    """
     version = metadata.version("onnxruntime")
     space = os.statvfs(folder)
     return pb.Capability(

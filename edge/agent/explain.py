@@ -28,7 +28,7 @@ class Failure:
 
     @property
     def role(self) -> str:
-        """As in the file's name."""
+        """The role as the file name has it."""
         return self.name.removesuffix(".json").rpartition(".")[2]
 
 

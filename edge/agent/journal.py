@@ -1,8 +1,8 @@
-"""What happened to each attempt, one line per transition, synced before the transition counts.
+"""The journal of attempts: one line per transition, synced before the transition counts.
 
-A line is one JSON object, its SHA-256 shortened to 16 digits, and a newline: a line that a crash
-cut off, or that damage changed, ends what is read. The last line of a model says where its newest
-attempt stood; the pointer, not the journal, says what is committed.
+A line is one JSON object, its SHA-256 shortened to 16 digits, and a newline. Reading stops at a
+line that a crash cut off or that was damaged. The last line of a model holds the phase of its
+newest attempt; the pointer, not the journal, names the committed version.
 """
 
 import hashlib
@@ -95,7 +95,7 @@ class Journal:
 
 
 def readable(path: Path) -> list[Line]:
-    """The lines of a journal that somebody else may be writing; none where there is no file."""
+    """Return the lines of a journal that another process may be writing; none without a file."""
     return [line for line, _ in _lines(path.read_bytes())] if path.exists() else []
 
 

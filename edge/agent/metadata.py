@@ -104,7 +104,7 @@ class Client(Updater):
 
     @property
     def time(self) -> datetime:
-        """What expiry is judged by."""
+        """The time that expiry is judged by."""
         return self._trusted_set.reference_time
 
     def judge_by(self, time: datetime) -> None:
@@ -131,7 +131,7 @@ class Client(Updater):
         ]
 
     def judged(self, role: str, metadata: Metadata[Any]) -> VerificationResult:
-        """How far a role's metadata is signed, under its delegator and, for a root, itself."""
+        """Verify a role's signatures by its delegator's keys and, for a root, by its own."""
         payload, signatures = metadata.signed_bytes, metadata.signatures
         trusted = self._trusted_set
         delegator = trusted.root if role in trusted.root.roles else trusted.targets
@@ -150,7 +150,7 @@ class Client(Updater):
 
     @property
     def root_version(self) -> int:
-        """Of the newest verified root."""
+        """The version of the newest verified root."""
         return self._trusted_set.root.version
 
     def _persist_file(self, filename: str, data: bytes) -> None:

@@ -1,8 +1,8 @@
-"""What the auto role may do on this node: the offline-signed policy, applied here and nowhere else.
+"""Apply the offline-signed release policy to what the role `auto` signed; only the node does this.
 
-The cloud holds the auto key, so nothing the cloud says widens this: not the assignment, not the
-target's own fields. A model without a rule, a node outside the share, a version that is not above
-the committed one, and a metric below its floor are each refused by name.
+The cloud holds the key of `auto`, so nothing that the cloud sends can widen the policy: neither the
+assignment nor the target's own fields. A model without a rule, a node outside the share, a version
+that is not above the committed one, and a metric below its floor are each refused by name.
 """
 
 from dataclasses import dataclass

@@ -98,11 +98,11 @@ class Reconciler:
             logger.error("pointer unreadable", extra={"reason": str(error)})
 
     def take(self, desired: pb.Desired, epoch: bytes = b"") -> None:
-        """Go by this document from now on; one that is out of its limits is an incident.
+        """Follow this document from now on; one beyond its limits is reported as an incident.
 
         epoch: of the cloud process that sent it. Within one epoch the highest number counts; a new
-        process is believed anew, so that a cloud that was restored from a backup, or taken back
-        from a thief who had counted to the end, is obeyed again.
+        epoch starts over. So a cloud is followed again after it was restored from a backup, or was
+        regained from an attacker who had used the highest number.
         """
         try:
             check_desired(desired)
@@ -134,19 +134,19 @@ class Reconciler:
         self._changed()
 
     def unreported(self) -> list[pb.Incident]:
-        """Incidents that wait to be told, oldest first, as many as a report takes."""
+        """Return incidents that are not reported yet, oldest first, as many as fit in a report."""
         with self._lock:
             return list(islice(self.incidents, MAX_INCIDENTS))
 
     def drop_reported(self, reported: Iterable[pb.Incident]) -> None:
-        """The cloud has these."""
+        """Forget these incidents: the cloud has them."""
         with self._lock:
             for incident in reported:
                 if incident in self.incidents:
                     self.incidents.remove(incident)
 
     def run(self) -> None:
-        """Look and mend until stopped."""
+        """Reconcile until stopped."""
         while not self._stop.is_set():
             self._wake.clear()
             try:
@@ -185,9 +185,9 @@ class Reconciler:
         return pause is None or pause.left_s <= 0
 
     def _guarded(self, model: str, work: Callable[[], None]) -> bool:
-        """Do something for one model; True where it went well.
+        """Do work for one model; return whether it succeeded.
 
-        What it raises delays that model only.
+        An error delays that model only.
         """
         try:
             work()
@@ -205,7 +205,7 @@ class Reconciler:
         return True
 
     def _lose(self, model: str, reason: str) -> None:
-        """Say that a committed model does not serve, once per reason."""
+        """Report that a committed model does not serve, once per reason."""
         reason = clipped(reason, MAX_REASON_CHARS)
         if self.lost.get(model) == reason:
             return
@@ -222,7 +222,7 @@ class Reconciler:
             self._changed()
 
     def _repair(self, model: str) -> bool:
-        """Bring a committed bundle back that is damaged; whether the next look may follow now."""
+        """Repair a damaged committed bundle; return whether the next look may follow now."""
         pointer = self.pointers[model]
         if is_whole(self._context.home, pointer.sha256):
             return self._guarded(model, lambda: self._load_again(pointer))
@@ -252,7 +252,7 @@ class Reconciler:
         self._recovered(pointer.model)
 
     def _refresh_trust(self) -> None:
-        """Notice a freeze or an attack also while nothing is to be done."""
+        """Refresh metadata while idle, too, so that a freeze or an attack is noticed."""
         if time.monotonic() < self._refresh_due_s:
             return
         self._refresh_due_s = time.monotonic() + REFRESH_S
@@ -332,7 +332,7 @@ class Reconciler:
             self._changed()
 
     def _noting(self, assignment: pb.Assignment) -> Fetch:
-        """Fetches, and remembers what the assignment needs, in case that it has to wait."""
+        """Return a fetch that notes the files of the assignment: they stay if it has to wait."""
         known, names = self._fetched.get(assignment.model, (None, set[str]()))
         if known != assignment:
             names = set()
@@ -351,7 +351,7 @@ class Reconciler:
         self._changed()
 
     def _settle(self) -> None:
-        """No attempt is running: serving shall serve what is committed and nothing else."""
+        """Make serving serve the committed versions and nothing else; no attempt is running."""
         try:
             serving = self._context.seam.versions()
         except Unavailable:
@@ -409,9 +409,9 @@ class Reconciler:
             self._changed()
 
     def _collect_garbage(self) -> None:
-        """Drop bundles that no pointer names; nothing is being fetched now.
+        """Remove bundles that no pointer names. Call it only while nothing is being fetched.
 
-        What a model that waits has downloaded stays, whole or not.
+        The downloads of a model that waits stay, complete or not.
         """
         self._fetched = {m: path for m, path in self._fetched.items() if m in self._pauses}
         kept = {pointer.sha256 for pointer in self.pointers.values()}
@@ -438,7 +438,7 @@ class Reconciler:
 
 @dataclass(frozen=True, slots=True)
 class _Pause:
-    """How long one model waits before it is tried again."""
+    """The pause of one model before its next attempt."""
 
     length_s: float
     until_s: float
@@ -449,14 +449,14 @@ class _Pause:
 
 
 def _is_of(pointer: Pointer, assignment: pb.Assignment) -> bool:
-    """Whether the committed version is the assigned one: by content, where both sides know it."""
+    """Return whether the committed version is the assigned one, by content where both know it."""
     if (pointer.version, pointer.target_path) != (assignment.version, assignment.target_path):
         return False
     return not (pointer.source and assignment.sha256) or pointer.source == assignment.sha256.hex()
 
 
 def read_desired(path: Path) -> pb.Desired:
-    """The document kept from before; an empty one where there is none that can be read."""
+    """Return the stored document, or an empty one where none can be read."""
     desired = pb.Desired()
     try:
         desired.ParseFromString(path.read_bytes())
@@ -479,7 +479,7 @@ def report(
     metadata_versions: Mapping[str, int] = MappingProxyType({}),
     metadata_sha256: bytes = b"",
 ) -> pb.Report:
-    """The whole truth about this node, now. Its number grows with the time."""
+    """Return the complete current report of this node. Its number grows with time."""
     wanted = [assignment.model for assignment in reconciler.desired.assignments]
     models = dict.fromkeys((*reconciler.pointers, *wanted, *reconciler.progress))
     return pb.Report(

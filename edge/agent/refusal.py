@@ -1,7 +1,8 @@
-"""Why a node refuses what it was told: one kind per attack or rule, and a text with the values.
+"""Why a node refuses an assignment or a file.
 
-A refusal is reported to the cloud as an incident; a person reads it there. It is never retried by
-itself: the same bytes would be refused again.
+Each refusal has a kind, one per attack or rule, and a text with the values. It is reported to the
+cloud as an incident, for people to read. It is never retried by itself, because the same bytes
+would be refused again.
 """
 
 from typing import Final
@@ -16,7 +17,7 @@ KINDS: Final = {
     "threshold":      "valid signatures, but fewer than the role's threshold",
     "rollback":       "an older version than one that was already verified",
     "fast-forward":   "a version number so far ahead that no honest repository reaches it",
-    "freeze":         "metadata that has expired: the link hides what is newer, or nobody signs",
+    "freeze":         "expired metadata: the link hides newer metadata, or it was not signed again",
     "clock":          "the clock runs behind the latest time this node has seen",
     "mix-and-match":  "genuine metadata that does not belong to the same publication",
     "endless-data":   "more bytes than the limit of the file",
@@ -53,7 +54,7 @@ class AttemptRefused(Corrupt):
         self.kind, self.text = kind, text
 
     def incident(self, time_s: float) -> Incident:
-        """As the report carries it."""
+        """Return the incident of a report."""
         return Incident(time_s=time_s, kind=self.kind, text=self.text)
 
 

@@ -51,7 +51,7 @@ class Seam:
         return {entry.name: entry.version for entry in index.models}
 
     def calls(self, model: str) -> tuple[int, int]:
-        """How many calls of a model's ready version succeeded and failed."""
+        """Return how many calls of a model's ready version succeeded and failed."""
         request = pb.ModelStatisticsRequest(name=model)
         statistics = self._call("ModelStatistics", request, pb.ModelStatisticsResponse, ASK_S)
         counts = [

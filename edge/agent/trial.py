@@ -47,7 +47,7 @@ def memory_refusal(order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure(path: Path, *, golden: str | None = None) -> dict[str, Any]:
-    """What the bundle is and how it fares here."""
+    """Load and measure the bundle on this machine."""
     from triplane.unified_ir.runtime import Bundle, SessionOptions, version
 
     version()  # onnxruntime's own memory is not the bundle's
@@ -102,7 +102,7 @@ def _peak_bytes() -> int:
 
 
 def _latency(bundle: Any, session: Any) -> float:
-    """Median seconds of a run of the goldens, which are a few rows each."""
+    """Return the median seconds of a run of the goldens, which are a few rows each."""
     times = []
     for _ in range(RUNS):
         start = time.perf_counter()
@@ -173,7 +173,7 @@ def _episode(bundle: Any, episode: Any) -> float:
 
 
 def _share(session: Any, name: str, x: Any, y: Any) -> float:
-    """Share of samples whose largest output is their label."""
+    """Return the share of samples whose largest output is their label."""
     import numpy as np
 
     right = 0

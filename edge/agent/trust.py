@@ -1,9 +1,9 @@
 """Which files may run here: TUF metadata, fetched by name, verified on the node.
 
-The link, the cloud and whoever holds its online keys are not believed. python-tuf's client does the
-verifying; this module gives it durable files (its own are not synced, and a file lost in a power
-cut would lose the rollback protection with it), a time that never runs back, limits, and words:
-each refusal becomes a `AttemptRefused` of one kind, with the values that broke the rule.
+Neither the link nor the cloud nor a holder of its online keys is trusted. python-tuf's client does
+the verifying; this module gives it durable files (its own are not synced, and a file lost in a
+power cut would lose the rollback protection with it), a time that never runs back, limits, and
+words: each refusal becomes a `AttemptRefused` of one kind, with the values that broke the rule.
 
 The bootstrap root is what everything follows from. It is taken once, when the node enrols, over the
 connection that the token pinned, and kept; later roots must be signed by the ones before.
@@ -108,7 +108,7 @@ def check_file(target: SignedTarget, path: Path) -> None:
 
 
 class Trust:
-    """What this node has verified.
+    """The metadata that this node has verified.
 
     folder: `bootstrap.json`, the cached metadata, the latest time, the node's first name. fetch:
     gives one metadata file by name; raises NotFound or Unavailable; its answers are not believed.
@@ -174,7 +174,7 @@ class Trust:
         return Freshness(True, self._verified_s, odd)
 
     def target(self, path: str) -> SignedTarget:
-        """What the role in the path, and no other, says about it.
+        """Return the target as the role in its path, and no other, signed it.
 
         Refused: it is not listed, or by a wrong role, or what is known has expired. Unavailable:
         its role's metadata cannot be fetched now, or `refresh` has not succeeded yet.

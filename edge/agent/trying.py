@@ -18,12 +18,12 @@ BASE_BYTES: Final = 512 << 20
 """For Python, onnxruntime and their threads' stacks."""
 PER_BUNDLE_BYTE: Final = 8
 ALLOWANCE_BYTES: Final = 64 << 20
-"""What onnxruntime takes for a session beside weights and results: arenas, kernels, the graph."""
+"""Memory of an onnxruntime session besides weights and results: arenas, kernels, the graph."""
 LOAD_COPIES: Final = 5
-"""Of the bundle, beside what it says, that onnxruntime may hold for a moment while it loads: it
+"""Copies of the bundle, besides its own estimate, that onnxruntime may hold while it loads: it
 copies weights when it lays them out for its kernels. Measured at the peak: 2.1 times the bundle in
-all for matrix products of 23 to 400 MB, 6.1 times for a convolution of 1,000 channels. What the
-bundle says counts twice: an arena grows by powers of two."""
+all for matrix products of 23 to 400 MB, 6.1 times for a convolution of 1,000 channels. The bundle's
+own estimate counts twice, because an arena grows by powers of two."""
 SLACK_BYTES: Final = 1 << 20
 MAX_ANSWER_BYTES: Final = 64 << 10
 IDENTIFYING: Final = ("model", "version", "target", "content_digest", "model_digest")

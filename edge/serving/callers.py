@@ -69,7 +69,7 @@ class FairQueue(Generic[T]):
         return True
 
     def displace(self, newcomer: Caller) -> T | None:
-        """Remove and return the newest item of whoever holds most.
+        """Remove and return the newest item of the caller that holds most.
 
         None when `newcomer` would then hold as much: it has to be refused itself.
         """

@@ -84,7 +84,7 @@ class Control:
         servable = open_bundle(Path(path), threads=self._model_threads, expected_digest=digest)
         if servable.name != request.model_name:
             raise InvalidInput(
-                f"the bundle is of model {servable.name!r}, asked for is {request.model_name!r}"
+                f"the bundle holds {servable.name!r}, the request names {request.model_name!r}"
             )
         self._repository.switch(servable)
         return pb.RepositoryModelLoadResponse()

@@ -1,7 +1,7 @@
 """`grpc.health.v1` for the whole server and for the inference service by name.
 
-One flag, because they are ready and go together. Watching callers are woken by a change and told
-the truth once more when the server goes.
+One flag, because they are ready and go together. Watching callers are woken by a change, and
+get the status once more when the server stops.
 """
 
 import threading

@@ -136,7 +136,10 @@ class _Caller(WSGIRequestHandler):
 
 
 class _Page(ThreadingMixIn, WSGIServer):
-    """One thread per caller, for so many callers and so long: the rest is hung up on."""
+    """One thread per caller, with a limit of callers and of time.
+
+    Further connections are closed.
+    """
 
     daemon_threads = True
     request_queue_size = 64  # five, the default, lets a burst of callers wait for retransmission

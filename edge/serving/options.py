@@ -1,4 +1,4 @@
-"""What a serving process is told, as one value; the command line and a parent write the same."""
+"""The options of a serving process as one value, for the command line and a parent process."""
 
 from dataclasses import dataclass, field
 from typing import Final

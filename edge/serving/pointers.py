@@ -76,9 +76,9 @@ def read_pointer(path: Path) -> Pointer:
         parsed = _OPTIONAL | json.loads(data)
         pointer = Pointer(**{field.name: parsed[field.name] for field in fields(Pointer)})
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise Corrupt(f"{path} is no pointer ({error}); deploy the model to this node again") from (
-            error
-        )
+        raise Corrupt(
+            f"{path} is not a pointer file ({error}); deploy the model to this node again"
+        ) from (error)
     types = {"version": int, "attempt": int, "size": int}
     is_whole = (
         len(data) <= MAX_POINTER_BYTES
@@ -90,7 +90,9 @@ def read_pointer(path: Path) -> Pointer:
         )
     )
     if not is_whole:
-        raise Corrupt(f"{path} is no pointer or is damaged; deploy the model to this node again")
+        raise Corrupt(
+            f"{path} is not a pointer file, or is damaged; deploy the model to this node again"
+        )
     return pointer
 
 

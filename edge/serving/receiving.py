@@ -42,7 +42,7 @@ Received = bytes | TriplaneError | None
 
 
 class Kind(enum.Enum):
-    """What the server waits for."""
+    """What a call waits for."""
 
     REQUEST = enum.auto()  # the only message of a call
     REST = enum.auto()  # the next message of a stream

@@ -23,10 +23,10 @@ LOOK_PERIOD_S: Final = 0.5  # how often runs that nobody waits for are looked fo
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """Who waits for the answer, until when, and since when.
+    """The deadline, start and liveness of one call.
 
-    `deadline_s` is on `time.monotonic`; `arrived_ns` on `time.perf_counter_ns`. `runs` stops what
-    runs for the call; None where nothing shall.
+    `deadline_s` is on `time.monotonic`; `arrived_ns` on `time.perf_counter_ns`. `runs` stops the
+    runs of the call; None where nothing does.
     """
 
     deadline_s: float
@@ -36,17 +36,17 @@ class CallContext:
 
     @property
     def in_time(self) -> bool:
-        """Whether somebody still waits for the answer."""
+        """Whether the caller still waits for the answer."""
         return time.monotonic() < self.deadline_s and self.waited()
 
     def require_time(self) -> None:
-        """Raise DeadlineExceeded unless somebody still waits for the answer."""
+        """Raise DeadlineExceeded unless the caller still waits for the answer."""
         if not self.in_time:
             raise DeadlineExceeded("the deadline passed before the model ran; nothing was computed")
 
 
 class Runs:
-    """The runs in progress, and the thread that stops those nobody waits for any more."""
+    """The runs in progress, and the thread that stops those whose callers have all left."""
 
     def __init__(self) -> None:
         self._held: dict[CancellationToken, Sequence[CallContext]] = {}
@@ -84,7 +84,7 @@ class Runs:
 def run_for(
     calls: Sequence[CallContext], servable: Servable, feeds: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """Run on behalf of these calls. Raises DeadlineExceeded when all of them gave up meanwhile."""
+    """Run on behalf of these calls. Raises DeadlineExceeded when all of them have given up."""
     runs = calls[0].runs
     if runs is None:
         return servable.run(feeds)

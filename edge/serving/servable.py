@@ -1,4 +1,4 @@
-"""What the server needs of a model, and its fixed shape contract.
+"""The interface of a served model, and its fixed shape contract.
 
 The server knows `Servable` and nothing of files; `bundles.py` adapts a bundle to it. `Contract`
 is read from a servable once, at load, and refuses there what no request could ever use.

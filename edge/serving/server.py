@@ -166,7 +166,7 @@ class Server:
         self._grpc.stop(None)
 
     def _wait_until_quiet(self, until_s: float) -> None:
-        """Until no call is inside and callers have heard that none is taken.
+        """Wait until no call is in progress and callers were refused.
 
         Before the port closes, because a call that meets the closing itself gets CANCELLED from
         grpc, which callers do not retry, where a refusal is UNAVAILABLE, which they do.

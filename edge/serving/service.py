@@ -31,7 +31,7 @@ class Service:
         self.ready = False
 
     def ServerLive(self, request: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
-        """True: whoever is not live does not answer."""
+        """Return True: a server that is not live does not answer."""
         return pb.ServerLiveResponse(live=True)
 
     def ServerReady(self, request: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
@@ -65,7 +65,7 @@ class Service:
         )
 
     def ModelConfig(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
-        """What the version's merging and tensors amount to in configuration terms."""
+        """Return the version's batching and tensors as a model configuration."""
         version = self._repository.find(request.name, request.version)
         merged = version.runner.merged_rows
         skip = 1 if merged else 0  # the protocol leaves the row dimension out of a batched model

@@ -1,4 +1,4 @@
-"""What one model version has done, recorded once per call and read by statistics and metrics.
+"""Counters of one model version, recorded once per call and read by statistics and metrics.
 
 All durations are nanoseconds of `time.perf_counter_ns`. Recording takes one lock and no allocation
 that grows with traffic: batch sizes and status codes are few.
@@ -16,7 +16,7 @@ ROWS_BUCKETS: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 1024.
 
 @dataclass(slots=True)
 class DurationTotal:
-    """How often something happened and how long it took in all."""
+    """A count and a total duration."""
 
     count: int = 0
     ns: int = 0

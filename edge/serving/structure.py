@@ -47,7 +47,7 @@ def split_raw(data: bytes, limits: Limits) -> tuple[bytes, list[memoryview] | No
                 "send large tensors in raw_input_contents"
             )
         if end > len(data):
-            raise InvalidInput("the message is cut off or is no protobuf")
+            raise InvalidInput("the message is truncated or not protobuf")
         position = end
     raise InvalidInput(
         f"the request has too many fields; {limits.tensors} tensors and "
@@ -56,7 +56,7 @@ def split_raw(data: bytes, limits: Limits) -> tuple[bytes, list[memoryview] | No
 
 
 def _end(data: bytes, wire_type: int, body: int) -> int:
-    """Where the field whose content starts at `body` ends."""
+    """Return the end of the field whose content starts at `body`."""
     if wire_type == DELIMITED:
         length, start = _varint(data, body)
         return start + length
@@ -74,4 +74,4 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
             return value, position + index + 1
-    raise InvalidInput("the message is cut off or is no protobuf")
+    raise InvalidInput("the message is truncated or not protobuf")

@@ -197,7 +197,10 @@ class Wire:
             yield data, until_s
 
     def _stream(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Answers in order, one request in flight; a failed one is told and the stream goes on."""
+        """Answer in order, one request at a time.
+
+        A failed one gets its error and the stream goes on.
+        """
         caller = self._caller(context)
         return _seated(self._seats, context, caller, self._answers(messages, context, caller))
 

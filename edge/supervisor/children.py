@@ -1,4 +1,4 @@
-"""Child processes that outlive their parent, and are recognized by the next one.
+"""Child processes that outlive their parent and are taken over by the next one.
 
 A child lives in a session of its own and is recorded with process id and start time, which together
 name one process for as long as the machine is up. Whoever finds the record and the process takes it
@@ -26,7 +26,7 @@ MAX_RECORD_BYTES: Final = 4096
 MAX_LOG_BYTES: Final = 16 << 20
 """A longer log is set aside as NAME.log.1 when its process starts."""
 LAST_BYTES: Final = 2048
-"""Of a log, when it is asked why its process ended."""
+"""Bytes at the end of a log that are read for the reason of a process's end."""
 _GATE: Final = ("/bin/sh", "-c", 'read -r _ && exec "$@" </dev/null', "gate")
 """Becomes the command, in the same process, when a line comes; ends when its giver does first."""
 _START_FIELD: Final = 21  # of /proc/PID/stat, counted from 0: clock ticks from boot to start
@@ -82,7 +82,7 @@ def start(
 ) -> Child:
     """Start a process that does not end with this one.
 
-    says: a file for its standard output, made anew; without one that goes to its log too.
+    says: a new file for its standard output; without it, the output goes to the log too.
     """
     log = logs / f"{name}.log"
     if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
@@ -136,7 +136,7 @@ def adopt(name: str, run: Path) -> Child | None:
 
 
 def recorded(name: str, run: Path) -> ProcessRecord | None:
-    """What is recorded of a child; None where that is nothing readable."""
+    """Return the record of a child; None where none can be read."""
     try:
         parsed = json.loads((run / f"{name}.json").read_bytes()[:MAX_RECORD_BYTES])
         return ProcessRecord(int(parsed["pid"]), int(parsed["started"]))

@@ -1,4 +1,4 @@
-"""Where a node answers calls, as its serving process said when it began to take them.
+"""The addresses at which a node answers calls, as its serving process printed them.
 
 The line lies in `run/serving.ready` for as long as the process that wrote it lives; it is emptied
 before another one starts. It is the process's word, so a port of 0 is the one it was given.
@@ -18,7 +18,7 @@ MAX_PORT: Final = 65535
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What serving listens on."""
+    """The addresses that serving listens on."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""Keeping two processes alive.
+"""Keep two processes alive.
 
 A child that ends is started again after a pause that doubles, up to 10 s for the agent and 1 s for
 serving, whose calls fail meanwhile; ten seconds of life forget it. SIGTERM and SIGINT stop the
@@ -47,7 +47,7 @@ LIMIT_S: Final = DRAIN_S + 5 * STOP_S
 
 @dataclass(slots=True)
 class ManagedProcess:
-    """One child and its luck so far."""
+    """One child process, its pause and when it is due."""
 
     name: str
     command: Callable[[], list[str]]
@@ -59,20 +59,20 @@ class ManagedProcess:
     due_s: float = 0.0
 
     def wait(self, now_s: float) -> None:
-        """Start it after its pause, and after twice that the next time."""
+        """Schedule the next start after the pause, and double the pause."""
         self.due_s = now_s + self.pause_s
         self.pause_s = min(2 * self.pause_s, self.max_pause_s)
 
 
 def _nobody(_: Ready) -> None:
-    """Tell nobody."""
+    """Do nothing."""
 
 
 class Supervisor:
     """One run of the supervisor. Conflict where another one keeps this home.
 
     Corrupt and NotFound name a file without which nothing is started or taken over.
-    on_ready: told once where calls are answered, when they are.
+    on_ready: called once, when calls are answered, with the addresses.
     """
 
     def __init__(self, home: NodeHome, on_ready: Callable[[Ready], None] = _nobody) -> None:
@@ -91,7 +91,7 @@ class Supervisor:
         ]
 
     def run(self) -> None:
-        """Keep the children until a signal, then stop them, as after any error."""
+        """Keep the children running until a signal or an error, then stop them."""
         termination = signals.Termination(
             limit_s=LIMIT_S, hurry=self._hurried.set, hurry_s=HURRY_S + 2 * STOP_S
         )
@@ -145,7 +145,7 @@ class Supervisor:
         process.started_s = time.monotonic()
 
     def _listen(self) -> None:
-        """Hear serving's ready line, keep the ports it got, and pass it on."""
+        """Read serving's ready line, store the ports it got, and call `on_ready`."""
         serving = self._processes[0].child
         ready = said_in(self._says)
         if serving is None or ready is None:

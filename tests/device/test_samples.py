@@ -66,7 +66,7 @@ def test_what_is_no_set_of_samples_is_refused_with_the_rule(tmp_path, monkeypatc
     np.savez(tmp_path / "objects.npz", x=np.array([{}], object))
     np.save(tmp_path / "one.npy", np.zeros(3))
     for name in ("bad.npz", "objects.npz", "one.npy"):
-        with pytest.raises(InvalidInput, match="is no npz file of plain arrays"):
+        with pytest.raises(InvalidInput, match="is not an npz file of plain arrays"):
             shard_of(tmp_path / name)
     with pytest.raises(InvalidInput, match="gave no batch"):
         shard_of(iter(()))
@@ -134,10 +134,10 @@ def test_a_damaged_archive_is_named(tmp_path, at):
     data = bytearray((tmp_path / "a.npz").read_bytes())
     data[at : at + 20 if at >= 0 else None] = b"\xff" * len(data[at : at + 20 if at >= 0 else None])
     (tmp_path / "a.npz").write_bytes(data)
-    with pytest.raises(InvalidInput, match="is no npz file of plain arrays"):
+    with pytest.raises(InvalidInput, match="is not an npz file of plain arrays"):
         shard_of(tmp_path / "a.npz")
     (tmp_path / "a.npz").write_bytes(b"")
-    with pytest.raises(InvalidInput, match="is no npz file of plain arrays"):
+    with pytest.raises(InvalidInput, match="is not an npz file of plain arrays"):
         shard_of(tmp_path / "a.npz")
 
 

@@ -79,4 +79,4 @@ def test_a_damaged_pointer_is_named_but_the_node_mends_it_itself(node):
     (node.models / "eyes.json").write_text("no pointer")
     found = status(node)
     assert found.exit_code == 0
-    assert f"unreadable: {node.models / 'eyes.json'} is no pointer" in found.stdout
+    assert f"unreadable: {node.models / 'eyes.json'} is not a pointer" in found.stdout

@@ -15,7 +15,7 @@ def test_a_stub_of_a_closed_channel_is_refused_where_grpc_would_end_the_process(
     TransferStub(channel)
     channel.close()
     channel.close()
-    with pytest.raises(Unavailable, match="closed meanwhile"):
+    with pytest.raises(Unavailable, match="cloud was closed"):
         TransferStub(channel)
 
 

@@ -237,8 +237,8 @@ def test_a_result_begins_the_next_run(tmp_path):
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ({"own": np.zeros(3, np.float32)}, "'own' is no shared state"),
-        ({"tail": np.zeros(3, np.float32)}, "'tail' is no shared state"),
+        ({"own": np.zeros(3, np.float32)}, "'own' is not shared state"),
+        ({"tail": np.zeros(3, np.float32)}, "'tail' is not shared state"),
         ({"head.bias": np.zeros(4, np.float32)}, r"float32\[3\], got float32\[4\]"),
     ],
 )

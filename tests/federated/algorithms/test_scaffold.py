@@ -176,7 +176,7 @@ def test_result_of_a_run_with_shared_state_of_its_own_is_a_module(tmp_path):
 def test_state_of_another_algorithm_is_refused():
     of = module()
     shared = simulate(of, shards(), study()).state
-    with pytest.raises(InvalidInput, match="no shared state"):
+    with pytest.raises(InvalidInput, match="not shared state"):
         module_of(of, "fedavg", HYPER, shared)
 
 

@@ -97,7 +97,7 @@ def test_who_is_ahead_is_told_from_whom_chance_may_have_put_there():
     ahead, near, far = [0.9, 0.8, 0.9, 0.8], [0.8, 0.9, 0.9, 0.7], [0.5, 0.4, 0.6, 0.4]
     trials = [made("far", far), made("near", near), made("ahead", ahead)]
     (said,) = verdicts(trials)
-    assert said.endswith(": ahead 85.0; cannot be told from it: near 82.5; behind: far 47.5.")
+    assert said.endswith(": ahead 85.0; not significantly different: near 82.5; behind: far 47.5.")
     text = page(trials, "t")
     assert said in text
     assert "<th>against far</th>" in text

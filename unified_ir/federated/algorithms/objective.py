@@ -1,4 +1,4 @@
-"""What every algorithm derives its graphs from: a module's `loss` function and what it trains.
+"""The objective of all algorithms: a module's `loss` function and the parameters it trains.
 
 `loss` maps a batch and state to the loss (first result), metrics, and the new value of every state
 tensor it assigns (running statistics, random keys).
@@ -30,7 +30,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Objective:
-    """A module's loss. trained: paths that gradients are for. assigned: state it gives anew."""
+    """A module's loss. trained: paths that gradients are for. assigned: state that it assigns."""
 
     module: Module
     loss: Function
@@ -44,7 +44,7 @@ class Objective:
 
     @property
     def batch(self) -> tuple[Value, ...]:
-        """What one batch consists of."""
+        """The inputs of one batch."""
         return tuple(p for p in self.loss.params if p.name not in self.state)
 
     @property
@@ -100,7 +100,10 @@ def objective_of(module: Module) -> Objective:
 
 
 def renamed(values: Sequence[Value], part: str) -> dict[str, Value]:
-    """Batch inputs as those of a part of an episode: `support.x` with sizes of its own."""
+    """Return the batch inputs of one part of an episode.
+
+    `support.x`, with its own symbolic sizes.
+    """
     return {v.name: Value(_with_prefix(v.type, part), f"{part}.{v.name}") for v in values}
 
 

@@ -38,7 +38,7 @@ class PlanMade:
 
 
 def functions_of(module: Module, name: str, hyper: Hyper) -> dict[str, Function]:
-    """What a device runs, by entry."""
+    """Return the functions that a device runs, by entry."""
     row, of = algorithm(name), _objective(module)
     return {
         "local_update": row.step(of, hyper),
@@ -143,7 +143,7 @@ def _closed(function: Function, state: Mapping[str, StateTensor]) -> Function:
 def _check(state: Mapping[str, Array], known: Mapping[str, StateTensor]) -> None:
     for name, array in state.items():
         if name not in known or known[name].role is Role.PERSONAL:
-            raise InvalidInput(f"{name!r} is no shared state of this model and algorithm")
+            raise InvalidInput(f"{name!r} is not shared state of this model and algorithm")
         wanted = known[name].array
         if (array.dtype, array.shape) != (wanted.dtype, wanted.shape):
             raise InvalidInput(

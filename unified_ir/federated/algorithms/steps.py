@@ -65,13 +65,13 @@ def meta_gradient(of: Objective, steps: int) -> Function:
 
 
 def first_order_gradient(of: Objective, steps: int) -> Function:
-    """As `meta_gradient`, inner gradients taken for constants: Finn et al. 2017, section 5.2."""
+    """Like `meta_gradient`, with inner gradients as constants: Finn et al. 2017, section 5.2."""
     episode = _episode(of, steps, "first_order_gradient", exact=False)
     return value_and_grad(episode, of.trained, of=LOSS)
 
 
 def learned_rate_gradient(of: Objective, steps: int) -> Function:
-    """As `meta_gradient`, for the rates `rate.PATH` as well: Li et al. 2017 (Meta-SGD), eq. 3."""
+    """Like `meta_gradient`, for the rates `rate.PATH` as well: Li et al. 2017 (Meta-SGD), eq. 3."""
     episode = _episode(of, steps, "learned_rate_gradient", own_rates=True)
     wanted = [*of.trained, *(RATE + path for path in of.trained)]
     return value_and_grad(episode, wanted, of=LOSS)
@@ -105,12 +105,12 @@ def learned_rate_adapt(of: Objective) -> Function:
 
 
 def learned_rates(of: Objective, lr: float) -> Mapping[str, np.ndarray]:
-    """Where Meta-SGD's rates begin: `lr` everywhere."""
+    """Return the initial rates of Meta-SGD: `lr` everywhere."""
     return {RATE + p: np.full_like(of.state[p].array, lr) for p in of.trained}
 
 
 def shared_trained(of: Objective) -> tuple[str, ...]:
-    """What is trained and leaves the device."""
+    """Return the trained parameters that leave the device."""
     return tuple(p for p in of.trained if of.state[p].role is Role.PARAMETER)
 
 

@@ -1,1 +1,1 @@
-"""What device and cloud compute alike in a federated run, on numpy alone."""
+"""The mathematics of a federated run that device and cloud share; it needs numpy only."""

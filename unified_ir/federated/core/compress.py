@@ -1,4 +1,4 @@
-"""What an update loses on its way and gets back: compression with error feedback.
+"""Compression of updates with error feedback.
 
 A row maps one tensor to named arrays and back; `Compressor` keeps what was lost in a remainder that
 is added to the device's next update (Seide et al. 2014; Karimireddy et al. 2019), so the sum of
@@ -22,7 +22,7 @@ from triplane.proto.errors import InvalidInput
 from triplane.unified_ir.federated.core.draws import Array, Draws
 
 LEVELS: Final = 127
-"""Of int8, in each direction."""
+"""Levels of int8 in each direction."""
 MAX_INDEX: Final = 2**32 - 1
 CHUNK: Final = 1 << 16
 """Entries quantized at a time; part of what the draws mean."""
@@ -101,7 +101,7 @@ class Compressor:
         return [f"{stem}:{part}" if part else stem for part in self.row_for(stem).parts]
 
     def row_for(self, stem: str) -> CompressionRow:
-        """How the tensor `stem` is written."""
+        """Return the row that writes the tensor `stem`."""
         return COMPRESSIONS[""] if stem in self.plain else self.row
 
 

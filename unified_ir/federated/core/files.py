@@ -38,14 +38,14 @@ INLINE_BYTES: Final = 64 << 10
 """States and updates of at most so many bytes ride in the messages of a session."""
 
 Like = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
-"""What an update must hold: type and shape by name."""
+"""Type and shape by name of the tensors that an update must hold."""
 
 # fmt: off
 KINDS: Final[Mapping[str, str]] = {
     "oversized":   "more bytes than the lease allows",
     "damaged":     "not the bytes of an update",
     "foreign":     "of another run, round or lease",
-    "compression": "compressed in a way that was not asked for, or wrongly",
+    "compression": "compressed by another method than requested, or invalid",
     "personal":    "holds what must not leave a device",
     "names":       "other tensors than the shared ones",
     "shape":       "a tensor of another type or shape",
@@ -72,7 +72,7 @@ class Written:
 
 
 def like_of(state: Mapping[str, Array]) -> Like:
-    """What an update of this shared state holds: its float tensors."""
+    """Return the tensors of an update of this shared state: its float tensors."""
     return {
         name: (x.dtype, x.shape) for name, x in state.items() if np.issubdtype(x.dtype, np.floating)
     }
@@ -106,10 +106,10 @@ def _state_part(tensors: Mapping[str, Array], roles: Mapping[str, str]) -> PartD
 def read_state(
     path: Path, *, plan: str, data: bytes | None = None, verified: bool = False
 ) -> dict[str, Array]:
-    """The tensors of a state, as read-only views of the file.
+    """Return the tensors of a state as read-only views of the file.
 
-    data: its bytes where they are at hand, `path` being a name then. verified: all its bytes were
-    compared with a digest, so its part is not hashed again.
+    data: the file's bytes, if they are in memory; `path` is only a name then. verified: all bytes
+    were compared with a digest, so the part is not hashed again.
     Conflict: of another plan. Corrupt: damaged. InvalidInput: no state, or not finite.
     """
     file = Container(path, kind="state", data=data)

@@ -40,15 +40,15 @@ MAX_STEPS: Final = 1_000_000
 
 
 class Input(Protocol):
-    """What an entry is fed under one name."""
+    """One batch input of an entry."""
 
     @property
     def name(self) -> str:
-        """Of the batch input."""
+        """Name of the batch input."""
 
     @property
     def dtype(self) -> str:
-        """As numpy names it."""
+        """Element type, as numpy names it."""
 
 
 class EntryOutput(Input, Protocol):
@@ -60,7 +60,7 @@ class EntryOutput(Input, Protocol):
 
 
 class EntrySignatures(Protocol):
-    """What `check_labels` asks of `runtime.Plan`; see there."""
+    """The part of `runtime.Plan` that `check_labels` uses; see there."""
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -71,7 +71,7 @@ class EntrySignatures(Protocol):
 
 
 class Learner(Protocol):
-    """What `runtime.Plan` offers; see there."""
+    """The part of `runtime.Plan` that learning uses; see there."""
 
     @property
     def entries(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class Learner(Protocol):
         """By state tensor."""
 
     def inputs(self, entry: str, /) -> Sequence[Input]:
-        """What a batch of `entry` consists of."""
+        """Return the inputs of a batch of `entry`."""
 
     def run(self, entry: str, batch: Mapping[str, Array], /) -> Mapping[str, Array]:
         """One step on the current state."""
@@ -130,7 +130,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What to do. support 0 takes all samples to adapt on; see `Sampling` in federation.proto."""
+    """A device's work in a round.
+
+    support 0 takes all samples to adapt on; see `Sampling` in federation.proto.
+    """
 
     run: str
     round: int
@@ -172,7 +175,7 @@ def shared(roles: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def buffers(roles: Mapping[str, str]) -> frozenset[str]:
-    """Of these tensors those that are no parameters: statistics, which are averaged plainly.
+    """Return the tensors that are no parameters: statistics, which are averaged plainly.
 
     A server's optimizer, rounding or a choice of the largest changes would take a running variance
     below zero.
@@ -267,7 +270,7 @@ def adapt(plan: Learner, work: Work, shard: Shard, *, steps: int) -> None:
 
 
 def score(plan: Learner, shard: Shard) -> float:
-    """Accuracy of the plan's current state on the held-out samples."""
+    """Return the accuracy of the plan's current state on the held-out samples."""
     n = shard.held_out_samples
     if not n:
         raise InvalidInput("a device without held-out samples cannot score; give it some")
@@ -353,7 +356,7 @@ def _episodes(draws: Draws, work: Work, shard: Shard) -> Iterator[dict[str, Arra
 def _fed(
     plan: Learner, entry: str, samples: Mapping[str, Array], rows: Mapping[str, Array]
 ) -> dict[str, Array]:
-    """What `entry` takes, of the rows chosen for the prefix of each input's name."""
+    """Return the batch of `entry`, from the rows chosen for the prefix of each input's name."""
     return {tensor.name: _column(tensor, entry, samples, rows) for tensor in plan.inputs(entry)}
 
 

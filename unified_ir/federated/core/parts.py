@@ -1,4 +1,4 @@
-"""Where a sample belongs, by its own bytes: the same whatever other samples there are.
+"""Assign a sample to a part by its own bytes, independently of other samples.
 
     u(sample) = SHA-256(seed, bytes of the sample) in [0, 1),  held out where u < share
 

@@ -21,7 +21,7 @@ from triplane.unified_ir.federated.core.draws import Array
 CHUNK: Final = 1 << 16
 """Entries added at a time: half a megabyte in float64, which stays in the processor's cache."""
 MAX_EXAMPLES: Final = 1 << 40
-"""Of one update: far beyond any device, and sums of them stay exact in float64."""
+"""Largest number of examples of an update; sums of them stay exact in float64."""
 WEIGHTINGS: Final = ("examples", "equal")
 
 State = Mapping[str, Array]

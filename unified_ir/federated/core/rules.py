@@ -67,7 +67,7 @@ FIRST_PAUSE_S: Final = 0.5
 """After a round that was given up; doubles with each in a row."""
 MAX_PAUSE_S: Final = 30.0
 MAX_WHY: Final = 8
-"""Reasons that are told apart of one device; further ones are counted together."""
+"""Distinct reasons kept for one device; further ones are counted together."""
 MAX_WHY_CHARS: Final = 200
 OTHER: Final = "other reasons"
 MAX_NAMED: Final = 5
@@ -110,7 +110,7 @@ def due_s(state: RunState) -> float | None:
 
 
 def open_lease(state: RunState, device: str) -> Lease | None:
-    """What the device shall work on now."""
+    """Return the open lease of the device in the current round, if it has one."""
     lease = lease_of(state, device) if state.phase is Phase.COLLECTING else None
     return lease if lease is not None and lease.outcome is Outcome.OPEN else None
 
@@ -154,7 +154,7 @@ def _leave(state: RunState, event: Left) -> tuple[RunState, Effects]:
 
 
 def _restart(state: RunState, event: Restarted) -> tuple[RunState, Effects]:
-    """Nobody is there, and waiting begins anew."""
+    """Mark every member as disconnected and restart its patience."""
     if state.members:
         gone = {
             name: replace(m, connected=False, away_s=event.at_s)
@@ -171,7 +171,7 @@ def _restart(state: RunState, event: Restarted) -> tuple[RunState, Effects]:
 
 
 def _due(state: RunState) -> Effects:
-    """What was to be done and may have been lost with the process."""
+    """Return the effects that may have been lost with the old process."""
     if state.phase is Phase.REDUCING and state.round is not None:
         return (Reduce(state.round.number, _counted(state.round)),)
     return (Finish(),) if state.phase is Phase.FINISHING else ()
@@ -284,7 +284,7 @@ def _stop(state: RunState, event: Stopped) -> tuple[RunState, Effects]:
 
 
 def _resume(state: RunState, event: Resumed) -> tuple[RunState, Effects]:
-    """What was to be reduced when the run stopped is reduced now."""
+    """Resume; a reduction that was due when the run stopped is done now."""
     if state.round is not None:
         again = replace(state, phase=Phase.REDUCING, reason="", since_s=event.at_s)
         return again, _due(again)
@@ -382,7 +382,7 @@ def _open(state: RunState, now_s: float) -> tuple[RunState, Effects]:
 
 
 def _all_here(state: RunState, now_s: float) -> bool:
-    """Whether nobody is away who may be back within patience."""
+    """Return whether no device is away that may still return within the patience."""
     return len(_members(state).indexed("absent")) == _given_up(state, now_s)
 
 
@@ -435,7 +435,7 @@ def _give_up(state: RunState, why: str, now_s: float) -> RunState:
 
 
 def _unscored(state: RunState, refusing: list[Lease], now_s: float) -> RunState:
-    """Nobody would score: whatever the reason, a result that nobody measured is not registered."""
+    """Stop the run: no device scored, and a result that was not measured is not registered."""
     kinds = f"{len(refusing)} devices declined or were refused"
     reason = (
         f"no device scored round {state.turn[0]}: {kinds}, {refusing[0].device} because: "
@@ -534,7 +534,10 @@ def _settle(state: RunState, lease: Lease) -> tuple[RunState, tuple[Tell, ...]]:
 
 
 def _unwanted(state: RunState, device: str, lease: str) -> tuple[RunState, Effects]:
-    """A contribution to what is over, or the same one again: told so, and nothing else changes."""
+    """Handle a contribution to a closed lease, or a repeated one.
+
+    Answer it, change nothing else.
+    """
     member = state.members.get(device)
     if member is None or (member.settled is not None and member.settled.lease == lease):
         return state, (Tell(device),) if member else ()

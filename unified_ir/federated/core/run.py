@@ -1,6 +1,6 @@
-"""What a federated run is between two events, what can happen to it, and what has to be done then.
+"""The values of a federated run: its state, its events and its effects.
 
-Values only; `rules` has the state machine. A *lease* is one device's work in one round.
+`rules` has the state machine. A *lease* is one device's work in one round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triplane.unified_ir.federated.core.sorted_map import Index, Records, Sorted
 
 
 class Phase(StrEnum):
-    """Where a run stands."""
+    """The phase of a run."""
 
     GATHERING = "gathering"
     COLLECTING = "collecting"
@@ -28,7 +28,7 @@ class Phase(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What became of a lease."""
+    """The outcome of a lease."""
 
     OPEN = "open"
     COUNTED = "counted"
@@ -40,22 +40,22 @@ class Outcome(StrEnum):
 
 ENDED: Final = frozenset({Phase.DONE, Phase.FAILED})
 RULES_OF_OLD: Final = 1
-"""Under which a round that was given up was gathered for again at once, and an evaluation that
-every device declined was passed over."""
+"""Rules that restarted an abandoned round at once, and skipped an evaluation that every device
+declined."""
 RULES_WITH_PAUSES: Final = 2
-"""Under which silent devices were asked again in each round."""
+"""Rules that asked silent devices again in each round."""
 NEWEST_RULES: Final = 3
-"""Under which runs begin; a run's events fold by the rules that it began under."""
+"""Rules of new runs. A run's events are folded by the rules with which it began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlan:
-    """What a run asks for; see `Cohort` in federation.proto.
+    """The plan of a run; see `Cohort` in federation.proto.
 
     devices: updates that make a round. asked: leases given for it, at least `devices`.
     quorum: updates without which a round that ran out of time is given up. evaluate_every: 0 for
     after the last round only. needs_scores: whether an evaluation that every device declines ends
-    the run; where a strategy outside asks apps of others, many cannot evaluate.
+    the run; with an external strategy and apps of the devices' owners, many cannot evaluate.
     """
 
     rounds: int
@@ -93,7 +93,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settled:
-    """What a device is told of its newest contribution."""
+    """The cloud's answer to a device about its newest contribution."""
 
     lease: str
     counted: bool
@@ -203,7 +203,7 @@ class Leases(Sequence[Lease]):
 
     @classmethod
     def from_leases(cls, leases: Iterable[Lease]) -> Leases:
-        """Of leases in their order."""
+        """Make it of leases in their order."""
         return cls(_LeasesByDevice.from_mapping({x.device: x for x in leases}))
 
     def of(self, device: str) -> Lease | None:
@@ -258,7 +258,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """What is remembered of a round. given_up: why, or empty where it counted.
+    """The record of an ended round. given_up: why, or empty where it counted.
 
     bytes_down: of the leases that were answered.
     """
@@ -346,7 +346,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A strategy outside chose whom of the round it asks; the other leases are as never given.
+    """An external strategy chose the devices of the round; the other leases are void.
 
     messages: by device, blob of what it is asked, empty where the run's plan says it.
     """
@@ -360,7 +360,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """As `Arrived`, to what a strategy outside asked; it counts in either kind of round."""
+    """Like `Arrived`, as an answer to an external strategy; it counts in either kind of round."""
 
     at_s: float
     device: str
@@ -394,7 +394,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declined:
-    """The device will not do its work."""
+    """The device declined its work."""
 
     at_s: float
     device: str
@@ -416,7 +416,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time passed."""
+    """The current time."""
 
     at_s: float
 
@@ -439,7 +439,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """Somebody stops the run, or something failed that a person can mend."""
+    """An operator stopped the run, or something failed that a person can fix."""
 
     at_s: float
     reason: str
@@ -447,7 +447,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """Somebody lets it go on."""
+    """An operator resumed the run."""
 
     at_s: float
     reason: str
@@ -455,7 +455,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """It cannot go on."""
+    """The run cannot go on."""
 
     at_s: float
     reason: str
@@ -492,7 +492,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Make the next shared state of these updates, in this order; then `Reduced`."""
+    """Reduce these updates, in this order, to the next shared state; then `Reduced`."""
 
     number: int
     leases: tuple[Lease, ...]
@@ -500,7 +500,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """An evaluating round is over, with these leases; nothing has to come of it."""
+    """An evaluating round is over, with these leases; no event follows."""
 
     number: int
     leases: tuple[Lease, ...]

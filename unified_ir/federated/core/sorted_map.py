@@ -130,7 +130,7 @@ class SortedMap(Generic[K, V]):
 
     @classmethod
     def from_items(cls, items: Iterable[tuple[K, V]]) -> SortedMap[K, V]:
-        """Of (key, value) in any order; keys differ."""
+        """Make it of (key, value) pairs in any order, with distinct keys."""
         entries = sorted(items, key=itemgetter(0))
         nodes: list[_Node] = [
             _Leaf(tuple([k for k, _ in part]), tuple([v for _, v in part]))
@@ -166,7 +166,7 @@ class SortedMap(Generic[K, V]):
             yield from leaf.values
 
     def count_until(self, holds: Callable[[K], bool]) -> int:
-        """How many keys come before the first that it holds for; it then holds for all after."""
+        """Return how many keys come before the first that the predicate holds for, by bisection."""
         return self._root.count_until(holds)
 
     def first(self, holds: Callable[[K], bool]) -> K | None:
@@ -187,7 +187,7 @@ def _rooted(nodes: tuple[_Node, ...]) -> _Node:
 
 
 def _parts(entries: list[Any]) -> Iterator[list[Any]]:
-    """As few runs as nodes need, each with room to grow."""
+    """Split into as few runs as nodes need, each with room to grow."""
     size = 3 * WIDTH // 4
     return (entries[at : at + size] for at in range(0, len(entries), size))
 
@@ -213,7 +213,7 @@ class Records(Mapping[str, V]):
 
     @classmethod
     def from_mapping(cls, records: Mapping[str, V]) -> Self:
-        """Of records by name."""
+        """Make it of records by name."""
         items = list(records.items())
         by_name = SortedMap.from_items(
             [(name, (at, record)) for at, (name, record) in enumerate(items)]
@@ -243,7 +243,7 @@ class Records(Mapping[str, V]):
         return self._plain().values()
 
     def items(self) -> ItemsView[str, V]:
-        """As `values`."""
+        """See `values`."""
         return self._plain().items()
 
     def _plain(self) -> dict[str, V]:

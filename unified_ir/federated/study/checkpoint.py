@@ -44,13 +44,13 @@ ROLES: Final = {
 Owned = Mapping[str, Mapping[str, Array]]
 Shards = Mapping[str, Shard]
 MAX_SHOWN: Final = 4
-"""Differences told of two studies."""
+"""Differences of two studies that a message shows."""
 MAX_SHOWN_CHARS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
 class StudyProgress:
-    """Where a study stands: arrays of the cloud and of each device, and what was measured."""
+    """The progress of a study: arrays of the cloud and of each device, and the measurements."""
 
     shared: Mapping[str, Array]
     slots: Mapping[str, Array] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def _digest(shards: Shards) -> str:
 
 
 class Keeper:
-    """Keeps the newest place of one study in a folder of its own. study: its `identity`."""
+    """Keeps the newest progress of one study in a folder. study: its `identity`."""
 
     def __init__(self, folder: Path, study: Mapping[str, str]) -> None:
         """The folder is made now: one that cannot be is known before any work is done."""
@@ -111,7 +111,7 @@ class Keeper:
         container.write(self.path, "checkpoint", parts, check=container.verified("checkpoint"))
 
     def newest(self) -> StudyProgress | None:
-        """What is there, None for nothing. Conflict: of another study; Corrupt: damaged."""
+        """Return the kept progress, or None. Conflict: of another study. Corrupt: damaged."""
         if not self.path.exists():
             return None
         file = Container(self.path, kind="checkpoint")
@@ -137,7 +137,10 @@ class Keeper:
 
 
 def _differs(name: str, there: Any, here: Any) -> str:
-    """As "keep is 0.1 there, 0.2 here"; digests and long lists are not shown."""
+    """Describe differences, as "keep is 0.1 there, 0.2 here".
+
+    Digests and long lists are not shown.
+    """
     texts = [str(x) for x in (there, here)]
     if any(len(text) > MAX_SHOWN_CHARS for text in texts) or None in (there, here):
         return f"{name} differ" if name.startswith(("samples", "devices")) else f"{name} differs"

@@ -22,7 +22,7 @@ from triplane.unified_ir.federated.core.parts import places
 
 MAX_DEVICES: Final = 100_000
 LEAST_SAMPLES: Final = 2
-"""Of a device: one to learn from, one to be scored on."""
+"""Least samples of a device: one to learn from, one to be scored on."""
 
 Samples = Mapping[str, Array]
 """Arrays by batch name ("x", "y"); the first axis counts samples."""
@@ -138,7 +138,7 @@ def _split(samples: Samples, rows: Array, held_out: float, seed: int, name: str)
 
 
 def _content(samples: Samples) -> Array:
-    """What makes two samples the same: the first array; what follows is their label."""
+    """Return the array by which samples are compared: the first one; labels follow it."""
     return np.asarray(next(iter(samples.values())))
 
 

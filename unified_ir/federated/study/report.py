@@ -23,11 +23,11 @@ GROUPS: Final = (
 )
 LEAST_COMPARED: Final = 2
 MAX_POINTS: Final = 60
-"""Of a line of losses, which are of few samples each."""
+"""Most points of a line of losses, each of which is of few samples."""
 OF_DEVICES: Final = "accuracy on a device's own held-out samples, %"
 OVER_ROUNDS: Final = "mean over devices, %, at the run's own rate"
 IN_ONE_PICTURE: Final = 6
-"""Columns of dots; with more, each group of devices has a picture of its own."""
+"""Most columns of dots in one picture; with more, each group of devices has its own."""
 STYLE: Final = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, Helvetica, Arial, sans-serif; color: #1f2933; background: #ffffff;
@@ -126,7 +126,7 @@ def _marked(share: float, top: float) -> str:
 
 
 def verdicts(trials: Sequence[Trial]) -> list[str]:
-    """Who is ahead after adaptation in each group of devices, and who cannot be told from that."""
+    """Name the best algorithm in each group of devices, and those not significantly different."""
     lines = []
     for seen, group, _ in GROUPS:
         scored = {t.algorithm: t.final(seen=seen) for t in trials if t.final(seen=seen)}
@@ -141,7 +141,7 @@ def verdicts(trials: Sequence[Trial]) -> list[str]:
             group_of = behind if apart is not None and apart.shown else near
             group_of.append(f"{name} {_percent(means[name])}")
         said = [f"{best} {_percent(means[best])}"]
-        said += [f"cannot be told from it: {', '.join(near)}"] if near else []
+        said += [f"not significantly different: {', '.join(near)}"] if near else []
         said += [f"behind: {', '.join(behind)}"] if behind else []
         lines.append(f"On {group} devices, after adaptation: {'; '.join(said)}.")
     return lines

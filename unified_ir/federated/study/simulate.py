@@ -237,7 +237,7 @@ class _Simulation:
         self.place = replace(self.place, shared=shared, slots=slots)
 
     def _score(self, state: machine.RunState) -> machine.RunState:
-        """Every device with held-out samples adapts and is scored; the rules hear of one."""
+        """Adapt and score every device with held-out samples; the rules get the event of one."""
         assert state.round is not None
         number = state.round.number
         scores = tuple(self._scored(number, name) for name in self._scorers())

@@ -23,7 +23,7 @@ NPZ: Final = ".npz"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSource:
-    """Where samples come from and how devices get them.
+    """The source of samples and their partition over devices.
 
     data: the name digits, an npz file, IDX files or a folder of images. x, y, group, split: keys of
     an npz; group tells whose a sample is; samples where split is not 0 belong to unseen devices.
@@ -162,7 +162,10 @@ def _chosen(source: SampleSource, shards: Shards) -> tuple[Shards, Shards]:
 
 
 def batch_names(module: Module) -> tuple[str, str]:
-    """What the model calls samples and labels; InvalidInput where devices cannot learn it."""
+    """Return the model's names of samples and labels.
+
+    InvalidInput where devices cannot learn it.
+    """
     names = [value.name for value in objective_of(module).batch]
     if len(names) != 2:
         raise InvalidInput(f"data here is samples and labels; the model's loss takes {names}")

@@ -1,4 +1,4 @@
-"""What one simulated run gave: rounds, scores of devices, the shared state."""
+"""The result of one simulated run: rounds, scores of devices, the shared state."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def summary(scores: Iterable[DeviceScore]) -> Summary | None:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How much more accurate one trial's devices are than the same devices of another, adapted.
+    """The mean gain in adapted accuracy of one trial's devices over the same devices of another.
 
     twice_error: two standard errors of the mean over devices; a mean within it shows nothing.
     """
@@ -125,17 +125,17 @@ class Trial:
 
     @property
     def bytes_up(self) -> int:
-        """Of all updates."""
+        """Bytes of all updates."""
         return sum(row.bytes_up for row in self.rounds)
 
     @property
     def bytes_down(self) -> int:
-        """Of all states that were sent."""
+        """Bytes of all states that were sent."""
         return sum(row.bytes_down for row in self.rounds)
 
     @property
     def seconds(self) -> float:
-        """Of learning and reducing, without scoring."""
+        """Seconds of learning and reducing, without scoring."""
         return sum(row.seconds for row in self.rounds)
 
 
