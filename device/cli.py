@@ -1,4 +1,4 @@
-"""The verb `triplane device`: a device from the shell. Imports click only until it is called."""
+"""The verb `triplane device`: a device from the shell. Imports only click until it is called."""
 
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,13 @@ Examples:
   triplane device run --data other.npz --json
   triplane device run --app my_app:app
 \b
-samples.npz holds arrays x and y, one row for each sample. What is never learned from may be given
-as held_out.x and held_out.y, otherwise one sample of five is held out.
+samples.npz holds arrays x and y, one row for each sample. Samples that are never learned from may
+be in held_out.x and held_out.y; otherwise one sample of five is held out.
 """
 
 
 def home_option(function: Any) -> Any:
-    """`--home DIR`: where a device keeps everything."""
+    """`--home DIR`: the home of a device."""
     return click.option(
         "--home",
         type=click.Path(file_okay=False, path_type=Path),
@@ -52,7 +52,7 @@ def sample_options(function: Any) -> Any:
             type=click.FloatRange(0, 1, max_open=True),
             help="Share of samples that are never learned from.",
         ),
-        click.option("--population", metavar="NAME", help="Which runs to take part in."),
+        click.option("--population", metavar="NAME", help="Take part in runs of this population."),
         click.option(
             "--data",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -87,10 +87,10 @@ def enrol(
     held_out: float | None,
     as_json: bool,
 ) -> None:
-    """Make this machine a device: its key is made here, its certificate comes for TOKEN.
+    """Make this machine a device: create its key here and get a certificate for TOKEN.
 
-    May be repeated with the same token after an interruption. What is said of samples and
-    population is kept as the defaults of `run`.
+    It may be repeated with the same token after an interruption. The options for samples and
+    population become the defaults of `run`.
     """
     from triplane.device.enrolling import enrol as enrol_at
     from triplane.device.home import DeviceHome
@@ -129,8 +129,8 @@ def run(
 ) -> None:
     """Take part in runs until SIGTERM or Ctrl-C.
 
-    One line on standard output says that it has begun. Killing this process loses nothing: what was
-    learned and not yet sent is sent by the next.
+    One line on standard output says that it has begun. Killing this process loses nothing: the next
+    one sends the updates that were not sent yet.
     """
     import json
 
@@ -153,12 +153,12 @@ def run(
 def status(*, home: Path, as_json: bool) -> None:
     """Show what this device works on, its model, how good that is here, and what waits to be sent.
 
-    Where a device has no work, the line `work` says whether a run of the cloud asks its population:
-    then it waits for its turn; if none does, the name of the population may be wrong. Clouds of
-    earlier releases do not say which it is.
+    Without work, the line `work` says whether a run of the cloud asks the device's population. If
+    one does, the device waits for its turn; if none does, the name of the population may be wrong.
+    Clouds of earlier releases do not say which it is.
 
-    Reads the home only; works without the cloud and beside a running device. What is said of the
-    cloud is what the running device last heard.
+    This reads the home only, so it works without the cloud and beside a running device. What it
+    shows of the cloud is the newest answer that the running device got.
     """
     from triplane.device.status import look
 

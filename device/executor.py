@@ -18,22 +18,22 @@ from triplane.unified_ir.federated.core.learn import Shard
 
 
 class TaskExecutor(Protocol):
-    """Does tasks and settles updates; see `task_runner.TaskRunner`."""
+    """Runs tasks and settles updates; see `task_runner.TaskRunner`."""
 
     def do(self, task: Task, stop: StopToken, wanted: Sequence[Blob]) -> pb.Contribution:
-        """The task's contribution. Withdrawn where `stop` ended it; Unavailable: try again."""
+        """Return the task's contribution. Withdrawn: `stop` ended it. Unavailable: try again."""
 
     def settle(self, work_set: WorkSet) -> None:
-        """Let updates take effect that counted, and forget those whose lease is over."""
+        """Let updates that counted take effect, and forget those whose lease is over."""
 
     def renewed(self) -> None:
-        """The certificate was replaced: use the new one from now on."""
+        """Use the new certificate from now on."""
 
     def interrupt(self) -> None:
-        """End what is being done, for good: the device stops."""
+        """End all work for good, because the device stops."""
 
     def close(self) -> None:
-        """Give back what the runner holds."""
+        """Release all resources."""
 
 
 class InProcessExecutor:

@@ -205,6 +205,6 @@ def _odd(row: Array) -> str:
 def _check_size(size: int) -> None:
     if size > MAX_SHARD_BYTES:
         raise InvalidInput(
-            f"samples may take {MAX_SHARD_BYTES} bytes, got {size}; use fewer samples (an iterator "
+            f"samples may take at most {MAX_SHARD_BYTES} bytes, got {size}; use fewer (an iterator "
             "of batches has to end)"
         )

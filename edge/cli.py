@@ -1,4 +1,4 @@
-"""The verb `triplane edge`: what runs on an edge node. Imports click only until it is called."""
+"""The verb `triplane edge`: commands of an edge node. Imports only click until it is called."""
 
 import json
 from dataclasses import replace
@@ -67,7 +67,7 @@ Then, here, once, and from now on:
   triplane edge enrol TOKEN --cloud cloud.example:8444
   triplane edge up
 \b
-What stands on a command line is shown to every user of the machine. From a file, or a pipe:
+Every user of the machine can see a command line. To read the token from a file, or a pipe:
   triplane edge enrol @token.txt --cloud cloud.example:8444
   ssh operator@cloud triplane cloud token --json | jq -r .token | triplane edge enrol - --cloud ...
 """
@@ -77,7 +77,7 @@ Examples:
   triplane edge up
   triplane edge up --json | head -1        where calls are answered, for scripts
 \b
-What the node serves is decided in the cloud (triplane deploy); look here with: triplane edge status
+The cloud decides what the node serves (triplane deploy); see it here with: triplane edge status
 """
 
 
@@ -90,7 +90,7 @@ Examples:
 
 
 def home_option(function: Any) -> Any:
-    """`--home DIR`: where a node keeps everything."""
+    """`--home DIR`: the home of a node."""
     return click.option(
         "--home",
         type=click.Path(file_okay=False, path_type=Path),
@@ -111,7 +111,7 @@ def home_option(function: Any) -> Any:
 @home_option
 @click.option(
     "--root", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="root.json",
-    help="The file from beside the offline keys, brought here by hand: what may run here must "
+    help="The file from beside the offline keys, copied here by hand: what may run here must "
     "follow from it, whatever the cloud says.  [default: the cloud's own]",
 )  # fmt: skip
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where to serve calls.")
@@ -131,7 +131,7 @@ def home_option(function: Any) -> Any:
     "probation_s",
     default=5.0,
     show_default=True,
-    help="How long a new version is watched before it is committed, where a rollout does not say.",
+    help="How long a new version is watched before it is committed, unless a rollout sets it.",
 )
 @json_option
 def enrol(
@@ -144,11 +144,11 @@ def enrol(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Make this machine a node: its key is made here, its certificate comes for TOKEN.
+    """Make this machine a node: create its key here and get a certificate for TOKEN.
 
-    May be repeated with the same token after an interruption. The token says which cloud this is:
-    nobody else can take its place, not on the enrolment port either, which has no TLS. --root holds
-    even against a cloud that was broken into before.
+    It may be repeated with the same token after an interruption. The token identifies the cloud, so
+    no other server can take its place, although the enrolment port has no TLS. --root protects even
+    against a cloud that was compromised before.
     """
     from triplane.edge.enrolling import enrol as enrol_node
     from triplane.edge.home import NodeHome, NodeSettings
@@ -166,12 +166,12 @@ def enrol(
 
 
 def _was_given(name: str) -> bool:
-    """Whether an option stands on the command line: a node that enrols again keeps the others."""
+    """Return whether an option was given: a node that enrols again keeps its other settings."""
     source = click.get_current_context().get_parameter_source(name)
     return source is not click.core.ParameterSource.DEFAULT
 
 
-@edge.command(epilog=UP_EXAMPLE, short_help="Keep the node running; says where it answers.")
+@edge.command(epilog=UP_EXAMPLE, short_help="Keep the node running, and print where it answers.")
 @home_option
 @click.option("--json", "as_json", is_flag=True, help="Print the ready line as one JSON object.")
 def up(*, home: Path, as_json: bool) -> None:
@@ -199,11 +199,11 @@ def _ready_json(node: "NodeHome", ready: "Ready") -> str:
 @home_option
 @json_option
 def samples(*, model: str, file: Path, home: Path, as_json: bool) -> None:
-    """Give this node labelled samples of its own for MODEL: x (N, ...) and classes y (N,).
+    """Give this node labelled samples for MODEL: x (N, ...) and classes y (N,).
 
-    A version that was learned to be adapted serves here only after a few steps on one half of them,
-    and only if it then answers the other half at least as well as what serves now. They stay on
-    this machine. A later file takes the place of an earlier one, from the next version on.
+    A start point is adapted to one half of the samples before it serves here, and it serves only if
+    it then scores at least as well on the other half as the version that serves now. The samples
+    stay on this machine. A later file replaces an earlier one, from the next version on.
     """
     from triplane.edge.agent.adapting import keep_samples
     from triplane.edge.home import NodeHome
@@ -215,7 +215,7 @@ def samples(*, model: str, file: Path, home: Path, as_json: bool) -> None:
 
 
 def _served_bundle(node: "NodeHome", model: str) -> Path | None:
-    """The bundle of what this node committed, if it has any of the model."""
+    """Return the bundle that this node has committed for the model, if any."""
     from triplane.edge.serving.pointers import read_pointers
 
     pointer = read_pointers(node.models)[0].get(model)
@@ -223,7 +223,7 @@ def _served_bundle(node: "NodeHome", model: str) -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
-@edge.command(short_help="What this node serves, and how attempts ended.")
+@edge.command(short_help="Show what this node serves, and how attempts ended.")
 @home_option
 @json_option
 def status(*, home: Path, as_json: bool) -> None:

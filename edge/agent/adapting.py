@@ -207,18 +207,11 @@ def split(samples: Mapping[str, Any], seed: str) -> tuple[dict[str, Any], dict[s
 
 def accuracy(bundle: Any, samples: Mapping[str, Any]) -> float:
     """Return the share of samples whose largest output is their label."""
-    import numpy as np
-
+    from triplane.edge.agent.trial import share_right
     from triplane.unified_ir.runtime import SessionOptions
 
     session = bundle.session(SessionOptions(threads=1))
-    name = bundle.inputs[0].name
-    right = 0
-    for start in range(0, len(samples["y"]), 64):
-        x, y = samples["x"][start : start + 64], samples["y"][start : start + 64]
-        scores = next(iter(session.run({name: x}).values()))
-        right += int((np.argmax(scores, axis=-1) == y).sum())
-    return right / len(samples["y"])
+    return share_right(session, bundle.inputs[0].name, samples["x"], samples["y"])
 
 
 if __name__ == "__main__":

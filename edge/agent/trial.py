@@ -134,7 +134,7 @@ def golden_accuracy(bundle: Any, session: Any, path: Path) -> float:
         ) from error
     _check_lengths(arrays)
     if wanted is PLAIN:
-        return _share(session, bundle.inputs[0].name, arrays["x"], arrays["y"])
+        return share_right(session, bundle.inputs[0].name, arrays["x"], arrays["y"])
     scores = [
         _episode(bundle, {name: array[i] for name, array in arrays.items()})
         for i in range(len(arrays["query.y"]))
@@ -169,10 +169,10 @@ def _episode(bundle: Any, episode: Any) -> float:
     support = {"x": episode["support.x"], "y": labels}
     weights = adapted_weights(bundle, support, options=options)
     session = Session(bundle.model, weights=weights, options=options)
-    return _share(session, bundle.inputs[0].name, episode["query.x"], episode["query.y"])
+    return share_right(session, bundle.inputs[0].name, episode["query.x"], episode["query.y"])
 
 
-def _share(session: Any, name: str, x: Any, y: Any) -> float:
+def share_right(session: Any, name: str, x: Any, y: Any) -> float:
     """Return the share of samples whose largest output is their label."""
     import numpy as np
 

@@ -89,7 +89,7 @@ class Merged:
         return Ran(mine.results, queue_ns, mine.infer_ns)
 
     def _wait(self, mine: _QueuedCall) -> None:
-        """Until `mine` has an outcome, leads, or has run out of time and left the queue."""
+        """Wait until `mine` has an outcome, leads, or has run out of time and left the queue."""
         if mine.wake.acquire(timeout=max(0.0, mine.call.deadline_s - time.monotonic())):
             return
         with self._lock:

@@ -1,6 +1,6 @@
-"""Which thread receives which call, how many may wait, and what happens to the rest.
+"""Thread pools for kinds of calls: which thread receives a call, and how many calls may wait.
 
-Pools of their own keep kinds of calls from starving each other: no number of inference or metadata
+Separate pools keep kinds of calls from starving each other: no number of inference or metadata
 calls delays a health check. A thread of a lane waits for the call's request, and in the lane of
 inference then for its turn to compute (`turns.py`); threads that wait cost memory only. A call
 beyond its lane's backlog is refused with UNAVAILABLE before its bytes are read.
@@ -48,7 +48,7 @@ class BoundedExecutor(ThreadPoolExecutor):
 
     @property
     def held(self) -> int:
-        """Calls in this lane."""
+        """Calls that this pool holds."""
         return self._held
 
     @property
@@ -122,7 +122,7 @@ class Routes(grpc.GenericRpcHandler):
             )
 
     def refuse_new(self) -> None:
-        """From now on answer UNAVAILABLE to all but control and health calls."""
+        """Answer UNAVAILABLE to all but control and health calls from now on."""
         self._leaving = True
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:

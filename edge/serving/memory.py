@@ -52,7 +52,7 @@ class RequestMemory:
                 self._inside_bytes -= n_bytes
 
     def refusal(self, held_bytes: int, n_bytes: int) -> Unavailable:
-        """The error for a request of which `n_bytes` are here while others hold `held_bytes`."""
+        """Return the error for a request with `n_bytes` here while others hold `held_bytes`."""
         self._on_refusal()
         return with_details(
             Unavailable(

@@ -168,7 +168,10 @@ class _Page(ThreadingMixIn, WSGIServer):
             self._room.release()
 
     def service_actions(self) -> None:
-        """Called twice a second: who sends a byte now and then is never idle, but ends here."""
+        """Close expired connections, twice a second.
+
+        A caller that sends a byte now and then, too.
+        """
         for request, since_s in [*self._since.items()]:
             if time.monotonic() - since_s > PAGE_S:
                 with contextlib.suppress(OSError):  # it was quicker

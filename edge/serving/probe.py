@@ -4,8 +4,8 @@ Safe: every row of a merged run equals the same row run alone. A model that norm
 batch, or quantizes activations by the range of the whole batch, fails this and is never merged.
 Pays: the best measured size handles rows at least `MIN_GAIN` times as fast as single rows, and
 saves more per row than it costs to hand a request to another thread. Both are measured on
-generated values, within `PROBE_S`. A graph may have no end for some shape; its load still has one,
-or nothing could be loaded after it.
+generated values, within `PROBE_S`. A graph may never end for some shape; its load is
+limited in time, so that other models can be loaded.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from triplane.unified_ir.runtime.session import CancellationToken
 logger = logging.getLogger(__name__)
 
 WARM_S: Final = 60.0
-"""For one generated row; a model that takes longer is not served."""
+"""Limit for one generated row; a model that takes longer is not served."""
 TRIES_S: Final = 20.0
-"""For all runs of several rows; a model that takes longer is served, but never merged."""
+"""Limit for all runs of several rows; a model that takes longer is served, but never merged."""
 PROBE_S: Final = 0.5
 SIZES: Final = (4, 8, 16)  # rows of a merged run that are tried
 REPEATS: Final = 7
@@ -96,7 +96,7 @@ def _tried(servable: Servable, contract: Contract, stop: CancellationToken) -> t
 
 @contextlib.contextmanager
 def _ending(seconds: float) -> Iterator[CancellationToken]:
-    """A stop that is set after so long."""
+    """Give a token that is set after these seconds."""
     stop = CancellationToken()
     timer = threading.Timer(seconds, stop.set)
     timer.daemon = True

@@ -28,7 +28,7 @@ from triplane.proto.saying import say_ready
 logger = logging.getLogger(__name__)
 
 STOP_S: Final = 10.0
-"""To end threads and free models after the calls inside had their time to drain."""
+"""Limit to end threads and free models, after the time to drain."""
 
 
 def run(options: Options) -> None:

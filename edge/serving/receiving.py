@@ -1,4 +1,4 @@
-"""Waiting for a caller, with an end: one that stalls cannot hold a thread, or an answer for ever.
+"""Bounded waits for callers: a stalled caller cannot hold a thread or an answer for ever.
 
 A call waits for its request in a thread that does nothing else, and takes a turn to compute only
 afterwards. The number of calls that wait is bounded by lane: one more ends the oldest of the caller
@@ -205,7 +205,7 @@ class Receiving:
             self._bound_arriving(now)
 
     def _end_crowds(self, now: float) -> None:
-        """Bring every lane's calls that wait for their request down to its number of them.
+        """Reduce the calls of each lane that wait for their request to the lane's limit.
 
         The oldest of the caller that has most go first. A request that is on its way has a few
         milliseconds behind it, a stalled one has more.
@@ -246,7 +246,7 @@ class Receiving:
             logger.warning("stalled calls ended", extra={"calls": len(late)})
 
     def _may_hold_more(self, now: float) -> bool:
-        """Whether more may be here of requests than at the last look.
+        """Return whether more bytes of requests may be here than at the last look.
 
         To ask the kernel about each connection costs a thousand silent ones 10 ms of the
         interpreter. Bytes that arrive take memory of the process, or memory that it took before.
@@ -328,7 +328,7 @@ def _resident_bytes() -> int | None:
 
 
 def _wake(context: grpc.ServicerContext) -> None:
-    """Make the thread that waits for this call's message look again, and find one.
+    """Wake the thread that waits for this call's message, with a message for it.
 
     gRPC has no way to end a call with a status while its message is waited for. It keeps a message
     that has arrived in `request` of the call's state, and one that is really there is left alone.

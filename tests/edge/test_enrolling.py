@@ -203,7 +203,7 @@ def test_a_root_brought_by_hand_is_the_first(cloud, tmp_path):
     enrolling.enrol(node, cloud.token("careful"), cloud.enrolment, root)
     assert (node.trust / BOOTSTRAP).read_bytes() == root.read_bytes() == cloud.root
     (tmp_path / "no-root").write_bytes(b"{}")
-    with pytest.raises(Corrupt, match="no-root is no root"):
+    with pytest.raises(Corrupt, match="no-root is not a root file"):
         enrolling.enrol(
             NodeHome(tmp_path / "other"), cloud.token("hasty"), cloud.enrolment,
             tmp_path / "no-root",
