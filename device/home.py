@@ -32,7 +32,7 @@ RENEWAL_S: Final = 60.0
 CHILD_ENDS_S: Final = 10.0
 """Limit for the child of a killed device to end."""
 TEMPORARY: Final = ".*.tmp"
-"""Names of files that were to take another's name."""
+"""Pattern of temporary files that were to replace others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class DeviceSettings:
     def but(
         self, *, data: Path | None, population: str | None, held_out: float | None
     ) -> "DeviceSettings":
-        """With those of the given values that are not None."""
+        """Return the settings with those of the arguments that are not None."""
         changes = {
             "data": None if data is None else str(Path(data).absolute()),
             "population": population,
@@ -131,7 +131,7 @@ class DeviceHome:
 
     @property
     def is_enrolled(self) -> bool:
-        """Whether an identity is here."""
+        """Whether the device has an identity."""
         return (self.identity.path / "cert.pem").is_file()
 
     def require_enrolled(self) -> None:
@@ -170,7 +170,7 @@ class DeviceHome:
 
     @property
     def enrolled(self) -> "DeviceIdentity":
-        """Written beside the certificate, so that a device need not parse it in its own process."""
+        """The stored facts of the certificate, so that the device's process need not parse it."""
         try:
             parsed = json.loads(self.enrolled_file.read_bytes()[:MAX_SETTINGS_BYTES])
             return DeviceIdentity(str(parsed["name"]), float(parsed["renew_at_s"]))
@@ -178,7 +178,7 @@ class DeviceHome:
             return self.note_certificate()
 
     def note_certificate(self) -> "DeviceIdentity":
-        """Read the certificate and write down what a device needs of it."""
+        """Read the certificate, and store and return the facts that a device needs."""
         from triplane.proto.identity import renewal_due_s
 
         device = DeviceIdentity(self.identity.name, renewal_due_s(self.identity))
@@ -201,16 +201,19 @@ class DeviceHome:
             return None
 
     def note_session(self, session: SessionNote) -> None:
-        """Write it down for `triplane device status`. Not synced: it says nothing after a crash."""
+        """Store it for `triplane device status`.
+
+        It is not synced: it means nothing after a crash.
+        """
         new = self.session_file.with_suffix(".new")
         with contextlib.suppress(OSError):  # a full disk must not end the device
             new.write_text(json.dumps(asdict(session)))
             new.replace(self.session_file)
 
     def renew(self) -> None:
-        """Replace key and certificate, in a process that ends: what it imports outweighs a device.
+        """Replace key and certificate in a short-lived process, whose imports take much memory.
 
-        Unavailable with what it said.
+        Unavailable: it failed, with its last line.
         """
         command = [sys.executable, "-m", "triplane.device.renewing", str(self.path)]
         try:
@@ -223,7 +226,7 @@ class DeviceHome:
 
     @property
     def is_held(self) -> bool:
-        """Whether a process works here."""
+        """Whether a process uses this home."""
         try:
             with (self.path / "lock").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -235,7 +238,7 @@ class DeviceHome:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Be the one process that uses this home; Conflict where another is. Ends with a kill."""
+        """Lock the home for this process. Conflict: another uses it. A kill releases the lock."""
         with (self.path / "lock").open("ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -248,10 +251,9 @@ class DeviceHome:
             yield
 
     def lock_for_tasks(self) -> BinaryIO:
-        """Become the one process that does tasks, until the file is closed.
+        """Lock the tasks of this home for this process, until the file is closed.
 
-        A device that was killed leaves a child that ends at once; it is waited for. Conflict where
-        one does not end.
+        The child of a killed device ends at once, and is waited for. Conflict: it does not end.
         """
         file = (self.path / "tasks.lock").open("ab")
         until_s = time.monotonic() + CHILD_ENDS_S
@@ -269,10 +271,10 @@ class DeviceHome:
                 return file
 
     def recover(self) -> None:
-        """Remove what a process that was killed wrote in part; make durable what goes on growing.
+        """Remove incomplete files of a killed process, and sync incomplete downloads.
 
-        A download that has all its bytes is named without another look at them, so bytes that the
-        killed process had not synced are synced here: a power cut must not tear them later.
+        A complete download gets its name without being read again, so bytes that the killed
+        process had not synced are synced here: a later power cut must not tear them.
         """
         unfinished = [
             p for f in (self.path, self.personal, self.pending) for p in f.glob(TEMPORARY)

@@ -167,13 +167,16 @@ class Memory:
         return path
 
     def pending(self) -> tuple[PendingUpdate, ...]:
-        """Every update that was not settled. A damaged one is dropped: it cannot be sent again."""
+        """Return every unsettled update.
+
+        A damaged one is removed, because it cannot be sent again.
+        """
         paths = sorted({*self._pending.glob("*.update"), *self._held})
         updates = (self._at(path) for path in paths)
         return tuple(pending for pending in updates if pending is not None)
 
     def inline_of(self, pending: PendingUpdate, most: int) -> bytes | None:
-        """The update alone, where it has at most so many bytes."""
+        """Return the update alone, if it has at most `most` bytes."""
         if pending.path not in self._small:
             if pending.path in self._held:
                 return None  # it is a file, and too large
@@ -185,7 +188,7 @@ class Memory:
         return data if len(data) <= most else None
 
     def bytes_of(self, pending: PendingUpdate) -> Path:
-        """The update alone as a file, the same bytes each time."""
+        """Return the update alone as a file, with the same bytes each time."""
         path = pending.path.with_suffix(".out")
         if not path.exists() and pending.path in self._held:
             write_atomic(path, self._small[pending.path], UNSYNCED)
@@ -194,7 +197,10 @@ class Memory:
         return path
 
     def settle(self, pending: PendingUpdate, *, counted: bool) -> None:
-        """Let what it implies take effect, or forget it. May be repeated after a crash."""
+        """Apply the personal state of a counted update, or forget it.
+
+        Safe to repeat after a crash.
+        """
         held = self._held.pop(pending.path, None)
         implied = self._read(pending.path) if counted and held is None else None
         if implied is not None:
@@ -208,7 +214,7 @@ class Memory:
         _drop(pending.path.with_suffix(".out"))
 
     def spent(self, plan: str) -> tuple[int, float]:
-        """Steps and seconds of the plan of that root digest. What is damaged counts as nothing."""
+        """Return the steps and seconds spent on a plan; a damaged record counts as none."""
         try:
             steps, seconds = (self._personal / f"{plan}.spent").read_text().split()
             return int(steps), float(seconds)
@@ -216,12 +222,12 @@ class Memory:
             return 0, 0.0
 
     def note_spent(self, plan: str, steps: int, seconds: float) -> None:
-        """Write down how much of its limits a plan has used."""
+        """Store how much of its limits a plan has used."""
         write_atomic(self._personal / f"{plan}.spent", f"{steps} {seconds!r}\n".encode())
         self._forget_oldest("*.spent")
 
     def _at(self, path: Path) -> PendingUpdate | None:
-        """The update in this file; None where there is none, or where it is damaged and dropped."""
+        """Return the update in this file, or None; a damaged one is removed."""
         if path in self._held:
             return self._held[path]
         if not path.exists():
@@ -241,7 +247,7 @@ class Memory:
         return update
 
     def _read(self, path: Path) -> PersonalState | None:
-        """None, and the file goes, where it is damaged: learning goes on from the shared state."""
+        """Return the state in a file. A damaged file is removed: learning goes on without it."""
         try:
             file = Container(path, kind=KIND)
             file.verify()
@@ -261,7 +267,7 @@ class Memory:
 
 
 def unsettled(facts: UpdateFacts) -> str:
-    """Why an update must not be overwritten yet."""
+    """Return why an update must not be overwritten yet."""
     return (
         f"the update of round {facts.round} of run {facts.run} waits until the cloud settles it "
         f"(lease {facts.lease[:8]}...); this device keeps one update of a run at a time"

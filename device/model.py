@@ -1,9 +1,10 @@
-"""The model a device uses: the better of what all learned and what it made of it for itself.
+"""The model that a device uses: the better one of the shared and its adapted personal state.
 
-Measured on held-out samples that neither learning nor adaptation saw. A personal state stays only
-while it is better than every shared one that came after it. One durable file, `personal/model`.
+Both are measured on held-out samples that neither learning nor adaptation saw. A personal state
+stays only while it is better than every shared one that came after it. One durable file,
+`personal/model`.
 
-Where nothing is measured the model is the newest shared state, which changes with every task. Such
+Without a measurement the model is the newest shared state, which changes with every task. Such
 states are written to `personal/model.newest` without a sync, and to the durable file when a run
 begins and once in `SYNC_S`; after a power cut the model may be that much older.
 """
@@ -57,7 +58,7 @@ class ModelChoice:
 
 
 class DeviceModel:
-    """The files; written by the device's thread, read by anyone."""
+    """The files of the model, written by the device's thread and read by any thread."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._newest = path, path.with_name(f"{path.name}.newest")
@@ -67,9 +68,9 @@ class DeviceModel:
         return self._current()[1]
 
     def _current(self) -> tuple[Path, ModelChoice | None]:
-        """The file of the model: of the newest state where the durable one is an older one of it.
+        """Return the file of the model: the newest state, unless the durable one is newer.
 
-        The files say it themselves: a power cut may bring back a file that was removed.
+        The files say which is newer, because a power cut may bring back a removed file.
         """
         durable = _read(self._path)
         newest = _read(self._newest) if durable is not None and not durable.samples else None
@@ -78,7 +79,10 @@ class DeviceModel:
         return self._path, durable
 
     def load_into(self, plan: Plan) -> None:
-        """Put the model's state into its plan. Conflict: it was torn, and an older one holds."""
+        """Load the model's state into its plan.
+
+        Conflict: the newest was torn; an older one holds.
+        """
         path, _ = self._current()
         try:
             plan.load_state(path)
@@ -162,7 +166,7 @@ class DeviceModel:
         shard: Shard,
         other: Callable[[str], Plan] | None,
     ) -> bool:
-        """Whether what was measured before beats the new state on today's held-out samples."""
+        """Return whether the earlier model beats the new state on today's held-out samples."""
         kept = self.choice()
         if kept is None or not kept.samples:
             return False
@@ -176,7 +180,7 @@ class DeviceModel:
         return False
 
     def _scored_by(self, other: Callable[[str], Plan], kept: ModelChoice, shard: Shard) -> float:
-        """Accuracy of the model of another run's plan; 0 where the plan is gone or unfit by now."""
+        """Return the accuracy of another run's model; 0 where its plan is gone or does not fit."""
         try:
             earlier = other(kept.plan)
             earlier.load_state(self._path)
@@ -204,7 +208,7 @@ def _drop(path: Path) -> None:
 
 
 def _follows(newer: ModelChoice, older: ModelChoice) -> bool:
-    """Whether both are unmeasured states of the same run, one of a later round."""
+    """Return whether both are unmeasured states of one run, the first of a later round."""
     same = (newer.run, newer.plan) == (older.run, older.plan)
     return same and newer.round > older.round and not (newer.samples or older.samples)
 

@@ -1,8 +1,8 @@
-"""Blobs in a folder under their SHA-256, whole or on their way in.
+"""Blobs in a folder under their SHA-256, complete or being received.
 
-Complete blobs have their digest as name, unfinished ones lie in `partial/`. A byte counts as
-received once it is synced, and as arrived once the whole has its digest. A blob's name is its
-digest and nothing else, so no name can lead out of the folder.
+Complete blobs have their digest as name; incomplete ones are in `partial/`. Bytes count as received
+once they are synced, and a blob as complete once its digest was verified. A blob's name is only its
+digest, so no name can lead out of the folder.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 CHUNK_BYTES: Final = 1 << 20
 """Largest size of one message, and of one read."""
 SYNC_BYTES: Final = 16 << 20
-"""Received bytes between two syncs: what a crash can cost."""
+"""Received bytes between two syncs: the most that a crash can lose."""
 MAX_BLOB_BYTES: Final = 16 << 30
 RESERVE_BYTES: Final = 64 << 20
 """Disk space that stays free beside a file; for a small file `RESERVE_FACTOR` times its size."""
@@ -54,7 +54,7 @@ class BlobFolder:
         return self.folder / sha256.hex()
 
     def find(self, sha256: bytes) -> Path:
-        """The complete blob. NotFound."""
+        """Return the path of a complete blob. NotFound."""
         path = self.path(sha256)
         if not path.is_file():
             raise NotFound(f"no blob {sha256.hex()[:16]}... here; upload it first")
@@ -90,7 +90,7 @@ class BlobFolder:
         return True
 
     def is_lost(self, sha256: bytes, *, reread: bool = False) -> bool:
-        """Whether no undamaged copy of the blob is here; a damaged one is removed."""
+        """Return whether no undamaged copy of the blob is here; a damaged one is removed."""
         self.drop_damaged(sha256, reread=reread)
         return not self.has(sha256)
 
@@ -104,7 +104,7 @@ class BlobFolder:
 
     @contextlib.contextmanager
     def receive(self, sha256: bytes, size: int) -> Iterator["IncomingBlob"]:
-        """Take one blob in, going on where an earlier try stopped.
+        """Receive one blob, resuming where an earlier attempt stopped.
 
         InvalidInput: too large. Conflict: it is being received already. Unavailable: disk space.
         """
@@ -134,7 +134,7 @@ class BlobFolder:
         return sha256
 
     def put_file(self, source: Path) -> bytes:
-        """Store a copy of a file; returns its name."""
+        """Store a copy of a file; return its name."""
         sha256, size = digest_of(source), source.stat().st_size
         if self.is_lost(sha256):
             with self.receive(sha256, size) as receiving, source.open("rb") as file:
@@ -145,14 +145,14 @@ class BlobFolder:
         return sha256
 
     def remove(self, sha256: bytes) -> None:
-        """Drop a blob and what is unfinished of it."""
+        """Remove a blob and its incomplete download."""
         for path in (self.path(sha256), self.partial / sha256.hex()):
             with contextlib.suppress(FileNotFoundError):
                 self.disk.remove(path)
 
 
 class IncomingBlob:
-    """One blob on its way in; `BlobFolder.receive` makes it."""
+    """One blob that is being received; `BlobFolder.receive` makes it."""
 
     def __init__(self, to: BlobFolder, path: Path, partial: Path, sha256: bytes, size: int) -> None:
         self._to, self._path, self._partial = to, path, partial
@@ -168,7 +168,7 @@ class IncomingBlob:
 
     @property
     def stored(self) -> int:
-        """Bytes here; the next one to write is at this offset."""
+        """Number of stored bytes, which is the offset of the next one."""
         return self._have
 
     def write(self, chunk: bytes) -> None:
@@ -189,15 +189,15 @@ class IncomingBlob:
             self.sync()
 
     def sync(self) -> None:
-        """Make what was written durable."""
+        """Make the written bytes durable."""
         if self._file is not None and self._unsynced:
             self._file.sync()
         self._unsynced = 0
 
     def take(self, data: bytes) -> Path:
-        """The whole blob at once, verified before a byte is written: one sync less than in pieces.
+        """Store a whole blob at once, verified before it is written: one sync less than in chunks.
 
-        Corrupt. What an earlier try left is replaced.
+        Corrupt: other bytes. An earlier incomplete attempt is replaced.
         """
         self.restart()
         self._check(hashlib.sha256(data).digest())
@@ -212,7 +212,7 @@ class IncomingBlob:
         return self._name()
 
     def finish(self) -> Path:
-        """Verify the whole and give it its name. Corrupt, and the bytes are dropped."""
+        """Verify the blob and give it its name. Corrupt: the bytes were wrong, and are removed."""
         if self._is_named:
             return self._path
         if self._have != self.size:
@@ -242,7 +242,7 @@ class IncomingBlob:
         return self._path
 
     def restart(self) -> None:
-        """Forget what is here of this blob."""
+        """Remove the stored bytes of this blob."""
         self.close()
         with contextlib.suppress(FileNotFoundError):
             self._to.disk.remove(self._partial)
@@ -250,7 +250,7 @@ class IncomingBlob:
         self._hash = hashlib.sha256()
 
     def close(self) -> None:
-        """Let go of the file; what is synced stays for the next try."""
+        """Close the file; synced bytes stay for the next attempt."""
         if self._file is not None:
             with contextlib.suppress(Unavailable):
                 self.sync()
@@ -270,18 +270,18 @@ class IncomingBlob:
 
 
 def _mark(stat: os.stat_result) -> tuple[int, int, int]:
-    """Differs between a file and what is written in its place."""
+    """Return a mark that differs between a file and one that replaces it."""
     return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def digest_of(path: Path) -> bytes:
-    """SHA-256 of a file, read once."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
 
 
 def chunks_of(path: Path, offset: int, n_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-    """The bytes of a file from `offset` on, `n_bytes` at a time."""
+    """Yield the bytes of a file from `offset` on, `n_bytes` at a time."""
     with path.open("rb") as file:
         file.seek(offset)
         while chunk := file.read(n_bytes):

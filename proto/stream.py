@@ -34,7 +34,7 @@ HEARTBEAT_S: Final = 10.0
 MIN_HEARTBEAT_S: Final = 0.01
 MAX_HEARTBEAT_S: Final = 60.0
 MAX_RETRY_AFTER_S: Final = 600.0
-"""The other side may ask for so much patience and no more: it may be lying."""
+"""Longest delay before a retry that a peer may ask for: a peer is not trusted."""
 HELLO_S: Final = 10.0
 """Limit for a caller's greeting, and first limit of its wait for the welcome."""
 MAX_PATIENCE_S: Final = 120.0
@@ -43,7 +43,7 @@ overloaded by a whole fleet has done most of the work for a stream when its call
 would have to do it again."""
 SILENT_BEATS: Final = 3
 LINGER_S: Final = 0.005
-"""So long an acknowledgement waits for a message that carries it."""
+"""How long an acknowledgement waits for a message that can carry it."""
 LAST_WRITE_S: Final = 5.0
 """A stream that ends waits at most this long for the frame being written and the goodbye."""
 FIRST_WAIT_S: Final = 0.5
@@ -66,7 +66,7 @@ Handler = Callable[[Message], Awaitable[None]]
 
 
 def new_epoch() -> bytes:
-    """Names one run of a process."""
+    """Return a random name for this run of a process."""
     return secrets.token_bytes(EPOCH_BYTES)
 
 
@@ -97,7 +97,7 @@ class StreamState:
         return frame
 
     def replace(self, field_name: str, message: Message) -> pb.Frame:
-        """Number a message, dropping what waits of its kind: it is whole, the newest says all."""
+        """Number a message and drop queued ones of its kind, which the newest replaces."""
         self.unacknowledged = [
             frame for frame in self.unacknowledged if frame.WhichOneof("body") != field_name
         ]
@@ -109,7 +109,7 @@ class StreamState:
             self.peer_epoch, self.received = peer_epoch, 0
 
     def acknowledge(self, number: int) -> int:
-        """The peer has everything up to `number`; returns how many frames that freed."""
+        """Drop frames that the peer has, up to `number`; return how many there were."""
         before = len(self.unacknowledged)
         self.unacknowledged = [f for f in self.unacknowledged if f.number > number]
         return before - len(self.unacknowledged)
@@ -119,18 +119,18 @@ class StreamState:
         return frame.number > self.received
 
     def handled(self, frame: pb.Frame) -> None:
-        """Its handler returned."""
+        """Note that the handler of the frame has returned."""
         self.received = max(self.received, frame.number)
 
     def stamped(self, frame: pb.Frame) -> pb.Frame:
-        """A copy that also tells what was received by now."""
+        """Return a copy of the frame that acknowledges what was received so far."""
         out = pb.Frame()
         out.CopyFrom(frame)
         out.acknowledged = self.received
         return out
 
     def beat(self) -> pb.Frame:
-        """A frame that only acknowledges."""
+        """Return a frame that only acknowledges."""
         return pb.Frame(acknowledged=self.received)
 
 
@@ -148,11 +148,11 @@ class Link:
         self.freed = asyncio.Event()  # set at each acknowledgement
 
     def wake(self) -> None:
-        """There is something to write."""
+        """Note that there is something to write."""
         self._wake.set()
 
     def end(self) -> None:
-        """There is nothing more to write."""
+        """Note that there is nothing more to write."""
         self._is_over = True
         self._wake.set()
 
@@ -206,7 +206,7 @@ class Link:
 
 
 class SessionClient:
-    """The caller's side: keeps a stream open until cancelled.
+    """The caller's side, which keeps a stream open until it is cancelled.
 
     connect: a new channel for each try. on_message: called with each message of the cloud, in
     order. greeting: sent on every stream, for a cloud that was restarted or forgets who left.
@@ -235,7 +235,10 @@ class SessionClient:
         return self._half.peer_epoch
 
     async def send(self, message: Message) -> None:
-        """Send a message; returns when the cloud has acknowledged it, however often it takes."""
+        """Send a message.
+
+        Return when the cloud has acknowledged it, after any number of retries.
+        """
         frame = self._half.add(_field_of(message), message)
         done = self._waiting[frame.number] = asyncio.get_running_loop().create_future()
         if self._link:
@@ -301,7 +304,7 @@ class SessionClient:
             await channel.close()
 
     async def _pump(self, call: Any, heartbeat_s: float) -> tuple[float, bool]:
-        """A greeted stream to its end; see `_one_stream`."""
+        """Run a greeted stream to its end; see `_one_stream`."""
         link = self._link = Link(self._half, self._on_message, heartbeat_s)
         self.connected.set()
         logger.info("session open", extra={"heartbeat_s": heartbeat_s})
@@ -365,7 +368,7 @@ class ServerSession:
             self._link.wake()
 
     def close(self, why: "pb.Goodbye.Why.ValueType", retry_after_s: float = 0.0) -> None:
-        """End the open stream, telling why."""
+        """End the open stream with a reason."""
         if self._goodbye and not self._goodbye.done():
             self._goodbye.set_result(pb.Goodbye(why=why, retry_after_s=retry_after_s))
 
@@ -472,7 +475,7 @@ async def _read(call: Any) -> pb.Frame | None:
 
 
 async def _end_of(call: Any) -> Exception:
-    """Why a stream ended, as an error."""
+    """Return the reason of a stream's end as an error."""
     code, text = await call.code(), await call.details()
     return Unavailable(f"the cloud ended the session: {text or code.name}")
 

@@ -1,6 +1,6 @@
 """Files of any size between two machines, in chunks, resumable in both directions.
 
-`blobs.BlobFolder` is the receiving half of both; what is not complete there is gone on with.
+Both directions receive into a `blobs.BlobFolder`, where an incomplete file is resumed.
 """
 
 import asyncio
@@ -58,13 +58,13 @@ UPLOAD_BYTES: Final = 128 << 10
 """Size of an uploaded message: only complete ones are stored, also over a link below the pace."""
 TRIES: Final = 8
 WAIT_S: Final = 0.25
-"""Before the first retry; doubles up to `MAX_WAIT_S`."""
+"""Wait before the first retry; it doubles up to `MAX_WAIT_S`."""
 MAX_WAIT_S: Final = 5.0
 MIN_BYTES_PER_S: Final = 16 << 10
 PATIENCE_S: Final = 30.0
 
 Report = Callable[[int, int], None]
-"""Told (bytes so far, bytes in all)."""
+"""Called with (bytes so far, total bytes)."""
 
 
 def _quiet(_done: int, _size: int) -> None:
@@ -86,7 +86,7 @@ class Pace:
             raise InvalidInput(f"a pace is 1 byte/s and some finite seconds at least, got {self}")
 
     def deadline_s(self, n_bytes: int) -> float:
-        """Seconds that so many bytes may take in all, tries included."""
+        """Return how many seconds these bytes may take in all, retries included."""
         return n_bytes / self.min_bytes_per_s + self.patience_s
 
 
@@ -94,14 +94,14 @@ DEFAULT_PACE: Final = Pace()
 
 
 class TooSlow(Unavailable):
-    """The other side sends, but not enough: it is broken, or it holds the receiver up on purpose.
+    """The peer sends too slowly: it is broken, or delays the receiver on purpose.
 
-    What came is kept, so another try goes on there.
+    The received bytes are kept, so a retry resumes there.
     """
 
 
 class WrongLength(Corrupt):
-    """The other side has a blob of another length than the one that was signed."""
+    """The peer has a blob of another length than the signed one."""
 
 
 class _Watch:
@@ -155,10 +155,10 @@ class _Watch:
 
 
 def upload(channel: grpc.Channel, path: Path, progress: Report = _quiet) -> bytes:
-    """Send a file; returns its SHA-256 once the other side has all of it on disk.
+    """Send a file; return its SHA-256 once the peer has all of it on disk.
 
-    Goes on where an earlier call stopped, and tries again over a broken link: as long as the other
-    side stores something of it, and `TRIES` times more.
+    It resumes where an earlier call stopped, and retries over a broken link as long as the peer
+    stores more of the file, and `TRIES` times after that.
     """
     sha256, size = digest_of(path), path.stat().st_size
     stub, tries, most = TransferStub(channel), _Tries(), 0
@@ -211,9 +211,9 @@ def download(
     *,
     pace: Pace = DEFAULT_PACE,
 ) -> Path:
-    """Fetch a blob of exactly `size` bytes; returns its file, verified.
+    """Fetch a blob of exactly `size` bytes; return its file, verified.
 
-    Goes on where an earlier call stopped. Corrupt: other bytes came. TooSlow: below the pace.
+    It resumes where an earlier call stopped. Corrupt: other bytes came. TooSlow: below the pace.
     Unavailable: the link is down, or the disk is full.
     """
     if into.has(sha256):
@@ -271,7 +271,7 @@ def _check_chunk(chunk: pb.DownloadChunk, receiving: IncomingBlob) -> None:
 
 
 class _Tries:
-    """Yields a function to report a failure to: it raises what a retry cannot mend."""
+    """Yield a function that takes a failure, and raises it if a retry cannot help."""
 
     def __init__(self) -> None:
         self.renew()
@@ -297,15 +297,15 @@ MayWrite = Callable[[bytes, int], Awaitable[BlobFolder]]
 
 
 async def _everybody(_sha256: bytes) -> None:
-    """Let every caller read."""
+    """Allow every caller to read."""
 
 
 class TransferServicer(Base):
-    """The cloud's half, for grpc.aio.
+    """The cloud's side of transfers, for grpc.aio.
 
     may_read: raises for a blob that the caller may not have. may_write: gives the folder that takes
     the caller's file of that digest and size, or raises; by default everything is one folder's.
-    pace: below which an upload is given up; a caller that tries again goes on where it stopped.
+    pace: least pace of an upload; a caller that retries resumes where it stopped.
     """
 
     def __init__(
@@ -388,10 +388,10 @@ class TransferServicer(Base):
 
 
 async def _paced(chunks: Any, pace: Pace) -> AsyncGenerator[pb.UploadChunk]:
-    """Chunks until their end. TooSlow: they come below the pace; our own writing does not count.
+    """Yield all chunks. TooSlow: they come below the pace; our own writing does not count.
 
-    behind_s: how far the caller is behind the pace. Who was fast has nothing in hand for later. A
-    chunk is seen when it is whole, so the next one may take as long as the pace gives it.
+    behind_s: how far the caller is behind the pace. Time gained earlier is not credited. A chunk is
+    seen when it is complete, so the next one may take as long as the pace allows for it.
     """
     waiting, behind_s, came, size = aiter(chunks), 0.0, 0, CHUNK_BYTES
     while True:

@@ -1,14 +1,14 @@
-"""Which files may run here: TUF metadata, fetched by name, verified on the node.
+"""TUF metadata, fetched by name and verified on the node: it decides which files may run here.
 
 Neither the link nor the cloud nor a holder of its online keys is trusted. python-tuf's client does
 the verifying; this module gives it durable files (its own are not synced, and a file lost in a
 power cut would lose the rollback protection with it), a time that never runs back, limits, and
-words: each refusal becomes a `AttemptRefused` of one kind, with the values that broke the rule.
+messages: each refusal becomes an `AttemptRefused` of one kind, with the values that broke the rule.
 
-The bootstrap root is what everything follows from. It is taken once, when the node enrols, over the
-connection that the token pinned, and kept; later roots must be signed by the ones before.
+All trust follows from the bootstrap root. It is stored once, when the node enrols, over the
+connection that the token pinned; later roots must be signed by the ones before.
 
-A Trust is used by one thread at a time.
+One thread at a time uses a Trust.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ LATEST_TIME: Final = "latest-time"
 NODE_NAME: Final = "node-name"
 MAX_ROOT_BYTES: Final = 128 << 10
 CLOCK_TOLERANCE_S: Final = 60.0
-"""A clock that is corrected by less than this is not worth an incident."""
+"""Smaller corrections of the clock are not reported as incidents."""
 MAX_TIME_S: Final = 253_402_300_799.0  # the last second of the year 9999
 
 
@@ -54,8 +54,8 @@ MAX_TIME_S: Final = 253_402_300_799.0  # the last second of the year 9999
 class Freshness:
     """Outcome of one refresh.
 
-    is_fresh: nothing was refused and what is known has not expired, so new targets may be taken; a
-    node that is not fresh is stale. verified_s: when everything was last fetched and verified since
+    is_fresh: nothing was refused and nothing has expired, so new targets may be taken; otherwise
+    the node is stale. verified_s: when everything was last fetched and verified since
     this process began, negative for never. refusals: what to report. error: the link failed, which
     is no incident.
     """
@@ -69,8 +69,8 @@ class Freshness:
 def bootstrap(folder: Path, fetch: Callable[[str], bytes], disk: Disk = OS_DISK) -> None:
     """Take the newest root as this node's first, unless it has one.
 
-    To be called at enrolment, over the connection that the token pinned. Refused where the root is
-    not even signed by itself.
+    Call it at enrolment, over the connection that the token pinned. AttemptRefused where the root
+    is not signed by itself.
     """
     if (folder / BOOTSTRAP).exists():
         return
@@ -91,7 +91,7 @@ def bootstrap(folder: Path, fetch: Callable[[str], bytes], disk: Disk = OS_DISK)
 
 
 def check_file(target: SignedTarget, path: Path) -> None:
-    """Refused unless a downloaded file is, byte for byte, the one that was signed."""
+    """AttemptRefused unless a downloaded file is, byte for byte, the signed one."""
     with path.open("rb") as file:
         length = file.seek(0, 2)
         if length != target.length:
@@ -111,7 +111,7 @@ class Trust:
     """The metadata that this node has verified.
 
     folder: `bootstrap.json`, the cached metadata, the latest time, the node's first name. fetch:
-    gives one metadata file by name; raises NotFound or Unavailable; its answers are not believed.
+    gives one metadata file by name; raises NotFound or Unavailable; its answers are not trusted.
     clock: seconds since 1970.
     """
 
@@ -136,11 +136,11 @@ class Trust:
 
     @property
     def now_s(self) -> float:
-        """The clock, or the latest time seen where the clock runs behind it."""
+        """Return the clock's time, or the latest time seen if the clock runs behind it."""
         return max(self._clock(), self._latest_s)
 
     def versions(self) -> dict[str, int]:
-        """The newest verified version of each role but the root, as they are kept on the disk."""
+        """Return the newest verified version of each role except the root, from the disk."""
         versions: dict[str, int] = {}
         for role in ("snapshot", "timestamp"):
             with contextlib.suppress(OSError, AttemptRefused):
@@ -156,10 +156,10 @@ class Trust:
             return b""
 
     def refresh(self) -> Freshness:
-        """Fetch and verify what is new. Never raises for what the other side sent.
+        """Fetch and verify new metadata. It never raises because of what the cloud sent.
 
-        A refusal is tried once more before it counts: a publication may have come in between two
-        files. What was verified before stays, but expires.
+        A refusal is retried once before it counts, because a publication may happen between two
+        files. Metadata that was verified before stays, but expires.
         """
         odd: tuple[AttemptRefused, ...] = ()
         try:
@@ -176,8 +176,8 @@ class Trust:
     def target(self, path: str) -> SignedTarget:
         """Return the target as the role in its path, and no other, signed it.
 
-        Refused: it is not listed, or by a wrong role, or what is known has expired. Unavailable:
-        its role's metadata cannot be fetched now, or `refresh` has not succeeded yet.
+        AttemptRefused: it is not listed, or by a wrong role, or the metadata has expired.
+        Unavailable: its role's metadata cannot be fetched now, or `refresh` has not succeeded yet.
         """
         client = self._fresh()
         try:
@@ -195,7 +195,7 @@ class Trust:
             raise AttemptRefused("wrong-target", str(error)) from error
 
     def policy(self) -> Policy:
-        """The release policy that the offline targets role lists."""
+        """Return the release policy that the offline targets role lists."""
         entry = self._fresh().top.targets.get(POLICY_PATH)
         if entry is None:
             raise AttemptRefused(
@@ -210,12 +210,11 @@ class Trust:
             raise AttemptRefused("policy", f"{POLICY_PATH} cannot be read: {error}") from error
 
     def admit(self, path: str, *, node: str, committed_version: int) -> Admission:
-        """The signed target, if it may be tried on this node; see `policy.judge`.
+        """Return the signed target, if it may be tried on this node; see `policy.judge`.
 
-        node: its name, which must stay what it was the first time: the cloud hands out names, and
-        shares are drawn by them. committed_version: of the model on this node, 0 for none. What
-        comes back may also carry a rule, whose metric is to be measured on the golden set before a
-        commit.
+        node: its name, which must never change: the cloud assigns names, and shares are drawn by
+        them. committed_version: of the model on this node, 0 for none. The admission may also carry
+        a rule, whose metric must be measured on the golden set before a commit.
         """
         try:
             name = TargetName.parse(path)
@@ -293,7 +292,7 @@ class Trust:
         return self._client
 
     def _as_known(self, odd: tuple[AttemptRefused, ...], error: Unavailable) -> Freshness:
-        """The link is down: what was verified before holds until it expires."""
+        """Return a result for a failed link: verified metadata holds until it expires."""
         try:
             self._fresh()
         except Unavailable:
@@ -311,7 +310,7 @@ class Trust:
             ) from error
 
     def _advance_clock(self) -> tuple[AttemptRefused, ...]:
-        """Keep the latest time; name a clock that fell behind it."""
+        """Store the latest time; refuse a clock that fell behind it."""
         if not self._has_latest:
             self._latest_s, self._has_latest = self._read_latest(), True
         clock = self._clock()

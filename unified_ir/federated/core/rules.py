@@ -1,18 +1,18 @@
 """A federated run as a pure state machine: `step(state, event) -> (state, effects)`.
 
     gathering -> collecting -> reducing -> gathering ... -> finishing -> done
-    stopped and failed are reached from anywhere; stopped goes back to where it was.
+    stopped and failed are reached from any phase; stopped returns to the phase before.
 
 Ids are derived and time comes in with events, so the same events give the same state, byte for
-byte. An update counts once: for the device that holds the lease, while its round collects. Whoever
-is killed keeps its lease for `patience_s` and may come back to it. Whoever is connected and lets a
-deadline pass is not drawn for some rounds where others make the quorum. `due_s` says when a `Tick`
-matters next. What a rule does to events that are journaled already never changes: where a rule
-changed, `RunState.rules` says which one a run goes by.
+byte. An update counts once: for the device that holds the lease, while its round collects. A
+killed device keeps its lease for `patience_s` and may resume it. A connected device that misses a
+deadline is not drawn for some rounds if others make the quorum. `due_s` says when the next `Tick`
+matters. The effect of a rule on journaled events never changes: where a rule was changed,
+`RunState.rules` says which version a run uses.
 
-An event of one device costs the same however many devices there are, but for a logarithm: what a
-rule asks of all members or leases comes from their indexes. Only what begins or ends a round, or
-the process, looks at each. An event that changes nothing gives the same `RunState` object.
+The cost of one device's event grows with the logarithm of the number of devices: a rule that
+concerns all members or leases uses their indexes. Only the beginning and end of a round, and a
+restart, iterate over all. An event that changes nothing returns the same `RunState` object.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ from triplane.unified_ir.federated.core.run import (
 
 LEASE_CHARS: Final = 32
 MAX_GIVEN_UP: Final = 10
-"""Rounds in a row without a quorum, after which the run stops and asks for a person."""
+"""Rounds in a row without a quorum after which the run stops, for a person to look at it."""
 FIRST_PAUSE_S: Final = 0.5
-"""After a round that was given up; doubles with each in a row."""
+"""Pause after an abandoned round; it doubles with each one in a row."""
 MAX_PAUSE_S: Final = 30.0
 MAX_WHY: Final = 8
 """Distinct reasons kept for one device; further ones are counted together."""
 MAX_WHY_CHARS: Final = 200
 OTHER: Final = "other reasons"
 MAX_NAMED: Final = 5
-"""Absent devices that a run names as what it waits for."""
+"""Absent devices that a run's reason names, at most."""
 
 MAX_REST: Final = 32
 """Most rounds for which a device that misses deadlines is not drawn; one after the first, doubling
@@ -84,7 +84,7 @@ Rule = Callable[[RunState, Any], tuple[RunState, Effects]]
 
 
 def step(state: RunState, event: Event) -> tuple[RunState, Effects]:
-    """The state after `event`, and what has to be done because of it."""
+    """Return the state after `event`, and the effects that follow."""
     rule = RULES.get((state.phase, type(event)))
     after, effects = rule(state, event) if rule else (state, ())
     if isinstance(event, Tick):
@@ -93,7 +93,7 @@ def step(state: RunState, event: Event) -> tuple[RunState, Effects]:
 
 
 def due_s(state: RunState) -> float | None:
-    """When a `Tick` could change something; None while only others can."""
+    """Return when a `Tick` could change something; None while only other events can."""
     patience_s = state.plan.patience_s
     if state.phase is Phase.GATHERING:
         if state.not_before_s > state.looked_s:
@@ -116,17 +116,17 @@ def open_lease(state: RunState, device: str) -> Lease | None:
 
 
 def lease_of(state: RunState, device: str) -> Lease | None:
-    """The lease of a device in the round at hand, whatever became of it."""
+    """Return the lease of a device in the current round, whatever its outcome."""
     return None if state.round is None else _leases(state.round).of(device)
 
 
 def lease_id(
     run: str, number: int, *, evaluates: bool, attempt: int, device: str, epoch: str = ""
 ) -> str:
-    """Names a lease: the same round, attempt, device and epoch give the same one.
+    """Return the id of a lease: the same round, attempt, device and epoch give the same id.
 
-    A cloud that was restored from a backup repeats rounds, from other states. With the epoch of its
-    process in the name, no device takes such a lease for one that it has answered before.
+    A cloud that was restored from a backup repeats rounds, from other states. The epoch of its
+    process in the id keeps a device from mistaking such a lease for one that it has answered.
     """
     text = f"{run}\n{number}\n{int(evaluates)}\n{attempt}\n{device}"
     text += f"\n{epoch}" if epoch else ""
@@ -247,14 +247,14 @@ def _tick(state: RunState, event: Tick) -> tuple[RunState, Effects]:
 
 
 def _resting(member: RunMember, number: int) -> RunMember:
-    """A member that was silent until the deadline of that round."""
+    """Return the member after a deadline that it missed in that round."""
     rest = min(2**member.missed, MAX_REST)
     missed = min(member.missed + 1, MAX_REST)  # a count beyond it would make no difference
     return replace(member, missed=missed, rests_until=number + 1 + rest)
 
 
 def _away_since(round_: Round, latest_s: float) -> list[Lease]:
-    """Open leases of devices that left by then, in the order of their names."""
+    """Return the open leases of devices that left by then, in the order of their names."""
     leases = _leases(round_)
     devices = itertools.takewhile(lambda key: key[0] <= latest_s, leases.indexed("away"))
     return [x for _, device in sorted(devices, key=lambda key: key[1]) if (x := leases.of(device))]
@@ -387,7 +387,7 @@ def _all_here(state: RunState, now_s: float) -> bool:
 
 
 def _given_up(state: RunState, now_s: float) -> int:
-    """Members away for longer than patience: no round waits for them."""
+    """Return the members that were away for longer than the patience: no round waits for them."""
     patience_s = state.plan.patience_s
     return _members(state).indexed("away").count_until(lambda key: key[0] + patience_s > now_s)
 
@@ -455,7 +455,7 @@ def _gather(state: RunState, turn: tuple[int, bool], now_s: float) -> RunState:
 
 
 def _chosen(state: RunState, able: Iterable[tuple[int, str]]) -> list[str]:
-    """A fair draw that depends on seed, round and names alone; those who rest come last.
+    """Draw devices fairly, by seed, round and names alone; resting devices come last.
 
     able: (`RunMember.rests_until`, name).
     """
@@ -496,13 +496,13 @@ def _with(state: RunState, member: RunMember) -> RunState:
 
 
 def _away(state: RunState, device: str, since_s: float | None) -> RunState:
-    """Whose stream is closed keeps its lease for a while."""
+    """Note that a device is away: it keeps its lease for the patience."""
     lease = open_lease(state, device)
     return state if lease is None else _put(state, replace(lease, away_s=since_s))
 
 
 def _held(state: RunState, event: Any) -> Lease | None:
-    """The open lease of that id, if it is this device's."""
+    """Return the open lease of that id, if it is this device's."""
     lease = open_lease(state, event.device)
     return lease if lease is not None and lease.id == event.lease else None
 
@@ -516,7 +516,7 @@ def _put(state: RunState, lease: Lease) -> RunState:
 
 
 def _settle(state: RunState, lease: Lease) -> tuple[RunState, tuple[Tell, ...]]:
-    """End a lease and tell its device."""
+    """End a lease and send its device a new document."""
     counted = lease.outcome is Outcome.COUNTED
     member = state.members[lease.device]
     member = replace(
