@@ -110,9 +110,10 @@ def _begun(cloud: Calls, request: DeployRequest) -> Rollout:
 
 
 def _watched(cloud: Calls, rollout: Rollout, *, as_json: bool) -> int:
+    from triplane.cloud.cli.rollouts import watchable
     from triplane.cloud.cli.watching import watch_to_end
 
-    return watch_to_end(cloud, rollout, as_json=as_json)
+    return watch_to_end(watchable(cloud, rollout.id), rollout, as_json=as_json)
 
 
 def _tell_detached(rollout: Rollout, *, as_json: bool) -> None:

@@ -156,12 +156,14 @@ def run(
     ctx: click.Context, /, *, detach: bool, identity: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Begin a run from MODEL with the devices of a population, and watch it."""
-    from triplane.cloud.cli.following import follow_to_end
+    from triplane.cloud.cli.runs import watchable
+    from triplane.cloud.cli.watching import watch_to_end
 
     spec = _spec(**options)
     with calls(identity) as cloud:
         begun = _begun(cloud, spec)
-        code = 0 if detach else follow_to_end(cloud, begun, as_json=as_json)
+        watched = watchable(cloud, begun.id)
+        code = 0 if detach else watch_to_end(watched, begun, as_json=as_json)
     if detach:
         _tell(begun, as_json=as_json, more=f"Watch it: triplane federate watch {begun.id}")
     ctx.exit(code)
@@ -240,12 +242,13 @@ def show(*, run_id: str, identity: Path | None, as_json: bool) -> None:
 @click.pass_context
 def watch(ctx: click.Context, *, run_id: str, identity: Path | None, as_json: bool) -> None:
     """Follow a run until it is done, stopped or failed; exit codes as of `run`."""
-    from triplane.cloud.cli.following import follow_to_end
+    from triplane.cloud.cli.runs import watchable
+    from triplane.cloud.cli.watching import watch_to_end
     from triplane.proto.federation_pb2 import GetRunRequest
 
     with calls(identity) as cloud:
         run = _stub(cloud).GetRun(GetRunRequest(id=run_id))
-        code = follow_to_end(cloud, run, as_json=as_json)
+        code = watch_to_end(watchable(cloud, run.id), run, as_json=as_json)
     ctx.exit(code)
 
 

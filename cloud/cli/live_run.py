@@ -1,14 +1,11 @@
-"""The live table of a federated run: redrawn in place, cut to the window, newest rounds last."""
+"""The live table of a federated run: cut to the window, newest rounds last."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
 from typing import Final
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -16,7 +13,6 @@ from triplane.cloud.cli.runs import ROUND_HEADINGS, dropped, headline, phase_of,
 from triplane.cloud.cli.text import shown
 from triplane.proto.federation_pb2 import Round, Run
 
-REDRAWS_PER_S: Final = 4
 LINES_AROUND: Final = 14
 BAR_CELLS: Final = 30
 # fmt: off
@@ -28,27 +24,9 @@ STYLES: Final = {
 # fmt: on
 
 
-@contextlib.contextmanager
-def live_run(console: Console | None = None) -> Iterator[Callable[[Run], None]]:
-    """Gives a function that puts a run on the screen; clears the table at the end."""
-    console = console or Console()
-    seen: list[Run] = []
-
-    def render() -> RenderableType:
-        if not seen:
-            return Text("waiting for the cloud")
-        return drawn(seen[-1], room=max(3, console.height - LINES_AROUND), now_s=time.time())
-
-    live = Live(
-        get_renderable=render, console=console, refresh_per_second=REDRAWS_PER_S, transient=True
-    )
-    with live:
-
-        def show(run: Run) -> None:
-            seen[:] = [run]
-            live.refresh()
-
-        yield show
+def draw_in(run: Run, lines: int, _seconds: float) -> RenderableType:
+    """See `live.Draw`."""
+    return drawn(run, room=max(3, lines - LINES_AROUND), now_s=time.time())
 
 
 def drawn(run: Run, *, room: int, now_s: float) -> RenderableType:

@@ -52,14 +52,15 @@ def show(
 
     With --watch the exit code is that of `triplane deploy`: 0 done, 4 paused, failed or aborted.
     """
-    from triplane.cloud.cli.rollouts import rollout_text
+    from triplane.cloud.cli.rollouts import rollout_text, watchable
     from triplane.cloud.cli.text import record
     from triplane.cloud.cli.watching import watch_to_end
     from triplane.proto.fleet_pb2 import GetRolloutRequest
 
     with calls(identity) as cloud:
         rollout = cloud.fleet.GetRollout(GetRolloutRequest(id=rollout_id))
-        code = watch_to_end(cloud, rollout, as_json=as_json) if watch else 0
+        watched = watchable(cloud, rollout.id)
+        code = watch_to_end(watched, rollout, as_json=as_json) if watch else 0
     if not watch:
         open_output(as_json).result(record(rollout), rollout_text(rollout))
     ctx.exit(code)

@@ -8,9 +8,9 @@ proves later that nothing up to it has changed.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import sqlalchemy as sa
 
@@ -34,22 +34,6 @@ class AuditRecord:
     details: str
     previous: bytes
     digest: bytes
-
-
-class RecordAudit(Protocol):
-    """Adds an entry to the log in the caller's transaction; `record` is the one that writes."""
-
-    def __call__(
-        self,
-        connection: sa.Connection,
-        *,
-        time_s: float,
-        actor: str,
-        action: str,
-        subject: str,
-        details: Mapping[str, Any] | None = None,
-    ) -> None:
-        """See `record`."""
 
 
 def digest_of(entry: AuditRecord) -> bytes:
@@ -84,6 +68,10 @@ def record(
     bare = AuditRecord(number, time_s, actor, action, subject[:256], text, previous, b"")
     entry = replace(bare, digest=digest_of(bare))
     connection.execute(AUDIT.insert().values(**asdict(entry)))
+
+
+RecordAudit = Callable[..., None]
+"""Adds an entry to the log in the caller's transaction, with the arguments of `record`."""
 
 
 def page(connection: sa.Connection, from_number: int) -> list[AuditRecord]:

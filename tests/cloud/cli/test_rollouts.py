@@ -4,7 +4,8 @@ import pytest
 from rich.console import Console
 
 from triplane.cloud.cli import rollouts
-from triplane.cloud.cli.live import drawn, live_table
+from triplane.cloud.cli.live import live_view
+from triplane.cloud.cli.live_rollout import draw_in, drawn
 from triplane.proto.fleet_pb2 import (
     COMMITTED,
     DOWNLOADING,
@@ -123,6 +124,6 @@ def test_the_live_table_shows_markup_as_text():
 def test_the_live_table_draws_and_leaves_nothing_behind(states):
     out = StringIO()
     console = Console(file=out, force_terminal=True, width=80, height=24)
-    with live_table(console) as show:
+    with live_view(draw_in, console) as show:
         show(rollout(*states))
     assert "digits@4" in out.getvalue()

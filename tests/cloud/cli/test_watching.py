@@ -8,6 +8,7 @@ import pytest
 
 from triplane.cloud.cli import watching
 from triplane.cloud.cli.connection import Calls, errors_at, repeated
+from triplane.cloud.cli.rollouts import watchable
 from triplane.proto.errors import Conflict, Unavailable
 from triplane.proto.fleet_pb2 import COMMITTED, FAILED, DeployRequest, GetRolloutRequest, Rollout
 from triplane.proto.fleet_pb2_grpc import FleetStub
@@ -91,13 +92,13 @@ RUNNING, DONE = rollout(Rollout.RUNNING), rollout(Rollout.DONE)
 )
 def test_the_exit_code_tells_done_from_everything_else(state, code, capsys):
     with serving(written_watch(RUNNING, rollout(state))) as port, calls_to(port) as cloud:
-        assert watching.watch_to_end(cloud, RUNNING, as_json=False) == code
+        assert watching.watch_to_end(watchable(cloud, "r-1"), RUNNING, as_json=False) == code
     assert capsys.readouterr().out.startswith("[r-1] digits@4 to all: running")
 
 
 def test_json_is_one_object_a_line_and_nothing_else(capsys):
     with serving(written_watch(RUNNING, DONE)) as port, calls_to(port) as cloud:
-        assert watching.watch_to_end(cloud, RUNNING, as_json=True) == 0
+        assert watching.watch_to_end(watchable(cloud, "r-1"), RUNNING, as_json=True) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["state"] for line in lines] == ["running", "done"]
 
@@ -106,7 +107,7 @@ def test_a_paused_rollout_tells_the_reason_of_a_node_and_the_ways_out(capsys):
     paused = rollout(Rollout.PAUSED, FAILED)
     paused.nodes[0].reason = "golden sample 3"
     with serving(written_watch(paused)) as port, calls_to(port) as cloud:
-        watching.watch_to_end(cloud, paused, as_json=False)
+        watching.watch_to_end(watchable(cloud, "r-1"), paused, as_json=False)
     out = capsys.readouterr().out
     assert "n0: golden sample 3" in out
     assert "triplane rollout resume r-1" in out
@@ -117,7 +118,7 @@ def test_a_cloud_that_restarts_meanwhile_is_watched_on():
     with ExitStack() as stack:
         first = stack.enter_context(ExitStack())
         port = first.enter_context(serving(written_watch(RUNNING)))
-        stream = watching.updates(stack.enter_context(calls_to(port)), "r-1")
+        stream = watching.updates(watchable(stack.enter_context(calls_to(port)), "r-1"))
         assert next(stream).state == Rollout.RUNNING
         first.close()
         later = threading.Thread(target=lambda: heard.append(next(stream)))
@@ -135,7 +136,7 @@ def test_a_cloud_that_stays_away_ends_the_watch_with_the_way_back(monkeypatch):
         calls_to(port) as cloud,
         pytest.raises(Unavailable, match="triplane rollout show r-1 --watch"),
     ):
-        next(watching.updates(cloud, "r-1"))
+        next(watching.updates(watchable(cloud, "r-1")))
 
 
 def test_a_refusal_is_not_tried_again():
@@ -144,7 +145,7 @@ def test_a_refusal_is_not_tried_again():
         calls_to(port) as cloud,
         pytest.raises(grpc.RpcError, match="no rollout r-1"),
     ):
-        next(watching.updates(cloud, "r-1"))
+        next(watching.updates(watchable(cloud, "r-1")))
 
 
 def test_a_cloud_that_is_away_is_named_with_how_to_start_it():

@@ -1,0 +1,68 @@
+"""The live table of a rollout: cut to the window, most urgent nodes first."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from triplane.cloud.cli.rollouts import (
+    NODE_HEADINGS,
+    counts,
+    headline,
+    node_rows,
+    sorted_nodes,
+    state_of,
+    waves,
+)
+from triplane.cloud.cli.text import duration
+from triplane.proto.fleet_pb2 import Rollout
+
+LINES_AROUND: Final = 10
+BAR_CELLS: Final = 30
+# fmt: off
+STYLES: Final = {
+    "failed":      "red",
+    "returned":    "red",
+    "committed":   "green",
+    "waiting":     "dim",
+    "done":        "bold green",
+    "paused":      "bold yellow",
+    "aborted":     "bold red",
+}
+# fmt: on
+
+
+def draw_in(rollout: Rollout, lines: int, seconds: float) -> RenderableType:
+    """See `live.Draw`."""
+    return drawn(rollout, room=max(3, lines - LINES_AROUND), seconds=seconds)
+
+
+def drawn(rollout: Rollout, *, room: int, seconds: float) -> RenderableType:
+    """The headline, one bar a wave, and at most `room` nodes."""
+    state = state_of(rollout)
+    title = Text(f"{headline(rollout)}, {duration(seconds)}", STYLES.get(state, "bold"))
+    nodes = sorted_nodes(rollout)
+    table = Table(box=None, pad_edge=False)
+    for heading in NODE_HEADINGS:
+        table.add_column(heading)
+    for row in node_rows(nodes[:room]):
+        style = STYLES.get(row[2].partition(" ")[0], "")
+        table.add_row(*(Text(cell, style) for cell in row))
+    rest = [Text(f"and {len(nodes) - room} more", "dim")] if len(nodes) > room else []
+    bars = [_bar(rollout, wave) for wave in range(waves(rollout))]
+    return Group(title, *bars, Text(), table, *rest)
+
+
+def _bar(rollout: Rollout, wave: int) -> Text:
+    nodes = [node for node in rollout.nodes if node.wave == wave]
+    by_state = counts(nodes)
+    failed = by_state["failed"] + by_state["returned"]
+    good, bad = (round(BAR_CELLS * n / max(1, len(nodes))) for n in (by_state["committed"], failed))
+    mark = ">" if wave == rollout.wave and state_of(rollout) in {"running", "paused"} else " "
+    bar = Text(f"{mark} wave {wave + 1}  ")
+    bar.append("#" * good, "green").append("x" * bad, "red")
+    bar.append("." * max(0, BAR_CELLS - good - bad), "dim")
+    return bar.append(f"  {by_state['committed']} of {len(nodes)}")
